@@ -152,7 +152,7 @@ async def _repaired(
     after = victim + 1
 
     def take(relay: int, source: int | None) -> "asyncio.Future[FetchReply | None]":
-        return made.links[relay].take(
+        return made.links[relay].fetch(
             FetchVersion(manifest=version, source=made.source(source), chunk_bytes=CHUNK_BYTES)
         )
 

@@ -179,7 +179,7 @@ class Clusters:
         keep = () if base_id is None else (base_id,)
         word = FetchVersion(manifest=version, source=source, base_id=base_id, keep=keep)
         for number, answer in enumerate(
-            await asyncio.gather(*(link.take(word) for link in self._relays.links))
+            await asyncio.gather(*(link.fetch(word) for link in self._relays.links))
         ):
             checked(number, answer)
 

@@ -88,7 +88,7 @@ class Tier:
         started = time.monotonic()
         answers = await asyncio.gather(
             *(
-                link.take(
+                link.fetch(
                     FetchVersion(
                         manifest=manifest,
                         source=self.source(source),

@@ -117,7 +117,7 @@ async def _train(
 
 
 async def _taken(world: _World, relay: int, word: FetchVersion, source: int | None) -> None:
-    answer = await world.tier.links[relay].take(
+    answer = await world.tier.links[relay].fetch(
         msgspec.structs.replace(word, source=world.tier.source(source))
     )
     manifest = checked(relay, answer).manifest

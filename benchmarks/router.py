@@ -88,7 +88,7 @@ def turn_seconds(made: RunConfig, *, turns: int) -> list[float]:
     trajectories are under way.
     """
     metrics = SimMetrics()
-    world = World(made, listener=metrics)
+    world = World(made, observer=metrics)
     world.core = core = TimedCore(made)
     metrics.watch(world)
     world.start()

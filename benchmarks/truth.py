@@ -217,7 +217,7 @@ def simulate_again(
     with RunJournal(path) as journal:
         engine = ProfileCost.from_json(profile)
         costs = ({group.degree: engine for group in made.engines}, MeasuredTrainer(live))
-        world = World(made, listener=metrics, journal=journal, costs=costs, work=work)
+        world = World(made, observer=metrics, journal=journal, costs=costs, work=work)
         metrics.watch(world)
         core = world.run()
     timings = read_timings(path, made)

@@ -227,10 +227,13 @@ def test_a_resumed_run_whose_function_has_changed_its_mind_says_so(
         if line["kind"] == "warning" and line["component"] == "journal"
     ]
     assert (
-        "replayed events were decided otherwise: the code has changed since, or that of "
+        "replayed events led to other commands: the code has changed since, or that of "
         "buffer.sample" in message
     )
-    assert f"buffer.sample ({name}), which must answer the same to the same question" in message
+    assert (
+        f"buffer.sample ({name}), which must always return the same for the same arguments"
+        in message
+    )
 
 
 STUCK = """

@@ -73,7 +73,7 @@ def test_a_run_in_order_has_no_failure_and_names_what_it_found(tmp_path: Path) -
         (
             "tasks.0.env=tests.cli.envs:Untaught",
             "tasks.0",
-            "must have transcript() where warmup.steps is set",
+            "must have transcript() if warmup.steps is set",
         ),
         ("tasks.0.env=tests.cli.envs:Raises", "tasks.0", "ValueError: out of cheese"),
         (
@@ -174,7 +174,7 @@ def test_transcripts_must_fit_into_a_turn(tmp_path: Path, limit: int, fits: bool
     if not fits:
         assert wrong[0].detail == (
             "must hold every turn of transcript(): in transcript 0 turn 0, 'right', has 6 tokens "
-            "with the one that ends it, got 5"
+            "with its end token, got 5"
         )
 
 

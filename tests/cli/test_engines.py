@@ -13,8 +13,8 @@ from tests.record.report.synthetic import write_run
     ("arguments", "words"),
     [
         (["none"], "RUN must be a run directory or a name in runs/, got 'none'"),
-        (["lake"], "RUN must be a run that is going on, and none is in"),
-        (["lake", "--add", "1"], "RUN must be a run that is going on, and none is in"),
+        (["lake"], "RUN must be the directory of a living run, and none is in"),
+        (["lake", "--add", "1"], "RUN must be the directory of a living run, and none is in"),
         (["lake", "--add", "1", "--remove", "e0"], "--add and --remove must not be given together"),
         (["lake", "--remove", "e0", "--group", "1"], "--group must go with --add"),
         (["lake", "--now"], "--now must go with --remove"),

@@ -210,7 +210,7 @@ def test_a_run_directory_is_resumed_without_being_told(tmp_path: Path) -> None:
     assert say("train", "small.toml", "--inproc")[0] == 0
     code, _, errors = say("train", "runs/small", "--inproc", "--set", "run.steps=3")
     assert code == 0, errors
-    assert errors[0] == "resuming at step 2 if its checkpoint is whole; nothing is lost"
+    assert errors[0] == "resuming at step 2 if its checkpoint is intact; nothing is lost"
     assert json.loads((tmp_path / "runs" / "small" / "summary.json").read_text())["steps"] == 3
 
 

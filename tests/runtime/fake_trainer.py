@@ -18,8 +18,7 @@ from pathlib import Path
 
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import TrajectoryReader
-from rollweave.runtime.entrypoints.trainer_server import serve
-from rollweave.runtime.links.trainer import TrainerSpec
+from rollweave.runtime.links.trainer import TrainerSpec, serve
 from rollweave.schema.errors import NonFiniteLossError
 from rollweave.schema.training import (
     Copied,

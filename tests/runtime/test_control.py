@@ -16,7 +16,7 @@ import pytest
 from rollweave.core.core import Core
 from rollweave.core.seats import first_seats
 from rollweave.runtime import control
-from rollweave.runtime.control import AT_ONCE, LINE_BYTES, Control, ask
+from rollweave.runtime.control import LINE_BYTES, MAX_CONNECTIONS, Control, ask
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import Warn
@@ -58,7 +58,7 @@ class Run:
             state=lambda: self.core.state,
             post=self.post,
             tasks=tasks,
-            warned=self.warnings.append,
+            warn=self.warnings.append,
         )
 
     def post(self, event: Event, then: Callable[[], None] | None = None, /) -> None:
@@ -119,7 +119,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def notes(path: Path) -> None:
-    path.write_text("somebody's notes")
+    path.write_text("a user's notes")
 
 
 async def test_engines_are_listed_added_and_withdrawn(path: Path) -> None:
@@ -208,7 +208,7 @@ async def test_who_says_nothing_or_leaves_holds_up_nobody(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(path) as run:
-        silent = [run.connected() for _ in range(AT_ONCE - 1)]
+        silent = [run.connected() for _ in range(MAX_CONNECTIONS - 1)]
         for connection in silent:
             connection.send(b"{")
         assert len((await run.ask(ListEngines())).engines) == 2, "there is a place left"
@@ -218,7 +218,7 @@ async def test_who_says_nothing_or_leaves_holds_up_nobody(
         assert len((await asked).engines) == 2, "there is one again"
         for connection in silent:
             connection.close()
-    monkeypatch.setattr(control, "SAY_S", 0.05)
+    monkeypatch.setattr(control, "LINE_S", 0.05)
     async with running(path) as run:
         assert await run.raw(b"{", ends=False) == b"", "it was given up"
 
@@ -234,14 +234,14 @@ async def test_only_its_own_user_may_connect_and_nothing_is_left_at_the_end(path
     finally:
         os.umask(former)
     assert os.listdir(path.parent) == []
-    with pytest.raises(ConfigError, match="RUN must be a run that is going on"):
+    with pytest.raises(ConfigError, match="RUN must be the directory of a living run"):
         ask(path, ListEngines())
 
 
 async def test_a_killed_runs_socket_is_replaced(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(path))
-    with pytest.raises(ConfigError, match="RUN must be a run that is going on"):
+    with pytest.raises(ConfigError, match="RUN must be the directory of a living run"):
         ask(path, ListEngines())
     async with running(path) as run:
         assert len((await run.ask(ListEngines())).engines) == 2
@@ -258,8 +258,8 @@ async def test_a_run_goes_on_where_there_can_be_no_socket(path: Path, notes: Non
     async with running(path) as run:
         (warning,) = run.warnings
         assert f"no socket at {path}" in warning.message
-    assert os.lstat(path).st_size == len("somebody's notes")
-    with pytest.raises(ConfigError, match="RUN must be a run that is going on"):
+    assert os.lstat(path).st_size == len("a user's notes")
+    with pytest.raises(ConfigError, match="RUN must be the directory of a living run"):
         ask(path, ListEngines())
 
 

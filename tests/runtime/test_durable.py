@@ -58,7 +58,7 @@ def test_a_run_whose_journal_is_lost_is_not_begun_anew(
         ConfigError,
         match=r"^--resume: .*/run holds steps 1, 2 of its checkpoints, [\d,]+ bytes of "
         r"trajectories, metrics.jsonl of trained "
-        r"steps, summary.json, but journal.bin (is missing|has no whole record): .* nothing was "
+        r"steps, summary.json, but journal.bin (is missing|has no complete record): .* nothing was "
         r"changed; .* --fresh`",
     ):
         run(config, resume=True)
@@ -285,8 +285,8 @@ def test_a_segment_that_is_gone_is_named_and_its_trajectories_are_counted_as_sto
     assert begun.missing
     gone = lost(begun)
     assert (
-        f"{gone.trajectories} rollouts under way, {len(begun.missing)} stored trajector"
-        in gone.words()
+        f"{gone.trajectories} rollouts in flight, {len(begun.missing)} stored trajector"
+        in gone.describe()
     )
     assert gone.trajectories == lost(rebuild(config, directory)).trajectories
     (doubt,) = begun.doubts
@@ -320,7 +320,7 @@ def test_a_configuration_that_was_edited_is_named_with_its_former_values(tmp_pat
     edited = make_config(tmp_path, steps=2, trainer={"lr": 0.5})
     directory.write_config(edited)
     begun = rebuild(edited, directory)
-    assert begun.knobs == ("trainer.lr: 1e-05 → 0.5",)
+    assert begun.changes == ("trainer.lr: 1e-05 → 0.5",)
     assert [one.message for one in begun.doubts] == [
         "config.toml has changed since the run wrote it: trainer.lr: 1e-05 → 0.5"
     ]

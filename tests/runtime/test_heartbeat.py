@@ -16,7 +16,7 @@ from rollweave.schema.weights import WeightManifest
 from tests.rollout.fakes import OneWordEngine
 from tests.runtime.test_migration import A, B, staged
 
-BEAT = {"silence_s": 0.05, "beat_s": 0.01}
+BEAT = {"reply_s": 0.05, "heartbeat_s": 0.01}
 
 
 class Beating(OneWordEngine):
@@ -77,6 +77,6 @@ async def test_nobody_asks_while_weights_are_loaded(tmp_path: Path) -> None:
         keep=(),
     )
     async with staged(made(engines, set()), tmp_path, manifests=manifests, **BEAT) as stage:
-        stage.fleet.load(LoadWeights(engine_id=A, version=0, weights_id=0))
+        stage.engines.load(LoadWeights(engine_id=A, version=0, weights_id=0))
         await engines[B, 0].heard.wait()
         assert not [event for event in stage.events if isinstance(event, EngineLost)]

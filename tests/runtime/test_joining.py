@@ -178,7 +178,7 @@ def test_a_resumed_run_has_the_engines_that_it_was_asked_for(tmp_path: Path) -> 
     code, _, errors = say("engines", str(run_dir(config)))
     assert code == 2
     assert errors == [
-        f"error: RUN must be a run that is going on, and none is in {run_dir(config)}"
+        f"error: RUN must be the directory of a living run, and none is in {run_dir(config)}"
     ]
     with living(config, resume=True) as life:
         life.serving("e0", "e1", "e2")

@@ -34,7 +34,8 @@ class Heard:
 
     def watch(self) -> LoopWatch:
         return LoopWatch(
-            noticed=self._notice, over=lambda culprit, seconds: self.over.append((culprit, seconds))
+            on_blocked=self._notice,
+            on_over=lambda culprit, seconds: self.over.append((culprit, seconds)),
         )
 
     def _notice(self, culprit: Culprit) -> None:

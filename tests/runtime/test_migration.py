@@ -19,7 +19,7 @@ from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.process import in_process
 from rollweave.engine.transfer import REQUEST
 from rollweave.record.trace import Trace
-from rollweave.runtime.supervisors.engines import Fleet
+from rollweave.runtime.supervisors.engines import EngineSupervisor
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import Migrate, RemoveEngine, RestartEngine
@@ -54,7 +54,7 @@ class Stage:
         self._path = path / "trace.json"
         self.trace = Trace(self._path)
         clock = asyncio.get_running_loop().time
-        self.fleet = Fleet(
+        self.engines = EngineSupervisor(
             make=make, tasks=self.tasks, post=self._post, clock=clock, trace=self.trace, **options
         )
 
@@ -78,7 +78,7 @@ class Stage:
         command = Migrate(
             number=number, trajectory_id=TrajectoryId("t"), attempt=2, source=source, target=target
         )
-        self.fleet.migrate(command, tokens)
+        self.engines.migrate(command, tokens)
         done: MigrationDone = (await self.until(MigrationDone, number + 1))[-1]
         assert (done.number, done.trajectory_id, done.attempt) == (number, "t", 2)
         assert bool(done.error) is not bool(done.moved_tokens)
@@ -103,11 +103,11 @@ async def staged(
     stage = Stage(make, path, **options)
     async with stage.tasks:
         try:
-            stage.fleet.start([EngineSlot(id=A), EngineSlot(id=B)])
+            stage.engines.start([EngineSlot(id=A), EngineSlot(id=B)])
             await stage.until(EngineJoined, 2)
             yield stage
         finally:
-            await stage.fleet.close()
+            await stage.engines.close()
             stage.tasks.cancel_all()
     stage.trace.close()
     assert sorted(os.listdir("/dev/shm")) == shared
@@ -168,7 +168,7 @@ async def test_a_migration_is_told_drawn_and_let_go(tmp_path: Path) -> None:
     async with scripted(tmp_path) as stage:
         done = await stage.migrate(TOKENS)
         assert (done.moved_tokens, done.error) == (48, "")
-        assert stage.fleet.backend(A).released == ["kv7"]  # type: ignore[union-attr]
+        assert stage.engines.backend(A).released == ["kv7"]  # type: ignore[union-attr]
         (span,) = (span for span in stage.spans() if "tokens" in span["name"])
         assert (span["name"], span["args"]) == (
             "48 tokens from a",
@@ -184,7 +184,7 @@ async def test_the_profile_that_an_engine_measured_is_told(tmp_path: Path) -> No
 
 async def test_every_failure_is_told_once(tmp_path: Path) -> None:
     async with scripted(tmp_path) as stage:
-        source, target = stage.fleet.backend(A), stage.fleet.backend(B)
+        source, target = stage.engines.backend(A), stage.engines.backend(B)
         assert isinstance(source, Scripted)
         assert isinstance(target, Scripted)
 
@@ -199,7 +199,7 @@ async def test_every_failure_is_told_once(tmp_path: Path) -> None:
         ):
             error = (await stage.migrate(tokens, *ends)).error
             assert error == (
-                "x is not there" if tokens else "the attempt is over, or has not spoken yet"
+                "x is not running" if tokens else "the attempt is over, or has sampled nothing yet"
             )
         for kv, error in (
             (KvError("is not cached"), "is not cached"),
@@ -225,24 +225,24 @@ async def test_every_failure_is_told_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ending", ["restarted", "removed", "lost"])
 async def test_a_target_that_ends_meanwhile_has_nothing(tmp_path: Path, ending: str) -> None:
     async with scripted(tmp_path) as stage:
-        target = stage.fleet.backend(B)
+        target = stage.engines.backend(B)
         assert isinstance(target, Scripted)
 
         async def end() -> int:
             match ending:
                 case "restarted":
-                    stage.fleet.restart(
+                    stage.engines.restart(
                         RestartEngine(engine_id=B, degree=1, epoch=1, reason="test")
                     )
                     await stage.until(EngineJoined, 3)
                 case "removed":
-                    stage.fleet.remove(RemoveEngine(engine_id=B, reason="test"))
+                    stage.engines.remove(RemoveEngine(engine_id=B, reason="test"))
                 case _:
                     target.kill()
             return 48
 
         target.kv = end
-        assert (await stage.migrate(TOKENS)).error == "b has ended meanwhile"
+        assert (await stage.migrate(TOKENS)).error == "b ended during the migration"
 
 
 # With our engines, in processes that can be killed and stopped.
@@ -306,7 +306,7 @@ async def test_turns_of_a_trajectory_that_moves_are_those_of_one_that_stays(
     model: str, tmp_path: Path, over: KvOver
 ) -> None:
     async with living(model, tmp_path, kv_over=over) as stage:
-        a, b = stage.fleet.backend(A), stage.fleet.backend(B)
+        a, b = stage.engines.backend(A), stage.engines.backend(B)
         for number, sampling in enumerate(({"temperature": 0.0}, {"seed": 5})):
             context = [number, *TOKENS]
             first = await say(a, context, **sampling)
@@ -359,7 +359,7 @@ async def check_fallback(stage: Stage, error: str) -> None:
     """The migration fails for this reason, and the next turn computes its context anew,
     on the target, to the same tokens.
     """
-    a, b = stage.fleet.backend(A), stage.fleet.backend(B)
+    a, b = stage.engines.backend(A), stage.engines.backend(B)
     assert isinstance(a, Meddled)
     wanted, other = await say(a, TOKENS, seed=7), await say(b, TOKENS[:100], seed=8)
     assert error in (await stage.migrate(TOKENS)).error
@@ -374,7 +374,7 @@ async def test_a_source_that_is_killed_before_its_memory_was_opened(
     model: str, tmp_path: Path
 ) -> None:
     async with living(model, tmp_path, kv_over="shm") as stage:
-        source = stage.fleet.backend(A)
+        source = stage.engines.backend(A)
         assert isinstance(source, Meddled)
 
         async def kill(manifest: KvManifest) -> KvManifest:
@@ -388,7 +388,7 @@ async def test_a_source_that_is_killed_before_its_memory_was_opened(
 
 async def test_a_source_that_is_killed_while_it_sends(model: str, tmp_path: Path) -> None:
     async with living(model, tmp_path, kv_over="tcp") as stage:
-        source = stage.fleet.backend(A)
+        source = stage.engines.backend(A)
         assert isinstance(source, Meddled)
         source.meddle = lambda manifest: half_way(manifest, lambda: source.send(signal.SIGKILL))
         await check_fallback(stage, "of 7340032 bytes")
@@ -398,7 +398,7 @@ async def test_a_source_that_is_killed_while_it_sends(model: str, tmp_path: Path
 async def test_a_source_that_hangs(model: str, tmp_path: Path, over: KvOver) -> None:
     """Before it has exported anything, or with the target connected to it."""
     async with living(model, tmp_path, kv_over=over, migration_s=1.0) as stage:
-        source = stage.fleet.backend(A)
+        source = stage.engines.backend(A)
         assert isinstance(source, Meddled)
 
         async def stop(manifest: KvManifest) -> KvManifest:
@@ -409,7 +409,7 @@ async def test_a_source_that_hangs(model: str, tmp_path: Path, over: KvOver) -> 
             source.meddle = stop
             await check_fallback(stage, "not done within 1 s")
             return
-        target = stage.fleet.backend(B)
+        target = stage.engines.backend(B)
         await say(source, TOKENS)
         source.send(signal.SIGSTOP)
         assert (await stage.migrate(TOKENS)).error == "not done within 1 s"
@@ -421,7 +421,7 @@ async def test_a_source_that_hangs(model: str, tmp_path: Path, over: KvOver) -> 
 
 async def test_a_target_that_is_killed_while_it_receives(model: str, tmp_path: Path) -> None:
     async with living(model, tmp_path, kv_over="tcp") as stage:
-        source, target = stage.fleet.backend(A), stage.fleet.backend(B)
+        source, target = stage.engines.backend(A), stage.engines.backend(B)
         assert isinstance(source, Meddled)
         assert isinstance(target, Meddled)
         before = await say(source, TOKENS, seed=7)
@@ -433,7 +433,7 @@ async def test_a_target_that_is_killed_while_it_receives(model: str, tmp_path: P
             before.tokens,
             (len(TOKENS) - 1) // BLOCK * BLOCK,
         )
-        stage.fleet.restart(RestartEngine(engine_id=B, degree=1, epoch=1, reason="test"))
+        stage.engines.restart(RestartEngine(engine_id=B, degree=1, epoch=1, reason="test"))
         await stage.until(EngineJoined, 3)
         source.meddle = None
         assert (await stage.migrate(TOKENS)).error == ""

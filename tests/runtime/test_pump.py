@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rollweave.runtime.clock import RunClock
-from rollweave.runtime.pump import TOGETHER, Pump
+from rollweave.runtime.pump import TOGETHER, Pump, RunClock
 from rollweave.schema.commands import Command, Finish, SetTimer, Warn
 from rollweave.schema.events import Event, StopRequested, TimerFired, TrainerLost
 

@@ -136,7 +136,7 @@ def test_training_goes_on_without_a_relay_and_an_engine(
         for line in lines(config, "warning")
         if "restarted: lost: relay" in line["message"]
     ]
-    assert ("said nothing" if hang else "SIGKILL") in told[0]
+    assert ("sent nothing" if hang else "SIGKILL") in told[0]
 
 
 # A version that a checkpoint alone holds.

@@ -13,11 +13,10 @@ import pytest
 from rollweave.core.core import Core
 from rollweave.record.journal import Replay, RunJournal
 from rollweave.record.trace import Trace
-from rollweave.runtime.clock import RunClock
-from rollweave.runtime.links.relay import OnStalled, ProcessRelay, Suspected, in_process
+from rollweave.runtime.links.relay import OnStalled, OnSuspected, ProcessRelay, in_process
 from rollweave.runtime.manifests import Manifests
-from rollweave.runtime.pump import Pump
-from rollweave.runtime.supervisors.relays import Relays
+from rollweave.runtime.pump import Pump, RunClock
+from rollweave.runtime.supervisors.relays import RelaySupervisor
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
@@ -44,7 +43,7 @@ class Hall:
         self.restarted: list[str] = []
         clock = RunClock()
         self.pump = Pump(self.core, journal=journal, clock=clock.now, execute=self._execute)
-        self.relays = Relays(
+        self.relays = RelaySupervisor(
             count=COUNT,
             open_relay=self._open,
             transport="tcp",
@@ -56,7 +55,7 @@ class Hall:
         )
         self._start = in_process(logs=directory / "logs", silent_s=60.0)
 
-    def _open(self, spec: RelaySpec, suspected: Suspected, stalled: OnStalled) -> ProcessRelay:
+    def _open(self, spec: RelaySpec, suspected: OnSuspected, stalled: OnStalled) -> ProcessRelay:
         link = self._start(spec, suspected, stalled)
         assert isinstance(link, ProcessRelay)
         self.links[spec.id] = link
@@ -66,7 +65,7 @@ class Hall:
         match command:
             case c.FetchWeights():
                 self.takes.append(command)
-                self.relays.take(command)
+                self.relays.fetch(command)
             case c.RestartRelay():
                 self.restarted.append(command.relay_id)
             case _:

@@ -38,7 +38,7 @@ def test_an_engine_joins_and_another_leaves(mode: ModeName, relays: int, tmp_pat
     )
     journal = Kept()
     metrics = SimMetrics()
-    world = World(made, listener=metrics, journal=journal)
+    world = World(made, observer=metrics, journal=journal)
     metrics.watch(world)
     world.start()
     state = world.core.state

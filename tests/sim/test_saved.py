@@ -18,7 +18,7 @@ E0, E1 = EngineId("e0"), EngineId("e1")
 
 def begun(directory: Path) -> World:
     """A run in mode decoupled whose engines have weights, and a first checkpoint."""
-    world = World(config(directory, mode="decoupled"), listener=SimMetrics())
+    world = World(config(directory, mode="decoupled"), observer=SimMetrics())
     world.start()
     state = world.core.state
     while state.checkpoint is None or any(

@@ -332,7 +332,7 @@ class Resuming(World):
 
     def __init__(self, made: RunConfig, *, resume: bool, kill_s: float) -> None:
         super().__init__(
-            made, listener=Deaf(), work={"webshop": Long(RUN_TURN)}, keep_partial_turns=True
+            made, observer=Deaf(), work={"webshop": Long(RUN_TURN)}, keep_partial_turns=True
         )
         execute, self.referee = self.effects.execute, Referee()
         self.turns = self.lost = self.resumed = 0

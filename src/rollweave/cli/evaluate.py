@@ -13,7 +13,7 @@ from rollweave.cli.runs import clear, exported_checkpoint, find_run
 from rollweave.record.summary import Summary
 from rollweave.runtime import launch
 from rollweave.runtime.preflight import dryrun
-from rollweave.runtime.preflight.checks import human_seconds, must_do
+from rollweave.runtime.preflight.checks import human_seconds, must_pass
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import EvalConfig, ModelConfig, WarmupConfig
@@ -45,7 +45,7 @@ def evaluate(
         episodes=episodes,
         temperature=temperature,
     )
-    must_do(dryrun.examine(config, fresh=True, deep=False))
+    must_pass(dryrun.examine(config, fresh=True, deep=False))
     clear(config)
     with display(err, name=f"{run.path.name} at step {step}", steps=0) as progress:
         summary = launch.train(config, inproc=inproc, progress=progress)

@@ -15,7 +15,7 @@ from rollweave.record.rundir import RunDir
 from rollweave.record.summary import Summary
 from rollweave.runtime import launch
 from rollweave.runtime.preflight import dryrun
-from rollweave.runtime.preflight.checks import must_do
+from rollweave.runtime.preflight.checks import must_pass
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import SIMULATED_CONTEXT, RunConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
@@ -73,7 +73,7 @@ def train_quietly(
     see_own_modules()
     config, resume = resolve(source, overrides, resume=resume, fresh=fresh)
     checks = dryrun.examine(config, resume=resume, fresh=fresh, deep=False)
-    must_do(checks)
+    must_pass(checks)
     for check in checks:
         if check.name == dryrun.UNUSED:
             warnings.warn(check.detail, stacklevel=3)

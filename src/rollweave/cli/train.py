@@ -17,7 +17,7 @@ from rollweave.record.rundir import RunDir
 from rollweave.record.summary import Summary, cut_text, describe, held_out, scheduled
 from rollweave.runtime import launch
 from rollweave.runtime.preflight import dryrun
-from rollweave.runtime.preflight.checks import human_seconds, must_do, show
+from rollweave.runtime.preflight.checks import human_seconds, must_pass, show
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import RollweaveError
 
@@ -30,7 +30,7 @@ def train(
     checks = dryrun.examine(config, resume=resume, fresh=fresh, deep=dry_run)
     if dry_run:
         show(checks, out)
-    must_do(checks)
+    must_pass(checks)
     if dry_run:
         out.print("[green]ready:[/] all checks passed")
         return

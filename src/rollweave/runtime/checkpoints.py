@@ -1,8 +1,8 @@
-"""Checkpoints of a run: `checkpoints/step-NNNNNN/`, written whole or not at all by the
-trainer, and `best`, a link to one.
+"""The checkpoints of a run: `checkpoints/step-NNNNNN/`, which the trainer writes
+completely or not at all, and `best`, a link to one of them.
 
-Invariant: a directory called `step-…` is complete. Which of them counts is the core's
-knowledge, kept in the journal.
+Invariant: a directory named `step-…` is complete. The core decides which of them to
+resume from, and the journal records it.
 """
 
 import contextlib
@@ -11,11 +11,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 UNFINISHED = "step-*.partial-*"
-"""What a trainer leaves behind when it is killed while writing (`train/files.py`), and
-what was being removed.
+"""Pattern of the directories that a trainer was writing when it was killed
+(`train/files.py`), and of those that were being removed.
 """
 
 PRUNED = ".partial-pruned"
+"""Suffix of a checkpoint that is being removed."""
 
 
 class Checkpoints:
@@ -28,38 +29,38 @@ class Checkpoints:
         return self.directory / f"step-{step:06d}"
 
     def steps(self) -> list[int]:
-        """Steps with a complete checkpoint, ascending."""
+        """Return the steps with a complete checkpoint, ascending."""
         names = [path.name.removeprefix("step-") for path in self.directory.glob("step-*")]
         return sorted(int(name) for name in names if name.isdecimal())
 
     def prune(self, keep: Iterable[int]) -> None:
         """Remove all complete checkpoints but these.
 
-        Each loses its name first: we may be killed on the way.
+        Each is renamed first, since this process may be killed during the removal.
         """
-        kept = set(keep)
+        keep = set(keep)
         for step in self.steps():
-            if step not in kept:
+            if step not in keep:
                 old = self.path(step).with_name(f"{self.path(step).name}{PRUNED}")
                 shutil.rmtree(old, ignore_errors=True)
-                with contextlib.suppress(OSError):  # whatever cannot be removed only takes room
+                with contextlib.suppress(OSError):  # a leftover only takes space
                     self.path(step).rename(old)
                 shutil.rmtree(old, ignore_errors=True)
 
     def clear_unfinished(self) -> None:
-        """Remove what was being written or removed when the run was killed, or the disk
-        was full. Nobody may be writing.
+        """Remove incomplete directories that a killed run or a full disk has left.
+
+        No trainer may be writing.
         """
         for leftover in self.directory.glob(UNFINISHED):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def mark_best(self, step: int) -> None:
-        """Point `best`, beside the checkpoints' directory, to step `step`.
-
-        Raises OSError.
+        """Let `best`, beside the checkpoints' directory, point to a step. Raises
+        OSError.
         """
         if not self.path(step).is_dir():
-            raise FileNotFoundError(f"{self.path(step)} is not there")
+            raise FileNotFoundError(f"{self.path(step)} does not exist")
         link = self.directory.parent / "best"
         fresh = link.with_name("best.new")
         fresh.unlink(missing_ok=True)

@@ -1,11 +1,10 @@
-"""The control socket of a run that goes on: whoever may write to its directory asks for
-its engines, for more or for fewer.
+"""The control socket of a living run, which lists, adds and withdraws engines.
 
-One connection is one line of JSON there and one back (`schema/control`). Invariants:
-only the run's own user can connect; what is asked for happens in the core alone, by
-events, and is in the journal before it is answered; nobody who connects and says
-nothing, too much, or nonsense holds up the run, or anybody else for long; the run goes
-on where there can be no such socket.
+A connection carries one line of JSON in each direction (`schema/control`). Invariants:
+only the run's own user can connect; a request takes effect in the core alone, by
+events, and is in the journal before it is answered; a client that sends nothing, too
+much or nonsense delays neither the run nor, for long, other clients; a run for which no
+socket can be made runs without one.
 """
 
 import asyncio
@@ -16,12 +15,13 @@ import stat
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol, assert_never
+from typing import assert_never
 
 import msgspec
 
 from rollweave.core.seats import cannot_join, cannot_leave, machine_of, next_id
 from rollweave.core.state import Engine, State
+from rollweave.runtime.pump import PostEvent
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.root import RunConfig
@@ -38,30 +38,28 @@ from rollweave.schema.events import EngineRegistered, EngineSlot, EngineWithdraw
 from rollweave.schema.packing import as_json
 
 LINE_BYTES = 4096
-"""Of a request, at most: none that means something is a tenth of it."""
+"""Maximum length of a request: ten times that of any meaningful one."""
 
 REPLY_BYTES = 1 << 20
-"""Of an answer, at most: some thousands of engines."""
+"""Maximum length of a reply: some thousands of engines."""
 
-AT_ONCE = 8
-"""Connections that are served at one time, and as many that wait in the kernel."""
+MAX_CONNECTIONS = 8
+"""Maximum number of connections that are served at a time; as many may wait in the
+kernel.
+"""
 
-SAY_S = 5.0
-"""That one side may take to say its line, and the core to hear of it."""
+LINE_S = 5.0
+"""Maximum time for one side to send its line, and for the core to handle the event, in
+seconds.
+"""
 
 _decode = msgspec.json.Decoder(ControlRequest)
 
 
-class Post(Protocol):
-    """`runtime/pump.Pump.post`."""
-
-    def __call__(self, event: Event, then: Callable[[], None] | None = None, /) -> None:
-        """Queue an event; `then` is called once it is handled."""
-
-
 class Control:
-    """The socket at `path`, in a directory that is ours alone: `open` begins to listen;
-    `close` when `tasks` are over.
+    """The socket at `path`, in a directory that this process has locked.
+
+    Call `open` to listen, and `close` once `tasks` are over.
     """
 
     def __init__(
@@ -70,50 +68,51 @@ class Control:
         *,
         config: RunConfig,
         state: Callable[[], State],
-        post: Post,
+        post: PostEvent,
         tasks: Tasks,
-        warned: Callable[[Warn], None],
+        warn: Callable[[Warn], None],
     ) -> None:
         self._path, self._config, self._state, self._post = path, config, state, post
-        self._tasks, self._warned = tasks, warned
+        self._tasks, self._warn = tasks, warn
         self._sockets: set[socket.socket] = set()
-        self._places = asyncio.Semaphore(AT_ONCE)
-        self._in_turn = asyncio.Lock()  # so that no two are given the same name
+        self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._lock = asyncio.Lock()
+        """Serializes requests, so that no two engines get the same name."""
 
     def open(self) -> None:
-        """Listen, in the place of a former life's socket.
+        """Listen, and replace the socket of a former life.
 
-        Where that cannot be it is told, once.
+        If that fails, warn once.
         """
         try:
             listener = _listening(self._path)
         except OSError as error:
             text = f"`rollweave engines` cannot reach this run: no socket at {self._path}: {error}"
-            self._warned(Warn(component="control", message=text))
+            self._warn(Warn(component="control", message=text))
         else:
             self._sockets.add(listener)
             self._tasks.spawn(self._accept(listener), "control")
 
     def close(self) -> None:
-        """Nobody listens any more, nor is anything left.
+        """Close and remove all sockets.
 
-        A task that was cancelled before it began closes nothing itself.
+        A task that was cancelled before it began does not close its connection itself.
         """
         if self._sockets:
             with contextlib.suppress(OSError):  # the next life replaces it
                 self._path.unlink()
-        for one in self._sockets:
-            one.close()
+        for each in self._sockets:
+            each.close()
         self._sockets.clear()
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await self._places.acquire()
+            await self._slots.acquire()
             try:
                 connection, _ = await loop.sock_accept(listener)
-            except OSError:  # we have no more files, or they have gone already
-                self._places.release()
+            except OSError:  # no file descriptors are left, or the client is gone
+                self._slots.release()
                 await asyncio.sleep(1.0)
                 continue
             connection.setblocking(False)
@@ -123,16 +122,16 @@ class Control:
     async def _serve(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         try:
-            # a TimeoutError is one: it has gone, or says nothing
+            # the client is gone or silent: TimeoutError is an OSError
             with connection, contextlib.suppress(OSError):
-                async with asyncio.timeout(SAY_S):
+                async with asyncio.timeout(LINE_S):
                     line = await _line(connection)
                 reply = as_json(await self._answer(line)) + b"\n"
-                async with asyncio.timeout(SAY_S):
+                async with asyncio.timeout(LINE_S):
                     await loop.sock_sendall(connection, reply)
         finally:
             self._sockets.discard(connection)
-            self._places.release()
+            self._slots.release()
 
     async def _answer(self, line: bytes) -> ControlReply:
         if len(line) > LINE_BYTES or not line.endswith(b"\n"):
@@ -141,10 +140,10 @@ class Control:
             request = _decode.decode(line)
         except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
             return ControlReply(error=f"a request must be one of schema/control: {error}")
-        async with self._in_turn:
-            return await self._do(request)
+        async with self._lock:
+            return await self._execute(request)
 
-    async def _do(self, request: ControlRequest) -> ControlReply:
+    async def _execute(self, request: ControlRequest) -> ControlReply:
         match request:
             case ListEngines():
                 return self._reply()
@@ -162,43 +161,45 @@ class Control:
             if name is None:
                 return self._reply(*added, error="no machine is left")
             degree = self._config.engines[group].degree if group < len(self._config.engines) else 1
-            seat = EngineSlot(id=name, degree=degree, group=group)
-            if why := cannot_join(self._config, self._state(), seat):
+            slot = EngineSlot(id=name, degree=degree, group=group)
+            if why := cannot_join(self._config, self._state(), slot):
                 return self._reply(*added, error=why)
-            await self._happened(EngineRegistered(engine=seat))
+            await self._handled(EngineRegistered(engine=slot))
             if name not in self._state().engines:
-                return self._reply(*added, error="the run did not take it: it is ending")
-            added.append(seat)
+                return self._reply(*added, error="the run is ending and accepts no engine")
+            added.append(slot)
         return self._reply(*added)
 
     async def _withdraw(self, request: WithdrawEngine) -> ControlReply:
         engines = self._state().engines
         engine = engines.get(request.engine_id)
         if engine is None:
-            there = ", ".join(engines)
+            names = ", ".join(engines)
             return self._reply(
-                error=f"there is no engine {request.engine_id!r:.40}; there are {there}"
+                error=f"there is no engine {request.engine_id!r:.40}; there are {names}"
             )
         if why := cannot_leave(self._config, self._state(), engine):
             return self._reply(error=why)
-        await self._happened(EngineWithdrawn(engine_id=engine.id, drain=request.drain))
+        await self._handled(EngineWithdrawn(engine_id=engine.id, drain=request.drain))
         if engine.id in engines and not engine.leaving:
             return self._reply(
                 error=cannot_leave(self._config, self._state(), engine) or "the run is ending"
             )
         return self._reply()
 
-    async def _happened(self, event: Event) -> None:
-        """The core has heard of it; or, where the run is ending, never will."""
-        heard = asyncio.get_running_loop().create_future()
-        self._post(event, lambda: None if heard.done() else heard.set_result(None))
+    async def _handled(self, event: Event) -> None:
+        """Post an event and wait until the core has handled it, which it does not if
+        the run is ending.
+        """
+        handled = asyncio.get_running_loop().create_future()
+        self._post(event, lambda: None if handled.done() else handled.set_result(None))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SAY_S):
-                await heard
+            async with asyncio.timeout(LINE_S):
+                await handled
 
     def _reply(self, *added: EngineSlot, error: str = "") -> ControlReply:
         lines = tuple(self._line(engine) for engine in self._state().engines.values())
-        return ControlReply(engines=lines, added=tuple(seat.id for seat in added), error=error)
+        return ControlReply(engines=lines, added=tuple(slot.id for slot in added), error=error)
 
     def _line(self, engine: Engine) -> EngineLine:
         return EngineLine(
@@ -215,20 +216,20 @@ class Control:
 
 
 def ask(path: Path, request: ControlRequest) -> ControlReply:
-    """Ask the run whose socket this is.
+    """Send a request to the run with this socket, and return its reply.
 
-    Raises ConfigError where none goes on, RollweaveError where it does not answer.
+    Raises ConfigError if no run is alive there, and RollweaveError if it does not
+    answer.
     """
-    nobody = f"RUN must be a run that is going on, and none is in {path.parent}"
+    not_alive = f"RUN must be the directory of a living run, and none is in {path.parent}"
     try:
         with _short(path) as name, socket.socket(socket.AF_UNIX) as connection:
-            # Or connecting would not wait at all where as many are served, and wait, as
-            # may.
+            # without this, connecting would fail at once if all connections are taken
             connection.setsockopt(
-                socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(4 * SAY_S), 0)
+                socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(4 * LINE_S), 0)
             )
             connection.connect(name)
-            connection.settimeout(4 * SAY_S)
+            connection.settimeout(4 * LINE_S)
             # the run may have replied and closed already: its reply counts
             with contextlib.suppress(BrokenPipeError):
                 connection.sendall(as_json(request) + b"\n")
@@ -240,10 +241,10 @@ def ask(path: Path, request: ControlRequest) -> ControlReply:
             ):
                 answer += more
     except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError) as error:
-        raise ConfigError(nobody) from error
+        raise ConfigError(not_alive) from error
     except PermissionError as error:
         raise ConfigError(
-            f"RUN must be a run of your own, and {path.parent} is somebody else's"
+            f"RUN must be a run of your own, and {path.parent} belongs to another user"
         ) from error
     except OSError as error:
         raise RollweaveError(f"the run in {path.parent} does not answer: {error}") from error
@@ -251,13 +252,13 @@ def ask(path: Path, request: ControlRequest) -> ControlReply:
         return msgspec.json.decode(answer, type=ControlReply)
     except msgspec.MsgspecError as error:
         raise RollweaveError(
-            f"the run in {path.parent} did not answer: it is ending, or has too much to do"
+            f"the run in {path.parent} did not answer: it is ending or overloaded"
         ) from error
 
 
 async def _line(connection: socket.socket) -> bytes:
-    """Up to the end of the first line, or more than a line may have, or all that there
-    is.
+    """Read up to the end of the first line, the end of the stream, or beyond the
+    maximum length.
     """
     loop, line = asyncio.get_running_loop(), b""
     while not line.endswith(b"\n") and len(line) <= LINE_BYTES:
@@ -269,17 +270,20 @@ async def _line(connection: socket.socket) -> bytes:
 
 
 def _listening(path: Path) -> socket.socket:
-    """A socket at `path`, which only our user may connect to. Raises OSError."""
+    """Listen on a socket at `path`, to which only our user may connect.
+
+    Raises OSError.
+    """
     with contextlib.suppress(FileNotFoundError):
-        # of a life that was killed: the directory's lock is ours
+        # a life that was killed has left it: this process has locked the directory
         if stat.S_ISSOCK(path.lstat().st_mode):
             path.unlink()
     listener = socket.socket(socket.AF_UNIX)
     try:
-        os.fchmod(listener.fileno(), 0o600)  # what it is bound to has this mode from the start
+        os.fchmod(listener.fileno(), 0o600)  # the file has this mode from the start
         with _short(path) as name:
             listener.bind(name)
-        listener.listen(AT_ONCE)
+        listener.listen(MAX_CONNECTIONS)
         listener.setblocking(False)
     except OSError:
         listener.close()
@@ -289,9 +293,7 @@ def _listening(path: Path) -> socket.socket:
 
 @contextlib.contextmanager
 def _short(path: Path) -> Iterator[str]:
-    """Another name of `path`, short enough for a socket's address, which may have 107
-    bytes.
-    """
+    """Yield another name of `path` that fits a socket's address of at most 107 bytes."""
     directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{directory}/{path.name}"

@@ -1,104 +1,53 @@
-"""What each command of the core does in the live world. One line a command; the work is
-done by those who own the things.
+"""Execute commands of the core in the live world: a table from the type of a command to
+its handler.
 
-Invariants: `execute` never blocks and never raises for what the world did; what cannot
-be done is answered by the failing event, by whoever tried. After `Finish` nothing is
+Invariants: a handler neither blocks nor raises for what happens in the world; the part
+that cannot do its work posts the event of the failure. After `Finish` nothing is
 executed.
 """
 
 import asyncio
 import functools
-from collections.abc import Callable
-from typing import Protocol, assert_never
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, get_args
 
 from rollweave.rollout.pipeline import Pipeline
-from rollweave.runtime.supervisors.engines import Fleet
+from rollweave.runtime.supervisors.engines import EngineSupervisor
+from rollweave.runtime.supervisors.predictor import PredictorSupervisor
+from rollweave.runtime.supervisors.relays import RelaySupervisor
+from rollweave.runtime.supervisors.trainer import TrainerSupervisor
 from rollweave.runtime.tasks import Tasks, on_thread
 from rollweave.schema import commands as c
 from rollweave.schema.events import DrawFailed, Event, GroupSubmitted, TimerFired
-from rollweave.schema.prediction import LengthContext
 from rollweave.schema.text import shortened
 from rollweave.schema.work import Purpose, Task
 
 DRAW_S = 60.0
-"""Seconds that drawing one task may take: a task source may fetch, but it must not hold
-the run.
+"""Maximum time to draw one task, in seconds: a task source may download, but must not
+hold up the run.
 """
 
+Handlers = Mapping[type[c.Command], Callable[[Any], None]]
+"""The handler of each type of command. A handler takes the command."""
 
-class Draws(Protocol):
-    """What effects need of the task source (`envs/tasks.py`).
 
-    May run the user's code; called from a worker thread.
+class Effects:
+    """Executes commands by their handlers.
+
+    Every command must have one, except for those that the world never gets.
     """
 
-    def draw(self, name: str, index: int, purpose: Purpose) -> Task:
-        """Task number `index` of domain `name`."""
+    def __init__(self, handlers: Handlers, *, never: Collection[type[c.Command]] = ()) -> None:
+        known = {*handlers, *never}
+        missing = [kind.__name__ for kind in get_args(c.Command) if kind not in known]
+        assert not missing, f"commands without a handler: {', '.join(missing)}"
+        self._handlers = handlers
 
-
-class Trains(Protocol):
-    """What effects need of whoever keeps the trainer
-    (`runtime/supervisors/trainer.py`).
-    """
-
-    def train(self, command: c.TrainStep) -> None:
-        """Train a mini-batch."""
-
-    def measure(self, command: c.MeasureRatios) -> None:
-        """Measure ratios of groups in the buffer."""
-
-    def publish(self, command: c.PublishWeights) -> None:
-        """Publish the trainer's weights."""
-
-    def save(self, command: c.SaveCheckpoint) -> None:
-        """Save a checkpoint."""
-
-    def restart(self, command: c.RestartTrainer) -> None:
-        """Start the trainer again."""
-
-
-class Relays(Protocol):
-    """What effects need of whoever keeps the relays (`runtime/supervisors/relays.py`)."""
-
-    def take(self, command: c.FetchWeights) -> None:
-        """Have a relay get weights."""
-
-    def restart(self, command: c.RestartRelay) -> None:
-        """Start a relay again."""
-
-    def remove(self, command: c.RemoveRelay) -> None:
-        """End a relay for good."""
-
-
-class Predicts(Protocol):
-    """What effects need of whoever predicts lengths
-    (`runtime/supervisors/predictor.py`).
-    """
-
-    def predict(self, command: c.Predict, context: LengthContext) -> None:
-        """Answer with `PredictionReady`, or not at all."""
-
-    def harvest(self, command: c.Harvest) -> None:
-        """An attempt is over."""
-
-    def fit(self, command: c.FitPredictor) -> None:
-        """Learn."""
-
-
-class Listener(Protocol):
-    """Who is told what the run says about itself."""
-
-    def warned(self, command: c.Warn) -> None:
-        """A component ails."""
-
-    def evaluated(self, command: c.RecordEvaluation) -> None:
-        """An evaluation is complete."""
-
-    def best(self, command: c.MarkBest) -> None:
-        """A checkpoint is the best so far."""
-
-    def delivered(self, command: c.Deliver) -> None:
-        """A trajectory that a service was asked for is over."""
+    def execute(self, command: c.Command) -> None:
+        """Begin what the command asks for."""
+        handler = self._handlers.get(type(command))
+        assert handler is not None, f"this world executes no {type(command).__name__}: {command}"
+        handler(command)
 
 
 class Timer:
@@ -108,9 +57,9 @@ class Timer:
         self._clock, self._post = clock, post
         self._handle: asyncio.TimerHandle | None = None
 
-    def set(self, at: float) -> None:
+    def set(self, command: c.SetTimer) -> None:
         self.cancel()
-        delay = max(0.0, at - self._clock())
+        delay = max(0.0, command.at - self._clock())
         self._handle = asyncio.get_running_loop().call_later(delay, self._fire)
 
     def cancel(self) -> None:
@@ -123,145 +72,31 @@ class Timer:
         self._post(TimerFired())
 
 
-class Effects:
-    """Executes commands.
-
-    `finish` is called once, with the error or "", when the core says that the run is
-    over.
+class TaskDrawer:
+    """Draws tasks off the event loop, one at a time: a task source is the user's code,
+    may be slow, and need not be thread-safe.
     """
 
     def __init__(
         self,
+        draw: Callable[[str, int, Purpose], Task],
         *,
-        pipeline: Pipeline,
-        fleet: Fleet,
-        seat: Trains,
-        relays: Relays,
-        predictor: Predicts,
-        draws: Draws,
-        listener: Listener,
         tasks: Tasks,
         post: Callable[[Event], None],
-        clock: Callable[[], float],
-        finish: Callable[[str], None],
     ) -> None:
-        self._pipeline, self._fleet, self._seat, self._predictor, self._draws = (
-            pipeline,
-            fleet,
-            seat,
-            predictor,
-            draws,
-        )
-        self._relays = relays
-        self._listener, self._tasks, self._post, self._finish = listener, tasks, post, finish
-        self._timer = Timer(clock, post)
-        self._drawing = asyncio.Lock()
+        """`draw(name, index, purpose)` returns task `index` of domain `name`."""
+        self._draw_task, self._tasks, self._post = draw, tasks, post
+        self._lock = asyncio.Lock()
 
-    def execute(self, command: c.Command) -> None:
-        """Begin what the command asks for."""
-        match command:
-            case c.StartTurn():
-                self._pipeline.start_turn(command)
-            case c.AbortTurn():
-                self._pipeline.abort_turn(command)
-            case c.RerankTurn():
-                self._pipeline.rerank(command)
-            case c.Migrate():
-                self._fleet.migrate(
-                    command, self._pipeline.context_of(command.trajectory_id, command.attempt)
-                )
-            case c.Predict():
-                self._predictor.predict(command, self._pipeline.length_context(command))
-            case c.Harvest():
-                self._predictor.harvest(command)
-            case c.StartInit():
-                self._pipeline.start_init(command)
-            case c.StartRun():
-                self._pipeline.start_run(command)
-            case c.StartEval():
-                self._pipeline.start_eval(command)
-            case c.CancelTrajectory():
-                self._pipeline.cancel(command)
-            case c.Evict():
-                self._pipeline.evict(command)
-            case c.DrawTask():
-                self._tasks.spawn(self._draw(command), f"draw {command.group_id}")
-            case c.SetTimer(at=at):
-                self._timer.set(at)
-            case c.TrainStep():
-                self._seat.train(command)
-            case c.MeasureRatios():
-                self._seat.measure(command)
-            case c.PublishWeights():
-                self._seat.publish(command)
-            case c.FetchWeights():
-                self._relays.take(command)
-            case c.SaveCheckpoint():
-                self._seat.save(command)
-            case c.RestartTrainer():
-                self._seat.restart(command)
-            case _:
-                self._execute_rare(command)
-
-    def _execute_rare(
-        self,
-        command: c.FitPredictor
-        | c.StartEngine
-        | c.SuspendEngine
-        | c.LoadWeights
-        | c.ResumeEngine
-        | c.RestartEngine
-        | c.RemoveEngine
-        | c.RestartRelay
-        | c.RemoveRelay
-        | c.RecordEvaluation
-        | c.MarkBest
-        | c.Deliver
-        | c.Warn
-        | c.Finish,
-    ) -> None:
-        match command:
-            case c.FitPredictor():
-                self._predictor.fit(command)
-            case c.StartEngine():
-                self._fleet.add(command)
-            case c.SuspendEngine():
-                self._fleet.suspend(command)
-            case c.LoadWeights():
-                self._fleet.load(command)
-            case c.ResumeEngine():
-                self._fleet.resume(command)
-            case c.RestartEngine():
-                self._fleet.restart(command)
-            case c.RemoveEngine():
-                self._fleet.remove(command)
-            case c.RestartRelay():
-                self._relays.restart(command)
-            case c.RemoveRelay():
-                self._relays.remove(command)
-            case c.RecordEvaluation():
-                self._listener.evaluated(command)
-            case c.MarkBest():
-                self._listener.best(command)
-            case c.Deliver():
-                self._listener.delivered(command)
-            case c.Warn():
-                self._listener.warned(command)
-            case c.Finish(error=error):
-                self._timer.cancel()
-                self._finish(error)
-            case _:
-                assert_never(command)
+    def draw(self, command: c.DrawTask) -> None:
+        self._tasks.spawn(self._draw(command), f"draw {command.group_id}")
 
     async def _draw(self, command: c.DrawTask) -> None:
-        """Draw off the loop, one at a time: task sources are the user's code, slow
-        perhaps, and not thread-safe.
-        """
-        async with self._drawing:
+        async with self._lock:
             try:
                 async with asyncio.timeout(DRAW_S):
                     draw = functools.partial(
-                        self._draws.draw, command.name, command.index, command.purpose
+                        self._draw_task, command.name, command.index, command.purpose
                     )
                     task = await on_thread(draw, f"draw {command.group_id}")
             except Exception as error:
@@ -269,3 +104,77 @@ class Effects:
                 self._post(DrawFailed(group_id=command.group_id, error=shortened(text)))
                 return
         self._post(GroupSubmitted(group_id=command.group_id, task=task))
+
+
+def rollout_handlers(*, pipeline: Pipeline, engines: EngineSupervisor, timer: Timer) -> Handlers:
+    """Return the handlers that every live world has."""
+
+    def migrate(command: c.Migrate) -> None:
+        engines.migrate(command, pipeline.context_of(command.trajectory_id, command.attempt))
+
+    return {
+        c.StartInit: pipeline.start_init,
+        c.StartRun: pipeline.start_run,
+        c.StartTurn: pipeline.start_turn,
+        c.AbortTurn: pipeline.abort_turn,
+        c.RerankTurn: pipeline.rerank,
+        c.StartEval: pipeline.start_eval,
+        c.CancelTrajectory: pipeline.cancel,
+        c.Evict: pipeline.evict,
+        c.Migrate: migrate,
+        c.StartEngine: engines.add,
+        c.SuspendEngine: engines.suspend,
+        c.LoadWeights: engines.load,
+        c.ResumeEngine: engines.resume,
+        c.RestartEngine: engines.restart,
+        c.RemoveEngine: engines.remove,
+        c.SetTimer: timer.set,
+    }
+
+
+def training_handlers(
+    *,
+    pipeline: Pipeline,
+    trainer: TrainerSupervisor,
+    relays: RelaySupervisor,
+    predictor: PredictorSupervisor,
+    drawer: TaskDrawer,
+) -> Handlers:
+    """Return the handlers that a training run has in addition."""
+
+    def predict(command: c.Predict) -> None:
+        predictor.predict(command, pipeline.length_context(command))
+
+    return {
+        c.DrawTask: drawer.draw,
+        c.Predict: predict,
+        c.Harvest: predictor.harvest,
+        c.FitPredictor: predictor.fit,
+        c.FetchWeights: relays.fetch,
+        c.RestartRelay: relays.restart,
+        c.RemoveRelay: relays.remove,
+        c.TrainStep: trainer.train,
+        c.MeasureRatios: trainer.measure,
+        c.PublishWeights: trainer.publish,
+        c.SaveCheckpoint: trainer.save,
+        c.RestartTrainer: trainer.restart,
+    }
+
+
+TRAINING_ONLY: Collection[type[c.Command]] = (
+    c.DrawTask,
+    c.Predict,
+    c.Harvest,
+    c.FitPredictor,
+    c.FetchWeights,
+    c.RestartRelay,
+    c.RemoveRelay,
+    c.TrainStep,
+    c.MeasureRatios,
+    c.PublishWeights,
+    c.SaveCheckpoint,
+    c.RestartTrainer,
+    c.RecordEvaluation,
+    c.MarkBest,
+)
+"""Commands that a service never gets."""

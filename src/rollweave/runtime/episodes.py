@@ -1,8 +1,8 @@
-"""Makes the driver of one attempt: its domain's environment or handler, the way its
-agent speaks, the run's seed.
+"""Make the driver of one attempt from its domain's environment or handler, its agent's
+codec and sampling, and the run's seed.
 
-Invariant: what attempts share, sandboxes and the listener for agent programs, begins when
-one needs it, and ends with `close`.
+Invariant: resources that attempts share, sandboxes and the endpoint for agent programs,
+are opened when the first attempt needs them, and closed by `close`.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from rollweave.rollout.driver import AgentConfig, Driver
 from rollweave.rollout.env_episode import EnvEpisode
 from rollweave.rollout.gateway.server import GatewayListener
 from rollweave.rollout.handler_episode import HandlerEpisode
-from rollweave.runtime.clock import RunClock
+from rollweave.runtime.pump import RunClock
 from rollweave.schema.commands import StartInit
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.serving import Sampling
@@ -36,7 +36,7 @@ class Episodes:
 
     def make(self, command: StartInit) -> Driver:
         name = command.task.tag
-        agent = _as_asked(self._agent_config(name, command.purpose), command.decoding)
+        agent = _with_decoding(self._agent_config(name, command.purpose), command.decoding)
         seed = self._config.run.seed if command.decoding.seed is None else command.decoding.seed
         task = self._tasks[name]
         if not is_handler(task.env):
@@ -58,8 +58,8 @@ class Episodes:
         )
 
     async def close(self) -> None:
-        """End what attempts shared, the environments' processes too; after the last of
-        them.
+        """Close what attempts shared, and the environments' processes, after the last
+        attempt.
         """
         await self._source.close()
         if "_listener" in self.__dict__:
@@ -90,15 +90,15 @@ class Episodes:
         return AgentConfig(codec=codec, sampling=sampling)
 
 
-def _as_asked(agent: AgentConfig, decoding: Decoding) -> AgentConfig:
-    """With what was asked for in the place of the service's own."""
-    asked = {
+def _with_decoding(agent: AgentConfig, decoding: Decoding) -> AgentConfig:
+    """Replace the configured sampling parameters by those that the request names."""
+    changes = {
         name: value
         for name in ("temperature", "top_p", "top_k")
         if (value := getattr(decoding, name)) is not None
     }
     return (
-        dataclasses.replace(agent, sampling=msgspec.structs.replace(agent.sampling, **asked))
-        if asked
+        dataclasses.replace(agent, sampling=msgspec.structs.replace(agent.sampling, **changes))
+        if changes
         else agent
     )

@@ -1,9 +1,9 @@
-"""`train`: from a configuration to a finished run. Prepares the directory, starts the
-processes, and hands over to the world.
+"""Run a configuration to its end: `train` prepares the directory, starts the processes
+and runs the world.
 
-Only this module knows what runs where. Invariants: the run's directory is held by one
-controller; whatever ends the run, no process of it is left; a run that ended says why
-and what came of every trajectory it started.
+Only this module decides what runs in which process. Invariants: one controller has
+locked the run's directory; however the run ends, none of its processes is left; a run
+that ended reports why, and accounts for every trajectory that it started.
 """
 
 import asyncio
@@ -30,7 +30,6 @@ from rollweave.record.store import TrajectoryStore
 from rollweave.record.summary import Summary, describe, outcome, summarize, write_summary
 from rollweave.record.trace import Trace
 from rollweave.runtime.checkpoints import Checkpoints
-from rollweave.runtime.clock import RunClock
 from rollweave.runtime.episodes import Episodes
 from rollweave.runtime.links.relay import in_process as relay_in_process
 from rollweave.runtime.links.trainer import (
@@ -41,13 +40,15 @@ from rollweave.runtime.links.trainer import (
 )
 from rollweave.runtime.loopwatch import watched
 from rollweave.runtime.metrics import Metrics, Progress, Silent
+from rollweave.runtime.pump import RunClock
 from rollweave.runtime.recover import Beginning, lost, model_dir, recover, settle
 from rollweave.runtime.signals import on_ending_signals, run_to_the_end
 from rollweave.runtime.sinks import open_sinks
-from rollweave.runtime.supervisors.predictor import OpenLink
+from rollweave.runtime.supervisors.predictor import OpenPredictor
 from rollweave.runtime.supervisors.predictor import in_process as predict_in_process
 from rollweave.runtime.supervisors.predictor import in_thread as predict_in_thread
 from rollweave.runtime.supervisors.relays import missing_extra
+from rollweave.runtime.wiring import Wiring
 from rollweave.runtime.world import World
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.root import RunConfig
@@ -59,14 +60,14 @@ from rollweave.schema.serving import EngineSpec
 from rollweave.train.lengths import check_installed
 
 BACKSTOP = 2.0
-"""Our own limits on a silent child, as a multiple of the core's: the core acts first,
-with its own reasons.
+"""Ratio of our own time limits on a silent child to the core's: the core acts first, and
+gives its own reason.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Programs:
-    """The modules that the children run. Tests put smaller ones in their place."""
+    """The modules that the child processes run; tests replace them by smaller ones."""
 
     engine: str = "rollweave.runtime.entrypoints.engine"
     trainer: str = "rollweave.runtime.entrypoints.trainer"
@@ -81,23 +82,23 @@ def train(
     progress: Progress | None = None,
     programs: Programs | None = None,
 ) -> Summary:
-    """Run `config` to its end, or go on with it (`resume`), with engines and trainer as
-    processes or as threads (`inproc`).
+    """Run `config` to its end, from the beginning or from the last checkpoint
+    (`resume`), with engines and trainer as processes or as threads (`inproc`).
 
     Relays are processes in any case.
 
     The first SIGINT or SIGTERM asks for an orderly end; a second one ends the run at
-    once, and raises KeyboardInterrupt. Raises `ConfigError` for what the user must
-    change, and `DiskError` where the run's files cannot be written: what is written
-    stays good, and `resume` goes on from it. What else goes wrong in the run itself is
-    in the summary's `error`.
+    once, and raises KeyboardInterrupt. Raises `ConfigError` if the user must change
+    something, and `DiskError` if the run's files cannot be written: written files stay
+    valid, and `resume` continues from them. Other failures of the run itself are in the
+    summary's `error`.
     """
     if (extra := missing_extra(config.weights)) is not None:
         raise ConfigError(
             f"weights.transport {extra} must be installed ({how_to_install(extra)}), got none"
         )
     check_installed(config.rollout)
-    with contextlib.chdir("."):  # back to where we were, wherever the user's modules go
+    with contextlib.chdir("."):  # the user's modules may change the directory
         source = TaskSource(config)
     with RunDir.claim(config, resume=resume) as run:
         start = _Start(
@@ -126,13 +127,13 @@ class _Start:
     ) -> None:
         self._config, self._run, self._source = config, run, source
         self._inproc, self._progress, self._programs = inproc, progress, programs
-        self._identifying: asyncio.Task[None] | None = None
+        self._digesting: asyncio.Task[None] | None = None
 
     async def run(self) -> Summary:
         config, run = self._config, self._run
         with contextlib.ExitStack() as stack:
             if not run.config.exists():
-                # before anything else is there: what holds a run can be resumed
+                # before any other file: a directory with a configuration can be resumed
                 run.write_config(config)
             store = stack.enter_context(TrajectoryStore(run.trajectories))
             begun = recover(config, run, store)
@@ -140,7 +141,7 @@ class _Start:
                 write_identity(run.identity, begun.identity)
             clock, core = RunClock(begun.at), begun.core
             journal = stack.enter_context(RunJournal(run.journal))
-            # what follows happens under this configuration: the journal begins anew
+            # all that follows happens under this configuration: begin the journal again
             if begun.resumed:
                 journal.rotate(core.snapshot())
             begun = settle(config, run, begun)
@@ -162,24 +163,24 @@ class _Start:
                 Warn(component="environment", message=text)
             )
             stack.enter_context(
-                watched(say=self._say, warned=metrics.warned, trace=trace, clock=clock.now)
+                watched(show=self._show, warn=metrics.warned, trace=trace, clock=clock.now)
             )
             episodes = Episodes(config, model_dir(config, run), self._source, clock)
-            world, seats = self._world(begun, clock, journal, store, metrics, trace, episodes)
+            world, slots = self._world(begun, clock, journal, store, metrics, trace, episodes)
             with _signals(world, self._progress):
                 try:
                     await world.run(
-                        begun.first(seats, relays=config.weights.relays),
-                        engines=seats,
+                        begun.first(slots, relays=config.weights.relays),
+                        engines=slots,
                         fresh=not begun.resumed,
                     )
                 except DiskError as error:
                     raise DiskError(
                         error.errno,
-                        f"{error}; {_standing(core)}; --resume goes on once there is room",
+                        f"{error}; {_progress_so_far(core)}; use --resume once there is space",
                     ) from error
                 finally:
-                    await asyncio.gather(episodes.close(), self._identified(metrics))
+                    await asyncio.gather(episodes.close(), self._await_digests(metrics))
             evaluation = metrics.final_evaluation or metrics.last_evaluation
             summary = summarize(core, evaluation=evaluation, wall_s=world.ended_at)
             write_summary(run.summary, summary)
@@ -187,8 +188,8 @@ class _Start:
             self._progress.phase(f"finished: {outcome(summary)}")
             return summary
 
-    def _say(self, command: Warn) -> None:
-        """Show the warning on the terminal only; from any thread."""
+    def _show(self, command: Warn) -> None:
+        """Show a warning on the terminal only, from any thread."""
         self._progress.line(
             {"kind": "warning", "component": command.component, "message": command.message}
         )
@@ -205,10 +206,10 @@ class _Start:
                 steps_lost=gone.steps,
                 trajectories_lost=gone.trajectories + gone.missing,
                 seconds_lost=round(gone.seconds, 3),
-                knobs=list(begun.knobs),
+                knobs=list(begun.changes),
             )
-            self._progress.phase(f"resuming {gone.words()}")
-            for line in begun.knobs:
+            self._progress.phase(f"resuming {gone.describe()}")
+            for line in begun.changes:
                 self._progress.phase(f"changed since: {line}")
             for doubt in begun.doubts:
                 metrics.warned(doubt)
@@ -217,13 +218,13 @@ class _Start:
             self._progress.phase("starting engines and trainer")
         if begun.differing:
             text = (
-                f"{begun.differing} of {begun.events} replayed events were decided otherwise: the "
+                f"{begun.differing} of {begun.events} replayed events led to other commands: the "
                 "code has changed since"
             )
             if functions := [f"{knob} ({name})" for knob, name in named(self._config)]:
                 text += (
-                    f", or that of {' or '.join(functions)}, which must answer the same to the "
-                    "same question at any time"
+                    f", or that of {' or '.join(functions)}, which must always return the same "
+                    "for the same arguments"
                 )
             metrics.warned(Warn(component="journal", message=text))
 
@@ -248,67 +249,71 @@ class _Start:
             programs=self._programs,
             on_ready=functools.partial(self._on_ready, begun.identity),
         )
-        world = World(
-            config,
+        wiring = Wiring(
+            config=config,
             core=begun.core,
             clock=clock,
             journal=journal,
             store=store,
+            trace=trace,
+            make_engine=processes.engine,
+            make_episode=episodes.make,
+        )
+        world = World(
+            wiring,
             checkpoints=checkpoints,
             metrics=metrics,
-            trace=trace,
-            draws=source,
-            make_engine=processes.engine,
+            progress=self._progress,
+            control=self._run.control,
+            draw=source.draw,
             make_trainer=processes.trainer,
             open_relay=relay_in_process(logs=self._run.logs, module=self._programs.relay),
             open_predictor=processes.predictor(),
-            make_episode=episodes.make,
-            progress=self._progress,
-            control=self._run.control,
         )
         return world, begun_with(config, begun.core.state)
 
     def _on_ready(self, identity: Identity) -> None:
-        """Note once, when a trainer is ready and the model therefore exists, which
-        files the run began with.
+        """Record the digests of the run's first model, once a trainer is ready and the
+        model therefore exists.
         """
         self._progress.phase("training" if self._config.run.steps else "evaluating")
-        if identity.model is None and self._identifying is None:
-            self._identifying = asyncio.create_task(asyncio.to_thread(self._identify, identity))
+        if identity.model is None and self._digesting is None:
+            self._digesting = asyncio.create_task(asyncio.to_thread(self._digest, identity))
 
-    def _identify(self, identity: Identity) -> None:
+    def _digest(self, identity: Identity) -> None:
         model = model_digests(model_dir(self._config, self._run))
         write_identity(self._run.identity, msgspec.structs.replace(identity, model=model))
 
-    async def _identified(self, metrics: Metrics) -> None:
-        if self._identifying is None:
+    async def _await_digests(self, metrics: Metrics) -> None:
+        if self._digesting is None:
             return
         try:
-            await self._identifying
+            await self._digesting
         except OSError as error:
-            metrics.warned(
-                Warn(component="model", message=f"its files are not under digests: {error}")
-            )
+            text = f"the digests of its files were not recorded: {error}"
+            metrics.warned(Warn(component="model", message=text))
 
 
 def torn(journal: RunJournal, store: TrajectoryStore) -> list[Warn]:
-    """Warn of records that a killed controller left incomplete, and that were cut off."""
-    found = (("journal", journal.torn), ("trajectories", store.torn))
+    """Return warnings of records that a killed controller left incomplete, and that were
+    cut off.
+    """
+    sizes = (("journal", journal.torn), ("trajectories", store.torn))
     return [
         Warn(
             component=name,
             message=f"{nbytes} bytes of an incomplete last record were cut off: "
             "its writer was killed",
         )
-        for name, nbytes in found
+        for name, nbytes in sizes
         if nbytes
     ]
 
 
 class Processes:
-    """Starts engines and trainers of one run.
+    """Starts the engines, trainers and predictors of one run.
 
-    Where a model from scratch does not exist yet, the first trainer builds it.
+    If a model from scratch does not exist yet, the first trainer builds it.
     """
 
     def __init__(
@@ -324,35 +329,32 @@ class Processes:
     ) -> None:
         """`on_ready` is called whenever a trainer is ready.
 
-        `version` is what engines call the model's own weights.
+        `version` is the version that engines report for the model's own weights.
         """
         self._version = version
         self._config, self._run, self._words, self._inproc = config, run, words, inproc
         self._programs, self._on_ready = programs, on_ready
-        # Who plans by the cost of steps wants them measured: sharing out by length,
-        # allocation, repack.
-        alone = config.rollout.mode is ModeName.DECOUPLED
+        # placement by length rank, allocation and repacking need the measured cost of steps
         self._profiles = (
-            scheduling(config.rollout).by_rank or config.allocation is not None or alone
+            scheduling(config.rollout).by_rank
+            or config.allocation is not None
+            or config.rollout.mode is ModeName.DECOUPLED
         )
         self.model_dir = model_dir(config, run)
         self._model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self.model_dir.exists():
             self._model_ready.set_result(None)
 
-    def engine(self, seat: EngineSlot, epoch: int) -> EngineClient:
+    def engine(self, slot: EngineSlot, epoch: int) -> EngineClient:
         """Start epoch `epoch` of an engine. Raises OSError."""
-        engine_id, engines, watchdog = (
-            seat.id,
-            self._config.engines[seat.group],
-            self._config.watchdog,
-        )
+        engine_id, watchdog = slot.id, self._config.watchdog
+        engines = self._config.engines[slot.group]
         spec = EngineSpec(
             id=engine_id,
             model=str(self.model_dir),
             device=self._config.model.device,
             dtype=self._config.model.dtype,
-            threads=seat.degree,
+            threads=slot.degree,
             max_slots=engines.max_slots,
             kv_tokens=engines.kv_tokens,
             block_tokens=engines.block_tokens,
@@ -363,14 +365,13 @@ class Processes:
             profile=self._profiles,
         )
         if self._inproc:
-            from rollweave.engine.loop import (
-                EngineLoop,  # torch stays out of a controller that does not need it
-            )
+            # torch stays out of a controller that does not need it
+            from rollweave.engine.loop import EngineLoop
 
             link = in_thread(spec, EngineLoop, model_ready=self._model_ready)
         else:
             log = self._run.logs / f"{engine_id}.log"
-            env = _threads(seat.degree)
+            env = _threads(slot.degree)
             link = in_process(
                 spec, module=self._programs.engine, log=log, env=env, model_ready=self._model_ready
             )
@@ -380,7 +381,7 @@ class Processes:
         )
 
     def trainer(self, epoch: int, fresh: bool) -> TrainerBackend:
-        """Start a trainer; a fresh one warms up, one that will be restored does not.
+        """Start a trainer, which warms up if it is `fresh` and not to be restored.
 
         Raises OSError.
         """
@@ -408,10 +409,10 @@ class Processes:
             on_ready=self._trainer_ready,
         )
 
-    def predictor(self) -> OpenLink:
-        """How to start the predictor of lengths.
+    def predictor(self) -> OpenPredictor:
+        """Return a function that starts the predictor of lengths.
 
-        The small language model that `lm` reads with is the run's own.
+        The predictor `lm` uses the run's own model to embed text.
         """
         name = self._config.rollout.predictor
         spec = PredictorSpec(
@@ -429,15 +430,15 @@ class Processes:
         self._on_ready()
 
 
-def _standing(core: Core) -> str:
-    """What a run that has to stop at once has come to."""
-    checkpoint = core.state.checkpoint
-    kept = "no checkpoint yet" if checkpoint is None else f"last good checkpoint: step {checkpoint}"
-    return f"{kept}; {describe(core.account())}"
+def _progress_so_far(core: Core) -> str:
+    """Describe the state of a run that must stop at once."""
+    step = core.state.checkpoint
+    checkpoint = "no checkpoint yet" if step is None else f"last good checkpoint: step {step}"
+    return f"{checkpoint}; {describe(core.account())}"
 
 
 def _threads(count: int) -> Mapping[str, str]:
-    """Environment of a child that computes with `count` threads."""
+    """Return the environment of a child that computes with `count` threads."""
     return {
         "OMP_NUM_THREADS": str(count),
         "MKL_NUM_THREADS": str(count),
@@ -447,27 +448,27 @@ def _threads(count: int) -> Mapping[str, str]:
 
 @contextlib.contextmanager
 def _signals(world: World, progress: Progress) -> Iterator[None]:
-    """The first SIGINT or SIGTERM stops in order, the second at once.
+    """Stop in order at the first SIGINT or SIGTERM, and at once at the second.
 
-    Only the main thread can take signals.
+    Only the main thread can receive signals.
     """
     main = asyncio.current_task()
     assert main is not None, "called from a coroutine"
-    asked = 0
+    signals = 0
 
     def on_signal() -> None:
-        nonlocal asked
-        asked += 1
-        if asked > 1:
+        nonlocal signals
+        signals += 1
+        if signals > 1:
             main.cancel()
         else:
-            progress.phase("stopping in order; once more to stop at once")
+            progress.phase("stopping in order; interrupt again to stop at once")
             world.stop()
 
     try:
         with on_ending_signals(on_signal):
             yield
     except asyncio.CancelledError:
-        if asked > 1:
+        if signals > 1:
             raise KeyboardInterrupt from None
         raise

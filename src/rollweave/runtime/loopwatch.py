@@ -1,9 +1,9 @@
-"""Detects code that blocks the event loop, while it still does, and names it: blocked,
-no trajectory advances.
+"""Detect code that blocks the event loop, and name it while it still does: while the loop
+is blocked, no trajectory advances.
 
-A thread notices that the loop's beats stop, and inspects the stack of the loop's
-thread. Invariants: foreign code is named within a second, once for each time that it
-blocks the loop; the suspension of the process does not count as blocking.
+A thread notices that the loop's heartbeats stop, and inspects the stack of the loop's
+thread. Invariants: foreign code is named within a second, once each time that it blocks
+the loop; a suspension of the process does not count as blocking.
 """
 
 import asyncio
@@ -22,15 +22,15 @@ from rollweave.schema.commands import Warn
 from rollweave.schema.errors import DiskError
 
 BEAT_S = 0.2
-"""Seconds between two beats of the loop, and between two checks by the thread."""
+"""Seconds between two heartbeats of the loop, and between two checks of the thread."""
 
 MISSED = 3
-"""Number of checks without a beat after which the loop counts as blocked: on a busy
-machine, two can lack one by chance.
+"""Number of checks without a heartbeat after which the loop counts as blocked: on a busy
+machine, two can occur by chance.
 """
 
 COMPONENT = "event loop"
-"""Component in warnings of the watch."""
+"""Component of the warnings."""
 
 _LIBRARY = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
 _PACKAGES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
@@ -47,7 +47,7 @@ class Culprit(NamedTuple):
 
     @property
     def now(self) -> str:
-        """A sentence for while it blocks."""
+        """A warning for while the code blocks."""
         advice = "; call what blocks by asyncio.to_thread" if self.is_async else ""
         return (
             f"{self.name} is blocking the event loop ({self.place}): no trajectory advances until "
@@ -55,7 +55,7 @@ class Culprit(NamedTuple):
         )
 
     def later(self, seconds: float) -> str:
-        """A sentence for when it is over."""
+        """Return a warning for when the code has returned."""
         return f"{self.name} blocked the event loop for {seconds:.1f} s ({self.place})"
 
 
@@ -63,12 +63,12 @@ class LoopWatch:
     """Watches the running event loop from its own thread, while the context is open."""
 
     def __init__(
-        self, *, noticed: Callable[[Culprit], None], over: Callable[[Culprit, float], None]
+        self, *, on_blocked: Callable[[Culprit], None], on_over: Callable[[Culprit, float], None]
     ) -> None:
-        """`noticed` is called at once, on the watching thread; `over`, with the
-        duration in seconds, on the loop.
+        """`on_blocked` is called at once, on the watching thread; `on_over` afterwards,
+        with the duration in seconds, on the loop.
         """
-        self._noticed, self._over = noticed, over
+        self._on_blocked, self._on_over = on_blocked, on_over
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._beats = 0
@@ -97,11 +97,11 @@ class LoopWatch:
         now = time.monotonic()
         with self._lock:
             culprit, self._culprit = self._culprit, None
-            held_s, self._beat_at = now - self._beat_at, now
+            blocked_s, self._beat_at = now - self._beat_at, now
             self._beats += 1
         self._handle = self._loop.call_later(BEAT_S, self._beat)
         if culprit is not None:
-            self._over(culprit, held_s)
+            self._on_over(culprit, blocked_s)
 
     def _watch(self) -> None:
         seen, missed = 0, 0
@@ -109,38 +109,39 @@ class LoopWatch:
             seen, missed = self._beats, missed + 1 if seen == self._beats else 0
             if missed != MISSED:
                 continue
-            culprit = found(sys._current_frames().get(self._loop_thread))
+            culprit = find_culprit(sys._current_frames().get(self._loop_thread))
             with self._lock:
                 if culprit is None or self._beats != seen:
                     continue
                 self._culprit = culprit
-            self._noticed(culprit)
+            self._on_blocked(culprit)
 
 
 @contextlib.contextmanager
 def watched(
     *,
-    say: Callable[[Warn], None],
-    warned: Callable[[Warn], None],
+    show: Callable[[Warn], None],
+    warn: Callable[[Warn], None],
     trace: Trace,
     clock: Callable[[], float],
 ) -> Iterator[None]:
-    """Watch a world's running loop: `say` a warning at once, from any thread; record a
-    warning and a span once it is over.
+    """Watch a world's running loop: `show` a warning at once, from any thread; record a
+    warning and a span once the loop runs again.
     """
 
-    def over(culprit: Culprit, seconds: float) -> None:
+    def on_over(culprit: Culprit, seconds: float) -> None:
         with contextlib.suppress(DiskError):  # the world meets that error itself
-            warned(Warn(component=COMPONENT, message=culprit.later(seconds)))
+            warn(Warn(component=COMPONENT, message=culprit.later(seconds)))
             trace.span(CONTROLLER, COMPONENT, culprit.name, clock() - seconds, clock())
 
     with LoopWatch(
-        noticed=lambda culprit: say(Warn(component=COMPONENT, message=culprit.now)), over=over
+        on_blocked=lambda culprit: show(Warn(component=COMPONENT, message=culprit.now)),
+        on_over=on_over,
     ):
         yield
 
 
-def found(frame: FrameType | None) -> Culprit | None:
+def find_culprit(frame: FrameType | None) -> Culprit | None:
     """Find the first foreign function that our code called, on the stack that ends with
     `frame`; None without one.
     """
@@ -164,7 +165,7 @@ def found(frame: FrameType | None) -> Culprit | None:
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield the frames from the innermost one to the last one of the event loop's
+    """Yield the frames from the innermost one to the outermost one of the event loop's
     callback.
     """
     while frame is not None and frame.f_globals.get("__name__") != "asyncio.events":

@@ -1,10 +1,10 @@
-"""What the run says about itself, line by line: `metrics.jsonl` always, TensorBoard and
-Weights & Biases where asked for.
+"""The metrics of a run, line by line: always `metrics.jsonl`, and the optional mirrors of
+`runtime/sinks.py`.
 
-Invariants: one line of kind `step` a training step, one of kind `evaluation` an
-evaluation, one of kind `warning` a warning, in the order in which they happened; each
-with the run's time. A line is written whole, and a torn one that a power loss left is
-cut off. Sinks only mirror lines.
+Invariants: there is one line of kind `step` per training step, of kind `evaluation` per
+evaluation and of kind `warning` per warning, in the order in which they happened, each
+with the run's time. Lines are written atomically; a torn line that a power loss has left
+is cut off. Sinks only mirror lines.
 """
 
 import contextlib
@@ -32,20 +32,20 @@ class Sink(Protocol):
     """A mirror of numeric metrics."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Figures of one training step or evaluation."""
+        """Write the values of one training step or evaluation."""
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Flush and release the mirror."""
 
 
 class Progress(Protocol):
-    """Who shows the run to the user (the CLI's display)."""
+    """Shows the run to the user: the display of the command line."""
 
     def line(self, line: Mapping[str, Any]) -> None:
-        """A line of metrics.jsonl was written."""
+        """Show a line of metrics.jsonl."""
 
     def phase(self, text: str) -> None:
-        """What the run does now: starting, training, the final evaluation."""
+        """Show the phase of the run: starting, training, the final evaluation."""
 
 
 class Silent:
@@ -59,7 +59,10 @@ class Silent:
 
 
 class Metrics:
-    """Writes lines. `state` reads the core's state, for counters and idle times."""
+    """Writes lines of metrics.
+
+    `state` returns the core's state, which has counters and idle times.
+    """
 
     def __init__(
         self,
@@ -70,7 +73,7 @@ class Metrics:
         progress: Progress,
         sinks: Sequence[Sink] = (),
     ) -> None:
-        """Go on at the end of `path`. Raises DiskError, as all that writes a line."""
+        """Append to `path`. Raises DiskError, as do all methods that write a line."""
         self._file = AppendFile(path, keep=_whole_lines(path))
         self._clock, self._state, self._progress, self._sinks = clock, state, progress, sinks
         self._parts: list[tuple[TrainStep, Batch, TrainMetrics]] = []
@@ -83,13 +86,13 @@ class Metrics:
     def sampled(
         self, engines: Mapping[EngineId, EngineStats], predictor: PredictorStats | None = None
     ) -> None:
-        """Statistics of engines and predictor for the next step's line."""
+        """Take statistics of engines and predictor for the next step's line."""
         self._engines, self._predictor = engines, predictor
 
     def trained(self, command: TrainStep, batch: Batch, metrics: TrainMetrics) -> None:
-        """A mini-batch is trained; after the step's last one the line is written."""
+        """Take the metrics of a mini-batch; the step's last one writes the line."""
         if command.part == 0:
-            self._parts.clear()  # of a step that was lost with its trainer
+            self._parts.clear()  # parts of a step that was lost with its trainer
         self._parts.append((command, batch, metrics))
         if command.part + 1 < command.parts:
             return
@@ -143,11 +146,11 @@ class Metrics:
         )
 
     def best(self, command: MarkBest) -> None:
-        """Write which checkpoint is the best now."""
+        """Write the line of a new best checkpoint."""
         self._write({"kind": "best", "at": round(self._clock(), 3), "step": command.step})
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Write a line of another kind: the run's start, its end."""
+        """Write a line of another kind, such as the start or end of the run."""
         self._write({"kind": kind, "at": round(self._clock(), 3), **fields})
 
     def close(self) -> None:
@@ -176,25 +179,25 @@ def written_steps(path: Path) -> set[int]:
     """Return the steps of which `path` has a readable line; none if there is no such
     file.
     """
-    found: set[int] = set()
+    steps: set[int] = set()
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError, TypeError, KeyError):
             read = json.loads(line)
             if read["kind"] == "step":
-                found.add(read["step"])
-    return found
+                steps.add(read["step"])
+    return steps
 
 
 def _whole_lines(path: Path) -> int:
-    """Bytes up to the end of the last whole line."""
+    """Return the size of the complete lines, in bytes."""
     return path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
 
 
 def _outcome(
     parts: Sequence[tuple[TrainStep, Batch, TrainMetrics]], defining: Collection[str]
 ) -> dict[str, Any]:
-    """Return reward and success of what was trained on, by task domain; success only
-    where an environment defines it.
+    """Return reward and success of the trained trajectories by task domain, success
+    only for domains whose environments define it.
     """
     rewards: dict[str, list[float]] = {}
     successes: dict[str, list[bool]] = {}
@@ -222,8 +225,8 @@ def _outcome(
 
 
 def _staleness(parts: Sequence[tuple[TrainStep, Batch, TrainMetrics]]) -> dict[str, int]:
-    """How many trajectories by steps between the weights that started them and the
-    step.
+    """Return the number of trajectories by staleness: the steps between the weights
+    that started them and the trained step.
     """
     ages = Counter(
         staleness(trajectory.initiated_version, command.step)
@@ -235,17 +238,17 @@ def _staleness(parts: Sequence[tuple[TrainStep, Batch, TrainMetrics]]) -> dict[s
 
 
 def _mean_values(parts: Sequence[tuple[TrainStep, Batch, TrainMetrics]]) -> dict[str, float]:
-    """The trainer's figures, averaged over mini-batches; its seconds and tokens,
-    summed.
+    """Average the trainer's metrics over mini-batches, and sum its seconds and
+    tokens.
     """
     gathered: dict[str, list[float]] = {}
     for _, _, metrics in parts:
         for name, value in metrics.values.items():
             gathered.setdefault(name, []).append(value)
-    figures = {name: sum(values) / len(values) for name, values in gathered.items()}
-    figures["train_s"] = sum(metrics.train_s for _, _, metrics in parts)
-    figures["trained_tokens"] = float(sum(metrics.tokens for _, _, metrics in parts))
-    return figures
+    means = {name: sum(values) / len(values) for name, values in gathered.items()}
+    means["train_s"] = sum(metrics.train_s for _, _, metrics in parts)
+    means["trained_tokens"] = float(sum(metrics.tokens for _, _, metrics in parts))
+    return means
 
 
 def _engine_line(stats: EngineStats) -> dict[str, float]:
@@ -253,11 +256,11 @@ def _engine_line(stats: EngineStats) -> dict[str, float]:
 
 
 def _flat(line: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
-    """Numbers of a nested line as `a/b` names."""
-    found: list[tuple[str, float]] = []
+    """Return the numbers of a nested line, with names such as `a/b`."""
+    numbers: list[tuple[str, float]] = []
     for name, value in line.items():
         if isinstance(value, Mapping):
-            found.extend(_flat(value, f"{prefix}{name}/"))
+            numbers.extend(_flat(value, f"{prefix}{name}/"))
         elif isinstance(value, int | float):
-            found.append((f"{prefix}{name}", float(value)))
-    return found
+            numbers.append((f"{prefix}{name}", float(value)))
+    return numbers

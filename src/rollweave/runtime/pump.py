@@ -1,4 +1,5 @@
-"""The pump: inbox → core → journal → effects. The only place where the core is called.
+"""The pump: inbox → core → journal → effects, the only place that calls the core; and the
+run's clock.
 
 Invariants: events are handled one by one, in the order in which they were posted; an
 event is in the journal before any of its commands is executed; a command is executed at
@@ -6,6 +7,7 @@ most once, in the life that handled its event, and never by a replay.
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -15,29 +17,52 @@ from rollweave.schema.errors import RollweaveError
 from rollweave.schema.events import Event
 
 INBOX_EVENTS = 1 << 17
-"""Events that may wait.
+"""Maximum number of waiting events.
 
-The pools bound what the world can say at once to far less; more is a bug, not a load.
+The pools bound the events that the world can cause at once to far less; more is a bug,
+not load.
 """
 
 TOGETHER = 256
-"""Events that are handled in one go, some milliseconds: whoever else lives on this loop
-has a turn after that.
+"""Maximum number of events that are handled before other tasks of the event loop run:
+some milliseconds.
 """
 
 
+class RunClock:
+    """Measures a run's time in seconds, over all its lives.
+
+    It never goes back. A resumed run continues from `start`, where its journal ends:
+    time between two lives does not count.
+    """
+
+    def __init__(self, start: float = 0.0) -> None:
+        self._start = start
+        self._created = time.monotonic()
+
+    def now(self) -> float:
+        return self._start + (time.monotonic() - self._created)
+
+
+class PostEvent(Protocol):
+    """The signature of `Pump.post`."""
+
+    def __call__(self, event: Event, then: Callable[[], None] | None = None, /) -> None:
+        """Queue an event; call `then` once it is in the journal."""
+
+
 class CoreLike(Protocol):
-    """What the pump needs of the core."""
+    """The core, as the pump uses it."""
 
     def handle(self, now: float, event: Event) -> list[Command]:
-        """Take one event; return what to do."""
+        """Handle one event, and return the commands that it causes."""
 
 
 class Recorder(Protocol):
-    """What the pump needs of the journal."""
+    """The journal, as the pump uses it."""
 
     def append(self, now: float, event: Event, commands: Sequence[Command], /) -> None:
-        """Record one handled event. On return it survives our death."""
+        """Record one handled event, which then survives the death of this process."""
 
 
 class InboxOverflowError(RollweaveError):
@@ -45,7 +70,7 @@ class InboxOverflowError(RollweaveError):
 
 
 class Pump:
-    """`post` from the event loop's thread; `run` until `stop`."""
+    """`post` events from the event loop's thread, and `run` until `stop`."""
 
     def __init__(
         self,
@@ -63,8 +88,8 @@ class Pump:
     def post(self, event: Event, then: Callable[[], None] | None = None) -> None:
         """Queue an event.
 
-        `then` is called once it is handled and in the journal, before its commands are
-        executed.
+        `then` is called once the event is handled and in the journal, before its
+        commands are executed.
         """
         if len(self._inbox) >= INBOX_EVENTS:
             raise InboxOverflowError(f"{INBOX_EVENTS} events wait; the next one is {event}")
@@ -72,15 +97,14 @@ class Pump:
         self._wake.set()
 
     def stop(self) -> None:
-        """Let `run` return after the event that it handles now."""
+        """Let `run` return once it has handled the current event."""
         self._stopped = True
         self._wake.set()
 
     async def run(self) -> None:
         """Handle events until `stop`.
 
-        What the core, the journal or an effect raises is a bug of ours and passes
-        through.
+        An exception of the core, the journal or an effect is a bug, and passes through.
         """
         while not self._stopped:
             await self._wake.wait()
@@ -91,9 +115,9 @@ class Pump:
                 await asyncio.sleep(0)
 
     def _drain(self, count: int) -> None:
-        """Handle `count` events, then begin all their effects."""
+        """Handle `count` events, then execute the commands of all of them."""
         commands: list[Command] = []
-        followers: list[Callable[[], None]] = []
+        callbacks: list[Callable[[], None]] = []
         for _ in range(count):
             event, then = self._inbox.popleft()
             now = self._clock()
@@ -101,9 +125,9 @@ class Pump:
             self._journal.append(now, event, caused)
             commands.extend(caused)
             if then is not None:
-                followers.append(then)
-        for follower in followers:
-            follower()
+                callbacks.append(then)
+        for callback in callbacks:
+            callback()
         for command in commands:
             if self._stopped:
                 return

@@ -1,11 +1,10 @@
-"""The beginning of a run: fresh, or rebuilt from its journal, which begins with a
-snapshot.
+"""Begin a run: afresh, or rebuilt from its journal, which begins with a snapshot.
 
-Invariants: replaying never executes a command; events are replayed under the
-configuration under which they happened; a run starts fresh only in a directory where no
-run has left results; the directory agrees with the journal, or one error names what is
-missing; trajectories that the core believes to be scored but the store lacks are named,
-so that the core drops them.
+Invariants: a replay never executes a command; events are replayed under the
+configuration under which they happened; a run starts afresh only in a directory in
+which no run has left results; the directory agrees with the journal, or one error names
+what is missing; scored trajectories that the store lacks are named, so that the core
+drops them.
 """
 
 import dataclasses
@@ -50,8 +49,8 @@ class Beginning:
     """The core to continue with, the run's time, and the contents of its first event.
 
     `events` were replayed; `differing` of them led to other commands than in the former
-    life: the code has changed since. `knobs` are the settings that differ from the
-    former life's, one line each.
+    life, because the code has changed since. `changes` describes each setting that
+    differs from the former life's, in one line.
     """
 
     core: Core
@@ -60,17 +59,15 @@ class Beginning:
     identity: Identity
     missing: tuple[TrajectoryId, ...] = ()
     doubts: tuple[Warn, ...] = ()
-    """What the directory lacks, or what was changed in it, without being in the way of
-    the run.
-    """
+    """What is missing or was changed in the directory, without preventing the run."""
     events: int = 0
     differing: int = 0
-    knobs: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
 
     def first(
         self, engines: tuple[EngineSlot, ...], *, relays: int = 0, serving: bool = False
     ) -> RunStarted | WorldLost:
-        """The event with which this life begins."""
+        """Return the event with which this life begins."""
         if self.resumed:
             return WorldLost(engines=engines, missing=self.missing, relays=relays)
         return RunStarted(engines=engines, relays=relays, serving=serving, run_id=self.identity.id)
@@ -78,24 +75,24 @@ class Beginning:
 
 @dataclass(frozen=True, kw_only=True)
 class Lost:
-    """What a resumed run must do again, because its former life saved no checkpoint of
-    it.
+    """The work of the former life that a resumed run must repeat, since no checkpoint
+    contains it.
     """
 
     step: int
     """The step from which it continues."""
     steps: int
-    """Number of steps that were trained after that one, and are trained again."""
+    """Number of steps that were trained after the checkpoint, and are trained again."""
     trajectories: int
-    """Number of attempts that were under way, and begin again."""
+    """Number of attempts that were in flight, and start again."""
     missing: int
     """Number of stored trajectories whose tokens are lost."""
     seconds: float
     """Run time from that checkpoint to the end of the former life."""
 
-    def words(self) -> str:
-        """Describe it for people."""
-        where = f"at step {self.step}{' if its checkpoint is whole' if self.step else ''}"
+    def describe(self) -> str:
+        """Return a phrase for the user."""
+        where = f"at step {self.step}{' if its checkpoint is intact' if self.step else ''}"
         if not (self.steps or self.trajectories or self.missing):
             return f"{where}; nothing is lost"
         stored = (
@@ -106,23 +103,23 @@ class Lost:
         return (
             f"{where}; lost: {self.steps} trained step{'s' * (self.steps != 1)} after its "
             "checkpoint, "
-            f"{self.trajectories} rollouts under way, {stored}{self.seconds:.0f} s"
+            f"{self.trajectories} rollouts in flight, {stored}{self.seconds:.0f} s"
         )
 
 
 def lost(begun: Beginning) -> Lost:
-    """Return what a run with this beginning has lost."""
+    """Return the work that a run with this beginning has lost."""
     state = begun.core.state
     step = state.checkpoint if state.checkpoint is not None else 0
-    under_way = sum(
-        one.stage in (*ALIVE, Stage.EVAL_QUEUED)
-        and state.groups[one.group_id].purpose is Purpose.TRAIN
-        for one in state.trajectories.values()
+    in_flight = sum(
+        trajectory.stage in (*ALIVE, Stage.EVAL_QUEUED)
+        and state.groups[trajectory.group_id].purpose is Purpose.TRAIN
+        for trajectory in state.trajectories.values()
     )
     return Lost(
         step=step,
         steps=max(0, state.trainer.step - step),
-        trajectories=under_way,
+        trajectories=in_flight,
         missing=len(begun.missing),
         seconds=max(0.0, begun.at - state.checkpoint_at),
     )
@@ -161,10 +158,10 @@ def settle(config: RunConfig, run: RunDir, begun: Beginning) -> Beginning:
 def rebuild(config: RunConfig, run: RunDir, *, serving: bool = False) -> Beginning:
     """Return the run's beginning, without changing the directory.
 
-    The former life is replayed under its own configuration. Then `config` takes over,
-    which may ask for more steps, but not for another model: `ConfigError` says which
-    setting must not change, what is missing from the directory, and what to do. Raises
-    `CorruptJournalError` if the journal is damaged before its end.
+    The former life is replayed under its own configuration. Then `config` applies,
+    which may ask for more steps, but not for another model: `ConfigError` names the
+    setting that must not change, what is missing from the directory, and the remedy.
+    Raises `CorruptJournalError` if the journal is damaged before its end.
     """
     kind: Kind = "service" if serving else "training"
     identity = read_identity(run.identity)
@@ -187,19 +184,19 @@ def rebuild(config: RunConfig, run: RunDir, *, serving: bool = False) -> Beginni
         rules = rules_of(former)
     except ConfigError as error:
         raise ConfigError(
-            f"what has happened was decided by the configuration that the run began with: {error}"
+            f"the former life was decided by the run's first configuration: {error}"
         ) from error
     replay = Replay(run.journal, former, rules=rules)
-    if (found := replay.run_id) and identity is not None and found != identity.id:
+    if (run_id := replay.run_id) and identity is not None and run_id != identity.id:
         raise ConfigError(
             f"{run.journal} must be the journal of run {identity.id}, as {run.identity.name} "
-            f"says, got that of run {found}; "
+            f"says, got that of run {run_id}; "
             f"bring the right one back, {_start_over(serving)}"
         )
     core = replay.finish()
     at = core.state.idle.clock
-    if at is None:  # it was killed before its first event, or its records are lost
-        _must_be_empty(run, "has no whole record", serving=serving)
+    if at is None:  # the run was killed before its first event, or its records are lost
+        _must_be_empty(run, "has no complete record", serving=serving)
         return fresh
     if core.state.serving is not serving:
         raise _other_kind(run, "service" if core.state.serving else "training")
@@ -213,7 +210,7 @@ def rebuild(config: RunConfig, run: RunDir, *, serving: bool = False) -> Beginni
         identity=identity or Identity(id=core.state.run_id, kind=kind),
         events=replay.events,
         differing=replay.differing,
-        knobs=tuple(differences(former, config)),
+        changes=tuple(differences(former, config)),
         doubts=tuple(_doubts(run, core.state, identity, differences(former, written))),
     )
 
@@ -223,8 +220,8 @@ def _doubts(
 ) -> Iterator[Warn]:
     if identity is None and state.run_id:
         text = (
-            f"{run.identity.name} is missing: whether journal and model are the run's own was not "
-            "checked; it is written anew"
+            f"{run.identity.name} is missing, so that journal and model were not checked to be the "
+            "run's own; it is written again"
         )
         yield Warn(component="run", message=text)
     if edited:
@@ -265,10 +262,10 @@ def _must_be_empty(run: RunDir, journal: str, *, serving: bool) -> None:
     """Raise ConfigError if a run has left results that a fresh start would delete or
     mix with its own.
     """
-    found = list(_results(run))
-    if found:
+    results = list(_results(run))
+    if results:
         raise ConfigError(
-            f"{'run.name' if serving else '--resume'}: {run.path} holds {', '.join(found)}, but "
+            f"{'run.name' if serving else '--resume'}: {run.path} holds {', '.join(results)}, but "
             f"{run.journal.name} {journal}: "
             "the run's state is unknown, and nothing was changed; bring the journal back, "
             f"{_start_over(serving)}"
@@ -300,7 +297,7 @@ def _must_know_checkpoints(run: RunDir, state: State) -> None:
             f"{run.journal}: its last record is of step {state.trainer.step}, "
             f"{state.idle.clock:.1f} s into the run, but "
             f"{_steps(unknown)} of {run.checkpoints} came later: the journal has lost its end; "
-            "bring the whole journal back, "
+            "restore the complete journal, "
             f"{_start_over(False)}; an exported checkpoint begins a new run by model.path = "
             f"{str(checkpoints.path(there[-1]) / 'hf')!r}"
         )
@@ -337,20 +334,19 @@ def _steps(steps: list[int]) -> str:
 
 
 def _missing(core: Core, store: TrajectoryStore) -> tuple[TrajectoryId, ...]:
-    """Scored trajectories whose tokens are gone.
-
-    What the core has not heard to be over leaves the store's index.
+    """Return the scored trajectories whose tokens are lost, and remove those from the
+    store's index that have not ended as far as the core knows.
     """
-    known = core.state.trajectories
-    over = {
+    trajectories = core.state.trajectories
+    ended = {
         name
-        for name, trajectory in known.items()
+        for name, trajectory in trajectories.items()
         if trajectory.stage in (Stage.SCORED, Stage.ENDED)
     }
-    store.forget([name for name in store.ids() if name not in over])
-    scored = {
-        name: trajectory for name, trajectory in known.items() if trajectory.stage is Stage.SCORED
-    }
+    store.forget([name for name in store.ids() if name not in ended])
     return tuple(
-        found.id for found in scored.values() if store.scored_attempt(found.id) != found.attempt
+        trajectory.id
+        for trajectory in trajectories.values()
+        if trajectory.stage is Stage.SCORED
+        and store.scored_attempt(trajectory.id) != trajectory.attempt
     )

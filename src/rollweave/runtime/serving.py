@@ -1,131 +1,81 @@
-"""The live world of a service: the core, the rollout pipeline and engines, without a
-trainer.
+"""The live world of a service: core, rollout pipeline and engines, without a trainer.
 
-Invariants: as of `runtime/world.py`; what is delivered is in the store before anybody
-hears of it.
+Invariants: as of `runtime/world.py`; a result is in the store before its delivery is
+announced.
 """
 
 import contextlib
-from collections.abc import Callable
-from typing import NoReturn, Protocol
+from typing import Protocol
 
-from rollweave.core.core import Core
-from rollweave.engine.clients.base import EngineBackend
-from rollweave.record.journal import RunJournal
-from rollweave.record.store import TrajectoryStore
-from rollweave.record.trace import Trace
-from rollweave.rollout.driver import MakeEpisode
-from rollweave.runtime.base import LiveWorld
-from rollweave.runtime.clock import RunClock
-from rollweave.schema.commands import Deliver, MarkBest, RecordEvaluation, Warn
-from rollweave.schema.config.root import RunConfig
+from rollweave.runtime.effects import TRAINING_ONLY, Effects, Handlers
+from rollweave.runtime.wiring import RolloutRuntime, Wiring
+from rollweave.schema import commands as c
 from rollweave.schema.errors import DiskError
-from rollweave.schema.events import EngineSlot, RunStarted, StopRequested, WorldLost
+from rollweave.schema.events import RunStarted, StopRequested, WorldLost
 
 COMPACT_BYTES = 4 << 20
-"""Bytes that the journal grows by before it begins anew with a snapshot: some 30,000
-events, which replay in a second.
+"""Minimum growth of the journal before it is replaced by a snapshot, in bytes: some
+30,000 events, which replay in a second.
 """
 
 
-class Customers(Protocol):
-    """Whoever asked for rollouts."""
+class ResultSink(Protocol):
+    """The consumer of a service's results."""
 
-    def delivered(self, command: Deliver) -> None:
-        """It is over, and in the store if it was started.
+    def delivered(self, command: c.Deliver) -> None:
+        """Take a result, which is in the store if its trajectory was started.
 
-        To be answered by `RolloutAcknowledged`.
+        Answered by `RolloutAcknowledged`.
         """
 
-    def warned(self, command: Warn) -> None:
-        """A component ails."""
+    def warned(self, command: c.Warn) -> None:
+        """Take a warning of a component."""
 
 
-class ServiceWorld(LiveWorld):
-    """Everything of a service that lives, but its doors.
-
-    `run` returns when it was stopped, and all is delivered and taken.
-    """
+class ServiceWorld:
+    """All living parts of a service, except for its endpoints."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        *,
-        core: Core,
-        clock: RunClock,
-        journal: RunJournal,
-        store: TrajectoryStore,
-        trace: Trace,
-        make_engine: Callable[[EngineSlot, int], EngineBackend],
-        make_episode: MakeEpisode,
-        customers: Customers,
-        compact_bytes: int = COMPACT_BYTES,
+        self, wiring: Wiring, *, sink: ResultSink, compact_bytes: int = COMPACT_BYTES
     ) -> None:
-        super().__init__(
-            config,
-            core=core,
-            clock=clock,
-            journal=journal,
-            store=store,
-            trace=trace,
-            make_engine=make_engine,
-            make_episode=make_episode,
-        )
+        self.core, self._journal = wiring.core, wiring.journal
         self._compact_bytes = compact_bytes
-        nobody = _Nobody()
-        self._effects = self._make_effects(
-            seat=nobody,
-            relays=nobody,
-            predictor=nobody,
-            draws=nobody,
-            listener=_Listener(customers),
-        )
+        self._rollouts = RolloutRuntime(wiring, execute=self._execute)
+        self.pump = self._rollouts.pump
+        handlers: Handlers = {
+            **self._rollouts.handlers(),
+            c.Deliver: sink.delivered,
+            c.Warn: sink.warned,
+            c.Finish: lambda command: self._rollouts.finish(command.error),
+        }
+        self._effects = Effects(handlers, never=TRAINING_ONLY)
 
     async def run(self, first: RunStarted | WorldLost) -> str:
-        """Live until the core says `Finish`; its error, or ""."""
-        async with self._tasks:
+        """Live until the core says `Finish`; return its error, or "".
+
+        A service finishes once it was stopped and every result is acknowledged.
+        """
+        rollouts = self._rollouts
+        async with rollouts.tasks:
             try:
                 self.pump.post(first)
-                self.fleet.start(first.engines)
+                rollouts.engines.start(first.engines)
                 await self.pump.run()
-                await self.fleet.close()
-                with contextlib.suppress(DiskError):  # the next life replays it all then
+                await rollouts.engines.close()
+                with contextlib.suppress(DiskError):  # then the next life replays it all
                     self._journal.rotate(self.core.snapshot())
             finally:
-                self._tasks.cancel_all()
-        return self._error or ""
+                rollouts.tasks.cancel_all()
+        return rollouts.error or ""
 
     def stop(self, *, drain: bool) -> None:
-        """Take nothing more, and end when what there is is done, or cancelled."""
+        """Accept no more rollouts, and end once all are done (`drain`) or cancelled."""
         self.pump.post(StopRequested(drain=drain))
 
     def compact(self) -> None:
-        """Let the journal begin with the core of this moment, if it has grown by more
-        than that takes. Raises DiskError.
-        """
+        """Replace the journal by a snapshot if it has grown enough. Raises DiskError."""
         if self._journal.grown >= max(self._compact_bytes, self._journal.begun):
             self._journal.rotate(self.core.snapshot())
 
-
-class _Nobody:
-    """In the place of whoever trains, passes weights on, predicts and draws tasks: a
-    service asks for none of it.
-    """
-
-    def _never(self, *commands: object) -> NoReturn:
-        raise AssertionError(f"a service does not train: {commands}")
-
-    train = measure = publish = save = restart = take = remove = predict = harvest = fit = draw = (
-        _never
-    )
-
-
-class _Listener:
-    def __init__(self, customers: Customers) -> None:
-        self.delivered, self.warned = customers.delivered, customers.warned
-
-    def evaluated(self, command: RecordEvaluation) -> NoReturn:
-        raise AssertionError(f"a service evaluates nothing: {command}")
-
-    def best(self, command: MarkBest) -> NoReturn:
-        raise AssertionError(f"a service has no checkpoints: {command}")
+    def _execute(self, command: c.Command) -> None:
+        self._effects.execute(command)

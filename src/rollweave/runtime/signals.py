@@ -1,13 +1,14 @@
-"""SIGINT and SIGTERM, for code that runs in the main thread: no other thread can handle
-signals.
+"""Handle SIGINT and SIGTERM, in the main thread: no other thread can handle signals.
+
+A signal escalates in three steps: the handler of `on_ending_signals` runs on the event
+loop; if the loop is blocked, `Interrupted` is raised in the code that blocks it; if even
+that does not end the process, a thread of `run_to_the_end` ends it, children first.
 
 Invariants: a second signal always takes effect, even while user code blocks the event
 loop and never returns (the loop's own `add_signal_handler` calls its handler only when
-the loop runs again); further signals do not interrupt the orderly end that is under
-way, which would leave tasks unfinished, unless it takes very long. If even an
-interruption does not end the process (`run_to_the_end`), a thread ends it, children
-first. Supervisors send SIGTERM once and kill next, so a SIGTERM that a blocked loop
-does not notice counts as two signals.
+the loop runs again); further signals do not interrupt the orderly end, which would leave
+tasks unfinished, unless it takes very long. Service managers send SIGTERM once and
+SIGKILL next, so a SIGTERM that a blocked loop does not handle counts as two signals.
 """
 
 import asyncio
@@ -30,13 +31,13 @@ T = TypeVar("T")
 ENDING = (signal.SIGINT, signal.SIGTERM)
 
 PATIENCE_S = 2.0
-"""Seconds in which the loop must have come round to a second signal: far longer than
-anything of ours holds it up.
+"""Maximum time until the loop handles a second signal, in seconds: far longer than any
+code of ours blocks it.
 """
 
 HELD_S = 3.0
-"""Seconds within which the loop must run again after the process was asked to end;
-otherwise a thread ends the process.
+"""Maximum time until the loop runs again after the request to end, in seconds; beyond it
+a thread ends the process.
 """
 
 ENDING_S = 15.0
@@ -45,25 +46,25 @@ runs.
 """
 
 INTERRUPTED = 130
-"""Exit status that shells give a program that Ctrl-C ended."""
+"""Exit status of a program that Ctrl-C ended, by convention of the shells."""
 
 SHOW_CURSOR = "\x1b[?25h"
+"""Terminal sequence that shows the cursor, which a progress display may have hidden."""
 
 END_S = 5.0
-"""Seconds that the end may take before one more signal breaks it off: twice what
-children have to end by themselves.
+"""Seconds for which the end ignores further signals: twice the time that children have
+to end by themselves.
 """
 
 
 @contextlib.contextmanager
 def on_ending_signals(handle: Callable[[], object]) -> Iterator[None]:
-    """Call `handle`, on the running loop, for each of them that comes while the context
-    is open. Elsewhere: do nothing.
+    """Call `handle` on the running loop for each SIGINT and SIGTERM while the context is
+    open. Do nothing outside the main thread.
 
-    A second one that the loop does not hear is a KeyboardInterrupt in the code that
-    holds it up: at once where the loop has not heard the first either, after
-    `PATIENCE_S` otherwise. What comes in the `END_S` after a second one is not passed
-    on.
+    A second signal that the loop does not handle raises a KeyboardInterrupt in the code
+    that blocks it: at once if the loop has not handled the first one either, otherwise
+    after `PATIENCE_S`. Signals within `END_S` after a second one are ignored.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -79,48 +80,48 @@ def on_ending_signals(handle: Callable[[], object]) -> Iterator[None]:
 
 
 class _Ending:
-    """What came of the signals so far.
+    """The state of the escalation inside the main thread.
 
-    Handlers run between any two instructions of the main thread.
+    Signal handlers run between any two of its instructions.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, handle: Callable[[], object]) -> None:
         self._loop, self._handle = loop, handle
-        self._asked = 0
-        self._unheard = False
-        """The loop has yet to come round to the last one."""
+        self._received = 0
+        self._pending = False
+        """The loop has not handled the last signal yet."""
         self._closed = False
         self._interruption: Callable[[], Interrupted | None] = lambda: None
-        """Reference to the interruption, which lives while it unwinds the stack."""
+        """Weak reference to the interruption, which is alive while it unwinds the stack."""
         self._timing = False
         self._former: tuple[Any, tuple[float, float]] = (signal.SIG_DFL, (0.0, 0.0))
-        """The handler and the timer of the alarm, while it is ours."""
-        self._heard = 0
+        """The former handler and timer of SIGALRM, while we use it."""
+        self._handled = 0
         self._ending_until = math.inf
-        """By the monotonic clock, once there were two."""
+        """Monotonic time until which further signals are ignored, after two signals."""
 
     def signalled(self, number: int, _: object) -> None:
         if self._closed and time.monotonic() < self._ending_until:
             return
-        if self._closed or (self._unheard and self._asked == 1):
+        if self._closed or (self._pending and self._received == 1):
             self._interrupt()
-        self._asked += 1
-        self._unheard = True
-        self._loop.call_soon_threadsafe(self._hear)
-        if (self._asked > 1 or number == signal.SIGTERM) and not self._timing:
+        self._received += 1
+        self._pending = True
+        self._loop.call_soon_threadsafe(self._on_loop)
+        if (self._received > 1 or number == signal.SIGTERM) and not self._timing:
             self._timing = True
             self._former = (
-                signal.signal(signal.SIGALRM, self._waited),
+                signal.signal(signal.SIGALRM, self._on_alarm),
                 signal.setitimer(signal.ITIMER_REAL, PATIENCE_S),
             )
 
     def close(self) -> None:
-        """Nothing is waited for any more."""
-        self._unheard = False
+        """Stop the escalation."""
+        self._pending = False
         self._stop_timing()
 
-    def _waited(self, *_: object) -> None:
-        if self._unheard:
+    def _on_alarm(self, *_: object) -> None:
+        if self._pending:
             self._interrupt()
 
     def _interrupt(self) -> None:
@@ -130,15 +131,15 @@ class _Ending:
         self._interruption = weakref.ref(interruption)
         raise interruption
 
-    def _hear(self) -> None:
+    def _on_loop(self) -> None:
         if self._interruption() is not None:
             return
         self._closed = False  # the code that blocked the loop has swallowed the interruption
-        self._unheard = False
+        self._pending = False
         self._stop_timing()
-        if self._heard >= 2 and time.monotonic() < self._ending_until:
+        if self._handled >= 2 and time.monotonic() < self._ending_until:
             return
-        self._heard += 1
+        self._handled += 1
         self._ending_until = time.monotonic() + END_S
         self._handle()
 
@@ -148,13 +149,13 @@ class _Ending:
             handler, timer = self._former
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, handler)
-            # restore the timer of the program that calls us, if it has one
+            # restore the timer of the calling program, if it has one
             signal.setitimer(signal.ITIMER_REAL, *timer)
 
 
 def run_to_the_end(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` as `asyncio.run` does, but end the process when signals ask for it,
-    even if the loop or the end is blocked.
+    """Run `main` as `asyncio.run` does, but end the process on signals even if the loop
+    or the end is blocked.
 
     Outside the main thread this is `asyncio.run`.
     """
@@ -162,7 +163,7 @@ def run_to_the_end(main: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(main)
     with _LastResort() as last_resort:
         try:
-            return asyncio.run(last_resort.seen(main))
+            return asyncio.run(last_resort.watch(main))
         except (Interrupted, asyncio.CancelledError) as error:
             if isinstance(error, Interrupted) or last_resort.interrupted:
                 raise KeyboardInterrupt from None
@@ -170,13 +171,13 @@ def run_to_the_end(main: Coroutine[Any, Any, T]) -> T:
 
 
 class _LastResort:
-    """A thread that receives signals through the wakeup descriptor, whatever the main
-    thread does, and can end the process.
+    """A thread that receives signals through the wakeup descriptor, independently of the
+    main thread, and can end the process.
     """
 
     def __init__(self) -> None:
         self.interrupted = False
-        self._over = False
+        self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._beat_at = 0.0
         self._ended_at = math.inf
@@ -191,37 +192,39 @@ class _LastResort:
 
     def __exit__(self, *_: object) -> None:
         signal.set_wakeup_fd(self._former)
-        self._over = True
+        self._closed = True
         os.close(self._write)
         self._thread.join()
         os.close(self._read)
 
-    async def seen(self, main: Coroutine[Any, Any, T]) -> T:
-        """Await `main`, and watch the beats of its loop."""
+    async def watch(self, main: Coroutine[Any, Any, T]) -> T:
+        """Await `main`, whose loop answers with heartbeats once signals have come."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(_unless_interrupted)
         try:
             return await main
-        except (
-            Interrupted
-        ):  # it has left the loop once, and must not again while asyncio ends all tasks
+        except Interrupted:
+            # it has left the loop once, and must not again while asyncio ends all tasks
             self.interrupted = True
             raise asyncio.CancelledError from None
         finally:
             self._ended_at = time.monotonic()
 
     def _listen(self) -> None:
-        asked: list[tuple[int, float]] = []
-        while not self._over:
-            readable, _, _ = select.select([self._read], [], [], PATIENCE_S / 10 if asked else None)
+        received: list[tuple[int, float]] = []
+        while not self._closed:
+            timeout = PATIENCE_S / 10 if received else None
+            readable, _, _ = select.select([self._read], [], [], timeout)
             if readable:
                 now = time.monotonic()
-                self._beat_at = self._beat_at if asked else now
-                asked += [(number, now) for number in os.read(self._read, 512) if number in ENDING]
-            elif too_late(asked, self._beat_at, self._ended_at, time.monotonic()):
-                leave()
-            if asked and self._loop is not None:
-                # the loop is closed: nothing is left but to return
+                self._beat_at = self._beat_at if received else now
+                received += [
+                    (number, now) for number in os.read(self._read, 512) if number in ENDING
+                ]
+            elif too_late(received, self._beat_at, self._ended_at, time.monotonic()):
+                exit_now()
+            if received and self._loop is not None:
+                # the loop may be closed: then only the return is left
                 with contextlib.suppress(RuntimeError):
                     self._loop.call_soon_threadsafe(self._beat)
 
@@ -230,29 +233,31 @@ class _LastResort:
 
 
 def _unless_interrupted(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Handle a loop's exception by default, but ignore tasks that were interrupted."""
+    """Handle a loop's exception as by default, but ignore interrupted tasks."""
     if not isinstance(context.get("exception"), Interrupted):
         loop.default_exception_handler(context)
 
 
 def too_late(
-    asked: Sequence[tuple[int, float]], beat_at: float, ended_at: float, now: float
+    received: Sequence[tuple[int, float]], beat_at: float, ended_at: float, now: float
 ) -> bool:
-    """True if the signals, which came at these times, have waited long enough.
+    """Return whether the process must end now.
 
-    `ended_at` is when the loop's own work ended.
+    `received` lists signals and their times; `beat_at` is the time of the loop's last
+    heartbeat, `ended_at` the time at which the loop's work ended.
     """
-    twice = len(asked) > 1
-    if not twice and all(number != signal.SIGTERM for number, _ in asked):
+    twice = len(received) > 1
+    if not twice and all(number != signal.SIGTERM for number, _ in received):
         return False
-    last = max([beat_at, *(at for _, at in asked[:2])])
+    last = max([beat_at, *(at for _, at in received[:2])])
     if now - last > HELD_S:
         return True
-    return twice and now - asked[1][1] > min(ENDING_S, HELD_S + max(0.0, ended_at - asked[1][1]))
+    second_at = received[1][1] if twice else math.inf
+    return now - second_at > min(ENDING_S, HELD_S + max(0.0, ended_at - second_at))
 
 
-def leave() -> NoReturn:
-    """End the children, then the process, at once."""
+def exit_now() -> NoReturn:
+    """End the children, then this process, at once."""
     kill_all()
     with contextlib.suppress(OSError):
         os.write(2, f"{SHOW_CURSOR if os.isatty(2) else ''}interrupted\n".encode())

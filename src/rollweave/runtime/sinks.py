@@ -1,6 +1,6 @@
 """Optional mirrors of the metrics: TensorBoard and Weights & Biases.
 
-Extras, imported only where asked for.
+Both are extras, imported only if `run.sinks` names them.
 """
 
 import importlib
@@ -18,7 +18,7 @@ PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
 
 
 class TensorBoard:
-    """Event files in `<run>/tensorboard`."""
+    """Writes event files to `<run>/tensorboard`."""
 
     def __init__(self, module: Any, run_dir: Path) -> None:
         self._writer = module.SummaryWriter(str(run_dir / "tensorboard"))
@@ -32,21 +32,22 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of the same name; offline or online as the user's environment says.
+    """Mirrors to a W&B run of the same name, offline or online as the user's environment
+    selects.
 
-    `--resume` continues the same one.
+    `--resume` continues the same W&B run.
     """
 
     def __init__(self, module: Any, run_dir: Path, config: dict[str, Any]) -> None:
-        kept = run_dir / "wandb_id"
-        if not kept.exists():
-            kept.write_text(secrets.token_hex(4))
+        id_file = run_dir / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(4))
         self._run = module.init(
             project="rollweave",
             name=run_dir.name,
             dir=str(run_dir),
             config=config,
-            id=kept.read_text(),
+            id=id_file.read_text(),
             resume="allow",
         )
         self._run.define_metric("*", step_metric="training_step")
@@ -59,24 +60,21 @@ class WandB:
 
 
 def missing_sinks(names: Sequence[str]) -> list[str]:
-    """Those of `names` whose package is not installed."""
+    """Return those of `names` whose package is not installed."""
     return [name for name in names if importlib.util.find_spec(name) is None]
 
 
 def open_sinks(names: Sequence[str], run_dir: Path, config: dict[str, Any]) -> list[Sink]:
-    """The sinks that `run.sinks` asks for.
-
-    Raises `ConfigError` where a package is missing.
-    """
+    """Open the sinks of `run.sinks`. Raises ConfigError if a package is missing."""
     missing = missing_sinks(names)
     if missing:
         raise ConfigError(f"run.sinks: {missing[0]} is not installed; {how_to_install(missing[0])}")
-    found: list[Sink] = []
+    sinks: list[Sink] = []
     for name in names:
         module = importlib.import_module(PACKAGES[name])
-        found.append(
+        sinks.append(
             TensorBoard(module, run_dir)
             if name == "tensorboard"
             else WandB(module, run_dir, config)
         )
-    return found
+    return sinks

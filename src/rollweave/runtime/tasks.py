@@ -1,8 +1,9 @@
-"""Every task of the live world has one owner: this group.
+"""The task group that owns every task of a live world.
 
-Invariants: a task that raises is our own bug, or the disk's, and ends the whole group
-with that error (several with a group of them; a full disk meets everyone who writes,
-and is one error); `cancel_all` ends every task, and each that is spawned after it.
+Invariants: an exception in a task is a bug of ours or a disk failure, and ends the group
+with that exception; several exceptions end it with an exception group, except that disk
+errors of several tasks are reported as one; `cancel_all` ends every task, and each one
+that is spawned later.
 """
 
 import asyncio
@@ -35,9 +36,9 @@ class Tasks:
         return task
 
     def cancel_all(self) -> None:
-        """Cancel every task, those that are spawned from now on too.
+        """Cancel every task, and each one that is spawned from now on.
 
-        The caller itself must not be one of them.
+        The caller must not be one of them.
         """
         self._closing = True
         for task in list(self._live):
@@ -66,31 +67,31 @@ class Tasks:
 
 
 def on_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Run the user's `call` on a daemon thread: one that never returns holds up neither
-    the loop nor the process's end.
+    """Run the user's `call` on a daemon thread: if it never returns, it blocks neither
+    the event loop nor the end of the process.
     """
     loop = asyncio.get_running_loop()
-    answer: asyncio.Future[T] = loop.create_future()
+    result: asyncio.Future[T] = loop.create_future()
 
     def deliver(settle: Callable[[], None]) -> None:
-        if not answer.done():
+        if not result.done():
             settle()
 
     def work() -> None:
         try:
             value = call()
         except BaseException as raised:
-            # A future cannot carry StopIteration.
+            # a future cannot carry StopIteration
             error = (
                 RuntimeError(f"StopIteration: {raised}")
                 if isinstance(raised, StopIteration)
                 else raised
             )
-            settle: Callable[[], None] = lambda: answer.set_exception(error)  # noqa: E731
+            settle: Callable[[], None] = lambda: result.set_exception(error)  # noqa: E731
         else:
-            settle = lambda: answer.set_result(value)  # noqa: E731
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens any more
+            settle = lambda: result.set_result(value)  # noqa: E731
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(deliver, settle)
 
     threading.Thread(target=work, name=name, daemon=True).start()
-    return answer
+    return result

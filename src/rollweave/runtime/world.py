@@ -1,9 +1,9 @@
-"""The live world of one run: pump, pipeline, engines, trainer and their effects, wired
-together under one task group.
+"""The live world of one training run: pump, pipeline, engines, trainer and their
+effects, wired together under one task group.
 
-Invariants: whatever ends the world (the core's `Finish`, an error, a signal) ends every
-task, environment and process of it before `run` returns; what the user did not ask for
-and the core did not decide is an error that passes through.
+Invariants: however the world ends (by the core's `Finish`, an error or a signal), all
+its tasks, environments and processes end before `run` returns; an error that neither
+the user nor the core caused passes through.
 """
 
 import asyncio
@@ -12,236 +12,228 @@ import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rollweave.core.core import Core
 from rollweave.core.policy.scheduling import scheduling
 from rollweave.core.state import Phase
-from rollweave.engine.clients.base import EngineBackend
-from rollweave.record.journal import RunJournal
-from rollweave.record.store import TrajectoryStore
-from rollweave.record.trace import Trace
-from rollweave.rollout.driver import MakeEpisode
-from rollweave.runtime.base import LiveWorld
 from rollweave.runtime.checkpoints import Checkpoints
-from rollweave.runtime.clock import RunClock
 from rollweave.runtime.control import Control
-from rollweave.runtime.effects import Draws
+from rollweave.runtime.effects import Effects, Handlers, TaskDrawer, training_handlers
 from rollweave.runtime.links.relay import OpenRelay
 from rollweave.runtime.links.trainer import TrainerBackend
 from rollweave.runtime.metrics import Metrics, Progress
-from rollweave.runtime.supervisors.engines import SILENCE_S
-from rollweave.runtime.supervisors.predictor import OpenLink, PredictorSeat
-from rollweave.runtime.supervisors.relays import Relays
-from rollweave.runtime.supervisors.trainer import TrainerSeat
-from rollweave.schema.commands import (
-    Command,
-    Deliver,
-    MarkBest,
-    RecordEvaluation,
-    RemoveEngine,
-    SaveCheckpoint,
-    StartEngine,
-    TrainStep,
-    Warn,
-)
-from rollweave.schema.config.root import RunConfig
+from rollweave.runtime.supervisors.engines import REPLY_S
+from rollweave.runtime.supervisors.predictor import OpenPredictor, PredictorSupervisor
+from rollweave.runtime.supervisors.relays import RelaySupervisor
+from rollweave.runtime.supervisors.trainer import TrainerSupervisor
+from rollweave.runtime.wiring import RolloutRuntime, Wiring
+from rollweave.schema import commands as c
 from rollweave.schema.config.sections import ModeName
 from rollweave.schema.events import EngineSlot, Event, StopRequested
 from rollweave.schema.serving import LoadSaved
 from rollweave.schema.training import TrainMetrics
-from rollweave.schema.work import Batch
+from rollweave.schema.work import Batch, Purpose, Task
 
 COMPACT_BYTES = 4 << 20
-"""Bytes of journal from which a checkpoint compacts it: some 40,000 events, which
-replay in a few seconds.
+"""Minimum size of the journal before a checkpoint compacts it, in bytes: some 40,000
+events, which replay in a few seconds.
 """
-
 
 PHASES = {
     Phase.RUNNING: "training",
-    Phase.DRAINING: "ending what is in flight",
+    Phase.DRAINING: "finishing rollouts in flight",
     Phase.SAVING: "saving the last checkpoint",
     Phase.EVALUATING: "final evaluation",
     Phase.FINISHED: "ending",
 }
 
 
-class World(LiveWorld):
-    """Everything of one run that lives. `run` returns the core's last word."""
+class World:
+    """All living parts of a training run."""
 
     def __init__(
         self,
-        config: RunConfig,
+        wiring: Wiring,
         *,
-        core: Core,
-        clock: RunClock,
-        journal: RunJournal,
-        store: TrajectoryStore,
         checkpoints: Checkpoints,
         metrics: Metrics,
-        trace: Trace,
-        draws: Draws,
-        make_engine: Callable[[EngineSlot, int], EngineBackend],
-        make_trainer: Callable[[int, bool], TrainerBackend],
-        open_relay: OpenRelay,
-        make_episode: MakeEpisode,
-        open_predictor: OpenLink,
         progress: Progress,
         control: Path,
+        draw: Callable[[str, int, Purpose], Task],
+        make_trainer: Callable[[int, bool], TrainerBackend],
+        open_relay: OpenRelay,
+        open_predictor: OpenPredictor,
         compact_bytes: int = COMPACT_BYTES,
     ) -> None:
-        super().__init__(
-            config,
-            core=core,
-            clock=clock,
-            journal=journal,
-            store=store,
-            trace=trace,
-            make_engine=make_engine,
-            make_episode=make_episode,
-            keep_partial_turns=config.rollout.mode is ModeName.DECOUPLED,
-            silence_s=SILENCE_S,
-            machines=config.weights.relays,
-            saved=functools.partial(_saved, checkpoints, config.published_dtype),
-        )
-        self._checkpoints, self._metrics = checkpoints, metrics
-        self.ended_at = 0.0
-        """The run's time when the core said `Finish`."""
+        """`control` is the path of the control socket; `draw` is as in
+        `runtime/effects.py`.
+        """
+        config = wiring.config
+        self._wiring, self._core, self._journal = wiring, wiring.core, wiring.journal
+        self._checkpoints, self._metrics, self._progress = checkpoints, metrics, progress
         self._compact_bytes = compact_bytes
-        self._progress = progress
+        self.ended_at = 0.0
+        """Run time at which the core said `Finish`."""
         self._phase = Phase.RUNNING
-        self.seat = TrainerSeat(
+        self._rollouts = RolloutRuntime(
+            wiring,
+            execute=self._execute,
+            keep_partial_turns=config.rollout.mode is ModeName.DECOUPLED,
+            reply_s=REPLY_S,
+            machines=config.weights.relays,
+            checkpoint=functools.partial(_saved_weights, checkpoints, config.published_dtype),
+        )
+        tasks, post, clock = self._rollouts.tasks, self._rollouts.pump.post, wiring.clock.now
+        self._trainer = TrainerSupervisor(
             make=make_trainer,
-            tasks=self._tasks,
-            post=self.pump.post,
-            clock=clock.now,
-            trace=trace,
-            store=store,
+            tasks=tasks,
+            post=post,
+            clock=clock,
+            trace=wiring.trace,
+            store=wiring.store,
             checkpoints=checkpoints,
-            on_published=self.manifests.published,
-            on_trained=self._trained,
+            on_published=self._rollouts.manifests.published,
+            on_trained=self._on_trained,
             on_saved=self._compact,
         )
-        self.relays = Relays(
+        self._relays = RelaySupervisor(
             count=config.weights.relays,
             open_relay=open_relay,
             transport=config.weights.transport,
-            manifests=self.manifests,
-            tasks=self._tasks,
-            post=self.pump.post,
-            clock=clock.now,
-            trace=trace,
+            manifests=self._rollouts.manifests,
+            tasks=tasks,
+            post=post,
+            clock=clock,
+            trace=wiring.trace,
         )
-        self.predictor = PredictorSeat(open_predictor, post=self.pump.post, warned=self.warned)
+        self._predictor = PredictorSupervisor(
+            open_predictor, tasks=tasks, post=post, warn=metrics.warned
+        )
         self._control = Control(
             control,
             config=config,
-            state=lambda: core.state,
-            post=self.pump.post,
-            tasks=self._tasks,
-            warned=self.warned,
+            state=lambda: wiring.core.state,
+            post=post,
+            tasks=tasks,
+            warn=metrics.warned,
         )
         self._predicts = scheduling(config.rollout).predicts
-        self._effects = self._make_effects(
-            seat=self.seat, relays=self.relays, predictor=self.predictor, draws=draws, listener=self
-        )
+        drawer = TaskDrawer(draw, tasks=tasks, post=post)
+        self._effects = Effects(self._handlers(drawer), never=(c.Deliver,))
 
     async def run(self, first: Event, *, engines: Sequence[EngineSlot], fresh: bool) -> str:
-        """Begin with event `first`, and live until the core says `Finish`; its error,
-        or "" where all went well.
+        """Live from event `first` until the core says `Finish`; return its error, or
+        "".
         """
         with contextlib.closing(self._control):
             return await self._run(first, engines, fresh=fresh)
 
     async def _run(self, first: Event, engines: Sequence[EngineSlot], *, fresh: bool) -> str:
-        async with self._tasks:
+        rollouts = self._rollouts
+        async with rollouts.tasks:
             try:
-                self.pump.post(first)
-                self.fleet.start(engines)
-                self.relays.start()
+                rollouts.pump.post(first)
+                rollouts.engines.start(engines)
+                self._relays.start()
                 if fresh:
-                    self.seat.start(0)
+                    self._trainer.start(0)
                 if self._predicts:
-                    self.predictor.start()
+                    self._predictor.start()
                 self._control.open()
-                await self.pump.run()
-                await asyncio.gather(self.fleet.close(), self.relays.close(), self.seat.close())
+                await rollouts.pump.run()
+                await asyncio.gather(
+                    rollouts.engines.close(), self._relays.close(), self._trainer.close()
+                )
             finally:
-                await self.predictor.close()
-                self._tasks.cancel_all()
-        assert self._error is not None, "the pump ends with Finish"
-        return self._error
+                await self._predictor.close()
+                rollouts.tasks.cancel_all()
+        assert rollouts.error is not None, "the pump ends with Finish"
+        return rollouts.error
 
     def stop(self) -> None:
-        """The user asks for an orderly end."""
-        self.pump.post(StopRequested())
+        """End the run in order, as the user asks."""
+        self._rollouts.pump.post(StopRequested())
 
-    # Listener of the effects.
+    # Commands.
 
-    def warned(self, command: Warn) -> None:
-        self._metrics.warned(command)
+    def _execute(self, command: c.Command) -> None:
+        if self._core.state.phase is not self._phase:
+            self._phase = self._core.state.phase
+            self._progress.phase(PHASES[self._phase])
+        self._effects.execute(command)
 
-    def evaluated(self, command: RecordEvaluation) -> None:
-        self._metrics.evaluated(command)
+    def _handlers(self, drawer: TaskDrawer) -> Handlers:
+        return {
+            **self._rollouts.handlers(),
+            **training_handlers(
+                pipeline=self._rollouts.pipeline,
+                trainer=self._trainer,
+                relays=self._relays,
+                predictor=self._predictor,
+                drawer=drawer,
+            ),
+            c.StartEngine: self._start_engine,
+            c.RemoveEngine: self._remove_engine,
+            c.SaveCheckpoint: self._save,
+            c.RecordEvaluation: self._metrics.evaluated,
+            c.MarkBest: self._mark_best,
+            c.Warn: self._metrics.warned,
+            c.Finish: self._finish,
+        }
 
-    def best(self, command: MarkBest) -> None:
+    def _start_engine(self, command: c.StartEngine) -> None:
+        self._metrics.event("engine", engine=command.engine_id, change="starts")
+        self._rollouts.engines.add(command)
+
+    def _remove_engine(self, command: c.RemoveEngine) -> None:
+        self._metrics.event("engine", engine=command.engine_id, change="is removed")
+        self._rollouts.engines.remove(command)
+
+    def _save(self, command: c.SaveCheckpoint) -> None:
+        # otherwise a power loss could leave a checkpoint that the journal does not know
+        self._journal.sync()
+        self._trainer.save(command)
+
+    def _mark_best(self, command: c.MarkBest) -> None:
         try:
             self._checkpoints.mark_best(command.step)
         except OSError as error:
-            self._metrics.warned(
-                Warn(
-                    component="checkpoints",
-                    message=f"cannot mark step {command.step} best: {error}",
-                )
-            )
+            text = f"cannot mark step {command.step} best: {error}"
+            self._metrics.warned(c.Warn(component="checkpoints", message=text))
             return
         self._metrics.best(command)
 
-    def delivered(self, command: Deliver) -> None:
-        raise AssertionError(f"training delivers nothing: {command}")
+    def _finish(self, command: c.Finish) -> None:
+        self.ended_at = self._wiring.clock.now()
+        self._rollouts.finish(command.error)
 
-    # What the parts call.
-
-    def _execute(self, command: Command) -> None:
-        if self.core.state.phase is not self._phase:
-            self._phase = self.core.state.phase
-            self._progress.phase(PHASES[self._phase])
-        if isinstance(command, StartEngine | RemoveEngine):
-            change = "starts" if isinstance(command, StartEngine) else "is removed"
-            self._metrics.event("engine", engine=command.engine_id, change=change)
-        if isinstance(command, SaveCheckpoint):
-            # otherwise a power loss could leave a checkpoint that the journal does not
-            # know
-            self._journal.sync()
-        super()._execute(command)
-
-    def _finish(self, error: str) -> None:
-        self.ended_at = self.clock.now()
-        super()._finish(error)
+    # Callbacks of the supervisors.
 
     def _compact(self) -> None:
-        """Let the journal begin with the core of this moment, so that it stays small
-        and replays quickly.
+        """Replace the journal by a snapshot of the core, so that it stays small and
+        replays quickly.
         """
         self._journal.sync()
         if self._journal.size < self._compact_bytes:
             return
         try:
-            self._journal.rotate(self.core.snapshot())
-        except OSError as error:  # the journal goes on as it is
-            self._metrics.warned(Warn(component="journal", message=f"cannot be compacted: {error}"))
+            self._journal.rotate(self._core.snapshot())
+        except OSError as error:  # the journal stays as it is
+            text = f"cannot be compacted: {error}"
+            self._metrics.warned(c.Warn(component="journal", message=text))
 
-    def _trained(self, command: TrainStep, batch: Batch, metrics: TrainMetrics) -> None:
+    def _on_trained(self, command: c.TrainStep, batch: Batch, metrics: TrainMetrics) -> None:
         self._metrics.trained(command, batch, metrics)
-        self._trace.flush()
+        self._wiring.trace.flush()
         if command.part + 1 == command.parts:
-            self._tasks.spawn(self._sample_engines(), "sample engines")
+            self._rollouts.tasks.spawn(self._sample_engines(), "sample engines")
 
     async def _sample_engines(self) -> None:
-        self._metrics.sampled(
-            await self.fleet.sample(), self.predictor.stats() if self._predicts else None
-        )
+        stats = await self._rollouts.engines.sample()
+        self._metrics.sampled(stats, self._predictor.stats() if self._predicts else None)
 
 
-def _saved(checkpoints: Checkpoints, dtype: str, version: int, weights_id: int) -> LoadSaved:
+def _saved_weights(
+    checkpoints: Checkpoints, dtype: str, version: int, weights_id: int
+) -> LoadSaved:
+    """Locate weights that a checkpoint has."""
     directory = str(checkpoints.path(version).absolute())
     return LoadSaved(version=version, weights_id=weights_id, directory=directory, dtype=dtype)

@@ -31,13 +31,14 @@ from rollweave.record.rundir import RunDir
 from rollweave.record.store import TrajectoryStore
 from rollweave.record.trace import SERVICE_LIMIT, Trace
 from rollweave.rollout.chat.codec import ChatCodec
-from rollweave.runtime.clock import RunClock
 from rollweave.runtime.episodes import Episodes
 from rollweave.runtime.launch import Processes, Programs, torn
 from rollweave.runtime.loopwatch import watched
+from rollweave.runtime.pump import RunClock
 from rollweave.runtime.recover import Beginning, model_dir, recover, settle
 from rollweave.runtime.serving import ServiceWorld
 from rollweave.runtime.signals import on_ending_signals, run_to_the_end
+from rollweave.runtime.wiring import Wiring
 from rollweave.schema.address import Hosts
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.root import RunConfig
@@ -216,7 +217,7 @@ class _Start:
                 Warn(component="environment", message=text)
             )
             stack.enter_context(
-                watched(say=host.warned, warned=service.warned, trace=trace, clock=clock.now)
+                watched(show=host.warned, warn=service.warned, trace=trace, clock=clock.now)
             )
             observe(service)
             episodes = Episodes(config, model_dir(config, run), self._source, clock)
@@ -265,8 +266,8 @@ class _Start:
             ) as error:  # what somebody said of it is wrong; the service goes on
                 raise EngineError(str(error)) from error
 
-        return ServiceWorld(
-            config,
+        wiring = Wiring(
+            config=config,
             core=core,
             clock=clock,
             journal=journal,
@@ -274,8 +275,8 @@ class _Start:
             trace=trace,
             make_engine=make_engine,
             make_episode=episodes.make,
-            customers=service,
         )
+        return ServiceWorld(wiring, sink=service)
 
     async def _live(
         self, world: ServiceWorld, service: Service, begun: Beginning, host: Host

@@ -77,7 +77,7 @@ def search(
     if config is None:
         config = scenario(seed)
     else:
-        quiet = World(config, listener=_Deaf())
+        quiet = World(config, observer=_Deaf())
         quiet.run()
         storm_s, most = 3 * quiet.clock.now, max(EVENTS, TIMES * quiet.events)
     with tempfile.TemporaryDirectory(prefix="rollweave-faults-") as scratch:
@@ -132,7 +132,7 @@ class Chaos:
         self._ready: dict[str, float] = {}  # sender → when its last message arrives
         self._under_way: Counter[str] = Counter()  # sender → delayed messages that have not arrived
         self._life = 0  # of the controller: what was said to an earlier one never arrives
-        self.world = World(config, listener=_Deaf(), journal=self._journal, work=work)
+        self.world = World(config, observer=_Deaf(), journal=self._journal, work=work)
         self.world.core = core
         self._books = Books(config, self.world.rollouts.scored)
         self._hook()

@@ -96,7 +96,7 @@ def simulate(
     journal = RunJournal(run.journal) if run is not None else None
     trace = Trace(run.trace) if run is not None else None
     world = World(
-        config, listener=metrics, journal=journal or watch, trace=trace, costs=costs, work=work
+        config, observer=metrics, journal=journal or watch, trace=trace, costs=costs, work=work
     )
     metrics.watch(world)
     core = world.run()

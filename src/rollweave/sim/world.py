@@ -23,7 +23,7 @@ from rollweave.schema.config.sections import ModeName, SimConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.sim.clock import Clock
 from rollweave.sim.cost import EngineCost, EngineCosts, TrainerCost, TrainerCosts
-from rollweave.sim.effects import Effects, Listener
+from rollweave.sim.effects import Effects, RunObserver
 from rollweave.sim.fleet import SimFleet
 from rollweave.sim.hardware import gpu, link
 from rollweave.sim.models import model
@@ -66,7 +66,7 @@ class World:
         self,
         config: RunConfig,
         *,
-        listener: Listener,
+        observer: RunObserver,
         journal: Journal | None = None,
         trace: Trace | None = None,
         costs: Costs | None = None,
@@ -133,7 +133,7 @@ class World:
             relays=self.relays,
             predictor=self.predictor,
             limits=limits.__getitem__,
-            listener=listener,
+            observer=observer,
             finish=self._finish,
         )
         self.seats = first_seats(config)

@@ -15,9 +15,9 @@ from rollweave.runtime.links.relay import (
     ONE_THREAD,
     SUSPECT_BEATS,
     OnStalled,
+    OnSuspected,
     ProcessRelay,
     RelayLostError,
-    Suspected,
 )
 from rollweave.schema.weights import (
     HEARTBEAT_S,
@@ -44,7 +44,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
     def one(
         number: int,
         *,
-        suspected: Suspected = lambda silent: None,
+        suspected: OnSuspected = lambda silent: None,
         stalled: OnStalled = lambda word: None,
         silent_s: float = 20.0,
         module: str = "rollweave.runtime.entrypoints.relay",
@@ -79,7 +79,7 @@ async def take(
     *,
     base_id: int | None = None,
 ) -> FetchReply:
-    answer = await relay.take(command(manifest, source, base_id=base_id))
+    answer = await relay.fetch(command(manifest, source, base_id=base_id))
     assert answer is not None
     return answer
 
@@ -113,7 +113,7 @@ async def test_a_relay_killed_in_the_middle_of_a_broadcast(start: Start) -> None
         ]
         async with tapped(memory) as (slow, address):
             answers = [
-                relay.take(command(memory.manifest, source))
+                relay.fetch(command(memory.manifest, source))
                 for relay, source in zip(relays, (address, *addresses), strict=False)
             ]
             slow.let(3)
@@ -125,7 +125,7 @@ async def test_a_relay_killed_in_the_middle_of_a_broadcast(start: Start) -> None
             assert isinstance(failed, VersionFailed)
             assert failed.reason == "source"
             assert not answers[3].done()
-            again = relays[2].take(command(memory.manifest, addresses[0]))
+            again = relays[2].fetch(command(memory.manifest, addresses[0]))
             slow.let_all()
             for answer in (answers[0], again, answers[3]):
                 taken = await answer
@@ -168,7 +168,7 @@ async def test_a_dead_master(start: Start) -> None:
             assert isinstance(await take(relay, old.manifest, source), VersionFetched)
         os.kill(relays[0].pid, signal.SIGSTOP)  # it takes nothing in any more, and says nothing
         answers = [
-            relay.take(command(new.manifest, source, base_id=1))
+            relay.fetch(command(new.manifest, source, base_id=1))
             for relay, source in zip(relays, (None, *addresses), strict=False)
         ]
         relays[0].kill()
@@ -177,7 +177,7 @@ async def test_a_dead_master(start: Start) -> None:
         failed = await answers[1]
         assert isinstance(failed, VersionFailed)
         assert failed.reason == "source"
-        again = relays[1].take(command(new.manifest, base_id=1))
+        again = relays[1].fetch(command(new.manifest, base_id=1))
         taken = await answers[2]
         assert payload(await again) == payload(taken) == new.payload
         assert isinstance(taken, VersionFetched)
@@ -189,10 +189,10 @@ async def test_a_relay_that_hangs_is_suspected_and_then_lost_and_killed(start: S
     relay = start(0, silent_s=1.5, suspected=told.append)
     await relay.ready()
     os.kill(relay.pid, signal.SIGSTOP)
-    assert "said nothing for 1.5 s" in await relay.lost
+    assert "sent nothing for 1.5 s" in await relay.lost
     assert told[-1] is True
     with versions(1) as (memory,):
-        assert await relay.take(command(memory.manifest)) is None
+        assert await relay.fetch(command(memory.manifest)) is None
 
 
 class Doubts:
@@ -224,14 +224,14 @@ async def test_a_relay_that_hangs_during_a_broadcast_is_passed_by_and_goes_on_wh
         addresses = [(await relay.ready()).address for relay in relays]
         async with tapped(memory) as (slow, address):
             answers = [
-                relay.take(command(memory.manifest, source))
+                relay.fetch(command(memory.manifest, source))
                 for relay, source in zip(relays, (address, *addresses), strict=False)
             ]
             slow.let(3)
             await passed(addresses[3], memory, 3 * 256 * KIB)
             os.kill(relays[1].pid, signal.SIGSTOP)
             await doubts.until(True)
-            again = relays[2].take(command(memory.manifest, addresses[0]))
+            again = relays[2].fetch(command(memory.manifest, addresses[0]))
             slow.let_all()
             for answer in (answers[0], again, answers[3]):
                 taken = await answer
@@ -259,14 +259,14 @@ async def test_a_master_that_hangs_has_a_deputy(start: Start) -> None:
         addresses = [(await relay.ready()).address for relay in relays]
         async with tapped(memory) as (slow, address):
             answers = [
-                relay.take(command(memory.manifest, source))
+                relay.fetch(command(memory.manifest, source))
                 for relay, source in zip(relays, (address, *addresses), strict=False)
             ]
             slow.let(3)
             await passed(addresses[2], memory, 3 * 256 * KIB)
             os.kill(relays[0].pid, signal.SIGSTOP)
             await doubts.until(True)
-            again = relays[1].take(command(memory.manifest))
+            again = relays[1].fetch(command(memory.manifest))
             assert payload(await again) == payload(await answers[2]) == memory.payload
             os.kill(relays[0].pid, signal.SIGCONT)
             await doubts.until(False)
@@ -344,8 +344,8 @@ async def test_overtaken_takes_have_no_answer(start: Start) -> None:
         address = (await other.ready()).address
         assert isinstance(await take(other, memory.manifest), VersionFetched)
         async with tapped(memory) as (_, nowhere):
-            first = relay.take(command(memory.manifest, nowhere))
-            second = relay.take(command(memory.manifest, address))
+            first = relay.fetch(command(memory.manifest, nowhere))
+            second = relay.fetch(command(memory.manifest, address))
             assert await first is None
             assert payload(await second) == memory.payload
 

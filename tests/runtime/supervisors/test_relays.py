@@ -156,7 +156,7 @@ def test_with_relays_engines_read_what_their_machine_holds() -> None:
     manifests = Manifests(2)
     manifests.published(manifest(0, "trainer"), ())
     assert manifests.of_engine(E0, 0) is None
-    manifests.hold(1, manifest(0, "r1"))
+    manifests.add(1, manifest(0, "r1"))
     assert manifests.of_engine(E0, 0) is None
     assert manifests.of_engine(E1, 0) == manifests.of_engine(E3, 0) == manifest(0, "r1")
     manifests.published(manifest(1, "trainer"), ())

@@ -11,21 +11,21 @@ from rollweave.schema.serving import EngineCommand, EngineReply, EngineSpec
 
 
 def main() -> None:
-    """Serve until `Shutdown`, or until our parent is gone."""
+    """Serve until `Shutdown`, or the end of the parent."""
     parent = Parent.from_arguments()
     spec = decoder_of(EngineSpec)(parent.receive())
     decode = decoder_of(EngineCommand)
 
-    def reply(word: EngineReply) -> None:
-        parent.send(encode(word))
+    def send(reply: EngineReply) -> None:
+        parent.send(encode(reply))
 
-    engine = EngineLoop(spec, reply)
+    engine = EngineLoop(spec, send)
     parent.listen(lambda payload: engine.post(decode(payload)))
     engine.run()
 
 
 if __name__ == "__main__":
     main()
-    # nothing here outlives the process, and the interpreter takes a second to unload
+    # nothing outlives the process, and the interpreter would take a second to unload
     # torch
     os._exit(0)

@@ -1,8 +1,9 @@
 """The process of the predictor: `python -m rollweave.runtime.entrypoints.predictor`,
 started by `runtime/supervisors/predictor.py`.
 
-Invariants: words are taken in the order in which they were said; questions that wait
-together are answered together, in one product; every word is accounted for by a report.
+Invariants: messages are processed in the order in which they were sent; requests that
+wait together are answered together, in one matrix product; every message is counted by
+a report.
 """
 
 import functools
@@ -26,77 +27,81 @@ from rollweave.schema.prediction import (
 )
 from rollweave.train.lengths import build_regressor
 
-TOGETHER = 1024
-"""Words that are taken at once: some milliseconds of work."""
+MAX_BATCH = 1024
+"""Maximum number of messages that are processed together: some milliseconds of work."""
 
 NICENESS = 10
-"""Engines and trainer come first: a prediction has the time that the environment takes."""
+"""Priority of the process, below engines and trainer: a prediction may take as long as a
+step of the environment.
+"""
 
 
 def serve(
     spec: PredictorSpec,
-    words: "queue.SimpleQueue[PredictorMessage]",
+    messages: "queue.SimpleQueue[PredictorMessage]",
     report: Callable[[PredictorReport], None],
 ) -> None:
     """Work on the calling thread until `StopPredictor`.
 
-    Raises ConfigError for a spec that cannot be.
+    Raises ConfigError for an invalid spec.
     """
-    # imports what it needs now, and not while questions wait
+    # import what the regressor needs now, not while requests wait
     build_regressor(spec.regressor, checkpoint=spec.checkpoint)
-    serving = _Serving(
+    server = _Server(
         ProgressivePredictor(
             functools.partial(build_regressor, spec.regressor, checkpoint=spec.checkpoint)
         )
     )
     while True:
-        batch = [words.get()]
-        while len(batch) < TOGETHER and not words.empty():
-            batch.append(words.get())
-        for word in batch:
-            if isinstance(word, StopPredictor):
+        batch = [messages.get()]
+        while len(batch) < MAX_BATCH and not messages.empty():
+            batch.append(messages.get())
+        for message in batch:
+            if isinstance(message, StopPredictor):
                 return
-            if isinstance(word, Fit):
-                report(serving.report())  # whoever asked before waits for no fit
-            serving.take(word)
-        report(serving.report())
+            if isinstance(message, Fit):
+                report(server.report())  # earlier requests need not wait for the fit
+            server.process(message)
+        report(server.report())
 
 
-class _Serving:
-    """The predictor, the questions that it has not answered yet, and its books."""
+class _Server:
+    """The predictor, its unanswered requests, and its counters."""
 
     def __init__(self, predictor: ProgressivePredictor) -> None:
         self._predictor = predictor
-        self._asked: list[tuple[int, Question]] = []
-        self._taken = 0
+        self._requests: list[tuple[int, Question]] = []
+        self._processed = 0
         self._fit_s = 0.0
 
-    def take(self, word: PredictionRequest | RecordLength | Fit) -> None:
-        self._taken += 1
-        match word:
+    def process(self, message: PredictionRequest | RecordLength | Fit) -> None:
+        self._processed += 1
+        match message:
             case PredictionRequest():
                 question = self._predictor.remember(
-                    (word.trajectory_id, word.attempt), word.context
+                    (message.trajectory_id, message.attempt), message.context
                 )
-                self._asked.append((word.number, question))
+                self._requests.append((message.number, question))
             case RecordLength():
-                self._predictor.observe((word.trajectory_id, word.attempt), word.output_tokens)
+                self._predictor.observe(
+                    (message.trajectory_id, message.attempt), message.output_tokens
+                )
             case Fit():
-                began = time.perf_counter()
+                started = time.perf_counter()
                 self._predictor.fit()
-                self._fit_s += time.perf_counter() - began
+                self._fit_s += time.perf_counter() - started
 
     def report(self) -> PredictorReport:
-        """With the answers to what was asked since the last one."""
-        values = self._predictor.estimate([question for _, question in self._asked])
+        """Return the counters, and the answers to the requests since the last report."""
+        values = self._predictor.estimate([question for _, question in self._requests])
         answers = tuple(
             PredictedLength(number=number, remaining_tokens=value)
-            for (number, _), value in zip(self._asked, values, strict=True)
+            for (number, _), value in zip(self._requests, values, strict=True)
         )
-        self._asked.clear()
+        self._requests.clear()
         predictor = self._predictor
         return PredictorReport(
-            processed=self._taken,
+            processed=self._processed,
             answers=answers,
             failed=predictor.failed_fits + predictor.failed_predictions,
             fits=predictor.fits,
@@ -106,14 +111,14 @@ class _Serving:
 
 
 def main() -> None:
-    """Serve until our parent is gone."""
+    """Serve until the end of the parent."""
     parent = Parent.from_arguments()
     os.nice(NICENESS)
     spec = decoder_of(PredictorSpec)(parent.receive())
     decode = decoder_of(PredictorMessage)
-    words: queue.SimpleQueue[PredictorMessage] = queue.SimpleQueue()
-    parent.listen(lambda payload: words.put(decode(payload)))
-    serve(spec, words, lambda report: parent.send(encode(report)))
+    messages: queue.SimpleQueue[PredictorMessage] = queue.SimpleQueue()
+    parent.listen(lambda payload: messages.put(decode(payload)))
+    serve(spec, messages, lambda report: parent.send(encode(report)))
 
 
 if __name__ == "__main__":

@@ -21,30 +21,30 @@ from rollweave.weights.tcp import transport_of
 
 
 async def serve(parent: Parent, spec: RelaySpec) -> None:
-    """Serve until `StopRelay`, or until our parent is gone."""
+    """Serve until `StopRelay`, or the end of the parent."""
     loop = asyncio.get_running_loop()
     decode = decoder_of(RelayCommand)
     stopped = asyncio.Event()
 
-    def say(word: RelayReply) -> None:
-        parent.send(encode(word))
+    def send(message: RelayReply) -> None:
+        parent.send(encode(message))
 
-    relay = Relay(transport_of(spec.transport, host=spec.host), say)
+    relay = Relay(transport_of(spec.transport, host=spec.host), send)
 
-    def obey(command: RelayCommand) -> None:
+    def execute(command: RelayCommand) -> None:
         if isinstance(command, StopRelay):
             stopped.set()
         else:
             relay.take(command)
 
-    say(RelayReady(address=await relay.listen(spec.host)))
+    send(RelayReady(address=await relay.listen(spec.host)))
 
-    def heard(payload: bytes) -> None:
-        loop.call_soon_threadsafe(obey, decode(payload))
+    def on_frame(payload: bytes) -> None:
+        loop.call_soon_threadsafe(execute, decode(payload))
 
-    parent.listen(heard)
+    parent.listen(on_frame)
     while not stopped.is_set():
-        say(RelayHeartbeat())
+        send(RelayHeartbeat())
         try:
             async with asyncio.timeout(HEARTBEAT_S):
                 await stopped.wait()
@@ -54,11 +54,11 @@ async def serve(parent: Parent, spec: RelaySpec) -> None:
 
 
 def main() -> None:
-    """As `serve`."""
+    """Serve as the parent specifies."""
     parent = Parent.from_arguments()
     asyncio.run(serve(parent, decoder_of(RelaySpec)(parent.receive())))
 
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # nothing here outlives the process
+    os._exit(0)  # nothing outlives the process

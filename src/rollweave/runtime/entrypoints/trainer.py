@@ -11,8 +11,7 @@ import torch
 from rollweave.envs.tasks import TaskSource
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.conversation import tokenize_transcript
-from rollweave.runtime.entrypoints.trainer_server import serve
-from rollweave.runtime.links.trainer import TrainerSpec
+from rollweave.runtime.links.trainer import TrainerSpec, serve
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import TrainerError
 from rollweave.schema.training import TrainerReady
@@ -20,15 +19,15 @@ from rollweave.train.scratch import build_checkpoint
 from rollweave.train.trainer import Trainer
 
 MODEL_S = 120.0
-"""Seconds that rank 0 has to build a model from scratch, before the other ranks give up
-on it.
+"""Maximum time for rank 0 to build a model from scratch, in seconds, before the other
+ranks fail.
 """
 
 
 def build(spec: TrainerSpec) -> tuple[TrainerReady, Trainer]:
-    """The trainer of one rank.
+    """Build the trainer of one rank.
 
-    A model from scratch is built first where there is none; a fresh run warms it up.
+    A model from scratch is built first if it does not exist; a fresh run warms it up.
     """
     config = RunConfig.model_validate_json(spec.config)
     torch.set_num_threads(config.trainer.threads)
@@ -52,7 +51,7 @@ def build(spec: TrainerSpec) -> tuple[TrainerReady, Trainer]:
 
 
 def _await_model(model_dir: Path) -> None:
-    """The directory appears whole (it is renamed into place)."""
+    """Wait for the directory, which is renamed into place once it is complete."""
     deadline = time.monotonic() + MODEL_S
     while not model_dir.exists():
         if time.monotonic() > deadline:
@@ -61,12 +60,12 @@ def _await_model(model_dir: Path) -> None:
 
 
 def main() -> None:
-    """Serve until `StopTrainer`, or until our parent is gone."""
+    """Serve until `StopTrainer`, or the end of the parent."""
     serve(build)
 
 
 if __name__ == "__main__":
     main()
-    # nothing here outlives the process, and the interpreter takes a second to unload
+    # nothing outlives the process, and the interpreter would take a second to unload
     # torch
     os._exit(0)

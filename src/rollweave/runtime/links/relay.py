@@ -1,14 +1,14 @@
-"""The way to one relay: versions to take, and what came of each.
+"""The link to one relay: it sends fetches of versions, and receives their results.
 
-Invariants: every `take` has one result; `ready`'s and `take`'s futures are done once
-the relay is lost; `lost` is done, with the reason, after death, silence, `kill` and
-`close` alike, and only once the process is reaped: nothing of it is left then;
-`suspected` is called with True and False in turn, and not after that.
+Invariants: every `fetch` has one result; the futures of `ready` and `fetch` are done
+once the relay is lost; `lost` is done, with the reason, after death, silence, `kill`
+and `close` alike, and only once the process is reaped; `on_suspected` is called with
+True and False in turn, and never after the loss.
 
-Silence is counted in beats that have not come, on a clock that goes on only while our
-own event loop does: a tick is set when the one before it has been served, and what
-waits in the socket is read before a tick is. So however long we were held up ourselves,
-nobody was silent for more than a beat of it.
+Silence is measured in missed heartbeats, on a clock that runs only while our own event
+loop does: each tick is scheduled when the former one was handled, and frames that wait
+in the socket are read before a tick is handled. However long our own loop was blocked,
+it adds at most one heartbeat to a relay's silence.
 """
 
 import asyncio
@@ -38,70 +38,72 @@ from rollweave.schema.weights import (
 T = TypeVar("T")
 
 SUSPECT_BEATS = 3
-"""Beats that have not come in a row until a relay is suspected: it costs no more than
-another source for who takes from it.
+"""Number of missed heartbeats in a row after which a relay is suspected.
+
+A wrong suspicion only gives those that fetch from the relay another source.
 """
 
 SILENT_S = 5.0
-"""Seconds without a beat after which a relay counts as lost, and is killed: more than a
-busy machine delays it.
+"""Seconds without a heartbeat after which a relay counts as lost, and is killed: more
+than a busy machine delays it.
 """
 
 START_S = 60.0
-"""Seconds that a relay has to start: an interpreter, numpy, and an address to listen
-on.
+"""Maximum time for a relay to start an interpreter, import numpy and listen, in
+seconds.
 """
 
 CLOSE_S = 5.0
-"""Seconds that a relay has to end by itself."""
+"""Maximum time for a relay to end by itself, in seconds."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Environment of its process: cores belong to engines and trainer."""
+"""Environment of the process: the cores belong to engines and trainer."""
 
 _decode = decoder_of(RelayReply)
 
 
 class RelayLostError(WeightsError):
-    """The relay's process is gone, or does not answer and was killed."""
+    """The relay's process has ended, or was killed because it was silent."""
 
 
 class RelayLink(Protocol):
-    """What effects see of one relay.
+    """The link to one relay.
 
     All calls belong to the event loop's thread; none blocks.
     """
 
     @property
     def lost(self) -> asyncio.Future[str]:
-        """Done, with the reason, once the relay is gone."""
+        """The reason of the loss; done once the relay is gone."""
 
     async def ready(self) -> RelayReady:
-        """Wait until it listens, and say where. Raises `RelayLostError`."""
+        """Wait until the relay listens, and return its address.
 
-    def take(self, command: FetchVersion) -> "asyncio.Future[FetchReply | None]":
-        """Have it get a version, and say what came of it.
+        Raises `RelayLostError`.
+        """
 
-        The result is None where there is no answer: the relay is lost, or another
-        `FetchVersion` of the same version (the same bytes under one id), said later, has
-        overtaken this one, since it names another source, and its answer counts.
+    def fetch(self, command: FetchVersion) -> "asyncio.Future[FetchReply | None]":
+        """Let the relay fetch a version, and return the result.
+
+        The result is None if the relay is lost, or if a later fetch of the same version
+        (the same bytes under one id) from another source replaces this one.
         """
 
     def kill(self) -> None:
-        """End it now, without waiting. `lost` follows."""
+        """End the relay now, without waiting; `lost` follows."""
 
     async def close(self) -> None:
-        """Ask it to end, kill it if it does not, and return when it is gone."""
+        """Ask the relay to end, kill it if it does not, and return once it is gone."""
 
 
-Suspected = Callable[[bool], None]
-"""Told True when nothing has been heard of a relay for SUSPECT_BEATS, and False when it
-is heard again.
-"""
+OnSuspected = Callable[[bool], None]
+"""Receives True after `SUSPECT_BEATS` missed heartbeats, and False at the next frame."""
 
 OnStalled = Callable[[VersionStalled], None]
+"""Receives the report that a fetch makes no progress."""
 
-OpenRelay = Callable[[RelaySpec, Suspected, OnStalled], RelayLink]
-"""Starts a relay. Raises OSError where no process can be made."""
+OpenRelay = Callable[[RelaySpec, OnSuspected, OnStalled], RelayLink]
+"""Start a relay. Raises OSError."""
 
 
 def in_process(
@@ -111,15 +113,15 @@ def in_process(
     silent_s: float = SILENT_S,
     module: str = "rollweave.runtime.entrypoints.relay",
 ) -> OpenRelay:
-    """Each relay as a child process, `python -m module`; its output goes to
+    """Run each relay as a child process, `python -m module`, whose output goes to
     `logs/<id>.log`.
     """
 
-    def start(spec: RelaySpec, suspected: Suspected, stalled: OnStalled) -> ProcessRelay:
+    def start(spec: RelaySpec, on_suspected: OnSuspected, on_stalled: OnStalled) -> ProcessRelay:
         return ProcessRelay(
             spec,
-            suspected,
-            stalled,
+            on_suspected,
+            on_stalled,
             log=logs / f"{spec.id}.log",
             env=env,
             silent_s=silent_s,
@@ -130,13 +132,13 @@ def in_process(
 
 
 class ProcessRelay:
-    """`RelayLink` to a child process, which takes a `RelaySpec` as its first frame."""
+    """`RelayLink` to a child process, whose first frame is a `RelaySpec`."""
 
     def __init__(
         self,
         spec: RelaySpec,
-        suspected: Suspected,
-        stalled: OnStalled,
+        on_suspected: OnSuspected,
+        on_stalled: OnStalled,
         *,
         log: Path,
         env: Mapping[str, str],
@@ -144,14 +146,18 @@ class ProcessRelay:
         module: str,
     ) -> None:
         self._id, self._silent_s = spec.id, silent_s
-        self._suspected, self._stalled = suspected, stalled
-        self._missed = 0  # beats in a row
+        self._on_suspected, self._on_stalled = on_suspected, on_stalled
+        self._missed = 0
+        """Number of missed heartbeats in a row."""
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = self._loop.create_future()
         self._ready: asyncio.Future[RelayReady] = self._loop.create_future()
-        # A relay answers every FetchVersion, those of one version in the order in which they
-        # came.
-        self._waiting: dict[int, deque[tuple[str, asyncio.Future[FetchReply | None]]]] = {}
+        self._fetches: dict[int, deque[tuple[str, asyncio.Future[FetchReply | None]]]] = {}
+        """Unanswered fetches by version, with their digests.
+
+        A relay answers all of them, those of one version in the order in which they
+        were sent.
+        """
         self._reason = ""
         self._child = spawn(
             name=spec.id,
@@ -161,7 +167,7 @@ class ProcessRelay:
             on_frame=self._on_frame,
             on_gone=self._on_gone,
         )
-        self._patience = self._loop.call_later(
+        self._timer = self._loop.call_later(
             START_S, self._give_up, f"was not ready within {START_S:g} s"
         )
         self._child.send(encode(spec))
@@ -173,19 +179,19 @@ class ProcessRelay:
     async def ready(self) -> RelayReady:
         return await asyncio.shield(self._ready)
 
-    def take(self, command: FetchVersion) -> "asyncio.Future[FetchReply | None]":
-        answer: asyncio.Future[FetchReply | None] = self._loop.create_future()
+    def fetch(self, command: FetchVersion) -> "asyncio.Future[FetchReply | None]":
+        result: asyncio.Future[FetchReply | None] = self._loop.create_future()
         if self.lost.done():
-            answer.set_result(None)
-            return answer
+            result.set_result(None)
+            return result
         digest = command.manifest.digest
-        waiting = self._waiting.setdefault(command.manifest.weights_id, deque())
-        for other, overtaken in waiting:
+        fetches = self._fetches.setdefault(command.manifest.weights_id, deque())
+        for other, replaced in fetches:
             if other == digest:
-                _give(overtaken, None)
-        waiting.append((digest, answer))
+                _resolve(replaced, None)
+        fetches.append((digest, result))
         self._child.send(encode(command))
-        return answer
+        return result
 
     def kill(self) -> None:
         self._give_up("was killed")
@@ -200,40 +206,40 @@ class ProcessRelay:
         await self._child.gone()
 
     def _on_frame(self, payload: bytes) -> None:
-        self._patience.cancel()
-        self._patience = self._loop.call_later(HEARTBEAT_S, self._miss)
+        self._timer.cancel()
+        self._timer = self._loop.call_later(HEARTBEAT_S, self._on_missed)
         missed, self._missed = self._missed, 0
         if missed >= SUSPECT_BEATS:
-            self._suspected(False)
+            self._on_suspected(False)
         match _decode(payload):
             case RelayReady() as ready:
-                _give(self._ready, ready)
+                _resolve(self._ready, ready)
             case VersionFetched() as taken:
-                self._answer(taken.manifest.weights_id, taken)
+                self._on_result(taken.manifest.weights_id, taken)
             case VersionFailed() as failed:
-                self._answer(failed.weights_id, failed)
-            case VersionStalled() as word:
-                self._stalled(word)
+                self._on_result(failed.weights_id, failed)
+            case VersionStalled() as stalled:
+                self._on_stalled(stalled)
             case RelayHeartbeat():
                 pass
 
-    def _miss(self) -> None:
-        """A beat has not come."""
+    def _on_missed(self) -> None:
+        """Count a missed heartbeat."""
         self._missed += 1
         if self._missed * HEARTBEAT_S >= self._silent_s:
-            self._give_up(f"said nothing for {self._silent_s:g} s")
+            self._give_up(f"sent nothing for {self._silent_s:g} s")
             return
-        self._patience = self._loop.call_later(HEARTBEAT_S, self._miss)
+        self._timer = self._loop.call_later(HEARTBEAT_S, self._on_missed)
         if self._missed == SUSPECT_BEATS:
-            self._suspected(True)
+            self._on_suspected(True)
 
-    def _answer(self, weights_id: int, word: FetchReply) -> None:
-        waiting = self._waiting.get(weights_id)
-        if waiting is None:
-            return self._give_up(f"answered for version id {weights_id}, which nobody asked for")
-        _give(waiting.popleft()[1], word)
-        if not waiting:
-            del self._waiting[weights_id]
+    def _on_result(self, weights_id: int, result: FetchReply) -> None:
+        fetches = self._fetches.get(weights_id)
+        if fetches is None:
+            return self._give_up(f"answered a fetch of weights {weights_id} that was never sent")
+        _resolve(fetches.popleft()[1], result)
+        if not fetches:
+            del self._fetches[weights_id]
         return None
 
     def _give_up(self, reason: str) -> None:
@@ -241,21 +247,21 @@ class ProcessRelay:
         self._child.kill()
 
     def _on_gone(self, reason: str) -> None:
-        self._patience.cancel()
+        self._timer.cancel()
         reason = (
             f"relay {self._id} {self._reason}: {reason}"
             if self._reason
             else f"relay {self._id}: {reason}"
         )
-        _give(self.lost, reason)
+        _resolve(self.lost, reason)
         if not self._ready.done():
             self._ready.set_exception(RelayLostError(reason))
-            self._ready.exception()  # whoever still waits sees it; nobody has to
-        while self._waiting:
-            for _, answer in self._waiting.popitem()[1]:
-                _give(answer, None)
+            self._ready.exception()  # mark it as retrieved: a waiter is not required
+        while self._fetches:
+            for _, result in self._fetches.popitem()[1]:
+                _resolve(result, None)
 
 
-def _give(future: "asyncio.Future[T]", result: T) -> None:
+def _resolve(future: "asyncio.Future[T]", result: T) -> None:
     if not future.done():
         future.set_result(result)

@@ -1,8 +1,9 @@
-"""The way to the trainer: one question at a time, to every rank; rank 0's reply counts,
-any rank's death is the trainer's.
+"""The link to the trainer, and its other end, `serve`: each command goes to every rank,
+one command at a time; the reply of rank 0 counts, and the death of any rank is the
+trainer's.
 
 Invariants: `ask` returns the trainer's reply or raises `TrainerLostError`; once the
-trainer is lost every later call raises; `lost` is done, with the reason, after death,
+trainer is lost, every later call raises; `lost` is done, with the reason, after death,
 `kill` and `close` alike.
 """
 
@@ -19,6 +20,7 @@ from typing import Protocol, TypeGuard
 import msgspec
 
 from rollweave.io.child import Child, spawn
+from rollweave.io.parent import Parent
 from rollweave.io.wire import decoder_of, encode
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import NonFiniteLossError, RollweaveError, TrainerError
@@ -34,32 +36,34 @@ from rollweave.schema.training import (
 )
 
 CLOSE_S = 5.0
-"""Seconds that the trainer has to end by itself: an interpreter with torch shuts down."""
+"""Maximum time for the trainer to end by itself, in seconds: an interpreter with torch
+shuts down.
+"""
 
 STRAGGLER_S = 15.0
-"""Seconds that rank 0 has to answer after another rank has said that it failed; then it
-hangs in a collective operation.
+"""Maximum time for the reply of rank 0 after another rank reported a failure, in
+seconds: beyond it, rank 0 hangs in a collective operation.
 """
 
 _decode = decoder_of(TrainerReply)
 
 
 class TrainerLostError(TrainerError):
-    """The trainer's process is gone, or does not answer and was killed."""
+    """The trainer's process has ended, or was killed because it did not reply."""
 
 
 class TrainerRefusedError(TrainerLostError):
-    """The trainer cannot start, and another would fail in the same way: its input is
-    the same.
+    """The trainer cannot start, and another one would fail in the same way: its input
+    is the same.
     """
 
 
 class TrainerSpec(Struct, frozen=True, kw_only=True):
-    """How to build one rank of the trainer. `config` is a `RunConfig` as JSON;
-    `warm_up` asks for the supervised warm-up.
+    """The specification of one rank of the trainer.
 
-    `words` are the whole words of a tokenizer that is built from scratch, where `model`
-    does not exist yet.
+    `config` is a `RunConfig` as JSON; `warm_up` asks for the supervised warm-up. If the
+    model does not exist yet, `words` are the word tokens of the tokenizer that is built
+    from scratch.
     """
 
     config: str
@@ -72,53 +76,76 @@ class TrainerSpec(Struct, frozen=True, kw_only=True):
 
 
 class TrainerLike(Protocol):
-    """The trainer, as `train/trainer.py` has it."""
+    """The trainer of one rank, as in `train/trainer.py`."""
 
     def handle(self, command: TrainerCommand, /) -> TrainerReply | None:
-        """Execute one command; blocks."""
+        """Execute one command, blocking; return None for `StopTrainer`."""
 
-    def write(self, later: Callable[[TrainerReply], None], /) -> None:
-        """Write the copy on another thread, which calls `later` with `Saved` or
-        `SaveFailed`.
+    def write(self, on_written: Callable[[TrainerReply], None], /) -> None:
+        """Write the copy on another thread, which then calls `on_written` with `Saved`
+        or `SaveFailed`.
         """
 
 
 class TrainerBackend(Protocol):
-    """What effects see of the trainer."""
+    """The link to the trainer."""
 
     @property
     def lost(self) -> asyncio.Future[str]:
-        """Done, with the reason, once the trainer is gone."""
+        """The reason of the loss; done once the trainer is gone."""
 
     async def ready(self) -> TrainerReady:
-        """Wait until it is built and warmed up."""
+        """Wait until the trainer is built and warmed up."""
 
     async def ask(self, command: TrainerCommand) -> TrainerReply:
-        """Have one command executed."""
+        """Let the trainer execute one command, and return its reply."""
 
     async def written(self) -> Saved | SaveFailed:
-        """Wait for the reply that follows the `Copied` that `ask` returned last."""
+        """Wait for the reply that follows the last `Copied`."""
 
     async def close(self) -> None:
-        """Ask it to end, and kill it if it does not."""
+        """Ask the trainer to end, and kill it if it does not."""
 
     def kill(self) -> None:
-        """End it now, without waiting."""
+        """End the trainer now, without waiting."""
 
 
 BuildTrainer = Callable[[TrainerSpec], tuple[TrainerReady, TrainerLike]]
 
 
-def started(
+def serve(build: BuildTrainer) -> None:
+    """Serve one rank in this process until `StopTrainer`, or the end of the parent.
+
+    A trainer that can never start reports the reason, and waits for its parent to end
+    it.
+    """
+    parent = Parent.from_arguments()
+    built = _try_build(build, decoder_of(TrainerSpec)(parent.receive()))
+    parent.send(encode(built if isinstance(built, TrainFailed) else built[0]))
+    commands = parent.queue()
+    if isinstance(built, TrainFailed):
+        commands.get()  # the parent would take our own end for the reason
+        return
+    _, trainer = built
+    decode = decoder_of(TrainerCommand)
+    while (reply := trainer.handle(decode(commands.get()))) is not None:
+        parent.send(encode(reply))
+        # only now; otherwise the reply that follows it could be sent first
+        if isinstance(reply, Copied):
+            trainer.write(lambda written: parent.send(encode(written)))
+
+
+def _try_build(
     build: BuildTrainer, spec: TrainerSpec
 ) -> tuple[TrainerReady, TrainerLike] | TrainFailed:
-    """The trainer and its first word; or why there is none, where its input is at
-    fault. Raises what chance may have done.
+    """Build a trainer, or return the failure that its input causes every time.
+
+    Raises other errors, such as a full disk.
     """
     try:
         return build(spec)
     except OSError:
-        raise  # a full disk, say
+        raise
     except RollweaveError as error:
         return TrainFailed(error=str(error), nonfinite=isinstance(error, NonFiniteLossError))
 
@@ -127,11 +154,8 @@ def _nothing() -> None:
     return
 
 
-class _Answers:
-    """The waiter for rank 0's next reply, and what ends all waiting.
-
-    Shared by both backends.
-    """
+class _Replies:
+    """The future replies of rank 0, and the loss of the trainer, for both backends."""
 
     def __init__(self, on_ready: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
@@ -141,25 +165,23 @@ class _Answers:
         self.waiter: asyncio.Future[TrainerReply] = self.first
         self.writing: asyncio.Future[Saved | SaveFailed] | None = None
 
-    def must_live(self) -> None:
+    def expect(self) -> asyncio.Future[TrainerReply]:
+        """Return the future of the next reply. Raises `TrainerLostError`."""
         if self.lost.done():
             raise TrainerLostError(self.lost.result())
-
-    def expect(self) -> asyncio.Future[TrainerReply]:
-        self.must_live()
         assert self.waiter.done(), "the trainer takes one command at a time"
         self.waiter = asyncio.get_running_loop().create_future()
         return self.waiter
 
     def is_late(self, reply: TrainerReply) -> TypeGuard[Saved | SaveFailed]:
-        """True for a reply that follows a `Copied`."""
+        """Return whether this is the reply that follows a `Copied`."""
         return (
             self.writing is not None
             and not self.writing.done()
             and isinstance(reply, Saved | SaveFailed)
         )
 
-    def give(self, reply: TrainerReply) -> None:
+    def receive(self, reply: TrainerReply) -> None:
         if self.is_late(reply):
             assert self.writing is not None, "a caller waits for it"
             self.writing.set_result(reply)
@@ -177,7 +199,7 @@ class _Answers:
         self.lost.set_result(reason)
         if not self.waiter.done():
             self.waiter.set_exception(TrainerLostError(reason))
-            self.waiter.exception()  # whoever still waits sees it; nobody has to
+            self.waiter.exception()  # mark it as retrieved: a waiter is not required
         if self.writing is not None and not self.writing.done():
             self.writing.set_exception(TrainerLostError(reason))
             self.writing.exception()
@@ -196,7 +218,7 @@ class _Answers:
             raise TrainerRefusedError(reply.error)
         if not isinstance(reply, TrainerReady):
             raise TrainerLostError(
-                f"the trainer cannot start: it said {type(reply).__name__} instead of ready"
+                f"the trainer cannot start: it sent {type(reply).__name__} instead of TrainerReady"
             )
         return reply
 
@@ -204,7 +226,7 @@ class _Answers:
 class ThreadTrainer:
     """The trainer in a thread of this process.
 
-    A step that runs cannot be killed, only ignored.
+    A running step cannot be killed, only ignored.
     """
 
     def __init__(
@@ -216,9 +238,9 @@ class ThreadTrainer:
         on_ready: Callable[[], None] = _nothing,
     ) -> None:
         self._start_s = start_s
-        self._answers = _Answers(on_ready)
+        self._replies = _Replies(on_ready)
         self._loop = asyncio.get_running_loop()
-        self._questions: queue.SimpleQueue[TrainerCommand] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[TrainerCommand] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._main, args=(spec, build), name="trainer", daemon=True
         )
@@ -226,52 +248,53 @@ class ThreadTrainer:
 
     @property
     def lost(self) -> asyncio.Future[str]:
-        return self._answers.lost
+        return self._replies.lost
 
     async def ready(self) -> TrainerReady:
-        return await self._answers.ready(self._start_s)
+        return await self._replies.ready(self._start_s)
 
     async def ask(self, command: TrainerCommand) -> TrainerReply:
-        waiter = self._answers.expect()
-        self._questions.put(command)
+        waiter = self._replies.expect()
+        self._commands.put(command)
         return await waiter
 
     async def written(self) -> Saved | SaveFailed:
-        return await self._answers.written()
+        return await self._replies.written()
 
     async def close(self) -> None:
         self.kill()
         await asyncio.to_thread(self._thread.join, CLOSE_S)
 
     def kill(self) -> None:
-        self._questions.put(StopTrainer())
-        self._answers.lose("the trainer was stopped")
+        self._commands.put(StopTrainer())
+        self._replies.lose("the trainer was stopped")
 
     def _main(self, spec: TrainerSpec, build: BuildTrainer) -> None:
         try:
-            found = started(build, spec)
-            if isinstance(found, TrainFailed):
-                self._say(self._answers.give, found)
+            built = _try_build(build, spec)
+            if isinstance(built, TrainFailed):
+                self._call(self._replies.receive, built)
                 return
-            ready, trainer = found
-            self._say(self._answers.give, ready)
-            while not isinstance(command := self._questions.get(), StopTrainer):
+            ready, trainer = built
+            self._call(self._replies.receive, ready)
+            while not isinstance(command := self._commands.get(), StopTrainer):
                 reply = trainer.handle(command)
                 assert reply is not None, "every command but StopTrainer is answered"
-                self._say(self._answers.give, reply)
+                self._call(self._replies.receive, reply)
                 if isinstance(reply, Copied):
-                    trainer.write(functools.partial(self._say, self._answers.give))
-            self._say(self._answers.lose, "the trainer has ended")
+                    trainer.write(functools.partial(self._call, self._replies.receive))
+            self._call(self._replies.lose, "the trainer has ended")
         except BaseException as error:
-            self._say(self._answers.lose, f"{type(error).__name__}: {error}")
+            self._call(self._replies.lose, f"{type(error).__name__}: {error}")
 
-    def _say(self, function: Callable[..., None], argument: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens any more
+    def _call(self, function: Callable[..., None], argument: object) -> None:
+        """Call `function` on the event loop."""
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(function, argument)
 
 
 class ProcessTrainer:
-    """The trainer as one child process a rank.
+    """The trainer as one child process per rank.
 
     `on_ready` is called as soon as rank 0 is ready.
     """
@@ -287,20 +310,26 @@ class ProcessTrainer:
         on_ready: Callable[[], None] = _nothing,
     ) -> None:
         self._start_s = start_s
-        self._answers = _Answers(on_ready)
+        self._replies = _Replies(on_ready)
         self._straggler: asyncio.TimerHandle | None = None
         self._children: list[Child] = []
-        self._answered = [0] * spec.world  # replies by rank
+        self._reply_counts = [0] * spec.world
+        """Number of replies by rank."""
         port = str(_free_port()) if spec.world > 1 else ""
         for rank in range(spec.world):
-            own = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(spec.world)}
+            rank_env = {
+                **env,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(spec.world),
+            }
             if spec.world > 1:
-                own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                rank_env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             child = spawn(
                 name=f"trainer-{rank}",
                 module=module,
                 log=logs / f"trainer-{rank}.log",
-                env=own,
+                env=rank_env,
                 on_frame=lambda payload, rank=rank: self._on_reply(rank, payload),  # type: ignore[misc]
                 on_gone=lambda reason, rank=rank: self._on_gone(rank, reason),  # type: ignore[misc]
             )
@@ -309,7 +338,7 @@ class ProcessTrainer:
 
     @property
     def lost(self) -> asyncio.Future[str]:
-        return self._answers.lost
+        return self._replies.lost
 
     @property
     def pids(self) -> list[int]:
@@ -317,23 +346,23 @@ class ProcessTrainer:
 
     async def ready(self) -> TrainerReady:
         try:
-            return await self._answers.ready(self._start_s)
+            return await self._replies.ready(self._start_s)
         except TrainerLostError:
             self.kill()
             raise
 
     async def ask(self, command: TrainerCommand) -> TrainerReply:
-        waiter = self._answers.expect()
+        waiter = self._replies.expect()
         payload = encode(command)
         for child in self._children:
             child.send(payload)
         return await waiter
 
     async def written(self) -> Saved | SaveFailed:
-        return await self._answers.written()
+        return await self._replies.written()
 
     async def close(self) -> None:
-        if not self._answers.lost.done():
+        if not self._replies.lost.done():
             payload = encode(StopTrainer())
             for child in self._children:
                 child.send(payload)
@@ -349,19 +378,19 @@ class ProcessTrainer:
 
     def _on_reply(self, rank: int, payload: bytes) -> None:
         reply = _decode(payload)
-        if rank == 0 and self._answers.is_late(reply):
-            self._answers.give(reply)
+        if rank == 0 and self._replies.is_late(reply):
+            self._replies.receive(reply)
             return
-        self._answered[rank] += 1
+        self._reply_counts[rank] += 1
         if rank == 0:
             if self._straggler is not None:
                 self._straggler.cancel()
                 self._straggler = None
-            self._answers.give(reply)
+            self._replies.receive(reply)
         elif (
             isinstance(reply, TrainFailed | SaveFailed)
             and self._straggler is None
-            and self._answered[0] < self._answered[rank]
+            and self._reply_counts[0] < self._reply_counts[rank]
         ):
             loop = asyncio.get_running_loop()
             self._straggler = loop.call_later(
@@ -372,7 +401,7 @@ class ProcessTrainer:
         if self._straggler is not None:
             self._straggler.cancel()
             self._straggler = None
-        self._answers.lose(f"trainer rank {rank}: {reason}")
+        self._replies.lose(f"trainer rank {rank}: {reason}")
         self.kill()
 
 

@@ -1,4 +1,4 @@
-"""Checks and how they are shown: used by `doctor` and by `--dry-run`."""
+"""Checks and their display, as used by `doctor` and `--dry-run`."""
 
 import enum
 from collections.abc import Sequence
@@ -18,9 +18,10 @@ class Status(enum.StrEnum):
 
 
 class Check(Struct, frozen=True, kw_only=True):
-    """One thing that was looked at.
+    """The result of one check.
 
-    `detail` says what was found, and for a failure the field, the rule and the value.
+    `detail` describes what was found; for a failure, it names the field, the rule and
+    the value.
     """
 
     name: str
@@ -47,15 +48,15 @@ def failures(checks: Sequence[Check]) -> list[Check]:
     return [check for check in checks if check.status is Status.FAIL]
 
 
-def must_do(checks: Sequence[Check]) -> None:
+def must_pass(checks: Sequence[Check]) -> None:
     """Raise ConfigError with one line for each check that failed."""
-    wrong = failures(checks)
-    if wrong:
-        raise ConfigError("\n".join(f"{check.name}: {check.detail}" for check in wrong))
+    failed = failures(checks)
+    if failed:
+        raise ConfigError("\n".join(f"{check.name}: {check.detail}" for check in failed))
 
 
 def show(checks: Sequence[Check], console: Console) -> None:
-    """A table: mark, what was looked at, what was found."""
+    """Print a table of marks, names and details."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(width=1)
     table.add_column(no_wrap=True)
@@ -66,7 +67,7 @@ def show(checks: Sequence[Check], console: Console) -> None:
 
 
 def human_bytes(count: float) -> str:
-    """`3.4 GiB`."""
+    """Format a size, such as `3.4 GiB`."""
     for unit in ("B", "KiB", "MiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -75,7 +76,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """`35 ms`, `7.5 s`, `2 min 05 s`, `3 h 12 min`."""
+    """Format a duration, such as `35 ms`, `7.5 s`, `2 min 05 s` or `3 h 12 min`."""
     if seconds < 0.95:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 59.95:

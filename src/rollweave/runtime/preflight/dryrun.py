@@ -1,8 +1,6 @@
-"""Everything about a run that can be known before it costs anything. `deep` also begins
-an episode of each domain.
+"""Check everything about a run that can be known before it costs anything.
 
-Each check says for itself what is wrong; all are made, so that the user learns every
-problem at once.
+All checks are made even if some fail, so that the user learns of every problem at once.
 """
 
 import contextlib
@@ -29,16 +27,16 @@ from rollweave.schema.errors import ConfigError, CorruptJournalError
 from rollweave.train.lengths import check_installed
 
 UNUSED = "no effect"
-"""Name of the checks for settings without effect, which a real run shows, too."""
+"""Name of the checks for settings without effect, which a real run shows as well."""
 
 
 def examine(
     config: RunConfig, *, resume: bool = False, fresh: bool = False, deep: bool = True
 ) -> list[Check]:
-    """All checks.
+    """Run all checks.
 
-    `deep` also resets an environment of each domain with a task: that may take time,
-    and open what it opens.
+    `deep` also resets an environment of each domain with a task, which may take time
+    and acquire resources.
     """
     with contextlib.chdir("."):
         rules = list(_rules(config))
@@ -49,9 +47,9 @@ def examine(
     ]
     domains: list[Domain] = []
     for index in range(len(config.tasks)):
-        with contextlib.chdir("."):  # back to where we were, wherever the user's code goes
-            domain, found = examine_domain(config, index, deep=deep)
-        checks += found
+        with contextlib.chdir("."):  # the user's code may change the directory
+            domain, domain_checks = examine_domain(config, index, deep=deep)
+        checks += domain_checks
         if domain is not None:
             domains.append(domain)
     unused = [warn(UNUSED, line) for line in without_effect(config, cores=cores())]
@@ -69,11 +67,11 @@ def examine(
 def _readable_directory(config: RunConfig, *, resume: bool, fresh: bool, deep: bool) -> list[Check]:
     try:
         return list(_run_directory(config, resume=resume, fresh=fresh, deep=deep))
-    except (OSError, ValueError) as error:  # a name too long, a null byte, no permission to look
+    except (OSError, ValueError) as error:  # a name too long, a null byte, no permission
         return [
             fail(
                 "run.dir",
-                "must be a readable directory, or not there yet, got "
+                "must be a readable directory, or not exist yet, got "
                 f"{config.run.dir!r:.200}: {error}",
             )
         ]
@@ -100,7 +98,7 @@ def _run_directory(config: RunConfig, *, resume: bool, fresh: bool, deep: bool) 
         if strays := config.strays_from(load(run.config)) if run.journal.exists() else ():
             yield from (fail("--resume", line) for line in strays)
             return
-        if not deep:  # the run itself checks the rest before it changes anything
+        if not deep:  # the run itself checks the rest before it changes a file
             yield ok("run.name", f"resumes in {path}")
             return
         try:
@@ -113,23 +111,23 @@ def _run_directory(config: RunConfig, *, resume: bool, fresh: bool, deep: bool) 
             return
         yield ok(
             "run.name",
-            f"resumes in {path} {lost(begun).words()}" if begun.resumed else f"begins in {path}",
+            f"resumes in {path} {lost(begun).describe()}" if begun.resumed else f"begins in {path}",
         )
-        yield from (ok("--resume", f"changed since: {line}") for line in begun.knobs)
+        yield from (ok("--resume", f"changed since: {line}") for line in begun.changes)
         yield from (warn("--resume", doubt.message) for doubt in begun.doubts)
         return
-    holds = run.holds_something()
-    if holds and not fresh:
+    occupied = run.holds_something()
+    if occupied and not fresh:
         yield fail(
             "run.name",
-            f"{path} holds a run already; go on with --resume, delete it with "
+            f"{path} holds a run already; continue it with --resume, delete it with "
             "--fresh, or choose another name",
         )
         return
     parent = path
     while not parent.exists():
         parent = parent.parent
-    try:  # try to make a directory, as the run will: /proc and the like refuse only that
+    try:  # create a directory, as the run will: /proc and the like refuse only that
         with tempfile.TemporaryDirectory(dir=parent, prefix=".rollweave-"):
             pass
     except OSError as error:
@@ -139,7 +137,7 @@ def _run_directory(config: RunConfig, *, resume: bool, fresh: bool, deep: bool) 
             f"{error.strerror or error})",
         )
         return
-    yield ok("run.name", f"{path}{' (the former run is deleted)' if holds else ''}")
+    yield ok("run.name", f"{path}{' (the former run is deleted)' if occupied else ''}")
 
 
 def _sinks(config: RunConfig) -> Iterator[Check]:
@@ -174,8 +172,8 @@ def _relays(config: RunConfig) -> Iterator[Check]:
     except OSError as error:
         yield fail(
             "weights.relays",
-            "must each have a loopback address of its own, "
-            f"{host_of(machine)} cannot be had: {error}",
+            "must each have their own loopback address, "
+            f"{host_of(machine)} is not available: {error}",
         )
     else:
         first, last = host_of(0), host_of(weights.relays - 1)
@@ -185,14 +183,12 @@ def _relays(config: RunConfig) -> Iterator[Check]:
 
 
 def _target(config: RunConfig) -> Iterator[Check]:
-    """Warn of what no check of an environment can find: whether it will ever report
-    success.
-    """
+    """Warn that no check can tell whether an environment will ever report success."""
     if config.eval.stop_at is not None:
         text = (
             f"{config.eval.stop_at:g} is compared with success, which environments report "
             "(Step.success, Score.success): "
-            "if one never does, the run trains all of run.steps, and says so"
+            "if one never does, the run trains all of run.steps, and reports it"
         )
         yield warn("eval.stop_at", text)
 
@@ -208,14 +204,14 @@ def _rules(config: RunConfig) -> Iterator[Check]:
 
 
 def _cpu(config: RunConfig) -> Iterator[Check]:
-    trainer, degrees = config.trainer, [seat.degree for seat in first_seats(config)]
+    trainer, degrees = config.trainer, [slot.degree for slot in first_seats(config)]
     threads = sum(degrees) + trainer.ranks * trainer.threads
     engines = " + ".join(
         f"{degrees.count(degree)} engines × {degree}" for degree in dict.fromkeys(degrees)
     )
     text = f"{engines} + {trainer.ranks} trainers × {trainer.threads} threads on {cores()} cores"
     yield (
-        ok("cores", text) if threads <= cores() else warn("cores", f"{text}: they will take turns")
+        ok("cores", text) if threads <= cores() else warn("cores", f"{text}: they will share cores")
     )
     if trainer.ranks > 1:
         try:
@@ -224,7 +220,7 @@ def _cpu(config: RunConfig) -> Iterator[Check]:
         except OSError as error:
             yield fail(
                 "trainer.ranks",
-                f"must have a local port for {trainer.ranks} ranks to meet, got {error}",
+                f"must have a local port on which {trainer.ranks} ranks connect, got {error}",
             )
         else:
-            yield ok("ports", "trainer ranks meet on a free local port; nothing else listens")
+            yield ok("ports", "trainer ranks connect on a free local port; nothing else listens")

@@ -1,5 +1,5 @@
-"""The part of a dry run that looks at environments: the user's code, so every call is
-guarded and limited in time.
+"""Check environments, which are the user's code: every call is guarded, and limited in
+time.
 """
 
 import asyncio
@@ -30,40 +30,43 @@ from rollweave.schema.work import Limits, Purpose, StopReason, Task
 T = TypeVar("T")
 
 PATIENCE_S = 30.0
-"""Seconds that a class method of an environment may take: they are called once a run,
-to plan it.
+"""Maximum duration of a class method of an environment, in seconds: each is called once,
+before the run.
 """
 
 
 TRANSCRIPTS = 64
 """Number of transcripts that are checked.
 
-They are random, so one that does not fit may still appear later.
+Transcripts are random, so that an overlong one may still appear later.
 """
 
 
 class Domain(Struct, frozen=True, kw_only=True):
-    """What the model must know about a task domain that was found to be in order."""
+    """A task domain whose checks passed, as far as the checks of the model need it."""
 
     name: str
     words: tuple[str, ...]
     allowed: tuple[str, ...]
     limits: Limits
-    transcripts: tuple[tuple[Message, ...], ...] = ()  # for the warm-up, some of them
-    # all of them, with their places, if the domain can list them
+    transcripts: tuple[tuple[Message, ...], ...] = ()
+    """Some transcripts of the warm-up."""
     prompts: tuple[tuple[str, tuple[Message, ...]], ...] = ()
-    first: tuple[Message, ...] = ()  # of an episode that was begun; none where none was
-    tools: tuple[str, ...] = ()  # offered to the agent, as its chat template shows them
+    """All prompts with their places, if the domain can list them."""
+    first: tuple[Message, ...] = ()
+    """First messages of an episode; none if none was started."""
+    tools: tuple[str, ...] = ()
+    """Tools that are offered to the agent, as its chat template shows them."""
 
 
 class BrokenError(RollweaveError):
-    """The environment breaks the rule that the message names."""
+    """The environment breaks the rule that the message states."""
 
 
 def examine_domain(
     config: RunConfig, index: int, *, deep: bool
 ) -> tuple[Domain | None, list[Check]]:
-    """Look at `config.tasks[index]`; the domain is None where a check failed."""
+    """Check `config.tasks[index]`; the domain is None if a check failed."""
     task = config.tasks[index]
     where = f"tasks.{index}"
     checks: list[Check] = []
@@ -75,22 +78,22 @@ def examine_domain(
         words = _words(kind, "words", task)
         allowed = _words(kind, "allowed_words", task)
         if config.warmup.steps:
-            transcripts, found = _transcripts(kind, task, where)
-            checks.append(found)
-        drawn = _drawn(config, task)
+            transcripts, check = _transcripts(kind, task, where)
+            checks.append(check)
+        drawn = _draw(config, task)
         prompts = _prompts(kind, task)
         first: tuple[Message, ...] = ()
         tools: tuple[str, ...] = ()
         if deep and is_handler(task.env):
-            asked = _first_turn(config, task, drawn)
-            first, tools = asked.messages, asked.tools
-            offered = f", with {len(tools)} tools" if tools else ""
-            begins = (
-                f"begins with {_text(first)!r:.90}{offered}" if first else "its handler makes ready"
+            agent = _first_turn(config, task, drawn)
+            first, tools = agent.messages, agent.tools
+            with_tools = f", with {len(tools)} tools" if tools else ""
+            detail = (
+                f"begins with {_text(first)!r:.90}{with_tools}" if first else "its handler starts"
             )
-            checks.append(ok(f"{where} task", begins))
+            checks.append(ok(f"{where} task", detail))
         elif deep:
-            first = _first_look(config, task, drawn).messages
+            first = _first_observation(config, task, drawn).messages
             checks.append(ok(f"{where} task", f"begins with {_text(first)!r:.90}"))
     except (ConfigError, BrokenError) as error:
         return None, [*checks, fail(where, str(error))]
@@ -112,19 +115,21 @@ def _text(messages: Sequence[Message]) -> str:
 
 
 def _words(kind: type[Any], name: str, task: TaskConfig) -> tuple[str, ...]:
-    """What an optional class method says, checked to be words."""
+    """Return the words of an optional class method."""
     method = getattr(kind, name, None)
     if method is None:
         return ()
-    said = _guarded(lambda: _listed(method(task.options)), PATIENCE_S, f"{name} must return words")
+    words = _guarded(
+        lambda: _iterated(method(task.options)), PATIENCE_S, f"{name} must return words"
+    )
     wrong = (
-        [said]
-        if isinstance(said, str)
-        else [word for word in said if not isinstance(word, str) or not word]
+        [words]
+        if isinstance(words, str)
+        else [word for word in words if not isinstance(word, str) or not word]
     )
     if wrong:
         raise BrokenError(f"{name} must return a list of non-empty strings, got {wrong[0]!r:.80}")
-    return tuple(said)
+    return tuple(words)
 
 
 def _prompts(kind: type[Any], task: TaskConfig) -> tuple[tuple[str, tuple[Message, ...]], ...]:
@@ -132,17 +137,15 @@ def _prompts(kind: type[Any], task: TaskConfig) -> tuple[tuple[str, tuple[Messag
     method = getattr(kind, "prompts", None)
     if method is None:
         return ()
-    listed: list[tuple[str, Sequence[Message]]] = _guarded(
+    prompts: list[tuple[str, Sequence[Message]]] = _guarded(
         lambda: list(method(task.options)), PATIENCE_S, "prompts must return places and messages"
     )
-    return tuple((place, tuple(messages)) for place, messages in listed)
+    return tuple((place, tuple(messages)) for place, messages in prompts)
 
 
-def _listed(said: Any) -> Any:
-    """Iterated here, in the user's code, unless it is a string, whose letters were not
-    meant.
-    """
-    return said if isinstance(said, str) else tuple(said)
+def _iterated(words: Any) -> Any:
+    """Iterate over the user's object under guard, but leave a string as it is."""
+    return words if isinstance(words, str) else tuple(words)
 
 
 def _transcripts(
@@ -151,34 +154,33 @@ def _transcripts(
     """Return the first transcripts of the warm-up, and a check that describes them."""
     method = getattr(kind, "transcript", None)
     if method is None:
-        raise BrokenError(
-            f"env must have transcript() where warmup.steps is set, {task.env} has none"
-        )
-    found: list[tuple[Any, ...]] = _guarded(
+        raise BrokenError(f"env must have transcript() if warmup.steps is set, {task.env} has none")
+    transcripts: list[tuple[Any, ...]] = _guarded(
         lambda: [tuple(method(random.Random(seed), task.options)) for seed in range(TRANSCRIPTS)],
         PATIENCE_S,
         "transcript must return messages",
     )
-    for said in found:
-        if not said or any(not isinstance(message, Message) for message in said):
-            raise BrokenError(f"transcript must return messages, got {list(said)!r:.80}")
-    return tuple(found), ok(
-        f"{where} warm-up", _first_paragraph(method) or f"{len(found[0])} messages in a transcript"
+    for messages in transcripts:
+        if not messages or any(not isinstance(message, Message) for message in messages):
+            raise BrokenError(f"transcript must return messages, got {list(messages)!r:.80}")
+    return tuple(transcripts), ok(
+        f"{where} warm-up",
+        _first_paragraph(method) or f"{len(transcripts[0])} messages in a transcript",
     )
 
 
-def _drawn(config: RunConfig, task: TaskConfig) -> Task:
-    """The first training task, and before it the first of each kind of evaluation: do
-    options and data do?
+def _draw(config: RunConfig, task: TaskConfig) -> Task:
+    """Draw the first task of each kind of evaluation, and return the first training
+    task.
     """
-    source = TaskSource(_alone(config, task))
-    wanted = [
+    source = TaskSource(_only(config, task))
+    evaluations = [
         (FINAL_TASKS_FROM, config.eval.final_episodes),
         (0, config.eval.every and config.eval.episodes),
     ]
 
     def draw() -> Task:
-        for index, count in wanted:
+        for index, count in evaluations:
             if count:
                 source.draw(task.name, index, Purpose.EVAL)
         return source.draw(task.name, 0, Purpose.TRAIN)
@@ -186,17 +188,17 @@ def _drawn(config: RunConfig, task: TaskConfig) -> Task:
     return _guarded(draw, PATIENCE_S, "a task must be drawn")
 
 
-def _alone(config: RunConfig, task: TaskConfig) -> RunConfig:
+def _only(config: RunConfig, task: TaskConfig) -> RunConfig:
     return config.model_copy(update={"tasks": (task,), "faults": FaultsConfig()})
 
 
-def _first_look(config: RunConfig, task: TaskConfig, drawn: Task) -> Observation:
-    """Reset an environment with the first training task, where the run would have it:
-    inline or in a process.
+def _first_observation(config: RunConfig, task: TaskConfig, drawn: Task) -> Observation:
+    """Reset an environment with the first training task, inline or in a process as in
+    the run.
     """
 
-    async def look(logs: Path) -> Observation:
-        source = TaskSource(_alone(config, task), logs=logs)
+    async def reset(logs: Path) -> Observation:
+        source = TaskSource(_only(config, task), logs=logs)
         try:
             env = await source.provider(task.name).open(drawn, seed=0)
             try:
@@ -214,22 +216,22 @@ def _first_look(config: RunConfig, task: TaskConfig, drawn: Task) -> Observation
     with tempfile.TemporaryDirectory(prefix="rollweave-dry-run-") as logs:
         limit_s = PATIENCE_S + task.step_s
         return _guarded(
-            lambda: asyncio.run(look(Path(logs))), limit_s, "an environment must be reset"
+            lambda: asyncio.run(reset(Path(logs))), limit_s, "an environment must be reset"
         )
 
 
 class _DryRunError(RollweaveError):
-    """Ends the attempt after the handler's first question: a dry run has no agent."""
+    """Ends the attempt at the handler's first request: a dry run has no agent."""
 
 
-class _Listener:
-    """An `Agent` that records the first question and ends the attempt there."""
+class _RecordingAgent:
+    """An `Agent` that records the first request and ends the attempt there."""
 
     def __init__(self, turns: int) -> None:
         self.turns_left = turns
         self.messages: tuple[Message, ...] = ()
         self.tools: tuple[str, ...] = ()
-        self.heard = False
+        self.asked = False
 
     async def chat(
         self,
@@ -238,8 +240,8 @@ class _Listener:
         tools: Sequence[Tool] = (),
         max_tokens: int | None = None,
     ) -> Message:
-        if not self.heard:
-            self.messages, self.tools, self.heard = (
+        if not self.asked:
+            self.messages, self.tools, self.asked = (
                 tuple(messages),
                 tuple(declared(tool) for tool in tools),
                 True,
@@ -248,16 +250,16 @@ class _Listener:
         raise LimitError(StopReason.MAX_TURNS, "a dry run has no agent")
 
     async def endpoint(self) -> Endpoint:
-        self.heard = True
+        self.asked = True
         raise _DryRunError("a dry run has no agent")
 
 
-def _first_turn(config: RunConfig, task: TaskConfig, drawn: Task) -> _Listener:
+def _first_turn(config: RunConfig, task: TaskConfig, drawn: Task) -> _RecordingAgent:
     """Let a handler prepare the first training task and ask its agent once, then free
-    what that acquired.
+    the acquired resources.
     """
 
-    async def ask(handler: AgentHandler, agent: _Listener) -> None:
+    async def ask(handler: AgentHandler, agent: _RecordingAgent) -> None:
         try:
             async with asyncio.timeout(task.step_s):
                 await handler.run(agent)
@@ -266,14 +268,14 @@ def _first_turn(config: RunConfig, task: TaskConfig, drawn: Task) -> _Listener:
                 f"run must ask the agent within step_s, and did not in {task.step_s:g} s"
             ) from None
         except Exception:
-            # else the error is the one that the agent raised, or its consequence
-            if not agent.heard:
+            # otherwise the error is that of the agent, or a consequence
+            if not agent.asked:
                 raise
-        if not agent.heard:
+        if not agent.asked:
             raise BrokenError("run must ask the agent at least once, and returned without asking")
 
-    async def look() -> _Listener:
-        agent = _Listener(task.max_turns)
+    async def run() -> _RecordingAgent:
+        agent = _RecordingAgent(task.max_turns)
         sandboxes = Sandboxes(config.sandbox.backend)
         try:
             handler = resolve(task.env)(**task.options)
@@ -295,31 +297,31 @@ def _first_turn(config: RunConfig, task: TaskConfig, drawn: Task) -> _Listener:
 
     limit_s = 2 * (PATIENCE_S + task.step_s)
     return _guarded(
-        lambda: asyncio.run(look()), limit_s, "a handler must make ready and ask its agent"
+        lambda: asyncio.run(run()), limit_s, "a handler must initialize and ask its agent"
     )
 
 
 def _guarded(call: Callable[[], T], limit_s: float, rule: str) -> T:
-    """Call the user's code on a thread of its own.
+    """Call the user's code on a separate thread.
 
-    Raises BrokenError for what it raises, and for silence beyond `limit_s`.
+    Raises BrokenError if it raises, or does not return within `limit_s`.
     """
-    answer: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+    results: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
 
     def work() -> None:
         try:
-            answer.put((True, call()))
+            results.put((True, call()))
         except BaseException as error:
-            answer.put((False, error))
+            results.put((False, error))
 
     threading.Thread(target=work, name="dry-run", daemon=True).start()
     try:
-        fine, value = answer.get(timeout=limit_s)
+        returned, value = results.get(timeout=limit_s)
     except queue.Empty:
         raise BrokenError(f"{rule} within {limit_s:g} s, got no answer") from None
-    if fine:
-        found: T = value
-        return found
+    if returned:
+        result: T = value
+        return result
     if isinstance(value, ConfigError | BrokenError):
         raise value
     text = str(value) if isinstance(value, RollweaveError) else f"{type(value).__name__}: {value}"

@@ -1,4 +1,4 @@
-"""What this machine has."""
+"""The resources of this machine."""
 
 import os
 import platform
@@ -7,22 +7,22 @@ from typing import Any
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory_bytes() -> tuple[int, int]:
-    """(total, available) main memory in bytes, within the container's limit where there
-    is one. Zeros where unknown.
+    """Return total and available main memory in bytes, within the container's limit if
+    there is one; zeros if unknown.
     """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return 0, 0
-    found = {
+    sizes = {
         line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")
     }
-    total, available = found.get("MemTotal", 0), found.get("MemAvailable", 0)
+    total, available = sizes.get("MemTotal", 0), sizes.get("MemAvailable", 0)
     limit, used = _cgroup("memory.max"), _cgroup("memory.current")
     if limit is not None and limit < total:
         total, available = limit, min(available, limit - (used or 0))
@@ -38,7 +38,9 @@ def _cgroup(name: str) -> int | None:
 
 
 def gpu_memory(device: str) -> tuple[int, int]:
-    """(total, free) bytes of a CUDA device. Raises RuntimeError where there is none."""
+    """Return total and free bytes of a CUDA device. Raises RuntimeError if there is
+    none.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -48,11 +50,11 @@ def gpu_memory(device: str) -> tuple[int, int]:
 
 
 def describe() -> dict[str, Any]:
-    """The machine as benches record it."""
+    """Describe the machine, as benchmarks record it."""
     import torch
 
     total, _ = memory_bytes()
-    found: dict[str, Any] = {
+    machine: dict[str, Any] = {
         "cpu": _cpu_name(),
         "cores": cores(),
         "memory_gib": round(total / 2**30, 1),
@@ -61,8 +63,8 @@ def describe() -> dict[str, Any]:
         "torch": torch.__version__,
     }
     if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name(0)
-    return found
+        machine["gpu"] = torch.cuda.get_device_name(0)
+    return machine
 
 
 def _cpu_name() -> str:

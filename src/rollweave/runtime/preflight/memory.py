@@ -1,9 +1,9 @@
-"""How much memory and disk a run will need, from its configuration and the model's
+"""Estimate the memory and disk that a run needs, from its configuration and the model's
 shape alone.
 
-An estimate for planning, labelled as such: exact for weights, gradients, optimizer and
-KV cache; activations by the tensors that a forward pass keeps for the backward pass; a
-fixed share for each interpreter with its libraries.
+The estimate is exact for weights, gradients, optimizer and KV cache. It counts the
+activations that a forward pass keeps for the backward pass, and a fixed amount for each
+interpreter with its libraries.
 """
 
 from rollweave.core.seats import first_seats
@@ -13,32 +13,36 @@ from rollweave.schema.config.sections import ScratchModel
 from rollweave.weights.checkpoint import ModelShape
 
 PROCESS_BYTES = 450 << 20
-"""An interpreter with torch and transformers imported and warm: 350 to 450 MB measured
-on CPU.
+"""Memory of an interpreter that has imported torch and transformers, and has computed:
+350 to 450 MB were measured on a CPU.
 """
 
 HEAD_ROWS_BYTES = 64 << 20
-"""Logits, log-probs and their gradient at one time: the trainer computes the head in
-bounded parts.
+"""Maximum size of the logits, log-probs and their gradient at a time: the trainer
+computes the head in bounded parts.
 """
 
 PUBLICATIONS = 3
-"""Weight versions that the trainer keeps published."""
+"""Number of weight versions that the trainer keeps published."""
 
 CHECKPOINTS_KEPT = 3
-"""Newest, best, and the one being written."""
+"""Number of checkpoints on disk: the newest, the best, and the one being written."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-MASTER_BYTES = 4  # the trainer keeps its weights, gradients and both moments in float32
+MASTER_BYTES = 4
+"""Bytes of a number of the trainer, which keeps its weights, gradients and both moments
+in float32.
+"""
+
 STORED_TOKEN_BYTES = 16
-"""One token in the trajectory store: id, log-prob, and its share of the segments."""
+"""Bytes of one token in the trajectory store: id, log-prob, and its share of the
+segments.
+"""
 
 
 class Need(Struct, frozen=True, kw_only=True):
-    """One thing that takes memory.
-
-    `count` of them exist, `each` in bytes; `on_device` is GPU memory where there is a
-    GPU.
+    """One use of memory: `count` times `each` bytes, in GPU memory (`on_device`) if
+    there is a GPU.
     """
 
     what: str
@@ -52,7 +56,7 @@ class Need(Struct, frozen=True, kw_only=True):
 
 
 def scratch_shape(scratch: ScratchModel, vocab: int) -> ModelShape:
-    """The shape of the model that `[model.scratch]` builds, with `vocab` token ids."""
+    """Return the shape of the model that `[model.scratch]` builds with `vocab` tokens."""
     return ModelShape(
         vocab=vocab,
         hidden=scratch.hidden,
@@ -74,7 +78,7 @@ def scratch_shape(scratch: ScratchModel, vocab: int) -> ModelShape:
 
 
 def parameters(shape: ModelShape) -> int:
-    """Numbers that are trained."""
+    """Return the number of trained parameters."""
     total = 0
     for dimensions in shape.tensors().values():
         size = 1
@@ -85,12 +89,9 @@ def parameters(shape: ModelShape) -> int:
 
 
 def memory(config: RunConfig, shape: ModelShape) -> list[Need]:
-    """What the run keeps in memory, largest parts named.
-
-    Environments are the user's and not counted.
-    """
-    trainer, seats = config.trainer, first_seats(config)
-    kv_tokens = [config.engines[seat.group].kv_tokens for seat in seats]
+    """Return the run's uses of memory, except for the user's environments."""
+    trainer, engines = config.trainer, first_seats(config)
+    kv_tokens = [config.engines[engine.group].kv_tokens for engine in engines]
     count = parameters(shape)
     width = DTYPE_BYTES[config.model.dtype]
     shard = -(-count // trainer.ranks)
@@ -128,7 +129,7 @@ def memory(config: RunConfig, shape: ModelShape) -> list[Need]:
             each=count * MASTER_BYTES,
             on_device=False,
         ),
-        Need(what="engines: weights", count=len(seats), each=count * width, on_device=True),
+        Need(what="engines: weights", count=len(engines), each=count * width, on_device=True),
         *(
             Need(
                 what="engines: KV cache",
@@ -140,7 +141,7 @@ def memory(config: RunConfig, shape: ModelShape) -> list[Need]:
         ),
         Need(
             what="processes",
-            count=1 + len(seats) + trainer.ranks,
+            count=1 + len(engines) + trainer.ranks,
             each=PROCESS_BYTES,
             on_device=False,
         ),
@@ -159,14 +160,15 @@ def memory(config: RunConfig, shape: ModelShape) -> list[Need]:
 
 
 def kv_bytes(shape: ModelShape, width: int) -> int:
-    """Keys and values of one token."""
+    """Return the bytes of one token's keys and values."""
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * width
 
 
 def activations(config: RunConfig, shape: ModelShape) -> int:
-    """What one packed forward pass of `micro_tokens` keeps for the backward pass.
+    """Return the bytes that one packed forward pass of `micro_tokens` keeps for the
+    backward pass.
 
-    Each layer: its two inputs, their norms and the two sums (6 hidden), queries twice
+    Each layer keeps its two inputs, their norms and the two sums (6 hidden), queries twice
     and the attended values, keys and values twice, gate, up, their product and its
     activation (4 ffn), and the attention weights of the longest sequence.
     """
@@ -180,7 +182,7 @@ def activations(config: RunConfig, shape: ModelShape) -> int:
 
 
 def batch_tokens(config: RunConfig) -> int:
-    """Most tokens of one training batch."""
+    """Return the maximum number of tokens of one training batch."""
     longest = max(task.max_tokens for task in config.tasks)
     return (
         config.rollout.groups_per_step
@@ -190,14 +192,16 @@ def batch_tokens(config: RunConfig) -> int:
 
 
 def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Disk of the checkpoints that are kept: float32 weights and moments, and an export
-    in the model's format.
+    """Return the disk space of the checkpoints, each with float32 weights and moments,
+    and an export in the model's format.
     """
     each = parameters(shape) * (3 * MASTER_BYTES + MASTER_BYTES)
     return CHECKPOINTS_KEPT * each
 
 
 def trajectory_bytes(config: RunConfig) -> int:
-    """Most disk of the trajectory store: every trajectory at its longest."""
+    """Return the maximum disk space of the trajectory store: each trajectory has its
+    maximum length.
+    """
     started = config.run.steps * batch_tokens(config)
     return int(started * STORED_TOKEN_BYTES)

@@ -1,8 +1,7 @@
-"""The part of a dry run that looks at the model: its files, and whether memory and disk
-will hold it.
+"""Check the model: its files, and whether it fits in memory and on disk.
 
-It is done before every run: a model from scratch on the CPU is looked at without torch,
-which costs seconds to import.
+These checks run before every run. They do not import torch, which takes seconds, for a
+model from scratch on the CPU.
 """
 
 import shutil
@@ -40,13 +39,13 @@ empty.
 """
 
 COMFORT = 0.8
-"""Share of what is free beyond which an estimate deserves a warning."""
+"""Share of the free space beyond which an estimate deserves a warning."""
 
 
 def examine_model(config: RunConfig, domains: Sequence[Domain]) -> list[Check]:
-    """The model, and what it needs.
+    """Check the model and its needs.
 
-    `domains` are the task domains that are in order.
+    `domains` are the task domains whose checks passed.
     """
     try:
         shape, checks = _model(config, domains, complete=len(domains) == len(config.tasks))
@@ -63,13 +62,13 @@ def examine_model(config: RunConfig, domains: Sequence[Domain]) -> list[Check]:
 def _model(
     config: RunConfig, domains: Sequence[Domain], *, complete: bool
 ) -> tuple[ModelShape | None, list[Check]]:
-    """The model's shape, None where it depends on tasks that are broken.
+    """Return the model's shape, or None if it depends on tasks whose checks failed.
 
     Raises ConfigError, ValueError or KeyError.
     """
     if config.model.scratch is not None:
         if not complete:
-            return None, [warn("model.scratch", "its vocabulary depends on the tasks, see there")]
+            return None, [warn("model.scratch", "not checked: its vocabulary depends on the tasks")]
         words = [word for domain in domains for word in domain.words]
         tokenizer = build_tokenizer(words)
         for word in (word for domain in domains for word in domain.allowed):
@@ -133,7 +132,7 @@ def _model(
 
 
 def _prompts(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]:
-    """Whether what an episode begins with leaves room for the agent."""
+    """Check that the first messages of an episode leave room for the agent."""
     for domain in domains:
         if not domain.first:
             continue
@@ -167,7 +166,7 @@ def _overlong(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]:
     Name the first ones that do not; count all.
     """
     for domain in domains:
-        limit, found = domain.limits.max_tokens, list[str]()
+        limit, overlong = domain.limits.max_tokens, list[str]()
         for place, messages in domain.prompts:
             bare = tuple(msgspec.structs.replace(message, content="") for message in messages)
             # a token has at least one byte of its text, so that most prompts need not
@@ -181,12 +180,12 @@ def _overlong(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]:
                 yield fail(domain.name, f"prompt of {place}: {error}")
                 break
             if count >= limit:
-                found.append(f"{place} ({count} tokens)")
-        if found:
-            more = ", …" if len(found) > NAMED else ""
+                overlong.append(f"{place} ({count} tokens)")
+        if overlong:
+            more = ", …" if len(overlong) > NAMED else ""
             text = (
-                f"{len(found):,} of {len(domain.prompts):,} are not shorter: "
-                f"{', '.join(found[:NAMED])}{more}"
+                f"{len(overlong):,} of {len(domain.prompts):,} are not shorter: "
+                f"{', '.join(overlong[:NAMED])}{more}"
             )
             yield fail(
                 f"{domain.name}.max_tokens", f"must be more than every prompt, got {limit}; {text}"
@@ -194,7 +193,7 @@ def _overlong(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]:
 
 
 def _transcripts(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]:
-    """Check that a rollout's limits admit what the warm-up teaches.
+    """Check that a rollout's limits admit the transcripts of the warm-up.
 
     Name the first transcript that breaks each limit.
     """
@@ -206,14 +205,12 @@ def _transcripts(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]
             except (ChatError, ValueError) as error:
                 yield fail(f"{domain.name} warm-up", f"transcript {number}: {error}")
                 break
-            for place, (turn, said) in enumerate(
-                zip(sequence.turns, _spoken(messages), strict=True)
+            for place, (turn, reply) in enumerate(
+                zip(sequence.turns, _replies(messages), strict=True)
             ):
                 length = turn.end - turn.start
                 if length > domain.limits.max_turn_tokens:
-                    text = (
-                        f"turn {place}, {said!r:.60}, has {length} tokens with the one that ends it"
-                    )
+                    text = f"turn {place}, {reply!r:.60}, has {length} tokens with its end token"
                     broken.setdefault(
                         "max_turn_tokens",
                         f"every turn of transcript(): in transcript {number} {text}",
@@ -227,13 +224,13 @@ def _transcripts(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]
             )
 
 
-def _spoken(messages: Sequence[Message]) -> list[str]:
+def _replies(messages: Sequence[Message]) -> list[str]:
     return [message.content for message in messages if message.role == "assistant"]
 
 
 def _weights(directory: Path, shape: ModelShape) -> Check:
-    """The files' headers against the shape: a torn download, or weights of another
-    model. Raises ConfigError.
+    """Compare the files' headers with the shape, to detect a torn download or the
+    weights of another model. Raises ConfigError.
     """
     try:
         shape.check(read_sizes(directory))
@@ -269,7 +266,7 @@ def _fits(name: str, needs: Sequence[Need], available: int, what: str) -> Check:
     total = sum(need.total for need in needs)
     text = f"about {human_bytes(total)} of {human_bytes(available)} {what}"
     if not available:
-        return warn(name, f"about {human_bytes(total)}; what this machine has cannot be read")
+        return warn(name, f"about {human_bytes(total)}; the size of memory is unknown")
     if total > available:
         largest = max(needs, key=lambda need: need.total)
         return fail(

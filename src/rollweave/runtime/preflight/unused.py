@@ -1,5 +1,5 @@
-"""Find settings that were changed but have no effect in this run, so that a user does
-not wait for an effect.
+"""Find settings that were changed but have no effect in this run, so that the user does
+not wait for one.
 
 A setting counts as changed if it differs from its default. `simulate` names the
 settings that a simulation ignores.

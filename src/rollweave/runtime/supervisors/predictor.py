@@ -1,10 +1,11 @@
-"""The predictor of the live world: executes the core's commands about lengths, in a
-process of its own.
+"""Run the predictor of lengths in a child process, and execute the core's commands
+about it.
 
-Invariants: nothing here blocks, and nobody waits for an answer; a question is answered
-at most once, by one `PredictionReady` with a finite number. A predictor that dies,
-talks nonsense or is silent for too long is started again, a bounded number of times,
-with nothing harvested; then predictions stop, and the core goes on with its last ones.
+Invariants: nothing here blocks, and no component waits for a prediction; a request is
+answered at most once, by one `PredictionReady` with a finite number. A predictor that
+dies, sends an invalid report or is silent for too long is restarted, without its
+observations, a bounded number of times. After that predictions stop, and the core keeps
+its last ones.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -21,6 +23,8 @@ import msgspec
 
 from rollweave.io.child import spawn
 from rollweave.io.wire import decoder_of, encode
+from rollweave.runtime.supervisors.supervisor import Link, Supervised, Supervisor, until_lost
+from rollweave.runtime.tasks import Tasks
 from rollweave.schema.commands import FitPredictor, Harvest, Predict, Warn
 from rollweave.schema.errors import WireError
 from rollweave.schema.events import PredictionReady
@@ -36,77 +40,70 @@ from rollweave.schema.prediction import (
     StopPredictor,
 )
 
-QUESTIONS = 1024
-"""Questions that may wait for an answer; more are dropped.
+MAX_REQUESTS = 1024
+"""Maximum number of unanswered requests; more are dropped.
 
 A predictor that far behind would answer too late.
 """
 
-WORDS = 16_384
-"""Words of any kind that may wait to be taken; more are dropped: two batches of
-trajectories that end while it hangs.
+MAX_MESSAGES = 16_384
+"""Maximum number of unprocessed messages of any kind; more are dropped.
+
+A hung predictor may leave two batches of ended trajectories unprocessed.
 """
 
 SILENT_S = 600.0
-"""Seconds that a predictor may leave words waiting before it is killed: the longest fit
-takes minutes (Heddle §4.1).
+"""Seconds without a report, while messages wait, after which the predictor is killed:
+the longest fit takes minutes (Heddle §4.1).
 """
 
-RESTARTS = 3
-"""Restarts in one life of a run.
+MAX_RESTARTS = 3
+"""Maximum number of restarts in one life of a run.
 
-Predictions are worth little while it learns anew, and worth nothing if it dies of them.
+Predictions are worth little until a new predictor is fitted, and nothing if it keeps
+dying.
 """
 
 LATENCIES = 4096
-"""Newest answers of which the 99th percentile is taken: forty are beyond it."""
+"""Number of newest answers of which the 99th percentile is taken: forty lie beyond it."""
 
 JOIN_S = 5.0
-"""Seconds that a predictor in a thread has to finish what it computes."""
+"""Maximum time for a predictor in a thread to finish what it computes, in seconds."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Environment of its process: cores belong to engines and trainer."""
+"""Environment of the process: the cores belong to engines and trainer."""
 
 _decode = decoder_of(PredictorReport)
 
 
-class Link(Protocol):
-    """The way to one predictor.
+class PredictorLink(Link, Protocol):
+    """The connection to one predictor. No report follows `kill` or the loss."""
 
-    Reports come until the loss, which comes once; none comes after `kill`.
-    """
-
-    def send(self, word: PredictorMessage) -> None:
-        """Queue one word."""
-
-    def kill(self) -> None:
-        """End it now; its loss follows."""
-
-    async def joined(self) -> None:
-        """Return once it has ended."""
+    def send(self, message: PredictorMessage) -> None:
+        """Queue one message."""
 
 
-OpenLink = Callable[[Callable[[PredictorReport], None], Callable[[str], None]], Link]
-"""Starts a predictor: (on_report, on_lost) → the way to it.
+OpenPredictor = Callable[[Callable[[PredictorReport], None]], PredictorLink]
+"""Start a predictor whose reports go to the callback, on the event loop.
 
-Both are called on the event loop. Raises OSError.
+Raises OSError.
 """
 
 
 def in_process(
     spec: PredictorSpec, *, log: Path, module: str = "rollweave.runtime.entrypoints.predictor"
-) -> OpenLink:
-    """As a child process, `python -m module`."""
-    return lambda on_report, on_lost: ProcessLink(spec, log, module, on_report, on_lost)
+) -> OpenPredictor:
+    """Run the predictor as a child process, `python -m module`."""
+    return lambda on_report: ProcessPredictor(spec, log, module, on_report)
 
 
-def in_thread(spec: PredictorSpec) -> OpenLink:
-    """In a thread of this process: for debugging, and for tests."""
-    return lambda on_report, on_lost: ThreadLink(spec, on_report, on_lost)
+def in_thread(spec: PredictorSpec) -> OpenPredictor:
+    """Run the predictor in a thread of this process, for debugging and tests."""
+    return lambda on_report: ThreadPredictor(spec, on_report)
 
 
-class ProcessLink:
-    """`Link` to a child process, which takes a `PredictorSpec` as its first frame."""
+class ProcessPredictor:
+    """`PredictorLink` to a child process, whose first frame is a `PredictorSpec`."""
 
     def __init__(
         self,
@@ -114,15 +111,15 @@ class ProcessLink:
         log: Path,
         module: str,
         on_report: Callable[[PredictorReport], None],
-        on_lost: Callable[[str], None],
     ) -> None:
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._child = spawn(
             name="predictor",
             module=module,
             log=log,
             env=ONE_THREAD,
             on_frame=lambda payload: on_report(_decode(payload)),
-            on_gone=on_lost,
+            on_gone=self.lost.set_result,
         )
         self._child.send(encode(spec))
 
@@ -130,122 +127,128 @@ class ProcessLink:
     def pid(self) -> int:
         return self._child.pid
 
-    def send(self, word: PredictorMessage) -> None:
-        self._child.send(encode(word))
+    def send(self, message: PredictorMessage) -> None:
+        self._child.send(encode(message))
 
     def kill(self) -> None:
         self._child.kill()
 
-    async def joined(self) -> None:
+    async def close(self) -> None:
+        """Kill the process, which has nothing to save, and wait for its end."""
+        self._child.kill()
         await self._child.gone()
 
 
-class ThreadLink:
-    """`Link` to a daemon thread.
+class ThreadPredictor:
+    """`PredictorLink` to a daemon thread.
 
     After `kill` its reports are ignored, even while it still computes.
     """
 
-    def __init__(
-        self,
-        spec: PredictorSpec,
-        on_report: Callable[[PredictorReport], None],
-        on_lost: Callable[[str], None],
-    ) -> None:
+    def __init__(self, spec: PredictorSpec, on_report: Callable[[PredictorReport], None]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._on_report, self._on_lost = on_report, on_lost
-        self._killed = False
-        self._words: queue.SimpleQueue[PredictorMessage] = queue.SimpleQueue()
+        self.lost: asyncio.Future[str] = self._loop.create_future()
+        self._on_report = on_report
+        self._messages: queue.SimpleQueue[PredictorMessage] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._main, args=(spec,), name="predictor", daemon=True
         )
         self._thread.start()
 
-    def send(self, word: PredictorMessage) -> None:
-        self._words.put(word)
+    def send(self, message: PredictorMessage) -> None:
+        self._messages.put(message)
 
     def kill(self) -> None:
-        if not self._killed:
-            self._killed = True
-            self._words.put(StopPredictor())
-            self._loop.call_soon(self._on_lost, "killed")
+        if not self.lost.done():
+            self._messages.put(StopPredictor())
+            self.lost.set_result("killed")
 
-    async def joined(self) -> None:
+    async def close(self) -> None:
+        self.kill()
         await asyncio.to_thread(self._thread.join, JOIN_S)
 
     def _main(self, spec: PredictorSpec) -> None:
         reason = "ended"
         try:
-            from rollweave.runtime.entrypoints.predictor import (
-                serve,  # scikit-learn stays out of a controller that does not need it
-            )
+            # scikit-learn stays out of a controller that does not need it
+            from rollweave.runtime.entrypoints.predictor import serve
 
-            serve(spec, self._words, lambda report: self._call(lambda: self._on_report(report)))
+            serve(spec, self._messages, lambda report: self._call(self._on_report, report))
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
-        self._call(lambda: self._on_lost(reason))
+        self._call(self.lost.set_result, reason)
 
-    def _call(self, deliver: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens any more
-            self._loop.call_soon_threadsafe(lambda: None if self._killed else deliver())
+    def _call(self, deliver: Callable[..., None], argument: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            self._loop.call_soon_threadsafe(lambda: None if self.lost.done() else deliver(argument))
 
 
-class _Asked(NamedTuple):
+class _Request(NamedTuple):
     command: Predict
-    at: float
+    sent_at: float
 
 
-class PredictorSeat:
-    """The run's predictor.
+@dataclass(slots=True, eq=False, kw_only=True)
+class PredictorProcess(Supervised[PredictorLink]):
+    """One epoch of the predictor."""
 
-    `open_link` starts one; `warned` is told when it is lost, and what was done about
-    it.
+    unsent: list[PredictorMessage] = field(default_factory=list)
+    """Messages that wait for the process's start."""
+
+
+class PredictorSupervisor:
+    """The predictor of a run.
+
+    `open_predictor` starts a process; `warn` receives each loss and its consequence.
     """
 
     def __init__(
         self,
-        open_link: OpenLink,
+        open_predictor: OpenPredictor,
         *,
+        tasks: Tasks,
         post: Callable[[PredictionReady], None],
-        warned: Callable[[Warn], None],
+        warn: Callable[[Warn], None],
         silent_s: float = SILENT_S,
     ) -> None:
-        self._open_link, self._post, self._warned, self._silent_s = (
-            open_link,
-            post,
-            warned,
-            silent_s,
-        )
+        self._open, self._post, self._warn = open_predictor, post, warn
+        self.silent_s = silent_s
         self._loop = asyncio.get_running_loop()
-        self._link: Link | None = None
-        self._closed = False
-        # questions without an answer, by the number of their word
-        self._open: dict[int, _Asked] = {}
-        self._sent = self._taken = 0  # words to the predictor that lives now
-        self._patience: asyncio.TimerHandle | None = None
-        self._silent = ""
-        self._seconds: deque[float] = deque(maxlen=LATENCIES)
-        self._seconds_sum = 0.0
+        self._supervisor = Supervisor[PredictorProcess, None](
+            tasks=tasks, start=self._start, watch=self._watch, on_lost=self._on_lost
+        )
+        self._process: PredictorProcess | None = None
+        """The process to send to; None before `start`, after `close` and without
+        restarts left.
+        """
+        self._requests: dict[int, _Request] = {}
+        """Unanswered requests, by the number of their message."""
+        self._sent = self._processed = 0
+        """Numbers of messages to the current process."""
+        self._timeout: asyncio.TimerHandle | None = None
+        self._silence = ""
+        self._latencies: deque[float] = deque(maxlen=LATENCIES)
+        self._latency_sum = 0.0
         self._stats = PredictorStats()
-        self._before = PredictorStats()  # of predictors that are gone
+        self._before = PredictorStats()
+        """Statistics of former processes."""
 
     def start(self) -> None:
-        """Begin in the background: what is asked before it is ready waits like
-        everything else.
-        """
-        self._begin()
+        """Start the predictor in the background; messages wait until it is ready."""
+        self._begin(epoch=0)
 
     def predict(self, command: Predict, context: LengthContext) -> None:
-        """Ask about `context`, which is the command's with what the world knows. →
-        PredictionReady, perhaps.
+        """PredictionRequest for a prediction in `context`: the command's, completed by the world.
+
+        Answered by `PredictionReady`, or not at all.
         """
-        if self._link is None or len(self._open) >= QUESTIONS or self._waiting >= WORDS:
+        if len(self._requests) >= MAX_REQUESTS or not self._accepts():
             self._count(dropped=1)
             return
         self._count(asked=1)
         number = self._sent + 1
-        self._open[number] = _Asked(command, self._loop.time())
-        self._say(
+        self._requests[number] = _Request(command, self._loop.time())
+        self._send(
             PredictionRequest(
                 number=number,
                 trajectory_id=command.trajectory_id,
@@ -255,8 +258,8 @@ class PredictorSeat:
         )
 
     def harvest(self, command: Harvest) -> None:
-        """An attempt is over."""
-        self._tell(
+        """Pass the length of an ended attempt on."""
+        self._send_or_drop(
             RecordLength(
                 trajectory_id=command.trajectory_id,
                 attempt=command.attempt,
@@ -265,65 +268,77 @@ class PredictorSeat:
         )
 
     def fit(self, command: FitPredictor) -> None:
-        """A step is trained."""
+        """Fit the predictor, after a training step."""
         del command
-        self._tell(Fit())
+        self._send_or_drop(Fit())
 
     def stats(self) -> PredictorStats:
-        """Over this life of the run."""
-        if not self._seconds:
+        """Return the statistics of this life of the run."""
+        if not self._latencies:
             return self._stats
-        ranked = sorted(self._seconds)
+        ranked = sorted(self._latencies)
         return msgspec.structs.replace(
             self._stats,
-            mean_ms=1e3 * self._seconds_sum / self._stats.answered,
+            mean_ms=1e3 * self._latency_sum / self._stats.answered,
             p99_ms=1e3 * ranked[math.ceil(0.99 * len(ranked)) - 1],
         )
 
     async def close(self) -> None:
-        """End it. There is nothing that it could save."""
-        self._closed = True
-        link = self._link
-        if link is not None:
-            link.kill()
-            await link.joined()
+        """End the predictor, which has nothing to save."""
+        self._process = None
+        self._stop_timeout()
+        await self._supervisor.close()
+
+    def _begin(self, epoch: int) -> None:
+        self._sent = self._processed = 0
+        self._process = PredictorProcess(name="predictor", epoch=epoch)
+        self._supervisor.begin(self._process)
+
+    async def _start(self, process: PredictorProcess) -> None:
+        process.link = self._open(self._on_report)
+        for message in process.unsent:
+            process.link.send(message)
+        process.unsent.clear()
+
+    async def _watch(self, process: PredictorProcess, _: None) -> str:
+        assert process.link is not None, "the predictor is started"
+        return await until_lost(process.link)
+
+    def _accepts(self) -> bool:
+        return self._process is not None and self._unprocessed < MAX_MESSAGES
 
     @property
-    def _waiting(self) -> int:
-        return self._sent - self._taken
+    def _unprocessed(self) -> int:
+        return self._sent - self._processed
 
-    def _begin(self) -> None:
-        self._sent = self._taken = 0
-        try:
-            self._link = self._open_link(self._reported, self._lost)
-        except OSError as error:
-            self._warn(f"cannot be started: {error}; lengths are not predicted any more")
-
-    def _tell(self, word: PredictorMessage) -> None:
-        if self._link is None or self._waiting >= WORDS:
-            self._count(dropped=1)
+    def _send_or_drop(self, message: PredictorMessage) -> None:
+        if self._accepts():
+            self._send(message)
         else:
-            self._say(word)
+            self._count(dropped=1)
 
-    def _say(self, word: PredictorMessage) -> None:
-        assert self._link is not None, "checked by whoever asks"
+    def _send(self, message: PredictorMessage) -> None:
+        assert self._process is not None, "the caller checks it"
         self._sent += 1
-        if self._patience is None:
-            self._patience = self._loop.call_later(self._silent_s, self._gave_no_sign)
-        self._link.send(word)
+        if self._timeout is None:
+            self._timeout = self._loop.call_later(self.silent_s, self._on_silence)
+        if self._process.link is None:
+            self._process.unsent.append(message)
+        else:
+            self._process.link.send(message)
 
-    def _reported(self, report: PredictorReport) -> None:
-        if self._closed:
+    def _on_report(self, report: PredictorReport) -> None:
+        if self._process is None:
             return
-        if not self._taken <= report.processed <= self._sent:
+        if not self._processed <= report.processed <= self._sent:
             raise WireError(
-                f"report.processed must be from {self._taken} to {self._sent}, got "
+                f"report.processed must be from {self._processed} to {self._sent}, got "
                 f"{report.processed}"
             )
-        self._taken = report.processed
-        self._rest()
-        if self._waiting > 0:
-            self._patience = self._loop.call_later(self._silent_s, self._gave_no_sign)
+        self._processed = report.processed
+        self._stop_timeout()
+        if self._unprocessed > 0:
+            self._timeout = self._loop.call_later(self.silent_s, self._on_silence)
         now, before = self._loop.time(), self._before
         self._stats = msgspec.structs.replace(
             self._stats,
@@ -335,18 +350,18 @@ class PredictorSeat:
         for answer in report.answers:
             if not math.isfinite(answer.remaining_tokens):
                 continue
-            asked = self._open.pop(answer.number, None)
-            if asked is not None:
-                self._answered(asked, now - asked.at, answer.remaining_tokens)
-        while self._open and next(iter(self._open)) <= report.processed:
-            self._open.pop(next(iter(self._open)))
+            request = self._requests.pop(answer.number, None)
+            if request is not None:
+                self._on_answer(request, now - request.sent_at, answer.remaining_tokens)
+        while self._requests and next(iter(self._requests)) <= report.processed:
+            self._requests.pop(next(iter(self._requests)))
             self._count(lost=1)
 
-    def _answered(self, asked: _Asked, seconds: float, remaining_tokens: float) -> None:
+    def _on_answer(self, request: _Request, seconds: float, remaining_tokens: float) -> None:
         self._count(answered=1)
-        self._seconds.append(seconds)
-        self._seconds_sum += seconds
-        command = asked.command
+        self._latencies.append(seconds)
+        self._latency_sum += seconds
+        command = request.command
         self._post(
             PredictionReady(
                 trajectory_id=command.trajectory_id,
@@ -356,41 +371,41 @@ class PredictorSeat:
             )
         )
 
-    def _gave_no_sign(self) -> None:
-        self._patience = None
-        if self._link is not None:
-            self._silent = f"said nothing for {self._silent_s:g} s, "
-            self._link.kill()
+    def _on_silence(self) -> None:
+        self._timeout = None
+        if self._process is not None and self._process.link is not None:
+            self._silence = f"no report for {self.silent_s:g} s, "
+            self._process.link.kill()
 
-    def _lost(self, reason: str) -> None:
-        self._link = None
-        self._rest()
-        reason, self._silent = self._silent + reason, ""
-        self._count(lost=len(self._open))
-        self._open.clear()
+    def _on_lost(self, process: PredictorProcess, error: Exception | str) -> None:
+        self._process = None
+        self._stop_timeout()
+        reason, self._silence = f"{self._silence}{error}", ""
+        self._count(lost=len(self._requests))
+        self._requests.clear()
         self._before = self._stats = msgspec.structs.replace(self._stats, pairs=0)
-        if self._closed:
+        if isinstance(error, OSError):
+            self._report_loss(f"cannot be started: {reason}; lengths are no longer predicted")
             return
-        if self._stats.restarts >= RESTARTS:
-            self._warn(
-                f"{reason}; it was started again {RESTARTS} times: lengths are not "
-                "predicted any more"
+        if self._stats.restarts >= MAX_RESTARTS:
+            self._report_loss(
+                f"{reason}; it was restarted {MAX_RESTARTS} times: lengths are no longer predicted"
             )
             return
         self._count(restarts=1)
-        self._warn(
-            f"{reason}; started again ({self._stats.restarts} of {RESTARTS} times), with "
-            "nothing harvested"
+        self._report_loss(
+            f"{reason}; restarted ({self._stats.restarts} of {MAX_RESTARTS} times), without "
+            "its observations"
         )
-        self._begin()
+        self._begin(process.epoch + 1)
 
-    def _rest(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+    def _stop_timeout(self) -> None:
+        if self._timeout is not None:
+            self._timeout.cancel()
+            self._timeout = None
 
-    def _warn(self, message: str) -> None:
-        self._warned(Warn(component="predictor", message=message))
+    def _report_loss(self, message: str) -> None:
+        self._warn(Warn(component="predictor", message=message))
 
     def _count(self, **more: int) -> None:
         self._stats = msgspec.structs.replace(

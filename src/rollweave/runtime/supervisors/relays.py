@@ -1,23 +1,21 @@
-"""The relays of the live world: executes the core's commands about relays and says what
-came of them.
+"""Execute the core's commands about relays, and report the results.
 
-Each relay is a process that listens on a loopback address of its own, as if it were
-alone on its machine. Invariants, as of engines in `runtime/supervisors/engines.py`: a
-relay has at most one living process, that of its newest epoch; every epoch ends in
-exactly one `RelayLost`, unless we ended it ourselves; of several takes of the same
-weights only the last is answered.
+Each relay is a process that listens on its own loopback address, as if it were alone on
+its machine. Invariants: as of `runtime/supervisors/supervisor.py`; if several fetches
+of the same weights overlap, only the last one is answered.
 """
 
 import asyncio
 import importlib.util
 import ipaddress
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rollweave.core.policy.relay import chunk_bytes
 from rollweave.record.trace import RELAYS, Trace
 from rollweave.runtime.links.relay import OpenRelay, RelayLink
 from rollweave.runtime.manifests import Manifests
+from rollweave.runtime.supervisors.supervisor import Supervised, Supervisor, until_lost
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.commands import FetchWeights, RemoveRelay, RestartRelay
 from rollweave.schema.config.sections import WeightsConfig
@@ -37,6 +35,7 @@ from rollweave.schema.weights import (
     FetchReply,
     FetchVersion,
     RelayAddress,
+    RelayReady,
     RelaySpec,
     TransportName,
     VersionFailed,
@@ -46,26 +45,29 @@ from rollweave.schema.weights import (
 )
 
 FIRST_HOST = ipaddress.IPv4Address("127.0.0.2")
-"""Machines are loopback addresses from here on: each looks like a host of its own, and
-`tc` can tell them apart.
+"""Address of machine 0; the following machines have the following addresses.
+
+Each loopback address looks like a host of its own, and `tc` can tell them apart.
 """
 
-
-START_S = 1e-3
-"""Seconds that a chunk costs beyond its bytes: its frame, its digest, and waking
-whoever waits for it.
+CHUNK_S = 1e-3
+"""Seconds that a chunk costs beyond its bytes: frame, digest, and a wake-up of the
+receiver.
 """
+
 BYTE_S = 1e-9
-"""Seconds of a byte until one has travelled: 1 GB/s, about what TCP does on one
-machine.
+"""Assumed seconds per byte until a transfer was measured: 1 GB/s, about the speed of
+TCP on one machine.
 """
 
 MODULES: dict[TransportName, str] = {"mooncake": "mooncake", "nixl": "nixl"}
-"""What a transport needs to be installed, by the name of its extra."""
+"""Module that a transport needs. The transport is also the name of the extra that
+installs it.
+"""
 
 
 def missing_extra(config: WeightsConfig) -> str | None:
-    """The extra that these relays lack; None if they lack none."""
+    """Return the extra that these relays lack; None if they lack none."""
     module = MODULES.get(config.transport) if config.relays else None
     return (
         config.transport
@@ -75,29 +77,23 @@ def missing_extra(config: WeightsConfig) -> str | None:
 
 
 def host_of(machine: int) -> str:
-    """The address that its relay listens on."""
+    """Return the address on which a machine's relay listens."""
     return str(FIRST_HOST + machine)
 
 
-@dataclass(slots=True)
-class Seat:
-    """One epoch of one relay.
-
-    `link` is None until its process is started, `address` until it listens.
-    """
+@dataclass(slots=True, eq=False, kw_only=True)
+class RelayProcess(Supervised[RelayLink]):
+    """One epoch of one relay."""
 
     machine: int
-    epoch: int
-    link: RelayLink | None = None
     address: RelayAddress | None = None
-    ours: bool = False  # we are ending it, so its loss is no news
-    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    """None until the relay listens."""
 
 
-class Relays:
-    """All relays, r0, r1, ….
+class RelaySupervisor:
+    """All relays of a world, r0, r1, and so on.
 
-    What they hold they write down in `manifests`, where engines look for it.
+    It records in `manifests` which versions they have, where engines look them up.
     """
 
     def __init__(
@@ -112,155 +108,141 @@ class Relays:
         clock: Callable[[], float],
         trace: Trace,
     ) -> None:
-        self._count, self._open, self._transport, self._manifests = (
-            count,
-            open_relay,
-            transport,
-            manifests,
-        )
+        self._count, self._open, self._transport = count, open_relay, transport
+        self._manifests = manifests
         self._tasks, self._post, self._clock, self._trace = tasks, post, clock, trace
-        self._seats: dict[str, Seat] = {}
         self._byte_s = BYTE_S
+        self._relays = Supervisor[RelayProcess, RelayReady](
+            tasks=tasks, start=self._start, watch=self._watch, on_lost=self._on_lost
+        )
 
     def start(self) -> None:
-        """Start epoch 0 of each: a world begins."""
+        """Start epoch 0 of each relay, at the beginning of a life."""
         for machine in range(self._count):
-            self._begin(f"r{machine}", Seat(machine=machine, epoch=0), None)
+            self._relays.begin(RelayProcess(name=f"r{machine}", epoch=0, machine=machine))
 
-    def take(self, command: FetchWeights) -> None:
-        seat = self._seats.get(command.relay_id)
-        if seat is None or seat.link is None:
-            return  # its loss is on its way
+    def fetch(self, command: FetchWeights) -> None:
+        relay = self._relays.get(command.relay_id)
+        if relay is None or relay.link is None:
+            return  # the event of its loss follows
         try:
             manifest, source = self._origin(command)
         except WeightsError as error:
-            self._post(_refused(command, seat, "source", str(error)))
+            self._post(_failed(command, relay, "source", str(error)))
             return
-        kept = (*command.keep, command.base_id) if command.base_id is not None else command.keep
-        self._manifests.keep(seat.machine, kept)
+        keep = (*command.keep, command.base_id) if command.base_id is not None else command.keep
+        self._manifests.keep(relay.machine, keep)
         chunk = chunk_bytes(
-            manifest.nbytes, nodes=len(self._seats), start_s=START_S, byte_s=self._byte_s
+            manifest.nbytes, nodes=len(self._relays), start_s=CHUNK_S, byte_s=self._byte_s
         )
-        answer = seat.link.take(
+        reply = relay.link.fetch(
             FetchVersion(
                 manifest=manifest,
                 base_id=command.base_id,
                 source=source,
-                keep=kept,
+                keep=keep,
                 chunk_bytes=chunk,
             )
         )
         self._tasks.spawn(
-            self._taken(command, seat, answer), f"take {command.weights_id} {command.relay_id}"
+            self._fetch(command, relay, reply), f"fetch {command.weights_id} {command.relay_id}"
         )
 
     def restart(self, command: RestartRelay) -> None:
-        former = self._seats[command.relay_id]
-        self._begin(command.relay_id, Seat(machine=former.machine, epoch=command.epoch), former)
+        former = self._relays.get(command.relay_id)
+        assert former is not None, "the core restarts no relay that it removed"
+        self._manifests.keep(former.machine, ())
+        self._relays.begin(
+            RelayProcess(name=former.name, epoch=command.epoch, machine=former.machine)
+        )
 
     def remove(self, command: RemoveRelay) -> None:
-        seat = self._seats.pop(command.relay_id)
-        self._end(seat)
+        relay = self._relays.remove(command.relay_id)
+        if relay is not None:
+            self._manifests.keep(relay.machine, ())
 
     async def close(self) -> None:
-        """End every relay, in order if they can."""
-        seats = list(self._seats.values())
-        self._seats.clear()
-        for seat in seats:
-            seat.ours = True
-        await asyncio.gather(*(seat.link.close() for seat in seats if seat.link is not None))
+        """End every relay, in order if it can."""
+        await self._relays.close()
 
-    def _begin(self, relay_id: str, seat: Seat, former: Seat | None) -> None:
-        self._seats[relay_id] = seat
-        if former is not None:
-            self._end(former)
-        self._tasks.spawn(self._live(relay_id, seat, former), f"relay {relay_id}.{seat.epoch}")
-
-    def _end(self, seat: Seat) -> None:
-        seat.ours = True
-        self._manifests.keep(seat.machine, ())
-        if seat.link is not None:
-            seat.link.kill()
-
-    async def _live(self, relay_id: str, seat: Seat, former: Seat | None) -> None:
-        """One epoch from its start to its loss."""
-        try:
-            if former is not None:
-                await former.closed.wait()
-            if seat.ours:
-                return
-            started = self._clock()
-            try:
-                spec = RelaySpec(id=relay_id, host=host_of(seat.machine), transport=self._transport)
-                seat.link = self._open(
-                    spec,
-                    lambda silent: self._suspected(relay_id, seat, silent=silent),
-                    lambda word: self._stalled(relay_id, seat, word),
-                )
-                seat.address = (await seat.link.ready()).address
-            except (WeightsError, OSError) as error:
-                self._lost(relay_id, seat, str(error))
-                return
-            self._trace.span(RELAYS, relay_id, "start", started, self._clock(), epoch=seat.epoch)
-            self._post(RelayJoined(relay_id=relay_id, epoch=seat.epoch))
-            self._lost(relay_id, seat, await asyncio.shield(seat.link.lost))
-        finally:
-            if seat.link is not None:
-                seat.link.kill()
-            seat.closed.set()
-
-    def _suspected(self, relay_id: str, seat: Seat, *, silent: bool) -> None:
-        if not seat.ours:
-            self._trace.instant(
-                RELAYS, relay_id, "suspected" if silent else "heard again", self._clock()
-            )
-            kind = RelaySuspected if silent else RelayRecovered
-            self._post(kind(relay_id=relay_id, epoch=seat.epoch))
-
-    def _stalled(self, relay_id: str, seat: Seat, word: VersionStalled) -> None:
-        source = next(
-            (other for other, its in self._seats.items() if its.address == word.source), None
+    async def _start(self, relay: RelayProcess) -> RelayReady:
+        relay.started_at = self._clock()
+        spec = RelaySpec(id=relay.name, host=host_of(relay.machine), transport=self._transport)
+        relay.link = self._open(
+            spec,
+            lambda silent: self._on_suspected(relay, silent=silent),
+            lambda message: self._on_stalled(relay, message),
         )
-        if not seat.ours and source is not None:
+        return await relay.link.ready()
+
+    async def _watch(self, relay: RelayProcess, ready: RelayReady) -> str:
+        relay.address = ready.address
+        self._trace.span(
+            RELAYS, relay.name, "start", relay.started_at, self._clock(), epoch=relay.epoch
+        )
+        self._post(RelayJoined(relay_id=relay.name, epoch=relay.epoch))
+        assert relay.link is not None, "the relay is ready"
+        return await until_lost(relay.link)
+
+    def _on_lost(self, relay: RelayProcess, error: Exception | str) -> None:
+        self._manifests.keep(relay.machine, ())
+        self._trace.instant(RELAYS, relay.name, "lost", self._clock())
+        self._post(RelayLost(relay_id=relay.name, epoch=relay.epoch, error=str(error)))
+
+    def _on_suspected(self, relay: RelayProcess, *, silent: bool) -> None:
+        if relay.retired:
+            return
+        self._trace.instant(
+            RELAYS, relay.name, "suspected" if silent else "recovered", self._clock()
+        )
+        kind = RelaySuspected if silent else RelayRecovered
+        self._post(kind(relay_id=relay.name, epoch=relay.epoch))
+
+    def _on_stalled(self, relay: RelayProcess, message: VersionStalled) -> None:
+        source = next(
+            (other.name for other in self._relays if other.address == message.source), None
+        )
+        if not relay.retired and source is not None:
             event = FetchStalled(
-                relay_id=relay_id, epoch=seat.epoch, weights_id=word.weights_id, source=source
+                relay_id=relay.name,
+                epoch=relay.epoch,
+                weights_id=message.weights_id,
+                source=source,
             )
             self._post(event)
 
-    def _lost(self, relay_id: str, seat: Seat, error: str) -> None:
-        if not seat.ours:
-            self._manifests.keep(seat.machine, ())
-            self._trace.instant(RELAYS, relay_id, "lost", self._clock())
-            self._post(RelayLost(relay_id=relay_id, epoch=seat.epoch, error=error))
-
     def _origin(self, command: FetchWeights) -> tuple[WeightManifest, RelayAddress | None]:
-        """What is to be taken, and from where. Raises WeightsError."""
-        found = self._manifests.of_trainer if command.source is None else self._manifests.anywhere
-        manifest = found(command.weights_id)
+        """Return the weights to fetch and their source; None stands for the trainer.
+
+        Raises WeightsError.
+        """
+        locate = self._manifests.of_trainer if command.source is None else self._manifests.anywhere
+        manifest = locate(command.weights_id)
         if manifest is None:
-            raise WeightsError(f"weights {command.weights_id} are not published any more")
+            raise WeightsError(f"weights {command.weights_id} are no longer published")
         if command.source is None:
             return manifest, None
-        source = self._seats.get(command.source)
+        source = self._relays.get(command.source)
         if source is None or source.address is None:
-            raise WeightsError(f"relay {command.source} is not there")
+            raise WeightsError(f"relay {command.source} is not running")
         return manifest, source.address
 
-    async def _taken(
+    async def _fetch(
         self,
         command: FetchWeights,
-        seat: Seat,
-        answer: "asyncio.Future[FetchReply | None]",
+        relay: RelayProcess,
+        reply: "asyncio.Future[FetchReply | None]",
     ) -> None:
+        """Wait for the result of a fetch, and report it."""
         started = self._clock()
-        found = await answer
-        if found is None:
-            # lost, which is an event of its own, or overtaken by another take of the
-            # same weights
+        result = await reply
+        if result is None:
+            # the relay is lost, which is an event by itself, or a later fetch of the
+            # same weights replaced this one
             return
         name = f"take {command.weights_id} from {command.source or 'the trainer'}"
         nbytes, error = (
-            (found.nbytes, "") if isinstance(found, VersionFetched) else (0, found.error)
+            (result.nbytes, "") if isinstance(result, VersionFetched) else (0, result.error)
         )
         self._trace.span(
             RELAYS,
@@ -272,23 +254,26 @@ class Relays:
             nbytes=nbytes,
             error=error,
         )
-        if isinstance(found, VersionFailed):
-            self._post(_refused(command, seat, found.reason, found.error))
+        if isinstance(result, VersionFailed):
+            self._post(_failed(command, relay, result.reason, result.error))
             return
-        if command.source is not None and command.base_id is None and found.nbytes:
-            self._byte_s = found.seconds / found.nbytes
-        if not seat.ours:
-            self._manifests.hold(seat.machine, found.manifest)
-        held = WeightsFetched(
-            relay_id=command.relay_id, epoch=seat.epoch, weights_id=command.weights_id
+        if command.source is not None and command.base_id is None and result.nbytes:
+            self._byte_s = result.seconds / result.nbytes
+        if not relay.retired:
+            self._manifests.add(relay.machine, result.manifest)
+        self._post(
+            WeightsFetched(
+                relay_id=command.relay_id, epoch=relay.epoch, weights_id=command.weights_id
+            )
         )
-        self._post(held)
 
 
-def _refused(command: FetchWeights, seat: Seat, reason: RefusalReason, error: str) -> FetchFailed:
+def _failed(
+    command: FetchWeights, relay: RelayProcess, reason: RefusalReason, error: str
+) -> FetchFailed:
     return FetchFailed(
         relay_id=command.relay_id,
-        epoch=seat.epoch,
+        epoch=relay.epoch,
         weights_id=command.weights_id,
         try_number=command.try_number,
         reason=reason,

@@ -1,19 +1,20 @@
-"""The trainer of the live world: executes the core's commands about training and says
-what came of them.
+"""Execute the core's commands about training, and report the results.
 
-Invariants: there is at most one trainer, of the newest epoch; everything it says
-carries its epoch. Only after `CheckpointSaved` is in the journal are older checkpoints
-removed.
+Invariants: as of `runtime/supervisors/supervisor.py`; every event carries the epoch of
+the trainer that caused it; older checkpoints are removed only once `CheckpointSaved` is
+in the journal.
 """
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 from rollweave.record.store import Entry, StoreError, TrajectoryStore
 from rollweave.record.trace import TRAINER, Trace
 from rollweave.runtime.checkpoints import Checkpoints
 from rollweave.runtime.links.trainer import TrainerBackend, TrainerLostError, TrainerRefusedError
+from rollweave.runtime.pump import PostEvent
+from rollweave.runtime.supervisors.supervisor import Supervised, Supervisor, until_lost
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.commands import (
     GroupRef,
@@ -23,12 +24,10 @@ from rollweave.schema.commands import (
     SaveCheckpoint,
     TrainStep,
 )
-from rollweave.schema.errors import RollweaveError
 from rollweave.schema.events import (
     CheckpointCopied,
     CheckpointFailed,
     CheckpointSaved,
-    Event,
     GroupRatio,
     RatiosMeasured,
     StepTrained,
@@ -55,24 +54,27 @@ from rollweave.schema.training import TrainFailed as Failed
 from rollweave.schema.weights import WeightManifest
 from rollweave.schema.work import Batch, ScoredGroup
 
-
-class Post(Protocol):
-    """The pump's inbox."""
-
-    def __call__(self, event: Event, then: Callable[[], None] | None = None) -> None:
-        """Queue an event; `then` follows once it is in the journal."""
+TRAINER_NAME = "trainer"
 
 
 class DamagedCheckpointError(TrainerLostError):
-    """The trainer lives, and cannot read a checkpoint."""
+    """The trainer is alive but cannot read a checkpoint."""
 
 
-class TrainerSeat:
-    """`make(epoch, fresh)` starts a trainer, or raises OSError. `on_saved` follows when
-    a checkpoint is in the journal.
+@dataclass(slots=True, eq=False, kw_only=True)
+class TrainerProcess(Supervised[TrainerBackend]):
+    """One epoch of the trainer."""
 
-    `on_published` is told which weights there are now, and which others the trainer
-    still holds.
+    steps: Sequence[int] = ()
+    """Steps of the checkpoints to restore from, best first; none for a fresh start."""
+
+
+class TrainerSupervisor:
+    """The trainer of a world.
+
+    `make(epoch, fresh)` starts a process, and may raise OSError. `on_published`
+    receives new weights, and the ids of the older ones that the trainer keeps;
+    `on_saved` is called once a checkpoint is in the journal.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class TrainerSeat:
         *,
         make: Callable[[int, bool], TrainerBackend],
         tasks: Tasks,
-        post: Post,
+        post: PostEvent,
         clock: Callable[[], float],
         trace: Trace,
         store: TrajectoryStore,
@@ -89,28 +91,21 @@ class TrainerSeat:
         on_trained: Callable[[TrainStep, Batch, TrainMetrics], None],
         on_saved: Callable[[], None],
     ) -> None:
-        self._make, self._tasks, self._post, self._clock, self._trace = (
-            make,
-            tasks,
-            post,
-            clock,
-            trace,
-        )
+        self._make, self._tasks, self._post = make, tasks, post
+        self._clock, self._trace = clock, trace
         self._store, self._checkpoints = store, checkpoints
         self._on_published, self._on_trained, self._on_saved = on_published, on_trained, on_saved
-        self._epoch = 0
-        self._backend: TrainerBackend | None = None
-        self._life: asyncio.Task[None] | None = None
+        self._trainer = Supervisor[TrainerProcess, tuple[int, str]](
+            tasks=tasks, start=self._start, watch=self._watch, on_lost=self._on_lost
+        )
 
     def start(self, epoch: int, steps: Sequence[int] = ()) -> None:
-        """Start a trainer process; from the first of these checkpoints that is good, or
-        afresh. The one before it is killed.
+        """Start a trainer from the first of these checkpoints that can be read, or
+        afresh without any.
+
+        The former process is killed.
         """
-        former, self._life = self._life, None
-        if self._backend is not None:
-            self._backend.kill()
-        self._backend, self._epoch = None, epoch
-        self._life = self._tasks.spawn(self._live(epoch, steps, former), f"trainer {epoch}")
+        self._trainer.begin(TrainerProcess(name=TRAINER_NAME, epoch=epoch, steps=steps))
 
     def restart(self, command: RestartTrainer) -> None:
         self.start(
@@ -118,82 +113,77 @@ class TrainerSeat:
         )
 
     def train(self, command: TrainStep) -> None:
-        self._tasks.spawn(self._train(self._epoch, command), f"train {command.step}.{command.part}")
+        trainer = self._trainer.get(TRAINER_NAME)
+        if trainer is not None:
+            self._tasks.spawn(self._train(trainer, command), f"train {command.step}.{command.part}")
 
     def measure(self, command: MeasureRatios) -> None:
+        trainer = self._trainer.get(TRAINER_NAME)
+        if trainer is None:
+            return
         try:
-            # now: what is in the buffer may be evicted before the task begins
-            places = self._places(command.groups)
+            # now: groups may be evicted from the buffer before the task begins
+            entries = self._entries(command.groups)
         except StoreError as error:
             self._post(
-                TrainFailed(epoch=self._epoch, step=command.step, error=str(error), nonfinite=False)
+                TrainFailed(
+                    epoch=trainer.epoch, step=command.step, error=str(error), nonfinite=False
+                )
             )
             return
         self._tasks.spawn(
-            self._measure(self._epoch, command, places), f"measure {command.step}.{command.part}"
+            self._measure(trainer, command, entries), f"measure {command.step}.{command.part}"
         )
 
     def publish(self, command: PublishWeights) -> None:
-        self._tasks.spawn(self._publish(self._epoch, command), f"publish {command.version}")
+        trainer = self._trainer.get(TRAINER_NAME)
+        if trainer is not None:
+            self._tasks.spawn(self._publish(trainer, command), f"publish {command.version}")
 
     def save(self, command: SaveCheckpoint) -> None:
-        self._tasks.spawn(self._save(self._epoch, command), f"save {command.step}")
+        trainer = self._trainer.get(TRAINER_NAME)
+        if trainer is not None:
+            self._tasks.spawn(self._save(trainer, command), f"save {command.step}")
 
     async def close(self) -> None:
         """End the trainer, in order if it can."""
-        backend, self._backend = self._backend, None
-        self._epoch = -1
-        if backend is not None:
-            await backend.close()
+        await self._trainer.close()
 
-    async def _live(
-        self, epoch: int, steps: Sequence[int], former: asyncio.Task[None] | None
-    ) -> None:
-        """One trainer from its start to its loss."""
-        if former is not None:
-            await asyncio.wait([former])
-        started, backend = self._clock(), None
-        try:
-            if epoch != self._epoch:
-                return
-            try:
-                backend = self._backend = self._make(epoch, not steps)
-                await backend.ready()
-                step, note = await self._restore_first(backend, steps)
-            except (RollweaveError, OSError) as error:
-                self._lost(
-                    epoch,
-                    str(error),
-                    hopeless=isinstance(error, DamagedCheckpointError | TrainerRefusedError),
-                )
-                return
-            self._trace.span(TRAINER, "trainer", "start", started, self._clock(), epoch=epoch)
-            self._post(TrainerReady(epoch=epoch, step=step, note=note))
-            self._lost(epoch, await asyncio.shield(backend.lost))
-        finally:
-            if backend is not None:
-                backend.kill()
+    async def _start(self, trainer: TrainerProcess) -> tuple[int, str]:
+        trainer.started_at = self._clock()
+        trainer.link = self._make(trainer.epoch, not trainer.steps)
+        await trainer.link.ready()
+        return await self._restore_first(trainer.link, trainer.steps)
 
-    def _lost(self, epoch: int, error: str, *, hopeless: bool = False) -> None:
-        if epoch == self._epoch:
-            self._post(TrainerLost(epoch=epoch, error=error, hopeless=hopeless))
+    async def _watch(self, trainer: TrainerProcess, restored: tuple[int, str]) -> str:
+        step, note = restored
+        self._trace.span(
+            TRAINER, "trainer", "start", trainer.started_at, self._clock(), epoch=trainer.epoch
+        )
+        self._post(TrainerReady(epoch=trainer.epoch, step=step, note=note))
+        assert trainer.link is not None, "the trainer is ready"
+        return await until_lost(trainer.link)
+
+    def _on_lost(self, trainer: TrainerProcess, error: Exception | str) -> None:
+        hopeless = isinstance(error, DamagedCheckpointError | TrainerRefusedError)
+        self._post(TrainerLost(epoch=trainer.epoch, error=str(error), hopeless=hopeless))
 
     async def _restore_first(
         self, backend: TrainerBackend, steps: Sequence[int]
     ) -> tuple[int, str]:
-        """Restore the first of these checkpoints that is good: its step, and what is
-        wrong with those before it.
+        """Restore the first of these checkpoints that can be read. Return its step, and
+        the errors of those before it.
         """
-        wrong: list[str] = []
+        errors: list[str] = []
         for step in steps:
             try:
                 await self._restore(backend, step)
             except DamagedCheckpointError as error:
-                wrong.append(str(error))
+                errors.append(str(error))
             else:
-                return step, "; ".join(wrong)
-        if wrong:
-            raise DamagedCheckpointError("; ".join(wrong))
+                return step, "; ".join(errors)
+        if errors:
+            raise DamagedCheckpointError("; ".join(errors))
         return 0, ""
 
     async def _restore(self, backend: TrainerBackend, step: int) -> None:
@@ -203,8 +193,8 @@ class TrainerSeat:
                 f"checkpoint of step {step} cannot be restored: {_error(reply)}"
             )
 
-    async def _train(self, epoch: int, command: TrainStep) -> None:
-        backend = self._backend
+    async def _train(self, trainer: TrainerProcess, command: TrainStep) -> None:
+        backend = _usable(trainer)
         if backend is None:
             return
         step, part = command.step, command.part
@@ -213,9 +203,11 @@ class TrainerSeat:
             started = self._clock()
             reply = await backend.ask(TrainOn(batch=batch))
         except TrainerLostError:
-            return  # its loss is an event of its own
+            return  # its loss is an event by itself
         except StoreError as error:
-            self._post(TrainFailed(epoch=epoch, step=step, error=str(error), nonfinite=False))
+            self._post(
+                TrainFailed(epoch=trainer.epoch, step=step, error=str(error), nonfinite=False)
+            )
             return
         self._trace.span(
             TRAINER,
@@ -227,17 +219,19 @@ class TrainerSeat:
         )
         if isinstance(reply, Trained):
             self._on_trained(command, batch, reply.metrics)
-            self._post(StepTrained(epoch=epoch, step=step, part=part))
+            self._post(StepTrained(epoch=trainer.epoch, step=step, part=part))
         else:
-            self._failed(epoch, step, reply)
+            self._post_failure(trainer, step, reply)
 
-    async def _measure(self, epoch: int, command: MeasureRatios, places: Sequence[Entry]) -> None:
-        backend = self._backend
+    async def _measure(
+        self, trainer: TrainerProcess, command: MeasureRatios, entries: Sequence[Entry]
+    ) -> None:
+        backend = _usable(trainer)
         if backend is None:
             return
         step, part = command.step, command.part
         try:
-            groups = await self._groups(command.groups, places)
+            groups = await self._groups(command.groups, entries)
             started = self._clock()
             reply = await backend.ask(Measure(step=step, part=part, groups=groups))
         except TrainerLostError:
@@ -250,17 +244,21 @@ class TrainerSeat:
                 GroupRatio(id=group.id, ratio=ratio)
                 for group, ratio in zip(groups, reply.ratios, strict=True)
             ]
-            self._post(RatiosMeasured(epoch=epoch, step=step, part=part, ratios=tuple(ratios)))
+            self._post(
+                RatiosMeasured(epoch=trainer.epoch, step=step, part=part, ratios=tuple(ratios))
+            )
         else:
-            self._failed(epoch, step, reply)
+            self._post_failure(trainer, step, reply)
 
-    def _failed(self, epoch: int, step: int, reply: object) -> None:
+    def _post_failure(self, trainer: TrainerProcess, step: int, reply: object) -> None:
         nonfinite = isinstance(reply, Failed) and reply.nonfinite
-        self._post(TrainFailed(epoch=epoch, step=step, error=_error(reply), nonfinite=nonfinite))
+        self._post(
+            TrainFailed(epoch=trainer.epoch, step=step, error=_error(reply), nonfinite=nonfinite)
+        )
 
     async def _batch(self, command: TrainStep) -> Batch:
-        """The batch with its tokens."""
-        groups = await self._groups(command.groups, self._places(command.groups))
+        """Read the batch with its tokens."""
+        groups = await self._groups(command.groups, self._entries(command.groups))
         return Batch(
             step=command.step,
             version=command.step,
@@ -269,14 +267,15 @@ class TrainerSeat:
             groups=groups,
         )
 
-    def _places(self, groups: Sequence[GroupRef]) -> list[Entry]:
+    def _entries(self, groups: Sequence[GroupRef]) -> list[Entry]:
+        """Look the trajectories up in the store. Raises StoreError."""
         return self._store.find([member for group in groups for member in group.trajectory_ids])
 
     async def _groups(
-        self, groups: Sequence[GroupRef], places: Sequence[Entry]
+        self, groups: Sequence[GroupRef], entries: Sequence[Entry]
     ) -> tuple[ScoredGroup, ...]:
-        """Read off the loop."""
-        trajectories = iter(await asyncio.to_thread(self._store.read, places))
+        """Read the groups' trajectories, off the event loop."""
+        trajectories = iter(await asyncio.to_thread(self._store.read, entries))
         return tuple(
             ScoredGroup(
                 id=group.id,
@@ -286,8 +285,8 @@ class TrainerSeat:
             for group in groups
         )
 
-    async def _publish(self, epoch: int, command: PublishWeights) -> None:
-        backend = self._backend
+    async def _publish(self, trainer: TrainerProcess, command: PublishWeights) -> None:
+        backend = _usable(trainer)
         if backend is None:
             return
         started = self._clock()
@@ -302,17 +301,19 @@ class TrainerSeat:
                     f"weights version {command.version} cannot be published: {_error(reply)}"
                 )
         except TrainerLostError as error:
-            self._lost(epoch, str(error))
+            self._trainer.lose(trainer, str(error))
             backend.kill()
             return
         self._trace.span(TRAINER, "trainer", f"publish v{command.version}", started, self._clock())
         self._on_published(reply.manifest, command.keep)
         self._post(
-            WeightsPublished(epoch=epoch, version=command.version, weights_id=command.weights_id)
+            WeightsPublished(
+                epoch=trainer.epoch, version=command.version, weights_id=command.weights_id
+            )
         )
 
-    async def _save(self, epoch: int, command: SaveCheckpoint) -> None:
-        backend, step = self._backend, command.step
+    async def _save(self, trainer: TrainerProcess, command: SaveCheckpoint) -> None:
+        backend, epoch, step = _usable(trainer), trainer.epoch, command.step
         if backend is None:
             return
         started = self._clock()
@@ -334,13 +335,18 @@ class TrainerSeat:
             return
         self._trace.span(TRAINER, "checkpoint", f"save {step}", started, self._clock())
         self._store.sync()
-        self._post(CheckpointSaved(epoch=epoch, step=step), lambda: self._saved(command))
+        self._post(CheckpointSaved(epoch=epoch, step=step), lambda: self._journaled(command))
 
-    def _saved(self, command: SaveCheckpoint) -> None:
-        """The checkpoint is in the journal: what only earlier ones needed may go."""
+    def _journaled(self, command: SaveCheckpoint) -> None:
+        """Remove older checkpoints, now that this one is in the journal."""
         self._on_saved()
         keep = {*command.keep, command.step}
         self._tasks.spawn(asyncio.to_thread(self._checkpoints.prune, keep), "prune checkpoints")
+
+
+def _usable(trainer: TrainerProcess) -> TrainerBackend | None:
+    """Return the trainer's link; None if it does not run yet, or was replaced."""
+    return None if trainer.retired else trainer.link
 
 
 def _error(reply: object) -> str:

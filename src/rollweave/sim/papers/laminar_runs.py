@@ -333,7 +333,7 @@ class Part:
             trainer(shape=shape, gpus=training, share=share, updates=UPDATES),
         )
         self._metrics = SimMetrics()
-        self.world = World(_fewer(config) if quick else config, listener=self._metrics, costs=costs)
+        self.world = World(_fewer(config) if quick else config, observer=self._metrics, costs=costs)
         self._metrics.watch(self.world)
         self.world.start()
 

@@ -1,0 +1,112 @@
+"""The parts that every live world has, wired together under one task group: pump,
+engines and rollout pipeline.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rollweave.core.core import Core
+from rollweave.engine.clients.base import EngineBackend
+from rollweave.record.journal import RunJournal
+from rollweave.record.store import TrajectoryStore
+from rollweave.record.trace import ENVIRONMENTS, Trace
+from rollweave.rollout.driver import MakeEpisode
+from rollweave.rollout.pipeline import Pipeline
+from rollweave.runtime.effects import Handlers, Timer, rollout_handlers
+from rollweave.runtime.manifests import Manifests
+from rollweave.runtime.pump import Pump, RunClock
+from rollweave.runtime.supervisors.engines import EngineSupervisor
+from rollweave.runtime.tasks import Tasks
+from rollweave.schema.commands import Command
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.events import EngineSlot
+from rollweave.schema.serving import LoadSaved
+
+WAITING_PER_SLOT = 8
+"""Number of rolled-out attempts that are remembered for each living environment: about
+the length that the queue of rewards may reach.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wiring:
+    """What a live world is made from, and what outlives it."""
+
+    config: RunConfig
+    core: Core
+    clock: RunClock
+    journal: RunJournal
+    store: TrajectoryStore
+    trace: Trace
+    make_engine: Callable[[EngineSlot, int], EngineBackend]
+    make_episode: MakeEpisode
+
+
+class RolloutRuntime:
+    """Pump, engines and rollout pipeline of one live world."""
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        *,
+        execute: Callable[[Command], None],
+        keep_partial_turns: bool = False,
+        machines: int = 0,
+        reply_s: float | None = None,
+        checkpoint: Callable[[int, int], LoadSaved] | None = None,
+    ) -> None:
+        """`execute` receives each command.
+
+        `keep_partial_turns` is as in `rollout/pipeline.py`; `reply_s` and `checkpoint` are as
+        in `runtime/supervisors/engines.py`.
+        """
+        clock = wiring.clock.now
+        self.tasks = Tasks()
+        self.pump = Pump(wiring.core, journal=wiring.journal, clock=clock, execute=execute)
+        self.manifests = Manifests(machines)
+        self.engines = EngineSupervisor(
+            make=wiring.make_engine,
+            tasks=self.tasks,
+            post=self.pump.post,
+            clock=clock,
+            trace=wiring.trace,
+            manifests=self.manifests,
+            reply_s=reply_s,
+            checkpoint=checkpoint,
+        )
+        self.pipeline = Pipeline(
+            make_episode=wiring.make_episode,
+            engine=self.engines.backend,
+            store=wiring.store,
+            post=self.pump.post,
+            spawn=self.tasks.spawn,
+            clock=clock,
+            spans=_EpisodeSpans(wiring.trace),
+            waiting_limit=WAITING_PER_SLOT * wiring.config.rollout.max_running,
+            keep_partial_turns=keep_partial_turns,
+        )
+        self._timer = Timer(clock, self.pump.post)
+        self.error: str | None = None
+        """The error of the run, or "", once the core has finished it."""
+
+    def handlers(self) -> Handlers:
+        return rollout_handlers(pipeline=self.pipeline, engines=self.engines, timer=self._timer)
+
+    def finish(self, error: str) -> None:
+        """Let the pump return: the core has finished the run."""
+        self.error = error
+        self._timer.cancel()
+        self.pump.stop()
+
+
+class _EpisodeSpans:
+    """Writes the pipeline's spans as rows of the trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+
+    def episode_span(self, lane: str, name: str, start: float, end: float) -> None:
+        self._trace.span(ENVIRONMENTS, lane, name, start, end, trajectory=lane)
+
+    def episode_over(self, lane: str) -> None:
+        self._trace.release(ENVIRONMENTS, lane)
