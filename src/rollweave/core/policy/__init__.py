@@ -1,3 +1,3 @@
-"""Pure decisions, one question a file: no clock, no randomness of their own, no I/O, no
+"""Policies: pure decisions, one question per file, without clock, randomness, I/O or
 torch.
 """

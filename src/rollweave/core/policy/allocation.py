@@ -1,12 +1,12 @@
-"""How many GPUs each worker gets (Heddle §6): the degrees of all workers together with
-the placement, of least makespan.
+"""Choose how many GPUs each worker gets (Heddle §6): the degrees of all workers
+together with the placement of least makespan.
 
 The paper anneals over degrees with a placement inside. Under its own cost model the
 joint problem has an exact answer that costs no more than one placement: let reach[g] be
-how far `g` GPUs get along the sorted list within a makespan, then reach[g] = max over d
+how far `g` GPUs get along the sorted list within a makespan; then reach[g] = max over d
 of extend_d(reach[g - d]), because a worker never reaches less far from a later start
-(`core/policy/placement`, whose search this is). `benchmarks/heddle_baselines` has the
-paper's way.
+(`core/policy/placement` has this search). `benchmarks/heddle_baselines` has the paper's
+algorithm.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ from rollweave.schema.base import Struct
 
 
 class Allocation(Struct, frozen=True, kw_only=True):
-    """`degrees` of the workers, in their order along the list sorted by length, and
-    what each of them runs.
+    """The `degrees` of the workers, in their order along the list sorted by length, and
+    the placement on them.
     """
 
     degrees: tuple[int, ...]
@@ -39,8 +39,8 @@ class Allocation(Struct, frozen=True, kw_only=True):
 def allocate(
     lengths: Sequence[float], gpus: int, degrees: Sequence[int], cost: CostTable
 ) -> Allocation:
-    """The workers of `degrees` that use all `gpus`, and their placement, of least
-    makespan under eq. 2; exact in both.
+    """Return the workers of `degrees` that use all `gpus`, and their placement, of
+    least makespan under eq. 2; exact in both.
 
     `lengths` are tokens in any order. A worker may stay empty. Raises ValueError for
     lengths that are not finite and positive, a degree that `cost` lacks or that exceeds
@@ -50,13 +50,14 @@ def allocate(
 
 
 def allocate_groups(groups: Groups, gpus: int, degrees: Sequence[int]) -> Allocation:
-    """As `allocate`, for any cost; exact among partitions into contiguous groups."""
+    """Like `allocate`, for any cost; exact among partitions into contiguous groups."""
     problem = Problem(groups)
     return to_allocation(problem.level(problem.least(by_budget(gpus, degrees))), exact=True)
 
 
 def by_budget(gpus: int, degrees: Sequence[int]) -> Moves:
-    """Workers of any degrees in any order along the list: how many GPUs are used.
+    """Return the moves of workers of any degrees in any order along the list; a node is
+    the number of GPUs used.
 
     Raises ValueError as `allocate` does.
     """
@@ -79,12 +80,12 @@ def by_budget(gpus: int, degrees: Sequence[int]) -> Moves:
 
 
 def is_sum(gpus: int, degrees: Sequence[int]) -> bool:
-    """Whether workers of these degrees can use up all `gpus`."""
+    """Return whether workers of these degrees can use exactly `gpus` GPUs."""
     return gpus in _sums(gpus, degrees)
 
 
 def _sums(gpus: int, degrees: Sequence[int]) -> set[int]:
-    """Numbers of GPUs, at most `gpus`, that some workers use up."""
+    """Return the numbers of GPUs, at most `gpus`, that some set of workers uses."""
     sums = {0}
     for number in range(1, gpus + 1):
         if any(number - degree in sums for degree in degrees):

@@ -1,7 +1,7 @@
-"""Whether a server is to be used, by checks of it; and which engines each of several
-rollout servers uses (ProRL's client).
+"""Decide whether a server is healthy, from checks of it, and which engines each of
+several rollout servers uses (ProRL's client).
 
-Which engine a rollout's turn goes to is `core/policy/routing`.
+`core/policy/routing` decides which engine runs a rollout's turn.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,16 +9,18 @@ from collections.abc import Mapping, Sequence
 from rollweave.schema.base import Struct
 
 DOWN_AFTER = 3
-"""Failed checks in a row that make a server unhealthy: one may be a lost packet, two a
-pause.
+"""Number of failed checks in a row that make a server unhealthy: one may be a lost
+packet, two a pause.
 """
 
 UP_AFTER = 2
-"""Good checks in a row that make it healthy again: a server that flaps stays out."""
+"""Number of good checks in a row that make it healthy again, so that a server that
+flaps stays out.
+"""
 
 
 class Hysteresis:
-    """Health by checks: it changes only after several in a row that say otherwise."""
+    """Health by checks, which changes only after several contrary checks in a row."""
 
     def __init__(
         self, *, healthy: bool = False, down_after: int = DOWN_AFTER, up_after: int = UP_AFTER
@@ -32,7 +34,7 @@ class Hysteresis:
         self._against = 0
 
     def observe(self, good: bool) -> bool:
-        """Take one check; whether the server is healthy now."""
+        """Record one check and return whether the server is healthy now."""
         self._against = 0 if good is self.healthy else self._against + 1
         if self._against >= self._needed[good]:
             self.healthy, self._against = good, 0
@@ -40,19 +42,19 @@ class Hysteresis:
 
 
 class Host(Struct, frozen=True, kw_only=True):
-    """A server and the host that it runs on, by address."""
+    """A server's address and the host that it runs on."""
 
     server: str
     host: str
 
 
 def spread(llms: Sequence[Host], rollouts: Sequence[Host]) -> Mapping[str, tuple[str, ...]]:
-    """The LLM servers that each rollout server uses: those of its host first, the rest
+    """Assign LLM servers to rollout servers: first those of its own host, then the rest
     round-robin (ProRL, RL trainers).
 
-    Every LLM server is used by one rollout server. Where some rollout server would have
-    none, it shares that of others: the least shared, so that no rollout server is idle
-    while there is any LLM server.
+    Every LLM server is used by one rollout server. A rollout server that would get none
+    shares the least shared one, so that no rollout server is idle while there is any
+    LLM server.
     """
     uses: dict[str, list[str]] = {rollout.server: [] for rollout in rollouts}
     if not uses or not llms:

@@ -1,16 +1,16 @@
-"""Asynchronous DAPO (ProRL §3.4): which groups to begin, to stop, and to train on, for
-a trainer that asks for batches.
+"""Asynchronous DAPO (ProRL §3.4): decide which groups to start, to stop, and to train
+on, for a trainer that requests batches.
 
-DAPO trains on groups whose rewards differ; the others teach nothing and are replaced.
-Three decisions keep engines at work: a group that ends is replaced at once
-(replenishment); a batch is ready with its last informative group, whatever else is
-still under way (early termination); what is under way or over by then counts for a
+DAPO trains on groups whose rewards differ; others carry no signal and are replaced.
+Three decisions keep engines busy: a group that ends is replaced at once
+(replenishment); a batch is ready with its last informative group, whatever else is in
+flight (early termination); groups that are in flight or complete by then count for a
 later batch, unless too old (carry-over).
 
-Invariants: a batch has exactly `groups` groups, oldest first; a group is in one batch
-at most, and at most `staleness` versions old in it; at most `under_way` groups are
-under way. The account balances after every call: `begun = used + filtered + failed +
-stale + cancelled + carried`.
+Invariants: a batch has exactly `groups` groups, oldest first; a group is in at most one
+batch, and at most `staleness` versions old in it; at most `under_way` groups are in
+flight. The account balances after every call: `begun = used + filtered + failed + stale
++ cancelled + carried`.
 """
 
 import sys
@@ -23,15 +23,15 @@ from rollweave.schema.base import Struct
 
 
 class DapoRule(Struct, frozen=True, kw_only=True):
-    """What a trainer wants of its batches.
+    """What a trainer requires of its batches.
 
     `groups` informative groups make a batch. A group is `group_size` attempts at one
-    task; where some fail it goes on with `min_members`. `under_way`: groups rolled out
-    at once; more than `groups` makes up for those that will be filtered. `staleness`:
-    versions between the weights that a group was begun under and those that are trained
-    from. With 0 nothing is carried over: what a full batch leaves under way is
-    cancelled, and nothing begins until the next one is asked for. A bound that is
-    shorter than the longest rollouts keeps these out of all batches.
+    task, and remains valid with `min_members`. `under_way` is the maximum number of
+    groups in flight; more than `groups` compensates for those that will be filtered.
+    `staleness` is the maximum number of versions between the weights that a group
+    started under and those that train on it. With 0 nothing is carried over: a full
+    batch cancels what is in flight, and nothing starts until the next request. A bound
+    below the longest rollouts excludes these from all batches.
     """
 
     groups: int
@@ -59,17 +59,17 @@ class DapoRule(Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Account:
-    """Groups by what became of them.
+    """The number of groups by outcome.
 
-    `carried` are under way, or over and waiting for a batch.
+    `carried` groups are in flight, or complete and waiting for a batch.
     """
 
     begun: int = 0
     used: int = 0
     filtered: int = 0  # rewards all equal
     failed: int = 0  # fewer than min_members rewards
-    stale: int = 0  # over, but too old when its turn came
-    cancelled: int = 0  # stopped while under way, as it could only have become stale; or at the end
+    stale: int = 0  # complete, but too old when its turn came
+    cancelled: int = 0  # stopped in flight, because it could only become stale, or at the end
     carried: int = 0
 
     def balances(self) -> bool:
@@ -81,26 +81,26 @@ class Account:
 
 @dataclass(slots=True)
 class Dapo:
-    """The state.
+    """The state of the decisions.
 
-    Whoever executes it calls, after any change: `overdue` and stops those groups,
-    `room` and begins so many.
+    After any change the caller stops the groups that `overdue` returns and starts as
+    many as `room` returns.
     """
 
     rule: DapoRule
-    version: int = -1  # last asked for: what serves now; -1 before the first
-    # group -> version that it was begun under
+    version: int = -1  # of the last request, which serves now; -1 before the first
+    # group -> version that it started under
     under_way: dict[int, int] = field(default_factory=dict)
-    # over and informative, in the order in which they ended
+    # complete and informative, in the order of completion
     ready: dict[int, int] = field(default_factory=dict)
     account: Account = field(default_factory=Account)
-    _next: int = 0  # version of the batch that is given next
+    _next: int = 0  # version of the next batch
     _failed_in_a_row: int = 0
     _filtered_in_a_row: int = 0
 
     def ask(self, version: int) -> None:
-        """A batch to train on from weights `version` is wanted; what begins from now on
-        is sampled by them.
+        """Request a batch to train on from weights `version`, which sample everything
+        that starts from now on.
 
         Raises ValueError for a version below the last one.
         """
@@ -111,10 +111,10 @@ class Dapo:
         self.version = self._next = version
 
     def take(self) -> list[int] | None:
-        """The batch, if it is full.
+        """Return the batch if it is full.
 
-        It then belongs to the asker, and the next one is assumed to train one version
-        later.
+        The batch then belongs to the caller, and the next one is assumed to train one
+        version later.
         """
         fresh = sorted(
             (group for group, begun in self.ready.items() if self._fresh(begun)),
@@ -131,9 +131,10 @@ class Dapo:
         return batch
 
     def overdue(self) -> list[int]:
-        """Groups under way to stop now, as no batch to come could take them.
+        """Return the groups in flight to stop now, because no future batch could accept
+        them.
 
-        What is over and too old is dropped with them.
+        Complete groups that are too old are dropped as well.
         """
         stopped = [group for group, begun in self.under_way.items() if not self._fresh(begun)]
         dropped = [group for group, begun in self.ready.items() if not self._fresh(begun)]
@@ -147,12 +148,12 @@ class Dapo:
         return stopped
 
     def room(self) -> int:
-        """Groups that may begin now.
+        """Return how many groups may start now.
 
-        Under way and ready together they are no more than the batches can take for
-        which a group of now is fresh enough, and those beyond one batch that
-        `under_way` allows for the filtered ones: so little is begun that only becomes
-        stale.
+        Groups in flight and ready together never exceed what the batches can accept for
+        which a group of now is fresh enough, plus those beyond one batch that
+        `under_way` allows for filtered ones. So little is started that would only
+        become stale.
         """
         if self.version < 0:
             return 0
@@ -167,7 +168,7 @@ class Dapo:
         return max(0, min(self.rule.under_way, most - len(self.ready)) - len(self.under_way))
 
     def begun(self) -> int:
-        """A group has begun: its number."""
+        """Record that a group has started, and return its number."""
         group = self.account.begun
         self.account.begun += 1
         self.under_way[group] = self.version
@@ -175,9 +176,10 @@ class Dapo:
         return group
 
     def ended(self, group: int, rewards: Sequence[float]) -> Verdict:
-        """A group is over, with the rewards of those members that have one.
+        """Record that a group is complete, with the rewards of those members that have
+        one.
 
-        One that was stopped before counts as stopped.
+        A group that was stopped before still counts as stopped.
         """
         begun = self.under_way.pop(group, None)
         if begun is None:
@@ -200,7 +202,7 @@ class Dapo:
         return verdict
 
     def abandon(self) -> list[int]:
-        """The end: nothing is carried any more. Gives the groups to stop."""
+        """End: stop carrying groups. Return the groups to stop."""
         stopped = list(self.under_way)
         self.account.cancelled += len(stopped) + len(self.ready)
         self._carry(-len(stopped) - len(self.ready))
@@ -209,8 +211,8 @@ class Dapo:
         return stopped
 
     def hopeless(self) -> str:
-        """Why no batch will ever be full, going by the last groups; "" while there is
-        hope (as in a run's dynamic sampling).
+        """Return why no batch can become full, judging by the last groups, or "" (as in
+        a run's dynamic sampling).
         """
         if is_barren(self._failed_in_a_row, self.rule.groups):
             return f"{self._failed_in_a_row} groups in a row failed without one reward"

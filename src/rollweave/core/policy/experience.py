@@ -1,11 +1,11 @@
-"""What the experience buffer gives to a training step, and what it lets go (Laminar
-§3.1, §6).
+"""Choose which groups of the experience buffer a training step uses, and which are
+evicted (Laminar §3.1, §6).
 
-The sampler picks groups for a batch, the writer evicts where there is no room: both by
-a strategy from here or by a function of the user's. Invariants: chosen ids are those of
-experiences that were handed in, each once; a batch has exactly as many groups as are
-wanted, or none; equal inputs give equal choices (what is drawn is handed in); ties go
-to who came first.
+The sampler picks groups for a batch, and eviction makes room; both follow a strategy
+from here or a function of the user's. Invariants: chosen ids are ids of the given
+experiences, each at most once; a batch has exactly the requested number of groups, or
+none; equal inputs give equal choices (random draws are an input); ties go to the
+earlier arrival.
 """
 
 import math
@@ -18,16 +18,16 @@ from rollweave.core.policy.staleness import staleness
 from rollweave.schema.base import GroupId, Struct
 
 STALENESS_WEIGHT = 2.0
-"""A group is drawn so many times less likely with each version that it is older."""
+"""Factor by which the probability of a group falls with each version of age."""
 
 
 class Experience(Struct, frozen=True, kw_only=True):
     """A group in the buffer. `arrived` grows with each arrival; `initiated` is the
     oldest version that its members started on.
 
-    `tokens` are those of all members. `ratio` is the mean importance ratio of the
-    current policy to the one that sampled it, where one was measured: by strategy
-    `ratio` alone.
+    `tokens` is the sum over all members. `ratio` is the mean importance ratio of the
+    current policy to the one that sampled it, if measured, which only strategy `ratio`
+    does.
     """
 
     id: GroupId
@@ -39,23 +39,24 @@ class Experience(Struct, frozen=True, kw_only=True):
 
 
 SampleName = Literal["fifo", "newest", "advantage", "ratio", "staleness"]
-"""First come; last come; greatest |advantage|; ratio nearest to 1; drawn, the fresher
-the likelier.
+"""fifo: first arrival first; newest: last arrival first; advantage: greatest
+|advantage| first; ratio: nearest to 1 first; staleness: drawn at random, fresher ones
+more often.
 """
 
 EvictName = Literal["age", "size"]
-"""The stalest first; those of the most tokens first."""
+"""age: the stalest first; size: the groups with the most tokens first."""
 
 Rule = Callable[[Sequence[Experience], int], Sequence[GroupId]]
-"""A user's function: from the buffer, in order of arrival, and the current version, to
+"""A user's function from the buffer, in order of arrival, and the current version to
 ids, the most urgent first.
 """
 
 
 def advantage(experience: Experience) -> float:
-    """Mean |reward - mean of the group|.
+    """Return the mean |reward - mean of the group|.
 
-    Divided by the deviation, as GRPO's is, groups would hardly differ.
+    After division by the deviation, as in GRPO, groups would hardly differ.
     """
     size, total = len(experience.rewards), math.fsum(experience.rewards)
     # Divided last, so that nothing is rounded before: mirrored rewards, 2 of 3 and 1 of
@@ -72,14 +73,13 @@ def sample(
     draws: Sequence[float] = (),
     weight: float = STALENESS_WEIGHT,
 ) -> list[GroupId]:
-    """The groups of the next batch, in the order of choice; none where there are, or a
-    user's function names, too few.
+    """Return the groups of the next batch in the order of choice, or none if there are
+    too few, or a user's function names too few.
 
-    `staleness` draws without replacement, each group with a probability in proportion
-    to `weight` ** -staleness: it takes a number in [0, 1) from `draws` for each group.
-    A function of the user's may name more than are wanted; the first are taken. Raises
-    ValueError for ids or draws that do not keep to this, and for bounds without
-    meaning.
+    `staleness` draws without replacement, each group with a probability proportional to
+    `weight` ** -staleness; `draws` supplies a number in [0, 1) for each group. A user's
+    function may name more than requested; the first are taken. Raises ValueError for
+    ids or draws that violate this, and for invalid bounds.
     """
     if wanted < 1:
         raise ValueError(f"wanted must be at least 1, got {wanted}")
@@ -111,13 +111,13 @@ def evict(
     max_tokens: int | None = None,
     max_age: int | None = None,
 ) -> list[GroupId]:
-    """The groups to let go, so that the others are within the bounds: in groups,
-    tokens, and versions since they began.
+    """Return the groups to evict, so that the rest is within the bounds: in groups,
+    tokens, and versions since they started.
 
-    Whatever is older than `max_age` goes first, then as many as must, in the order of
-    the strategy. A function of the user's lets go all that it names; where that is not
-    enough, the stalest follow. Raises ValueError for ids that are not in the buffer, or
-    named twice, and for bounds without meaning.
+    Groups older than `max_age` go first, then as many as necessary in the order of the
+    strategy. Groups that a user's function names all go; if that is not enough, the
+    stalest follow. Raises ValueError for ids that are not in the buffer or named twice,
+    and for invalid bounds.
     """
     for name, bound, least in (
         ("max_groups", max_groups, 1),
@@ -151,7 +151,7 @@ def evict(
 
 
 def _in_order(experiences: Sequence[Experience]) -> list[Experience]:
-    """As they arrived. Raises ValueError for an id that is there twice."""
+    """Return the experiences in order of arrival. Raises ValueError for a repeated id."""
     ids = [one.id for one in experiences]
     if len(set(ids)) < len(ids):
         raise ValueError(f"experiences must each be there once, got {ids}")
@@ -159,11 +159,11 @@ def _in_order(experiences: Sequence[Experience]) -> list[Experience]:
 
 
 def _named(rule: Rule, buffer: list[Experience], version: int) -> list[GroupId]:
-    """What a user's function names. Raises ValueError for anything but ids of the
-    buffer, each once.
+    """Return the ids that a user's function names. Raises ValueError unless they are
+    ids of the buffer, each at most once.
 
-    It is asked twice: where the answers differ, no replay would come back to what was
-    chosen.
+    The function is called twice: if the answers differ, no replay could reproduce the
+    choice.
     """
     named, again = (_answer(rule, buffer, version) for _ in range(2))
     if named != again:
@@ -179,7 +179,7 @@ def _answer(rule: Rule, buffer: list[Experience], version: int) -> list[GroupId]
     answer = rule(tuple(buffer), version)
     known = {one.id for one in buffer}
     try:
-        named = list(islice(answer, len(buffer) + 1))  # one more is one twice, or unknown
+        named = list(islice(answer, len(buffer) + 1))  # one more must be a repetition or unknown
         unknown = [name for name in named if name not in known]
     except TypeError as error:
         raise ValueError(f"a strategy must give a list of group ids, got {answer!r}") from error
@@ -198,9 +198,9 @@ def _most(ids: list[GroupId], wanted: int) -> list[GroupId]:
 
 
 def _off_policy(experience: Experience) -> float:
-    """How far the measured ratio is from 1.
+    """Return how far the measured ratio is from 1; unmeasured ones come last.
 
-    Raises ValueError for one that is not positive; unmeasured ones come last.
+    Raises ValueError for a ratio that is not positive.
     """
     ratio = experience.ratio
     if ratio is None:
@@ -213,9 +213,9 @@ def _off_policy(experience: Experience) -> float:
 def _drawn(
     buffer: list[Experience], wanted: int, version: int, draws: Sequence[float], weight: float
 ) -> list[Experience]:
-    """One after another, without replacement.
+    """Draw one after another, without replacement.
 
-    Those of equal staleness lie side by side on the line, the freshest first.
+    Groups of equal staleness lie side by side on the line, the freshest first.
     """
     if weight < 1:
         raise ValueError(f"weight must be at least 1, got {weight}")

@@ -1,12 +1,12 @@
-"""A trajectory's context as a row of numbers, for regressors of its remaining length
-(Heddle §4.1).
+"""Encode a trajectory's context as a row of numbers, for regressors of its remaining
+length (Heddle §4.1).
 
-Invariants: a row has `WIDTH` finite numbers, whatever the context says, and depends on
-nothing but the context and its domain's slot. Columns, in order: `NUMBERS` about
-lengths and time, as logarithms where their tail is long and plain where the remaining
-length grows with them (it is the plain length that is predicted); one column a domain
-slot, 1 for its own; `PLAN_BUCKETS` for the text of the first turn's plan, the share of
-its tokens whose ids hash to the bucket.
+Invariants: a row has `WIDTH` finite numbers for any context, and depends only on the
+context and its domain's slot. Columns, in order: `NUMBERS` about lengths and time, as
+logarithms if their tail is long and plain if the remaining length grows with them (the
+target is the plain length); one column per domain slot, 1 for its own; `PLAN_BUCKETS`
+for the text of the first turn's plan, each the share of its tokens whose ids hash to
+the bucket.
 """
 
 import math
@@ -20,29 +20,30 @@ from rollweave.schema.prediction import LengthContext
 
 LOG_PROMPT, TURN, OUTPUT, SIBLING_MEAN = 0, 1, 2, 3
 """Columns that simple regressors read: log(1 + prompt tokens); turns, sampled tokens
-and the siblings' mean as they are.
+and the siblings' mean without a transformation.
 """
 
 NUMBERS = 24
 
 DOMAINS = 8
-"""Slots for task domains.
-
-Those that come later share the row of no domain, and what all domains have in common.
+"""Number of slots for task domains. Later domains share the row without a domain, and
+what all domains have in common.
 """
 
 PLAN_BUCKETS = 32
-"""Enough to tell a few kinds of plans apart, few enough to be learned from hundreds of
-trajectories.
+"""Number of hash buckets for a plan: enough to distinguish a few kinds of plans, and
+few enough to learn from hundreds of trajectories.
 """
 
 PLAN_TOKENS = 256
-"""Tokens of a plan that are read: how an agent means to go on is said first."""
+"""Maximum number of a plan's tokens that are read: an agent states its intentions
+first.
+"""
 
 WIDTH = NUMBERS + DOMAINS + PLAN_BUCKETS
 
 _HASH = 2654435761
-"""Knuth's multiplier, 2³² over the golden section: neighbouring ids fall into different
+"""Knuth's multiplier, 2³² over the golden ratio: neighboring ids fall into different
 buckets.
 """
 
@@ -52,8 +53,8 @@ Table = NDArray[np.float32]
 
 
 class Rows(NamedTuple):
-    """What regressors see of n contexts: `table` of shape (n, WIDTH), and the plans
-    themselves for those that read tokens.
+    """The input of regressors for n contexts: `table` of shape (n, WIDTH), and the
+    plans themselves for regressors that read tokens.
     """
 
     table: Table
@@ -61,9 +62,9 @@ class Rows(NamedTuple):
 
 
 def row(context: LengthContext, slot: int | None) -> Table:
-    """The context as `WIDTH` numbers.
+    """Return the context as `WIDTH` numbers.
 
-    `slot` is its domain's, None where all slots are taken.
+    `slot` is its domain's, or None if all slots are taken.
     """
     turn, output = context.turn, context.output_tokens
     mean = output / turn if turn > 0 else 0.0

@@ -1,9 +1,9 @@
-"""What sharing a worker costs (Heddle §5.2, interference factor): seconds per token by
+"""The cost of sharing a worker (Heddle §5.2, interference factor): seconds per token by
 parallel degree and group size.
 
-A worker's step takes longer the more sequences it decodes, so a group's longest member
-is slowed by its company. `CostTable` is F(size) · T of Heddle's eq. 2 for every degree;
-`tabulate` makes one from measured step times, as the paper does: a small simulation of
+A worker's step takes longer the more sequences it decodes, so the rest of a group slows
+its longest member down. `CostTable` is F(size) · T of Heddle's eq. 2 for every degree;
+`tabulate` computes one from measured step times, as the paper does, by simulating
 groups of many sizes. Invariant: a larger group never costs less.
 """
 
@@ -22,19 +22,19 @@ Array = npt.NDArray[np.float64]
 Sample = Literal["runs", "spread"]
 
 GRID_RATIO = 1.2
-"""Between simulated group sizes: a table to 6,400 takes 50 or so of them, and what is
-between them is near a straight line.
+"""Ratio between simulated group sizes: a table to 6,400 takes about 50 of them, and the
+curve between them is nearly straight.
 """
 
 RUNS = 5
-"""Groups simulated of a size, evenly from the longest trajectories to the shortest. On
-the simulator's families of Heddle's tasks 17 of them changed the makespan that is found
-by under 1 %; 3 instead of 17 did so by 1.5 %.
+"""Number of simulated groups per size, evenly from the longest trajectories to the
+shortest. On the simulator's families of Heddle's tasks, 17 of them changed the
+resulting makespan by less than 1 %; 3 instead of 17 did so by 1.5 %.
 """
 
 FILLINGS = 4
-"""Members per slot beyond which slots fill up level: what is shared out last is short,
-and a heap of all members takes long.
+"""Members per slot beyond which slots are assumed to fill evenly: the last members are
+short, and a heap of all members takes long.
 """
 
 
@@ -65,7 +65,8 @@ class CostTable:
         self.largest = min(sizes.values())
 
     def at(self, degree: int, size: int) -> float:
-        """Seconds per token of the longest of `size` members on a worker of `degree`.
+        """Return the seconds per token of the longest of `size` members on a worker of
+        `degree`.
 
         Raises ValueError outside the table.
         """
@@ -77,7 +78,7 @@ class CostTable:
         return row[size - 1]
 
     def row(self, degree: int) -> Sequence[float]:
-        """Of `degree`, by group size - 1.
+        """Return the row of `degree`, indexed by group size - 1.
 
         Raises ValueError for a degree that the table lacks.
         """
@@ -114,16 +115,16 @@ def tabulate(
     largest: int,
     sample: Sample = "runs",
 ) -> CostTable:
-    """The table that measured step times give, by simulating groups (Heddle §5.2).
+    """Return the table for measured step times, by simulating groups (Heddle §5.2).
 
-    All of a group decode together, the batch shrinking as members end; those beyond a
-    worker's `slots` queue, the longest first. Seconds per token are the group's
-    makespan by its longest member. Members come from `lengths` (tokens, in any order):
-    a placement makes groups of neighbours in length, so the slowest of RUNS `runs` of
-    the sorted list counts; `spread` takes an even sample of all lengths instead, whose
-    many short members end soon and make company look cheap. Sizes on a geometric grid
-    are simulated, those between are interpolated, and the whole is made monotone
-    (running maximum). Raises ValueError for a profile or lengths that mean nothing, and
+    All members of a group decode together, and the batch shrinks as they end; those
+    beyond a worker's `slots` queue, the longest first. Seconds per token are the
+    group's makespan divided by its longest member. Members come from `lengths` (tokens,
+    in any order): a placement makes groups of neighbors in length, so the slowest of
+    RUNS `runs` of the sorted list counts; `spread` instead takes an even sample of all
+    lengths, whose many short members end soon and make sharing look cheap. Sizes on a
+    geometric grid are simulated, the others are interpolated, and the result is made
+    monotone (running maximum). Raises ValueError for an invalid profile or lengths, and
     for a degree without slots.
     """
     if largest < 1:
@@ -148,9 +149,9 @@ def tabulate(
 
 
 def _groups(ordered: Array, size: int, sample: Sample) -> list[Array]:
-    """Groups of `size` members.
+    """Return groups of `size` members.
 
-    Where there are fewer trajectories, each stands for several.
+    If there are fewer trajectories, each one is used several times.
     """
     total = len(ordered)
     if sample == "spread" or size >= total:
@@ -167,11 +168,11 @@ def simulated_s(
     profile: Mapping[int, Sequence[StepTime]],
     slots: Mapping[int, int],
 ) -> float:
-    """Simulated seconds until every group has ended: for each worker its degree, and
-    its members' lengths in tokens.
+    """Return the simulated seconds until every group has ended. Each worker is given as
+    its degree and its members' lengths in tokens.
 
-    Every batch shrinks as its own members end, which eq. 2 leaves out: what is best
-    there need not be best here.
+    Every batch shrinks as its own members end, which eq. 2 ignores; its optimum need
+    not be one here.
     """
     ends = [0.0]
     for degree, lengths in groups:
@@ -182,9 +183,9 @@ def simulated_s(
 
 
 def descending(lengths: Sequence[float]) -> Array:
-    """Lengths, longest first.
+    """Return the lengths, longest first.
 
-    Raises ValueError where there are none, or one is not finite and positive.
+    Raises ValueError if there are none, or one is not finite and positive.
     """
     array = np.asarray(lengths, dtype=np.float64)
     if array.ndim != 1 or not len(array):
@@ -198,12 +199,13 @@ def descending(lengths: Sequence[float]) -> Array:
 
 
 def step_times(measured: Sequence[StepTime], *, largest: int) -> Array:
-    """Seconds of a step by batch - 1, for batches of 1..`largest`, none below a smaller
-    batch's: measurements are noisy.
+    """Return the seconds of a step by batch - 1, for batches of 1..`largest`, none
+    below that of a smaller batch.
 
-    The least-squares monotone fit (pool adjacent violators), straight between measured
-    batches. Below the smallest it is level; beyond the largest it goes on with the
-    slope over the upper half of what was measured, where one segment would be noise.
+    Measurements are noisy, so this is the least-squares monotone fit (pool adjacent
+    violators), linear between measured batches. It is constant below the smallest one.
+    Beyond the largest one it continues with the slope over the upper half of the
+    measurements, because a single segment would be noise.
     """
     for one in measured:
         if one.batch < 1 or not (math.isfinite(one.seconds) and one.seconds > 0):
@@ -230,8 +232,8 @@ def step_times(measured: Sequence[StepTime], *, largest: int) -> Array:
 
 
 def _isotonic(values: Array, weights: npt.NDArray[np.intp]) -> Array:
-    """The non-decreasing sequence of least weighted squared distance: neighbours that
-    fall share their mean.
+    """Return the non-decreasing sequence of least weighted squared distance: neighbors
+    that fall share their mean.
     """
     pools: list[tuple[float, int, int]] = []  # mean, weight, members
     for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
@@ -247,8 +249,8 @@ def _isotonic(values: Array, weights: npt.NDArray[np.intp]) -> Array:
 def _limited(
     profile: Mapping[int, Sequence[StepTime]], slots: Mapping[int, int], degree: int, largest: int
 ) -> Array:
-    """Step times of `degree` up to its batch limit, and no further than a group of
-    `largest` needs.
+    """Return the step times of `degree` up to its batch limit, and no further than a
+    group of `largest` needs.
     """
     if degree not in profile:
         raise ValueError(f"degree must be one of the profile's {sorted(profile)}, got {degree}")
@@ -261,12 +263,12 @@ def _limited(
 
 
 def _group_s(lengths: Array, step_s: Array, *, levelled: bool = False) -> float:
-    """Seconds until the last of a group has ended. `lengths` descend; the batch limit
-    is the number of step times.
+    """Return the seconds until the last of a group has ended. `lengths` descend; the
+    batch limit is the number of step times.
 
-    Every member of a batch gains a token per step, so slots are filled in tokens;
-    between two slots' ends the batch is constant. `levelled`: long queues are not
-    followed member by member.
+    Every member of a batch gains one token per step, so slots are filled in tokens;
+    between the ends of two slots the batch is constant. With `levelled`, long queues
+    are not followed member by member.
     """
     slots = len(step_s)
     if len(lengths) <= slots:
@@ -279,8 +281,8 @@ def _group_s(lengths: Array, step_s: Array, *, levelled: bool = False) -> float:
 
 
 def _queue_ends(lengths: Array, slots: int) -> Array:
-    """Tokens after which each slot falls idle, the last first, where the longest
-    waiting member takes the next free slot.
+    """Return the tokens after which each slot becomes idle, the last first, if the
+    longest waiting member takes the next free slot.
     """
     heap = lengths[:slots][::-1].tolist()  # ascending, hence a heap
     for length in lengths[slots:].tolist():
@@ -289,11 +291,11 @@ def _queue_ends(lengths: Array, slots: int) -> Array:
 
 
 def _level_ends(lengths: Array, slots: int) -> Array:
-    """The same, nearly: the longest have a slot each, as long as they exceed the level
-    to which the rest fill the others.
+    """Return nearly the same: the longest members have a slot each as long as they
+    exceed the level to which the rest fill the others.
 
-    Half of the shortest is added to that level: slots end within one last member of
-    each other.
+    Half of the shortest length is added to that level, because slots end within one
+    last member of each other.
     """
     rest = lengths.sum() - np.concatenate(([0.0], np.cumsum(lengths[: slots - 1])))
     levels = rest / np.arange(slots, 0, -1)
@@ -304,6 +306,8 @@ def _level_ends(lengths: Array, slots: int) -> Array:
 
 
 def _grid(largest: int, limits: set[int]) -> list[int]:
-    """Group sizes to simulate: geometric, with the batch limits, where curves bend."""
+    """Return the group sizes to simulate: geometric, plus the batch limits, where
+    curves bend.
+    """
     count = math.ceil(math.log(largest) / math.log(GRID_RATIO)) + 1
     return sorted({round(size) for size in np.geomspace(1, largest, count)} | limits)

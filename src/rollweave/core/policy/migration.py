@@ -1,10 +1,10 @@
-"""Whether and when a trajectory moves to another engine (Heddle §5.3). It moves only
-while its environment works.
+"""Decide whether and when a trajectory moves to another engine (Heddle §5.3). It moves
+only while its environment works.
 
 The partition of the last plan is scaled to the trajectories that are left, so that a
-rank keeps its engine as the others end. Heddle moves a trajectory whenever the engine
-of its rank is another one; `gain` also asks whether the slower of the two engines would
-be done sooner, by more than what the transfer delays the next turn.
+rank keeps its engine as others end. Heddle moves a trajectory whenever the engine of
+its rank is another one; `gain` also asks whether the slower of the two engines would be
+done sooner, by more than the transfer delays the next turn.
 """
 
 from bisect import bisect_right
@@ -14,13 +14,13 @@ from itertools import accumulate
 from rollweave.schema.base import EngineId, Struct
 
 GAIN = 0.05
-"""Of an engine's time, which a move must save: estimates err, and a moved trajectory's
-KV takes room from others'.
+"""Minimum share of an engine's time that a move must save: estimates err, and a moved
+trajectory's KV takes room from others.
 """
 
 
 class Request(Struct, frozen=True, kw_only=True):
-    """A migration that waits.
+    """A pending migration.
 
     `length` is the predicted length, by which requests are served.
     """
@@ -32,11 +32,11 @@ class Request(Struct, frozen=True, kw_only=True):
 
 
 def retarget(sizes: Sequence[int], *, rank: int, active: int) -> int:
-    """The share that the trajectory of this rank (0 is the longest) belongs to, among
-    `active` that are left.
+    """Return the share to which the trajectory of this rank belongs, among `active`
+    that are left; rank 0 is the longest.
 
     The sizes of the plan are scaled to them. Raises ValueError for a rank beyond them,
-    and for shares that hold nobody.
+    and for shares without trajectories.
     """
     planned = sum(sizes)
     if planned < 1 or min(sizes) < 0:
@@ -52,19 +52,19 @@ def retarget(sizes: Sequence[int], *, rank: int, active: int) -> int:
 def worth_it(
     source_s: tuple[float, float], target_s: tuple[float, float], *, exposed_s: float
 ) -> bool:
-    """Whether the later of both engines ends earlier, by `GAIN` of its time and by more
-    than the move delays the trajectory.
+    """Return whether the later of both engines ends earlier, by `GAIN` of its time and
+    by more than the move delays the trajectory.
 
     Each engine's seconds to the end of its work are given without and with the move
-    (`core/policy/work`); tools are left out.
+    (`core/policy/work`); tools are not counted.
     """
     before = max(source_s[0], target_s[0])
     return before - max(source_s[1], target_s[1]) > exposed_s + GAIN * before
 
 
 def transfer_epoch(requests: Sequence[Request], busy: Collection[EngineId]) -> list[Request]:
-    """The requests to start now: longest first, no engine in two transfers at once;
-    `busy` ones are in one already.
+    """Return the requests to start now: longest first, no engine in two transfers at
+    once. `busy` engines are in one already.
     """
     taken = dict.fromkeys(busy)
     chosen = []

@@ -4,13 +4,13 @@
 A mode answers four questions. How many steps may lie between the weights that started a
 trajectory and the weights that train on it (`window`; None: any number)? When do
 engines take newly published weights (`update`)? Is a trajectory that can no longer be
-trained on aborted at once, or only refused when it is done (`aborts`)? May a step's
+trained on aborted at once, or only rejected when it is done (`aborts`)? May a step's
 mini-batches train as they complete (`streamed`)? Everything else (what is launched,
 what is doomed, what a batch accepts) follows.
 
 RollArt §6.2 updates engines when the next batch is ready. Staleness is strict here
-(docs/decisions/0002), so that weights which wait for the batch would doom all that is
-in flight; `bounded` therefore updates at once.
+(docs/decisions/0002), so that weights which wait for the batch would doom everything in
+flight; `bounded` therefore updates at once.
 """
 
 import enum
@@ -25,9 +25,9 @@ class Update(enum.Enum):
     The final evaluation takes them at once in every mode.
     """
 
-    # interrupting what is in flight (AReaL); also sync, where nothing is in flight
+    # interrupts turns in flight (AReaL); also sync, where nothing is in flight
     AT_ONCE = "at_once"
-    # when the next batch is rolled out, so that nothing is in flight (one-step)
+    # when the next batch is complete, so that nothing is in flight (one-step)
     ROLLED_OUT = "rolled_out"
     # each by itself, when what it has begun is over: no trajectory meets two versions
     # (Laminar §3)
@@ -49,7 +49,7 @@ class Mode(Struct, frozen=True, kw_only=True):
 
 
 def preset(name: ModeName, alpha: int, max_age: int | None = None) -> Mode:
-    """The mode called `name`.
+    """Return the mode called `name`.
 
     Windows are in steps: `alpha` of `partial` (η) and `bounded` (α), `max_age` of
     `decoupled`.

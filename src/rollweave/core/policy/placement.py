@@ -1,21 +1,22 @@
-"""Where trajectories run, at the start (Heddle §5.2): a partition of the list sorted by
+"""Initial placement of trajectories (Heddle §5.2): a partition of the list sorted by
 length over workers, of least makespan.
 
 A group costs its longest member's length times the seconds per token of its size on its
 worker (eq. 2, `CostTable`). Because the cost depends on nothing else, some best
-partition cuts the sorted list into contiguous groups (Lemma 5.1; it holds for workers
-of mixed degrees too, whose order along the list is then part of the question).
+partition cuts the sorted list into contiguous groups (Lemma 5.1; it also holds for
+workers of mixed degrees, whose order along the list is then part of the problem).
 
-The search needs no table of sub-problems, and of costs only that a group's never falls
-as it gets more members, or longer ones (`Groups`; `core/policy/work` is another). For a
-bound M on the makespan, how far a worker reaches from position k of the list is one
-bisection, and never decreases in k; so covering the most of the list with each set of
-workers is best whatever comes after, and "does M suffice?" costs one pass over the
-sets. The least M is then searched exactly: a bound that suffices is lowered to what its
-partition achieves, one that does not is raised to the next value at which any worker
-would reach further, until both meet. Invariant: every comparison is of costs as the
-makespan itself is one, so the result is the minimum to the bit. What the makespan
-leaves open is levelled, so that no worker is packed full while another one has nothing.
+The search needs no table of sub-problems. Of costs it needs only that a group's cost
+never falls as it gets more members, or longer ones (`Groups`; `core/policy/work` is
+another). For a bound M on the makespan, how far a worker reaches from position k of the
+list is one bisection, and never decreases in k; so covering the most of the list with
+each set of workers is best whatever follows, and "does M suffice?" costs one pass over
+the sets. The least M is then searched exactly: a bound that suffices is lowered to what
+its partition achieves, one that does not is raised to the next value at which any
+worker would reach further, until both meet. Invariant: costs are compared exactly as
+the makespan is computed, so the result is the minimum to the bit. Where the makespan
+leaves freedom, spans are levelled, so that no worker is full while another one is
+empty.
 """
 
 import math
@@ -30,33 +31,34 @@ from rollweave.core.policy.interference import CostTable, descending
 from rollweave.schema.base import Struct
 
 Moves = Sequence[Sequence[tuple[int, int]]]
-"""Sets of workers as nodes of a graph: from each, the (degree, node) that one more
-worker leads to. Every move leads to a later node, node 0 is the empty set, and whoever
-can be reached from it can reach the last node, all workers; others have no moves.
+"""Sets of workers as nodes of a graph: for each node, the (degree, node) pairs that one
+more worker leads to. Every move leads to a later node; node 0 is the empty set. A node
+that can be reached from it can reach the last node, all workers; other nodes have no
+moves.
 """
 
 EXACT_STATES = 4096
-"""Sets of workers of mixed degrees that are told apart, for 0.1 s or so.
-
-Beyond, equal degrees stay together along the list.
+"""Maximum number of distinct sets of workers of mixed degrees, for about 0.1 s. Beyond
+it, equal degrees stay together along the list.
 """
 
 ORDERED_KINDS = 6
-"""Different degrees whose 720 orders are all searched.
-
-Beyond, they descend along the list.
+"""Maximum number of different degrees whose orders (720) are all searched. Beyond it,
+they descend along the list.
 """
 
 ROUNDING = 1e-9
-"""More than the relative error of a quotient, where a bound must hold for the product."""
+"""Bound of the relative error of a quotient, where an inequality must hold for the
+product.
+"""
 
 
 class Placement(Struct, frozen=True, kw_only=True):
     """`spans[w]`: worker w runs positions [start, end) of `by_length`'s order. `exact`:
-    no partition has a lesser makespan.
+    no partition has a smaller makespan.
 
-    `loss`: by aggregating, `makespan_s` is at most 1 + loss times what it would be
-    without.
+    `loss`: because of aggregation, `makespan_s` is at most 1 + loss times the makespan
+    without it.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -66,28 +68,28 @@ class Placement(Struct, frozen=True, kw_only=True):
 
 
 class Groups(Protocol):
-    """A sorted list of trajectories, and what its contiguous groups cost."""
+    """A sorted list of trajectories, and the cost of its contiguous groups."""
 
     @property
     def total(self) -> int:
-        """Trajectories in the list."""
+        """The number of trajectories in the list."""
 
     def seconds(self, degree: int, start: int, end: int) -> float:
-        """Of positions [start, end), start < end, on a worker of this degree: no less
-        for a later end or an earlier start.
+        """Return the cost of positions [start, end), start < end, on a worker of this
+        degree; it never falls for a later end or an earlier start.
         """
 
     def reach(self, degree: int, start: int, bound: float) -> tuple[int, float]:
-        """The last end for which the group costs at most `bound`, and the cost
-        (infinite at the end) of the next one beyond.
+        """Return the last end for which the group costs at most `bound`, and the cost
+        of the next group beyond it (infinite at the end).
 
-        Of groups of equal cost the largest is meant. `start` itself where not even one
-        trajectory is within the bound.
+        Of groups of equal cost the largest is meant. The end is `start` itself if not
+        even one trajectory is within the bound.
         """
 
 
 class Path(Struct, frozen=True, kw_only=True):
-    """Workers in their order along the sorted list, and where each one's span ends."""
+    """Workers in their order along the sorted list, and the end of each one's span."""
 
     degrees: tuple[int, ...]
     ends: tuple[int, ...]
@@ -99,19 +101,19 @@ class Path(Struct, frozen=True, kw_only=True):
 
 
 def by_length(lengths: Sequence[float]) -> npt.NDArray[np.intp]:
-    """Indices of `lengths`, longest first, equal ones by index: the order that spans
-    refer to.
+    """Return the indices of `lengths`, longest first, equal ones by index: the order
+    that spans refer to.
     """
     return np.argsort(-np.asarray(lengths, dtype=np.float64), kind="stable")
 
 
 def place(lengths: Sequence[float], workers: Sequence[int], cost: CostTable) -> Placement:
-    """The placement of least makespan under eq. 2. `lengths` are tokens in any order,
-    `workers` the parallel degree of each.
+    """Return the placement of least makespan under eq. 2. `lengths` are tokens in any
+    order, `workers` the parallel degree of each worker.
 
     A worker may stay empty. Mixed degrees are exact while at most EXACT_STATES sets of
-    workers have to be told apart; beyond, equal degrees are contiguous along the list,
-    in the best order (descending for more than ORDERED_KINDS). Raises ValueError for
+    workers are distinct; beyond that, equal degrees are contiguous along the list, in
+    the best order (descending for more than ORDERED_KINDS). Raises ValueError for
     lengths that are not finite and positive, more workers than trajectories, a degree
     that `cost` lacks, and a table shorter than the list.
     """
@@ -120,7 +122,7 @@ def place(lengths: Sequence[float], workers: Sequence[int], cost: CostTable) -> 
 
 
 def place_groups(groups: Groups, workers: Sequence[int]) -> Placement:
-    """As `place`, for any cost; exact among partitions into contiguous groups."""
+    """Like `place`, for any cost; exact among partitions into contiguous groups."""
     check_workers(groups.total, workers)
     problem = Problem(groups)
     counts = {degree: list(workers).count(degree) for degree in sorted(set(workers), reverse=True)}
@@ -137,9 +139,7 @@ def place_groups(groups: Groups, workers: Sequence[int]) -> Placement:
 
 
 def check_workers(trajectories: int, workers: Sequence[int]) -> None:
-    """Raises ValueError where there is nothing to place on, or there are more workers
-    than trajectories.
-    """
+    """Raise ValueError if there are no workers, or more workers than trajectories."""
     if not workers:
         raise ValueError("workers must have at least one worker, got none")
     if len(workers) > trajectories:
@@ -150,7 +150,9 @@ def check_workers(trajectories: int, workers: Sequence[int]) -> None:
 
 
 def _to_workers(path: Path, workers: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """The path's spans by worker: of equal workers, the earlier takes the longer ones."""
+    """Return the path's spans by worker: of equal workers, the earlier gets the longer
+    ones.
+    """
     waiting: dict[int, list[tuple[int, int]]] = {}
     for degree, span in zip(path.degrees, path.spans, strict=True):
         waiting.setdefault(degree, []).append(span)
@@ -159,13 +161,13 @@ def _to_workers(path: Path, workers: Sequence[int]) -> tuple[tuple[int, int], ..
 
 
 def in_order(degrees: Sequence[int]) -> Moves:
-    """Workers in this order along the list."""
+    """Return the moves of workers in this order along the list."""
     return [[(degree, number + 1)] for number, degree in enumerate(degrees)] + [[]]
 
 
 def by_degree(counts: dict[int, int]) -> Moves:
-    """Degrees in any order along the list, equal ones together: sets of whole degrees,
-    and the runs between them.
+    """Return the moves of degrees in any order along the list, equal ones together:
+    sets of whole degrees, and the runs between them.
     """
     kinds = list(counts)
     moves: list[list[tuple[int, int]]] = []
@@ -188,7 +190,9 @@ def by_degree(counts: dict[int, int]) -> Moves:
 
 
 def by_counts(counts: dict[int, int]) -> Moves:
-    """Workers in any order along the list: how many of each degree are used."""
+    """Return the moves of workers in any order along the list; a node is the number of
+    workers used of each degree.
+    """
     # degree, its workers, nodes between n and n + 1 of them used
     strides: list[tuple[int, int, int]] = []
     nodes = 1
@@ -221,8 +225,8 @@ class ByTable:
             raise ValueError(
                 f"lengths must have finite products with the seconds of cost, got {self.lengths[0]}"
             )
-        # A group beyond all trajectories costs infinitely much, so that nobody reaches
-        # there.
+        # A group beyond all trajectories costs infinitely much, so that no worker
+        # reaches it.
         self._rows = {
             degree: [*cost.row(degree)[: self.total], math.inf] for degree in cost.degrees
         }
@@ -248,15 +252,15 @@ class ByTable:
 
 
 class Problem:
-    """Groups, ready for many searches."""
+    """Groups, prepared for many searches."""
 
     def __init__(self, groups: Groups) -> None:
         self.groups = groups
 
     def least(self, moves: Moves, *, known: Path | None = None) -> Path:
-        """The path over all `moves` of least makespan.
+        """Return the path over all `moves` of least makespan.
 
-        `known`: a path that they have, from which the search goes down.
+        `known` is a path over them at which the search starts.
         """
         degrees = sorted({degree for some in moves for degree, _ in some})
         # the longest runs somewhere
@@ -279,8 +283,8 @@ class Problem:
         return best
 
     def _within(self, bound: float, moves: Moves) -> tuple[Path | None, float]:
-        """A path of makespan `bound` or less, or None and the least greater bound at
-        which some worker reaches further.
+        """Return a path of makespan `bound` or less, or None and the next greater bound
+        at which some worker reaches further.
         """
         total, following, extend = self.groups.total, math.inf, self.groups.reach
         reach, came = [-1] * len(moves), [(0, 0)] * len(moves)
@@ -299,8 +303,8 @@ class Problem:
         return None, following
 
     def level(self, path: Path) -> Path:
-        """The same workers and makespan, with each end between the earliest and the
-        latest that it can be: later ones later.
+        """Return the same workers and makespan, with each end between the earliest and
+        the latest possible one, the later the worker the later its end.
         """
         bound, earliest = path.makespan_s, [0] * len(path.degrees)
         end = self.groups.total
@@ -319,7 +323,7 @@ class Problem:
         return Path(degrees=path.degrees, ends=tuple(ends), makespan_s=bound)
 
     def _back(self, degree: int, end: int, bound: float) -> int:
-        """The earliest start from which a worker reaches `end` within the bound."""
+        """Return the earliest start from which a worker reaches `end` within the bound."""
         low, high = 0, end
         while low < high:
             middle = (low + high) // 2
@@ -330,8 +334,8 @@ class Problem:
         return high
 
     def _path(self, node: int, moves: Moves, reach: list[int], came: list[tuple[int, int]]) -> Path:
-        """Through `node`, where the list ends: how it was reached, and whatever workers
-        are left, which stay empty.
+        """Return the path through `node`, where the list ends; the workers that are
+        left stay empty.
         """
         degrees: list[int] = []
         ends: list[int] = []

@@ -1,10 +1,10 @@
-"""How many tokens will it yet sample (Heddle §4.1)? A regressor learns from
-trajectories that ended, and is asked at each turn.
+"""Predict how many more tokens a trajectory will sample (Heddle §4.1). A regressor
+learns from ended trajectories and is queried at each turn.
 
 Invariants: a prediction is a finite number of at least 1, whatever the regressor does;
-one that fails is counted, and running statistics answer in its place. A fit that fails
-is counted, and the regressor from before it stays. Memory is bounded, whatever is asked
-and never observed. The same calls give the same answers.
+a failed prediction is counted, and running statistics replace it. A failed fit is
+counted, and the previous regressor stays. Memory is bounded, even for attempts that are
+queried and never observed. The same calls give the same answers.
 """
 
 import math
@@ -22,29 +22,27 @@ from rollweave.schema.prediction import LengthContext
 Lengths = NDArray[np.float64]
 
 WINDOW = 1 << 17
-"""Pairs that are learned from, the newest: two batches of 8,192 trajectories of eight
-turns. A window below one batch would hold only its last trajectories to end, which are
-the longest: with a quarter of a batch, predictions were twice the truth.
+"""Maximum number of pairs to learn from, the newest: two batches of 8,192 trajectories
+of eight turns. A window below one batch would hold only its last trajectories to end,
+which are the longest: with a quarter of a batch, predictions were twice the truth.
 """
 
 OPEN_ATTEMPTS = 16_384
-"""Attempts that are remembered before they end; beyond it the oldest is forgotten.
-
-Twice the largest batch.
+"""Maximum number of attempts that are remembered before they end, twice the largest
+batch; beyond it the oldest is forgotten.
 """
 
 ATTEMPT_CONTEXTS = 128
-"""Contexts that are remembered of one attempt, the newest: more turns than a trajectory
-of our families takes.
+"""Maximum number of contexts remembered per attempt, the newest: more turns than a
+trajectory of our families takes.
 """
 
 MIN_PAIRS = 64
-"""Pairs before the first fit: as many as a row has numbers."""
+"""Minimum number of pairs for the first fit: as many as a row has numbers."""
 
 PRIOR_TOKENS = 512.0
-"""Remaining tokens where nothing is known.
-
-Any constant: what is equal for all changes no order.
+"""Predicted tokens without any data. Any constant will do: what is equal for all
+changes no order.
 """
 
 
@@ -53,28 +51,27 @@ class Regressor(Protocol):
     `predict`; both may raise anything.
 
     The target is the number of tokens itself, not its logarithm: errors at the long end
-    are those that cost time, and there linear models of the logarithm were measured to
-    be far off, with down to a third of the correlation, because `log(1 + 0)` of
-    trajectories that have ended is an outlier to them. Regressors on trees did equally
-    well on either.
+    cost time, and there linear models of the logarithm were measured to be far off,
+    with down to a third of the correlation, because `log(1 + 0)` of ended trajectories
+    is an outlier to them. Tree regressors did equally well on either.
     """
 
     def fit(self, rows: Rows, remaining: Lengths, /) -> None:
         """Learn from n rows and their remaining tokens, shape (n,)."""
 
     def predict(self, rows: Rows, /) -> Lengths:
-        """Remaining tokens of n rows, shape (n,)."""
+        """Return the remaining tokens of n rows, shape (n,)."""
 
 
 class Question(NamedTuple):
-    """A context that was remembered, and its row."""
+    """A remembered context and its row."""
 
     context: LengthContext
     row: Table
 
 
 class ProgressivePredictor:
-    """`make` gives a fresh regressor for every fit."""
+    """Predicts and learns continually. `make` returns a fresh regressor for every fit."""
 
     def __init__(
         self,
@@ -96,22 +93,22 @@ class ProgressivePredictor:
 
     @property
     def pairs(self) -> int:
-        """Pairs that the next fit learns from."""
+        """The number of pairs that the next fit learns from."""
         return len(self._harvest)
 
     @property
     def open(self) -> int:
-        """Attempts that may yet be observed."""
+        """The number of attempts that may yet be observed."""
         return len(self._open)
 
     def predict(self, key: Hashable, context: LengthContext) -> float:
-        """Remaining tokens of the attempt `key`, at least 1."""
+        """Return the remaining tokens of the attempt `key`, at least 1."""
         return self.estimate([self.remember(key, context)])[0]
 
     def remember(self, key: Hashable, context: LengthContext) -> Question:
-        """Keep the context until the attempt is observed.
+        """Remember the context until the attempt is observed.
 
-        `estimate` answers the question, many at once where many wait.
+        `estimate` then answers it, together with others that wait.
         """
         asked = self._open.get(key)
         if asked is None:
@@ -127,7 +124,7 @@ class ProgressivePredictor:
         return question
 
     def estimate(self, questions: Sequence[Question]) -> list[float]:
-        """Remaining tokens of each, at least 1."""
+        """Return the remaining tokens of each, at least 1."""
         if not questions:
             return []
         if self._regressor is None:
@@ -148,8 +145,8 @@ class ProgressivePredictor:
         ]
 
     def observe(self, key: Hashable, output_tokens: int | None) -> None:
-        """The attempt is over after `output_tokens` sampled tokens, None where it was
-        cut off and teaches nothing.
+        """Record that the attempt ended after `output_tokens` sampled tokens; None
+        discards an attempt that was cut off.
         """
         asked = self._open.pop(key, None)
         if asked is None or output_tokens is None:
@@ -163,7 +160,7 @@ class ProgressivePredictor:
             self._count(question.context.domain, remaining, 1)
 
     def fit(self) -> None:
-        """Learn from the harvest, where it has at least `MIN_PAIRS`."""
+        """Fit a new regressor, if there are at least `MIN_PAIRS` pairs."""
         if len(self._harvest) < MIN_PAIRS:
             return
         rows = _rows([question for question, _ in self._harvest])
@@ -188,7 +185,7 @@ class ProgressivePredictor:
         return self._usual(context)
 
     def _usual(self, context: LengthContext) -> float:
-        """By running statistics: of its siblings, else of its domain, else a constant."""
+        """Return the mean of its siblings, else of its domain, else a constant."""
         if context.siblings > 0:
             left = context.sibling_mean - context.output_tokens
             return max(1.0, left) if math.isfinite(left) else PRIOR_TOKENS
@@ -214,11 +211,11 @@ def _rows(questions: Sequence[Question]) -> Rows:
 def recall_of_longest(
     predicted: Sequence[float], actual: Sequence[float], share: float = 0.1
 ) -> float:
-    """How many of the longest `share` are among the longest `share` by prediction,
-    between 0 and 1 (Heddle Fig. 13).
+    """Return which share of the longest `share` is among the longest `share` by
+    prediction, between 0 and 1 (Heddle Fig. 13).
 
-    Equal numbers are ordered by chance, and the recall is the expected one: it does not
-    depend on the order of the inputs. Raises ValueError.
+    Ties are ordered at random, and the result is the expectation, so it does not depend
+    on the order of the inputs. Raises ValueError.
     """
     if not 0 < share <= 1:
         raise ValueError(f"share must be in (0, 1], got {share}")
@@ -228,8 +225,8 @@ def recall_of_longest(
 
 
 def pearson(predicted: Sequence[float], actual: Sequence[float]) -> float:
-    """Correlation between prediction and truth, between -1 and 1; 0 where either is
-    constant. Raises ValueError.
+    """Return the correlation between prediction and truth, between -1 and 1; 0 if
+    either is constant. Raises ValueError.
     """
     guess, truth = _pair(predicted, actual)
     if guess.min() == guess.max() or truth.min() == truth.max():
@@ -253,8 +250,8 @@ def _pair(predicted: Sequence[float], actual: Sequence[float]) -> tuple[Lengths,
 
 
 def _among_longest(values: Lengths, count: int) -> Lengths:
-    """The chance of each value to be among the `count` greatest, where equal ones are
-    ordered by chance.
+    """Return the probability of each value to be among the `count` greatest, with ties
+    ordered at random.
     """
     bound = np.sort(values)[len(values) - count]
     above, equal = values > bound, values == bound

@@ -1,5 +1,5 @@
-"""How many groups to launch, and when a group is complete (RollArt §6.3; ProRL §3.4;
-AReaL's admission rule).
+"""Decide how many groups to launch, and when a group is complete (RollArt §6.3; ProRL
+§3.4; AReaL's admission rule).
 """
 
 import enum
@@ -8,30 +8,30 @@ from collections.abc import Sequence
 from rollweave.core.policy.staleness import acceptable
 
 EQUAL_REWARDS = 1e-9
-"""Rewards closer than this count as equal: a group of them has no advantage to learn
-from (DAPO).
+"""Maximum difference of rewards that count as equal: a group of them has no advantage
+to learn from (DAPO).
 """
 
 BARREN_BATCHES = 2
-"""Batches' worth of groups that may fail in a row, without one member scored, before
-the environment counts as broken.
+"""Number of batches' worth of groups that may fail in a row, without one scored member,
+before the environment counts as broken.
 """
 
 
 def is_barren(groups_in_a_row: int, groups_per_step: int) -> bool:
-    """True if so many groups have failed that drawing more would go on for ever."""
+    """Return whether so many groups have failed that drawing more is pointless."""
     return groups_in_a_row >= max(4, BARREN_BATCHES * groups_per_step)
 
 
 FILTERED_BATCHES = 100
-"""Batches' worth of groups that dynamic sampling may filter in a row before the run
-ends: nothing is left to learn from.
+"""Number of batches' worth of groups that dynamic sampling may filter in a row before
+the run ends, because nothing is left to learn.
 """
 
 
 def is_spent(filtered_in_a_row: int, groups_per_step: int) -> bool:
-    """True if so many groups in a row had equal rewards that drawing more would go on
-    for ever.
+    """Return whether so many groups in a row had equal rewards that drawing more is
+    pointless.
     """
     return filtered_in_a_row >= FILTERED_BATCHES * groups_per_step
 
@@ -45,14 +45,14 @@ def capacity(
     spare_groups: int,
     last_step: int,
 ) -> int:
-    """Groups that may be active or buffered at once.
+    """Return how many groups may be active or buffered at once.
 
     A group launched now, under `serving_version`, must still be acceptable when its
     turn comes: with `k` groups ahead of it, it is trained at version `next_version + k
     // groups_per_step`. Requiring that to be at most `serving_version + window` gives
     AReaL's rule, floor((accepted + running − 1) / B) ≤ n + η, counted from the groups
     not yet trained. Spare groups come on top, as redundancy against the slowest; none
-    is launched that could only be thrown away.
+    is launched that could only be dropped.
     """
     steps_ahead = min(serving_version + window - next_version + 1, last_step - next_version)
     if steps_ahead <= 0 or not acceptable(serving_version, next_version, window):
@@ -104,12 +104,12 @@ def group_verdict(
     min_members: int,
     dynamic_sampling: bool,
 ) -> Verdict:
-    """What to do with a group that has `rewards` so far and `pending` members that may
+    """Decide about a group that has `rewards` so far and `pending` members that may
     still score.
 
-    Complete with `group_size` rewards (surplus members are cancelled), or with at least
-    `min_members` when no more will come. With `dynamic_sampling` a complete group whose
-    rewards are all equal is filtered out and replaced (DAPO).
+    It is complete with `group_size` rewards (surplus members are cancelled), or with at
+    least `min_members` if no more will come. With `dynamic_sampling`, a complete group
+    whose rewards are all equal is filtered out and replaced (DAPO).
     """
     if len(rewards) < group_size and pending > 0:
         return Verdict.WAIT

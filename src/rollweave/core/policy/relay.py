@@ -1,10 +1,10 @@
-"""Who sends weights to whom, and in what pieces (Laminar §4 and App. C; ROSE §4.2).
+"""The chain along which weights travel, and the size of their chunks (Laminar §4 and
+App. C; ROSE §4.2).
 
-Relays stand in a chain: the master takes a version from the trainer, and each other
-relay from the one before it, which passes on what it has got so far. So a chain is a
-pipeline, and its time hardly grows with its length. Each relay is ahead of those after
-it: where one is lost, its successor goes on from whoever stood before it, and nobody
-else notices.
+Relays form a chain: the master fetches a version from the trainer, and each other relay
+from its predecessor, which forwards what it has so far. So a chain is a pipeline, and
+its time hardly grows with its length. Each relay is ahead of those after it: if one is
+lost, its successor continues from its predecessor, and no other relay is affected.
 
 A chain is the ids of its relays, each once, the master first.
 """
@@ -15,22 +15,21 @@ from collections.abc import Sequence
 from rollweave.schema.base import Struct
 
 CHUNK_BYTES = 32 * 2**20
-"""At most so much at once: Laminar's chunk (§7).
-
-Longer ones gain nothing, and take memory on the way.
+"""Maximum size of a chunk: Laminar's chunk (§7). Longer ones gain nothing and take
+memory on the way.
 """
 
 LEAST_CHUNK_BYTES = 256 * 2**10
-"""At least so much at once: below that what each chunk costs its processes exceeds what
-App. C's start-up latency counts.
+"""Minimum size of a chunk: below it, the cost of each chunk for its processes exceeds
+App. C's start-up latency.
 """
 
 
 class Repair(Struct, frozen=True, kw_only=True):
-    """A chain without one relay. `relay` is the only one that takes from another
-    `source` than before (None is the trainer).
+    """A chain without one relay. `relay` is the only one that gets another `source`
+    (None is the trainer).
 
-    `relay` is None where nobody took from the lost one.
+    `relay` is None if no relay fetched from the lost one.
     """
 
     order: tuple[str, ...]
@@ -39,11 +38,11 @@ class Repair(Struct, frozen=True, kw_only=True):
 
 
 def repair(order: Sequence[str], lost: str) -> Repair:
-    """Cut one relay out (§4.3): its successor takes from its predecessor, or from the
+    """Remove one relay (§4.3): its successor fetches from its predecessor, or from the
     trainer as the new master.
 
-    The successor of a lost master has got further than any other relay. Raises
-    ValueError for a relay that is not in the chain.
+    The successor of a lost master is ahead of all other relays. Raises ValueError for a
+    relay that is not in the chain.
     """
     if lost not in order:
         raise ValueError(f"lost must be a relay of the chain {list(order)}, got {lost}")
@@ -55,11 +54,11 @@ def repair(order: Sequence[str], lost: str) -> Repair:
 
 
 def broadcast_s(nbytes: int, *, nodes: int, chunks: int, start_s: float, byte_s: float) -> float:
-    """T(p, k) of App. C: seconds from the master's first chunk sent to the last relay's
-    last chunk received.
+    """Return T(p, k) of App. C: seconds from the start of the master's first chunk to
+    the end of the last relay's last chunk.
 
-    `nodes` is p, the master and all others; a chunk takes `start_s` and `byte_s` for
-    each byte from one to the next. Raises ValueError for fewer than one node or chunk,
+    `nodes` is p, the master and all others; a chunk takes `start_s`, and `byte_s` per
+    byte, from one node to the next. Raises ValueError for fewer than one node or chunk,
     and for negative sizes and times.
     """
     _check(nbytes, nodes, start_s, byte_s)
@@ -71,7 +70,7 @@ def broadcast_s(nbytes: int, *, nodes: int, chunks: int, start_s: float, byte_s:
 
 
 def chunk_count(nbytes: int, *, nodes: int, start_s: float, byte_s: float) -> int:
-    """The k, from 1 to one for each byte, that makes T(p, k) least; the smaller of two
+    """Return the k, from 1 to one per byte, of least T(p, k); the smaller of two
     equals.
 
     T is convex in k, so the best integer is one of the two beside k* = sqrt((p − 2) · M
@@ -92,7 +91,8 @@ def chunk_count(nbytes: int, *, nodes: int, start_s: float, byte_s: float) -> in
 
 
 def chunk_bytes(nbytes: int, *, nodes: int, start_s: float, byte_s: float) -> int:
-    """Of the best count, but within LEAST_CHUNK_BYTES and CHUNK_BYTES.
+    """Return the chunk size of the best count, within LEAST_CHUNK_BYTES and
+    CHUNK_BYTES.
 
     Raises ValueError as `broadcast_s`.
     """
@@ -101,16 +101,18 @@ def chunk_bytes(nbytes: int, *, nodes: int, start_s: float, byte_s: float) -> in
 
 
 PROBE = 16
-"""One publication of so many goes the other way, so that what it would take is known."""
+"""Interval of publications after which one is sent in the other form, so that its time
+stays known.
+"""
 
 
 def sends_changes(whole_s: float | None, changes_s: float | None, *, number: int) -> bool:
-    """Whether publication `number` travels as what has changed, rather than whole (ROSE
+    """Return whether publication `number` is sent as a delta rather than in full (ROSE
     §4.2).
 
-    By what either took last, from the publication until all relays had it; None: not
-    known yet. On a fast link the whole is sooner, however little has changed, since
-    encoding goes through all of it.
+    The decision compares the last time of each form, from the publication until all
+    relays had it; None is not known yet. On a fast link the full form is faster however
+    little has changed, since encoding reads all of it.
     """
     if whole_s is None or changes_s is None:
         return changes_s is None

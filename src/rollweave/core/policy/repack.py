@@ -1,15 +1,14 @@
-"""Which replicas hand all their trajectories to others of the same weights, to be free
-for new ones (Laminar §5.2, Alg. 1).
+"""Choose which replicas hand all their trajectories to others of the same weights, to
+be free for new ones (Laminar §5.2, Alg. 1).
 
-Decoding few sequences takes an engine nearly as long as decoding many, so the long last
-trajectories of several replicas go together onto few. Algorithm 1 takes a replica's
-load as it was before the plan, by which it can empty one that has just received others'
-work, and overfill the next (loads of 0.30, 0.35 and 0.40 put 1.05 on one). Here work
-that was received moves along with whom it was received by, and the plan names where
-each replica's work ends up.
+Decoding few sequences takes an engine nearly as long as decoding many, so the long
+tails of several replicas are consolidated on few. Algorithm 1 uses a replica's load
+from before the plan; so it can empty one that has just received work, and overfill the
+next (loads of 0.30, 0.35 and 0.40 put 1.05 on one). Here received work moves along with
+its receiver, and the plan names where each replica's work ends up.
 
 Invariants of a plan: moves are between replicas of one weights id; a source moves once,
-with all that it has; no target is a source; after all moves each target holds at most
+with all its work; no target is a source; after all moves each target holds at most
 `kv_max` of its KV and `batch_max` requests, and no more than its slots.
 """
 
@@ -20,25 +19,26 @@ from rollweave.schema.base import EngineId, Struct
 from rollweave.schema.events import StepTime
 
 KV_MAX = 0.99
-"""Of a replica's KV: what counts as full (Laminar's C_max)."""
+"""Share of a replica's KV that counts as full (Laminar's C_max)."""
 
 SLOWER = 2.0
-"""Times that a step may take what it takes for one sequence. Measured steps are a fixed
-part and one for each sequence: where the two are equal is the roofline's ridge, and a
-full engine's steps are longer still. (Of the simulated engines, by published figures of
-an H800, B is then 288, 222 and 211 for Laminar's three sizes; weights over compute
+"""Maximum factor of a step's time over that of one sequence. Measured steps have a
+fixed part and a part per sequence; the two are equal at the roofline's ridge, and a
+full engine's steps are longer still. (For the simulated engines, by published figures
+of an H800, B is then 288, 222 and 211 for Laminar's three sizes; weights over compute
 alone give about 250.)
 """
 
 
 class Replica(Struct, frozen=True, kw_only=True):
-    """An engine with trajectories under way, of the weights `weights_id`.
+    """An engine with trajectories in flight, of the weights `weights_id`.
 
-    `requests` are all its trajectories, those at their tools or waiting too. `kv_used`
-    of `kv_total` tokens are theirs. `kv_before` is the highest use of all earlier looks
-    since it took these weights (0 at the first): once use has fallen, what is left is
-    the tail, whose contexts still grow. (Algorithm 1 compares with the last look alone,
-    which takes a tail that grows between two ends for a replica that fills up.)
+    `requests` counts all its trajectories, including those at their tools or waiting.
+    They use `kv_used` of `kv_total` tokens. `kv_before` is the highest use of all
+    earlier checks since it took these weights (0 at the first): once use has fallen,
+    what is left is the tail, whose contexts still grow. (Algorithm 1 compares with the
+    last check alone, which mistakes a tail that grows between two ends for a replica
+    that fills up.)
     """
 
     id: EngineId
@@ -60,12 +60,12 @@ class Move(Struct, frozen=True, kw_only=True):
 
 
 def repack(replicas: Sequence[Replica], *, batch_max: int, kv_max: float = KV_MAX) -> list[Move]:
-    """The plan, in the order of the replicas. Best fit: the least loaded goes where it
-    fills the most.
+    """Return the plan, in the order of the replicas. Best fit: the least loaded goes
+    where it fills the most.
 
     Candidates have work, a KV use below `kv_max` that is not rising, and fewer requests
-    than `batch_max` and than slots: a replica without work needs nobody to be free.
-    Raises ValueError for an id named twice and for bounds without meaning.
+    than `batch_max` and than slots; a replica without work is free already. Raises
+    ValueError for a repeated id and for invalid bounds.
     """
     if not 0 < kv_max <= 1:
         raise ValueError(f"kv_max must be above 0 and at most 1, got {kv_max}")
@@ -86,15 +86,15 @@ def repack(replicas: Sequence[Replica], *, batch_max: int, kv_max: float = KV_MA
 
 
 def batch_bound(profile: Sequence[StepTime], *, largest: int, slower: float = SLOWER) -> int:
-    """B: the largest batch up to `largest` whose step takes at most `slower` times that
-    of one sequence.
+    """Return B: the largest batch up to `largest` whose step takes at most `slower`
+    times that of one sequence.
 
     Laminar takes it from the roofline, where decoding turns from memory-bound into
-    compute-bound: before, a step mostly reads the weights, however many sequences it is
-    for. Here it is read off measured step times, evened out (`step_times`), at the
-    shortest context that was measured: what a longer one adds is the memory's, and
-    bounded by `kv_max`. An engine without a profile has no such bound: `largest`.
-    Raises ValueError for a bound without meaning.
+    compute-bound: before that point, a step mostly reads the weights, for any number of
+    sequences. Here it is read off measured step times, smoothed (`step_times`), at the
+    shortest measured context; the cost of a longer context is the memory's, which
+    `kv_max` bounds. An engine without a profile has no such bound: `largest`. Raises
+    ValueError for an invalid bound.
     """
     if largest < 1:
         raise ValueError(f"largest must be at least 1, got {largest}")
@@ -115,7 +115,7 @@ def _is_candidate(replica: Replica, batch_max: int, kv_max: float) -> bool:
 
 
 class _Load:
-    """What a replica will hold, and of whom."""
+    """The planned load of a replica, and the replicas that it comes from."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
@@ -133,7 +133,7 @@ class _Load:
 
 
 def _merged(group: Sequence[Replica], batch_max: int, kv_max: float) -> dict[EngineId, EngineId]:
-    """Where each replica's work ends up: with itself, or with another."""
+    """Return where each replica's work ends up: on itself or on another."""
     loads = [_Load(replica) for replica in sorted(group, key=lambda replica: replica.kv_used)]
     kept: list[_Load] = []
     while loads:

@@ -1,5 +1,5 @@
-"""What is tried again after a failure, how often an ailing component is restarted, and
-what goes when that does not help.
+"""Decide what is retried after a failure, how often a failing component is restarted,
+and what is removed if that does not help.
 """
 
 import enum
@@ -16,9 +16,8 @@ RETRYABLE = frozenset(
         StopReason.WORLD_LOST,
     }
 )
-"""Failures that say nothing about the agent: another attempt may well succeed.
-
-A spent time budget would be spent again.
+"""Failures that say nothing about the agent: another attempt may succeed. A time budget
+that was used up would be used up again.
 """
 
 
@@ -51,8 +50,8 @@ def try_again(
 
 
 STRIKES_BEFORE_RESTART = 2
-"""Turns in a row that an engine may let time out: one may be a long turn, two are a
-stuck engine.
+"""Maximum number of consecutive turns that an engine may let time out: one may be a
+long turn, two are a stuck engine.
 """
 
 
@@ -63,13 +62,13 @@ class Failover(enum.Enum):
 
 
 def failover(*, restarts: int, limit: int, elsewhere: int) -> Failover:
-    """What becomes of an engine that has failed, after `restarts` that did not help
+    """Decide about an engine that has failed, after `restarts` that did not help
     (Laminar §3.3).
 
-    Beyond `limit` of them the fault is taken for its machine's, which goes as a whole,
-    so that nothing else fails on it. But where no engine serves `elsewhere`, on other
-    machines, what still works on this one is all there is, and stays. Raises ValueError
-    for negative counts.
+    Beyond `limit` restarts the fault is attributed to its machine, which is removed as
+    a whole, so that nothing else fails on it. But if no engine serves `elsewhere`, on
+    other machines, what still works on this one stays. Raises ValueError for negative
+    counts.
     """
     for name, count in (("restarts", restarts), ("limit", limit), ("elsewhere", elsewhere)):
         if count < 0:

@@ -1,14 +1,14 @@
-"""Which engine runs a turn that has no engine of its own (ProRL §3.3.2).
+"""Choose the engine of a turn that is bound to none (ProRL §3.3.2).
 
 A trajectory's next turn finds its prefix in the cache of the engine that ran the turn
-before, so affinity saves the prefill. `affinity` gives it up when that engine has no
-free slot: waiting would cost more than recomputing. A turn without such an engine goes
-where the least tokens are outstanding for each slot: what engines hold in KV, and read
-at each step. (ProRL counts the tasks that an engine was ever given: one with long tasks
-gets as many more, and a newcomer gets all until it has caught up. Here a newcomer gets
-turns until it has as much as the others have now.) Engines that do not answer are not
-among those to choose from (`core/engines`). The others are what systems do that Heddle
-§7 compares with: `least_load` ignores the cache, `hybrid` keeps to it until loads
+before, so affinity saves the prefill. `affinity` gives it up if that engine has no free
+slot: waiting would cost more than recomputing. A turn without such an engine goes to
+the engine with the fewest outstanding tokens per slot, the tokens that engines hold in
+KV and read at each step. (ProRL counts the tasks that an engine was ever given: an
+engine with long tasks gets as many more, and a new one gets all until it has caught up.
+Here a new one gets turns until it has as much as the others have now.) Unresponsive
+engines are not candidates (`core/engines`). The other policies are those that Heddle §7
+compares with: `least_load` ignores the cache, and `hybrid` keeps to it until loads
 differ too much; both count turns.
 """
 
@@ -18,14 +18,14 @@ from collections.abc import Mapping, Sequence
 from rollweave.schema.base import EngineId, Struct
 
 SKEW = 32.0
-"""Greatest load over least, beyond which `hybrid` turns to the least loaded engine
-(Heddle §7, Verl*).
+"""Maximum ratio of the greatest to the least load, beyond which `hybrid` uses the least
+loaded engine (Heddle §7, Verl*).
 """
 
 
 class EngineLoad(Struct, frozen=True, kw_only=True):
-    """An engine that may take a turn: `active` turns, of which `slots` run, the lowest
-    of these at rank `lowest`.
+    """An engine that may take a turn: it has `active` turns, of which `slots` run, the
+    lowest of these at rank `lowest`.
 
     `tokens` is the context of all these turns.
     """
@@ -37,7 +37,7 @@ class EngineLoad(Struct, frozen=True, kw_only=True):
     lowest: float = -math.inf
 
     def runs(self, rank: float, *, preempts: bool) -> bool:
-        """A turn of this rank would run at once."""
+        """Return whether a turn of this rank would run at once."""
         return self.active < self.slots or (preempts and rank > self.lowest)
 
 
@@ -50,10 +50,10 @@ def choose(
     rank: float = 0.0,
     preempts: bool = False,
 ) -> EngineId | None:
-    """The engine for a turn, or None to keep it waiting.
+    """Return the engine for a turn, or None to keep it waiting.
 
-    `affine` ran the trajectory's last turn. `avoid` failed this very turn before: they
-    are a last resort.
+    `affine` ran the trajectory's last turn. The engines `avoid` failed this very turn
+    before: they are a last resort.
     """
     home = engines.get(affine) if affine is not None and affine not in avoid else None
     if placement == "least_load" or (placement == "hybrid" and _skewed(engines)):
@@ -77,7 +77,9 @@ def _to_preempt(
     avoid: Sequence[EngineId],
     rank: float,
 ) -> EngineId | None:
-    """Every slot is taken: the engine where a turn of this rank would take one over."""
+    """Return the engine on which a turn of this rank would preempt another, since every
+    slot is taken.
+    """
     if home is not None and rank > home.lowest:
         return home.id
     lower = [

@@ -1,5 +1,5 @@
-"""When and where a trajectory's turns run, as a preset of three policies that a user
-may also mix (Heddle §4, §5).
+"""Presets of the three policies that decide when and where a trajectory's turns run; a
+user may also combine them (Heddle §4, §5).
 """
 
 from rollweave.schema.base import Struct
@@ -9,11 +9,11 @@ PRESETS = {
     "turn": ("fcfs", "affinity", "never"),
     "trajectory": ("longest_first", "partition", "gain"),
 }
-"""Priority, placement and migration by the name of the preset."""
+"""Priority, placement and migration of each preset."""
 
 
 class Scheduling(Struct, frozen=True, kw_only=True):
-    """What follows from the three choices."""
+    """The three choices, and what follows from them."""
 
     priority: str
     placement: str
@@ -21,20 +21,20 @@ class Scheduling(Struct, frozen=True, kw_only=True):
 
     @property
     def predicts(self) -> bool:
-        """Somebody asks how long a trajectory will yet be."""
+        """Whether a policy needs predicted lengths."""
         return self.priority == "longest_first" or self.by_rank
 
     @property
     def preempts(self) -> bool:
-        """A pending turn takes the slot of an active one of lower rank (Heddle Alg. 1;
-        Autellix).
+        """Whether a pending turn takes the slot of an active one of lower rank (Heddle
+        Alg. 1; Autellix).
         """
         return self.priority in ("longest_first", "shortest_first")
 
     @property
     def by_rank(self) -> bool:
-        """Engines own shares of the trajectories sorted by length, planned by the work
-        in them, or by eq. 2 (presorted).
+        """Whether engines own shares of the trajectories sorted by length, planned by
+        their work, or by eq. 2 (presorted).
         """
         return self.placement in ("partition", "presorted")
 
@@ -47,17 +47,16 @@ class Scheduling(Struct, frozen=True, kw_only=True):
 
     @property
     def keeps(self) -> bool:
-        """An engine keeps its KV cache for its own trajectories in the order of their
-        ranks, which must not change often.
+        """Whether an engine reserves its KV cache for its own trajectories in the order
+        of their ranks, which must not change often.
         """
         return self.by_rank and self.priority in ("fcfs", "longest_first")
 
 
 def scheduling(rollout: RolloutConfig) -> Scheduling:
-    """The preset, and what is set beside it. Nothing migrates without a partition.
+    """Return the preset with the overrides. Nothing migrates without a partition.
 
-    In mode decoupled a trajectory keeps to its engine until that is repacked
-    (`core/pace`).
+    In mode decoupled a trajectory stays on its engine until that is consolidated.
     """
     priority, placement, migration = PRESETS[rollout.scheduling]
     placement = "pinned" if rollout.mode is ModeName.DECOUPLED else rollout.placement or placement

@@ -1,4 +1,4 @@
-"""Which evaluation is the best, and whether one reaches the target.
+"""Choose the best evaluation, and decide whether one reaches the target.
 
 A task domain is measured by its success rate if its environment defines success,
 otherwise by its mean reward. Success is never derived from a reward: only the

@@ -1,17 +1,17 @@
-"""May it still be trained on (RollArt §6.2, Laminar §6)?
+"""Decide whether a trajectory may still be trained on (RollArt §6.2, Laminar §6).
 
 Staleness is counted in steps, from the weights that served when the trajectory was
 launched to the weights that the training step starts from: queueing, rollout, reward
-and buffer time all count. The bound is strict: what is trained never exceeds it.
+and buffer time all count. The bound is strict: no trained trajectory ever exceeds it.
 """
 
 
 def staleness(initiated: int, trained_at: int) -> int:
-    """Steps between the two versions. After a trainer was restored to an earlier step,
-    `initiated` may be the larger one:
+    """Return the number of steps between the two versions.
 
+    After a trainer was restored to an earlier step, `initiated` may be the larger one:
     the trajectory then comes from weights of a lost lineage, as far away as the
-    difference says.
+    difference.
     """
     return abs(trained_at - initiated)
 

@@ -1,17 +1,17 @@
-"""How long an engine takes for a group of trajectories, by the work in them: a cost
-beside eq. 2's, nearer to what engines do.
+"""The time that an engine takes for a group of trajectories, by their work: a cost
+beside eq. 2's, closer to real engines.
 
-Eq. 2 knows a group by its size and its longest member. Here a step has a fixed part, a
-part for each sequence in it, and a part for each token of their contexts, and the steps
-needed are the most of three: those of the longest member; those that a batch of `slots`
-needs for all tokens; those that the KV cache needs, where each token occupies its
-context for a step. A batch that shrinks as its members end, queueing beyond the slots
-and contexts beyond the KV cache are all in it, in closed form.
+Eq. 2 describes a group by its size and its longest member. Here a step has a fixed
+part, a part per sequence, and a part per token of their contexts, and the number of
+steps is the largest of three: those of the longest member; those that a batch of
+`slots` needs for all tokens; those that the KV cache needs, where each token occupies
+its context for a step. Batches that shrink as members end, queueing beyond the slots,
+and contexts beyond the KV cache are all covered, in closed form.
 
-A group's cost never falls when a member is added, nor when members grow: what
-`core/policy/placement` needs to find the best of all partitions into groups that are
+A group's cost never falls when a member is added, nor when members grow;
+`core/policy/placement` needs this to find the best partition into groups that are
 contiguous by length. (A partition that mixes lengths may be better still: work can be
-shared out more evenly than contiguous groups allow.)
+divided more evenly than contiguous groups allow.)
 """
 
 import itertools
@@ -26,8 +26,8 @@ from rollweave.schema.events import StepTime
 
 
 class Rate(Struct, frozen=True, kw_only=True):
-    """An engine: a step takes `fixed_s`, `sequence_s` for each of its sequences,
-    `context_s` for each token of their contexts.
+    """The speed of an engine: a step takes `fixed_s`, `sequence_s` per sequence, and
+    `context_s` per token of their contexts.
 
     It has at most `slots` sequences, and their contexts fit `kv_tokens`.
     """
@@ -39,15 +39,16 @@ class Rate(Struct, frozen=True, kw_only=True):
     kv_tokens: int
 
     def seconds(self, *, longest: float, tokens: float, occupied: float) -> float:
-        """For a group: tokens of its longest member, of all, and the sum over all
-        tokens of the context that each occupies.
+        """Return the seconds for a group, from the tokens of its longest member, of all
+        members, and the sum over all tokens of the context that each occupies.
         """
         steps = max(longest, tokens / self.slots, occupied / self.kv_tokens)
         return steps * self.fixed_s + tokens * self.sequence_s + occupied * self.context_s
 
 
 def rate(profile: Sequence[StepTime], *, slots: int, kv_tokens: int) -> Rate:
-    """What fits measured step times best, by relative errors, without negative parts.
+    """Return the rate that fits measured step times best, by relative errors, without
+    negative parts.
 
     Raises ValueError for a profile without measurements, and for a rate without slots
     or KV.
@@ -77,23 +78,23 @@ def rate(profile: Sequence[StepTime], *, slots: int, kv_tokens: int) -> Rate:
 
 
 def occupied(tokens: float, *, context: float, growth: float) -> float:
-    """The context summed over `tokens` tokens yet to be sampled, from `context` on,
-    which grows by `growth` for each.
+    """Return the context summed over `tokens` tokens to sample, starting at `context`,
+    which grows by `growth` per token.
     """
     return tokens * (context + growth * tokens / 2)
 
 
 class ByWork:
-    """Groups of trajectories by the work in them: the `Groups` that
-    `core/policy/placement` and `core/policy/allocation` search.
+    """Groups of trajectories by their work: the `Groups` that `core/policy/placement`
+    and `core/policy/allocation` search.
     """
 
     def __init__(self, works: Sequence[tuple[int, int]], rates: Mapping[int, Rate]) -> None:
-        """`works`: tokens yet to come and the contexts that they occupy, the longest
-        first; `rates` by parallel degree.
+        """`works` are the tokens to sample and the contexts that they occupy, the
+        longest first; `rates` are by parallel degree.
 
-        Raises ValueError for works that are not positive or not in order, and where
-        there are none.
+        Raises ValueError for works that are not positive or not in order, and for an
+        empty list.
         """
         if not works:
             raise ValueError("works must have at least one trajectory, got none")
@@ -115,8 +116,8 @@ class ByWork:
         self._limits = {degree: self._sums(rate) for degree, rate in rates.items()}
 
     def _sums(self, rate: Rate) -> tuple[list[float], ...]:
-        """Of a group that begins with the list, as it ends later: seconds by each of
-        the three needs, without the longest's.
+        """Return, for groups that begin with the list, the seconds of each of the three
+        needs by their end, without the longest member's.
         """
         both = list(zip(self._tokens, self._held, strict=True))
         parts = [tokens * rate.sequence_s + held * rate.context_s for tokens, held in both]
@@ -141,8 +142,8 @@ class ByWork:
     def reach(self, degree: int, start: int, bound: float) -> tuple[int, float]:
         """See `Groups`.
 
-        Each need bounds the end by one search in its sums; rounding is put right by the
-        cost itself.
+        Each need bounds the end by one search in its sums; the cost itself corrects
+        rounding.
         """
         parts, slots, cache = self._limits[degree]
         alone = bound - self._rates[degree].fixed_s * self._lengths[start]
