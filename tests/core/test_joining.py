@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.core.core import Core
-from rollweave.core.seats import begun_with, first_seats, next_id
+from rollweave.core.membership import begun_with, first_seats, next_id
 from rollweave.core.state import EngineStatus, Phase
 from rollweave.schema import commands as c
 from rollweave.schema import events as e

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from rollweave.core.consolidation import REPACK_S
 from rollweave.core.core import Core
 from rollweave.core.engines import LOAD_TRIES
 from rollweave.core.policy.experience import Experience
-from rollweave.core.repacking import REPACK_S
 from rollweave.core.state import EngineStatus, Stage
 from rollweave.schema import commands as c
 from rollweave.schema import events as e

@@ -8,7 +8,7 @@ once, and it looks at those with room.
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.core import pace, weights
+from rollweave.core import version_affinity, weights
 from rollweave.core.policy.staleness import acceptable
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Stage
@@ -35,10 +35,10 @@ class Judged(World):
 
 def compare(run: Run) -> None:
     engines = run.state.engines
-    assert {one: pace.batch_of(run, engine) for one, engine in engines.items()} == {
+    assert {one: version_affinity.batch_of(run, engine) for one, engine in engines.items()} == {
         one: slow_batch(run, engine) for one, engine in engines.items()
     }
-    assert {one: pace.wanted(run, engine) for one, engine in engines.items()} == {
+    assert {one: version_affinity.wanted(run, engine) for one, engine in engines.items()} == {
         one: slow_wanted(run, engine) for one, engine in engines.items()
     }
     ready = (EngineStatus.STALE, EngineStatus.SERVING)
@@ -52,18 +52,20 @@ def compare(run: Run) -> None:
         ),
         None,
     )
-    assert next(iter(pace.updates(run)), None) == first
-    assert pace.seats(run) == slow_seats(run)
+    assert next(iter(version_affinity.updates(run)), None) == first
+    assert version_affinity.seats(run) == slow_seats(run)
     for purpose in (Purpose.TRAIN, Purpose.EVAL):
-        assert pace.engine_for(run, purpose) is slow_engine_for(run, purpose)
+        assert version_affinity.engine_for(run, purpose) is slow_engine_for(run, purpose)
     known = {*run.state.kept, *run.state.saved, *(engine.weights_id for engine in engines.values())}
-    assert all(pace.somewhere(run, one) == slow_somewhere(run, one) for one in known)
+    assert all(version_affinity.somewhere(run, one) == slow_somewhere(run, one) for one in known)
 
 
 def slow_batch(run: Run, engine: Engine) -> int:
     rollout = run.config.rollout
     share = -(-rollout.max_running // len(run.state.engines))
-    return max(1, min(rollout.engine_batch or pace.BATCH_PER_SLOT * engine.max_slots, share))
+    return max(
+        1, min(rollout.engine_batch or version_affinity.BATCH_PER_SLOT * engine.max_slots, share)
+    )
 
 
 def slow_residents(run: Run, engine: Engine) -> int:

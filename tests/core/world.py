@@ -9,8 +9,8 @@ import heapq
 import random
 
 from rollweave.core.core import Core
+from rollweave.core.membership import first_seats, next_id
 from rollweave.core.policy.retry import STRIKES_BEFORE_RESTART
-from rollweave.core.seats import first_seats, next_id
 from rollweave.core.weights import MOST
 from rollweave.schema import commands as c
 from rollweave.schema import events as e

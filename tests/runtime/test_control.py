@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rollweave.core.core import Core
-from rollweave.core.seats import first_seats
+from rollweave.core.membership import first_seats
 from rollweave.runtime import control
 from rollweave.runtime.control import LINE_BYTES, MAX_CONNECTIONS, Control, ask
 from rollweave.runtime.tasks import Tasks

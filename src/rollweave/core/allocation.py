@@ -8,7 +8,7 @@ free. Only degrees that an engine has measured itself at are compared.
 
 from collections import Counter
 
-from rollweave.core import engines, seats
+from rollweave.core import engines, membership
 from rollweave.core.costs import groups_of
 from rollweave.core.policy.allocation import allocate_groups, is_sum
 from rollweave.core.policy.placement import place_groups
@@ -17,7 +17,7 @@ from rollweave.core.run import Run
 from rollweave.schema.config.sections import AllocationConfig
 from rollweave.schema.events import EngineSlot
 
-GAIN = 0.05
+MIN_GAIN = 0.05
 """Share of the predicted makespan that another fleet must save, every few steps:
 changing it costs starts of engines.
 """
@@ -28,7 +28,7 @@ def plan(run: Run) -> None:
     config, state = run.config.allocation, run.state
     if config is None or state.trainer.step - state.planned_at < config.every or not run.training:
         return
-    if state.seats or any(engine.draining for engine in state.engines.values()):
+    if state.pending_degrees or any(engine.draining for engine in state.engines.values()):
         return
     state.planned_at = state.trainer.step
     works = _batch(run)
@@ -59,7 +59,7 @@ def _change(
     now = [engine.degree for engine in state.engines.values()]
     if set(now) <= set(degrees) and len(now) <= len(works):
         before_s = place_groups(groups, sorted(now, reverse=True)).makespan_s
-        if found.makespan_s > (1 - GAIN) * before_s:
+        if found.makespan_s > (1 - MIN_GAIN) * before_s:
             return
     wanted = Counter(found.degrees)
     if wanted == Counter(now):
@@ -70,7 +70,7 @@ def _change(
             wanted[engine.degree] -= 1
         else:
             engines.drain(run, engine)
-    state.seats = sorted(wanted.elements(), reverse=True)
+    state.pending_degrees = sorted(wanted.elements(), reverse=True)
 
 
 def _batch(run: Run) -> list[tuple[int, int]]:
@@ -80,7 +80,7 @@ def _batch(run: Run) -> list[tuple[int, int]]:
     rollout, state = run.config.rollout, run.state
     works = []
     for name, known in state.lengths.items():
-        context, growth = state.prompt_tokens.get(name, 0.0), state.growth.get(name, 1.0)
+        context, growth = state.prompt_tokens.get(name, 0.0), state.context_growth.get(name, 1.0)
         works += [
             (length, round(occupied(length, context=context, growth=growth))) for length in known
         ]
@@ -94,10 +94,10 @@ def advance(run: Run) -> None:
     config, state = run.config.allocation, run.state
     if config is None:
         return
-    while state.seats and state.seats[0] <= config.budget - sum(
+    while state.pending_degrees and state.pending_degrees[0] <= config.budget - sum(
         engine.degree for engine in state.engines.values()
     ):
-        name = seats.next_id(state)
+        name = membership.next_id(state)
         if name is None:
             return  # the run ends
-        engines.add(run, EngineSlot(id=name, degree=state.seats.pop(0)))
+        engines.add(run, EngineSlot(id=name, degree=state.pending_degrees.pop(0)))

@@ -72,7 +72,7 @@ def move(run: Run, trajectory: Trajectory, stage: Stage) -> None:
         after[trajectory.id] = None
     trajectory.stage = stage
     trajectory.since = run.now
-    run.order_changed(trajectory)
+    run.reindex(trajectory)
 
 
 def release_turn(run: Run, trajectory: Trajectory) -> None:

@@ -5,12 +5,12 @@ Tests check them after every event; production code never does.
 
 import math
 
-from rollweave.core.account import account
+from rollweave.core.accounting import account
 from rollweave.core.fleet import Fleet
-from rollweave.core.order import Order
+from rollweave.core.length_index import LengthIndex
+from rollweave.core.membership import number_of, remaining_engines
 from rollweave.core.policy.staleness import acceptable
 from rollweave.core.run import Run
-from rollweave.core.seats import number_of, staying
 from rollweave.core.state import (
     ALIVE,
     EngineStatus,
@@ -20,14 +20,14 @@ from rollweave.core.state import (
     Stage,
     TrainerStatus,
 )
-from rollweave.core.weights import MOST, machine_of, needed
+from rollweave.core.weights import MAX_VERSIONS, machine_of, needed
 from rollweave.schema.work import Purpose
 
 
 def check(run: Run) -> None:
     assert run.fleet == Fleet.of(run.state), "the fleet is what a fresh count gives"
     if run.scheduling.homes:
-        assert run.order == Order.of(
+        assert run.length_index == LengthIndex.of(
             run.state, by_level=run.scheduling.priority == "longest_first"
         ), "the order is what a fresh sort gives"
     _check_indices(run)
@@ -91,7 +91,7 @@ def _check_turns(run: Run) -> None:
         if turn.engine is None and trajectory.id not in waiting:
             assert trajectory.migration is not None, f"{trajectory} waits for nothing"
             moving = state.migrations[trajectory.migration]
-            assert moving.since is not None or moving.frees, trajectory
+            assert moving.since is not None or moving.vacates, trajectory
         elif turn.engine is None:
             waiting.remove(trajectory.id)
         else:
@@ -121,7 +121,7 @@ def _check_groups(run: Run) -> None:
         by_status[GroupStatus.DRAWING] | by_status[GroupStatus.ACTIVE] == state.active_groups.keys()
     )
     assert by_status[GroupStatus.BUFFERED] == state.buffer.keys()
-    assert by_status[GroupStatus.TAKEN] == set(state.trainer.taken)
+    assert by_status[GroupStatus.TAKEN] == set(state.trainer.batch)
     _check_measured(run)
     in_lineage = [group_id for groups in state.lineage.values() for group_id in groups]
     assert len(in_lineage) == len(set(in_lineage)), "a group was trained twice in one lineage"
@@ -129,7 +129,7 @@ def _check_groups(run: Run) -> None:
     version = run.next_version()
     for group in training:
         assert len(group.chosen) <= run.group_sizes[group.name], group
-    for group_id in state.buffer if state.swept_at == version else ():
+    for group_id in state.buffer if state.swept_for_version == version else ():
         for member in state.groups[group_id].chosen:
             assert acceptable(state.trajectories[member].initiated, version, run.mode.window), (
                 group_id
@@ -141,19 +141,21 @@ def _check_measured(run: Run) -> None:
     trainer = run.state.trainer
     assert (trainer.status is TrainerStatus.MEASURING) == bool(trainer.measuring), trainer
     assert len(trainer.measuring) == len(set(trainer.measuring)), trainer
-    assert not (trainer.measuring and trainer.taken), trainer
-    assert not trainer.measuring or (run.alone and run.config.buffer.sample == "ratio"), trainer
+    assert not (trainer.measuring and trainer.batch), trainer
+    assert not trainer.measuring or (
+        run.independent_updates and run.config.buffer.sample == "ratio"
+    ), trainer
     for group in run.state.groups.values():
-        assert (group.ratio is None) == (group.ratio_id < 0), group
+        assert (group.ratio is None) == (group.ratio_weights_id < 0), group
         assert group.ratio is None or 0 < group.ratio < math.inf, group
-        assert group.ratio_id < run.state.next_weights_id, group
+        assert group.ratio_weights_id < run.state.next_weights_id, group
 
 
 def _check_pace(run: Run) -> None:
     """A trajectory's turns are on engines with the weights that it began with, and on
     no other.
     """
-    if not run.alone:
+    if not run.independent_updates:
         return
     state = run.state
     for engine in state.engines.values():
@@ -163,9 +165,13 @@ def _check_pace(run: Run) -> None:
             )
     for trajectory_id in (*state.in_init, *state.in_run):
         trajectory = state.trajectories[trajectory_id]
-        home = state.engines.get(trajectory.home) if trajectory.home is not None else None
+        home = (
+            state.engines.get(trajectory.assigned_engine)
+            if trajectory.assigned_engine is not None
+            else None
+        )
         if home is None:
-            assert trajectory_id in state.homeless, f"{trajectory} is nowhere, and nobody knows"
+            assert trajectory_id in state.unassigned, f"{trajectory} is nowhere, and nobody knows"
         else:
             assert home.weights_id == trajectory.weights_id, f"the home of {trajectory} is {home}"
             assert home.status in (EngineStatus.SERVING, EngineStatus.SUSPENDING), home
@@ -178,25 +184,26 @@ def _check_weights(run: Run) -> None:
     state = run.state
     up = {relay.id for relay in state.relays.values() if relay.status is not RelayStatus.STARTING}
     assert sorted(state.chain) == sorted(up), f"{state.chain} are in the chain, {up} are up"
-    assert len(needed(run)) <= MOST
-    assert not state.saved or (
-        state.checkpoint is not None and max(state.saved.values()) <= state.checkpoint
-    ), state.saved
+    assert len(needed(run)) <= MAX_VERSIONS
+    assert not state.checkpointed_versions or (
+        state.checkpoint is not None
+        and max(state.checkpointed_versions.values()) <= state.checkpoint
+    ), state.checkpointed_versions
     for place, relay in enumerate(state.relays[relay_id] for relay_id in state.chain):
-        assert (relay.status is RelayStatus.TAKING) == (relay.taking >= 0), relay
-        assert relay.held == sorted(set(relay.held)), relay
-        assert relay.taking not in relay.held, relay
-        assert len(relay.held) <= MOST + 1, relay
+        assert (relay.status is RelayStatus.FETCHING) == (relay.fetching >= 0), relay
+        assert relay.versions == sorted(set(relay.versions)), relay
+        assert relay.fetching not in relay.versions, relay
+        assert len(relay.versions) <= MAX_VERSIONS + 1, relay
         source = state.relays[relay.source] if relay.source is not None else None
-        if relay.taking >= 0 and source is not None and relay.taking not in source.held:
-            assert source.taking == relay.taking, (
-                f"{relay.id} takes {relay.taking} from {source.id}, which lacks it"
+        if relay.fetching >= 0 and source is not None and relay.fetching not in source.versions:
+            assert source.fetching == relay.fetching, (
+                f"{relay.id} takes {relay.fetching} from {source.id}, which lacks it"
             )
             assert state.chain.index(source.id) < place, (
                 f"{relay.id} takes from {source.id}, which stands behind it"
             )
         if relay.base is not None:
-            assert relay.base in relay.held, relay
+            assert relay.base in relay.versions, relay
     for engine in state.engines.values():
         machine = machine_of(run, engine)
         assert machine is None or f"r{machine}" in state.relays, (
@@ -217,17 +224,17 @@ def _check_fleet(run: Run) -> None:
         f"{state.withdrawn} were withdrawn for good"
     )
     leaving = [engine for engine in engines if engine.leaving]
-    assert not leaving or staying(state, leaving[0]), f"all engines leave: {leaving}"
+    assert not leaving or remaining_engines(state, leaving[0]), f"all engines leave: {leaving}"
     for engine in leaving:
-        assert run.alone or engine.draining, f"{engine} takes turns"
+        assert run.independent_updates or engine.draining, f"{engine} takes turns"
         assert engine.status is not EngineStatus.STARTING or not engine.active, engine
 
 
 def _check_saving(run: Run) -> None:
     trainer = run.state.trainer
     assert trainer.status is not TrainerStatus.SAVING or trainer.saving is not None, trainer
-    assert not trainer.owes_save or trainer.status is TrainerStatus.SAVING, trainer
-    assert trainer.saving is None or trainer.saving <= run.state.asked_to_save, trainer
+    assert not trainer.save_pending or trainer.status is TrainerStatus.SAVING, trainer
+    assert trainer.saving is None or trainer.saving <= run.state.newest_save_requested, trainer
 
 
 def _check_attempts(run: Run) -> None:

@@ -27,7 +27,7 @@ from rollweave.core import (
     turns,
     watchdog,
 )
-from rollweave.core.account import Account, account
+from rollweave.core.accounting import Account, account
 from rollweave.core.checks import check
 from rollweave.core.policy.experience import Rule
 from rollweave.core.run import Run
@@ -77,8 +77,8 @@ class Core:
         commands that it leads to, in order.
         """
         run = self._run
-        run.now, run.out, run.touched = now, [], []
-        idle.account(run)
+        run.now, run.out, run.dirty_queues = now, [], []
+        idle.charge(run)
         if self.finished and not isinstance(event, e.WorldLost):
             return []
         HANDLERS[type(event)](run, event)
@@ -88,7 +88,7 @@ class Core:
         elif isinstance(event, e.TurnRequested | e.TurnDone | e.PredictionReady):
             # The most frequent events by far: they make nothing but turns possible.
             barrier = self._run.config.rollout.env_stepping == "batch"
-            turns.dispatch(run, None if barrier else run.touched)
+            turns.dispatch(run, None if barrier else run.dirty_queues)
         elif not self.finished:
             _use_what_is_possible(run)
         return run.out
@@ -119,14 +119,14 @@ HANDLERS: Mapping[type[Event], Callable[[Run, Any], None]] = {
     e.GroupSubmitted: groups.on_submitted,
     e.DrawFailed: groups.on_draw_failed,
     e.RolloutsSubmitted: serving.on_submitted,
-    e.RolloutAcknowledged: serving.on_taken,
+    e.RolloutAcknowledged: serving.on_acknowledged,
     e.MigrationDone: turns.on_migration_done,
     e.TimerFired: watchdog.on_timer,
     e.StepTrained: training.on_trained,
     e.WeightsPublished: training.on_published,
     e.EngineSuspended: engines.on_suspended,
     e.WeightsLoaded: engines.on_loaded,
-    e.WeightsFetched: relays.on_held,
+    e.WeightsFetched: relays.on_fetched,
     e.RunStarted: recovery.on_started,
     e.WorldLost: recovery.on_world_lost,
     e.StopRequested: ending.on_stop_requested,
@@ -139,27 +139,27 @@ HANDLERS: Mapping[type[Event], Callable[[Run, Any], None]] = {
     e.RelayJoined: relays.on_joined,
     e.RelayLost: relays.on_lost,
     e.RelaySuspected: relays.on_suspected,
-    e.RelayRecovered: relays.on_heard,
+    e.RelayRecovered: relays.on_recovered,
     e.FetchStalled: relays.on_stalled,
-    e.FetchFailed: relays.on_refused,
+    e.FetchFailed: relays.on_fetch_failed,
     e.TrainerReady: training.on_ready,
     e.TrainerLost: training.on_lost,
     e.RatiosMeasured: training.on_measured,
     e.TrainFailed: training.on_train_failed,
-    e.CheckpointCopied: training.on_taken,
-    e.CheckpointSaved: training.on_saved,
-    e.CheckpointFailed: training.on_save_failed,
+    e.CheckpointCopied: training.on_checkpoint_copied,
+    e.CheckpointSaved: training.on_checkpoint_saved,
+    e.CheckpointFailed: training.on_checkpoint_failed,
 }
 """The sub-machine that takes each kind of event."""
 
 STEPS: tuple[Callable[[Run], None], ...] = (
-    engines.let_go,
+    engines.remove_drained,
     ending.advance,
-    groups.sweep_doomed,
+    groups.drop_expired,
     relays.advance,
     engines.update,
     training.take_batch,
-    groups.sweep_doomed,
+    groups.drop_expired,
     evaluation.advance,
     allocation.advance,
     groups.launch,

@@ -8,7 +8,7 @@ from rollweave.core.policy.interference import tabulate
 from rollweave.core.policy.placement import ByTable, Groups
 from rollweave.core.policy.work import ByWork, Rate, rate
 from rollweave.core.run import Run
-from rollweave.core.state import Engine, Measured
+from rollweave.core.state import Engine, MeasuredDegree
 from rollweave.schema.events import StepTime
 
 UNMEASURED = (StepTime(batch=1, seconds=1.0), StepTime(batch=32, seconds=2.0))
@@ -22,11 +22,13 @@ def joined(run: Run, engine: Engine, profile: tuple[StepTime, ...]) -> None:
     if it did.
     """
     slots = max(1, engine.max_slots)
-    if (load := run.order.loads.get(engine.id)) is not None:
+    if (load := run.length_index.loads.get(engine.id)) is not None:
         load.work_s = None  # it was worked out at another rate
     engine.rate = rate(profile or UNMEASURED, slots=slots, kv_tokens=max(1, engine.kv_tokens))
     if profile:
-        run.state.measured[engine.degree] = Measured(profile=profile, slots=slots, rate=engine.rate)
+        run.state.measured[engine.degree] = MeasuredDegree(
+            profile=profile, slots=slots, rate=engine.rate
+        )
 
 
 def groups_of(run: Run, works: Sequence[tuple[int, int]], degrees: Sequence[int]) -> Groups:
@@ -39,7 +41,7 @@ def groups_of(run: Run, works: Sequence[tuple[int, int]], degrees: Sequence[int]
     if len(measured) < len(kinds):  # nothing can be compared
         slots = max((engine.max_slots for engine in state.engines.values()), default=1) or 1
         everything = max(1, sum(held for _, held in works))
-        same = Measured(
+        same = MeasuredDegree(
             profile=UNMEASURED,
             slots=slots,
             rate=rate(UNMEASURED, slots=slots, kv_tokens=everything),

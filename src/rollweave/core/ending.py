@@ -136,19 +136,19 @@ def _finish_with_error(run: Run) -> None:
     world kills it.
     """
     state = run.state
-    taken, state.trainer.taken = state.trainer.taken, []
+    taken, state.trainer.batch = state.trainer.batch, []
     groups.return_to_buffer(run, taken, trained=False)
     groups.drop_unfinished(run)
     evaluation.abandon(run)
     state.phase = Phase.FINISHED
     for trajectory_id in list(state.closing):
         trajectory = state.trajectories[trajectory_id]
-        trajectories.close(run, trajectory, trajectory.closing or StopReason.CANCELLED)
+        trajectories.end_attempt(run, trajectory, trajectory.closing or StopReason.CANCELLED)
     lifecycle.settle(run)
     run.emit(Finish(error=state.error))
 
 
-def take_up_again(run: Run) -> None:
+def reopen(run: Run) -> None:
     """After a restart of the controller: a run that had ended may go on, with more
     steps or after an error.
     """

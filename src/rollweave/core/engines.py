@@ -4,19 +4,19 @@ An engine that joins is stale until it has loaded weights, however it came back.
 update is suspend, load, resume (RollArt §6.2): the turns in flight stay on the engine,
 and their KV is recomputed there. While an evaluation runs, engines keep the version
 that is being evaluated. In mode decoupled each engine updates by itself, and
-`core/pace` says when and to what.
+`core/version_affinity` says when and to what.
 """
 
 from collections.abc import Mapping
 
 from rollweave.core import (
+    assignment,
     costs,
     evaluation,
-    pace,
-    placing,
-    seats,
+    membership,
     trajectories,
     turns,
+    version_affinity,
     weights,
 )
 from rollweave.core.policy.modes import update_now
@@ -65,7 +65,7 @@ LEGAL: Mapping[EngineStatus, frozenset[EngineStatus]] = {
 can load nothing is STALE, unless its own weights still serve.
 """
 
-LOAD_TRIES = 2
+MAX_LOAD_FAILURES = 2
 """Loads of the same weights that may fail on one engine before it is restarted."""
 
 
@@ -73,25 +73,27 @@ def start(run: Run, begun: tuple[EngineSlot, ...]) -> None:
     """The world is starting these engines, and has no others: whoever was on its way
     out of a former world has gone with it.
     """
-    state, configured = run.state, {seat.id for seat in seats.first_seats(run.config)}
+    state, configured = run.state, {seat.id for seat in membership.first_engines(run.config)}
     for engine in state.engines.values():
         if engine.leaving and all(seat.id != engine.id for seat in begun):
-            _left(state, engine)
+            _count_departure(state, engine)
     state.engines = {
         seat.id: _engine(run, seat, joined=seat.id not in configured) for seat in begun
     }
     state.withdrawn = [name for name in state.withdrawn if name not in state.engines]
-    state.next_engine = max([state.next_engine, *(seats.number_of(seat.id) + 1 for seat in begun)])
-    _came_or_went(run)
+    state.next_engine = max(
+        [state.next_engine, *(membership.number_of(seat.id) + 1 for seat in begun)]
+    )
+    _membership_changed(run)
 
 
 def _engine(run: Run, seat: EngineSlot, *, joined: bool) -> Engine:
     return Engine(id=seat.id, degree=seat.degree, group=seat.group, joined=joined, since=run.now)
 
 
-def _came_or_went(run: Run) -> None:
+def _membership_changed(run: Run) -> None:
     run.fleet_changed()
-    placing.engines_changed(run)
+    assignment.engines_changed(run)
 
 
 def find(run: Run, engine_id: EngineId, epoch: int) -> Engine | None:
@@ -109,7 +111,7 @@ def on_joined(run: Run, event: EngineJoined) -> None:
         _enter(run, engine, EngineStatus.STALE)
         return
     engine.version, engine.weights_id = event.version, event.version
-    placing.engines_changed(run)
+    assignment.engines_changed(run)
     _enter(run, engine, EngineStatus.SERVING)
 
 
@@ -117,7 +119,7 @@ def on_suspended(run: Run, event: EngineSuspended) -> None:
     engine = find(run, event.engine_id, event.epoch)
     if engine is None or engine.status is not EngineStatus.SUSPENDING:
         return
-    other = pace.wanted(run, engine) if run.alone else None
+    other = version_affinity.wanted_weights(run, engine) if run.independent_updates else None
     _load(run, engine, weights.newest(run, engine) if other is None else other)
 
 
@@ -130,19 +132,19 @@ def on_loaded(run: Run, event: WeightsLoaded) -> None:
     ):
         return
     step = engine.loading_step
-    if step is not None and run.state.saved.get(event.weights_id) != step:
+    if step is not None and run.state.checkpointed_versions.get(event.weights_id) != step:
         _unreadable(run, engine, step, "damaged, or written again meanwhile")
         return
     if engine.version >= 0:
         engine.restarts = 0  # it lived from one update to the next: earlier failures are forgiven
     else:
-        placing.engines_changed(run)
+        assignment.engines_changed(run)
     engine.version, engine.weights_id = event.version, event.weights_id
     engine.load_failures = 0
-    engine.kv_before = None
+    engine.peak_kv = None
     _enter(run, engine, EngineStatus.SERVING)
     run.emit(ResumeEngine(engine_id=engine.id))
-    if run.alone:
+    if run.independent_updates:
         _reassign(run)
 
 
@@ -159,16 +161,16 @@ def on_load_failed(run: Run, event: WeightsLoadFailed) -> None:
         return
     engine.load_failures += 1
     run.warn(engine.id, f"weights {event.weights_id} refused: {event.error}", count="load_failed")
-    if engine.load_failures >= LOAD_TRIES:
+    if engine.load_failures >= MAX_LOAD_FAILURES:
         relay = weights.relay_of(run, engine)
         # which of the two it is nobody knows
-        if relay is not None and event.weights_id in relay.held:
-            relay.doubted = f"{engine.id} cannot load from it"
-        restart(run, engine, f"weights refused {LOAD_TRIES} times: {event.error}")
-    elif run.alone:
+        if relay is not None and event.weights_id in relay.versions:
+            relay.restart_reason = f"{engine.id} cannot load from it"
+        restart(run, engine, f"weights refused {MAX_LOAD_FAILURES} times: {event.error}")
+    elif run.independent_updates:
         if event.weights_id != run.state.published_id:
-            run.state.kept.pop(event.weights_id, None)  # older ones are not sent again
-        _set_aside(run, engine)
+            run.state.retained_versions.pop(event.weights_id, None)  # older ones are not sent again
+        _make_stale(run, engine)
         _reassign(run)
     else:
         _load(run, engine, weights.newest(run, engine))
@@ -178,7 +180,7 @@ def _reassign(run: Run) -> None:
     """Reassign unassigned trajectories, and restart those whose version can no longer be
     loaded anywhere.
     """
-    for trajectory in pace.settle(run):
+    for trajectory in version_affinity.reassign(run):
         trajectories.cancel(run, trajectory, StopReason.ENGINE_FAILURE)
 
 
@@ -191,8 +193,8 @@ def _unreadable(run: Run, engine: Engine, step: int, error: str) -> None:
         f"weights {engine.loading_id} not loaded from checkpoint {step}: {error}",
         count="load_failed",
     )
-    weights.uncover(run, but={*run.state.saved.values()} - {step})
-    _set_aside(run, engine)
+    weights.keep_checkpoints(run, but={*run.state.checkpointed_versions.values()} - {step})
+    _make_stale(run, engine)
     _reassign(run)
 
 
@@ -212,9 +214,9 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
     turns.fail_all(run, engine, f"engine restarted: {reason}", abort=True)
     if run.state.phase is Phase.FINISHED:
         return
-    if engine.going:
+    if engine.departing:
         remove(run, engine, reason)
-        _end_without(run, engine, reason)
+        _end_if_last(run, engine, reason)
         return
     limit, machine = run.config.watchdog.restarts, weights.machine_of(run, engine)
     match failover(
@@ -235,7 +237,7 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
                 count="engine_removed",
             )
             remove(run, engine, reason)
-            _end_without(run, engine, reason)
+            _end_if_last(run, engine, reason)
             return
         case Failover.RESTART:
             pass
@@ -243,12 +245,12 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
     engine.restarts += 1
     engine.epoch += 1
     engine.version = engine.weights_id = engine.loading_id = -1
-    engine.strikes = engine.load_failures = 0
+    engine.consecutive_timeouts = engine.load_failures = 0
     _enter(run, engine, EngineStatus.STARTING)
-    placing.engines_changed(run)
-    if run.alone:
-        pace.left(run, engine)
-    turns.leave(run, engine)
+    assignment.engines_changed(run)
+    if run.independent_updates:
+        version_affinity.unassign_engine(run, engine)
+    turns.requeue_from(run, engine)
     command = RestartEngine(
         engine_id=engine.id,
         degree=engine.degree,
@@ -275,7 +277,7 @@ def evict(run: Run, machine: int, reason: str) -> None:
     ]:
         turns.fail_all(run, engine, f"machine {machine} was given up: {reason}", abort=True)
         remove(run, engine, reason)
-        _end_without(run, engine, reason)
+        _end_if_last(run, engine, reason)
 
 
 def _serving_elsewhere(run: Run, machine: int | None) -> int:
@@ -287,15 +289,15 @@ def _serving_elsewhere(run: Run, machine: int | None) -> int:
         for engine in run.state.engines.values()
         if weights.machine_of(run, engine) != machine
     ]
-    return sum(engine.version >= 0 and not engine.going for engine in others)
+    return sum(engine.version >= 0 and not engine.departing for engine in others)
 
 
-def _end_without(run: Run, engine: Engine, reason: str) -> None:
+def _end_if_last(run: Run, engine: Engine, reason: str) -> None:
     """The engine is removed: the run ends if it was the last, and there is no machine
     for another or none is planned.
     """
     state = run.state
-    planned = bool(state.seats) and seats.next_id(state) is not None
+    planned = bool(state.pending_degrees) and membership.next_id(state) is not None
     if not state.engines and not planned and not state.serving:
         state.error = state.error or f"no engine is left; the last one ({engine.id}): {reason}"
 
@@ -312,7 +314,7 @@ def on_registered(run: Run, event: EngineRegistered) -> None:
     if state.serving:
         refused = seat.id in state.engines or state.phase is not Phase.SERVING
     else:
-        refused = bool(seats.cannot_join(run.config, state, seat))  # or it was said twice
+        refused = bool(membership.why_not_join(run.config, state, seat))  # or it was said twice
     if refused:
         return
     state.counters.engines_joined += 1
@@ -324,7 +326,7 @@ def add(run: Run, seat: EngineSlot, *, joined: bool = False) -> None:
     state = run.state
     state.engines[seat.id] = _engine(run, seat, joined=joined)
     if not state.serving:  # whose engines have names of their own
-        state.next_engine = seats.number_of(seat.id) + 1
+        state.next_engine = membership.number_of(seat.id) + 1
     run.fleet_changed()
     run.emit(StartEngine(engine_id=seat.id, degree=seat.degree, group=seat.group))
 
@@ -336,7 +338,7 @@ def on_withdrawn(run: Run, event: EngineWithdrawn) -> None:
     """
     engine = run.state.engines.get(event.engine_id)
     if engine is None or (
-        not run.state.serving and seats.cannot_leave(run.config, run.state, engine)
+        not run.state.serving and membership.why_not_leave(run.config, run.state, engine)
     ):
         return
     engine.leaving = True
@@ -346,7 +348,7 @@ def on_withdrawn(run: Run, event: EngineWithdrawn) -> None:
         turns.recall_all(run, engine)
 
 
-def let_go(run: Run) -> None:
+def remove_drained(run: Run) -> None:
     """Drain those that leave: where each keeps to its own pace, once what they began is
     over. Remove those that have drained.
 
@@ -354,18 +356,18 @@ def let_go(run: Run) -> None:
     leave.
     """
     state = run.state
-    for engine in [state.engines[engine_id] for engine_id in run.fleet.going]:
-        if engine.leaving and not state.serving and not seats.staying(state, engine):
+    for engine in [state.engines[engine_id] for engine_id in run.fleet.departing]:
+        if engine.leaving and not state.serving and not membership.remaining_engines(state, engine):
             run.warn(
                 engine.id, "stays: it was to leave, and is the last engine", count="engine_stays"
             )
             engine.leaving = engine.draining = False
-            _came_or_went(run)
+            _membership_changed(run)
             continue
         if (
             engine.leaving
             and not engine.draining
-            and not (run.alone and pace.is_bound(run, engine))
+            and not (run.independent_updates and version_affinity.is_bound(run, engine))
         ):
             drain(run, engine)
         if engine.draining and not engine.active:
@@ -381,8 +383,8 @@ def let_go(run: Run) -> None:
 def drain(run: Run, engine: Engine) -> None:
     """Give the engine no turn any more; `let_go` removes it when its last one is done."""
     engine.draining = True
-    _came_or_went(run)
-    turns.leave(run, engine)
+    _membership_changed(run)
+    turns.requeue_from(run, engine)
 
 
 def remove(run: Run, engine: Engine, reason: str) -> None:
@@ -390,15 +392,15 @@ def remove(run: Run, engine: Engine, reason: str) -> None:
     state = run.state
     del state.engines[engine.id]
     if engine.leaving:
-        _left(state, engine)
-    _came_or_went(run)
-    if run.alone:
-        pace.left(run, engine)
-    turns.leave(run, engine)
+        _count_departure(state, engine)
+    _membership_changed(run)
+    if run.independent_updates:
+        version_affinity.unassign_engine(run, engine)
+    turns.requeue_from(run, engine)
     run.emit(RemoveEngine(engine_id=engine.id, reason=reason))
 
 
-def _left(state: State, engine: Engine) -> None:
+def _count_departure(state: State, engine: Engine) -> None:
     """Count one that was withdrawn, and keep it out of later lives."""
     state.counters.engines_left += 1
     if not engine.joined:
@@ -410,10 +412,10 @@ def update(run: Run) -> None:
     ones when the mode says so.
     """
     state = run.state
-    if run.alone and (state.kept or state.saved):
-        _update_alone(run)
+    if run.independent_updates and (state.retained_versions or state.checkpointed_versions):
+        _update_independently(run)
         return
-    if not state.kept:
+    if not state.retained_versions:
         return  # nothing is published yet, or whoever held it is gone
     if run.fleet.weights_ids <= {state.published_id}:
         return
@@ -440,10 +442,10 @@ def update(run: Run) -> None:
             run.emit(SuspendEngine(engine_id=engine.id))
 
 
-def _update_alone(run: Run) -> None:
+def _update_independently(run: Run) -> None:
     """Each engine whose trajectories are over takes what is wanted of it."""
-    evaluation.forgo_lost(run)
-    for engine, target in pace.updates(run):
+    evaluation.abandon_if_lost(run)
+    for engine, target in version_affinity.updates(run):
         if engine.status is EngineStatus.STALE:
             _load(run, engine, target)
         else:
@@ -455,27 +457,34 @@ def _is_held_back(run: Run, weights_id: int | None) -> bool:
     """True if these weights are of another version than that of an evaluation that has
     begun.
     """
-    if run.alone or weights_id is None or not evaluation.holds_weights(run):
+    if run.independent_updates or weights_id is None or not evaluation.holds_weights(run):
         return False
     state = run.state
     assert state.evaluation is not None, "an evaluation that holds weights is under way"
-    return state.kept.get(weights_id, state.saved.get(weights_id)) != state.evaluation.version
+    return (
+        state.retained_versions.get(weights_id, state.checkpointed_versions.get(weights_id))
+        != state.evaluation.version
+    )
 
 
 def _load(run: Run, engine: Engine, weights_id: int | None) -> None:
     if _is_held_back(run, weights_id):
         assert run.state.evaluation is not None, "an evaluation holds it back"
-        (_resume if engine.version == run.state.evaluation.version else _set_aside)(run, engine)
+        (_resume if engine.version == run.state.evaluation.version else _make_stale)(run, engine)
     elif (
         weights_id is not None
         and weights_id != engine.weights_id
-        and weights.loadable(run, engine, weights_id)
+        and weights.is_loadable(run, engine, weights_id)
     ):
-        step = None if weights.in_memory(run, engine, weights_id) else run.state.saved[weights_id]
+        step = (
+            None
+            if weights.is_in_memory(run, engine, weights_id)
+            else run.state.checkpointed_versions[weights_id]
+        )
         engine.loading_id, engine.loading_step = weights_id, step
-        pace.loads(run, engine)
+        version_affinity.begin_load(run, engine)
         _enter(run, engine, EngineStatus.LOADING)
-        version = run.state.kept[weights_id] if step is None else step
+        version = run.state.retained_versions[weights_id] if step is None else step
         run.emit(
             LoadWeights(
                 engine_id=engine.id, version=version, weights_id=weights_id, from_checkpoint=step
@@ -484,7 +493,7 @@ def _load(run: Run, engine: Engine, weights_id: int | None) -> None:
     elif run.state.machines and engine.version >= 0:  # its relay was lost meanwhile
         _resume(run, engine)
     else:
-        _set_aside(run, engine)
+        _make_stale(run, engine)
 
 
 def _resume(run: Run, engine: Engine) -> None:
@@ -494,13 +503,13 @@ def _resume(run: Run, engine: Engine) -> None:
     run.emit(ResumeEngine(engine_id=engine.id))
 
 
-def _set_aside(run: Run, engine: Engine) -> None:
+def _make_stale(run: Run, engine: Engine) -> None:
     """There is nothing that it can load now.
 
     Where each updates alone it has no weights that anybody counts on.
     """
     engine.loading_id = -1
-    if run.alone:
+    if run.independent_updates:
         engine.version = engine.weights_id = -1
     _enter(run, engine, EngineStatus.STALE)
 

@@ -8,7 +8,7 @@ and may end the run; the final one, on tasks of its own, is the result.
 
 from collections.abc import Iterable
 
-from rollweave.core import groups, pace, trajectories, weights
+from rollweave.core import groups, trajectories, version_affinity, weights
 from rollweave.core.policy.selection import is_better, measure, reaches
 from rollweave.core.run import Run
 from rollweave.core.state import EngineStatus, Evaluation, Group, GroupStatus, Stage, Trajectory
@@ -45,7 +45,7 @@ def begin(run: Run, *, version: int, final: bool) -> None:
     saved = run.state.checkpoint == version
     weights_id = run.state.published_id
     run.state.evaluation = Evaluation(
-        version=version, final=final, weights_id=weights_id, to_draw=tasks[::-1], saved=saved
+        version=version, final=final, weights_id=weights_id, to_draw=tasks[::-1], checkpointed=saved
     )
 
 
@@ -56,7 +56,7 @@ def holds_weights(run: Run) -> bool:
     that engines may load again.
     """
     evaluation = run.state.evaluation
-    if evaluation is None or not evaluation.begun:
+    if evaluation is None or not evaluation.started:
         return False
     if any(engine.version == evaluation.version for engine in run.state.engines.values()):
         return True
@@ -69,15 +69,15 @@ def holds_weights(run: Run) -> bool:
     return False
 
 
-def forgo_lost(run: Run) -> None:
+def abandon_if_lost(run: Run) -> None:
     """Each engine at its own pace: give up an evaluation of weights that no engine has,
     and none can load any more.
     """
     evaluation = run.state.evaluation
     if (
         evaluation is None
-        or weights.anywhere(run, evaluation.weights_id)
-        or pace.somewhere(run, evaluation.weights_id)
+        or weights.is_obtainable(run, evaluation.weights_id)
+        or version_affinity.is_loaded_or_loading(run, evaluation.weights_id)
     ):
         return
     run.warn(
@@ -88,14 +88,18 @@ def forgo_lost(run: Run) -> None:
     abandon(run)
 
 
-def forgo(run: Run, published: int) -> None:
+def abandon_if_superseded(run: Run, published: int) -> None:
     """Give up an evaluation that has not begun and never will: engines take the
     published version, the trainer lost its own.
     """
     evaluation = run.state.evaluation
-    if run.alone and evaluation is not None and weights.anywhere(run, evaluation.weights_id):
+    if (
+        run.independent_updates
+        and evaluation is not None
+        and weights.is_obtainable(run, evaluation.weights_id)
+    ):
         return  # an engine takes them when it is free
-    if evaluation is not None and not evaluation.begun and evaluation.version != published:
+    if evaluation is not None and not evaluation.started and evaluation.version != published:
         run.warn(
             "evaluation",
             f"of version {evaluation.version} given up: its weights are lost",
@@ -111,7 +115,7 @@ def advance(run: Run) -> None:
     state, evaluation = run.state, run.state.evaluation
     if evaluation is None:
         return
-    if not evaluation.begun:
+    if not evaluation.started:
         serving = [
             engine for engine in state.engines.values() if engine.status is EngineStatus.SERVING
         ]
@@ -122,13 +126,13 @@ def advance(run: Run) -> None:
             if engine.version >= 0 or engine.status is loads
         ]
         met = [engine for engine in serving if engine.version == evaluation.version]
-        if not met or (not run.alone and met != with_weights):
+        if not met or (not run.independent_updates and met != with_weights):
             return
-        evaluation.begun = True
+        evaluation.started = True
     while evaluation.to_draw and len(evaluation.pending) < run.config.rollout.max_running:
         name, index = evaluation.to_draw.pop()
         evaluation.pending[groups.draw(run, name, index, Purpose.EVAL).id] = None
-    owed = state.trainer.owes_save and state.trainer.step == evaluation.version
+    owed = state.trainer.save_pending and state.trainer.step == evaluation.version
     saving = owed or state.trainer.saving == evaluation.version
     # the best must be a checkpoint that there is
     if not evaluation.pending and not evaluation.to_draw and not saving:
@@ -156,10 +160,10 @@ def member_scored(run: Run, group: Group, trajectory: Trajectory) -> None:
 def member_ended(run: Run, group: Group, trajectory: Trajectory, reason: StopReason) -> None:
     """The episode could not be run to its end."""
     run.state.counters.eval_dropped += trajectory.started
-    give_up(run, group)
+    abandon_episode(run, group)
 
 
-def give_up(run: Run, group: Group) -> None:
+def abandon_episode(run: Run, group: Group) -> None:
     """Do without the episode: it is reported as failed, and is neither a success nor a
     miss of the agent.
     """
@@ -198,8 +202,8 @@ def _conclude(run: Run, evaluation: Evaluation) -> None:
     if reached:
         state.target_step = evaluation.version
     elif stop_at is not None:
-        _say_undefined(run, counts)
-    if evaluation.saved and len(reward) == len(run.tasks) and _is_best(run, rates, reward):
+        _warn_undefined_success(run, counts)
+    if evaluation.checkpointed and len(reward) == len(run.tasks) and _is_best(run, rates, reward):
         state.best_step, state.best_success, state.best_reward = evaluation.version, rates, reward
         run.emit(MarkBest(step=evaluation.version))
 
@@ -217,7 +221,7 @@ def _is_best(run: Run, success: dict[str, float], reward: dict[str, float]) -> b
     return is_better(measure(success, reward, defining), best)
 
 
-def _say_undefined(run: Run, names: Iterable[str]) -> None:
+def _warn_undefined_success(run: Run, names: Iterable[str]) -> None:
     """Warn once that `eval.stop_at` waits for success, which no episode has reported so
     far.
     """

@@ -10,20 +10,20 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from rollweave.core import pace
+from rollweave.core import version_affinity
 from rollweave.core.policy.experience import Experience, evict, sample
 from rollweave.core.run import Run
 from rollweave.core.state import Group
 from rollweave.schema.base import GroupId
 
-FUNCTION = ":"
+FUNCTION_MARK = ":"
 """Part of the name of a function of the user's, `package.module:function`."""
 
 
-def chosen(run: Run, wanted: int) -> list[GroupId]:
+def choose_batch(run: Run, wanted: int) -> list[GroupId]:
     """The groups of the next (mini-)batch: so many, or none."""
     state, name = run.state, run.config.buffer.sample
-    if not run.alone or name == "fifo":
+    if not run.independent_updates or name == "fifo":
         return list(state.buffer)[:wanted]
     trainer = state.trainer
     moment = f"{run.config.run.seed}/{trainer.epoch}/{trainer.step}/{trainer.parts_done}"
@@ -45,7 +45,11 @@ def unmeasured(run: Run, wanted: int) -> list[GroupId]:
     once.
     """
     state = run.state
-    if not run.alone or run.config.buffer.sample != "ratio" or len(state.buffer) <= wanted:
+    if (
+        not run.independent_updates
+        or run.config.buffer.sample != "ratio"
+        or len(state.buffer) <= wanted
+    ):
         return []
     left = [group_id for group_id in state.buffer if ratio(run, state.groups[group_id]) is None]
     return left if len(state.buffer) - len(left) < wanted else []
@@ -55,7 +59,7 @@ def ratio(run: Run, group: Group) -> float | None:
     """As measured under the weights that the trainer has now; None if that was not
     done.
     """
-    return group.ratio if group.ratio_id == run.state.published_id else None
+    return group.ratio if group.ratio_weights_id == run.state.published_id else None
 
 
 def surplus(run: Run) -> list[GroupId]:
@@ -63,10 +67,10 @@ def surplus(run: Run) -> list[GroupId]:
     the user's function names.
     """
     state, name = run.state, run.config.buffer.evict
-    if not run.alone or not state.buffer:
+    if not run.independent_updates or not state.buffer:
         return []
-    most = pace.most(run)
-    if len(state.buffer) <= most and FUNCTION not in name:
+    most = version_affinity.buffer_limit(run)
+    if len(state.buffer) <= most and FUNCTION_MARK not in name:
         return []
     return _by(
         run,
@@ -76,7 +80,7 @@ def surplus(run: Run) -> list[GroupId]:
 
 
 def _by(run: Run, name: str, choose: Callable[[Any], list[GroupId]]) -> list[GroupId]:
-    if FUNCTION not in name:
+    if FUNCTION_MARK not in name:
         return choose(name)
     try:
         return choose(run.rules[name])

@@ -26,16 +26,16 @@ class Fleet:
     free: int = 0
     busy: int = 0  # of these, the engines that have turns
     draining: int = 0
-    going: tuple[EngineId, ...] = ()  # engines on their way out, draining or about to
+    departing: tuple[EngineId, ...] = ()  # engines on their way out, draining or about to
     starting: int = 0
     updating: int = 0  # stale, suspending or loading
     version: int | None = None  # the oldest that an engine has; None if no engine has any
     # of engines that could take others now: stale and serving ones
     weights_ids: frozenset[int] = frozenset()
     # weights that an engine has, or will have once it has loaded them
-    to_have: frozenset[int] = frozenset()
-    # as core/pace has worked them out
-    batches: dict[EngineId, int] | None = field(default=None, compare=False)
+    expected_weights_ids: frozenset[int] = frozenset()
+    # as core/version_affinity has worked them out
+    batch_sizes: dict[EngineId, int] | None = field(default=None, compare=False)
     # of the turns on an engine, ascending
     _ranks: dict[EngineId, list[float]] = field(default_factory=dict)
     _tokens: dict[EngineId, int] = field(default_factory=dict)  # context of the turns on an engine
@@ -67,14 +67,14 @@ class Fleet:
             free=sum(max(0, engine.max_slots - len(engine.active)) for engine in serving),
             busy=sum(bool(engine.active) for engine in serving),
             draining=len(state.engines) - len(staying),
-            going=tuple(engine.id for engine in state.engines.values() if engine.going),
+            departing=tuple(engine.id for engine in state.engines.values() if engine.departing),
             starting=starting,
             updating=len(staying) - len(serving) - starting,
             version=min(
                 (engine.version for engine in staying if engine.version >= 0), default=None
             ),
             weights_ids=frozenset(engine.weights_id for engine in ready),
-            to_have=frozenset(
+            expected_weights_ids=frozenset(
                 engine.loading_id if engine.status is EngineStatus.LOADING else engine.weights_id
                 for engine in staying
             ),

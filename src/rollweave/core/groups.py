@@ -6,7 +6,7 @@ for a named reason, cancelled, buffered or in flight. Only scored members of com
 groups enter the buffer; a dropped group takes all its members with it.
 """
 
-from rollweave.core import attempts, experience, lengths, pace, trajectories
+from rollweave.core import attempts, experience, lengths, trajectories, version_affinity
 from rollweave.core.policy.mixture import next_domain
 from rollweave.core.policy.redundancy import (
     Verdict,
@@ -42,7 +42,7 @@ def launch(run: Run) -> None:
     version = run.serving_version()
     if version is None or not run.admits_training():
         return
-    if run.alone:
+    if run.independent_updates:
         _draw(run, _pool_room(run))
         return
     assert run.mode.window is not None, "only mode decoupled has no window"
@@ -57,7 +57,9 @@ def launch(run: Run) -> None:
     # Of a streamed step, mini-batches that are trained already need no groups any more.
     if run.mode.streamed and room > 0 and run.next_version() == state.trainer.step:
         begun = state.trainer.parts_done
-        room -= sum(run.groups_in_part(part) for part in range(begun)) + len(state.trainer.taken)
+        room -= sum(run.groups_in_minibatch(part) for part in range(begun)) + len(
+            state.trainer.batch
+        )
     _draw(run, room - len(state.active_groups) - len(state.buffer))
 
 
@@ -68,13 +70,13 @@ def _pool_room(run: Run) -> int:
         state.groups[group_id].status is GroupStatus.DRAWING for group_id in state.active_groups
     )
     return pool_room(
-        seats=pace.seats(run),
+        seats=version_affinity.free_capacity(run),
         waiting=len(state.init_queue) + drawing * size,
         running=len(state.in_init) + len(state.in_run),
         group_size=size,
         active=len(state.active_groups),
         buffered=len(state.buffer),
-        places=pace.places(run),
+        places=version_affinity.buffer_capacity(run),
         next_version=run.next_version(),
         groups_per_step=rollout.groups_per_step,
         last_step=run.config.run.steps,
@@ -124,7 +126,7 @@ def on_submitted(run: Run, event: GroupSubmitted) -> None:
         group.members.append(trajectory.id)
         run.state.trajectories[trajectory.id] = trajectory
         run.state.init_queue[trajectory.id] = None
-        lengths.begin(run, trajectory)
+        lengths.begin_attempt(run, trajectory)
 
 
 def on_draw_failed(run: Run, event: DrawFailed) -> None:
@@ -135,7 +137,7 @@ def on_draw_failed(run: Run, event: DrawFailed) -> None:
         run.state.error = run.state.error or f"drawing a task failed: {event.error}"
 
 
-def give_up_drawing(run: Run, group: Group) -> None:
+def abandon_draw(run: Run, group: Group) -> None:
     """The task has not come: do without the group. Another is drawn in its place."""
     drop(run, group, "draw_hang")
 
@@ -151,21 +153,21 @@ def wants_members(run: Run, group: Group) -> bool:
 def member_scored(run: Run, group: Group, trajectory: Trajectory) -> None:
     """Choose the member, and see whether the group is complete."""
     group.chosen.append(trajectory.id)
-    settle(run, group)
+    evaluate_group(run, group)
 
 
 def member_ended(run: Run, group: Group, trajectory: Trajectory, reason: StopReason) -> None:
     """The trajectory will never be trained on."""
     if trajectory.started:
         trajectory.started = False  # counted here, once
-        _count_end(run, reason, 1)
+        _count_ended(run, reason, 1)
     if group.status is GroupStatus.ACTIVE:
-        settle(run, group)
+        evaluate_group(run, group)
     else:
-        forget_if_over(run, group)
+        forget_if_stopped(run, group)
 
 
-def settle(run: Run, group: Group) -> None:
+def evaluate_group(run: Run, group: Group) -> None:
     """Complete, filter or drop an active group as soon as its members allow."""
     rollout = run.config.rollout
     members = [run.state.trajectories[member] for member in group.members]
@@ -187,38 +189,40 @@ def settle(run: Run, group: Group) -> None:
         for member in members:
             if member.stage is not Stage.SCORED:
                 trajectories.cancel(run, member, StopReason.SURPLUS)
-        if not run.mode.aborts and not _fresh(run, group, run.next_version()):
+        if not run.mode.aborts and not _is_fresh(run, group, run.next_version()):
             drop(run, group, StopReason.STALE)  # it was let run to its end
         if group.id in run.state.buffer:
             make_room(run)
     else:
         drop(run, group, "filtered" if verdict is Verdict.FILTERED else "incomplete_group")
-    _watch_yield(run, verdict, scored=bool(rewards))
+    _check_yield(run, verdict, scored=bool(rewards))
 
 
-def _watch_yield(run: Run, verdict: Verdict, *, scored: bool) -> None:
-    """A run must not draw groups for ever that nothing comes of: broken environments
-    end it, all-equal rewards are told.
+def _check_yield(run: Run, verdict: Verdict, *, scored: bool) -> None:
+    """End a run whose groups all fail or are all filtered: it would draw groups for
+    ever. Warn before filtering ends it.
     """
-    state, rollout = run.state, run.config.rollout
-    state.barren_groups = 0 if scored else state.barren_groups + 1
-    if is_barren(state.barren_groups, rollout.groups_per_step):
+    state, batch = run.state, run.config.rollout.groups_per_step
+    failed = 0 if scored else state.consecutive_failed_groups + 1
+    state.consecutive_failed_groups = failed
+    if is_barren(failed, batch):
         state.error = state.error or (
-            f"{state.barren_groups} groups in a row failed without one scored trajectory; last "
-            f"failure: {state.last_failure}"
+            f"{failed} groups in a row failed without one scored trajectory; last failure: "
+            f"{state.last_failure}"
         )
-    state.filtered_groups = state.filtered_groups + 1 if verdict is Verdict.FILTERED else 0
-    if state.filtered_groups and state.filtered_groups % (10 * rollout.groups_per_step) == 0:
+    filtered = state.consecutive_filtered_groups + 1 if verdict is Verdict.FILTERED else 0
+    state.consecutive_filtered_groups = filtered
+    if filtered and filtered % (10 * batch) == 0:
         run.warn(
             "dynamic sampling",
-            f"{state.filtered_groups} groups in a row had equal rewards: the tasks are too hard "
-            "or too easy for the model",
+            f"{filtered} groups in a row had equal rewards: the tasks are too hard or too easy "
+            "for the model",
             count="all_filtered",
         )
-    if is_spent(state.filtered_groups, rollout.groups_per_step):
+    if is_spent(filtered, batch):
         state.error = state.error or (
-            f"{state.filtered_groups} groups in a row had equal rewards: dynamic sampling finds "
-            "nothing to learn from"
+            f"{filtered} groups in a row had equal rewards: dynamic sampling finds nothing to "
+            "learn from"
         )
 
 
@@ -240,17 +244,17 @@ def drop(run: Run, group: Group, reason: str) -> None:
     members = [state.trajectories[member] for member in group.members]
     scored = [member for member in members if member.stage is Stage.SCORED]
     if scored:
-        _count_end(run, reason, len(scored))
+        _count_ended(run, reason, len(scored))
         run.emit(Evict(trajectory_ids=tuple(member.id for member in scored), reason=reason))
     for member in scored:
         member.started = False  # counted
         attempts.move(run, member, Stage.ENDED)
     for member in members:
         trajectories.cancel(run, member, stop)
-    forget_if_over(run, group)
+    forget_if_stopped(run, group)
 
 
-def sweep_doomed(run: Run) -> None:
+def drop_expired(run: Run) -> None:
     """Cancel early what can no longer be trained on: no step from the next one on would
     accept it (RollArt §6.2).
 
@@ -258,17 +262,17 @@ def sweep_doomed(run: Run) -> None:
     dropped when it is done.
     """
     state, version = run.state, run.next_version()
-    if state.swept_at == version:
+    if state.swept_for_version == version:
         return
-    state.swept_at = version
+    state.swept_for_version = version
     reason = StopReason.SURPLUS if run.mode.window == 0 else StopReason.STALE
     for group_id in [*(state.active_groups if run.mode.aborts else ()), *state.buffer]:
         group = state.groups.get(group_id)
-        if group is not None and not _fresh(run, group, version):
+        if group is not None and not _is_fresh(run, group, version):
             drop(run, group, reason)
 
 
-def _fresh(run: Run, group: Group, version: int) -> bool:
+def _is_fresh(run: Run, group: Group, version: int) -> bool:
     """True if every member that is or may be chosen would be accepted at `version`."""
     for member_id in group.chosen if group.status is GroupStatus.BUFFERED else group.members:
         member = run.state.trajectories[member_id]
@@ -295,9 +299,9 @@ def return_to_buffer(run: Run, group_ids: list[GroupId], *, trained: bool) -> No
         run.state.buffer[group_id] = None
         if trained:
             run.state.counters.trained -= len(group.chosen)
-        if group.lost:
+        if group.tokens_lost:
             drop(run, group, StopReason.WORLD_LOST)
-    run.state.swept_at = -1
+    run.state.swept_for_version = -1
     make_room(run)
 
 
@@ -308,7 +312,7 @@ def make_room(run: Run) -> None:
         drop(run, run.state.groups[group_id], "evicted")
 
 
-def _count_end(run: Run, reason: str, trajectories_ended: int) -> None:
+def _count_ended(run: Run, reason: str, trajectories_ended: int) -> None:
     counters = run.state.counters
     if reason in CANCELLING:
         counters.cancelled += trajectories_ended
@@ -319,16 +323,16 @@ def _count_end(run: Run, reason: str, trajectories_ended: int) -> None:
 # Forgetting.
 
 
-def cover(run: Run, group: Group) -> None:
+def mark_checkpointed(run: Run, group: Group) -> None:
     """No restored trainer will lose the step of this group: nobody needs its tokens any
     more.
     """
     group.status = GroupStatus.COVERED
     run.emit(Evict(trajectory_ids=tuple(group.chosen), reason="trained"))
-    forget_if_over(run, group)
+    forget_if_stopped(run, group)
 
 
-def forget_if_over(run: Run, group: Group) -> None:
+def forget_if_stopped(run: Run, group: Group) -> None:
     """Forget a group that is dropped, or trained and covered by a checkpoint, once its
     last member has stopped.
     """

@@ -7,7 +7,7 @@ from rollweave.core.run import Run
 from rollweave.core.state import Phase, TrainerStatus
 
 
-def account(run: Run) -> None:
+def charge(run: Run) -> None:
     """Charge the time since the last event to the causes that held during it.
 
     Called before the event changes anything.

@@ -22,10 +22,10 @@ KEPT_LENGTHS = 8192
 set-ups.
 """
 
-MEMORY = 0.05
+MEAN_WEIGHT = 0.05
 """Weight of a new value in the means of a task domain: of the last twenty or so."""
 
-LONGEST = 1 << 24
+MAX_ESTIMATE = 1 << 24
 """Tokens that a trajectory is believed to sample at most, whatever a predictor says:
 beyond any model's context, and contexts summed over so many tokens are numbers that a
 snapshot can hold.
@@ -34,12 +34,12 @@ snapshot can hold.
 FINISHED = (Stage.EVAL_QUEUED, Stage.EVAL, Stage.SCORED)
 
 
-def begin(run: Run, trajectory: Trajectory) -> None:
+def begin_attempt(run: Run, trajectory: Trajectory) -> None:
     """A new attempt: nothing is known but its domain."""
     trajectory.output_tokens = trajectory.last_output_tokens = trajectory.context_tokens = 0
     trajectory.tool_s = 0.0
-    trajectory.resident = False
-    trajectory.predicts = trajectory.predicted = -1
+    trajectory.kv_resident = False
+    trajectory.prediction_requested_for = trajectory.predicted_at_turn = -1
     name = run.state.groups[trajectory.group_id].name
     known = run.state.lengths.get(name)
     mean = (
@@ -47,57 +47,61 @@ def begin(run: Run, trajectory: Trajectory) -> None:
         if known
         else run.state.first_lengths.get(name, 1.0)
     )
-    _believe(run, trajectory, mean)
+    _set_estimate(run, trajectory, mean)
 
 
-def on_ready(run: Run, trajectory: Trajectory, prompt_tokens: int) -> None:
+def learn_prompt(run: Run, trajectory: Trajectory, prompt_tokens: int) -> None:
     """A handler's prompt is known with its first turn only: then `prompt_tokens` is 0."""
     trajectory.prompt_tokens = trajectory.context_tokens = prompt_tokens
     if prompt_tokens:
-        _mix(run.state.prompt_tokens, run.state.groups[trajectory.group_id].name, prompt_tokens)
+        _update_mean(
+            run.state.prompt_tokens, run.state.groups[trajectory.group_id].name, prompt_tokens
+        )
 
 
-def on_requested(run: Run, trajectory: Trajectory, context_tokens: int) -> None:
+def learn_request(run: Run, trajectory: Trajectory, context_tokens: int) -> None:
     """The environment has answered, or has begun: of all that is known before a turn
     its answer tells most.
     """
-    if trajectory.asked:
+    if trajectory.turns_requested:
         step_s = run.now - trajectory.since
         trajectory.tool_s += step_s
-        _mix(run.state.tool_s, run.state.groups[trajectory.group_id].name, step_s)
+        _update_mean(run.state.tool_s, run.state.groups[trajectory.group_id].name, step_s)
     if not trajectory.prompt_tokens:
-        on_ready(run, trajectory, context_tokens)
+        learn_prompt(run, trajectory, context_tokens)
     trajectory.context_tokens = context_tokens
-    trajectory.claims = context_tokens + round(
+    trajectory.kv_demand = context_tokens + round(
         run.state.turn_tokens.get(run.state.groups[trajectory.group_id].name, 0.0)
     )
-    run.order_changed(trajectory)
-    _ask(run, trajectory)
+    run.reindex(trajectory)
+    _request_prediction(run, trajectory)
 
 
-def on_done(run: Run, trajectory: Trajectory, output_tokens: int, turn_s: float) -> None:
+def learn_turn(run: Run, trajectory: Trajectory, output_tokens: int, turn_s: float) -> None:
     """Learn from a turn that is over, after `turn_s` in a slot."""
     name = run.state.groups[trajectory.group_id].name
-    _mix(run.state.turn_s, name, turn_s)
-    _mix(run.state.turn_tokens, name, output_tokens)
+    _update_mean(run.state.turn_s, name, turn_s)
+    _update_mean(run.state.turn_tokens, name, output_tokens)
     trajectory.output_tokens += output_tokens
     trajectory.last_output_tokens = output_tokens
     trajectory.context_tokens += output_tokens
-    _believe(run, trajectory, trajectory.estimate - output_tokens)
-    run.state.counters.scheduling.predictions_late += trajectory.predicts > trajectory.predicted
+    _set_estimate(run, trajectory, trajectory.estimate - output_tokens)
+    run.state.counters.scheduling.predictions_late += (
+        trajectory.prediction_requested_for > trajectory.predicted_at_turn
+    )
 
 
-def learn(run: Run, trajectory: Trajectory, event: PredictionReady) -> bool:
+def learn_prediction(run: Run, trajectory: Trajectory, event: PredictionReady) -> bool:
     """Take the estimate; False if it is late, repeated or not a number."""
-    if trajectory.stage is not Stage.RUN or event.turn != trajectory.predicts:
+    if trajectory.stage is not Stage.RUN or event.turn != trajectory.prediction_requested_for:
         return False
-    if trajectory.predicted >= event.turn or not math.isfinite(event.remaining_tokens):
+    if trajectory.predicted_at_turn >= event.turn or not math.isfinite(event.remaining_tokens):
         return False
-    trajectory.predicted = event.turn
-    _believe(run, trajectory, event.remaining_tokens)
+    trajectory.predicted_at_turn = event.turn
+    _set_estimate(run, trajectory, event.remaining_tokens)
     run.state.partition.predictions += 1
     name = run.state.groups[trajectory.group_id].name
-    _mix(run.state.first_lengths, name, trajectory.output_tokens + trajectory.estimate)
+    _update_mean(run.state.first_lengths, name, trajectory.output_tokens + trajectory.estimate)
     return True
 
 
@@ -120,18 +124,18 @@ def revise_outrun(run: Run) -> list[Trajectory]:
     for trajectory_id in run.state.in_run:
         trajectory = run.state.trajectories[trajectory_id]
         turn = trajectory.turn
-        if turn is None or turn.engine is None or trajectory.predicted < 0:
+        if turn is None or turn.engine is None or trajectory.predicted_at_turn < 0:
             continue
         sampled = (run.now - turn.since) * speeds.get(
             run.state.groups[trajectory.group_id].name, 0.0
         )
         if sampled > trajectory.estimate:
-            _believe(run, trajectory, 2 * sampled)
+            _set_estimate(run, trajectory, 2 * sampled)
             revised.append(trajectory)
     return revised
 
 
-def over(run: Run, trajectory: Trajectory, *, finished: bool) -> None:
+def finish_attempt(run: Run, trajectory: Trajectory, *, finished: bool) -> None:
     """The attempt samples no more: by itself (`finished`), or cut off."""
     group = run.state.groups[trajectory.group_id]
     if finished and trajectory.output_tokens and group.purpose is Purpose.TRAIN:
@@ -140,8 +144,12 @@ def over(run: Run, trajectory: Trajectory, *, finished: bool) -> None:
         gone = known.pop(0) if len(known) > KEPT_LENGTHS else 0
         sums = run.state.length_sums
         sums[group.name] = sums.get(group.name, 0) + trajectory.output_tokens - gone
-        _mix(run.state.growth, group.name, _grown(trajectory) / trajectory.output_tokens)
-    if trajectory.predicts >= 0:
+        _update_mean(
+            run.state.context_growth,
+            group.name,
+            _context_growth(trajectory) / trajectory.output_tokens,
+        )
+    if trajectory.prediction_requested_for >= 0:
         run.emit(
             Harvest(
                 trajectory_id=trajectory.id,
@@ -149,39 +157,39 @@ def over(run: Run, trajectory: Trajectory, *, finished: bool) -> None:
                 output_tokens=trajectory.output_tokens if finished else None,
             )
         )
-        trajectory.predicts = trajectory.predicted = -1
+        trajectory.prediction_requested_for = trajectory.predicted_at_turn = -1
 
 
-def _grown(trajectory: Trajectory) -> int:
+def _context_growth(trajectory: Trajectory) -> int:
     """Tokens that came to its context; none where an agent program has begun a shorter
     one meanwhile.
     """
     return max(0, trajectory.context_tokens - trajectory.prompt_tokens)
 
 
-def _mix(means: dict[str, float], name: str, value: float) -> None:
+def _update_mean(means: dict[str, float], name: str, value: float) -> None:
     before = means.get(name, value)
-    means[name] = before + MEMORY * (value - before)
+    means[name] = before + MEAN_WEIGHT * (value - before)
 
 
-def _believe(run: Run, trajectory: Trajectory, tokens: float) -> None:
+def _set_estimate(run: Run, trajectory: Trajectory, tokens: float) -> None:
     """Whole tokens, so that sums over trajectories do not depend on their order."""
     if not (run.scheduling.predicts or run.scheduling.homes):
         return  # nobody asks
-    trajectory.estimate = round(max(1.0, min(tokens, LONGEST)))
-    growth = run.state.growth.get(run.state.groups[trajectory.group_id].name, 1.0)
-    trajectory.occupies = round(
+    trajectory.estimate = round(max(1.0, min(tokens, MAX_ESTIMATE)))
+    growth = run.state.context_growth.get(run.state.groups[trajectory.group_id].name, 1.0)
+    trajectory.kv_token_steps = round(
         occupied(trajectory.estimate, context=trajectory.context_tokens, growth=growth)
     )
-    if trajectory.predicted < 0:
-        trajectory.level = UNKNOWN
+    if trajectory.predicted_at_turn < 0:
+        trajectory.length_bucket = UNKNOWN
     else:
-        former = trajectory.level if trajectory.level != UNKNOWN else None
-        trajectory.level = level_of(trajectory.output_tokens + trajectory.estimate, former)
-    run.order_changed(trajectory)
+        former = trajectory.length_bucket if trajectory.length_bucket != UNKNOWN else None
+        trajectory.length_bucket = level_of(trajectory.output_tokens + trajectory.estimate, former)
+    run.reindex(trajectory)
 
 
-def _ask(run: Run, trajectory: Trajectory) -> None:
+def _request_prediction(run: Run, trajectory: Trajectory) -> None:
     """Ask for a prediction while the turn waits and runs.
 
     Evaluations sample otherwise, and are not learned from.
@@ -191,20 +199,20 @@ def _ask(run: Run, trajectory: Trajectory) -> None:
         return
     siblings = [run.state.trajectories[member] for member in group.members]
     lengths = [sibling.output_tokens for sibling in siblings if sibling.stage in FINISHED]
-    trajectory.predicts = trajectory.asked
+    trajectory.prediction_requested_for = trajectory.turns_requested
     run.state.counters.scheduling.predictions += 1
     run.emit(
         Predict(
             trajectory_id=trajectory.id,
             attempt=trajectory.attempt,
-            turn=trajectory.asked,
+            turn=trajectory.turns_requested,
             context=LengthContext(
                 domain=group.name,
                 prompt_tokens=trajectory.prompt_tokens,
-                turn=trajectory.asked,
+                turn=trajectory.turns_requested,
                 output_tokens=trajectory.output_tokens,
                 last_output_tokens=trajectory.last_output_tokens,
-                observation_tokens=max(0, _grown(trajectory) - trajectory.output_tokens),
+                observation_tokens=max(0, _context_growth(trajectory) - trajectory.output_tokens),
                 tool_s=trajectory.tool_s,
                 siblings=len(lengths),
                 sibling_mean=sum(lengths) / len(lengths) if lengths else 0.0,

@@ -8,9 +8,9 @@ fails leaves the trajectory with an engine: where its KV is, or where it will be
 computed again. A turn whose wait is over is returned, and `core/turns` queues it.
 """
 
-from rollweave.core import attempts, placing
+from rollweave.core import assignment, attempts
 from rollweave.core.costs import rate_of
-from rollweave.core.order import Load
+from rollweave.core.length_index import EngineWork
 from rollweave.core.policy.migration import Request, transfer_epoch, worth_it
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Migration, Trajectory
@@ -39,12 +39,12 @@ def consider(run: Run, trajectory: Trajectory) -> list[Trajectory]:
     if (
         run.scheduling.migration == "never"
         or trajectory.migration is not None
-        or trajectory.home is None
+        or trajectory.assigned_engine is None
     ):
         return []
-    if not placing.is_usable(run, trajectory.home):
+    if not assignment.is_usable(run, trajectory.assigned_engine):
         return []
-    source = run.state.engines[trajectory.home]
+    source = run.state.engines[trajectory.assigned_engine]
     target = _target(run, trajectory, source)
     if target is None:
         return []
@@ -65,17 +65,17 @@ def _target(run: Run, trajectory: Trajectory, source: Engine) -> Engine | None:
     """The engine of its rank; by gain also the one with the least work, if the former
     does not pay and this one does.
     """
-    by_rank = run.state.engines[placing.by_rank(run, trajectory)]
+    by_rank = run.state.engines[assignment.engine_of_rank(run, trajectory)]
     if run.scheduling.migration == "rank":
         return by_rank if by_rank is not source and _can_take(source, by_rank) else None
-    idlest = placing.idlest(run)
+    idlest = assignment.least_loaded(run)
     assert idlest is not None, "the source takes turns"
-    uneven = placing.work_s(run, source) > UNEVEN * placing.work_s(run, idlest)
+    uneven = assignment.work_s(run, source) > UNEVEN * assignment.work_s(run, idlest)
     for target in (by_rank, idlest) if uneven else (by_rank,):
         if (
             target is not source
             and _can_take(source, target)
-            and _pays(run, trajectory, source, target)
+            and _is_worthwhile(run, trajectory, source, target)
         ):
             return target
     return None
@@ -91,11 +91,14 @@ def _can_take(source: Engine, target: Engine) -> bool:
     return serving and source.weights_id == target.weights_id
 
 
-def _pays(run: Run, trajectory: Trajectory, source: Engine, target: Engine) -> bool:
-    own, other = run.order.loads.get(source.id, Load()), run.order.loads.get(target.id, Load())
-    left = next((-key[0] for key in own.left if key[1] != trajectory.id), 0)
+def _is_worthwhile(run: Run, trajectory: Trajectory, source: Engine, target: Engine) -> bool:
+    own, other = (
+        run.length_index.loads.get(source.id, EngineWork()),
+        run.length_index.loads.get(target.id, EngineWork()),
+    )
+    left = next((-key[0] for key in own.remaining if key[1] != trajectory.id), 0)
     there = max(other.longest, trajectory.estimate)
-    work, held = trajectory.estimate, trajectory.occupies
+    work, held = trajectory.estimate, trajectory.kv_token_steps
     name = run.state.groups[trajectory.group_id].name
     transfer_s = trajectory.context_tokens * run.state.migration_token_s
     return worth_it(
@@ -133,7 +136,7 @@ def begin(run: Run) -> list[Trajectory]:
         source, target = run.state.engines.get(m.source), run.state.engines.get(m.target)
         # it has changed while the wish waited
         if source is None or target is None or not _can_take(source, target):
-            if m.frees:
+            if m.vacates:
                 # _end begins with the others
                 return _end(run, m, 0, "an engine has changed")
             forget(run, run.state.trajectories[m.trajectory_id])
@@ -163,7 +166,7 @@ def begin(run: Run) -> list[Trajectory]:
     return []
 
 
-def leave(run: Run, trajectory: Trajectory, source: EngineId, target: EngineId) -> None:
+def vacate(run: Run, trajectory: Trajectory, source: EngineId, target: EngineId) -> None:
     """Move the trajectory to the target for good: its open turn, which no engine has,
     waits for its KV.
 
@@ -179,11 +182,11 @@ def leave(run: Run, trajectory: Trajectory, source: EngineId, target: EngineId) 
         attempt=trajectory.attempt,
         source=source,
         target=target,
-        frees=True,
+        vacates=True,
     )
 
 
-def holds(run: Run, trajectory: Trajectory) -> bool:
+def holds_turn(run: Run, trajectory: Trajectory) -> bool:
     """Its next turn is asked for: does it wait for a transfer?
 
     One that has not begun is dropped.
@@ -191,7 +194,7 @@ def holds(run: Run, trajectory: Trajectory) -> bool:
     if trajectory.migration is None:
         return False
     migration = run.state.migrations[trajectory.migration]
-    if migration.since is not None or migration.frees:
+    if migration.since is not None or migration.vacates:
         return True
     forget(run, trajectory)
     return False
@@ -246,23 +249,23 @@ def _end(run: Run, m: Migration, moved_tokens: int, error: str) -> list[Trajecto
     trajectory = attempts.find(run, m.trajectory_id, m.attempt)
     if trajectory is not None and trajectory.migration == m.number:
         trajectory.migration = None
-        trajectory.home = _home_after(run, m, moved=not error)
-        run.order_changed(trajectory)
-        if run.alone:
+        trajectory.assigned_engine = _engine_after(run, m, moved=not error)
+        run.reindex(trajectory)
+        if run.independent_updates:
             # whoever's target has other weights by now finds another home
-            placing.lane_of(run, trajectory, ())
+            assignment.queue_of(run, trajectory, ())
         if trajectory.turn is not None:
             counted.exposed_s += run.now - trajectory.turn.since
             released.append(trajectory)
     return released + begin(run)
 
 
-def _home_after(run: Run, m: Migration, *, moved: bool) -> EngineId | None:
+def _engine_after(run: Run, m: Migration, *, moved: bool) -> EngineId | None:
     """Where its KV is; the other end if that engine is gone; anywhere if both are.
 
     Whoever leaves stays nowhere behind.
     """
-    if m.frees:
-        return m.target if placing.is_usable(run, m.target) else None
+    if m.vacates:
+        return m.target if assignment.is_usable(run, m.target) else None
     ends = (m.target, m.source) if moved else (m.source, m.target)
-    return next((end for end in ends if placing.is_usable(run, end)), None)
+    return next((end for end in ends if assignment.is_usable(run, end)), None)

@@ -28,7 +28,7 @@ def on_started(run: Run, event: RunStarted) -> None:
     run.state.serving = event.serving
     if event.serving:
         serving.begin(run)
-    watchdog.look(run)
+    watchdog.check_deadlines(run)
 
 
 def on_world_lost(run: Run, event: WorldLost) -> None:
@@ -39,15 +39,15 @@ def on_world_lost(run: Run, event: WorldLost) -> None:
     """
     state = run.state
     if state.serving:
-        _serve_again(run, event)
+        _resume_service(run, event)
         return
     killed = state.phase is not Phase.FINISHED
-    ending.take_up_again(run)
+    ending.reopen(run)
     if state.phase is Phase.FINISHED:
         return
-    _lose_world(run, event, killed=killed)
+    _replace_world(run, event, killed=killed)
     evaluation.abandon(run)
-    taken, state.trainer.taken = state.trainer.taken, []
+    taken, state.trainer.batch = state.trainer.batch, []
     groups.return_to_buffer(run, taken, trained=False)
     state.trainer.parts_done = 0
     state.trainer.restarts = 0
@@ -62,7 +62,7 @@ def on_world_lost(run: Run, event: WorldLost) -> None:
         if group.status in (GroupStatus.ACTIVE, GroupStatus.BUFFERED):
             groups.drop(run, group, StopReason.WORLD_LOST)
         else:
-            group.lost = True  # trained: its tokens are needed only if its step is lost
+            group.tokens_lost = True  # trained: its tokens are needed only if its step is lost
     for group in state.groups.values():
         if group.status is GroupStatus.DRAWING:
             group.since = run.now
@@ -71,28 +71,28 @@ def on_world_lost(run: Run, event: WorldLost) -> None:
                     group_id=group.id, name=group.name, index=group.index, purpose=group.purpose
                 )
             )
-    training.start_again(run, "the controller was restarted")
-    watchdog.look(run)
+    training.start_process(run, "the controller was restarted")
+    watchdog.check_deadlines(run)
 
 
-def _serve_again(run: Run, event: WorldLost) -> None:
+def _resume_service(run: Run, event: WorldLost) -> None:
     """What was asked for starts again; what was over is delivered again, unless its
     tokens are gone.
     """
     state = run.state
     killed = state.phase is not Phase.FINISHED
     state.phase = Phase.SERVING
-    _lose_world(run, event, killed=killed)
+    _replace_world(run, event, killed=killed)
     for trajectory in [
         state.trajectories[member] for member in event.missing if member in state.trajectories
     ]:
-        trajectories.close(run, trajectory, StopReason.WORLD_LOST)
+        trajectories.end_attempt(run, trajectory, StopReason.WORLD_LOST)
     lifecycle.settle(run)
     serving.begin(run)
-    watchdog.look(run)
+    watchdog.check_deadlines(run)
 
 
-def _lose_world(run: Run, event: WorldLost, *, killed: bool) -> None:
+def _replace_world(run: Run, event: WorldLost, *, killed: bool) -> None:
     """Note that engines of the new world are starting; end attempts that were under
     way, and queue them again if wanted.
 
@@ -100,9 +100,9 @@ def _lose_world(run: Run, event: WorldLost, *, killed: bool) -> None:
     """
     state = run.state
     state.migrations.clear()
-    state.homeless.clear()
-    state.seats.clear()
-    state.saved.clear()
+    state.unassigned.clear()
+    state.pending_degrees.clear()
+    state.checkpointed_versions.clear()
     engines.start(run, event.engines)
     relays.start(run, event.relays)
     for trajectory in list(state.trajectories.values()):
@@ -110,18 +110,18 @@ def _lose_world(run: Run, event: WorldLost, *, killed: bool) -> None:
             state.turn_queue.pop(trajectory.id, None)
             trajectory.migration = None
             if killed and trajectory.stage in ALIVE:
-                _suspect(run, trajectory)
-            trajectories.close(run, trajectory, trajectory.closing or StopReason.WORLD_LOST)
+                _count_lost_world(run, trajectory)
+            trajectories.end_attempt(run, trajectory, trajectory.closing or StopReason.WORLD_LOST)
     lifecycle.settle(run)
 
 
-def _suspect(run: Run, trajectory: Trajectory) -> None:
+def _count_lost_world(run: Run, trajectory: Trajectory) -> None:
     """End the attempt that was under way when the world was lost.
 
     It may be the cause: its environment runs in the world.
     """
-    trajectory.worlds += 1
-    if trajectory.worlds == WORLDS:
+    trajectory.worlds_lost += 1
+    if trajectory.worlds_lost == WORLDS:
         text = (
             f"is given up: {WORLDS} controllers were lost while it was under way, perhaps because "
             "of its environment"

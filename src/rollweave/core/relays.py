@@ -19,7 +19,7 @@ left for ever again.
 from bisect import insort
 from collections.abc import Mapping
 
-from rollweave.core import engines, pace, weights
+from rollweave.core import engines, version_affinity, weights
 from rollweave.core.policy.relay import repair, sends_changes
 from rollweave.core.policy.retry import Failover, failover
 from rollweave.core.run import Run
@@ -37,8 +37,8 @@ from rollweave.schema.events import (
 
 LEGAL: Mapping[RelayStatus, frozenset[RelayStatus]] = {
     RelayStatus.STARTING: frozenset({RelayStatus.READY}),
-    RelayStatus.READY: frozenset({RelayStatus.TAKING}),
-    RelayStatus.TAKING: frozenset({RelayStatus.READY}),
+    RelayStatus.READY: frozenset({RelayStatus.FETCHING}),
+    RelayStatus.FETCHING: frozenset({RelayStatus.READY}),
 }
 """Legal transitions of a relay. A restart replaces the record by a STARTING one."""
 
@@ -60,18 +60,26 @@ def on_joined(run: Run, event: RelayJoined) -> None:
         run.state.chain.append(relay.id)
 
 
-def on_held(run: Run, event: WeightsFetched) -> None:
+def on_fetched(run: Run, event: WeightsFetched) -> None:
     relay = _find(run, event.relay_id, event.epoch)
     if relay is None or relay.status is RelayStatus.STARTING:
         return
-    asked = relay.taking == event.weights_id
-    if event.weights_id not in relay.held and (asked or event.weights_id in run.state.kept):
-        insort(relay.held, event.weights_id)
+    asked = relay.fetching == event.weights_id
+    if event.weights_id not in relay.versions and (
+        asked or event.weights_id in run.state.retained_versions
+    ):
+        insort(relay.versions, event.weights_id)
     if not asked:
         return
-    if len(relay.held) > 1:
+    if len(relay.versions) > 1:
         relay.restarts = 0  # it lived from one version to the next: earlier failures are forgiven
-    relay.refused, relay.left, relay.whole, relay.missing_since, relay.blames = (
+    (
+        relay.refused_sources,
+        relay.stalled_sources,
+        relay.force_full,
+        relay.starved_since,
+        relay.failed_source,
+    ) = (
         [],
         [],
         False,
@@ -79,18 +87,18 @@ def on_held(run: Run, event: WeightsFetched) -> None:
         None,
     )
     _stop(run, relay)
-    _measure(run)
+    _measure_broadcast(run)
     for other in run.state.relays.values():
         if other.source == relay.id:
             other.since = run.now  # from now on it alone is to blame
 
 
-def on_refused(run: Run, event: FetchFailed) -> None:
+def on_fetch_failed(run: Run, event: FetchFailed) -> None:
     """A change that does not fit is followed by the whole; else another source may do
     better.
     """
     relay = _find(run, event.relay_id, event.epoch)
-    if relay is None or (relay.taking, relay.tries) != (event.weights_id, event.try_number):
+    if relay is None or (relay.fetching, relay.fetches) != (event.weights_id, event.try_number):
         return
     run.warn(
         relay.id,
@@ -99,18 +107,20 @@ def on_refused(run: Run, event: FetchFailed) -> None:
     )
     source = run.state.relays.get(relay.source or "")
     if event.reason in ("base", "broken") and relay.base is not None:
-        relay.whole = True
+        relay.force_full = True
     else:
-        relay.refused.append(relay.source)
+        relay.refused_sources.append(relay.source)
     if (
         event.reason == "source"
         and source is not None
-        and event.weights_id in source.held
+        and event.weights_id in source.versions
         and not source.suspected
     ):
-        relay.blames = source.id
-    if (event.reason != "source" or relay.blames is not None) and relay.missing_since is None:
-        relay.missing_since = run.now
+        relay.failed_source = source.id
+    if (
+        event.reason != "source" or relay.failed_source is not None
+    ) and relay.starved_since is None:
+        relay.starved_since = run.now
     _stop(run, relay)
 
 
@@ -118,20 +128,20 @@ def on_stalled(run: Run, event: FetchStalled) -> None:
     relay = _find(run, event.relay_id, event.epoch)
     if (
         relay is None
-        or (relay.taking, relay.source) != (event.weights_id, event.source)
-        or event.source in relay.left
+        or (relay.fetching, relay.source) != (event.weights_id, event.source)
+        or event.source in relay.stalled_sources
     ):
         return
-    tried = {*relay.refused, *relay.left, event.source}
-    ways = [source for source in _sources(run, relay, relay.taking) if source not in tried]
+    tried = {*relay.refused_sources, *relay.stalled_sources, event.source}
+    ways = [source for source in _sources(run, relay, relay.fetching) if source not in tried]
     if ways:
         run.warn(
             relay.id,
-            f"weights {relay.taking} stall on their way from {event.source}",
+            f"weights {relay.fetching} stall on their way from {event.source}",
             count="take_stalled",
         )
-        relay.left.append(event.source)
-        _take(run, relay, relay.taking, ways[0])
+        relay.stalled_sources.append(event.source)
+        _fetch(run, relay, relay.fetching, ways[0])
 
 
 def on_lost(run: Run, event: RelayLost) -> None:
@@ -143,14 +153,14 @@ def on_lost(run: Run, event: RelayLost) -> None:
 def on_suspected(run: Run, event: RelaySuspected) -> None:
     relay = _find(run, event.relay_id, event.epoch)
     if relay is not None and relay.status is not RelayStatus.STARTING and not relay.suspected:
-        relay.silent_since = run.now
+        relay.suspected_since = run.now
         run.warn(relay.id, "suspected: silent for a moment", count="relay_suspected")
 
 
-def on_heard(run: Run, event: RelayRecovered) -> None:
+def on_recovered(run: Run, event: RelayRecovered) -> None:
     relay = _find(run, event.relay_id, event.epoch)
     if relay is not None:
-        relay.silent_since = None
+        relay.suspected_since = None
 
 
 def restart(run: Run, relay: Relay, reason: str) -> None:
@@ -176,7 +186,7 @@ def restart(run: Run, relay: Relay, reason: str) -> None:
         machine=relay.machine,
         epoch=relay.epoch + 1,
         restarts=relay.restarts + 1,
-        tries=relay.tries,
+        fetches=relay.fetches,
         since=run.now,
     )
     state.relays[relay.id] = fresh
@@ -188,89 +198,97 @@ def advance(run: Run) -> None:
     lost its own.
     """
     state = run.state
-    for relay in [relay for relay in state.relays.values() if relay.doubted]:
-        restart(run, relay, relay.doubted)
+    for relay in [relay for relay in state.relays.values() if relay.restart_reason]:
+        restart(run, relay, relay.restart_reason)
     for relay in [state.relays[relay_id] for relay_id in state.chain]:
-        if relay.taking >= 0:
-            served = _is_served(run, relay)
+        if relay.fetching >= 0:
+            served = _has_source(run, relay)
             if served and (relay.suspected or not _source_is_suspected(run, relay)):
                 continue  # what is suspected itself cannot act: it goes on, or is lost, as it is
-            if _seek(run, relay, relay.taking) or served:
+            if _fetch_from_best(run, relay, relay.fetching) or served:
                 continue
             _stop(run, relay)
-        wanted = _lacks(run, relay)
+        wanted = _missing_version(run, relay)
         if wanted is not None:
-            _seek(run, relay, wanted)
+            _fetch_from_best(run, relay, wanted)
 
 
-def _seek(run: Run, relay: Relay, wanted: int) -> bool:
+def _fetch_from_best(run: Run, relay: Relay, wanted: int) -> bool:
     """Have it take these weights from the best source that has not refused; False where
     there is none.
     """
-    ways = [source for source in _sources(run, relay, wanted) if source not in relay.refused]
+    ways = [
+        source for source in _sources(run, relay, wanted) if source not in relay.refused_sources
+    ]
     if ways:
-        _take(run, relay, wanted, ways[0])
+        _fetch(run, relay, wanted, ways[0])
     return bool(ways)
 
 
-def _lacks(run: Run, relay: Relay) -> int | None:
+def _missing_version(run: Run, relay: Relay) -> int | None:
     """The published weights; the master also takes older ones, of those that are waited
     for, where no relay has them.
     """
     state = run.state
-    if state.published_id in state.kept and state.published_id not in relay.held:
+    if state.published_id in state.retained_versions and state.published_id not in relay.versions:
         return state.published_id
-    if not run.alone or relay.suspected or not _leads(run, relay):
+    if not run.independent_updates or relay.suspected or not _is_chain_head(run, relay):
         return None
-    other = pace.other_weights(run)
-    if other not in state.kept:
+    other = version_affinity.awaited_weights(run)
+    if other not in state.retained_versions:
         return None  # a checkpoint alone has them, or nobody waits
-    return other if not any(other in one.held for one in state.relays.values()) else None
+    return other if not any(other in one.versions for one in state.relays.values()) else None
 
 
-def look(run: Run) -> None:
+def check_timeouts(run: Run) -> None:
     """The watchdog's: of relays that wait for each other the first is late; what was
     refused is tried anew.
     """
     state, limits = run.state, run.config.watchdog
-    taking = {relay.id: relay.taking for relay in state.relays.values()}
+    taking = {relay.id: relay.fetching for relay in state.relays.values()}
     waiting = {
         relay.id
         for relay in state.relays.values()
-        if taking.get(relay.source or "") == relay.taking
+        if taking.get(relay.source or "") == relay.fetching
     }
     for relay in list(state.relays.values()):
         waited = run.now - relay.since
         if relay.status is RelayStatus.STARTING and waited > limits.start_s:
             restart(run, relay, f"not ready within {limits.start_s:g} s")
         elif (
-            relay.status is RelayStatus.TAKING
+            relay.status is RelayStatus.FETCHING
             and relay.id not in waiting
             and waited > limits.weights_s
         ):
-            restart(run, relay, f"weights {relay.taking} not taken within {limits.weights_s:g} s")
-        elif relay.silent_since is not None and run.now - relay.silent_since > limits.weights_s:
+            restart(run, relay, f"weights {relay.fetching} not taken within {limits.weights_s:g} s")
+        elif (
+            relay.suspected_since is not None and run.now - relay.suspected_since > limits.weights_s
+        ):
             restart(run, relay, f"not heard for {limits.weights_s:g} s")
-        elif relay.missing_since is not None and run.now - relay.missing_since > limits.weights_s:
-            if relay.blames in state.relays:  # which of the two it is nobody knows
-                state.relays[relay.blames].doubted = f"{relay.id} gets nothing from it"
+        elif relay.starved_since is not None and run.now - relay.starved_since > limits.weights_s:
+            if relay.failed_source in state.relays:  # which of the two it is nobody knows
+                state.relays[
+                    relay.failed_source
+                ].restart_reason = f"{relay.id} gets nothing from it"
             restart(run, relay, f"refused weights for {limits.weights_s:g} s")
         else:
-            relay.refused = []
+            relay.refused_sources = []
 
 
-def _is_served(run: Run, relay: Relay) -> bool:
+def _has_source(run: Run, relay: Relay) -> bool:
     if relay.source is None:
         return True
     source = run.state.relays.get(relay.source)
-    return source is not None and (relay.taking in source.held or relay.taking == source.taking)
+    return source is not None and (
+        relay.fetching in source.versions or relay.fetching == source.fetching
+    )
 
 
 def _source_is_suspected(run: Run, relay: Relay) -> bool:
     return relay.source is not None and run.state.relays[relay.source].suspected
 
 
-def _leads(run: Run, relay: Relay) -> bool:
+def _is_chain_head(run: Run, relay: Relay) -> bool:
     """Nobody stands before it in the chain but relays that are suspected: it is the
     master, or acts in the master's place.
     """
@@ -294,39 +312,44 @@ def _sources(run: Run, relay: Relay, wanted: int) -> list[str | None]:
     near = [
         other.id
         for other in before
-        if not other.suspected and (wanted in other.held or other.taking == wanted)
+        if not other.suspected and (wanted in other.versions or other.fetching == wanted)
     ]
     whole = [
-        other.id for other in (*before, *behind) if not other.suspected and wanted in other.held
+        other.id for other in (*before, *behind) if not other.suspected and wanted in other.versions
     ]
-    first: list[str | None] = [None] if _leads(run, relay) else []
-    return [*first, *whole, *near] if relay.whole else [*first, *near, *whole]
+    first: list[str | None] = [None] if _is_chain_head(run, relay) else []
+    return [*first, *whole, *near] if relay.force_full else [*first, *near, *whole]
 
 
-def _take(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
+def _fetch(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
     """Where both ends hold the same weights, only what has changed since the newest of
     these travels.
     """
     base = None
-    if source is not None and run.config.weights.delta and not relay.whole and _sends_changes(run):
-        both = {*relay.held} & {*run.state.relays[source].held} - {wanted}
+    if (
+        source is not None
+        and run.config.weights.delta
+        and not relay.force_full
+        and _prefers_changes(run)
+    ):
+        both = {*relay.versions} & {*run.state.relays[source].versions} - {wanted}
         base = max(both, default=None)
-    if relay.taking < 0:
-        _enter(run, relay, RelayStatus.TAKING)
-    relay.taking, relay.source, relay.base, relay.since = wanted, source, base, run.now
-    relay.tries += 1
+    if relay.fetching < 0:
+        _enter(run, relay, RelayStatus.FETCHING)
+    relay.fetching, relay.source, relay.base, relay.since = wanted, source, base, run.now
+    relay.fetches += 1
     if source is not None and wanted == run.state.published_id:
         form = "whole" if base is None else "changes"
         run.state.broadcast[form] = run.state.broadcast.get(form, 0) + 1
     # until there is a newer one: a change is of it, here and at whoever takes from here
-    newest = relay.held[-1:]
+    newest = relay.versions[-1:]
     keep = tuple(sorted({*weights.needed(run), *newest} - {wanted}))
-    relay.held = [held for held in relay.held if held in keep or held == base]
+    relay.versions = [held for held in relay.versions if held in keep or held == base]
     run.emit(
         FetchWeights(
             relay_id=relay.id,
             weights_id=wanted,
-            try_number=relay.tries,
+            try_number=relay.fetches,
             base_id=base,
             source=source,
             keep=keep,
@@ -334,18 +357,18 @@ def _take(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
     )
 
 
-def _sends_changes(run: Run) -> bool:
+def _prefers_changes(run: Run) -> bool:
     seconds = run.state.broadcast_s
     return sends_changes(
         seconds.get("whole"), seconds.get("changes"), number=run.state.published_id
     )
 
 
-def _measure(run: Run) -> None:
+def _measure_broadcast(run: Run) -> None:
     """All have the published weights: what that took, if they travelled in one form."""
     state = run.state
     if len(state.broadcast) == 1 and all(
-        state.published_id in state.relays[one].held for one in state.chain
+        state.published_id in state.relays[one].versions for one in state.chain
     ):
         (form,) = state.broadcast
         state.broadcast_s[form] = run.now - state.published_at
@@ -353,7 +376,7 @@ def _measure(run: Run) -> None:
 
 
 def _stop(run: Run, relay: Relay) -> None:
-    relay.taking, relay.source, relay.base = -1, None, None
+    relay.fetching, relay.source, relay.base = -1, None, None
     _enter(run, relay, RelayStatus.READY)
 
 

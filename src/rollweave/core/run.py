@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rollweave.core.fleet import Fleet
-from rollweave.core.lanes import Lanes
-from rollweave.core.order import Order
+from rollweave.core.length_index import LengthIndex
 from rollweave.core.policy.experience import Rule
 from rollweave.core.policy.modes import Mode, preset
 from rollweave.core.policy.scheduling import Scheduling, scheduling
 from rollweave.core.policy.staleness import acceptable
 from rollweave.core.state import Phase, State, TrainerStatus, Trajectory
+from rollweave.core.turn_queues import TurnQueues
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import Command, Warn
 from rollweave.schema.config.root import RunConfig
@@ -42,13 +42,13 @@ class Run:
         self.state = state
         self.now = 0.0
         self._fleet: Fleet | None = None
-        self._lanes: Lanes | None = None
-        self._order: Order | None = None
+        self._lanes: TurnQueues | None = None
+        self._order: LengthIndex | None = None
         self.out: list[Command] = []
         # facts on which core/lifecycle acts before the event is over
         self.over: deque[AttemptOver] = deque()
         # lanes in which this event may have made a turn possible
-        self.touched: list[EngineId | None] = []
+        self.dirty_queues: list[EngineId | None] = []
         self.mode: Mode = preset(config.rollout.mode, config.rollout.alpha, config.buffer.max_age)
         self.scheduling: Scheduling = scheduling(config.rollout)
         self.tasks: dict[str, TaskConfig] = {task.name: task for task in config.tasks}
@@ -56,7 +56,7 @@ class Run:
         self.group_sizes = {name: config.group_size(name) for name in self.tasks}
         # A streamed step trains mini-batch by mini-batch as groups complete; any other
         # takes its batch whole.
-        self.parts = (
+        self.minibatches_per_step = (
             min(config.trainer.minibatches, config.rollout.groups_per_step)
             if self.mode.streamed
             else 1
@@ -79,12 +79,15 @@ class Run:
         it.
         """
         trainer = self.state.trainer
-        step_is_full = trainer.parts_done + (trainer.status is TrainerStatus.TRAINING) >= self.parts
+        step_is_full = (
+            trainer.parts_done + (trainer.status is TrainerStatus.TRAINING)
+            >= self.minibatches_per_step
+        )
         return trainer.step + step_is_full
 
     @property
-    def alone(self) -> bool:
-        """Training, each engine at its own pace (`core/pace`)."""
+    def independent_updates(self) -> bool:
+        """Training, each engine at its own pace (`core/version_affinity`)."""
         return self.mode.alone and not self.state.serving
 
     @property
@@ -99,26 +102,28 @@ class Run:
         self._fleet = None
 
     @property
-    def lanes(self) -> Lanes:
+    def turn_queues(self) -> TurnQueues:
         """Queued turns, by whom they wait for."""
         if self._lanes is None:
-            self._lanes = Lanes.of(self.state)
+            self._lanes = TurnQueues.of(self.state)
         return self._lanes
 
-    def renew_lanes(self) -> None:
+    def rebuild_turn_queues(self) -> None:
         self._lanes = None
 
     @property
-    def order(self) -> Order:
+    def length_index(self) -> LengthIndex:
         """Trajectories under way by their estimates.
 
         Kept only where they have engines of their own.
         """
         if self._order is None:
-            self._order = Order.of(self.state, by_level=self.scheduling.priority == "longest_first")
+            self._order = LengthIndex.of(
+                self.state, by_level=self.scheduling.priority == "longest_first"
+            )
         return self._order
 
-    def order_changed(self, trajectory: Trajectory) -> None:
+    def reindex(self, trajectory: Trajectory) -> None:
         """The trajectory's estimate, home or stage has changed."""
         if self._order is not None:
             self._order.update(trajectory)
@@ -138,13 +143,16 @@ class Run:
             self.training
             and version is not None
             and next_version < self.config.run.steps
-            and (self.alone or acceptable(version, next_version, self.mode.window))
+            and (self.independent_updates or acceptable(version, next_version, self.mode.window))
         )
 
-    def groups_in_part(self, part: int) -> int:
+    def groups_in_minibatch(self, part: int) -> int:
         """Groups in mini-batch `part`: the batch split as evenly as whole groups allow."""
         total = self.config.rollout.groups_per_step
-        return total * (part + 1) // self.parts - total * part // self.parts
+        return (
+            total * (part + 1) // self.minibatches_per_step
+            - total * part // self.minibatches_per_step
+        )
 
     @property
     def training(self) -> bool:

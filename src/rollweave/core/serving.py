@@ -20,7 +20,7 @@ from rollweave.schema.work import Purpose, StopReason
 def begin(run: Run) -> None:
     """The world serves, or serves again."""
     state = run.state
-    state.phase, state.error, state.closed, state.unserved_since = Phase.SERVING, "", False, None
+    state.phase, state.error, state.closed, state.no_engine_since = Phase.SERVING, "", False, None
     for trajectory in state.trajectories.values():
         if trajectory.stage in (Stage.SCORED, Stage.ENDED):
             _deliver(run, trajectory)
@@ -52,7 +52,7 @@ def on_submitted(run: Run, event: RolloutsSubmitted) -> None:
         state.trajectories[trajectory.id] = trajectory
         state.init_queue[trajectory.id] = None
         state.counters.submitted += 1
-        lengths.begin(run, trajectory)
+        lengths.begin_attempt(run, trajectory)
         if state.closed:
             trajectories.cancel(run, trajectory, StopReason.CANCELLED)
 
@@ -63,7 +63,7 @@ def on_cancelled(run: Run, event: RolloutCancelled) -> None:
         trajectories.cancel(run, trajectory, StopReason.CANCELLED)
 
 
-def on_taken(run: Run, event: RolloutAcknowledged) -> None:
+def on_acknowledged(run: Run, event: RolloutAcknowledged) -> None:
     """Forget it; and its group with the last of its members."""
     state = run.state
     trajectory = state.trajectories.get(event.trajectory_id)
@@ -124,10 +124,10 @@ def advance(run: Run) -> None:
     if state.phase is not Phase.SERVING:
         return
     if run.fleet.loads:
-        state.unserved_since = None
-    elif state.unserved_since is None:
-        state.unserved_since = run.now
-    if not state.closed or (state.trajectories and not _is_forsaken(run)):
+        state.no_engine_since = None
+    elif state.no_engine_since is None:
+        state.no_engine_since = run.now
+    if not state.closed or (state.trajectories and not _is_stranded(run)):
         return
     if state.trajectories:
         run.warn(
@@ -139,14 +139,14 @@ def advance(run: Run) -> None:
     run.emit(Finish(error=""))
 
 
-def _is_forsaken(run: Run) -> bool:
+def _is_stranded(run: Run) -> bool:
     """All that is left needs an engine, and there is none, or none has become ready in
     the time that one may take.
     """
     state = run.state
     if len(state.init_queue) + len(state.in_init) + len(state.in_run) < len(state.trajectories):
         return False
-    since = state.unserved_since
+    since = state.no_engine_since
     return not state.engines or (
         since is not None and run.now - since > run.config.watchdog.start_s
     )

@@ -45,12 +45,16 @@ class Turn(msgspec.Struct):
     since: float
     arrival: int = 0  # how-manieth to be queued in this run
     rank: float = 0.0
-    tie: float = 0.0  # among equal ranks the lower first: its arrival, or its trajectory's launch
-    lane: EngineId | None = None  # the engine that it waits for; None: any
-    mark: int = 0  # turns given before it was queued, by its lane; once it is given, by its engine
+    tiebreak: float = (
+        0.0  # among equal ranks the lower first: its arrival, or its trajectory's launch
+    )
+    queue: EngineId | None = None  # the engine that it waits for; None: any
+    given_at_enqueue: int = (
+        0  # turns given before it was queued, by its lane; once it is given, by its engine
+    )
     dispatch: int = 0
     failures: int = 0
-    sampled: int = 0  # of its tokens, as its engine told last: KV beside that of the context
+    output_tokens: int = 0  # of its tokens, as its engine told last: KV beside that of the context
     engine: EngineId | None = None
     avoid: list[EngineId] = []
 
@@ -61,29 +65,29 @@ class Trajectory(msgspec.Struct):
     member: int
     stage: Stage = Stage.QUEUED
     attempt: int = 0
-    worlds: int = 0  # number of worlds that were lost while an attempt was under way
+    worlds_lost: int = 0  # number of worlds that were lost while an attempt was under way
     initiated: int = -1  # weight version at launch of this attempt; -1 before
     weights_id: int = -1  # of that version, where it keeps to it (mode decoupled)
     launched_at: float = 0.0
     since: float = 0.0  # when the stage, or the environment's part of it, began
     turn: Turn | None = None
-    asked: int = 0  # turns that this attempt has asked for
+    turns_requested: int = 0  # turns that this attempt has asked for
     turns: int = 0
     tokens: int = 0
     engine: EngineId | None = None  # of the last turn
-    home: EngineId | None = None  # for which its turns wait (core/policy/scheduling)
-    resident: bool = False  # its KV is at home, or ought to be
-    claims: int = 0  # tokens of KV that it needs through its next turn
+    assigned_engine: EngineId | None = None  # for which its turns wait (core/policy/scheduling)
+    kv_resident: bool = False  # its KV is at home, or ought to be
+    kv_demand: int = 0  # tokens of KV that it needs through its next turn
     prompt_tokens: int = 0
     context_tokens: int = 0  # as the last turn was asked for
     output_tokens: int = 0  # sampled by this attempt
     last_output_tokens: int = 0
     tool_s: float = 0.0  # in which its environment stepped
     estimate: int = 0  # tokens that it will probably yet sample
-    occupies: int = 0  # the context of each of these tokens, summed
-    level: int | None = None  # of its length, sampled and estimated (core/policy/priority)
-    predicts: int = -1  # turn before which a prediction was last asked for
-    predicted: int = -1  # turn before which the last prediction was that came
+    kv_token_steps: int = 0  # the context of each of these tokens, summed
+    length_bucket: int | None = None  # of its length, sampled and estimated (core/policy/priority)
+    prediction_requested_for: int = -1  # turn before which a prediction was last asked for
+    predicted_at_turn: int = -1  # turn before which the last prediction was that came
     migration: int | None = None  # its number, from the wish to MigrationDone
     closing: StopReason | None = None
     failure: str = ""  # the world's description of the last attempt's failure
@@ -115,9 +119,11 @@ class Group(msgspec.Struct):
     members: list[TrajectoryId] = []
     chosen: list[TrajectoryId] = []  # scored members that go into the batch
     decoding: Decoding = Decoding()
-    lost: bool = False  # tokens of a chosen member are gone: it can never be trained on again
+    tokens_lost: bool = (
+        False  # tokens of a chosen member are gone: it can never be trained on again
+    )
     ratio: float | None = None  # of the policy that was measured to the one that sampled it
-    ratio_id: int = -1  # weights under which it was measured
+    ratio_weights_id: int = -1  # weights under which it was measured
 
 
 class EngineStatus(enum.StrEnum):
@@ -128,7 +134,7 @@ class EngineStatus(enum.StrEnum):
     SERVING = "serving"
 
 
-class Measured(msgspec.Struct):
+class MeasuredDegree(msgspec.Struct):
     """What engines of one degree measured of themselves.
 
     Kept when the last of them is gone.
@@ -146,8 +152,8 @@ class Engine(msgspec.Struct):
     joined: bool = False  # it came while the run went on, and comes back in every later life of it
     leaving: bool = False  # it was withdrawn: it begins nothing, and drains when it may
     draining: bool = False  # it takes no turn any more, and is removed when its last one is done
-    given: int = 0  # turns so far
-    crowded_at: float = 0.0  # when it last answered with more turns than slots
+    turns_given: int = 0  # turns so far
+    oversubscribed_at: float = 0.0  # when it last answered with more turns than slots
     # what follows from its measured steps, its slots and KV; None before it has joined
     rate: Rate | None = None
     status: EngineStatus = EngineStatus.STARTING
@@ -161,14 +167,14 @@ class Engine(msgspec.Struct):
     since: float = 0.0
     active: dict[TrajectoryId, int] = {}  # trajectory → turn number
     restarts: int = 0
-    strikes: int = 0
+    consecutive_timeouts: int = 0
     load_failures: int = 0
-    begun: int = 0  # trajectories that it has begun under its weights (mode decoupled)
-    # tokens of KV that its trajectories held at the last look (core/repacking)
-    kv_before: int | None = None
+    launched: int = 0  # trajectories that it has begun under its weights (mode decoupled)
+    # tokens of KV that its trajectories held at the last look (core/consolidation)
+    peak_kv: int | None = None
 
     @property
-    def going(self) -> bool:
+    def departing(self) -> bool:
         """It is on its way out: whatever it still works on, nobody counts on it for
         more.
         """
@@ -178,7 +184,7 @@ class Engine(msgspec.Struct):
 class RelayStatus(enum.StrEnum):
     STARTING = "starting"
     READY = "ready"
-    TAKING = "taking"
+    FETCHING = "fetching"
 
 
 class Relay(msgspec.Struct):
@@ -193,27 +199,27 @@ class Relay(msgspec.Struct):
     status: RelayStatus = RelayStatus.STARTING
     epoch: int = 0
     since: float = 0.0
-    held: list[int] = []  # weights ids, ascending
-    taking: int = -1
+    versions: list[int] = []  # weights ids, ascending
+    fetching: int = -1
     source: str | None = None
     base: int | None = None
-    tries: int = 0  # so far, of any weights
+    fetches: int = 0  # so far, of any weights
     # sources that did not serve since it last took weights or looked anew
-    refused: list[str | None] = []
+    refused_sources: list[str | None] = []
     # sources from which nothing came, of these weights: it has gone elsewhere, once for
     # each
-    left: list[str] = []
-    whole: bool = False  # a change did not fit: the next try is of the whole
-    missing_since: float | None = None  # it has been refused weights that another one has
-    blames: str | None = None  # the last source that was said to have them and did not serve
+    stalled_sources: list[str] = []
+    force_full: bool = False  # a change did not fit: the next try is of the whole
+    starved_since: float | None = None  # it has been refused weights that another one has
+    failed_source: str | None = None  # the last source that was said to have them and did not serve
     # why it is to be restarted at once: others cannot use what it is said to hold
-    doubted: str = ""
+    restart_reason: str = ""
     restarts: int = 0
-    silent_since: float | None = None  # it is suspected: not heard since about then
+    suspected_since: float | None = None  # it is suspected: not heard since about then
 
     @property
     def suspected(self) -> bool:
-        return self.silent_since is not None
+        return self.suspected_since is not None
 
 
 class Migration(msgspec.Struct):
@@ -230,7 +236,7 @@ class Migration(msgspec.Struct):
     since: float | None = None
     # the trajectory leaves for good, with its open turn, so that the source can take
     # new weights
-    frees: bool = False
+    vacates: bool = False
 
 
 class Share(msgspec.Struct):
@@ -266,19 +272,19 @@ class Trainer(msgspec.Struct):
     epoch: int = 0
     step: int = 0  # steps trained; the version of the weights that the trainer holds
     parts_done: int = 0  # mini-batches of the current step that are trained
-    taken: list[GroupId] = []
+    batch: list[GroupId] = []
     measuring: list[GroupId] = []  # they stay in the buffer, and may go meanwhile
     since: float = 0.0
     restarts: int = 0
     saving: int | None = None  # step of the checkpoint that is being taken or written
-    saving_at: float = 0.0  # when the newest one was asked for
+    save_requested_at: float = 0.0  # when the newest one was asked for
     # seconds that the newest finished one took, from the request until it was written
     # or had failed
-    save_s: float = 0.0
-    saving_id: int = -1  # id of the published weights that this checkpoint holds; -1: none
+    last_save_s: float = 0.0
+    saving_weights_id: int = -1  # id of the published weights that this checkpoint holds; -1: none
     exports: bool = False  # this checkpoint has an export
     # its current step must be saved, as soon as the checkpoint before it is written
-    owes_save: bool = False
+    save_pending: bool = False
 
 
 class Evaluation(msgspec.Struct):
@@ -295,8 +301,8 @@ class Evaluation(msgspec.Struct):
     rewards: dict[str, list[float]] = {}
     successes: dict[str, int] = {}
     failed: dict[str, int] = {}
-    begun: bool = False  # engines serve `version`
-    saved: bool = False  # a checkpoint holds `version`
+    started: bool = False  # engines serve `version`
+    checkpointed: bool = False  # a checkpoint holds `version`
 
 
 class Phase(enum.StrEnum):
@@ -308,7 +314,7 @@ class Phase(enum.StrEnum):
     FINISHED = "finished"
 
 
-class Scheduled(msgspec.Struct):
+class SchedulingCounters(msgspec.Struct):
     """What scheduling by trajectory did and cost."""
 
     predictions: int = 0  # that were asked for
@@ -360,7 +366,7 @@ class Counters(msgspec.Struct):
     cached_tokens: int = 0
     context_tokens: int = 0
     watchdog: dict[str, int] = {}
-    scheduling: Scheduled = msgspec.field(default_factory=Scheduled)
+    scheduling: SchedulingCounters = msgspec.field(default_factory=SchedulingCounters)
 
 
 class Idle(msgspec.Struct):
@@ -380,7 +386,7 @@ class State(msgspec.Struct):
     skip_final_eval: bool = False  # the user asked to stop
     serving: bool = False  # the world has no trainer
     closed: bool = False  # a service takes nothing more
-    unserved_since: float | None = None  # no engine of a service takes turns since then
+    no_engine_since: float | None = None  # no engine of a service takes turns since then
     final_evaluated: bool = False
     groups: dict[GroupId, Group] = {}
     trajectories: dict[TrajectoryId, Trajectory] = {}
@@ -396,8 +402,8 @@ class State(msgspec.Struct):
     in_run: dict[TrajectoryId, None] = {}
     turn_queue: dict[TrajectoryId, int] = {}  # → number of its arrival
     arrivals: int = 0
-    given: int = 0  # turns that any engine was given
-    measured: dict[int, Measured] = {}  # by degree
+    turns_given: int = 0  # turns that any engine was given
+    measured: dict[int, MeasuredDegree] = {}  # by degree
     partition: Partition = msgspec.field(default_factory=Partition)
     migrations: dict[int, Migration] = {}
     next_migration: int = 0
@@ -407,13 +413,15 @@ class State(msgspec.Struct):
     # sampled tokens of the newest finished trajectories, by task domain
     lengths: dict[str, list[int]] = {}
     length_sums: dict[str, int] = {}  # of these
-    growth: dict[str, float] = {}  # tokens of context for each sampled one, by task domain, of late
+    context_growth: dict[
+        str, float
+    ] = {}  # tokens of context for each sampled one, by task domain, of late
     prompt_tokens: dict[str, float] = {}  # mean, by task domain
     turn_tokens: dict[str, float] = {}  # mean sampled tokens of a turn, by task domain
     turn_s: dict[str, float] = {}  # mean seconds of a turn on its engine, by task domain
     tool_s: dict[str, float] = {}  # mean seconds of an environment's step, by task domain
     next_engine: int = 0
-    seats: list[int] = []  # degrees of the engines that the plan has and the fleet lacks
+    pending_degrees: list[int] = []  # degrees of the engines that the plan has and the fleet lacks
     withdrawn: list[EngineId] = []  # of the configured engines: gone for good, in later lives too
     planned_at: int = 0  # step of the last allocation
     eval_queue: dict[TrajectoryId, None] = {}
@@ -422,15 +430,15 @@ class State(msgspec.Struct):
     active_groups: dict[GroupId, None] = {}  # training groups being drawn or rolled out
     buffer: dict[GroupId, None] = {}
     lineage: dict[int, list[GroupId]] = {}  # step → groups trained since checkpoint `fallback`
-    barren_groups: int = 0  # groups dropped in a row without one member scored
+    consecutive_failed_groups: int = 0  # groups dropped in a row without one member scored
     last_failure: str = ""  # of an attempt: stop reason and the world's words
-    filtered_groups: int = 0  # groups filtered in a row (dynamic sampling)
-    swept_at: int = 0  # the next_version for which doomed groups were last swept out
-    homeless: dict[TrajectoryId, None] = {}  # their weights are on no engine (mode decoupled)
-    kept: dict[int, int] = {}  # weights that may be loaded: id → version
+    consecutive_filtered_groups: int = 0  # groups filtered in a row (dynamic sampling)
+    swept_for_version: int = 0  # the next_version for which doomed groups were last swept out
+    unassigned: dict[TrajectoryId, None] = {}  # their weights are on no engine (mode decoupled)
+    retained_versions: dict[int, int] = {}  # weights that may be loaded: id → version
     # weights that a checkpoint holds: id → its step, and their version (mode decoupled)
-    saved: dict[int, int] = {}
-    repacked_at: float = 0.0
+    checkpointed_versions: dict[int, int] = {}
+    consolidated_at: float = 0.0
     published_version: int = -1
     published_id: int = -1
     published_at: float = 0.0
@@ -442,10 +450,10 @@ class State(msgspec.Struct):
     next_group: int = 0
     drawn: dict[str, int] = {}
     checkpoint: int | None = None  # newest step that a checkpoint covers
-    fallback: int | None = None  # the checkpoint before it, in case it is damaged
+    previous_checkpoint: int | None = None  # the checkpoint before it, in case it is damaged
     exported: int = -1  # newest step whose checkpoint has an export
-    checkpoint_at: float = 0.0  # when the newest checkpoint's weights were taken
-    asked_to_save: int = -1  # greatest step for which a checkpoint was ever requested
+    checkpoint_requested_at: float = 0.0  # when the newest checkpoint's weights were taken
+    newest_save_requested: int = -1  # greatest step for which a checkpoint was ever requested
     checkpoint_failed_at: int = -1
     checkpoint_error: str = ""
     best_step: int | None = None

@@ -9,12 +9,12 @@ damaged. A version is published once its step is whole.
 
 from rollweave.core import (
     allocation,
+    consolidation,
     evaluation,
     experience,
     groups,
     lifecycle,
-    pace,
-    repacking,
+    version_affinity,
     weights,
 )
 from rollweave.core.policy.checkpoints import checkpoint_is_due
@@ -66,17 +66,17 @@ def on_ready(run: Run, event: TrainerReady) -> None:
         if state.best_step is not None and state.best_step > event.step:
             state.best_step = None
         if state.evaluation is not None and state.evaluation.version > event.step:
-            state.evaluation.saved = False
-        state.checkpoint, state.fallback = event.step, None
-        weights.uncover(run, but=range(event.step + 1))
-    lost, before = max(0, trainer.step - event.step), _given_up(run)
+            state.evaluation.checkpointed = False
+        state.checkpoint, state.previous_checkpoint = event.step, None
+        weights.keep_checkpoints(run, but=range(event.step + 1))
+    lost, before = max(0, trainer.step - event.step), _discarded(run)
     trainer.step, trainer.parts_done = event.step, 0
     _enter(run, TrainerStatus.IDLE)
     for step in [step for step in state.lineage if step >= event.step]:
         groups.return_to_buffer(run, state.lineage.pop(step), trained=True)
-    groups.sweep_doomed(run)
+    groups.drop_expired(run)
     lifecycle.settle(run)  # so that all that is dropped by now is counted
-    dropped = _given_up(run) - before
+    dropped = _discarded(run) - before
     text = (
         f"{lost} later steps are trained again, {dropped} rollouts do not fit its weights and are "
         "dropped"
@@ -92,7 +92,7 @@ def on_ready(run: Run, event: TrainerReady) -> None:
     _publish(run)
 
 
-def _given_up(run: Run) -> int:
+def _discarded(run: Run) -> int:
     """Count the training trajectories that were dropped or cancelled so far."""
     return run.state.counters.cancelled + sum(run.state.counters.dropped.values())
 
@@ -113,10 +113,14 @@ def take_batch(run: Run) -> None:
         return
     if state.published_version != trainer.step and trainer.parts_done == 0:
         return  # the weights of the last step are still to be published
-    if state.evaluation is not None and not state.evaluation.begun and not run.alone:
+    if (
+        state.evaluation is not None
+        and not state.evaluation.started
+        and not run.independent_updates
+    ):
         return  # engines must meet the version to be evaluated before there is a newer one
-    wanted = run.groups_in_part(trainer.parts_done)
-    groups.sweep_doomed(run)
+    wanted = run.groups_in_minibatch(trainer.parts_done)
+    groups.drop_expired(run)
     if len(state.buffer) < wanted:
         return
     if unmeasured := experience.unmeasured(run, wanted):
@@ -125,15 +129,20 @@ def take_batch(run: Run) -> None:
         run.emit(MeasureRatios(step=trainer.step, part=trainer.parts_done, groups=refs))
         _enter(run, TrainerStatus.MEASURING)
         return
-    taken = [state.groups[group_id] for group_id in experience.chosen(run, wanted)]
+    taken = [state.groups[group_id] for group_id in experience.choose_batch(run, wanted)]
     if not taken:
         return
     for group in taken:
         del state.buffer[group.id]
         group.status = GroupStatus.TAKEN
-        trainer.taken.append(group.id)
+        trainer.batch.append(group.id)
     run.emit(
-        TrainStep(step=trainer.step, part=trainer.parts_done, parts=run.parts, groups=_refs(taken))
+        TrainStep(
+            step=trainer.step,
+            part=trainer.parts_done,
+            parts=run.minibatches_per_step,
+            groups=_refs(taken),
+        )
     )
     _enter(run, TrainerStatus.TRAINING)
 
@@ -162,7 +171,7 @@ def on_measured(run: Run, event: RatiosMeasured) -> None:
     for found in event.ratios:
         if found.id in state.buffer:
             group = state.groups[found.id]
-            group.ratio, group.ratio_id = found.ratio, state.published_id
+            group.ratio, group.ratio_weights_id = found.ratio, state.published_id
     _enter(run, TrainerStatus.IDLE)
 
 
@@ -175,11 +184,11 @@ def on_trained(run: Run, event: StepTrained) -> None:
     ):
         return
     _count_trained(run)
-    state.lineage.setdefault(trainer.step, []).extend(trainer.taken)
-    trainer.taken = []
+    state.lineage.setdefault(trainer.step, []).extend(trainer.batch)
+    trainer.batch = []
     trainer.parts_done += 1
     _enter(run, TrainerStatus.IDLE)
-    if trainer.parts_done == run.parts:
+    if trainer.parts_done == run.minibatches_per_step:
         trainer.step += 1
         trainer.parts_done = 0
         if run.scheduling.predicts:
@@ -191,7 +200,7 @@ def on_trained(run: Run, event: StepTrained) -> None:
 def _count_trained(run: Run) -> None:
     state, trainer = run.state, run.state.trainer
     counters = state.counters
-    for group_id in trainer.taken:
+    for group_id in trainer.batch:
         group = state.groups[group_id]
         group.status = GroupStatus.TRAINED
         counters.trained += len(group.chosen)
@@ -213,8 +222,8 @@ def on_train_failed(run: Run, event: TrainFailed) -> None:
     working = trainer.status in (TrainerStatus.MEASURING, TrainerStatus.TRAINING)
     if not working or (event.epoch, event.step) != expected:
         return
-    names = ", ".join(trainer.taken or trainer.measuring)
-    taken, trainer.taken = trainer.taken, []
+    names = ", ".join(trainer.batch or trainer.measuring)
+    taken, trainer.batch = trainer.batch, []
     groups.return_to_buffer(run, taken, trained=False)
     _enter(run, TrainerStatus.IDLE)
     if event.nonfinite:
@@ -262,13 +271,13 @@ def on_published(run: Run, event: WeightsPublished) -> None:
         or (event.epoch, event.weights_id) != expected
     ):
         return
-    weights.published(run, event.version, event.weights_id)
+    weights.publish(run, event.version, event.weights_id)
     if event.version in (state.checkpoint, state.best_step):
         # it was restored from that checkpoint
-        weights.covered(run, event.version, event.weights_id)
-    evaluation.forgo(run, event.version)
+        weights.mark_checkpointed(run, event.version, event.weights_id)
+    evaluation.abandon_if_superseded(run, event.version)
     _enter(run, TrainerStatus.IDLE)
-    repacking.now(run)
+    consolidation.run_now(run)
     if not run.training:
         return
     evaluate = evaluation.is_due(run, trainer.step)
@@ -282,7 +291,9 @@ def on_published(run: Run, event: WeightsPublished) -> None:
 
 def _is_due_by_time(run: Run) -> bool:
     trainer, every_s = run.state.trainer, run.config.run.checkpoint_s
-    return checkpoint_is_due(run.now - trainer.saving_at, every_s=every_s, last_s=trainer.save_s)
+    return checkpoint_is_due(
+        run.now - trainer.save_requested_at, every_s=every_s, last_s=trainer.last_save_s
+    )
 
 
 def save(run: Run) -> None:
@@ -301,55 +312,59 @@ def save(run: Run) -> None:
         return
     _enter(run, TrainerStatus.SAVING)
     if trainer.saving is not None:
-        trainer.owes_save = True
+        trainer.save_pending = True
         return
-    trainer.owes_save = False
-    trainer.saving, trainer.saving_at, trainer.exports = trainer.step, run.now, export
-    trainer.saving_id = state.published_id if state.published_version == trainer.step else -1
+    trainer.save_pending = False
+    trainer.saving, trainer.save_requested_at, trainer.exports = trainer.step, run.now, export
+    trainer.saving_weights_id = (
+        state.published_id if state.published_version == trainer.step else -1
+    )
     evaluated = state.evaluation.version if state.evaluation is not None else None
     keep = {
         step for step in (state.best_step, state.checkpoint, evaluated) if step is not None
-    } | pace.checkpoints(run)
-    weights.uncover(run, but=keep - {trainer.step})
-    state.asked_to_save = max(state.asked_to_save, trainer.step)
+    } | version_affinity.needed_checkpoints(run)
+    weights.keep_checkpoints(run, but=keep - {trainer.step})
+    state.newest_save_requested = max(state.newest_save_requested, trainer.step)
     run.emit(SaveCheckpoint(step=trainer.step, keep=tuple(sorted(keep)), export=export))
 
 
-def on_taken(run: Run, event: CheckpointCopied) -> None:
+def on_checkpoint_copied(run: Run, event: CheckpointCopied) -> None:
     """Continue training: a copy is in memory, and is written meanwhile."""
     trainer = run.state.trainer
     expected = (trainer.epoch, trainer.saving)
     if (
         (event.epoch, event.step) == expected
         and trainer.status is TrainerStatus.SAVING
-        and not trainer.owes_save
+        and not trainer.save_pending
     ):
         _enter(run, TrainerStatus.IDLE)
 
 
-def on_saved(run: Run, event: CheckpointSaved) -> None:
+def on_checkpoint_saved(run: Run, event: CheckpointSaved) -> None:
     state, trainer = run.state, run.state.trainer
     if (event.epoch, event.step) != (trainer.epoch, trainer.saving):
         return
     if state.checkpoint != event.step:
-        state.checkpoint, state.fallback = event.step, state.checkpoint
-    state.checkpoint_at = trainer.saving_at
+        state.checkpoint, state.previous_checkpoint = event.step, state.checkpoint
+    state.checkpoint_requested_at = trainer.save_requested_at
     if trainer.exports:
         state.exported = event.step
-    weights.covered(run, event.step, trainer.saving_id)
+    weights.mark_checkpointed(run, event.step, trainer.saving_weights_id)
     if state.checkpoint_failed_at == event.step:
         state.checkpoint_failed_at = -1
     if state.evaluation is not None and state.evaluation.version == event.step:
-        state.evaluation.saved = True
+        state.evaluation.checkpointed = True
     for step in [
-        step for step in state.lineage if state.fallback is not None and step < state.fallback
+        step
+        for step in state.lineage
+        if state.previous_checkpoint is not None and step < state.previous_checkpoint
     ]:
         for group_id in state.lineage.pop(step):
-            groups.cover(run, state.groups[group_id])
-    _save_is_over(run)
+            groups.mark_checkpointed(run, state.groups[group_id])
+    _finish_save(run)
 
 
-def on_save_failed(run: Run, event: CheckpointFailed) -> None:
+def on_checkpoint_failed(run: Run, event: CheckpointFailed) -> None:
     """Training goes on: the earlier checkpoint is intact, and the next one may find
     room again.
     """
@@ -362,13 +377,13 @@ def on_save_failed(run: Run, event: CheckpointFailed) -> None:
         count="checkpoint_failed",
     )
     state.checkpoint_failed_at, state.checkpoint_error = event.step, event.error
-    _save_is_over(run)
+    _finish_save(run)
 
 
-def _save_is_over(run: Run) -> None:
+def _finish_save(run: Run) -> None:
     trainer = run.state.trainer
-    trainer.saving, trainer.save_s = None, run.now - trainer.saving_at
-    if trainer.owes_save:
+    trainer.saving, trainer.last_save_s = None, run.now - trainer.save_requested_at
+    if trainer.save_pending:
         save(run)
     elif trainer.status is TrainerStatus.SAVING:
         _enter(run, TrainerStatus.IDLE)
@@ -395,10 +410,10 @@ def restart(run: Run, reason: str) -> None:
     state, trainer = run.state, run.state.trainer
     if state.phase is Phase.FINISHED:
         return
-    taken, trainer.taken = trainer.taken, []
+    taken, trainer.batch = trainer.batch, []
     groups.return_to_buffer(run, taken, trained=False)
     trainer.parts_done = 0
-    trainer.saving, trainer.owes_save = None, False
+    trainer.saving, trainer.save_pending = None, False
     if trainer.restarts >= run.config.watchdog.restarts:
         _enter(run, TrainerStatus.STARTING)
         state.error = (
@@ -411,17 +426,20 @@ def restart(run: Run, reason: str) -> None:
         count="trainer_restarted",
     )
     trainer.restarts += 1
-    start_again(run, reason)
+    start_process(run, reason)
 
 
-def start_again(run: Run, reason: str) -> None:
+def start_process(run: Run, reason: str) -> None:
     state, trainer = run.state, run.state.trainer
-    weights.lost(run)
-    trainer.saving, trainer.owes_save = None, False
+    weights.trainer_lost(run)
+    trainer.saving, trainer.save_pending = None, False
     trainer.epoch += 1
     _enter(run, TrainerStatus.STARTING)
     run.emit(
         RestartTrainer(
-            epoch=trainer.epoch, step=state.checkpoint, fallback=state.fallback, reason=reason
+            epoch=trainer.epoch,
+            step=state.checkpoint,
+            fallback=state.previous_checkpoint,
+            reason=reason,
         )
     )

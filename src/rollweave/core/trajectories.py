@@ -6,7 +6,7 @@ world has said that the stage is over. A cancelled attempt keeps its slot while 
 closes, so what the world holds is never more than the pools allow.
 """
 
-from rollweave.core import attempts, lengths, migration, pace
+from rollweave.core import attempts, lengths, migration, version_affinity
 from rollweave.core.attempts import find, move, release_turn
 from rollweave.core.policy.staleness import staleness
 from rollweave.core.run import Run
@@ -30,7 +30,7 @@ def on_env_ready(run: Run, event: EnvReady) -> None:
     if trajectory is not None and trajectory.stage is Stage.INIT:
         move(run, trajectory, Stage.RUN)
         run.emit(StartRun(trajectory_id=trajectory.id, attempt=trajectory.attempt))
-        lengths.on_ready(run, trajectory, event.prompt_tokens)
+        lengths.learn_prompt(run, trajectory, event.prompt_tokens)
 
 
 def on_ended(run: Run, event: TrajectoryEnded) -> None:
@@ -40,16 +40,16 @@ def on_ended(run: Run, event: TrajectoryEnded) -> None:
     release_turn(run, trajectory)
     trajectory.turns, trajectory.tokens = event.turns, event.tokens
     if trajectory.closing is not None:
-        close(run, trajectory, trajectory.closing)
+        end_attempt(run, trajectory, trajectory.closing)
     elif event.stop_reason in TRAINABLE:
         trajectory.stop = event.stop_reason
         _count_inherent(run, trajectory)
         migration.forget(run, trajectory)
-        lengths.over(run, trajectory, finished=True)
+        lengths.finish_attempt(run, trajectory, finished=True)
         move(run, trajectory, Stage.EVAL_QUEUED)
     else:
         run.state.last_failure = f"{event.stop_reason}: {event.error}"
-        close(run, trajectory, event.stop_reason, failure=event.error)
+        end_attempt(run, trajectory, event.stop_reason, failure=event.error)
 
 
 def on_reward_ready(run: Run, event: RewardReady) -> None:
@@ -62,7 +62,7 @@ def on_reward_ready(run: Run, event: RewardReady) -> None:
         return
     if trajectory.closing is not None:
         run.emit(Evict(trajectory_ids=(trajectory.id,), reason=trajectory.closing))
-        close(run, trajectory, trajectory.closing)
+        end_attempt(run, trajectory, trajectory.closing)
         return
     trajectory.reward, trajectory.success = event.reward, event.success
     if event.success is not None:
@@ -75,7 +75,7 @@ def on_reward_failed(run: Run, event: RewardFailed) -> None:
     trajectory = find(run, event.trajectory_id, event.attempt)
     if trajectory is not None and trajectory.stage in (Stage.EVAL, Stage.CLOSING):
         run.state.last_failure = f"{event.stop_reason}: {event.error}"
-        close(run, trajectory, trajectory.closing or event.stop_reason, failure=event.error)
+        end_attempt(run, trajectory, trajectory.closing or event.stop_reason, failure=event.error)
 
 
 # What the core does to a trajectory.
@@ -100,10 +100,10 @@ def cancel(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
             CancelTrajectory(trajectory_id=trajectory.id, attempt=trajectory.attempt, reason=reason)
         )
     else:
-        close(run, trajectory, reason)
+        end_attempt(run, trajectory, reason)
 
 
-def close(run: Run, trajectory: Trajectory, reason: StopReason, *, failure: str = "") -> None:
+def end_attempt(run: Run, trajectory: Trajectory, reason: StopReason, *, failure: str = "") -> None:
     """End the attempt for `reason`: the world holds nothing for it. Whether another
     one follows is settled by `core/lifecycle`.
 
@@ -113,7 +113,7 @@ def close(run: Run, trajectory: Trajectory, reason: StopReason, *, failure: str 
     repeated = bool(failure) and failure == trajectory.failure
     trajectory.failure = failure
     migration.forget(run, trajectory)
-    lengths.over(run, trajectory, finished=False)
+    lengths.finish_attempt(run, trajectory, finished=False)
     attempts.end(run, trajectory, reason, repeated=repeated)
 
 
@@ -122,11 +122,11 @@ def retry(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
     retried = run.state.counters.retried
     retried[reason] = retried.get(reason, 0) + 1
     trajectory.attempt += 1
-    trajectory.asked = 0
+    trajectory.turns_requested = 0
     trajectory.stop = None
-    trajectory.engine = trajectory.home = None
+    trajectory.engine = trajectory.assigned_engine = None
     trajectory.weights_id = -1
-    lengths.begin(run, trajectory)
+    lengths.begin_attempt(run, trajectory)
     attempts.move(run, trajectory, Stage.QUEUED)
 
 
@@ -187,12 +187,12 @@ def start_inits(run: Run) -> None:
 
 def _launch_version(run: Run, trajectory: Trajectory, purpose: Purpose) -> int | None:
     """The version that it begins with, where an engine begins it now."""
-    if not run.alone:
+    if not run.independent_updates:
         return run.serving_version()
-    engine = pace.engine_for(run, purpose)
+    engine = version_affinity.engine_for(run, purpose)
     if engine is None:
         return None
-    pace.begin(run, trajectory, engine)
+    version_affinity.launch_on(run, trajectory, engine)
     return engine.version
 
 
@@ -208,15 +208,19 @@ def _first_to_start(run: Run) -> TrajectoryId | None:
     still be trained on, any.
     """
     state = run.state
-    evaluating = state.evaluation is not None and state.evaluation.begun
-    if evaluating and run.alone and pace.engine_for(run, Purpose.EVAL) is None:
+    evaluating = state.evaluation is not None and state.evaluation.started
+    if (
+        evaluating
+        and run.independent_updates
+        and version_affinity.engine_for(run, Purpose.EVAL) is None
+    ):
         evaluating = False  # nobody can take its episodes now; others need not wait for that
     for trajectory_id in state.init_queue if evaluating else ():
         if state.groups[state.trajectories[trajectory_id].group_id].purpose is Purpose.EVAL:
             return trajectory_id
     if not state.serving and not run.admits_training():
         return None
-    if not run.alone:
+    if not run.independent_updates:
         return next(iter(state.init_queue), None)
     queued = (state.trajectories[trajectory_id] for trajectory_id in state.init_queue)
     return next(

@@ -7,12 +7,12 @@ given more turns than it has slots only by one that preempts (Heddle Alg. 1): of
 was given, the engine runs the highest ranks.
 """
 
-from rollweave.core import attempts, lengths, migration, placing, ranks, trajectories
-from rollweave.core.lanes import Lane
+from rollweave.core import assignment, attempts, lengths, migration, trajectories, turn_priority
 from rollweave.core.policy.priority import is_overdue, overdue_rank
 from rollweave.core.policy.routing import choose
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Stage, Trajectory, Turn
+from rollweave.core.turn_queues import QueueKey
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import AbortTurn, StartTurn
 from rollweave.schema.events import (
@@ -32,12 +32,12 @@ def on_requested(run: Run, event: TurnRequested) -> None:
     trajectory = attempts.find(run, event.trajectory_id, event.attempt)
     if trajectory is None or trajectory.stage is not Stage.RUN or trajectory.turn is not None:
         return
-    if event.turn != trajectory.asked:
+    if event.turn != trajectory.turns_requested:
         return  # a message that came twice
-    lengths.on_requested(run, trajectory, event.context_tokens)
-    trajectory.asked += 1
+    lengths.learn_request(run, trajectory, event.context_tokens)
+    trajectory.turns_requested += 1
     trajectory.turn = Turn(number=event.turn, context_tokens=event.context_tokens, since=run.now)
-    if not migration.holds(run, trajectory):
+    if not migration.holds_turn(run, trajectory):
         enqueue(run, trajectory)
 
 
@@ -48,10 +48,10 @@ def on_done(run: Run, event: TurnDone) -> None:
     assert turn.engine is not None, "an open turn with a matching try is on an engine"
     engine = run.state.engines[turn.engine]
     if len(engine.active) > engine.max_slots:
-        engine.crowded_at = run.now
+        engine.oversubscribed_at = run.now
     run.fleet.vacate(engine, trajectory.id, turn)
-    run.touched += [None, engine.id]
-    engine.strikes = 0
+    run.dirty_queues += [None, engine.id]
+    engine.consecutive_timeouts = 0
     if run.state.serving:
         engine.restarts = 0  # it takes no weights, by which others earn it
     trajectory.turn, trajectory.engine, trajectory.since = None, engine.id, run.now
@@ -64,8 +64,8 @@ def on_done(run: Run, event: TurnDone) -> None:
     counters.cached_tokens += event.cached_tokens
     counters.context_tokens += turn.context_tokens
     counters.scheduling.queue_s += event.queue_s
-    lengths.on_done(run, trajectory, event.output_tokens, run.now - turn.since - event.queue_s)
-    if trajectory.predicted >= 0:
+    lengths.learn_turn(run, trajectory, event.output_tokens, run.now - turn.since - event.queue_s)
+    if trajectory.predicted_at_turn >= 0:
         # while the environment works the trajectory may move
         enqueue_all(run, migration.consider(run, trajectory))
 
@@ -91,24 +91,26 @@ def on_progressed(run: Run, event: TurnsProgressed) -> None:
     for told in event.turns:
         _, turn = _open_turn(run, told)
         if turn is not None:
-            turn.sampled = told.output_tokens
+            turn.output_tokens = told.output_tokens
 
 
 def on_prediction(run: Run, event: PredictionReady) -> None:
     """Act on the trajectory's new estimate wherever its turn is."""
     trajectory = attempts.find(run, event.trajectory_id, event.attempt)
-    if trajectory is None or not lengths.learn(run, trajectory, event):
+    if trajectory is None or not lengths.learn_prediction(run, trajectory, event):
         return
-    run.touched.append(trajectory.home)  # its place in the KV of that engine may have changed
+    run.dirty_queues.append(
+        trajectory.assigned_engine
+    )  # its place in the KV of that engine may have changed
     if trajectory.id in run.state.turn_queue:
-        if trajectory.asked <= 1 and not run.alone:
-            trajectory.home = None  # nothing of it is anywhere yet
-            run.order_changed(trajectory)
+        if trajectory.turns_requested <= 1 and not run.independent_updates:
+            trajectory.assigned_engine = None  # nothing of it is anywhere yet
+            run.reindex(trajectory)
         requeue(run, trajectory)
     elif trajectory.turn is None:
         enqueue_all(run, migration.consider(run, trajectory))
     else:
-        ranks.rerank(run, trajectory)
+        turn_priority.rerank(run, trajectory)
 
 
 def on_migration_done(run: Run, event: MigrationDone) -> None:
@@ -152,7 +154,7 @@ def fail(run: Run, trajectory: Trajectory, error: str) -> None:
         turn.engine, f"turn {turn.number} of {trajectory.id} failed: {error}", count="turn_failed"
     )
     turn.avoid.append(turn.engine)
-    turn.engine, turn.since, turn.sampled = None, run.now, 0
+    turn.engine, turn.since, turn.output_tokens = None, run.now, 0
     turn.dispatch += 1
     turn.failures += 1
     if turn.failures > run.config.rollout.retries:
@@ -224,15 +226,15 @@ def enqueue(run: Run, trajectory: Trajectory) -> None:
     assert turn is not None, "an open turn is queued"
     state.arrivals += 1
     turn.arrival = state.arrivals
-    turn.rank = ranks.rank_of(run, trajectory, turn)
+    turn.rank = turn_priority.rank_of(run, trajectory, turn)
     # Where KV is kept for trajectories in the order of their launch, their turns must
     # come in that order too.
-    turn.tie = trajectory.launched_at if run.scheduling.by_rank else float(turn.arrival)
-    turn.lane = placing.lane_of(run, trajectory, turn.avoid)
-    turn.mark = _given(run, turn.lane)
+    turn.tiebreak = trajectory.launched_at if run.scheduling.by_rank else float(turn.arrival)
+    turn.queue = assignment.queue_of(run, trajectory, turn.avoid)
+    turn.given_at_enqueue = _turns_given(run, turn.queue)
     state.turn_queue[trajectory.id] = turn.arrival
-    run.lanes.add(trajectory)
-    run.touched.append(turn.lane)
+    run.turn_queues.add(trajectory)
+    run.dirty_queues.append(turn.queue)
 
 
 def enqueue_all(run: Run, released: list[Trajectory]) -> None:
@@ -248,28 +250,28 @@ def requeue(run: Run, trajectory: Trajectory) -> None:
     """
     turn = trajectory.turn
     assert turn is not None, "an open turn is queued"
-    lane = placing.lane_of(run, trajectory, turn.avoid)
-    if lane != turn.lane:
-        turn.lane, turn.mark = lane, _given(run, lane)
+    lane = assignment.queue_of(run, trajectory, turn.avoid)
+    if lane != turn.queue:
+        turn.queue, turn.given_at_enqueue = lane, _turns_given(run, lane)
     if turn.rank < overdue_rank(turn.arrival):
-        turn.rank = ranks.rank_of(run, trajectory, turn)
-    run.lanes.add(trajectory)
-    run.touched.append(turn.lane)
+        turn.rank = turn_priority.rank_of(run, trajectory, turn)
+    run.turn_queues.add(trajectory)
+    run.dirty_queues.append(turn.queue)
 
 
-def leave(run: Run, engine: Engine) -> None:
+def requeue_from(run: Run, engine: Engine) -> None:
     """The engine takes no turns for a while, or never again: those that wait for it
     wait for another one.
     """
     for trajectory_id in list(run.state.turn_queue):
         trajectory = run.state.trajectories[trajectory_id]
-        if trajectory.turn is not None and trajectory.turn.lane == engine.id:
+        if trajectory.turn is not None and trajectory.turn.queue == engine.id:
             requeue(run, trajectory)
 
 
-def _given(run: Run, engine_id: EngineId | None) -> int:
+def _turns_given(run: Run, engine_id: EngineId | None) -> int:
     """Turns that this engine, or any, was given so far."""
-    return run.state.given if engine_id is None else run.state.engines[engine_id].given
+    return run.state.turns_given if engine_id is None else run.state.engines[engine_id].turns_given
 
 
 def dispatch(run: Run, waited_for: list[EngineId | None] | None = None) -> None:
@@ -277,30 +279,32 @@ def dispatch(run: Run, waited_for: list[EngineId | None] | None = None) -> None:
     of these, or all if none are named.
     """
     state = run.state
-    if not state.turn_queue or (run.config.rollout.env_stepping == "batch" and _someone_steps(run)):
+    if not state.turn_queue or (
+        run.config.rollout.env_stepping == "batch" and _any_environment_steps(run)
+    ):
         return
-    if run.lanes.overgrown(state):
-        run.renew_lanes()
+    if run.turn_queues.is_overgrown(state):
+        run.rebuild_turn_queues()
     if not run.scheduling.homes:  # whatever waits, waits for any engine
-        while (run.fleet.free or run.scheduling.preempts) and _give_next(run, None):
+        while (run.fleet.free or run.scheduling.preempts) and _start_next(run, None):
             pass
         return
-    _find_homes(run)
+    _assign_waiting(run)
     for engine_id in (None, *state.engines) if waited_for is None else waited_for:
-        while _give_next(run, engine_id):
+        while _start_next(run, engine_id):
             pass
     if run.scheduling.migration == "gain":
-        _share_out(run, waited_for)
+        _steal_work(run, waited_for)
 
 
-def _share_out(run: Run, waited_for: list[EngineId | None] | None) -> None:
+def _steal_work(run: Run, waited_for: list[EngineId | None] | None) -> None:
     """Engines that have a slot free, of those that the event touched, take turns that
     wait for others.
     """
     if not run.fleet.free:
         return
     for engine_id in run.fleet.loads if waited_for is None else dict.fromkeys(waited_for):
-        while engine_id is not None and _has_slot(run, engine_id) and _take_over(run, engine_id):
+        while engine_id is not None and _has_slot(run, engine_id) and _steal_turn(run, engine_id):
             pass
 
 
@@ -309,102 +313,104 @@ def _has_slot(run: Run, engine_id: EngineId) -> bool:
     return load is not None and load.active < load.slots
 
 
-def _take_over(run: Run, engine_id: EngineId) -> bool:
+def _steal_turn(run: Run, engine_id: EngineId) -> bool:
     """Give this engine the first turn that waits for another one.
 
     False if it cannot run that.
     """
     lanes = [
         (other, resident)
-        for other in run.lanes.waited_for
+        for other in run.turn_queues.engines
         if other != engine_id
         for resident in (True, False)
     ]
     ready = [
         t
         for lane in lanes
-        if (t := _next(run, lane)) is not None
+        if (t := _next_in(run, lane)) is not None
         and t.turn is not None
         and engine_id not in t.turn.avoid
     ]
     if not ready:
         return False
-    trajectory = min(ready, key=_first_come)
+    trajectory = min(ready, key=_dispatch_key)
     assert trajectory.turn is not None, "a queued turn is open"
-    if not placing.fits(run, trajectory, run.state.engines[engine_id]):
+    if not assignment.fits_in_kv(run, trajectory, run.state.engines[engine_id]):
         return False
-    _move(run, trajectory, trajectory.turn, engine_id)
-    _give(run, trajectory, trajectory.turn, engine_id)
+    _reassign(run, trajectory, trajectory.turn, engine_id)
+    _start_turn(run, trajectory, trajectory.turn, engine_id)
     return True
 
 
-def _move(run: Run, trajectory: Trajectory, turn: Turn, engine_id: EngineId) -> None:
+def _reassign(run: Run, trajectory: Trajectory, turn: Turn, engine_id: EngineId) -> None:
     """The trajectory goes on at this engine, which computes its context again."""
-    trajectory.home, trajectory.resident, turn.lane = engine_id, False, engine_id
-    run.order_changed(trajectory)
+    trajectory.assigned_engine, trajectory.kv_resident, turn.queue = engine_id, False, engine_id
+    run.reindex(trajectory)
 
 
-def _find_homes(run: Run) -> None:
+def _assign_waiting(run: Run) -> None:
     """Turns that found no engine of their own when they were queued."""
-    if run.alone:  # each waits for an engine with its own weights
-        for waiting in run.lanes.waiting(run.state, (None, False)):
-            if placing.lane_of(run, run.state.trajectories[waiting], ()) is not None:
+    if run.independent_updates:  # each waits for an engine with its own weights
+        for waiting in run.turn_queues.waiting(run.state, (None, False)):
+            if assignment.queue_of(run, run.state.trajectories[waiting], ()) is not None:
                 requeue(run, run.state.trajectories[waiting])
         return
-    while (trajectory_id := run.lanes.first(run.state, (None, False))) is not None:
+    while (trajectory_id := run.turn_queues.first(run.state, (None, False))) is not None:
         trajectory = run.state.trajectories[trajectory_id]
         requeue(run, trajectory)
         assert trajectory.turn is not None, "a queued turn is open"
-        if trajectory.turn.lane is None:
+        if trajectory.turn.queue is None:
             return  # there is no engine
 
 
-def _give_next(run: Run, waited_for: EngineId | None) -> bool:
+def _start_next(run: Run, waited_for: EngineId | None) -> bool:
     """Give the first turn that waits for this engine, or for any, and can run.
 
     False if there is none.
     """
-    found = [_next(run, (waited_for, resident)) for resident in (True, False)]
-    ready = sorted((trajectory for trajectory in found if trajectory is not None), key=_first_come)
+    found = [_next_in(run, (waited_for, resident)) for resident in (True, False)]
+    ready = sorted(
+        (trajectory for trajectory in found if trajectory is not None), key=_dispatch_key
+    )
     for trajectory in ready:
         turn = trajectory.turn
         assert turn is not None, "a queued turn is open"
         chosen = (
-            _own_engine(run, trajectory, turn)
+            _assigned_or_free_engine(run, trajectory, turn)
             if run.scheduling.homes
             else _engine_for(run, trajectory, turn)
         )
         if chosen is not None:
-            _give(run, trajectory, turn, chosen)
+            _start_turn(run, trajectory, turn, chosen)
             return True
     return False
 
 
-def _first_come(trajectory: Trajectory) -> tuple[float, float, TrajectoryId]:
+def _dispatch_key(trajectory: Trajectory) -> tuple[float, float, TrajectoryId]:
     assert trajectory.turn is not None, "a queued turn is open"
-    return (-trajectory.turn.rank, trajectory.turn.tie, trajectory.id)
+    return (-trajectory.turn.rank, trajectory.turn.tiebreak, trajectory.id)
 
 
-def _next(run: Run, lane: Lane) -> Trajectory | None:
+def _next_in(run: Run, lane: QueueKey) -> Trajectory | None:
     """The turn of this lane that runs next.
 
     One that was overtaken too often goes first.
     """
     state, waited_for = run.state, lane[0]
-    oldest = run.lanes.oldest(state, lane)
+    oldest = run.turn_queues.oldest(state, lane)
     if oldest is None:
         return None
     turn = state.trajectories[oldest].turn
     assert turn is not None, "a queued turn is open"
     engine = state.engines.get(waited_for) if waited_for is not None else None
     slots = engine.max_slots if engine is not None else run.fleet.slots
-    if is_overdue(_given(run, waited_for) - turn.mark, slots=slots) and turn.rank < overdue_rank(
-        turn.arrival
-    ):
+    if is_overdue(
+        _turns_given(run, waited_for) - turn.given_at_enqueue, slots=slots
+    ) and turn.rank < overdue_rank(turn.arrival):
         turn.rank = overdue_rank(turn.arrival)
         state.counters.scheduling.overdue += 1
-        run.lanes.add(state.trajectories[oldest])
-    first = run.lanes.first(state, lane)
+        run.turn_queues.add(state.trajectories[oldest])
+    first = run.turn_queues.first(state, lane)
     return state.trajectories[first] if first is not None else None
 
 
@@ -419,53 +425,53 @@ def _engine_for(run: Run, trajectory: Trajectory, turn: Turn) -> EngineId | None
     )
 
 
-def _has_other(run: Run, turn: Turn) -> bool:
+def _has_alternative(run: Run, turn: Turn) -> bool:
     """True if an engine that has not failed this turn could take it."""
     return any(
-        placing.is_usable(run, engine_id)
+        assignment.is_usable(run, engine_id)
         for engine_id in run.state.engines
         if engine_id not in turn.avoid
     )
 
 
-def _own_engine(run: Run, trajectory: Trajectory, turn: Turn) -> EngineId | None:
+def _assigned_or_free_engine(run: Run, trajectory: Trajectory, turn: Turn) -> EngineId | None:
     """Its home where that has a slot and KV to spare; else the idlest one that has,
     which is its home then; else by preemption.
 
     To compute a context again costs less than to wait for the end of another's turn, or
     to make another wait.
     """
-    if turn.lane in turn.avoid and not run.alone and _has_other(run, turn):
+    if turn.queue in turn.avoid and not run.independent_updates and _has_alternative(run, turn):
         requeue(run, trajectory)  # its engine failed it when no other could take it
-    home = run.fleet.loads.get(turn.lane) if turn.lane is not None else None
-    fits = home is not None and placing.fits(run, trajectory, run.state.engines[home.id])
+    home = run.fleet.loads.get(turn.queue) if turn.queue is not None else None
+    fits = home is not None and assignment.fits_in_kv(run, trajectory, run.state.engines[home.id])
     if home is not None and fits and home.active < home.slots:
         return home.id
     if run.scheduling.migration == "gain" and run.fleet.free:
         free = [load.id for load in run.fleet.loads.values() if load.active < load.slots]
-        idlest = placing.idlest(
-            run, [engine_id for engine_id in free if engine_id not in (turn.lane, *turn.avoid)]
+        idlest = assignment.least_loaded(
+            run, [engine_id for engine_id in free if engine_id not in (turn.queue, *turn.avoid)]
         )
-        if idlest is not None and placing.fits(run, trajectory, idlest):
-            _move(run, trajectory, turn, idlest.id)
+        if idlest is not None and assignment.fits_in_kv(run, trajectory, idlest):
+            _reassign(run, trajectory, turn, idlest.id)
             return idlest.id
     if home is not None and fits and home.runs(turn.rank, preempts=run.scheduling.preempts):
         return home.id
     return None
 
 
-def _give(run: Run, trajectory: Trajectory, turn: Turn, chosen: EngineId) -> None:
+def _start_turn(run: Run, trajectory: Trajectory, turn: Turn, chosen: EngineId) -> None:
     state, engine = run.state, run.state.engines[chosen]
     counted = state.counters.scheduling
     del state.turn_queue[trajectory.id]
     counted.preemptions += len(engine.active) >= engine.max_slots
     counted.queue_s += run.now - turn.since
-    state.given += 1
-    engine.given += 1
-    turn.engine, turn.since, turn.mark = chosen, run.now, engine.given
-    if run.scheduling.homes and not trajectory.resident:
-        trajectory.resident = True
-        run.order_changed(trajectory)
+    state.turns_given += 1
+    engine.turns_given += 1
+    turn.engine, turn.since, turn.given_at_enqueue = chosen, run.now, engine.turns_given
+    if run.scheduling.homes and not trajectory.kv_resident:
+        trajectory.kv_resident = True
+        run.reindex(trajectory)
     run.fleet.occupy(engine, trajectory.id, turn)
     run.emit(
         StartTurn(
@@ -475,7 +481,7 @@ def _give(run: Run, trajectory: Trajectory, turn: Turn, chosen: EngineId) -> Non
             engine_id=chosen,
             rank=turn.rank,
             dispatch=turn.dispatch,
-            resume=run.alone,  # it has met no other weights than this engine's
+            resume=run.independent_updates,  # it has met no other weights than this engine's
         )
     )
 
@@ -486,10 +492,13 @@ def is_late(run: Run, engine: Engine, turn: Turn) -> bool:
     On a crowded engine a turn may wait while others are answered.
     """
     assert engine.status is EngineStatus.SERVING, "only a serving engine owes answers"
-    return run.now - max(turn.since, engine.since, engine.crowded_at) > run.config.watchdog.turn_s
+    return (
+        run.now - max(turn.since, engine.since, engine.oversubscribed_at)
+        > run.config.watchdog.turn_s
+    )
 
 
-def _someone_steps(run: Run) -> bool:
+def _any_environment_steps(run: Run) -> bool:
     """True while an environment is starting or stepping: batch-level interaction waits
     for the slowest (RollArt Fig. 5b).
     """

@@ -6,15 +6,15 @@ backstops behind it, so they are wider.
 """
 
 from rollweave.core import (
+    consolidation,
     engines,
     evaluation,
     groups,
     lengths,
-    ranks,
     relays,
-    repacking,
     training,
     trajectories,
+    turn_priority,
     turns,
 )
 from rollweave.core.policy.retry import STRIKES_BEFORE_RESTART
@@ -32,10 +32,10 @@ from rollweave.schema.commands import SetTimer
 from rollweave.schema.events import TimerFired
 from rollweave.schema.work import Purpose, StopReason
 
-PERIOD_S = 1.0
+MIN_PERIOD_S = 1.0
 """Least seconds between two looks at the deadlines."""
 
-LOOKS = 60
+CHECKS_PER_LIMIT = 60
 """Looks within the shortest limit: what takes longer is noticed at most a sixtieth of
 the limit late.
 """
@@ -51,10 +51,10 @@ DRAW_S = 120.0
 
 def on_timer(run: Run, _event: TimerFired) -> None:
     """Check the deadlines."""
-    look(run)
+    check_deadlines(run)
 
 
-def look(run: Run) -> None:
+def check_deadlines(run: Run) -> None:
     """Check every deadline, and set the timer again."""
     state = run.state
     if state.phase is Phase.FINISHED:
@@ -62,7 +62,7 @@ def look(run: Run) -> None:
     for engine in list(state.engines.values()):
         if engine.id in state.engines:  # else it went with its machine
             _check_engine(run, engine)
-    relays.look(run)
+    relays.check_timeouts(run)
     for trajectory_id in [*state.in_init, *state.in_run, *state.in_eval, *state.closing]:
         trajectory = state.trajectories.get(trajectory_id)
         if trajectory is not None:
@@ -70,10 +70,10 @@ def look(run: Run) -> None:
     _check_draws(run)
     _check_trainer(run)
     turns.give_up_late_migrations(run)
-    repacking.look(run)
-    ranks.promote_overdue(run)
+    consolidation.check_due(run)
+    turn_priority.promote_overdue(run)
     for trajectory in lengths.revise_outrun(run):
-        ranks.rerank(run, trajectory)
+        turn_priority.rerank(run, trajectory)
     run.emit(SetTimer(at=run.now + _period_s(run)))
 
 
@@ -86,8 +86,8 @@ def _period_s(run: Run) -> float:
         limits.train_s,
         *(task.step_s for task in run.tasks.values()),
     ]
-    period = max(PERIOD_S, min(waits) / LOOKS)
-    return min(period, repacking.REPACK_S) if run.alone else period
+    period = max(MIN_PERIOD_S, min(waits) / CHECKS_PER_LIMIT)
+    return min(period, consolidation.PERIOD_S) if run.independent_updates else period
 
 
 def _check_engine(run: Run, engine: Engine) -> None:
@@ -110,10 +110,12 @@ def _check_turns(run: Run, engine: Engine) -> None:
         assert trajectory.turn is not None, "an active turn is open"
         if not turns.is_late(run, engine, trajectory.turn):
             continue
-        engine.strikes += 1
+        engine.consecutive_timeouts += 1
         turns.time_out(run, engine, trajectory)
-        if engine.strikes >= STRIKES_BEFORE_RESTART:
-            engines.restart(run, engine, f"{engine.strikes} turns in a row without an answer")
+        if engine.consecutive_timeouts >= STRIKES_BEFORE_RESTART:
+            engines.restart(
+                run, engine, f"{engine.consecutive_timeouts} turns in a row without an answer"
+            )
             return
 
 
@@ -146,7 +148,7 @@ def _check_trajectory(run: Run, trajectory: Trajectory) -> None:
             )
             reason = trajectory.closing
             assert reason is not None, "a closing attempt knows why"
-            trajectories.close(run, trajectory, reason)
+            trajectories.end_attempt(run, trajectory, reason)
         case _:
             pass
 
@@ -168,9 +170,9 @@ def _check_draws(run: Run) -> None:
                 count="draw_hang",
             )
             if group.purpose is Purpose.EVAL:
-                evaluation.give_up(run, group)
+                evaluation.abandon_episode(run, group)
             else:
-                groups.give_up_drawing(run, group)
+                groups.abandon_draw(run, group)
 
 
 def _check_trainer(run: Run) -> None:
@@ -179,8 +181,6 @@ def _check_trainer(run: Run) -> None:
         return
     if trainer.status is not TrainerStatus.IDLE and run.now - trainer.since > limits.train_s:
         training.restart(run, f"stuck {trainer.status} for {run.now - trainer.since:.0f} s")
-    elif trainer.saving is not None and run.now - trainer.saving_at > limits.train_s:
-        training.restart(
-            run,
-            f"stuck writing checkpoint {trainer.saving} for {run.now - trainer.saving_at:.0f} s",
-        )
+    elif trainer.saving is not None and run.now - trainer.save_requested_at > limits.train_s:
+        waited = run.now - trainer.save_requested_at
+        training.restart(run, f"stuck writing checkpoint {trainer.saving} for {waited:.0f} s")

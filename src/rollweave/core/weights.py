@@ -11,11 +11,11 @@ it (§3.3): all machines see the run's directory. Weights ids only grow. Invaria
 
 from collections.abc import Container
 
-from rollweave.core import seats
+from rollweave.core import membership
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, Relay
 
-MOST = 8
+MAX_VERSIONS = 8
 """Versions that are kept at once, the newest: so many models fit into a host's memory.
 
 Older ones are in checkpoints alone.
@@ -33,55 +33,65 @@ def needed(run: Run) -> tuple[int, ...]:
     for engine in state.engines.values():
         found |= {engine.weights_id, engine.loading_id}
     for relay in state.relays.values():
-        found |= {relay.taking, relay.base if relay.base is not None else -1, *relay.held[-1:]}
-    if run.alone:
+        found |= {
+            relay.fetching,
+            relay.base if relay.base is not None else -1,
+            *relay.versions[-1:],
+        }
+    if run.independent_updates:
         found |= {
             state.trajectories[member].weights_id for member in (*state.in_init, *state.in_run)
         }
         if state.evaluation is not None:
             found.add(state.evaluation.weights_id)
-    return tuple(sorted(found & {*state.kept, state.published_id} - {-1}))[-MOST:]
+    return tuple(sorted(found & {*state.retained_versions, state.published_id} - {-1}))[
+        -MAX_VERSIONS:
+    ]
 
 
-def published(run: Run, version: int, weights_id: int) -> None:
+def publish(run: Run, version: int, weights_id: int) -> None:
     """A new version may be loaded; of the earlier ones the needed may."""
     state = run.state
     state.published_version, state.published_id, state.published_at = version, weights_id, run.now
     state.broadcast = {}
     for relay in state.relays.values():
-        relay.refused, relay.left, relay.whole = [], [], False
+        relay.refused_sources, relay.stalled_sources, relay.force_full = [], [], False
     keep = needed(run)
-    state.kept = {kept: state.kept.get(kept, version) for kept in keep}
+    state.retained_versions = {kept: state.retained_versions.get(kept, version) for kept in keep}
 
 
-def lost(run: Run) -> None:
+def trainer_lost(run: Run) -> None:
     """The trainer is gone, and what it held.
 
     Engines keep what they have loaded, relays what they have taken.
     """
     state = run.state
-    held = {held for relay in state.relays.values() for held in (*relay.held, relay.taking)}
-    state.kept = {kept: version for kept, version in state.kept.items() if kept in held}
+    held = {held for relay in state.relays.values() for held in (*relay.versions, relay.fetching)}
+    state.retained_versions = {
+        kept: version for kept, version in state.retained_versions.items() if kept in held
+    }
 
 
-def covered(run: Run, step: int, weights_id: int) -> None:
+def mark_checkpointed(run: Run, step: int, weights_id: int) -> None:
     """Note that the checkpoint of this step holds these weights; -1: none that were
     published.
     """
-    if run.alone and weights_id >= 0:
-        run.state.saved[weights_id] = step
+    if run.independent_updates and weights_id >= 0:
+        run.state.checkpointed_versions[weights_id] = step
 
 
-def uncover(run: Run, *, but: Container[int]) -> None:
+def keep_checkpoints(run: Run, *, but: Container[int]) -> None:
     """Checkpoints of other steps than these are gone, damaged, or about to hold other
     weights.
     """
-    run.state.saved = {saved: step for saved, step in run.state.saved.items() if step in but}
+    run.state.checkpointed_versions = {
+        saved: step for saved, step in run.state.checkpointed_versions.items() if step in but
+    }
 
 
 def machine_of(run: Run, engine: Engine) -> int | None:
     """The machine that the engine is on; None without relays."""
-    return seats.machine_of(run.state, engine.id)
+    return membership.machine_of(run.state, engine.id)
 
 
 def relay_of(run: Run, engine: Engine) -> Relay | None:
@@ -90,21 +100,23 @@ def relay_of(run: Run, engine: Engine) -> Relay | None:
     return run.state.relays.get(f"r{machine}") if machine is not None else None
 
 
-def anywhere(run: Run, weights_id: int) -> bool:
+def is_obtainable(run: Run, weights_id: int) -> bool:
     """Somebody other than an engine has these, or a checkpoint."""
-    return weights_id in run.state.kept or weights_id in run.state.saved
+    return (
+        weights_id in run.state.retained_versions or weights_id in run.state.checkpointed_versions
+    )
 
 
-def loadable(run: Run, engine: Engine, weights_id: int) -> bool:
+def is_loadable(run: Run, engine: Engine, weights_id: int) -> bool:
     """The engine can load these now."""
-    return in_memory(run, engine, weights_id) or weights_id in run.state.saved
+    return is_in_memory(run, engine, weights_id) or weights_id in run.state.checkpointed_versions
 
 
-def in_memory(run: Run, engine: Engine, weights_id: int) -> bool:
+def is_in_memory(run: Run, engine: Engine, weights_id: int) -> bool:
     """It needs no checkpoint for it."""
     relay = relay_of(run, engine)
-    return weights_id in run.state.kept and (
-        not run.state.machines or (relay is not None and weights_id in relay.held)
+    return weights_id in run.state.retained_versions and (
+        not run.state.machines or (relay is not None and weights_id in relay.versions)
     )
 
 
@@ -119,12 +131,16 @@ def newest(run: Run, engine: Engine) -> int | None:
     if state.machines:
         relay = relay_of(run, engine)
         found = (
-            next((held for held in reversed(relay.held) if held in state.kept), -1)
+            next((held for held in reversed(relay.versions) if held in state.retained_versions), -1)
             if relay is not None
             else -1
         )
     else:
-        found = state.published_id if state.published_id in state.kept else -1
-    saved = max(state.saved, default=-1) if state.published_id not in state.kept else -1
+        found = state.published_id if state.published_id in state.retained_versions else -1
+    saved = (
+        max(state.checkpointed_versions, default=-1)
+        if state.published_id not in state.retained_versions
+        else -1
+    )
     newest = max(found, saved if saved >= engine.weights_id else -1)
     return newest if newest >= 0 else None

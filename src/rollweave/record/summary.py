@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rollweave.core.account import Account
+from rollweave.core.accounting import Account
 from rollweave.core.core import Core
 from rollweave.io.disk import replace_file
 from rollweave.schema.base import Struct

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import msgspec
 
 from rollweave.core.core import Core
+from rollweave.core.membership import engines_to_start, first_engines
 from rollweave.core.policy.scheduling import scheduling
-from rollweave.core.seats import begun_with, first_seats
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.inproc import in_thread
 from rollweave.engine.clients.process import in_process
@@ -214,7 +214,7 @@ class _Start:
             for doubt in begun.doubts:
                 metrics.warned(doubt)
         else:
-            metrics.event("started", inproc=self._inproc, engines=len(first_seats(self._config)))
+            metrics.event("started", inproc=self._inproc, engines=len(first_engines(self._config)))
             self._progress.phase("starting engines and trainer")
         if begun.differing:
             text = (
@@ -270,7 +270,7 @@ class _Start:
             open_relay=relay_in_process(logs=self._run.logs, module=self._programs.relay),
             open_predictor=processes.predictor(),
         )
-        return world, begun_with(config, begun.core.state)
+        return world, engines_to_start(config, begun.core.state)
 
     def _on_ready(self, identity: Identity) -> None:
         """Record the digests of the run's first model, once a trainer is ready and the

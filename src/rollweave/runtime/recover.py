@@ -121,7 +121,7 @@ def lost(begun: Beginning) -> Lost:
         steps=max(0, state.trainer.step - step),
         trajectories=in_flight,
         missing=len(begun.missing),
-        seconds=max(0.0, begun.at - state.checkpoint_at),
+        seconds=max(0.0, begun.at - state.checkpoint_requested_at),
     )
 
 
@@ -290,8 +290,10 @@ def _must_know_checkpoints(run: RunDir, state: State) -> None:
     checkpoints = Checkpoints(run.checkpoints)
     there = checkpoints.steps()
     # The state of an earlier version did not record requests.
-    of_earlier_version = state.checkpoint is not None and state.asked_to_save < state.checkpoint
-    unknown = [step for step in there if step > state.asked_to_save]
+    of_earlier_version = (
+        state.checkpoint is not None and state.newest_save_requested < state.checkpoint
+    )
+    unknown = [step for step in there if step > state.newest_save_requested]
     if unknown and not of_earlier_version:
         raise ConfigError(
             f"{run.journal}: its last record is of step {state.trainer.step}, "
@@ -301,7 +303,7 @@ def _must_know_checkpoints(run: RunDir, state: State) -> None:
             f"{_start_over(False)}; an exported checkpoint begins a new run by model.path = "
             f"{str(checkpoints.path(there[-1]) / 'hf')!r}"
         )
-    wanted = [step for step in (state.checkpoint, state.fallback) if step is not None]
+    wanted = [step for step in (state.checkpoint, state.previous_checkpoint) if step is not None]
     if wanted and not any(step in there for step in wanted):
         raise ConfigError(
             f"{run.checkpoints} must hold step {wanted[0]}, where {run.journal.name} resumes, "

@@ -16,7 +16,7 @@ from typing import Protocol
 from aiohttp import web
 
 from rollweave.core.core import Core
-from rollweave.core.seats import first_seats
+from rollweave.core.membership import first_engines
 from rollweave.core.state import State
 from rollweave.engine.clients.base import EngineBackend
 from rollweave.engine.clients.transport import Failed
@@ -282,7 +282,7 @@ class _Start:
         self, world: ServiceWorld, service: Service, begun: Beginning, host: Host
     ) -> None:
         config = self._config.serve
-        seats = first_seats(self._config) if config.engines == "local" else ()
+        seats = first_engines(self._config) if config.engines == "local" else ()
         first = begun.first(seats, serving=True)
         loop, stopped = asyncio.get_running_loop(), asyncio.Event()
         service.attach(world)

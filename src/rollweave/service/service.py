@@ -665,7 +665,7 @@ async def _in_turns(items: Iterable[T]) -> AsyncIterator[T]:
 
 
 def _serves(engine: CoreEngine) -> bool:
-    return engine.status is CoreEngineStatus.SERVING and not engine.going
+    return engine.status is CoreEngineStatus.SERVING and not engine.departing
 
 
 def is_registered(engine_id: EngineId) -> bool:

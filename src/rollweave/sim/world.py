@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from rollweave.core.core import Core
-from rollweave.core.seats import begun_with, first_seats
+from rollweave.core.membership import engines_to_start, first_engines
 from rollweave.core.state import Stage
 from rollweave.envs.rules import rules_of
 from rollweave.record.trace import Trace
@@ -136,7 +136,7 @@ class World:
             observer=observer,
             finish=self._finish,
         )
-        self.seats = first_seats(config)
+        self.seats = first_engines(config)
         self.each_event: Callable[[], None] | None = None
         """Called after every event: tests and fault searches check the core here."""
 
@@ -170,7 +170,7 @@ class World:
         self.rollouts.forget_all()
         self.trainer.drop()
         self.predictor.drop()
-        self.seats = begun_with(self.config, core.state)
+        self.seats = engines_to_start(self.config, core.state)
         self.fleet.start(self.seats)
         self.relays.start()
         self.post(

@@ -71,7 +71,7 @@ def preset(name: ModeName, alpha: int, max_age: int | None = None) -> Mode:
 
 def update_now(mode: Mode, *, batch_ready: bool, in_flight: int, too_old: bool) -> bool:
     """May engines take the newly published weights now? (Where each takes them alone,
-    `core/pace` decides.)
+    `core/version_affinity` decides.)
 
     `in_flight` counts training groups that are not complete yet. `too_old`: nothing
     launched under the engines' version could be trained on any more, so waiting would

@@ -16,7 +16,7 @@ from typing import Self
 from rollweave.core.state import State, Trajectory, Turn
 from rollweave.schema.base import EngineId, TrajectoryId
 
-Lane = tuple[EngineId | None, bool]
+QueueKey = tuple[EngineId | None, bool]
 
 STALE_ENTRIES = 64
 """Entries of turns that left the queue otherwise, which all heaps may hold beyond as
@@ -24,10 +24,10 @@ many as there are live ones.
 """
 
 
-class Lanes:
+class TurnQueues:
     def __init__(self) -> None:
-        self._heaps: dict[Lane, list[tuple[float, float, TrajectoryId, int]]] = {}
-        self._arrivals: dict[Lane, deque[tuple[int, TrajectoryId]]] = {}
+        self._heaps: dict[QueueKey, list[tuple[float, float, TrajectoryId, int]]] = {}
+        self._arrivals: dict[QueueKey, deque[tuple[int, TrajectoryId]]] = {}
         self._entries = 0
 
     @classmethod
@@ -37,11 +37,11 @@ class Lanes:
             lanes.add(state.trajectories[trajectory_id])
         return lanes
 
-    def overgrown(self, state: State) -> bool:
+    def is_overgrown(self, state: State) -> bool:
         return self._entries > 2 * len(state.turn_queue) + STALE_ENTRIES
 
     @property
-    def waited_for(self) -> list[EngineId]:
+    def engines(self) -> list[EngineId]:
         """Engines that turns may wait for."""
         return list(
             dict.fromkeys(engine_id for engine_id, _ in self._heaps if engine_id is not None)
@@ -53,12 +53,13 @@ class Lanes:
         """
         lane, turn = _lane(trajectory)
         heapq.heappush(
-            self._heaps.setdefault(lane, []), (-turn.rank, turn.tie, trajectory.id, turn.arrival)
+            self._heaps.setdefault(lane, []),
+            (-turn.rank, turn.tiebreak, trajectory.id, turn.arrival),
         )
         self._arrivals.setdefault(lane, deque()).append((turn.arrival, trajectory.id))
         self._entries += 1
 
-    def first(self, state: State, lane: Lane) -> TrajectoryId | None:
+    def first(self, state: State, lane: QueueKey) -> TrajectoryId | None:
         """The turn of the highest rank, the lowest tie among equals."""
         heap = self._heaps.get(lane)
         while heap:
@@ -71,14 +72,14 @@ class Lanes:
         self._arrivals.pop(lane, None)
         return None
 
-    def waiting(self, state: State, lane: Lane) -> list[TrajectoryId]:
+    def waiting(self, state: State, lane: QueueKey) -> list[TrajectoryId]:
         """All of this lane."""
         entries = self._heaps.get(lane, [])
         return [
             name for rank, _, name, arrival in entries if _waits(state, name, arrival, lane, -rank)
         ]
 
-    def oldest(self, state: State, lane: Lane) -> TrajectoryId | None:
+    def oldest(self, state: State, lane: QueueKey) -> TrajectoryId | None:
         """The turn that was queued first."""
         arrivals = self._arrivals.get(lane)
         while arrivals:
@@ -89,13 +90,13 @@ class Lanes:
         return None
 
 
-def _lane(trajectory: Trajectory) -> tuple[Lane, Turn]:
+def _lane(trajectory: Trajectory) -> tuple[QueueKey, Turn]:
     assert trajectory.turn is not None, "a queued turn is open"
-    return (trajectory.turn.lane, trajectory.resident), trajectory.turn
+    return (trajectory.turn.queue, trajectory.kv_resident), trajectory.turn
 
 
 def _waits(
-    state: State, trajectory_id: TrajectoryId, arrival: int, lane: Lane, rank: float | None
+    state: State, trajectory_id: TrajectoryId, arrival: int, lane: QueueKey, rank: float | None
 ) -> bool:
     if state.turn_queue.get(trajectory_id) != arrival:
         return False

@@ -18,7 +18,7 @@ def rank_of(run: Run, trajectory: Trajectory, turn: Turn) -> float:
             launched_at=trajectory.launched_at,
             arrival=turn.arrival,
             output_tokens=trajectory.output_tokens,
-            level=trajectory.level or 0,
+            level=trajectory.length_bucket or 0,
         )
     )
 
@@ -33,7 +33,9 @@ def promote_overdue(run: Run) -> None:
             trajectory = run.state.trajectories[trajectory_id]
             turn = trajectory.turn
             assert turn is not None, "an active turn is open"
-            if turn.rank < load.lowest and is_overdue(engine.given - turn.mark, slots=load.slots):
+            if turn.rank < load.lowest and is_overdue(
+                engine.turns_given - turn.given_at_enqueue, slots=load.slots
+            ):
                 run.state.counters.scheduling.overdue += 1
                 _rerank(run, engine, trajectory, turn, overdue_rank(turn.arrival))
 

@@ -20,50 +20,50 @@ ORDERED = (Stage.QUEUED, Stage.INIT, Stage.RUN)
 """Stages in which a trajectory has tokens to come."""
 
 
-Place = tuple[int, float, TrajectoryId, int]
+KvPlace = tuple[int, float, TrajectoryId, int]
 """(−level where ranks are levels, launch, id, tokens): who comes first to an engine's
 KV cache, and how much it claims.
 """
 
 
 @dataclass(slots=True)
-class Load:
+class EngineWork:
     """What an engine's own trajectories have yet to sample, and the contexts that will
     occupy, summed over these tokens.
     """
 
-    left: list[Key] = field(default_factory=list)
+    remaining: list[Key] = field(default_factory=list)
     tokens: int = 0
     occupied: int = 0
-    residents: list[Place] = field(default_factory=list)
-    # as core/placing has last worked it out; None since a change
+    kv_residents: list[KvPlace] = field(default_factory=list)
+    # as core/assignment has last worked it out; None since a change
     work_s: float | None = field(default=None, compare=False)
 
     @property
     def longest(self) -> int:
-        return -self.left[0][0] if self.left else 0
+        return -self.remaining[0][0] if self.remaining else 0
 
 
 @dataclass(slots=True)
-class Entry:
+class IndexEntry:
     """A trajectory as it was counted."""
 
     rank: Key
-    left: Key
-    home: EngineId | None
+    remaining: Key
+    assigned_engine: EngineId | None
     occupied: int
-    place: Place | None
+    kv_place: KvPlace | None
 
 
-class Order:
+class LengthIndex:
     def __init__(self, *, by_level: bool) -> None:
         """`by_level`: longer ones come first to the KV cache (priority longest_first),
         else earlier ones.
         """
         self._by_level = by_level
         self.keys: list[Key] = []
-        self.loads: dict[EngineId, Load] = {}
-        self._entries: dict[TrajectoryId, Entry] = {}
+        self.loads: dict[EngineId, EngineWork] = {}
+        self._entries: dict[TrajectoryId, IndexEntry] = {}
 
     @classmethod
     def of(cls, state: State, *, by_level: bool) -> Self:
@@ -76,7 +76,7 @@ class Order:
         return len(self.keys)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Order) and (self.keys, self.loads, self._entries) == (
+        return isinstance(other, LengthIndex) and (self.keys, self.loads, self._entries) == (
             other.keys,
             other.loads,
             other._entries,
@@ -87,62 +87,63 @@ class Order:
         self.drop(trajectory.id)
         if trajectory.stage not in ORDERED:
             return
-        entry = self._entries[trajectory.id] = Entry(
+        entry = self._entries[trajectory.id] = IndexEntry(
             rank=(-trajectory.output_tokens - trajectory.estimate, trajectory.id),
-            left=(-trajectory.estimate, trajectory.id),
-            home=trajectory.home,
-            occupied=trajectory.occupies,
-            place=self._place(trajectory) if trajectory.resident else None,
+            remaining=(-trajectory.estimate, trajectory.id),
+            assigned_engine=trajectory.assigned_engine,
+            occupied=trajectory.kv_token_steps,
+            kv_place=self._place(trajectory) if trajectory.kv_resident else None,
         )
         insort(self.keys, entry.rank)
-        if entry.home is not None:
-            load = self.loads.setdefault(entry.home, Load())
+        if entry.assigned_engine is not None:
+            load = self.loads.setdefault(entry.assigned_engine, EngineWork())
             load.work_s = None
-            insort(load.left, entry.left)
+            insort(load.remaining, entry.remaining)
             load.tokens += trajectory.estimate
             load.occupied += entry.occupied
-            if entry.place is not None:
-                insort(load.residents, entry.place)
+            if entry.kv_place is not None:
+                insort(load.kv_residents, entry.kv_place)
 
     def drop(self, trajectory_id: TrajectoryId) -> None:
         entry = self._entries.pop(trajectory_id, None)
         if entry is None:
             return
         del self.keys[bisect_left(self.keys, entry.rank)]
-        if entry.home is not None:
-            load = self.loads[entry.home]
+        if entry.assigned_engine is not None:
+            load = self.loads[entry.assigned_engine]
             load.work_s = None
-            del load.left[bisect_left(load.left, entry.left)]
-            load.tokens += entry.left[0]
+            del load.remaining[bisect_left(load.remaining, entry.remaining)]
+            load.tokens += entry.remaining[0]
             load.occupied -= entry.occupied
-            if entry.place is not None:
-                del load.residents[bisect_left(load.residents, entry.place)]
-            if not load.left:
-                del self.loads[entry.home]
+            if entry.kv_place is not None:
+                del load.kv_residents[bisect_left(load.kv_residents, entry.kv_place)]
+            if not load.remaining:
+                del self.loads[entry.assigned_engine]
 
     def works(self) -> list[tuple[int, int]]:
         """Of all: tokens to come, and the contexts that they will occupy, the longest
         first.
         """
         return sorted(
-            ((-entry.left[0], entry.occupied) for entry in self._entries.values()), reverse=True
+            ((-entry.remaining[0], entry.occupied) for entry in self._entries.values()),
+            reverse=True,
         )
 
     def rank(self, trajectory_id: TrajectoryId) -> int:
         """0 is the longest."""
         return bisect_left(self.keys, self._entries[trajectory_id].rank)
 
-    def before(self, trajectory: Trajectory, engine_id: EngineId) -> list[Place]:
+    def ahead_of(self, trajectory: Trajectory, engine_id: EngineId) -> list[KvPlace]:
         """Residents of this engine that come before the trajectory: all, where it is
         none of them itself.
         """
         load = self.loads.get(engine_id)
         if load is None:
             return []
-        if not trajectory.resident or trajectory.home != engine_id:
-            return load.residents
-        return load.residents[: bisect_left(load.residents, self._place(trajectory)[:3])]
+        if not trajectory.kv_resident or trajectory.assigned_engine != engine_id:
+            return load.kv_residents
+        return load.kv_residents[: bisect_left(load.kv_residents, self._place(trajectory)[:3])]
 
-    def _place(self, trajectory: Trajectory) -> Place:
-        level = trajectory.level or 0 if self._by_level else 0
-        return (-level, trajectory.launched_at, trajectory.id, trajectory.claims)
+    def _place(self, trajectory: Trajectory) -> KvPlace:
+        level = trajectory.length_bucket or 0 if self._by_level else 0
+        return (-level, trajectory.launched_at, trajectory.id, trajectory.kv_demand)

@@ -13,14 +13,14 @@ from rollweave.schema.config.sections import AllocationConfig
 from rollweave.schema.events import EngineSlot
 
 
-def first_seats(config: RunConfig) -> tuple[EngineSlot, ...]:
+def first_engines(config: RunConfig) -> tuple[EngineSlot, ...]:
     """As configured; under [allocation] one engine of each degree as far as the budget
     goes, and the rest of it in small ones.
 
     So every degree that fits beside smaller ones is measured before the first plan.
     """
     if config.allocation is not None:
-        found = [(degree, 0) for degree in _first_degrees(config.allocation)]
+        found = [(degree, 0) for degree in _initial_degrees(config.allocation)]
     else:
         found = [
             (group.degree, place)
@@ -33,7 +33,7 @@ def first_seats(config: RunConfig) -> tuple[EngineSlot, ...]:
     )
 
 
-def begun_with(config: RunConfig, state: State) -> tuple[EngineSlot, ...]:
+def engines_to_start(config: RunConfig, state: State) -> tuple[EngineSlot, ...]:
     """The engines that a world begins with, again perhaps: those of the configuration
     that were not withdrawn, and who joined.
 
@@ -43,7 +43,7 @@ def begun_with(config: RunConfig, state: State) -> tuple[EngineSlot, ...]:
     if config.allocation is not None:
         return _planned(config, config.allocation, state)
     gone = {*state.withdrawn, *(engine.id for engine in state.engines.values() if engine.leaving)}
-    configured = first_seats(config)
+    configured = first_engines(config)
     seats = [seat for seat in configured if seat.id not in gone]
     taken, fresh = (
         {seat.id for seat in configured},
@@ -66,15 +66,15 @@ def _planned(
         for engine in state.engines.values()
         if not engine.draining
     ]
-    new = enumerate(state.seats, start=state.next_engine)
+    new = enumerate(state.pending_degrees, start=state.next_engine)
     seats = (*kept, *(EngineSlot(id=_name(number), degree=degree) for number, degree in new))
     degrees = [seat.degree for seat in seats]
     if not seats or sum(degrees) > allocation.budget or not set(degrees) <= set(allocation.degrees):
-        return first_seats(config)
+        return first_engines(config)
     return seats
 
 
-def _first_degrees(allocation: AllocationConfig) -> list[int]:
+def _initial_degrees(allocation: AllocationConfig) -> list[int]:
     left, found = allocation.budget, []
     for degree in sorted(allocation.degrees):
         if degree <= left:
@@ -99,7 +99,7 @@ def next_id(state: State) -> EngineId | None:
     return next((_name(number) for number in numbers if number % state.machines in alive), None)
 
 
-def cannot_join(config: RunConfig, state: State, seat: EngineSlot) -> str:
+def why_not_join(config: RunConfig, state: State, seat: EngineSlot) -> str:
     """Why a training run cannot have this engine too; "" if it can."""
     if state.phase is Phase.FINISHED:
         return "the run is over"
@@ -120,14 +120,14 @@ def cannot_join(config: RunConfig, state: State, seat: EngineSlot) -> str:
     return ""
 
 
-def cannot_leave(config: RunConfig, state: State, engine: Engine) -> str:
+def why_not_leave(config: RunConfig, state: State, engine: Engine) -> str:
     """Why a training run cannot do without this engine; "" if it can."""
     if config.allocation is not None:
         return (
             "[allocation] decides which engines there are: resume the run with a smaller "
             "allocation.budget"
         )
-    others = staying(state, engine)
+    others = remaining_engines(state, engine)
     if not others:
         return f"{engine.id} is the last engine"
     if engine.version >= 0 and all(other.version < 0 for other in others):
@@ -135,9 +135,11 @@ def cannot_leave(config: RunConfig, state: State, engine: Engine) -> str:
     return ""
 
 
-def staying(state: State, engine: Engine) -> list[Engine]:
+def remaining_engines(state: State, engine: Engine) -> list[Engine]:
     """The other engines, without those that are on their way out."""
-    return [other for other in state.engines.values() if other is not engine and not other.going]
+    return [
+        other for other in state.engines.values() if other is not engine and not other.departing
+    ]
 
 
 def number_of(engine_id: EngineId) -> int:

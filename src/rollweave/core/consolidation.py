@@ -6,34 +6,34 @@ looked at: the others go on filling up. What leaves an engine takes its KV along
 transfer at a time for each engine; the last to leave frees it.
 """
 
-from rollweave.core import migration, pace, turns
-from rollweave.core.order import Load
+from rollweave.core import migration, turns, version_affinity
+from rollweave.core.length_index import EngineWork
 from rollweave.core.policy.repack import Move, Replica, batch_bound, repack
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Stage, Trajectory
 from rollweave.schema.base import EngineId
 
-REPACK_S = 5.0
+PERIOD_S = 5.0
 """Seconds between two looks (Laminar §5.1)."""
 
 
-def look(run: Run) -> None:
+def check_due(run: Run) -> None:
     """It may be time."""
-    if run.alone and run.now - run.state.repacked_at >= REPACK_S:
-        now(run)
+    if run.independent_updates and run.now - run.state.consolidated_at >= PERIOD_S:
+        run_now(run)
 
 
-def now(run: Run) -> None:
+def run_now(run: Run) -> None:
     """Plan, and begin to move."""
-    if not run.alone or not run.config.rollout.repack:
+    if not run.independent_updates or not run.config.rollout.repack:
         return
     state = run.state
-    state.repacked_at = run.now
+    state.consolidated_at = run.now
     moving = {end for m in state.migrations.values() for end in (m.source, m.target)}
-    waited_for = {state.trajectories[member].home for member in state.turn_queue}
+    waited_for = {state.trajectories[member].assigned_engine for member in state.turn_queue}
     replicas = []
     for engine in state.engines.values():
-        stays = not engine.going  # who leaves is nobody's target, and ends its own batch
+        stays = not engine.departing  # who leaves is nobody's target, and ends its own batch
         if (
             engine.status is EngineStatus.SERVING
             and stays
@@ -42,15 +42,15 @@ def now(run: Run) -> None:
             held = _kv_tokens(run, engine)
             # Use rises in the tail too, as its contexts grow: nothing that waits tells
             # the tail from the filling up.
-            before = max(engine.kv_before or 0, 0 if engine.id in waited_for else held)
+            before = max(engine.peak_kv or 0, 0 if engine.id in waited_for else held)
             if engine.id not in moving:
                 replicas.append(_replica(run, engine, held, before))
-            engine.kv_before = max(engine.kv_before or 0, held)
+            engine.peak_kv = max(engine.peak_kv or 0, held)
     if len(replicas) < 2:
         return
     moves = repack(replicas, batch_max=_batch_max(run, [replica.id for replica in replicas]))
     for move in moves:
-        _apply(run, move)
+        _move_all(run, move)
     if moves:
         state.counters.scheduling.released += len(moves)
         turns.enqueue_all(run, migration.begin(run))
@@ -63,7 +63,7 @@ def _replica(run: Run, engine: Engine, held: int, before: int) -> Replica:
         kv_used=held,
         kv_before=before,
         kv_total=engine.kv_tokens,
-        requests=pace.residents(run, engine),
+        requests=version_affinity.assigned_count(run, engine),
         slots=engine.max_slots,
     )
 
@@ -72,17 +72,20 @@ def _kv_tokens(run: Run, engine: Engine) -> int:
     """Context of all whose home it is: what they hold in KV, or will with their next
     turn.
     """
-    return sum(_context(trajectory) for trajectory in _residents(run, engine.id))
+    return sum(_context(trajectory) for trajectory in _assigned(run, engine.id))
 
 
 def _context(trajectory: Trajectory) -> int:
     return trajectory.context_tokens + (
-        trajectory.turn.sampled if trajectory.turn is not None else 0
+        trajectory.turn.output_tokens if trajectory.turn is not None else 0
     )
 
 
-def _residents(run: Run, engine_id: EngineId) -> list[Trajectory]:
-    return [run.state.trajectories[name] for _, name in run.order.loads.get(engine_id, Load()).left]
+def _assigned(run: Run, engine_id: EngineId) -> list[Trajectory]:
+    return [
+        run.state.trajectories[name]
+        for _, name in run.length_index.loads.get(engine_id, EngineWork()).remaining
+    ]
 
 
 def _batch_max(run: Run, engine_ids: list[EngineId]) -> int:
@@ -97,15 +100,15 @@ def _batch_max(run: Run, engine_ids: list[EngineId]) -> int:
     return min(bounds)
 
 
-def _apply(run: Run, move: Move) -> None:
-    for trajectory in _residents(run, move.source):
+def _move_all(run: Run, move: Move) -> None:
+    for trajectory in _assigned(run, move.source):
         run.state.counters.scheduling.repacked += 1
-        if trajectory.stage is Stage.RUN and trajectory.resident:
+        if trajectory.stage is Stage.RUN and trajectory.kv_resident:
             if trajectory.turn is not None:
                 turns.recall(run, trajectory)
-            migration.leave(run, trajectory, move.source, move.target)
+            migration.vacate(run, trajectory, move.source, move.target)
         else:  # nothing of it is there yet
-            trajectory.home, trajectory.resident = move.target, False
-            run.order_changed(trajectory)
+            trajectory.assigned_engine, trajectory.kv_resident = move.target, False
+            run.reindex(trajectory)
             if trajectory.id in run.state.turn_queue:
                 turns.requeue(run, trajectory)

@@ -8,7 +8,7 @@ changes that clears it.
 import math
 from collections.abc import Iterable, Sequence
 
-from rollweave.core import pace
+from rollweave.core import version_affinity
 from rollweave.core.costs import groups_of, rate_of
 from rollweave.core.policy.migration import retarget
 from rollweave.core.policy.placement import place_groups
@@ -17,32 +17,35 @@ from rollweave.core.run import Run
 from rollweave.core.state import Engine, Partition, Share, Trajectory
 from rollweave.schema.base import EngineId
 
-PATIENCE = 4
+KV_KEPT_TURNS = 4
 """Mean turns that KV is kept for a trajectory whose environment works. With 1,
 simulated software engineering, whose tools have a long tail, took up to 1 % longer.
 """
 
-GROWTH = 1.5
+REPLAN_GROWTH = 1.5
 """Trajectories under way, or predictions since, as a multiple of those planned for,
 from which a new plan is made.
 """
 
 
-def lane_of(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> EngineId | None:
+def queue_of(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> EngineId | None:
     """The engine for which the trajectory's turns wait; None for any, or while there is
     none.
     """
     if not run.scheduling.homes:
         return None
-    home = trajectory.home
-    if run.alone:
+    home = trajectory.assigned_engine
+    if run.independent_updates:
         engine = run.state.engines.get(home) if home is not None and home not in avoid else None
-        if engine is None or not pace.has_weights_of(engine, trajectory):
-            pace.find_home(run, trajectory, avoid)
+        if engine is None or not version_affinity.serves_version_of(engine, trajectory):
+            version_affinity.assign(run, trajectory, avoid)
     elif home is None or home in avoid or not is_usable(run, home):
-        trajectory.home, trajectory.resident = _home_for(run, trajectory, avoid), False
-        run.order_changed(trajectory)
-    return trajectory.home
+        trajectory.assigned_engine, trajectory.kv_resident = (
+            _choose_engine(run, trajectory, avoid),
+            False,
+        )
+        run.reindex(trajectory)
+    return trajectory.assigned_engine
 
 
 def is_usable(run: Run, engine_id: EngineId) -> bool:
@@ -55,21 +58,21 @@ def _takes_turns(engine: Engine) -> bool:
     return not engine.draining and engine.version >= 0
 
 
-def _home_for(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> EngineId | None:
+def _choose_engine(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> EngineId | None:
     usable = [engine for engine in run.state.engines.values() if _takes_turns(engine)]
     wanted = [engine for engine in usable if engine.id not in avoid] or usable
     if not wanted:
         return None
     # Without a prediction of its own a rank says nothing, and members of a group would
     # gather on one engine.
-    if run.scheduling.by_rank and trajectory.predicted >= 0:
-        target = by_rank(run, trajectory)
+    if run.scheduling.by_rank and trajectory.predicted_at_turn >= 0:
+        target = engine_of_rank(run, trajectory)
         if any(engine.id == target for engine in wanted):
             return target
     return min(wanted, key=lambda engine: work_s(run, engine)).id
 
 
-def fits(run: Run, trajectory: Trajectory, engine: Engine) -> bool:
+def fits_in_kv(run: Run, trajectory: Trajectory, engine: Engine) -> bool:
     """Whether the KV cache holds the trajectory's context beside those of the residents
     that come before it.
 
@@ -80,7 +83,7 @@ def fits(run: Run, trajectory: Trajectory, engine: Engine) -> bool:
     turn = trajectory.turn
     if (
         not run.scheduling.keeps
-        or trajectory.predicted < 0
+        or trajectory.predicted_at_turn < 0
         or (turn is not None and turn.rank >= overdue_rank(turn.arrival))
     ):
         return True
@@ -88,10 +91,13 @@ def fits(run: Run, trajectory: Trajectory, engine: Engine) -> bool:
     turn_s = run.state.turn_s.get(name, 0.0)
     if run.state.tool_s.get(name, 0.0) > turn_s:
         return True
-    before, room = run.order.before(trajectory, engine.id), engine.kv_tokens - trajectory.claims
+    before, room = (
+        run.length_index.ahead_of(trajectory, engine.id),
+        engine.kv_tokens - trajectory.kv_demand,
+    )
     if not before or sum(place[3] for place in before) <= room:
         return True
-    since = run.now - PATIENCE * turn_s
+    since = run.now - KV_KEPT_TURNS * turn_s
     kept = [
         claims
         for _, _, resident, claims in before
@@ -105,14 +111,14 @@ def _is_away(trajectory: Trajectory, since: float) -> bool:
     return trajectory.turn is None and trajectory.since < since
 
 
-def idlest(run: Run, among: Iterable[EngineId] | None = None) -> Engine | None:
+def least_loaded(run: Run, among: Iterable[EngineId] | None = None) -> Engine | None:
     """The engine whose own trajectories are done first, of all or `among` some; None if
     none takes turns.
 
     Asked for at most turns, of all engines: hence no call for those whose work is
     known.
     """
-    engines, loads = run.state.engines, run.order.loads
+    engines, loads = run.state.engines, run.length_index.loads
     best, least = None, math.inf
     for engine_id in engines if among is None else among:
         engine = engines[engine_id]
@@ -127,7 +133,7 @@ def idlest(run: Run, among: Iterable[EngineId] | None = None) -> Engine | None:
 
 def work_s(run: Run, engine: Engine) -> float:
     """Seconds until the engine's own trajectories are done, without tools."""
-    load = run.order.loads.get(engine.id)
+    load = run.length_index.loads.get(engine.id)
     if load is None:
         return 0.0
     if load.work_s is None:
@@ -137,10 +143,13 @@ def work_s(run: Run, engine: Engine) -> float:
     return load.work_s
 
 
-def by_rank(run: Run, trajectory: Trajectory) -> EngineId:
+def engine_of_rank(run: Run, trajectory: Trajectory) -> EngineId:
     """The engine of the trajectory's rank among all that are under way."""
-    partition, order = run.state.partition, run.order
-    if not partition.shares or max(len(order), partition.predictions) > GROWTH * partition.planned:
+    partition, order = run.state.partition, run.length_index
+    if (
+        not partition.shares
+        or max(len(order), partition.predictions) > REPLAN_GROWTH * partition.planned
+    ):
         partition = run.state.partition = _plan(run)
     sizes = [share.size for share in partition.shares]
     return partition.shares[
@@ -150,7 +159,7 @@ def by_rank(run: Run, trajectory: Trajectory) -> EngineId:
 
 def _plan(run: Run) -> Partition:
     """Place all that are under way on the engines that there are (Heddle §5.2, exact)."""
-    works = run.order.works()
+    works = run.length_index.works()
     engines = sorted(
         (engine for engine in run.state.engines.values() if _takes_turns(engine)),
         key=lambda engine: -engine.degree,
