@@ -108,7 +108,7 @@ def test_no_slot_is_free_beside_a_turn_that_waits(seed: int, mode: str) -> None:
         strangers = [
             one
             for one in queued
-            if not one.resident and one.predicted < 0 and one.turn and not one.turn.avoid
+            if not one.kv_resident and one.predicted_at_turn < 0 and one.turn and not one.turn.avoid
         ]
         free = [
             engine.id
@@ -118,7 +118,7 @@ def test_no_slot_is_free_beside_a_turn_that_waits(seed: int, mode: str) -> None:
             and len(engine.active) < engine.max_slots
         ]
         assert not (strangers and free), (
-            f"{strangers[0].id} waits for {strangers[0].home}, {free[0]} has a free slot"
+            f"{strangers[0].id} waits for {strangers[0].assigned_engine}, {free[0]} has a free slot"
         )
 
 
@@ -585,7 +585,7 @@ def test_the_core_knows_how_far_open_turns_have_come() -> None:
         assert world.commands[-1] == []
         turn = world.core.state.trajectories[start.trajectory_id].turn
         assert turn is not None
-        return turn.sampled
+        return turn.output_tokens
 
     for late in ({"attempt": 1}, {"turn": 1}, {"dispatch": 1}):
         assert sampled(**late) == 0

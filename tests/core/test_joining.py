@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.core.core import Core
-from rollweave.core.membership import begun_with, first_seats, next_id
+from rollweave.core.membership import engines_to_start, first_engines, next_id
 from rollweave.core.state import EngineStatus, Phase
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from tests.core.test_core import ALLOCATION, MODES, SCHEDULINGS, config
-from tests.core.test_pace import E0, E1, E2, Hand, apart, made
+from tests.core.test_version_affinity import E0, E1, E2, Hand, apart, made
 from tests.core.test_relays import Desk
 from tests.core.world import World
 from tests.support.properties import examples
@@ -31,7 +31,7 @@ def restart(world: World) -> None:
     world.heap.clear()
     world.timer, world.finish = None, None
     world.core = Core.restore(world.core.snapshot(), world.config)
-    seats = begun_with(world.config, world.core.state)
+    seats = engines_to_start(world.config, world.core.state)
     world.seats = {str(seat.id): seat.degree for seat in seats}
     world.engine_epoch = dict.fromkeys(world.seats, 0)
     world.engine_version.clear()
@@ -79,7 +79,7 @@ def test_any_run_whose_engines_come_and_go_ends_accounted_for(
         }
         restart(world)
         state = world.core.state
-        assert len(state.engines) == (len(first_seats(world.config)) - len(gone) + joined or 2)
+        assert len(state.engines) == (len(first_engines(world.config)) - len(gone) + joined or 2)
     while world.finish is None:
         assert world.handled < 60_000, f"no end: {world.core.state.phase}"
         world.step()
@@ -150,7 +150,7 @@ def test_an_engine_that_joins_has_a_machine_that_lives() -> None:
 def test_an_engine_of_another_group_has_its_settings() -> None:
     made_of = config("bounded").model_copy(update={"engines": config("bounded").engines * 2})
     core = Core(made_of)
-    core.handle(0.0, e.RunStarted(engines=first_seats(made_of)))
+    core.handle(0.0, e.RunStarted(engines=first_engines(made_of)))
     assert [engine.group for engine in core.state.engines.values()] == [0, 0, 1, 1]
     started = core.handle(1.0, registered(EngineId("e4"), degree=2, group=1))
     assert started[0] == c.StartEngine(engine_id=EngineId("e4"), degree=2, group=1)
@@ -163,7 +163,7 @@ def test_an_engine_of_another_group_has_its_settings() -> None:
 def test_where_a_plan_decides_nobody_else_does() -> None:
     made_of = config("bounded", rollout={"scheduling": "trajectory"}, allocation=ALLOCATION)
     core = Core(made_of)
-    core.handle(0.0, e.RunStarted(engines=first_seats(made_of)))
+    core.handle(0.0, e.RunStarted(engines=first_engines(made_of)))
     before = list(core.state.engines)
     core.handle(0.0, registered(next_id(core.state)))
     core.handle(0.0, e.EngineWithdrawn(engine_id=E0, drain=True))
@@ -175,7 +175,7 @@ def test_an_engine_that_joins_while_the_trainer_is_down_begins_with_the_newest_c
     hand = Hand(made(run={"checkpoint_every": 1}))
     state = hand.core.state
     apart(hand)
-    assert (state.published_version, max(state.saved.values())) == (1, 1)
+    assert (state.published_version, max(state.checkpointed_versions.values())) == (1, 1)
     hand.lose_trainer()
     hand.feed(registered(E2))
     hand.join(E2)
@@ -253,7 +253,7 @@ def test_what_a_lost_engine_leaves_goes_rather_to_one_that_stays() -> None:
     orphans = hand.on(E2)
     hand.feed(e.EngineWithdrawn(engine_id=E1, drain=True))
     hand.lose(E2)
-    homes = {hand.core.state.trajectories[name].home for name in orphans}
+    homes = {hand.core.state.trajectories[name].assigned_engine for name in orphans}
     assert homes == {E0}
 
 
@@ -289,17 +289,17 @@ def test_whoever_is_to_leave_stays_where_all_others_are_lost() -> None:
 def test_later_lives_have_the_engines_that_were_asked_for() -> None:
     made_of = config("bounded", engines={"count": 3})
     core = Core(made_of)
-    core.handle(0.0, e.RunStarted(engines=first_seats(made_of)))
+    core.handle(0.0, e.RunStarted(engines=first_engines(made_of)))
     for name in ("e3", "e4", "e5"):
         core.handle(0.0, registered(EngineId(name)))
     for name in ("e1", "e4"):
         core.handle(0.0, e.EngineWithdrawn(engine_id=EngineId(name), drain=True))
-    assert [seat.id for seat in begun_with(made_of, core.state)] == ["e0", "e2", "e3", "e5"]
-    core.handle(1.0, e.WorldLost(engines=begun_with(made_of, core.state)))
+    assert [seat.id for seat in engines_to_start(made_of, core.state)] == ["e0", "e2", "e3", "e5"]
+    core.handle(1.0, e.WorldLost(engines=engines_to_start(made_of, core.state)))
     core.check()
     assert next_id(core.state) == "e6"
     larger = config("bounded", engines={"count": 5})
-    again = begun_with(larger, core.state)
+    again = engines_to_start(larger, core.state)
     assert [seat.id for seat in again] == ["e0", "e2", "e3", "e4", "e6", "e5"], (
         "a number of the configuration is not taken"
     )
@@ -309,12 +309,12 @@ def test_who_was_to_leave_when_the_controller_was_lost_has_left_for_good() -> No
     """Also in the life after the next one, and it is counted."""
     made_of = config("decoupled", engines={"count": 3})
     core = Core(made_of)
-    core.handle(0.0, e.RunStarted(engines=first_seats(made_of)))
+    core.handle(0.0, e.RunStarted(engines=first_engines(made_of)))
     core.handle(0.0, registered(EngineId("e3")))
     for name in ("e1", "e3"):
         core.state.engines[EngineId(name)].leaving = True  # what each began goes on
     for life in (1.0, 2.0, 3.0):
-        seats = begun_with(made_of, core.state)
+        seats = engines_to_start(made_of, core.state)
         assert [seat.id for seat in seats] == ["e0", "e2"]
         core.handle(life, e.WorldLost(engines=seats))
         core.check()

@@ -16,7 +16,7 @@ from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, GroupId
 from rollweave.schema.config.root import RunConfig
 from tests.core.test_core import config, restart_controller
-from tests.core.test_pace import E0, Hand, made
+from tests.core.test_version_affinity import E0, Hand, made
 from tests.core.world import World
 from tests.support.properties import examples
 

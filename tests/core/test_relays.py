@@ -90,7 +90,7 @@ class Desk:
         found = self.relay(relay)
         assert found.source is not None
         event = e.FetchStalled(
-            relay_id=relay, epoch=found.epoch, weights_id=found.taking, source=found.source
+            relay_id=relay, epoch=found.epoch, weights_id=found.fetching, source=found.source
         )
         return self.tell(event)
 
@@ -99,8 +99,8 @@ class Desk:
         event = e.FetchFailed(
             relay_id=relay,
             epoch=found.epoch,
-            weights_id=found.taking,
-            try_number=found.tries,
+            weights_id=found.fetching,
+            try_number=found.fetches,
             reason=reason,  # type: ignore[arg-type]
             error="no luck",
         )
@@ -200,7 +200,9 @@ def test_only_the_successor_of_a_lost_relay_gets_another_source(
         desk.hold(relay, 0)
     lost = data.draw(st.sampled_from(chain))
     successor = repair(chain, lost)
-    waits = successor.relay is not None and desk.relay(successor.relay).status is RelayStatus.TAKING
+    waits = (
+        successor.relay is not None and desk.relay(successor.relay).status is RelayStatus.FETCHING
+    )
     assert ways(desk.lose(lost)) == ({successor.relay: successor.source} if waits else {})
     assert desk.core.state.chain == list(successor.order)
 
@@ -279,7 +281,7 @@ def test_a_lost_trainer_is_no_relays_fault() -> None:
     desk = Desk(2).up()
     desk.publish()
     for _ in range(300):
-        if desk.relay("r0").taking >= 0:
+        if desk.relay("r0").fetching >= 0:
             desk.refuse("r0", "source")
         assert not any(isinstance(command, c.RestartRelay) for command in desk.wait(1.0))
     assert [relay.restarts for relay in desk.core.state.relays.values()] == [0, 0]
@@ -291,7 +293,7 @@ def test_a_relay_that_always_refuses_is_restarted() -> None:
     desk.hold("r0", 0)
     restarted: list[c.Command] = []
     for _ in range(70):
-        if desk.relay("r1").taking >= 0:
+        if desk.relay("r1").fetching >= 0:
             desk.refuse("r1", "room")
         restarted += [command for command in desk.wait(1.0) if isinstance(command, c.RestartRelay)]
     assert [command.relay_id for command in restarted] == ["r1"]  # type: ignore[union-attr]
@@ -309,7 +311,7 @@ def test_of_relays_that_wait_for_each_other_only_the_first_is_late() -> None:
 def test_a_take_that_was_overtaken_is_not_refused() -> None:
     desk = Desk(3).up()
     desk.publish()
-    old = desk.relay("r2").tries
+    old = desk.relay("r2").fetches
     desk.lose("r1")
     assert desk.relay("r2").source == "r0"
     late = e.FetchFailed(
@@ -547,7 +549,7 @@ def test_a_source_that_is_said_to_have_it_and_does_not_serve_is_restarted_too() 
     desk.hold("r0", 0)
     restarted: list[str] = []
     for _ in range(70):
-        if desk.relay("r1").taking >= 0:
+        if desk.relay("r1").fetching >= 0:
             desk.refuse("r1", "source")
         restarted += [
             command.relay_id for command in desk.wait(1.0) if isinstance(command, c.RestartRelay)
@@ -610,7 +612,7 @@ def test_who_has_no_other_source_waits_for_the_one_that_hangs() -> None:
     desk.hold("r1", 0)
     desk.publish_again()
     desk.refuse("r0", "source")  # the trainer is gone
-    assert desk.relay("r1").taking == -1
+    assert desk.relay("r1").fetching == -1
     desk.wait(1.0)
     assert (desk.relay("r0").source, desk.relay("r1").source) == (None, "r0")
     desk.suspect("r0")
@@ -691,8 +693,8 @@ def may_give(desk: Desk, relay: str, wanted: int) -> list[str | None]:
         if other != relay
         and not desk.relay(other).suspected
         and (
-            wanted in desk.relay(other).held
-            or (other in ahead and desk.relay(other).taking == wanted)
+            wanted in desk.relay(other).versions
+            or (other in ahead and desk.relay(other).fetching == wanted)
         )
     ]
     return [*givers, None] if all(desk.relay(other).suspected for other in ahead) else givers
@@ -705,8 +707,8 @@ def step(desk: Desk, data: st.DataObject) -> list[c.Command]:
     if relay.status is RelayStatus.STARTING:
         return desk.join(name)
     deeds = ["lose", "hear" if relay.suspected else "suspect", "publish", "wait"]
-    if relay.taking >= 0 and not relay.suspected:
-        has = relay.source is None or relay.taking in desk.relay(relay.source).held
+    if relay.fetching >= 0 and not relay.suspected:
+        has = relay.source is None or relay.fetching in desk.relay(relay.source).versions
         deeds += [
             "refuse",
             *(["stall"] if relay.source is not None else []),
@@ -722,7 +724,7 @@ def step(desk: Desk, data: st.DataObject) -> list[c.Command]:
         case "publish":
             return desk.publish_again()
         case "hold":
-            return desk.hold(name, relay.taking)
+            return desk.hold(name, relay.fetching)
         case "stall":
             return desk.stall(name)
         case "refuse":
@@ -740,7 +742,7 @@ def test_whoever_can_takes_from_one_that_is_heard(relays: int, data: st.DataObje
     desk.publish()
     for _ in range(data.draw(st.integers(1, 30))):
         before = {
-            name: (relay.taking, relay.source, relay.epoch)
+            name: (relay.fetching, relay.source, relay.epoch)
             for name, relay in desk.core.state.relays.items()
         }
         found = [command for command in step(desk, data) if isinstance(command, c.FetchWeights)]
@@ -754,17 +756,21 @@ def test_whoever_can_takes_from_one_that_is_heard(relays: int, data: st.DataObje
             ) and source != command.source:
                 relay = desk.relay(command.relay_id)
                 assert source not in may_give(desk, relay.id, taking) or source in [
-                    *relay.refused,
-                    *relay.left,
+                    *relay.refused_sources,
+                    *relay.stalled_sources,
                 ]
         for name in state.chain:
             relay = desk.relay(name)
-            wanted = relay.taking if relay.taking >= 0 else state.published_id
-            better = [other for other in may_give(desk, name, wanted) if other not in relay.refused]
-            if relay.taking < 0 and wanted not in relay.held:
+            wanted = relay.fetching if relay.fetching >= 0 else state.published_id
+            better = [
+                other
+                for other in may_give(desk, name, wanted)
+                if other not in relay.refused_sources
+            ]
+            if relay.fetching < 0 and wanted not in relay.versions:
                 assert not better, f"{name} could take from {better}"
             elif (
-                relay.taking >= 0
+                relay.fetching >= 0
                 and relay.source is not None
                 and desk.relay(relay.source).suspected
             ):
@@ -772,14 +778,14 @@ def test_whoever_can_takes_from_one_that_is_heard(relays: int, data: st.DataObje
         for name in state.chain:
             seen = [name]
             while (
-                (last := desk.relay(seen[-1])).taking >= 0
+                (last := desk.relay(seen[-1])).fetching >= 0
                 and last.source is not None
                 and last.source not in seen
             ):
-                if last.taking in desk.relay(last.source).held:
+                if last.fetching in desk.relay(last.source).versions:
                     break
                 seen.append(last.source)
-            assert last.taking < 0 or last.source not in seen, f"they wait for each other: {seen}"
+            assert last.fetching < 0 or last.source not in seen, f"they wait for each other: {seen}"
 
 
 @settings(max_examples=examples(25))
@@ -798,8 +804,8 @@ def test_all_get_the_weights_once_all_are_heard(relays: int, data: st.DataObject
         desk.wait(1.0)
         for name in state.chain:
             relay = desk.relay(name)
-            if relay.taking >= 0 and (
-                relay.source is None or relay.taking in desk.relay(relay.source).held
+            if relay.fetching >= 0 and (
+                relay.source is None or relay.fetching in desk.relay(relay.source).versions
             ):
-                desk.hold(name, relay.taking)
-    assert all(state.published_id in desk.relay(name).held for name in state.chain)
+                desk.hold(name, relay.fetching)
+    assert all(state.published_id in desk.relay(name).versions for name in state.chain)

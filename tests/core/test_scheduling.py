@@ -344,7 +344,7 @@ def test_turns_move_on_when_their_engine_is_lost() -> None:
     while not world.core.state.turn_queue:
         world.step()
     lost = next(
-        turn.lane
+        turn.queue
         for turn in (
             world.core.state.trajectories[name].turn for name in world.core.state.turn_queue
         )
@@ -354,7 +354,7 @@ def test_turns_move_on_when_their_engine_is_lost() -> None:
     world.feed(e.EngineLost(engine_id=EngineId(lost), epoch=0, error="killed"))
     waiting = [world.core.state.trajectories[name].turn for name in world.core.state.turn_queue]
     assert waiting
-    assert all(turn is not None and turn.lane != lost for turn in waiting)
+    assert all(turn is not None and turn.queue != lost for turn in waiting)
     while world.finish is None:
         world.step()
     assert world.finish.error == ""

@@ -48,7 +48,7 @@ def test_what_has_no_checkpoint_is_not_the_best(killed: bool) -> None:
     saving(world, 2)
     evaluation = world.core.state.evaluation
     assert evaluation is not None
-    while not evaluation.begun or evaluation.pending or evaluation.to_draw:
+    while not evaluation.started or evaluation.pending or evaluation.to_draw:
         world.step()
     if killed:
         world.feed(e.TrainerLost(epoch=world.trainer_epoch, error="killed"))

@@ -9,9 +9,9 @@ import heapq
 import random
 
 from rollweave.core.core import Core
-from rollweave.core.membership import first_seats, next_id
+from rollweave.core.membership import first_engines, next_id
 from rollweave.core.policy.retry import STRIKES_BEFORE_RESTART
-from rollweave.core.weights import MOST
+from rollweave.core.weights import MAX_VERSIONS
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TaskId
@@ -55,7 +55,7 @@ class World:
         self.trained: dict[int, list[str]] = {}
         self.trained_versions: list[tuple[int, int]] = []
         self.initiated: dict[str, int] = {}
-        self.seats = {str(seat.id): seat.degree for seat in first_seats(config)}
+        self.seats = {str(seat.id): seat.degree for seat in first_engines(config)}
         self.names = {*self.seats}  # of all engines that there ever were
         self.engine_epoch: dict[str, int] = dict.fromkeys(self.seats, 0)
         self.engine_version: dict[str, int] = {}
@@ -406,7 +406,7 @@ class World:
         begun |= {state.evaluation.version} if state.evaluation is not None else set()
         wanted |= {held for held, version in self.version_of.items() if version in begun}
         for relay in state.relays.values():
-            wanted |= {relay.taking, relay.base, *relay.held[-1:]}  # type: ignore[arg-type]
+            wanted |= {relay.fetching, relay.base, *relay.versions[-1:]}  # type: ignore[arg-type]
         newest = max(self.version_of, default=-1)
         spare = set(command.keep) - wanted - {newest}
         assert not spare, f"{command} keeps {spare}, which nobody needs"
@@ -560,7 +560,7 @@ class World:
                 if self.fails():  # and late, once more
                     self.later(done, self.spread * 5)
             case c.PublishWeights():
-                assert len(command.keep) <= MOST
+                assert len(command.keep) <= MAX_VERSIONS
                 self.check_kept(command)
                 self.version_of[command.weights_id] = command.version
                 if command.from_checkpoint is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rollweave.core.core import Core
-from rollweave.core.membership import first_seats
+from rollweave.core.membership import first_engines
 from rollweave.runtime import control
 from rollweave.runtime.control import LINE_BYTES, MAX_CONNECTIONS, Control, ask
 from rollweave.runtime.tasks import Tasks
@@ -51,7 +51,7 @@ class Run:
     def __init__(self, path: Path, made: RunConfig, tasks: Tasks) -> None:
         self.core, self.path = Core(made), path
         self.warnings: list[Warn] = []
-        self.core.handle(0.0, RunStarted(engines=first_seats(made)))
+        self.core.handle(0.0, RunStarted(engines=first_engines(made)))
         self.control = Control(
             path,
             config=made,

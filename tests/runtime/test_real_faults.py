@@ -154,10 +154,10 @@ def waiting_alone(core: Core) -> TrajectoryId | None:
     alone = (
         len(left) == 1
         and len(newer) == len(state.engines) - 1
-        and state.saved.get(0) == 0
+        and state.checkpointed_versions.get(0) == 0
         and state.evaluation is None
     )
-    return left[0] if alone and state.trajectories[left[0]].home is not None else None
+    return left[0] if alone and state.trajectories[left[0]].assigned_engine is not None else None
 
 
 def test_a_trajectory_outlives_its_engine_and_the_trainers_memory(tmp_path: Path) -> None:
@@ -177,10 +177,10 @@ def test_a_trajectory_outlives_its_engine_and_the_trainers_memory(tmp_path: Path
         core = life.until(waiting_alone, "one trajectory of version 0")
         held = waiting_alone(core)
         assert held is not None
-        home = core.state.trajectories[held].home
+        home = core.state.trajectories[held].assigned_engine
         os.kill(life.child(TRAINER), signal.SIGKILL)
         life.until(
-            lambda core: core.state.trainer.epoch == 1 and 0 not in core.state.kept,
+            lambda core: core.state.trainer.epoch == 1 and 0 not in core.state.retained_versions,
             "the trainer's loss",
         )
         (victim,) = [
@@ -206,7 +206,9 @@ def test_a_trajectory_outlives_its_engine_and_the_trainers_memory(tmp_path: Path
 def again(core: Core, held: TrajectoryId) -> bool:
     """It has lost its engine, and has one with its version again."""
     trajectory, engines = core.state.trajectories[held], core.state.engines
-    return any(engine.epoch for engine in engines.values()) and trajectory.home is not None
+    return (
+        any(engine.epoch for engine in engines.values()) and trajectory.assigned_engine is not None
+    )
 
 
 # The trainer.

@@ -97,7 +97,7 @@ class Hall:
         self.pump.post(e.TrainerReady(epoch=self.core.state.trainer.epoch + 1, step=0))
 
     def have(self, weights_id: int, *relays: str) -> bool:
-        return all(weights_id in self.core.state.relays[relay].held for relay in relays)
+        return all(weights_id in self.core.state.relays[relay].versions for relay in relays)
 
     def signal(self, relay: str, number: signal.Signals) -> None:
         os.kill(self.links[relay].pid, number)

@@ -1,4 +1,4 @@
-"""The books: where every training trajectory that was started went."""
+"""The account of a run: where every training trajectory that was started went."""
 
 from rollweave.core.state import GroupStatus, State
 from rollweave.schema.base import Struct
@@ -8,7 +8,7 @@ from rollweave.schema.work import Purpose
 class Account(Struct, frozen=True, kw_only=True):
     """started = trained + dropped (by reason) + cancelled + buffered + in_flight.
 
-    At the end of a run in_flight is 0.
+    At the end of a run `in_flight` is 0.
     """
 
     started: int

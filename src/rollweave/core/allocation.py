@@ -1,9 +1,9 @@
-"""The fleet that fits the lengths seen: planned every few steps, changed engine by
-engine (Heddle §6).
+"""The allocation of engines to the lengths observed: planned every few steps, changed
+engine by engine (Heddle §6).
 
-An engine that the plan lacks takes no turn any more and is removed when its last one is
-done; engines that the plan has and the fleet lacks are started as its budget comes
-free. Only degrees that an engine has measured itself at are compared.
+An engine that the plan lacks takes no more turns and is removed when its last one is
+done; engines that the plan has and the fleet lacks are started as the budget allows.
+Only degrees at which an engine has measured itself are compared.
 """
 
 from collections import Counter
@@ -18,13 +18,13 @@ from rollweave.schema.config.sections import AllocationConfig
 from rollweave.schema.events import EngineSlot
 
 MIN_GAIN = 0.05
-"""Share of the predicted makespan that another fleet must save, every few steps:
-changing it costs starts of engines.
+"""Minimum share of the predicted makespan that another fleet must save: changing the
+fleet costs starts of engines.
 """
 
 
 def plan(run: Run) -> None:
-    """A step is trained: every few of them, look for a better fleet."""
+    """Every few trained steps, look for a better fleet."""
     config, state = run.config.allocation, run.state
     if config is None or state.trainer.step - state.planned_at < config.every or not run.training:
         return
@@ -74,7 +74,7 @@ def _change(
 
 
 def _batch(run: Run) -> list[tuple[int, int]]:
-    """Works like those of one batch: of the newest finished trajectories, evenly spaced
+    """Work like that of one batch: of the newest finished trajectories, evenly spaced
     by length, the longest first.
     """
     rollout, state = run.config.rollout, run.state
@@ -90,7 +90,7 @@ def _batch(run: Run) -> list[tuple[int, int]]:
 
 
 def advance(run: Run) -> None:
-    """Start what the budget has room for."""
+    """Start the engines for which the budget has room."""
     config, state = run.config.allocation, run.state
     if config is None:
         return
@@ -99,5 +99,5 @@ def advance(run: Run) -> None:
     ):
         name = membership.next_id(state)
         if name is None:
-            return  # the run ends
+            return  # no machine is up, and the run ends
         engines.add(run, EngineSlot(id=name, degree=state.pending_degrees.pop(0)))

@@ -1,8 +1,8 @@
-"""Which engine is a trajectory's own: planned for all that are under way, then kept by
-rank as they end (Heddle §5).
+"""The assignment of trajectories to engines: planned for all that are under way, then
+kept by rank as they end (Heddle §5).
 
-Invariant: a partition names only engines that have weights and do not drain; whatever
-changes that clears it.
+Invariant: a partition names only engines that have weights and do not drain; a change
+of these clears it.
 """
 
 import math
@@ -18,13 +18,14 @@ from rollweave.core.state import Engine, Partition, Share, Trajectory
 from rollweave.schema.base import EngineId
 
 KV_KEPT_TURNS = 4
-"""Mean turns that KV is kept for a trajectory whose environment works. With 1,
-simulated software engineering, whose tools have a long tail, took up to 1 % longer.
+"""Number of mean turns for which KV is kept while a trajectory's environment works.
+With 1, simulated software engineering, whose tools have a long tail, took up to 1 %
+longer.
 """
 
 REPLAN_GROWTH = 1.5
-"""Trajectories under way, or predictions since, as a multiple of those planned for,
-from which a new plan is made.
+"""Trajectories under way, or predictions received since the plan, as a multiple of
+those planned for, from which a new plan is made.
 """
 
 
@@ -49,7 +50,7 @@ def queue_of(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> Eng
 
 
 def is_usable(run: Run, engine_id: EngineId) -> bool:
-    """It serves, or will as soon as it has taken new weights."""
+    """True if the engine serves, or will when it has loaded new weights."""
     engine = run.state.engines.get(engine_id)
     return engine is not None and _takes_turns(engine)
 
@@ -63,8 +64,8 @@ def _choose_engine(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) 
     wanted = [engine for engine in usable if engine.id not in avoid] or usable
     if not wanted:
         return None
-    # Without a prediction of its own a rank says nothing, and members of a group would
-    # gather on one engine.
+    # Without a prediction for the trajectory its rank is meaningless, and members of a
+    # group would gather on one engine.
     if run.scheduling.by_rank and trajectory.predicted_at_turn >= 0:
         target = engine_of_rank(run, trajectory)
         if any(engine.id == target for engine in wanted):
@@ -73,12 +74,13 @@ def _choose_engine(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) 
 
 
 def fits_in_kv(run: Run, trajectory: Trajectory, engine: Engine) -> bool:
-    """Whether the KV cache holds the trajectory's context beside those of the residents
-    that come before it.
+    """True if the KV cache holds the trajectory's context beside those of the residents
+    that claim it earlier.
 
-    Who comes after it gives way. So contexts stay while their environments work, and
-    are not computed again and again; that pays where environments are quicker than
-    turns, on average; nothing is kept for one that takes PATIENCE times as long.
+    Later residents give way. So contexts stay while their environments work, and are
+    not computed repeatedly; that pays where environments are quicker than turns, on
+    average. No KV is kept for a trajectory whose environment takes KV_KEPT_TURNS times
+    as long.
     """
     turn = trajectory.turn
     if (
@@ -107,16 +109,16 @@ def fits_in_kv(run: Run, trajectory: Trajectory, engine: Engine) -> bool:
 
 
 def _is_away(trajectory: Trajectory, since: float) -> bool:
-    """Its environment has been at work since then, or for longer."""
+    """True if the trajectory's environment has been at work since then or longer."""
     return trajectory.turn is None and trajectory.since < since
 
 
 def least_loaded(run: Run, among: Iterable[EngineId] | None = None) -> Engine | None:
-    """The engine whose own trajectories are done first, of all or `among` some; None if
-    none takes turns.
+    """The engine whose assigned trajectories are done first, of all or `among` some;
+    None if none takes turns.
 
-    Asked for at most turns, of all engines: hence no call for those whose work is
-    known.
+    Called for most turns over all engines, so it computes only the work that is not
+    cached.
     """
     engines, loads = run.state.engines, run.length_index.loads
     best, least = None, math.inf
@@ -132,7 +134,7 @@ def least_loaded(run: Run, among: Iterable[EngineId] | None = None) -> Engine | 
 
 
 def work_s(run: Run, engine: Engine) -> float:
-    """Seconds until the engine's own trajectories are done, without tools."""
+    """Seconds until the engine's assigned trajectories are done, without tools."""
     load = run.length_index.loads.get(engine.id)
     if load is None:
         return 0.0
@@ -144,7 +146,7 @@ def work_s(run: Run, engine: Engine) -> float:
 
 
 def engine_of_rank(run: Run, trajectory: Trajectory) -> EngineId:
-    """The engine of the trajectory's rank among all that are under way."""
+    """The engine for the trajectory's rank among all that are under way."""
     partition, order = run.state.partition, run.length_index
     if (
         not partition.shares
@@ -158,7 +160,7 @@ def engine_of_rank(run: Run, trajectory: Trajectory) -> EngineId:
 
 
 def _plan(run: Run) -> Partition:
-    """Place all that are under way on the engines that there are (Heddle §5.2, exact)."""
+    """Place all trajectories under way on the usable engines (Heddle §5.2, exact)."""
     works = run.length_index.works()
     engines = sorted(
         (engine for engine in run.state.engines.values() if _takes_turns(engine)),
@@ -180,5 +182,5 @@ def _plan(run: Run) -> Partition:
 
 
 def engines_changed(run: Run) -> None:
-    """An engine joined, drains or is gone."""
+    """Clear the partition: an engine joined, drains or is gone."""
     run.state.partition = Partition()

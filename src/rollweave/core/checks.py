@@ -34,7 +34,7 @@ def check(run: Run) -> None:
     _check_turns(run)
     _check_groups(run)
     _check_bounds(run)
-    _check_pace(run)
+    _check_affinity(run)
     _check_service(run)
     _check_weights(run)
     _check_fleet(run)
@@ -89,7 +89,9 @@ def _check_turns(run: Run) -> None:
             continue
         assert trajectory.stage is Stage.RUN, trajectory
         if turn.engine is None and trajectory.id not in waiting:
-            assert trajectory.migration is not None, f"{trajectory} waits for nothing"
+            assert trajectory.migration is not None, (
+                f"{trajectory} waits for no engine and no transfer"
+            )
             moving = state.migrations[trajectory.migration]
             assert moving.since is not None or moving.vacates, trajectory
         elif turn.engine is None:
@@ -99,7 +101,7 @@ def _check_turns(run: Run) -> None:
     for number, migration in state.migrations.items():
         trajectory_ = state.trajectories.get(migration.trajectory_id)
         moves = trajectory_ is not None and trajectory_.migration == number
-        assert moves or migration.since is not None, f"nobody waits for {migration}"
+        assert moves or migration.since is not None, f"no trajectory is in {migration}"
     ends = [
         end
         for m in state.migrations.values()
@@ -137,7 +139,9 @@ def _check_groups(run: Run) -> None:
 
 
 def _check_measured(run: Run) -> None:
-    """Nothing is measured that need not be, and nothing else is done meanwhile."""
+    """Assert that only groups in need of a ratio are measured, and that the trainer
+    does nothing else meanwhile.
+    """
     trainer = run.state.trainer
     assert (trainer.status is TrainerStatus.MEASURING) == bool(trainer.measuring), trainer
     assert len(trainer.measuring) == len(set(trainer.measuring)), trainer
@@ -151,9 +155,9 @@ def _check_measured(run: Run) -> None:
         assert group.ratio_weights_id < run.state.next_weights_id, group
 
 
-def _check_pace(run: Run) -> None:
-    """A trajectory's turns are on engines with the weights that it began with, and on
-    no other.
+def _check_affinity(run: Run) -> None:
+    """Assert that a trajectory's turns are only on engines with the weights that it
+    began with.
     """
     if not run.independent_updates:
         return
@@ -171,15 +175,17 @@ def _check_pace(run: Run) -> None:
             else None
         )
         if home is None:
-            assert trajectory_id in state.unassigned, f"{trajectory} is nowhere, and nobody knows"
+            assert trajectory_id in state.unassigned, (
+                f"{trajectory} has no engine, and is not listed as unassigned"
+            )
         else:
-            assert home.weights_id == trajectory.weights_id, f"the home of {trajectory} is {home}"
+            assert home.weights_id == trajectory.weights_id, f"{trajectory} is assigned to {home}"
             assert home.status in (EngineStatus.SERVING, EngineStatus.SUSPENDING), home
 
 
 def _check_weights(run: Run) -> None:
-    """Nobody waits for weights that do not come, and engines have what their machine
-    holds or held.
+    """Assert that relays wait only for weights that will come, and that engines are on
+    machines that are up.
     """
     state = run.state
     up = {relay.id for relay in state.relays.values() if relay.status is not RelayStatus.STARTING}
@@ -212,8 +218,8 @@ def _check_weights(run: Run) -> None:
 
 
 def _check_fleet(run: Run) -> None:
-    """Numbers of engines are used once; who leaves begins nothing, and is never the
-    last of a training run.
+    """Assert that engine numbers are used once, that a leaving engine launches nothing,
+    and that the last engine of a training run stays.
     """
     state = run.state
     if state.serving or state.phase is Phase.FINISHED:
@@ -257,7 +263,7 @@ def _check_attempts(run: Run) -> None:
 
 
 def _check_service(run: Run) -> None:
-    """What was submitted is delivered or under way."""
+    """Assert that every submitted rollout is delivered or under way."""
     state, over = run.state, (Stage.SCORED, Stage.ENDED)
     asked = [
         one

@@ -1,9 +1,10 @@
-"""Freeing engines that are down to the tail of their batch (Laminar §5;
-`core/policy/repack`), in mode decoupled.
+"""Consolidation ("repack") frees engines that are down to the tail of their batch, in
+mode decoupled (Laminar §5; `core/policy/repack`).
 
-Every REPACK_S, and when new weights are published. Only engines with older weights are
-looked at: the others go on filling up. What leaves an engine takes its KV along, one
-transfer at a time for each engine; the last to leave frees it.
+It runs every PERIOD_S, and when new weights are published. Only engines with older
+weights are considered: the others are still launching. A trajectory that leaves an
+engine takes its KV along, one transfer at a time for each engine; the last to leave
+frees it.
 """
 
 from rollweave.core import migration, turns, version_affinity
@@ -14,11 +15,11 @@ from rollweave.core.state import Engine, EngineStatus, Stage, Trajectory
 from rollweave.schema.base import EngineId
 
 PERIOD_S = 5.0
-"""Seconds between two looks (Laminar §5.1)."""
+"""Seconds between two runs (Laminar §5.1)."""
 
 
 def check_due(run: Run) -> None:
-    """It may be time."""
+    """Run if the period is over."""
     if run.independent_updates and run.now - run.state.consolidated_at >= PERIOD_S:
         run_now(run)
 
@@ -33,15 +34,15 @@ def run_now(run: Run) -> None:
     waited_for = {state.trajectories[member].assigned_engine for member in state.turn_queue}
     replicas = []
     for engine in state.engines.values():
-        stays = not engine.departing  # who leaves is nobody's target, and ends its own batch
+        stays = not engine.departing  # a departing engine is no target, and ends its own batch
         if (
             engine.status is EngineStatus.SERVING
             and stays
             and engine.weights_id != state.published_id
         ):
             held = _kv_tokens(run, engine)
-            # Use rises in the tail too, as its contexts grow: nothing that waits tells
-            # the tail from the filling up.
+            # Use rises in the tail too, as contexts grow; an engine for which no turn
+            # waits is in its tail, and not filling up.
             before = max(engine.peak_kv or 0, 0 if engine.id in waited_for else held)
             if engine.id not in moving:
                 replicas.append(_replica(run, engine, held, before))
@@ -69,8 +70,8 @@ def _replica(run: Run, engine: Engine, held: int, before: int) -> Replica:
 
 
 def _kv_tokens(run: Run, engine: Engine) -> int:
-    """Context of all whose home it is: what they hold in KV, or will with their next
-    turn.
+    """Context tokens of all assigned trajectories: what they hold in KV, or will with
+    their next turn.
     """
     return sum(_context(trajectory) for trajectory in _assigned(run, engine.id))
 
@@ -89,7 +90,7 @@ def _assigned(run: Run, engine_id: EngineId) -> list[Trajectory]:
 
 
 def _batch_max(run: Run, engine_ids: list[EngineId]) -> int:
-    """B: beyond it a step would take longer (Laminar §5.2)."""
+    """B, the batch size beyond which a step would take longer (Laminar §5.2)."""
     engines = [run.state.engines[engine_id] for engine_id in engine_ids]
     bounds = []
     for engine in engines:
@@ -107,7 +108,7 @@ def _move_all(run: Run, move: Move) -> None:
             if trajectory.turn is not None:
                 turns.recall(run, trajectory)
             migration.vacate(run, trajectory, move.source, move.target)
-        else:  # nothing of it is there yet
+        else:  # it has no KV there yet
             trajectory.assigned_engine, trajectory.kv_resident = move.target, False
             run.reindex(trajectory)
             if trajectory.id in run.state.turn_queue:

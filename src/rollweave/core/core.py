@@ -1,9 +1,10 @@
-"""The core: `handle(now, event)` changes the state of the run and says what to do next.
+"""The core: `handle(now, event)` updates the state of the run and returns the commands
+that follow.
 
-It only routes: each kind of event goes to its sub-machine, and then every sub-machine
-may use what the event made possible. It has no clock, no randomness, no I/O: the same
-events at the same times give the same commands, in a live run, in its replay from the
-journal, and in simulation.
+It only routes: each kind of event goes to its sub-machine, the facts that this posts
+are settled (`core/lifecycle`), and then every sub-machine may use what the event made
+possible. It has no clock, no randomness, no I/O: the same events at the same times give
+the same commands, in a live run, in its replay from the journal, and in simulation.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,9 +41,9 @@ from rollweave.schema.packing import packed
 
 
 class Core:
-    """The state of one run. `restore(snapshot)` gives an equal core.
+    """The state of one run. `restore(snapshot)` returns an equal core.
 
-    `rules` are the functions of the user's that it names.
+    `rules` are the user's functions that the configuration names.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Core:
 
     @property
     def state(self) -> State:
-        """For reading only: metrics, reports and tests."""
+        """The state, for reading only: metrics, reports and tests."""
         return self._run.state
 
     @property
@@ -73,8 +74,8 @@ class Core:
         return self._run.state.phase is Phase.FINISHED
 
     def handle(self, now: float, event: Event) -> list[Command]:
-        """Take one event at time `now`, in seconds since the run began, and return the
-        commands that it leads to, in order.
+        """Handle one event at time `now`, in seconds since the run began, and return
+        the commands that follow, in order.
         """
         run = self._run
         run.now, run.out, run.dirty_queues = now, [], []
@@ -94,7 +95,7 @@ class Core:
         return run.out
 
     def account(self) -> Account:
-        """Where every training trajectory went."""
+        """The account of all training trajectories."""
         return account(self._run.state)
 
     def check(self) -> None:
@@ -150,7 +151,7 @@ HANDLERS: Mapping[type[Event], Callable[[Run, Any], None]] = {
     e.CheckpointSaved: training.on_checkpoint_saved,
     e.CheckpointFailed: training.on_checkpoint_failed,
 }
-"""The sub-machine that takes each kind of event."""
+"""The sub-machine that handles each kind of event."""
 
 STEPS: tuple[Callable[[Run], None], ...] = (
     engines.remove_drained,

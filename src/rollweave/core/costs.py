@@ -1,4 +1,4 @@
-"""What a token costs on an engine of a degree, from what the engines measured of
+"""The cost of a token on an engine of a degree, from what the engines measured of
 themselves when they joined.
 """
 
@@ -12,18 +12,18 @@ from rollweave.core.state import Engine, MeasuredDegree
 from rollweave.schema.events import StepTime
 
 UNMEASURED = (StepTime(batch=1, seconds=1.0), StepTime(batch=32, seconds=2.0))
-"""Of an engine that did not measure itself: only comparisons between equal engines mean
-anything.
+"""Step times of an engine that did not measure itself: only comparisons between equal
+engines are meaningful.
 """
 
 
 def joined(run: Run, engine: Engine, profile: tuple[StepTime, ...]) -> None:
-    """An engine is ready, with its slots and KV, and says what it measured of itself,
-    if it did.
+    """Record the rate of an engine that is ready, and the profile that it measured of
+    itself, if it did.
     """
     slots = max(1, engine.max_slots)
     if (load := run.length_index.loads.get(engine.id)) is not None:
-        load.work_s = None  # it was worked out at another rate
+        load.work_s = None  # it was computed at another rate
     engine.rate = rate(profile or UNMEASURED, slots=slots, kv_tokens=max(1, engine.kv_tokens))
     if profile:
         run.state.measured[engine.degree] = MeasuredDegree(
@@ -32,13 +32,13 @@ def joined(run: Run, engine: Engine, profile: tuple[StepTime, ...]) -> None:
 
 
 def groups_of(run: Run, works: Sequence[tuple[int, int]], degrees: Sequence[int]) -> Groups:
-    """What groups of these trajectories cost on engines of these degrees.
+    """The cost of groups of these trajectories on engines of these degrees.
 
-    `works`: tokens yet to come and the contexts that they occupy, the longest first.
+    `works` are the tokens to sample and the KV token steps, the longest first.
     """
     kinds, state = list(dict.fromkeys(degrees)), run.state
     measured = {degree: state.measured[degree] for degree in kinds if degree in state.measured}
-    if len(measured) < len(kinds):  # nothing can be compared
+    if len(measured) < len(kinds):  # degrees cannot be compared
         slots = max((engine.max_slots for engine in state.engines.values()), default=1) or 1
         everything = max(1, sum(held for _, held in works))
         same = MeasuredDegree(
@@ -60,19 +60,21 @@ def groups_of(run: Run, works: Sequence[tuple[int, int]], degrees: Sequence[int]
 
 
 def _shortest(profile: Sequence[StepTime]) -> list[StepTime]:
-    """Of a profile's contexts the shortest: eq. 2 knows none, and only that one is
-    measured at every batch.
+    """The points of the profile with the shortest context: eq. 2 ignores contexts, and
+    only this one is measured at every batch size.
     """
     context = min(point.context for point in profile)
     return [point for point in profile if point.context == context]
 
 
 def recent_lengths(run: Run) -> list[int]:
-    """Sampled tokens of the newest finished trajectories, of all task domains."""
+    """Sampled tokens of the newest finished trajectories of all task domains."""
     return [length for known in run.state.lengths.values() for length in known]
 
 
 def rate_of(engine: Engine) -> Rate:
-    """What the engine, which has joined, needs for a group, by the work in it."""
+    """The rate of an engine that has joined: what it needs for a group by the work in
+    it.
+    """
     assert engine.rate is not None, "an engine that takes turns has joined"
     return engine.rate

@@ -1,6 +1,6 @@
-"""How a run ends: drain, final checkpoint, final evaluation, finish.
+"""The end of a run: drain, final checkpoint, final evaluation, finish.
 
-An error takes the short way and still accounts.
+An error shortens it, and every trajectory is still accounted for.
 """
 
 from rollweave.core import evaluation, groups, lifecycle, serving, training, trajectories
@@ -23,7 +23,7 @@ def on_stop_requested(run: Run, event: StopRequested) -> None:
 
 
 def advance(run: Run) -> None:
-    """Move to the next phase when this one is over. Several may be over at once."""
+    """Move to the next phase when this one is over. Several may end at once."""
     state = run.state
     if state.error and state.phase is not Phase.FINISHED:
         if state.trainer.saving is not None:
@@ -69,7 +69,9 @@ def advance(run: Run) -> None:
 
 
 def _has_lost_steps(run: Run) -> bool:
-    """Training was over, and the trainer has come back at an earlier checkpoint since."""
+    """True if training was over, and the trainer has since come back at an earlier
+    checkpoint.
+    """
     state = run.state
     ending = state.phase in (Phase.DRAINING, Phase.SAVING, Phase.EVALUATING)
     wanted = not (state.skip_final_eval or state.target_step is not None)
@@ -132,7 +134,7 @@ def _finish(run: Run) -> None:
 
 
 def _finish_with_error(run: Run) -> None:
-    """Do not wait for anyone: whatever still runs is cancelled in the books, and the
+    """Finish without waiting: what still runs is accounted for as cancelled, and the
     world kills it.
     """
     state = run.state
@@ -149,8 +151,8 @@ def _finish_with_error(run: Run) -> None:
 
 
 def reopen(run: Run) -> None:
-    """After a restart of the controller: a run that had ended may go on, with more
-    steps or after an error.
+    """After a restart of the controller, continue a run that had ended, with more steps
+    or after an error.
     """
     state = run.state
     over = (

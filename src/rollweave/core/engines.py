@@ -1,10 +1,10 @@
-"""Engines: joining, leaving, and taking new weights without losing what is in flight.
+"""Engines: joining, leaving, and loading new weights without losing what is in flight.
 
-An engine that joins is stale until it has loaded weights, however it came back. An
-update is suspend, load, resume (RollArt §6.2): the turns in flight stay on the engine,
-and their KV is recomputed there. While an evaluation runs, engines keep the version
-that is being evaluated. In mode decoupled each engine updates by itself, and
-`core/version_affinity` says when and to what.
+An engine that joins, for the first time or again, is stale until it has loaded weights.
+An update is suspend, load, resume (RollArt §6.2): the turns in flight stay on the
+engine, and their KV is recomputed there. While an evaluation runs, engines keep the
+version that is being evaluated. In mode decoupled each engine updates independently,
+and `core/version_affinity` decides when and to which version.
 """
 
 from collections.abc import Mapping
@@ -66,12 +66,14 @@ can load nothing is STALE, unless its own weights still serve.
 """
 
 MAX_LOAD_FAILURES = 2
-"""Loads of the same weights that may fail on one engine before it is restarted."""
+"""Maximum number of failed loads of the same weights on one engine before it is
+restarted.
+"""
 
 
 def start(run: Run, begun: tuple[EngineSlot, ...]) -> None:
-    """The world is starting these engines, and has no others: whoever was on its way
-    out of a former world has gone with it.
+    """Record the engines that a new world starts. Engines that were leaving a former
+    world have gone with it.
     """
     state, configured = run.state, {seat.id for seat in membership.first_engines(run.config)}
     for engine in state.engines.values():
@@ -136,7 +138,9 @@ def on_loaded(run: Run, event: WeightsLoaded) -> None:
         _unreadable(run, engine, step, "damaged, or written again meanwhile")
         return
     if engine.version >= 0:
-        engine.restarts = 0  # it lived from one update to the next: earlier failures are forgiven
+        engine.restarts = (
+            0  # it has survived from one update to the next: earlier failures are forgiven
+        )
     else:
         assignment.engines_changed(run)
     engine.version, engine.weights_id = event.version, event.weights_id
@@ -163,13 +167,15 @@ def on_load_failed(run: Run, event: WeightsLoadFailed) -> None:
     run.warn(engine.id, f"weights {event.weights_id} refused: {event.error}", count="load_failed")
     if engine.load_failures >= MAX_LOAD_FAILURES:
         relay = weights.relay_of(run, engine)
-        # which of the two it is nobody knows
+        # either of the two may be at fault
         if relay is not None and event.weights_id in relay.versions:
             relay.restart_reason = f"{engine.id} cannot load from it"
         restart(run, engine, f"weights refused {MAX_LOAD_FAILURES} times: {event.error}")
     elif run.independent_updates:
         if event.weights_id != run.state.published_id:
-            run.state.retained_versions.pop(event.weights_id, None)  # older ones are not sent again
+            run.state.retained_versions.pop(
+                event.weights_id, None
+            )  # older versions are not sent again
         _make_stale(run, engine)
         _reassign(run)
     else:
@@ -185,8 +191,8 @@ def _reassign(run: Run) -> None:
 
 
 def _unreadable(run: Run, engine: Engine, step: int, error: str) -> None:
-    """The checkpoint does not give the engine its weights, and nobody is to try it
-    again. That is no fault of the engine.
+    """Handle a checkpoint from which the engine cannot load its weights: no engine
+    tries it again. It is no fault of the engine.
     """
     run.warn(
         engine.id,
@@ -206,10 +212,10 @@ def on_lost(run: Run, event: EngineLost) -> None:
 
 
 def restart(run: Run, engine: Engine, reason: str) -> None:
-    """Bring the engine back where it was, or give it or its machine up after repeated
+    """Restart the engine in place, or give up the engine or its machine after repeated
     failure (RollArt §8, Laminar §3.3).
 
-    No engine left ends the run.
+    The run ends if no engine is left.
     """
     turns.fail_all(run, engine, f"engine restarted: {reason}", abort=True)
     if run.state.phase is Phase.FINISHED:
@@ -264,7 +270,7 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
 def evict(run: Run, machine: int, reason: str) -> None:
     """Give up a machine, with its relay and all its engines.
 
-    Those that take weights from it will find another source.
+    Relays that fetch weights from it find another source.
     """
     state = run.state
     run.warn(f"machine {machine}", f"given up: {reason}", count="machine_evicted")
@@ -281,7 +287,7 @@ def evict(run: Run, machine: int, reason: str) -> None:
 
 
 def _serving_elsewhere(run: Run, machine: int | None) -> int:
-    """Engines on other machines that have weights; 0 without machines."""
+    """The number of engines on other machines that have weights; 0 without machines."""
     if machine is None:
         return 0
     others = [
@@ -293,8 +299,8 @@ def _serving_elsewhere(run: Run, machine: int | None) -> int:
 
 
 def _end_if_last(run: Run, engine: Engine, reason: str) -> None:
-    """The engine is removed: the run ends if it was the last, and there is no machine
-    for another or none is planned.
+    """End the run if the removed engine was the last, and there is no machine for
+    another or none is planned.
     """
     state = run.state
     planned = bool(state.pending_degrees) and membership.next_id(state) is not None
@@ -302,19 +308,21 @@ def _end_if_last(run: Run, engine: Engine, reason: str) -> None:
         state.error = state.error or f"no engine is left; the last one ({engine.id}): {reason}"
 
 
-# A fleet that changes.
+# Engines that join and leave.
 
 
 def on_registered(run: Run, event: EngineRegistered) -> None:
-    """Start one more engine, in whatever phase.
+    """Start one more engine, in any phase.
 
-    It is stale until it has loaded the newest weights that it can have.
+    It is stale until it has loaded the newest weights available to it.
     """
     state, seat = run.state, event.engine
     if state.serving:
         refused = seat.id in state.engines or state.phase is not Phase.SERVING
     else:
-        refused = bool(membership.why_not_join(run.config, state, seat))  # or it was said twice
+        refused = bool(
+            membership.why_not_join(run.config, state, seat)
+        )  # or the event is a duplicate
     if refused:
         return
     state.counters.engines_joined += 1
@@ -325,16 +333,16 @@ def add(run: Run, seat: EngineSlot, *, joined: bool = False) -> None:
     """Start this engine."""
     state = run.state
     state.engines[seat.id] = _engine(run, seat, joined=joined)
-    if not state.serving:  # whose engines have names of their own
+    if not state.serving:  # a service's engines are not numbered
         state.next_engine = membership.number_of(seat.id) + 1
     run.fleet_changed()
     run.emit(StartEngine(engine_id=seat.id, degree=seat.degree, group=seat.group))
 
 
 def on_withdrawn(run: Run, event: EngineWithdrawn) -> None:
-    """Do without the engine: `let_go` removes it when it may.
+    """Mark the engine as leaving: `remove_drained` removes it when it may.
 
-    In training the last one stays.
+    In training the last engine stays.
     """
     engine = run.state.engines.get(event.engine_id)
     if engine is None or (
@@ -349,10 +357,10 @@ def on_withdrawn(run: Run, event: EngineWithdrawn) -> None:
 
 
 def remove_drained(run: Run) -> None:
-    """Drain those that leave: where each keeps to its own pace, once what they began is
-    over. Remove those that have drained.
+    """Drain engines that leave, in mode decoupled once their trajectories are over.
+    Remove those that have drained.
 
-    Where everyone else was lost meanwhile, a training run keeps the one that was to
+    If all others were lost in the meantime, a training run keeps the engine that was to
     leave.
     """
     state = run.state
@@ -381,14 +389,16 @@ def remove_drained(run: Run) -> None:
 
 
 def drain(run: Run, engine: Engine) -> None:
-    """Give the engine no turn any more; `let_go` removes it when its last one is done."""
+    """Give the engine no more turns; `remove_drained` removes it when its last one is
+    done.
+    """
     engine.draining = True
     _membership_changed(run)
     turns.requeue_from(run, engine)
 
 
 def remove(run: Run, engine: Engine, reason: str) -> None:
-    """For good. It has no turns."""
+    """Remove an engine without turns for good."""
     state = run.state
     del state.engines[engine.id]
     if engine.leaving:
@@ -401,22 +411,22 @@ def remove(run: Run, engine: Engine, reason: str) -> None:
 
 
 def _count_departure(state: State, engine: Engine) -> None:
-    """Count one that was withdrawn, and keep it out of later lives."""
+    """Count a withdrawn engine that has gone, and keep it out of later worlds."""
     state.counters.engines_left += 1
     if not engine.joined:
         state.withdrawn.append(engine.id)
 
 
 def update(run: Run) -> None:
-    """Give engines the newest weights that they can load: stale ones at once, serving
-    ones when the mode says so.
+    """Make engines load the newest weights that they can: stale ones at once, serving
+    ones when the mode allows it.
     """
     state = run.state
     if run.independent_updates and (state.retained_versions or state.checkpointed_versions):
         _update_independently(run)
         return
     if not state.retained_versions:
-        return  # nothing is published yet, or whoever held it is gone
+        return  # nothing is published yet, or its holders are gone
     if run.fleet.weights_ids <= {state.published_id}:
         return
     outdated = [
@@ -443,7 +453,7 @@ def update(run: Run) -> None:
 
 
 def _update_independently(run: Run) -> None:
-    """Each engine whose trajectories are over takes what is wanted of it."""
+    """Make each engine whose trajectories are over load the weights wanted of it."""
     evaluation.abandon_if_lost(run)
     for engine, target in version_affinity.updates(run):
         if engine.status is EngineStatus.STALE:
@@ -455,7 +465,7 @@ def _update_independently(run: Run) -> None:
 
 def _is_held_back(run: Run, weights_id: int | None) -> bool:
     """True if these weights are of another version than that of an evaluation that has
-    begun.
+    started.
     """
     if run.independent_updates or weights_id is None or not evaluation.holds_weights(run):
         return False
@@ -490,23 +500,23 @@ def _load(run: Run, engine: Engine, weights_id: int | None) -> None:
                 engine_id=engine.id, version=version, weights_id=weights_id, from_checkpoint=step
             )
         )
-    elif run.state.machines and engine.version >= 0:  # its relay was lost meanwhile
+    elif run.state.machines and engine.version >= 0:  # its relay was lost in the meantime
         _resume(run, engine)
     else:
         _make_stale(run, engine)
 
 
 def _resume(run: Run, engine: Engine) -> None:
-    """It serves on with the weights that it has."""
+    """Let the engine serve on with its weights."""
     engine.loading_id = -1
     _enter(run, engine, EngineStatus.SERVING)
     run.emit(ResumeEngine(engine_id=engine.id))
 
 
 def _make_stale(run: Run, engine: Engine) -> None:
-    """There is nothing that it can load now.
+    """Mark an engine that can load nothing now as stale.
 
-    Where each updates alone it has no weights that anybody counts on.
+    With independent updates it no longer counts as having weights.
     """
     engine.loading_id = -1
     if run.independent_updates:
@@ -515,7 +525,7 @@ def _make_stale(run: Run, engine: Engine) -> None:
 
 
 def _enter(run: Run, engine: Engine, status: EngineStatus) -> None:
-    """Callers change the engine's version and weights before."""
+    """Change the status. Callers change the engine's version and weights before."""
     assert status in LEGAL[engine.status], f"{engine.id}: {engine.status} → {status}"
     engine.status, engine.since = status, run.now
     run.fleet_changed()

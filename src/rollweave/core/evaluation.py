@@ -1,9 +1,9 @@
 """Held-out evaluation: greedy episodes on tasks that training never sees, all on one
 weight version.
 
-While an evaluation has begun, engines keep its version, and its episodes go first into
-the pools; training goes on beside it. Periodic evaluations choose the best checkpoint
-and may end the run; the final one, on tasks of its own, is the result.
+While an evaluation has started, engines keep its version, and its episodes go first
+into the pools; training continues beside it. Periodic evaluations choose the best
+checkpoint and may end the run; the final one, on separate tasks, is the result.
 """
 
 from collections.abc import Iterable
@@ -16,15 +16,15 @@ from rollweave.schema.commands import MarkBest, RecordEvaluation
 from rollweave.schema.work import Purpose, StopReason
 
 FINAL_TASKS_FROM = 1_000_000
-"""Index of the final evaluation's first task: the periodic ones, which choose the
-checkpoint, never see these.
+"""Index of the final evaluation's first task: the periodic evaluations, which choose
+the checkpoint, never see these.
 """
 
 
 def is_due(run: Run, step: int) -> bool:
     """True if version `step` is to be evaluated, and has not been.
 
-    The last one always is, so that it can be the best.
+    The last version always is, so that it can be the best.
     """
     every = run.config.eval.every
     if not every or not run.config.eval.episodes or run.state.evaluated_version == step:
@@ -33,9 +33,9 @@ def is_due(run: Run, step: int) -> bool:
 
 
 def begin(run: Run, *, version: int, final: bool) -> None:
-    """Plan an evaluation; `advance` starts it once engines serve.
+    """Plan an evaluation; `advance` starts it once engines serve its version.
 
-    One that has not ended yet goes on instead.
+    If another one has not ended yet, that one continues instead.
     """
     if run.state.evaluation is not None:
         return
@@ -52,8 +52,8 @@ def begin(run: Run, *, version: int, final: bool) -> None:
 def holds_weights(run: Run) -> bool:
     """True while engines must keep the version that is being evaluated.
 
-    If no engine has it any more, nobody can finish the evaluation: it is given up, so
-    that engines may load again.
+    An evaluation whose version no engine serves any longer cannot be finished: it is
+    abandoned, so that engines may load again.
     """
     evaluation = run.state.evaluation
     if evaluation is None or not evaluation.started:
@@ -62,7 +62,7 @@ def holds_weights(run: Run) -> bool:
         return True
     run.warn(
         "evaluation",
-        f"of version {evaluation.version} given up: no engine has it any more",
+        f"of version {evaluation.version} abandoned: no engine serves that version any longer",
         count="evaluation_lost",
     )
     abandon(run)
@@ -70,8 +70,8 @@ def holds_weights(run: Run) -> bool:
 
 
 def abandon_if_lost(run: Run) -> None:
-    """Each engine at its own pace: give up an evaluation of weights that no engine has,
-    and none can load any more.
+    """Abandon an evaluation of weights that no engine has and none can load. For
+    independent updates.
     """
     evaluation = run.state.evaluation
     if (
@@ -82,15 +82,15 @@ def abandon_if_lost(run: Run) -> None:
         return
     run.warn(
         "evaluation",
-        f"of version {evaluation.version} given up: nobody has it any more",
+        f"of version {evaluation.version} abandoned: its weights can no longer be loaded",
         count="evaluation_lost",
     )
     abandon(run)
 
 
 def abandon_if_superseded(run: Run, published: int) -> None:
-    """Give up an evaluation that has not begun and never will: engines take the
-    published version, the trainer lost its own.
+    """Abandon an evaluation that has not started and never will: engines load the
+    published version, and the trainer has lost the evaluated one.
     """
     evaluation = run.state.evaluation
     if (
@@ -98,19 +98,19 @@ def abandon_if_superseded(run: Run, published: int) -> None:
         and evaluation is not None
         and weights.is_obtainable(run, evaluation.weights_id)
     ):
-        return  # an engine takes them when it is free
+        return  # an engine loads them when it is free
     if evaluation is not None and not evaluation.started and evaluation.version != published:
         run.warn(
             "evaluation",
-            f"of version {evaluation.version} given up: its weights are lost",
+            f"of version {evaluation.version} abandoned: its weights are lost",
             count="evaluation_lost",
         )
         abandon(run)
 
 
 def advance(run: Run) -> None:
-    """Begin when every engine that has weights has the same, or, each at its own pace,
-    one has; then keep the pools filled.
+    """Start the evaluation when every engine that has weights serves its version (with
+    independent updates: when one does); then keep the pools filled.
     """
     state, evaluation = run.state, run.state.evaluation
     if evaluation is None:
@@ -134,7 +134,7 @@ def advance(run: Run) -> None:
         evaluation.pending[groups.draw(run, name, index, Purpose.EVAL).id] = None
     owed = state.trainer.save_pending and state.trainer.step == evaluation.version
     saving = owed or state.trainer.saving == evaluation.version
-    # the best must be a checkpoint that there is
+    # the best version must have a checkpoint
     if not evaluation.pending and not evaluation.to_draw and not saving:
         _conclude(run, evaluation)
 
@@ -158,14 +158,14 @@ def member_scored(run: Run, group: Group, trajectory: Trajectory) -> None:
 
 
 def member_ended(run: Run, group: Group, trajectory: Trajectory, reason: StopReason) -> None:
-    """The episode could not be run to its end."""
+    """Count the episode as failed."""
     run.state.counters.eval_dropped += trajectory.started
     abandon_episode(run, group)
 
 
 def abandon_episode(run: Run, group: Group) -> None:
-    """Do without the episode: it is reported as failed, and is neither a success nor a
-    miss of the agent.
+    """Do without the episode: it is reported as failed, and counts neither as a success
+    nor as a miss of the agent.
     """
     evaluation = run.state.evaluation
     if evaluation is not None and evaluation.pending.pop(group.id, 0) is None:
@@ -209,8 +209,8 @@ def _conclude(run: Run, evaluation: Evaluation) -> None:
 
 
 def _is_best(run: Run, success: dict[str, float], reward: dict[str, float]) -> bool:
-    """Compare both evaluations by what is known now: an environment may report success
-    for the first time in the newer one.
+    """True if this evaluation is the best so far. Both are compared by what is known
+    now: an environment may report success for the first time in the newer one.
     """
     state, defining = run.state, run.state.defines_success
     best = (
@@ -237,7 +237,7 @@ def _warn_undefined_success(run: Run, names: Iterable[str]) -> None:
 
 
 def abandon(run: Run) -> None:
-    """Give up the evaluation under way and cancel its episodes."""
+    """Abandon the evaluation under way and cancel its episodes."""
     state = run.state
     evaluation, state.evaluation = state.evaluation, None
     for group_id in evaluation.pending if evaluation is not None else ():

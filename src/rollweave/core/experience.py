@@ -2,8 +2,8 @@
 (Laminar §3.1, §6; `core/policy/experience`).
 
 In every mode but decoupled a step takes the groups in the order of their completion,
-and the window alone says what goes. A strategy may be a function of the user's. What it
-does wrong ends the run, with its name.
+and only the staleness window evicts. A strategy may be a function of the user's: an
+error in it ends the run and names it.
 """
 
 import hashlib
@@ -17,11 +17,11 @@ from rollweave.core.state import Group
 from rollweave.schema.base import GroupId
 
 FUNCTION_MARK = ":"
-"""Part of the name of a function of the user's, `package.module:function`."""
+"""Part of every name of a user's function, `package.module:function`."""
 
 
 def choose_batch(run: Run, wanted: int) -> list[GroupId]:
-    """The groups of the next (mini-)batch: so many, or none."""
+    """The groups of the next (mini-)batch: `wanted` of them, or none."""
     state, name = run.state, run.config.buffer.sample
     if not run.independent_updates or name == "fifo":
         return list(state.buffer)[:wanted]
@@ -38,11 +38,11 @@ def choose_batch(run: Run, wanted: int) -> list[GroupId]:
 
 
 def unmeasured(run: Run, wanted: int) -> list[GroupId]:
-    """The groups whose ratios the next (mini-)batch waits for: where there is a choice,
-    and too few are measured to make it.
+    """The groups whose ratios the next (mini-)batch waits for, if there is a choice and
+    too few are measured to make it.
 
-    What arrives while others are measured is left for the next step: a step is held up
-    once.
+    A group that arrives while others are measured is left for the next step: a step is
+    held up once.
     """
     state = run.state
     if (
@@ -56,8 +56,8 @@ def unmeasured(run: Run, wanted: int) -> list[GroupId]:
 
 
 def ratio(run: Run, group: Group) -> float | None:
-    """As measured under the weights that the trainer has now; None if that was not
-    done.
+    """The ratio measured under the trainer's current weights; None if it was not
+    measured.
     """
     return group.ratio if group.ratio_weights_id == run.state.published_id else None
 
@@ -84,7 +84,7 @@ def _by(run: Run, name: str, choose: Callable[[Any], list[GroupId]]) -> list[Gro
         return choose(name)
     try:
         return choose(run.rules[name])
-    except (Exception, SystemExit) as error:  # the user's code may do anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         run.state.error = (
             run.state.error or f"buffer function {name} failed: {type(error).__name__}: {error}"
         )
@@ -92,7 +92,9 @@ def _by(run: Run, name: str, choose: Callable[[Any], list[GroupId]]) -> list[Gro
 
 
 def _draw(key: str) -> float:
-    """A number in [0, 1) that follows from the key: the core has no chance of its own."""
+    """A number in [0, 1) that follows from the key: the core has no source of
+    randomness.
+    """
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:6]) / (1 << 48)
 
 

@@ -1,9 +1,9 @@
-"""What every event asks of all engines together, kept as they change instead of counted
-anew.
+"""Aggregates over all engines, maintained as they change instead of recounted at every
+event.
 
-Derived from the state and never written to a snapshot: a restored core makes it again.
-`engine.active` changes only through `occupy` and `vacate`; whatever else changes an
-engine calls `Run.fleet_changed`. `core/checks` compares with a fresh count.
+Derived from the state and never written to a snapshot: a restored core computes them
+again. `engine.active` changes only through `occupy` and `vacate`; code that changes an
+engine otherwise calls `Run.fleet_changed`. `core/checks` compares with a fresh count.
 """
 
 import math
@@ -18,27 +18,28 @@ from rollweave.schema.base import EngineId, TrajectoryId
 
 @dataclass(kw_only=True)
 class Fleet:
-    loads: dict[EngineId, EngineLoad] = field(default_factory=dict)  # of engines that take turns
-    slots: int = 0  # of engines that take turns
-    active: int = 0  # turns on these
-    # slots of these without a turn: an engine that was given more turns than it has
-    # slots hides none
+    loads: dict[EngineId, EngineLoad] = field(default_factory=dict)  # only engines that take turns
+    slots: int = 0  # all slots of the engines that take turns
+    active: int = 0  # turns on these engines
+    # slots of these engines without a turn; an engine with more turns than slots has none
     free: int = 0
-    busy: int = 0  # of these, the engines that have turns
+    busy: int = 0  # number of these engines that have turns
     draining: int = 0
-    departing: tuple[EngineId, ...] = ()  # engines on their way out, draining or about to
+    departing: tuple[EngineId, ...] = ()  # engines that drain or will drain
     starting: int = 0
-    updating: int = 0  # stale, suspending or loading
-    version: int | None = None  # the oldest that an engine has; None if no engine has any
-    # of engines that could take others now: stale and serving ones
+    updating: int = 0  # engines that are stale, suspending or loading
+    version: int | None = None  # the oldest of any engine; None if no engine has weights
+    # weights of the engines that could load others now: stale and serving ones
     weights_ids: frozenset[int] = frozenset()
-    # weights that an engine has, or will have once it has loaded them
+    # weights that an engine has or is loading
     expected_weights_ids: frozenset[int] = frozenset()
-    # as core/version_affinity has worked them out
+    # computed by core/version_affinity
     batch_sizes: dict[EngineId, int] | None = field(default=None, compare=False)
-    # of the turns on an engine, ascending
+    # ranks of the turns on each engine, ascending
     _ranks: dict[EngineId, list[float]] = field(default_factory=dict)
-    _tokens: dict[EngineId, int] = field(default_factory=dict)  # context of the turns on an engine
+    _tokens: dict[EngineId, int] = field(
+        default_factory=dict
+    )  # context tokens of the turns on each engine
 
     @classmethod
     def of(cls, state: State) -> Self:
@@ -83,14 +84,16 @@ class Fleet:
         )
 
     def occupy(self, engine: Engine, trajectory_id: TrajectoryId, turn: Turn) -> None:
-        """Give an engine that takes turns a trajectory's turn."""
+        """Put a trajectory's turn on an engine that takes turns."""
         engine.active[trajectory_id] = turn.number
         insort(self._ranks[engine.id], turn.rank)
         self._tokens[engine.id] += turn.context_tokens
         self._recount(engine)
 
     def vacate(self, engine: Engine, trajectory_id: TrajectoryId, turn: Turn) -> bool:
-        """Take a trajectory's turn from the engine. False if it had none."""
+        """Take a trajectory's turn from the engine. Return False if the engine did not
+        have it.
+        """
         if engine.active.pop(trajectory_id, None) is None:
             return False
         ranks = self._ranks.get(engine.id)
@@ -101,7 +104,7 @@ class Fleet:
         return True
 
     def rerank(self, engine: Engine, before: float, after: float) -> None:
-        """A turn on this engine has another rank."""
+        """Record that a turn on this engine has another rank."""
         ranks = self._ranks.get(engine.id)
         if ranks is not None:
             del ranks[bisect_left(ranks, before)]

@@ -1,9 +1,9 @@
-"""Groups: drawn, launched, completed, buffered, dropped. A group is the unit of what is
+"""Groups: drawn, launched, completed, buffered, dropped. A group is the unit that is
 trained on together.
 
-Invariant (`account`): every training trajectory that was started is trained, dropped
-for a named reason, cancelled, buffered or in flight. Only scored members of complete
-groups enter the buffer; a dropped group takes all its members with it.
+Invariant (`core/accounting`): every training trajectory that was started is trained,
+dropped for a named reason, cancelled, buffered or in flight. Only scored members of
+complete groups enter the buffer; a dropped group takes all its members with it.
 """
 
 from rollweave.core import attempts, experience, lengths, trajectories, version_affinity
@@ -25,7 +25,7 @@ from rollweave.schema.events import DrawFailed, GroupSubmitted
 from rollweave.schema.work import Purpose, StopReason
 
 CANCELLING = frozenset({StopReason.SURPLUS, StopReason.CANCELLED})
-"""Reasons counted as cancelled: the trajectory was good, but not needed any more.
+"""Reasons counted as cancelled: the trajectory was good, but is no longer needed.
 
 All others count as dropped.
 """
@@ -130,19 +130,19 @@ def on_submitted(run: Run, event: GroupSubmitted) -> None:
 
 
 def on_draw_failed(run: Run, event: DrawFailed) -> None:
-    """The task source is the user's code, and drawing is deterministic: trying again
-    would fail again.
+    """End the run: the task source is the user's code, and drawing is deterministic, so
+    another try would fail again.
     """
     if run.state.phase is not Phase.FINISHED:
         run.state.error = run.state.error or f"drawing a task failed: {event.error}"
 
 
 def abandon_draw(run: Run, group: Group) -> None:
-    """The task has not come: do without the group. Another is drawn in its place."""
+    """Do without a group whose task has not come. Another one is drawn in its place."""
     drop(run, group, "draw_hang")
 
 
-# Members come to an end.
+# Facts about members.
 
 
 def wants_members(run: Run, group: Group) -> bool:
@@ -151,13 +151,13 @@ def wants_members(run: Run, group: Group) -> bool:
 
 
 def member_scored(run: Run, group: Group, trajectory: Trajectory) -> None:
-    """Choose the member, and see whether the group is complete."""
+    """Choose the member, and decide whether the group is complete."""
     group.chosen.append(trajectory.id)
     evaluate_group(run, group)
 
 
 def member_ended(run: Run, group: Group, trajectory: Trajectory, reason: StopReason) -> None:
-    """The trajectory will never be trained on."""
+    """Count the member, and decide whether the group can still complete."""
     if trajectory.started:
         trajectory.started = False  # counted here, once
         _count_ended(run, reason, 1)
@@ -190,7 +190,7 @@ def evaluate_group(run: Run, group: Group) -> None:
             if member.stage is not Stage.SCORED:
                 trajectories.cancel(run, member, StopReason.SURPLUS)
         if not run.mode.aborts and not _is_fresh(run, group, run.next_version()):
-            drop(run, group, StopReason.STALE)  # it was let run to its end
+            drop(run, group, StopReason.STALE)  # it was not aborted when it expired
         if group.id in run.state.buffer:
             make_room(run)
     else:
@@ -230,11 +230,11 @@ def _check_yield(run: Run, verdict: Verdict, *, scored: bool) -> None:
 
 
 def drop(run: Run, group: Group, reason: str) -> None:
-    """Give up a group that is not being trained on: scored members are evicted, the
-    others cancelled.
+    """Drop a group that is not being trained on: scored members are evicted, the others
+    cancelled.
 
-    `reason` names the drop in the account; a `StopReason` also tells the members why
-    they stop.
+    `reason` names the drop in the account; a `StopReason` is also the members' reason
+    to stop.
     """
     state = run.state
     state.active_groups.pop(group.id, None)
@@ -255,11 +255,10 @@ def drop(run: Run, group: Group, reason: str) -> None:
 
 
 def drop_expired(run: Run) -> None:
-    """Cancel early what can no longer be trained on: no step from the next one on would
-    accept it (RollArt §6.2).
+    """Drop groups that no step from the next one on would accept (RollArt §6.2).
 
-    A mode that does not abort only evicts what is buffered; what is under way is
-    dropped when it is done.
+    A mode that does not abort drops only buffered groups; one under way is dropped when
+    it is complete.
     """
     state, version = run.state, run.next_version()
     if state.swept_for_version == version:
@@ -277,21 +276,21 @@ def _is_fresh(run: Run, group: Group, version: int) -> bool:
     for member_id in group.chosen if group.status is GroupStatus.BUFFERED else group.members:
         member = run.state.trajectories[member_id]
         if member.stage in (Stage.QUEUED, Stage.CLOSING, Stage.OVER, Stage.ENDED):
-            continue  # not launched yet, or no longer of interest
+            continue  # not launched yet, or no longer needed
         if not acceptable(member.initiated, version, run.mode.window):
             return False
     return True
 
 
 def drop_unfinished(run: Run) -> None:
-    """The end of training: no further step will need what is still being rolled out."""
+    """Drop the groups that are still being rolled out at the end of training."""
     for group_id in list(run.state.active_groups):
         drop(run, run.state.groups[group_id], StopReason.CANCELLED)
 
 
 def return_to_buffer(run: Run, group_ids: list[GroupId], *, trained: bool) -> None:
-    """Groups of a step that is lost go back into the buffer; `sweep_doomed` then
-    decides whether they are still fresh.
+    """Put the groups of a lost step back into the buffer; `drop_expired` then decides
+    whether they are still fresh.
     """
     for group_id in group_ids:
         group = run.state.groups[group_id]
@@ -324,8 +323,8 @@ def _count_ended(run: Run, reason: str, trajectories_ended: int) -> None:
 
 
 def mark_checkpointed(run: Run, group: Group) -> None:
-    """No restored trainer will lose the step of this group: nobody needs its tokens any
-    more.
+    """Release the group's tokens: a checkpoint covers its step, which no restored
+    trainer will lose.
     """
     group.status = GroupStatus.COVERED
     run.emit(Evict(trajectory_ids=tuple(group.chosen), reason="trained"))

@@ -1,6 +1,5 @@
-"""Where the time goes: seconds of engines and trainer by what they did or waited for.
-
-Kept exactly, from event to event.
+"""Where the time goes: seconds of engines and of the trainer by what they did or waited
+for, exact to the event.
 """
 
 from rollweave.core.run import Run
@@ -10,7 +9,7 @@ from rollweave.core.state import Phase, TrainerStatus
 def charge(run: Run) -> None:
     """Charge the time since the last event to the causes that held during it.
 
-    Called before the event changes anything.
+    Call before the event changes anything.
     """
     state, idle = run.state, run.state.idle
     if idle.clock is None or run.now <= idle.clock or state.phase is Phase.FINISHED:
@@ -34,16 +33,16 @@ def charge(run: Run) -> None:
 
 
 def _cause_of_waiting(run: Run) -> str:
-    """Why engines that serve have no turns."""
+    """The reason why serving engines have no turns."""
     state = run.state
     if state.in_init or len(state.in_run) > run.fleet.active + len(state.turn_queue):
         return "environment"
     if state.in_run:
-        # all that runs is on other engines, or waits for one that takes weights
+        # all turns are on other engines, or wait for one that is loading weights
         return "stragglers"
     if state.in_eval or state.eval_queue:
         return "reward"
-    return "window"  # the mode admits nothing: rollouts may not run further ahead of training
+    return "window"  # the mode admits no launch: rollouts may not run further ahead of training
 
 
 def _trainer_cause(run: Run) -> str:

@@ -1,9 +1,10 @@
-"""Trajectories under way by predicted length, and the work that waits at the engines
-that are theirs.
+"""The trajectories under way by predicted length, and the work that remains for each
+engine's assigned trajectories.
 
-Derived from the state (`Trajectory.estimate`, `occupies` and `home`) and never written
-to a snapshot; `core/checks` compares with a fresh one. Ranks are positions in one
-sorted list: a change costs a search and a move in memory, microseconds for 10,000.
+Derived from the state (`Trajectory.estimate`, `kv_token_steps` and `assigned_engine`)
+and never written to a snapshot; `core/checks` compares with a fresh index. A rank is a
+position in one sorted list: a change costs a search and a move in memory, microseconds
+for 10,000 trajectories.
 """
 
 from bisect import bisect_left, insort
@@ -17,26 +18,26 @@ Key = tuple[int, TrajectoryId]
 """(−tokens, id): longest first."""
 
 ORDERED = (Stage.QUEUED, Stage.INIT, Stage.RUN)
-"""Stages in which a trajectory has tokens to come."""
+"""Stages in which a trajectory has tokens to sample."""
 
 
 KvPlace = tuple[int, float, TrajectoryId, int]
-"""(−level where ranks are levels, launch, id, tokens): who comes first to an engine's
-KV cache, and how much it claims.
+"""(−length bucket if ranks are buckets, launch time, id, tokens): the order in which
+residents claim an engine's KV cache, and how much each claims.
 """
 
 
 @dataclass(slots=True)
 class EngineWork:
-    """What an engine's own trajectories have yet to sample, and the contexts that will
-    occupy, summed over these tokens.
+    """The tokens that an engine's assigned trajectories have yet to sample, and the KV
+    tokens that their contexts will occupy, summed over these.
     """
 
     remaining: list[Key] = field(default_factory=list)
     tokens: int = 0
     occupied: int = 0
     kv_residents: list[KvPlace] = field(default_factory=list)
-    # as core/assignment has last worked it out; None since a change
+    # cached by core/assignment; None after a change
     work_s: float | None = field(default=None, compare=False)
 
     @property
@@ -46,7 +47,7 @@ class EngineWork:
 
 @dataclass(slots=True)
 class IndexEntry:
-    """A trajectory as it was counted."""
+    """A trajectory as it was last indexed."""
 
     rank: Key
     remaining: Key
@@ -57,8 +58,8 @@ class IndexEntry:
 
 class LengthIndex:
     def __init__(self, *, by_level: bool) -> None:
-        """`by_level`: longer ones come first to the KV cache (priority longest_first),
-        else earlier ones.
+        """With `by_level` longer trajectories claim the KV cache first (priority
+        longest_first), otherwise earlier ones.
         """
         self._by_level = by_level
         self.keys: list[Key] = []
@@ -83,7 +84,7 @@ class LengthIndex:
         )
 
     def update(self, trajectory: Trajectory) -> None:
-        """The trajectory's estimate, home or stage has changed."""
+        """Index the trajectory again after its estimate, engine or stage has changed."""
         self.drop(trajectory.id)
         if trajectory.stage not in ORDERED:
             return
@@ -121,7 +122,7 @@ class LengthIndex:
                 del self.loads[entry.assigned_engine]
 
     def works(self) -> list[tuple[int, int]]:
-        """Of all: tokens to come, and the contexts that they will occupy, the longest
+        """The tokens to sample and the KV token steps of every trajectory, the longest
         first.
         """
         return sorted(
@@ -130,12 +131,12 @@ class LengthIndex:
         )
 
     def rank(self, trajectory_id: TrajectoryId) -> int:
-        """0 is the longest."""
+        """The position of the trajectory by predicted length; 0 is the longest."""
         return bisect_left(self.keys, self._entries[trajectory_id].rank)
 
     def ahead_of(self, trajectory: Trajectory, engine_id: EngineId) -> list[KvPlace]:
-        """Residents of this engine that come before the trajectory: all, where it is
-        none of them itself.
+        """The residents of this engine that claim its KV cache before the trajectory:
+        all of them if the trajectory is not resident there.
         """
         load = self.loads.get(engine_id)
         if load is None:

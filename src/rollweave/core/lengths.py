@@ -1,9 +1,9 @@
-"""What is believed of trajectories' lengths: asked when the environment has answered,
-and never waited for.
+"""Estimates of the trajectories' lengths. A prediction is requested when the
+environment has answered, and is never waited for.
 
 Every trajectory has an estimate at any time: the last prediction less what was sampled
 since, and before the first one the mean of its task domain. A predictor that is slow,
-fails or is gone changes nothing but how good the estimates are (Heddle §4.1).
+fails or is gone affects only the quality of the estimates (Heddle §4.1).
 """
 
 import math
@@ -18,24 +18,26 @@ from rollweave.schema.prediction import LengthContext
 from rollweave.schema.work import Purpose
 
 KEPT_LENGTHS = 8192
-"""Newest lengths of a task domain that are kept: one batch of the largest published
-set-ups.
+"""Maximum number of recent lengths kept for each task domain: one batch of the largest
+published set-ups.
 """
 
 MEAN_WEIGHT = 0.05
-"""Weight of a new value in the means of a task domain: of the last twenty or so."""
+"""Weight of a new value in the running means of a task domain, which cover the last
+twenty or so.
+"""
 
 MAX_ESTIMATE = 1 << 24
-"""Tokens that a trajectory is believed to sample at most, whatever a predictor says:
-beyond any model's context, and contexts summed over so many tokens are numbers that a
-snapshot can hold.
+"""Maximum tokens of an estimate, whatever a predictor answers: beyond any model's
+context, and small enough for sums of contexts over so many tokens to fit into a
+snapshot's integers.
 """
 
 FINISHED = (Stage.EVAL_QUEUED, Stage.EVAL, Stage.SCORED)
 
 
 def begin_attempt(run: Run, trajectory: Trajectory) -> None:
-    """A new attempt: nothing is known but its domain."""
+    """Reset the estimate for a new attempt, of which only the task domain is known."""
     trajectory.output_tokens = trajectory.last_output_tokens = trajectory.context_tokens = 0
     trajectory.tool_s = 0.0
     trajectory.kv_resident = False
@@ -51,7 +53,9 @@ def begin_attempt(run: Run, trajectory: Trajectory) -> None:
 
 
 def learn_prompt(run: Run, trajectory: Trajectory, prompt_tokens: int) -> None:
-    """A handler's prompt is known with its first turn only: then `prompt_tokens` is 0."""
+    """Record the prompt's length. For a handler, whose prompt is known only with its
+    first turn, `prompt_tokens` is 0.
+    """
     trajectory.prompt_tokens = trajectory.context_tokens = prompt_tokens
     if prompt_tokens:
         _update_mean(
@@ -60,8 +64,8 @@ def learn_prompt(run: Run, trajectory: Trajectory, prompt_tokens: int) -> None:
 
 
 def learn_request(run: Run, trajectory: Trajectory, context_tokens: int) -> None:
-    """The environment has answered, or has begun: of all that is known before a turn
-    its answer tells most.
+    """Learn from a requested turn, and request a prediction: the environment's answer
+    is the most informative moment before a turn.
     """
     if trajectory.turns_requested:
         step_s = run.now - trajectory.since
@@ -136,7 +140,9 @@ def revise_outrun(run: Run) -> list[Trajectory]:
 
 
 def finish_attempt(run: Run, trajectory: Trajectory, *, finished: bool) -> None:
-    """The attempt samples no more: by itself (`finished`), or cut off."""
+    """Record that the attempt samples no more: by itself (`finished`), or because it
+    was cut off.
+    """
     group = run.state.groups[trajectory.group_id]
     if finished and trajectory.output_tokens and group.purpose is Purpose.TRAIN:
         known = run.state.lengths.setdefault(group.name, [])
@@ -161,8 +167,8 @@ def finish_attempt(run: Run, trajectory: Trajectory, *, finished: bool) -> None:
 
 
 def _context_growth(trajectory: Trajectory) -> int:
-    """Tokens that came to its context; none where an agent program has begun a shorter
-    one meanwhile.
+    """Tokens added to the trajectory's context; 0 if an agent program has begun a
+    shorter one since.
     """
     return max(0, trajectory.context_tokens - trajectory.prompt_tokens)
 
@@ -173,9 +179,11 @@ def _update_mean(means: dict[str, float], name: str, value: float) -> None:
 
 
 def _set_estimate(run: Run, trajectory: Trajectory, tokens: float) -> None:
-    """Whole tokens, so that sums over trajectories do not depend on their order."""
+    """Set the estimate in whole tokens, so that sums over trajectories do not depend on
+    their order.
+    """
     if not (run.scheduling.predicts or run.scheduling.homes):
-        return  # nobody asks
+        return  # estimates are not used
     trajectory.estimate = round(max(1.0, min(tokens, MAX_ESTIMATE)))
     growth = run.state.context_growth.get(run.state.groups[trajectory.group_id].name, 1.0)
     trajectory.kv_token_steps = round(
@@ -190,7 +198,7 @@ def _set_estimate(run: Run, trajectory: Trajectory, tokens: float) -> None:
 
 
 def _request_prediction(run: Run, trajectory: Trajectory) -> None:
-    """Ask for a prediction while the turn waits and runs.
+    """Request a prediction while the turn waits and runs.
 
     Evaluations sample otherwise, and are not learned from.
     """

@@ -1,7 +1,7 @@
-"""The engines that a run begins with, and which may come and go while it goes on.
+"""The engines that a run begins with, and those that may join or leave it later.
 
-Invariant: no number comes twice in a run, so that what is said late of a former engine
-is not taken for another's.
+Invariant: no engine number is used twice in a run, so that a late message about a
+former engine is not taken for one about another.
 """
 
 import itertools
@@ -14,8 +14,8 @@ from rollweave.schema.events import EngineSlot
 
 
 def first_engines(config: RunConfig) -> tuple[EngineSlot, ...]:
-    """As configured; under [allocation] one engine of each degree as far as the budget
-    goes, and the rest of it in small ones.
+    """The configured engines. With [allocation]: one engine of each degree as far as
+    the budget allows, and the rest of the budget in the smallest ones.
 
     So every degree that fits beside smaller ones is measured before the first plan.
     """
@@ -34,11 +34,11 @@ def first_engines(config: RunConfig) -> tuple[EngineSlot, ...]:
 
 
 def engines_to_start(config: RunConfig, state: State) -> tuple[EngineSlot, ...]:
-    """The engines that a world begins with, again perhaps: those of the configuration
-    that were not withdrawn, and who joined.
+    """The engines that a world begins with, the first one or a restarted one: the
+    configured ones that were not withdrawn, and those that joined.
 
-    Under [allocation] those that the run has or was about to have; where these do not
-    fit it any more, it begins afresh.
+    With [allocation]: those that the run has or was about to start. If they no longer
+    fit the configuration, the fleet begins as in a new run.
     """
     if config.allocation is not None:
         return _planned(config, config.allocation, state)
@@ -84,13 +84,14 @@ def _initial_degrees(allocation: AllocationConfig) -> list[int]:
     return sorted([*found, *[smallest] * (left // smallest)], reverse=True)
 
 
-# While it goes on.
+# Changes during a run.
 
 
 def next_id(state: State) -> EngineId | None:
-    """Of the next engine: a number that none has had, on a machine that lives.
+    """The id of the next engine: a number that no engine has had, on a machine that is
+    up.
 
-    None where no machine does.
+    None if no machine is up.
     """
     if not state.machines:
         return _name(state.next_engine)
@@ -100,7 +101,7 @@ def next_id(state: State) -> EngineId | None:
 
 
 def why_not_join(config: RunConfig, state: State, seat: EngineSlot) -> str:
-    """Why a training run cannot have this engine too; "" if it can."""
+    """The reason why this engine cannot join a training run; "" if it can."""
     if state.phase is Phase.FINISHED:
         return "the run is over"
     if config.allocation is not None:
@@ -121,7 +122,7 @@ def why_not_join(config: RunConfig, state: State, seat: EngineSlot) -> str:
 
 
 def why_not_leave(config: RunConfig, state: State, engine: Engine) -> str:
-    """Why a training run cannot do without this engine; "" if it can."""
+    """The reason why this engine cannot leave a training run; "" if it can."""
     if config.allocation is not None:
         return (
             "[allocation] decides which engines there are: resume the run with a smaller "
@@ -136,14 +137,14 @@ def why_not_leave(config: RunConfig, state: State, engine: Engine) -> str:
 
 
 def remaining_engines(state: State, engine: Engine) -> list[Engine]:
-    """The other engines, without those that are on their way out."""
+    """The other engines that are not departing."""
     return [
         other for other in state.engines.values() if other is not engine and not other.departing
     ]
 
 
 def number_of(engine_id: EngineId) -> int:
-    """Of engine e0, e1, …"""
+    """The number of an engine: 3 for e3."""
     return int(engine_id.removeprefix("e"))
 
 

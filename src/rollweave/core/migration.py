@@ -1,11 +1,11 @@
-"""Trajectories that move to the engine of their new rank, with their KV, while their
-environment works (Heddle §5.3).
+"""Migration of trajectories, with their KV, to the engine for their new rank, while
+their environment works (Heddle §5.3).
 
 Invariants: a trajectory has at most one migration, and an engine is in at most one
-transfer; a turn that is asked for during a transfer waits for its end (that time is
-what migration exposes), one that is asked for before it begins cancels it. Whatever
-fails leaves the trajectory with an engine: where its KV is, or where it will be
-computed again. A turn whose wait is over is returned, and `core/turns` queues it.
+transfer. A turn requested during a transfer waits for its end (the exposed time of
+migration); one requested before it begins cancels it. After any failure the trajectory
+has an engine: the one that holds its KV, or one that computes it again. Trajectories
+whose turn need no longer wait are returned, and `core/turns` queues the turns.
 """
 
 from rollweave.core import assignment, attempts
@@ -19,15 +19,15 @@ from rollweave.schema.commands import Migrate
 from rollweave.schema.events import MigrationDone
 
 UNEVEN = 1.25
-"""Work of one engine by that of the idlest, from which a trajectory moves only to even
-it out: estimates err by about that.
+"""Ratio of an engine's work to that of the least loaded one from which a trajectory
+moves only to balance them: estimates err by about that.
 """
 
 MEMORY = 0.2
-"""Weight of a new transfer in the mean seconds of a token's KV."""
+"""Weight of a new transfer in the mean seconds for a token's KV."""
 
 TRANSFER_S = 30.0
-"""Seconds that a transfer may take before it is given up: far more than the largest
+"""Maximum seconds of a transfer before it is given up: far more than the largest
 contexts need over a slow link.
 """
 
@@ -62,8 +62,8 @@ def consider(run: Run, trajectory: Trajectory) -> list[Trajectory]:
 
 
 def _target(run: Run, trajectory: Trajectory, source: Engine) -> Engine | None:
-    """The engine of its rank; by gain also the one with the least work, if the former
-    does not pay and this one does.
+    """The engine for the trajectory's rank; with migration by gain also the least
+    loaded one, if the former does not pay and this one does.
     """
     by_rank = run.state.engines[assignment.engine_of_rank(run, trajectory)]
     if run.scheduling.migration == "rank":
@@ -82,7 +82,9 @@ def _target(run: Run, trajectory: Trajectory, source: Engine) -> Engine | None:
 
 
 def _can_take(source: Engine, target: Engine) -> bool:
-    """KV is of use only under the weights that computed it."""
+    """True if both engines serve the same weights: KV is valid only under the weights
+    that computed it.
+    """
     serving = (
         source.status is EngineStatus.SERVING
         and target.status is EngineStatus.SERVING
@@ -117,7 +119,7 @@ def _is_worthwhile(run: Run, trajectory: Trajectory, source: Engine, target: Eng
 
 
 def _seconds(engine: Engine, *loads: tuple[int, int, int]) -> tuple[float, float]:
-    """Until the engine's work is done, before the move and after it."""
+    """Seconds until the engine's work is done, before the move and after it."""
     cost = rate_of(engine)
     before, after = (
         cost.seconds(longest=longest, tokens=tokens, occupied=held)
@@ -134,10 +136,10 @@ def begin(run: Run) -> list[Trajectory]:
     migrations = run.state.migrations
     for m in [m for m in migrations.values() if m.since is None]:
         source, target = run.state.engines.get(m.source), run.state.engines.get(m.target)
-        # it has changed while the wish waited
+        # it has changed while the migration waited
         if source is None or target is None or not _can_take(source, target):
             if m.vacates:
-                # _end begins with the others
+                # ending it begins the others that can
                 return _end(run, m, 0, "an engine has changed")
             forget(run, run.state.trajectories[m.trajectory_id])
     busy = [end for m in migrations.values() if m.since is not None for end in (m.source, m.target)]
@@ -187,9 +189,9 @@ def vacate(run: Run, trajectory: Trajectory, source: EngineId, target: EngineId)
 
 
 def holds_turn(run: Run, trajectory: Trajectory) -> bool:
-    """Its next turn is asked for: does it wait for a transfer?
+    """True if the turn that the trajectory now requests must wait for a transfer.
 
-    One that has not begun is dropped.
+    A transfer that has not begun is dropped.
     """
     if trajectory.migration is None:
         return False
@@ -201,7 +203,7 @@ def holds_turn(run: Run, trajectory: Trajectory) -> bool:
 
 
 def forget(run: Run, trajectory: Trajectory) -> None:
-    """The trajectory does not move. A transfer under way ends by itself."""
+    """Cancel the trajectory's migration. A transfer under way ends by itself."""
     number, trajectory.migration = trajectory.migration, None
     if number is not None and run.state.migrations[number].since is None:
         del run.state.migrations[number]
@@ -209,7 +211,9 @@ def forget(run: Run, trajectory: Trajectory) -> None:
 
 
 def complete(run: Run, event: MigrationDone) -> list[Trajectory]:
-    """A transfer is over. Return the trajectories whose turns wait no longer."""
+    """End a transfer that the world reports. Return the trajectories whose turns wait
+    no longer.
+    """
     m = run.state.migrations.get(event.number)
     if m is None or m.since is None:
         return []
@@ -252,7 +256,7 @@ def _end(run: Run, m: Migration, moved_tokens: int, error: str) -> list[Trajecto
         trajectory.assigned_engine = _engine_after(run, m, moved=not error)
         run.reindex(trajectory)
         if run.independent_updates:
-            # whoever's target has other weights by now finds another home
+            # the target may have other weights by now
             assignment.queue_of(run, trajectory, ())
         if trajectory.turn is not None:
             counted.exposed_s += run.now - trajectory.turn.since
@@ -261,9 +265,9 @@ def _end(run: Run, m: Migration, moved_tokens: int, error: str) -> list[Trajecto
 
 
 def _engine_after(run: Run, m: Migration, *, moved: bool) -> EngineId | None:
-    """Where its KV is; the other end if that engine is gone; anywhere if both are.
+    """The engine that holds the KV; else the other end; else None (any engine).
 
-    Whoever leaves stays nowhere behind.
+    A trajectory moved to free its source never returns to it.
     """
     if m.vacates:
         return m.target if assignment.is_usable(run, m.target) else None

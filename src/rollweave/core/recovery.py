@@ -1,4 +1,6 @@
-"""The start of a world, fresh or after the controller was lost (docs/decisions/0007)."""
+"""The start of a world, the first one or after the controller was lost
+(docs/decisions/0007).
+"""
 
 from rollweave.core import (
     ending,
@@ -34,7 +36,7 @@ def on_started(run: Run, event: RunStarted) -> None:
 def on_world_lost(run: Run, event: WorldLost) -> None:
     """Every process of the old world is gone; what was scored and stored survives.
 
-    In-flight attempts end, blamed on the infrastructure, and start again. The trainer
+    Attempts in flight end, blamed on the infrastructure, and start again. The trainer
     comes back from its last checkpoint.
     """
     state = run.state
@@ -76,7 +78,7 @@ def on_world_lost(run: Run, event: WorldLost) -> None:
 
 
 def _resume_service(run: Run, event: WorldLost) -> None:
-    """What was asked for starts again; what was over is delivered again, unless its
+    """Start submitted rollouts again; deliver those that were over again, unless their
     tokens are gone.
     """
     state = run.state
@@ -93,7 +95,7 @@ def _resume_service(run: Run, event: WorldLost) -> None:
 
 
 def _replace_world(run: Run, event: WorldLost, *, killed: bool) -> None:
-    """Note that engines of the new world are starting; end attempts that were under
+    """Record that engines of the new world are starting; end attempts that were under
     way, and queue them again if wanted.
 
     `killed`: the old world did not end in order.
@@ -116,9 +118,8 @@ def _replace_world(run: Run, event: WorldLost, *, killed: bool) -> None:
 
 
 def _count_lost_world(run: Run, trajectory: Trajectory) -> None:
-    """End the attempt that was under way when the world was lost.
-
-    It may be the cause: its environment runs in the world.
+    """Count the lost world against an attempt that was under way: it may be the cause,
+    since its environment runs in the world.
     """
     trajectory.worlds_lost += 1
     if trajectory.worlds_lost == WORLDS:

@@ -1,19 +1,20 @@
-"""Relays: one a machine, that hand the published weights on along a chain (Laminar §4).
+"""Relays: one for each machine, which pass the published weights along a chain (Laminar
+§4).
 
-The master, first in the chain, takes them from the trainer, every other relay from the
-one before it, all at once: a source passes on what it has got so far. Invariants: a
-relay that is taking has a source that holds the same weights, or stands before it and
-is taking them too, so that no relays wait for each other; who joins last stands last;
-what fails is tried in another way at once where there is one, else after a look of the
-watchdog. A lost trainer is no relay's fault.
+The master, first in the chain, fetches them from the trainer, every other relay from
+the one before it, all at once: a source passes on what it has received so far.
+Invariants: a fetching relay has a source that holds the same weights, or that stands
+before it and is fetching them too, so that no relays wait for each other; a relay that
+joins becomes the last. A failed fetch is tried in another way at once if there is one,
+else after the watchdog's next check. The loss of the trainer is never blamed on a
+relay.
 
-A relay that is silent for a moment is suspected, long before it counts as lost: who
-takes from it goes on from one that is not, if there is any (the first that is not
-suspected may take from the trainer), and nobody begins to take from it. It keeps its
-process, its place and what it takes, and when it is heard again everything stays as it
-is then: nobody is moved back. A relay to which nothing comes from a source that is
-heard tries another, too, but each only once for the same weights: a slow link is not
-left for ever again.
+A relay that is silent for a moment is suspected, long before it counts as lost: relays
+that fetch from it continue from one that is not suspected, if there is one (the first
+that is not suspected may fetch from the trainer), and no relay begins to fetch from it.
+It keeps its process, its place and its fetch, and when it recovers nothing is moved
+back. A relay that receives nothing from a responsive source tries another one too, but
+each only once for the same weights: a slow link is not left again and again.
 """
 
 from bisect import insort
@@ -44,7 +45,7 @@ LEGAL: Mapping[RelayStatus, frozenset[RelayStatus]] = {
 
 
 def start(run: Run, count: int) -> None:
-    """The world is starting so many relays, and has no others."""
+    """Record the relays that a new world starts."""
     state = run.state
     state.machines, state.chain = count, []
     state.relays = {
@@ -72,7 +73,9 @@ def on_fetched(run: Run, event: WeightsFetched) -> None:
     if not asked:
         return
     if len(relay.versions) > 1:
-        relay.restarts = 0  # it lived from one version to the next: earlier failures are forgiven
+        relay.restarts = (
+            0  # it has survived from one version to the next: earlier failures are forgiven
+        )
     (
         relay.refused_sources,
         relay.stalled_sources,
@@ -90,12 +93,12 @@ def on_fetched(run: Run, event: WeightsFetched) -> None:
     _measure_broadcast(run)
     for other in run.state.relays.values():
         if other.source == relay.id:
-            other.since = run.now  # from now on it alone is to blame
+            other.since = run.now  # a timeout is now its own fault
 
 
 def on_fetch_failed(run: Run, event: FetchFailed) -> None:
-    """A change that does not fit is followed by the whole; else another source may do
-    better.
+    """Handle a failed fetch: a change that does not fit is followed by the whole
+    version; else another source may do better.
     """
     relay = _find(run, event.relay_id, event.epoch)
     if relay is None or (relay.fetching, relay.fetches) != (event.weights_id, event.try_number):
@@ -164,8 +167,8 @@ def on_recovered(run: Run, event: RelayRecovered) -> None:
 
 
 def restart(run: Run, relay: Relay, reason: str) -> None:
-    """Cut it out of the chain and bring it back as its last member, or give its machine
-    up after repeated failure.
+    """Remove the relay from the chain and restart it as its last member, or give up its
+    machine after repeated failure.
     """
     state = run.state
     if state.phase is Phase.FINISHED:
@@ -194,7 +197,7 @@ def restart(run: Run, relay: Relay, reason: str) -> None:
 
 
 def advance(run: Run) -> None:
-    """Have every relay take what it lacks, and find another source for one that has
+    """Make every relay fetch what it lacks, and find another source for one that has
     lost its own.
     """
     state = run.state
@@ -204,7 +207,7 @@ def advance(run: Run) -> None:
         if relay.fetching >= 0:
             served = _has_source(run, relay)
             if served and (relay.suspected or not _source_is_suspected(run, relay)):
-                continue  # what is suspected itself cannot act: it goes on, or is lost, as it is
+                continue  # a suspected relay cannot act: its fetch continues, or is lost with it
             if _fetch_from_best(run, relay, relay.fetching) or served:
                 continue
             _stop(run, relay)
@@ -214,7 +217,7 @@ def advance(run: Run) -> None:
 
 
 def _fetch_from_best(run: Run, relay: Relay, wanted: int) -> bool:
-    """Have it take these weights from the best source that has not refused; False where
+    """Fetch these weights from the best source that has not refused; return False if
     there is none.
     """
     ways = [
@@ -226,8 +229,8 @@ def _fetch_from_best(run: Run, relay: Relay, wanted: int) -> bool:
 
 
 def _missing_version(run: Run, relay: Relay) -> int | None:
-    """The published weights; the master also takes older ones, of those that are waited
-    for, where no relay has them.
+    """The weights that the relay should fetch: the published ones; for the master also
+    older ones that are waited for, if no relay has them.
     """
     state = run.state
     if state.published_id in state.retained_versions and state.published_id not in relay.versions:
@@ -236,13 +239,13 @@ def _missing_version(run: Run, relay: Relay) -> int | None:
         return None
     other = version_affinity.awaited_weights(run)
     if other not in state.retained_versions:
-        return None  # a checkpoint alone has them, or nobody waits
+        return None  # only a checkpoint has them, or nothing waits for them
     return other if not any(other in one.versions for one in state.relays.values()) else None
 
 
 def check_timeouts(run: Run) -> None:
-    """The watchdog's: of relays that wait for each other the first is late; what was
-    refused is tried anew.
+    """Restart relays that are late; of relays that wait for each other only the first
+    is. Clear refusals, so that these sources are tried again.
     """
     state, limits = run.state, run.config.watchdog
     taking = {relay.id: relay.fetching for relay in state.relays.values()}
@@ -266,7 +269,7 @@ def check_timeouts(run: Run) -> None:
         ):
             restart(run, relay, f"not heard for {limits.weights_s:g} s")
         elif relay.starved_since is not None and run.now - relay.starved_since > limits.weights_s:
-            if relay.failed_source in state.relays:  # which of the two it is nobody knows
+            if relay.failed_source in state.relays:  # either of the two may be at fault
                 state.relays[
                     relay.failed_source
                 ].restart_reason = f"{relay.id} gets nothing from it"
@@ -289,8 +292,8 @@ def _source_is_suspected(run: Run, relay: Relay) -> bool:
 
 
 def _is_chain_head(run: Run, relay: Relay) -> bool:
-    """Nobody stands before it in the chain but relays that are suspected: it is the
-    master, or acts in the master's place.
+    """True if only suspected relays stand before it in the chain: it is the master, or
+    acts as the master.
     """
     state = run.state
     return all(
@@ -299,11 +302,11 @@ def _is_chain_head(run: Run, relay: Relay) -> bool:
 
 
 def _sources(run: Run, relay: Relay, wanted: int) -> list[str | None]:
-    """From whom it may take these weights, the best first: the nearest before it, then
-    any that has them whole.
+    """The sources from which the relay may fetch these weights, the best first: the
+    nearest before it, then any that has them whole.
 
-    None, the trainer, is for who leads the chain. Nobody takes from a relay that is
-    suspected. After a change that did not fit, those who have them whole come first.
+    None, the trainer, is for the head of the chain. A suspected relay is no source.
+    After a change that did not fit, sources that have the whole version come first.
     """
     state = run.state
     at = state.chain.index(relay.id)
@@ -322,8 +325,8 @@ def _sources(run: Run, relay: Relay, wanted: int) -> list[str | None]:
 
 
 def _fetch(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
-    """Where both ends hold the same weights, only what has changed since the newest of
-    these travels.
+    """Fetch these weights. If both ends hold a common version, only the change from the
+    newest of these is sent.
     """
     base = None
     if (
@@ -341,7 +344,7 @@ def _fetch(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
     if source is not None and wanted == run.state.published_id:
         form = "whole" if base is None else "changes"
         run.state.broadcast[form] = run.state.broadcast.get(form, 0) + 1
-    # until there is a newer one: a change is of it, here and at whoever takes from here
+    # kept until there is a newer one, as the base of a change here and downstream
     newest = relay.versions[-1:]
     keep = tuple(sorted({*weights.needed(run), *newest} - {wanted}))
     relay.versions = [held for held in relay.versions if held in keep or held == base]
@@ -365,7 +368,9 @@ def _prefers_changes(run: Run) -> bool:
 
 
 def _measure_broadcast(run: Run) -> None:
-    """All have the published weights: what that took, if they travelled in one form."""
+    """Once all relays have the published weights, record the time that this took, if
+    they were all sent in one form.
+    """
     state = run.state
     if len(state.broadcast) == 1 and all(
         state.published_id in state.relays[one].versions for one in state.chain

@@ -1,5 +1,5 @@
-"""What the sub-machines share: the settings, the state, the moment, and the commands
-gathered for this event.
+"""What the sub-machines share: the settings, the state, the time, the facts posted and
+the commands emitted while one event is handled.
 """
 
 from collections import deque
@@ -32,7 +32,7 @@ class AttemptOver:
 
 
 class Run:
-    """One handling of one event is a walk over `state`; what it decides is appended to
+    """Handling an event walks over `state`, and appends the commands that follow to
     `out`.
     """
 
@@ -47,7 +47,7 @@ class Run:
         self.out: list[Command] = []
         # facts on which core/lifecycle acts before the event is over
         self.over: deque[AttemptOver] = deque()
-        # lanes in which this event may have made a turn possible
+        # queues in which this event may have made a turn possible
         self.dirty_queues: list[EngineId | None] = []
         self.mode: Mode = preset(config.rollout.mode, config.rollout.alpha, config.buffer.max_age)
         self.scheduling: Scheduling = scheduling(config.rollout)
@@ -66,17 +66,17 @@ class Run:
         self.out.append(command)
 
     def warn(self, component: str, message: str, *, count: str) -> None:
-        """Tell the user and count it under `count`."""
+        """Warn the user, and count the warning under `count`."""
         watchdog = self.state.counters.watchdog
         watchdog[count] = watchdog.get(count, 0) + 1
         self.emit(Warn(component=component, message=message))
 
     def next_version(self) -> int:
-        """The version that the next mini-batch to be taken will be trained at: the step
-        that follows a running one.
+        """The version at which the next mini-batch to be taken will be trained: the
+        step that follows a running one.
 
-        While a streamed step still lacks mini-batches, what completes now belongs to
-        it.
+        While a streamed step still lacks mini-batches, groups that complete now belong
+        to it.
         """
         trainer = self.state.trainer
         step_is_full = (
@@ -87,23 +87,27 @@ class Run:
 
     @property
     def independent_updates(self) -> bool:
-        """Training, each engine at its own pace (`core/version_affinity`)."""
+        """True in training if each engine updates its weights independently
+        (`core/version_affinity`).
+        """
         return self.mode.alone and not self.state.serving
 
     @property
     def fleet(self) -> Fleet:
-        """All engines together."""
+        """Aggregates over all engines."""
         if self._fleet is None:
             self._fleet = Fleet.of(self.state)
         return self._fleet
 
     def fleet_changed(self) -> None:
-        """An engine came, went, or changed in another way than by its turns."""
+        """Recompute the aggregates: an engine was added, removed, or changed otherwise
+        than by its turns.
+        """
         self._fleet = None
 
     @property
     def turn_queues(self) -> TurnQueues:
-        """Queued turns, by whom they wait for."""
+        """The queued turns by the engine that they wait for."""
         if self._lanes is None:
             self._lanes = TurnQueues.of(self.state)
         return self._lanes
@@ -113,9 +117,9 @@ class Run:
 
     @property
     def length_index(self) -> LengthIndex:
-        """Trajectories under way by their estimates.
+        """The trajectories under way by their estimates.
 
-        Kept only where they have engines of their own.
+        Maintained only while trajectories are assigned to engines.
         """
         if self._order is None:
             self._order = LengthIndex.of(
@@ -124,7 +128,7 @@ class Run:
         return self._order
 
     def reindex(self, trajectory: Trajectory) -> None:
-        """The trajectory's estimate, home or stage has changed."""
+        """Index the trajectory again after its estimate, engine or stage has changed."""
         if self._order is not None:
             self._order.update(trajectory)
 
@@ -135,8 +139,8 @@ class Run:
         return self.fleet.version
 
     def admits_training(self) -> bool:
-        """True if a trajectory that is launched now, under the engines' version, could
-        be trained on by a step to come.
+        """True if a later step could train on a trajectory that is launched now, under
+        the engines' version.
         """
         version, next_version = self.serving_version(), self.next_version()
         return (
@@ -147,7 +151,9 @@ class Run:
         )
 
     def groups_in_minibatch(self, part: int) -> int:
-        """Groups in mini-batch `part`: the batch split as evenly as whole groups allow."""
+        """The number of groups in mini-batch `part`: the batch is split as evenly as
+        whole groups allow.
+        """
         total = self.config.rollout.groups_per_step
         return (
             total * (part + 1) // self.minibatches_per_step

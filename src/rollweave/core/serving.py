@@ -1,11 +1,11 @@
-"""A service: rollouts that somebody outside asked for, each delivered when it is over
-(ProRL §3).
+"""A service: rollouts that clients submit, each delivered when it is over (ProRL §3).
 
-The pools, turns, engines and retries of training serve it; there is no trainer, no step
-and no buffer. Invariants: what was submitted is delivered, once it is scored, has
-failed for good or is cancelled, and is kept until it is taken: a restarted world says
-it again. Engines come with weights of their own. An orderly end waits for what an
-engine works on, never for an engine: what has none is kept for the next world.
+It uses the pools, turns, engines and retries of training; there is no trainer, no step
+and no buffer. Invariants: a submitted rollout is delivered once it is scored, has
+failed for good or is cancelled, and is kept until the client acknowledges it: a
+restarted world delivers it again. Engines come with their weights. An orderly end waits
+for what an engine works on, never for an engine: rollouts that need one are kept for
+the next world.
 """
 
 from rollweave.core import lengths, trajectories
@@ -18,7 +18,7 @@ from rollweave.schema.work import Purpose, StopReason
 
 
 def begin(run: Run) -> None:
-    """The world serves, or serves again."""
+    """Begin to serve, in the first world or a restarted one."""
     state = run.state
     state.phase, state.error, state.closed, state.no_engine_since = Phase.SERVING, "", False, None
     for trajectory in state.trajectories.values():
@@ -26,7 +26,7 @@ def begin(run: Run) -> None:
             _deliver(run, trajectory)
 
 
-# Work.
+# Rollouts.
 
 
 def on_submitted(run: Run, event: RolloutsSubmitted) -> None:
@@ -64,7 +64,7 @@ def on_cancelled(run: Run, event: RolloutCancelled) -> None:
 
 
 def on_acknowledged(run: Run, event: RolloutAcknowledged) -> None:
-    """Forget it; and its group with the last of its members."""
+    """Forget the rollout, and its group with the last of its members."""
     state = run.state
     trajectory = state.trajectories.get(event.trajectory_id)
     if trajectory is None or trajectory.stage not in (Stage.SCORED, Stage.ENDED):
@@ -111,7 +111,9 @@ def _deliver(run: Run, trajectory: Trajectory) -> None:
 
 
 def stop(run: Run, *, drain: bool) -> None:
-    """Take nothing more; what there is is done first (`drain`), or cancelled."""
+    """Accept no more rollouts; with `drain` the present ones are finished first,
+    otherwise they are cancelled.
+    """
     run.state.closed = True
     for trajectory in [] if drain else list(run.state.trajectories.values()):
         if trajectory.stage not in (Stage.SCORED, Stage.ENDED):
@@ -119,7 +121,9 @@ def stop(run: Run, *, drain: bool) -> None:
 
 
 def advance(run: Run) -> None:
-    """End when all is delivered and taken, or what is left has no engine."""
+    """End the service when all rollouts are delivered and acknowledged, or those left
+    have no engine.
+    """
     state = run.state
     if state.phase is not Phase.SERVING:
         return
@@ -140,8 +144,8 @@ def advance(run: Run) -> None:
 
 
 def _is_stranded(run: Run) -> bool:
-    """All that is left needs an engine, and there is none, or none has become ready in
-    the time that one may take.
+    """True if all that is left needs an engine, and there is none, or none has become
+    ready in the time that its start may take.
     """
     state = run.state
     if len(state.init_queue) + len(state.in_init) + len(state.in_run) < len(state.trajectories):

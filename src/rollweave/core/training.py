@@ -1,10 +1,10 @@
-"""Training: what is measured and taken of the buffer, steps, publications, checkpoints,
-and what a lost trainer leaves behind.
+"""Training: measuring and taking groups from the buffer, steps, publications,
+checkpoints, and the loss of the trainer.
 
 Invariant: a group is taken by one step of the surviving lineage only. Steps since the
 last checkpoint but one stay in `lineage`, so that a restored trainer's lost steps give
-their groups back (docs/decisions/0007), even where the last checkpoint turns out to be
-damaged. A version is published once its step is whole.
+their groups back (docs/decisions/0007), even if the last checkpoint turns out to be
+damaged. A version is published once its step is complete.
 """
 
 from rollweave.core import (
@@ -56,7 +56,7 @@ def on_ready(run: Run, event: TrainerReady) -> None:
     the buffer if still fresh.
 
     A trainer that could not read its last checkpoint is back at the one before, and the
-    last one counts no more.
+    last one no longer counts.
     """
     state, trainer = run.state, run.state.trainer
     if event.epoch != trainer.epoch or trainer.status is not TrainerStatus.STARTING:
@@ -93,7 +93,7 @@ def on_ready(run: Run, event: TrainerReady) -> None:
 
 
 def _discarded(run: Run) -> int:
-    """Count the training trajectories that were dropped or cancelled so far."""
+    """The number of training trajectories that were dropped or cancelled so far."""
     return run.state.counters.cancelled + sum(run.state.counters.dropped.values())
 
 
@@ -101,8 +101,8 @@ def _discarded(run: Run) -> int:
 
 
 def take_batch(run: Run) -> None:
-    """① get_batch: as soon as the trainer is idle and a (mini-)batch of acceptable
-    groups is there, train on it.
+    """Train on a (mini-)batch of acceptable groups as soon as the trainer is idle and
+    the buffer holds one (step ① "get_batch" of RollArt's workflow).
     """
     state, trainer = run.state, run.state.trainer
     if (
@@ -118,7 +118,7 @@ def take_batch(run: Run) -> None:
         and not state.evaluation.started
         and not run.independent_updates
     ):
-        return  # engines must meet the version to be evaluated before there is a newer one
+        return  # engines must load the version to be evaluated before there is a newer one
     wanted = run.groups_in_minibatch(trainer.parts_done)
     groups.drop_expired(run)
     if len(state.buffer) < wanted:
@@ -155,9 +155,9 @@ def _refs(found: list[Group]) -> tuple[GroupRef, ...]:
 
 
 def on_measured(run: Run, event: RatiosMeasured) -> None:
-    """The ratios hold for as long as these weights do.
+    """Record the ratios, which hold for as long as the trainer's weights do.
 
-    What has left the buffer meanwhile has no use for its own.
+    Those of groups that have left the buffer are ignored.
     """
     state, trainer = run.state, run.state.trainer
     expected = (trainer.epoch, trainer.step, trainer.parts_done)
@@ -167,7 +167,7 @@ def on_measured(run: Run, event: RatiosMeasured) -> None:
     ):
         return
     if [found.id for found in event.ratios] != trainer.measuring:
-        return  # the answer to an earlier question, twice
+        return  # a duplicate of an earlier answer
     for found in event.ratios:
         if found.id in state.buffer:
             group = state.groups[found.id]
@@ -259,7 +259,7 @@ def _publish(run: Run, from_checkpoint: int | None = None) -> None:
 
 
 def publish_best(run: Run, step: int) -> None:
-    """For the final evaluation: the weights of the best checkpoint."""
+    """Publish the weights of the best checkpoint, for the final evaluation."""
     _publish(run, from_checkpoint=step)
 
 
@@ -329,7 +329,7 @@ def save(run: Run) -> None:
 
 
 def on_checkpoint_copied(run: Run, event: CheckpointCopied) -> None:
-    """Continue training: a copy is in memory, and is written meanwhile."""
+    """Continue training: a copy is in memory, and is written in the background."""
     trainer = run.state.trainer
     expected = (trainer.epoch, trainer.saving)
     if (
@@ -365,7 +365,7 @@ def on_checkpoint_saved(run: Run, event: CheckpointSaved) -> None:
 
 
 def on_checkpoint_failed(run: Run, event: CheckpointFailed) -> None:
-    """Training goes on: the earlier checkpoint is intact, and the next one may find
+    """Continue training: the earlier checkpoint is intact, and the next one may find
     room again.
     """
     state, trainer = run.state, run.state.trainer
@@ -403,9 +403,9 @@ def on_lost(run: Run, event: TrainerLost) -> None:
 
 
 def restart(run: Run, reason: str) -> None:
-    """Start the trainer again from the last checkpoint.
+    """Restart the trainer from the last checkpoint.
 
-    The batch in its hands goes back to the buffer.
+    The batch in training goes back to the buffer.
     """
     state, trainer = run.state, run.state.trainer
     if state.phase is Phase.FINISHED:

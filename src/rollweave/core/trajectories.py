@@ -1,9 +1,9 @@
-"""One trajectory's life: queued → INIT → RUN → EVAL → scored, through three bounded
+"""The life of a trajectory: queued → INIT → RUN → EVAL → scored, through three bounded
 pools; or cancelled, retried, ended.
 
 Invariant: an attempt holds a pool slot from the command that starts its stage until the
-world has said that the stage is over. A cancelled attempt keeps its slot while it
-closes, so what the world holds is never more than the pools allow.
+world reports that the stage is over. A cancelled attempt keeps its slot while it
+closes, so what the world holds never exceeds the pools.
 """
 
 from rollweave.core import attempts, lengths, migration, version_affinity
@@ -22,7 +22,7 @@ from rollweave.schema.commands import (
 from rollweave.schema.events import EnvReady, RewardFailed, RewardReady, TrajectoryEnded
 from rollweave.schema.work import TRAINABLE, Purpose, StopReason
 
-# What the world reports.
+# Events.
 
 
 def on_env_ready(run: Run, event: EnvReady) -> None:
@@ -56,7 +56,7 @@ def on_reward_ready(run: Run, event: RewardReady) -> None:
     trajectory = find(run, event.trajectory_id, event.attempt)
     if trajectory is None or trajectory.stage not in (Stage.EVAL, Stage.CLOSING):
         known = run.state.trajectories.get(event.trajectory_id)
-        # or the store keeps what nobody will ask for
+        # or the store would keep it for ever
         if known is None or known.stage is Stage.ENDED:
             run.emit(Evict(trajectory_ids=(event.trajectory_id,), reason="late"))
         return
@@ -78,13 +78,14 @@ def on_reward_failed(run: Run, event: RewardFailed) -> None:
         end_attempt(run, trajectory, trajectory.closing or event.stop_reason, failure=event.error)
 
 
-# What the core does to a trajectory.
+# Cancelling, ending and retrying.
 
 
 def cancel(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
-    """Stop the current attempt wherever it is.
+    """Stop the current attempt at any stage.
 
-    What the world holds is closed first; the rest ends at once.
+    What the world holds is closed first; an attempt for which it holds nothing ends at
+    once.
     """
     if trajectory.stage in (Stage.CLOSING, Stage.OVER, Stage.ENDED):
         # A doomed trajectory that is already closing for a retryable reason must not
@@ -104,8 +105,8 @@ def cancel(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
 
 
 def end_attempt(run: Run, trajectory: Trajectory, reason: StopReason, *, failure: str = "") -> None:
-    """End the attempt for `reason`: the world holds nothing for it. Whether another
-    one follows is settled by `core/lifecycle`.
+    """End the attempt for `reason`: the world holds nothing for it. `core/lifecycle`
+    settles whether another one follows.
 
     `failure` is the world's description of the failure, if there is one; it names the
     stage.
@@ -131,15 +132,15 @@ def retry(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
 
 
 def finish(run: Run, trajectory: Trajectory) -> None:
-    """No other attempt follows."""
+    """End the trajectory: no other attempt follows."""
     attempts.move(run, trajectory, Stage.ENDED)
 
 
-# What is started next.
+# Starting.
 
 
 def start_inits(run: Run) -> None:
-    """Fill the INIT pool, as far as the number of living environments allows.
+    """Fill the INIT pool, as far as the limit on living environments allows.
 
     Evaluations go first.
     """
@@ -186,7 +187,9 @@ def start_inits(run: Run) -> None:
 
 
 def _launch_version(run: Run, trajectory: Trajectory, purpose: Purpose) -> int | None:
-    """The version that it begins with, where an engine begins it now."""
+    """The version under which an engine launches the trajectory now; None if no engine
+    does.
+    """
     if not run.independent_updates:
         return run.serving_version()
     engine = version_affinity.engine_for(run, purpose)
@@ -204,8 +207,8 @@ def _count_inherent(run: Run, trajectory: Trajectory) -> None:
 
 
 def _first_to_start(run: Run) -> TrajectoryId | None:
-    """The next one in the queue: an evaluation's, or, if what is launched now could
-    still be trained on, any.
+    """The next trajectory in the queue: an evaluation's, or any if a later step could
+    train on one that is launched now.
     """
     state = run.state
     evaluating = state.evaluation is not None and state.evaluation.started
@@ -214,7 +217,7 @@ def _first_to_start(run: Run) -> TrajectoryId | None:
         and run.independent_updates
         and version_affinity.engine_for(run, Purpose.EVAL) is None
     ):
-        evaluating = False  # nobody can take its episodes now; others need not wait for that
+        evaluating = False  # no engine takes its episodes now; others need not wait for that
     for trajectory_id in state.init_queue if evaluating else ():
         if state.groups[state.trajectories[trajectory_id].group_id].purpose is Purpose.EVAL:
             return trajectory_id

@@ -1,7 +1,6 @@
-"""Ranks of open turns: what they follow from, and what changes them while an engine has
-the turn.
+"""The ranks of open turns, and what changes them while an engine has the turn.
 
-Invariant: an engine is told of every rank that changes there (`core/policy/priority`;
+Invariant: an engine is sent every rank that changes there (`core/policy/priority`;
 Heddle §4.2).
 """
 
@@ -12,7 +11,7 @@ from rollweave.schema.commands import RerankTurn
 
 
 def rank_of(run: Run, trajectory: Trajectory, turn: Turn) -> float:
-    """By the priority of this run, higher first."""
+    """The rank of a turn by the run's priority; higher runs first."""
     return RANKS[run.scheduling.priority](
         TurnView(
             launched_at=trajectory.launched_at,
@@ -24,8 +23,8 @@ def rank_of(run: Run, trajectory: Trajectory, turn: Turn) -> float:
 
 
 def promote_overdue(run: Run) -> None:
-    """Victims of preemption that were overtaken too often on their engine run before
-    all others.
+    """Let victims of preemption that were overtaken too often on their engine run
+    before all others.
     """
     for load in [load for load in run.fleet.loads.values() if load.active > load.slots]:
         engine = run.state.engines[load.id]
@@ -41,7 +40,9 @@ def promote_overdue(run: Run) -> None:
 
 
 def rerank(run: Run, trajectory: Trajectory) -> None:
-    """Its estimate has changed while an engine has its turn, or while that is held."""
+    """Update the rank of a turn that an engine has after the trajectory's estimate has
+    changed.
+    """
     turn = trajectory.turn
     assert turn is not None, "a turn that is ranked is open"
     if turn.engine is not None and turn.rank < overdue_rank(turn.arrival):

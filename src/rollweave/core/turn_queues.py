@@ -1,12 +1,13 @@
-"""Queued turns by what they wait for, highest rank first; and the oldest of each queue,
-so that none starves.
+"""The queued turns by what they wait for, highest rank first, and the oldest of each
+queue, so that none starves.
 
-A lane is an engine, or None for any; and whether the trajectory's KV is there, so that
-one whose KV has to find room first does not stand before one that has its own.
+A queue is keyed by an engine, or None for any engine, and by whether the trajectory's
+KV is there: a turn whose KV must find room first does not block one whose KV is
+present.
 
 Derived from the state (`turn_queue` and the turns) and never written to a snapshot.
-Entries of turns that left the queue otherwise stay in the heaps until they surface, or
-until there are more of them than of live ones.
+Entries of turns that have left the queue stay in the heaps until they surface, or until
+they outnumber the live ones.
 """
 
 import heapq
@@ -19,9 +20,7 @@ from rollweave.schema.base import EngineId, TrajectoryId
 QueueKey = tuple[EngineId | None, bool]
 
 STALE_ENTRIES = 64
-"""Entries of turns that left the queue otherwise, which all heaps may hold beyond as
-many as there are live ones.
-"""
+"""Maximum number of stale entries in all heaps beyond the number of live ones."""
 
 
 class TurnQueues:
@@ -42,14 +41,14 @@ class TurnQueues:
 
     @property
     def engines(self) -> list[EngineId]:
-        """Engines that turns may wait for."""
+        """The engines that turns may wait for."""
         return list(
             dict.fromkeys(engine_id for engine_id, _ in self._heaps if engine_id is not None)
         )
 
     def add(self, trajectory: Trajectory) -> None:
-        """Its turn is queued, or queued anew with another rank or lane: its former
-        entry is stale from now on.
+        """Add a turn that is queued, or requeued with another rank or key. Its former
+        entry becomes stale.
         """
         lane, turn = _lane(trajectory)
         heapq.heappush(
@@ -60,7 +59,7 @@ class TurnQueues:
         self._entries += 1
 
     def first(self, state: State, lane: QueueKey) -> TrajectoryId | None:
-        """The turn of the highest rank, the lowest tie among equals."""
+        """The turn of the highest rank, and of the lowest tiebreak among equal ranks."""
         heap = self._heaps.get(lane)
         while heap:
             rank, _, trajectory_id, arrival = heap[0]
@@ -73,7 +72,7 @@ class TurnQueues:
         return None
 
     def waiting(self, state: State, lane: QueueKey) -> list[TrajectoryId]:
-        """All of this lane."""
+        """All turns of this queue."""
         entries = self._heaps.get(lane, [])
         return [
             name for rank, _, name, arrival in entries if _waits(state, name, arrival, lane, -rank)

@@ -1,10 +1,10 @@
-"""Turns: ranked, queued, given to an engine that would run them at once, tried again
+"""Turns: ranked, queued, given to an engine that would run them at once, and retried
 elsewhere when the engine fails.
 
 Invariants: an open turn is in `turn_queue`, or in exactly one engine's `active`, or
-held while its trajectory's KV moves; `dispatch` fences late answers. An engine is
-given more turns than it has slots only by one that preempts (Heddle Alg. 1): of what it
-was given, the engine runs the highest ranks.
+held while its trajectory's KV moves; `dispatch` fences late answers. An engine is given
+more turns than it has slots only by a turn that preempts (Heddle Alg. 1): it runs the
+highest ranks of those that it has.
 """
 
 from rollweave.core import assignment, attempts, lengths, migration, trajectories, turn_priority
@@ -33,7 +33,7 @@ def on_requested(run: Run, event: TurnRequested) -> None:
     if trajectory is None or trajectory.stage is not Stage.RUN or trajectory.turn is not None:
         return
     if event.turn != trajectory.turns_requested:
-        return  # a message that came twice
+        return  # a duplicate
     lengths.learn_request(run, trajectory, event.context_tokens)
     trajectory.turns_requested += 1
     trajectory.turn = Turn(number=event.turn, context_tokens=event.context_tokens, since=run.now)
@@ -53,7 +53,7 @@ def on_done(run: Run, event: TurnDone) -> None:
     run.dirty_queues += [None, engine.id]
     engine.consecutive_timeouts = 0
     if run.state.serving:
-        engine.restarts = 0  # it takes no weights, by which others earn it
+        engine.restarts = 0  # it loads no weights, which resets this in training
     trajectory.turn, trajectory.engine, trajectory.since = None, engine.id, run.now
     counters = run.state.counters
     counters.turns += 1
@@ -101,10 +101,10 @@ def on_prediction(run: Run, event: PredictionReady) -> None:
         return
     run.dirty_queues.append(
         trajectory.assigned_engine
-    )  # its place in the KV of that engine may have changed
+    )  # its order in the KV of that engine may have changed
     if trajectory.id in run.state.turn_queue:
         if trajectory.turns_requested <= 1 and not run.independent_updates:
-            trajectory.assigned_engine = None  # nothing of it is anywhere yet
+            trajectory.assigned_engine = None  # no engine has KV of it yet
             run.reindex(trajectory)
         requeue(run, trajectory)
     elif trajectory.turn is None:
@@ -141,8 +141,8 @@ def _open_turn(
 
 
 def fail(run: Run, trajectory: Trajectory, error: str) -> None:
-    """The engine did not answer the open turn: queue it again, preferably for another
-    engine, or give up the attempt.
+    """Handle a turn that its engine did not answer: queue it again, preferably for
+    another engine, or give up the attempt.
     """
     turn = trajectory.turn
     assert turn is not None, "only an open turn can fail"
@@ -164,9 +164,9 @@ def fail(run: Run, trajectory: Trajectory, error: str) -> None:
 
 
 def fail_all(run: Run, engine: Engine, error: str, *, abort: bool) -> None:
-    """Every turn on this engine failed.
+    """Fail every turn on this engine.
 
-    With `abort` the world is told to forget their answers.
+    With `abort` the world is told to discard their answers.
     """
     for trajectory_id in list(engine.active):
         trajectory = run.state.trajectories[trajectory_id]
@@ -176,15 +176,13 @@ def fail_all(run: Run, engine: Engine, error: str, *, abort: bool) -> None:
 
 
 def time_out(run: Run, engine: Engine, trajectory: Trajectory) -> None:
-    """The watchdog's verdict on one turn."""
+    """Fail a turn that the watchdog has found late."""
     _abort(run, engine, trajectory)
     fail(run, trajectory, f"no answer within {run.config.watchdog.turn_s:g} s")
 
 
 def recall(run: Run, trajectory: Trajectory) -> None:
-    """Its engine works on its open turn no more, which goes on elsewhere; that is no
-    failure.
-    """
+    """Take the open turn from its engine, to run elsewhere; that is no failure."""
     turn = trajectory.turn
     assert turn is not None, "a turn that is recalled is open"
     run.state.turn_queue.pop(trajectory.id, None)
@@ -197,7 +195,7 @@ def recall(run: Run, trajectory: Trajectory) -> None:
 
 
 def recall_all(run: Run, engine: Engine) -> None:
-    """Every turn on this engine goes on elsewhere."""
+    """Take every turn from this engine, to run elsewhere."""
     for trajectory_id in list(engine.active):
         trajectory = run.state.trajectories[trajectory_id]
         recall(run, trajectory)
@@ -221,7 +219,7 @@ def _abort(run: Run, engine: Engine, trajectory: Trajectory) -> None:
 
 
 def enqueue(run: Run, trajectory: Trajectory) -> None:
-    """The open turn waits for an engine: for its trajectory's own one, or for any."""
+    """Queue the open turn for its trajectory's assigned engine, or for any."""
     state, turn = run.state, trajectory.turn
     assert turn is not None, "an open turn is queued"
     state.arrivals += 1
@@ -244,7 +242,7 @@ def enqueue_all(run: Run, released: list[Trajectory]) -> None:
 
 
 def requeue(run: Run, trajectory: Trajectory) -> None:
-    """Its estimate or its home has changed while the turn is queued.
+    """Requeue a turn whose trajectory's estimate or engine has changed.
 
     It keeps its place among equals.
     """
@@ -260,8 +258,8 @@ def requeue(run: Run, trajectory: Trajectory) -> None:
 
 
 def requeue_from(run: Run, engine: Engine) -> None:
-    """The engine takes no turns for a while, or never again: those that wait for it
-    wait for another one.
+    """Requeue the turns that wait for this engine, which takes none for a while or ever
+    again.
     """
     for trajectory_id in list(run.state.turn_queue):
         trajectory = run.state.trajectories[trajectory_id]
@@ -270,13 +268,13 @@ def requeue_from(run: Run, engine: Engine) -> None:
 
 
 def _turns_given(run: Run, engine_id: EngineId | None) -> int:
-    """Turns that this engine, or any, was given so far."""
+    """The number of turns that this engine, or any, was given so far."""
     return run.state.turns_given if engine_id is None else run.state.engines[engine_id].turns_given
 
 
 def dispatch(run: Run, waited_for: list[EngineId | None] | None = None) -> None:
     """Give queued turns to engines that would run them at once: those that wait for one
-    of these, or all if none are named.
+    of these engines, or all if none are named.
     """
     state = run.state
     if not state.turn_queue or (
@@ -285,7 +283,7 @@ def dispatch(run: Run, waited_for: list[EngineId | None] | None = None) -> None:
         return
     if run.turn_queues.is_overgrown(state):
         run.rebuild_turn_queues()
-    if not run.scheduling.homes:  # whatever waits, waits for any engine
+    if not run.scheduling.homes:  # every turn waits for any engine
         while (run.fleet.free or run.scheduling.preempts) and _start_next(run, None):
             pass
         return
@@ -298,8 +296,8 @@ def dispatch(run: Run, waited_for: list[EngineId | None] | None = None) -> None:
 
 
 def _steal_work(run: Run, waited_for: list[EngineId | None] | None) -> None:
-    """Engines that have a slot free, of those that the event touched, take turns that
-    wait for others.
+    """Let engines with a free slot, of those that the event touched, take turns that
+    wait for other engines.
     """
     if not run.fleet.free:
         return
@@ -316,7 +314,7 @@ def _has_slot(run: Run, engine_id: EngineId) -> bool:
 def _steal_turn(run: Run, engine_id: EngineId) -> bool:
     """Give this engine the first turn that waits for another one.
 
-    False if it cannot run that.
+    Return False if it cannot run that turn.
     """
     lanes = [
         (other, resident)
@@ -343,13 +341,13 @@ def _steal_turn(run: Run, engine_id: EngineId) -> bool:
 
 
 def _reassign(run: Run, trajectory: Trajectory, turn: Turn, engine_id: EngineId) -> None:
-    """The trajectory goes on at this engine, which computes its context again."""
+    """Assign the trajectory to this engine, which computes its context again."""
     trajectory.assigned_engine, trajectory.kv_resident, turn.queue = engine_id, False, engine_id
     run.reindex(trajectory)
 
 
 def _assign_waiting(run: Run) -> None:
-    """Turns that found no engine of their own when they were queued."""
+    """Assign the queued turns that had no engine when they were queued."""
     if run.independent_updates:  # each waits for an engine with its own weights
         for waiting in run.turn_queues.waiting(run.state, (None, False)):
             if assignment.queue_of(run, run.state.trajectories[waiting], ()) is not None:
@@ -360,13 +358,13 @@ def _assign_waiting(run: Run) -> None:
         requeue(run, trajectory)
         assert trajectory.turn is not None, "a queued turn is open"
         if trajectory.turn.queue is None:
-            return  # there is no engine
+            return  # no engine takes turns
 
 
 def _start_next(run: Run, waited_for: EngineId | None) -> bool:
-    """Give the first turn that waits for this engine, or for any, and can run.
+    """Start the first turn that waits for this engine, or for any, and can run.
 
-    False if there is none.
+    Return False if there is none.
     """
     found = [_next_in(run, (waited_for, resident)) for resident in (True, False)]
     ready = sorted(
@@ -392,7 +390,7 @@ def _dispatch_key(trajectory: Trajectory) -> tuple[float, float, TrajectoryId]:
 
 
 def _next_in(run: Run, lane: QueueKey) -> Trajectory | None:
-    """The turn of this lane that runs next.
+    """The turn of this queue that runs next.
 
     One that was overtaken too often goes first.
     """
@@ -435,14 +433,14 @@ def _has_alternative(run: Run, turn: Turn) -> bool:
 
 
 def _assigned_or_free_engine(run: Run, trajectory: Trajectory, turn: Turn) -> EngineId | None:
-    """Its home where that has a slot and KV to spare; else the idlest one that has,
-    which is its home then; else by preemption.
+    """The assigned engine if it has a slot and KV to spare; else the least loaded
+    engine that has, which is assigned then; else the assigned one by preemption.
 
-    To compute a context again costs less than to wait for the end of another's turn, or
-    to make another wait.
+    Computing a context again costs less than waiting for the end of another turn, or
+    making another one wait.
     """
     if turn.queue in turn.avoid and not run.independent_updates and _has_alternative(run, turn):
-        requeue(run, trajectory)  # its engine failed it when no other could take it
+        requeue(run, trajectory)  # its engine failed it when there was no alternative
     home = run.fleet.loads.get(turn.queue) if turn.queue is not None else None
     fits = home is not None and assignment.fits_in_kv(run, trajectory, run.state.engines[home.id])
     if home is not None and fits and home.active < home.slots:
@@ -481,15 +479,15 @@ def _start_turn(run: Run, trajectory: Trajectory, turn: Turn, chosen: EngineId) 
             engine_id=chosen,
             rank=turn.rank,
             dispatch=turn.dispatch,
-            resume=run.independent_updates,  # it has met no other weights than this engine's
+            resume=run.independent_updates,  # it was sampled under this engine's weights alone
         )
     )
 
 
 def is_late(run: Run, engine: Engine, turn: Turn) -> bool:
-    """No answer within the limit.
+    """True if the turn has no answer within the limit.
 
-    On a crowded engine a turn may wait while others are answered.
+    On an oversubscribed engine a turn may wait while others are answered.
     """
     assert engine.status is EngineStatus.SERVING, "only a serving engine owes answers"
     return (

@@ -1,14 +1,15 @@
-"""Each engine at its own pace (mode decoupled, Laminar §3, §4): what it begins, and
-when it takes other weights.
+"""Independent weight updates (mode decoupled, Laminar §3, §4): which trajectories an
+engine launches, and when it loads other weights.
 
-A trajectory is bound to the weights that it began with, and to an engine that has them,
-its home. An engine begins trajectories while its weights are the newest, and a whole
-batch under each version that it has; when the last of them is over, or repack has moved
-the rest away, it takes newer weights, by itself. What a lost engine leaves goes to
-another one with the same weights, or waits for the next that is free to load them: from
-memory, or from a checkpoint (Laminar §3.3).
+A trajectory is bound to the weights that it began with, and is assigned to an engine
+that serves them. An engine launches trajectories while its weights are the newest, and
+at least a whole batch under each version. When the last of them is over, or
+consolidation has moved the rest away, it loads newer weights, independently of the
+others. The trajectories of a lost engine are reassigned to another one with the same
+weights, or wait for the next engine that is free to load them: from memory, or from a
+checkpoint (Laminar §3.3).
 
-Invariant: an engine changes its weights only while no trajectory's home is there.
+Invariant: an engine changes its weights only while no trajectory is assigned to it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,26 +24,26 @@ from rollweave.schema.base import EngineId
 from rollweave.schema.work import Purpose
 
 BATCH_PER_SLOT = 2
-"""Trajectories of one engine by its slots, unless set: while the environments of half
-of them work, the others have turns.
+"""Default number of trajectories of an engine for each of its slots: while the
+environments of half of them work, the others have turns.
 """
 
 
 def assigned_count(run: Run, engine: Engine) -> int:
-    """Trajectories under way whose home it is."""
+    """The number of trajectories under way that are assigned to the engine."""
     load = run.length_index.loads.get(engine.id)
     return len(load.remaining) if load is not None else 0
 
 
 def batch_size(run: Run, engine: Engine) -> int:
-    """Trajectories that it has at once, and begins at least under each version: no more
-    than its share of all.
+    """The number of trajectories that the engine has at once, and launches at least
+    under each version: at most its share of all.
     """
     return _batch_sizes(run)[engine.id]
 
 
 def _batch_sizes(run: Run) -> dict[EngineId, int]:
-    """Of all engines."""
+    """The batch sizes of all engines."""
     if run.fleet.batch_sizes is None:
         rollout, engines = run.config.rollout, run.state.engines
         share = -(-rollout.max_running // max(1, len(engines)))
@@ -54,9 +55,9 @@ def _batch_sizes(run: Run) -> dict[EngineId, int]:
 
 
 def _with_capacity(run: Run) -> list[Engine]:
-    """Engines that serve, and have fewer than that.
+    """The serving engines with fewer trajectories than their batch size.
 
-    Every event asks, so nothing else is looked at for all engines.
+    Called at every event, so it checks nothing else of all engines.
     """
     engines, loads, batches = run.state.engines, run.length_index.loads, _batch_sizes(run)
     return [
@@ -66,12 +67,12 @@ def _with_capacity(run: Run) -> list[Engine]:
     ]
 
 
-# What an engine begins.
+# What an engine launches.
 
 
 def free_capacity(run: Run) -> int:
-    """Training trajectories that engines would begin now, as far as environments may be
-    alive.
+    """The number of training trajectories that engines would launch now, within the
+    limit on environments alive.
     """
     batches = _batch_sizes(run)
     free = sum(batches[engine.id] - assigned_count(run, engine) for engine in _launching(run))
@@ -80,8 +81,8 @@ def free_capacity(run: Run) -> int:
 
 
 def buffer_capacity(run: Run) -> int:
-    """Groups that may be buffered or on their way: a batch to take, and another or what
-    engines work on at once.
+    """The number of groups that may be buffered or under way: a batch to take, and
+    another one or what engines work on at once.
     """
     rollout, size = run.config.rollout, min(run.group_sizes.values())
     held = min(rollout.max_running, sum(_batch_sizes(run).values()))
@@ -91,15 +92,16 @@ def buffer_capacity(run: Run) -> int:
 
 
 def buffer_limit(run: Run) -> int:
-    """Groups that may be buffered at all.
+    """The number of groups that may be buffered at all.
 
-    Each that was begun in time has a place: tails are long, not worth less.
+    Each group that was begun within the capacity has a place: long tails are not worth
+    less.
     """
     return buffer_capacity(run) + run.config.rollout.max_running
 
 
 def engine_for(run: Run, purpose: Purpose) -> Engine | None:
-    """The engine that begins a trajectory now: the emptiest of those that may."""
+    """The engine that launches a trajectory now: the emptiest one that may."""
     batches = _batch_sizes(run)
     found = _taking_episodes(run) if purpose is Purpose.EVAL else _launching(run)
     return min(
@@ -108,8 +110,8 @@ def engine_for(run: Run, purpose: Purpose) -> Engine | None:
 
 
 def begin_load(run: Run, engine: Engine) -> None:
-    """Under the newest weights it may begin a batch; others it takes for those that
-    wait for them alone.
+    """Set how many trajectories the engine may launch after the load: a batch under the
+    newest weights. Others it loads only for the trajectories that wait for them.
     """
     engine.launched = (
         0 if engine.loading_id == weights.newest(run, engine) else batch_size(run, engine)
@@ -117,13 +119,13 @@ def begin_load(run: Run, engine: Engine) -> None:
 
 
 def launch_on(run: Run, trajectory: Trajectory, engine: Engine) -> None:
-    """The trajectory is launched there."""
+    """Launch the trajectory on this engine."""
     trajectory.assigned_engine, trajectory.weights_id = engine.id, engine.weights_id
     engine.launched += 1
 
 
 def _launching(run: Run) -> list[Engine]:
-    """Those of them that begin training trajectories now."""
+    """The engines that launch training trajectories now."""
     other, batches = awaited_weights(run), _batch_sizes(run)
     next_version, window, published = run.next_version(), run.mode.window, run.state.published_id
     return [
@@ -142,7 +144,7 @@ def _launching(run: Run) -> list[Engine]:
 
 
 def _taking_episodes(run: Run) -> list[Engine]:
-    """Those of them that take an evaluation's episodes now."""
+    """The engines that launch an evaluation's episodes now."""
     evaluation = run.state.evaluation
     if evaluation is None:
         return []
@@ -157,25 +159,27 @@ def _serves(engine: Engine) -> bool:
     return engine.status is EngineStatus.SERVING and not engine.draining
 
 
-# Which weights an engine takes.
+# Which weights an engine loads.
 
 
 def is_bound(run: Run, engine: Engine) -> bool:
-    """What began with its weights is not over, or KV is on its way from it or to it."""
+    """True while trajectories that began under the engine's weights are under way, or
+    KV moves from it or to it.
+    """
     return assigned_count(run, engine) > 0 or engine.id in _in_transfer(run)
 
 
 def _in_transfer(run: Run) -> frozenset[EngineId | None]:
-    """Engines that KV leaves or comes to."""
+    """The engines that are an end of a migration."""
     return frozenset(end for m in run.state.migrations.values() for end in (m.source, m.target))
 
 
 @dataclass(frozen=True, slots=True)
 class _Demand:
-    """What all engines together decide about which weights one of them takes."""
+    """The facts about all engines that decide which weights one of them loads."""
 
     other: int | None
-    """Weights that somebody waits for."""
+    """Weights that are waited for and that no engine has or loads."""
     holder: EngineId | None
     """The engine that keeps the weights of an evaluation."""
     moving: frozenset[EngineId | None]
@@ -188,16 +192,16 @@ class _Demand:
 
 
 def wanted_weights(run: Run, engine: Engine) -> int | None:
-    """The weights that it is to load now; None to leave it as it is, as while KV is on
-    its way from it or to it.
+    """The weights that the engine is to load now; None to leave it as it is, for
+    example while KV moves from it or to it.
     """
     return _wanted_weights(run, engine, _Demand.of(run))
 
 
 def updates(run: Run) -> Iterator[tuple[Engine, int]]:
-    """Engines that are to load other weights now, each with these.
+    """The engines that are to load other weights now, each with these.
 
-    What is done about one counts for the next.
+    The caller's action on one engine is taken into account for the next.
     """
     wishes, loads = _Demand.of(run), run.length_index.loads
     for engine in [engine for engine in run.state.engines.values() if engine.id not in loads]:
@@ -216,8 +220,8 @@ def _wanted_weights(run: Run, engine: Engine, wishes: _Demand) -> int | None:
         return other
     if newest is None or newest == engine.weights_id:
         return None
-    # What was published while it loaded has to wait until it has begun something, or it
-    # might load for ever.
+    # A version published during a load waits until the engine has launched something,
+    # or it might load for ever.
     fresh = (
         engine.status is EngineStatus.SERVING
         and engine.launched == 0
@@ -227,7 +231,7 @@ def _wanted_weights(run: Run, engine: Engine, wishes: _Demand) -> int | None:
 
 
 def awaited_weights(run: Run) -> int | None:
-    """Weights that no engine has or loads, and that an evaluation or homeless
+    """Weights that no engine has or loads, and that an evaluation or unassigned
     trajectories wait for.
     """
     state = run.state
@@ -246,8 +250,8 @@ def awaited_weights(run: Run) -> int | None:
 
 
 def _evaluation_holder(run: Run) -> EngineId | None:
-    """The first engine with the weights of an evaluation keeps them while episodes of
-    it are yet to begin.
+    """The first engine with the weights of an evaluation, which keeps them while
+    episodes of it are yet to begin.
     """
     state, evaluation = run.state, run.state.evaluation
     if evaluation is None:
@@ -263,16 +267,16 @@ def _evaluation_holder(run: Run) -> EngineId | None:
 
 
 def is_loaded_or_loading(run: Run, weights_id: int) -> bool:
-    """An engine has these weights, or is loading them."""
+    """True if an engine has these weights or is loading them."""
     return weights_id in run.fleet.expected_weights_ids
 
 
-# What a lost engine leaves.
+# Trajectories of a lost engine.
 
 
 def assign(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId] = ()) -> None:
-    """Its home is the emptiest engine with its weights, rather none of `avoid`, or that
-    leaves; or it is homeless.
+    """Assign the trajectory to the emptiest engine with its weights, preferably none of
+    `avoid` and none that leaves; or mark it as unassigned.
     """
     found = [
         engine for engine in run.state.engines.values() if serves_version_of(engine, trajectory)
@@ -291,12 +295,12 @@ def assign(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId] = ()) -> 
 
 
 def serves_version_of(engine: Engine, trajectory: Trajectory) -> bool:
-    """The engine takes turns, under the weights that the trajectory began with."""
+    """True if the engine takes turns under the weights that the trajectory began with."""
     return _serves(engine) and engine.weights_id == trajectory.weights_id
 
 
 def unassign_engine(run: Run, engine: Engine) -> None:
-    """The engine has lost its weights, or is gone: whoever had his home there has none."""
+    """Unassign all trajectories of an engine that lost its weights or was removed."""
     load = run.length_index.loads.get(engine.id)
     for _, trajectory_id in list(load.remaining) if load is not None else ():
         assign(run, run.state.trajectories[trajectory_id])
@@ -318,8 +322,8 @@ def reassign(run: Run) -> list[Trajectory]:
 
 
 def needed_checkpoints(run: Run) -> set[int]:
-    """Steps of those that an engine is reading, or that somebody without a home waits
-    for.
+    """The steps of checkpoints that an engine is reading, or that an unassigned
+    trajectory waits for.
     """
     state = run.state
     reading = [
@@ -336,7 +340,7 @@ def needed_checkpoints(run: Run) -> set[int]:
 
 
 def _unassigned(run: Run) -> list[Trajectory]:
-    """Those who still are; the others are struck off the list."""
+    """The trajectories that are still unassigned; the others are dropped from the list."""
     state = run.state
     listed = [
         state.trajectories[member] for member in state.unassigned if member in state.trajectories

@@ -1,8 +1,8 @@
-"""Every wait has an owner and a limit. What waits too long is named, acted on and
-counted.
+"""The watchdog: every wait has an owner and a limit. A wait that takes too long is
+named, acted on and counted.
 
-The world enforces the limits of single environment calls itself; these are the
-backstops behind it, so they are wider.
+The world enforces the limits of single environment calls itself; these limits are the
+backstop behind it, so they are wider.
 """
 
 from rollweave.core import (
@@ -33,20 +33,20 @@ from rollweave.schema.events import TimerFired
 from rollweave.schema.work import Purpose, StopReason
 
 MIN_PERIOD_S = 1.0
-"""Least seconds between two looks at the deadlines."""
+"""Minimum seconds between two checks of the deadlines."""
 
 CHECKS_PER_LIMIT = 60
-"""Looks within the shortest limit: what takes longer is noticed at most a sixtieth of
-the limit late.
+"""Checks within the shortest limit: a late answer is noticed at most a sixtieth of the
+limit late.
 """
 
 GRACE_S = 10.0
-"""Seconds beyond a limit that the world is to enforce itself; also the time that a
-cancelled attempt has to close.
+"""Seconds beyond a limit that the world enforces itself; also the maximum seconds for a
+cancelled attempt to close.
 """
 
 DRAW_S = 120.0
-"""Seconds that a task source may take for one task."""
+"""Maximum seconds for a task source to draw one task."""
 
 
 def on_timer(run: Run, _event: TimerFired) -> None:
@@ -60,7 +60,7 @@ def check_deadlines(run: Run) -> None:
     if state.phase is Phase.FINISHED:
         return
     for engine in list(state.engines.values()):
-        if engine.id in state.engines:  # else it went with its machine
+        if engine.id in state.engines:  # else it was removed with its machine
             _check_engine(run, engine)
     relays.check_timeouts(run)
     for trajectory_id in [*state.in_init, *state.in_run, *state.in_eval, *state.closing]:

@@ -1,12 +1,15 @@
-"""Versions of the weights that somebody may still load, and which of them an engine can
+"""The versions of the weights that may still be loaded, and which of them an engine can
 load now.
 
-Whoever holds the bytes keeps these, and lets go of all others. With relays an engine
-loads from its own machine's relay alone (Laminar §4), so it can have what that one
-holds. In mode decoupled any engine can also read a version from a checkpoint that holds
-it (§3.3): all machines see the run's directory. Weights ids only grow. Invariants:
-`state.kept` has the newest published version, and of earlier ones those that are
-`needed`; `state.saved` has no version that a checkpoint may not hold any more.
+The trainer and the relays keep these versions in memory and release all others. With
+relays an engine loads only from its own machine's relay (Laminar §4), so it can load
+what that relay holds. In mode decoupled any engine can also read a version from a
+checkpoint that holds it (§3.3), since all machines see the run's directory. Weights ids
+only grow.
+
+Invariants: `state.retained_versions` has the newest published version, and of earlier
+ones those that are `needed`; `state.checkpointed_versions` has no version that a
+checkpoint may no longer hold.
 """
 
 from collections.abc import Container
@@ -16,17 +19,18 @@ from rollweave.core.run import Run
 from rollweave.core.state import Engine, Relay
 
 MAX_VERSIONS = 8
-"""Versions that are kept at once, the newest: so many models fit into a host's memory.
+"""Maximum number of versions kept in memory at once, the newest ones: that many models
+fit into a host's memory.
 
-Older ones are in checkpoints alone.
+Older versions are in checkpoints alone.
 """
 
 
 def needed(run: Run) -> tuple[int, ...]:
-    """Versions that an engine or relay has or takes, that a trajectory began with, or
-    that are to be evaluated; and the newest.
+    """The versions that an engine or relay has or is loading, that a trajectory began
+    with, or that are to be evaluated; and the newest one.
 
-    Of those that are kept, ascending, the newest MOST.
+    Of the retained ones, ascending, the newest MAX_VERSIONS.
     """
     state = run.state
     found = {state.published_id}
@@ -50,7 +54,9 @@ def needed(run: Run) -> tuple[int, ...]:
 
 
 def publish(run: Run, version: int, weights_id: int) -> None:
-    """A new version may be loaded; of the earlier ones the needed may."""
+    """Record a new version that may be loaded; of the earlier ones the needed versions
+    stay.
+    """
     state = run.state
     state.published_version, state.published_id, state.published_at = version, weights_id, run.now
     state.broadcast = {}
@@ -61,9 +67,10 @@ def publish(run: Run, version: int, weights_id: int) -> None:
 
 
 def trainer_lost(run: Run) -> None:
-    """The trainer is gone, and what it held.
+    """Forget the versions that only the trainer held.
 
-    Engines keep what they have loaded, relays what they have taken.
+    Engines keep the weights that they have loaded, relays the versions that they have
+    fetched.
     """
     state = run.state
     held = {held for relay in state.relays.values() for held in (*relay.versions, relay.fetching)}
@@ -73,16 +80,16 @@ def trainer_lost(run: Run) -> None:
 
 
 def mark_checkpointed(run: Run, step: int, weights_id: int) -> None:
-    """Note that the checkpoint of this step holds these weights; -1: none that were
-    published.
+    """Record that the checkpoint of this step holds these weights. A `weights_id` of -1
+    means that they were not published.
     """
     if run.independent_updates and weights_id >= 0:
         run.state.checkpointed_versions[weights_id] = step
 
 
 def keep_checkpoints(run: Run, *, but: Container[int]) -> None:
-    """Checkpoints of other steps than these are gone, damaged, or about to hold other
-    weights.
+    """Forget versions in checkpoints of steps other than `but`: these are gone,
+    damaged, or about to hold other weights.
     """
     run.state.checkpointed_versions = {
         saved: step for saved, step in run.state.checkpointed_versions.items() if step in but
@@ -95,25 +102,25 @@ def machine_of(run: Run, engine: Engine) -> int | None:
 
 
 def relay_of(run: Run, engine: Engine) -> Relay | None:
-    """The relay beside the engine."""
+    """The relay on the engine's machine; None without relays."""
     machine = machine_of(run, engine)
     return run.state.relays.get(f"r{machine}") if machine is not None else None
 
 
 def is_obtainable(run: Run, weights_id: int) -> bool:
-    """Somebody other than an engine has these, or a checkpoint."""
+    """True if the trainer, a relay or a checkpoint holds these weights."""
     return (
         weights_id in run.state.retained_versions or weights_id in run.state.checkpointed_versions
     )
 
 
 def is_loadable(run: Run, engine: Engine, weights_id: int) -> bool:
-    """The engine can load these now."""
+    """True if the engine can load these weights now."""
     return is_in_memory(run, engine, weights_id) or weights_id in run.state.checkpointed_versions
 
 
 def is_in_memory(run: Run, engine: Engine, weights_id: int) -> bool:
-    """It needs no checkpoint for it."""
+    """True if the engine can load these weights without a checkpoint."""
     relay = relay_of(run, engine)
     return weights_id in run.state.retained_versions and (
         not run.state.machines or (relay is not None and weights_id in relay.versions)
@@ -121,11 +128,11 @@ def is_in_memory(run: Run, engine: Engine, weights_id: int) -> bool:
 
 
 def newest(run: Run, engine: Engine) -> int | None:
-    """The newest that it can load now; None where there are none. Without relays: the
-    published ones, or none.
+    """The newest weights that the engine can load now, or None. Without relays these
+    are the published ones.
 
-    Where nobody holds the published ones, as while the trainer is down: those of a
-    checkpoint, unless its own are newer.
+    If the published ones are not in memory, as while the trainer is down, the newest
+    ones of a checkpoint, unless the engine's own are newer.
     """
     state = run.state
     if state.machines:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollweave.core.consolidation import REPACK_S
+from rollweave.core.consolidation import PERIOD_S
 from rollweave.core.core import Core
-from rollweave.core.engines import LOAD_TRIES
+from rollweave.core.engines import MAX_LOAD_FAILURES
 from rollweave.core.policy.experience import Experience
 from rollweave.core.state import EngineStatus, Stage
 from rollweave.schema import commands as c
@@ -150,7 +150,7 @@ class Hand:
     def asks(
         self, trajectory_id: TrajectoryId, *, attempt: int = 0, context: int = 10
     ) -> e.TurnRequested:
-        turn = self.core.state.trajectories[trajectory_id].asked
+        turn = self.core.state.trajectories[trajectory_id].turns_requested
         return e.TurnRequested(
             trajectory_id=trajectory_id, attempt=attempt, turn=turn, context_tokens=context
         )
@@ -305,7 +305,7 @@ def test_repack_frees_an_engine_and_the_open_turn_goes_on_after_its_kv() -> None
     hand = Hand(made(engines=3))
     left, right = tail(hand)
     state = hand.core.state
-    hand.wait(REPACK_S)
+    hand.wait(PERIOD_S)
     assert len(hand.moves) == 1
     move = hand.moves[0]
     assert {move.source, move.target} == {E0, E1}
@@ -325,7 +325,7 @@ def test_repack_frees_an_engine_and_the_open_turn_goes_on_after_its_kv() -> None
 def test_a_transfer_that_fails_leaves_nobody_behind(fate: str) -> None:
     hand = Hand(made(engines=3))
     left, right = tail(hand)
-    hand.wait(REPACK_S)
+    hand.wait(PERIOD_S)
     (move,) = hand.moves
     if fate != "refused":
         hand.lose(move.source if fate == "source lost" else move.target)
@@ -350,8 +350,8 @@ def test_engines_with_the_newest_weights_are_not_repacked() -> None:
     hand = Hand(made(batch=4))
     for engine_id in (E0, E1):
         hand.end(hand.on(engine_id)[0])
-    hand.wait(REPACK_S)
-    hand.wait(REPACK_S)
+    hand.wait(PERIOD_S)
+    hand.wait(PERIOD_S)
     assert hand.moves == []
 
 
@@ -375,7 +375,7 @@ def test_what_a_lost_engine_leaves_waits_until_its_version_is_loaded_again() -> 
     orphans = hand.on(E1)
     hand.lose(E1)
     assert not set(orphans) & hand.turns.keys(), "nobody has version 0"
-    assert set(state.homeless) == set(orphans)
+    assert set(state.unassigned) == set(orphans)
     hand.join(E1)
     assert hand.loads[-1].version == 0
     assert set(hand.on(E1)) == set(orphans)
@@ -394,7 +394,7 @@ def apart(hand: Hand) -> list[TrajectoryId]:
     while state.engines[E0].version == 0:
         hand.end(hand.on(E0)[0])
     assert [engine.version for engine in state.engines.values()] == [1, 0]
-    assert state.saved[0] == 0
+    assert state.checkpointed_versions[0] == 0
     return hand.on(E1)
 
 
@@ -403,7 +403,7 @@ def test_a_version_that_a_checkpoint_alone_holds_is_loaded_from_there() -> None:
     state = hand.core.state
     orphans = apart(hand)
     hand.lose_trainer()
-    assert state.kept == {}
+    assert state.retained_versions == {}
     hand.lose(E1)
     hand.join(E1)
     load = hand.loads[-1]
@@ -429,11 +429,11 @@ def test_a_damaged_checkpoint_is_tried_once_and_costs_no_engine() -> None:
     orphans = apart(hand)
     hand.damaged = {0}
     hand.lose_trainer()
-    for _ in range(LOAD_TRIES):
+    for _ in range(MAX_LOAD_FAILURES):
         hand.lose(E1)
         hand.join(E1)
     assert [load.from_checkpoint for load in hand.loads if load.weights_id == 0].count(0) == 1
-    assert state.saved == {}
+    assert state.checkpointed_versions == {}
     assert state.counters.retried == {StopReason.ENGINE_FAILURE: len(orphans)}
 
 
@@ -446,7 +446,7 @@ def test_what_is_read_after_its_checkpoint_has_changed_counts_for_nothing() -> N
     hand.silent = True
     hand.join(E1)
     assert state.engines[E1].status is EngineStatus.LOADING
-    state.saved.clear()  # as when the trainer finds it damaged
+    state.checkpointed_versions.clear()  # as when the trainer finds it damaged
     hand.feed(e.WeightsLoaded(engine_id=E1, epoch=hand.epochs[E1], weights_id=0, version=0))
     assert state.engines[E1].version == -1
     assert not set(orphans) & set(hand.on(E1))
@@ -458,14 +458,16 @@ def test_a_checkpoint_covers_what_its_trainer_publishes_after_a_restart_and_unti
     hand = Hand(made(run={"checkpoint_every": 1}))
     state = hand.core.state
     hand.train_without([], version=2)
-    assert state.saved == {1: 1, 2: 2}, "version 0 was neither the last nor the best"
+    assert state.checkpointed_versions == {1: 1, 2: 2}, (
+        "version 0 was neither the last nor the best"
+    )
     hand.lose_trainer()
     hand.restore_trainer(2)
     assert (state.published_version, state.published_id) == (2, 3)
-    assert state.saved == {1: 1, 2: 2, 3: 2}
+    assert state.checkpointed_versions == {1: 1, 2: 2, 3: 2}
     hand.lose_trainer()
     hand.restore_trainer(1)
-    assert state.saved == {1: 1, 4: 1}, "what comes now as version 2 is another one"
+    assert state.checkpointed_versions == {1: 1, 4: 1}, "what comes now as version 2 is another one"
 
 
 def test_a_checkpoint_stays_while_an_engine_reads_it() -> None:
@@ -534,18 +536,18 @@ def test_an_evaluation_waits_for_a_free_engine_and_training_does_not_wait_for_it
     hand = Hand(made(eval={"every": 2, "episodes": 3}))
     state = hand.core.state
     assert state.evaluation is not None
-    assert state.evaluation.begun
+    assert state.evaluation.started
     finish_evaluation(hand)
     assert [(found.version, found.episodes) for found in hand.evaluations] == [(0, {"a": 3})]
     busy = [hand.on(E0)[0], hand.on(E1)[0]]
     hand.train_without(busy, version=2)
     assert state.evaluation is not None
-    assert (state.evaluation.version, state.evaluation.begun) == (2, False), "no engine is free"
+    assert (state.evaluation.version, state.evaluation.started) == (2, False), "no engine is free"
     weights_id = state.evaluation.weights_id
     while hand.moves:  # the new version has set repack off
         hand.moved(hand.moves[0])
     hand.end(busy[0])
-    while not state.evaluation.begun:
+    while not state.evaluation.started:
         hand.end(next(name for name in hand.turns if name != busy[1]))
     assert weights_id in {load.weights_id for load in hand.loads}
     finish_evaluation(hand)

@@ -15,7 +15,7 @@ from rollweave.core.state import Engine, EngineStatus, Stage
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from rollweave.schema.work import Purpose
-from tests.core.test_pace import made
+from tests.core.test_version_affinity import made
 from tests.core.world import World
 from tests.support.properties import examples
 
@@ -28,19 +28,19 @@ class Judged(World):
     def feed(self, event: e.Event) -> None:
         super().feed(event)
         run = self.core._run
-        if run.alone:
+        if run.independent_updates:
             compare(run)
             self.compared += 1
 
 
 def compare(run: Run) -> None:
     engines = run.state.engines
-    assert {one: version_affinity.batch_of(run, engine) for one, engine in engines.items()} == {
+    assert {one: version_affinity.batch_size(run, engine) for one, engine in engines.items()} == {
         one: slow_batch(run, engine) for one, engine in engines.items()
     }
-    assert {one: version_affinity.wanted(run, engine) for one, engine in engines.items()} == {
-        one: slow_wanted(run, engine) for one, engine in engines.items()
-    }
+    assert {
+        one: version_affinity.wanted_weights(run, engine) for one, engine in engines.items()
+    } == {one: slow_wanted(run, engine) for one, engine in engines.items()}
     ready = (EngineStatus.STALE, EngineStatus.SERVING)
     first = next(
         (
@@ -53,11 +53,17 @@ def compare(run: Run) -> None:
         None,
     )
     assert next(iter(version_affinity.updates(run)), None) == first
-    assert version_affinity.seats(run) == slow_seats(run)
+    assert version_affinity.free_capacity(run) == slow_seats(run)
     for purpose in (Purpose.TRAIN, Purpose.EVAL):
         assert version_affinity.engine_for(run, purpose) is slow_engine_for(run, purpose)
-    known = {*run.state.kept, *run.state.saved, *(engine.weights_id for engine in engines.values())}
-    assert all(version_affinity.somewhere(run, one) == slow_somewhere(run, one) for one in known)
+    known = {
+        *run.state.retained_versions,
+        *run.state.checkpointed_versions,
+        *(engine.weights_id for engine in engines.values()),
+    }
+    assert all(
+        version_affinity.is_loaded_or_loading(run, one) == slow_somewhere(run, one) for one in known
+    )
 
 
 def slow_batch(run: Run, engine: Engine) -> int:
@@ -71,7 +77,8 @@ def slow_batch(run: Run, engine: Engine) -> int:
 def slow_residents(run: Run, engine: Engine) -> int:
     under_way = (Stage.QUEUED, Stage.INIT, Stage.RUN)
     return sum(
-        one.home == engine.id and one.stage in under_way for one in run.state.trajectories.values()
+        one.assigned_engine == engine.id and one.stage in under_way
+        for one in run.state.trajectories.values()
     )
 
 
@@ -82,7 +89,7 @@ def begins(engine: Engine) -> bool:
 def slow_begins(run: Run, engine: Engine) -> bool:
     if not begins(engine) or not acceptable(engine.version, run.next_version(), run.mode.window):
         return False
-    if engine.begun < slow_batch(run, engine):
+    if engine.launched < slow_batch(run, engine):
         return True
     newest = engine.weights_id in (run.state.published_id, weights.newest(run, engine))
     return newest and slow_other(run, engine) is None
@@ -135,11 +142,13 @@ def slow_other(run: Run, engine: Engine) -> int | None:
     waiting = sorted(
         one.weights_id
         for one in state.trajectories.values()
-        if one.id in state.homeless and one.home is None and one.stage in (Stage.INIT, Stage.RUN)
+        if one.id in state.unassigned
+        and one.assigned_engine is None
+        and one.stage in (Stage.INIT, Stage.RUN)
     )
     for one in [*([state.evaluation.weights_id] if state.evaluation is not None else []), *waiting]:
-        if weights.anywhere(run, one) and not slow_somewhere(run, one):
-            return one if weights.loadable(run, engine, one) else None
+        if weights.is_obtainable(run, one) and not slow_somewhere(run, one):
+            return one if weights.is_loadable(run, engine, one) else None
     return None
 
 
@@ -153,7 +162,7 @@ def slow_wanted(run: Run, engine: Engine) -> int | None:
         return other
     if newest is None or newest == engine.weights_id:
         return None
-    begun_nothing = engine.status is EngineStatus.SERVING and engine.begun == 0
+    begun_nothing = engine.status is EngineStatus.SERVING and engine.launched == 0
     return None if begun_nothing and engine.since >= state.published_at else newest
 
 
@@ -166,7 +175,7 @@ def slow_holds(run: Run, engine: Engine) -> bool:
     queued = [state.groups[state.trajectories[member].group_id] for member in state.init_queue]
     undrawn = any(state.groups[group_id].task is None for group_id in evaluation.pending)
     return bool(
-        not evaluation.begun
+        not evaluation.started
         or evaluation.to_draw
         or undrawn
         or any(group.purpose is Purpose.EVAL for group in queued)
