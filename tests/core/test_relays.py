@@ -677,7 +677,7 @@ def test_a_snapshot_from_before_there_was_suspicion_can_be_read() -> None:
     desk = Desk(2).up()
     old = msgspec.msgpack.decode(desk.core.snapshot())
     for relay in old["relays"].values():
-        del relay["silent_since"], relay["left"]
+        del relay["suspected_since"], relay["stalled_sources"]
     assert Core.restore(msgspec.msgpack.encode(old), desk.config).snapshot() == desk.core.snapshot()
 
 

@@ -1,9 +1,8 @@
-"""All that the core remembers, as plain data: it can be written to a snapshot and read
-back.
+"""The state of a run as plain data: it can be written to a snapshot and read back.
 
 Tables are dicts and keep insertion order, so that every walk over them is
 deterministic; ids come from counters. Indices beside the tables (`in_init`, `in_run`,
-…) are kept by `core/attempts.move` alone and verified by `core/checks`.
+…) are maintained only by `core/attempts.move` and verified by `core/checks`.
 """
 
 import enum
@@ -17,14 +16,14 @@ from rollweave.schema.work import Decoding, Purpose, StopReason, Task
 
 
 class Stage(enum.StrEnum):
-    """Where a trajectory's current attempt stands."""
+    """The stage of a trajectory's current attempt."""
 
     QUEUED = "queued"  # waits for an INIT slot
     INIT = "init"
     RUN = "run"
     EVAL_QUEUED = "eval_queued"  # rolled out, environment freed, waits for an EVAL slot
     EVAL = "eval"
-    CLOSING = "closing"  # cancelled, the world has not yet said that it stopped
+    CLOSING = "closing"  # cancelled; the world has not yet reported that it stopped
     OVER = "over"  # the attempt is over, and core/lifecycle has not settled what follows
     SCORED = "scored"
     ENDED = "ended"
@@ -43,18 +42,18 @@ class Turn(msgspec.Struct):
     number: int
     context_tokens: int
     since: float
-    arrival: int = 0  # how-manieth to be queued in this run
+    arrival: int = 0  # number of its arrival in the queue, in this run
     rank: float = 0.0
-    tiebreak: float = (
-        0.0  # among equal ranks the lower first: its arrival, or its trajectory's launch
-    )
+    tiebreak: float = 0.0  # lower first among equal ranks: its arrival, or its trajectory's launch
     queue: EngineId | None = None  # the engine that it waits for; None: any
     given_at_enqueue: int = (
-        0  # turns given before it was queued, by its lane; once it is given, by its engine
+        0  # turns given by its queue before it; once it is on an engine, by that engine
     )
     dispatch: int = 0
     failures: int = 0
-    output_tokens: int = 0  # of its tokens, as its engine told last: KV beside that of the context
+    output_tokens: int = (
+        0  # tokens sampled, as last reported by its engine: KV beside that of the context
+    )
     engine: EngineId | None = None
     avoid: list[EngineId] = []
 
@@ -65,37 +64,41 @@ class Trajectory(msgspec.Struct):
     member: int
     stage: Stage = Stage.QUEUED
     attempt: int = 0
-    worlds_lost: int = 0  # number of worlds that were lost while an attempt was under way
+    worlds_lost: int = 0  # number of worlds lost while an attempt was under way
     initiated: int = -1  # weight version at launch of this attempt; -1 before
-    weights_id: int = -1  # of that version, where it keeps to it (mode decoupled)
+    weights_id: int = -1  # id of these weights, to which it is bound in mode decoupled
     launched_at: float = 0.0
     since: float = 0.0  # when the stage, or the environment's part of it, began
     turn: Turn | None = None
-    turns_requested: int = 0  # turns that this attempt has asked for
+    turns_requested: int = 0  # by this attempt
     turns: int = 0
     tokens: int = 0
-    engine: EngineId | None = None  # of the last turn
-    assigned_engine: EngineId | None = None  # for which its turns wait (core/policy/scheduling)
-    kv_resident: bool = False  # its KV is at home, or ought to be
+    engine: EngineId | None = None  # that ran the last turn
+    assigned_engine: EngineId | None = (
+        None  # the engine for which its turns wait (core/policy/scheduling)
+    )
+    kv_resident: bool = False  # its assigned engine holds its KV, or should
     kv_demand: int = 0  # tokens of KV that it needs through its next turn
     prompt_tokens: int = 0
-    context_tokens: int = 0  # as the last turn was asked for
+    context_tokens: int = 0  # when the last turn was requested
     output_tokens: int = 0  # sampled by this attempt
     last_output_tokens: int = 0
-    tool_s: float = 0.0  # in which its environment stepped
-    estimate: int = 0  # tokens that it will probably yet sample
-    kv_token_steps: int = 0  # the context of each of these tokens, summed
-    length_bucket: int | None = None  # of its length, sampled and estimated (core/policy/priority)
-    prediction_requested_for: int = -1  # turn before which a prediction was last asked for
-    predicted_at_turn: int = -1  # turn before which the last prediction was that came
-    migration: int | None = None  # its number, from the wish to MigrationDone
+    tool_s: float = 0.0  # seconds in which its environment stepped
+    estimate: int = 0  # tokens that it will probably still sample
+    kv_token_steps: int = 0  # the context sizes at each of these tokens, summed
+    length_bucket: int | None = (
+        None  # level of its sampled and estimated length (core/policy/priority)
+    )
+    prediction_requested_for: int = -1  # turn before which a prediction was last requested
+    predicted_at_turn: int = -1  # turn to which the last received prediction applies
+    migration: int | None = None  # its number, from its planning to MigrationDone
     closing: StopReason | None = None
     failure: str = ""  # the world's description of the last attempt's failure
     reward: float | None = None
     success: bool | None = None
     started: bool = False  # counted as started
-    launched: bool = False  # this attempt has begun, and its end is not yet counted
-    stop: StopReason | None = None  # why it, or its RUN stage, is over
+    launched: bool = False  # this attempt has begun, and its end has not been counted
+    stop: StopReason | None = None  # the reason why it, or its RUN stage, is over
 
 
 class GroupStatus(enum.StrEnum):
@@ -113,7 +116,7 @@ class Group(msgspec.Struct):
     name: str
     index: int
     purpose: Purpose
-    since: float  # when its task was asked for
+    since: float  # when its task was requested
     status: GroupStatus = GroupStatus.DRAWING
     task: Task | None = None
     members: list[TrajectoryId] = []
@@ -122,8 +125,8 @@ class Group(msgspec.Struct):
     tokens_lost: bool = (
         False  # tokens of a chosen member are gone: it can never be trained on again
     )
-    ratio: float | None = None  # of the policy that was measured to the one that sampled it
-    ratio_weights_id: int = -1  # weights under which it was measured
+    ratio: float | None = None  # probability ratio of the measured policy to the sampling one
+    ratio_weights_id: int = -1  # weights under which the ratio was measured
 
 
 class EngineStatus(enum.StrEnum):
@@ -135,9 +138,9 @@ class EngineStatus(enum.StrEnum):
 
 
 class MeasuredDegree(msgspec.Struct):
-    """What engines of one degree measured of themselves.
+    """The measurements of the engines of one degree.
 
-    Kept when the last of them is gone.
+    They are kept when the last of these engines is gone.
     """
 
     profile: tuple[StepTime, ...]
@@ -148,20 +151,22 @@ class MeasuredDegree(msgspec.Struct):
 class Engine(msgspec.Struct):
     id: EngineId
     degree: int = 1
-    group: int = 0  # of the configuration's engines
-    joined: bool = False  # it came while the run went on, and comes back in every later life of it
-    leaving: bool = False  # it was withdrawn: it begins nothing, and drains when it may
-    draining: bool = False  # it takes no turn any more, and is removed when its last one is done
-    turns_given: int = 0  # turns so far
-    oversubscribed_at: float = 0.0  # when it last answered with more turns than slots
-    # what follows from its measured steps, its slots and KV; None before it has joined
+    group: int = 0  # index in the configuration's engines
+    joined: bool = False  # it joined during the run, and returns in every later world
+    leaving: bool = False  # it was withdrawn: it launches nothing, and drains when it may
+    draining: bool = False  # it takes no more turns, and is removed when its last one is done
+    turns_given: int = 0  # turns that it was given so far
+    oversubscribed_at: float = 0.0  # when it last answered while it had more turns than slots
+    # follows from its measured steps, its slots and KV; None before it has joined
     rate: Rate | None = None
     status: EngineStatus = EngineStatus.STARTING
     epoch: int = 0
     version: int = -1
     weights_id: int = -1
     loading_id: int = -1
-    loading_step: int | None = None  # of the checkpoint that it loads them from; None: from memory
+    loading_step: int | None = (
+        None  # step of the checkpoint from which it loads them; None: from memory
+    )
     max_slots: int = 0
     kv_tokens: int = 0
     since: float = 0.0
@@ -169,13 +174,13 @@ class Engine(msgspec.Struct):
     restarts: int = 0
     consecutive_timeouts: int = 0
     load_failures: int = 0
-    launched: int = 0  # trajectories that it has begun under its weights (mode decoupled)
-    # tokens of KV that its trajectories held at the last look (core/consolidation)
+    launched: int = 0  # trajectories launched under its weights (mode decoupled)
+    # most KV tokens of its trajectories at earlier checks (core/consolidation)
     peak_kv: int | None = None
 
     @property
     def departing(self) -> bool:
-        """It is on its way out: whatever it still works on, nobody counts on it for
+        """True if the engine will be removed: it may still finish work, but takes no
         more.
         """
         return self.leaving or self.draining
@@ -190,8 +195,7 @@ class RelayStatus(enum.StrEnum):
 class Relay(msgspec.Struct):
     """The relay of a machine.
 
-    It takes one version at a time, and names its sources by their ids; None is the
-    trainer.
+    It fetches one version at a time. Sources are ids of relays; None is the trainer.
     """
 
     id: str
@@ -203,19 +207,20 @@ class Relay(msgspec.Struct):
     fetching: int = -1
     source: str | None = None
     base: int | None = None
-    fetches: int = 0  # so far, of any weights
-    # sources that did not serve since it last took weights or looked anew
+    fetches: int = 0  # number of fetches so far, of any weights
+    # sources that failed since its last success or the watchdog's last check
     refused_sources: list[str | None] = []
-    # sources from which nothing came, of these weights: it has gone elsewhere, once for
-    # each
+    # sources from which these weights stalled; each is left at most once
     stalled_sources: list[str] = []
-    force_full: bool = False  # a change did not fit: the next try is of the whole
-    starved_since: float | None = None  # it has been refused weights that another one has
-    failed_source: str | None = None  # the last source that was said to have them and did not serve
-    # why it is to be restarted at once: others cannot use what it is said to hold
+    force_full: bool = False  # a change did not fit: fetch the whole version next
+    starved_since: float | None = (
+        None  # since when it has been refused weights that another relay has
+    )
+    failed_source: str | None = None  # the last source that should have had them and failed
+    # if set, it is restarted at once: others cannot use what it should hold
     restart_reason: str = ""
     restarts: int = 0
-    suspected_since: float | None = None  # it is suspected: not heard since about then
+    suspected_since: float | None = None  # suspected, and silent since about then
 
     @property
     def suspected(self) -> bool:
@@ -223,7 +228,7 @@ class Relay(msgspec.Struct):
 
 
 class Migration(msgspec.Struct):
-    """The KV of a trajectory is to move.
+    """A migration of a trajectory's KV.
 
     `since` is None while it waits for its transfer epoch.
     """
@@ -234,14 +239,14 @@ class Migration(msgspec.Struct):
     source: EngineId
     target: EngineId
     since: float | None = None
-    # the trajectory leaves for good, with its open turn, so that the source can take
+    # the trajectory leaves for good, with its open turn, so that the source can load
     # new weights
     vacates: bool = False
 
 
 class Share(msgspec.Struct):
-    """Of the partition: this engine has the next `size` trajectories by predicted
-    length.
+    """A share of the partition: the engine has the next `size` trajectories by
+    predicted length.
     """
 
     engine_id: EngineId
@@ -249,19 +254,19 @@ class Share(msgspec.Struct):
 
 
 class Partition(msgspec.Struct):
-    """Which engine has which ranks, longest first, as planned for `planned`
-    trajectories. Without shares: to be planned.
+    """The assignment of ranks to engines, longest first, as planned for `planned`
+    trajectories. Without shares it is yet to be planned.
     """
 
     shares: list[Share] = []
     planned: int = 0
-    predictions: int = 0  # that have come since
+    predictions: int = 0  # received since the plan was made
 
 
 class TrainerStatus(enum.StrEnum):
     STARTING = "starting"
     IDLE = "idle"
-    MEASURING = "measuring"  # ratios of groups in the buffer
+    MEASURING = "measuring"  # measures ratios of groups in the buffer
     TRAINING = "training"
     PUBLISHING = "publishing"
     SAVING = "saving"
@@ -273,17 +278,17 @@ class Trainer(msgspec.Struct):
     step: int = 0  # steps trained; the version of the weights that the trainer holds
     parts_done: int = 0  # mini-batches of the current step that are trained
     batch: list[GroupId] = []
-    measuring: list[GroupId] = []  # they stay in the buffer, and may go meanwhile
+    measuring: list[GroupId] = []  # they stay in the buffer, and may be evicted meanwhile
     since: float = 0.0
     restarts: int = 0
-    saving: int | None = None  # step of the checkpoint that is being taken or written
-    save_requested_at: float = 0.0  # when the newest one was asked for
-    # seconds that the newest finished one took, from the request until it was written
-    # or had failed
+    saving: int | None = None  # step of the checkpoint that is being copied or written
+    save_requested_at: float = 0.0  # when the newest checkpoint was requested
+    # seconds of the newest finished one, from the request until it was written or had
+    # failed
     last_save_s: float = 0.0
     saving_weights_id: int = -1  # id of the published weights that this checkpoint holds; -1: none
     exports: bool = False  # this checkpoint has an export
-    # its current step must be saved, as soon as the checkpoint before it is written
+    # its current step must be saved as soon as the checkpoint before it is written
     save_pending: bool = False
 
 
@@ -307,7 +312,7 @@ class Evaluation(msgspec.Struct):
 
 class Phase(enum.StrEnum):
     RUNNING = "running"
-    SERVING = "serving"  # what others ask for; there is no training
+    SERVING = "serving"  # serves clients; there is no training
     DRAINING = "draining"  # training is over: cancel, wait for what was started
     SAVING = "saving"  # the final checkpoint
     EVALUATING = "evaluating"  # the final evaluation
@@ -315,22 +320,22 @@ class Phase(enum.StrEnum):
 
 
 class SchedulingCounters(msgspec.Struct):
-    """What scheduling by trajectory did and cost."""
+    """The actions of trajectory-level scheduling, and their cost."""
 
-    predictions: int = 0  # that were asked for
-    predictions_late: int = 0  # came after the turn that they were asked before, or never
+    predictions: int = 0  # requested
+    predictions_late: int = 0  # came too late for the turn, or never
     preemptions: int = 0
     overdue: int = 0  # turns that ran because they were overtaken too often
     plans: int = 0
     migrations: int = 0
-    migrations_dropped: int = 0  # the tool was done before the transfer began
+    migrations_dropped: int = 0  # because the tool was done before the transfer began
     migrations_failed: int = 0
     moved_tokens: int = 0
-    exposed_s: float = 0.0  # in which turns waited for a transfer
-    queue_s: float = 0.0  # in which turns waited, in the core or on their engine
+    exposed_s: float = 0.0  # seconds for which turns waited for a transfer
+    queue_s: float = 0.0  # seconds for which turns waited, in the core or on their engine
     reallocations: int = 0
-    released: int = 0  # engines that repack has freed
-    repacked: int = 0  # trajectories that it has moved
+    released: int = 0  # engines freed by consolidation
+    repacked: int = 0  # trajectories moved by consolidation
 
 
 class Counters(msgspec.Struct):
@@ -344,22 +349,22 @@ class Counters(msgspec.Struct):
     cancelled: int = 0
     dropped: dict[str, int] = {}
     retried: dict[str, int] = {}
-    # number launched, for any purpose: each is under way, or has ended with one stop
+    # attempts launched, for any purpose: each is under way, or has ended with one stop
     # reason
     attempts: int = 0
-    relaunched: int = 0  # those of them that were later attempts at a trajectory
+    relaunched: int = 0  # attempts at a trajectory after its first
     stop_reasons: dict[str, int] = {}
     eval_started: int = 0
     eval_scored: int = 0
     eval_dropped: int = 0
-    submitted: int = 0  # that others asked for: delivered by stop reason, or under way
+    submitted: int = 0  # rollouts submitted to a service: delivered by stop reason, or under way
     delivered: dict[str, int] = {}
-    staleness: dict[int, int] = {}  # of what was trained: steps from its launch to its training
-    # of what was rolled out: versions published from its launch to its end (Laminar §6)
+    staleness: dict[int, int] = {}  # trained trajectories by steps from launch to training
+    # trajectories rolled out by versions published from launch to end (Laminar §6)
     inherent: dict[int, int] = {}
     evicted: int = 0  # groups that had no place in the buffer
-    engines_joined: int = 0  # that were asked for while the run went on
-    engines_left: int = 0  # that were withdrawn, and are gone
+    engines_joined: int = 0  # registered during the run
+    engines_left: int = 0  # withdrawn, and gone
     turns: int = 0
     cut_turns: dict[str, int] = {}  # number of turns that ended at max_turn_tokens, by task domain
     output_tokens: int = 0
@@ -370,8 +375,8 @@ class Counters(msgspec.Struct):
 
 
 class Idle(msgspec.Struct):
-    """Seconds by what engines (summed) and the trainer did or waited for, from the
-    run's first moment on.
+    """Seconds of the engines (summed) and of the trainer by what they did or waited
+    for, since the run began.
     """
 
     engines: dict[str, float] = {}
@@ -380,34 +385,34 @@ class Idle(msgspec.Struct):
 
 
 class State(msgspec.Struct):
-    run_id: str = ""  # as RunStarted gave it
+    run_id: str = ""  # from RunStarted
     phase: Phase = Phase.RUNNING
     error: str = ""
     skip_final_eval: bool = False  # the user asked to stop
     serving: bool = False  # the world has no trainer
-    closed: bool = False  # a service takes nothing more
-    no_engine_since: float | None = None  # no engine of a service takes turns since then
+    closed: bool = False  # a service accepts no more rollouts
+    no_engine_since: float | None = None  # since when no engine of a service takes turns
     final_evaluated: bool = False
     groups: dict[GroupId, Group] = {}
     trajectories: dict[TrajectoryId, Trajectory] = {}
     engines: dict[EngineId, Engine] = {}
     relays: dict[str, Relay] = {}
     chain: list[str] = []  # relays that are up, the master first
-    # that the world began with: engine number k is on machine k modulo their number; 0:
-    # no relays
+    # number of machines at the start of the world: engine number k is on machine k modulo
+    # this number; 0: no relays
     machines: int = 0
     trainer: Trainer = msgspec.field(default_factory=Trainer)
     init_queue: dict[TrajectoryId, None] = {}
     in_init: dict[TrajectoryId, None] = {}
     in_run: dict[TrajectoryId, None] = {}
-    turn_queue: dict[TrajectoryId, int] = {}  # → number of its arrival
+    turn_queue: dict[TrajectoryId, int] = {}  # → its arrival number
     arrivals: int = 0
-    turns_given: int = 0  # turns that any engine was given
+    turns_given: int = 0  # turns given to all engines
     measured: dict[int, MeasuredDegree] = {}  # by degree
     partition: Partition = msgspec.field(default_factory=Partition)
     migrations: dict[int, Migration] = {}
     next_migration: int = 0
-    migration_token_s: float = 0.0  # seconds that a token's KV took on the way, on average
+    migration_token_s: float = 0.0  # mean seconds for the transfer of a token's KV
     # mean predicted length by task domain, for as long as none has finished
     first_lengths: dict[str, float] = {}
     # sampled tokens of the newest finished trajectories, by task domain
@@ -421,43 +426,43 @@ class State(msgspec.Struct):
     turn_s: dict[str, float] = {}  # mean seconds of a turn on its engine, by task domain
     tool_s: dict[str, float] = {}  # mean seconds of an environment's step, by task domain
     next_engine: int = 0
-    pending_degrees: list[int] = []  # degrees of the engines that the plan has and the fleet lacks
-    withdrawn: list[EngineId] = []  # of the configured engines: gone for good, in later lives too
+    pending_degrees: list[int] = []  # degrees of planned engines that the fleet lacks
+    withdrawn: list[EngineId] = []  # configured engines that are gone for good, in later worlds too
     planned_at: int = 0  # step of the last allocation
     eval_queue: dict[TrajectoryId, None] = {}
     in_eval: dict[TrajectoryId, None] = {}
     closing: dict[TrajectoryId, None] = {}
     active_groups: dict[GroupId, None] = {}  # training groups being drawn or rolled out
     buffer: dict[GroupId, None] = {}
-    lineage: dict[int, list[GroupId]] = {}  # step → groups trained since checkpoint `fallback`
+    lineage: dict[int, list[GroupId]] = {}  # step → groups trained since `previous_checkpoint`
     consecutive_failed_groups: int = 0  # groups dropped in a row without one member scored
-    last_failure: str = ""  # of an attempt: stop reason and the world's words
+    last_failure: str = ""  # stop reason of the last failed attempt, and the world's description
     consecutive_filtered_groups: int = 0  # groups filtered in a row (dynamic sampling)
-    swept_for_version: int = 0  # the next_version for which doomed groups were last swept out
-    unassigned: dict[TrajectoryId, None] = {}  # their weights are on no engine (mode decoupled)
-    retained_versions: dict[int, int] = {}  # weights that may be loaded: id → version
-    # weights that a checkpoint holds: id → its step, and their version (mode decoupled)
+    swept_for_version: int = 0  # the next_version for which expired groups were last dropped
+    unassigned: dict[TrajectoryId, None] = {}  # no engine has their weights (mode decoupled)
+    retained_versions: dict[int, int] = {}  # weights that may be loaded from memory: id → version
+    # weights in a checkpoint: id → its step, which is their version (mode decoupled)
     checkpointed_versions: dict[int, int] = {}
     consolidated_at: float = 0.0
     published_version: int = -1
     published_id: int = -1
     published_at: float = 0.0
-    # takes of the published weights from another relay, by form: whole, changes
+    # fetches of the published weights from another relay, by form: whole, changes
     broadcast: dict[str, int] = {}
     # seconds from a publication until all relays had it, by form
     broadcast_s: dict[str, float] = {}
     next_weights_id: int = 0
     next_group: int = 0
     drawn: dict[str, int] = {}
-    checkpoint: int | None = None  # newest step that a checkpoint covers
+    checkpoint: int | None = None  # newest step with a checkpoint
     previous_checkpoint: int | None = None  # the checkpoint before it, in case it is damaged
     exported: int = -1  # newest step whose checkpoint has an export
-    checkpoint_requested_at: float = 0.0  # when the newest checkpoint's weights were taken
+    checkpoint_requested_at: float = 0.0  # when the newest checkpoint was requested
     newest_save_requested: int = -1  # greatest step for which a checkpoint was ever requested
     checkpoint_failed_at: int = -1
     checkpoint_error: str = ""
     best_step: int | None = None
-    best_success: dict[str, float] = {}  # of the best evaluation, by task domain
+    best_success: dict[str, float] = {}  # in the best evaluation, by task domain
     best_reward: dict[str, float] = {}
     # task domains whose environment has reported whether an episode succeeded
     defines_success: dict[str, None] = {}
