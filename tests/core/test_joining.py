@@ -13,8 +13,8 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from tests.core.test_core import ALLOCATION, MODES, SCHEDULINGS, config
-from tests.core.test_version_affinity import E0, E1, E2, Hand, apart, made
 from tests.core.test_relays import Desk
+from tests.core.test_version_affinity import E0, E1, E2, Hand, apart, made
 from tests.core.world import World
 from tests.support.properties import examples
 

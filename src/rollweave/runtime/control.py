@@ -19,7 +19,7 @@ from typing import assert_never
 
 import msgspec
 
-from rollweave.core.seats import cannot_join, cannot_leave, machine_of, next_id
+from rollweave.core.membership import machine_of, next_id, why_not_join, why_not_leave
 from rollweave.core.state import Engine, State
 from rollweave.runtime.pump import PostEvent
 from rollweave.runtime.tasks import Tasks
@@ -162,7 +162,7 @@ class Control:
                 return self._reply(*added, error="no machine is left")
             degree = self._config.engines[group].degree if group < len(self._config.engines) else 1
             slot = EngineSlot(id=name, degree=degree, group=group)
-            if why := cannot_join(self._config, self._state(), slot):
+            if why := why_not_join(self._config, self._state(), slot):
                 return self._reply(*added, error=why)
             await self._handled(EngineRegistered(engine=slot))
             if name not in self._state().engines:
@@ -178,12 +178,12 @@ class Control:
             return self._reply(
                 error=f"there is no engine {request.engine_id!r:.40}; there are {names}"
             )
-        if why := cannot_leave(self._config, self._state(), engine):
+        if why := why_not_leave(self._config, self._state(), engine):
             return self._reply(error=why)
         await self._handled(EngineWithdrawn(engine_id=engine.id, drain=request.drain))
         if engine.id in engines and not engine.leaving:
             return self._reply(
-                error=cannot_leave(self._config, self._state(), engine) or "the run is ending"
+                error=why_not_leave(self._config, self._state(), engine) or "the run is ending"
             )
         return self._reply()
 
@@ -204,7 +204,7 @@ class Control:
     def _line(self, engine: Engine) -> EngineLine:
         return EngineLine(
             id=engine.id,
-            status="leaving" if engine.going else engine.status,
+            status="leaving" if engine.departing else engine.status,
             version=engine.version,
             machine=machine_of(self._state(), engine.id),
             group=engine.group,

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollweave.core.seats import first_seats
+from rollweave.core.membership import first_engines
 from rollweave.envs.rules import named, rule
 from rollweave.io.extras import how_to_install
 from rollweave.record.rundir import RunDir
@@ -204,7 +204,7 @@ def _rules(config: RunConfig) -> Iterator[Check]:
 
 
 def _cpu(config: RunConfig) -> Iterator[Check]:
-    trainer, degrees = config.trainer, [slot.degree for slot in first_seats(config)]
+    trainer, degrees = config.trainer, [slot.degree for slot in first_engines(config)]
     threads = sum(degrees) + trainer.ranks * trainer.threads
     engines = " + ".join(
         f"{degrees.count(degree)} engines × {degree}" for degree in dict.fromkeys(degrees)

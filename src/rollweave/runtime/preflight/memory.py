@@ -6,7 +6,7 @@ activations that a forward pass keeps for the backward pass, and a fixed amount 
 interpreter with its libraries.
 """
 
-from rollweave.core.seats import first_seats
+from rollweave.core.membership import first_engines
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import ScratchModel
@@ -90,7 +90,7 @@ def parameters(shape: ModelShape) -> int:
 
 def memory(config: RunConfig, shape: ModelShape) -> list[Need]:
     """Return the run's uses of memory, except for the user's environments."""
-    trainer, engines = config.trainer, first_seats(config)
+    trainer, engines = config.trainer, first_engines(config)
     kv_tokens = [config.engines[engine.group].kv_tokens for engine in engines]
     count = parameters(shape)
     width = DTYPE_BYTES[config.model.dtype]
