@@ -4,7 +4,7 @@ blocked signal. A run that fails names the seed that repeats its order.
 
 import pytest
 
-from rollweave.io.inherited import reset_signals
+from rollweave.io.process_setup import reset_signals
 from tests.support.properties import register_profiles
 
 reset_signals()

@@ -43,7 +43,7 @@ from rollweave.schema.work import (
     Trajectory,
     TurnSpan,
 )
-from tests.sandbox.worlds import needs
+from tests.sandbox.sandboxes import needs
 
 # Engines of known pace.
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from .worlds import ISOLATING, needs
+from .sandboxes import ISOLATING, needs
 
 UID = "12345"
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.attacks import BAIT, Outcome, attacks_here, attempt
 
-from .worlds import ISOLATING, opened
+from .sandboxes import ISOLATING, opened
 
 AT_ONCE = 4
 

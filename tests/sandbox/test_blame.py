@@ -12,7 +12,7 @@ from rollweave.sandbox.base import Backend, Sandbox
 from rollweave.sandbox.tools import Bash, Editor, IPython
 from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxSpoiledError
 
-from .worlds import NAMES, SPEC, opened, python
+from .sandboxes import NAMES, SPEC, opened, python
 
 SIGNALLED = """
 import contextlib, os, signal

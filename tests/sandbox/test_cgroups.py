@@ -12,12 +12,12 @@ import pytest
 
 from rollweave.sandbox import cgroups
 from rollweave.sandbox.base import MIB, Limits, Sandbox, SandboxSpec
-from rollweave.sandbox.cgroups import OWN_PROCESSES, Groups, sweep_all, unbounded
+from rollweave.sandbox.cgroups import OWN_PROCESSES, Groups, remove_all_stale, unbounded
 from rollweave.sandbox.devices import SHM_BYTES
 from rollweave.sandbox.processes import family
 from rollweave.schema.errors import SandboxLostError
 
-from .worlds import ISOLATING, NAMES, opened, python
+from .sandboxes import ISOLATING, NAMES, opened, python
 
 LIMITS = Limits(processes=40, memory_bytes=96 * MIB, disk_bytes=32 * MIB)
 
@@ -94,7 +94,7 @@ async def _twice(sandbox: Sandbox) -> None:
         await sandbox.exec(python(UNMAPPED), timeout_s=60.0)
 
 
-async def test_groups_of_a_warden_that_was_killed_are_removed() -> None:
+async def test_groups_of_a_supervisor_that_was_killed_are_removed() -> None:
     needs_groups()
     async with opened("zygote") as backend:
         sandbox = await backend.start(SandboxSpec())
@@ -119,7 +119,7 @@ def test_those_of_a_dead_owner_are_removed_by_the_next_and_those_of_a_living_one
             assert owner.stdout is not None
             paths = [Path(word) for word in owner.stdout.readline().split()]
             assert paths
-            sweep_all()
+            remove_all_stale()
             assert [path for path in paths if not path.is_dir()] == []
         finally:
             owner.kill()
@@ -140,8 +140,8 @@ async def test_a_process_that_waits_to_become_a_sandbox_may_be_killed(name: str)
     async with opened(name) as backend:
         first = await backend.start(SandboxSpec())
         for _ in range(3):
-            warden = backend._launcher._process.pid  # type: ignore[attr-defined]
-            for spare in family(warden) - family(first.pid) - {warden}:  # type: ignore[attr-defined]
+            supervisor = backend._launcher._process.pid  # type: ignore[attr-defined]
+            for spare in family(supervisor) - family(first.pid) - {supervisor}:  # type: ignore[attr-defined]
                 os.kill(spare, signal.SIGKILL)
                 while not has_ended(spare):  # until then it may take a request, and die with it
                     os.sched_yield()

@@ -17,7 +17,7 @@ from rollweave.sandbox.processes import Table, started
 from rollweave.sandbox.tools import Bash, IPython
 from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxRefusedError
 
-from .worlds import ISOLATING, NAMES, SPEC, left_of, opened, python
+from .sandboxes import ISOLATING, NAMES, SPEC, left_of, opened, python
 
 
 @pytest_asyncio.fixture(params=NAMES)
@@ -105,7 +105,7 @@ async def test_a_stop_asks_first_and_then_makes_sure(backend: Backend) -> None:
         )
     )
     await _up(sandbox)
-    writes = os.dup(sandbox._born.writes)  # type: ignore[attr-defined]
+    writes = os.dup(sandbox._handle.writes)  # type: ignore[attr-defined]
     await sandbox.stop(grace_s=60.0)
     await asyncio.gather(polite, return_exceptions=True)
     home = "home/agent"
@@ -270,7 +270,7 @@ async def test_a_cancelled_start_leaves_nothing(backend: Backend) -> None:
             await starting.result().stop()
 
 
-async def test_a_warden_that_is_killed_takes_its_sandboxes_along(isolating: Backend) -> None:
+async def test_a_supervisor_that_is_killed_takes_its_sandboxes_along(isolating: Backend) -> None:
     sandbox = await isolating.start(SPEC)
     pid = sandbox.pid  # type: ignore[attr-defined]
     tree = _tree(pid)

@@ -15,7 +15,7 @@ from rollweave.sandbox.base import Backend, SandboxSpec
 from rollweave.sandbox.registry import backend
 from rollweave.schema.errors import ConfigError, SandboxError
 
-from .worlds import image, needs, opened
+from .sandboxes import image, needs, opened
 
 FAKE = Path(__file__).with_name("fake_apptainer.py")
 

@@ -23,7 +23,7 @@ from rollweave.sandbox.blobs import Blobs, BlobServer
 from rollweave.sandbox.images import CopyStep, Images, Mode, Recipe, read_recipe
 from rollweave.schema.errors import ConfigError, SandboxError
 
-from .worlds import image, needs, opened
+from .sandboxes import image, needs, opened
 
 
 def images_at(place: Path, *peers: str, mirror: str | None = None) -> Images:

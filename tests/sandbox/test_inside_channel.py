@@ -24,7 +24,7 @@ from rollweave.schema.errors import (
 from tests.support.properties import examples
 
 
-class Peer:
+class Connection:
     """The other end of a channel, spoken by hand."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -43,11 +43,11 @@ class Peer:
 
 
 @contextlib.asynccontextmanager
-async def paired() -> AsyncIterator[tuple[Channel, Peer]]:
+async def paired() -> AsyncIterator[tuple[Channel, Connection]]:
     ours, theirs = socket.socketpair()
     channel = Channel(ours)
     try:
-        yield channel, Peer(theirs)
+        yield channel, Connection(theirs)
     finally:
         channel.close()
         theirs.close()

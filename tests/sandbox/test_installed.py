@@ -16,7 +16,7 @@ import pytest
 
 import rollweave
 
-from .worlds import ISOLATING, needs
+from .sandboxes import ISOLATING, needs
 
 LOOK = """
 import asyncio, json, sys

@@ -7,7 +7,7 @@ from rollweave.sandbox.base import Sandbox, SandboxSpec, Snapshot
 from rollweave.sandbox.pool import Pool
 from rollweave.schema.errors import SandboxError
 
-from .worlds import SPEC, opened
+from .sandboxes import SPEC, opened
 
 
 class _FakeSandbox:

@@ -14,7 +14,7 @@ from rollweave.sandbox import rootfs
 from rollweave.sandbox.base import Backend, SandboxSpec
 from rollweave.sandbox.rootfs import import_folders, root_of
 
-from .worlds import ISOLATING, SPEC, opened
+from .sandboxes import ISOLATING, SPEC, opened
 
 
 @pytest_asyncio.fixture(params=ISOLATING)

@@ -25,7 +25,7 @@ from rollweave.sandbox.unpacking import Bounds
 from rollweave.schema.errors import SandboxError
 from tests.support.properties import examples
 
-from .worlds import needs, no_process_left
+from .sandboxes import needs, no_process_left
 
 Member = tuple[tarfile.TarInfo, bytes]
 FILE, FOLDER, LINK, HARD = tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE

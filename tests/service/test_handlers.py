@@ -21,7 +21,7 @@ from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import TurnWithdrawn
 from tests.engine.clients.echo_engine import process_state
 from tests.runtime.whole import make_config, run, run_dir
-from tests.sandbox.worlds import needs, no_process_left
+from tests.sandbox.sandboxes import needs, no_process_left
 from tests.service.serving import Program, service_config, serving
 from tests.service.test_service import ask, game, until
 from tests.worlds.referee import Referee

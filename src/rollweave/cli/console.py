@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from rollweave.cli.interrupt import INTERRUPTED, begun, quiet
-from rollweave.io.inherited import see_own_modules
+from rollweave.io.process_setup import import_from_working_directory
 from rollweave.schema.errors import ConfigError, RollweaveError
 
 FAILED, WRONG_INPUT = 1, 2
@@ -68,7 +68,7 @@ def error_lines(text: str) -> None:
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
     """Turn what a command raises into error lines and an exit code."""
-    see_own_modules()
+    import_from_working_directory()
     try:
         begun()
         yield

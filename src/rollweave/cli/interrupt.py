@@ -7,7 +7,7 @@ Imports nothing that is slow, because it runs before everything else.
 import os
 import signal
 
-from rollweave.io.inherited import reset_signals
+from rollweave.io.process_setup import reset_signals
 
 INTERRUPTED = 130
 """Exit code: what shells give to a program that Ctrl-C ended."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollweave.cli.runs import clear
-from rollweave.io.inherited import see_own_modules
+from rollweave.io.process_setup import import_from_working_directory
 from rollweave.record.report.page import write_report
 from rollweave.record.rundir import RunDir
 from rollweave.record.summary import Summary
@@ -70,7 +70,7 @@ def train_quietly(
 
     `rollweave.train` describes what is raised.
     """
-    see_own_modules()
+    import_from_working_directory()
     config, resume = resolve(source, overrides, resume=resume, fresh=fresh)
     checks = dryrun.examine(config, resume=resume, fresh=fresh, deep=False)
     must_pass(checks)

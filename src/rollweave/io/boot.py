@@ -12,7 +12,7 @@ import runpy
 import signal
 import sys
 
-from rollweave.io.inherited import reset_signals
+from rollweave.io.process_setup import reset_signals
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 ORPHANED = 75

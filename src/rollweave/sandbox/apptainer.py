@@ -14,7 +14,7 @@ from pathlib import Path
 from rollweave.sandbox.argv import apptainer
 from rollweave.sandbox.base import SandboxSpec, Snapshot, addressed, check_image
 from rollweave.sandbox.launcher import Launcher
-from rollweave.sandbox.running import Running, started
+from rollweave.sandbox.running import RunningSandbox, started
 from rollweave.schema.errors import SandboxError
 
 PROGRAMS = ("apptainer", "singularity")
@@ -34,7 +34,7 @@ class Apptainer:
         self._program = program
         self._launcher = Launcher()
 
-    async def start(self, spec: SandboxSpec) -> Running:
+    async def start(self, spec: SandboxSpec) -> RunningSandbox:
         asked, spec = spec, addressed(spec)
         argv = apptainer(spec, runtime=self._program, support=self._launcher.support)
         check_image(spec.image)
@@ -49,7 +49,7 @@ class Apptainer:
             env={"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"},
         )
 
-    async def branch(self, snapshot: Snapshot) -> Running:
+    async def branch(self, snapshot: Snapshot) -> RunningSandbox:
         raise SandboxError(
             f"apptainer starts from no snapshot, got one with {len(snapshot.layers)} layers"
         )

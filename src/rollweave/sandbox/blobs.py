@@ -25,7 +25,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any
 
-from rollweave.sandbox.unfinished import remove_leftovers, unfinished_file
+from rollweave.sandbox.temporary import remove_leftovers, temporary_file
 from rollweave.schema.errors import SandboxError
 
 CHUNK_BYTES = 1 << 20
@@ -104,7 +104,7 @@ class Blobs:
         """A blob to be written; `Writing.keep` gives it its name, without that nothing
         is left of it.
         """
-        with unfinished_file(self._folder) as file:
+        with temporary_file(self._folder) as file:
             yield Writing(file, self._folder)
 
     def get(self, digest: str) -> Path:

@@ -9,7 +9,7 @@ from rollweave.sandbox.argv import bubblewrap, rlimits
 from rollweave.sandbox.base import SandboxSpec, Snapshot, addressed, check_image
 from rollweave.sandbox.launcher import Launcher
 from rollweave.sandbox.rootfs import layers_of, python_of, root_of
-from rollweave.sandbox.running import Running, started
+from rollweave.sandbox.running import RunningSandbox, started
 from rollweave.schema.errors import SandboxError
 
 PROGRAM = "bwrap"
@@ -29,17 +29,17 @@ class Bubblewrap:
         self._program = program
         self._launcher = Launcher()
 
-    async def start(self, spec: SandboxSpec) -> Running:
+    async def start(self, spec: SandboxSpec) -> RunningSandbox:
         check_image(spec.image)
         return await self._started(spec, layers_of(spec))
 
-    async def branch(self, snapshot: Snapshot) -> Running:
+    async def branch(self, snapshot: Snapshot) -> RunningSandbox:
         return await self._started(snapshot.spec, snapshot.layers)
 
     async def close(self) -> None:
         await self._launcher.close()
 
-    async def _started(self, spec: SandboxSpec, layers: tuple[str, ...]) -> Running:
+    async def _started(self, spec: SandboxSpec, layers: tuple[str, ...]) -> RunningSandbox:
         asked, spec = spec, addressed(spec)
         argv = bubblewrap(
             spec, bwrap=self._program, root=self._launcher.root, python=python_of(spec)

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rollweave.sandbox.folders import locked
+from rollweave.sandbox.locked_folders import try_lock
 
 CONTROLLERS = ("memory", "pids")
 
@@ -196,12 +196,12 @@ class Groups:
         self._bases, self._locks = {}, []
 
     def _base(self, place: Place) -> str:
-        sweep(place)
+        remove_stale(place)
         while True:
             base = f"{place.folder}/{PREFIX}{secrets.token_hex(8)}"
             os.mkdir(base, 0o755)
             with contextlib.suppress(FileNotFoundError):  # another process has just removed it
-                lock = locked(base)
+                lock = try_lock(base)
                 if lock is not None:
                     self._locks.append(lock)
                     if os.path.isdir(base):
@@ -217,20 +217,20 @@ def unbounded() -> dict[str, str]:
     return groups.missing
 
 
-def sweep_all() -> None:
+def remove_all_stale() -> None:
     """Remove the groups that dead owners have left in any hierarchy."""
     for controller in CONTROLLERS:
         for place in _places("/proc/self", controller):
-            sweep(place)
+            remove_stale(place)
 
 
-def sweep(place: Place) -> None:
+def remove_stale(place: Place) -> None:
     """Remove the groups that dead owners have left near a place: those that are not
     locked and have no process.
     """
     for base in _ours(place.above, SWEPT_DEPTH):
         with contextlib.suppress(OSError):
-            lock = locked(base)
+            lock = try_lock(base)
             if lock is not None:
                 _removed_whole(base)
                 os.close(lock)

@@ -46,8 +46,8 @@ from rollweave.sandbox import unpacking
 from rollweave.sandbox.base import MIB, Backend, Limits, SandboxSpec
 from rollweave.sandbox.blobs import Blobs, Writing, check_digest, digest_of
 from rollweave.sandbox.layers import Copy, remove
-from rollweave.sandbox.stage import made_folder
-from rollweave.sandbox.unfinished import remove_leftovers, unfinished_folder
+from rollweave.sandbox.stage import ensure_folder
+from rollweave.sandbox.temporary import remove_leftovers, temporary_folder
 from rollweave.sandbox.unpacking import DONE, Bounds, Refused, check_bytes, check_member
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError, SandboxError
@@ -233,7 +233,7 @@ class Images:
     @contextlib.contextmanager
     def _new(self) -> Iterator[Path]:
         """A folder that is gone afterwards, unless it was renamed."""
-        with unfinished_folder(self._folder) as made:
+        with temporary_folder(self._folder) as made:
             os.chmod(made, 0o755)
             yield made
 
@@ -401,7 +401,7 @@ def _copy(source: Path, target: str, top: int) -> None:
     """Below the open folder `top`, following no link of the image."""
     folder, _, name = target.strip("/").rpartition("/")
     if source.is_dir():
-        to = made_folder(top, target)
+        to = ensure_folder(top, target)
         from_ = os.open(source, os.O_RDONLY | os.O_DIRECTORY)
         try:
             Copy(limit_bytes=FOLDER_BYTES, flatten=True).run(from_, to)
@@ -409,7 +409,7 @@ def _copy(source: Path, target: str, top: int) -> None:
             os.close(from_)
             os.close(to)
         return
-    to = made_folder(top, folder) if folder else os.dup(top)
+    to = ensure_folder(top, folder) if folder else os.dup(top)
     try:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=to)

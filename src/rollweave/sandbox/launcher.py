@@ -1,6 +1,6 @@
-"""The other end of a warden: starts it, asks it for sandboxes, and hears how they end.
+"""The other end of a supervisor: starts it, asks it for sandboxes, and hears how they end.
 
-Invariants: the warden is started and spoken to by one thread that lives as long as it,
+Invariants: the supervisor is started and spoken to by one thread that lives as long as it,
 because a process can die with the thread that made it; every sandbox that was asked for
 is heard of until it is gone; after `close` no process and no folder is left.
 """
@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from rollweave.package import DIRECTORY
-from rollweave.sandbox import folders
-from rollweave.sandbox.cgroups import sweep_all
+from rollweave.sandbox import locked_folders
+from rollweave.sandbox.cgroups import remove_all_stale
 from rollweave.schema.errors import SandboxError, SandboxLostError
 
 HERE = Path(__file__).parent
 
-WARDEN = "rollweave.sandbox.warden"
+SUPERVISOR = "rollweave.sandbox.supervisor"
 
 MESSAGE_BYTES = 1 << 17
 """Maximum size of a message in bytes: as much as is read at once."""
@@ -41,18 +41,18 @@ process reads.
 """
 
 END_S = 10.0
-"""Seconds that a warden has to end all its sandboxes."""
+"""Seconds that a supervisor has to end all its sandboxes."""
 
 ERROR_BYTES = 4096
 """Of what a sandbox wrote as errors before it was ready, for our message."""
 
 
-UNHELD, CLOSED = "the process that holds the sandboxes is gone", "closed"
+SUPERVISOR_GONE, CLOSED = "the process that holds the sandboxes is gone", "closed"
 """Reasons for which all sandboxes of a launcher end at once."""
 
 
-class Born:
-    """A sandbox that the warden was asked for."""
+class SandboxHandle:
+    """A sandbox that the supervisor was asked for."""
 
     def __init__(self, name: str, channel: socket.socket, errors: int, writes: int) -> None:
         self.id, self.channel = name, channel
@@ -93,16 +93,16 @@ class Born:
 
 
 class Launcher:
-    """One warden, which is `main` of a module.
+    """One supervisor, which is `main` of a module.
 
     All calls belong to the event loop's thread.
     """
 
-    def __init__(self, *, module: str = WARDEN) -> None:
+    def __init__(self, *, module: str = SUPERVISOR) -> None:
         self._module = module
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sandbox-launcher")
         self._ids = itertools.count(1)
-        self._born: dict[str, Born] = {}
+        self._handles: dict[str, SandboxHandle] = {}
         self._opening: asyncio.Task[None] | None = None
         self._lost = ""
         # Root's sandboxes have other uids: the way to their root must be open to all,
@@ -111,7 +111,7 @@ class Launcher:
             "/run" if os.getuid() == 0 else tempfile.gettempdir(),
             tempfile.gettempdir(),
         )
-        (self._base, lock), (self._kept, other) = map(folders.made, self._parents)
+        (self._base, lock), (self._kept, other) = map(locked_folders.create, self._parents)
         self._locks = (lock, other)
         os.chmod(self._base, 0o711)
         # Whoever forgets a launcher, or never opens it, leaves no folder behind.
@@ -137,18 +137,18 @@ class Launcher:
         contained: bool,
         drop: bool,
         writes: int = -1,
-        **becomes: Any,
-    ) -> Born:
+        **sandbox_request: Any,
+    ) -> SandboxHandle:
         """Ask for a sandbox and wait until its first program is about to run. `writes`
-        is as in Born, which closes it.
+        is as in SandboxHandle, which closes it.
 
-        Only the process that becomes the sandbox reads `becomes` (arguments,
-        environment, root), not the warden, whose memory every later sandbox inherits.
+        Only the process that sandbox_request the sandbox reads `sandbox_request` (arguments,
+        environment, root), not the supervisor, whose memory every later sandbox inherits.
         Raises SandboxError.
         """
         if self._opening is None:
             self._opening = asyncio.get_running_loop().create_task(
-                self._open(), name="open a warden"
+                self._open(), name="open a supervisor"
             )
         await asyncio.shield(self._opening)
         if self._lost:
@@ -161,7 +161,7 @@ class Launcher:
             "contained": contained,
             "drop": drop,
         }
-        private = json.dumps(becomes).encode()
+        private = json.dumps(sandbox_request).encode()
         if len(private) > PRIVATE_BYTES:
             raise SandboxError(
                 f"a sandbox's arguments and environment must have at most {PRIVATE_BYTES} bytes, "
@@ -169,53 +169,55 @@ class Launcher:
             )
         ours, theirs = socket.socketpair()
         errors_r, errors_w = os.pipe()
-        born = self._born[name] = Born(name, ours, errors_r, writes)
-        paper = os.memfd_create("request", os.MFD_CLOEXEC)
+        handle = self._handles[name] = SandboxHandle(name, ours, errors_r, writes)
+        private_file = os.memfd_create("request", os.MFD_CLOEXEC)
         try:
             try:
-                os.write(paper, private)
-                await self._send(json.dumps(request).encode(), theirs.fileno(), errors_w, paper)
+                os.write(private_file, private)
+                await self._send(
+                    json.dumps(request).encode(), theirs.fileno(), errors_w, private_file
+                )
             finally:
                 theirs.close()
                 os.close(errors_w)
-                os.close(paper)
-            await born.staged
+                os.close(private_file)
+            await handle.staged
         except BaseException:
-            self.tell(born, "kill")
+            self.post(handle, "kill")
             ours.close()
-            born.close_errors()
+            handle.close_errors()
             raise
-        return born
+        return handle
 
-    def tell(self, born: Born, what: str, **more: object) -> None:
-        """Ask the warden for something about a sandbox; nothing happens where it is
+    def post(self, handle: SandboxHandle, what: str, **more: object) -> None:
+        """Ask the supervisor for something about a sandbox; nothing happens where it is
         gone.
         """
-        if not born.gone.is_set() and not self._lost:
-            message = json.dumps({"do": what, "id": born.id, **more}).encode()
+        if not handle.gone.is_set() and not self._lost:
+            message = json.dumps({"do": what, "id": handle.id, **more}).encode()
             with contextlib.suppress(RuntimeError):  # the thread was shut down: all is ending
                 self._thread.submit(self._send_now, message, ())
 
-    async def ask(self, born: Born, what: str) -> None:
+    async def ask(self, handle: SandboxHandle, what: str) -> None:
         """As `tell`, and wait until it is done, or the sandbox is gone."""
-        if not born.gone.is_set():
-            born.done.clear()
-            self.tell(born, what)
-            await born.done.wait()
+        if not handle.gone.is_set():
+            handle.done.clear()
+            self.post(handle, what)
+            await handle.done.wait()
 
     def folder(self) -> Path:
-        """A new folder of ours, which ends with the warden."""
+        """A new folder of ours, which ends with the supervisor."""
         return Path(tempfile.mkdtemp(prefix="kept-", dir=self._kept))
 
     async def close(self) -> None:
-        """End the warden and all that it holds; return when nothing is left."""
+        """End the supervisor and all that it holds; return when nothing is left."""
         if self._opening is not None:
             await asyncio.wait([self._opening])
             if not self._opening.cancelled() and self._opening.exception() is None:
                 died = bool(self._lost)
-                await self._close_warden()
-                if died:  # the warden could not remove its control groups
-                    await asyncio.to_thread(sweep_all)
+                await self._close_supervisor()
+                if died:  # the supervisor could not remove its control groups
+                    await asyncio.to_thread(remove_all_stale)
         await asyncio.to_thread(self._remove)
         self._thread.shutdown(wait=False)
 
@@ -224,8 +226,8 @@ class Launcher:
     async def _open(self) -> None:
         loop = asyncio.get_running_loop()
         for parent in dict.fromkeys(self._parents):
-            await asyncio.to_thread(folders.sweep, parent)
-        await asyncio.to_thread(_furnish, Path(self._base))
+            await asyncio.to_thread(locked_folders.remove_stale, parent)
+        await asyncio.to_thread(_populate, Path(self._base))
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = await loop.run_in_executor(self._thread, self._spawn, theirs)
         loop.add_reader(self._socket, self._readable)
@@ -250,7 +252,7 @@ class Launcher:
                 pass_fds=(
                     theirs.fileno(),
                     *self._locks,
-                ),  # the warden keeps the folders locked, and removes them if we cannot
+                ),  # the supervisor keeps the folders locked, and removes them if we cannot
                 start_new_session=True,
             )
 
@@ -265,7 +267,7 @@ class Launcher:
             raise
 
     def _send_now(self, message: bytes, fds: Sequence[int]) -> None:
-        with contextlib.suppress(OSError):  # the warden is gone, as the reader sees
+        with contextlib.suppress(OSError):  # the supervisor is gone, as the reader sees
             socket.send_fds(self._socket, [message], fds)
 
     def _readable(self) -> None:
@@ -276,47 +278,49 @@ class Launcher:
         except OSError:
             data, fds = b"", []
         if not data:
-            self._lose(UNHELD)
+            self._lose(SUPERVISOR_GONE)
             return
         message = json.loads(data)
-        born = self._born.get(message["id"])
-        if born is None:
+        handle = self._handles.get(message["id"])
+        if handle is None:
             for fd in fds:
                 os.close(fd)
             return
         match message["event"]:
             case "staged":
-                born.pid, born.whole = message["pid"], message["whole"]
-                born.writes = fds[0] if fds else born.writes
-                if not born.staged.done():
-                    born.staged.set_result(None)
+                handle.pid, handle.whole = message["pid"], message["whole"]
+                handle.writes = fds[0] if fds else handle.writes
+                if not handle.staged.done():
+                    handle.staged.set_result(None)
             case "failed":
-                born.why = message["why"]
+                handle.why = message["why"]
             case "done":
-                born.done.set()
+                handle.done.set()
             case "gone":
-                self._gone(born, message["why"])
+                self._gone(handle, message["why"])
 
-    def _gone(self, born: Born, why: str) -> None:
-        self._born.pop(born.id, None)
-        born.why = born.why or why
-        born.close_writes()
-        born.gone.set()
-        born.done.set()
-        if not born.staged.done():
-            born.staged.set_exception(
-                SandboxLostError(f"the sandbox did not start: {born.why} {born.errors()}".strip())
+    def _gone(self, handle: SandboxHandle, why: str) -> None:
+        self._handles.pop(handle.id, None)
+        handle.why = handle.why or why
+        handle.close_writes()
+        handle.gone.set()
+        handle.done.set()
+        if not handle.staged.done():
+            handle.staged.set_exception(
+                SandboxLostError(
+                    f"the sandbox did not start: {handle.why} {handle.errors()}".strip()
+                )
             )
-            born.staged.exception()  # whoever waits sees it; nobody has to
-        born.on_gone()
+            handle.staged.exception()  # whoever waits sees it; nobody has to
+        handle.on_gone()
 
     def _lose(self, why: str) -> None:
         self._lost = why
         asyncio.get_running_loop().remove_reader(self._socket)
-        for born in list(self._born.values()):
-            self._gone(born, why)
+        for handle in list(self._handles.values()):
+            self._gone(handle, why)
 
-    async def _close_warden(self) -> None:
+    async def _close_supervisor(self) -> None:
         self._socket.shutdown(socket.SHUT_WR)
         try:
             await asyncio.to_thread(self._process.wait, END_S)
@@ -328,7 +332,7 @@ class Launcher:
         self._socket.close()
 
 
-def _furnish(base: Path) -> None:
+def _populate(base: Path) -> None:
     """Make what sandboxes are given: a folder to mount on, and the server, compiled,
     because none can keep what it compiles.
     """

@@ -178,7 +178,7 @@ class Copy:
         os.utime(made, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def take(
+def copy_selected(
     layers: Sequence[int], folder: str, target: int, only: Sequence[str], *, limit_bytes: int
 ) -> int:
     """Copy the paths `only` of the folder `folder`, as the union of the open `layers`

@@ -16,7 +16,7 @@ from rollweave.sandbox.argv import rlimits, server
 from rollweave.sandbox.base import HOME, HOST, SandboxSpec, Snapshot, addressed
 from rollweave.sandbox.launcher import Launcher
 from rollweave.sandbox.layers import Copy
-from rollweave.sandbox.running import Running, started
+from rollweave.sandbox.running import RunningSandbox, started
 from rollweave.schema.errors import SandboxError
 
 
@@ -28,7 +28,7 @@ class Plain:
     def __init__(self) -> None:
         self._launcher = Launcher()
 
-    async def start(self, spec: SandboxSpec) -> Running:
+    async def start(self, spec: SandboxSpec) -> RunningSandbox:
         if spec.image != HOST:
             raise ValueError(
                 f"image must be {HOST!r} for plain, which has no other, got {spec.image!r}"
@@ -37,7 +37,7 @@ class Plain:
             raise ValueError("fakeroot must be false for plain, got true")
         return await self._started(spec, str(self._launcher.folder()))
 
-    async def branch(self, snapshot: Snapshot) -> Running:
+    async def branch(self, snapshot: Snapshot) -> RunningSandbox:
         folder = str(self._launcher.folder())
         try:
             await asyncio.to_thread(_copied, snapshot, folder)
@@ -48,7 +48,7 @@ class Plain:
     async def close(self) -> None:
         await self._launcher.close()
 
-    async def _started(self, spec: SandboxSpec, folder: str) -> Running:
+    async def _started(self, spec: SandboxSpec, folder: str) -> RunningSandbox:
         path = os.environ.get("PATH", os.defpath)
         home = folder + HOME
         workdir = home if spec.workdir == HOME else spec.workdir

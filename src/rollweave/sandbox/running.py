@@ -1,4 +1,4 @@
-"""A sandbox that runs: its server's channel, and the warden that holds its processes.
+"""A sandbox that runs: its server's channel, and the supervisor that holds its processes.
 
 The same for every back end.
 """
@@ -14,11 +14,11 @@ import msgspec
 
 from rollweave.sandbox.base import MIB, ExecResult, SandboxSpec, Snapshot, check_taken
 from rollweave.sandbox.channel import Channel, Reply
-from rollweave.sandbox.launcher import CLOSED, UNHELD, Born, Launcher
-from rollweave.sandbox.layers import Copy, LayerError, take
+from rollweave.sandbox.launcher import CLOSED, SUPERVISOR_GONE, Launcher, SandboxHandle
+from rollweave.sandbox.layers import Copy, LayerError, copy_selected
 from rollweave.sandbox.rootfs import layers_of
-from rollweave.sandbox.stage import made_folder
-from rollweave.sandbox.warden import ENDED, KILLED, OVERDUE, STOPPED
+from rollweave.sandbox.stage import ensure_folder
+from rollweave.sandbox.supervisor import ENDED, KILLED, OVERDUE, STOPPED
 from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxSpoiledError
 
 START_S = 20.0
@@ -33,7 +33,7 @@ EXIT_S = 1.0
 WATCHED = ("processes", "memory_bytes", "disk_bytes", "cpu_s", "wall_s")
 """Limits of all processes together."""
 
-OUTSIDE = (STOPPED, KILLED, OVERDUE, UNHELD, CLOSED)
+OUTSIDE = (STOPPED, KILLED, OVERDUE, SUPERVISOR_GONE, CLOSED)
 """Reasons for the end of a sandbox that the code in it did not cause; it caused all
 others, once it had started.
 """
@@ -42,34 +42,39 @@ MOUNTED = frozenset(("dev", "proc", "sys", "run/rollweave"))
 """What is mounted or written anew in every sandbox: no part of a snapshot."""
 
 
-class Running:
+class RunningSandbox:
     """Implements `base.Sandbox`. Made by `started`."""
 
     def __init__(
         self,
         spec: SandboxSpec,
         launcher: Launcher,
-        born: Born,
+        handle: SandboxHandle,
         *,
         asked: SandboxSpec | None,
         below: tuple[str, ...],
         contained: bool,
     ) -> None:
-        self.id, self.spec, self.ready_s, self.workdir = born.id, spec, 0.0, spec.workdir
-        self._launcher, self._born, self._asked, self._below = launcher, born, asked or spec, below
-        self._channel = Channel(born.channel)
+        self.id, self.spec, self.ready_s, self.workdir = handle.id, spec, 0.0, spec.workdir
+        self._launcher, self._handle, self._asked, self._below = (
+            launcher,
+            handle,
+            asked or spec,
+            below,
+        )
+        self._channel = Channel(handle.channel)
         self._keeping = asyncio.Lock()
         self._killed, self._spoiled, self._contained = False, "", contained
-        born.on_gone = self._channel.close
+        handle.on_gone = self._channel.close
 
     @property
     def ended(self) -> str:
-        return self._born.why if self._born.gone.is_set() else ""
+        return self._handle.why if self._handle.gone.is_set() else ""
 
     @property
     def pid(self) -> int:
         """Of its first process, as the host sees it."""
-        return self._born.pid
+        return self._handle.pid
 
     @property
     def channel(self) -> Channel:
@@ -83,10 +88,10 @@ class Running:
             # Its socket ends a moment before its process is reaped, which tells why.
             # What broke the protocol is ended.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._born.gone.wait(), EXIT_S)
+                await asyncio.wait_for(self._handle.gone.wait(), EXIT_S)
             self.kill(spoiled=f"its server: {error}")
-        await self._born.gone.wait()
-        raise self._gone()
+        await self._handle.gone.wait()
+        raise self._lost_error()
 
     async def exec(
         self,
@@ -116,8 +121,8 @@ class Running:
             )
         except (KeyError, TypeError, msgspec.ValidationError) as error:
             self.kill(spoiled=f"it sent an invalid result: {error}")
-            await self._born.gone.wait()
-            raise self._gone() from error
+            await self._handle.gone.wait()
+            raise self._lost_error() from error
 
     async def read(self, path: str, *, limit: int = MIB) -> bytes:
         return (await self.call("read", timeout_s=FILE_S, path=path, limit=limit)).body
@@ -127,29 +132,29 @@ class Running:
 
     async def snapshot(self, *, only: Sequence[str] = (), at: str = "") -> Snapshot:
         check_taken(only, at)
-        if self._born.gone.is_set():
-            raise self._gone()
-        if self._born.writes < 0:
+        if self._handle.gone.is_set():
+            raise self._lost_error()
+        if self._handle.writes < 0:
             raise SandboxError("this kind of sandbox has no layer of its own to keep")
-        below = () if self._born.whole else self._below
+        below = () if self._handle.whole else self._below
         async with self._keeping:
-            await self._launcher.ask(self._born, "freeze")
+            await self._launcher.ask(self._handle, "freeze")
             try:
                 folder = str(self._launcher.folder())
-                writes, limit_bytes = os.dup(self._born.writes), self.spec.limits.disk_bytes
+                writes, limit_bytes = os.dup(self._handle.writes), self.spec.limits.disk_bytes
                 if only:
                     workdir = self._asked.workdir
                     written = await asyncio.to_thread(
-                        _taken, writes, below, folder, workdir, only, at, limit_bytes
+                        _copy_selected, writes, below, folder, workdir, only, at, limit_bytes
                     )
                 else:
-                    written = await asyncio.to_thread(_copied, writes, folder, limit_bytes)
+                    written = await asyncio.to_thread(_copy_all, writes, folder, limit_bytes)
             except (LayerError, PermissionError) as error:
                 raise SandboxSpoiledError(f"no snapshot: {error}") from error
             except OSError as error:
                 raise SandboxError(f"no snapshot: {error}") from error
             finally:
-                self._launcher.tell(self._born, "thaw")
+                self._launcher.post(self._handle, "thaw")
         return Snapshot(
             spec=self._asked,
             layers=(folder, *(layers_of(self._asked) if only else below)),
@@ -157,19 +162,19 @@ class Running:
         )
 
     async def stop(self, grace_s: float = 2.0) -> None:
-        self._launcher.tell(self._born, "stop", grace_s=grace_s)
-        await self._born.gone.wait()
+        self._launcher.post(self._handle, "stop", grace_s=grace_s)
+        await self._handle.gone.wait()
 
     def kill(self, *, spoiled: str = "") -> None:
         if not self._killed:
             self._killed, self._spoiled = True, spoiled
-        self._launcher.tell(self._born, "kill")
+        self._launcher.post(self._handle, "kill")
 
-    def _gone(self) -> SandboxLostError:
+    def _lost_error(self) -> SandboxLostError:
         """Return the error that says why it is gone; its type says whether the code
         inside caused that.
         """
-        why = self._born.why
+        why = self._handle.why
         if why == KILLED and self._spoiled:
             return SandboxSpoiledError(f"the sandbox is gone: {self._spoiled}")
         # Nothing inside a PID namespace can signal its first process.
@@ -188,7 +193,7 @@ async def started(
     contained: bool = True,
     drop: bool = True,
     **request: Any,
-) -> Running:
+) -> RunningSandbox:
     """Have a sandbox launched and wait until its server answers. Raises SandboxError.
 
     `asked` is what was asked for, where `spec` says it in the host's terms; `writes` is
@@ -198,30 +203,30 @@ async def started(
     """
     began = time.perf_counter()
     limits = {name: getattr(spec.limits, name) for name in WATCHED}
-    born = await launcher.launch(
+    handle = await launcher.launch(
         limits=limits, contained=contained, writes=writes, drop=drop, **request
     )
-    sandbox = Running(spec, launcher, born, asked=asked, below=below, contained=contained)
+    sandbox = RunningSandbox(spec, launcher, handle, asked=asked, below=below, contained=contained)
     try:
         await sandbox.call("ping", timeout_s=START_S)
         # before any command: what is there by then is the sandbox's own
-        await launcher.ask(born, "ready")
+        await launcher.ask(handle, "ready")
     except SandboxError as error:
         sandbox.kill()
-        await born.gone.wait()
+        await handle.gone.wait()
         raise SandboxError(
-            f"the sandbox did not start: {error}. {born.errors()}".strip()
+            f"the sandbox did not start: {error}. {handle.errors()}".strip()
         ) from error
     except BaseException:
         sandbox.kill()
         raise
     finally:
-        born.close_errors()
+        handle.close_errors()
     sandbox.ready_s = time.perf_counter() - began
     return sandbox
 
 
-def _copied(writes: int, folder: str, limit_bytes: int) -> int:
+def _copy_all(writes: int, folder: str, limit_bytes: int) -> int:
     """The bytes copied. Closes `writes`."""
     target = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -233,7 +238,7 @@ def _copied(writes: int, folder: str, limit_bytes: int) -> int:
         os.close(writes)
 
 
-def _taken(
+def _copy_selected(
     writes: int,
     below: Sequence[str],
     folder: str,
@@ -242,7 +247,7 @@ def _taken(
     at: str,
     limit_bytes: int,
 ) -> int:
-    """Copy as `_copied` does, but only some paths of the work folder; `below` has the
+    """Copy as `_copy_all` does, but only some paths of the work folder; `below` has the
     folders of the layers below.
     """
     layers = []
@@ -250,11 +255,11 @@ def _taken(
         layers = [os.open(path, os.O_RDONLY | os.O_DIRECTORY) for path in reversed(below)]
         top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            target = made_folder(top, at)
+            target = ensure_folder(top, at)
         finally:
             os.close(top)
         try:
-            return take([*layers, writes], workdir, target, only, limit_bytes=limit_bytes)
+            return copy_selected([*layers, writes], workdir, target, only, limit_bytes=limit_bytes)
         finally:
             os.close(target)
     finally:

@@ -88,7 +88,7 @@ def stage(root: Root, place: str, uid: int | None) -> tuple[int, bool]:
     else:
         kernel.mount(f"{place}/upper", f"{place}/root", flags=kernel.MS_BIND)
         writes = "upper"
-    _furnish(root, f"{place}/root", owner)
+    _populate(root, f"{place}/root", owner)
     mount_devices(f"{place}/root/dev")
     return os.open(f"{place}/{writes}", _FOLDER), not root.layers or writes == "root"
 
@@ -204,12 +204,12 @@ def _mapping(uids: str, gids: str) -> int:
         os.waitpid(pid, 0)
 
 
-def _furnish(root: Root, path: str, owner: int) -> None:
+def _populate(root: Root, path: str, owner: int) -> None:
     top = os.open(path, _FOLDER)
     os.fchown(top, owner, owner)
     for name in ("proc", "dev", "sys"):
-        os.close(made_folder(top, name, owner))
-    temporary = made_folder(top, "tmp", owner)
+        os.close(ensure_folder(top, name, owner))
+    temporary = ensure_folder(top, "tmp", owner)
     os.fchmod(temporary, 0o1777)
     os.close(temporary)
     for says, link in root.links:
@@ -241,11 +241,11 @@ def _furnish(root: Root, path: str, owner: int) -> None:
 
 
 def _bind(source: str, where: str, top: int, owner: int) -> None:
-    target = made_folder(top, where, owner)
+    target = ensure_folder(top, where, owner)
     at = f"/proc/self/fd/{target}"  # by descriptor, so that no name on the way is resolved again
     kernel.mount(source, at, flags=kernel.MS_BIND | kernel.MS_REC)
     os.close(target)
-    target = made_folder(top, where, owner)  # what is mounted there now
+    target = ensure_folder(top, where, owner)  # what is mounted there now
     at = f"/proc/self/fd/{target}"
     locked = _locked_flags(at)
     kernel.mount(
@@ -260,7 +260,7 @@ def _mount_empty(where: str, top: int, owner: int) -> None:
     """Mount a folder with room for mount points only; `_seal` makes it read-only once
     they are made.
     """
-    target = made_folder(top, where, owner)
+    target = ensure_folder(top, where, owner)
     options = f"size=4k,nr_inodes={EMPTY_INODES},mode=0755"
     kernel.mount(
         "tmpfs", f"/proc/self/fd/{target}", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options
@@ -269,7 +269,7 @@ def _mount_empty(where: str, top: int, owner: int) -> None:
 
 
 def _seal(where: str, top: int) -> None:
-    target = made_folder(top, where)
+    target = ensure_folder(top, where)
     flags = (
         kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
     )
@@ -291,10 +291,10 @@ def _locked_flags(path: str) -> int:
 
 def _parent(top: int, path: str, owner: int) -> tuple[int, str]:
     folder, _, name = path.strip("/").rpartition("/")
-    return (made_folder(top, folder, owner) if folder else os.dup(top)), name
+    return (ensure_folder(top, folder, owner) if folder else os.dup(top)), name
 
 
-def made_folder(top: int, path: str, owner: int = -1) -> int:
+def ensure_folder(top: int, path: str, owner: int = -1) -> int:
     """A descriptor of a folder below `top`, made where it is missing.
 
     What is no folder on the way is replaced by one.
@@ -316,7 +316,7 @@ def made_folder(top: int, path: str, owner: int = -1) -> int:
 
 
 def _make_if_missing(top: int, path: str, owner: int) -> None:
-    """As `made_folder`, but the image's own links are left as they are."""
+    """As `ensure_folder`, but the image's own links are left as they are."""
     names = path.strip("/").split("/")
     for count in range(1, len(names) + 1):
         here, name = _parent(top, "/".join(names[:count]), owner)

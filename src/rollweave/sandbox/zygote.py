@@ -1,7 +1,7 @@
 """Sandboxes without another program: forks of a process that has Python and the server
 loaded already.
 
-The warden itself is that process (`zygote_process`). So a Python sandbox is ready in
+The supervisor itself is that process (`zygote_process`). So a Python sandbox is ready in
 milliseconds, and shares its interpreter's memory with its siblings. What it gives up
 against bubblewrap: siblings share the layout of their address space, and the code that
 makes the sandbox is ours alone. For the host's image only, whose interpreter is ours.
@@ -11,7 +11,7 @@ from rollweave.sandbox.argv import UID, rlimits
 from rollweave.sandbox.base import HOST, SandboxSpec, Snapshot, addressed
 from rollweave.sandbox.launcher import Launcher
 from rollweave.sandbox.rootfs import layers_of, root_of
-from rollweave.sandbox.running import Running, started
+from rollweave.sandbox.running import RunningSandbox, started
 
 PROCESS = "rollweave.sandbox.zygote_process"
 
@@ -24,7 +24,7 @@ class Zygote:
     def __init__(self) -> None:
         self._launcher = Launcher(module=PROCESS)
 
-    async def start(self, spec: SandboxSpec) -> Running:
+    async def start(self, spec: SandboxSpec) -> RunningSandbox:
         if spec.image != HOST:
             raise ValueError(
                 f"image must be {HOST!r} for zygote, whose interpreter is the "
@@ -32,13 +32,13 @@ class Zygote:
             )
         return await self._started(spec, layers_of(spec))
 
-    async def branch(self, snapshot: Snapshot) -> Running:
+    async def branch(self, snapshot: Snapshot) -> RunningSandbox:
         return await self._started(snapshot.spec, snapshot.layers)
 
     async def close(self) -> None:
         await self._launcher.close()
 
-    async def _started(self, spec: SandboxSpec, layers: tuple[str, ...]) -> Running:
+    async def _started(self, spec: SandboxSpec, layers: tuple[str, ...]) -> RunningSandbox:
         asked, spec = spec, addressed(spec)
         inside = {
             "root": self._launcher.root,

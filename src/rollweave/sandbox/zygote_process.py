@@ -1,7 +1,7 @@
-"""The zygote: a warden whose forks become sandboxes by themselves, with all that it has
+"""The zygote: a supervisor whose forks become sandboxes by themselves, with all that it has
 imported.
 
-A fork has its root staged and its uid dropped by the warden. Here it makes all
+A fork has its root staged and its uid dropped by the supervisor. Here it makes all
 namespaces, mounts what is the kernel's, gives up every capability, and becomes two
 processes: an init, with which the PID namespace ends, and the server.
 
@@ -27,10 +27,10 @@ from rollweave.sandbox import kernel
 from rollweave.sandbox.inside.cells import PRELOADED
 from rollweave.sandbox.seccomp import bpf_filter
 from rollweave.sandbox.stage import map_user
-from rollweave.sandbox.warden import serve
+from rollweave.sandbox.supervisor import serve
 
 CHANNEL = 3
-"""Where the warden leaves the server's socket; 4 is a seccomp program for runtimes that
+"""Where the supervisor leaves the server's socket; 4 is a seccomp program for runtimes that
 load one themselves.
 """
 
@@ -131,7 +131,7 @@ def _serve(inside: dict[str, Any], serve_calls: Callable[[list[str]], None]) -> 
 
 
 def main() -> None:
-    """As `warden.main`. The server is loaded from BASE, as it will run."""
+    """As `supervisor.main`. The server is loaded from BASE, as it will run."""
     serve_calls = _loaded(f"{sys.argv[4]}/support/inside")
     gc.freeze()  # no garbage collection writes to the pages that forks share
     serve(lambda request: enter(request, serve_calls))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from rollweave.io.inherited import reset_signals
+from rollweave.io.process_setup import reset_signals
 from rollweave.train.model import load_model
 from rollweave.train.packing import Example, pack
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sandbox.worlds import needs
+from tests.sandbox.sandboxes import needs
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

@@ -25,7 +25,7 @@ from rollweave.schema.errors import (
     SandboxSpoiledError,
 )
 from tests.rollout.gateway.scripts import CALL, Script
-from tests.sandbox.worlds import ISOLATING, needs
+from tests.sandbox.sandboxes import ISOLATING, needs
 
 from .programs import HERE, agent_program, job, lived, scripted
 

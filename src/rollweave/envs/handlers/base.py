@@ -59,7 +59,7 @@ class Job:
 class Endpoint(Struct, frozen=True, kw_only=True):
     """Where a program finds the agent: `OPENAI_BASE_URL` and `OPENAI_API_KEY`.
 
-    `sandbox/relay.py` brings it into a sandbox.
+    `sandbox/tunnel.py` brings it into a sandbox.
     """
 
     url: str

@@ -44,8 +44,8 @@ from rollweave.sandbox.base import (
     Snapshot,
     check_taken,
 )
-from rollweave.sandbox.relay import relay
 from rollweave.sandbox.tools import plain
+from rollweave.sandbox.tunnel import tunnel
 from rollweave.schema.errors import ConfigError, RewardError, SandboxError, SandboxLostError
 from rollweave.schema.text import decimal
 from rollweave.schema.work import Task
@@ -207,7 +207,7 @@ class Program(Boxed):
         """
         assert self._sandbox is not None, "init comes first"
         sandbox, endpoint = self._sandbox, await agent.endpoint()
-        async with relay(sandbox, endpoint.url) as url:
+        async with tunnel(sandbox, endpoint.url) as url:
             openai = {
                 "OPENAI_BASE_URL": url,
                 "OPENAI_API_BASE": url,

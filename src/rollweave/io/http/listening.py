@@ -40,12 +40,12 @@ once could discard the answer.
 STALL_S = 60.0
 """Seconds after which a client that reads nothing of an answer is disconnected."""
 
-TURNED_AWAY = 64
+REJECTING = 64
 """Connections over the bound that are told so at one time; still more are closed
 without a word.
 """
 
-TURNED_AWAY_S = 2.0
+REJECT_S = 2.0
 """That such a one may take to ask and to hear it."""
 
 RETRY_S = 1
@@ -117,7 +117,7 @@ async def listening(
 
     A client that disconnects cancels its request. On exit, requests under way have
     `shutdown_s` to finish. At most `most` connections are admitted, by default half of
-    the files that may be open. For a moment there may be `BACKLOG` and `TURNED_AWAY`
+    the files that may be open. For a moment there may be `BACKLOG` and `REJECTING`
     more, which also take files.
     """
     app.middlewares.extend((guard.middleware(), check_expectation))
@@ -128,9 +128,11 @@ async def listening(
     try:
         assert runner.server is not None, "it was set up"
         withhold(runner.server)
-        entrance = Entrance(runner.server, most if most is not None else _half_of_the_files())
+        tracker = ConnectionTracker(
+            runner.server, most if most is not None else _half_of_the_files()
+        )
         listener = await asyncio.get_running_loop().create_server(
-            lambda: Doorman(entrance), host, port, backlog=BACKLOG
+            lambda: ConnectionLimiter(tracker), host, port, backlog=BACKLOG
         )
         try:
             bound = listener.sockets[0].getsockname()
@@ -141,19 +143,19 @@ async def listening(
             )
         finally:
             listener.close()
-            entrance.close()
+            tracker.close()
     finally:
         await runner.cleanup()
 
 
-class Entrance:
+class ConnectionTracker:
     """Tracks the connections of `server`, and which of them have no whole request:
     those make room for others.
     """
 
     def __init__(self, server: web.Server, most: int) -> None:
         self.server, self._most = server, most
-        self.turned_away: set[Doorman] = set()
+        self.rejecting: set[ConnectionLimiter] = set()
         self._idle: dict[str, dict[Connection, None]] = {}  # by peer; those idle longest first
         handle = server.request_handler
 
@@ -202,8 +204,8 @@ class Entrance:
 
     def close(self) -> None:
         """Stop waiting for connections that were turned away."""
-        for doorman in self.turned_away:
-            doorman.close()
+        for limiter in self.rejecting:
+            limiter.close()
 
 
 class Connection(web.RequestHandler):
@@ -213,42 +215,42 @@ class Connection(web.RequestHandler):
     head.
     """
 
-    __slots__ = ("_buffered", "_entrance", "_stall", "_wire", "peer")
+    __slots__ = ("_buffered", "_stall", "_stream", "_tracker", "peer")
 
-    def __init__(self, entrance: Entrance) -> None:
+    def __init__(self, tracker: ConnectionTracker) -> None:
         # `log_access` is called for the end of every answer; it logs nothing.
         super().__init__(
-            entrance.server,
+            tracker.server,
             loop=asyncio.get_running_loop(),
             keepalive_timeout=HEAD_S,
             lingering_time=LINGER_S,
             auto_decompress=False,
             logger=_LOG,
         )
-        self._entrance = entrance
-        self._wire: asyncio.Transport | None = None
+        self._tracker = tracker
+        self._stream: asyncio.Transport | None = None
         self._stall: asyncio.TimerHandle | None = None
         self._buffered = 0
         self.peer = ""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport), "a stream"
-        self._wire = transport
+        self._stream = transport
         self.peer = str((transport.get_extra_info("peername") or ("",))[0])
         # so that `pause_writing` is called as soon as anything waits
         transport.set_write_buffer_limits(high=0)
-        self._entrance.note_idle(self)
+        self._tracker.note_idle(self)
         super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._entrance.note_lost(self)
+        self._tracker.note_lost(self)
         self._end_stall()
         super().connection_lost(exc)
 
     def log_access(
         self, request: web.BaseRequest, response: web.StreamResponse, time: float | None
     ) -> None:
-        self._entrance.note_idle(self)
+        self._tracker.note_idle(self)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -259,16 +261,16 @@ class Connection(web.RequestHandler):
         super().resume_writing()
 
     def _watch(self) -> None:
-        assert self._wire is not None, "it writes"
-        self._buffered = self._wire.get_write_buffer_size()
-        self._stall = asyncio.get_running_loop().call_later(STALL_S, self._look)
+        assert self._stream is not None, "it writes"
+        self._buffered = self._stream.get_write_buffer_size()
+        self._stall = asyncio.get_running_loop().call_later(STALL_S, self._check_stall)
 
-    def _look(self) -> None:
+    def _check_stall(self) -> None:
         """Close the connection if the client has read nothing since the last check:
         nothing is added meanwhile.
         """
-        assert self._wire is not None, "it writes"
-        if self._wire.get_write_buffer_size() < self._buffered:
+        assert self._stream is not None, "it writes"
+        if self._stream.get_write_buffer_size() < self._buffered:
             self._watch()
         else:
             self.drop()
@@ -280,29 +282,29 @@ class Connection(web.RequestHandler):
 
     def drop(self) -> None:
         """Close the connection at once and discard what the client has not read."""
-        self._entrance.note_lost(self)
-        if self._wire is not None:
-            self._wire.abort()
+        self._tracker.note_lost(self)
+        if self._stream is not None:
+            self._stream.abort()
 
 
-class Doorman(asyncio.Protocol):
+class ConnectionLimiter(asyncio.Protocol):
     """Admits a new connection, or answers that it must try again later."""
 
-    def __init__(self, entrance: Entrance) -> None:
-        self._entrance = entrance
+    def __init__(self, tracker: ConnectionTracker) -> None:
+        self._tracker = tracker
         self._transport: asyncio.Transport | None = None
-        self._told = False
+        self._answered = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport), "a stream"
-        if self._entrance.has_room():
-            connection = Connection(self._entrance)
+        if self._tracker.has_room():
+            connection = Connection(self._tracker)
             transport.set_protocol(connection)
             connection.connection_made(transport)
-        elif len(self._entrance.turned_away) < TURNED_AWAY:
+        elif len(self._tracker.rejecting) < REJECTING:
             self._transport = transport
-            self._entrance.turned_away.add(self)
-            asyncio.get_running_loop().call_later(TURNED_AWAY_S, self.close)
+            self._tracker.rejecting.add(self)
+            asyncio.get_running_loop().call_later(REJECT_S, self.close)
         else:
             transport.abort()
 
@@ -312,13 +314,13 @@ class Doorman(asyncio.Protocol):
         What else it says is read and dropped: to close before would take back the
         answer.
         """
-        if self._transport is not None and not self._told:
-            self._told = True
-            self._transport.write(self._entrance.refusal())
+        if self._transport is not None and not self._answered:
+            self._answered = True
+            self._transport.write(self._tracker.refusal())
             self._transport.write_eof()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._entrance.turned_away.discard(self)
+        self._tracker.rejecting.discard(self)
 
     def close(self) -> None:
         """Do not wait for it any longer."""

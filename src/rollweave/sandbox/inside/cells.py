@@ -21,12 +21,12 @@ import sys
 import threading
 from typing import Any
 
+from .background import BackgroundReader
 from .calls import DEFAULT_LIMIT, Call, Deadline, Failed, Refused, Result, Stop
 from .frames import BODY_BYTES, FrameDecoder, FrameError, pack
-from .idle import Idle
 from .processes import end_session, fork, signal_group, start
 from .shell import SURROUNDINGS
-from .streams import BUSY_S, Child, Kept, Outbox, Tap, Watch, converse, has_ended
+from .streams import BUSY_S, Child, Outbox, OutputBuffer, Tap, Watch, converse, has_ended
 
 START_S = 60.0
 """For an interpreter to start: IPython is hundreds of files, from a cold disk."""
@@ -48,7 +48,7 @@ _PR_SET_DUMPABLE = 4
 class Cells:
     """The action `ipython`, whose body is the cell."""
 
-    def __init__(self, idle: Idle) -> None:
+    def __init__(self, idle: BackgroundReader) -> None:
         self._idle = idle
         self._busy = threading.Lock()
         self._interpreter: _Interpreter | None = None
@@ -69,7 +69,7 @@ class Cells:
         if not self._busy.acquire(timeout=BUSY_S):
             raise Refused("ipython runs one cell at a time, and one is running")
         try:
-            kept = Kept(limit - limit // 2, limit // 2)
+            kept = OutputBuffer(limit - limit // 2, limit // 2)
             lost = self._retire(kept)
             if self._interpreter is None:
                 self._interpreter = _Interpreter(self._idle, call.stop)
@@ -96,7 +96,7 @@ class Cells:
             "split": len(kept.head),
         }, kept.head + kept.tail
 
-    def _retire(self, kept: Kept) -> bool:
+    def _retire(self, kept: OutputBuffer) -> bool:
         """Put away an interpreter that has died since the last call; its last words
         come first in this one. Did it?
         """
@@ -111,7 +111,7 @@ class Cells:
 class _Interpreter:
     """One process of `worker.py`."""
 
-    def __init__(self, idle: Idle, stop: Stop) -> None:
+    def __init__(self, idle: BackgroundReader, stop: Stop) -> None:
         self._socket, theirs = socket.socketpair()
         reader, writer = os.pipe()
         self.tap = Tap(reader, idle)
@@ -137,7 +137,7 @@ class _Interpreter:
         self.kind = self._start(stop)
 
     def _start(self, stop: Stop) -> str:
-        kept = Kept(4096)
+        kept = OutputBuffer(4096)
         self.tap.open(kept)
         hello, _ = converse(
             self._watch, lambda: self._answers.pop(0, None), Deadline(START_S), stop, []
@@ -150,7 +150,7 @@ class _Interpreter:
         return str(hello.get("interpreter"))
 
     def run(
-        self, cell: bytes, kept: Kept, deadline: Deadline, stop: Stop
+        self, cell: bytes, kept: OutputBuffer, deadline: Deadline, stop: Stop
     ) -> tuple[dict[str, Any] | None, bool]:
         """The answer, or None if the interpreter has ended or must be; and whether the
         cell ran out of time.

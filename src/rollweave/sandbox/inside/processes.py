@@ -19,14 +19,23 @@ from typing import IO, Any
 
 from .calls import DEFAULT_LIMIT, Call, Refused, Result
 from .frames import BODY_BYTES
-from .streams import CHUNK_BYTES, PIPE_BYTES, Child, Kept, Outbox, Watch, has_ended, read_some
+from .streams import (
+    CHUNK_BYTES,
+    PIPE_BYTES,
+    Child,
+    Outbox,
+    OutputBuffer,
+    Watch,
+    has_ended,
+    read_some,
+)
 
 _alive: dict[int, Child] = {}
 _guard = threading.Lock()
 
 
 def reset_signals() -> None:
-    """Do as `rollweave.io.inherited` does outside: no program that is started here
+    """Do as `rollweave.io.process_setup` does outside: no program that is started here
     inherits an ignored or blocked signal.
 
     The interpreter itself ignores SIGPIPE and SIGXFSZ; `subprocess` restores these.
@@ -162,7 +171,7 @@ def execute(call: Call) -> Result:
         stdout=pipe,
         stderr=pipe,
     )
-    out, err = Kept(limit), Kept(limit)
+    out, err = OutputBuffer(limit), OutputBuffer(limit)
     watch = Watch(process)
     try:
         with watch.until(call.stop):
@@ -192,7 +201,7 @@ def execute(call: Call) -> Result:
     }, out.head + err.head
 
 
-def _gather(watch: Watch, stream: IO[bytes] | None, kept: Kept) -> Callable[[int], None]:
+def _gather(watch: Watch, stream: IO[bytes] | None, kept: OutputBuffer) -> Callable[[int], None]:
     """Read a pipe whenever there is something; the function that is returned reads what
     is there, up to so many bytes.
     """

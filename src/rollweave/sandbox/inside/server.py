@@ -17,15 +17,15 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from .background import BackgroundReader
 from .calls import Call, Failed, Refused, Result, Stop
 from .cells import Cells
 from .editor import Editor
 from .files import read, write
 from .frames import Frame, FrameDecoder, FrameError, pack
-from .idle import Idle
 from .processes import execute, kill_all, reset_signals
-from .relay import Relay
 from .shell import Bash
+from .tunnel import Tunnel
 
 CALLS = 64
 """Calls that run at once: each is a thread."""
@@ -41,12 +41,12 @@ def ping(call: Call) -> Result:
     return {"pid": os.getpid()}, call.body
 
 
-def actions(idle: Idle) -> dict[str, Action]:
+def actions(idle: BackgroundReader) -> dict[str, Action]:
     """Everything this server can do, by name.
 
     The tools among them keep their state here.
     """
-    editor, relay = Editor(), Relay()
+    editor, tunnel = Editor(), Tunnel()
     return {
         "ping": ping,
         "exec": execute,
@@ -59,10 +59,10 @@ def actions(idle: Idle) -> dict[str, Action]:
         "replace": editor.replace,
         "insert": editor.insert,
         "undo": editor.undo,
-        "relay_open": relay.open,
-        "relay_next": relay.next,
-        "relay_answer": relay.answer,
-        "relay_close": relay.close,
+        "tunnel_open": tunnel.open,
+        "tunnel_next": tunnel.next,
+        "tunnel_answer": tunnel.answer,
+        "tunnel_close": tunnel.close,
     }
 
 
@@ -72,7 +72,7 @@ class Server:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
         self._socket = sock
-        self._idle = Idle()
+        self._idle = BackgroundReader()
         self._idle.watch(sock.fileno(), lambda: None)
         self._actions = actions(self._idle)
         self._decoder = FrameDecoder()

@@ -27,17 +27,17 @@ import termios
 import threading
 from typing import Any
 
+from .background import BackgroundReader
 from .calls import DEFAULT_LIMIT, Call, Deadline, Failed, Refused, Result, Stop
 from .frames import BODY_BYTES
-from .idle import Idle
 from .processes import end_session, signal_group, start
-from .streams import BUSY_S, Kept, Outbox, Tap, Watch, converse, has_ended
+from .streams import BUSY_S, Outbox, OutputBuffer, Tap, Watch, converse, has_ended
 
 START_S = 10.0
 """For a shell to start, on a machine that is very busy."""
 
 STATUS_BYTES = 4096
-"""Kept of what comes on the status pipe: a line of ours is much shorter."""
+"""OutputBuffer of what comes on the status pipe: a line of ours is much shorter."""
 
 COMMAND_BYTES = 1 << 20
 """Of the longest command."""
@@ -73,7 +73,7 @@ TERMINAL_HELD = f'exec "$0" {OPTIONS} {TERMINAL_FD}<>"$1"'
 class Bash:
     """The action `bash`, whose body is the command."""
 
-    def __init__(self, idle: Idle) -> None:
+    def __init__(self, idle: BackgroundReader) -> None:
         self._idle = idle
         self._busy = threading.Lock()
         self._terminal: _Terminal | None = None
@@ -95,7 +95,7 @@ class Bash:
         if not self._busy.acquire(timeout=BUSY_S):
             raise Refused("bash runs one command at a time, and one is running")
         try:
-            kept = Kept(limit - limit // 2, limit // 2)
+            kept = OutputBuffer(limit - limit // 2, limit // 2)
             lost = self._retire(kept)
             if self._terminal is None:
                 self._terminal = _Terminal(self._idle, call.stop)
@@ -113,7 +113,7 @@ class Bash:
             "split": len(kept.head),
         }, kept.head + kept.tail
 
-    def _retire(self, kept: Kept) -> bool:
+    def _retire(self, kept: OutputBuffer) -> bool:
         """Put away a shell that has died since the last call; its last words come first
         in this one. Did it?
         """
@@ -128,7 +128,7 @@ class Bash:
 class _Terminal:
     """A pseudo-terminal and the shell on it."""
 
-    def __init__(self, idle: Idle, stop: Stop) -> None:
+    def __init__(self, idle: BackgroundReader, stop: Stop) -> None:
         master, self._slave = os.openpty()
         self.tap = Tap(master, idle)
         self._attributes = _make_raw(self._slave)
@@ -165,12 +165,12 @@ class _Terminal:
         self._start(stop)
 
     def _start(self, stop: Stop) -> None:
-        status, _ = self.run(b"", Kept(0), Deadline(START_S), stop)
+        status, _ = self.run(b"", OutputBuffer(0), Deadline(START_S), stop)
         if status is None:
             raise Failed(f"bash does not start: exit status {self.end()}")
 
     def run(
-        self, command: bytes, kept: Kept, deadline: Deadline, stop: Stop
+        self, command: bytes, kept: OutputBuffer, deadline: Deadline, stop: Stop
     ) -> tuple[int | None, bool]:
         """Its exit status, or None if the shell has ended or must be; and whether it
         ran out of time.

@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Protocol, TypeVar
 
+from .background import BackgroundReader
 from .calls import Deadline, Stop
-from .idle import Idle
 
 Answer = TypeVar("Answer")
 
@@ -29,7 +29,7 @@ STEP_BYTES = 1 << 20
 """Read before time is looked at again."""
 
 BETWEEN_BYTES = 1 << 16
-"""Kept of what comes between two calls: its end."""
+"""OutputBuffer of what comes between two calls: its end."""
 
 BUSY_S = 5.0
 """For a call whose caller has left to end: all its stages."""
@@ -126,7 +126,7 @@ class Watch:
         self.off(stop.fd)
 
 
-class Kept:
+class OutputBuffer:
     """The first `head` and the last `tail` bytes of a stream."""
 
     def __init__(self, head: int, tail: int = 0) -> None:
@@ -160,7 +160,7 @@ class Kept:
         return self._seen - len(self._head) - len(self.tail)
 
 
-def read_some(fd: int, kept: Kept, most: int) -> bool:
+def read_some(fd: int, kept: OutputBuffer, most: int) -> bool:
     """Read what is there without blocking, until `most` bytes have come.
 
     False at the end of the stream.
@@ -212,21 +212,21 @@ class Tap:
     so that nobody blocks on it.
     """
 
-    def __init__(self, fd: int, idle: Idle) -> None:
+    def __init__(self, fd: int, idle: BackgroundReader) -> None:
         os.set_blocking(fd, False)
         self.fd = fd
         self._idle = idle
         self._lock = threading.Lock()
-        self._between = self._kept = Kept(0, BETWEEN_BYTES)
+        self._between = self._kept = OutputBuffer(0, BETWEEN_BYTES)
         self._resting = False
 
-    def open(self, kept: Kept) -> None:
+    def open(self, kept: OutputBuffer) -> None:
         """A call begins: what came since the last one is the first that it gets."""
         self._idle.unwatch(self.fd)
         with self._lock:
             self._resting = False
             kept.feed(self._between.tail)
-            self._between, self._kept = Kept(0, BETWEEN_BYTES), kept
+            self._between, self._kept = OutputBuffer(0, BETWEEN_BYTES), kept
 
     def read(self) -> bool:
         """What is there, or a part of it if that is much; False at the end of the

@@ -15,13 +15,13 @@ from rollweave.sandbox.base import MIB, Limits, Sandbox, SandboxSpec
 from rollweave.sandbox.channel import Reply
 from rollweave.sandbox.inside.http1 import BODY_BYTES
 from rollweave.sandbox.pool import Pool
-from rollweave.sandbox.relay import AT_ONCE, relay
 from rollweave.sandbox.tools import Bash
+from rollweave.sandbox.tunnel import MAX_IN_FLIGHT, tunnel
 from rollweave.schema.errors import SandboxLostError, SandboxRefusedError
 from tests.rollout.gateway.scripts import Script, gateway
 
-from .doors import Spy, run, said, spied
-from .worlds import ISOLATING, NAMES, SPEC, opened
+from .sandboxes import ISOLATING, NAMES, SPEC, opened
+from .service import Spy, run, said, spied
 
 OPENAI = """
 import openai
@@ -33,12 +33,12 @@ def talk(text, **more):
 
 @contextlib.asynccontextmanager
 async def sandboxed(name: str, spec: SandboxSpec = SPEC) -> AsyncIterator[Sandbox]:
-    """A sandbox. When it is stopped, no task of a relay is left."""
+    """A sandbox. When it is stopped, no task of a tunnel is left."""
     async with opened(name) as backend:
         sandbox = await backend.start(spec)
         yield sandbox
         await sandbox.stop(grace_s=0.0)
-    assert [task for task in asyncio.all_tasks() if task.get_name().startswith("relay")] == []
+    assert [task for task in asyncio.all_tasks() if task.get_name().startswith("tunnel")] == []
 
 
 @pytest_asyncio.fixture(params=NAMES)
@@ -56,7 +56,7 @@ async def isolated(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
 async def test_openais_client_talks_with_the_gateway(sandbox: Sandbox) -> None:
     async with (
         gateway(Script(["one", "two three"])) as (made, client),
-        relay(sandbox, client.base_url) as url,
+        tunnel(sandbox, client.base_url) as url,
     ):
         source = """
 whole = talk("a")
@@ -76,7 +76,7 @@ async def test_a_stream_shows_life_before_its_answer(sandbox: Sandbox) -> None:
     script = Script(hold=True)
     async with (
         gateway(script, keep_alive_s=0.05) as (_, client),
-        relay(sandbox, client.base_url) as url,
+        tunnel(sandbox, client.base_url) as url,
     ):
         source = """
 talk = http.client.HTTPConnection("127.0.0.1", door(sys.argv[1]))
@@ -102,7 +102,7 @@ async def test_tools_work_while_programs_wait_and_more_wait_than_are_let_through
     sandbox: Sandbox,
 ) -> None:
     script = Script(hold=True)
-    many = 3 * AT_ONCE
+    many = 3 * MAX_IN_FLIGHT
     source = f"""
 answers = []
 threads = [threading.Thread(target=lambda: answers.append(talk("hi").choices[0].message.content)) for _ in range({many})]
@@ -110,18 +110,20 @@ threads = [threading.Thread(target=lambda: answers.append(talk("hi").choices[0].
 [thread.join() for thread in threads]
 print(answers.count("hello"))
 """
-    async with gateway(script) as (_, client), relay(sandbox, client.base_url) as url:
+    async with gateway(script) as (_, client), tunnel(sandbox, client.base_url) as url:
         first = asyncio.create_task(
             run(sandbox, OPENAI + "talk('first')", url, client.access.token)
         )
         await script.started.get()
         asking = asyncio.create_task(said(sandbox, OPENAI + source, url, client.access.token))
-        for _ in range(AT_ONCE - 1):
+        for _ in range(MAX_IN_FLIGHT - 1):
             await script.started.get()
         bash = Bash(sandbox)
         assert (await bash.run("echo $((6 * 7))")).output == "42\n"
         assert (await sandbox.exec(["echo", "on"])).stdout == b"on\n"
-        assert len(script.asked) == AT_ONCE  # the gateway refuses no call for being one too many
+        assert (
+            len(script.asked) == MAX_IN_FLIGHT
+        )  # the gateway refuses no call for being one too many
         first.cancel()
         await asyncio.wait_for(script.cancelled.get(), 60)
         script.free.set()
@@ -130,7 +132,7 @@ print(answers.count("hello"))
 
 async def test_a_program_that_is_killed_ends_its_generation(sandbox: Sandbox) -> None:
     script = Script(hold=True)
-    async with gateway(script) as (made, client), relay(sandbox, client.base_url) as url:
+    async with gateway(script) as (made, client), tunnel(sandbox, client.base_url) as url:
         for _ in range(2):
             asking = asyncio.create_task(
                 run(sandbox, OPENAI + "talk('hi')", url, client.access.token)
@@ -145,7 +147,7 @@ async def test_a_sandbox_that_is_killed_ends_its_generations_and_the_relay(
     sandbox: Sandbox,
 ) -> None:
     script = Script(hold=True)
-    async with gateway(script) as (_, client), relay(sandbox, client.base_url) as url:
+    async with gateway(script) as (_, client), tunnel(sandbox, client.base_url) as url:
         asking = [
             asyncio.create_task(run(sandbox, OPENAI + "talk('hi')", url, client.access.token))
             for _ in range(2)
@@ -169,13 +171,13 @@ except openai.APIConnectionError:
 """
     async with gateway(script) as (_, client):
         for _ in range(2):
-            async with relay(sandbox, client.base_url) as url:
+            async with tunnel(sandbox, client.base_url) as url:
                 asking = asyncio.create_task(
                     said(sandbox, OPENAI + source, url, client.access.token)
                 )
                 await script.started.get()
-                with pytest.raises(SandboxRefusedError, match="one relay at a time"):
-                    async with relay(sandbox, client.base_url):
+                with pytest.raises(SandboxRefusedError, match="one tunnel at a time"):
+                    async with tunnel(sandbox, client.base_url):
                         pass
             assert await asking == "left"
             assert script.cancelled.get_nowait() is None
@@ -191,13 +193,13 @@ async def test_a_snapshot_amid_a_call_and_a_relay_into_the_branch() -> None:
             pool = Pool(backend, SPEC, size=1)
             sandbox = await pool.take()
             await pool.close()
-            async with relay(sandbox, client.base_url) as url:
+            async with tunnel(sandbox, client.base_url) as url:
                 asking = asyncio.create_task(said(sandbox, source, url, client.access.token))
                 await script.started.get()
                 branch = await backend.branch(await sandbox.snapshot())
                 script.free.set()
                 assert await asking == "hello"
-                async with relay(branch, client.base_url) as other:
+                async with tunnel(branch, client.base_url) as other:
                     assert await said(branch, source, other, client.access.token) == "hello"
 
 
@@ -232,7 +234,7 @@ ELSEWHERE = [
 
 async def test_no_other_path_host_or_header_gets_through(isolated: Sandbox) -> None:
     spy = Spy()
-    async with spied(spy) as service, relay(isolated, service) as url:
+    async with spied(spy) as service, tunnel(isolated, service) as url:
         source = """
 for wire in eval(sys.argv[2]):
     print(raw(sys.argv[1], wire + b"\\r\\nConnection: close\\r\\n\\r\\n").split(b" ")[1].decode())
@@ -276,7 +278,7 @@ for wire in eval(sys.argv[2]):
 
 async def test_requests_in_every_form_that_clients_send(isolated: Sandbox) -> None:
     spy = Spy()
-    async with spied(spy) as service, relay(isolated, service) as url:
+    async with spied(spy) as service, tunnel(isolated, service) as url:
         source = """
 path = urllib.parse.urlsplit(sys.argv[1]).path.encode()
 get, post = b"GET %b/a HTTP/1.1\\r\\n\\r\\n" % path, b"POST %b/b HTTP/1.1\\r\\n" % path
@@ -304,7 +306,7 @@ async def test_a_body_of_the_largest_size_passes_and_a_larger_one_does_not(
     isolated: Sandbox,
 ) -> None:
     spy = Spy(answer=b"x" * (20 * MIB))
-    async with spied(spy) as service, relay(isolated, service) as url:
+    async with spied(spy) as service, tunnel(isolated, service) as url:
         source = (
             "print([(s, len(b)) for s, _, b in [ask(sys.argv[1], '/a', 'POST', b'x' * "
             "int(sys.argv[2]))]])"
@@ -333,7 +335,7 @@ open("full", "w").close()
 [thread.join() for thread in threads]
 print(sorted(set(found)))
 """
-    async with spied(spy) as service, relay(isolated, service) as url:
+    async with spied(spy) as service, tunnel(isolated, service) as url:
         asking = asyncio.create_task(said(isolated, source, url))
         await isolated.exec(["sh", "-c", "until test -e full; do sleep 0.01; done"])
         spy.free.set()
@@ -368,7 +370,7 @@ async def test_ten_thousand_connections_keep_nobody_from_asking(
     isolated: Sandbox, wire: list[str]
 ) -> None:
     spy = Spy()
-    async with spied(spy) as service, relay(isolated, service) as url:
+    async with spied(spy) as service, tunnel(isolated, service) as url:
         flood = asyncio.create_task(run(isolated, FLOOD, url, "10000", *wire, timeout_s=200.0))
         await isolated.exec(["sh", "-c", "until test -e flooded; do sleep 0.01; done"])
         assert await said(isolated, "print(ask(sys.argv[1], '/a')[0])", url) == "200"
@@ -379,7 +381,7 @@ async def test_ten_thousand_connections_keep_nobody_from_asking(
 
 async def test_who_does_not_read_its_answer_keeps_nobody(isolated: Sandbox) -> None:
     spy = Spy(answer=b"x" * (8 * MIB))
-    async with spied(spy) as service, relay(isolated, service) as url:
+    async with spied(spy) as service, tunnel(isolated, service) as url:
         source = """
 path = urllib.parse.urlsplit(sys.argv[1]).path.encode()
 lazy = [socket.create_connection(("127.0.0.1", door(sys.argv[1]))) for _ in range(20)]
@@ -392,7 +394,7 @@ print(len(ask(sys.argv[1], "/a")[2]))
 
 async def test_a_service_that_breaks_off_or_is_not_there(isolated: Sandbox) -> None:
     spy = Spy()
-    async with spied(spy) as service, relay(isolated, service) as url:
+    async with spied(spy) as service, tunnel(isolated, service) as url:
         source = """
 try:
     ask(sys.argv[1], "/torn")
@@ -401,7 +403,7 @@ except (http.client.IncompleteRead, ConnectionError):
 print(ask(sys.argv[1], "/a")[2].decode())
 """
         assert (await said(isolated, source, url)).split() == ["torn", "yes"]
-    async with relay(isolated, service) as url:
+    async with tunnel(isolated, service) as url:
         status, body = json.loads(
             await said(
                 isolated,
@@ -418,7 +420,7 @@ async def test_a_small_sandbox_has_a_relay_too() -> None:
     async with (
         sandboxed("bubblewrap", SandboxSpec(limits=limits)) as small,
         spied(spy) as service,
-        relay(small, service) as url,
+        tunnel(small, service) as url,
     ):
         assert await said(small, "print(ask(sys.argv[1], '/a')[0])", url) == "200"
 
@@ -437,7 +439,7 @@ async def test_a_small_sandbox_has_a_relay_too() -> None:
 )
 async def test_a_url_that_is_none_of_ours(url: str) -> None:
     with pytest.raises(ValueError, match="url must be http://HOST:PORT/PATH"):
-        async with relay(Liar([]), url):
+        async with tunnel(Liar([]), url):
             pass
 
 
@@ -452,14 +454,14 @@ class Liar:
         self._notices = notices
 
     async def call(self, action: str, body: bytes = b"", *, timeout_s: float, **args: Any) -> Reply:
-        if action == "relay_open":
+        if action == "tunnel_open":
             return Reply(header={"port": 1234}, body=b"")
-        if action == "relay_next":
+        if action == "tunnel_next":
             if not self._notices:
                 await asyncio.Event().wait()
             header, part = self._notices.pop(0)
             return Reply(header=header, body=part)
-        if action == "relay_answer":
+        if action == "tunnel_answer":
             self.told.put_nowait(args)
         return Reply(header={}, body=b"")
 
@@ -503,7 +505,7 @@ async def test_a_sandbox_that_breaks_the_protocol_is_killed(
     notices: list[tuple[dict[str, Any], bytes]],
 ) -> None:
     liar = Liar(notices)
-    async with spied(Spy()) as service, relay(liar, service):  # type: ignore[arg-type]
+    async with spied(Spy()) as service, tunnel(liar, service):  # type: ignore[arg-type]
         await asyncio.wait_for(liar.killed.wait(), 60)
 
 
@@ -526,7 +528,7 @@ async def test_what_a_sandbox_says_is_filtered_on_the_host() -> None:
         (part(7, gone=[6]), b""),
     ]
     liar = Liar(notices)
-    async with spied(spy) as service, relay(liar, service):  # type: ignore[arg-type]
+    async with spied(spy) as service, tunnel(liar, service):  # type: ignore[arg-type]
         told = [await asyncio.wait_for(liar.told.get(), 60) for _ in range(6)]
     statuses = {args["number"]: args["status"] for args in told}
     assert statuses == {1: 200, 2: 404, 3: 404, 4: 404, 5: 405, 7: 200}

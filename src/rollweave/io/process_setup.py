@@ -35,7 +35,7 @@ def reset_signals(*, keep: Container[int] = ()) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def see_own_modules() -> None:
+def import_from_working_directory() -> None:
     """Let `package.module:Class` in a configuration mean a module of the working
     directory, as in the child processes.
     """

@@ -9,19 +9,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from rollweave.sandbox.inside.calls import Deadline, Stop
-from rollweave.sandbox.inside.desk import AHEAD_BYTES, PART_BYTES, Answer, Desk
+from rollweave.sandbox.inside.http_proxy import AHEAD_BYTES, PART_BYTES, HttpProxy, ResponsePart
 
 GET = b"GET /a HTTP/1.1\r\nAuthorization: t\r\nX-Other: u\r\n\r\n"
 
 
 class Host:
-    """Asks a desk, which the test's thread serves while it asks."""
+    """Asks a proxy, which the test's thread serves while it asks."""
 
-    def __init__(self, desk: Desk) -> None:
-        self.desk, self.stop = desk, Stop()
+    def __init__(self, proxy: HttpProxy) -> None:
+        self.proxy, self.stop = proxy, Stop()
 
     def next(self, timeout_s: float = 20.0) -> tuple[dict[str, Any], bytes]:
-        return self.desk.next(Deadline(timeout_s), self.stop)
+        return self.proxy.next(Deadline(timeout_s), self.stop)
 
     def quiet(self) -> bool:
         """Whether there is nothing to tell, whatever has been sent so far."""
@@ -36,28 +36,30 @@ class Host:
         status: int | None = 200,
         abort: bool = False,
     ) -> None:
-        self.desk.tell(Answer(number, status=status, headers={}, body=body, last=last, abort=abort))
+        self.proxy.send(
+            ResponsePart(number, status=status, headers={}, body=body, last=last, abort=abort)
+        )
 
 
 @contextlib.contextmanager
-def opened(at_once: int = 2) -> Iterator[Host]:
-    host = Host(Desk(at_once))
+def opened(max_in_flight: int = 2) -> Iterator[Host]:
+    host = Host(HttpProxy(max_in_flight))
     try:
         yield host
     finally:
-        host.desk.close()
+        host.proxy.close()
         host.stop.close()
 
 
 def sent(host: Host, wire: bytes = GET) -> socket.socket:
     """A program that has sent something."""
-    sock = socket.create_connection(("127.0.0.1", host.desk.port), timeout=20)
+    sock = socket.create_connection(("127.0.0.1", host.proxy.port), timeout=20)
     sock.sendall(wire)
     return sock
 
 
 def test_so_many_are_handed_out_and_the_next_when_one_is_answered_or_gone() -> None:
-    with opened(at_once=2) as host:
+    with opened(max_in_flight=2) as host:
         programs = [sent(host) for _ in range(4)]
         first = host.next()[0]
         asked = {"method": "GET", "target": "/a", "headers": {"authorization": "t"}}

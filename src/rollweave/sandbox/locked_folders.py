@@ -5,7 +5,7 @@ A folder is locked (`flock`) as long as a process of its owner has it open. The 
 releases the lock when the last of them has ended, however it ends, so no process id has
 to be stored or compared. A folder that is not locked is removed.
 
-Invariant: only its owner removes a folder that `made` returned. Standard library alone.
+Invariant: only its owner removes a folder that `create` returned. Standard library alone.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ PREFIX = "rollweave-sandboxes-"
 """Prefix of our folders' names."""
 
 
-def made(parent: str) -> tuple[str, int]:
+def create(parent: str) -> tuple[str, int]:
     """Make a folder in `parent`; return it with the descriptor that locks it.
 
     Raises OSError.
@@ -26,14 +26,14 @@ def made(parent: str) -> tuple[str, int]:
     while True:
         folder = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
         with contextlib.suppress(FileNotFoundError):  # removed before it was locked
-            lock = locked(folder)
+            lock = try_lock(folder)
             if lock is not None:
                 if os.path.isdir(folder):
                     return folder, lock
                 os.close(lock)
 
 
-def sweep(parent: str) -> None:
+def remove_stale(parent: str) -> None:
     """Remove our user's folders in `parent` whose owners are dead."""
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
@@ -43,7 +43,7 @@ def sweep(parent: str) -> None:
 
 
 def _remove_if_dead(folder: str) -> None:
-    lock = locked(folder)
+    lock = try_lock(folder)
     if lock is not None:
         try:
             if os.fstat(lock).st_uid == os.getuid():
@@ -52,7 +52,7 @@ def _remove_if_dead(folder: str) -> None:
             os.close(lock)
 
 
-def locked(folder: str) -> int | None:
+def try_lock(folder: str) -> int | None:
     """Lock the folder and return the descriptor, or None if another process has locked
     it. Raises OSError.
     """

@@ -23,7 +23,7 @@ def _prefix() -> str:
 
 
 @contextlib.contextmanager
-def unfinished_folder(place: Path) -> Iterator[Path]:
+def temporary_folder(place: Path) -> Iterator[Path]:
     """Make a folder in `place`, and remove it afterwards unless it was renamed."""
     while True:
         made = Path(tempfile.mkdtemp(dir=place, prefix=_prefix()))
@@ -39,7 +39,7 @@ def unfinished_folder(place: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def unfinished_file(place: Path) -> Iterator["tempfile._TemporaryFileWrapper[bytes]"]:
+def temporary_file(place: Path) -> Iterator["tempfile._TemporaryFileWrapper[bytes]"]:
     """Make a file in `place`, and remove it afterwards unless it was renamed."""
     while True:
         file = tempfile.NamedTemporaryFile(dir=place, prefix=_prefix(), delete=False)  # noqa: SIM115

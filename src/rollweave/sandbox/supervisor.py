@@ -7,7 +7,7 @@ stays; a busy event loop delays no watch. `launcher.py` is its other end.
 
 Invariants: all its children end when it ends, and it ends when its owner does; a signal
 goes to a child that is not reaped yet, or to a descendant of one found a moment before,
-never by name; every child's end is told exactly once. Standard library alone: it
+never by name; every child's end is signaled exactly once. Standard library alone: it
 imports nothing heavy, and nothing of ours that does.
 """
 
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollweave.io.inherited import reset_signals
+from rollweave.io.process_setup import reset_signals
 from rollweave.sandbox import kernel
 from rollweave.sandbox.boot import limit
 from rollweave.sandbox.cgroups import REMOVE_S, Group, Groups
@@ -41,7 +41,7 @@ MESSAGE_BYTES = 1 << 17
 TICK_S = 0.1
 """Between two looks at what the sandboxes use."""
 
-LOOK_SHARE = 0.1
+POLL_CPU_SHARE = 0.1
 """Of a core that looking may take: with many sandboxes the looks are further apart."""
 
 STOPPED, KILLED, OVERDUE = "stopped", "killed", "killed: it went beyond limits.wall_s"
@@ -53,13 +53,13 @@ the signal's number.
 """
 
 UID_BASE, UIDS_EACH = 1_000_000, 1000
-"""Host uids of sandboxes where we are root: a block for each warden, by its pid, one
+"""Host uids of sandboxes where we are root: a block for each supervisor, by its pid, one
 for each sandbox at a time.
 """
 
 
 @dataclass
-class Held:
+class SandboxRecord:
     """One sandbox."""
 
     id: str
@@ -86,31 +86,31 @@ class Held:
     """
     reaped: bool = False
     removed_by: float = 0.0
-    """Time by which its groups must be gone; otherwise they stay until the warden ends."""
+    """Time by which its groups must be gone; otherwise they stay until the supervisor ends."""
     why: str = ""
     kill_at: float = 0.0
     """A soft stop ends then."""
-    told: set[int] = field(default_factory=set)
+    signaled: set[int] = field(default_factory=set)
     """Processes that were sent SIGTERM."""
 
 
 @dataclass(frozen=True)
-class Spare:
+class SpareProcess:
     """A process that has joined its groups, and waits for the request that it will
     serve.
     """
 
     pid: int
     group: Group
-    door: socket.socket
+    request_socket: socket.socket
     """Socket over which it receives a request and the request's descriptors."""
 
     def drop(self) -> None:
-        self.door.close()  # it then ends, if it has not yet
+        self.request_socket.close()  # it then ends, if it has not yet
         self.group.remove()
 
 
-class Warden:
+class Supervisor:
     """Requests in, forks and signals out.
 
     `enter` becomes a sandbox that needs no other program (`zygote`).
@@ -120,14 +120,14 @@ class Warden:
         self, owner: socket.socket, place: str, enter: Callable[[dict[str, Any]], None]
     ) -> None:
         self._owner, self._place, self._enter = owner, place, enter
-        self._held: dict[str, Held] = {}
+        self._records: dict[str, SandboxRecord] = {}
         self._by_pid: dict[int, str] = {}
         self._unsent: deque[bytes] = deque()
-        self._next_look = 0.0
+        self._next_poll = 0.0
         self._ending = False
         self._groups = Groups()
         self._numbers = itertools.count(1)
-        self._spare: Spare | None = None
+        self._spare: SpareProcess | None = None
         bpf_filter()  # computed once, before any fork
         self._requests = {
             "ready": self._ready,
@@ -155,8 +155,8 @@ class Warden:
                 if owner in readable and not self._receive():
                     return
                 self._reap()
-                if time.monotonic() >= self._next_look and self._held:
-                    self._look()
+                if time.monotonic() >= self._next_poll and self._records:
+                    self._poll()
                 self._flush()
                 if self._spare is None and not select.select([owner], [], [], 0)[0]:
                     self._prepare()
@@ -167,7 +167,7 @@ class Warden:
         self._ending = True
 
     def _pause(self) -> float | None:
-        return max(0.0, self._next_look - time.monotonic()) if self._held else None
+        return max(0.0, self._next_poll - time.monotonic()) if self._records else None
 
     def _receive(self) -> bool:
         data, fds, _, _ = socket.recv_fds(self._owner, MESSAGE_BYTES, 4)
@@ -177,8 +177,8 @@ class Warden:
         try:
             if request["do"] == "start":
                 self._start(request, fds)
-            elif request["id"] in self._held:
-                self._requests[request["do"]](self._held[request["id"]], request)
+            elif request["id"] in self._records:
+                self._requests[request["do"]](self._records[request["id"]], request)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -187,8 +187,8 @@ class Warden:
     # --- requests ---
 
     def _start(self, request: dict[str, Any], fds: list[int]) -> None:
-        if len(self._held) == UIDS_EACH:
-            self._tell(
+        if len(self._records) == UIDS_EACH:
+            self._send(
                 id=request["id"],
                 event="gone",
                 why=f"at most {UIDS_EACH} sandboxes may live at once",
@@ -199,19 +199,21 @@ class Warden:
         self._reap()  # a spare may have ended
         spare, self._spare = self._spare, None
         try:
-            spare = spare or self._forked()
+            spare = spare or self._fork_spare()
             # Its files are in memory, too, and have their own limits.
             most = limits["memory_bytes"] + limits["disk_bytes"] + SHM_BYTES
             spare.group.limit(memory_bytes=most, processes=limits["processes"])
-            socket.send_fds(spare.door, [json.dumps({**request, "uid": uid}).encode()], fds)
+            socket.send_fds(
+                spare.request_socket, [json.dumps({**request, "uid": uid}).encode()], fds
+            )
         except OSError as error:
             if spare is not None:
                 spare.drop()
-            self._tell(id=request["id"], event="gone", why=f"no process with its limits: {error}")
+            self._send(id=request["id"], event="gone", why=f"no process with its limits: {error}")
             return
-        spare.door.close()
+        spare.request_socket.close()
         pid, group = spare.pid, spare.group
-        held = Held(
+        record = SandboxRecord(
             id=request["id"],
             pid=pid,
             uid=uid,
@@ -223,8 +225,8 @@ class Warden:
             group=group,
             seen={pid: begun.started} if (begun := process(pid)) else {},
         )
-        self._held[held.id] = held
-        self._by_pid[pid] = held.id
+        self._records[record.id] = record
+        self._by_pid[pid] = record.id
 
     def _prepare(self) -> None:
         """Keep a process ready for the next request: moving one into its groups takes
@@ -232,9 +234,9 @@ class Warden:
         """
         # then the next request tries again, and reports the error
         with contextlib.suppress(OSError):
-            self._spare = self._forked()
+            self._spare = self._fork_spare()
 
-    def _forked(self) -> Spare:
+    def _fork_spare(self) -> SpareProcess:
         """Raises OSError."""
         group, us = self._groups.make(str(next(self._numbers))), os.getpid()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -248,103 +250,107 @@ class Warden:
             if pid == 0:
                 ours.close()
                 self._become(theirs, us, group)
-        return Spare(pid, group, ours)
+        return SpareProcess(pid, group, ours)
 
-    def _ready(self, held: Held, _: dict[str, Any]) -> None:
+    def _ready(self, record: SandboxRecord, _: dict[str, Any]) -> None:
         """The server has answered, and no command has run yet: what is there now is the
         sandbox's own.
         """
-        own = [line for pid in family(held.pid) if (line := process(pid))]
-        held.own = {line.pid: line.started for line in own}
-        held.inherited = {line.pid: line.resident_bytes for line in own}
-        self._tell(id=held.id, event="done")
+        own = [line for pid in family(record.pid) if (line := process(pid))]
+        record.own = {line.pid: line.started for line in own}
+        record.inherited = {line.pid: line.resident_bytes for line in own}
+        self._send(id=record.id, event="done")
 
-    def _stop(self, held: Held, request: dict[str, Any]) -> None:
-        held.why = held.why or STOPPED
-        held.kill_at = time.monotonic() + request["grace_s"]
+    def _stop(self, record: SandboxRecord, request: dict[str, Any]) -> None:
+        record.why = record.why or STOPPED
+        record.kill_at = time.monotonic() + request["grace_s"]
         if request["grace_s"] > 0:
-            self._end_softly(held)
+            self._terminate(record)
         else:
-            self._end(held)
-        self._next_look = 0.0
+            self._end(record)
+        self._next_poll = 0.0
 
-    def _kill(self, held: Held, _: dict[str, Any]) -> None:
-        held.why = held.why or KILLED
-        self._end(held)
+    def _kill(self, record: SandboxRecord, _: dict[str, Any]) -> None:
+        record.why = record.why or KILLED
+        self._end(record)
 
-    def _freeze(self, held: Held, _: dict[str, Any]) -> None:
+    def _freeze(self, record: SandboxRecord, _: dict[str, Any]) -> None:
         """Stop its commands; a second round stops what was forked during the first."""
         for _round in range(2):
-            for each in self._processes(held):
-                if each.pid not in held.own:
+            for each in self._processes(record):
+                if each.pid not in record.own:
                     _signal(each.pid, signal.SIGSTOP)
-        self._tell(id=held.id, event="done")
+        self._send(id=record.id, event="done")
 
-    def _thaw(self, held: Held, _: dict[str, Any]) -> None:
-        for each in self._processes(held):
-            if each.pid not in held.own:
+    def _thaw(self, record: SandboxRecord, _: dict[str, Any]) -> None:
+        for each in self._processes(record):
+            if each.pid not in record.own:
                 _signal(each.pid, signal.SIGCONT)
 
     # --- watching ---
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         began = time.monotonic()
-        for held in [held for held in self._held.values() if held.reaped and held.contained]:
+        for record in [
+            record for record in self._records.values() if record.reaped and record.contained
+        ]:
             # A PID namespace's init ends last: when the sandbox's own processes are
             # gone, all are.
             self._finish(
-                held,
+                record,
                 [
                     pid
-                    for pid, begun in held.own.items()
+                    for pid, begun in record.own.items()
                     if (now := process(pid)) and now.started == begun
                 ],
             )
-        others = [held for held in self._held.values() if not (held.reaped and held.contained)]
+        others = [
+            record for record in self._records.values() if not (record.reaped and record.contained)
+        ]
         table = Table.now() if others else None
-        for held in others:
-            processes = self._processes(held, table)
-            if held.reaped:
-                self._finish(held, [each.pid for each in processes])
-            elif not held.why and (
-                why := _excess(held, processes, began) or _stopped(held, processes)
+        for record in others:
+            processes = self._processes(record, table)
+            if record.reaped:
+                self._finish(record, [each.pid for each in processes])
+            elif not record.why and (
+                why := _exceeded_limit(record, processes, began) or _stopped(record, processes)
             ):
-                held.why = why
-                self._end(held)
-            elif held.kill_at:
-                self._end_softly(held, processes)
+                record.why = why
+                self._end(record)
+            elif record.kill_at:
+                self._terminate(record, processes)
         took = time.monotonic() - began
-        ending = any(held.kill_at or held.reaped for held in self._held.values())
-        self._next_look = began + max(
-            TICK_S / 20 if ending else TICK_S, took / (1.0 if ending else LOOK_SHARE)
+        ending = any(record.kill_at or record.reaped for record in self._records.values())
+        self._next_poll = began + max(
+            TICK_S / 20 if ending else TICK_S, took / (1.0 if ending else POLL_CPU_SHARE)
         )
 
-    def _processes(self, held: Held, table: Table | None = None) -> list[Process]:
+    def _processes(self, record: SandboxRecord, table: Table | None = None) -> list[Process]:
         table = table or Table.now()
-        found = table.below(held.seen)
-        held.seen = {process.pid: process.started for process in found}
+        found = table.below(record.seen)
+        record.seen = {process.pid: process.started for process in found}
         return found
 
-    def _end_softly(self, held: Held, processes: list[Process] | None = None) -> None:
+    def _terminate(self, record: SandboxRecord, processes: list[Process] | None = None) -> None:
         """SIGTERM to its commands, once each; SIGKILL to all where none is left, or the
         time is over.
         """
-        left = [each for each in processes or self._processes(held) if each.pid not in held.own]
-        if not held.own or not left or time.monotonic() >= held.kill_at:
-            self._end(held)
+        left = [each for each in processes or self._processes(record) if each.pid not in record.own]
+        if not record.own or not left or time.monotonic() >= record.kill_at:
+            self._end(record)
             return
         for each in left:
-            if each.pid not in held.told:
-                held.told.add(each.pid)
+            if each.pid not in record.signaled:
+                record.signaled.add(each.pid)
                 _signal(each.pid, signal.SIGTERM)
                 _signal(each.pid, signal.SIGCONT)
 
-    def _end(self, held: Held) -> None:
+    def _end(self, record: SandboxRecord) -> None:
         """SIGKILL: its first process; of one that is not contained, all."""
-        held.own = held.own or started(family(held.pid))
-        left = [] if held.contained else self._processes(held)
-        if not held.reaped:
-            _signal(held.pid, signal.SIGKILL)
+        record.own = record.own or started(family(record.pid))
+        left = [] if record.contained else self._processes(record)
+        if not record.reaped:
+            _signal(record.pid, signal.SIGKILL)
         for each in left:
             _signal(each.pid, signal.SIGKILL)
 
@@ -360,26 +366,26 @@ class Warden:
             if self._spare is not None and pid == self._spare.pid:
                 self._spare.drop()
                 self._spare = None
-            held = self._held.get(self._by_pid.pop(pid, ""))
-            if held is not None:  # else an orphan that we adopted
-                held.reaped = True
-                held.why = (
-                    held.why
-                    or _beyond_memory(held)
+            record = self._records.get(self._by_pid.pop(pid, ""))
+            if record is not None:  # else an orphan that we adopted
+                record.reaped = True
+                record.why = (
+                    record.why
+                    or _beyond_memory(record)
                     or f"{ENDED} {os.waitstatus_to_exitcode(status)}"
                 )
-                self._next_look = 0.0
+                self._next_poll = 0.0
 
-    def _finish(self, held: Held, left: list[int]) -> None:
+    def _finish(self, record: SandboxRecord, left: list[int]) -> None:
         """Kill what is left after the first process ended, and report the end of the
         sandbox once nothing is left.
         """
         for pid in left:
             _signal(pid, signal.SIGKILL)
-        held.removed_by = held.removed_by or time.monotonic() + REMOVE_S
-        if not left and (held.group.remove() or time.monotonic() >= held.removed_by):
-            del self._held[held.id]
-            self._tell(id=held.id, event="gone", why=held.why)
+        record.removed_by = record.removed_by or time.monotonic() + REMOVE_S
+        if not left and (record.group.remove() or time.monotonic() >= record.removed_by):
+            del self._records[record.id]
+            self._send(id=record.id, event="gone", why=record.why)
 
     def _end_all(self) -> None:
         """End all processes that we forked or adopted, and remove all groups."""
@@ -396,7 +402,7 @@ class Warden:
 
     # --- the owner ---
 
-    def _tell(self, **message: object) -> None:
+    def _send(self, **message: object) -> None:
         self._unsent.append(json.dumps(message).encode())
         self._flush()
 
@@ -413,17 +419,17 @@ class Warden:
 
     # --- in the forked process ---
 
-    def _become(self, door: socket.socket, parent: int, group: Group) -> None:
+    def _become(self, request_socket: socket.socket, parent: int, group: Group) -> None:
         """Become a sandbox; never returns.
 
         The third descriptor has its description, which no other process has in memory.
         """
         request: dict[str, Any] = {}
         try:
-            _leave_warden(parent)
+            _leave_supervisor(parent)
             group.join()
-            _volunteer_for_oom()
-            asked, fds, _, _ = socket.recv_fds(door, MESSAGE_BYTES, 4)
+            _prefer_for_oom_kill()
+            asked, fds, _, _ = socket.recv_fds(request_socket, MESSAGE_BYTES, 4)
             if not asked:
                 os._exit(0)
             request = json.loads(asked)
@@ -447,7 +453,7 @@ class Warden:
                 os.execve(request["argv"][0], request["argv"], request["env"])
             self._enter(request)
         except BaseException as error:
-            told = json.dumps(
+            signaled = json.dumps(
                 {
                     "id": request.get("id"),
                     "event": "failed",
@@ -455,56 +461,56 @@ class Warden:
                 }
             ).encode()
             try:
-                self._owner.send(told)
+                self._owner.send(signaled)
             except OSError:
                 # the descriptors are arranged already: the owner reads this one too
-                os.write(2, told)
+                os.write(2, signaled)
         finally:
             os._exit(1)
 
     def _free_uid(self) -> int:
         first = UID_BASE + os.getpid() * UIDS_EACH
-        taken = {held.uid for held in self._held.values()}
+        taken = {record.uid for record in self._records.values()}
         return next(uid for uid in range(first, first + UIDS_EACH) if uid not in taken)
 
 
-def _excess(held: Held, processes: list[Process], now: float) -> str:
+def _exceeded_limit(record: SandboxRecord, processes: list[Process], now: float) -> str:
     """The limit that a sandbox is beyond, in words."""
-    if now >= held.ends_at:
+    if now >= record.ends_at:
         return OVERDUE
     # the kernel does not count those of the host's root
-    if len(processes) - len(held.own) > held.processes:
-        return f"killed: it went beyond limits.processes ({len(processes)} of {held.processes})"
-    if why := _beyond_memory(held):
+    if len(processes) - len(record.own) > record.processes:
+        return f"killed: it went beyond limits.processes ({len(processes)} of {record.processes})"
+    if why := _beyond_memory(record):
         return why
     cpu_s = sum(each.cpu_s for each in processes)
-    if cpu_s > held.cpu_s:
-        return f"killed: it went beyond limits.cpu_s ({cpu_s:.1f} of {held.cpu_s:.1f})"
+    if cpu_s > record.cpu_s:
+        return f"killed: it went beyond limits.cpu_s ({cpu_s:.1f} of {record.cpu_s:.1f})"
     # Pages that processes share count once, but to ask so takes long: first the sum
     # that counts them often.
-    if sum(each.most_bytes for each in processes) > held.memory_bytes:
-        used = sum(each.proportional_bytes(held.inherited.get(each.pid, 0)) for each in processes)
-        if used > held.memory_bytes:
-            return f"killed: it went beyond limits.memory_bytes ({used} of {held.memory_bytes})"
+    if sum(each.most_bytes for each in processes) > record.memory_bytes:
+        used = sum(each.proportional_bytes(record.inherited.get(each.pid, 0)) for each in processes)
+        if used > record.memory_bytes:
+            return f"killed: it went beyond limits.memory_bytes ({used} of {record.memory_bytes})"
     return ""
 
 
-def _beyond_memory(held: Held) -> str:
+def _beyond_memory(record: SandboxRecord) -> str:
     """Return why the sandbox must end, if the kernel killed a process of it for its
     memory; else "".
     """
     return (
         "killed: it went beyond limits.memory_bytes, and the kernel ended a process"
-        if held.group.out_of_memory()
+        if record.group.out_of_memory()
         else ""
     )
 
 
-def _stopped(held: Held, processes: list[Process]) -> str:
+def _stopped(record: SandboxRecord, processes: list[Process]) -> str:
     """Return why the sandbox must end, if code inside stopped its server, for which
     calls would wait in vain; else "".
     """
-    stopped = any(each.stopped and held.own.get(each.pid) == each.started for each in processes)
+    stopped = any(each.stopped and record.own.get(each.pid) == each.started for each in processes)
     return "killed: its own server was stopped from inside" if stopped else ""
 
 
@@ -515,7 +521,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def _leave_warden(parent: int) -> None:
+def _leave_supervisor(parent: int) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -525,7 +531,7 @@ def _leave_warden(parent: int) -> None:
         os._exit(1)
 
 
-def _volunteer_for_oom() -> None:
+def _prefer_for_oom_kill() -> None:
     """Make the kernel end a sandbox first when the machine runs out of memory.
     Descendants inherit the setting; if we are root, none of them can undo it.
     """
@@ -580,7 +586,7 @@ def serve(enter: Callable[[dict[str, Any]], None]) -> None:
         if os.getppid() != int(owner):
             sys.exit(1)
         kernel.adopt_orphans()
-        Warden(socket.socket(fileno=int(fd)), place, enter).run()
+        Supervisor(socket.socket(fileno=int(fd)), place, enter).run()
     finally:
         for folder in (base, kept):
             shutil.rmtree(folder, ignore_errors=True)

@@ -9,7 +9,7 @@ import select
 from collections.abc import Callable
 
 
-class Idle:
+class BackgroundReader:
     """File descriptors and what to do once they are readable.
 
     `watch` and `unwatch` work while another thread waits.

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from rollweave.io.child import spawn
+from tests.sandbox.sandboxes import NAMES, SPEC, opened
 from tests.sandbox.serving import served
-from tests.sandbox.worlds import NAMES, SPEC, opened
 
 IGNORED = (
     signal.SIGINT,
@@ -62,7 +62,7 @@ def sets(status: str) -> tuple[set[int], set[int]]:
 def test_the_function_resets_all_but_what_it_is_told_to_keep(hostile: None) -> None:
     code = f"""
 import signal, subprocess
-from rollweave.io.inherited import reset_signals
+from rollweave.io.process_setup import reset_signals
 reset_signals(keep=(signal.SIGHUP,))
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 subprocess.run({SHOW!r}, check=True)

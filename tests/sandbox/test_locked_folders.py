@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.sandbox import folders
-from rollweave.sandbox.folders import PREFIX, made, sweep
+from rollweave.sandbox import locked_folders
+from rollweave.sandbox.locked_folders import PREFIX, create, remove_stale
 
-from .worlds import SPEC, opened
+from .sandboxes import SPEC, opened
 
 OWNER = """
 import asyncio, json, sys
@@ -40,15 +40,15 @@ asyncio.run(main())
 
 @contextlib.contextmanager
 def owner() -> Iterator[tuple["subprocess.Popen[str]", int, list[str]]]:
-    """Another process with two back ends, its first one's warden, and their folders."""
+    """Another process with two back ends, its first one's supervisor, and their folders."""
     with subprocess.Popen(
         [sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True
     ) as process:
         try:
             assert process.stdout is not None
-            warden, places = json.loads(process.stdout.readline())
+            supervisor, places = json.loads(process.stdout.readline())
             assert all(map(os.path.isdir, places))
-            yield process, warden, places
+            yield process, supervisor, places
         finally:
             process.kill()
 
@@ -75,23 +75,23 @@ async def gone(places: list[str]) -> None:
 async def test_a_killed_owner_leaves_nothing_beyond_the_next_start() -> None:
     async with opened("plain") as mine:
         living = [mine._launcher._base, mine._launcher._kept]  # type: ignore[attr-defined]
-        with owner() as (process, warden, places), owner() as (_, _, others):
-            with ended(warden):
+        with owner() as (process, supervisor, places), owner() as (_, _, others):
+            with ended(supervisor):
                 process.kill()
-            assert not any(map(os.path.exists, places[:2]))  # by the warden
+            assert not any(map(os.path.exists, places[:2]))  # by the supervisor
             await (await mine.start(SPEC)).stop()
             await gone(places)
             assert all(map(os.path.isdir, others))
             assert all(map(os.path.isdir, living))
 
 
-async def test_an_owner_that_is_killed_with_its_warden_leaves_nothing_beyond_the_next_start() -> (
+async def test_an_owner_that_is_killed_with_its_supervisor_leaves_nothing_beyond_the_next_start() -> (
     None
 ):
-    with owner() as (process, warden, places):
-        process.send_signal(signal.SIGSTOP)  # it must not hear of its warden's end
-        with ended(warden):
-            os.kill(warden, signal.SIGKILL)
+    with owner() as (process, supervisor, places):
+        process.send_signal(signal.SIGSTOP)  # it must not hear of its supervisor's end
+        with ended(supervisor):
+            os.kill(supervisor, signal.SIGKILL)
         process.kill()
         process.wait()  # any start on this machine may remove them from now on
         async with opened("plain") as next_one:
@@ -100,7 +100,7 @@ async def test_an_owner_that_is_killed_with_its_warden_leaves_nothing_beyond_the
 
 
 def test_what_is_locked_or_not_ours_stays(tmp_path: Path) -> None:
-    mine, lock = made(str(tmp_path))
+    mine, lock = create(str(tmp_path))
     dead = tmp_path / f"{PREFIX}dead"
     (dead / "place").mkdir(parents=True)
     for name in ("another", "rollweave-sandbox-old"):
@@ -109,7 +109,7 @@ def test_what_is_locked_or_not_ours_stays(tmp_path: Path) -> None:
     (target / "precious").mkdir(parents=True)
     (tmp_path / f"{PREFIX}link").symlink_to(target)
     (tmp_path / f"{PREFIX}file").write_text("")
-    sweep(str(tmp_path))
+    remove_stale(str(tmp_path))
     assert not dead.exists()
     assert os.path.isdir(mine)
     assert (target / "precious").is_dir()
@@ -120,53 +120,53 @@ def test_what_is_locked_or_not_ours_stays(tmp_path: Path) -> None:
         f"{PREFIX}file",
     }
     os.close(lock)
-    sweep(str(tmp_path))
+    remove_stale(str(tmp_path))
     assert not os.path.exists(mine)
 
 
 def test_what_another_user_made_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, lock = made(str(tmp_path))
+    folder, lock = create(str(tmp_path))
     os.close(lock)
     with monkeypatch.context() as patch:
-        patch.setattr(folders.os, "getuid", lambda: os.geteuid() + 1)
-        sweep(str(tmp_path))
+        patch.setattr(locked_folders.os, "getuid", lambda: os.geteuid() + 1)
+        remove_stale(str(tmp_path))
     assert os.path.isdir(folder)
 
 
 def test_a_lock_lives_in_every_process_that_has_it(tmp_path: Path) -> None:
-    """The owner is gone, its warden cleans up: nothing else may."""
-    folder, lock = made(str(tmp_path))
+    """The owner is gone, its supervisor cleans up: nothing else may."""
+    folder, lock = create(str(tmp_path))
     heir = subprocess.Popen(
         [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(lock,)
     )
     os.close(lock)
-    sweep(str(tmp_path))
+    remove_stale(str(tmp_path))
     assert os.path.isdir(folder)
     heir.communicate(b"\n")
-    sweep(str(tmp_path))
+    remove_stale(str(tmp_path))
     assert not os.path.exists(folder)
 
 
-@pytest.mark.parametrize("moment", ["mkdtemp", "locked"])
+@pytest.mark.parametrize("moment", ["mkdtemp", "try_lock"])
 def test_a_folder_that_is_swept_while_it_is_made_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """Between its creation and its lock it looks dead."""
     swept: list[str] = []
-    where = tempfile if moment == "mkdtemp" else folders
+    where = tempfile if moment == "mkdtemp" else locked_folders
     former = getattr(where, moment)
 
     def hurried(*arguments: object, **more: object) -> object:
         if moment == "mkdtemp":
             found = former(*arguments, **more)
         monkeypatch.setattr(where, moment, former)
-        sweep(str(tmp_path))
+        remove_stale(str(tmp_path))
         swept.extend(os.listdir(tmp_path))
         return found if moment == "mkdtemp" else former(*arguments, **more)
 
     monkeypatch.setattr(where, moment, hurried)
-    folder, lock = made(str(tmp_path))
-    sweep(str(tmp_path))
+    folder, lock = create(str(tmp_path))
+    remove_stale(str(tmp_path))
     assert swept == []
     assert os.listdir(tmp_path) == [os.path.basename(folder)]
     os.close(lock)
@@ -178,10 +178,10 @@ def test_makers_and_sweepers_side_by_side(tmp_path: Path) -> None:
 
     def sweeps() -> None:
         while not over.is_set():
-            sweep(str(tmp_path))
+            remove_stale(str(tmp_path))
 
     def makes() -> None:
-        found.extend(made(str(tmp_path)) for _ in range(200))
+        found.extend(create(str(tmp_path)) for _ in range(200))
 
     sweepers = [threading.Thread(target=sweeps) for _ in range(2)]
     makers = [threading.Thread(target=makes) for _ in range(2)]
