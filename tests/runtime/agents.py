@@ -1,5 +1,5 @@
-"""A handler with a sandbox for whole runs without a model: the agent speaks, a command
-runs, the agent speaks.
+"""A handler with a sandbox, for whole runs without a model: the agent replies, a
+command runs, the agent replies.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from rollweave.schema.chat import Message
 
 
 class Boxed:
-    """`fault` is what happens between the two turns."""
+    """A handler whose `fault` happens between the two turns."""
 
     def __init__(self, *, fault: str = "") -> None:
         self._fault = fault
@@ -68,7 +68,9 @@ class Boxed:
 
 
 class Impatient:
-    """Gives up its first call, at once or in the middle; needs no sandbox."""
+    """A handler that cancels its first call, at once or in the middle; needs no
+    sandbox.
+    """
 
     async def init(self, job: Job) -> None:
         self._wait_s = (job.seed % 4) * 0.002

@@ -1,9 +1,9 @@
-"""A fake relay that holds names of weights and no bytes: `python -m
+"""A fake relay that holds ids of weights and no bytes: `python -m
 tests.runtime.fake_relay`.
 
-What it takes from another relay it asks of nobody. It finds the faults that a test has
-laid into the model's directory through its log, which lies in the run's: `kill-r0-1`
-kills it when it is to take weights 1, `base-r0-1` refuses them as a change.
+It fetches nothing from other relays. It finds the faults that a test has placed in the
+model's directory through its log, which is in the run's: `kill-r0-1` kills relay r0
+when it fetches weights 1, `base-r0-1` lets it refuse them as a delta.
 """
 
 import os

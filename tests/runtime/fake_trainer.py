@@ -1,12 +1,12 @@
 """A fake trainer without a model. Also a process: `python -m
 tests.runtime.fake_trainer`.
 
-It trains by counting, and measures that what came last is nearest to the policy. A file
-`hold` in the model's directory says how many scored trajectories there must be before a
-step ends. `run_dir` ending in "broken" cannot start, in "refused" never can; a batch
-whose step is CRASH kills the process; FAIL fails; NAN is not finite. Publications are
-empty payloads. A checkpoint that is written beside training is written at once; one
-whose path ends in "beside" in the middle of a step.
+It trains by counting, and measures that the newest group is nearest to the policy. A
+file `hold` in the model's directory contains the number of scored trajectories that
+must exist before a step ends. A `run_dir` ending in "broken" fails to start, one in
+"refused" always does; a batch whose step is CRASH kills the process; FAIL fails; NAN is
+not finite. Publications are empty. A checkpoint in the background is written at once,
+except that one whose path ends in "beside" is written in the middle of the next step.
 """
 
 import json
@@ -48,7 +48,7 @@ CRASH, FAIL, NAN, RANK_1_DIES = 900, 901, 902, 903
 
 
 class FakeTrainer:
-    """`TrainerLike`."""
+    """A `TrainerLike` without a model."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         if spec.run_dir.endswith("broken") or (Path(spec.model) / "no-trainer").exists():
@@ -69,7 +69,7 @@ class FakeTrainer:
     def _save(self, path: str) -> TrainerReply:
         if take_fault(self._model, "full-disk"):
             return SaveFailed(path=path, error="no space left on device")
-        # there already where the journal did not hear of it
+        # it exists already if the journal lost its event
         Path(path).mkdir(parents=True, exist_ok=True)
         (Path(path) / "trainer.json").write_text(json.dumps({"step": self.step}))
         return Saved(path=path, save_s=0.0)
@@ -103,7 +103,7 @@ class FakeTrainer:
     def handle(self, command: TrainerCommand, /) -> TrainerReply | None:
         match command:
             case TrainOn(batch=batch):
-                # what was being written is there in the middle of a step
+                # the background checkpoint is complete in the middle of a step
                 if self._later is not None:
                     self._later(Saved(path="beside", save_s=0.0))
                     self._later = None

@@ -1,6 +1,6 @@
-"""A game for whole runs without a model: say anything `turns` times.
+"""A game for whole runs without a model: reply with any text for `turns` turns.
 
-`wait` names a file without which no step returns.
+`wait` names a file that must exist before any step returns.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class Game:
 
 
 class Rewarded(Game):
-    """Gives rewards, and does not define what success is."""
+    """An environment that gives rewards, but does not define success."""
 
     async def step(self, action: str) -> Step:
         step = await super().step(action)
@@ -53,10 +53,9 @@ class Wanderer(Game):
 
 
 class Blocking(Game):
-    """Its step is plain.
+    """An environment with a plain `step`.
 
-    Every seventh one does not return before `released` is set; the others take
-    `step_s`.
+    Every seventh step blocks until `released` is set; the others take `step_s`.
     """
 
     released = threading.Event()

@@ -1,5 +1,5 @@
-"""The real trainer, stopped by its own hand in the middle of writing a checkpoint: the
-process that a test then kills.
+"""The real trainer, which stops itself while it writes a checkpoint, so that a test can
+kill it there.
 """
 
 import os
@@ -11,8 +11,8 @@ from rollweave.train import checkpoint
 
 
 def save_tensors(tensors: object, path: Path) -> None:
-    """What `train/checkpoint.py` calls for each file; halts before the optimizer's of
-    step 2 is written.
+    """Stand in for the function that `train/checkpoint.py` calls for each file, and
+    halt before the optimizer's file of step 2 is written.
     """
     if path.name == "optimizer.safetensors" and path.parent.name.startswith("step-000002.partial"):
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -13,11 +13,11 @@ from rollweave.schema.work import Task
 
 
 class Lake(FrozenLake):
-    """`gate` names a file without which no step returns after the first `at`;
+    """A lake whose steps after the first `at` wait for the file `gate`;
     `<gate>.reached` appears when one waits.
 
-    Counted are the steps of training, or with `held_out` those of evaluations. With
-    `first` only the first episode is held.
+    Steps of training count, or with `held_out` those of evaluations. With `first` only
+    the first episode is held.
     """
 
     steps: ClassVar[int] = 0

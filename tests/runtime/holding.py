@@ -1,6 +1,4 @@
-"""Code of a user's that holds up the event loop: environments, a handler and a rule of
-the buffer.
-"""
+"""User code that blocks the event loop: environments, a handler and a buffer function."""
 
 import contextlib
 import sys
@@ -15,7 +13,7 @@ from rollweave.schema.base import GroupId
 from rollweave.schema.work import Task
 
 until = threading.Event()
-"""Ends what blocks; tests put their own in its place."""
+"""Ends the blocking; tests replace it by their own event."""
 
 LIMIT_S = 60.0
 
@@ -54,7 +52,7 @@ class Quick(Async):
 
 
 class Deaf(Async):
-    """Whatever is raised while it waits is swallowed, and it waits on."""
+    """An environment that swallows every exception while it blocks, and keeps blocking."""
 
     async def step(self, action: str) -> Step:
         while not until.is_set():
@@ -88,6 +86,6 @@ class Handler:
 
 
 def in_order(buffer: Sequence[Experience], version: int) -> list[GroupId]:
-    """A rule of `buffer.sample`."""
+    """A function for `buffer.sample`."""
     until.wait(LIMIT_S)
     return [one.id for one in buffer]

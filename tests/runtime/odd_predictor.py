@@ -1,4 +1,4 @@
-"""A predictor's process that goes wrong as its regressor's name says."""
+"""A predictor process that misbehaves as its regressor's name says."""
 
 import os
 
@@ -31,7 +31,7 @@ def main() -> None:
                 parent.send(b"\xc1 is no msgpack")
             case "noise":
                 os.write(parent._socket.fileno(), b"\xff" * 64)
-            case "boast":  # of words that it was never told
+            case "boast":  # counts messages that were never sent
                 parent.send(encode(PredictorReport(processed=taken + 7)))
             case "nan":
                 parent.send(
@@ -39,7 +39,7 @@ def main() -> None:
                         PredictorReport(processed=taken, answers=(_answer(number, float("nan")),))
                     )
                 )
-            case "stranger":  # answers what nobody asked
+            case "stranger":  # answers a request that was never sent
                 parent.send(
                     encode(PredictorReport(processed=taken, answers=(_answer(number + 50, 7.0),)))
                 )

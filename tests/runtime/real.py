@@ -1,4 +1,4 @@
-"""Whole runs with real engines and the real trainer, small enough to take seconds;
+"""Whole runs with real engines and the real trainer, small enough to take seconds, and
 started by the command line as users do.
 
 As a program, `python -m tests.runtime.real …` is `rollweave …` with the trainer of
@@ -35,14 +35,15 @@ from rollweave.schema.events import StepTrained
 ROOT = Path(__file__).parents[2]
 GROUPS, MEMBERS = 2, 4
 LIMIT_S = 120.0
-"""Seconds until a test gives up on what it waits for.
-
-Nothing here takes that long, on a busy machine either.
+"""Maximum time to wait for anything, in seconds: even on a busy machine, nothing here takes
+that long.
 """
 
 
 def lake(directory: Path, *, task: dict[str, Any] | None = None, **sections: Any) -> RunConfig:
-    """Two steps on the fixed frozen lake, from random weights."""
+    """Return the configuration of two steps on the fixed frozen lake, from random
+    weights.
+    """
     data: dict[str, Any] = {
         "run": {"name": "lake", "dir": str(directory), "steps": 2, "checkpoint_every": 1},
         "model": {
@@ -70,14 +71,14 @@ def lake(directory: Path, *, task: dict[str, Any] | None = None, **sections: Any
 
 
 def hazardous(directory: Path, options: dict[str, Any], **sections: dict[str, Any]) -> RunConfig:
-    """The same on the lake of `tests.runtime.hazards`."""
+    """Return the same configuration on the lake of `tests.runtime.hazards`."""
     return lake(
         directory, task={"env": "tests.runtime.hazards:Lake", "options": options}, **sections
     )
 
 
 class Life:
-    """One controller of a run, in a process of its own."""
+    """One controller of a run, in a separate process."""
 
     def __init__(self, config: RunConfig, *, resume: bool = False, halting: bool = False) -> None:
         directory = Path(config.run.dir)
@@ -94,26 +95,28 @@ class Life:
             str(file),
             *(["--resume"] if resume else []),
         ]
-        # and not what is installed, if that is another checkout
+        # not the installed package, if that is another checkout
         ours = os.pathsep.join((str(ROOT), str(ROOT / "src")))
         env = {**os.environ, "PYTHONPATH": ours, "OMP_NUM_THREADS": "1"}
-        self._said = directory / "said"
-        with self._said.open("wb") as said:
-            self.process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=said, stderr=said)
+        self._output = directory / "output"
+        with self._output.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, env=env, cwd=ROOT, stdout=output, stderr=output
+            )
 
     @property
-    def said(self) -> str:
-        """All that it printed."""
-        return self._said.read_text()
+    def output(self) -> str:
+        """All of its output."""
+        return self._output.read_text()
 
     @property
     def errors(self) -> list[str]:
-        """The lines of errors that it printed."""
-        assert "Traceback" not in self.said, self.said
-        return [line for line in self.said.splitlines() if line.startswith("error:")]
+        """The errors in its output."""
+        assert "Traceback" not in self.output, self.output
+        return [line for line in self.output.splitlines() if line.startswith("error:")]
 
     def end(self) -> int:
-        """Wait for its exit status. None of its children is left."""
+        """Wait for its exit status, and check that none of its children is left."""
         status = self.process.wait(LIMIT_S)
         deadline = time.monotonic() + LIMIT_S
         while left := self.children():
@@ -122,26 +125,26 @@ class Life:
         return status
 
     def finish(self) -> dict[str, Any]:
-        """Wait for its good end; the summary."""
-        assert self.end() == 0, self.said
+        """Wait for its successful end, and return the summary."""
+        assert self.end() == 0, self.output
         return summary(self.config)
 
     def children(self, module: str = "rollweave.") -> list[int]:
-        """Living processes of `module` that it started, also when it is gone."""
+        """Return the living processes of `module` that it started, even after its end."""
         return children_of(self.process.pid, module)
 
     def child(self, module: str) -> int:
-        """The one child of that module."""
+        """Return the one child of that module."""
         (pid,) = self.children(module)
         return pid
 
     def kill(self) -> None:
-        """SIGKILL; its children must follow by themselves."""
+        """Kill it with SIGKILL; its children must end by themselves."""
         os.kill(self.process.pid, signal.SIGKILL)
         assert self.end() == -signal.SIGKILL
 
     def until(self, condition: Callable[[Core], object], what: str) -> Core:
-        """Wait until the journal tells of a core for which this holds."""
+        """Wait until the journal describes a core for which this holds."""
 
         def holds() -> Core | None:
             core = replayed(self.config)
@@ -151,18 +154,18 @@ class Life:
 
 
 def wait_for(found: Callable[[], Any], what: str, life: Life) -> Any:
-    """Wait until `found` gives something, while the controller lives."""
+    """Wait until `found` returns a true value, while the controller is alive."""
     deadline = time.monotonic() + LIMIT_S
     while not (value := found()):
         over = time.monotonic() > deadline or (life.process.poll() is not None and not found())
-        assert not over, f"{what} did not come; it said:\n{life.said}"
+        assert not over, f"{what} did not come; it output:\n{life.output}"
         time.sleep(0.005)
     return value
 
 
 @contextlib.contextmanager
 def living(config: RunConfig, *, resume: bool = False, halting: bool = False) -> Iterator[Life]:
-    """A controller that does not outlive the test."""
+    """Start a controller that does not outlive the test."""
     life = Life(config, resume=resume, halting=halting)
     try:
         yield life
@@ -182,7 +185,7 @@ def run_dir(config: RunConfig) -> Path:
 
 
 def summary(config: RunConfig) -> dict[str, Any]:
-    """summary.json, whose account balances with nothing in flight."""
+    """Return summary.json, whose account balances with nothing in flight."""
     found: dict[str, Any] = json.loads((run_dir(config) / "summary.json").read_text())
     account = found["account"]
     ends = (
@@ -196,7 +199,7 @@ def summary(config: RunConfig) -> dict[str, Any]:
 
 
 def lines(config: RunConfig, kind: str) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl of one kind."""
+    """Return the lines of metrics.jsonl of one kind."""
     found = [
         json.loads(line) for line in (run_dir(config) / "metrics.jsonl").read_text().splitlines()
     ]
@@ -204,9 +207,9 @@ def lines(config: RunConfig, kind: str) -> list[dict[str, Any]]:
 
 
 def replayed(config: RunConfig) -> Core | None:
-    """The core as the journal tells of it; None where there is none yet.
+    """Return the core as the journal describes it; None before there is one.
 
-    A life's copy is replayed by `Lineage`.
+    Use `Lineage` for the journal at a life's end.
     """
     try:
         return Replay(run_dir(config) / "journal.bin", config).finish()
@@ -215,7 +218,7 @@ def replayed(config: RunConfig) -> Core | None:
 
 
 def at_gate(life: Life, gate: Path) -> None:
-    """Wait until the episodes wait at the gate, and nothing else goes on."""
+    """Wait until the episodes wait at the gate, and everything else is idle."""
     wait_for(Path(f"{gate}.reached").exists, "the gate", life)
     life.until(
         lambda core: (
@@ -230,24 +233,24 @@ def at_gate(life: Life, gate: Path) -> None:
 
 
 def check_totals(config: RunConfig, found: dict[str, Any]) -> None:
-    """The run has come to all that it was to come to."""
+    """Check that the run has trained and evaluated all that its configuration asks for."""
     assert (found["error"], found["steps"]) == ("", config.run.steps)
     assert found["account"]["trained"] == GROUPS * MEMBERS * config.run.steps
     assert found["eval_episodes"] == {"lake": 8}
-    if config.rollout.mode is not ModeName.DECOUPLED:  # which has no bound
+    if config.rollout.mode is not ModeName.DECOUPLED:  # which has no bound of staleness
         assert found["staleness_max"] <= config.rollout.alpha
 
 
 class Lineage:
-    """What was trained, from the journals of all lives: a resumed run begins its
-    journal anew.
+    """The trained steps, from the journals of all lives: a resumed run begins its
+    journal again.
     """
 
     def __init__(self) -> None:
         self._steps: dict[int, tuple[str, ...]] = {}
 
     def take(self, config: RunConfig) -> None:
-        """Read the journal as it is now, at a life's end."""
+        """Read the journal as it is at a life's end."""
         replay = Replay(run_dir(config) / "journal.bin", config)
         asked: dict[int, tuple[str, ...]] = {}
         for _, event, commands in replay:
@@ -262,8 +265,8 @@ class Lineage:
         replay.core.check()
 
     def check(self, steps: int) -> None:
-        """Every step trained a whole batch, and no trajectory is in two steps of the
-        surviving lineage.
+        """Check that every step trained a whole batch, and that no trajectory is in two
+        steps of the surviving lineage.
         """
         assert sorted(self._steps) == list(range(steps))
         ids = [member for batch in self._steps.values() for member in batch]
@@ -271,15 +274,15 @@ class Lineage:
 
 
 def longer(config: RunConfig, steps: int, **sections: BaseModel) -> RunConfig:
-    """The same run with more steps, and perhaps other sections."""
+    """Return the same configuration with more steps, and perhaps other sections."""
     return config.model_copy(
         update={"run": config.run.model_copy(update={"steps": steps}), **sections}
     )
 
 
 def copied(config: RunConfig, directory: Path) -> RunConfig:
-    """The run, with all that it has left behind but its socket, as a run of another
-    directory.
+    """Copy the run with all its files except the socket, and return its configuration
+    in the other directory.
     """
     no_socket = shutil.ignore_patterns("control.sock")
     shutil.copytree(run_dir(config), directory / config.run.name, symlinks=True, ignore=no_socket)

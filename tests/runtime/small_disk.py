@@ -1,9 +1,9 @@
 """A real run on a disk that is really full: `python -m tests.runtime.small_disk
-DIRECTORY WHERE SPARE`, by itself in a namespace.
+DIRECTORY WHERE SPARE`, alone in a mount namespace.
 
-Mounts a small disk at WHERE in the run's directory ("." is all of it), fills it up in
-the middle of the run but for SPARE bytes, and expects the run to stop with one error,
-and to go on once there is room. Mounts vanish with the process.
+It mounts a small disk at WHERE in the run's directory ("." is all of it), fills it in
+the middle of the run except for SPARE bytes, and expects the run to stop with one
+error, and to resume once there is space. Mounts vanish with the process.
 """
 
 import os
@@ -27,7 +27,7 @@ BALLAST = "ballast"
 
 
 def fill(disk: Path, spare: int) -> None:
-    """Take all room but for `spare` bytes."""
+    """Fill the disk except for `spare` bytes."""
     with (disk / BALLAST).open("wb", buffering=0) as file:
         try:
             while True:
@@ -50,7 +50,7 @@ def main(directory: Path, where: str, spare: int) -> None:
         at_gate(life, gate)
         fill(disk, spare)
         gate.touch()
-        assert life.end() == 1, life.said
+        assert life.end() == 1, life.output
         (error,) = life.errors
     print(error)
     assert "No space left" in error

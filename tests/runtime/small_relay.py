@@ -1,4 +1,4 @@
-"""A relay whose files may have `FILE_BYTES` bytes at most: `python -m
+"""A relay that may write at most `FILE_BYTES` bytes to a file: `python -m
 tests.runtime.small_relay`.
 """
 

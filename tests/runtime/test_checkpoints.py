@@ -1,4 +1,4 @@
-"""Complete checkpoints are kept by name, unfinished ones cleared, and `best` follows."""
+"""Complete checkpoints are kept by step, incomplete ones removed, and `best` follows."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ def save(checkpoints: Checkpoints, step: int) -> None:
     (checkpoints.path(step) / "model").write_text(str(step))
 
 
-def test_prune_keeps_what_is_named(checkpoints: Checkpoints) -> None:
+def test_prune_keeps_the_named_steps(checkpoints: Checkpoints) -> None:
     for step in (1, 2, 10, 4):
         save(checkpoints, step)
     assert checkpoints.steps() == [1, 2, 4, 10]
@@ -29,7 +29,7 @@ def test_prune_keeps_what_is_named(checkpoints: Checkpoints) -> None:
     assert checkpoints.steps() == [2, 4]
 
 
-def test_unfinished_ones_do_not_count_and_are_cleared(checkpoints: Checkpoints) -> None:
+def test_incomplete_checkpoints_do_not_count_and_are_removed(checkpoints: Checkpoints) -> None:
     save(checkpoints, 1)
     (checkpoints.directory / "step-000002.partial-77").mkdir()
     assert checkpoints.steps() == [1]
@@ -38,13 +38,13 @@ def test_unfinished_ones_do_not_count_and_are_cleared(checkpoints: Checkpoints) 
     assert [path.name for path in checkpoints.directory.iterdir()] == ["step-000001"]
 
 
-def test_one_that_was_half_removed_does_not_count(
+def test_a_half_removed_checkpoint_does_not_count(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(checkpoints, 1)
     save(checkpoints, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", Mock())  # killed before it is done
+        patch.setattr(shutil, "rmtree", Mock())  # killed in the middle
         checkpoints.prune([2])
     assert checkpoints.steps() == [2]
     checkpoints.clear_unfinished()

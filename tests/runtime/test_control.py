@@ -1,6 +1,4 @@
-"""The control socket: what may be said through it, who may say it, and what a run makes
-of that.
-"""
+"""The control socket: its requests, its access, and their effects on a run."""
 
 import asyncio
 import contextlib
@@ -67,7 +65,7 @@ class Run:
             asyncio.get_running_loop().call_soon(then)
 
     def serve(self) -> None:
-        """All engines have weights."""
+        """Let all engines have weights."""
         for engine in list(self.core.state.engines):
             self.post(EngineJoined(engine_id=engine, epoch=0, max_slots=3, kv_total_tokens=9))
         self.post(Ready(epoch=0, step=0))
@@ -79,7 +77,7 @@ class Run:
         return await asyncio.to_thread(ask, self.path, request)
 
     async def raw(self, data: bytes, *, ends: bool = True) -> bytes:
-        """What it answers to these bytes."""
+        """Return its reply to these bytes."""
         return await asyncio.to_thread(self._raw, data, ends)
 
     def _raw(self, data: bytes, ends: bool) -> bytes:
@@ -144,7 +142,7 @@ async def test_engines_are_listed_added_and_withdrawn(path: Path) -> None:
         assert run.core.state.withdrawn == [E0]
 
 
-async def test_what_cannot_be_done_is_told(path: Path) -> None:
+async def test_impossible_requests_are_refused(path: Path) -> None:
     async with running(path) as run:
         assert (
             "no engine 'e7'; there are e0, e1"
@@ -167,7 +165,7 @@ async def test_what_cannot_be_done_is_told(path: Path) -> None:
             assert "[allocation] decides" in (await run.ask(request)).error
 
 
-async def test_two_who_ask_at_once_get_engines_of_their_own(path: Path) -> None:
+async def test_simultaneous_requests_get_different_engines(path: Path) -> None:
     async with running(path) as run:
         replies = await asyncio.gather(*(run.ask(AddEngines(count=3)) for _ in range(4)))
     added = [name for reply in replies for name in reply.added]
@@ -192,7 +190,7 @@ NONSENSE = [
 ]
 
 
-async def test_nonsense_is_answered_and_changes_nothing(path: Path) -> None:
+async def test_nonsense_is_refused(path: Path) -> None:
     async with running(path) as run:
         before = run.core.snapshot()
         for data in NONSENSE:
@@ -204,7 +202,7 @@ async def test_nonsense_is_answered_and_changes_nothing(path: Path) -> None:
         assert len((await run.ask(ListEngines())).engines) == 2
 
 
-async def test_who_says_nothing_or_leaves_holds_up_nobody(
+async def test_silent_and_leaving_clients_delay_no_other(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(path) as run:
@@ -223,7 +221,7 @@ async def test_who_says_nothing_or_leaves_holds_up_nobody(
         assert await run.raw(b"{", ends=False) == b"", "it was given up"
 
 
-async def test_only_its_own_user_may_connect_and_nothing_is_left_at_the_end(path: Path) -> None:
+async def test_only_the_owner_may_connect_and_no_file_is_left(path: Path) -> None:
     former = os.umask(0)
     try:
         async with running(path) as run:
@@ -254,7 +252,7 @@ async def test_a_path_may_be_longer_than_a_sockets_address(tmp_path: Path) -> No
         assert len((await run.ask(ListEngines())).engines) == 2
 
 
-async def test_a_run_goes_on_where_there_can_be_no_socket(path: Path, notes: None) -> None:
+async def test_a_run_continues_if_no_socket_can_be_made(path: Path, notes: None) -> None:
     async with running(path) as run:
         (warning,) = run.warnings
         assert f"no socket at {path}" in warning.message
@@ -263,10 +261,10 @@ async def test_a_run_goes_on_where_there_can_be_no_socket(path: Path, notes: Non
         ask(path, ListEngines())
 
 
-async def test_whoever_asks_waits_where_many_do(path: Path) -> None:
+async def test_a_client_waits_while_all_connections_are_taken(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as other:
         listener.bind(str(path))
-        listener.listen(0)  # room for one
+        listener.listen(0)  # one connection is left
         other.connect(str(path))
         asked = asyncio.ensure_future(asyncio.to_thread(ask, path, ListEngines()))
         assert await asyncio.wait([asked], timeout=0.5) == (set(), {asked})
@@ -275,7 +273,7 @@ async def test_whoever_asks_waits_where_many_do(path: Path) -> None:
         with connection:
             await asyncio.to_thread(
                 connection.recv, LINE_BYTES
-            )  # closing before it arrives would break the pipe
+            )  # closing before the request arrives would break the pipe
             connection.sendall(b"{}\n")
         assert await asked == ControlReply()
 
@@ -302,7 +300,7 @@ async def test_a_reply_that_precedes_the_request_counts(
         assert await asked == ControlReply(error="full")
 
 
-def test_an_answer_that_is_none(path: Path) -> None:
+def test_an_invalid_reply_is_an_error(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()

@@ -1,5 +1,5 @@
-"""What an earlier life has left is never deleted or trained over because something
-beside it is missing, cut or changed.
+"""Results of an earlier life are never deleted or trained over because a file beside
+them is missing, cut or changed.
 """
 
 import json
@@ -25,7 +25,7 @@ JOURNAL = journal_format()
 
 
 def content(directory: Path) -> dict[str, bytes]:
-    """Every file of a run but the controller's own marks."""
+    """Return every file of a run except for the controller's own marks."""
     files = (path for path in directory.rglob("*") if path.is_file() and path.name != "lock")
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
@@ -47,7 +47,7 @@ def unwritten(journal: Path) -> None:
 
 
 @pytest.mark.parametrize("lose", [missing, empty, header_only, unwritten])
-def test_a_run_whose_journal_is_lost_is_not_begun_anew(
+def test_a_run_whose_journal_is_lost_does_not_start_afresh(
     tmp_path: Path, lose: Callable[[Path], None]
 ) -> None:
     config = make_config(tmp_path, steps=2)
@@ -65,7 +65,7 @@ def test_a_run_whose_journal_is_lost_is_not_begun_anew(
     assert content(run_dir(config)) == before
 
 
-def test_a_run_that_had_not_begun_is_begun(tmp_path: Path) -> None:
+def test_a_run_without_events_starts_afresh(tmp_path: Path) -> None:
     config = make_config(tmp_path, steps=2)
     with RunDir.claim(config, resume=False) as directory:
         directory.write_config(config)
@@ -110,7 +110,7 @@ def test_a_run_without_its_identity_resumes_and_gets_it_back(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", ["service", "simulation"])
-def test_what_is_no_training_run_is_not_resumed_as_one(tmp_path: Path, kind: str) -> None:
+def test_a_service_or_simulation_is_not_resumed_as_training(tmp_path: Path, kind: str) -> None:
     config = make_config(tmp_path, steps=2)
     run(config)
     path = run_dir(config) / "run.json"
@@ -120,7 +120,7 @@ def test_what_is_no_training_run_is_not_resumed_as_one(tmp_path: Path, kind: str
 
 
 @pytest.mark.parametrize("change", ["tokenizer.json", "config.json", "tokenizer_config.json"])
-def test_a_model_file_that_has_changed_is_named(tmp_path: Path, change: str) -> None:
+def test_a_changed_model_file_is_named(tmp_path: Path, change: str) -> None:
     config = make_config(tmp_path, steps=2)
     (tmp_path / "model" / "config.json").write_text('{"rope_theta": 10000.0}')
     run(config)
@@ -145,15 +145,15 @@ def test_a_model_file_that_has_changed_is_named(tmp_path: Path, change: str) -> 
 
 
 def boundaries(journal: Path) -> list[int]:
-    """Ends of all records."""
+    """Return the ends of all records."""
     return [record.end for record in JOURNAL.scan(journal)]
 
 
-def test_a_journal_cut_at_any_record_is_named_or_resumes_from_a_checkpoint_that_is_there(
+def test_a_cut_journal_is_refused_or_resumes_from_an_existing_checkpoint(
     tmp_path: Path,
 ) -> None:
-    """The slow reference replays the whole journal, and says after each record which
-    checkpoints were ever asked for.
+    """The slow reference replays the whole journal, and records after each event which
+    checkpoints were ever requested.
     """
     config = make_config(tmp_path, steps=4, run={"checkpoint_every": 2})
     fault(config, "kill-controller-3")
@@ -187,10 +187,10 @@ def test_a_journal_cut_at_any_record_is_named_or_resumes_from_a_checkpoint_that_
     assert_trained_once(config)
 
 
-def test_the_journal_is_on_the_disk_before_a_checkpoint_is(
+def test_the_journal_is_synced_before_a_checkpoint_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A power loss must not leave a checkpoint that the journal did not ask for:
+    """A power loss must not leave a checkpoint that the journal did not request:
     resuming would be refused.
     """
     config = make_config(tmp_path, steps=2)
@@ -213,7 +213,7 @@ def test_the_journal_is_on_the_disk_before_a_checkpoint_is(
     assert synced == [1, 1, 2, 2, 3, 3]
 
 
-def test_a_checkpoint_that_is_gone_is_named(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
     config = make_config(tmp_path, steps=2)
     run(config)
     shutil.rmtree(run_dir(config) / "checkpoints")
@@ -245,7 +245,7 @@ def test_a_journal_without_its_snapshot_is_named(tmp_path: Path) -> None:
         run(config, resume=True)
 
 
-def test_a_damaged_segment_put_aside_costs_its_trajectories_and_nothing_else(
+def test_a_damaged_segment_put_aside_loses_only_its_trajectories(
     tmp_path: Path,
 ) -> None:
     config = make_config(tmp_path, steps=4)
@@ -272,7 +272,7 @@ def warnings(config: RunConfig) -> dict[str, str]:
     return {line["component"]: line["message"] for line in lines(config, "warning")}
 
 
-def test_a_segment_that_is_gone_is_named_and_its_trajectories_are_counted_as_stored(
+def test_a_missing_segment_is_named_and_its_trajectories_counted(
     tmp_path: Path,
 ) -> None:
     config = make_config(tmp_path, steps=4)
@@ -297,7 +297,7 @@ def test_a_segment_that_is_gone_is_named_and_its_trajectories_are_counted_as_sto
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\x00garbage\n" * 9, b"\x07"])
-def test_metrics_that_are_gone_are_named(tmp_path: Path, content: bytes | None) -> None:
+def test_missing_metrics_are_named(tmp_path: Path, content: bytes | None) -> None:
     config = make_config(tmp_path, steps=2)
     run(config)
     path = run_dir(config) / "metrics.jsonl"
@@ -312,7 +312,7 @@ def test_metrics_that_are_gone_are_named(tmp_path: Path, content: bytes | None) 
     )
 
 
-def test_a_configuration_that_was_edited_is_named_with_its_former_values(tmp_path: Path) -> None:
+def test_an_edited_configuration_is_reported_with_its_former_values(tmp_path: Path) -> None:
     config = make_config(tmp_path, steps=2)
     run(config)
     directory = RunDir(run_dir(config))
@@ -330,7 +330,7 @@ def test_a_configuration_that_was_edited_is_named_with_its_former_values(tmp_pat
     assert rebuild(load(directory.config), directory).doubts == ()
 
 
-def test_what_a_killed_writer_left_half_written_is_cut_off_with_a_line(tmp_path: Path) -> None:
+def test_a_torn_record_is_cut_off_with_a_warning(tmp_path: Path) -> None:
     config = make_config(tmp_path, steps=4)
     fault(config, "kill-controller-2")
     killed(config)

@@ -15,7 +15,7 @@ from tests.runtime.whole import lines, make_config, replay, run, run_dir, traine
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step", "stream", "partial", "bounded"])
-def test_every_mode_ends_within_its_bound(tmp_path: Path, mode: str) -> None:
+def test_every_mode_keeps_its_bound_of_staleness(tmp_path: Path, mode: str) -> None:
     rollout = {"mode": mode, "alpha": 1, "spare_members": 1}
     config = make_config(
         tmp_path, rollout=rollout, trainer={"minibatches": 2}, engines={"count": 1}
@@ -25,12 +25,12 @@ def test_every_mode_ends_within_its_bound(tmp_path: Path, mode: str) -> None:
     assert summary.staleness_max <= {"sync": 0}.get(mode, 1)
     assert summary.account.trained == 16
     assert [line["step"] for line in lines(config, "step")] == [0, 1, 2, 3]
-    # a streamed step is one line
+    # a streamed step is one entry
     assert sum(line["trajectories"] for line in lines(config, "step")) == 16
     assert replay(config).differing == 0
 
 
-def test_environments_that_raise_hang_or_return_garbage(tmp_path: Path) -> None:
+def test_a_run_survives_environments_that_raise_hang_or_return_garbage(tmp_path: Path) -> None:
     faults = {"env_error": 0.06, "env_hang": 0.04, "env_garbage": 0.06, "reward_error": 0.3}
     config = make_config(
         tmp_path, steps=3, faults=faults, task={"step_s": 0.3}, rollout={"retries": 5}
@@ -47,7 +47,7 @@ def test_environments_that_raise_hang_or_return_garbage(tmp_path: Path) -> None:
     assert replay(config).differing == 0
 
 
-def test_a_hang_that_blocks_is_survived_in_a_process(tmp_path: Path) -> None:
+def test_a_blocking_environment_is_survived_in_a_process(tmp_path: Path) -> None:
     # a process takes a second to start
     faults, task = {"env_hang": 0.12}, {"step_s": 3.0, "isolation": "process"}
     config = make_config(
@@ -63,7 +63,7 @@ def test_a_hang_that_blocks_is_survived_in_a_process(tmp_path: Path) -> None:
     assert ends(config)[StopReason.ENV_HANG] > 0
 
 
-def test_a_plain_step_that_never_returns_holds_up_its_own_trajectory_alone(tmp_path: Path) -> None:
+def test_a_plain_step_that_never_returns_blocks_only_its_trajectory(tmp_path: Path) -> None:
     task, rollout = {"env": "tests.runtime.game:Blocking", "step_s": 0.5}, {"retries": 5}
     config = make_config(tmp_path, steps=3, task=task, options={"stuck": True}, rollout=rollout)
     try:
@@ -81,8 +81,8 @@ def test_a_plain_step_that_never_returns_holds_up_its_own_trajectory_alone(tmp_p
     assert replay(config).differing == 0
 
 
-def test_the_time_of_a_slow_environment_is_the_environments(tmp_path: Path) -> None:
-    """Though its steps block, and several trajectories are in them at once."""
+def test_the_time_of_a_slow_environment_is_attributed_to_it(tmp_path: Path) -> None:
+    """This holds although its steps block, and several trajectories step at once."""
     task, rollout = {"env": "tests.runtime.game:Blocking"}, {"mode": "sync"}
     config = make_config(
         tmp_path, steps=2, task=task, options={"step_s": 0.25, "turns": 4}, rollout=rollout
@@ -95,7 +95,7 @@ def test_the_time_of_a_slow_environment_is_the_environments(tmp_path: Path) -> N
 
 
 def ends(config: RunConfig) -> Counter[StopReason]:
-    """How the run's attempts ended; each is consistent in itself."""
+    """Return how the run's attempts ended, and check that each is consistent in itself."""
     reader = TrajectoryReader(run_dir(config) / "trajectories")
     found = [reader.load(entry) for entry in reader.entries]
     for trajectory in found:
@@ -113,8 +113,8 @@ def test_a_task_source_that_raises_ends_the_run(tmp_path: Path) -> None:
     assert (summary.steps, summary.account.started) == (0, 0)
 
 
-def test_a_reward_function_of_ones_own(tmp_path: Path) -> None:
+def test_a_custom_reward_function(tmp_path: Path) -> None:
     config = make_config(tmp_path, steps=2, task={"env": "tests.runtime.game:Scored"})
     summary = run(config)
     assert (summary.error, summary.steps) == ("", 2)
-    assert lines(config, "step")[0]["reward"] == {"game": 2.0}  # one a turn
+    assert lines(config, "step")[0]["reward"] == {"game": 2.0}  # one per turn

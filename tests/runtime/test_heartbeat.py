@@ -1,4 +1,4 @@
-"""An engine that hangs is lost, though it has no turn that would tell; one that is slow
+"""An engine that hangs is lost even if it has no turn to time out; one that is slow
 once, or loads weights, is not.
 """
 
@@ -20,7 +20,7 @@ BEAT = {"reply_s": 0.05, "heartbeat_s": 0.01}
 
 
 class Beating(OneWordEngine):
-    """Engine `a` does not answer the heartbeats that `silent` says; `b` answers all."""
+    """Engine `a` does not answer the heartbeats in `silent`; `b` answers all."""
 
     def __init__(self, silent: set[int] | None) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def made(
     return make
 
 
-async def test_an_engine_that_is_silent_twice_is_lost(tmp_path: Path) -> None:
+async def test_an_engine_that_misses_two_heartbeats_in_a_row_is_lost(tmp_path: Path) -> None:
     engines: dict[tuple[EngineId, int], Beating] = {}
     async with staged(made(engines, {1, 2}), tmp_path, **BEAT) as stage:
         (lost,) = await stage.until(EngineLost)
@@ -62,14 +62,14 @@ async def test_an_engine_that_is_silent_twice_is_lost(tmp_path: Path) -> None:
         assert len(await stage.until(EngineLost)) == 1
 
 
-async def test_an_engine_that_is_silent_now_and_then_is_not(tmp_path: Path) -> None:
+async def test_an_engine_that_misses_single_heartbeats_is_not_lost(tmp_path: Path) -> None:
     engines: dict[tuple[EngineId, int], Beating] = {}
     async with staged(made(engines, {0, 2, 4, 6}), tmp_path, **BEAT) as stage:
         await engines[A, 0].heard.wait()
         assert not [event for event in stage.events if isinstance(event, EngineLost)]
 
 
-async def test_nobody_asks_while_weights_are_loaded(tmp_path: Path) -> None:
+async def test_no_heartbeat_is_sent_while_weights_are_loaded(tmp_path: Path) -> None:
     engines: dict[tuple[EngineId, int], Beating] = {}
     manifests = Manifests()
     manifests.published(

@@ -1,4 +1,4 @@
-"""Engines that come and go while a run trains: processes, sockets, the command line;
+"""Engines join and leave while a run trains, with processes, sockets, the command line,
 and a controller that is killed.
 """
 
@@ -28,17 +28,16 @@ LIMIT_S = 60.0
 
 
 class Life:
-    """A controller in a process of its own, with fake engines and a fake trainer, and
-    what the command line says of it.
+    """A controller in a separate process, with fake engines and a fake trainer, and its
+    view through the command line.
     """
 
     def __init__(self, config: RunConfig, process: subprocess.Popen[bytes]) -> None:
         self.config, self.process = config, process
 
     def engines(self, *arguments: str) -> dict[str, dict[str, Any]]:
-        """By name, as `rollweave engines` has them now.
-
-        Nothing where it cannot be reached yet.
+        """Return the engines by name as `rollweave engines` lists them now; none if the
+        run cannot be reached yet.
         """
         code, text, _ = say("engines", str(run_dir(self.config)), "--json", *arguments)
         return {line["id"]: line for line in json.loads(text)["engines"]} if code == 0 else {}
@@ -53,7 +52,7 @@ class Life:
             time.sleep(0.02)
 
     def serving(self, *names: str) -> None:
-        """Wait until these are all its engines, and serve."""
+        """Wait until the run has exactly these engines, and all serve."""
 
         def holds() -> bool:
             found = self.engines()
@@ -109,7 +108,7 @@ def watched(config: RunConfig) -> Iterator[tuple[Any, list[c.Command]]]:
 
 
 def turns(config: RunConfig) -> set[str]:
-    """Engines that were given turns in this life."""
+    """Return the engines that were given turns in this life."""
     return {
         command.engine_id
         for _, out in watched(config)
@@ -119,7 +118,7 @@ def turns(config: RunConfig) -> set[str]:
 
 
 @pytest.mark.parametrize("relays", [0, 2])
-def test_an_engine_joins_a_run_that_trains_and_serves_turns(tmp_path: Path, relays: int) -> None:
+def test_an_engine_joins_a_training_run_and_serves_turns(tmp_path: Path, relays: int) -> None:
     gate = tmp_path / "gate"
     config = make_config(
         tmp_path,
@@ -164,8 +163,10 @@ def test_an_engine_joins_a_run_that_trains_and_serves_turns(tmp_path: Path, rela
     ]
 
 
-def test_a_resumed_run_has_the_engines_that_it_was_asked_for(tmp_path: Path) -> None:
-    """Killed after one came, and killed again after another was withdrawn."""
+def test_a_resumed_run_has_the_engines_that_were_requested(tmp_path: Path) -> None:
+    """The controller is killed after one engine joined, and again after another was
+    withdrawn.
+    """
     gate = tmp_path / "gate"
     config = make_config(
         tmp_path, options={"wait": str(gate)}, rollout={"mode": "decoupled", "engine_batch": 2}
@@ -200,7 +201,7 @@ def test_a_resumed_run_has_the_engines_that_it_was_asked_for(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("mode", ["bounded", "decoupled"])
-def test_an_engine_leaves_a_run_that_trains(tmp_path: Path, mode: str) -> None:
+def test_an_engine_leaves_a_training_run(tmp_path: Path, mode: str) -> None:
     gate = tmp_path / "gate"
     config = make_config(tmp_path, options={"wait": str(gate)}, rollout={"mode": mode})
     with living(config) as life:

@@ -1,5 +1,5 @@
-"""What holds up the event loop is named while it does, and the user can end the run all
-the same.
+"""Code that blocks the event loop is named while it does, and the user can still end
+the run.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from tests.runtime.whole import ROOT, assert_gone, lines, make_config, run, writ
 HERE = "tests.runtime.holding"
 
 
-class Heard:
-    """What a watch says. `said` is set by its first word."""
+class Reports:
+    """Records the reports of a watch. `reported` is set by the first one."""
 
     def __init__(self) -> None:
-        self.said = threading.Event()
+        self.reported = threading.Event()
         self.noticed: list[Culprit] = []
         self.over: list[tuple[Culprit, float]] = []
 
@@ -40,66 +40,66 @@ class Heard:
 
     def _notice(self, culprit: Culprit) -> None:
         self.noticed.append(culprit)
-        self.said.set()
+        self.reported.set()
 
 
 @pytest.fixture
-def heard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Heard]:
-    """Code of `holding` blocks until the watch has said something."""
-    made = Heard()
-    monkeypatch.setattr(holding, "until", made.said)
+def reports(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reports]:
+    """Let the code of `holding` block until the watch has reported something."""
+    made = Reports()
+    monkeypatch.setattr(holding, "until", made.reported)
     yield made
-    made.said.set()
+    made.reported.set()
 
 
 @pytest.mark.parametrize(
     ("kind", "is_async"), [("Async", True), ("Heir", True), ("Deep", True), ("Quick", False)]
 )
 async def test_an_environment_that_blocks_is_named_with_its_method(
-    heard: Heard, kind: str, is_async: bool
+    reports: Reports, kind: str, is_async: bool
 ) -> None:
     env = GuardedEnv(f"{HERE}:{kind}", {}, faults=FaultsConfig(), seed=0, block=False)
-    with heard.watch():
-        await env.step("a")  # comes back because it was noticed
-        while not heard.over:  # noqa: ASYNC110 (the loop is what is watched)
+    with reports.watch():
+        await env.step("a")  # returns because it was noticed
+        while not reports.over:  # noqa: ASYNC110 (the loop is what is watched)
             await asyncio.sleep(0)
-    (culprit,) = heard.noticed
+    (culprit,) = reports.noticed
     assert (culprit.name, culprit.is_async) == (f"{HERE}:{kind}.step", is_async)
     assert culprit.place.startswith(f"{holding.__file__}:")
-    ((again, seconds),) = heard.over
+    ((again, seconds),) = reports.over
     assert again is culprit
     assert seconds > 0.3
     assert ("asyncio.to_thread" in culprit.now) is is_async
 
 
-async def test_a_function_that_a_configuration_names_is_named(heard: Heard) -> None:
-    with heard.watch():
+async def test_a_function_that_a_configuration_names_is_named(reports: Reports) -> None:
+    with reports.watch():
         await asyncio.sleep(0)
         sample([], 1, strategy=holding.in_order, version=0)
-    assert [culprit.name for culprit in heard.noticed] == [f"{HERE}:in_order"]
+    assert [culprit.name for culprit in reports.noticed] == [f"{HERE}:in_order"]
 
 
-async def test_a_loop_that_comes_round_is_not_held_up_however_busy(heard: Heard) -> None:
-    with heard.watch():
+async def test_a_busy_loop_does_not_count_as_blocked(reports: Reports) -> None:
+    with reports.watch():
         end = time.monotonic() + 1.5
         while time.monotonic() < end:  # noqa: ASYNC110 (the loop is what is watched)
             await asyncio.sleep(0)
-    assert heard.noticed == []
+    assert reports.noticed == []
 
 
 @pytest.mark.parametrize("kind", ["Async", "Handler"])
-def test_a_run_says_who_blocks_it_and_for_how_long(
+def test_a_run_reports_what_blocks_it_and_for_how_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     from rollweave.runtime import launch
 
-    said = threading.Event()
-    monkeypatch.setattr(holding, "until", said)
+    reported = threading.Event()
+    monkeypatch.setattr(holding, "until", reported)
     shown: list[str] = []
 
     def show(start: object, command: launch.Warn) -> None:
         shown.append(command.message)
-        said.set()
+        reported.set()
 
     monkeypatch.setattr(launch._Start, "_say", show)
     config = make_config(
@@ -145,7 +145,7 @@ BLOCKING = "is blocking the event loop"
 
 
 @pytest.mark.parametrize(
-    ("kind", "said", "numbers"),
+    ("kind", "reported", "numbers"),
     [
         ("Async", BLOCKING, (signal.SIGINT, signal.SIGINT)),
         ("Deaf", BLOCKING, (signal.SIGINT, signal.SIGINT)),
@@ -155,10 +155,10 @@ BLOCKING = "is blocking the event loop"
         ("Plain", "a step begins", (signal.SIGINT, signal.SIGINT)),
     ],
 )
-def test_a_run_that_is_held_up_can_be_ended(
-    tmp_path: Path, kind: str, said: str, numbers: tuple[signal.Signals, ...]
+def test_a_blocked_run_can_be_ended(
+    tmp_path: Path, kind: str, reported: str, numbers: tuple[signal.Signals, ...]
 ) -> None:
-    """With the exit status of an interrupted program, and no child is left."""
+    """It ends with the exit status of an interrupted program, and no child is left."""
     config = make_config(tmp_path, steps=1, task={"env": f"{HERE}:{kind}"})
     command = [sys.executable, "-c", PROGRAM, str(write(config))]
     with contextlib.ExitStack() as stack:
@@ -167,11 +167,11 @@ def test_a_run_that_is_held_up_can_be_ended(
         )
         stack.callback(process.kill)
         assert process.stderr is not None
-        while said not in (line := process.stderr.readline()):
+        while reported not in (line := process.stderr.readline()):
             assert line
         for number in numbers:
             process.send_signal(number)
-            while pending(process.pid):  # two of one kind that are pending would be one
+            while pending(process.pid):  # two pending signals of one kind would be one
                 time.sleep(0.001)
         rest = process.stderr.read()
         assert process.wait(60) == 130
@@ -180,8 +180,8 @@ def test_a_run_that_is_held_up_can_be_ended(
 
 
 def pending(pid: int) -> int:
-    """Signals that have been sent to a process and not been delivered."""
-    with contextlib.suppress(OSError):  # it has ended
+    """Return the signals that were sent to a process and not delivered yet."""
+    with contextlib.suppress(OSError):  # the process has ended
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("ShdPnd:"):
                 return int(line.split()[1], 16)

@@ -1,4 +1,4 @@
-"""Lines say what a step added, once a step, and sinks get the same numbers."""
+"""A line describes what a step added, once per step, and sinks get the same numbers."""
 
 import json
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ def part(number: int, env: str, *trajectories: Trajectory) -> tuple[TrainStep, B
     )
 
 
-def test_weights_of_a_lost_lineage_are_as_far_away_as_later_ones_are_from_a_step(
+def test_weights_of_a_lost_lineage_count_as_stale_as_later_ones(
     tmp_path: Path,
 ) -> None:
     metrics = Metrics(tmp_path / "m.jsonl", clock=lambda: 1.0, state=State, progress=Silent())
@@ -68,10 +68,10 @@ def test_weights_of_a_lost_lineage_are_as_far_away_as_later_ones_are_from_a_step
     assert json.loads(line)["staleness"] == {"0": 1, "2": 2}
 
 
-def test_a_step_is_one_line_however_many_parts_it_has(tmp_path: Path) -> None:
+def test_a_step_of_several_parts_is_one_line(tmp_path: Path) -> None:
     state, sink, times = State(), ListSink(), iter([10.0, 14.0, 15.0])
     state.counters.output_tokens = 100
-    state.defines_success = {"nim": None}  # "lake" gives rewards, and says nothing of success
+    state.defines_success = {"nim": None}  # "lake" gives rewards, and does not define success
     state.idle.trainer = {"busy": 1.0}
     metrics = Metrics(
         tmp_path / "m.jsonl",
@@ -133,11 +133,11 @@ def test_a_step_is_one_line_however_many_parts_it_has(tmp_path: Path) -> None:
     assert sink.closed
 
 
-def test_parts_of_a_step_that_was_lost_do_not_count(tmp_path: Path) -> None:
+def test_parts_of_a_lost_step_do_not_count(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path / "m.jsonl", clock=lambda: 1.0, state=State, progress=Silent())
     lost = part(0, "lake", trajectory("a", 1.0, version=3))
     metrics.trained(*lost)
-    # the trainer came back, and begins the step anew
+    # the trainer was restarted, and begins the step again
     metrics.trained(*part(0, "lake", trajectory("b", 0.0, version=3)))
     metrics.trained(*part(1, "lake", trajectory("c", 0.0, version=3)))
     metrics.close()

@@ -1,5 +1,5 @@
-"""Migrations by the fleet: each ends in one event, with what came of it, whatever
-becomes of the two engines meanwhile.
+"""KV migrations: each ends in one event with its result, even if one of the two engines
+ends during it.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ BLOCK = 16
 
 
 class Stage:
-    """A fleet of engines `a` and `b`, and what it posts. It lives in `staged`."""
+    """A supervisor of engines `a` and `b`, and its events. It lives in `staged`."""
 
     def __init__(self, make: Callable[[EngineSlot, int], Any], path: Path, **options: Any) -> None:
         self.events: list[Event] = []
@@ -63,7 +63,7 @@ class Stage:
         self._posted.set()
 
     async def until(self, kind: type[Any], count: int = 1) -> list[Any]:
-        """Wait for that many events of this kind; all of them."""
+        """Wait for that many events of this kind, and return all of them."""
         async with asyncio.timeout(60):
             while len(found := [event for event in self.events if isinstance(event, kind)]) < count:
                 self._posted.clear()
@@ -73,7 +73,7 @@ class Stage:
     async def migrate(
         self, tokens: Sequence[int] | None, source: EngineId = A, target: EngineId = B
     ) -> MigrationDone:
-        """One migration; the one event that it ends in."""
+        """Run one migration, and return its one event."""
         number = sum(isinstance(event, MigrationDone) for event in self.events)
         command = Migrate(
             number=number, trajectory_id=TrajectoryId("t"), attempt=2, source=source, target=target
@@ -85,7 +85,7 @@ class Stage:
         return done
 
     def spans(self) -> list[dict[str, Any]]:
-        """The boxes of the trace so far."""
+        """Return the spans of the trace so far."""
         self.trace.flush()
         lines = self._path.read_text().splitlines()[1:]
         return [event for line in lines if (event := json.loads(line.rstrip(",")))["ph"] == "X"]
@@ -95,9 +95,8 @@ class Stage:
 async def staged(
     make: Callable[[EngineSlot, int], Any], path: Path, **options: Any
 ) -> AsyncIterator[Stage]:
-    """A fleet while its engines live.
-
-    Of engines in processes nothing is left afterwards.
+    """Run a supervisor while its engines live, and check that engines in processes
+    leave nothing behind.
     """
     files, shared = len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))
     stage = Stage(make, path, **options)
@@ -111,19 +110,19 @@ async def staged(
             stage.tasks.cancel_all()
     stage.trace.close()
     assert sorted(os.listdir("/dev/shm")) == shared
-    for _ in range(100):  # the tests' own connections close in turns of the event loop
+    for _ in range(100):  # the tests' own connections take iterations of the event loop to close
         if len(os.listdir("/proc/self/fd")) <= files:
             break
         await asyncio.sleep(0)
     assert len(os.listdir("/proc/self/fd")) <= files
 
 
-# With engines that do as the test says.
+# With scripted engines.
 
 
 class Scripted(OneWordEngine):
-    """Exports and imports are what `kv` holds: a manifest, a number of tokens, an error
-    to raise, or a coroutine to await.
+    """An engine whose exports and imports return `kv`: a manifest, a number of tokens,
+    an error to raise, or a coroutine to await.
     """
 
     def __init__(self) -> None:
@@ -154,7 +153,7 @@ class Scripted(OneWordEngine):
 
 
 def scripted(path: Path) -> AbstractAsyncContextManager[Stage]:
-    """Engines of which the first exports 48 tokens, and the second takes them."""
+    """Run engines of which the first exports 48 tokens, and the second imports them."""
 
     def make(seat: EngineSlot, epoch: int) -> Scripted:
         engine = Scripted()
@@ -164,7 +163,7 @@ def scripted(path: Path) -> AbstractAsyncContextManager[Stage]:
     return staged(make, path, migration_s=0.2)
 
 
-async def test_a_migration_is_told_drawn_and_let_go(tmp_path: Path) -> None:
+async def test_a_migration_is_reported_traced_and_released(tmp_path: Path) -> None:
     async with scripted(tmp_path) as stage:
         done = await stage.migrate(TOKENS)
         assert (done.moved_tokens, done.error) == (48, "")
@@ -176,13 +175,13 @@ async def test_a_migration_is_told_drawn_and_let_go(tmp_path: Path) -> None:
         )
 
 
-async def test_the_profile_that_an_engine_measured_is_told(tmp_path: Path) -> None:
+async def test_an_engines_profile_is_reported(tmp_path: Path) -> None:
     async with scripted(tmp_path) as stage:
         for joined in await stage.until(EngineJoined, 2):
             assert joined.profile == (StepTime(batch=1, seconds=0.5),)
 
 
-async def test_every_failure_is_told_once(tmp_path: Path) -> None:
+async def test_every_failure_is_reported_once(tmp_path: Path) -> None:
     async with scripted(tmp_path) as stage:
         source, target = stage.engines.backend(A), stage.engines.backend(B)
         assert isinstance(source, Scripted)
@@ -223,7 +222,7 @@ async def test_every_failure_is_told_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", ["restarted", "removed", "lost"])
-async def test_a_target_that_ends_meanwhile_has_nothing(tmp_path: Path, ending: str) -> None:
+async def test_a_target_that_ends_during_a_migration_has_no_kv(tmp_path: Path, ending: str) -> None:
     async with scripted(tmp_path) as stage:
         target = stage.engines.backend(B)
         assert isinstance(target, Scripted)
@@ -245,13 +244,12 @@ async def test_a_target_that_ends_meanwhile_has_nothing(tmp_path: Path, ending: 
         assert (await stage.migrate(TOKENS)).error == "b ended during the migration"
 
 
-# With our engines, in processes that can be killed and stopped.
+# With our engines in processes, which can be killed and stopped.
 
 
 class Meddled:
-    """Our engine in a process.
-
-    What it exports goes through `meddle` first, if the test has set it.
+    """Our engine in a process, whose exports go through `meddle` if the test has set
+    it.
     """
 
     meddle: Callable[[KvManifest], Awaitable[KvManifest]] | None = None
@@ -272,15 +270,15 @@ class Meddled:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model with 16 KiB of KV a token, so that a payload is larger than what sockets
-    hold on the way.
+    """Return a model with 16 KiB of KV per token, so that a payload exceeds the buffers
+    of sockets.
     """
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
     return save(build("qwen3", num_hidden_layers=4, **heads), tmp_path_factory.mktemp("model"))
 
 
 def living(model: str, path: Path, **options: Any) -> AbstractAsyncContextManager[Stage]:
-    """Engines in processes."""
+    """Run engines in processes."""
 
     def make(seat: EngineSlot, epoch: int) -> Meddled:
         of = EngineSpec(id=seat.id, model=model, max_slots=4, kv_tokens=4096, block_tokens=BLOCK)
@@ -294,7 +292,7 @@ def living(model: str, path: Path, **options: Any) -> AbstractAsyncContextManage
 
 
 async def say(engine: Any, tokens: Sequence[int], **sampling: Any) -> GenerateResult:
-    """One turn."""
+    """Run one turn."""
     result: GenerateResult = await engine.generate(
         request("turn", tokens, max_tokens=9, **sampling)
     )
@@ -302,7 +300,7 @@ async def say(engine: Any, tokens: Sequence[int], **sampling: Any) -> GenerateRe
 
 
 @pytest.mark.parametrize("over", ["shm", "tcp"])
-async def test_turns_of_a_trajectory_that_moves_are_those_of_one_that_stays(
+async def test_a_migrated_trajectory_samples_the_same_tokens(
     model: str, tmp_path: Path, over: KvOver
 ) -> None:
     async with living(model, tmp_path, kv_over=over) as stage:
@@ -325,8 +323,8 @@ async def test_turns_of_a_trajectory_that_moves_are_those_of_one_that_stays(
 
 
 async def half_way(manifest: KvManifest, then: Callable[[], None]) -> KvManifest:
-    """The same KV through a port of ours, which calls `then` when some of it has come,
-    and the source still has most of it.
+    """Offer the same KV through our own port, which calls `then` when some of it has
+    arrived and the source still has most of it.
     """
     port = manifest.where
     assert isinstance(port, KvPort)
@@ -356,23 +354,21 @@ async def half_way(manifest: KvManifest, then: Callable[[], None]) -> KvManifest
 
 
 async def check_fallback(stage: Stage, error: str) -> None:
-    """The migration fails for this reason, and the next turn computes its context anew,
-    on the target, to the same tokens.
+    """Check that the migration fails for this reason, and that the next turn recomputes
+    its context on the target, to the same tokens.
     """
     a, b = stage.engines.backend(A), stage.engines.backend(B)
     assert isinstance(a, Meddled)
     wanted, other = await say(a, TOKENS, seed=7), await say(b, TOKENS[:100], seed=8)
     assert error in (await stage.migrate(TOKENS)).error
     found = await say(b, TOKENS, seed=7)
-    assert found.cached_tokens == 96  # those that the target has computed itself
+    assert found.cached_tokens == 96  # tokens that the target has computed itself
     assert found.tokens == wanted.tokens
     assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
     assert (await say(b, TOKENS[:100], seed=8)).tokens == other.tokens
 
 
-async def test_a_source_that_is_killed_before_its_memory_was_opened(
-    model: str, tmp_path: Path
-) -> None:
+async def test_a_source_is_killed_before_its_memory_was_opened(model: str, tmp_path: Path) -> None:
     async with living(model, tmp_path, kv_over="shm") as stage:
         source = stage.engines.backend(A)
         assert isinstance(source, Meddled)
@@ -386,7 +382,7 @@ async def test_a_source_that_is_killed_before_its_memory_was_opened(
         await check_fallback(stage, "the publisher is gone")
 
 
-async def test_a_source_that_is_killed_while_it_sends(model: str, tmp_path: Path) -> None:
+async def test_a_source_is_killed_while_it_sends(model: str, tmp_path: Path) -> None:
     async with living(model, tmp_path, kv_over="tcp") as stage:
         source = stage.engines.backend(A)
         assert isinstance(source, Meddled)
@@ -395,8 +391,8 @@ async def test_a_source_that_is_killed_while_it_sends(model: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("over", ["shm", "tcp"])
-async def test_a_source_that_hangs(model: str, tmp_path: Path, over: KvOver) -> None:
-    """Before it has exported anything, or with the target connected to it."""
+async def test_a_source_hangs(model: str, tmp_path: Path, over: KvOver) -> None:
+    """It hangs before it has exported anything, or with the target connected to it."""
     async with living(model, tmp_path, kv_over=over, migration_s=1.0) as stage:
         source = stage.engines.backend(A)
         assert isinstance(source, Meddled)
@@ -419,7 +415,7 @@ async def test_a_source_that_hangs(model: str, tmp_path: Path, over: KvOver) -> 
             pass  # on a busy machine it may take longer than that second
 
 
-async def test_a_target_that_is_killed_while_it_receives(model: str, tmp_path: Path) -> None:
+async def test_a_target_is_killed_while_it_receives(model: str, tmp_path: Path) -> None:
     async with living(model, tmp_path, kv_over="tcp") as stage:
         source, target = stage.engines.backend(A), stage.engines.backend(B)
         assert isinstance(source, Meddled)

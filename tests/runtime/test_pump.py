@@ -13,7 +13,7 @@ from rollweave.schema.events import Event, StopRequested, TimerFired, TrainerLos
 
 
 class ScriptedCore:
-    """Answers each event with the commands of a script; `CoreLike`."""
+    """A `CoreLike` that answers each event with the commands of a script."""
 
     def __init__(self, log: list[object], script: dict[type[Event], list[Command]]) -> None:
         self._log, self._script = log, script
@@ -26,7 +26,7 @@ class ScriptedCore:
 
 
 class ListJournal:
-    """`Recorder` that remembers."""
+    """A `Recorder` that keeps its records."""
 
     def __init__(self, log: list[object]) -> None:
         self._log = log
@@ -72,7 +72,7 @@ async def test_events_are_handled_in_order_and_journaled_before_their_effects() 
     assert journal.records == [(1.0, TimerFired()), (2.0, StopRequested())]
 
 
-async def test_what_an_effect_posts_is_handled_next() -> None:
+async def test_an_event_that_an_effect_posts_is_handled_next() -> None:
     log: list[object] = []
     core = ScriptedCore(log, {TimerFired: [SetTimer(at=1.0)], StopRequested: [Finish(error="")]})
     pump: Pump
@@ -89,7 +89,7 @@ async def test_what_an_effect_posts_is_handled_next() -> None:
     assert log[-2:] == [("handled", "StopRequested"), ("journaled", "StopRequested")]
 
 
-async def test_many_events_at_once_let_others_have_their_turn() -> None:
+async def test_many_events_at_once_let_other_tasks_run() -> None:
     log: list[object] = []
     pump = Pump(
         ScriptedCore(log, {}), journal=ListJournal([]), clock=lambda: 0.0, execute=lambda _: None
@@ -105,7 +105,7 @@ async def test_many_events_at_once_let_others_have_their_turn() -> None:
     assert len(log) == 10 * TOGETHER
 
 
-async def test_a_bug_passes_through_with_the_journal_of_all_before_it() -> None:
+async def test_a_bug_passes_through_after_earlier_events_are_journaled() -> None:
     log: list[object] = []
     executed: list[Command] = []
     journal = ListJournal(log)
@@ -116,7 +116,7 @@ async def test_a_bug_passes_through_with_the_journal_of_all_before_it() -> None:
     with pytest.raises(AssertionError, match="a bug of ours"):
         await pump.run()
     assert journal.records == [(0.0, TimerFired())]
-    assert executed == []  # the commands of a batch that broke are not begun
+    assert executed == []  # the commands of a failed batch are not executed
 
 
 async def test_nothing_is_executed_after_the_stop() -> None:
@@ -134,7 +134,7 @@ async def test_nothing_is_executed_after_the_stop() -> None:
     assert executed == [Finish(error="")]
 
 
-def test_the_clock_goes_on_from_where_it_was() -> None:
+def test_the_clock_continues_from_its_start() -> None:
     clock = RunClock(start=100.0)
     first, second = clock.now(), clock.now()
     assert 100.0 <= first <= second

@@ -1,5 +1,5 @@
 """Runs that train by ratio, through real processes: the fake trainer waits until there
-is a choice, and fails as it is told.
+is a choice, and fails on request.
 """
 
 import json
@@ -18,15 +18,14 @@ from tests.worlds.referee import Referee
 
 STEPS = 12
 HOLD = 14
-"""Trajectories without which no step ends: two are in the step, and twelve, of eight
-groups at most, make four whole ones.
+"""Number of scored trajectories before a step ends: two are in the step, and twelve of at
+most eight groups complete four.
 """
 
 
 def by_ratio(directory: Path) -> RunConfig:
-    """A group of two a step, of up to eight that wait.
-
-    One engine, so that nothing is repacked.
+    """Return a configuration that trains one group of two per step, of up to eight that
+    wait, with one engine so that nothing is consolidated.
     """
     config = make_config(
         directory,
@@ -48,8 +47,8 @@ def assert_trained_once(config: RunConfig) -> None:
 
 
 def choices(config: RunConfig) -> int:
-    """Steps that were chosen by ratio: of what the fake trainer measured, each took the
-    last, which it says is nearest.
+    """Return the steps that were chosen by ratio: of the groups that the fake trainer
+    measured, each took the last one, which it reports as nearest.
     """
     history = list(Replay(run_dir(config) / "journal.bin", config))
     Referee().watch(history)
@@ -64,7 +63,7 @@ def choices(config: RunConfig) -> int:
     return count
 
 
-def test_steps_take_what_is_nearest(tmp_path: Path) -> None:
+def test_steps_train_the_nearest_groups(tmp_path: Path) -> None:
     config = by_ratio(tmp_path)
     summary = run(config)
     assert (summary.error, summary.steps, summary.account.balanced) == ("", STEPS, True)
@@ -94,7 +93,7 @@ def test_a_trainer_that_fails_while_it_measures_is_restarted(tmp_path: Path, wha
     assert_gone(config)
 
 
-def test_log_probs_that_are_no_numbers_end_the_run(tmp_path: Path) -> None:
+def test_nonfinite_log_probs_end_the_run(tmp_path: Path) -> None:
     config = by_ratio(tmp_path)
     fault(config, "nan-measure-2")
     summary = run(config)
@@ -105,7 +104,7 @@ def test_log_probs_that_are_no_numbers_end_the_run(tmp_path: Path) -> None:
     assert run(config, resume=True).steps == STEPS
 
 
-def test_a_controller_that_is_lost_while_the_trainer_measures_goes_on(tmp_path: Path) -> None:
+def test_a_controller_lost_while_the_trainer_measures_resumes(tmp_path: Path) -> None:
     config = by_ratio(tmp_path)
     fault(config, "kill-controller-2")
     assert controller(config).wait(60) == -signal.SIGKILL

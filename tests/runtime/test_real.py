@@ -1,6 +1,6 @@
 """The real engine and the real trainer in one run.
 
-Slow only because they are slow to import.
+These tests are slow only because of imports.
 """
 
 import subprocess
@@ -34,20 +34,20 @@ def check(config: RunConfig, summary: Summary) -> None:
 
 
 @pytest.mark.slow
-def test_threads(tmp_path: Path) -> None:
+def test_a_run_in_threads(tmp_path: Path) -> None:
     config = lake(tmp_path)
     check(config, train(config, inproc=True))
 
 
 @pytest.mark.slow
-def test_processes_and_more_steps_later(tmp_path: Path) -> None:
+def test_a_run_in_processes_that_continues_with_more_steps(tmp_path: Path) -> None:
     config = lake(tmp_path)
     check(config, train(config))
     longer = lake(tmp_path, run={"steps": 3})
     check(longer, train(longer, resume=True))
 
 
-def test_the_controller_does_without_torch() -> None:
+def test_the_controller_does_not_import_torch() -> None:
     """It shares its cores with engines and trainer, and starts in a second."""
     code = "import rollweave.runtime.launch, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

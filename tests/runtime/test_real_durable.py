@@ -1,5 +1,5 @@
 """A real training under default settings loses no more than the time between two
-checkpoints, whatever is killed.
+checkpoints, whichever process is killed.
 """
 
 import os
@@ -28,7 +28,7 @@ def later_checkpoint(life: Life) -> int:
     return int(wait_for(newest, "a checkpoint by time", life))
 
 
-def test_a_killed_controller_resumes_from_a_checkpoint_by_time_and_says_what_is_lost(
+def test_a_killed_controller_resumes_from_a_timed_checkpoint_and_reports_the_loss(
     tmp_path: Path,
 ) -> None:
     config = lake(tmp_path, run=DEFAULT, eval={"every": 0, "final_episodes": 0})
@@ -47,15 +47,15 @@ def test_a_killed_controller_resumes_from_a_checkpoint_by_time_and_says_what_is_
     )
     with living(more, resume=True) as life:
         life.finish()
-        said = life.said
+        output = life.output
     (resumed,) = lines(config, "resumed")
     assert (resumed["step"], resumed["steps_lost"]) == (kept, step - kept)
-    assert f"resuming at step {kept}" in said
-    assert "trainer.lr: 1e-05 → 0.0002" in said
+    assert f"resuming at step {kept}" in output
+    assert "trainer.lr: 1e-05 → 0.0002" in output
     assert summary(more)["steps"] == step + 2
 
 
-def test_a_killed_trainer_continues_from_a_checkpoint_by_time(tmp_path: Path) -> None:
+def test_a_killed_trainer_continues_from_a_timed_checkpoint(tmp_path: Path) -> None:
     config = lake(tmp_path, run=DEFAULT, eval={"every": 0, "final_episodes": 0})
     with living(config) as life:
         kept = later_checkpoint(life)

@@ -1,8 +1,8 @@
-"""Every fault for real: processes killed and stopped in the middle of their work,
-environments and losses that are no good.
+"""Every fault for real: processes are killed and stopped in the middle of their work,
+environments and losses fail.
 
-Real engines and the real trainer, started by the command line. Each test waits for what
-the run itself says.
+Engines and trainer are real, and started by the command line. Each test waits for
+reports of the run itself.
 """
 
 import os
@@ -54,7 +54,7 @@ def training(core: Core) -> bool:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_an_engine_killed_in_mid_turn(tmp_path: Path, count: int) -> None:
+def test_an_engine_is_killed_in_the_middle_of_a_turn(tmp_path: Path, count: int) -> None:
     gate = tmp_path / "gate"
     config = hazardous(
         tmp_path, {"gate": str(gate), "at": 20}, run={"steps": 4}, engines={"count": count}
@@ -96,7 +96,7 @@ def test_an_engine_that_hangs_is_named_and_replaced(tmp_path: Path) -> None:
     check_totals(config, found)
     assert found["watchdog"]["engine_restarted"] >= 1
     told = [line["message"] for line in lines(config, "warning") if "restarted" in line["message"]]
-    # the last where it had no turn at that moment
+    # the last one if the engine had no turn at that moment
     reasons = ("without an answer", "stuck", "no answer to 2 heartbeats")
     assert any(reason in message for message in told for reason in reasons), told
 
@@ -106,7 +106,7 @@ def test_an_engine_that_hangs_is_named_and_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hang", [False, True], ids=["killed", "hung"])
 @pytest.mark.parametrize("mode", ["bounded", "decoupled"])
-def test_training_goes_on_without_a_relay_and_an_engine(
+def test_training_continues_without_a_relay_and_an_engine(
     tmp_path: Path, mode: str, hang: bool
 ) -> None:
     gate = tmp_path / "gate"
@@ -126,7 +126,7 @@ def test_training_goes_on_without_a_relay_and_an_engine(
             lambda core: any(relay.epoch for relay in core.state.relays.values()),
             "a relay that is replaced",
         )
-        gate.touch()  # not before: the run might be over when its silence is noticed
+        gate.touch()  # not before: the run might end before the silence is noticed
         found = life.finish()
     check_totals(config, found)
     assert found["watchdog"]["engine_restarted"] == 1
@@ -139,12 +139,12 @@ def test_training_goes_on_without_a_relay_and_an_engine(
     assert ("sent nothing" if hang else "SIGKILL") in told[0]
 
 
-# A version that a checkpoint alone holds.
+# A version that exists only in a checkpoint.
 
 
 def waiting_alone(core: Core) -> TrajectoryId | None:
-    """The one trajectory that is left of version 0, where its engine has nothing else,
-    and every other one newer weights.
+    """Return the one trajectory that is left of version 0, once its engine has no other
+    one, and every other engine newer weights.
     """
     state = core.state
     left = [
@@ -161,7 +161,7 @@ def waiting_alone(core: Core) -> TrajectoryId | None:
 
 
 def test_a_trajectory_outlives_its_engine_and_the_trainers_memory(tmp_path: Path) -> None:
-    """The first episode waits at the gate, its version long gone: but for the
+    """The first episode waits at the gate until its version exists only in a
     checkpoint, which is kept as the best.
     """
     gate = tmp_path / "gate"
@@ -204,7 +204,7 @@ def test_a_trajectory_outlives_its_engine_and_the_trainers_memory(tmp_path: Path
 
 
 def again(core: Core, held: TrajectoryId) -> bool:
-    """It has lost its engine, and has one with its version again."""
+    """Return whether it has lost its engine, and has another one with its version."""
     trajectory, engines = core.state.trajectories[held], core.state.engines
     return (
         any(engine.epoch for engine in engines.values()) and trajectory.assigned_engine is not None
@@ -215,7 +215,9 @@ def again(core: Core, held: TrajectoryId) -> bool:
 
 
 @pytest.mark.parametrize("hang", [False, True], ids=["killed", "hung"])
-def test_a_trainer_lost_in_mid_step_goes_back_to_its_checkpoint(tmp_path: Path, hang: bool) -> None:
+def test_a_trainer_lost_in_the_middle_of_a_step_returns_to_its_checkpoint(
+    tmp_path: Path, hang: bool
+) -> None:
     gate = tmp_path / "gate"
     config = hazardous(
         tmp_path,
@@ -295,7 +297,7 @@ KILLS = [
 
 
 @pytest.mark.parametrize("moment", KILLS, ids=lambda moment: moment.__name__)
-def test_a_controller_killed(tmp_path: Path, moment: Any) -> None:
+def test_a_controller_is_killed(tmp_path: Path, moment: Any) -> None:
     gate = tmp_path / "gate"
     config = hazardous(
         tmp_path, {"gate": str(gate), "at": 50}, run={"steps": 5, "checkpoint_every": 2}
@@ -312,7 +314,7 @@ def test_a_controller_killed(tmp_path: Path, moment: Any) -> None:
     lineage.check(config.run.steps)
 
 
-def test_a_controller_killed_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+def test_a_controller_is_killed_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     config = lake(tmp_path, run={"steps": 4})
     lineage = Lineage()
     with living(config, halting=True) as life:
@@ -327,7 +329,7 @@ def test_a_controller_killed_while_a_checkpoint_is_written(tmp_path: Path) -> No
     lineage.check(config.run.steps)
 
 
-def test_a_controller_killed_in_the_final_evaluation(tmp_path: Path) -> None:
+def test_a_controller_is_killed_in_the_final_evaluation(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     config = hazardous(tmp_path, {"gate": str(gate), "held_out": True}, eval={"every": 0})
     lineage = Lineage()
@@ -341,7 +343,7 @@ def test_a_controller_killed_in_the_final_evaluation(tmp_path: Path) -> None:
     lineage.check(config.run.steps)
 
 
-def test_a_controller_killed_leaves_no_environment_behind(tmp_path: Path) -> None:
+def test_a_killed_controller_leaves_no_environment_behind(tmp_path: Path) -> None:
     config = lake(
         tmp_path,
         task={"isolation": "process"},
@@ -356,7 +358,7 @@ def test_a_controller_killed_leaves_no_environment_behind(tmp_path: Path) -> Non
     check_totals(config, run_to_end(config, resume=True))
 
 
-def test_a_controller_killed_again_and_again(tmp_path: Path) -> None:
+def test_a_controller_is_killed_again_and_again(tmp_path: Path) -> None:
     config = lake(tmp_path, run={"steps": 8, "checkpoint_every": 2}, eval={"every": 0})
     lineage = Lineage()
     for lives, wanted in enumerate((1, 3, 4, 6)):
@@ -377,10 +379,10 @@ def test_a_controller_killed_again_and_again(tmp_path: Path) -> None:
     lineage.check(config.run.steps)
 
 
-# What no trainer can learn from.
+# Losses that are not finite.
 
 
-def test_a_loss_that_is_not_finite_names_its_batch(tmp_path: Path) -> None:
+def test_a_nonfinite_loss_names_its_batch(tmp_path: Path) -> None:
     config = lake(tmp_path, run={"steps": 3}, eval={"every": 0})
     run_to_end(config)
     mad = longer(config, 5, algorithm=config.algorithm.model_copy(update={"entropy": 3e38}))
@@ -398,7 +400,7 @@ def test_a_loss_that_is_not_finite_names_its_batch(tmp_path: Path) -> None:
 # Environments.
 
 
-def test_environments_and_rewards_that_fail_in_every_way(tmp_path: Path) -> None:
+def test_environments_and_rewards_fail_in_every_way(tmp_path: Path) -> None:
     config = lake(
         tmp_path,
         task={"isolation": "process", "step_s": 10.0},
@@ -413,11 +415,11 @@ def test_environments_and_rewards_that_fail_in_every_way(tmp_path: Path) -> None
     assert all(stops.get(reason) for reason in ("env_error", "env_hang", "reward_error")), stops
 
 
-# All of it.
+# Everything.
 
 
 def test_random_kills(tmp_path: Path) -> None:
-    """Whatever the moment: kill any process, several times."""
+    """Kill any process at any moment, several times."""
     config = lake(
         tmp_path, run={"steps": 20, "checkpoint_every": 3}, engines={"count": 2}, eval={"every": 0}
     )

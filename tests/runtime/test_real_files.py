@@ -1,8 +1,7 @@
-"""What real runs write, on disks that are full, damaged afterwards, and over a long
-life.
+"""Files of real runs: on disks that are full, damaged afterwards, and over a long life.
 
-Real engines and the real trainer, started by the command line. Each test waits for what
-the run itself says.
+Engines and trainer are real, and started by the command line. Each test waits for
+reports of the run itself.
 """
 
 import functools
@@ -47,7 +46,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def can_mount() -> bool:
-    """True if this user may mount a disk of memory in a namespace of its own."""
+    """Return whether this user may mount a tmpfs in a separate namespace."""
     try:
         mount = ["unshare", "-Urm", "mount", "-t", "tmpfs", "none", "/mnt"]
         return subprocess.run(mount, capture_output=True, check=False).returncode == 0
@@ -61,7 +60,7 @@ def can_mount() -> bool:
 @pytest.mark.parametrize(
     ("where", "spare"), [(".", 0), (".", 1 << 16), ("trajectories", 0), ("checkpoints", 0)]
 )
-def test_a_full_disk_stops_the_run_and_it_goes_on_once_there_is_room(
+def test_a_full_disk_stops_the_run_until_there_is_space(
     tmp_path: Path, where: str, spare: int
 ) -> None:
     command = [
@@ -83,12 +82,12 @@ def test_a_full_disk_stops_the_run_and_it_goes_on_once_there_is_room(
     )
 
 
-# What is damaged before a run goes on.
+# Damage before a run is resumed.
 
 
 @pytest.fixture(scope="module")
 def former(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    """A run of six steps that was killed in the middle."""
+    """Return a run of six steps that was killed in the middle."""
     directory = tmp_path_factory.mktemp("former")
     gate = directory / "gate"
     config = hazardous(
@@ -122,7 +121,7 @@ def newest_checkpoint(config: RunConfig) -> Path:
 
 
 @pytest.mark.parametrize("damage", [flip, cut])
-def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(
+def test_a_damaged_checkpoint_is_replaced_by_the_previous_one(
     former: RunConfig, tmp_path: Path, damage: Any
 ) -> None:
     rng = random.Random(str(damage))
@@ -143,7 +142,9 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(
     lineage.check(config.run.steps)
 
 
-def test_without_a_good_checkpoint_there_is_one_error(former: RunConfig, tmp_path: Path) -> None:
+def test_without_a_readable_checkpoint_there_is_one_error(
+    former: RunConfig, tmp_path: Path
+) -> None:
     config = copied(former, tmp_path)
     for checkpoint in (run_dir(config) / "checkpoints").glob("step-??????"):
         cut(checkpoint / "model.safetensors", 1000)
@@ -156,12 +157,11 @@ def test_without_a_good_checkpoint_there_is_one_error(former: RunConfig, tmp_pat
 
 
 @pytest.mark.parametrize("damage", [flip, cut])
-def test_a_damaged_journal_is_one_error_or_goes_on(
+def test_a_damaged_journal_is_one_error_or_resumes(
     former: RunConfig, tmp_path: Path, damage: Any
 ) -> None:
-    """Every place: what can be read accounts for all of it.
-
-    Few places: the run itself.
+    """Damage at every place is refused or accounts for everything; damage at a few
+    places is tried with the run itself.
     """
     rng = random.Random(str(damage))
     journal = run_dir(former) / "journal.bin"
@@ -198,8 +198,8 @@ def test_a_damaged_journal_is_one_error_or_goes_on(
 def test_a_long_life_keeps_its_journal_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Snapshots take the place of what came before them; what the core remembers does
-    not grow with the steps.
+    """Snapshots replace the events before them, and the state of the core does not grow
+    with the steps.
     """
     limit = 30_000
     monkeypatch.setattr(launch, "World", functools.partial(World, compact_bytes=limit))

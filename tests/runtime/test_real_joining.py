@@ -1,5 +1,5 @@
-"""An engine that joins a real run, and is there again after its controller was killed:
-real engines, the real trainer.
+"""An engine joins a real run, and is there again after the controller was killed, with
+real engines and the real trainer.
 """
 
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Whole runs through real processes: what they leave behind, and that every fault ends
-in a run that accounts for all.
+"""Whole runs through real processes: their results, and that every fault ends in a run
+that accounts for everything.
 """
 
 import errno
@@ -39,7 +39,7 @@ from tests.runtime.whole import (
 )
 
 
-def test_a_run_leaves_everything_that_it_promised(tmp_path: Path) -> None:
+def test_a_run_writes_all_its_results(tmp_path: Path) -> None:
     config = make_config(tmp_path, eval={"every": 2, "episodes": 2})
     summary = run(config)
     assert (summary.error, summary.steps, summary.interrupted) == ("", 4, False)
@@ -75,9 +75,9 @@ def test_a_run_leaves_everything_that_it_promised(tmp_path: Path) -> None:
     assert_gone(config)
 
 
-def test_where_no_success_is_defined_none_is_invented(tmp_path: Path) -> None:
-    """Every reward is above 0; an evaluation that would come after the last step is not
-    the only one.
+def test_success_is_reported_only_if_an_environment_defines_it(tmp_path: Path) -> None:
+    """Every reward is above 0; the periodic evaluation that falls after the last step
+    is not the only evaluation.
     """
     config = make_config(
         tmp_path,
@@ -101,7 +101,7 @@ def test_where_no_success_is_defined_none_is_invented(tmp_path: Path) -> None:
     )
 
 
-def test_turns_that_are_cut_are_counted_and_marked(tmp_path: Path) -> None:
+def test_truncated_turns_are_counted_and_marked(tmp_path: Path) -> None:
     config = make_config(tmp_path, task={"max_turn_tokens": 1})
     summary = run(config)
     assert summary.error == ""
@@ -117,7 +117,7 @@ def test_turns_that_are_cut_are_counted_and_marked(tmp_path: Path) -> None:
     assert {turn.finish_reason for turn in spans} == {"length"}
 
 
-def test_a_target_that_is_reached_is_the_stated_end(tmp_path: Path) -> None:
+def test_reaching_the_target_ends_the_run(tmp_path: Path) -> None:
     summary = run(make_config(tmp_path, steps=40, eval={"every": 1, "episodes": 1, "stop_at": 0.0}))
     assert summary.steps < 40
     assert summary.ended_by == "eval.stop_at was reached at step 0"
@@ -134,7 +134,7 @@ def test_the_journal_replays_to_identical_commands(tmp_path: Path) -> None:
     assert found.core.finished
 
 
-def test_a_killed_engine_fails_its_turns_and_comes_back(tmp_path: Path) -> None:
+def test_a_killed_engine_fails_its_turns_and_is_restarted(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     fault(config, "kill-engine")
     summary = run(config)
@@ -152,7 +152,7 @@ def test_an_environment_may_change_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(ROOT))  # children are of `tests`, wherever they start
+    monkeypatch.syspath_prepend(str(ROOT))  # child processes import `tests`, in any directory
     make_config(tmp_path)
     task = {"env": "tests.runtime.game:Wanderer"}
     config = make_config(tmp_path, task=task, run={"dir": "here"}, model={"path": "model"})
@@ -175,7 +175,7 @@ def test_a_stuck_engine_is_named_and_replaced(tmp_path: Path) -> None:
     assert_trained_once(config)
 
 
-def test_a_killed_trainer_goes_back_to_its_checkpoint(tmp_path: Path) -> None:
+def test_a_killed_trainer_returns_to_its_checkpoint(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     fault(config, "kill-trainer-2")
     summary = run(config)
@@ -196,7 +196,7 @@ def test_a_full_disk_fails_one_checkpoint_and_not_the_run(tmp_path: Path) -> Non
     assert any("no space left" in line["message"] for line in lines(config, "warning"))
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_batch(tmp_path: Path) -> None:
+def test_a_nonfinite_loss_ends_the_run_and_names_the_batch(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     fault(config, "nan-2")
     summary = run(config)
@@ -213,7 +213,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_batch(tmp_path: Pa
     ("name", "error"),
     [("no-engine", "no engine is left"), ("no-trainer", "the trainer failed 3 times")],
 )
-def test_what_cannot_start_ends_the_run_with_its_reason(
+def test_a_process_that_cannot_start_ends_the_run_with_its_reason(
     tmp_path: Path, name: str, error: str
 ) -> None:
     config = make_config(tmp_path, watchdog={"restarts": 2})
@@ -261,17 +261,17 @@ def test_a_killed_controller_resumes_to_the_same_totals(tmp_path: Path, step: in
     assert_gone(config)
 
 
-def test_a_run_that_is_over_may_go_on_with_more_steps(tmp_path: Path) -> None:
+def test_a_finished_run_may_continue_with_more_steps(tmp_path: Path) -> None:
     config = make_config(tmp_path, steps=2)
     run(config)
-    assert run(config, resume=True).steps == 2  # nothing is left to do
+    assert run(config, resume=True).steps == 2  # the run is complete already
     longer = make_config(tmp_path, steps=4)
     summary = run(longer, resume=True)
     assert (summary.error, summary.steps, summary.account.balanced) == ("", 4, True)
     assert_trained_once(longer)
 
 
-def test_a_run_does_not_go_on_with_another_seed_and_loses_nothing_by_the_attempt(
+def test_a_run_is_not_resumed_with_another_seed_and_loses_nothing(
     tmp_path: Path,
 ) -> None:
     config = make_config(tmp_path, steps=2)
@@ -285,7 +285,7 @@ def test_a_run_does_not_go_on_with_another_seed_and_loses_nothing_by_the_attempt
 
 
 class FullDisk(Silent):
-    """From step 1 on the disk has no room for the file `name`."""
+    """From step 1 on, the disk has no space for the file `name`."""
 
     def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self._name, self._patch, self._write = name, monkeypatch, os.pwrite
@@ -298,12 +298,12 @@ class FullDisk(Silent):
         if Path(f"/proc/self/fd/{fd}").readlink().name != self._name:
             return self._write(fd, data, offset)
         if len(data) > 1:
-            return self._write(fd, data[:1], offset)  # a disk fills up in the middle of a piece
+            return self._write(fd, data[:1], offset)  # a disk fills up in the middle of a write
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize("name", ["journal.bin", "000000.bin", "metrics.jsonl", "trace.json"])
-def test_a_full_disk_stops_the_run_with_one_error_and_it_goes_on_later(
+def test_a_full_disk_stops_the_run_with_one_error_and_it_resumes_later(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(tmp_path)
@@ -323,14 +323,14 @@ def test_a_full_disk_stops_the_run_with_one_error_and_it_goes_on_later(
 
 
 class Buggy(Silent):
-    """Stands for a bug of ours: raises when the third step is shown."""
+    """Stands for a bug of ours: it raises when the third step is shown."""
 
     def line(self, line: Mapping[str, Any]) -> None:
         if line["kind"] == "step" and line["step"] == 2:
             raise AssertionError("a bug of ours")
 
 
-def test_a_bug_of_ours_is_a_clean_crash_from_which_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_bug_of_ours_is_a_clean_crash_from_which_the_run_resumes(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     with pytest.raises(AssertionError, match="a bug of ours"):
         train(config, progress=Buggy(), programs=FAKES)
@@ -340,7 +340,7 @@ def test_a_bug_of_ours_is_a_clean_crash_from_which_the_run_goes_on(tmp_path: Pat
     assert_trained_once(config)
 
 
-def test_an_interrupt_ends_in_order(tmp_path: Path) -> None:
+def test_an_interrupt_ends_the_run_in_order(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     config = make_config(tmp_path, steps=10_000, options={"wait": str(gate)})
     process = controller(config)
@@ -364,7 +364,7 @@ def test_an_interrupt_ends_in_order(tmp_path: Path) -> None:
     assert_gone(config)
 
 
-def test_a_second_interrupt_ends_at_once_and_the_run_can_be_resumed(tmp_path: Path) -> None:
+def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path) -> None:
     config = make_config(tmp_path, options={"wait": str(tmp_path / "gate")})
     process = controller(config)
     wait_for(lambda: (tmp_path / "model" / "pids").exists() and len(pids(config)) == 3)
@@ -385,7 +385,7 @@ def test_a_run_directory_belongs_to_one_controller(tmp_path: Path) -> None:
         pytest.raises(ConfigError, match=f"in use by .* process {os.getpid()}"),
     ):
         RunDir.claim(config, resume=False)
-    RunDir.claim(config, resume=False).release()  # nothing was written: still fresh
+    RunDir.claim(config, resume=False).release()  # nothing was written: the run is still fresh
     with pytest.raises(ConfigError, match="found no config"):
         RunDir.claim(config, resume=True)
     run(config)
@@ -394,7 +394,7 @@ def test_a_run_directory_belongs_to_one_controller(tmp_path: Path) -> None:
 
 
 def wait_for(condition: object) -> None:
-    """Until another process has come so far."""
+    """Wait until another process has come so far."""
     assert callable(condition)
     deadline = time.monotonic() + 30
     while not condition():
@@ -402,7 +402,7 @@ def wait_for(condition: object) -> None:
         time.sleep(0.01)
 
 
-def test_a_run_killed_in_its_first_moment_can_be_resumed(
+def test_a_run_killed_at_its_start_can_be_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(tmp_path)

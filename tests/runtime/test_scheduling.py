@@ -1,5 +1,5 @@
 """Scheduling by trajectory in whole runs: real engines and trainer, a real predictor,
-KV that moves between processes.
+and KV that migrates between processes.
 """
 
 import itertools
@@ -21,8 +21,8 @@ from tests.worlds.referee import Referee
 
 
 def moving(directory: Path, **sections: Any) -> RunConfig:
-    """More trajectories than slots, environments that take their time, and a move
-    wherever a rank says so.
+    """Return a configuration with more trajectories than slots, slow environments, and
+    migrations by rank.
     """
     return lake(
         directory,
@@ -41,8 +41,8 @@ def moving(directory: Path, **sections: Any) -> RunConfig:
     )
 
 
-def said(config: RunConfig) -> tuple[Referee, list[e.Event], list[c.Command]]:
-    """The journal, judged by the contract between the core and its worlds."""
+def checked_journal(config: RunConfig) -> tuple[Referee, list[e.Event], list[c.Command]]:
+    """Return the journal, checked against the contract between the core and its worlds."""
     run = RunDir(Path(config.run.dir) / config.run.name)
     replay, referee = Replay(run.journal, config), Referee()
     history = list(replay)
@@ -57,18 +57,18 @@ def said(config: RunConfig) -> tuple[Referee, list[e.Event], list[c.Command]]:
 
 
 @pytest.mark.slow
-def test_trajectories_are_predicted_placed_and_moved(tmp_path: Path) -> None:
+def test_trajectories_are_predicted_placed_and_migrated(tmp_path: Path) -> None:
     config = moving(tmp_path)
     summary = train(config)
     assert (summary.error, summary.steps) == ("", 4)
     assert summary.account.balanced
-    _, events, commands = said(config)
+    _, events, commands = checked_journal(config)
     predictions = [event for event in events if isinstance(event, e.PredictionReady)]
     assert predictions
     moves = [event for event in events if isinstance(event, e.MigrationDone)]
     assert any(move.moved_tokens for move in moves), "no KV has moved"
-    # On a busy machine new weights, or another context, may have taken the place of the
-    # KV before it went.
+    # On a busy machine new weights, or another context, may have replaced the KV before
+    # it was exported.
     failed = [move for move in moves if move.error]
     reasons = ("evicted", "nothing of the context", "weights_id of the KV")
     assert all(any(reason in move.error for reason in reasons) for move in failed), failed
@@ -77,7 +77,7 @@ def test_trajectories_are_predicted_placed_and_moved(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_fleet_is_planned_anew(tmp_path: Path) -> None:
+def test_engines_are_reallocated(tmp_path: Path) -> None:
     """Every step may change the degrees; whatever it decides, the budget holds and no
     trajectory is lost.
     """
@@ -93,7 +93,7 @@ def test_a_fleet_is_planned_anew(tmp_path: Path) -> None:
     )
     summary = train(config)
     assert (summary.error, summary.steps) == ("", 4)
-    _, events, commands = said(config)
+    _, events, commands = checked_journal(config)
     (started,) = [event for event in events if isinstance(event, e.RunStarted)]
     degrees = {seat.id: seat.degree for seat in started.engines}
     assert sorted(degrees.values()) == [1, 2]
@@ -109,11 +109,11 @@ def test_a_fleet_is_planned_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_engine_that_is_killed_while_kv_moves_loses_nothing(tmp_path: Path) -> None:
+def test_an_engine_killed_during_a_migration_loses_nothing(tmp_path: Path) -> None:
     config = moving(tmp_path, run={"steps": 6}, watchdog={"restarts": 10})
     with living(config) as life:
         life.until(lambda core: core.state.counters.scheduling.migrations, "a migration")
         os.kill(life.children("rollweave.runtime.entrypoints.engine")[0], signal.SIGKILL)
         assert life.finish()["steps"] == 6
-    referee, _, _ = said(config)
+    referee, _, _ = checked_journal(config)
     assert "EngineLost" in referee.seen

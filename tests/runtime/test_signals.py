@@ -1,6 +1,6 @@
-"""Whoever asks twice is heard, also where something holds up the event loop.
+"""A second signal always takes effect, even if code blocks the event loop.
 
-With real signals, in a process of its own.
+These tests send real signals to separate processes.
 """
 
 import contextlib
@@ -52,11 +52,11 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize("held", [0, 1, 2])
-def test_a_loop_that_never_comes_round_is_interrupted(held: int) -> None:
-    """By the first signal that it does not hear, if that is at least the second one;
-    and the program is unwound in order.
+def test_a_blocked_loop_is_interrupted(held: int) -> None:
+    """The first signal that it does not handle, if that is at least the second one,
+    interrupts it, and the program unwinds in order.
     """
-    # two of one kind that nobody has heard are one
+    # two pending signals of one kind are one
     signals = [signal.SIGINT, signal.SIGTERM, signal.SIGINT]
     command = [sys.executable, "-c", PROGRAM, str(held)]
     with (
@@ -118,8 +118,8 @@ except (KeyboardInterrupt, asyncio.CancelledError):
 
 
 @pytest.mark.parametrize("how", ["heard", "held"])
-def test_whoever_asks_thrice_does_not_break_off_the_end(how: str) -> None:
-    """Nor has it a word of what was left in the middle."""
+def test_a_third_signal_does_not_interrupt_the_end(how: str) -> None:
+    """Nor does it print a word about unfinished tasks."""
     command, pipe = [sys.executable, "-c", IMPATIENT, how], subprocess.PIPE
     with (
         subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process,
@@ -150,8 +150,8 @@ INT, TERM = signal.SIGINT, signal.SIGTERM
 @pytest.mark.parametrize(
     ("asked", "beat_at", "ended_at", "ends_at"),
     [
-        ([(INT, 0.0)], 0.0, math.inf, math.inf),  # once is a request
-        ([(INT, 0.0), (INT, 1.0)], 0.0, math.inf, 1.0 + HELD_S),  # the loop is held up
+        ([(INT, 0.0)], 0.0, math.inf, math.inf),  # one signal is a request
+        ([(INT, 0.0), (INT, 1.0)], 0.0, math.inf, 1.0 + HELD_S),  # the loop is blocked
         ([(TERM, 0.0)], 0.0, math.inf, HELD_S),
         ([(TERM, 0.0)], math.inf, math.inf, math.inf),  # it ends in order
         (
@@ -159,25 +159,25 @@ INT, TERM = signal.SIGINT, signal.SIGTERM
             math.inf,
             math.inf,
             1.0 + ENDING_S,
-        ),  # it comes round, and does not end
+        ),  # it runs, and does not end
         (
             [(INT, 0.0), (INT, 1.0)],
             math.inf,
             2.0,
             2.0 + HELD_S,
-        ),  # its work has ended, and something else has not
+        ),  # its work has ended, and the process has not
         (
             [(INT, 0.0), (INT, 1.0), (INT, 9.0)],
             0.0,
             math.inf,
             1.0 + HELD_S,
-        ),  # more do not put it off
+        ),  # more signals do not delay it
     ],
 )
-def test_when_the_last_resort_is_taken(
+def test_when_the_process_is_ended_at_once(
     asked: list[tuple[int, float]], beat_at: float, ended_at: float, ends_at: float
 ) -> None:
-    """`beat_at` of infinity: the loop has beaten just now, whenever one looks."""
+    """An infinite `beat_at` stands for a loop that has just sent a heartbeat."""
     times = [number / 10 for number in range(400)]
     found = [now for now in times if too_late(asked, min(beat_at, now), ended_at, now)]
     assert found == [now for now in times if now > ends_at]

@@ -1,6 +1,4 @@
-"""The optional mirrors of the metrics, each with its real package where that is
-installed.
-"""
+"""The optional mirrors of the metrics, each with its real package if it is installed."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +9,7 @@ from rollweave.runtime.sinks import WandB, missing_sinks, open_sinks
 from rollweave.schema.errors import ConfigError
 
 
-def test_a_sink_that_is_not_installed_is_named(tmp_path: Path) -> None:
+def test_a_missing_sink_is_named(tmp_path: Path) -> None:
     assert missing_sinks(["json", "no_such_package"]) == ["no_such_package"]
     with pytest.raises(ConfigError, match=r"pip install .*\[no_such_package\]'"):
         open_sinks(["no_such_package"], tmp_path, {})
@@ -20,7 +18,7 @@ def test_a_sink_that_is_not_installed_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # theirs
 @pytest.mark.skipif(missing_sinks(["tensorboard"]) != [], reason="tensorboard is not installed")
-def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+def test_tensorboard_can_read_the_event_files(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (sink,) = open_sinks(["tensorboard"], tmp_path, {})
@@ -42,7 +40,7 @@ def test_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 class Recorder:
-    """Stands for the wandb module: keeps what it is told."""
+    """Stands for the wandb module, and records its calls."""
 
     def __init__(self) -> None:
         self.started: list[dict[str, object]] = []
@@ -64,7 +62,7 @@ class Recorder:
         self.finished += 1
 
 
-def test_a_resumed_run_is_the_same_run_to_wandb(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_its_wandb_run(tmp_path: Path) -> None:
     module = Recorder()
     for step in (1, 2):
         sink = WandB(module, tmp_path, {"seed": step})

@@ -1,4 +1,4 @@
-"""One owner of all tasks: nothing outlives it, and no error is swallowed."""
+"""The task group owns all tasks: none outlives it, and no error is swallowed."""
 
 import asyncio
 import threading
@@ -33,7 +33,7 @@ async def test_cancel_all_ends_all_without_an_error() -> None:
     assert len(tasks) == 0
 
 
-async def test_an_error_ends_the_others_and_passes_through_as_itself() -> None:
+async def test_an_error_ends_the_other_tasks_and_passes_through() -> None:
     ended: list[str] = []
 
     async def world() -> None:
@@ -48,7 +48,7 @@ async def test_an_error_ends_the_others_and_passes_through_as_itself() -> None:
     assert ended == ["a"]
 
 
-async def test_several_errors_come_together() -> None:
+async def test_several_errors_are_an_exception_group() -> None:
     async def world() -> None:
         async with Tasks() as tasks:
             tasks.spawn(fail(LookupError()), "a")
@@ -59,7 +59,7 @@ async def test_several_errors_come_together() -> None:
     assert {type(error) for error in raised.value.exceptions} == {LookupError, ValueError}
 
 
-async def test_a_call_on_a_thread_gives_its_value_or_its_error() -> None:
+async def test_a_call_on_a_thread_returns_its_value_or_raises() -> None:
     assert await on_thread(lambda: 1 + 1, "adds") == 2
     with pytest.raises(ZeroDivisionError):
         await on_thread(lambda: 1 // 0, "divides")
@@ -67,7 +67,7 @@ async def test_a_call_on_a_thread_gives_its_value_or_its_error() -> None:
         await on_thread(lambda: next(iter(())), "ends")
 
 
-async def test_a_call_that_never_returns_can_be_left() -> None:
+async def test_a_call_that_never_returns_can_be_abandoned() -> None:
     stuck = asyncio.ensure_future(on_thread(threading.Event().wait, "stuck"))
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(stuck, 0.01)

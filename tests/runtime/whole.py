@@ -1,7 +1,5 @@
 """Whole runs with fake engines and a fake trainer, so that they take a second. Also a
-controller of its own:
-
-`python -m tests.runtime.whole CONFIG [resume]`.
+program that runs a controller: `python -m tests.runtime.whole CONFIG [resume]`.
 """
 
 import json
@@ -34,8 +32,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def make_model(directory: Path) -> Path:
-    """A model directory with a tokenizer and nothing else; fakes look for faults in it,
-    and log to it.
+    """Create a model directory with nothing but a tokenizer; fakes look for faults in
+    it, and write their logs to it.
     """
     directory.mkdir()
     special = ["<|im_start|>", "<|im_end|>"]
@@ -63,7 +61,7 @@ def make_config(
     task: Mapping[str, Any] | None = None,
     **sections: Any,
 ) -> RunConfig:
-    """A run of `steps` steps of 2 groups of 2."""
+    """Return the configuration of `steps` steps of 2 groups of 2."""
     model = directory / "model"
     if not model.exists():
         make_model(model)
@@ -101,7 +99,7 @@ def run_dir(config: RunConfig) -> Path:
 
 
 def lines(config: RunConfig, kind: str) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl of one kind."""
+    """Return the lines of metrics.jsonl of one kind."""
     found = [
         json.loads(line) for line in (run_dir(config) / "metrics.jsonl").read_text().splitlines()
     ]
@@ -109,8 +107,8 @@ def lines(config: RunConfig, kind: str) -> list[dict[str, Any]]:
 
 
 def trained(config: RunConfig) -> dict[int, list[str]]:
-    """Trajectories by step, as the fake trainer trained them last: the surviving
-    lineage.
+    """Return the trajectories by step, as the fake trainer trained them last: the
+    surviving lineage.
     """
     assert config.model.path is not None
     log = (Path(config.model.path) / "trained.jsonl").read_text().splitlines()
@@ -118,14 +116,14 @@ def trained(config: RunConfig) -> dict[int, list[str]]:
 
 
 def pids(config: RunConfig) -> list[tuple[int, int]]:
-    """Every child that ever started: its id and when it began (`sign_in`)."""
+    """Return the id and start time of every child that ever started (`sign_in`)."""
     assert config.model.path is not None
     lines = (Path(config.model.path) / "pids").read_text().splitlines()
     return [(int(pid), int(began)) for pid, began in map(str.split, lines)]
 
 
 def assert_gone(config: RunConfig) -> None:
-    """No child of any life is left. The kernel takes a moment to end them."""
+    """Check that no child of any life is left. The kernel takes a moment to end them."""
     deadline, left = time.monotonic() + 30, pids(config)
     assert left
     while left and time.monotonic() < deadline:
@@ -136,22 +134,22 @@ def assert_gone(config: RunConfig) -> None:
 
 
 def replay(config: RunConfig) -> Replay:
-    """The run's journal, replayed."""
+    """Replay the run's journal."""
     found = Replay(run_dir(config) / "journal.bin", load(run_dir(config) / "config.toml"))
     found.finish()
     return found
 
 
 def write(config: RunConfig) -> Path:
-    """The config as a file beside the run."""
+    """Write the configuration to a file beside the run."""
     path = Path(config.run.dir) / "config.toml"
     path.write_text(dumps(config))
     return path
 
 
 def assert_trained_once(config: RunConfig) -> None:
-    """Every step of the surviving lineage trained a whole batch, and no trajectory is
-    in two of them.
+    """Check that every step of the surviving lineage trained a whole batch, and that no
+    trajectory is in two of them.
     """
     steps = trained(config)
     assert sorted(steps) == list(range(config.run.steps))
@@ -160,9 +158,8 @@ def assert_trained_once(config: RunConfig) -> None:
 
 
 def controller(config: RunConfig) -> subprocess.Popen[bytes]:
-    """A controller in a process of its own.
-
-    What it prints goes to a file beside the run.
+    """Start a controller in a separate process, whose output goes to a file beside the
+    run.
     """
     command = [sys.executable, "-m", "tests.runtime.whole", str(write(config))]
     env = {
@@ -174,8 +171,8 @@ def controller(config: RunConfig) -> subprocess.Popen[bytes]:
 
 
 def killed(config: RunConfig) -> None:
-    """Run `config` in a controller of its own until a fault kills it; its children are
-    gone.
+    """Run `config` in a separate controller until a fault kills it, and check that its
+    children are gone.
     """
     assert controller(config).wait(60) == -signal.SIGKILL
     assert_gone(config)

@@ -1,5 +1,5 @@
-"""Relays as processes: a chain of them, killed, hung and restarted, over loopback
-addresses as several hosts.
+"""Relays as processes: a chain of them is killed, hung and restarted, over loopback
+addresses that stand for several hosts.
 """
 
 import asyncio
@@ -98,9 +98,9 @@ def payload(answer: FetchReply | None) -> bytes:
     return Path(answer.manifest.location).read_bytes()
 
 
-async def test_a_relay_killed_in_the_middle_of_a_broadcast(start: Start) -> None:
-    """Its successor goes on from its predecessor, and the one after that does not even
-    notice.
+async def test_a_broadcast_survives_a_killed_relay(start: Start) -> None:
+    """Its successor continues from its predecessor, and the one after that does not
+    even notice.
     """
     with versions(1) as (memory,):
         relays = [start(number) for number in range(4)]
@@ -136,7 +136,7 @@ async def test_a_relay_killed_in_the_middle_of_a_broadcast(start: Start) -> None
 
 
 async def passed(address: RelayAddress, memory: Memory, nbytes: int) -> None:
-    """Wait until the relay at `address` gives away byte `nbytes - 1`."""
+    """Wait until the relay at `address` offers byte `nbytes - 1`."""
     manifest = memory.manifest
     channel = await Tcp(silent_s=20.0).connect(address)
     try:
@@ -157,16 +157,16 @@ async def passed(address: RelayAddress, memory: Memory, nbytes: int) -> None:
         channel.close()
 
 
-async def test_a_dead_master(start: Start) -> None:
-    """Its successor takes from the trainer's memory what it lacks, and those after it
-    go on; only changes travel.
+async def test_a_broadcast_survives_a_killed_master(start: Start) -> None:
+    """Its successor reads the missing bytes from the trainer's memory, and the
+    following relays continue; only deltas are transferred.
     """
     with versions(2) as (old, new):
         relays = [start(number) for number in range(3)]
         addresses = [(await relay.ready()).address for relay in relays]
         for relay, source in zip(relays, (None, *addresses), strict=False):
             assert isinstance(await take(relay, old.manifest, source), VersionFetched)
-        os.kill(relays[0].pid, signal.SIGSTOP)  # it takes nothing in any more, and says nothing
+        os.kill(relays[0].pid, signal.SIGSTOP)  # it reads nothing and sends nothing
         answers = [
             relay.fetch(command(new.manifest, source, base_id=1))
             for relay, source in zip(relays, (None, *addresses), strict=False)
@@ -184,7 +184,7 @@ async def test_a_dead_master(start: Start) -> None:
         assert 0 < taken.nbytes < new.manifest.nbytes / 10
 
 
-async def test_a_relay_that_hangs_is_suspected_and_then_lost_and_killed(start: Start) -> None:
+async def test_a_hung_relay_is_suspected_then_killed(start: Start) -> None:
     told: list[bool] = []
     relay = start(0, silent_s=1.5, suspected=told.append)
     await relay.ready()
@@ -195,8 +195,8 @@ async def test_a_relay_that_hangs_is_suspected_and_then_lost_and_killed(start: S
         assert await relay.fetch(command(memory.manifest)) is None
 
 
-class Doubts:
-    """What a link says of its relay's silence."""
+class Suspicions:
+    """Records what a link reports about its relay's silence."""
 
     def __init__(self) -> None:
         self.told: asyncio.Queue[bool] = asyncio.Queue()
@@ -205,18 +205,18 @@ class Doubts:
         self.told.put_nowait(silent)
 
     async def until(self, silent: bool) -> None:
-        """Wait for that news; a busy machine may bring other news before."""
+        """Wait for this report; on a busy machine others may come before."""
         async with asyncio.timeout(30):
             while await self.told.get() is not silent:
                 pass
 
 
-async def test_a_relay_that_hangs_during_a_broadcast_is_passed_by_and_goes_on_when_it_is_back(
+async def test_a_broadcast_bypasses_a_hung_relay_until_it_recovers(
     start: Start,
 ) -> None:
-    """No byte comes twice to anybody, and nobody is restarted."""
+    """No relay receives a byte twice, and none is restarted."""
     with versions(1) as (memory,):
-        doubts = Doubts()
+        doubts = Suspicions()
         relays = [
             start(number, suspected=doubts if number == 1 else lambda silent: None)
             for number in range(4)
@@ -246,12 +246,12 @@ async def test_a_relay_that_hangs_during_a_broadcast_is_passed_by_and_goes_on_wh
         assert [ask.ranges for ask in slow.asked] == [((0, memory.manifest.nbytes),)]
 
 
-async def test_a_master_that_hangs_has_a_deputy(start: Start) -> None:
-    """Whoever stands behind it reads what it lacks from the trainer's memory, and those
-    after that one go on.
+async def test_a_broadcast_bypasses_a_hung_master(start: Start) -> None:
+    """The relay behind it reads the missing bytes from the trainer's memory, and the
+    following ones continue.
     """
     with versions(1) as (memory,):
-        doubts = Doubts()
+        doubts = Suspicions()
         relays = [
             start(number, suspected=doubts if number == 0 else lambda silent: None)
             for number in range(3)
@@ -274,9 +274,9 @@ async def test_a_master_that_hangs_has_a_deputy(start: Start) -> None:
             assert payload(await answers[0]) == memory.payload
 
 
-async def test_nobody_is_suspected_because_we_were_busy_ourselves(start: Start) -> None:
-    """Our loop stands still for longer than a relay may be silent; it beats meanwhile,
-    and is heard first.
+async def test_a_blocked_event_loop_suspects_no_relay(start: Start) -> None:
+    """Our event loop is blocked for longer than a relay may be silent; the relay sends
+    heartbeats during that time, which are read first.
     """
     told: list[bool] = []
     relay = start(0, suspected=told.append, silent_s=(SUSPECT_BEATS + 2) * HEARTBEAT_S)
@@ -289,8 +289,8 @@ async def test_nobody_is_suspected_because_we_were_busy_ourselves(start: Start) 
     assert not relay.lost.done()
 
 
-async def test_what_is_not_read_is_no_silence(start: Start) -> None:
-    """As long as our loop stands still nothing is counted, whether beats wait to be
+async def test_unread_heartbeats_do_not_count_as_silence(start: Start) -> None:
+    """While our event loop is blocked nothing is counted, whether heartbeats wait to be
     read or not.
     """
     told: list[bool] = []
@@ -305,15 +305,15 @@ async def test_what_is_not_read_is_no_silence(start: Start) -> None:
     os.kill(relay.pid, signal.SIGCONT)
 
 
-async def test_a_relay_that_cannot_start(start: Start) -> None:
+async def test_reports_why_a_relay_cannot_start(start: Start) -> None:
     relay = start(0, module="rollweave.no_such_module")
     with pytest.raises(RelayLostError, match="no_such_module"):
         await relay.ready()
     assert "exit status" in await relay.lost
 
 
-async def test_no_room(start: Start) -> None:
-    """What was here stays, and there is room again once something smaller comes."""
+async def test_a_version_that_does_not_fit_fails(start: Start) -> None:
+    """Older versions stay, and there is space again once a smaller one comes."""
     with versions(1) as (memory,), versions(1, first=2) as (other,):
         source, relay = start(0), start(1, file_bytes=memory.manifest.nbytes // 2)
         address = (await source.ready()).address
@@ -326,7 +326,7 @@ async def test_no_room(start: Start) -> None:
         assert payload(taken) == other.payload
 
 
-async def test_its_memory_goes_with_it(start: Start) -> None:
+async def test_a_relays_memory_is_freed_at_its_end(start: Start) -> None:
     with versions(1) as (memory,):
         relay = start(0)
         await relay.ready()
@@ -337,7 +337,7 @@ async def test_its_memory_goes_with_it(start: Start) -> None:
         assert not os.path.exists(taken.manifest.location)  # noqa: ASYNC240 (it is not on a disk)
 
 
-async def test_overtaken_takes_have_no_answer(start: Start) -> None:
+async def test_a_replaced_fetch_has_no_result(start: Start) -> None:
     with versions(1) as (memory,):
         relay, other = start(0), start(1)
         await relay.ready()
@@ -350,8 +350,8 @@ async def test_overtaken_takes_have_no_answer(start: Start) -> None:
             assert payload(await second) == memory.payload
 
 
-async def test_noise_at_the_door(start: Start) -> None:
-    """A port scanner, and somebody who says nothing, harm nobody."""
+async def test_ignores_foreign_connections(start: Start) -> None:
+    """Neither a port scanner nor a silent client does harm."""
     with versions(1) as (memory,):
         relay, other = start(0), start(1)
         address = (await relay.ready()).address

@@ -1,5 +1,5 @@
-"""The trainer in a thread and as processes: rank 0 answers for all, any rank's death is
-everybody's.
+"""The trainer in a thread and as processes: rank 0 replies for all ranks, and the death
+of any rank is the trainer's.
 """
 
 import asyncio
@@ -74,20 +74,24 @@ def train_on(step: int) -> TrainOn:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_commands_are_answered_in_turn(connect: Connect, kind: str, tmp_path: Path) -> None:
+async def test_replies_come_in_the_order_of_commands(
+    connect: Connect, kind: str, tmp_path: Path
+) -> None:
     trainer = connect(kind)
     assert await trainer.ready() == TrainerReady(parameters=7)
     reply = await trainer.ask(train_on(3))
     assert isinstance(reply, Trained)
     assert (reply.step, reply.metrics.values["rank"]) == (3, 0.0)
-    if kind != "two ranks":  # the fake's ranks do not agree on who writes
+    if kind != "two ranks":  # the fake's ranks do not agree on which of them writes
         assert isinstance(await trainer.ask(Save(path=str(tmp_path / "saved"))), Saved)
         assert await trainer.ask(Restore(path=str(tmp_path / "saved"))) == Restored(step=4)
     assert isinstance(await trainer.ask(Publish(version=4, weights_id=9)), Published)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_checkpoint_is_written_beside_what_comes_next(connect: Connect, kind: str) -> None:
+async def test_a_checkpoint_is_written_during_the_next_commands(
+    connect: Connect, kind: str
+) -> None:
     trainer = connect(kind)
     await trainer.ready()
     for step in range(3):
@@ -105,7 +109,7 @@ async def test_a_checkpoint_is_written_beside_what_comes_next(connect: Connect, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_failed_step_is_an_answer(connect: Connect, kind: str) -> None:
+async def test_a_failed_step_is_a_reply(connect: Connect, kind: str) -> None:
     trainer = connect(kind)
     await trainer.ready()
     assert await trainer.ask(train_on(FAIL)) == TrainFailed(error="no luck")
@@ -116,7 +120,7 @@ async def test_a_failed_step_is_an_answer(connect: Connect, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "step"), [("process", CRASH), ("two ranks", CRASH), ("two ranks", RANK_1_DIES)]
 )
-async def test_the_death_of_any_rank_is_the_loss_of_all(
+async def test_the_death_of_any_rank_loses_the_trainer(
     connect: Connect, kind: str, step: int
 ) -> None:
     trainer = connect(kind)
@@ -129,21 +133,21 @@ async def test_the_death_of_any_rank_is_the_loss_of_all(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_trainer_that_cannot_start_says_why(connect: Connect, kind: str) -> None:
+async def test_reports_why_a_trainer_cannot_start(connect: Connect, kind: str) -> None:
     trainer = connect(kind, run_dir="broken")
     with pytest.raises(TrainerLostError, match="the fake trainer cannot start"):
         await trainer.ready()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_trainer_that_can_never_start_refuses(connect: Connect, kind: str) -> None:
+async def test_a_trainer_that_can_never_start_is_refused(connect: Connect, kind: str) -> None:
     trainer = connect(kind, run_dir="refused")
     with pytest.raises(TrainerRefusedError, match=r"^the fake warm-up is not finite$"):
         await trainer.ready()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_kill_ends_what_waits(connect: Connect, kind: str) -> None:
+async def test_kill_fails_pending_commands(connect: Connect, kind: str) -> None:
     trainer = connect(kind)
     await trainer.ready()
     trainer.kill()

@@ -1,4 +1,4 @@
-"""The estimate is exact where it can be: weights as built, KV as held."""
+"""The estimate is exact for weights and KV."""
 
 from pathlib import Path
 
@@ -54,12 +54,12 @@ def test_adamw_keeps_two_moments_beside_weights_and_gradients() -> None:
     assert found["trainer: copy for a checkpoint"] == 3 * found["trainer: weights"]
 
 
-def test_a_reference_is_kept_only_for_a_kl() -> None:
+def test_a_reference_needs_memory_only_with_kl() -> None:
     assert "trainer: reference" not in needs()
     assert needs("algorithm.kl=0.1")["trainer: reference"] == needs()["trainer: weights"]
 
 
-def test_engines_each_hold_weights_and_kv() -> None:
+def test_each_engine_needs_weights_and_kv() -> None:
     one, three = needs("engines.kv_tokens=4096"), needs("engines.kv_tokens=4096", "engines.count=3")
     assert three["engines: KV cache"] == 3 * one["engines: KV cache"]
     # tokens, keys and values, layers, heads, dim, float32
@@ -67,7 +67,7 @@ def test_engines_each_hold_weights_and_kv() -> None:
     assert three["engines: weights"] == 3 * one["engines: weights"]
 
 
-def test_bfloat16_halves_what_engines_hold_but_not_the_trainer() -> None:
+def test_bfloat16_halves_the_engines_memory_but_not_the_trainers() -> None:
     full, half = needs(), needs("model.dtype=bfloat16")
     assert 2 * half["engines: weights"] == full["engines: weights"]
     assert half["trainer: weights"] == full["trainer: weights"]

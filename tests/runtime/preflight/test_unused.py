@@ -1,4 +1,4 @@
-"""Settings that change nothing are named, and no others."""
+"""Changed settings without effect are reported, and no others."""
 
 import random
 
@@ -71,22 +71,24 @@ USED = [
 ]
 
 
-def test_the_defaults_say_nothing() -> None:
+def test_defaults_are_not_reported() -> None:
     assert without_effect(loads(CONFIG), cores=8) == []
 
 
 @pytest.mark.parametrize(("overrides", "line"), CASES, ids=[case[1].split()[0] for case in CASES])
-def test_a_change_without_effect_is_one_line(overrides: list[str], line: str) -> None:
+def test_each_change_without_effect_is_reported_in_one_line(
+    overrides: list[str], line: str
+) -> None:
     (found,) = without_effect(loads(CONFIG, overrides), cores=8)
     assert found.startswith(line)
 
 
 @pytest.mark.parametrize("overrides", USED, ids=["+".join(each) for each in USED])
-def test_a_change_with_an_effect_is_not_named(overrides: list[str]) -> None:
+def test_changes_with_an_effect_are_not_reported(overrides: list[str]) -> None:
     assert without_effect(loads(CONFIG, overrides), cores=8) == []
 
 
-def test_every_one_of_several_is_named() -> None:
+def test_several_changes_are_all_reported() -> None:
     overrides = [override for case, _ in CASES for override in case]
     random.Random(0).shuffle(overrides)
     found = without_effect(loads(CONFIG, overrides), cores=8)

@@ -1,4 +1,4 @@
-"""Relays of whole runs, as processes without bytes; and where an engine finds its
+"""Relays of whole runs, as processes without bytes; and where engines find their
 weights.
 """
 
@@ -65,9 +65,7 @@ def test_weights_reach_every_engine_through_its_relay(tmp_path: Path, mode: str)
 
 
 @pytest.mark.parametrize("lost", ["r0", "r1", "r2"])
-def test_a_relay_that_dies_while_it_takes_weights_holds_up_nobody(
-    tmp_path: Path, lost: str
-) -> None:
+def test_a_relay_that_dies_during_a_fetch_delays_no_other(tmp_path: Path, lost: str) -> None:
     config = with_relays(tmp_path, relays=3, engines=3, rollout={"mode": "sync"})
     (tmp_path / "model").mkdir(exist_ok=True)
     fault(config, f"kill-{lost}-1")
@@ -83,10 +81,10 @@ def test_a_relay_that_dies_while_it_takes_weights_holds_up_nobody(
     assert_gone(config)
 
 
-def test_a_change_that_does_not_fit_is_followed_by_the_whole(tmp_path: Path) -> None:
+def test_a_refused_delta_is_followed_by_a_full_fetch(tmp_path: Path) -> None:
     config = with_relays(tmp_path, rollout={"mode": "sync"})
     fault(config, "base-r1-1")
-    fault(config, "base-r0-1")  # whichever of them is not the master
+    fault(config, "base-r0-1")  # only the one that is not the master fetches a delta
     assert run(config).error == ""
     events, commands = history(config)
     refused = next(event for event in events if isinstance(event, e.FetchFailed))
@@ -100,13 +98,13 @@ def test_a_change_that_does_not_fit_is_followed_by_the_whole(tmp_path: Path) -> 
     assert_trained_once(config)
 
 
-def test_a_relay_that_never_lives_takes_its_machine_along(tmp_path: Path) -> None:
+def test_a_relay_that_never_starts_removes_its_machine(tmp_path: Path) -> None:
     config = with_relays(tmp_path, rollout={"mode": "sync"}, watchdog={"restarts": 1})
     fault(config, "kill-r1-0")
     fault(config, "kill-r1-1")
     assert run(config).error == ""
     _, commands = history(config)
-    # it may have come back too late for weights 1
+    # it may have been restarted too late for weights 1
     if [command for command in commands if isinstance(command, c.RemoveRelay)]:
         assert [
             command.engine_id for command in commands if isinstance(command, c.RemoveEngine)
@@ -115,7 +113,7 @@ def test_a_relay_that_never_lives_takes_its_machine_along(tmp_path: Path) -> Non
     assert_gone(config)
 
 
-def test_a_run_that_goes_on_starts_its_relays_anew(tmp_path: Path) -> None:
+def test_a_resumed_run_restarts_its_relays(tmp_path: Path) -> None:
     config = with_relays(tmp_path, steps=2, rollout={"mode": "sync"})
     assert run(config).error == ""
     longer = with_relays(tmp_path, steps=4, rollout={"mode": "sync"})
@@ -152,7 +150,7 @@ def test_without_relays_engines_read_the_trainers_memory() -> None:
     assert manifests.of_engine(E1, 2) == manifest(2, "c")
 
 
-def test_with_relays_engines_read_what_their_machine_holds() -> None:
+def test_with_relays_engines_read_their_machines_memory() -> None:
     manifests = Manifests(2)
     manifests.published(manifest(0, "trainer"), ())
     assert manifests.of_engine(E0, 0) is None
