@@ -1,3 +1,3 @@
-"""The live world: the pump, the effects of the core's commands, processes, recovery,
-metrics and traces.
+"""The live world: pump, effects of the core's commands, supervisors of processes, recovery
+and metrics.
 """

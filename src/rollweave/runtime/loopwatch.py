@@ -47,7 +47,7 @@ class Culprit(NamedTuple):
 
     @property
     def now(self) -> str:
-        """A warning for while the code blocks."""
+        """The warning for while the code blocks the loop."""
         advice = "; call what blocks by asyncio.to_thread" if self.is_async else ""
         return (
             f"{self.name} is blocking the event loop ({self.place}): no trajectory advances until "

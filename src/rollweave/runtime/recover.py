@@ -145,9 +145,8 @@ def recover(
 
 
 def settle(config: RunConfig, run: RunDir, begun: Beginning) -> Beginning:
-    """Write `config` as that under which the run goes on, also into its identity.
-
-    Raises DiskError.
+    """Write `config` to the directory and to the run's identity: from now on the run
+    happens under it. Raises DiskError.
     """
     identity = msgspec.structs.replace(begun.identity, config=dumps(config))
     write_identity(run.identity, identity)

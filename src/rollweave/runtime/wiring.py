@@ -30,7 +30,7 @@ the length that the queue of rewards may reach.
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """What a live world is made from, and what outlives it."""
+    """The parts that a live world is made from, and that outlive it."""
 
     config: RunConfig
     core: Core

@@ -238,7 +238,7 @@ class PredictorSupervisor:
         self._begin(epoch=0)
 
     def predict(self, command: Predict, context: LengthContext) -> None:
-        """PredictionRequest for a prediction in `context`: the command's, completed by the world.
+        """Ask for a prediction in `context`: the command's, completed by the world.
 
         Answered by `PredictionReady`, or not at all.
         """
