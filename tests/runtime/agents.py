@@ -19,7 +19,7 @@ class Boxed:
     def __init__(self, *, fault: str = "") -> None:
         self._fault = fault
         self._box: Sandbox | None = None
-        self._seen: dict[str, Any] = {}
+        self._observed: dict[str, Any] = {}
 
     async def init(self, job: Job) -> None:
         if self._fault == "init":
@@ -36,17 +36,17 @@ class Boxed:
             case "lost":
                 self._box.kill()
             case "flood":
-                found = await Bash(self._box).run("yes | head -c 50000000", output_bytes=500)
-                assert found.dropped_bytes > 49_000_000
-                self._seen = {"shown": len(found.output)}
-                messages.append(Message(role="user", content=str(len(found.output))))
+                result = await Bash(self._box).run("yes | head -c 50000000", output_bytes=500)
+                assert result.dropped_bytes > 49_000_000
+                self._observed = {"shown": len(result.output)}
+                messages.append(Message(role="user", content=str(len(result.output))))
                 await agent.chat(messages)
                 return
             case "hang":
                 await Bash(self._box).run("sleep 1000", timeout_s=1000)
-        found = await Bash(self._box).run("echo here; hostname")
-        self._seen = {"git_patch": found.output}
-        messages.append(Message(role="user", content=found.output.split()[0]))
+        result = await Bash(self._box).run("echo here; hostname")
+        self._observed = {"git_patch": result.output}
+        messages.append(Message(role="user", content=result.output.split()[0]))
         await agent.chat(messages)
 
     async def close(self) -> None:
@@ -64,7 +64,7 @@ class Boxed:
         return Score(reward=1.0, success=True)
 
     def final_result(self) -> dict[str, Any]:
-        return self._seen
+        return self._observed
 
 
 class Impatient:

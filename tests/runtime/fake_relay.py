@@ -37,18 +37,18 @@ def main() -> None:
     sign_in(model)
     frames, decode = parent.queue(), decoder_of(RelayCommand)
 
-    def say(word: RelayReply) -> None:
-        parent.send(encode(word))
+    def send_reply(reply: RelayReply) -> None:
+        parent.send(encode(reply))
 
     def beat() -> None:
         while True:
-            say(RelayHeartbeat())
+            send_reply(RelayHeartbeat())
             threading.Event().wait(HEARTBEAT_S)
 
-    say(RelayReady(address=RelayAddress(host=spec.host, port=1, secret=b"")))
+    send_reply(RelayReady(address=RelayAddress(host=spec.host, port=1, secret=b"")))
     threading.Thread(target=beat, daemon=True).start()
     while not isinstance(command := decode(frames.get()), StopRelay):
-        say(answer(command, spec.id, model))
+        send_reply(answer(command, spec.id, model))
 
 
 def answer(command: FetchVersion, name: str, model: str) -> FetchReply:

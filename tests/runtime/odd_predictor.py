@@ -21,9 +21,9 @@ def main() -> None:
         raise RuntimeError("the odd predictor cannot start")
     taken = 0
     while True:
-        word = decode(parent.receive())
+        message = decode(parent.receive())
         taken += 1
-        number = word.number if isinstance(word, PredictionRequest) else 0
+        number = message.number if isinstance(message, PredictionRequest) else 0
         match kind:
             case "crash":
                 os._exit(3)

@@ -149,7 +149,9 @@ async def test_impossible_requests_are_refused(path: Path) -> None:
             in (await run.ask(WithdrawEngine(engine_id=EngineId("e7")))).error
         )
         assert "no group 1" in (await run.ask(AddEngines(group=1))).error
-        assert (await run.ask(WithdrawEngine(engine_id=E0))).error == "", "nobody has weights yet"
+        assert (await run.ask(WithdrawEngine(engine_id=E0))).error == "", (
+            "no engine has weights yet"
+        )
         assert (await run.ask(WithdrawEngine(engine_id=E1))).error == "e1 is the last engine"
         run.post(StopRequested())
         while not run.core.finished:

@@ -38,10 +38,10 @@ def test_a_run_survives_environments_that_raise_hang_or_return_garbage(tmp_path:
     summary = run(config)
     assert (summary.error, summary.steps, summary.account.balanced) == ("", 3, True)
     assert summary.account.in_flight == 0
-    found = ends(config)
-    assert found[StopReason.ENV_ERROR] > 0
-    assert found[StopReason.ENV_HANG] > 0
-    assert found[StopReason.REWARD_ERROR] > 0
+    results = ends(config)
+    assert results[StopReason.ENV_ERROR] > 0
+    assert results[StopReason.ENV_HANG] > 0
+    assert results[StopReason.REWARD_ERROR] > 0
     assert sum(map(len, trained(config).values())) == summary.account.trained
     assert sum(summary.retried.values()) > 0
     assert replay(config).differing == 0
@@ -97,12 +97,12 @@ def test_the_time_of_a_slow_environment_is_attributed_to_it(tmp_path: Path) -> N
 def ends(config: RunConfig) -> Counter[StopReason]:
     """Return how the run's attempts ended, and check that each is consistent in itself."""
     reader = TrajectoryReader(run_dir(config) / "trajectories")
-    found = [reader.load(entry) for entry in reader.entries]
-    for trajectory in found:
+    results = [reader.load(entry) for entry in reader.entries]
+    for trajectory in results:
         assert trajectory.blame is BLAME_OF[trajectory.stop_reason]
         assert (trajectory.reward is not None) <= (trajectory.stop_reason in TRAINABLE)
         assert bool(trajectory.error) == (trajectory.blame is Blame.ENVIRONMENT)
-    return Counter(trajectory.stop_reason for trajectory in found)
+    return Counter(trajectory.stop_reason for trajectory in results)
 
 
 def test_a_task_source_that_raises_ends_the_run(tmp_path: Path) -> None:

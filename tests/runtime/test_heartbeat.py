@@ -26,14 +26,14 @@ class Beating(OneWordEngine):
         super().__init__()
         self.silent = silent
         self.beats = itertools.count()
-        self.heard = asyncio.Event()
+        self.answered = asyncio.Event()
 
     async def stats(self) -> EngineStats:
         beat = next(self.beats)
         if self.silent is None or beat in self.silent:
             await asyncio.Event().wait()
         if beat > 8:
-            self.heard.set()
+            self.answered.set()
         return EngineStats(version=0, running=0, waiting=0, kv_used_tokens=0, kv_total_tokens=1)
 
     async def load(self, weights: WeightManifest | LoadSaved) -> None:
@@ -44,9 +44,9 @@ class Beating(OneWordEngine):
 def made(
     engines: dict[tuple[EngineId, int], Beating], silent: set[int]
 ) -> Callable[[EngineSlot, int], Beating]:
-    def make(seat: EngineSlot, epoch: int) -> Beating:
-        engines[seat.id, epoch] = Beating(silent if seat.id == A else set())
-        return engines[seat.id, epoch]
+    def make(slot: EngineSlot, epoch: int) -> Beating:
+        engines[slot.id, epoch] = Beating(silent if slot.id == A else set())
+        return engines[slot.id, epoch]
 
     return make
 
@@ -58,14 +58,14 @@ async def test_an_engine_that_misses_two_heartbeats_in_a_row_is_lost(tmp_path: P
         assert (lost.engine_id, lost.epoch) == (A, 0)
         assert lost.error == "no answer to 2 heartbeats in a row"
         assert engines[A, 0].lost.done(), "it was killed"
-        await engines[B, 0].heard.wait()
+        await engines[B, 0].answered.wait()
         assert len(await stage.until(EngineLost)) == 1
 
 
 async def test_an_engine_that_misses_single_heartbeats_is_not_lost(tmp_path: Path) -> None:
     engines: dict[tuple[EngineId, int], Beating] = {}
     async with staged(made(engines, {0, 2, 4, 6}), tmp_path, **BEAT) as stage:
-        await engines[A, 0].heard.wait()
+        await engines[A, 0].answered.wait()
         assert not [event for event in stage.events if isinstance(event, EngineLost)]
 
 
@@ -78,5 +78,5 @@ async def test_no_heartbeat_is_sent_while_weights_are_loaded(tmp_path: Path) -> 
     )
     async with staged(made(engines, set()), tmp_path, manifests=manifests, **BEAT) as stage:
         stage.engines.load(LoadWeights(engine_id=A, version=0, weights_id=0))
-        await engines[B, 0].heard.wait()
+        await engines[B, 0].answered.wait()
         assert not [event for event in stage.events if isinstance(event, EngineLost)]

@@ -197,7 +197,7 @@ def test_a_resumed_run_has_the_engines_that_were_requested(tmp_path: Path) -> No
         found = life.finish()
     assert found["engines"]["joined"] == 2
     lost = [event for event, _ in watched(config) if isinstance(event, WorldLost)]
-    assert [[seat.id for seat in event.engines] for event in lost] == [["e1", "e2"]]
+    assert [[slot.id for slot in event.engines] for event in lost] == [["e1", "e2"]]
 
 
 @pytest.mark.parametrize("mode", ["bounded", "decoupled"])
@@ -214,4 +214,4 @@ def test_an_engine_leaves_a_training_run(tmp_path: Path, mode: str) -> None:
         gate.touch()
         found = life.finish()
     assert found["engines"] == {"joined": 0, "left": 1}
-    assert found["retried"] == {}, "what was under way went on elsewhere"
+    assert found["retried"] == {}, "its turns continued on other engines"

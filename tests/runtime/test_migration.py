@@ -155,9 +155,9 @@ class Scripted(OneWordEngine):
 def scripted(path: Path) -> AbstractAsyncContextManager[Stage]:
     """Run engines of which the first exports 48 tokens, and the second imports them."""
 
-    def make(seat: EngineSlot, epoch: int) -> Scripted:
+    def make(slot: EngineSlot, epoch: int) -> Scripted:
         engine = Scripted()
-        engine.kv = kv_manifest("kv7", 48) if seat.id == A else 48
+        engine.kv = kv_manifest("kv7", 48) if slot.id == A else 48
         return engine
 
     return staged(make, path, migration_s=0.2)
@@ -280,18 +280,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def living(model: str, path: Path, **options: Any) -> AbstractAsyncContextManager[Stage]:
     """Run engines in processes."""
 
-    def make(seat: EngineSlot, epoch: int) -> Meddled:
-        of = EngineSpec(id=seat.id, model=model, max_slots=4, kv_tokens=4096, block_tokens=BLOCK)
+    def make(slot: EngineSlot, epoch: int) -> Meddled:
+        of = EngineSpec(id=slot.id, model=model, max_slots=4, kv_tokens=4096, block_tokens=BLOCK)
         model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         model_ready.set_result(None)
-        module, log = "rollweave.runtime.entrypoints.engine", path / f"{seat.id}.log"
+        module, log = "rollweave.runtime.entrypoints.engine", path / f"{slot.id}.log"
         link = in_process(of, module=module, log=log, env=environment(), model_ready=model_ready)
-        return Meddled(EngineClient(f"engine {seat.id}", link, start_s=60.0, reply_s=60.0))
+        return Meddled(EngineClient(f"engine {slot.id}", link, start_s=60.0, reply_s=60.0))
 
     return staged(make, path, **options)
 
 
-async def say(engine: Any, tokens: Sequence[int], **sampling: Any) -> GenerateResult:
+async def run_turn(engine: Any, tokens: Sequence[int], **sampling: Any) -> GenerateResult:
     """Run one turn."""
     result: GenerateResult = await engine.generate(
         request("turn", tokens, max_tokens=9, **sampling)
@@ -307,13 +307,13 @@ async def test_a_migrated_trajectory_samples_the_same_tokens(
         a, b = stage.engines.backend(A), stage.engines.backend(B)
         for number, sampling in enumerate(({"temperature": 0.0}, {"seed": 5})):
             context = [number, *TOKENS]
-            first = await say(a, context, **sampling)
-            said = [*context, *first.tokens]
-            done = await stage.migrate(said)
-            assert (done.moved_tokens, done.error) == ((len(said) - 1) // BLOCK * BLOCK, "")
-            context = [*said, 4, 5, 6]
+            first = await run_turn(a, context, **sampling)
+            sampled = [*context, *first.tokens]
+            done = await stage.migrate(sampled)
+            assert (done.moved_tokens, done.error) == ((len(sampled) - 1) // BLOCK * BLOCK, "")
+            context = [*sampled, 4, 5, 6]
             moved, stayed = await asyncio.gather(
-                say(b, context, **sampling), say(a, context, **sampling)
+                run_turn(b, context, **sampling), run_turn(a, context, **sampling)
             )
             assert moved.tokens == stayed.tokens
             assert moved.logprobs == pytest.approx(stayed.logprobs, abs=1e-4)
@@ -359,13 +359,13 @@ async def check_fallback(stage: Stage, error: str) -> None:
     """
     a, b = stage.engines.backend(A), stage.engines.backend(B)
     assert isinstance(a, Meddled)
-    wanted, other = await say(a, TOKENS, seed=7), await say(b, TOKENS[:100], seed=8)
+    wanted, other = await run_turn(a, TOKENS, seed=7), await run_turn(b, TOKENS[:100], seed=8)
     assert error in (await stage.migrate(TOKENS)).error
-    found = await say(b, TOKENS, seed=7)
+    found = await run_turn(b, TOKENS, seed=7)
     assert found.cached_tokens == 96  # tokens that the target has computed itself
     assert found.tokens == wanted.tokens
     assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
-    assert (await say(b, TOKENS[:100], seed=8)).tokens == other.tokens
+    assert (await run_turn(b, TOKENS[:100], seed=8)).tokens == other.tokens
 
 
 async def test_a_source_is_killed_before_its_memory_was_opened(model: str, tmp_path: Path) -> None:
@@ -406,10 +406,10 @@ async def test_a_source_hangs(model: str, tmp_path: Path, over: KvOver) -> None:
             await check_fallback(stage, "not done within 1 s")
             return
         target = stage.engines.backend(B)
-        await say(source, TOKENS)
+        await run_turn(source, TOKENS)
         source.send(signal.SIGSTOP)
         assert (await stage.migrate(TOKENS)).error == "not done within 1 s"
-        assert (await say(target, TOKENS)).cached_tokens == 0
+        assert (await run_turn(target, TOKENS)).cached_tokens == 0
         source.send(signal.SIGCONT)
         while (await stage.migrate(TOKENS)).error:
             pass  # on a busy machine it may take longer than that second
@@ -420,11 +420,11 @@ async def test_a_target_is_killed_while_it_receives(model: str, tmp_path: Path) 
         source, target = stage.engines.backend(A), stage.engines.backend(B)
         assert isinstance(source, Meddled)
         assert isinstance(target, Meddled)
-        before = await say(source, TOKENS, seed=7)
+        before = await run_turn(source, TOKENS, seed=7)
         source.meddle = lambda manifest: half_way(manifest, lambda: target.send(signal.SIGKILL))
         assert "SIGKILL" in (await stage.migrate(TOKENS)).error
         assert len(await stage.until(EngineLost)) == 1
-        after = await say(source, TOKENS, seed=7)
+        after = await run_turn(source, TOKENS, seed=7)
         assert (after.tokens, after.cached_tokens) == (
             before.tokens,
             (len(TOKENS) - 1) // BLOCK * BLOCK,

@@ -19,11 +19,11 @@ def later_checkpoint(life: Life) -> int:
     """Wait for a checkpoint after the first."""
 
     def newest() -> int:
-        found = (
+        names = (
             path.name.removeprefix("step-")
             for path in (run_dir(life.config) / "checkpoints").glob("step-*")
         )
-        return max((int(name) for name in found if name.isdecimal()), default=0)
+        return max((int(name) for name in names if name.isdecimal()), default=0)
 
     return int(wait_for(newest, "a checkpoint by time", life))
 
@@ -62,14 +62,14 @@ def test_a_killed_trainer_continues_from_a_timed_checkpoint(tmp_path: Path) -> N
         life.until(lambda core: core.state.trainer.step > kept + 2, "steps after the checkpoint")
         os.kill(life.child("rollweave.runtime.entrypoints.trainer"), signal.SIGKILL)
 
-        def told() -> list[str]:
+        def restores() -> list[str]:
             return [
                 line["message"]
                 for line in lines(config, "warning")
                 if "continues from" in line["message"]
             ]
 
-        (message,) = wait_for(told, "a trainer that continues", life)
+        (message,) = wait_for(restores, "a trainer that continues", life)
         step, rest = message.removeprefix("continues from step ").split(":")
         assert int(step) >= kept
         assert int(rest.split()[0]) > 0  # steps that are trained again

@@ -69,13 +69,13 @@ def test_an_engine_is_killed_in_the_middle_of_a_turn(tmp_path: Path, count: int)
         life.until(turn_in_flight, "a turn on the engine")
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
-        found = life.finish()
-    check_totals(config, found)
-    assert found["watchdog"]["engine_restarted"] == count
-    assert found["watchdog"]["turn_failed"] >= 1
-    told = [line for line in lines(config, "warning") if "restarted" in line["message"]]
-    assert {line["component"] for line in told} == {f"e{number}" for number in range(count)}
-    assert all("SIGKILL" in line["message"] for line in told)
+        result = life.finish()
+    check_totals(config, result)
+    assert result["watchdog"]["engine_restarted"] == count
+    assert result["watchdog"]["turn_failed"] >= 1
+    warnings = [line for line in lines(config, "warning") if "restarted" in line["message"]]
+    assert {line["component"] for line in warnings} == {f"e{number}" for number in range(count)}
+    assert all("SIGKILL" in line["message"] for line in warnings)
 
 
 def test_an_engine_that_hangs_is_named_and_replaced(tmp_path: Path) -> None:
@@ -92,13 +92,15 @@ def test_an_engine_that_hangs_is_named_and_replaced(tmp_path: Path) -> None:
         at_gate(life, gate)
         os.kill(life.children(ENGINE)[0], signal.SIGSTOP)
         gate.touch()
-        found = life.finish()
-    check_totals(config, found)
-    assert found["watchdog"]["engine_restarted"] >= 1
-    told = [line["message"] for line in lines(config, "warning") if "restarted" in line["message"]]
+        result = life.finish()
+    check_totals(config, result)
+    assert result["watchdog"]["engine_restarted"] >= 1
+    warnings = [
+        line["message"] for line in lines(config, "warning") if "restarted" in line["message"]
+    ]
     # the last one if the engine had no turn at that moment
     reasons = ("without an answer", "stuck", "no answer to 2 heartbeats")
-    assert any(reason in message for message in told for reason in reasons), told
+    assert any(reason in message for message in warnings for reason in reasons), warnings
 
 
 # Relays.
@@ -127,16 +129,16 @@ def test_training_continues_without_a_relay_and_an_engine(
             "a relay that is replaced",
         )
         gate.touch()  # not before: the run might end before the silence is noticed
-        found = life.finish()
-    check_totals(config, found)
-    assert found["watchdog"]["engine_restarted"] == 1
-    assert found["watchdog"]["relay_restarted"] == 1
-    told = [
+        result = life.finish()
+    check_totals(config, result)
+    assert result["watchdog"]["engine_restarted"] == 1
+    assert result["watchdog"]["relay_restarted"] == 1
+    warnings = [
         line["message"]
         for line in lines(config, "warning")
         if "restarted: lost: relay" in line["message"]
     ]
-    assert ("sent nothing" if hang else "SIGKILL") in told[0]
+    assert ("sent nothing" if hang else "SIGKILL") in warnings[0]
 
 
 # A version that exists only in a checkpoint.
@@ -191,13 +193,16 @@ def test_a_trajectory_outlives_its_engine_and_the_trainers_memory(tmp_path: Path
         os.kill(victim, signal.SIGKILL)
         core = life.until(lambda core: again(core, held), "version 0 on an engine")
         gate.touch()
-        found = life.finish()
-    check_totals(config, found)
+        result = life.finish()
+    check_totals(config, result)
     replay = Replay(run_dir(config) / "journal.bin", config)
     loads = [one for _, _, out in replay for one in out if isinstance(one, LoadWeights)]
     assert [load.weights_id for load in loads if load.from_checkpoint == 0] == [0]
-    assert (found["watchdog"]["trainer_restarted"], found["watchdog"]["engine_restarted"]) == (1, 1)
-    assert found["retried"] == {}, "nobody was begun anew"
+    assert (result["watchdog"]["trainer_restarted"], result["watchdog"]["engine_restarted"]) == (
+        1,
+        1,
+    )
+    assert result["retried"] == {}, "no attempt was restarted"
     reader = TrajectoryReader(run_dir(config) / "trajectories")
     (entry,) = [entry for entry in reader.entries if entry.trajectory_id == held]
     assert (entry.attempt, reader.load(entry).sequences[0].versions()) == (0, (0, 0))
@@ -235,15 +240,15 @@ def test_a_trainer_lost_in_the_middle_of_a_step_returns_to_its_checkpoint(
         assert core.state.trainer.step > 0
         if not hang:
             os.kill(victim, signal.SIGKILL)
-        found = life.finish()
+        result = life.finish()
         lineage = Lineage()
         lineage.take(config)
-    check_totals(config, found)
-    assert found["watchdog"] == {"trainer_restarted": 1}
-    (told,) = (
+    check_totals(config, result)
+    assert result["watchdog"] == {"trainer_restarted": 1}
+    (warning,) = (
         line["message"] for line in lines(config, "warning") if "restarted" in line["message"]
     )
-    assert ("stuck" if hang else "SIGKILL") in told
+    assert ("stuck" if hang else "SIGKILL") in warning
     lineage.check(config.run.steps)
 
 
@@ -409,9 +414,9 @@ def test_environments_and_rewards_fail_in_every_way(tmp_path: Path) -> None:
         faults={"env_error": 0.03, "env_hang": 0.02, "env_garbage": 0.03, "reward_error": 0.1},
         eval={"every": 0},
     )
-    found = run_to_end(config)
-    assert (found["error"], found["steps"]) == ("", 6)
-    stops = found["stop_reasons"]
+    result = run_to_end(config)
+    assert (result["error"], result["steps"]) == ("", 6)
+    stops = result["stop_reasons"]
     assert all(stops.get(reason) for reason in ("env_error", "env_hang", "reward_error")), stops
 
 

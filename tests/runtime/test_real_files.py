@@ -130,14 +130,14 @@ def test_a_damaged_checkpoint_is_replaced_by_the_previous_one(
     checkpoint = newest_checkpoint(config)
     file = rng.choice(sorted(file for file in checkpoint.iterdir() if file.is_file()))
     damage(file, rng.randrange(file.stat().st_size))
-    found = run_to_end(config, resume=True)
-    check_totals(config, found)
-    assert found["watchdog"]["checkpoint_damaged"] == 1
-    (told,) = (
+    result = run_to_end(config, resume=True)
+    check_totals(config, result)
+    assert result["watchdog"]["checkpoint_damaged"] == 1
+    (warning,) = (
         line["message"] for line in lines(config, "warning") if line["component"] == "trainer"
     )
-    assert "back at checkpoint" in told
-    assert checkpoint.name.removeprefix("step-").lstrip("0") in told
+    assert "back at checkpoint" in warning
+    assert checkpoint.name.removeprefix("step-").lstrip("0") in warning
     lineage.take(config)
     lineage.check(config.run.steps)
 
@@ -206,9 +206,9 @@ def test_a_long_life_keeps_its_journal_small(
     sizes = []
     for steps in (20, 40, 60):
         config = lake(tmp_path, run={"steps": steps, "checkpoint_every": 2}, eval={"every": 0})
-        found = launch.train(config, resume=steps > 20, inproc=True)
-        assert (found.error, found.steps, found.account.balanced) == ("", steps, True)
-        assert found.account.trained == GROUPS * MEMBERS * steps
+        result = launch.train(config, resume=steps > 20, inproc=True)
+        assert (result.error, result.steps, result.account.balanced) == ("", steps, True)
+        assert result.account.trained == GROUPS * MEMBERS * steps
         sizes.append((run_dir(config) / "journal.bin").stat().st_size)
         core = replayed(config)
         assert core is not None

@@ -45,12 +45,12 @@ def test_an_engine_joins_and_outlives_the_controller(tmp_path: Path, mode: str) 
     with living(config, resume=True) as life:
         life.until(joined, "the engine that joined, in the next life")
         gate.touch()
-        found = life.finish()
+        summary = life.finish()
     lineage.take(config)
     lineage.check(config.run.steps)
-    check_totals(config, found)
-    assert found["engines"] == {"joined": 1, "left": 0}
-    assert found["watchdog"].get("engine_restarted", 0) == 0
+    check_totals(config, summary)
+    assert summary["engines"] == {"joined": 1, "left": 0}
+    assert summary["watchdog"].get("engine_restarted", 0) == 0
     commands = [
         command for _, _, out in Replay(run_dir(config) / "journal.bin", config) for command in out
     ]

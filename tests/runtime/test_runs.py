@@ -126,12 +126,12 @@ def test_reaching_the_target_ends_the_run(tmp_path: Path) -> None:
 def test_the_journal_replays_to_identical_commands(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     summary = run(config)
-    found = replay(config)
-    assert found.events > 100
-    assert found.differing == 0
-    found.core.check()
-    assert found.core.account() == summary.account
-    assert found.core.finished
+    replayed = replay(config)
+    assert replayed.events > 100
+    assert replayed.differing == 0
+    replayed.core.check()
+    assert replayed.core.account() == summary.account
+    assert replayed.core.finished
 
 
 def test_a_killed_engine_fails_its_turns_and_is_restarted(tmp_path: Path) -> None:
@@ -349,8 +349,8 @@ def test_an_interrupt_ends_the_run_in_order(tmp_path: Path) -> None:
     wait_for(lambda: (tmp_path / "model" / "trained.jsonl").exists())
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 0
-    said = json.loads((tmp_path / "printed").read_text())
-    assert (said["interrupted"], said["error"]) == (True, "")
+    printed = json.loads((tmp_path / "printed").read_text())
+    assert (printed["interrupted"], printed["error"]) == (True, "")
     written = json.loads((run_dir(config) / "summary.json").read_text())
     account = written["account"]
     ends = (
@@ -360,7 +360,7 @@ def test_an_interrupt_ends_the_run_in_order(tmp_path: Path) -> None:
         + account["buffered"]
     )
     assert account["started"] == ends
-    assert (run_dir(config) / "checkpoints" / f"step-{said['steps']:06d}").is_dir()
+    assert (run_dir(config) / "checkpoints" / f"step-{printed['steps']:06d}").is_dir()
     assert_gone(config)
 
 

@@ -95,7 +95,7 @@ def test_engines_are_reallocated(tmp_path: Path) -> None:
     assert (summary.error, summary.steps) == ("", 4)
     _, events, commands = checked_journal(config)
     (started,) = [event for event in events if isinstance(event, e.RunStarted)]
-    degrees = {seat.id: seat.degree for seat in started.engines}
+    degrees = {slot.id: slot.degree for slot in started.engines}
     assert sorted(degrees.values()) == [1, 2]
     for command in commands:
         match command:

@@ -25,8 +25,8 @@ def test_tensorboard_can_read_the_event_files(tmp_path: Path) -> None:
     sink.write(1, {"reward/lake": 0.5})
     sink.write(2, {"reward/lake": 0.75})
     sink.close()
-    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("reward/lake")
-    assert [(event.step, event.value) for event in found] == [(1, 0.5), (2, 0.75)]
+    scalars = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("reward/lake")
+    assert [(event.step, event.value) for event in scalars] == [(1, 0.5), (2, 0.75)]
 
 
 @pytest.mark.filterwarnings("ignore")  # theirs

@@ -100,10 +100,10 @@ def run_dir(config: RunConfig) -> Path:
 
 def lines(config: RunConfig, kind: str) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl of one kind."""
-    found = [
+    parsed = [
         json.loads(line) for line in (run_dir(config) / "metrics.jsonl").read_text().splitlines()
     ]
-    return [line for line in found if line["kind"] == kind]
+    return [line for line in parsed if line["kind"] == kind]
 
 
 def trained(config: RunConfig) -> dict[int, list[str]]:
@@ -135,9 +135,9 @@ def assert_gone(config: RunConfig) -> None:
 
 def replay(config: RunConfig) -> Replay:
     """Replay the run's journal."""
-    found = Replay(run_dir(config) / "journal.bin", load(run_dir(config) / "config.toml"))
-    found.finish()
-    return found
+    replayed = Replay(run_dir(config) / "journal.bin", load(run_dir(config) / "config.toml"))
+    replayed.finish()
+    return replayed
 
 
 def write(config: RunConfig) -> Path:

@@ -44,14 +44,14 @@ def needs(*overrides: str) -> dict[str, int]:
 
 
 def test_adamw_keeps_two_moments_beside_weights_and_gradients() -> None:
-    found = needs()
+    sizes = needs()
     assert (
-        found["trainer: weights"]
-        == found["trainer: gradients"]
+        sizes["trainer: weights"]
+        == sizes["trainer: gradients"]
         == 4 * parameters(scratch_shape(SCRATCH, 200))
     )
-    assert found["trainer: optimizer (AdamW)"] == 2 * found["trainer: weights"]
-    assert found["trainer: copy for a checkpoint"] == 3 * found["trainer: weights"]
+    assert sizes["trainer: optimizer (AdamW)"] == 2 * sizes["trainer: weights"]
+    assert sizes["trainer: copy for a checkpoint"] == 3 * sizes["trainer: weights"]
 
 
 def test_a_reference_needs_memory_only_with_kl() -> None:

@@ -79,8 +79,8 @@ def test_defaults_are_not_reported() -> None:
 def test_each_change_without_effect_is_reported_in_one_line(
     overrides: list[str], line: str
 ) -> None:
-    (found,) = without_effect(loads(CONFIG, overrides), cores=8)
-    assert found.startswith(line)
+    (text,) = without_effect(loads(CONFIG, overrides), cores=8)
+    assert text.startswith(line)
 
 
 @pytest.mark.parametrize("overrides", USED, ids=["+".join(each) for each in USED])
@@ -91,5 +91,5 @@ def test_changes_with_an_effect_are_not_reported(overrides: list[str]) -> None:
 def test_several_changes_are_all_reported() -> None:
     overrides = [override for case, _ in CASES for override in case]
     random.Random(0).shuffle(overrides)
-    found = without_effect(loads(CONFIG, overrides), cores=8)
-    assert sorted(line.split()[0] for line in found) == sorted(case[1].split()[0] for case in CASES)
+    lines = without_effect(loads(CONFIG, overrides), cores=8)
+    assert sorted(line.split()[0] for line in lines) == sorted(case[1].split()[0] for case in CASES)
