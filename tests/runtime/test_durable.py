@@ -100,9 +100,9 @@ def test_a_run_without_its_identity_resumes_and_gets_it_back(tmp_path: Path) -> 
     found = read_identity(path)
     assert found is not None
     assert (found.id, found.model) == (known.id, known.model)
-    (said,) = lines(config, "warning")
-    assert said["message"].startswith(
-        "run.json is missing: whether journal and model are the run's own was not checked"
+    (warning,) = lines(config, "warning")
+    assert warning["message"].startswith(
+        "run.json is missing, so that journal and model were not checked"
     )
     path.write_text(json.dumps({"id": 7}))
     with pytest.raises(ConfigError, match=r"run.json must be readable and as the run wrote it"):

@@ -101,7 +101,7 @@ def test_a_run_reports_what_blocks_it_and_for_how_long(
         shown.append(command.message)
         reported.set()
 
-    monkeypatch.setattr(launch._Start, "_say", show)
+    monkeypatch.setattr(launch._Start, "_show", show)
     config = make_config(
         tmp_path,
         steps=1,
