@@ -133,12 +133,12 @@ def _policy(staleness: int) -> Way:
 @contextmanager
 def _served(directory: Path) -> Iterator[str]:
     """Its address. In a thread: it waits more than it computes."""
-    host = _Host()
+    observer = _Observer()
     config = _config(directory, {"path": str(_model(directory))})
-    given = {"host": host, "connect": _nobody, "no_token": True}
+    given = {"observer": observer, "make_backend": _nobody, "no_token": True}
     thread = threading.Thread(target=launch.serve, args=(config,), kwargs=given, name="service")
     thread.start()
-    address, stop = host.told.get(timeout=120.0)
+    address, stop = observer.told.get(timeout=120.0)
     try:
         yield address
     finally:
@@ -146,17 +146,17 @@ def _served(directory: Path) -> Iterator[str]:
         thread.join()
 
 
-class _Host:
+class _Observer:
     def __init__(self) -> None:
         self.told: queue.Queue[tuple[str, Callable[[bool], None]]] = queue.Queue()
 
-    def ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
+    def on_ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
         self.told.put((address, stop))
 
-    def warned(self, command: Warn) -> None:
+    def on_warning(self, command: Warn) -> None:
         raise AssertionError(f"nothing ails here: {command}")
 
-    def stopping(self, drain: bool) -> None:
+    def on_stopping(self, drain: bool) -> None:
         """Nobody asks."""
 
 

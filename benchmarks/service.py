@@ -217,10 +217,10 @@ class _Running:
         try:
             launch.serve(
                 self._config,
-                host=self,
-                connect=_nobody,
+                observer=self,
+                make_backend=_nobody,
                 programs=Programs(),
-                observe=self._observe,
+                on_service=self._on_service,
                 no_token=True,
             )
         except BaseException as error:
@@ -228,17 +228,17 @@ class _Running:
         finally:
             self._up.set()
 
-    def _observe(self, service: Service) -> None:
+    def _on_service(self, service: Service) -> None:
         self.service, self.loop = service, asyncio.get_running_loop()
 
-    def ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
+    def on_ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
         self.address, self._stop = address, stop
         self._up.set()
 
-    def warned(self, command: Warn) -> None:
+    def on_warning(self, command: Warn) -> None:
         raise AssertionError(f"nothing ails here: {command}")
 
-    def stopping(self, drain: bool) -> None:
+    def on_stopping(self, drain: bool) -> None:
         """Nobody asks."""
 
     def __enter__(self) -> "_Running":
@@ -259,9 +259,9 @@ class _Running:
 
     async def ask(self, request: RolloutRequest) -> RolloutStatus:
         """In process."""
-        (found,) = await self.service.submit([request])
+        (found,) = await self.service.rollouts.submit([request])
         while found.state != "done":
-            found = await self.service.wait(found.id, 60.0)
+            found = await self.service.rollouts.wait(found.id, 60.0)
         return found
 
 

@@ -21,7 +21,7 @@ from rollweave.schema.commands import Warn
 from rollweave.schema.config.loading import dumps, load
 from rollweave.schema.config.root import RunConfig
 from rollweave.service import launch
-from rollweave.service.engines import connector
+from rollweave.service.backends import backend_factory
 from rollweave.service.service import Service
 
 END_S = 30.0
@@ -81,15 +81,15 @@ def started(config: RunConfig, *, sandboxes: bool = False) -> Iterator[Child]:
         yield child
 
 
-class _Host:
-    def ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
+class _Observer:
+    def on_ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
         print(address, flush=True)
         threading.Thread(target=_end_with_input, args=(stop,), daemon=True).start()
 
-    def warned(self, command: Warn) -> None:
+    def on_warning(self, command: Warn) -> None:
         print(f"{command.component}: {command.message}", file=sys.stderr, flush=True)
 
-    def stopping(self, drain: bool) -> None:
+    def on_stopping(self, drain: bool) -> None:
         """Nobody asks."""
 
 
@@ -110,7 +110,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             held.append(asyncio.get_running_loop().create_task(_sandboxes(), name="sandboxes"))
 
     config = load(asked.config, [])
-    launch.serve(config, host=_Host(), connect=connector(config), observe=observe, no_token=True)
+    launch.serve(
+        config,
+        observer=_Observer(),
+        make_backend=backend_factory(config),
+        on_service=observe,
+        no_token=True,
+    )
 
 
 async def _sandboxes() -> None:

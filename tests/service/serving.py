@@ -19,7 +19,7 @@ from rollweave.schema.config.loading import dumps, load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.service import EngineRequest
 from rollweave.service import launch
-from rollweave.service.engines import connector
+from rollweave.service.backends import BackendFactory, backend_factory
 from rollweave.service.service import Service
 from tests.runtime.whole import FAKES, ROOT, make_config
 
@@ -37,18 +37,18 @@ def no_engine(request: EngineRequest, name: str, *_: object) -> NoReturn:
     raise OSError(f"{name}: nobody is at {request.address}")
 
 
-class Host:
+class Observer:
     def __init__(self) -> None:
         self.addresses: queue.Queue[tuple[str, str | None, Callable[[bool], None]]] = queue.Queue()
         self.warnings: list[Warn] = []
 
-    def ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
+    def on_ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
         self.addresses.put((address, token, stop))
 
-    def warned(self, command: Warn) -> None:
+    def on_warning(self, command: Warn) -> None:
         self.warnings.append(command)
 
-    def stopping(self, drain: bool) -> None:
+    def on_stopping(self, drain: bool) -> None:
         pass
 
 
@@ -59,11 +59,11 @@ class Serving:
     """
 
     def __init__(
-        self, config: RunConfig, *, connect: launch.Connect = no_engine, **given: bool
+        self, config: RunConfig, *, make_backend: BackendFactory = no_engine, **given: bool
     ) -> None:
-        self.host = Host()
+        self.observer = Observer()
         self._error: BaseException | None = None
-        self._connect = connect
+        self._make_backend = make_backend
         self.service: Service
         self._given = {"no_token": config.serve.token_env is None, **given}
         self.token: str | None = None
@@ -71,7 +71,7 @@ class Serving:
         self._thread.start()
         while True:
             try:
-                self.address, self.token, self._stop = self.host.addresses.get(timeout=0.2)
+                self.address, self.token, self._stop = self.observer.addresses.get(timeout=0.2)
                 return
             except queue.Empty:
                 if not self._thread.is_alive():
@@ -82,16 +82,16 @@ class Serving:
         try:
             launch.serve(
                 config,
-                host=self.host,
-                connect=self._connect,
+                observer=self.observer,
+                make_backend=self._make_backend,
                 programs=FAKES,
-                observe=self._observe,
+                on_service=self._on_service,
                 **self._given,
             )
         except BaseException as error:
             self._error = error
 
-    def _observe(self, service: Service) -> None:
+    def _on_service(self, service: Service) -> None:
         self.service = service
 
     def ask_to_stop(self, *, drain: bool = False) -> None:
@@ -112,9 +112,9 @@ class Serving:
 
 @contextlib.contextmanager
 def serving(
-    config: RunConfig, *, connect: launch.Connect = no_engine, **given: bool
+    config: RunConfig, *, make_backend: BackendFactory = no_engine, **given: bool
 ) -> Iterator[Serving]:
-    service = Serving(config, connect=connect, **given)
+    service = Serving(config, make_backend=make_backend, **given)
     try:
         yield service
     finally:
@@ -166,9 +166,15 @@ class Program:
 
 if __name__ == "__main__":
 
-    class Printing(Host):
-        def ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
+    class Printing(Observer):
+        def on_ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
             print(address, flush=True)
 
     given = load(sys.argv[1])
-    launch.serve(given, host=Printing(), connect=connector(given), programs=FAKES, no_token=True)
+    launch.serve(
+        given,
+        observer=Printing(),
+        make_backend=backend_factory(given),
+        programs=FAKES,
+        no_token=True,
+    )

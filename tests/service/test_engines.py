@@ -21,8 +21,8 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.service import EngineRequest, RolloutRequest
 from rollweave.schema.serving import EngineSpec
+from rollweave.service.backends import backend_factory, rescore, vocab_size
 from rollweave.service.client import NoServiceError, RolloutClient
-from rollweave.service.engines import connector, rescored, vocabulary
 from tests.engine.clients.echo_engine import EchoLoop
 from tests.engine.clients.test_conformance import tiny_checkpoint
 from tests.service.serving import Program, service_config, serving
@@ -83,7 +83,7 @@ async def test_an_engine_that_rounds_a_float32_checkpoint_is_named(
         id=EngineId("e0"), model=str(directory), max_slots=4, kv_tokens=1024, dtype=dtype, version=0
     )
     async with elsewhere(spec, EngineLoop) as (_, address):
-        with serving(config, connect=connector(config)) as service:
+        with serving(config, make_backend=backend_factory(config)) as service:
             await ask(
                 service.address,
                 "POST",
@@ -97,25 +97,25 @@ async def test_an_engine_that_rounds_a_float32_checkpoint_is_named(
             )
             said = [
                 warning.message
-                for warning in service.host.warnings
+                for warning in service.observer.warnings
                 if "log-probs" in warning.message
             ]
-    assert len(said) == (0 if exact else 1), service.host.warnings
+    assert len(said) == (0 if exact else 1), service.observer.warnings
     assert exact or "unless it is started with --dtype float32" in said[0]
 
 
 async def test_what_cannot_be_compared_is_not(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path)
-    theirs = await rescored(tmp_path, (3, 1, 4), (1, 5))
+    theirs = await rescore(tmp_path, (3, 1, 4), (1, 5))
     assert theirs is not None
     assert len(theirs) == 2
     assert all(-20 < value < 0 for value in theirs)
     (tmp_path / "config.json").write_text(
         json.dumps({"architectures": ["Mamba"], "vocab_size": 128})
     )
-    assert await rescored(tmp_path, (3,), (1,)) is None
+    assert await rescore(tmp_path, (3,), (1,)) is None
     (tmp_path / "model.safetensors").unlink()
-    assert await rescored(tmp_path, (3,), (1,)) is None
+    assert await rescore(tmp_path, (3,), (1,)) is None
 
 
 async def done(service: str, id: str) -> Any:
@@ -129,7 +129,7 @@ async def done(service: str, id: str) -> Any:
 async def test_an_engine_elsewhere_serves_rollouts(tmp_path: Path, dialect: str) -> None:
     config = registered(tmp_path)
     async with elsewhere() as (_, address):
-        with serving(config, connect=connector(config)) as service:
+        with serving(config, make_backend=backend_factory(config)) as service:
             await ask(service.address, "POST", "/v1/rollouts", game(id="early", members=2))
             status, body, _ = await ask(
                 service.address, "POST", "/v1/engines", {"address": address, "dialect": dialect}
@@ -147,7 +147,7 @@ async def test_an_engine_elsewhere_serves_rollouts(tmp_path: Path, dialect: str)
 async def test_text_alone_leaves_no_output_that_could_be_trained_on(tmp_path: Path) -> None:
     config = registered(tmp_path)
     async with elsewhere() as (_, address):
-        with serving(config, connect=connector(config)) as service:
+        with serving(config, make_backend=backend_factory(config)) as service:
             body = {"address": address, "dialect": "completions", "text_only": True}
             assert (await ask(service.address, "POST", "/v1/engines", body))[0] == 202
             await ask(service.address, "POST", "/v1/rollouts", game(id="text"))
@@ -164,7 +164,7 @@ async def test_text_alone_leaves_no_output_that_could_be_trained_on(tmp_path: Pa
 async def test_when_an_engine_is_gone_another_takes_its_turns(tmp_path: Path) -> None:
     config = registered(tmp_path)
     async with elsewhere() as (_, lasting), elsewhere() as (ending, address):
-        with serving(config, connect=connector(config)) as service:
+        with serving(config, make_backend=backend_factory(config)) as service:
             for place in (address, lasting):
                 await ask(
                     service.address,
@@ -253,7 +253,7 @@ async def test_engines_are_dealt_to_services_and_move_with_them(tmp_path: Path) 
 
 async def test_what_cannot_be_registered_is_refused(tmp_path: Path) -> None:
     config = registered(tmp_path)
-    with serving(config, connect=connector(config)) as service:
+    with serving(config, make_backend=backend_factory(config)) as service:
         for body, reason in (
             ({"address": "http://x", "dialect": "latin"}, "dialect"),
             ({"address": "x", "dialect": "vllm"}, "http://"),
@@ -269,11 +269,11 @@ async def test_what_cannot_be_registered_is_refused(tmp_path: Path) -> None:
 
 def test_the_vocabulary_is_that_of_the_models_configuration(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must tell a vocab_size of at least 1, got None"):
-        vocabulary(tmp_path)
+        vocab_size(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 7}))
-    assert vocabulary(tmp_path) == 7
+    assert vocab_size(tmp_path) == 7
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 9}}))
-    assert vocabulary(tmp_path) == 9
+    assert vocab_size(tmp_path) == 9
 
 
 async def engines_of(service: str) -> list[Any]:
@@ -296,7 +296,7 @@ async def test_an_engine_that_refuses_the_connection_is_named_with_its_reason(
     tmp_path: Path, unused_tcp_port: int
 ) -> None:
     config, address = registered(tmp_path), f"http://127.0.0.1:{unused_tcp_port}"
-    with serving(config, connect=connector(config)) as service:
+    with serving(config, make_backend=backend_factory(config)) as service:
         _, queued, _ = await ask(service.address, "POST", "/v1/rollouts", game(id="waits"))
         assert queued["waits_for"] == "no engine serves: none is registered"
         await ask(
@@ -314,7 +314,9 @@ async def test_an_engine_that_refuses_the_connection_is_named_with_its_reason(
         assert found["waits_for"].startswith(
             "no engine serves (x0: unreachable: connection refused, tried "
         )
-        told = [warning.message for warning in service.host.warnings if warning.component == "x0"]
+        told = [
+            warning.message for warning in service.observer.warnings if warning.component == "x0"
+        ]
         assert told == [f"unreachable at {address}: connection refused; it will be tried again"]
         status, health, _ = await ask(service.address, "GET", "/ready")
         assert (status, health["status"]) == (503, "no engine")
@@ -325,7 +327,7 @@ async def test_an_engine_that_refuses_the_connection_is_named_with_its_reason(
 async def test_an_engine_that_was_given_up_is_named_to_rollouts_that_wait(tmp_path: Path) -> None:
     config = registered(tmp_path)
     async with elsewhere() as (_, address):
-        with serving(config, connect=connector(config)) as service:
+        with serving(config, make_backend=backend_factory(config)) as service:
             await ask(
                 service.address, "POST", "/v1/engines", {"address": address, "dialect": "sglang"}
             )
@@ -351,7 +353,7 @@ async def test_an_engine_that_was_given_up_is_named_to_rollouts_that_wait(tmp_pa
 async def test_other_settings_of_an_address_replace_the_former(tmp_path: Path) -> None:
     config = registered(tmp_path)
     async with elsewhere() as (_, address):
-        with serving(config, connect=connector(config)) as service:
+        with serving(config, make_backend=backend_factory(config)) as service:
             wrong = {"address": address, "dialect": "sglang"}
             _, first, _ = await ask(service.address, "POST", "/v1/engines", wrong)
             _, again, _ = await ask(service.address, "POST", "/v1/engines", wrong)
@@ -373,7 +375,7 @@ async def test_other_settings_of_an_address_replace_the_former(tmp_path: Path) -
 async def test_the_last_engine_that_serves_is_not_deleted_by_mistake(tmp_path: Path) -> None:
     config = registered(tmp_path)
     async with elsewhere() as (_, one), elsewhere() as (_, other):
-        with serving(config, connect=connector(config)) as service:
+        with serving(config, make_backend=backend_factory(config)) as service:
             for address in (one, other):
                 await ask(
                     service.address,

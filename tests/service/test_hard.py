@@ -27,8 +27,8 @@ from rollweave.schema.events import RolloutCancelled
 from rollweave.schema.service import EngineRequest, RolloutRequest
 from rollweave.schema.work import StopReason, Task
 from rollweave.service.client import RolloutClient
-from rollweave.service.jobs import Job, Jobs
-from rollweave.service.reach import EngineTokens
+from rollweave.service.engine_access import EngineTokens
+from rollweave.service.jobs import Job, JobStore
 from rollweave.service.service import Service
 from tests.runtime.test_real_files import can_mount
 from tests.runtime.whole import ROOT, run_dir
@@ -193,7 +193,7 @@ async def test_what_is_not_done_may_take_so_many_bytes(tmp_path: Path) -> None:
 
 
 async def test_who_waits_for_many_members_is_woken_once(tmp_path: Path) -> None:
-    class Counting(Jobs):
+    class Counting(JobStore):
         found = 0
 
         def find(self, job_id: str) -> Job | None:
@@ -201,14 +201,14 @@ async def test_who_waits_for_many_members_is_woken_once(tmp_path: Path) -> None:
             return super().find(job_id)
 
     config, jobs = service_config(tmp_path), Counting(Path(":memory:"))
-    world: Any = SimpleNamespace(core=Core(config), pump=SimpleNamespace(post=lambda _: None))
+    world: Any = SimpleNamespace(core=Core(config), pump=SimpleNamespace(post=lambda *_: None))
     with TrajectoryStore(tmp_path / "store") as store:
         tokens = EngineTokens(tmp_path / "tokens")
         service = Service(config, jobs=jobs, tokens=tokens, source=TaskSource(config), store=store)
         service.attach(world)
         request = RolloutRequest(handler="game", id="x", index=0, members=20)
-        jobs.add([("x", request, Task(id=TaskId("t"), env="game", seed=0))], most_bytes=1 << 20)
-        waiting = asyncio.create_task(service.wait("x", 30.0))
+        jobs.add([("x", request, Task(id=TaskId("t"), env="game", seed=0))], max_bytes=1 << 20)
+        waiting = asyncio.create_task(service.rollouts.wait("x", 30.0))
         for member in range(20):
             await asyncio.sleep(0)
             reason = StopReason.CANCELLED
@@ -289,7 +289,7 @@ async def test_an_orderly_end_without_an_engine_keeps_what_was_accepted(tmp_path
     await until(service.address, "/health", lambda health: health["queued"] == 5)
     await asyncio.to_thread(service.stop, drain=True)
     assert (await waiting)[1]["state"] == "queued"
-    assert "5 rollouts are kept for the next start" in service.host.warnings[-1].message
+    assert "5 rollouts are kept for the next start" in service.observer.warnings[-1].message
     with serving(service_config(tmp_path)) as again:  # with engines
         for number in range(5):
             _, found, _ = await ask(again.address, "GET", f"/v1/rollouts/k{number}?wait=30")
@@ -473,7 +473,7 @@ async def test_an_engine_that_can_never_be_costs_nothing(tmp_path: Path) -> None
     config = service_config(tmp_path)
     body = {"address": "http://127.0.0.1:1", "dialect": "prorl"}
     for life in range(2):
-        with serving(config, connect=refuse) as service:
+        with serving(config, make_backend=refuse) as service:
             for _ in range(2):
                 status, found, _ = await ask(service.address, "POST", "/v1/engines", body)
                 assert (status, found["id"][0]) == (202, "x")
@@ -486,7 +486,7 @@ async def test_an_engine_that_can_never_be_costs_nothing(tmp_path: Path) -> None
                 assert len((await ask(service.address, "GET", "/v1/engines"))[1]["engines"]) == 3
             assert any(
                 "dialect must be another one" in warning.message
-                for warning in service.host.warnings
+                for warning in service.observer.warnings
             )
             await ask(service.address, "POST", "/v1/rollouts", game(id=f"x{life}"))
             _, found, _ = await ask(service.address, "GET", f"/v1/rollouts/x{life}?wait=30")
@@ -514,7 +514,7 @@ class Waiting:
 async def test_one_address_is_one_engine(tmp_path: Path) -> None:
     connect: Any = Waiting
     with serving(
-        service_config(tmp_path, serve={"engines": "registered"}), connect=connect
+        service_config(tmp_path, serve={"engines": "registered"}), make_backend=connect
     ) as service:
         body = {"address": "http://127.0.0.1:1", "dialect": "prorl"}
         found = await asyncio.gather(

@@ -15,18 +15,18 @@ from rollweave.schema.base import TaskId, TrajectoryId
 from rollweave.schema.errors import ConfigError, DiskError
 from rollweave.schema.service import RolloutRequest
 from rollweave.schema.work import Purpose, Task
-from rollweave.service.jobs import Job, Jobs
+from rollweave.service.jobs import Job, JobStore
 
 PLENTY = 1 << 30
 TASK = Task(id=TaskId("t"), env="game", seed=0, payload="", tag="game")
 
 
-def add(jobs: Jobs, members: list[int]) -> list[Job]:
+def add(jobs: JobStore, members: list[int]) -> list[Job]:
     requests = [
         RolloutRequest(handler="game", id=f"j{i}", index=i, members=count)
         for i, count in enumerate(members)
     ]
-    added = jobs.add([(request.id, request, TASK) for request in requests], most_bytes=PLENTY)
+    added = jobs.add([(request.id, request, TASK) for request in requests], max_bytes=PLENTY)
     assert added is not None
     return added
 
@@ -44,17 +44,19 @@ def size(job: Job) -> int:
 def test_a_job_is_known_whole_until_none_of_its_results_is_new(
     members: list[int], keep: int, order: object, again: list[int]
 ) -> None:
-    jobs = Jobs(Path(":memory:"))
+    jobs = JobStore(Path(":memory:"))
     added = add(jobs, members)
     names = [
-        TrajectoryId(f"{job.group_id}.{number}") for job in added for number in range(job.left)
+        TrajectoryId(f"{job.group_id}.{number}")
+        for job in added
+        for number in range(job.members_left)
     ]
     order.shuffle(names)  # type: ignore[attr-defined]
     told: list[str] = []
     for place in again:  # said again, at whatever time
         names.insert(place, names[place % len(names)])
     for name in names:
-        result = jobs.done(name, 0, "finished", None, keep=keep)
+        result = jobs.record_result(name, 0, "finished", None, keep=keep)
         assert (result is None) == (name in told), "told once, also when it is forgotten"
         if result is not None:
             told.append(name)
@@ -64,85 +66,85 @@ def test_a_job_is_known_whole_until_none_of_its_results_is_new(
             known = jobs.find(job.id)
             kept = len(done) < count or any(one in told[-keep:] for one in done)
             assert (known is not None) == kept
-            assert {found.member for found in jobs.results(job.number)} == (
+            assert {found.member for found in jobs.results_of(job.number)} == (
                 set(done) if kept else set()
             )
             if known is not None:
-                assert known.left == count - len(done)
-        waits = {one.id for one in jobs.unfinished()}
-        assert jobs.owed_bytes == sum(size(job) for job in added if job.id in waits)
-    assert all(jobs.id_of(found.job) is not None for found in jobs.since(0, 1000))
+                assert known.members_left == count - len(done)
+        waits = {one.id for one in jobs.unfinished_jobs()}
+        assert jobs.unfinished_bytes == sum(size(job) for job in added if job.id in waits)
+    assert all(jobs.id_of(found.job) is not None for found in jobs.results_after(0, 1000))
     jobs.close()
 
 
 def test_what_is_owed_is_bounded_and_counted_again_by_the_next_life(tmp_path: Path) -> None:
     path = tmp_path / "jobs.sqlite"
-    jobs = Jobs(path)
+    jobs = JobStore(path)
     added = add(jobs, [1, 2])
     both = size(added[0]) + size(added[1])
     more = RolloutRequest(handler="game", id="more", index=9)
     needed = both + len(msgspec.json.encode(more)) + len(msgspec.json.encode(TASK))
-    assert jobs.add([("more", more, TASK)], most_bytes=needed - 1) is None
-    assert (jobs.find("more"), jobs.owed_bytes) == (None, both)
-    jobs.done(TrajectoryId("r2.0"), 0, "finished", None, keep=9)
+    assert jobs.add([("more", more, TASK)], max_bytes=needed - 1) is None
+    assert (jobs.find("more"), jobs.unfinished_bytes) == (None, both)
+    jobs.record_result(TrajectoryId("r2.0"), 0, "finished", None, keep=9)
     jobs.close()
-    jobs = Jobs(path)
-    assert jobs.owed_bytes == both
-    jobs.done(TrajectoryId("r2.1"), 0, "finished", None, keep=9)
-    assert jobs.owed_bytes == size(added[0])
-    assert jobs.add([("more", more, TASK)], most_bytes=needed - 1) is not None
+    jobs = JobStore(path)
+    assert jobs.unfinished_bytes == both
+    jobs.record_result(TrajectoryId("r2.1"), 0, "finished", None, keep=9)
+    assert jobs.unfinished_bytes == size(added[0])
+    assert jobs.add([("more", more, TASK)], max_bytes=needed - 1) is not None
     jobs.close()
 
 
 @given(places=st.lists(st.none() | st.integers(0, 5), max_size=30), keep=st.integers(1, 8))
 def test_the_segments_in_which_results_lie_are_known(places: list[int | None], keep: int) -> None:
-    jobs = Jobs(Path(":memory:"))
+    jobs = JobStore(Path(":memory:"))
     for job, place in zip(add(jobs, [1] * len(places)), places, strict=True):
         name = TrajectoryId(f"{job.group_id}.0")
         entry = Entry(name, 0, Purpose.SERVE, 0, 0.0, place, 8, 100) if place is not None else None
-        jobs.done(name, 0, "finished", entry, keep=keep)
+        jobs.record_result(name, 0, "finished", entry, keep=keep)
     assert jobs.segments() == {place for place in places[-keep:] if place is not None}
     jobs.close()
 
 
 def test_the_newest_number_is_known_also_when_its_job_is_forgotten() -> None:
-    jobs = Jobs(Path(":memory:"))
-    assert jobs.newest() == 0
+    jobs = JobStore(Path(":memory:"))
+    assert jobs.last_job_number() == 0
     for job in add(jobs, [1, 1, 1]):
-        jobs.done(TrajectoryId(f"{job.group_id}.0"), 0, "finished", None, keep=1)
-    assert jobs.newest() == 3
+        jobs.record_result(TrajectoryId(f"{job.group_id}.0"), 0, "finished", None, keep=1)
+    assert jobs.last_job_number() == 3
     jobs.close()
 
 
 def test_what_the_disk_refuses_is_not_noted_and_the_rest_stays(tmp_path: Path) -> None:
-    jobs = Jobs(tmp_path / "jobs.sqlite")
+    jobs = JobStore(tmp_path / "jobs.sqlite")
     add(jobs, [1])
     # the file is as large as it may be: as a full disk is
     jobs._db.execute("PRAGMA max_page_count = 1")
     large = RolloutRequest(handler="game", id="large", payload={"x": "x" * 100_000})
     for _ in range(2):
         with pytest.raises(DiskError, match="full"):
-            jobs.add([("large", large, TASK)], most_bytes=PLENTY)
+            jobs.add([("large", large, TASK)], max_bytes=PLENTY)
         assert jobs.find("large") is None
     jobs._db.execute("PRAGMA max_page_count = 100000")
-    jobs.add([("large", large, TASK)], most_bytes=PLENTY)
-    assert [job.id for job in jobs.unfinished()] == ["j0", "large"]
+    jobs.add([("large", large, TASK)], max_bytes=PLENTY)
+    assert [job.id for job in jobs.unfinished_jobs()] == ["j0", "large"]
     jobs.close()
 
 
 def test_a_file_that_is_damaged_or_anothers_is_refused_in_a_sentence(tmp_path: Path) -> None:
     path = tmp_path / "jobs.sqlite"
     path.write_bytes(b"not a database, and long enough to be looked at" * 100)
-    with pytest.raises(ConfigError, match=r"jobs\.sqlite must be the memory of a service"):
-        Jobs(path)
+    with pytest.raises(ConfigError, match=r"jobs\.sqlite must be the job database of a service"):
+        JobStore(path)
     path.unlink()
-    jobs = Jobs(path)
+    jobs = JobStore(path)
     add(jobs, [1])
     stranger = sqlite3.connect(path, timeout=0)
     with pytest.raises(sqlite3.OperationalError, match="locked"):  # it cannot make us wait
         stranger.execute("BEGIN IMMEDIATE")
     jobs.close()
     stranger.execute("BEGIN IMMEDIATE")
-    with pytest.raises(ConfigError, match="not in use"):
-        Jobs(path)
+    with pytest.raises(ConfigError, match="neither damaged nor in use"):
+        JobStore(path)
     stranger.close()

@@ -9,8 +9,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rollweave.service.engines import connector
-from rollweave.service.prorl import task_of
+from rollweave.service.backends import backend_factory
+from rollweave.service.prorl import task_domain
 from tests.service.serving import Serving, service_config, serving
 from tests.service.test_engines import elsewhere, registered
 from tests.service.test_service import ask, until
@@ -187,7 +187,7 @@ async def test_its_own_client_works_as_it_is(tmp_path: Path, source: dict[str, s
     """
     config = registered(tmp_path)
     async with elsewhere() as (_, address):
-        with serving(config, connect=connector(config)) as service:
+        with serving(config, make_backend=backend_factory(config)) as service:
             assert (await post(service, "/add_llm_server", {"address": f"{address}/v1"}))[0] == 200
             assert (await post(service, "/start"))[0] == 200
             body = {
@@ -205,11 +205,11 @@ async def test_its_own_client_works_as_it_is(tmp_path: Path, source: dict[str, s
 def test_its_names_find_the_handler_that_does_such_tasks() -> None:
     tasks = {"bugs": "swe", "sums": "math_tool", "own": "my:Agent"}
     found = [
-        task_of(name, tasks)
+        task_domain(name, tasks)
         for name in ("swebench", "swe-gym", "math", "own", "deepcoder-v2", "gui")
     ]
     assert found == ["bugs", "bugs", "sums", "own", "deepcoder-v2", "gui"]
-    assert task_of("deepcoder-v2", {"snippets": "code"}) == "snippets"
-    assert task_of("swebench", {"own": "my:Agent"}) == "own"
-    assert task_of("swebench", {"own": "my:Agent", "other": "my:Agent"}) == "swebench"
-    assert task_of("none", {"own": "my:Agent"}) == "none"
+    assert task_domain("deepcoder-v2", {"snippets": "code"}) == "snippets"
+    assert task_domain("swebench", {"own": "my:Agent"}) == "own"
+    assert task_domain("swebench", {"own": "my:Agent", "other": "my:Agent"}) == "swebench"
+    assert task_domain("none", {"own": "my:Agent"}) == "none"

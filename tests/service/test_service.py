@@ -466,7 +466,7 @@ async def test_an_engine_that_dies_costs_time_alone(tmp_path: Path) -> None:
         for number in range(8):
             _, found, _ = await ask(service.address, "GET", f"/v1/rollouts/e{number}?wait=60")
             assert found["members"][0]["stop_reason"] == "finished"
-        assert any("restarted" in warning.message for warning in service.host.warnings)
+        assert any("restarted" in warning.message for warning in service.observer.warnings)
 
 
 # The client.

@@ -1,11 +1,10 @@
 """`rollweave engine`: the embedded engine as a server of its own, over HTTP."""
 
 import asyncio
-import contextlib
 import os
 import re
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.process import in_process
 from rollweave.engine.clients.server import EngineServer, TextCodec
 from rollweave.io.http.guard import Guard, given_token, kept_token
-from rollweave.io.http.listening import cannot_listen, check_address, listening
+from rollweave.io.http.listening import check_address, listening
 from rollweave.runtime.preflight.machine import gpu_memory
 from rollweave.runtime.signals import on_ending_signals
 from rollweave.schema.address import check_names
@@ -38,6 +37,8 @@ NAMES = "--host and --port"
 REPLY_S = 60.0
 """Limit to a sample of the engine's state, which waits for a step."""
 
+SHUTDOWN_S = 1.0
+"""Maximum seconds for requests that are under way when the engine ends."""
 
 TOKEN_FILE = Path("rollweave") / "engine.token"
 """File with the token of all engines that this user starts, in the user's state
@@ -149,7 +150,15 @@ async def _serve(spec: EngineSpec, access: Access, token: str | None, tell: str)
                 ready.cancel()
                 return
             slots = ready.result().max_slots
-            async with _listening(_application(spec, backend), access, token) as address:
+            guard = Guard(token=token, hosts=(access.host, *access.names))
+            async with listening(
+                _application(spec, backend),
+                access.host,
+                access.port,
+                guard=guard,
+                shutdown_s=SHUTDOWN_S,
+                names=NAMES,
+            ) as address:
                 out.print(
                     f"serving {escape(spec.model)} at {address}, {slots} requests at once",
                     soft_wrap=True,
@@ -170,17 +179,3 @@ def _application(spec: EngineSpec, backend: EngineClient) -> web.Application:
     path = Path(spec.model) / "tokenizer.json"
     text: TextCodec | None = Tokens(path) if path.exists() else None
     return EngineServer(backend, model=spec.model, text=text).application()
-
-
-@contextlib.asynccontextmanager
-async def _listening(app: web.Application, access: Access, token: str | None) -> AsyncIterator[str]:
-    host, port = access.host, access.port
-    guard = Guard(token=token, hosts=(host, *access.names))
-    async with contextlib.AsyncExitStack() as stack:
-        try:
-            address = await stack.enter_async_context(
-                listening(app, host, port, guard=guard, shutdown_s=1.0)
-            )
-        except OSError as error:  # another program has taken the port meanwhile
-            raise cannot_listen(host, port, error, names=NAMES) from error
-        yield address

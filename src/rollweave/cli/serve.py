@@ -14,7 +14,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import ModelConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.service import launch
-from rollweave.service.engines import connector
+from rollweave.service.backends import backend_factory
 
 SUFFIX = "-service"
 """Of the directory of a service that serves a run's checkpoint, beside the run's."""
@@ -36,8 +36,8 @@ def serve(
     )
     launch.serve(
         config,
-        host=_Terminal(config),
-        connect=connector(config),
+        observer=_Terminal(config),
+        make_backend=backend_factory(config),
         inproc=inproc,
         no_token=no_token,
         unsandboxed=unsandboxed,
@@ -70,7 +70,7 @@ class _Terminal:
     def __init__(self, config: RunConfig) -> None:
         self._config = config
 
-    def ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
+    def on_ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
         del stop  # signals do it
         names = ", ".join(task.name for task in self._config.tasks)
         out.print(f"serving [bold]{escape(names)}[/] on {address}", soft_wrap=True)
@@ -90,12 +90,12 @@ class _Terminal:
             kept = RunDir(Path(self._config.run.dir) / self._config.run.name).token
             out.print(f"its token: {token} [dim](kept in {escape(str(kept))})[/]", soft_wrap=True)
 
-    def warned(self, command: Warn) -> None:
+    def on_warning(self, command: Warn) -> None:
         err.print(
             f"[yellow]{escape(command.component)}:[/] {escape(command.message)}", soft_wrap=True
         )
 
-    def stopping(self, drain: bool) -> None:
+    def on_stopping(self, drain: bool) -> None:
         err.print(
             "finishing what was accepted; once more to cancel it"
             if drain

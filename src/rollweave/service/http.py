@@ -1,15 +1,14 @@
-"""The service's own API: `/v1`, `/health`, `/metrics`, `/openapi.json`. Decodes, asks
-`service/service.py`, encodes.
+"""The service's own HTTP API: `/v1`, `/health`, `/metrics`, `/openapi.json`. Decodes
+requests, calls `service/service.py`, and encodes the answers.
 
-Invariants: a body is decoded into the nouns of `schema/service.py` or refused with 400,
-which names field, rule and value; every answer is JSON, except metrics and streams; no
-request gives 500. `io/http/guard.py` checks every request first: where there is a
-token, only the paths by which programs ask whether the service is up do without it.
-Errors are `{"error": {"type", "message"}}`. Invalid HTTP never gets here: aiohttp
-answers it with 400 in plain text.
+Invariants: a body is decoded into the structs of `schema/service.py` or refused with
+400 and a message that names field, rule and value; every answer is JSON, except metrics
+and streams; no request causes a 500. `io/http/guard.py` checks every request first: if
+the service has a token, only health checks work without it. Errors are `{"error":
+{"type", "message"}}`. Invalid HTTP never gets here: aiohttp answers it with 400 in plain
+text.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
@@ -17,18 +16,14 @@ import msgspec
 from aiohttp import web
 
 from rollweave.io.http.bodies import body_of
-from rollweave.io.http.guard import Guard
-from rollweave.io.http.listening import listening
 from rollweave.schema.address import Hosts
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import ConfigError, DiskError
 from rollweave.schema.packing import as_json
 from rollweave.schema.service import EngineRequest
 from rollweave.schema.text import decimal, decoding_failure
-from rollweave.service.asked import asked_for
-from rollweave.service.openapi import document
-from rollweave.service.reach import must_admit
-from rollweave.service.refusals import (
+from rollweave.service.engine_access import check_engine_host
+from rollweave.service.errors import (
     ClosedError,
     ConflictError,
     FullError,
@@ -37,29 +32,31 @@ from rollweave.service.refusals import (
     TooLargeError,
     UnknownError,
 )
+from rollweave.service.openapi import document
+from rollweave.service.requests import decode_requests
 from rollweave.service.service import Service
 
 T = TypeVar("T")
 
 BODY_BYTES = 16 << 20
-"""Of a request: thousands of rollouts with long payloads."""
+"""Maximum size of a request's body: thousands of rollouts with long payloads."""
 
 WAIT_S = 60.0
-"""Longest that an answer may be waited for, in one request."""
+"""Maximum seconds that one request may wait for an answer."""
 
-LISTED = 1000
+PAGE_ROLLOUTS = 1000
 """Maximum number of rollouts in one answer."""
 
-COMPLETIONS = 1000
-"""Of one answer, at most."""
+PAGE_COMPLETIONS = 1000
+"""Maximum number of completions in one answer."""
 
 HEARTBEAT_S = 15.0
-"""Between two signs of life of a stream."""
+"""Maximum seconds between two writes to a stream."""
 
 RETRY_S = 1
-"""Seconds after which somebody who was refused may ask again."""
+"""Seconds after which a refused client may retry (Retry-After)."""
 
-STATUS: Mapping[type[Exception], int] = {
+STATUS_OF_ERROR: Mapping[type[Exception], int] = {
     UnknownError: 404,
     ConflictError: 409,
     GoneError: 410,
@@ -70,7 +67,7 @@ STATUS: Mapping[type[Exception], int] = {
     DiskError: 507,
 }
 
-KIND: Mapping[int, str] = {
+TYPE_OF_STATUS: Mapping[int, str] = {
     400: "invalid",
     401: "unauthorized",
     404: "unknown",
@@ -87,15 +84,16 @@ KIND: Mapping[int, str] = {
     503: "closed",
     507: "disk",
 }
-"""`type` of an error."""
+"""HTTP status → `type` of an error."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def build(service: Service, hosts: Hosts) -> web.Application:
-    """Make the application, to which other APIs may be added. Serve it behind a guard.
+def make_app(service: Service, hosts: Hosts) -> web.Application:
+    """Make the application, to which other APIs may be added. It must be served behind
+    a guard.
 
-    Engines may be at `hosts`.
+    Engines may be registered at `hosts`.
     """
     app = web.Application(middlewares=[_errors])
     app.add_routes(_Routes(service, hosts).table())
@@ -105,11 +103,12 @@ def build(service: Service, hosts: Hosts) -> web.Application:
 class _Routes:
     def __init__(self, service: Service, hosts: Hosts) -> None:
         self._service, self._hosts = service, hosts
+        self._rollouts, self._engines = service.rollouts, service.engines
 
     def table(self) -> list[web.RouteDef]:
         return [
             web.post("/v1/rollouts", self.submit),
-            web.get("/v1/rollouts", self.listed),
+            web.get("/v1/rollouts", self.list_rollouts),
             web.get("/v1/rollouts/{id}", self.status),
             web.delete("/v1/rollouts/{id}", self.cancel),
             web.get("/v1/completions", self.completions),
@@ -127,33 +126,35 @@ class _Routes:
     # Rollouts.
 
     async def submit(self, request: web.Request) -> web.Response:
-        requests, several = await asked_for(
-            await body_of(request, most=BODY_BYTES), most=self._service.queue
+        requests, is_batch = await decode_requests(
+            await body_of(request, most=BODY_BYTES), max_requests=self._rollouts.queue
         )
-        found = await self._service.submit(requests)
-        return json_answer({"rollouts": found} if several else found[0], status=202)
+        statuses = await self._rollouts.submit(requests)
+        return json_response({"rollouts": statuses} if is_batch else statuses[0], status=202)
 
-    async def listed(self, request: web.Request) -> web.Response:
+    async def list_rollouts(self, request: web.Request) -> web.Response:
         after = int(_number(request, "after", default=0, most=2**53))
-        limit = int(_number(request, "limit", default=100, least=1, most=LISTED))
+        limit = int(_number(request, "limit", default=100, least=1, most=PAGE_ROLLOUTS))
         unfinished = _flag(request, "unfinished", default=False)
-        found, last = await self._service.listed(after, limit=limit, unfinished=unfinished)
-        return json_answer({"rollouts": found, "next": last})
+        statuses, last = await self._rollouts.page(after, limit=limit, unfinished=unfinished)
+        return json_response({"rollouts": statuses, "next": last})
 
     async def status(self, request: web.Request) -> web.Response:
         seconds = _number(request, "wait", default=0.0, most=WAIT_S)
-        return json_answer(await self._service.wait(request.match_info["id"], seconds))
+        return json_response(await self._rollouts.wait(request.match_info["id"], seconds))
 
     async def cancel(self, request: web.Request) -> web.Response:
-        return json_answer(self._service.cancel(request.match_info["id"]), status=202)
+        return json_response(self._rollouts.cancel(request.match_info["id"]), status=202)
 
     async def completions(self, request: web.Request) -> web.Response:
         after = int(_number(request, "after", default=0, most=2**53))
-        limit = int(_number(request, "limit", default=100, least=1, most=COMPLETIONS))
+        limit = int(_number(request, "limit", default=100, least=1, most=PAGE_COMPLETIONS))
         seconds = _number(request, "wait", default=0.0, most=WAIT_S)
-        rollout = request.query.get("rollout")
-        found = await self._service.completed(after, limit=limit, seconds=seconds, rollout=rollout)
-        return json_answer({"completions": found, "next": found[-1].number if found else after})
+        completions = await self._rollouts.completions(
+            after, limit=limit, seconds=seconds, rollout=request.query.get("rollout")
+        )
+        last = completions[-1].number if completions else after
+        return json_response({"completions": completions, "next": last})
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """Stream completions as server-sent events, from `Last-Event-ID` on, or from
@@ -162,89 +163,84 @@ class _Routes:
         With `rollout`, stream that rollout's completions from the first one, until all
         its members are done.
         """
-        said, rollout = (
-            request.headers.get("Last-Event-ID", request.query.get("after", "")),
-            request.query.get("rollout"),
-        )
-        after = (
-            _whole("Last-Event-ID", said)
-            if said
-            else self._service.last_completion()
-            if rollout is None
-            else 0
-        )
+        last_id = request.headers.get("Last-Event-ID", request.query.get("after", ""))
+        rollout = request.query.get("rollout")
+        if last_id:
+            after = _integer("Last-Event-ID", last_id)
+        else:
+            after = self._rollouts.last_completion() if rollout is None else 0
         if rollout is not None:
             # refuse an unknown rollout before the stream begins
-            self._service.status(rollout, results=False)
+            self._rollouts.status(rollout, results=False)
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
         )
         await response.prepare(request)
-        while not self._service.ended:
+        while not self._rollouts.ended:
             try:
-                found = await self._service.completed(
-                    after, limit=COMPLETIONS, seconds=HEARTBEAT_S, rollout=rollout
+                completions = await self._rollouts.completions(
+                    after, limit=PAGE_COMPLETIONS, seconds=HEARTBEAT_S, rollout=rollout
                 )
                 if (
-                    not found
+                    not completions
                     and rollout is not None
-                    and self._service.status(rollout, results=False).state == "done"
+                    and self._rollouts.status(rollout, results=False).state == "done"
                 ):
                     break
             except UnknownError:  # its results are no longer kept
                 break
-            lines = [b"id: %d\ndata: %s\n\n" % (one.number, as_json(one)) for one in found]
+            lines = [b"id: %d\ndata: %s\n\n" % (one.number, as_json(one)) for one in completions]
             try:
                 await response.write(b"".join(lines) or b": alive\n\n")
             except ConnectionResetError:
                 break
-            after = found[-1].number if found else after
+            after = completions[-1].number if completions else after
         return response
 
     async def handlers(self, request: web.Request) -> web.Response:
         del request
-        return json_answer({"handlers": self._service.handlers()})
+        return json_response({"handlers": self._rollouts.handlers()})
 
     # Engines.
 
     async def engines(self, request: web.Request) -> web.Response:
         del request
-        return json_answer({"engines": self._service.engines()})
+        return json_response({"engines": self._engines.statuses()})
 
     async def register(self, request: web.Request) -> web.Response:
-        asked = decode(await body_of(request, most=BODY_BYTES), EngineRequest)
-        await must_admit(self._hosts, asked.address)
-        return json_answer(self._service.register(asked), status=202)
+        registration = decode_body(await body_of(request, most=BODY_BYTES), EngineRequest)
+        await check_engine_host(self._hosts, registration.address)
+        return json_response(self._engines.register(registration), status=202)
 
     async def withdraw(self, request: web.Request) -> web.Response:
         drain, force = _flag(request, "drain", default=True), _flag(request, "force", default=False)
-        self._service.withdraw(EngineId(request.match_info["id"]), drain=drain, force=force)
-        return json_answer({"engines": self._service.engines()}, status=202)
+        self._engines.withdraw(EngineId(request.match_info["id"]), drain=drain, force=force)
+        return json_response({"engines": self._engines.statuses()}, status=202)
 
     # The service.
 
     async def health(self, request: web.Request) -> web.Response:
         """Answer that the service is alive, with its status.
 
-        Without an engine that serves, requests are accepted and wait.
+        While no engine serves, requests are accepted and wait.
         """
         del request
-        return json_answer(self._health())
+        return json_response(self._health())
 
     async def ready(self, request: web.Request) -> web.Response:
         """Answer 200 if rollouts that are submitted now would begin, else 503."""
         del request
-        return json_answer(self._health(), status=200 if self._service.health == "ok" else 503)
+        return json_response(self._health(), status=200 if self._service.health == "ok" else 503)
 
     def _health(self) -> dict[str, Any]:
         return {
             "status": self._service.health,
-            "reason": self._service.waits_for(),
+            "reason": self._engines.waits_for(),
             **self._service.counts(),
         }
 
     async def metrics(self, request: web.Request) -> web.Response:
-        """Prometheus' text format."""
+        """Answer in Prometheus' text format."""
         del request
         counts, lines = dict(self._service.counts()), []
         lines += ["# TYPE rollweave_engines gauge", f"rollweave_engines {counts.pop('engines')}"]
@@ -267,26 +263,27 @@ class _Routes:
         lines += ["# TYPE rollweave_engine_running gauge"]
         lines += [
             f'rollweave_engine_running{{engine="{one.id}"}} {one.running}'
-            for one in self._service.engines()
+            for one in self._engines.statuses()
         ]
         return web.Response(text="\n".join(lines) + "\n", content_type="text/plain")
 
     async def openapi(self, request: web.Request) -> web.Response:
         del request
-        return json_answer(document())
+        return json_response(document())
 
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """What was refused, as JSON with its status."""
+    """Turn errors into JSON answers with their status."""
     try:
         return await handler(request)
     except (RefusedError, ConfigError, DiskError) as error:
-        return problem(status_of(error), str(error))
+        status = next(code for kind, code in STATUS_OF_ERROR.items() if isinstance(error, kind))
+        return _error_response(status, str(error))
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        return problem(
+        return _error_response(
             error.status,
             _rule(request, error),
             headers={
@@ -298,7 +295,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _rule(request: web.Request, error: web.HTTPException) -> str:
-    """What a request must be that was refused before one of our handlers saw it."""
+    """Return the rule that a request broke before it reached a handler of ours."""
     match error.status:
         case 404:
             return f"the path must be one that /openapi.json names, got {request.path!r:.100}"
@@ -311,28 +308,29 @@ def _rule(request: web.Request, error: web.HTTPException) -> str:
             return error.reason
 
 
-def problem(status: int, message: str, *, headers: Mapping[str, str] | None = None) -> web.Response:
-    """An error as this API says it."""
+def _error_response(
+    status: int, message: str, *, headers: Mapping[str, str] | None = None
+) -> web.Response:
+    """Return an error in the form of this API."""
     more = {"Retry-After": str(RETRY_S)} if status in (429, 503, 507) else {}
-    body = {"error": {"type": KIND.get(status, "refused"), "message": message}}
-    return json_answer(body, status=status, headers={**more, **(headers or {})})
+    body = {"error": {"type": TYPE_OF_STATUS.get(status, "refused"), "message": message}}
+    return json_response(body, status=status, headers={**more, **(headers or {})})
 
 
-def status_of(error: Exception) -> int:
-    """Of one of the errors in `STATUS`."""
-    return next(status for kind, status in STATUS.items() if isinstance(error, kind))
-
-
-def json_answer(
+def json_response(
     value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> web.Response:
-    """`value` as JSON."""
+    """Return an answer with `value` as JSON."""
     body = as_json(value)
     return web.Response(body=body, status=status, content_type="application/json", headers=headers)
 
 
-def decode(body: bytes, kind: type[T], *, rule: str = "JSON as /openapi.json says") -> T:
-    """Raises ConfigError for a body that is not one of `kind`."""
+def decode_body(
+    body: bytes, kind: type[T], *, rule: str = "JSON as described in /openapi.json"
+) -> T:
+    """Decode a body as one of `kind`. Raises ConfigError if it is not one; the message
+    says that it must be `rule`.
+    """
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -342,41 +340,23 @@ def decode(body: bytes, kind: type[T], *, rule: str = "JSON as /openapi.json say
 def _number(
     request: web.Request, name: str, *, default: float, least: float = 0.0, most: float
 ) -> float:
-    said = request.query.get(name)
-    if said is None:
+    text = request.query.get(name)
+    if text is None:
         return default
-    value = decimal(said)
+    value = decimal(text)
     if value is None or not least <= value <= most:
-        raise ConfigError(f"{name} must be a number from {least:g} to {most:g}, got {said!r:.40}")
+        raise ConfigError(f"{name} must be a number from {least:g} to {most:g}, got {text!r:.40}")
     return value
 
 
 def _flag(request: web.Request, name: str, *, default: bool) -> bool:
-    said = request.query.get(name, "true" if default else "false")
-    if said not in ("true", "false"):
-        raise ConfigError(f"{name} must be true or false, got {said!r:.40}")
-    return said == "true"
+    text = request.query.get(name, "true" if default else "false")
+    if text not in ("true", "false"):
+        raise ConfigError(f"{name} must be true or false, got {text!r:.40}")
+    return text == "true"
 
 
-def _whole(name: str, said: str) -> int:
-    if not said.isascii() or not said.isdecimal() or len(said) > 15:
-        raise ConfigError(f"{name} must be a whole number, got {said!r:.40}")
-    return int(said)
-
-
-async def serve(
-    app: web.Application,
-    host: str,
-    port: int,
-    *,
-    guard: Guard,
-    stopped: asyncio.Event,
-    ready: Callable[[str], None],
-) -> None:
-    """Listen until `stopped`; `ready` gets the address.
-
-    Raises OSError: the port is taken.
-    """
-    async with listening(app, host, port, guard=guard, shutdown_s=5.0) as address:
-        ready(address)
-        await stopped.wait()
+def _integer(name: str, text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or len(text) > 15:
+        raise ConfigError(f"{name} must be a whole number, got {text!r:.40}")
+    return int(text)

@@ -1,10 +1,11 @@
-"""The service's memory of what was asked for: a SQLite file beside the journal.
+"""The job database of a service: a SQLite file beside the journal, with requests,
+results and registered engines.
 
-Invariants: a request is in the file before it is answered with yes; a result's place is
-in the file before the core is told that it was taken; so what a restarted service does
-not know was never accepted, and what it accepted ends in a result or in the core's
-hands; a job is forgotten with the last of its results, never before; job numbers are
-never used again. One process at a time: the file is locked.
+Invariants: a request is in the file before it is accepted; a result's place is in the
+file before it is acknowledged to the core; so a request that a restarted service does
+not know was never accepted, and one that it accepted has a result or is known to the
+core; a job is deleted with the last of its results, never before; job numbers are never
+used again. The file is locked: one process at a time may use it.
 """
 
 import contextlib
@@ -39,27 +40,25 @@ CREATE TABLE IF NOT EXISTS engines (id TEXT PRIMARY KEY, request BLOB NOT NULL);
 """
 
 
-_REFUSED = (
+_DISK_CODES = (
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_IOERR,
     sqlite3.SQLITE_READONLY,
     sqlite3.SQLITE_CANTOPEN,
 )
-"""What SQLite says of a disk, not of the file."""
+"""SQLite's error codes for a failing disk, as opposed to a wrong file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What was asked for as `id`; its group in the core is named by `number`.
-
-    `left` members are not done.
-    """
+    """An accepted request. `number` names its group in the core."""
 
     number: int
     id: str
     request: RolloutRequest
     task: Task
-    left: int
+    members_left: int
+    """Number of members that are not done."""
 
     @property
     def group_id(self) -> GroupId:
@@ -68,9 +67,9 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A member that is done.
+    """A member of a job that is done.
 
-    `entry` is its place in the store; None where it never began.
+    `entry` is its place in the trajectory store, None if it never began.
     """
 
     number: int
@@ -79,46 +78,47 @@ class Result:
     attempt: int
     stop_reason: str
     entry: Entry | None
-    left: int = 0
-    """Members of its job that were not done when it was noted."""
+    members_left: int = 0
+    """Number of members of its job that were not done when it was recorded."""
 
 
-def group_number(group_id: str) -> int:
-    """Of the job that this group belongs to."""
+def job_of_group(group_id: str) -> int:
+    """Return the number of the job whose group this is."""
     return int(group_id.removeprefix("r"))
 
 
-def job_number(member: TrajectoryId) -> int:
-    """Of the job that this trajectory belongs to."""
-    return group_number(member.partition(".")[0])
+def job_of_member(member: TrajectoryId) -> int:
+    """Return the number of the job to which a trajectory belongs."""
+    return job_of_group(member.partition(".")[0])
 
 
-class Jobs:
-    """Everything raises DiskError where the disk refuses; what was being noted then is
-    not.
+class JobStore:
+    """The open database. Every method raises DiskError if the disk fails; nothing of
+    that call is stored then.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError for a file that is somebody else's, or damaged."""
+        """Open or create the file. Raises ConfigError if it is damaged, in use, or not a
+        job database.
+        """
         self._path = path
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         try:
-            # Whoever looks into the file would make us wait in the middle of the event
-            # loop.
+            # another program that reads the file would block our event loop
             self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.executescript(_SCHEMA)
-            self.owed_bytes: int = self._db.execute(_OWED).fetchone()[0]
-            """Of requests and tasks of jobs that are not done: about what the core
-            holds in memory of them.
+            self.unfinished_bytes: int = self._db.execute(_UNFINISHED_BYTES).fetchone()[0]
+            """Bytes of the requests and tasks of unfinished jobs: about as much as the
+            core keeps in memory for them.
             """
         except sqlite3.Error as error:
             self._db.close()
-            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _REFUSED:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DISK_CODES:
                 raise self._disk_error(error) from error
             raise ConfigError(
-                f"{path} must be the memory of a service, not damaged and not in use: {error}"
+                f"{path} must be the job database of a service, neither damaged nor in use: {error}"
             ) from error
 
     def close(self) -> None:
@@ -127,29 +127,31 @@ class Jobs:
     # Requests.
 
     def add(
-        self, requests: Sequence[tuple[str, RolloutRequest, Task]], *, most_bytes: int
+        self, requests: Sequence[tuple[str, RolloutRequest, Task]], *, max_bytes: int
     ) -> list[Job] | None:
-        """Note all of these, (id, request, task), or none. Ids must be new.
+        """Store all of these (id, request, task), or none. Ids must be new.
 
-        None if more than `most_bytes` would be owed.
+        Returns None if `unfinished_bytes` would exceed `max_bytes`.
         """
         rows = [(one[0], as_json(one[1]), as_json(one[2]), one[1].members) for one in requests]
-        owed = self.owed_bytes + sum(len(request) + len(task) for _, request, task, _ in rows)
-        if owed > most_bytes:
+        added_bytes = sum(len(request) + len(task) for _, request, task, _ in rows)
+        if self.unfinished_bytes + added_bytes > max_bytes:
             return None
-        added = []
+        jobs = []
         with self._transaction():
             for row, (job_id, request, task) in zip(rows, requests, strict=True):
                 number = self._execute(
                     "INSERT INTO jobs (id, request, task, left) VALUES (?, ?, ?, ?)", row
                 ).lastrowid
                 assert number is not None, "an inserted row has a number"
-                added.append(Job(number, job_id, request, task, request.members))
-        self.owed_bytes = owed
-        return added
+                jobs.append(Job(number, job_id, request, task, request.members))
+        self.unfinished_bytes += added_bytes
+        return jobs
 
-    def newest(self) -> int:
-        """Number of the newest job that was ever added; 0 before the first."""
+    def last_job_number(self) -> int:
+        """Return the number of the newest job that was ever added; 0 before the
+        first.
+        """
         row = self._execute("SELECT seq FROM sqlite_sequence WHERE name = 'jobs'").fetchone()
         return int(row[0]) if row is not None else 0
 
@@ -159,16 +161,16 @@ class Jobs:
         ).fetchone()
         return _job(row) if row is not None else None
 
-    def unfinished(self) -> list[Job]:
-        """In the order in which they came."""
+    def unfinished_jobs(self) -> list[Job]:
+        """Return the jobs with members that are not done, in order of arrival."""
         rows = self._execute(
             "SELECT number, id, request, task, left FROM jobs WHERE left > 0 ORDER BY number"
         )
         return [_job(row) for row in rows]
 
-    def forget_unreadable(self) -> Iterator[tuple[str, str]]:
-        """Forget each job whose request or task cannot be read; yield its id and the
-        reason. Call it first.
+    def delete_unreadable(self) -> Iterator[tuple[str, str]]:
+        """Delete each job whose request or task cannot be read; yield its id and the
+        reason. Call this before any other method that reads jobs.
         """
         for row in self._execute(
             "SELECT number, id, request, task, left FROM jobs ORDER BY number"
@@ -179,10 +181,10 @@ class Jobs:
                 with self._transaction():
                     self._execute("DELETE FROM results WHERE job = ?", (row[0],))
                     self._execute("DELETE FROM jobs WHERE number = ?", (row[0],))
-                self.owed_bytes -= len(row[2]) + len(row[3]) if row[4] else 0
+                self.unfinished_bytes -= len(row[2]) + len(row[3]) if row[4] else 0
                 yield row[1], str(error)
 
-    def after(self, number: int, limit: int, *, unfinished: bool) -> list[Job]:
+    def jobs_after(self, number: int, limit: int, *, unfinished: bool) -> list[Job]:
         """Return the first `limit` jobs after number `number`, in order of arrival;
         with `unfinished`, only unfinished ones.
         """
@@ -199,7 +201,7 @@ class Jobs:
 
     # Results.
 
-    def done(
+    def record_result(
         self,
         member: TrajectoryId,
         attempt: int,
@@ -208,11 +210,12 @@ class Jobs:
         *,
         keep: int,
     ) -> Result | None:
-        """Note a result, and forget jobs that have none among the newest `keep`.
+        """Store a result, and delete finished jobs that have none among the newest
+        `keep` results.
 
-        None if it is known, or forgotten.
+        Returns None if the result is known, or its job deleted.
         """
-        job = job_number(member)
+        job = job_of_member(member)
         blob = as_json(entry) if entry is not None else None
         with self._transaction():
             row = {
@@ -222,25 +225,25 @@ class Jobs:
                 "stop_reason": stop_reason,
                 "entry": blob,
             }
-            cursor = self._execute(_NOTE, row)
+            cursor = self._execute(_INSERT_RESULT, row)
             if not cursor.rowcount or cursor.lastrowid is None:
                 return None
-            left, nbytes = self._execute(_COUNT_DOWN, (job,)).fetchone()
-            oldest = cursor.lastrowid - keep
-            self._execute(_FORGET_JOBS, (oldest, oldest))
-            self._execute(_FORGET_RESULTS, (oldest,))
-        self.owed_bytes -= 0 if left else nbytes
-        return Result(cursor.lastrowid, job, member, attempt, stop_reason, entry, left)
+            members_left, nbytes = self._execute(_COUNT_DOWN, (job,)).fetchone()
+            expired = cursor.lastrowid - keep
+            self._execute(_DELETE_JOBS, (expired, expired))
+            self._execute(_DELETE_RESULTS, (expired,))
+        self.unfinished_bytes -= 0 if members_left else nbytes
+        return Result(cursor.lastrowid, job, member, attempt, stop_reason, entry, members_left)
 
     def segments(self) -> set[int]:
-        """Of the store, in which results lie."""
+        """Return the segments of the trajectory store that hold results."""
         return {segment for (segment,) in self._execute(_SEGMENTS) if segment is not None}
 
-    def results(self, job: int) -> list[Result]:
+    def results_of(self, job: int) -> list[Result]:
         rows = self._execute(f"{_RESULTS} WHERE job = ? ORDER BY number", (job,))
         return [_result(row) for row in rows]
 
-    def since(self, number: int, limit: int, *, job: int | None = None) -> list[Result]:
+    def results_after(self, number: int, limit: int, *, job: int | None = None) -> list[Result]:
         """Return the first `limit` results after number `number`, of one job or of all."""
         where, values = (
             ("number > ?", (number, limit))
@@ -250,14 +253,14 @@ class Jobs:
         rows = self._execute(f"{_RESULTS} WHERE {where} ORDER BY number LIMIT ?", values)
         return [_result(row) for row in rows]
 
-    def last(self) -> int:
-        """Number of the newest result; 0 before the first."""
+    def last_result_number(self) -> int:
+        """Return the number of the newest result; 0 before the first."""
         return int(self._execute("SELECT COALESCE(MAX(number), 0) FROM results").fetchone()[0])
 
     # Engines.
 
     def engines(self) -> Iterator[tuple[str, bytes]]:
-        """Id and request of those that are registered."""
+        """Yield the id and the encoded request of each registered engine."""
         yield from self._execute("SELECT id, request FROM engines ORDER BY id").fetchall()
 
     def add_engine(self, engine_id: str, request: bytes) -> None:
@@ -269,8 +272,8 @@ class Jobs:
         self._execute("DELETE FROM engines WHERE id = ?", (engine_id,))
 
     def erase_engine(self, engine_id: str) -> None:
-        """Remove it, and erase its bytes from the file: a registration by an earlier
-        version may hold a password.
+        """Remove an engine, and erase its bytes from the file: a registration by an
+        earlier version of Rollweave may hold a password.
         """
         self._execute("PRAGMA secure_delete=ON")
         self.remove_engine(engine_id)
@@ -284,7 +287,7 @@ class Jobs:
             yield
             self._execute("COMMIT")
         except BaseException:
-            if self._db.in_transaction:  # a full disk may have ended it
+            if self._db.in_transaction:  # a full disk may have ended the transaction
                 self._execute("ROLLBACK")
             raise
 
@@ -300,31 +303,33 @@ class Jobs:
         return DiskError(0, f"cannot write {self._path}: {error}")
 
 
-# An insertion that is ignored would take a number too.
-_NOTE = """
+# INSERT OR IGNORE would use up a number even if it inserts nothing.
+_INSERT_RESULT = """
 INSERT INTO results (job, member, attempt, stop_reason, entry)
 SELECT :job, :member, :attempt, :stop_reason, :entry
 WHERE EXISTS (SELECT 1 FROM jobs WHERE number = :job)
 AND NOT EXISTS (SELECT 1 FROM results WHERE member = :member)
 """
-_FORGET_JOBS = """
+_DELETE_JOBS = """
 DELETE FROM jobs WHERE left = 0 AND number IN (SELECT job FROM results WHERE number <= ?)
 AND NOT EXISTS (SELECT 1 FROM results WHERE job = jobs.number AND number > ?)
 """
-_FORGET_RESULTS = "DELETE FROM results WHERE number <= ? AND job NOT IN (SELECT number FROM jobs)"
+_DELETE_RESULTS = "DELETE FROM results WHERE number <= ? AND job NOT IN (SELECT number FROM jobs)"
 _COUNT_DOWN = (
     "UPDATE jobs SET left = left - 1 WHERE number = ? RETURNING left, LENGTH(request) + "
     "LENGTH(task)"
 )
-_OWED = "SELECT COALESCE(SUM(LENGTH(request) + LENGTH(task)), 0) FROM jobs WHERE left > 0"
+_UNFINISHED_BYTES = (
+    "SELECT COALESCE(SUM(LENGTH(request) + LENGTH(task)), 0) FROM jobs WHERE left > 0"
+)
 _SEGMENTS = "SELECT DISTINCT json_extract(CAST(entry AS TEXT), '$.segment') FROM results"
 _RESULTS = "SELECT number, job, member, attempt, stop_reason, entry FROM results"
 
 
 def _job(row: tuple[int, str, bytes, bytes, int]) -> Job:
-    number, job_id, request, task, left = row
+    number, job_id, request, task, members_left = row
     decoded = msgspec.json.decode(request, type=RolloutRequest)
-    return Job(number, job_id, decoded, msgspec.json.decode(task, type=Task), left)
+    return Job(number, job_id, decoded, msgspec.json.decode(task, type=Task), members_left)
 
 
 def _result(row: tuple[int, int, TrajectoryId, int, str, bytes | None]) -> Result:

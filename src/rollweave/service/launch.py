@@ -1,9 +1,9 @@
-"""`serve`: from a configuration to a service that listens. The same directory goes on
-where it ended or was killed.
+"""Launch a service from a configuration. A directory that holds a service continues
+where that service ended or was killed.
 
-Invariants: the directory is held by one controller, and is a service's; whatever ends
-the service, no process, socket or temporary file of it is left; the address is said
-once it answers.
+Invariants: one controller at a time uses the directory; however the service ends, no
+process, socket or temporary file of it is left; the address is published only once the
+service answers.
 """
 
 import asyncio
@@ -19,12 +19,11 @@ from rollweave.core.core import Core
 from rollweave.core.membership import first_engines
 from rollweave.core.state import State
 from rollweave.engine.clients.base import EngineBackend
-from rollweave.engine.clients.transport import Failed
 from rollweave.envs.foreign import what_happened
 from rollweave.envs.tasks import TaskSource
 from rollweave.io.disk import replace_file
 from rollweave.io.http.guard import Guard, given_token, kept_token
-from rollweave.io.http.listening import cannot_listen, check_address
+from rollweave.io.http.listening import check_address, listening
 from rollweave.record.identity import write_identity
 from rollweave.record.journal import RunJournal
 from rollweave.record.rundir import RunDir
@@ -45,122 +44,119 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import ServeConfig
 from rollweave.schema.errors import ConfigError, DiskError, EngineError, RollweaveError
 from rollweave.schema.events import EngineSlot
-from rollweave.schema.service import EngineRequest
 from rollweave.service import http
-from rollweave.service.jobs import Jobs, group_number
+from rollweave.service.backends import BackendFactory
+from rollweave.service.engine_access import EngineTokens
+from rollweave.service.jobs import JobStore, job_of_group
 from rollweave.service.prorl import ProRL
-from rollweave.service.reach import EngineTokens
-from rollweave.service.service import Service, is_registered
+from rollweave.service.registry import is_registered
+from rollweave.service.service import Service
 
 NAMES = "serve.host and serve.port"
+"""Names of the settings that define the address, for error messages."""
 
 COMPACT_S = 5.0
-"""Between two looks whether the journal should begin anew: a busy service writes a
+"""Seconds between two checks whether to compact the journal: a busy service writes a
 megabyte a second.
 """
 
-Connect = Callable[[EngineRequest, str, Failed, Callable[[str], None]], EngineBackend]
-"""Makes the backend of a registered engine, with this name and callbacks for failed
-tries to reach it and for warnings.
-"""
+SHUTDOWN_S = 5.0
+"""Maximum seconds for HTTP requests that are under way when the service ends."""
 
 
-class Host(Protocol):
-    """Who started the service."""
+class ServiceObserver(Protocol):
+    """The caller's view of a service: it is notified of the stages of its life."""
 
-    def ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
-        """Called when the service answers at `address`, to clients that have the
-        `token`; None: to all that can connect.
+    def on_ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
+        """The service answers at `address` to clients with `token`; None admits every
+        client that can connect.
 
-        `stop`, which any thread may call, ends it: once everything that was accepted is
-        done (True), or at once (False).
+        `stop`, which any thread may call, ends the service: after the accepted rollouts
+        are done (True), or at once (False).
         """
 
-    def warned(self, command: Warn) -> None:
-        """A component ails."""
+    def on_warning(self, command: Warn) -> None:
+        """A component has a problem."""
 
-    def stopping(self, drain: bool) -> None:
-        """It takes nothing more."""
+    def on_stopping(self, drain: bool) -> None:
+        """The service accepts no more rollouts, and ends."""
 
 
 def serve(
     config: RunConfig,
     *,
-    host: Host,
-    connect: Connect,
+    observer: ServiceObserver,
+    make_backend: BackendFactory,
     inproc: bool = False,
     programs: Programs | None = None,
-    observe: Callable[[Service], None] = lambda _: None,
+    on_service: Callable[[Service], None] = lambda _: None,
     no_token: bool = False,
     unsandboxed: bool = False,
 ) -> None:
-    """Serve until SIGINT or SIGTERM: the first ends it when what was accepted is done,
-    the second at once.
+    """Serve until SIGINT or SIGTERM: after the first, accepted rollouts are completed;
+    the second cancels them.
 
     `no_token` admits every program on this host. Without `unsandboxed`, a sandbox that
-    isolates nothing is refused, because what clients ask for would run as this user.
-    `observe` gets the service itself, on its loop, for use without HTTP. Raises
-    ConfigError, also if the port is taken, and DiskError. Whatever else ends the
-    service becomes a RollweaveError.
+    isolates nothing is refused, because the commands of clients would run as this user.
+    `on_service` gets the service itself, on its event loop, for use without HTTP.
+    Raises ConfigError, also if the port is taken, and DiskError. Any other failure that
+    ends the service becomes a RollweaveError.
     """
     if config.model.path is None:
         raise ConfigError(
-            "model.path must be a checkpoint to serve, got [model.scratch]; a trained run is "
-            "served by its directory"
+            "model.path must be a checkpoint to serve, got [model.scratch]; to serve a trained "
+            "run, give its directory"
         )
     if config.sandbox.backend == "plain" and not unsandboxed:
         raise ConfigError(
-            "sandbox.backend must isolate what clients of a service ask for, got 'plain', under "
-            "which it runs as this user; "
-            "`rollweave serve --unsandboxed` allows that"
+            "sandbox.backend must isolate the commands of a service's clients, got 'plain', under "
+            "which they run as this user; `rollweave serve --unsandboxed` allows that"
         )
     given = given_token(
         config.serve.token_env, no_token=no_token, host=config.serve.host, named="serve.token_env"
     )
     check_address(config.serve.host, config.serve.port, names=NAMES)
-    # or nothing is begun
+    # errors in these are reported before the directory is created
     source, codec = TaskSource(config), ChatCodec.from_directory(Path(config.model.path))
     directory = RunDir((Path(config.run.dir) / config.run.name).absolute())
     with RunDir.claim(config, resume=directory.config.exists()) as run:
-        token = None if no_token else given or kept_token(run.token)
-        start = _Start(
+        launch = _Launch(
             config,
             run,
             source,
             codec,
-            token=token,
+            token=None if no_token else given or kept_token(run.token),
             inproc=inproc,
             programs=programs or Programs(),
-            connect=connect,
+            make_backend=make_backend,
         )
         try:
-            run_to_the_end(start.run(host, observe))
+            run_to_the_end(launch.run(observer, on_service))
         except (RollweaveError, OSError, KeyboardInterrupt):
             raise
-        except (
-            BaseException
-        ) as error:  # SystemExit, too, whose exit code could be that of a service that was stopped
+        except BaseException as error:
+            # also SystemExit, whose exit code could be that of a service that was stopped
             raise RollweaveError(
                 f"a failure that Rollweave did not foresee: {what_happened('the service', error)}"
             ) from error
 
 
-def _same_life(run: RunDir, state: State, jobs: Jobs) -> None:
-    """Raises ConfigError where the requests are not those of the journal: names would
+def _check_jobs_match_journal(run: RunDir, state: State, jobs: JobStore) -> None:
+    """Raise ConfigError if the job database is older than the journal: its names would
     be used twice.
     """
     known = max(
-        [bool(state.counters.submitted), *(group_number(group_id) for group_id in state.groups)]
+        [bool(state.counters.submitted), *(job_of_group(group_id) for group_id in state.groups)]
     )
-    if jobs.newest() < known:
+    if jobs.last_job_number() < known:
         raise ConfigError(
             f"{run.path} must hold the jobs.sqlite that belongs to its journal.bin, found one "
-            f"with {jobs.newest()} requests of "
-            f"{known} or more; bring it back, or delete the directory to begin anew"
+            f"with {jobs.last_job_number()} requests of "
+            f"{known} or more; restore that file, or delete the directory to start afresh"
         )
 
 
-class _Start:
+class _Launch:
     def __init__(
         self,
         config: RunConfig,
@@ -171,18 +167,13 @@ class _Start:
         token: str | None,
         inproc: bool,
         programs: Programs,
-        connect: Connect,
+        make_backend: BackendFactory,
     ) -> None:
-        self._config, self._run, self._source, self._codec, self._token = (
-            config,
-            run,
-            source,
-            codec,
-            token,
-        )
-        self._inproc, self._programs, self._connect = inproc, programs, connect
+        self._config, self._run, self._source, self._codec = config, run, source, codec
+        self._token, self._inproc, self._programs = token, inproc, programs
+        self._make_backend = make_backend
 
-    async def run(self, host: Host, observe: Callable[[Service], None]) -> None:
+    async def run(self, observer: ServiceObserver, on_service: Callable[[Service], None]) -> None:
         config, run = self._config, self._run
         with contextlib.ExitStack() as stack:
             if not run.config.exists():
@@ -197,10 +188,10 @@ class _Start:
                 journal.rotate(begun.core.snapshot())
             begun = settle(config, run, begun)
             for doubt in begun.doubts:
-                host.warned(doubt)
-            jobs = Jobs(run.path / "jobs.sqlite")
+                observer.on_warning(doubt)
+            jobs = JobStore(run.path / "jobs.sqlite")
             stack.callback(jobs.close)
-            _same_life(run, begun.core.state, jobs)
+            _check_jobs_match_journal(run, begun.core.state, jobs)
             trace = Trace(run.trace, limit=SERVICE_LIMIT, renew=True)
             stack.callback(trace.close)
             service = Service(
@@ -210,20 +201,22 @@ class _Start:
                 source=self._source,
                 store=store,
             )
-            service.on_warning = host.warned
-            for line in torn(journal, store):
-                host.warned(line)
+            service.on_warning = observer.on_warning
+            for warning in torn(journal, store):
+                observer.on_warning(warning)
             self._source.threads.on_left = lambda text: service.warned(
                 Warn(component="environment", message=text)
             )
             stack.enter_context(
-                watched(show=host.warned, warn=service.warned, trace=trace, clock=clock.now)
+                watched(
+                    show=observer.on_warning, warn=service.warned, trace=trace, clock=clock.now
+                )
             )
-            observe(service)
+            on_service(service)
             episodes = Episodes(config, model_dir(config, run), self._source, clock)
             world = self._world(begun.core, clock, journal, store, trace, service, episodes)
             try:
-                await self._live(world, service, begun, host)
+                await self._serve(world, service, begun, observer)
             finally:
                 await episodes.close()
 
@@ -248,22 +241,18 @@ class _Start:
             version=0,
         )
 
-        def make_engine(seat: EngineSlot, epoch: int) -> EngineBackend:
-            if not is_registered(seat.id):
-                return processes.engine(seat, epoch)
-            request = service.address(seat.id)
+        def make_engine(slot: EngineSlot, epoch: int) -> EngineBackend:
+            if not is_registered(slot.id):
+                return processes.engine(slot, epoch)
+            request = service.engines.request_of(slot.id)
             if request is None:
                 raise EngineError("it was withdrawn")
+            unreachable = functools.partial(service.engines.note_unreachable, slot.id)
+            warn = functools.partial(service.warn_once, slot.id)
             try:
-                unreachable, noted = (
-                    functools.partial(tell, seat.id)
-                    for tell in (service.unreachable, service.noted)
-                )
-                return self._connect(request, f"engine {seat.id}.{epoch}", unreachable, noted)
-            except (
-                RollweaveError,
-                ValueError,
-            ) as error:  # what somebody said of it is wrong; the service goes on
+                return self._make_backend(request, f"engine {slot.id}.{epoch}", unreachable, warn)
+            except (RollweaveError, ValueError) as error:
+                # a wrong registration must not end the service
                 raise EngineError(str(error)) from error
 
         wiring = Wiring(
@@ -278,64 +267,68 @@ class _Start:
         )
         return ServiceWorld(wiring, sink=service)
 
-    async def _live(
-        self, world: ServiceWorld, service: Service, begun: Beginning, host: Host
+    async def _serve(
+        self, world: ServiceWorld, service: Service, begun: Beginning, observer: ServiceObserver
     ) -> None:
         config = self._config.serve
-        seats = first_engines(self._config) if config.engines == "local" else ()
-        first = begun.first(seats, serving=True)
+        slots = first_engines(self._config) if config.engines == "local" else ()
+        first = begun.first(slots, serving=True)
         loop, stopped = asyncio.get_running_loop(), asyncio.Event()
         service.attach(world)
-        living = asyncio.create_task(world.run(first))
+        running = asyncio.create_task(world.run(first))
 
         def stop(drain: bool) -> None:
-            host.stopping(drain)
+            observer.on_stopping(drain)
             service.close(drain=drain)
 
-        def stop_from_anywhere(drain: bool) -> None:
+        def stop_from_any_thread(drain: bool) -> None:
             loop.call_soon_threadsafe(stop, drain)
 
-        await asyncio.sleep(0)  # the first event is the world's
-        service.go_on()
+        await asyncio.sleep(0)  # the world posts the first event
+        service.restore()
         hosts = Hosts.parse(config.engine_hosts, field="serve.engine_hosts")
-        app = http.build(service, hosts)
+        app = http.make_app(service, hosts)
+        app.add_routes(ProRL(service, codec=self._codec, hosts=hosts).routes())
         guard = Guard(token=self._token, hosts=config.hosts)
-        app.add_routes(ProRL(service, codec=self._codec, hosts=hosts).table())
 
-        def ready(address: str) -> None:
+        def on_listening(address: str) -> None:
             replace_file(self._run.address, address.encode())
-            host.ready(address, self._token, stop_from_anywhere)
+            observer.on_ready(address, self._token, stop_from_any_thread)
 
-        listening = asyncio.create_task(_listen(app, config, guard, stopped=stopped, ready=ready))
+        answering = asyncio.create_task(
+            _answer(app, config, guard, stopped=stopped, on_listening=on_listening)
+        )
         compacting = asyncio.create_task(_compact(world, service.warned))
         try:
-            # the first drains, the second cancels
+            # the first signal drains, the second cancels
             with on_ending_signals(lambda: stop(not service.closed)):
-                await asyncio.wait([living, listening], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([running, answering], return_when=asyncio.FIRST_COMPLETED)
         finally:
             service.end()
             stopped.set()
             self._run.address.unlink(missing_ok=True)
-            for task in (ended := [task for task in (compacting, living) if not task.done()]):
+            for task in (cancelled := [task for task in (compacting, running) if not task.done()]):
                 task.cancel()
-            await asyncio.gather(living, listening, compacting, return_exceptions=True)
-        for task in (living, listening, compacting):
-            if not (task.cancelled() and task in ended):
-                task.result()  # or what it raised
+            await asyncio.gather(running, answering, compacting, return_exceptions=True)
+        for task in (running, answering, compacting):
+            if not (task.cancelled() and task in cancelled):
+                task.result()  # raises the error that ended the task
 
 
-async def _listen(
+async def _answer(
     app: web.Application,
     config: ServeConfig,
     guard: Guard,
     *,
     stopped: asyncio.Event,
-    ready: Callable[[str], None],
+    on_listening: Callable[[str], None],
 ) -> None:
-    try:
-        await http.serve(app, config.host, config.port, guard=guard, stopped=stopped, ready=ready)
-    except OSError as error:  # another program has taken the port meanwhile
-        raise cannot_listen(config.host, config.port, error, names=NAMES) from error
+    """Answer HTTP requests until `stopped`; `on_listening` gets the address."""
+    async with listening(
+        app, config.host, config.port, guard=guard, shutdown_s=SHUTDOWN_S, names=NAMES
+    ) as address:
+        on_listening(address)
+        await stopped.wait()
 
 
 async def _compact(world: ServiceWorld, warned: Callable[[Warn], None]) -> None:
@@ -343,5 +336,5 @@ async def _compact(world: ServiceWorld, warned: Callable[[Warn], None]) -> None:
         await asyncio.sleep(COMPACT_S)
         try:
             world.compact()
-        except DiskError as error:  # the journal goes on as it is
+        except DiskError as error:  # the journal continues uncompacted
             warned(Warn(component="journal", message=str(error)))

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """`start`, `call` from any other thread, `stop`."""
+    """Runs coroutines between `start` and `stop`, for any other thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -20,28 +20,29 @@ class LoopThread:
         self._thread.start()
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What it returns or raises.
+        """Run the coroutine in the loop, and return or raise what it does.
 
-        Whoever is interrupted while waiting cancels it, and goes on once it has ended.
+        An exception in the waiting thread, such as KeyboardInterrupt, cancels the
+        coroutine and is raised once that has ended.
         """
         tasks: list[asyncio.Task[T]] = []
-        over = threading.Event()
+        done = threading.Event()
 
         def begin() -> None:
             tasks.append(self._loop.create_task(coroutine))
-            tasks[0].add_done_callback(lambda _: over.set())
+            tasks[0].add_done_callback(lambda _: done.set())
 
         self._loop.call_soon_threadsafe(begin)
         try:
-            over.wait()
+            done.wait()
         except BaseException:
             self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
-            over.wait()
+            done.wait()
             raise
         return tasks[0].result()
 
     def stop(self) -> None:
-        """Nothing goes on there any more."""
+        """Cancel all tasks of the loop, and end the thread."""
         self.call(_cancel_others())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -1,5 +1,5 @@
-"""The service's API as an OpenAPI 3.1 document, from the nouns that its routes decode
-and encode.
+"""The service's API as an OpenAPI 3.1 document, made of the structs that its routes
+decode and encode.
 """
 
 from typing import Any
@@ -17,10 +17,10 @@ from rollweave.schema.service import (
 )
 
 TEXT = {"type": "string"}
-WHOLE = {"type": "integer"}
+INTEGER = {"type": "integer"}
 ANYTHING = {"type": "object"}
 _REF = "#/components/schemas/{name}"
-NOUNS = (
+STRUCTS = (
     RolloutRequest,
     Batch,
     RolloutStatus,
@@ -45,7 +45,7 @@ service is ending, the disk is full.
 
 def document() -> dict[str, Any]:
     """Describe every path that the service answers, with its bodies and answers."""
-    _, components = msgspec.json.schema_components(NOUNS, ref_template=_REF)
+    _, components = msgspec.json.schema_components(STRUCTS, ref_template=_REF)
     components = {
         **components,
         "Error": _fields({"error": _fields({"type": TEXT, "message": TEXT})}),
@@ -68,60 +68,69 @@ def document() -> dict[str, Any]:
 
 
 def _rollouts() -> dict[str, Any]:
-    wait = _query("wait", 0.0, 60.0, "Seconds to wait for an answer.")
-    after = _query("after", 0, 2**53, "Number of the last completion that is known.")
-    limit = _query("limit", 1, 1000, "Entries of one answer.")
+    wait = _query("wait", 0.0, 60.0, "Maximum seconds to wait for a result.")
+    after = _query("after", 0, 2**53, "Number of the last completion that the client knows.")
+    limit = _query("limit", 1, 1000, "Maximum number of entries in one answer.")
     of_one = {
         "name": "rollout",
         "in": "query",
         "schema": TEXT,
-        "description": "Of this rollout alone, by its id.",
+        "description": "Id of a rollout; only its completions are returned.",
     }
-    since = _query("after", 0, 2**53, "The `next` of the page before.")
-    last = {"name": "Last-Event-ID", "in": "header", "schema": WHOLE, "description": "As `after`."}
-    completions = _fields({"completions": _list("Completion"), "next": WHOLE})
+    since = _query("after", 0, 2**53, "`next` of the previous page.")
+    last = {
+        "name": "Last-Event-ID",
+        "in": "header",
+        "schema": INTEGER,
+        "description": "Same as `after`.",
+    }
+    completions = _fields({"completions": _list("Completion"), "next": INTEGER})
     body = {"oneOf": [_ref("RolloutRequest"), _ref("Batch")]}
     either = {"oneOf": [_ref("RolloutStatus"), _fields({"rollouts": _list("RolloutStatus")})]}
     rollout, page = (
         _ref("RolloutStatus"),
-        _fields({"rollouts": _list("RolloutStatus"), "next": WHOLE}),
+        _fields({"rollouts": _list("RolloutStatus"), "next": INTEGER}),
     )
     events = _operation(
         "events",
-        "What is done, as server-sent events",
+        "Stream completions as server-sent events",
         200,
         parameters=[last, after, of_one],
         errors=(400, 404),
     )
-    events["responses"]["200"] = _content("A completion each", TEXT, kind="text/event-stream")
+    events["responses"]["200"] = _content(
+        "One completion in each event", TEXT, kind="text/event-stream"
+    )
     many = (400, 404, 409, 413, *COMMON)
     return {
         "/v1/rollouts": {
             "get": _operation(
                 "list",
-                "All, without results",
+                "List rollouts, without results",
                 200,
                 page,
                 parameters=[since, limit, _flag("unfinished")],
                 errors=(400,),
             ),
-            "post": _operation("submit", "Ask for rollouts", 202, either, body=body, errors=many),
+            "post": _operation("submit", "Submit rollouts", 202, either, body=body, errors=many),
         },
         "/v1/rollouts/{id}": {
             "get": _operation(
                 "status",
-                "Status, and results",
+                "Get a rollout's status and results",
                 200,
                 rollout,
                 parameters=[ONE, wait],
                 errors=(400, 404, 410),
             ),
-            "delete": _operation("cancel", "Cancel", 202, rollout, parameters=[ONE], errors=(404,)),
+            "delete": _operation(
+                "cancel", "Cancel a rollout", 202, rollout, parameters=[ONE], errors=(404,)
+            ),
         },
         "/v1/completions": {
             "get": _operation(
                 "completions",
-                "What is done (long poll)",
+                "List completions (long poll)",
                 200,
                 completions,
                 parameters=[after, limit, wait, of_one],
@@ -132,7 +141,7 @@ def _rollouts() -> dict[str, Any]:
         "/v1/handlers": {
             "get": _operation(
                 "handlers",
-                "What can be asked for",
+                "List the task domains for which rollouts can be requested",
                 200,
                 _fields({"handlers": {"type": "array", "items": TEXT}}),
             )
@@ -146,15 +155,20 @@ def _engines() -> dict[str, Any]:
     more = [ONE, _flag("drain"), _flag("force")]
     return {
         "/v1/engines": {
-            "get": _operation("engines", "Engines", 200, engines),
+            "get": _operation("engines", "List engines", 200, engines),
             "post": _operation(
-                "register", "Register one", 202, _ref("EngineStatus"), body=body, errors=refused
+                "register",
+                "Register an engine",
+                202,
+                _ref("EngineStatus"),
+                body=body,
+                errors=refused,
             ),
         },
         "/v1/engines/{id}": {
             "delete": _operation(
                 "withdraw",
-                "Do without it",
+                "Withdraw an engine",
                 202,
                 engines,
                 parameters=more,
@@ -165,19 +179,19 @@ def _engines() -> dict[str, Any]:
 
 
 def _service() -> dict[str, Any]:
-    metrics = _operation("metrics", "Counts, for Prometheus", 200)
+    metrics = _operation("metrics", "Get counts for Prometheus", 200)
     metrics["responses"]["200"] = _content("Prometheus' text format", TEXT, kind="text/plain")
-    ready = _operation("ready", "Do rollouts begin now?", 200, _ref("Health"))
-    ready["responses"]["503"] = _content("Not now", _ref("Health"))
-    health = _operation("health", "Is it there?", 200, _ref("Health"))
-    for opened in (health, ready):  # probes send no token
-        opened["security"] = [{}]
-        del opened["responses"]["401"]
+    ready = _operation("ready", "Check whether rollouts can begin now", 200, _ref("Health"))
+    ready["responses"]["503"] = _content("Rollouts have to wait", _ref("Health"))
+    health = _operation("health", "Check whether the service is alive", 200, _ref("Health"))
+    for probe in (health, ready):  # probes send no token
+        probe["security"] = [{}]
+        del probe["responses"]["401"]
     return {
         "/health": {"get": health},
         "/ready": {"get": ready},
         "/metrics": {"get": metrics},
-        "/openapi.json": {"get": _operation("openapi", "This document", 200, ANYTHING)},
+        "/openapi.json": {"get": _operation("openapi", "Get this document", 200, ANYTHING)},
     }
 
 
@@ -187,9 +201,9 @@ def _prorl() -> dict[str, Any]:
     """
     done = _ref("Done")
     posts = {
-        "/start": _operation("prorl_start", "Begin to take jobs", 200, done, errors=(400,)),
+        "/start": _operation("prorl_start", "Accept jobs from now on", 200, done, errors=(400,)),
         "/stop": _operation(
-            "prorl_stop", "Cancel all jobs, and take none", 200, done, errors=(400,)
+            "prorl_stop", "Cancel all jobs and accept no more", 200, done, errors=(400,)
         ),
         "/add_llm_server": _operation(
             "prorl_add",
@@ -200,14 +214,14 @@ def _prorl() -> dict[str, Any]:
             errors=(400, *COMMON[1:]),
         ),
         "/clear_llm_server": _operation(
-            "prorl_clear", "Do without registered engines", 200, done, errors=(507,)
+            "prorl_clear", "Withdraw all registered engines", 200, done, errors=(507,)
         ),
         "/cancel": _operation(
             "prorl_cancel", "Cancel a job", 200, done, body=_ref("JobId"), errors=(400, 404)
         ),
         "/process": _operation(
             "prorl_process",
-            "Do a job, and wait for its result",
+            "Run a job and wait for its result",
             200,
             ANYTHING,
             body=_ref("Process"),
@@ -215,7 +229,7 @@ def _prorl() -> dict[str, Any]:
         ),
     }
     paths: dict[str, Any] = {path: {"post": operation} for path, operation in posts.items()}
-    paths["/status"] = {"get": _operation("prorl_status", "Counts of jobs by stage", 200, ANYTHING)}
+    paths["/status"] = {"get": _operation("prorl_status", "Count jobs by stage", 200, ANYTHING)}
     for path in paths.values():
         for operation in path.values():
             operation["tags"] = ["ProRL"]
@@ -247,15 +261,18 @@ def _operation(
         str(error): _content("Refused", _ref("Error"))
         for error in (*errors, *GUARDED, *((415,) if body else ()))
     }
-    made: dict[str, Any] = {
+    operation: dict[str, Any] = {
         "summary": summary,
         "operationId": name,
         "responses": responses,
         "parameters": parameters or [],
     }
     if body is not None:
-        made["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
-    return made
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": body}},
+        }
+    return operation
 
 
 def _content(

@@ -1,10 +1,10 @@
-"""ProRL Agent's HTTP contract beside ours, so that its clients run unchanged (ProRL §3;
-what they send and read).
+"""ProRL Agent's HTTP contract beside our own, so that its clients run unchanged (ProRL
+§3, and what those clients send and read).
 
-A job is a rollout of one member; `instance.data_source` names the handler, or one of
-ProRL's that `task_of` finds a task domain for. What differs is what was in the way
-there: repeated job ids do not clash, stopping cancels this API's jobs alone, and no
-request gives 500. Errors are `{"detail"}`.
+A job is a rollout of one member; `instance.data_source` names a task domain of the
+service, or a handler of ProRL for which `task_domain` finds one. Three things are
+better than in ProRL's server: repeated job ids do not clash, stopping cancels only the
+jobs of this API, and no request causes a 500. Errors are `{"detail"}`.
 """
 
 import asyncio
@@ -25,10 +25,11 @@ from rollweave.schema.errors import ConfigError, DiskError
 from rollweave.schema.prorl import Address, JobId, Process
 from rollweave.schema.service import EngineRequest, MemberStatus, RolloutRequest
 from rollweave.schema.work import Decoding, Segment, SegmentKind, StopReason, Trajectory
-from rollweave.service.http import BODY_BYTES, decode, json_answer
-from rollweave.service.reach import must_admit
-from rollweave.service.refusals import RefusedError, UnknownError
-from rollweave.service.service import REMOVED, Service
+from rollweave.service.engine_access import check_engine_host
+from rollweave.service.errors import RefusedError, UnknownError
+from rollweave.service.http import BODY_BYTES, decode_body, json_response
+from rollweave.service.registry import REMOVED
+from rollweave.service.service import Service
 
 T = TypeVar("T")
 
@@ -50,6 +51,7 @@ ENV_OF: Mapping[str, str] = {
 """Name that ProRL's clients send as `data_source` → our handler for such tasks."""
 
 POLL_S = 60.0
+"""Seconds between two checks whether a job is done."""
 
 LIMITS: Mapping[str, str] = {
     "max_iterations": "max_turns",
@@ -60,12 +62,12 @@ LIMITS: Mapping[str, str] = {
 """Field of `sampling_params` → field of our `limits`."""
 
 NEUTRAL_PARAMS: Mapping[str, tuple[object, ...]] = {**NEUTRAL, "enable_thinking": (True,)}
-"""Field of `sampling_params` → its values that ask for nothing.
+"""Field of `sampling_params` → those of its values that have no effect.
 
-Thinking is on by default, for ProRL as here.
+Thinking is on by default, in ProRL and here.
 """
 
-OF_THEIR_AGENT = frozenset(
+PRORL_AGENT_FIELDS = frozenset(
     (
         "api_key",
         "api_version",
@@ -107,7 +109,7 @@ OF_THEIR_AGENT = frozenset(
 server; our handler has its own.
 """
 
-FAILED_IN: Mapping[str, str] = {
+FAILED_STAGE: Mapping[str, str] = {
     StopReason.ENV_ERROR: "run",
     StopReason.ENV_HANG: "run",
     StopReason.ENGINE_FAILURE: "run",
@@ -126,17 +128,20 @@ class _DetailError(Exception):
 
 
 class ProRL:
-    """Make the routes. `codec` decodes tokens to text; engines may be at `hosts`."""
+    """Serves ProRL's API. `codec` decodes tokens to text; engines may be registered at
+    `hosts`.
+    """
 
     def __init__(self, service: Service, *, codec: ChatCodec, hosts: Hosts) -> None:
         self._service, self._codec, self._hosts = service, codec, hosts
         self._started = False
-        self._jobs: dict[str, list[str]] = {}  # their id → ours, of those under way
+        # id of a client's job → ids of its rollouts that are under way
+        self._jobs: dict[str, list[str]] = {}
         self._numbers = itertools.count()
 
-    def table(self) -> list[web.RouteDef]:
-        """To be added to the service's application."""
-        routes = {
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes to add to the service's application."""
+        posts = {
             "/start": self.start,
             "/stop": self.stop,
             "/add_llm_server": self.add_server,
@@ -146,25 +151,27 @@ class ProRL:
         }
         return [
             web.get("/status", self.status),
-            *(web.post(path, self._guarded(call)) for path, call in routes.items()),
+            *(web.post(path, self._with_errors(call)) for path, call in posts.items()),
         ]
 
-    def _guarded(self, call: Callable[[web.Request], Any]) -> Callable[[web.Request], Any]:
-        async def guarded(request: web.Request) -> web.Response:
+    def _with_errors(self, call: Callable[[web.Request], Any]) -> Callable[[web.Request], Any]:
+        """Wrap a handler so that its errors become answers."""
+
+        async def handle(request: web.Request) -> web.Response:
             try:
-                return json_answer(await call(request))
+                return json_response(await call(request))
             except _DetailError as error:
-                return json_answer({"detail": str(error)}, status=error.status)
+                return json_response({"detail": str(error)}, status=error.status)
             except ConfigError as error:
-                return json_answer({"detail": str(error)}, status=400)
+                return json_response({"detail": str(error)}, status=400)
             except RefusedError as error:
-                return json_answer(
+                return json_response(
                     {"detail": str(error)}, status=400 if isinstance(error, UnknownError) else 503
                 )
             except DiskError as error:
-                return json_answer({"detail": str(error)}, status=507)
+                return json_response({"detail": str(error)}, status=507)
 
-        return guarded
+        return handle
 
     # Control.
 
@@ -194,7 +201,7 @@ class ProRL:
             "eval_queue": 0,
         }
         total = sum(active.values()) + counts["queued"]
-        return json_answer(
+        return json_response(
             {
                 "status": "running" if self._started else "stopped",
                 **queued,
@@ -204,78 +211,81 @@ class ProRL:
         )
 
     async def add_server(self, request: web.Request) -> dict[str, str]:
-        body = decode(await body_of(request, most=BODY_BYTES), Address, rule="JSON")
-        known = (
+        body = decode_body(await body_of(request, most=BODY_BYTES), Address, rule="JSON")
+        url = (
             body.address
             if body.address.startswith(("http://", "https://"))
             else f"http://{body.address}"
         ).rstrip("/")
         # Clients whose agents use OpenAI's API send its base URL; vLLM serves tokens
         # there, too.
-        dialect = "completions" if known.endswith("/v1") else "prorl"
-        engine = _asked(
-            EngineRequest, address=known.removesuffix("/v1"), dialect=dialect, token=body.token
+        dialect = "completions" if url.endswith("/v1") else "prorl"
+        engine = _convert(
+            EngineRequest, address=url.removesuffix("/v1"), dialect=dialect, token=body.token
         )
-        await must_admit(self._hosts, engine.address)
-        self._service.register(engine)
+        await check_engine_host(self._hosts, engine.address)
+        self._service.engines.register(engine)
         return {"status": f"Added LLM server address: {engine.address}"}
 
     async def clear_servers(self, request: web.Request) -> dict[str, str]:
-        """Their turns wait for those that come next."""
+        """Withdraw all registered engines. Their turns wait for the next ones."""
         del request
-        for engine in self._service.engines():
+        for engine in self._service.engines.statuses():
             if engine.address:
-                self._service.withdraw(EngineId(engine.id), drain=False, force=True)
+                self._service.engines.withdraw(EngineId(engine.id), drain=False, force=True)
         return {"status": "Cleared all LLM server addresses"}
 
     async def cancel(self, request: web.Request) -> dict[str, str]:
-        job_id = str(decode(await body_of(request, most=BODY_BYTES), JobId, rule="JSON").job_id)
+        body = decode_body(await body_of(request, most=BODY_BYTES), JobId, rule="JSON")
+        job_id = str(body.job_id)
         if job_id not in self._jobs:
             raise _DetailError(404, f"Job {job_id} not found")
         self._cancel(job_id)
         return {"status": f"Job {job_id} canceled successfully"}
 
     def _cancel(self, job_id: str) -> None:
-        for ours in self._jobs.get(job_id, []):
-            self._service.cancel(ours)
+        for rollout_id in self._jobs.get(job_id, []):
+            self._service.rollouts.cancel(rollout_id)
 
     # Jobs.
 
     async def process(self, request: web.Request) -> dict[str, Any]:
-        """Blocks until the job is over. A client that goes away cancels it."""
+        """Run a job, and answer once it is done. A client that disconnects cancels it."""
         if not self._started:
             raise _DetailError(503, "Server is not running")
-        body = decode(await body_of(request, most=BODY_BYTES), Process, rule="JSON")
-        if all(engine.status == REMOVED for engine in self._service.engines()):
+        body = decode_body(await body_of(request, most=BODY_BYTES), Process, rule="JSON")
+        rollouts, engines = self._service.rollouts, self._service.engines
+        if all(engine.status == REMOVED for engine in engines.statuses()):
             raise _DetailError(503, "No LLM server is registered")
-        theirs = str(
+        job_id = str(
             body.job_id
             if body.job_id is not None
             else body.instance.get("instance_id", next(self._numbers))
         )
-        ours = f"prorl-{secrets.token_hex(12)}"
-        await self._service.submit([_request(body, ours, self._service.environments())])
-        self._jobs.setdefault(theirs, []).append(ours)
+        rollout_id = f"prorl-{secrets.token_hex(12)}"
+        await rollouts.submit([_request(body, rollout_id, rollouts.environments())])
+        self._jobs.setdefault(job_id, []).append(rollout_id)
         if not self._started:  # stopped while the task was drawn
-            self._service.cancel(ours)
+            rollouts.cancel(rollout_id)
         try:
             while True:
-                found = await self._service.wait(ours, POLL_S)
-                if found.state == "done":
-                    return self._result(body, found.members[0])
+                status = await rollouts.wait(rollout_id, POLL_S)
+                if status.state == "done":
+                    return self._result(body, status.members[0])
         except asyncio.CancelledError:
-            self._service.cancel(ours)
+            rollouts.cancel(rollout_id)
             raise
         finally:
-            self._jobs[theirs].remove(ours)
-            if not self._jobs[theirs]:
-                del self._jobs[theirs]
+            self._jobs[job_id].remove(rollout_id)
+            if not self._jobs[job_id]:
+                del self._jobs[job_id]
 
     def _result(self, body: Process, member: MemberStatus) -> dict[str, Any]:
+        """Return a job's result in ProRL's form."""
         trajectory, reason = member.result, member.stop_reason or StopReason.CANCELLED
-        failed = FAILED_IN.get(reason)
-        if failed == "run" and (trajectory is None or not trajectory.sequences):
-            failed = "init"
+        failed_stage = FAILED_STAGE.get(reason)
+        if failed_stage == "run" and (trajectory is None or not trajectory.sequences):
+            failed_stage = "init"
         reward = trajectory.reward if trajectory is not None else None
         resolved = bool(
             trajectory.success
@@ -286,9 +296,9 @@ class ProRL:
         return {
             "instance_id": body.instance.get("instance_id"),
             "trajectory_id": body.instance.get("trajectory_id", member.id),
-            "git_patch": str(_kept(trajectory).get("git_patch", "")),
-            "success": failed is None and reason != StopReason.CANCELLED,
-            "error": error or (None if failed is None and reward is not None else reason),
+            "git_patch": str(_final_result(trajectory).get("git_patch", "")),
+            "success": failed_stage is None and reason != StopReason.CANCELLED,
+            "error": error or (None if failed_stage is None and reward is not None else reason),
             "finish": reason == StopReason.FINISHED,
             "messages": self._messages(
                 trajectory, tokens=bool(body.sampling_params.get("token_level_generation", True))
@@ -297,39 +307,41 @@ class ProRL:
             "end_properly": reward is not None,
             "resolved": resolved,
             "reward": reward,
-            "critical_error": failed,
-            "filter": failed is not None,
+            "critical_error": failed_stage,
+            "filter": failed_stage is not None,
             "timing": _timing(trajectory, reason),
         }
 
     def _messages(self, trajectory: Trajectory | None, *, tokens: bool) -> list[dict[str, Any]]:
-        """What was said, turn by turn; with the very tokens and log-probs of the
-        agent's turns.
+        """Return the conversation, turn by turn; with `tokens`, including the sampled
+        tokens and log-probs of the agent's turns.
         """
-        found: list[dict[str, Any]] = []
+        messages: list[dict[str, Any]] = []
         for sequence in trajectory.sequences if trajectory is not None else ():
             for kind, start, end in _spans(sequence.segments):
-                said = sequence.tokens[start:end]
+                span = sequence.tokens[start:end]
                 if kind is not SegmentKind.OUTPUT:
-                    found.append({"role": "user", "content": self._codec.decode(said)})
+                    messages.append({"role": "user", "content": self._codec.decode(span)})
                     continue
                 message: dict[str, Any] = {
                     "role": "assistant",
-                    "content": self._codec.text(said),
+                    "content": self._codec.text(span),
                     "tool_calls": [],
                 }
                 if tokens:
                     message |= {
-                        "token_ids": said,
+                        "token_ids": span,
                         "input_ids": sequence.tokens[:start],
                         "logprobs": sequence.logprobs[start:end],
                     }
-                found.append(message)
-        return found
+                messages.append(message)
+        return messages
 
 
 def _spans(segments: Sequence[Segment]) -> list[tuple[SegmentKind, int, int]]:
-    """Segments, with output of several weight versions as one."""
+    """Return the segments as (kind, start, end). Output of several weight versions in a
+    row becomes one span.
+    """
     spans: list[tuple[SegmentKind, int, int]] = []
     for segment in segments:
         if spans and spans[-1][0] is segment.kind is SegmentKind.OUTPUT:
@@ -339,18 +351,18 @@ def _spans(segments: Sequence[Segment]) -> list[tuple[SegmentKind, int, int]]:
     return spans
 
 
-def _kept(trajectory: Trajectory | None) -> dict[str, Any]:
-    """What the handler gave as its final result."""
-    found = (
+def _final_result(trajectory: Trajectory | None) -> dict[str, Any]:
+    """Return the handler's final result, or {} if it is not an object."""
+    result = (
         msgspec.json.decode(trajectory.result)
         if trajectory is not None and trajectory.result
         else {}
     )
-    return found if isinstance(found, dict) else {}
+    return result if isinstance(result, dict) else {}
 
 
 def _timing(trajectory: Trajectory | None, reason: str) -> dict[str, Any]:
-    """Seconds of active time by stage; what else passed is `others_time`."""
+    """Return the seconds of active time by stage; `others_time` is the time in queues."""
     timing = trajectory.timing if trajectory is not None else None
     init, run, score, queue = (
         (timing.init_s, timing.run_s, timing.eval_s, timing.queue_s) if timing else (0.0,) * 4
@@ -365,7 +377,7 @@ def _timing(trajectory: Trajectory | None, reason: str) -> dict[str, Any]:
     }
 
 
-def task_of(name: str, tasks: Mapping[str, str]) -> str:
+def task_domain(name: str, tasks: Mapping[str, str]) -> str:
     """Return the task domain for a `data_source`; `tasks` maps the names of served
     domains to their environments.
 
@@ -376,14 +388,14 @@ def task_of(name: str, tasks: Mapping[str, str]) -> str:
     if name in tasks:
         return name
     env = "code" if name.startswith("deepcoder") else ENV_OF.get(name)
-    found = [task for task, its_env in tasks.items() if its_env == env]
-    if found:
-        return found[0]
+    domains = [task for task, task_env in tasks.items() if task_env == env]
+    if domains:
+        return domains[0]
     return next(iter(tasks)) if name == DEFAULT_HANDLER and len(tasks) == 1 else name
 
 
-def _request(body: Process, ours: str, tasks: Mapping[str, str]) -> RolloutRequest:
-    """Raises ConfigError."""
+def _request(body: Process, rollout_id: str, tasks: Mapping[str, str]) -> RolloutRequest:
+    """Return the rollout request for a job. Raises ConfigError."""
     params = body.sampling_params
     instance = dict(body.instance)
     handler = instance.pop("data_source", DEFAULT_HANDLER)
@@ -393,34 +405,32 @@ def _request(body: Process, ours: str, tasks: Mapping[str, str]) -> RolloutReque
     sampling = {
         name: params[name] for name in Decoding.__struct_fields__ if params.get(name) is not None
     }
-    if sampling.get("top_k") == -1:  # off, as vLLM says it
+    if sampling.get("top_k") == -1:  # vLLM's value for "off"
         sampling["top_k"] = 0
     others = {
         name: value for name, value in params.items() if name not in sampling and name not in LIMITS
     }
-    found = refused_field(
-        others, neutral=NEUTRAL_PARAMS, without_effect=WITHOUT_EFFECT | OF_THEIR_AGENT
+    refused = refused_field(
+        others, neutral=NEUTRAL_PARAMS, without_effect=WITHOUT_EFFECT | PRORL_AGENT_FIELDS
     )
-    if found is not None:
-        name, rule = found
+    if refused is not None:
+        name, rule = refused
         raise ConfigError(f"sampling_params.{name} {rule}, got {others[name]!r:.100}")
-    return _asked(
+    return _convert(
         RolloutRequest,
-        handler=task_of(handler, tasks),
-        id=ours,
+        handler=task_domain(handler, tasks),
+        id=rollout_id,
         index=instance["index"] if drawn else None,
         payload=None if drawn else instance,
         sampling=sampling,
         limits={
-            name: params[theirs]
-            for theirs, name in LIMITS.items()
-            if params.get(theirs) is not None
+            name: params[param] for param, name in LIMITS.items() if params.get(param) is not None
         },
     )
 
 
-def _asked(kind: type[T], **fields: Any) -> T:
-    """Raises ConfigError for a field that breaks a rule."""
+def _convert(kind: type[T], **fields: Any) -> T:
+    """Make a `kind` of `fields`. Raises ConfigError for a field that breaks a rule."""
     try:
         return msgspec.convert(fields, kind)
     except (msgspec.ValidationError, ValueError) as error:

@@ -1,7 +1,7 @@
-"""The task of a request: its payload, or drawn by the handler's own code.
+"""Resolve the task of a request: from its payload, or drawn by the handler's own code.
 
-Invariants: one task is drawn at a time, also when whoever asked has left: task sources
-are not thread-safe; a draw that does not end is given up.
+Invariants: only one task is drawn at a time, also when the client has disconnected,
+because task sources are not thread-safe; a draw that takes too long is abandoned.
 """
 
 import asyncio
@@ -18,26 +18,30 @@ from rollweave.schema.service import AskedLimits, RolloutRequest
 from rollweave.schema.work import Limits, Purpose, Task
 
 
-class Tasks:
+class TaskResolver:
     def __init__(self, source: TaskSource) -> None:
         self._source = source
         self._drawing = asyncio.Lock()
         self._draws: set[asyncio.Task[Task]] = set()
 
-    async def of(self, request: RolloutRequest) -> Task:
-        """Raises ConfigError for one that cannot be had."""
+    async def resolve(self, request: RolloutRequest) -> Task:
+        """Return the task of `request`, with its limits.
+
+        Raises ConfigError for a payload that is too deep or an index that cannot be
+        drawn.
+        """
         if request.payload is not None:
             if is_deep(request.payload):
                 raise ConfigError(f"payload must be at most {DEPTH} levels deep")
             payload = msgspec.json.encode(request.payload).decode()
             task = self._source.asked(request.handler, payload=payload, seed=request.seed)
         else:
-            task = await self._drawn(request)
-        return msgspec.structs.replace(task, limits=_bounded(task.limits, request.limits))
+            task = await self._draw_alone(request)
+        return msgspec.structs.replace(task, limits=_tightened(task.limits, request.limits))
 
-    async def _drawn(self, request: RolloutRequest) -> Task:
-        """Drawn by the handler's own code, which is not thread-safe: a client that
-        leaves does not let the next one in.
+    async def _draw_alone(self, request: RolloutRequest) -> Task:
+        """Draw the task while no other is drawn. If the client disconnects, the draw
+        still finishes before the next one begins.
         """
         await self._drawing.acquire()
         drawing = asyncio.create_task(self._draw(request), name=f"draw {request.handler}")
@@ -65,14 +69,15 @@ class Tasks:
     def _forget_draw(self, drawing: asyncio.Task[Task]) -> None:
         self._draws.discard(drawing)
         if not drawing.cancelled():
-            drawing.exception()  # of whoever asked; who may have left
+            # mark the exception as retrieved: the client may have disconnected
+            drawing.exception()
 
 
-def _bounded(limits: Limits, asked: AskedLimits) -> Limits:
-    """The handler's limits, where less was asked for that."""
-    least = {
+def _tightened(limits: Limits, requested: AskedLimits) -> Limits:
+    """Return the handler's limits, lowered where the request asks for less."""
+    lowered = {
         name: min(value, getattr(limits, name))
-        for name in asked.__struct_fields__
-        if (value := getattr(asked, name)) is not None
+        for name in requested.__struct_fields__
+        if (value := getattr(requested, name)) is not None
     }
-    return msgspec.structs.replace(limits, **least)
+    return msgspec.structs.replace(limits, **lowered)

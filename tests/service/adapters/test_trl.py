@@ -32,9 +32,9 @@ from rollweave.service.adapters.trl import (
     rollout_reward,
     rows,
 )
+from rollweave.service.backends import backend_factory
 from rollweave.service.batches import DapoBatch, DapoRollouts
 from rollweave.service.client import Rollouts
-from rollweave.service.engines import connector
 from tests.engine.models import build, oracle_logprobs, save
 from tests.rollout.chat.chats import CHATML, SPECIAL_MAP, bpe
 from tests.service.serving import service_config, serving
@@ -78,7 +78,7 @@ def served(directory: Path) -> Iterator[tuple[Rollouts, TrainedEngine, str]]:
     )
     spec = EngineSpec(id=EngineId("trained"), model=str(model), max_slots=16, kv_tokens=16384)
     with (
-        serving(config, connect=connector(config)) as service,
+        serving(config, make_backend=backend_factory(config)) as service,
         TrainedEngine(spec) as engine,
         Rollouts(service.address) as rollouts,
     ):

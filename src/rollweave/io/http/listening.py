@@ -84,10 +84,10 @@ def check_address(host: str, port: int, *, names: str) -> None:
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 probe.bind(address)
     except OSError as error:
-        raise cannot_listen(host, port, error, names=names) from error
+        raise _cannot_listen(host, port, error, names=names) from error
 
 
-def cannot_listen(host: str, port: int, error: OSError, *, names: str) -> ConfigError:
+def _cannot_listen(host: str, port: int, error: OSError, *, names: str) -> ConfigError:
     """Say in one line what the system reported."""
     # an unknown name has one of the resolver's negative numbers
     known = error.errno is not None and error.errno > 0
@@ -111,9 +111,12 @@ async def listening(
     guard: Guard,
     shutdown_s: float,
     most: int | None = None,
+    names: str | None = None,
 ) -> AsyncIterator[str]:
-    """Serve while the context is open; its base URL. Port 0 is a free one. Raises
-    OSError where the port is taken.
+    """Serve while the context is open; yield the base URL. Port 0 is any free one.
+
+    Raises OSError if the port is taken; or ConfigError if `names`, the names of the
+    settings of host and port, is given.
 
     A client that disconnects cancels its request. On exit, requests under way have
     `shutdown_s` to finish. At most `most` connections are admitted, by default half of
@@ -131,9 +134,14 @@ async def listening(
         tracker = ConnectionTracker(
             runner.server, most if most is not None else _half_of_the_files()
         )
-        listener = await asyncio.get_running_loop().create_server(
-            lambda: ConnectionLimiter(tracker), host, port, backlog=BACKLOG
-        )
+        try:
+            listener = await asyncio.get_running_loop().create_server(
+                lambda: ConnectionLimiter(tracker), host, port, backlog=BACKLOG
+            )
+        except OSError as error:  # another program took the port after `check_address`
+            if names is None:
+                raise
+            raise _cannot_listen(host, port, error, names=names) from error
         try:
             bound = listener.sockets[0].getsockname()
             yield (

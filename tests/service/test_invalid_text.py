@@ -25,18 +25,18 @@ PLACES = [
     ({}, "step", "env_error"),
     ({}, "score", "reward_error"),
     ({"isolation": "process"}, "score", "reward_error"),
-    ({"env": "tests.service.words:Handler"}, "", "finished"),
-    ({"env": "tests.service.words:Handler"}, "init", "env_error"),
-    ({"env": "tests.service.words:Handler"}, "run", "env_error"),
-    ({"env": "tests.service.words:Handler"}, "eval", "reward_error"),
-    ({"env": "tests.service.words:Handler"}, "result", "finished"),
+    ({"env": "tests.service.invalid_text:Handler"}, "", "finished"),
+    ({"env": "tests.service.invalid_text:Handler"}, "init", "env_error"),
+    ({"env": "tests.service.invalid_text:Handler"}, "run", "env_error"),
+    ({"env": "tests.service.invalid_text:Handler"}, "eval", "reward_error"),
+    ({"env": "tests.service.invalid_text:Handler"}, "result", "finished"),
 ]
 
 
 def words(directory: Path, raises: str, task: dict[str, Any]) -> RunConfig:
     return service_config(
         directory,
-        task={"env": "tests.service.words:Words", **task},
+        task={"env": "tests.service.invalid_text:Words", **task},
         options={"raises": raises} if raises else {},
         rollout={"retries": 0},
     )
@@ -81,7 +81,7 @@ async def test_a_service_that_was_killed_takes_up_such_rollouts_again(tmp_path: 
 
 
 async def test_a_rollout_that_kills_the_service_stops_not_every_restart(tmp_path: Path) -> None:
-    config = words(tmp_path, "", {"env": "tests.service.words:Killer"})
+    config = words(tmp_path, "", {"env": "tests.service.invalid_text:Killer"})
     service = Program(config)
     assert (await ask(service.address, "POST", "/v1/rollouts", game(id="poison")))[0] == 202
     for _ in range(WORLDS - 1):
@@ -93,7 +93,7 @@ async def test_a_rollout_that_kills_the_service_stops_not_every_restart(tmp_path
     with serving(config) as again:
         _, found, _ = await ask(again.address, "GET", "/v1/rollouts/poison?wait=30")
         assert found["members"][0]["stop_reason"] == "world_lost"
-        assert any("is given up" in warning.message for warning in again.host.warnings)
+        assert any("is given up" in warning.message for warning in again.observer.warnings)
 
 
 async def test_a_request_that_cannot_be_read_any_more_is_given_up_and_no_other(
@@ -113,7 +113,7 @@ async def test_a_request_that_cannot_be_read_any_more_is_given_up_and_no_other(
         assert (await ask(again.address, "GET", "/v1/rollouts/good"))[1]["state"] == "done"
         given_up = [
             warning.component
-            for warning in again.host.warnings
+            for warning in again.observer.warnings
             if "cannot be read" in warning.message
         ]
         assert given_up == ["rollout torn", "rollout odd"]

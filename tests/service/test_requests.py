@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.service import RolloutRequest
-from rollweave.service.asked import VALUES, asked_for
-from rollweave.service.refusals import TooLargeError
+from rollweave.service.errors import TooLargeError
+from rollweave.service.requests import MAX_VALUES, decode_requests
 
 Json = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8),
@@ -37,12 +37,12 @@ def test_a_batch_is_what_was_sent_however_it_is_written(
         body = json.dumps({"rollouts": plain}, indent=indent, ensure_ascii=ascii_only).encode(
             errors="replace"
         )
-        found, several = asyncio.run(asked_for(body, most=5))
+        found, several = asyncio.run(decode_requests(body, max_requests=5))
         assert several
         if ascii_only:
             assert found == requests
     one = json.dumps(plain[0], indent=indent).encode()
-    assert asyncio.run(asked_for(one, most=1)) == (requests[:1], False)
+    assert asyncio.run(decode_requests(one, max_requests=1)) == (requests[:1], False)
 
 
 GAME: dict[str, Any] = {"handler": "game", "index": 1}
@@ -64,7 +64,7 @@ GAME: dict[str, Any] = {"handler": "game", "index": 1}
 )
 async def test_what_is_no_request_is_refused(body: bytes, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        await asked_for(body, most=10)
+        await decode_requests(body, max_requests=10)
 
 
 class Pulse:
@@ -99,12 +99,12 @@ async def test_too_many_are_refused_before_they_are_made_into_objects(
     body = b'{"rollouts": [' + b", ".join([json.dumps(GAME).encode()] * count) + b"]}"
     async with Pulse() as pulse:
         with pytest.raises(TooLargeError, match="at most"):
-            await asked_for(body, most=10)
+            await decode_requests(body, max_requests=10)
     assert len(made) <= 10
     print(f"{count} rollouts refused, the loop was held up for {1e3 * pulse.longest_s:.1f} ms")
 
 
 async def test_a_body_of_more_values_than_can_be_decoded_in_a_moment_is_refused() -> None:
-    body = b'{"handler": "game", "payload": {"x": [' + b"[],[]," * VALUES + b"[]]}}"
+    body = b'{"handler": "game", "payload": {"x": [' + b"[],[]," * MAX_VALUES + b"[]]}}"
     with pytest.raises(TooLargeError, match="values"):
-        await asked_for(body, most=10)
+        await decode_requests(body, max_requests=10)

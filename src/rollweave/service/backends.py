@@ -1,4 +1,4 @@
-"""Engines that are registered with a service: from an address to a backend."""
+"""Make the backends of engines that are registered with a service by address."""
 
 import asyncio
 import contextlib
@@ -16,40 +16,42 @@ from rollweave.schema.address import Hosts
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, EngineError
 from rollweave.schema.service import EngineRequest
-from rollweave.service.launch import Connect
 from rollweave.weights.checkpoint import read_formats
 
-RESCORED_BYTES = 2 << 30
-"""Maximum size of a checkpoint with whose log-probs an engine's are compared: it is
+RESCORE_BYTES = 2 << 30
+"""Maximum size of a checkpoint that is used to check an engine's log-probs: it is
 briefly read into memory.
 """
 
 RESCORE_S = 120.0
-"""Maximum seconds for that comparison; after that the engine serves without it."""
+"""Maximum seconds for that check. After that the engine serves without it."""
 
 START_S = 300.0
-"""Limit to a registered engine's first answer, for which it may have to compile; then
-the core tries again.
+"""Maximum seconds until a registered engine's first answer, for which it may have to
+compile. After that the core retries.
+"""
+
+BackendFactory = Callable[[EngineRequest, str, Failed, Callable[[str], None]], EngineBackend]
+"""Makes the backend of a registered engine from its registration, its name, a callback
+for failed attempts to reach it, and a callback for warnings.
 """
 
 
-def connector(config: RunConfig) -> Connect:
-    """How a service of this configuration reaches engines of its model, of whatever
+def backend_factory(config: RunConfig) -> BackendFactory:
+    """Return the factory for engines that serve the model of `config`, of any
     architecture.
     """
     directory = Path(config.model.path or "")
     hosts = Hosts.parse(config.serve.engine_hosts, field="serve.engine_hosts")
 
     async def reference(prompt: Sequence[int], tokens: Sequence[int]) -> Sequence[float] | None:
-        return (
-            await rescored(directory, prompt, tokens) if config.model.dtype == "float32" else None
-        )
+        return await rescore(directory, prompt, tokens) if config.model.dtype == "float32" else None
 
-    def connect(
+    def make_backend(
         request: EngineRequest, name: str, failed: Failed, noted: Callable[[str], None]
     ) -> EngineBackend:
         try:
-            vocab = vocabulary(directory)
+            vocab = vocab_size(directory)
         except ConfigError as error:
             raise EngineError(f"{name} cannot be used: {error}") from error
         spec = HttpSpec(
@@ -73,17 +75,17 @@ def connector(config: RunConfig) -> Connect:
             hosts=hosts,
         )
 
-    return connect
+    return make_backend
 
 
-async def rescored(
+async def rescore(
     directory: Path, prompt: Sequence[int], tokens: Sequence[int]
 ) -> list[float] | None:
     """Return a float32 checkpoint's log-probs of tokens that an engine sampled.
 
-    None for a checkpoint in another format, which engines need not compute in float32,
-    for one of more than `RESCORED_BYTES`, and for an architecture that the trainer does
-    not support.
+    Returns None for a checkpoint in another format, which engines need not compute in
+    float32, for one larger than `RESCORE_BYTES`, and for an architecture that the
+    trainer does not support.
     """
     if not await asyncio.to_thread(_is_comparable, directory):
         return None
@@ -96,12 +98,12 @@ async def rescored(
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
         )
-    except OSError:  # no memory for a process
+    except OSError:  # for example, not enough memory for a process
         return None
-    asked = json.dumps({"path": str(directory), "prompt": list(prompt), "tokens": list(tokens)})
+    request = json.dumps({"path": str(directory), "prompt": list(prompt), "tokens": list(tokens)})
     try:
         async with asyncio.timeout(RESCORE_S):
-            said, _ = await child.communicate(asked.encode())
+            output, _ = await child.communicate(request.encode())
     except TimeoutError:
         return None
     finally:
@@ -109,25 +111,28 @@ async def rescored(
             with contextlib.suppress(ProcessLookupError):
                 child.kill()
             await child.wait()
-    found: list[float] | None = json.loads(said) if child.returncode == 0 else None
-    return found
+    logprobs: list[float] | None = json.loads(output) if child.returncode == 0 else None
+    return logprobs
 
 
 def _is_comparable(directory: Path) -> bool:
     try:
         size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-        return 0 < size <= RESCORED_BYTES and read_formats(directory) == {"F32"}
+        return 0 < size <= RESCORE_BYTES and read_formats(directory) == {"F32"}
     except (ConfigError, OSError):
         return False
 
 
-def vocabulary(directory: Path) -> int:
-    """Token ids that a model can sample, from its config.json. Raises ConfigError."""
+def vocab_size(directory: Path) -> int:
+    """Return the number of token ids that a model can sample, from its config.json.
+
+    Raises ConfigError if the file does not define it.
+    """
     config = read_json(directory / "config.json")
     text = config.get("text_config")
     size = (text if isinstance(text, dict) else config).get("vocab_size")
     if not isinstance(size, int) or size < 1:
         raise ConfigError(
-            f"{directory / 'config.json'} must tell a vocab_size of at least 1, got {size!r:.100}"
+            f"{directory / 'config.json'} must define a vocab_size of at least 1, got {size!r:.100}"
         )
     return size

@@ -19,9 +19,9 @@ from rollweave.schema.address import Hosts, parse_address
 from rollweave.schema.config.sections import ServeConfig
 from rollweave.schema.errors import ConfigError, EngineError
 from rollweave.schema.service import EngineRequest
-from rollweave.service import service as module
+from rollweave.service import registry
 from rollweave.service.client import RolloutClient
-from rollweave.service.reach import must_admit
+from rollweave.service.engine_access import check_engine_host
 from tests.service.serving import service_config, serving
 from tests.service.test_service import ask
 
@@ -97,7 +97,7 @@ DEFAULT = Hosts.parse(ServeConfig().engine_hosts, field="x")
     "host", ["127.0.0.1", "10.1.2.3", "192.168.0.9", "[::1]", "[::ffff:127.0.0.1]", "localhost"]
 )
 async def test_this_host_and_private_networks_are_admitted_by_default(host: str) -> None:
-    await must_admit(DEFAULT, parse_address(f"http://{host}:8000"))
+    await check_engine_host(DEFAULT, parse_address(f"http://{host}:8000"))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ async def test_this_host_and_private_networks_are_admitted_by_default(host: str)
 )
 async def test_metadata_services_and_the_internet_are_not(host: str) -> None:
     with pytest.raises(ConfigError, match=r"serve\.engine_hosts admits"):
-        await must_admit(DEFAULT, parse_address(f"http://{host}:8000"))
+        await check_engine_host(DEFAULT, parse_address(f"http://{host}:8000"))
 
 
 @pytest.mark.parametrize("host", METADATA)
@@ -118,9 +118,9 @@ async def test_an_address_of_metadata_must_be_an_entry_itself(
         ("0.0.0.0/0", "::/0", "fd00:ec2::/32", "169.254.0.0/16", "127.0.0.1"), field="x"
     )
     with pytest.raises(ConfigError, match=r"serve\.engine_hosts admits"):
-        await must_admit(everything, f"http://{host}:1")
-    await must_admit(Hosts.parse((bare,), field="x"), f"http://{host}:1")
-    await must_admit(everything, "http://10.0.0.1:1")
+        await check_engine_host(everything, f"http://{host}:1")
+    await check_engine_host(Hosts.parse((bare,), field="x"), f"http://{host}:1")
+    await check_engine_host(everything, "http://10.0.0.1:1")
     with pytest.raises(EngineError, match="not among the hosts"):
         Transport("x", f"http://{host}:1", hosts=everything, reply_s=2.0)
 
@@ -130,7 +130,7 @@ async def test_an_address_of_metadata_must_be_an_entry_itself(
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", points_there)
     with pytest.raises(ConfigError, match="metadata"):
-        await must_admit(everything, "http://metadata:1")
+        await check_engine_host(everything, "http://metadata:1")
     wire = Transport("x", "http://metadata:1", hosts=everything, reply_s=2.0)
     with pytest.raises(EngineError):
         await asyncio.wait_for(wire.get("/"), 30)
@@ -142,14 +142,14 @@ async def test_a_name_is_judged_by_where_it_points_when_it_is_connected_to() -> 
     host = "localhost"
     hosts = Hosts.parse(("10.0.0.0/8",), field="x")
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1"):
-        await must_admit(hosts, f"http://{host}:1")
+        await check_engine_host(hosts, f"http://{host}:1")
     wire = Transport("x", f"http://{host}:1", hosts=hosts, reply_s=2.0)
     with pytest.raises(EngineError):
         await asyncio.wait_for(wire.get("/"), 30)
     assert "not among the hosts" in wire.trouble
     await wire.closed()
     # the name itself is admitted
-    await must_admit(Hosts.parse((host,), field="x"), f"http://{host}:1")
+    await check_engine_host(Hosts.parse((host,), field="x"), f"http://{host}:1")
 
 
 async def test_an_address_in_digits_is_judged_when_it_is_connected_to() -> None:
@@ -227,7 +227,9 @@ async def test_tokens_of_engines_are_kept_for_the_owner_alone_and_told_to_none(
         assert msgspec.json.decode(kept.read_bytes()) == {body["id"]: SECRET}
         assert stat.S_IMODE(kept.stat().st_mode) == 0o600
     with serving(config) as service:
-        assert [one.token for one in [service.service.address(body["id"])] if one] == [SECRET]
+        assert [one.token for one in [service.service.engines.request_of(body["id"])] if one] == [
+            SECRET
+        ]
         assert (await ask(service.address, "DELETE", f"/v1/engines/{body['id']}"))[0] == 202
         assert SECRET not in kept.read_text()
     holders = [
@@ -241,7 +243,7 @@ async def test_tokens_of_engines_are_kept_for_the_owner_alone_and_told_to_none(
 async def test_registrations_are_bounded_and_foreign_hosts_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_ENGINES", 3)
+    monkeypatch.setattr(registry, "MAX_ENGINES", 3)
     with serving(service_config(tmp_path)) as service:
         answers = [
             (
@@ -275,7 +277,7 @@ async def test_a_database_with_addresses_of_former_rules_opens_and_says_what_it_
             "INSERT INTO engines (id, request) VALUES (?, ?)", ("x0", msgspec.json.encode(row))
         )
     with serving(config) as service:
-        (warning,) = [one for one in service.host.warnings if one.component == "x0"]
+        (warning,) = [one for one in service.observer.warnings if one.component == "x0"]
         assert "its registration is not taken over" in warning.message
         assert "127.0.0.1:9" in warning.message
         assert SECRET not in warning.message

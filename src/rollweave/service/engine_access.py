@@ -1,9 +1,9 @@
-"""The tokens of registered engines, which are kept outside the database, and the check
-of engines' addresses.
+"""The tokens of registered engines, which are kept outside the job database, and the
+check of engine addresses.
 
-Invariants: engines' tokens are in one file that only our user can read, never in
+Invariants: the tokens are in one file that only our user can read, never in
 jobs.sqlite; a client of the service cannot make it connect to a host that
-`serve.engine_hosts` does not admit, by any name.
+`serve.engine_hosts` does not admit, under any name.
 """
 
 import asyncio
@@ -17,15 +17,15 @@ from rollweave.schema.address import Hosts, host_of, ip_address
 from rollweave.schema.errors import ConfigError
 
 RESOLVE_S = 2.0
-"""Maximum seconds to resolve a new engine's name; later, addresses are checked on each
-connection.
+"""Maximum seconds to resolve the name of a new engine's host. Each later connection is
+checked again.
 """
 
 _Tokens = dict[str, str]
 
 
 class EngineTokens:
-    """Tokens of registered engines, by the engine's id.
+    """The tokens of registered engines, by engine id.
 
     Changes raise DiskError if the file cannot be written.
     """
@@ -43,14 +43,14 @@ class EngineTokens:
             ) from error
 
     def get(self, engine_id: str) -> str:
-        """Return an engine's token, empty if it has none."""
+        """Return an engine's token, or "" if it has none."""
         return self._tokens.get(engine_id, "")
 
     def put(self, engine_id: str, token: str) -> None:
-        """Keep an engine's token; an empty one removes it."""
+        """Store an engine's token; an empty one removes the entry."""
         if token != self.get(engine_id):
-            kept = {name: one for name, one in self._tokens.items() if name != engine_id}
-            self._write({**kept, engine_id: token} if token else kept)
+            others = {name: value for name, value in self._tokens.items() if name != engine_id}
+            self._write({**others, engine_id: token} if token else others)
 
     def remove(self, engine_id: str) -> None:
         self.put(engine_id, "")
@@ -60,25 +60,26 @@ class EngineTokens:
         self._tokens = tokens
 
 
-async def must_admit(hosts: Hosts, address: str) -> None:
-    """Raise ConfigError for an engine's address to which the service may not connect,
-    if its name can be resolved now.
+async def check_engine_host(hosts: Hosts, address: str) -> None:
+    """Raise ConfigError if the service must not connect to the host in `address`.
+
+    A name that cannot be resolved now passes: every connection is checked again.
     """
     host = host_of(address)
     if hosts.admits_name(host):
         return
-    found = [host] if ip_address(host) else []
-    if not found:
+    addresses = [host] if ip_address(host) else []
+    if not addresses:
         try:
             async with asyncio.timeout(RESOLVE_S):
                 entries = await asyncio.get_running_loop().getaddrinfo(
                     host, None, type=socket.SOCK_STREAM
                 )
-            found = sorted({str(entry[4][0]) for entry in entries})
+            addresses = sorted({str(entry[4][0]) for entry in entries})
         except (OSError, UnicodeError, TimeoutError):
-            return  # it is checked on each connection
-    if wrong := [one for one in found if not hosts.admits_ip(one)]:
+            return
+    if refused := [ip for ip in addresses if not hosts.admits_ip(ip)]:
         raise ConfigError(
-            "address must be of a host that serve.engine_hosts admits, got "
-            f"{host!r} at {', '.join(wrong)}"
+            "address must be on a host that serve.engine_hosts admits, got "
+            f"{host!r} at {', '.join(refused)}"
         )

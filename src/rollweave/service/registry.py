@@ -1,0 +1,237 @@
+"""The registry of a service's engines: those that clients register by address, beside
+the local ones.
+
+Invariants: a registration is in the job database before the core learns of the engine,
+so it survives a restart; an engine id is never used twice in the life of a process; an
+address is registered at most once.
+"""
+
+import functools
+from collections.abc import Callable
+
+import msgspec
+
+from rollweave.core.state import Engine as CoreEngine
+from rollweave.core.state import EngineStatus as CoreEngineStatus
+from rollweave.schema.base import EngineId
+from rollweave.schema.commands import Warn
+from rollweave.schema.events import EngineRegistered, EngineSlot, EngineWithdrawn
+from rollweave.schema.packing import as_json
+from rollweave.schema.service import EngineRequest, EngineStatus
+from rollweave.service.engine_access import EngineTokens
+from rollweave.service.errors import ClosedError, ConflictError, FullError, UnknownError
+from rollweave.service.jobs import JobStore
+from rollweave.service.world_port import WorldPort
+
+REMOVED = "removed"
+"""Status of a registered engine that failed too often."""
+
+NAMED_ENGINES = 3
+"""Maximum number of engines that one rollout's status names."""
+
+MAX_ENGINES = 1024
+"""Maximum number of engines that are registered at one time."""
+
+
+class EngineRegistry:
+    """Registers, withdraws and lists engines. `warn` reports a problem of an engine."""
+
+    def __init__(
+        self,
+        world: WorldPort,
+        *,
+        jobs: JobStore,
+        tokens: EngineTokens,
+        warn: Callable[[Warn], None],
+    ) -> None:
+        self._world, self._jobs, self._tokens, self._warn = world, jobs, tokens, warn
+        self._requests: dict[EngineId, EngineRequest] = {}
+        # engines whose registration, or withdrawal, the core has not handled yet
+        self._joining: set[EngineId] = set()
+        self._withdrawing: set[EngineId] = set()
+        self._next_number = 0
+        self._problems: dict[str, str] = {}  # engine → its latest problem
+        self._unreachable: dict[EngineId, str] = {}  # engine → the reason that was logged last
+
+    def restore(self) -> None:
+        """Register again what the job database lists. Call once the world runs."""
+        for name, blob in self._jobs.engines():
+            engine_id = EngineId(name)
+            try:
+                request = msgspec.json.decode(blob, type=EngineRequest)
+            except msgspec.ValidationError as error:  # it was stored under other rules
+                self._jobs.erase_engine(engine_id)
+                self._forget(engine_id)
+                self._warn(
+                    Warn(component=engine_id, message=f"its registration is discarded: {error}")
+                )
+            else:
+                self._add(engine_id, msgspec.structs.replace(request, token=self._tokens.get(name)))
+
+    def request_of(self, engine_id: EngineId) -> EngineRequest | None:
+        """Return the registration of an engine; None for a local one."""
+        return self._requests.get(engine_id)
+
+    def register(self, request: EngineRequest) -> EngineStatus:
+        """Use this engine from now on. If its address is already registered with the
+        same settings, nothing changes.
+
+        With other settings the engine is replaced: turns under way end under the former
+        settings, and new turns wait for the new ones. Raises ClosedError and FullError.
+        """
+        if self._world.closed:
+            raise ClosedError("the service is shutting down")
+        for engine_id, known in list(self._requests.items()):
+            if known.address != request.address:
+                continue
+            if known == request and self._exists(engine_id):
+                return self._status(engine_id)
+            if self._exists(engine_id):
+                self._withdraw(engine_id, drain=True)
+            else:  # the engine failed too often, and was removed
+                self._forget(engine_id)
+        registered = filter(is_registered, self._world.state.engines)
+        if len({*self._requests, *registered}) >= MAX_ENGINES:
+            raise FullError(f"at most {MAX_ENGINES} engines may be registered; withdraw one first")
+        engine_id = EngineId(f"x{self._next_number}")
+        self._tokens.put(engine_id, request.token)
+        self._jobs.add_engine(engine_id, as_json(msgspec.structs.replace(request, token="")))
+        self._add(engine_id, request)
+        return self._status(engine_id)
+
+    def withdraw(self, engine_id: EngineId, *, drain: bool, force: bool = False) -> None:
+        """Withdraw the engine: when its turns are done (`drain`), or at once.
+
+        Raises UnknownError, and ConflictError for the last engine that serves, unless
+        `force` is given.
+        """
+        if engine_id not in self._world.state.engines and engine_id not in self._requests:
+            raise UnknownError(f"no engine has the id {engine_id!r:.100}")
+        if not force and [engine.id for engine in self.serving()] == [engine_id]:
+            raise ConflictError(
+                f"the engine must not be the last one that serves, got {engine_id}: register "
+                "another one and wait until it serves, or give force=true to let rollouts wait "
+                "for an engine"
+            )
+        self._withdraw(engine_id, drain=drain)
+
+    def statuses(self) -> list[EngineStatus]:
+        """List all engines, local ones first.
+
+        One that failed too often is `removed` until it is registered again.
+        """
+        return [self._status(engine_id) for engine_id in self._known()]
+
+    def serving(self) -> list[CoreEngine]:
+        """Return the engines that accept turns and are not being withdrawn."""
+        engines = self._world.state.engines.values()
+        return [
+            engine for engine in engines if _serves(engine) and engine.id not in self._withdrawing
+        ]
+
+    def waits_for(self) -> str:
+        """Return why rollouts wait; "" if an engine serves."""
+        if self.serving():
+            return ""
+        problems = [
+            f"{engine_id}: {self._problems.get(engine_id, 'starting')}"
+            for engine_id in self._known()[:NAMED_ENGINES]
+        ]
+        return "no engine serves" + (
+            f" ({'; '.join(problems)})" if problems else ": none is registered"
+        )
+
+    # Problems.
+
+    def note_warning(self, warning: Warn) -> None:
+        """Remember a warning about an engine as its latest problem."""
+        if warning.component in self._known():
+            self._problems[warning.component] = warning.message
+
+    def note_unreachable(
+        self, engine_id: EngineId, reason: str, attempts: int, next_s: float
+    ) -> None:
+        """Note a failed attempt to reach a registered engine that has not answered yet.
+
+        Warns if the reason is new. The next attempt follows after `next_s` seconds.
+        """
+        if engine_id not in self._requests:
+            return
+        if self._unreachable.get(engine_id) != reason:
+            self._unreachable[engine_id] = reason
+            address = self._requests[engine_id].address
+            self._warn(
+                Warn(
+                    component=engine_id,
+                    message=f"unreachable at {address}: {reason}; it will be tried again",
+                )
+            )
+        times = "once" if attempts == 1 else f"{attempts} times"
+        self._problems[engine_id] = f"unreachable: {reason}, tried {times}, next in {next_s:g} s"
+
+    # One engine.
+
+    def _known(self) -> list[EngineId]:
+        return [*dict.fromkeys((*self._world.state.engines, *self._requests))]
+
+    def _exists(self, engine_id: EngineId) -> bool:
+        return engine_id in self._world.state.engines or engine_id in self._joining
+
+    def _add(self, engine_id: EngineId, request: EngineRequest) -> None:
+        self._requests[engine_id] = request
+        self._next_number = max(self._next_number, int(engine_id.removeprefix("x")) + 1)
+        self._joining.add(engine_id)
+        event = EngineRegistered(engine=EngineSlot(id=engine_id))
+        self._world.post(event, functools.partial(self._joining.discard, engine_id))
+
+    def _withdraw(self, engine_id: EngineId, *, drain: bool) -> None:
+        self._forget(engine_id)
+        self._withdrawing.add(engine_id)
+        event = EngineWithdrawn(engine_id=engine_id, drain=drain)
+        self._world.post(event, functools.partial(self._withdrawing.discard, engine_id))
+
+    def _forget(self, engine_id: EngineId) -> None:
+        self._jobs.remove_engine(engine_id)
+        self._tokens.remove(engine_id)
+        self._requests.pop(engine_id, None)
+        self._problems.pop(engine_id, None)
+        self._unreachable.pop(engine_id, None)
+
+    def _status(self, engine_id: EngineId) -> EngineStatus:
+        engine = self._world.state.engines.get(engine_id)
+        request = self._requests.get(engine_id)
+        address = request.address if request is not None else ""
+        if engine is None:
+            status = "starting" if self._exists(engine_id) else REMOVED
+            reason = self._problems.get(engine_id, "")
+            return EngineStatus(
+                id=engine_id,
+                address=address,
+                status=status,
+                version=-1,
+                slots=0,
+                running=0,
+                draining=False,
+                restarts=0,
+                reason=reason,
+            )
+        return EngineStatus(
+            id=engine_id,
+            address=address,
+            status=engine.status.value,
+            version=engine.version,
+            slots=engine.max_slots,
+            running=len(engine.active),
+            draining=engine.draining,
+            restarts=engine.restarts,
+            reason="" if _serves(engine) else self._problems.get(engine_id, ""),
+        )
+
+
+def is_registered(engine_id: EngineId) -> bool:
+    """Return whether a client registered the engine; False for a local process."""
+    return engine_id.startswith("x")
+
+
+def _serves(engine: CoreEngine) -> bool:
+    return engine.status is CoreEngineStatus.SERVING and not engine.departing
