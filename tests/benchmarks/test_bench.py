@@ -13,7 +13,7 @@ from benchmarks.learning import GOALS, Goal
 from benchmarks.learning import figures_of as learning_figures
 from benchmarks.modes import MODES, TARGET, figures_of, ratio
 from benchmarks.runs import Measured, conditions_of, example, shares
-from rollweave.cli.bench import shown
+from rollweave.cli.bench import format_figure
 from rollweave.record.report.data import read_run
 from rollweave.record.summary import Summary
 from rollweave.schema.config.loading import load
@@ -150,4 +150,4 @@ def test_conditions_name_the_configuration() -> None:
     ],
 )
 def test_figures_for_people(value: float | list[float] | None, text: str) -> None:
-    assert shown(value) == text
+    assert format_figure(value) == text

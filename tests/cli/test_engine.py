@@ -49,9 +49,12 @@ async def started(model: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process
         line = (await process.stdout.readline()).decode()
         if not line:
             raise AssertionError((await process.stderr.read()).decode())
-        url, told = line.split(" at ")[1].split(",")[0], (await process.stdout.readline()).decode()
+        url, notice = (
+            line.split(" at ")[1].split(",")[0],
+            (await process.stdout.readline()).decode(),
+        )
         token = (model / "token").read_text().strip()
-        assert told.startswith(f"its token: {token} (kept in ")
+        assert notice.startswith(f"token: {token} (stored in ")
         yield process, {"url": url, "token": token}
     finally:
         if process.returncode is None:

@@ -16,8 +16,8 @@ from tests.record.report.synthetic import write_run
         (["lake"], "RUN must be the directory of a living run, and none is in"),
         (["lake", "--add", "1"], "RUN must be the directory of a living run, and none is in"),
         (["lake", "--add", "1", "--remove", "e0"], "--add and --remove must not be given together"),
-        (["lake", "--remove", "e0", "--group", "1"], "--group must go with --add"),
-        (["lake", "--now"], "--now must go with --remove"),
+        (["lake", "--remove", "e0", "--group", "1"], "--group must be used with --add"),
+        (["lake", "--now"], "--now must be used with --remove"),
     ],
 )
 @pytest.mark.parametrize("killed", [False, True])

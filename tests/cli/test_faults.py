@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import faults as bench
 from rollweave.cli import faults
-from rollweave.cli.faults import command
+from rollweave.cli.faults import replay_command
 from rollweave.schema.config.root import RunConfig
 from rollweave.sim.faults import Report
 from tests.cli.test_main import say
@@ -36,7 +36,8 @@ def test_seeds_that_hold_are_a_line_each_and_exit_code_0() -> None:
     assert (code, errors) == (0, [])
     assert [line.split(":")[0] for line in text.splitlines()] == ["seed 0", "seed 1", "seed 4"]
     assert all(
-        re.search(r"[\d,]+ events, [\d,]+ faults.*: all held", line) for line in text.splitlines()
+        re.search(r"[\d,]+ events, [\d,]+ faults.*: all invariants held", line)
+        for line in text.splitlines()
     )
 
 
@@ -87,7 +88,7 @@ def test_the_bench_tells_by_its_exit_code(
 
 
 def test_the_command_is_what_a_shell_takes() -> None:
-    assert command(7, Path("my runs/a.toml"), ["run.steps=3"]) == (
+    assert replay_command(7, Path("my runs/a.toml"), ["run.steps=3"]) == (
         "rollweave simulate 'my runs/a.toml' --set run.steps=3 --faults 7"
     )
 
@@ -95,11 +96,11 @@ def test_the_command_is_what_a_shell_takes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["simulate"], "CONFIG must be given where --faults is not"),
+        (["simulate"], "CONFIG must be given unless --faults is"),
         (["simulate", "--faults", "many"], "--faults must be a seed or a range"),
         (["simulate", "--faults", "3-1"], "--faults must be a seed or a range"),
         (["simulate", "--faults", "1", "--json"], "--json must be left out"),
-        (["simulate", "--faults", "1", "--set", "run.steps=3"], "--set must go with CONFIG"),
+        (["simulate", "--faults", "1", "--set", "run.steps=3"], "--set must be used with CONFIG"),
         (["simulate", "none.toml", "--faults", "1"], "config must be a readable text file"),
     ],
 )
@@ -126,4 +127,4 @@ def test_what_a_configuration_breaks_in_real_environments_is_not_simulated_and_t
             "simulate", "small.toml", *small, "--set", f"faults.env_error={rate}"
         )
         assert code == 0, (text, errors)
-        assert sum("[faults] is left out: " in line for line in errors) == told, errors
+        assert sum("[faults] is ignored: " in line for line in errors) == told, errors

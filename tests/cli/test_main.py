@@ -234,7 +234,7 @@ def test_a_run_directory_is_the_one_that_is_named(
     assert json.loads((copy / "summary.json").read_text())["steps"] == 1
     assert {file: file.read_bytes() for file in original.rglob("*") if file.is_file()} == before
     code, _, (error,) = say("train", str(copy), "--set", "run.name=other")
-    assert (code, "run.name must be left out where a run directory is given" in error) == (2, True)
+    assert (code, "run.name must be left out if a run directory is given" in error) == (2, True)
 
 
 def test_help_names_every_command() -> None:

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rollweave.cli.main import app
-from rollweave.cli.reproduce import BEGIN, END, placed
+from rollweave.cli.reproduce import BEGIN, END, insert_tables
 
 
 def say(*arguments: str) -> tuple[int, str, list[str]]:
@@ -64,20 +64,20 @@ def test_a_page_that_is_no_text_is_told_before_the_work(tmp_path: Path) -> None:
     code, _, lines = say("rollart-table5", "--quick", "--write", str(page))
     assert code == 2
     assert len(lines) == 1
-    assert "--write must name a text file, or none yet" in lines[0]
+    assert "--write must name a text file, or a new file" in lines[0]
     assert page.read_bytes() == b"x\xff"
 
 
 def test_tables_replace_what_stands_between_the_marks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"# Results\n\n{BEGIN}old\n{END}after\n")
-    page.write_text(placed("new\n", page))
+    page.write_text(insert_tables("new\n", page))
     assert page.read_text() == f"# Results\n\n{BEGIN}\nnew\n{END}after\n"
-    assert placed("new\n", page) == page.read_text()
+    assert insert_tables("new\n", page) == page.read_text()
 
 
 def test_a_page_without_marks_is_the_tables(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    assert placed("new\n", page) == "new\n"
+    assert insert_tables("new\n", page) == "new\n"
     page.write_text("# Old\n")
-    assert placed("new\n", page) == "new\n"
+    assert insert_tables("new\n", page) == "new\n"

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rollweave.cli.main import app
-from rollweave.cli.serve import of_run, serve
+from rollweave.cli.serve import serve, service_of_run
 from rollweave.runtime.serving import ServiceWorld
 from rollweave.schema.config.loading import dumps
 from rollweave.schema.errors import ConfigError
@@ -28,13 +28,13 @@ def trained(tmp_path: Path) -> str:
 
 def test_a_service_has_a_directory_of_its_own_beside_the_runs(tmp_path: Path) -> None:
     run = trained(tmp_path)
-    config = of_run(run, [])
+    config = service_of_run(run, [])
     assert (config.run.dir, config.run.name) == (str(tmp_path), "run-service")
     assert (config.model.path or "").endswith("hf")
 
 
 def test_a_run_is_served_under_another_name_where_one_is_given(tmp_path: Path) -> None:
-    assert of_run(trained(tmp_path), ["run.name=second"]).run.name == "second"
+    assert service_of_run(trained(tmp_path), ["run.name=second"]).run.name == "second"
 
 
 def test_a_run_that_is_not_there_is_called_a_run() -> None:

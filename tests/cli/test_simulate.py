@@ -62,11 +62,11 @@ def test_nothing_is_said_to_succeed(tmp_path: Path) -> None:
 
 def test_the_kv_cache_is_as_large_as_engines_kv_tokens_says(tmp_path: Path) -> None:
     by_gpu = run(tmp_path)
-    assert "tokens an engine (as the GPU's memory, or sim.profile, allows)" in " ".join(
+    assert "tokens in each engine (as the GPU's memory, or sim.profile, allows)" in " ".join(
         by_gpu.stdout.split()
     )
     small = run(tmp_path, engines="kv_tokens = 1024")
-    assert "1,024 tokens an engine (engines.kv_tokens)" in " ".join(small.stdout.split())
+    assert "1,024 tokens in each engine (engines.kv_tokens)" in " ".join(small.stdout.split())
     slow, fast = (
         json.loads(result.stdout.splitlines()[-1])["wall_s"] for result in (small, by_gpu)
     )

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from rollweave.cli.main import app
-from rollweave.cli.trace import parse_reward, turns
+from rollweave.cli.trace import parse_reward, spans
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import Segment, SegmentKind, TokenSequence, TurnSpan
 from tests.record.report.synthetic import write_run
@@ -178,7 +178,7 @@ def test_turns_are_the_parts_as_they_were_said(
     made: tuple[TokenSequence, list[tuple[SegmentKind, int, int]]],
 ) -> None:
     sequence, parts = made
-    found = list(turns(sequence))
+    found = list(spans(sequence))
     assert [(part.kind, part.segments[0].start, part.segments[-1].end) for part in found] == parts
     said = [part for part in found if part.kind is SegmentKind.OUTPUT]
     assert [(part.number, part.reward) for part in said] == [

@@ -124,17 +124,17 @@ PROGRAM = """
 import sys
 from pathlib import Path
 import typer
-from rollweave.cli.interrupt import enter
+from rollweave.cli.interrupt import install_signals
 from rollweave.cli import train
-from rollweave.cli.console import reported
+from rollweave.cli.console import errors_reported
 from rollweave.schema.config.loading import load
 from rollweave.runtime import launch
 from tests.runtime.whole import FAKES
 
-enter()
+install_signals()
 launch.Programs = lambda: FAKES
 try:
-    with reported():
+    with errors_reported():
         train.run(load(Path(sys.argv[1])), resume=False, inproc=False)
 except typer.Exit as error:
     sys.exit(error.exit_code)

@@ -278,7 +278,7 @@ async def test_a_database_with_addresses_of_former_rules_opens_and_says_what_it_
         )
     with serving(config) as service:
         (warning,) = [one for one in service.observer.warnings if one.component == "x0"]
-        assert "its registration is not taken over" in warning.message
+        assert "its registration is discarded" in warning.message
         assert "127.0.0.1:9" in warning.message
         assert SECRET not in warning.message
     holders = [

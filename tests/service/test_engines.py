@@ -268,7 +268,7 @@ async def test_what_cannot_be_registered_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_vocabulary_is_that_of_the_models_configuration(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="must tell a vocab_size of at least 1, got None"):
+    with pytest.raises(ConfigError, match="must define a vocab_size of at least 1, got None"):
         vocab_size(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 7}))
     assert vocab_size(tmp_path) == 7

@@ -346,7 +346,7 @@ async def test_without_settings_a_token_is_made_kept_and_found_by_clients_of_thi
                     await client.rollout(RolloutRequest(handler="game", index=1))
                 ).state == "done"
     assert tokens[0] == tokens[1]
-    with pytest.raises(ValueError, match="the directory of a service that runs"):
+    with pytest.raises(ValueError, match="the directory of a running service"):
         RolloutClient(directory)
 
 
@@ -614,7 +614,7 @@ async def test_a_client_asks_by_id(tmp_path: Path) -> None:
                 client.cancel("none"),
                 collected(client.stream("none")),
             ):
-                with pytest.raises(ServiceError, match="there is no rollout 'none'") as caught:
+                with pytest.raises(ServiceError, match="no rollout has the id 'none'") as caught:
                     await call
                 assert caught.value.status == 404
 
@@ -735,7 +735,7 @@ async def test_rollouts_that_outlive_their_client_end_with_one_error(tmp_path: P
             service.address, "/v1/rollouts?unfinished=true", lambda found: found["rollouts"] == []
         )
         for call in (client.rollout(requests[0]), client.get("r0"), client.submit(requests[0])):
-            with pytest.raises(ClientClosedError, match="must be entered"):
+            with pytest.raises(ClientClosedError, match="must be used inside"):
                 await call
 
 

@@ -1,1 +1,3 @@
-"""The command line: what a user reads and types. Decides nothing about runs."""
+"""The command line: reads options, starts the work, and prints results. It makes no
+decisions about runs.
+"""

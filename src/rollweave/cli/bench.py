@@ -1,5 +1,5 @@
-"""`rollweave bench`: a table for people, and with `--json` one line for programs at the
-end.
+"""`rollweave bench`: runs a benchmark of `benchmarks/` and prints its figures as a table;
+with `--json`, also as one line of JSON.
 """
 
 import importlib
@@ -41,11 +41,11 @@ BENCHES = {
     "relay": "relay:bench_relay",
     "soak": "soak:bench_soak",
 }
-"""Bench → the function in `benchmarks` that runs it."""
+"""Benchmark → the function in `benchmarks/` that runs it, as `module:function`."""
 
 NAMES = tuple(BENCHES)
 SEEDED = ("demo", "fixed", "multitask", "longtail", "modes", "truth", "faults")
-"""Names of benches that repeat a run under several seeds."""
+"""Names of benchmarks that repeat a run with several seeds."""
 
 
 def bench(
@@ -57,15 +57,16 @@ def bench(
     profile: Path | None = None,
     model: Path | None = None,
 ) -> None:
-    """Run bench `name`; with `profile`, measure an engine's step times into that file.
+    """Run benchmark `name`; with `profile`, write an engine's measured step times to
+    that file.
 
-    Raises ConfigError for a wrong name.
+    Raises ConfigError for an unknown name, and for options that do not apply to it.
     """
     if name not in NAMES:
         raise ConfigError(f"NAME must be one of {', '.join(NAMES)}, got {name!r}")
     if name not in SEEDED and seeds is not None:
         raise ConfigError(
-            f"--seeds must be left out for bench {name}, which has no use for seeds, got {seeds}"
+            f"--seeds must be left out for bench {name}, which does not use seeds, got {seeds}"
         )
     if name != "engine" and profile is not None:
         raise ConfigError(
@@ -82,12 +83,12 @@ def bench(
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("figure", no_wrap=True)
     table.add_column("value", justify="right", overflow="fold")
-    for figure, value in result.figures.items():
-        table.add_row(escape(figure), shown(value))
+    for name, figure in result.figures.items():
+        table.add_row(escape(name), format_figure(figure))
     out.print(table)
-    for what, why in result.conditions.items():
-        if isinstance(why, str):
-            out.print(f"[dim]{escape(what)}: {escape(why)}[/]", soft_wrap=True)
+    for name, condition in result.conditions.items():
+        if isinstance(condition, str):
+            out.print(f"[dim]{escape(name)}: {escape(condition)}[/]", soft_wrap=True)
     if as_json:
         sys.stdout.write(_benchmark("contract").json_line(result, describe()) + "\n")
     if result.broken:
@@ -95,9 +96,9 @@ def bench(
 
 
 def _benchmark(module: str) -> ModuleType:
-    """Import a module of `benchmarks/`, which lies beside `src/` in a checkout.
+    """Import a module of `benchmarks/`, which is beside `src/` in a checkout.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError if Rollweave does not run from a checkout.
     """
     root = DIRECTORY.parents[1]
     if not (root / "benchmarks" / "contract.py").is_file():
@@ -118,23 +119,23 @@ def _profile(path: Path, model: Path | None, *, quick: bool) -> "Result":
 def _run(name: str, *, quick: bool, seeds: int | None) -> "Result":
     module, _, function = BENCHES[name].partition(":")
     run = getattr(_benchmark(module), function)
-    given = {"name": name, "quick": quick, "seeds": seeds, "say": _say}
+    arguments = {"name": name, "quick": quick, "seeds": seeds, "say": _print_progress}
     result: Result = run(
-        **{key: given[key] for key in inspect.signature(run).parameters if key in given}
+        **{key: arguments[key] for key in inspect.signature(run).parameters if key in arguments}
     )
     return result
 
 
-def _say(text: str) -> None:
+def _print_progress(text: str) -> None:
     err.print(text, markup=False, soft_wrap=True)
 
 
-def shown(value: "Figure") -> str:
-    """A figure for people."""
+def format_figure(value: "Figure") -> str:
+    """Return a figure as text: numbers with three digits or in whole, `-` for none."""
     if value is None:
         return "-"
     if isinstance(value, list):
-        return ", ".join(shown(item) for item in value) or "-"
+        return ", ".join(format_figure(item) for item in value) or "-"
     if isinstance(value, int) or abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.3g}" if abs(value) >= 0.001 or value == 0 else f"{value:.1e}"

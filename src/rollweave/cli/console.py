@@ -1,8 +1,9 @@
-"""How the command line speaks: results on standard output, everything else on standard
-error, and exit codes.
+"""Output and exit codes of the command line: results go to standard output, everything
+else to standard error.
 
-Invariants: a wrong input is one line per problem and exit code 2, never a traceback; a
-failure of ours is one line and exit code 1; what the user stopped ends with 130.
+Invariants: wrong input gives one line for each problem and exit code 2, never a
+traceback; any other failure gives one line and exit code 1; a command that the user
+stopped exits with 130.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from rollweave.cli.interrupt import INTERRUPTED, begun, quiet
+from rollweave.cli.interrupt import INTERRUPTED, exit_on_interrupt, raise_on_interrupt
 from rollweave.io.process_setup import import_from_working_directory
 from rollweave.schema.errors import ConfigError, RollweaveError
 
@@ -24,66 +25,65 @@ FAILED, WRONG_INPUT = 1, 2
 """Exit codes, beside INTERRUPTED."""
 
 PIPED_WIDTH = 140
-"""Columns where nobody's terminal says how many there are: tables in files should not
-be cut.
+"""Columns of output that does not go to a terminal, so that tables in files are not
+cut.
 """
 
 
-class Voice(Console):
-    """A console whose reader may leave: a run goes on without it, and `rollweave trace
-    … | head` has said enough.
+class PipeConsole(Console):
+    """A console that survives a closed pipe: a run continues without its reader, and
+    `rollweave trace … | head` ends without an error.
     """
 
     def on_broken_pipe(self) -> None:
-        """Say no more."""
+        """Discard all further output."""
         self.quiet = True
-        # or Python complains at its end about what it could not flush
+        # or Python reports at exit that it could not flush
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
 
 
-def _fit() -> None:
-    """Make standard output and error fit for us: there where the caller closed them,
-    and `?` for letters they do not have.
+def _prepare_streams() -> None:
+    """Open standard output and error if the caller closed them, and print `?` for
+    characters that their encoding lacks.
     """
     for name in ("stdout", "stderr"):
         stream: TextIO | None = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for as long as the program lives)
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (open until the program ends)
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
-_fit()
-out = Voice(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
-err = Voice(stderr=True, highlight=False)
+_prepare_streams()
+out = PipeConsole(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+err = PipeConsole(stderr=True, highlight=False)
 
 
-def error_lines(text: str) -> None:
-    """Print an error, each of its lines as a problem of its own."""
-    for line in str(text).splitlines() or ["failed without a word"]:
+def print_error(text: str) -> None:
+    """Print each line of `text` as one error."""
+    for line in str(text).splitlines() or ["failed without a message"]:
         err.print(f"[red]error:[/] {escape(line)}", soft_wrap=True)
 
 
 @contextlib.contextmanager
-def reported() -> Iterator[None]:
-    """Turn what a command raises into error lines and an exit code."""
+def errors_reported() -> Iterator[None]:
+    """Turn the exception of a command into printed errors and an exit code."""
     import_from_working_directory()
     try:
-        begun()
+        raise_on_interrupt()
         yield
     except ConfigError as error:
-        error_lines(str(error))
+        print_error(str(error))
         raise typer.Exit(WRONG_INPUT) from error
     except RollweaveError as error:
-        error_lines(str(error))
+        print_error(str(error))
         raise typer.Exit(FAILED) from error
     except KeyboardInterrupt as error:
-        # all is over: once more must not be heard in the middle of the interpreter's
-        # own end
-        quiet()
+        # a second Ctrl-C must not print a traceback while the interpreter exits
+        exit_on_interrupt()
         err.print("[yellow]interrupted[/]")
         raise typer.Exit(INTERRUPTED) from error
-    except OSError as error:  # a disk that is full, a file that may not be read
-        error_lines(str(error))
+    except OSError as error:  # for example, a full disk or a file that may not be read
+        print_error(str(error))
         raise typer.Exit(FAILED) from error

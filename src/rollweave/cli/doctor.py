@@ -1,4 +1,4 @@
-"""`rollweave doctor`: is this installation whole, and what can this machine do?"""
+"""`rollweave doctor`: checks this installation and this machine."""
 
 import importlib.metadata
 import importlib.util
@@ -21,33 +21,34 @@ from rollweave.runtime.preflight.machine import cores, gpu_memory, memory_bytes
 from rollweave.runtime.sinks import PACKAGES
 from rollweave.sandbox.cgroups import WITHOUT, unbounded
 
-LEAST_PYTHON = (3, 11)
-LEAST_MEMORY = 4 << 30
-"""The demo's three processes take about 1.5 GiB; below this there is little left for
-anything else.
+MIN_PYTHON = (3, 11)
+MIN_MEMORY = 4 << 30
+"""Bytes of free memory below which a warning appears: the demo's three processes take
+about 1.5 GiB.
 """
 
-LEAST_DISK = 2 << 30
+MIN_DISK = 2 << 30
+"""Bytes of free disk space below which a warning appears."""
 
 
 def doctor() -> None:
-    """Print every check; exit with 1 if one failed."""
+    """Print the result of every check; exit with 1 if one failed."""
     checks = [*_software(), *_machine()]
     show(checks, out)
-    wrong = failures(checks)
-    if wrong:
-        out.print(f"\n[red]{len(wrong)} of {len(checks)} checks failed[/]")
+    failed = failures(checks)
+    if failed:
+        out.print(f"\n[red]{len(failed)} of {len(checks)} checks failed[/]")
         raise typer.Exit(FAILED)
-    out.print("\n[green]rollweave can run here[/]")
+    out.print("\n[green]rollweave can run on this machine[/]")
 
 
 def _software() -> Iterator[Check]:
     version = platform.python_version()
-    least = ".".join(map(str, LEAST_PYTHON))
+    minimum = ".".join(map(str, MIN_PYTHON))
     yield (
         ok("python", version)
-        if sys.version_info >= LEAST_PYTHON
-        else fail("python", f"must be at least {least}, got {version}")
+        if sys.version_info >= MIN_PYTHON
+        else fail("python", f"must be at least {minimum}, got {version}")
     )
     yield from _dependencies()
     for extra in EXTRAS:
@@ -59,22 +60,22 @@ def _software() -> Iterator[Check]:
         )
         yield ok(f"extra {extra}", text)
     for extra in PACKAGES:
-        here = importlib.util.find_spec(extra) is not None
+        installed = importlib.util.find_spec(extra) is not None
         yield ok(
             f"extra {extra}",
-            _version(extra) if here else f"not installed (optional: {how_to_install(extra)})",
+            _version(extra) if installed else f"not installed (optional: {how_to_install(extra)})",
         )
 
 
 def _dependencies() -> Iterator[Check]:
-    """Every requirement of the package, as installed."""
+    """Check every required package, and report its version."""
     try:
         requirements = importlib.metadata.requires("rollweave") or []
     except importlib.metadata.PackageNotFoundError:
-        yield fail("rollweave", "must be installed (pip install -e .), found only its source")
+        yield fail("rollweave", "must be installed (pip install -e .), got only its source")
         return
     yield ok("rollweave", importlib.metadata.version("rollweave"))
-    missing, found = [], []
+    missing, installed = [], []
     for requirement in requirements:
         if "extra ==" in requirement:
             continue
@@ -82,13 +83,13 @@ def _dependencies() -> Iterator[Check]:
         for sign in "<>=!~[ ":
             name = name.split(sign)[0]
         try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
+            installed.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             missing.append(name)
     yield (
         fail("dependencies", f"missing: {', '.join(missing)}")
         if missing
-        else ok("dependencies", ", ".join(found))
+        else ok("dependencies", ", ".join(installed))
     )
 
 
@@ -97,7 +98,7 @@ def _machine() -> Iterator[Check]:
     yield (
         ok("cores", str(count))
         if count >= 2
-        else warn("cores", f"{count}: engine and trainer will take turns")
+        else warn("cores", f"{count}: the engine and the trainer share it")
     )
     total, available = memory_bytes()
     text = f"{human_bytes(available)} free of {human_bytes(total)}"
@@ -106,8 +107,8 @@ def _machine() -> Iterator[Check]:
     else:
         yield (
             ok("memory", text)
-            if available >= LEAST_MEMORY
-            else warn("memory", f"{text}: less than {human_bytes(LEAST_MEMORY)}")
+            if available >= MIN_MEMORY
+            else warn("memory", f"{text}: less than {human_bytes(MIN_MEMORY)}")
         )
     yield _devices()
     yield _sealed_memory()
@@ -116,8 +117,8 @@ def _machine() -> Iterator[Check]:
     free = shutil.disk_usage(Path.cwd()).free
     yield (
         ok("disk", f"{human_bytes(free)} free here")
-        if free >= LEAST_DISK
-        else warn("disk", f"{human_bytes(free)} free here")
+        if free >= MIN_DISK
+        else warn("disk", f"{human_bytes(free)} free here: less than {human_bytes(MIN_DISK)}")
     )
     yield _writable(Path.cwd())
 
@@ -129,7 +130,7 @@ def _devices() -> Check:
     try:
         total, free = gpu_memory("cuda:0")
     except RuntimeError as error:
-        return warn("devices", f"CUDA is there but does not answer: {error}")
+        return warn("devices", f"CUDA is installed but does not work: {error}")
     return ok(
         "devices",
         f"CUDA: {', '.join(names)}; {human_bytes(free)} free of {human_bytes(total)} on the first",
@@ -137,8 +138,8 @@ def _devices() -> Check:
 
 
 def _sealed_memory() -> Check:
-    """Weights travel in anonymous memory files that another process opens through
-    /proc.
+    """Check that weights can pass between processes in sealed anonymous files, which the
+    receiver opens through /proc.
     """
     try:
         fd = os.memfd_create("rollweave-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -179,10 +180,11 @@ def _sandbox_limits() -> Check:
         return ok(
             "sandbox limits", "control groups bound memory, the kernel's included, and processes"
         )
-    words = [
-        f"no control group for {name} ({why}): {WITHOUT[name]}" for name, why in missing.items()
+    details = [
+        f"no control group for {name} ({reason}): {WITHOUT[name]}"
+        for name, reason in missing.items()
     ]
-    return warn("sandbox limits", "; ".join(words))
+    return warn("sandbox limits", "; ".join(details))
 
 
 def _writable(directory: Path) -> Check:

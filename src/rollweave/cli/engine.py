@@ -1,4 +1,4 @@
-"""`rollweave engine`: the embedded engine as a server of its own, over HTTP."""
+"""`rollweave engine`: serves the embedded engine over HTTP, outside a run."""
 
 import asyncio
 import os
@@ -27,27 +27,27 @@ from rollweave.schema.serving import EngineSpec
 from rollweave.weights.checkpoint import read_shape
 
 START_S = 300.0
-"""Limit to reading a checkpoint: minutes for a large one on a slow disk."""
+"""Maximum seconds to read a checkpoint: minutes for a large one on a slow disk."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Number formats that the embedded engine computes in."""
 
 NAMES = "--host and --port"
+"""Names of the options that define the address, for error messages."""
 
 REPLY_S = 60.0
-"""Limit to a sample of the engine's state, which waits for a step."""
+"""Maximum seconds to read the engine's state, which waits for the end of a step."""
 
 SHUTDOWN_S = 1.0
 """Maximum seconds for requests that are under way when the engine ends."""
-
 TOKEN_FILE = Path("rollweave") / "engine.token"
-"""File with the token of all engines that this user starts, in the user's state
-directory; options may name another.
+"""File with the token of all engines that this user starts, relative to the user's state
+directory. `--token-file` names another one.
 """
 
 
-class Tokens:
-    """`TextCodec` of a checkpoint's tokenizer.json."""
+class TokenizerCodec:
+    """The `TextCodec` of a checkpoint's tokenizer.json."""
 
     def __init__(self, path: Path) -> None:
         self._tokenizer = Tokenizer.from_file(str(path))
@@ -63,8 +63,8 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """Where the engine listens, and which clients it admits: the options of `rollweave
-    engine`.
+    """The address of the engine's server and the clients that it admits, as given by the
+    options of `rollweave engine`.
     """
 
     host: str
@@ -80,7 +80,7 @@ def engine(spec: EngineSpec, access: Access) -> None:
 
     Raises ConfigError for wrong options or a wrong checkpoint, and EngineLostError.
     """
-    _check(spec)  # wrong input is reported before a process starts
+    _check(spec)  # report wrong input before a process starts
     if access.token_file is not None and (access.no_token or access.token_env is not None):
         raise ConfigError("--token-file must be given without --token-env and --no-token")
     given = given_token(
@@ -91,15 +91,15 @@ def engine(spec: EngineSpec, access: Access) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     check_address(access.host, access.port, names=NAMES)
-    kept = access.token_file or _state() / TOKEN_FILE
-    token = None if access.no_token else given or kept_token(kept)
+    file = access.token_file or _state_directory() / TOKEN_FILE
+    token = None if access.no_token else given or kept_token(file)
     if token is None:
-        tell = "no token: every program of this host, of every user, may use it"
+        notice = "no token: every program of every user on this host has access"
     elif given is not None:
-        tell = f"its token: that of ${access.token_env}"
+        notice = f"token: the value of ${access.token_env}"
     else:
-        tell = f"its token: {token} (kept in {kept})"
-    asyncio.run(_serve(spec, access, token, tell))
+        notice = f"token: {token} (stored in {file})"
+    asyncio.run(_serve(spec, access, token, notice))
 
 
 def _check(spec: EngineSpec) -> None:
@@ -111,24 +111,22 @@ def _check(spec: EngineSpec) -> None:
     if spec.device != "cpu":
         try:
             gpu_memory(spec.device)
-        except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        except (RuntimeError, AssertionError) as error:  # torch asserts that it has CUDA
             raise ConfigError(
                 f"--device must be a device of this machine, got {spec.device}: {error}"
             ) from error
 
 
-def _state() -> Path:
-    """Return the directory in which programs of this user keep their state (XDG base
-    directories).
-    """
+def _state_directory() -> Path:
+    """Return the user's directory for the state of programs (XDG base directories)."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
 
 
-async def _serve(spec: EngineSpec, access: Access, token: str | None, tell: str) -> None:
-    # cancelled when it is time
+async def _serve(spec: EngineSpec, access: Access, token: str | None, notice: str) -> None:
+    # signals cancel this future
     ending: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    present: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    present.set_result(None)
+    model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    model_ready.set_result(None)
     with (
         tempfile.TemporaryDirectory(prefix="rollweave-engine-") as scratch,
         on_ending_signals(ending.cancel),
@@ -139,7 +137,7 @@ async def _serve(spec: EngineSpec, access: Access, token: str | None, tell: str)
             module="rollweave.runtime.entrypoints.engine",
             log=log,
             env={},
-            model_ready=present,
+            model_ready=model_ready,
         )
         backend = EngineClient("the engine", link, start_s=START_S, reply_s=REPLY_S)
         try:
@@ -163,7 +161,7 @@ async def _serve(spec: EngineSpec, access: Access, token: str | None, tell: str)
                     f"serving {escape(spec.model)} at {address}, {slots} requests at once",
                     soft_wrap=True,
                 )
-                out.print(escape(tell), soft_wrap=True)
+                out.print(escape(notice), soft_wrap=True)
                 await _first(backend.lost, ending)
             if backend.lost.done():
                 raise EngineLostError(backend.lost.result())
@@ -177,5 +175,5 @@ async def _first(*futures: asyncio.Future[Any]) -> None:
 
 def _application(spec: EngineSpec, backend: EngineClient) -> web.Application:
     path = Path(spec.model) / "tokenizer.json"
-    text: TextCodec | None = Tokens(path) if path.exists() else None
+    text: TextCodec | None = TokenizerCodec(path) if path.exists() else None
     return EngineServer(backend, model=spec.model, text=text).application()

@@ -1,6 +1,4 @@
-"""`rollweave engines`: the engines of a run that goes on, and how it comes to have more
-of them, or fewer.
-"""
+"""`rollweave engines`: lists, adds and removes engines of a run while it trains."""
 
 import msgspec
 from rich.table import Table
@@ -22,16 +20,16 @@ from rollweave.schema.errors import ConfigError
 def engines(
     name: str, *, add: int | None, group: int, remove: str | None, now: bool, as_json: bool
 ) -> None:
-    """Ask the run, and print its engines.
+    """Send the request to the run, and print its engines.
 
-    Raises ConfigError for what it cannot do, or where no run goes on.
+    Raises ConfigError if the run refuses the request, or does not run.
     """
     if add is not None and remove is not None:
         raise ConfigError("--add and --remove must not be given together")
     if group and add is None:
-        raise ConfigError("--group must go with --add")
+        raise ConfigError("--group must be used with --add")
     if now and remove is None:
-        raise ConfigError("--now must go with --remove")
+        raise ConfigError("--now must be used with --remove")
     request: ControlRequest = ListEngines()
     if add is not None:
         request = AddEngines(count=add, group=group)
@@ -43,8 +41,8 @@ def engines(
     elif reply.added or not reply.error:
         _show(reply)
     if reply.error:
-        what = "--add" if add is not None else "--remove"
-        raise ConfigError(f"{what}: {reply.error}")
+        option = "--add" if add is not None else "--remove"
+        raise ConfigError(f"{option}: {reply.error}")
 
 
 def _show(reply: ControlReply) -> None:

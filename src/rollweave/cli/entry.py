@@ -1,11 +1,11 @@
-"""Where the program `rollweave` begins."""
+"""The entry point of the program `rollweave`."""
 
-from rollweave.cli.interrupt import enter
+from rollweave.cli.interrupt import install_signals
 
 
 def main() -> None:
     """Run the command line."""
-    enter()  # before the imports, which take a second
+    install_signals()  # before the imports, which take a second
     from rollweave.cli.main import app
 
     app()

@@ -1,5 +1,5 @@
-"""`rollweave eval`: a checkpoint on held-out tasks, by the same loop with no training
-step.
+"""`rollweave eval`: evaluates a checkpoint on held-out tasks, in a run without training
+steps.
 """
 
 import math
@@ -20,22 +20,22 @@ from rollweave.schema.config.sections import EvalConfig, ModelConfig, WarmupConf
 from rollweave.schema.errors import ConfigError, RollweaveError
 
 DIRECTORY = "evaluations"
-"""Where evaluations of a run lie, each a run directory of its own."""
+"""Subdirectory of a run for its evaluations, each of which is a run directory."""
 
 
 def evaluate(
     name: str, *, episodes: int | None, temperature: float | None, checkpoint: str, inproc: bool
 ) -> None:
-    """Evaluate and print success by task, or the mean reward where the environment
-    defines no success.
+    """Evaluate and print the success rate by task, or the mean reward if the
+    environment defines no success.
 
     Raises ConfigError for a run or checkpoint that is missing or incomplete,
-    RollweaveError where the evaluation has no result, and KeyboardInterrupt where it
-    has none because the user ended it.
+    RollweaveError if the evaluation has no result, and KeyboardInterrupt if the user
+    ended it before it had one.
     """
     run = find_run(name)
     if not run.config.exists():
-        raise ConfigError(f"{run.path} must hold config.toml, found none")
+        raise ConfigError(f"{run.path} must hold config.toml, got a directory without it")
     step, model = exported_checkpoint(run, checkpoint)
     config = evaluation_config(
         load(run.config),
@@ -65,7 +65,7 @@ def evaluation_config(
     episodes: int | None,
     temperature: float | None,
 ) -> RunConfig:
-    """The configuration of a run that only evaluates `model`, on the tasks of
+    """Return the configuration of a run that only evaluates `model`, on the tasks of
     `trained`.
     """
     count = (
@@ -75,7 +75,9 @@ def evaluation_config(
     if not math.isfinite(warmth):
         raise ConfigError(f"--temperature must be a finite number, got {warmth}")
     if count < 1:
-        raise ConfigError("--episodes must be given where the run has none of its own, got nothing")
+        raise ConfigError(
+            "--episodes must be given for a run that configures no evaluation episodes, got none"
+        )
     section = trained.run.model_copy(
         update={
             "name": f"step-{step}-t{warmth:g}-n{count}",
@@ -92,7 +94,7 @@ def evaluation_config(
 
 
 def half_width(rate: float, count: int) -> float:
-    """Half the width of Wilson's 95 % interval of a success rate."""
+    """Return half the width of Wilson's 95 % interval of a success rate."""
     z = 1.96
     if count < 1:
         return 0.0
@@ -107,14 +109,14 @@ def _show(summary: Summary, step: int, directory: Path) -> None:
         table.add_column(heading, justify="left" if heading == "task" else "right")
     for task, reward in summary.mean_reward.items():
         count, rate = summary.eval_episodes.get(task, 0), summary.success_rate.get(task)
-        found = (
+        success = (
             ["-", "-"]
             if rate is None
             else [f"[bold]{rate:.3f}[/]", f"{half_width(rate, count):.3f}"]
         )
         table.add_row(
             task,
-            *found,
+            *success,
             f"{reward:.3f}" if rate is not None else f"[bold]{reward:.3f}[/]",
             str(count),
         )
@@ -125,5 +127,5 @@ def _show(summary: Summary, step: int, directory: Path) -> None:
     )
     if not summary.eval_episodes:
         raise RollweaveError(
-            f"no episode was scored: see the stop reasons in {directory}/summary.json"
+            f"no episode was scored; {directory}/summary.json lists the stop reasons"
         )

@@ -1,5 +1,5 @@
-"""`rollweave simulate --faults`: what each seed came to, a line a seed, and the one
-command that shows a failure again.
+"""`rollweave simulate --faults`: prints the outcome of each seed on one line, and for a
+failure the command that reproduces it.
 """
 
 import re
@@ -16,56 +16,60 @@ from rollweave.schema.errors import ConfigError
 from rollweave.sim.faults import Report, search
 
 
-def work(path: Path | None, overrides: Sequence[str], named: Sequence[str]) -> None:
-    """Search these seeds: their own scenarios, or the configuration at `path` under
-    their faults. Raises ConfigError.
+def search_seeds(path: Path | None, overrides: Sequence[str], ranges: Sequence[str]) -> None:
+    """Search the seeds in `ranges` for faults that break the core: in the configuration
+    at `path`, or without one, in a scenario that the seed generates.
+
+    Raises ConfigError.
     """
-    seeds = [seed for text in named for seed in parsed(text)]
+    seeds = [seed for text in ranges for seed in parse_seeds(text)]
     if path is None and overrides:
         raise ConfigError(
-            "--set must go with CONFIG, since a seed of --faults has its own "
-            f"scenario, got {overrides[0]!r}"
+            "--set must be used with CONFIG, because a seed of --faults generates its "
+            f"own scenario, got {overrides[0]!r}"
         )
     config = load(path, overrides) if path is not None else None
     failed = False
     for seed in seeds:
         report = search(seed, config)
-        out.print(line(report), soft_wrap=True)
+        out.print(outcome_text(report), soft_wrap=True)
         if report.violation:
             failed = True
-            out.print(f"  replay with: {escape(command(seed, path, overrides))}", soft_wrap=True)
+            out.print(
+                f"  replay with: {escape(replay_command(seed, path, overrides))}", soft_wrap=True
+            )
     if failed:
         raise typer.Exit(FAILED)
 
 
-def parsed(text: str) -> range:
-    """The seeds that `7` or `0-49` stands for. Raises ConfigError."""
-    found = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", text, re.ASCII)
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
+def parse_seeds(text: str) -> range:
+    """Parse one seed or a range of seeds, such as `7` or `0-49`. Raises ConfigError."""
+    match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", text, re.ASCII)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
     if first > last:
         raise ConfigError(f"--faults must be a seed or a range of seeds such as 0-49, got {text!r}")
     return range(first, last + 1)
 
 
-def line(report: Report) -> str:
-    """The outcome of a seed, as markup."""
+def outcome_text(report: Report) -> str:
+    """Return the outcome of a seed, as markup."""
     total = sum(report.faults.values())
     faults = ", ".join(f"{kind} {count}" for kind, count in report.faults.items())
     if report.violation:
         verdict = f"[red]violated:[/] {escape(report.violation)}"
     else:
-        verdict = "all held" + (
+        verdict = "all invariants held" + (
             f"; the run ended with: {escape(report.error)}" if report.error else ""
         )
-    story = (
+    counts = (
         f"{report.mode}, {report.events:,} events, {total:,} "
         f"faults{f' ({faults})' if faults else ''}"
     )
-    return f"seed {report.seed}: {story}: {verdict}"
+    return f"seed {report.seed}: {counts}: {verdict}"
 
 
-def command(seed: int, path: Path | None = None, overrides: Sequence[str] = ()) -> str:
-    """What to type to see this seed again."""
+def replay_command(seed: int, path: Path | None = None, overrides: Sequence[str] = ()) -> str:
+    """Return the command line that runs this seed again."""
     words = ["rollweave", "simulate", *([str(path)] if path is not None else [])]
     for override in overrides:
         words += ["--set", override]

@@ -1,5 +1,5 @@
-"""Ctrl-C: quiet until something has been begun and after it is over, an orderly end
-between.
+"""Ctrl-C: ends the program silently before a command begins and after it has ended, and
+in order while it runs.
 
 Imports nothing that is slow, because it runs before everything else.
 """
@@ -10,33 +10,29 @@ import signal
 from rollweave.io.process_setup import reset_signals
 
 INTERRUPTED = 130
-"""Exit code: what shells give to a program that Ctrl-C ended."""
+"""Exit code that shells report for a program that Ctrl-C ended."""
 
 
-def enter() -> None:
-    """Set the program's signals: SIGINT and SIGTERM end it however it was started,
-    SIGHUP unless `nohup` ignores it.
+def install_signals() -> None:
+    """Set the program's signals, regardless of its parent's: SIGINT and SIGTERM end it,
+    and SIGHUP unless `nohup` ignores it.
     """
     reset_signals(keep=(signal.SIGHUP,))
-    quiet()
+    exit_on_interrupt()
 
 
-def quiet() -> None:
-    """Ctrl-C ends the program at once, without a word: nothing has been begun yet, or
-    all is over.
-    """
-    # a program that calls us keeps its own
+def exit_on_interrupt() -> None:
+    """Let Ctrl-C end the program at once and silently: no command runs."""
+    # a program that calls us keeps its own handler
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _leave)
+        signal.signal(signal.SIGINT, _exit)
 
 
-def begun() -> None:
-    """From now on Ctrl-C is a KeyboardInterrupt again: there is something to end in
-    order.
-    """
-    if signal.getsignal(signal.SIGINT) is _leave:
+def raise_on_interrupt() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt, so that a command can end in order."""
+    if signal.getsignal(signal.SIGINT) is _exit:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _leave(*_: object) -> None:
+def _exit(*_: object) -> None:
     os._exit(INTERRUPTED)

@@ -1,7 +1,8 @@
-"""`rollweave`: the commands and their options. Each command is a line or two; the work
-is in the module of its name.
+"""The commands of `rollweave` and their options. The work of each command is in the
+module of its name.
 
-Imports of the work are inside the commands: `rollweave --help` must not wait for torch.
+The commands import that module when they run, so that `rollweave --help` does not wait
+for torch.
 """
 
 import importlib.metadata
@@ -10,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from rollweave.cli.bench import NAMES
-from rollweave.cli.console import reported
-from rollweave.cli.interrupt import enter
+from rollweave.cli.bench import NAMES, SEEDED
+from rollweave.cli.console import errors_reported
+from rollweave.cli.interrupt import install_signals
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -43,7 +44,21 @@ def options(
 Run = Annotated[
     str, typer.Argument(metavar="RUN", help="A run directory, or its name under runs/.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="End with one line of JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="End the output with one line of JSON.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting. May be repeated."),
+]
+InProcess = Annotated[
+    bool, typer.Option("--inproc", help="Run everything in one process, for debugging.")
+]
+NoToken = Annotated[
+    bool,
+    typer.Option(
+        "--no-token",
+        help="Admit every program of every user on this host; only on the loopback address.",
+    ),
+]
 
 
 @app.command()
@@ -51,28 +66,27 @@ def train(
     config: Annotated[
         Path, typer.Argument(metavar="CONFIG", help="A TOML file, or a run directory to resume.")
     ],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a knob, repeatedly.")
-    ] = None,
+    overrides: Overrides = None,
     mode: Annotated[
         str | None,
-        typer.Option(help="Pacing: sync, one_step, stream, partial, bounded or decoupled."),
+        typer.Option(
+            help="How far rollouts may run ahead of training: sync, one_step, stream, partial, "
+            "bounded or decoupled."
+        ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything that can be known before, and stop.")
+        bool, typer.Option("--dry-run", help="Run all checks, and do not train.")
     ] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume the run where it ended or was killed.")
     ] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Delete a former run of this name first.")
+        bool, typer.Option("--fresh", help="First delete an earlier run of the same name.")
     ] = False,
-    inproc: Annotated[
-        bool, typer.Option("--inproc", help="One process with threads, for debugging.")
-    ] = False,
+    inproc: InProcess = False,
 ) -> None:
-    """Train an agent as CONFIG says."""
-    with reported():
+    """Train an agent as configured in CONFIG."""
+    with errors_reported():
         from rollweave.cli.train import train as work
 
         sets = [*(overrides or []), *([f"rollout.mode={mode}"] if mode is not None else [])]
@@ -84,20 +98,20 @@ def evaluate(
     run: Run,
     episodes: Annotated[
         int | None,
-        typer.Option(min=1, help="Episodes of each task; the run's own number if not given."),
+        typer.Option(min=1, help="Episodes of each task; by default as configured in the run."),
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="0 is greedy; the run's own if not given.")
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Sampling temperature, 0 for greedy; by default as configured in the run.",
+        ),
     ] = None,
-    checkpoint: Annotated[str, typer.Option(help="best, last, or a step.")] = "best",
-    inproc: Annotated[
-        bool, typer.Option("--inproc", help="One process with threads, for debugging.")
-    ] = False,
+    checkpoint: Annotated[str, typer.Option(help="best, last, or the number of a step.")] = "best",
+    inproc: InProcess = False,
 ) -> None:
-    """Evaluate a checkpoint of RUN on held-out tasks, with the same loop and no
-    training.
-    """
-    with reported():
+    """Evaluate a checkpoint of RUN on held-out tasks, without training."""
+    with errors_reported():
         from rollweave.cli.evaluate import evaluate as work
 
         work(run, episodes=episodes, temperature=temperature, checkpoint=checkpoint, inproc=inproc)
@@ -109,35 +123,25 @@ def serve(
         Path,
         typer.Argument(
             metavar="CONFIG|RUN",
-            help="A TOML file with model.path; or a trained run, to serve its best.",
+            help="A TOML file with model.path, or a trained run, whose best checkpoint is served.",
         ),
     ],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a knob, repeatedly.")
-    ] = None,
+    overrides: Overrides = None,
     port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Port; 0: any that is free.")
+        int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")
     ] = None,
-    no_token: Annotated[
-        bool,
-        typer.Option(
-            "--no-token",
-            help="Let every program of this host use it, of every user; on the loopback alone.",
-        ),
-    ] = False,
+    no_token: NoToken = False,
     unsandboxed: Annotated[
         bool,
         typer.Option(
             "--unsandboxed",
-            help="Allow sandbox.backend = plain: what clients ask for runs as this user.",
+            help="Allow sandbox.backend = plain, with which clients' commands run as this user.",
         ),
     ] = False,
-    inproc: Annotated[
-        bool, typer.Option("--inproc", help="One process with threads, for debugging.")
-    ] = False,
+    inproc: InProcess = False,
 ) -> None:
-    """Serve rollouts of CONFIG's tasks over HTTP, to whoever asks."""
-    with reported():
+    """Serve rollouts of CONFIG's tasks over HTTP."""
+    with errors_reported():
         from rollweave.cli.serve import serve as work
 
         sets = [*(overrides or []), *([f"serve.port={port}"] if port is not None else [])]
@@ -152,24 +156,22 @@ def simulate(
             metavar="[CONFIG]", help="A TOML file as for `train`, with a [sim] section."
         ),
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a knob, repeatedly.")
-    ] = None,
+    overrides: Overrides = None,
     faults: Annotated[
         list[str] | None,
         typer.Option(
             metavar="SEED",
-            help="Break things as SEED (or A-B) says, repeatedly; without CONFIG, "
-            "in a run of its own.",
+            help="Inject the faults of SEED, or of a range A-B; without CONFIG, into a generated "
+            "run. May be repeated.",
         ),
     ] = None,
     json_: Json = False,
 ) -> None:
-    """Run CONFIG on simulated GPUs, and say where their time goes; or search for faults
-    that break the core.
+    """Run CONFIG on simulated GPUs and show how their time is used, or search for
+    faults that break the core.
     """
-    with reported():
-        from rollweave.cli.simulate import work
+    with errors_reported():
+        from rollweave.cli.simulate import simulate as work
 
         work(config, overrides or [], faults=faults or [], as_json=json_)
 
@@ -179,7 +181,8 @@ def reproduce(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[NAME]...", help="Experiments, or papers for all of theirs; all if none."
+            metavar="[NAME]...",
+            help="Experiments, or papers for all of their experiments; by default all.",
         ),
     ] = None,
     quick: Annotated[
@@ -188,14 +191,19 @@ def reproduce(
     json_: Json = False,
     write: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write Markdown: between its marks, or as a page."),
+        typer.Option(
+            metavar="FILE",
+            help="Write the tables as Markdown to FILE, between its two marks if it has them.",
+        ),
     ] = None,
 ) -> None:
-    """Run the papers' experiments on simulated GPUs, beside the published numbers."""
-    with reported():
-        from rollweave.cli.reproduce import work
+    """Run the papers' experiments on simulated GPUs, and compare with the published
+    numbers.
+    """
+    with errors_reported():
+        from rollweave.cli.reproduce import reproduce as work
 
-        work(names or [], quick=quick, as_json_=json_, write=write)
+        work(names or [], quick=quick, as_json=json_, write=write)
 
 
 @app.command()
@@ -203,44 +211,46 @@ def engine(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT", help="A directory in Hugging Face format.")
     ],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: one that is free.")] = 8000,
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")
+    ] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     names: Annotated[
         list[str] | None,
         typer.Option(
             "--allow-host",
             metavar="NAME",
-            help="Another name by which clients call this server, repeatedly.",
+            help="Another host name under which clients reach this server. May be repeated.",
         ),
     ] = None,
     token_env: Annotated[
-        str | None, typer.Option(metavar="VARIABLE", help="Take the clients' token from here.")
+        str | None,
+        typer.Option(metavar="VARIABLE", help="Environment variable with the clients' token."),
     ] = None,
     token_file: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Keep the token here, not in ~/.local/state/rollweave/engine.token.",
+            help="File of the token, instead of ~/.local/state/rollweave/engine.token.",
         ),
     ] = None,
-    no_token: Annotated[
-        bool,
-        typer.Option(
-            "--no-token",
-            help="Let every program of this host use it, of every user; on the loopback alone.",
-        ),
-    ] = False,
+    no_token: NoToken = False,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    threads: Annotated[int, typer.Option(min=1, help="Of the CPU.")] = 1,
-    slots: Annotated[int, typer.Option(min=1, help="Requests that run at once; more wait.")] = 64,
-    kv_tokens: Annotated[int, typer.Option(min=16, help="Tokens that the KV cache holds.")] = 65536,
+    threads: Annotated[int, typer.Option(min=1, help="Number of CPU threads.")] = 1,
+    slots: Annotated[
+        int, typer.Option(min=1, help="Maximum requests that run at once; more are queued.")
+    ] = 64,
+    kv_tokens: Annotated[
+        int, typer.Option(min=16, help="Size of the KV cache, in tokens.")
+    ] = 65536,
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Same answers whatever else runs; slower.")
+        bool,
+        typer.Option("--deterministic", help="Make answers independent of other requests; slower."),
     ] = False,
 ) -> None:
     """Serve CHECKPOINT over HTTP with the embedded engine."""
-    with reported():
+    with errors_reported():
         from rollweave.cli.engine import Access
         from rollweave.cli.engine import engine as work
         from rollweave.schema.base import EngineId
@@ -270,7 +280,7 @@ def engine(
 @app.command()
 def doctor() -> None:
     """Check this installation and this machine."""
-    with reported():
+    with errors_reported():
         from rollweave.cli.doctor import doctor as work
 
         work()
@@ -280,22 +290,26 @@ def doctor() -> None:
 def trace(
     run: Run,
     trajectory: Annotated[
-        str | None, typer.Argument(metavar="[TRAJECTORY]", help="Show this one turn by turn.")
+        str | None,
+        typer.Argument(metavar="[TRAJECTORY]", help="Show this trajectory turn by turn."),
     ] = None,
-    task: Annotated[str | None, typer.Option(help="Only this task.")] = None,
-    stop: Annotated[str | None, typer.Option(help="Only this stop reason.")] = None,
+    task: Annotated[str | None, typer.Option(help="Show only this task.")] = None,
+    stop: Annotated[str | None, typer.Option(help="Show only this stop reason.")] = None,
     reward: Annotated[
-        str | None, typer.Option(help="Only these rewards: 1, '>0.5', '<=0'.")
+        str | None, typer.Option(help="Show only these rewards, such as 1, '>0.5' or '<=0'.")
     ] = None,
     step: Annotated[
-        int | None, typer.Option(help="Only those that weights of this step started.")
+        int | None,
+        typer.Option(help="Show only trajectories that started with the weights of this step."),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Rows at most, the newest.")] = 40,
+    limit: Annotated[
+        int, typer.Option(min=1, help="Maximum number of rows; the newest are shown.")
+    ] = 40,
 ) -> None:
     """List the trajectories of RUN, or show one with its tokens, versions, log-probs,
     rewards and times.
     """
-    with reported():
+    with errors_reported():
         from rollweave.cli.trace import trace as work
 
         work(run, trajectory, task=task, stop=stop, reward=reward, step=step, limit=limit)
@@ -305,23 +319,28 @@ def trace(
 def engines(
     run: Run,
     add: Annotated[
-        int | None, typer.Option(min=1, max=64, metavar="N", help="Start so many more.")
+        int | None, typer.Option(min=1, max=64, metavar="N", help="Add N engines.")
     ] = None,
     group: Annotated[
         int,
-        typer.Option(min=0, help="With --add: which of several [[engines]] they are like, from 0."),
+        typer.Option(
+            min=0, help="With --add: index of the [[engines]] section to use, counted from 0."
+        ),
     ] = 0,
     remove: Annotated[
         str | None,
-        typer.Option(metavar="ENGINE", help="Do without this one: it ends what it began."),
+        typer.Option(metavar="ENGINE", help="Remove this engine once its turns are done."),
     ] = None,
     now: Annotated[
-        bool, typer.Option("--now", help="With --remove: at once; its turns go on elsewhere.")
+        bool,
+        typer.Option(
+            "--now", help="With --remove: remove it at once; other engines continue its turns."
+        ),
     ] = False,
     json_: Json = False,
 ) -> None:
-    """List the engines of RUN while it trains, and have more of them, or fewer."""
-    with reported():
+    """List the engines of RUN while it trains, or add or remove engines."""
+    with errors_reported():
         from rollweave.cli.engines import engines as work
 
         work(run, add=add, group=group, remove=remove, now=now, as_json=json_)
@@ -329,8 +348,8 @@ def engines(
 
 @app.command()
 def report(run: Run) -> None:
-    """Write RUN's report: one HTML file that needs nothing else."""
-    with reported():
+    """Write the report of RUN as one self-contained HTML file."""
+    with errors_reported():
         from rollweave.cli.report import report as work
 
         work(run)
@@ -342,28 +361,32 @@ def bench(
         str, typer.Argument(metavar="NAME", help=f"{', '.join(NAMES[:-1])} or {NAMES[-1]}.")
     ],
     json_: Json = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Under a minute, for a look.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A short version of less than a minute.")
+    ] = False,
     seeds: Annotated[
-        int | None, typer.Option(min=1, help="Seeds of the training benches and of faults.")
+        int | None, typer.Option(min=1, help=f"Number of seeds, for {', '.join(SEEDED)}.")
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(help="With engine: write its step times here, for `sim.profile`.")
+        Path | None,
+        typer.Option(help="With engine: file to write its step times to, for `sim.profile`."),
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(help="With --profile: a model directory; else the demo's model.")
+        Path | None,
+        typer.Option(help="With --profile: a model directory; by default the demo's model."),
     ] = None,
 ) -> None:
-    """Measure, and compare with peers in the same run.
+    """Measure performance, and compare with peers in the same run.
 
-    `engine` compares with vLLM where ROLLWEAVE_VLLM_PYTHON names the interpreter of an
-    environment that has it.
+    `engine` also measures vLLM if ROLLWEAVE_VLLM_PYTHON names the interpreter of an
+    environment in which it is installed.
     """
-    with reported():
+    with errors_reported():
         from rollweave.cli.bench import bench as work
 
         work(name, as_json=json_, quick=quick, seeds=seeds, profile=profile, model=model)
 
 
 if __name__ == "__main__":
-    enter()
+    install_signals()
     app()

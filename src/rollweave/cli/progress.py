@@ -1,10 +1,10 @@
-"""What a run looks like while it runs: a small panel on a terminal, one plain line now
-and then everywhere else.
+"""The display of a run's progress: a small panel on a terminal, plain lines everywhere
+else.
 
-Invariants: implements `live.metrics.Progress`; never raises for a line it does not
-know; calm: a terminal is redrawn at most `REFRESH_PER_S` times a second, plain output
-says at most one step in `PLAIN_EVERY_S` seconds (warnings and evaluations always, the
-same warning at most `WARNINGS_SHOWN` times).
+Invariants: implements `runtime.metrics.Progress`; never raises for an unknown line; a
+terminal is redrawn at most `REFRESH_PER_S` times a second; plain output shows at most
+one step in `PLAIN_EVERY_S` seconds, all evaluations, and at most `WARNINGS_SHOWN`
+warnings of each component.
 """
 
 import contextlib
@@ -26,21 +26,29 @@ from rollweave.record.summary import cut_text, held_out, scheduled
 from rollweave.runtime.preflight.checks import human_seconds
 
 REFRESH_PER_S = 4
+"""Maximum number of redraws of the panel in a second."""
+
 PLAIN_EVERY_S = 5.0
-"""Seconds between two plain lines of steps: readable in a log that someone follows."""
+"""Minimum seconds between two plain lines of steps, so that a log can be followed."""
 
 WARNINGS_SHOWN = 3
+"""Maximum number of warnings in the panel, and of one component in plain output."""
+
 SPARK = "▁▂▃▄▅▆▇█"
+"""Blocks of a sparkline, from the lowest to the highest value."""
+
 CURVE_POINTS = 40
-AVERAGED = 10
-"""Steps over which the panel averages: single batches are too noisy to read."""
+"""Maximum number of blocks of a sparkline."""
+
+AVERAGED_STEPS = 10
+"""Number of steps over which the panel averages: single batches are too noisy to read."""
 
 
 class Display(Protocol):
-    """A `Progress` that is entered and left."""
+    """A `Progress` that is a context manager."""
 
     def __enter__(self) -> Self:
-        """Begin to show."""
+        """Start to show progress."""
 
     def __exit__(
         self,
@@ -51,14 +59,14 @@ class Display(Protocol):
         """Show the last state and stop."""
 
     def line(self, line: Mapping[str, Any]) -> None:
-        """A line of metrics.jsonl was written."""
+        """Show a new line of metrics.jsonl."""
 
     def phase(self, text: str) -> None:
-        """What the run does now."""
+        """Show the current phase of the run."""
 
 
 def display(console: Console, *, name: str, steps: int) -> Display:
-    """The display that fits the console."""
+    """Return the display that suits the console."""
     return (
         Terminal(console, name=name, steps=steps)
         if console.is_terminal
@@ -67,13 +75,13 @@ def display(console: Console, *, name: str, steps: int) -> Display:
 
 
 class Plain:
-    """One line at a time, for logs and pipes."""
+    """Prints plain lines, for logs and pipes."""
 
     def __init__(
         self, console: Console, *, steps: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._console, self._steps, self._clock = console, steps, clock
-        self._said_at = float("-inf")
+        self._printed_at = float("-inf")
         self._warnings: Counter[str] = Counter()
 
     def __enter__(self) -> Self:
@@ -86,41 +94,41 @@ class Plain:
         match line.get("kind"):
             case "step":
                 now = self._clock()
-                if now - self._said_at >= PLAIN_EVERY_S or line["step"] + 1 >= self._steps:
-                    self._said_at = now
-                    self._say(step_text(line, self._steps))
+                if now - self._printed_at >= PLAIN_EVERY_S or line["step"] + 1 >= self._steps:
+                    self._printed_at = now
+                    self._print(step_text(line, self._steps))
             case "evaluation":
-                self._say(evaluation_text(line))
+                self._print(evaluation_text(line))
             case "warning":
                 self._warn(line)
             case _:
                 pass
 
     def phase(self, text: str) -> None:
-        self._say(text)
+        self._print(text)
 
     def _warn(self, line: Mapping[str, Any]) -> None:
         component = str(line["component"])
         self._warnings[component] += 1
         if self._warnings[component] <= WARNINGS_SHOWN:
-            self._say(f"warning: {component}: {line['message']}")
+            self._print(f"warning: {component}: {line['message']}")
         elif self._warnings[component] == WARNINGS_SHOWN + 1:
-            self._say(f"warning: {component}: more of these are in metrics.jsonl")
+            self._print(f"warning: {component}: further warnings are only in metrics.jsonl")
 
-    def _say(self, text: str) -> None:
-        # a log on a full disk: the run is worth more than its lines
+    def _print(self, text: str) -> None:
+        # a log on a full disk must not end the run
         with contextlib.suppress(OSError):
             self._console.print(text, markup=False, soft_wrap=True)
 
 
 class Terminal:
-    """A panel that is redrawn in place."""
+    """Shows a panel that is redrawn in place."""
 
     def __init__(self, console: Console, *, name: str, steps: int) -> None:
         self._console, self._name, self._steps = console, name, steps
         self._phase = "starting"
         self._began = time.monotonic()
-        self._recent: deque[Mapping[str, Any]] = deque(maxlen=AVERAGED)
+        self._recent: deque[Mapping[str, Any]] = deque(maxlen=AVERAGED_STEPS)
         self._curve: dict[tuple[str, str], list[float]] = {}
         self._evaluation: Mapping[str, Any] | None = None
         self._warnings: deque[str] = deque(maxlen=WARNINGS_SHOWN)
@@ -149,7 +157,7 @@ class Terminal:
                 self._recent.append(line)
                 for name, (kind, value) in held_out(line["success"], line["reward"]).items():
                     if kind == "success":
-                        # it was not known to define success
+                        # earlier steps did not show that this task defines success
                         self._curve.pop((name, "reward"), None)
                     self._curve.setdefault((name, kind), []).append(value)
             case "evaluation":
@@ -166,8 +174,8 @@ class Terminal:
         self._phase = text
 
     def draw(self) -> RenderableType:
-        """The panel as it stands."""
-        parts: list[RenderableType] = [self._head()]
+        """Return the panel in its present state."""
+        parts: list[RenderableType] = [self._header()]
         if self._recent:
             parts.append(self._figures())
         parts.extend(
@@ -182,7 +190,7 @@ class Terminal:
             padding=(0, 1),
         )
 
-    def _head(self) -> RenderableType:
+    def _header(self) -> RenderableType:
         done = int(self._recent[-1]["step"]) + 1 if self._recent else 0
         grid = Table.grid(padding=(0, 2))
         grid.add_column(no_wrap=True)
@@ -205,7 +213,8 @@ class Terminal:
             reward = f"  reward {_mean(rewards):.2f}" if kind == "success" else ""
             grid.add_row(
                 name,
-                f"{kind} [bold]{_mean(values[-AVERAGED:]):.2f}[/]  {sparkline(values)}{reward}",
+                f"{kind} [bold]{_mean(values[-AVERAGED_STEPS:]):.2f}[/]  "
+                f"{sparkline(values)}{reward}",
             )
         if self._evaluation is not None:
             grid.add_row(
@@ -221,15 +230,15 @@ class Terminal:
         if text := cut_text(cut, sum(line.get("turns", 0) for line in self._recent)):
             grid.add_row("cut", f"[yellow]{escape(text)}[/]")
         grid.add_row("staleness", _staleness_text(self._recent))
-        if did := scheduled(_sums([line.get("scheduling", {}) for line in self._recent])):
-            grid.add_row("scheduling", did)
-        for who in ("engines", "trainer"):
-            grid.add_row(who, _shares_text(self._recent, who))
+        if scheduling := scheduled(_sums([line.get("scheduling", {}) for line in self._recent])):
+            grid.add_row("scheduling", scheduling)
+        for part in ("engines", "trainer"):
+            grid.add_row(part, _shares_text(self._recent, part))
         return grid
 
 
 def step_text(line: Mapping[str, Any], steps: int) -> str:
-    """One step as one plain line."""
+    """Return a step as one plain line."""
     trainer = _shares(line["idle"].get("trainer", {}))
     engines = _shares(line["idle"].get("engines", {}))
     parts = [
@@ -247,20 +256,20 @@ def step_text(line: Mapping[str, Any], steps: int) -> str:
 
 
 def evaluation_text(line: Mapping[str, Any]) -> str:
-    """One evaluation as one line."""
-    what = "final evaluation" if line["final"] else "evaluation"
+    """Return an evaluation as one line."""
+    kind = "final evaluation" if line["final"] else "evaluation"
     failed = sum(line["failed"].values())
     more = f", {failed} episodes failed" if failed else ""
     episodes = sum(line["episodes"].values())
     if line.get("target_reached"):
         more += "; eval.stop_at is reached, training ends here"
     measured = f"{_measured(line)} over " if line["reward"] else ""
-    return f"{what} at step {line['step']}: {measured}{episodes} held-out episodes{more}"
+    return f"{kind} at step {line['step']}: {measured}{episodes} held-out episodes{more}"
 
 
 def sparkline(values: list[float]) -> str:
-    """Draw values as at most `CURVE_POINTS` blocks, each the mean of its share, on a
-    scale of 0 to 1, or wider if needed.
+    """Draw values as at most `CURVE_POINTS` blocks, each the mean of several values, on
+    a scale from 0 to 1, or wider if needed.
     """
     low, high = min(0.0, *values, 0.0), max(1.0, *values, 1.0)
     count = min(len(values), CURVE_POINTS)
@@ -273,14 +282,14 @@ def sparkline(values: list[float]) -> str:
 
 
 def _measured(line: Mapping[str, Any]) -> str:
-    """Show the success of task domains that define it, and the mean reward of the
-    others.
+    """Return the success rates of task domains that define success, and the mean rewards
+    of the others.
     """
-    found = held_out(line["success"], line["reward"])
+    measures = held_out(line["success"], line["reward"])
     parts = []
     for kind in ("success", "reward"):
-        if values := {name: value for name, (of, value) in found.items() if of == kind}:
-            named = len(found) > 1 and len(values) == 1
+        if values := {name: value for name, (of, value) in measures.items() if of == kind}:
+            named = len(measures) > 1 and len(values) == 1
             parts.append(f"{kind} {next(iter(values)) + ' ' if named else ''}{_by_task(values)}")
     return ", ".join(parts)
 
@@ -296,10 +305,10 @@ def _mean(values: list[float]) -> float:
 
 
 def _sums(tables: list[Mapping[str, float]]) -> Counter[str]:
-    found: Counter[str] = Counter()
+    sums: Counter[str] = Counter()
     for table in tables:
-        found.update(table)
-    return found
+        sums.update(table)
+    return sums
 
 
 def _in_flight(line: Mapping[str, Any]) -> tuple[int, int]:
@@ -325,9 +334,9 @@ def _shares(seconds: Mapping[str, float]) -> dict[str, float]:
     return {cause: value / total for cause, value in seconds.items()} if total > 0 else {}
 
 
-def _shares_text(lines: deque[Mapping[str, Any]], who: str) -> str:
-    summed: Counter[str] = Counter()
+def _shares_text(lines: deque[Mapping[str, Any]], part: str) -> str:
+    seconds: Counter[str] = Counter()
     for line in lines:
-        summed.update(line["idle"].get(who, {}))
-    shares = sorted(_shares(summed).items(), key=lambda item: (item[0] != "busy", -item[1]))
+        seconds.update(line["idle"].get(part, {}))
+    shares = sorted(_shares(seconds).items(), key=lambda item: (item[0] != "busy", -item[1]))
     return "  ".join(f"{cause} {share:.0%}" for cause, share in shares if share >= 0.005) or "-"

@@ -1,4 +1,4 @@
-"""`rollweave report`: the run as one HTML file."""
+"""`rollweave report`: writes the report of a run as one HTML file."""
 
 from rich.markup import escape
 
@@ -9,7 +9,7 @@ from rollweave.runtime.preflight.checks import human_bytes
 
 
 def report(name: str) -> None:
-    """Write `report.html` and say where it is."""
+    """Write `report.html` and print its path."""
     run = find_run(name)
     run.must_be_writable()
     path = write_report(run)

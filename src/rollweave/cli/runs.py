@@ -1,11 +1,9 @@
-"""Finds what the user means by RUN and CHECKPOINT."""
+"""Resolve the arguments RUN and CHECKPOINT of the commands."""
 
 import difflib
-import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 from rollweave.record.rundir import RunDir
 from rollweave.runtime.checkpoints import Checkpoints
@@ -13,17 +11,19 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 
 RUNS = Path("runs")
+"""Directory in which runs are looked up by name."""
+
 EXPORT = "hf"
-"""Directory of a checkpoint with the Hugging Face export."""
+"""Subdirectory of a checkpoint with its export in Hugging Face format."""
 
 
 def find_run(name: str) -> RunDir:
-    """The run directory that `name` means: a path, or a name under `runs/`.
+    """Return the run directory that `name` refers to: a path, or a name under `runs/`.
 
     Raises ConfigError, also from `must_fit`.
     """
     for path in (Path(name), RUNS / name):
-        # Path.exists raises for odd names
+        # unlike os.path.exists, Path.exists raises for invalid names
         if any(os.path.exists(path / file) for file in ("config.toml", "metrics.jsonl")):
             run = RunDir(path)
             run.must_fit()
@@ -35,20 +35,20 @@ def find_run(name: str) -> RunDir:
 
 
 def clear(config: RunConfig) -> None:
-    """`--fresh`: delete the run directory of `config`, if it is one and nobody uses it.
+    """Delete the run directory of `config`, for `--fresh`.
 
-    Raises ConfigError otherwise.
+    Raises ConfigError if the directory is in use or is not a run directory.
     """
     path = Path(config.run.dir) / config.run.name
     if not path.exists() or not any(path.iterdir()):
         return
     if not (RunDir(path).lock.exists() or RunDir(path).identity.exists()):
         raise ConfigError(
-            f"--fresh: {path} must be a run directory to be deleted, found no lock "
+            f"--fresh: {path} must be a run directory to be deleted, got one without a lock "
             "file; remove it yourself"
         )
     if not RunDir(path).config.exists():
-        # a run that died before it wrote its configuration: let `claim` take it over
+        # the run died before it wrote its configuration, which `claim` requires
         RunDir(path).config.touch()
     with RunDir.claim(config, resume=True, to_clear=True):
         for entry in path.iterdir():
@@ -59,7 +59,8 @@ def clear(config: RunConfig) -> None:
 
 
 def exported_checkpoint(run: RunDir, which: str) -> tuple[int, Path]:
-    """Step and export directory of checkpoint `best`, `last` or a step's number.
+    """Return the step and the export directory of a checkpoint: `best`, `last` or the
+    number of a step.
 
     Raises ConfigError.
     """
@@ -71,8 +72,7 @@ def exported_checkpoint(run: RunDir, which: str) -> tuple[int, Path]:
     ]
     if not steps:
         raise ConfigError(
-            f"--checkpoint: {run.path} must hold a finished checkpoint with an "
-            "export, found none yet"
+            f"--checkpoint: {run.path} must hold a finished checkpoint with an export, got none yet"
         )
     best = run.path / "best"
     if which == "last" or (which == "best" and not best.exists()):
@@ -93,12 +93,3 @@ def exported_checkpoint(run: RunDir, which: str) -> tuple[int, Path]:
             f"--checkpoint must be one of {', '.join(map(str, steps))} in {run.path}, got {step}"
         )
     return step, checkpoints.path(step) / EXPORT
-
-
-def read_summary(run: RunDir) -> dict[str, Any]:
-    """`summary.json`. Raises ConfigError where the run has not finished."""
-    try:
-        loaded: dict[str, Any] = json.loads(run.summary.read_text())
-    except OSError as error:
-        raise ConfigError(f"{run.path} must hold a finished run, found no summary.json") from error
-    return loaded

@@ -1,4 +1,4 @@
-"""`rollweave serve`: rollouts as a service."""
+"""`rollweave serve`: serves rollouts over HTTP."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +17,9 @@ from rollweave.service import launch
 from rollweave.service.backends import backend_factory
 
 SUFFIX = "-service"
-"""Of the directory of a service that serves a run's checkpoint, beside the run's."""
+"""Suffix of a run's name in the name of a service that serves its checkpoint. The
+service's directory is beside the run's.
+"""
 
 
 def serve(
@@ -32,7 +34,7 @@ def serve(
     config = (
         load(path, overrides)
         if path.is_file() or path.suffix == ".toml"
-        else of_run(str(path), overrides)
+        else service_of_run(str(path), overrides)
     )
     launch.serve(
         config,
@@ -44,51 +46,49 @@ def serve(
     )
 
 
-def of_run(name: str, overrides: Sequence[str]) -> RunConfig:
-    """The configuration that serves the best checkpoint of a trained run."""
+def service_of_run(name: str, overrides: Sequence[str]) -> RunConfig:
+    """Return the configuration that serves the best checkpoint of a trained run."""
     run = find_run(name)
     if not run.config.exists():
-        raise ConfigError(f"{run.path} must hold config.toml, found none")
-    step, model = exported_checkpoint(run, "best")
-    del step
+        raise ConfigError(f"{run.path} must hold config.toml, got a directory without it")
+    _, checkpoint = exported_checkpoint(run, "best")
     trained = load(run.config, overrides)
-    shape = ModelConfig(path=str(model), dtype=trained.model.dtype, device=trained.model.device)
-    named = (
-        trained.run.name
-        if trained.run.name != load(run.config).run.name
-        else f"{run.path.name}{SUFFIX}"
+    model = ModelConfig(
+        path=str(checkpoint), dtype=trained.model.dtype, device=trained.model.device
     )
+    is_renamed = trained.run.name != load(run.config).run.name
+    service_name = trained.run.name if is_renamed else f"{run.path.name}{SUFFIX}"
     section = trained.run.model_copy(
-        update={"name": named, "dir": str(run.path.parent), "sinks": ()}
+        update={"name": service_name, "dir": str(run.path.parent), "sinks": ()}
     )
-    return trained.model_copy(update={"model": shape, "run": section})
+    return trained.model_copy(update={"model": model, "run": section})
 
 
 class _Terminal:
-    """Says on the terminal what becomes of the service."""
+    """Prints the stages of a service on the terminal."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
 
     def on_ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
-        del stop  # signals do it
+        del stop  # signals stop the service
         names = ", ".join(task.name for task in self._config.tasks)
         out.print(f"serving [bold]{escape(names)}[/] on {address}", soft_wrap=True)
         out.print(
-            f"[dim]its API: {address}/openapi.json; Ctrl-C ends it when what it has "
-            "accepted is done[/]",
+            f"[dim]API: {address}/openapi.json; press Ctrl-C to stop once all accepted "
+            "rollouts are done[/]",
             soft_wrap=True,
         )
         if token is None:
             out.print(
-                "[yellow]no token: every program of this host, of every user, may use it[/]",
+                "[yellow]no token: every program of every user on this host has access[/]",
                 soft_wrap=True,
             )
         elif (variable := self._config.serve.token_env) is not None:
-            out.print(f"[dim]its token: that of ${escape(variable)}[/]", soft_wrap=True)
+            out.print(f"[dim]token: the value of ${escape(variable)}[/]", soft_wrap=True)
         else:
-            kept = RunDir(Path(self._config.run.dir) / self._config.run.name).token
-            out.print(f"its token: {token} [dim](kept in {escape(str(kept))})[/]", soft_wrap=True)
+            file = RunDir(Path(self._config.run.dir) / self._config.run.name).token
+            out.print(f"token: {token} [dim](stored in {escape(str(file))})[/]", soft_wrap=True)
 
     def on_warning(self, command: Warn) -> None:
         err.print(
@@ -97,7 +97,7 @@ class _Terminal:
 
     def on_stopping(self, drain: bool) -> None:
         err.print(
-            "finishing what was accepted; once more to cancel it"
+            "finishing the accepted rollouts; press Ctrl-C again to cancel them"
             if drain
-            else "cancelling what is left"
+            else "cancelling the remaining rollouts"
         )

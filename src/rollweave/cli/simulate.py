@@ -1,4 +1,6 @@
-"""`rollweave simulate`: a configuration on simulated GPUs, and where their time goes."""
+"""`rollweave simulate`: runs a configuration on simulated GPUs, and shows how their time
+is used.
+"""
 
 import json
 import statistics
@@ -11,8 +13,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from rollweave.cli.console import FAILED, err, error_lines, out
-from rollweave.cli.faults import work as search_faults
+from rollweave.cli.console import FAILED, err, out, print_error
+from rollweave.cli.faults import search_seeds
 from rollweave.cli.progress import display
 from rollweave.record.report.page import write_report
 from rollweave.record.summary import describe, scheduled
@@ -23,7 +25,8 @@ from rollweave.schema.config.sections import FaultsConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.fleet import kv_room
 from rollweave.sim.ignored import ignored
-from rollweave.sim.run import Outcome, directory_of, simulate
+from rollweave.sim.run import Outcome, directory_of
+from rollweave.sim.run import simulate as run_simulation
 from rollweave.sim.world import Costs, costs_of, workloads_of
 
 CAUSES = {
@@ -31,81 +34,82 @@ CAUSES = {
     "environment": "waiting for environments",
     "stragglers": "waiting for stragglers",
     "reward": "waiting for rewards",
-    "window": "nothing to begin: enough is on its way",
-    "weights": "taking new weights",
+    "window": "no work: enough rollouts are under way",
+    "weights": "loading new weights",
     "starting": "starting",
     "batch": "waiting for a batch",
-    "measuring": "measuring what is in the buffer",
+    "measuring": "scoring the buffer",
     "publishing": "publishing weights",
     "saving": "saving a checkpoint",
     "evaluation": "evaluation and end",
 }
+"""Cause of idle time → its description."""
 
 
-def work(
+def simulate(
     path: Path | None, overrides: Sequence[str], *, faults: Sequence[str], as_json: bool
 ) -> None:
-    """Simulate the run that the file at `path` describes, and print what it came to; or
-    search the seeds in `faults`.
+    """Simulate the run that is configured in the file at `path`, and print its outcome;
+    or search the seeds in `faults`.
     """
     if faults and as_json:
         raise ConfigError(
-            "--json must be left out where --faults is given: `rollweave bench "
-            "faults --json` has the figures"
+            "--json must be left out with --faults: `rollweave bench faults --json` "
+            "prints the figures"
         )
     if faults:
-        search_faults(path, overrides, faults)
+        search_seeds(path, overrides, faults)
         return
     if path is None:
-        raise ConfigError("CONFIG must be given where --faults is not, got none")
+        raise ConfigError("CONFIG must be given unless --faults is, got none")
     config = load(path, overrides)
-    if left_out := ignored(config):
+    if without_effect := ignored(config):
         err.print(
-            f"[yellow]without effect in a simulation:[/] {escape(', '.join(left_out))}",
+            f"[yellow]without effect in a simulation:[/] {escape(', '.join(without_effect))}",
             soft_wrap=True,
         )
     if config.faults != FaultsConfig():
         err.print(
-            "[yellow]\\[faults] is left out:[/] it is for real environments; `--faults "
-            "SEED` breaks simulated ones"
+            "[yellow]\\[faults] is ignored:[/] it applies to real environments; `--faults "
+            "SEED` injects faults into a simulation"
         )
     costs, workloads = costs_of(config), workloads_of(config)  # before anything is written
     with directory_of(config) as run:
         with display(err, name=run.path.name, steps=config.run.steps) as progress:
-            outcome = simulate(config, run=run, tell=progress.line, costs=costs, work=workloads)
+            outcome = run_simulation(
+                config, run=run, tell=progress.line, costs=costs, work=workloads
+            )
         page = write_report(run)
     show(outcome, kv=_kv_text(config, costs))
     out.print(f"report {escape(str(page))}, timeline {escape(str(run.trace))}", soft_wrap=True)
     if as_json:
-        sys.stdout.write(json.dumps({**figures(outcome), "without_effect": left_out}) + "\n")
+        sys.stdout.write(json.dumps({**figures(outcome), "without_effect": without_effect}) + "\n")
     if outcome.summary.error:
-        error_lines(outcome.summary.error)
+        print_error(outcome.summary.error)
         raise typer.Exit(FAILED)
 
 
 def _kv_text(config: RunConfig, costs: Costs) -> str:
-    """Say how many tokens an engine's KV cache holds, and why: for engines of several
-    kinds the smallest and the largest.
+    """Describe the size of an engine's KV cache, and which setting limits it; for
+    engines of several kinds, the smallest and the largest.
     """
     degrees = config.allocation.degrees if config.allocation is not None else ()
     kinds = [(degree, group) for group in config.engines for degree in (degrees or (group.degree,))]
-    rooms = sorted(
-        {(kv_room(costs[0][degree], group), costs[0][degree].kv_tokens) for degree, group in kinds}
-    )
-    found = sorted({room for room, _ in rooms})
-    why = (
+    capacities = {
+        (kv_room(costs[0][degree], group), costs[0][degree].kv_tokens) for degree, group in kinds
+    }
+    sizes = sorted({size for size, _ in capacities})
+    limited_by = (
         "engines.kv_tokens"
-        if all(room < gpu for room, gpu in rooms)
-        else "as the GPU's memory, or sim.profile, allows"
+        if all(size < gpu for size, gpu in capacities)
+        else "limited by the GPU's memory or sim.profile"
     )
-    return (
-        f"{' to '.join(f'{room:,}' for room in (found[0], found[-1])[: len(found)])} tokens an "
-        f"engine ({why})"
-    )
+    extremes = " to ".join(f"{size:,}" for size in (sizes[0], sizes[-1])[: len(sizes)])
+    return f"{extremes} tokens in each engine ({limited_by})"
 
 
 def figures(outcome: Outcome) -> dict[str, Any]:
-    """The table as numbers. Seconds are simulated."""
+    """Return the figures of the table as numbers. Seconds are simulated ones."""
     return {
         "wall_s": outcome.summary.wall_s,
         "steps": outcome.summary.steps,
@@ -122,16 +126,16 @@ def figures(outcome: Outcome) -> dict[str, Any]:
 
 
 def staleness(outcome: Outcome) -> dict[int, int]:
-    """Trained trajectories by steps between launch and training."""
-    found: dict[int, int] = {}
+    """Count trained trajectories by the number of steps between launch and training."""
+    counts: dict[int, int] = {}
     for line in outcome.steps:
         for age, count in line["staleness"].items():
-            found[int(age)] = found.get(int(age), 0) + count
-    return dict(sorted(found.items()))
+            counts[int(age)] = counts.get(int(age), 0) + count
+    return dict(sorted(counts.items()))
 
 
 def show(outcome: Outcome, *, kv: str) -> None:
-    """Print the table for people. `kv` says what an engine's KV cache holds."""
+    """Print the outcome as a table. `kv` describes the size of an engine's KV cache."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -154,10 +158,13 @@ def show(outcome: Outcome, *, kv: str) -> None:
         "tokens",
         f"{outcome.tokens_per_s:,.0f} sampled/s, {outcome.trained_tokens_per_s:,.0f} trained/s",
     )
-    for who, name in (("engines", f"engines ({outcome.engine_gpus} GPUs)"), ("trainer", "trainer")):
-        shares = sorted(outcome.idle(who).items(), key=lambda item: (item[0] != "busy", -item[1]))
+    for part, label in (
+        ("engines", f"engines ({outcome.engine_gpus} GPUs)"),
+        ("trainer", "trainer"),
+    ):
+        shares = sorted(outcome.idle(part).items(), key=lambda item: (item[0] != "busy", -item[1]))
         table.add_row(
-            name,
+            label,
             ", ".join(
                 f"{CAUSES.get(cause, cause)} {share:.1%}"
                 for cause, share in shares
@@ -167,14 +174,16 @@ def show(outcome: Outcome, *, kv: str) -> None:
     table.add_row("KV cache", kv)
     used = [line["kv_used"] for line in outcome.steps]
     if used:
-        table.add_row("KV in use", f"{statistics.mean(used):.1%} by live turns when steps begin")
+        table.add_row(
+            "KV in use", f"{statistics.mean(used):.1%} by running turns at the start of a step"
+        )
     ages, total = staleness(outcome), sum(staleness(outcome).values())
     if total:
         table.add_row(
             "staleness", ", ".join(f"{age}: {count / total:.1%}" for age, count in ages.items())
         )
-    if did := scheduled(summary.scheduling):
-        table.add_row("scheduling", did)
+    if scheduling := scheduled(summary.scheduling):
+        table.add_row("scheduling", scheduling)
     table.add_row("trajectories", describe(summary.account))
     table.add_row("cost", f"{outcome.gpu_hours:,.1f} GPU-hours on {outcome.gpus} GPUs")
     out.print(table)

@@ -1,5 +1,5 @@
-"""What `rollweave train` and `rollweave.train` share: which configuration is meant, and
-the run without output.
+"""The part of `rollweave train` that `rollweave.train` shares: resolves the
+configuration, and trains without output.
 """
 
 import contextlib
@@ -28,21 +28,20 @@ def resolve(
     resume: bool,
     fresh: bool,
 ) -> tuple[RunConfig, bool]:
-    """Return the configuration that `source` means, and whether its run is resumed.
-    Raises ConfigError.
+    """Return the configuration that `source` refers to, and whether its run is resumed.
 
-    A run directory stands for its configuration, and its run is resumed unless `fresh`.
+    A run directory refers to its configuration, and its run is resumed unless `fresh`.
+    Raises ConfigError.
     """
     if resume and fresh:
         raise ConfigError(
-            "--resume and --fresh must not be given together: one goes on with a "
-            "run, the other deletes it"
+            "--resume and --fresh must not be given together: one continues a run, "
+            "the other deletes it"
         )
     if isinstance(source, RunConfig):
         if overrides:
             raise ConfigError(
-                "overrides must be empty where a configuration is given, got "
-                f"{', '.join(overrides)}"
+                f"overrides must be empty if a configuration is given, got {', '.join(overrides)}"
             )
         config, named = source, "CONFIG"
     else:
@@ -52,8 +51,8 @@ def resolve(
         named = str(path)
     if config.model.scratch is not None and config.model.scratch.context == SIMULATED_CONTEXT:
         raise ConfigError(
-            "model must be given for training, got only [sim]; `rollweave simulate "
-            f"{named}` runs this file"
+            "model must be given for training, got only [sim]; to simulate this file, use "
+            f"`rollweave simulate {named}`"
         )
     return config, resume
 
@@ -68,7 +67,7 @@ def train_quietly(
 ) -> Summary:
     """Check the configuration, train, and write the report.
 
-    `rollweave.train` describes what is raised.
+    `rollweave.train` documents the errors.
     """
     import_from_working_directory()
     config, resume = resolve(source, overrides, resume=resume, fresh=fresh)
@@ -91,8 +90,8 @@ def train_quietly(
 
 
 def _of_run(path: Path, overrides: Sequence[str]) -> RunConfig:
-    """The configuration of the run in directory `path`, which stays there, wherever it
-    was made and called from.
+    """Return the configuration of the run in directory `path`, which is its directory
+    even if the configuration names another one.
     """
     config = load(path / "config.toml", overrides)
     here = path.resolve()
@@ -100,7 +99,7 @@ def _of_run(path: Path, overrides: Sequence[str]) -> RunConfig:
         key = override.partition("=")[0].strip()
         if key in ("run.name", "run.dir"):
             raise ConfigError(
-                f"--set: {key} must be left out where a run directory is given, got "
+                f"--set: {key} must be left out if a run directory is given, got "
                 f"{override} for {here}"
             )
     return config.model_copy(

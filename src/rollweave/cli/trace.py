@@ -1,6 +1,4 @@
-"""`rollweave trace`: what happened in a run, trajectory by trajectory, and one of them
-turn by turn.
-"""
+"""`rollweave trace`: lists a run's trajectories, or shows one of them turn by turn."""
 
 import json
 import operator
@@ -38,8 +36,8 @@ COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     "=": operator.eq,
 }
-PIECES_A_ROW = 8
-"""Tokens in one row of the token table: fits 100 columns."""
+TOKENS_PER_ROW = 8
+"""Number of tokens in a row of the token table, which fits 100 columns."""
 
 
 def trace(
@@ -57,30 +55,27 @@ def trace(
     """
     run = find_run(name)
     if not run.trajectories.is_dir():
-        raise ConfigError(f"{run.path} must hold trajectories, found none yet")
+        raise ConfigError(f"{run.path} must hold trajectories, got none yet")
     reader = TrajectoryReader(run.trajectories)
     for line in reader.damaged:
-        text = (
-            f"[yellow]warning:[/] {escape(line)}; it and what follows it in this file cannot be "
-            "shown"
-        )
+        text = f"[yellow]warning:[/] {escape(line)}; it and the rest of this file cannot be shown"
         err.print(text, soft_wrap=True)
     if trajectory is not None:
         _show(run, reader, trajectory)
         return
     wanted = _filter(task=task, stop=stop, reward=reward, step=step)
-    found: list[tuple[Entry, Trajectory]] = []
+    newest: list[tuple[Entry, Trajectory]] = []
     matching = 0
     for entry in reversed(reader.entries):
         loaded = reader.load(entry)
         if wanted(loaded):
             matching += 1
-            if len(found) < limit:
-                found.append((entry, loaded))
-    _list(found[::-1], matching, len(reader.entries))
+            if len(newest) < limit:
+                newest.append((entry, loaded))
+    _list(newest[::-1], matching, len(reader.entries))
     out.print(
-        f"[dim]one of them: rollweave trace {escape(name)} "
-        f"{found[-1][1].id if found else 'TRAJECTORY'}[/]",
+        f"[dim]to show one: rollweave trace {escape(name)} "
+        f"{newest[-1][1].id if newest else 'TRAJECTORY'}[/]",
         soft_wrap=True,
     )
     if run.trace.exists():
@@ -91,10 +86,12 @@ def trace(
 
 
 def parse_reward(text: str) -> Callable[[float], bool]:
-    """`1`, `>0.5`, `<=0` as a predicate. Raises ConfigError."""
+    """Parse a condition such as `1`, `>0.5` or `<=0` into a predicate. Raises
+    ConfigError.
+    """
     match = re.fullmatch(r"\s*(>=|<=|>|<|=|)\s*(-?\d+(?:\.\d*)?(?:e-?\d+)?)\s*", text)
     if match is None:
-        raise ConfigError(f"--reward must be a number, or one behind >, >=, < or <=, got {text!r}")
+        raise ConfigError(f"--reward must be a number, or one after >, >=, < or <=, got {text!r}")
     compare, bound = COMPARISONS[match[1] or "="], float(match[2])
     return lambda value: compare(value, bound)
 
@@ -117,7 +114,7 @@ def _filter(
     return wanted
 
 
-def _list(found: list[tuple[Entry, Trajectory]], matching: int, total: int) -> None:
+def _list(rows: list[tuple[Entry, Trajectory]], matching: int, total: int) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for heading in (
         "trajectory",
@@ -132,7 +129,7 @@ def _list(found: list[tuple[Entry, Trajectory]], matching: int, total: int) -> N
     ):
         right = heading in ("ended", "step", "turns", "tokens", "reward")
         table.add_column(heading, justify="right" if right else "left", no_wrap=True)
-    for entry, trajectory in found:
+    for entry, trajectory in rows:
         table.add_row(
             f"{trajectory.id}{f'/{trajectory.attempt}' if trajectory.attempt else ''}",
             escape(trajectory.task.tag or trajectory.task.env)
@@ -146,12 +143,12 @@ def _list(found: list[tuple[Entry, Trajectory]], matching: int, total: int) -> N
             trajectory.stop_reason.value + _cut(trajectory, ", {cut} cut"),
         )
     out.print(table)
-    shown = f"{len(found)} of {matching}" if len(found) < matching else str(matching)
+    shown = f"{len(rows)} of {matching}" if len(rows) < matching else str(matching)
     out.print(f"[dim]{shown} shown, {total} attempts in the run[/]")
 
 
 def _versions(trajectory: Trajectory) -> str:
-    """Lowest and highest weight version that spoke."""
+    """Return the lowest and the highest weight version that sampled tokens."""
     spans = [
         sequence.versions() for sequence in trajectory.sequences if sequence.versions() != (-1, -1)
     ]
@@ -173,11 +170,11 @@ def _show(run: RunDir, reader: TrajectoryReader, wanted: str) -> None:
             f"got {wanted!r}{last}"
         )
     trajectory = reader.load(matching[-1])
-    pieces = Pieces(_tokenizer(run))
-    _head(trajectory, matching[-1])
+    decoder = TokenDecoder(_tokenizer(run))
+    _show_summary(trajectory, matching[-1])
     for sequence in trajectory.sequences:
-        for part in turns(sequence):
-            _segment(sequence, part, pieces)
+        for span in spans(sequence):
+            _show_span(sequence, span, decoder)
     out.print(Rule(style="dim"))
     reward = "none" if trajectory.reward is None else f"{trajectory.reward:g}"
     cut = _cut(trajectory, ", [yellow]{cut} of {turns} turns cut at a token limit[/]")
@@ -194,14 +191,14 @@ def _show(run: RunDir, reader: TrajectoryReader, wanted: str) -> None:
 
 def _cut(trajectory: Trajectory, text: str) -> str:
     """Fill `text` with the number of turns that a token limit cut and the number of all
-    turns; "" if none was cut.
+    turns; return "" if none was cut.
     """
-    spans = [span for sequence in trajectory.sequences for span in sequence.turns]
-    cut = sum(span.finish_reason == "length" for span in spans)
-    return text.format(cut=cut, turns=len(spans)) if cut else ""
+    turns = [turn for sequence in trajectory.sequences for turn in sequence.turns]
+    cut = sum(turn.finish_reason == "length" for turn in turns)
+    return text.format(cut=cut, turns=len(turns)) if cut else ""
 
 
-def _head(trajectory: Trajectory, entry: Entry) -> None:
+def _show_summary(trajectory: Trajectory, entry: Entry) -> None:
     timing, task = trajectory.timing, trajectory.task
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
@@ -227,9 +224,9 @@ def _head(trajectory: Trajectory, entry: Entry) -> None:
     out.print(table)
 
 
-class Turn:
-    """Segments `[first, last)` of a sequence that belong together: the prompt, one
-    observation, or one turn of the agent.
+class Span:
+    """Adjacent segments of a sequence that belong together: the prompt, one observation,
+    or one turn of the agent.
     """
 
     def __init__(self, segments: list[Segment], *, number: int, reward: float, cut: bool) -> None:
@@ -237,38 +234,38 @@ class Turn:
         self.kind = segments[0].kind
 
 
-def turns(sequence: TokenSequence) -> Iterator[Turn]:
-    """The sequence's parts in order.
+def spans(sequence: TokenSequence) -> Iterator[Span]:
+    """Yield the spans of a sequence in order.
 
-    A weight update in the middle of a turn does not cut it in two.
+    A weight update in the middle of a turn does not split its span.
     """
     starts = {
-        span.start: (number, span.reward, span.finish_reason == "length")
-        for number, span in enumerate(sequence.turns)
+        turn.start: (number, turn.reward, turn.finish_reason == "length")
+        for number, turn in enumerate(sequence.turns)
     }
-    held: list[Segment] = []
+    current: list[Segment] = []
     number, reward, cut = -1, 0.0, False
     for segment in sequence.segments:
-        begins = segment.kind is not SegmentKind.OUTPUT or segment.start in starts or not held
-        if held and (begins or held[0].kind is not segment.kind):
-            yield Turn(held, number=number, reward=reward, cut=cut)
-            held = []
+        begins = segment.kind is not SegmentKind.OUTPUT or segment.start in starts or not current
+        if current and (begins or current[0].kind is not segment.kind):
+            yield Span(current, number=number, reward=reward, cut=cut)
+            current = []
         if segment.start in starts:
             number, reward, cut = starts[segment.start]
-        held.append(segment)
-    if held:
-        yield Turn(held, number=number, reward=reward, cut=cut)
+        current.append(segment)
+    if current:
+        yield Span(current, number=number, reward=reward, cut=cut)
 
 
-class Pieces:
-    """Token ids as text."""
+class TokenDecoder:
+    """Decodes token ids to text, if the run has a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self.one = lru_cache(1 << 16)(self._one)
 
     def text(self, tokens: tuple[int, ...]) -> str:
-        """The tokens' text, special tokens included."""
+        """Return the text of `tokens`, special tokens included."""
         if self._tokenizer is None:
             return "(no tokenizer in the run directory)"
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
@@ -282,47 +279,47 @@ class Pieces:
 
 
 def _tokenizer(run: RunDir) -> Tokenizer | None:
-    """The tokenizer of the run's model: built by the run, or the checkpoint's."""
-    places = [run.model]
+    """Return the tokenizer of the run's model, which the run built or which is in the
+    checkpoint; None if neither has one.
+    """
+    directories = [run.model]
     if run.config.exists() and (path := load(run.config).model.path) is not None:
-        places.append(Path(path))
-    for place in places:
-        file = place / "tokenizer.json"
+        directories.append(Path(path))
+    for directory in directories:
+        file = directory / "tokenizer.json"
         if file.exists():
             try:
                 return Tokenizer.from_file(str(file))
-            except (
-                Exception
-            ) as error:  # the library has no type of its own for a file that is damaged
+            except Exception as error:  # the library has no specific error for a damaged file
                 raise ConfigError(f"{file} must be a tokenizer: {error}") from error
     return None
 
 
-def _segment(sequence: TokenSequence, part: Turn, pieces: Pieces) -> None:
-    start, end = part.segments[0].start, part.segments[-1].end
+def _show_span(sequence: TokenSequence, span: Span, decoder: TokenDecoder) -> None:
+    start, end = span.segments[0].start, span.segments[-1].end
     tokens = sequence.tokens[start:end]
-    if part.kind is not SegmentKind.OUTPUT:
-        out.print(Rule(f"[dim]{part.kind} · tokens {start}–{end}[/]", align="left", style="dim"))
-        out.print(Text(pieces.text(tokens)))
+    if span.kind is not SegmentKind.OUTPUT:
+        out.print(Rule(f"[dim]{span.kind} · tokens {start}–{end}[/]", align="left", style="dim"))
+        out.print(Text(decoder.text(tokens)))
         return
     versions = ", ".join(
-        f"{s.version} ({s.start}–{s.end})" if len(part.segments) > 1 else str(s.version)
-        for s in part.segments
+        f"{s.version} ({s.start}–{s.end})" if len(span.segments) > 1 else str(s.version)
+        for s in span.segments
     )
     total = sum(sequence.logprobs[start:end])
     title = (
-        f"turn {part.number} · tokens {start}–{end} · weights {versions} · log-prob {total:.3f} · "
-        f"reward {part.reward:g}"
+        f"turn {span.number} · tokens {start}–{end} · weights {versions} · log-prob {total:.3f} · "
+        f"reward {span.reward:g}"
     )
-    if part.cut:
+    if span.cut:
         title += "[/] · [yellow]cut at its token limit"
     out.print(Rule(f"[cyan]{title}[/]", align="left", style="cyan"))
-    out.print(Text(pieces.text(tokens), style="bold"))
-    for row in range(start, end, PIECES_A_ROW):
+    out.print(Text(decoder.text(tokens), style="bold"))
+    for row in range(start, end, TOKENS_PER_ROW):
         cells = [
-            f"{token}[dim]:{escape(json.dumps(pieces.one(token), ensure_ascii=False)[1:-1])}[/]"
+            f"{token}[dim]:{escape(json.dumps(decoder.one(token), ensure_ascii=False)[1:-1])}[/]"
             f" {sequence.logprobs[at]:.2f}"
-            for at in range(row, min(end, row + PIECES_A_ROW))
+            for at in range(row, min(end, row + TOKENS_PER_ROW))
             for token in [sequence.tokens[at]]
         ]
         out.print("  " + "   ".join(cells), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`rollweave train`: check, run, say what came of it."""
+"""`rollweave train`: checks the configuration, trains, and prints the result."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from rollweave.cli.console import FAILED, err, error_lines, out
+from rollweave.cli.console import FAILED, err, out, print_error
 from rollweave.cli.interrupt import INTERRUPTED
 from rollweave.cli.progress import display
 from rollweave.cli.runs import clear
@@ -25,7 +25,7 @@ from rollweave.schema.errors import RollweaveError
 def train(
     path: Path, overrides: Sequence[str], *, dry_run: bool, resume: bool, fresh: bool, inproc: bool
 ) -> None:
-    """Train as the file or run directory at `path` says, and print what came of it."""
+    """Train as configured in the file or run directory at `path`, and print the result."""
     config, resume = resolve(path, overrides, resume=resume, fresh=fresh)
     checks = dryrun.examine(config, resume=resume, fresh=fresh, deep=dry_run)
     if dry_run:
@@ -45,24 +45,24 @@ def train(
 def run(config: RunConfig, *, resume: bool, inproc: bool) -> Summary:
     """Run to the end and print the summary.
 
-    Exits with 1 where the run failed, with 130 where the user ended it.
+    Exits with 1 if the run failed, with 130 if the user ended it.
     """
     with display(err, name=config.run.name, steps=config.run.steps) as progress:
         summary = launch.train(config, resume=resume, inproc=inproc, progress=progress)
-    conclude(summary, Path(config.run.dir) / config.run.name)
+    print_summary(summary, Path(config.run.dir) / config.run.name)
     return summary
 
 
-def conclude(summary: Summary, directory: Path) -> None:
-    """Print what a run came to."""
+def print_summary(summary: Summary, directory: Path) -> None:
+    """Print the summary of a run, and exit if the run failed or was interrupted."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, (kind, value) in held_out(summary.success_rate, summary.mean_reward).items():
-        what = "success" if kind == "success" else "mean reward"
+        measure = "success" if kind == "success" else "mean reward"
         table.add_row(
             name,
-            f"{what} [bold]{value:.3f}[/] over "
+            f"{measure} [bold]{value:.3f}[/] over "
             f"{summary.eval_episodes.get(name, 0)} held-out episodes",
         )
     rate_per_s = summary.tokens / summary.wall_s if summary.wall_s else 0.0
@@ -79,8 +79,8 @@ def conclude(summary: Summary, directory: Path) -> None:
     table.add_row("trajectories", describe(summary.account))
     if any(summary.engines.values()):
         table.add_row("engines", _counts(summary.engines))
-    if did := scheduled(summary.scheduling):
-        table.add_row("scheduling", did)
+    if scheduling := scheduled(summary.scheduling):
+        table.add_row("scheduling", scheduling)
     table.add_row(
         "attempts", f"{_counts(summary.attempts)}; stopped: {_counts(summary.stop_reasons)}"
     )
@@ -89,26 +89,26 @@ def conclude(summary: Summary, directory: Path) -> None:
     table.add_row(
         "staleness", f"at most {summary.staleness_max} steps{_inherent(summary.inherent_staleness)}"
     )
-    for what, counts in (("retried", summary.retried), ("watchdog", summary.watchdog)):
+    for label, counts in (("retried", summary.retried), ("watchdog", summary.watchdog)):
         if counts:
-            table.add_row(what, _counts(counts))
+            table.add_row(label, _counts(counts))
     table.add_row("report", _report(directory))
     out.print(table)
     if summary.error:
-        error_lines(summary.error)
+        print_error(summary.error)
         raise typer.Exit(FAILED)
     if summary.interrupted:
         err.print(
-            f"[yellow]stopped in order;[/] rollweave train {escape(str(directory))} "
-            "--resume goes on",
+            f"[yellow]stopped in order;[/] to continue: rollweave train {escape(str(directory))} "
+            "--resume",
             soft_wrap=True,
         )
         raise typer.Exit(INTERRUPTED)
 
 
 def _report(directory: Path) -> str:
-    """Write the run's report and return its path, or the reason why it was not written:
-    that must not fail the run.
+    """Write the run's report and return its path, or the reason why it was not written,
+    which must not fail the run.
     """
     try:
         return escape(str(write_report(RunDir(directory))))
@@ -117,7 +117,9 @@ def _report(directory: Path) -> str:
 
 
 def _inherent(ages: dict[str, int]) -> str:
-    """What was due to rolling out alone (Laminar §6)."""
+    """Describe the inherent staleness, which the duration of rollouts alone causes
+    (Laminar §6).
+    """
     total = sum(ages.values())
     mean = sum(int(age) * count for age, count in ages.items()) / total if total else 0.0
     return f"; {mean:.2f} versions published during a rollout, on average" if total else ""

@@ -1,9 +1,9 @@
-"""Batches for an outside trainer by asynchronous DAPO (ProRL §3.4), out of rollouts of
-a service. `core/policy/dapo.py` decides.
+"""Batches for an external trainer by asynchronous DAPO (ProRL §3.4), made of a
+service's rollouts. `core/policy/dapo.py` makes the decisions.
 
-Invariants: what `Dapo` has under way is asked for at the service, and nothing else;
-what it gives up is cancelled there; closing leaves nothing of it running. Rollouts go
-on between two batches, while the trainer trains. A cancelled `next` loses nothing.
+Invariants: exactly the groups that `Dapo` counts as under way run at the service; those
+that it abandons are cancelled there; closing cancels all of them. Rollouts continue
+between two batches, while the trainer trains. Cancelling `next` loses nothing.
 """
 
 import asyncio
@@ -24,28 +24,30 @@ from rollweave.service.client import Addresses, NoServiceError, RolloutClient, S
 from rollweave.service.loop import LoopThread
 
 PATIENCE_S = 300.0
-"""For which no service may answer, before a batch is given up: time to start one again."""
+"""Maximum seconds without an answer from any service before a batch fails: long enough
+to restart one.
+"""
 
 PAUSE_S = 1.0
-"""Before services of which none answered are asked again."""
+"""Seconds before a retry when no service answers."""
 
 
 class DapoError(RollweaveError):
-    """No batch will come any more; the message says why.
+    """No further batch is possible; the message says why.
 
-    What was under way is cancelled.
+    The rollouts under way are cancelled.
     """
 
 
 class TasksOverError(DapoError):
-    """There are no more tasks, and what they came to does not fill a batch."""
+    """The tasks are exhausted, and the groups that are left do not fill a batch."""
 
 
 class DapoGroup(Struct, frozen=True, kw_only=True):
-    """A group to train on: the trajectories that have a reward, whose rewards are not
-    all equal, with their token sequences.
+    """A group to train on: its trajectories that have a reward, with their token
+    sequences. The rewards are not all equal.
 
-    `version` is that of the trainer's weights when it was begun.
+    `version` is that of the trainer's weights when the group was begun.
     """
 
     request: RolloutRequest
@@ -60,8 +62,8 @@ class DapoGroup(Struct, frozen=True, kw_only=True):
 
 
 class DapoBatch(Struct, frozen=True, kw_only=True):
-    """`rule.groups` groups to train on, from weights `version`; those begun first come
-    first.
+    """`rule.groups` groups on which to train weights `version`, in the order in which
+    they were begun.
     """
 
     version: int
@@ -72,8 +74,8 @@ class DapoBatches:
     """`async with DapoBatches(client, tasks, rule) as batches: batch = await
     batches.next(version=step)`.
 
-    A task's `members` is the rule's group size; one without an id gets one. Belongs to
-    the event loop of the client.
+    The rule's group size replaces `members` of each task; a task without an id gets
+    one. All calls belong to the event loop of the client.
     """
 
     def __init__(
@@ -84,19 +86,15 @@ class DapoBatches:
         *,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        self._client, self._tasks, self._rule, self._patience_s = (
-            client,
-            iter(tasks),
-            rule,
-            patience_s,
-        )
+        self._client, self._tasks = client, iter(tasks)
+        self._rule, self._patience_s = rule, patience_s
         self._dapo = Dapo(rule)
         self._name = f"dapo-{secrets.token_hex(6)}"
         self._rollouts: dict[int, asyncio.Task[None]] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         self._groups: dict[int, DapoGroup] = {}
         self._changed = asyncio.Event()
-        self._tasks_over = self._asked = False
+        self._tasks_over = self._waiting = False
         self._error: BaseException | None = None
         self._last_failure = ""
 
@@ -108,51 +106,51 @@ class DapoBatches:
 
     @property
     def account(self) -> Account:
-        """What became of all groups so far."""
+        """The counts of all groups so far, by outcome."""
         return self._dapo.account
 
     async def next(self, *, version: int) -> DapoBatch:
-        """A full batch to train on, from weights `version`, which also serve from now
-        on. One call at a time.
+        """Return a full batch on which to train weights `version`, with which the
+        engines serve from now on. Only one call may be pending.
 
-        Raises TasksOverError, DapoError where no batch can come, NoServiceError,
-        ServiceError for a task that is refused for good, whatever the tasks' iterator
-        raises, and ValueError for a version below an earlier one.
+        Raises TasksOverError, DapoError if no batch is possible, NoServiceError,
+        ServiceError for a task that is refused for good, any error of the tasks'
+        iterator, and ValueError for a version below an earlier one.
         """
-        if self._asked:
-            raise RuntimeError("one batch at a time: next is under way already")
-        self._asked = True
+        if self._waiting:
+            raise RuntimeError("only one call of next may be pending")
+        self._waiting = True
         try:
             self._dapo.ask(version)
             while True:
-                self._turn()
+                self._advance()
                 if self._error is not None:
                     raise self._error
                 numbers = self._dapo.take()
                 if numbers is not None:
                     groups = tuple(self._groups.pop(number) for number in numbers)
-                    self._turn()  # early termination, and on for the next one
+                    self._advance()  # stop superfluous groups, and begin those of the next batch
                     return DapoBatch(version=version, groups=groups)
                 if self._tasks_over and not self._dapo.under_way:
                     raise TasksOverError(
-                        f"the tasks are over: {len(self._dapo.ready)} groups of "
-                        f"{self._rule.groups} are informative"
+                        f"no tasks are left: only {len(self._dapo.ready)} of the "
+                        f"{self._rule.groups} groups of a batch are informative"
                     )
                 self._changed.clear()
                 await self._changed.wait()
         finally:
-            self._asked = False
+            self._waiting = False
 
     async def close(self) -> None:
-        """Cancel at the service what is under way, and wait until it is told."""
+        """Cancel all rollouts that are under way, and wait until the service knows."""
         self._fail(DapoError("the batches are closed"))
         while self._stopping:
             await asyncio.gather(*self._stopping, return_exceptions=True)
 
-    # What the policy wants.
+    # Decisions of the policy.
 
-    def _turn(self) -> None:
-        """Stop what is too old, begin what there is room for."""
+    def _advance(self) -> None:
+        """Stop groups that are too old, and begin as many new ones as the rule allows."""
         if self._error is not None:
             return
         self._stop(self._dapo.overdue())
@@ -194,14 +192,14 @@ class DapoBatches:
 
     async def _run(self, number: int, version: int, request: RolloutRequest) -> None:
         try:
-            found = await self._rolled_out(request)
+            results = await self._roll_out(request)
         except Exception as error:
             if self._rollouts.pop(number, None) is not None:
                 self._fail(error)
             return
         if self._rollouts.pop(number, None) is None:
-            return  # stopped, just when it was over
-        scored = tuple(result for result in found if result.reward is not None)
+            return  # it was stopped at the moment at which it was done
+        scored = tuple(result for result in results if result.reward is not None)
         verdict = self._dapo.ended(
             number, [result.reward for result in scored if result.reward is not None]
         )
@@ -210,21 +208,21 @@ class DapoBatches:
         hopeless = self._dapo.hopeless()
         if hopeless:
             self._fail(DapoError(f"{hopeless}; last failure: {self._last_failure or 'none'}"))
-        self._turn()
+        self._advance()
         self._changed.set()
 
-    async def _rolled_out(self, request: RolloutRequest) -> list[Trajectory]:
-        """What came of the members; [] where it failed at the service.
+    async def _roll_out(self, request: RolloutRequest) -> list[Trajectory]:
+        """Return the members' trajectories, or [] if the rollout failed at the service.
 
-        Raises what no other group would fare better with.
+        Raises errors that would meet every other group as well.
         """
-        loop, gone_since = asyncio.get_running_loop(), None
+        loop, unavailable_since = asyncio.get_running_loop(), None
         while True:
             try:
                 return self._results(await self._client.rollout(request))
             except NoServiceError:
-                gone_since = gone_since or loop.time()
-                if loop.time() - gone_since >= self._patience_s:
+                unavailable_since = unavailable_since or loop.time()
+                if loop.time() - unavailable_since >= self._patience_s:
                     raise
                 await asyncio.sleep(PAUSE_S)
             except ServiceError as error:
@@ -242,10 +240,10 @@ class DapoBatches:
 
 
 class DapoRollouts:
-    """The same for programs without an event loop: `with DapoRollouts(addresses, tasks,
-    rule) as batches: ...`.
+    """`DapoBatches` for programs without an event loop: `with DapoRollouts(addresses,
+    tasks, rule) as batches: ...`.
 
-    Rollouts go on in a thread of its own; there the tasks are drawn, too.
+    Rollouts continue in a background thread, which also iterates over `tasks`.
     """
 
     def __init__(
@@ -279,19 +277,19 @@ class DapoRollouts:
             self._loop.stop()
 
     def next(self, *, version: int) -> DapoBatch:
-        """As that of `DapoBatches`."""
+        """Return a full batch, as `DapoBatches.next`."""
         return self._loop.call(self._batches.next(version=version))
 
     def close(self) -> None:
-        """Cancel what is under way.
+        """Cancel all rollouts that are under way.
 
-        A `next` that another thread waits for raises DapoError.
+        A pending `next` of another thread raises DapoError.
         """
         self._loop.call(self._batches.close())
 
     @property
     def account(self) -> Account:
-        """What became of all groups so far."""
+        """The counts of all groups so far, by outcome."""
         return self._batches.account
 
     async def _open(self) -> DapoBatches:

@@ -1,9 +1,9 @@
-"""A client of rollout services: submits, waits, tries again, and spreads over several
-of them.
+"""A client of one or several rollout services: submits rollouts, waits for them,
+retries, and balances the load.
 
-Invariants: a rollout has one id wherever it is asked for, so asking again is harmless;
-a service that does not answer loses its rollouts to another one; what it was asked for
-and somebody else has done is cancelled there as soon as it answers again.
+Invariants: a rollout has the same id at every service, so submitting it again is
+harmless; a service that does not answer loses its rollouts to another one; a rollout
+that another service has completed is cancelled as soon as the first one answers again.
 """
 
 import asyncio
@@ -37,46 +37,46 @@ from rollweave.schema.service import (
 )
 from rollweave.service.loop import LoopThread
 
-POLL_S, LEAST_POLL_S = 20.0, 1.0
-"""Of one question whether a rollout is done; less while there are more rollouts than
-connections.
+POLL_S, MIN_POLL_S = 20.0, 1.0
+"""Seconds that one request waits for a rollout to be done; down to the minimum while
+there are more rollouts than connections.
 """
 
-FILES = 1 << 16
-"""Files that the process may open where the system sets no limit.
+MAX_FILES = 1 << 16
+"""Number of files that the process may open if the system sets no limit.
 
 Half of those that are not open yet are for connections.
 """
 
-BACKOFF_S, MOST_BACKOFF_S = 0.1, 5.0
-"""Before a first and a later try; doubled each time."""
+BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
+"""Seconds before the first retry, doubled for each further one, up to the maximum."""
 
-TRIES = 8
-"""Of a request whose service does not answer, before it counts as dead: ten seconds or
-so.
+ATTEMPTS = 8
+"""Maximum attempts of a request that is not answered. After that, about ten seconds,
+the service counts as dead.
 """
 
 CANCEL_S = 5.0
-"""For a service to hear that a rollout is cancelled; later it is told when it answers
-again.
+"""Maximum seconds to cancel a rollout. If the service does not answer by then, the
+rollout is cancelled once it does.
 """
 
 DEAD_S = 15.0
-"""Until a dead service is asked again."""
+"""Seconds until a dead service is tried again."""
 
-
-DEAL_S = 2.0
-"""Between two looks at who has which engines; a service that has not answered three of
-them has lost its share.
+REBALANCE_S = 2.0
+"""Seconds between two checks of the services' engines. A service that misses three
+checks loses its share of the engines.
 """
 
-
 Addresses = str | Path | Sequence[str | Path]
-"""Addresses of services, or their directories."""
+"""One or several addresses or directories of services."""
 
 
 class ServiceError(RollweaveError):
-    """The service refused: `status` is that of HTTP, `kind` the error's type."""
+    """The service refused a request: `status` is the HTTP status, `kind` the error's
+    type.
+    """
 
     def __init__(self, status: int, kind: str, message: str) -> None:
         super().__init__(message)
@@ -88,10 +88,12 @@ class NoServiceError(RollweaveError):
 
 
 class ClientClosedError(RollweaveError):
-    """The client was left, or never entered."""
+    """The client's context was left, or never entered."""
 
     def __init__(self) -> None:
-        super().__init__("the client must be entered, and not left until its calls have ended")
+        super().__init__(
+            "the client must be used inside `async with`, which must not end before its calls"
+        )
 
 
 @dataclass(slots=True)
@@ -100,17 +102,17 @@ class _Server:
     token: str | None = None
     outstanding: int = 0
     dead_until: float = 0.0
-    ailment: str = ""  # its address, and why it did not answer when it was last given up
-    # ids to cancel there, which another service has done
-    owed: list[str] = field(default_factory=list)
-    health: Hysteresis | None = None  # as far as engines are dealt; None before they were
+    failure: str = ""  # its address, and why it did not answer the last time
+    # ids of rollouts to cancel there, because another service has taken them over
+    to_cancel: list[str] = field(default_factory=list)
+    health: Hysteresis | None = None  # None until engines are assigned to services
 
 
 class _Completions(msgspec.Struct):
     completions: list[Completion]
 
 
-class _Listed(msgspec.Struct):
+class _Page(msgspec.Struct):
     rollouts: list[RolloutStatus]
     next: int
 
@@ -118,34 +120,34 @@ class _Listed(msgspec.Struct):
 class RolloutClient:
     """`async with RolloutClient(addresses) as client: await client.rollout(...)`.
 
-    All calls belong to one event loop. Leaving the client cancels rollouts that are
-    pending, whose calls raise ClientClosedError, as every later call does.
+    All calls belong to one event loop. Leaving the context cancels pending rollouts;
+    their calls, and all later ones, raise ClientClosedError.
     """
 
     def __init__(self, addresses: Addresses, *, token: str | None = None) -> None:
-        """Each address is a service's, or the directory of a service on this host,
-        which has its address and token.
+        """Each address is that of a service, or the directory of a service on this
+        host, which contains its address and token.
 
         `token` is for services whose directory is not given. Raises ValueError without
         an address, or for an invalid one.
         """
-        several = [addresses] if isinstance(addresses, str | Path) else list(addresses)
-        if not several:
+        entries = [addresses] if isinstance(addresses, str | Path) else list(addresses)
+        if not entries:
             raise ValueError("addresses must have at least one, got none")
-        found = dict(_place(one, token) for one in several)
-        self._servers = [_Server(address, token=known) for address, known in found.items()]
+        tokens = dict(_locate(entry, token) for entry in entries)
+        self._servers = [_Server(address, token=own) for address, own in tokens.items()]
         self._session: aiohttp.ClientSession | None = None
         self._leaving = False
         self._pending: set[asyncio.Timeout] = set()  # one for each call of `rollout`
-        self._idle = asyncio.Event()  # set while there are none
+        self._idle = asyncio.Event()  # set while no call is pending
         self._idle.set()
         self._connections = max(1, _unopened_files() // 2)
-        # in turn, which a connector's limit is not
+        # first come, first served, unlike a connector's limit
         self._free = asyncio.Semaphore(self._connections)
-        self._asking = 0  # rollouts that a service is being asked about
-        self._engines: dict[str, EngineRequest] = {}  # to be dealt, by address
-        self._dealt: set[str] = set()  # addresses that ever were
-        self._dealing: asyncio.Task[None] | None = None
+        self._polled = 0  # number of rollouts for whose end a service is polled
+        self._engines: dict[str, EngineRequest] = {}  # engines to assign, by address
+        self._assigned: set[str] = set()  # all addresses that were ever assigned
+        self._rebalancing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         limits = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=POLL_S + 30.0)
@@ -157,10 +159,10 @@ class RolloutClient:
     async def __aexit__(self, *_: object) -> None:
         self._leaving = True
         try:
-            if self._dealing is not None:
-                self._dealing.cancel()
-                await asyncio.wait([self._dealing])
-                self._dealing = None
+            if self._rebalancing is not None:
+                self._rebalancing.cancel()
+                await asyncio.wait([self._rebalancing])
+                self._rebalancing = None
             for pending in self._pending:
                 pending.reschedule(_now())
             await self._idle.wait()
@@ -170,11 +172,11 @@ class RolloutClient:
                 self._session = None
 
     async def rollout(self, request: RolloutRequest) -> RolloutStatus:
-        """The rollout with its results, once all members are done. Cancelling the call
-        cancels the rollout.
+        """Run a rollout, and return it with its results once all members are done.
+        Cancelling the call cancels the rollout.
 
-        Raises ServiceError for a request that is refused for good, NoServiceError where
-        no service answers, ClientClosedError where the client is left first.
+        Raises ServiceError if the request is refused for good, NoServiceError if no
+        service answers, and ClientClosedError if the context is left first.
         """
         if self._session is None or self._leaving:
             raise ClientClosedError
@@ -196,39 +198,41 @@ class RolloutClient:
     async def _rollout(self, request: RolloutRequest) -> RolloutStatus:
         if not request.id:
             request = msgspec.structs.replace(request, id=f"c-{secrets.token_hex(8)}")
-        left: list[_Server] = []
+        failed: list[_Server] = []
         while True:
-            server = self._choose(left)
-            if request.id in server.owed:  # asked again, after nobody answered
-                server.owed.remove(request.id)
+            server = self._choose(failed)
+            if request.id in server.to_cancel:  # it is tried again after a failure
+                server.to_cancel.remove(request.id)
             server.outstanding += request.members
-            self._asking += 1
+            self._polled += 1
             try:
-                found = await self._on(server, request)
+                status = await self._run_on(server, request)
                 break
             except (aiohttp.ClientError, TimeoutError) as error:
                 server.dead_until = _now() + DEAD_S
-                server.owed.append(request.id)
-                server.ailment = _ailment(server, error)
-                left.append(server)
+                server.to_cancel.append(request.id)
+                server.failure = _failure(server, error)
+                failed.append(server)
             except asyncio.CancelledError:
                 try:
                     await asyncio.shield(
-                        asyncio.wait_for(self._ask(server, "DELETE", _path(request.id)), CANCEL_S)
+                        asyncio.wait_for(
+                            self._send_in_turn(server, "DELETE", _path(request.id)), CANCEL_S
+                        )
                     )
                 except (aiohttp.ClientError, TimeoutError):
-                    server.owed.append(request.id)
+                    server.to_cancel.append(request.id)
                 except ServiceError:
-                    pass  # it never came there
+                    pass  # the request never reached the service
                 raise
             finally:
                 server.outstanding -= request.members
-                self._asking -= 1
-        await self._settle()
-        return found
+                self._polled -= 1
+        await self._cancel_abandoned()
+        return status
 
     async def rollouts(self, requests: Iterable[RolloutRequest]) -> AsyncIterator[RolloutStatus]:
-        """All of them at once, each as it is done."""
+        """Run all rollouts at once; yield each as soon as it is done."""
         tasks = [asyncio.ensure_future(self.rollout(request)) for request in requests]
         try:
             for done in asyncio.as_completed(tasks):
@@ -239,25 +243,26 @@ class RolloutClient:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def submit(self, request: RolloutRequest) -> RolloutStatus:
-        """Ask for a rollout without waiting for it; its `id` is for `get`, `stream` and
+        """Submit a rollout without waiting for it; pass its `id` to `get`, `stream` and
         `cancel`.
 
-        Leaving the client does not cancel it. Raises ServiceError if the request is
-        refused for good, NoServiceError.
+        Leaving the context does not cancel it. Raises ServiceError if the request is
+        refused for good, and NoServiceError if no service answers.
         """
         if not request.id:
             request = msgspec.structs.replace(request, id=f"c-{secrets.token_hex(8)}")
-        body, left = msgspec.json.encode(request), list[_Server]()
+        body, failed = msgspec.json.encode(request), list[_Server]()
         while True:
-            server = self._choose(left)
+            server = self._choose(failed)
             try:
                 return msgspec.json.decode(
-                    await self._patiently(server, "POST", "/v1/rollouts", body), type=RolloutStatus
+                    await self._send_with_retries(server, "POST", "/v1/rollouts", body),
+                    type=RolloutStatus,
                 )
             except (aiohttp.ClientError, TimeoutError) as error:
-                server.dead_until, server.ailment = _now() + DEAD_S, _ailment(server, error)
-                server.owed.append(request.id)  # that service may have accepted it
-                left.append(server)
+                server.dead_until, server.failure = _now() + DEAD_S, _failure(server, error)
+                server.to_cancel.append(request.id)  # that service may have accepted it
+                failed.append(server)
 
     async def get(self, id: str, *, wait_s: float = 0.0) -> RolloutStatus:
         """Return a rollout's status, with the results of members that are done, after
@@ -267,10 +272,10 @@ class RolloutClient:
         knows it, NoServiceError if a service that might know it does not answer.
         """
         server, status = await self._find(id)
-        until = _now() + wait_s
-        while status.state != "done" and (left_s := until - _now()) > 0:
-            answer = await self._patiently(
-                server, "GET", f"{_path(id)}?wait={min(left_s, POLL_S):g}"
+        deadline = _now() + wait_s
+        while status.state != "done" and (remaining_s := deadline - _now()) > 0:
+            answer = await self._send_with_retries(
+                server, "GET", f"{_path(id)}?wait={min(remaining_s, POLL_S):g}"
             )
             status = msgspec.json.decode(answer, type=RolloutStatus)
         return status
@@ -282,7 +287,7 @@ class RolloutClient:
         """
         server, _ = await self._find(id)
         return msgspec.json.decode(
-            await self._patiently(server, "DELETE", _path(id)), type=RolloutStatus
+            await self._send_with_retries(server, "DELETE", _path(id)), type=RolloutStatus
         )
 
     async def stream(self, id: str) -> AsyncIterator[MemberStatus]:
@@ -290,75 +295,77 @@ class RolloutClient:
         done. Raises as `get`.
         """
         server, status = await self._find(id)
-        told, after = set[str](), 0
+        yielded, after = set[str](), 0
         query = f"rollout={urllib.parse.quote(id, safe='')}&limit=1000&wait={POLL_S:g}"
         while True:
             for member in status.members:
-                if member.stage == "done" and member.id not in told:
-                    told.add(member.id)
+                if member.stage == "done" and member.id not in yielded:
+                    yielded.add(member.id)
                     yield member
             if status.state == "done":
                 return
-            found: list[Completion] = []
-            while not any(one.member not in told for one in found):
-                answer = await self._patiently(
+            completions: list[Completion] = []
+            while not any(one.member not in yielded for one in completions):
+                answer = await self._send_with_retries(
                     server, "GET", f"/v1/completions?after={after}&{query}"
                 )
-                found = msgspec.json.decode(answer, type=_Completions).completions
-                after = found[-1].number if found else after
+                completions = msgspec.json.decode(answer, type=_Completions).completions
+                after = completions[-1].number if completions else after
             status = msgspec.json.decode(
-                await self._patiently(server, "GET", _path(id)), type=RolloutStatus
+                await self._send_with_retries(server, "GET", _path(id)), type=RolloutStatus
             )
 
     async def list_rollouts(self, *, unfinished: bool = False) -> list[RolloutStatus]:
-        """Yield all rollouts, or only unfinished ones, without results, for each
+        """Return all rollouts, or only unfinished ones, without results, for each
         service in the order of acceptance.
 
         Raises NoServiceError if a service does not answer.
         """
-        found: list[RolloutStatus] = []
+        statuses: list[RolloutStatus] = []
         for server in self._servers:
             try:
-                found += await self._listed(server, unfinished=unfinished)
+                statuses += await self._list_on(server, unfinished=unfinished)
             except (aiohttp.ClientError, TimeoutError) as error:
-                raise NoServiceError(f"no service answers: {_ailment(server, error)}") from error
-        return found
+                raise NoServiceError(
+                    f"a service does not answer: {_failure(server, error)}"
+                ) from error
+        return statuses
 
     async def register(self, request: EngineRequest) -> None:
-        """Give every service this engine."""
+        """Register an engine with every service."""
         for server in self._servers:
             await self._send(server, "POST", "/v1/engines", msgspec.json.encode(request))
 
     async def register_engines(self, engines: Sequence[EngineRequest]) -> None:
-        """Deal these engines to the services: to each first those of its own host, the
-        rest in turn (`core/policy/balancing`).
+        """Distribute engines over the services: each gets first those of its own host,
+        then the rest in turn (`core/policy/balancing`).
 
-        For as long as the client is entered they move when a service does not answer
-        any more, or does again. A later call's engines take the place of these; engines
-        that were registered otherwise are left alone. Raises ServiceError for one that
-        is refused, NoServiceError where no service answers.
+        As long as the context is open, engines move when a service stops answering, or
+        answers again. A later call replaces these engines; engines that were registered
+        in another way are left alone. Raises ServiceError for an engine that is
+        refused, and NoServiceError if no service answers.
         """
-        if self._dealing is not None:
-            self._dealing.cancel()
+        if self._rebalancing is not None:
+            self._rebalancing.cancel()
         self._engines = {engine.address: engine for engine in engines}
-        self._dealt |= self._engines.keys()
-        if not await self._deal():
+        self._assigned |= self._engines.keys()
+        if not await self._assign_engines():
             raise NoServiceError(
                 f"none of {', '.join(server.address for server in self._servers)} answers"
             )
-        self._dealing = asyncio.create_task(self._deal_again(), name="deal engines")
+        self._rebalancing = asyncio.create_task(self._rebalance(), name="rebalance engines")
 
     async def health(self) -> dict[str, dict[str, Any]]:
-        """What each service says of itself, by address; those that do not answer are
-        missing.
+        """Return the health of each service, by address; services that do not answer
+        are missing.
         """
-        found = {}
+        health = {}
         for server in self._servers:
             with contextlib.suppress(aiohttp.ClientError, ServiceError, TimeoutError):
-                found[server.address] = msgspec.json.decode(
+                health[server.address] = msgspec.json.decode(
                     await self._send(server, "GET", "/health"), type=dict[str, Any]
                 )
-        return found
+        return health
 
     # One service.
 
@@ -368,70 +375,73 @@ class RolloutClient:
         Raises as `get`.
         """
         unknown: ServiceError | None = None
-        ailments = []
+        failures = []
         for server in self._servers:
             try:
                 return server, msgspec.json.decode(
-                    await self._patiently(server, "GET", _path(id)), type=RolloutStatus
+                    await self._send_with_retries(server, "GET", _path(id)), type=RolloutStatus
                 )
             except ServiceError as error:
                 if error.status != 404:
                     raise
                 unknown = error
             except (aiohttp.ClientError, TimeoutError) as error:
-                ailments.append(_ailment(server, error))
-        if ailments or unknown is None:
+                failures.append(_failure(server, error))
+        if failures or unknown is None:
             raise NoServiceError(
                 f"no service that answers knows rollout {id!r:.100}; these do "
-                f"not: {', '.join(ailments)}"
+                f"not answer: {', '.join(failures)}"
             )
         raise unknown
 
-    async def _listed(self, server: _Server, *, unfinished: bool) -> list[RolloutStatus]:
-        """Yield the rollouts of one service, page by page."""
-        found: list[RolloutStatus] = []
+    async def _list_on(self, server: _Server, *, unfinished: bool) -> list[RolloutStatus]:
+        """Return the rollouts of one service, read page by page."""
+        statuses: list[RolloutStatus] = []
         query = f"limit=1000&unfinished={'true' if unfinished else 'false'}"
         after = 0
         while True:
             page = msgspec.json.decode(
-                await self._patiently(server, "GET", f"/v1/rollouts?after={after}&{query}"),
-                type=_Listed,
+                await self._send_with_retries(server, "GET", f"/v1/rollouts?after={after}&{query}"),
+                type=_Page,
             )
             if not page.rollouts:
-                return found
-            found += page.rollouts
+                return statuses
+            statuses += page.rollouts
             after = page.next
 
-    async def _patiently(
+    async def _send_with_retries(
         self, server: _Server, method: str, path: str, body: bytes | None = None
     ) -> bytes:
-        """Call `_ask`, and retry a few times if the service is busy or does not answer."""
+        """Call `_send_in_turn`, and retry a few times if the service is busy or does not
+        answer.
+        """
         wait_s = BACKOFF_S
-        for tries in itertools.count(1):
+        for attempt in itertools.count(1):
             try:
-                return await self._ask(server, method, path, body)
+                return await self._send_in_turn(server, method, path, body)
             except ServiceError as error:
-                if error.status not in (429, 503) or tries == TRIES:
+                if error.status not in (429, 503) or attempt == ATTEMPTS:
                     raise
             except (aiohttp.ClientError, TimeoutError):
-                if tries == TRIES:
+                if attempt == ATTEMPTS:
                     raise
             await asyncio.sleep(wait_s * (0.5 + secrets.randbelow(1000) / 1000))
-            wait_s = min(2 * wait_s, MOST_BACKOFF_S)
+            wait_s = min(2 * wait_s, MAX_BACKOFF_S)
         raise AssertionError("the loop above has no end")
 
-    async def _on(self, server: _Server, request: RolloutRequest) -> RolloutStatus:
-        """Submit and wait. What fails on the way is tried again here, a few times."""
+    async def _run_on(self, server: _Server, request: RolloutRequest) -> RolloutStatus:
+        """Submit the rollout and wait for it. A step that fails is retried a few times."""
         body, path = msgspec.json.encode(request), _path(request.id)
         submitted, failures, wait_s = False, 0, BACKOFF_S
         while True:
             try:
                 if not submitted:
-                    await self._ask(server, "POST", "/v1/rollouts", body)
+                    await self._send_in_turn(server, "POST", "/v1/rollouts", body)
                     submitted = True
-                seconds = max(LEAST_POLL_S, POLL_S * min(1.0, self._connections / self._asking))
+                seconds = max(MIN_POLL_S, POLL_S * min(1.0, self._connections / self._polled))
                 status = msgspec.json.decode(
-                    await self._ask(server, "GET", f"{path}?wait={seconds:g}"), type=RolloutStatus
+                    await self._send_in_turn(server, "GET", f"{path}?wait={seconds:g}"),
+                    type=RolloutStatus,
                 )
                 failures, wait_s = 0, BACKOFF_S
                 if status.state == "done":
@@ -439,24 +449,26 @@ class RolloutClient:
                 continue
             except ServiceError as error:
                 if error.status == 404 and submitted:
-                    submitted = False  # it has begun anew, without its directory
+                    submitted = False  # the service was restarted without its directory
                 elif error.status not in (429, 503):
                     raise
                 elif error.kind == "closed":
-                    failures += 1  # it is ending
+                    failures += 1
             except (aiohttp.ClientError, TimeoutError):
                 failures += 1
-                if failures >= TRIES:
+                if failures >= ATTEMPTS:
                     raise
-            if failures >= TRIES:
-                raise aiohttp.ClientConnectionError("it is ending")
+            if failures >= ATTEMPTS:
+                raise aiohttp.ClientConnectionError("it is shutting down")
             await asyncio.sleep(wait_s * (0.5 + secrets.randbelow(1000) / 1000))
-            wait_s = min(2 * wait_s, MOST_BACKOFF_S)
+            wait_s = min(2 * wait_s, MAX_BACKOFF_S)
 
-    async def _ask(
+    async def _send_in_turn(
         self, server: _Server, method: str, path: str, body: bytes | None = None
     ) -> bytes:
-        """`_send` where there are as many as rollouts: each has its turn."""
+        """Call `_send` once a connection is free. Requests that each rollout makes go
+        through here.
+        """
         async with self._free:
             return await self._send(server, method, path, body)
 
@@ -479,90 +491,86 @@ class RolloutClient:
 
     # Engines.
 
-    async def _deal_again(self) -> None:
+    async def _rebalance(self) -> None:
         while True:
-            await asyncio.sleep(DEAL_S)
+            await asyncio.sleep(REBALANCE_S)
             with contextlib.suppress(aiohttp.ClientError, ServiceError, TimeoutError):
-                await self._deal()
+                await self._assign_engines()
 
-    async def _deal(self) -> bool:
-        """Let each service that answers have its share of the engines.
+    async def _assign_engines(self) -> bool:
+        """Register its share of the engines with each service that answers, and
+        withdraw all others there.
 
-        False if none does.
+        Returns whether any service answers.
         """
-        found = await asyncio.gather(*map(self._engines_of, self._servers))
-        living = []
-        for server, known in zip(self._servers, found, strict=True):
+        registered = await asyncio.gather(*map(self._engines_of, self._servers))
+        healthy = []
+        for server, engines in zip(self._servers, registered, strict=True):
             if server.health is None:
-                server.health = Hysteresis(healthy=known is not None)
-            if server.health.observe(known is not None):
-                living.append(Host(server=server.address, host=host_of(server.address)))
-        uses = spread(
-            [Host(server=address, host=host_of(address)) for address in self._engines], living
+                server.health = Hysteresis(healthy=engines is not None)
+            if server.health.observe(engines is not None):
+                healthy.append(Host(server=server.address, host=host_of(server.address)))
+        shares = spread(
+            [Host(server=address, host=host_of(address)) for address in self._engines], healthy
         )
-        for server, known in zip(self._servers, found, strict=True):
-            if known is None or server.address not in uses:
+        for server, engines in zip(self._servers, registered, strict=True):
+            if engines is None or server.address not in shares:
                 continue
-            shares = uses[server.address]
-            for address in [address for address in shares if address not in known]:
+            share = shares[server.address]
+            for address in [address for address in share if address not in engines]:
                 await self._send(
                     server, "POST", "/v1/engines", msgspec.json.encode(self._engines[address])
                 )
-            for address, engine_id in known.items():
-                if address in self._dealt and address not in shares:
-                    # it moves to another service
+            for address, engine_id in engines.items():
+                if address in self._assigned and address not in share:
                     await self._send(server, "DELETE", f"/v1/engines/{engine_id}?force=true")
-        return bool(living)
+        return bool(healthy)
 
     async def _engines_of(self, server: _Server) -> dict[str, str] | None:
-        """Ids of the engines that are registered there, by address.
-
+        """Return the ids of the engines that are registered with a service, by address;
         None if it does not answer.
         """
         try:
-            async with asyncio.timeout(DEAL_S):
+            async with asyncio.timeout(REBALANCE_S):
                 answer = msgspec.json.decode(
                     await self._send(server, "GET", "/v1/engines"),
                     type=dict[str, list[EngineStatus]],
                 )
         except (aiohttp.ClientError, ServiceError, TimeoutError):
             return None
-        there = (
-            engine
+        return {
+            engine.address: engine.id
             for engine in answer["engines"]
-            if not engine.draining and engine.status != "removed"
-        )
-        return {engine.address: engine.id for engine in there if engine.address}
+            if engine.address and not engine.draining and engine.status != "removed"
+        }
 
-    # All of them.
+    # All services.
 
-    def _choose(self, left: list[_Server]) -> _Server:
-        """The one with the least outstanding that answers, and has not just lost this
-        rollout. Raises NoServiceError.
+    def _choose(self, failed: list[_Server]) -> _Server:
+        """Return the service with the fewest outstanding members, which is not in
+        `failed` and, if possible, not dead. Raises NoServiceError.
         """
-        living = [
-            server for server in self._servers if server not in left and server.dead_until <= _now()
-        ]
-        wanted = living or [server for server in self._servers if server not in left]
-        if not wanted:
+        remaining = [server for server in self._servers if server not in failed]
+        alive = [server for server in remaining if server.dead_until <= _now()]
+        if not remaining:
             raise NoServiceError(
                 "no service answers: "
-                f"{', '.join(server.ailment or server.address for server in self._servers)}"
+                f"{', '.join(server.failure or server.address for server in self._servers)}"
             )
-        return min(wanted, key=lambda server: server.outstanding)
+        return min(alive or remaining, key=lambda server: server.outstanding)
 
-    async def _settle(self) -> None:
-        """Cancel what a service that answers again still does for nobody."""
+    async def _cancel_abandoned(self) -> None:
+        """Cancel rollouts that were moved away from a service, if it may answer again."""
         for server in self._servers:
-            if server.owed and server.dead_until <= _now():
-                owed, server.owed = server.owed, []
-                for job_id in owed:
+            if server.to_cancel and server.dead_until <= _now():
+                job_ids, server.to_cancel = server.to_cancel, []
+                for job_id in job_ids:
                     with contextlib.suppress(aiohttp.ClientError, ServiceError, TimeoutError):
                         await self._send(server, "DELETE", _path(job_id))
 
 
 class Rollouts:
-    """The same for programs without an event loop: `with Rollouts(addresses) as
+    """A `RolloutClient` for programs without an event loop: `with Rollouts(addresses) as
     rollouts: rollouts.run(requests)`.
     """
 
@@ -585,30 +593,30 @@ class Rollouts:
         self._loop.stop()
 
     def run(self, requests: Iterable[RolloutRequest]) -> list[RolloutStatus]:
-        """All of them at once; results in the order of the requests. Errors are those
-        of `RolloutClient.rollout`.
+        """Run all rollouts at once; return them in the order of the requests. Errors are
+        those of `RolloutClient.rollout`.
 
         The first error, and Ctrl-C, cancel the others.
         """
 
-        async def all_of_them() -> list[RolloutStatus]:
+        async def run_all() -> list[RolloutStatus]:
             try:
-                async with asyncio.TaskGroup() as several:
+                async with asyncio.TaskGroup() as group:
                     tasks = [
-                        several.create_task(self._client.rollout(request)) for request in requests
+                        group.create_task(self._client.rollout(request)) for request in requests
                     ]
             except ExceptionGroup as errors:
                 raise errors.exceptions[0] from None
             return [task.result() for task in tasks]
 
-        return self._loop.call(all_of_them())
+        return self._loop.call(run_all())
 
     def submit(self, request: RolloutRequest) -> RolloutStatus:
-        """Ask for a rollout without waiting for it, as `RolloutClient.submit`."""
+        """Submit a rollout without waiting for it, as `RolloutClient.submit`."""
         return self._loop.call(self._client.submit(request))
 
     def get(self, id: str, *, wait_s: float = 0.0) -> RolloutStatus:
-        """Where a rollout stands, with results, as `RolloutClient.get`."""
+        """Return a rollout's status, with results, as `RolloutClient.get`."""
         return self._loop.call(self._client.get(id, wait_s=wait_s))
 
     def cancel(self, id: str) -> RolloutStatus:
@@ -616,56 +624,54 @@ class Rollouts:
         return self._loop.call(self._client.cancel(id))
 
     def stream(self, id: str) -> Iterator[MemberStatus]:
-        """The members of a rollout, each as soon as it is done, as
+        """Yield the members of a rollout, each as soon as it is done, as
         `RolloutClient.stream`.
         """
         members = self._client.stream(id)
 
-        async def following() -> MemberStatus | None:
+        async def next_member() -> MemberStatus | None:
             return await anext(members, None)
 
-        while (member := self._loop.call(following())) is not None:
+        while (member := self._loop.call(next_member())) is not None:
             yield member
 
     def list_rollouts(self, *, unfinished: bool = False) -> list[RolloutStatus]:
-        """All that the services know, as `RolloutClient.list_rollouts`."""
+        """Return the rollouts of all services, as `RolloutClient.list_rollouts`."""
         return self._loop.call(self._client.list_rollouts(unfinished=unfinished))
 
     def register(self, request: EngineRequest) -> None:
-        """Give every service this engine."""
+        """Register an engine with every service."""
         self._loop.call(self._client.register(request))
 
     def register_engines(self, engines: Sequence[EngineRequest]) -> None:
-        """Deal these engines to the services.
-
-        Errors are those of `RolloutClient.register_engines`.
-        """
+        """Distribute engines over the services, as `RolloutClient.register_engines`."""
         self._loop.call(self._client.register_engines(engines))
 
 
 def _unopened_files() -> int:
-    """Return the number of files that this process may open beside those that it has open."""
+    """Return the number of files that this process may still open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return (FILES if soft == resource.RLIM_INFINITY else soft) - len(os.listdir("/proc/self/fd"))
+    limit = MAX_FILES if soft == resource.RLIM_INFINITY else soft
+    return limit - len(os.listdir("/proc/self/fd"))
 
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _ailment(server: _Server, error: Exception) -> str:
+def _failure(server: _Server, error: Exception) -> str:
     return f"{server.address} ({str(error) or type(error).__name__})"
 
 
-def _place(one: str | Path, token: str | None) -> tuple[str, str | None]:
+def _locate(entry: str | Path, token: str | None) -> tuple[str, str | None]:
     """Return the address and token of a service. Raises ValueError."""
-    if isinstance(one, str) and "://" in one:
-        return parse_address(one, field="addresses"), token
-    run = RunDir(Path(one))
+    if isinstance(entry, str) and "://" in entry:
+        return parse_address(entry, field="addresses"), token
+    run = RunDir(Path(entry))
     if not run.address.is_file():
         raise ValueError(
-            "addresses must be http://host:port, or the directory of a service that "
-            f"runs, got {str(one)!r:.200}"
+            "addresses must be http://host:port, or the directory of a running service, "
+            f"got {str(entry)!r:.200}"
         )
     return run.address.read_text().strip(), read_token(run.token) if run.token.exists() else token
 
@@ -675,7 +681,9 @@ def _path(job_id: str) -> str:
 
 
 def _error(answer: bytes) -> tuple[str, str]:
-    """Type and message; "" and the answer itself where it is not of the service's form."""
+    """Return an error's type and message, or "" and the start of the answer if it is not
+    in the service's form.
+    """
     try:
         error = msgspec.json.decode(answer)["error"]
         return str(error["type"]), str(error["message"])

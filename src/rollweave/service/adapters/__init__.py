@@ -1,1 +1,1 @@
-"""Trainers of other makes on rollouts of a service: what `docs/TRAINERS.md` shows."""
+"""Adapters that let other trainers train on a service's rollouts (`docs/TRAINERS.md`)."""

@@ -1,8 +1,8 @@
-"""An embedded engine that samples from an outside trainer's weights: a child process,
-served over HTTP for rollout services.
+"""An embedded engine that samples from an external trainer's weights: a child process,
+served over HTTP to rollout services.
 
-Invariants: what `update` was given samples every token after it returns, and tokens
-carry its version; an update that the engine refuses leaves the weights that it had.
+Invariants: after `update` returns, every token is sampled with its weights and carries
+its version; an update that the engine refuses leaves its weights unchanged.
 """
 
 import asyncio
@@ -28,18 +28,18 @@ from rollweave.service.loop import LoopThread
 from rollweave.weights.publication import Publisher
 
 START_S = 300.0
-"""To read a checkpoint: minutes for a large one on a slow disk."""
+"""Maximum seconds to read a checkpoint: minutes for a large one on a slow disk."""
 
 LOAD_S = 300.0
-"""To take new weights in."""
+"""Maximum seconds to load new weights."""
 
 SHUTDOWN_S = 1.0
-"""For requests under way when it ends."""
+"""Maximum seconds for requests that are under way when the engine ends."""
 
 
 class TrainedEngine:
-    """`with TrainedEngine(spec) as engine:` serve at `engine.address` (dialect
-    `rollweave`), from the checkpoint at first.
+    """`with TrainedEngine(spec) as engine:` serves at `engine.address` (dialect
+    `rollweave`), with the checkpoint's weights at first.
 
     Clients must send `engine.token`, which is new for each engine. The engine must run
     on the trainer's host, because weights pass through its memory. `spec.version` is
@@ -73,13 +73,13 @@ class TrainedEngine:
         self._end()
 
     def update(self, tensors: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Swap in whole weights, by transformers' names. Turns under way go on with
-        them; their segments say where.
+        """Replace all weights, named as in transformers. Turns under way continue with
+        the new ones; their segments record where.
 
-        Raises WeightsError where they are not this model's.
+        Raises WeightsError for tensors that do not fit the model.
         """
         named = {name: tensor.detach() for name, tensor in tensors}
-        self._updates += 1  # the checkpoint's own weights are number 0
+        self._updates += 1  # the checkpoint's weights are number 0
         manifest = self._publisher.publish(named, version=version, weights_id=self._updates)
         self._loop.call(self._load(manifest))
 
@@ -89,15 +89,19 @@ class TrainedEngine:
         )
         self._publisher = Publisher(scratch)
         self._stack.callback(self._publisher.close)
-        present: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        present.set_result(None)
+        model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        model_ready.set_result(None)
         threads = {
             "OMP_NUM_THREADS": str(self._spec.threads),
             "MKL_NUM_THREADS": str(self._spec.threads),
         }
         module = "rollweave.runtime.entrypoints.engine"
         link = in_process(
-            self._spec, module=module, log=scratch / "engine.log", env=threads, model_ready=present
+            self._spec,
+            module=module,
+            log=scratch / "engine.log",
+            env=threads,
+            model_ready=model_ready,
         )
         self._engine = EngineClient(self._spec.id, link, start_s=START_S, reply_s=LOAD_S)
         self._stack.push_async_callback(self._engine.close)

@@ -1,8 +1,8 @@
-"""A trajectory's token sequence as trainers of other makes take it: prompt, completion,
-mask, log-probs.
+"""A trajectory's token sequence in the form that other trainers read: prompt,
+completion, mask, log-probs.
 
-Invariant: ids, log-probs and mask are those of the sequence, cut and nothing else:
-`prompt + completion` begins its tokens.
+Invariant: ids, log-probs and mask are slices of the sequence's: `prompt + completion`
+is a prefix of its tokens.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from rollweave.schema.work import SegmentKind, TokenSequence
 class Row:
     """`completion` begins with the first sampled token and ends with the last one.
 
-    `mask` and `logprobs` are as long: 1 and the log-prob where the agent sampled, 0 and
-    0.0 where an observation stands.
+    `mask` and `logprobs` have its length: 1 and the log-prob for a sampled token, 0 and
+    0.0 for a token of an observation.
     """
 
     prompt: list[int]
@@ -25,7 +25,7 @@ class Row:
 
 
 def row_of(sequence: TokenSequence) -> Row | None:
-    """None for a sequence of which nothing was sampled."""
+    """Return the row of a sequence, or None if nothing in it was sampled."""
     outputs = [segment for segment in sequence.segments if segment.kind is SegmentKind.OUTPUT]
     if not outputs:
         return None

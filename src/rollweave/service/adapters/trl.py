@@ -1,9 +1,9 @@
-"""TRL on rollouts of a service: `rollout_func` of its GRPOTrainer, worker and weight
-sync of its AsyncGRPOTrainer (TRL 1.16).
+"""Adapters for TRL 1.16: `rollout_func` of its GRPOTrainer, rollout worker and weight
+transfer of its AsyncGRPOTrainer.
 
 Invariants: ids and log-probs reach TRL as they were sampled; tokens that the agent did
 not sample are masked out of the loss (`env_mask`, `completion_mask`); a rollout that
-failed has no reward, which TRL leaves out of the group's baseline, and no token in the
+failed has no reward, so TRL excludes it from the group's baseline, and no token in the
 loss.
 """
 
@@ -33,7 +33,7 @@ EPSILON = 1e-8
 """Added to a group's standard deviation."""
 
 PUT_S = 0.2
-"""Between two looks whether a worker shall stop, while its queue is full."""
+"""Seconds between two checks whether the worker has to stop, while its queue is full."""
 
 
 # `GRPOTrainer(rollout_func=TrlRollouts(rollouts), reward_funcs=rollout_reward,
@@ -41,14 +41,14 @@ PUT_S = 0.2
 
 
 def rows(requests: Iterable[RolloutRequest]) -> list[dict[str, str]]:
-    """Of a dataset whose prompts are requests, as `TrlRollouts` reads them: TRL hands
-    `rollout_func` nothing but prompts.
+    """Return the rows of a dataset whose prompts are requests, for `TrlRollouts`: TRL
+    passes nothing but prompts to `rollout_func`.
     """
     return [{"prompt": msgspec.json.encode(request).decode()} for request in requests]
 
 
-def asked(prompt: str) -> RolloutRequest:
-    """The request that `rows` made a prompt of.
+def parse_prompt(prompt: str) -> RolloutRequest:
+    """Return the request that `rows` encoded as a prompt.
 
     Raises ValueError for any other prompt.
     """
@@ -61,30 +61,30 @@ def asked(prompt: str) -> RolloutRequest:
 
 
 def rollout_reward(rollout_reward: Sequence[float | None], **_: Any) -> list[float | None]:
-    """A reward function of TRL: what the environments gave."""
+    """A reward function for TRL that returns the environments' rewards."""
     return list(rollout_reward)
 
 
 class TrlRollouts:
-    """`rollout_func`. Equal prompts in a row, as TRL repeats them for a group, are
+    """A `rollout_func`. Equal prompts in a row, as TRL repeats them for a group, become
     members of one rollout.
 
-    Temperature, top-p and top-k are the trainer's, unless the request sets others.
+    Temperature, top-p and top-k are the trainer's, unless the request sets its own.
     """
 
     def __init__(
-        self, rollouts: Rollouts, *, request_of: Callable[[Any], RolloutRequest] = asked
+        self, rollouts: Rollouts, *, request_of: Callable[[Any], RolloutRequest] = parse_prompt
     ) -> None:
-        """`request_of` maps a prompt of the dataset to what the service is asked for."""
+        """`request_of` maps a prompt of the dataset to a rollout request."""
         self._rollouts, self._request_of = rollouts, request_of
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
-        """One completion a prompt, in order, with `env_mask`; `rollout_reward` and
-        `stop_reason` go to the reward functions.
+        """Return one completion for each prompt, in order, with `env_mask`.
+        `rollout_reward` and `stop_reason` are passed to the reward functions.
 
-        Raises what `Rollouts.run` raises; ValueError where a context was rewritten,
-        because a completion is one sequence, and where the trainer's configuration asks
-        for sampling that the service does not support.
+        Raises the errors of `Rollouts.run`, and ValueError if a context was rewritten,
+        because a completion is one sequence, or if the trainer's configuration requires
+        sampling that the service does not support.
         """
         requests = []
         for prompt, equal in groupby(prompts):
@@ -93,21 +93,21 @@ class TrlRollouts:
             requests.append(
                 msgspec.structs.replace(request, id="", members=len(list(equal)), sampling=decoding)
             )
-        found = [member for status in self._rollouts.run(requests) for member in status.members]
-        completions = [_completion(member) for member in found]
+        members = [member for status in self._rollouts.run(requests) for member in status.members]
+        completions = [_completion(member) for member in members]
         return {
             "prompt_ids": [row.prompt for row in completions],
             "completion_ids": [row.completion for row in completions],
             "logprobs": [row.logprobs for row in completions],
             "env_mask": [row.mask for row in completions],
             "rollout_reward": [
-                member.result.reward if member.result is not None else None for member in found
+                member.result.reward if member.result is not None else None for member in members
             ],
-            "stop_reason": [member.stop_reason for member in found],
+            "stop_reason": [member.stop_reason for member in members],
         }
 
 
-def decoding_of(trainer: Any, asked: Decoding) -> Decoding:
+def decoding_of(trainer: Any, requested: Decoding) -> Decoding:
     """Complete the request's sampling from the GRPOTrainer's configuration. Raises
     ValueError for settings that the service does not support.
     """
@@ -117,18 +117,19 @@ def decoding_of(trainer: Any, asked: Decoding) -> Decoding:
         "repetition_penalty": getattr(trainer, "repetition_penalty", None),
     }
     others["generation_kwargs"] = getattr(args, "generation_kwargs", None)
-    found = refused_field(others, neutral={**NEUTRAL, "generation_kwargs": ({},)})
-    if found is not None:
-        name, rule = found
+    refused = refused_field(others, neutral={**NEUTRAL, "generation_kwargs": ({},)})
+    if refused is not None:
+        name, rule = refused
         raise ValueError(f"GRPOConfig.{name} {rule}, got {others[name]!r:.100}")
-    own: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "temperature": float(trainer.temperature),
         "top_p": getattr(trainer, "top_p", None),
     }
     top_k = getattr(trainer, "top_k", None)
-    own["top_k"] = None if top_k is None else max(0, top_k)
+    defaults["top_k"] = None if top_k is None else max(0, top_k)
     return msgspec.structs.replace(
-        asked, **{name: value for name, value in own.items() if getattr(asked, name) is None}
+        requested,
+        **{name: value for name, value in defaults.items() if getattr(requested, name) is None},
     )
 
 
@@ -138,11 +139,11 @@ def _completion(member: MemberStatus) -> Row:
         raise ValueError(
             f"a rollout must be one sequence for rollout_func, got {len(sequences)} of "
             f"{member.id}: its context was rewritten; "
-            "AsyncGRPOTrainer with RolloutWorker takes any number"
+            "AsyncGRPOTrainer with RolloutWorker accepts any number"
         )
     row = row_of(sequences[0]) if sequences else None
     if row is None:
-        # nothing was sampled; TRL wants a token
+        # nothing was sampled, but TRL requires a token
         return Row(prompt=[0], completion=[0], mask=[0], logprobs=[0.0])
     if member.result is None or member.result.reward is None:
         return replace(row, mask=[0] * len(row.mask))
@@ -150,8 +151,8 @@ def _completion(member: MemberStatus) -> Row:
 
 
 class SyncWeights(TrainerCallback):
-    """Gives `engine` the policy after every optimizer step of a GRPOTrainer, as version
-    `global_step`. For one process.
+    """Loads the policy into `engine` after every optimizer step of a GRPOTrainer, as
+    version `global_step`. It supports trainers of one process.
     """
 
     def __init__(self, engine: TrainedEngine) -> None:
@@ -167,17 +168,17 @@ class SyncWeights(TrainerCallback):
 
 
 class RolloutWorker:
-    """TRL's `RolloutWorkerProtocol` by asynchronous DAPO: informative groups, as fast
-    as they come (`service/batches.py`).
+    """TRL's `RolloutWorkerProtocol` by asynchronous DAPO: informative groups, as soon
+    as they are complete (`service/batches.py`).
 
-    Samples carry the version that their group was begun under, by which TRL drops the
+    Samples carry the version with which their group was begun, so that TRL can drop
     stale ones.
     """
 
     def __init__(self, batches: Callable[[], DapoRollouts], *, samples: int) -> None:
         """`batches` opens a source for each training.
 
-        At most `samples` wait for the trainer, and one batch behind them.
+        At most `samples` samples, and one batch after them, wait for the trainer.
         """
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(maxsize=samples)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
@@ -197,7 +198,7 @@ class RolloutWorker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends all rollouts. Harmless when repeated."""
+        """End all rollouts. Further calls have no effect."""
         source, self._source = self._source, None
         if source is None:
             return
@@ -212,9 +213,9 @@ class RolloutWorker:
         self._version = model_version
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raises what ended the worker.
+        """Raise the error that ended the worker, if any.
 
-        Rollouts have limits of their own, so a long silence says nothing.
+        `stale_after_s` is ignored, because rollouts have time limits.
         """
         del stale_after_s
         if self._error is not None:
@@ -264,26 +265,26 @@ class RolloutWorker:
 
 
 class WeightTransfer:
-    """TRL's `WeightTransferProtocol` into an engine of ours.
+    """TRL's `WeightTransferProtocol` into a `TrainedEngine`.
 
-    TRL counts its versions from 1, which is the first sync.
+    TRL counts versions from 1, the first transfer.
     """
 
     def __init__(self, engine: TrainedEngine) -> None:
         self._engine, self._version = engine, 0
 
     def init_weight_transfer(self) -> None:
-        """There is nothing to set up: the engine is there."""
+        """Do nothing: the engine already runs."""
 
     def pause(self) -> None:
-        """An engine of ours swaps weights between two steps."""
+        """Do nothing: the engine swaps weights between two steps."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         self._version += 1
         self._engine.update(iterator, version=self._version)
 
     def resume(self) -> None:
-        """It has not paused."""
+        """Do nothing: the engine was not paused."""
 
     def destroy(self) -> None:
-        """Whoever opened the engine closes it."""
+        """Do nothing: the engine belongs to the caller."""
