@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jsonschema
 import msgspec
@@ -15,9 +16,9 @@ from tests.service.test_service import ask, game
 
 def routes() -> set[tuple[str, str]]:
     """Method and path of each route of the application that `launch` serves."""
-    service: Any = None
-    app = http.build(service, service)
-    app.add_routes(ProRL(service, codec=service, hosts=service).table())
+    service: Any = Mock()
+    app = http.make_app(service, service)
+    app.add_routes(ProRL(service, codec=service, hosts=service).routes())
     described = {
         (route.method, route.resource.canonical)
         for route in app.router.routes()
