@@ -17,7 +17,7 @@ from rollweave import RollweaveError, RunConfig, Summary, train
 from rollweave.io.extras import EXTRAS
 from rollweave.schema.config.loading import load
 from rollweave.schema.errors import ConfigError
-from tests.cli.test_main import CONFIG
+from tests.cli.commands import CONFIG
 
 ROOT = Path(__file__).parents[1]
 PROMISED = {"Env", "Observation", "Step", "Message", "Task", "AgentHandler", "train", "Rollouts"}

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.commands import CONFIG, invoke
 from tests.cli.conftest import Shell
-from tests.cli.test_main import CONFIG, say
 
 Written = Callable[[str], str]
 NUMBERS = itertools.count()
@@ -40,7 +40,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Written:
 def train(*arguments: str, sample: str = "fifo", evict: str = "age") -> tuple[int, str, list[str]]:
     decoupled = ("--mode", "decoupled", "--set", "run.steps=3", "--set", "run.checkpoint_every=1")
     knobs = ("--set", f"buffer.sample={sample}", "--set", f"buffer.evict={evict}")
-    return say("train", "small.toml", *decoupled, *knobs, *arguments)
+    return invoke("train", "small.toml", *decoupled, *knobs, *arguments)
 
 
 RIGHT = """
@@ -58,7 +58,9 @@ def nothing(experiences, version):
 
 
 @pytest.mark.parametrize("processes", [False, True])
-def test_a_function_decides(written: Written, tmp_path: Path, processes: bool) -> None:
+def test_a_buffer_function_selects_experiences(
+    written: Written, tmp_path: Path, processes: bool
+) -> None:
     name = written(RIGHT)
     code, text, errors = train(
         *([] if processes else ["--inproc"]), sample=f"{name}:newest", evict=f"{name}:nothing"
@@ -76,7 +78,7 @@ def test_a_function_decides(written: Written, tmp_path: Path, processes: bool) -
     assert (summary["steps"], summary["error"]) == (3, "")
 
 
-def test_the_function_of_the_manual_works(written: Written) -> None:
+def test_the_function_of_the_documentation_works(written: Written) -> None:
     manual = (Path(__file__).parents[2] / "docs" / "DECOUPLED.md").read_text()
     (example,) = manual.split("```python\n")[1:]
     code, text, errors = train("--inproc", sample=f"{written(example.split('```')[0])}:hardest")
@@ -105,7 +107,7 @@ def test_the_function_of_the_manual_works(written: Written) -> None:
         ),
     ],
 )
-def test_what_is_no_function_is_told_before_anything_starts(
+def test_refuses_invalid_functions_before_the_run(
     written: Written,
     tmp_path: Path,
     code: str | None,
@@ -123,7 +125,7 @@ def test_what_is_no_function_is_told_before_anything_starts(
     assert not (tmp_path / "runs").exists()
 
 
-def test_every_function_that_is_none_is_told_at_once(written: Written) -> None:
+def test_reports_all_invalid_functions_at_once(written: Written) -> None:
     exit_code, _, errors = train(sample="none:pick", evict=f"{written('pick = 7')}:pick")
     assert exit_code == 2
     assert [error.split(": ")[1] for error in errors] == ["buffer.sample", "buffer.evict"]
@@ -161,7 +163,7 @@ def later(experiences, version):
         ("return experiences", "a strategy must name groups of the buffer, got Experience("),
     ],
 )
-def test_a_function_that_goes_wrong_ends_the_run_with_its_name(
+def test_a_failing_function_ends_the_run_and_is_named(
     written: Written, tmp_path: Path, body: str, words: str
 ) -> None:
     name = f"{written(WRONG.format(body=body))}:later"
@@ -180,7 +182,7 @@ def test_a_function_that_goes_wrong_ends_the_run_with_its_name(
     assert f"{account['started']} started = " in text
 
 
-def test_a_function_of_the_writers_that_goes_wrong_ends_the_run_too(
+def test_a_failing_function_of_the_buffer_writer_ends_the_run(
     written: Written, tmp_path: Path
 ) -> None:
     name = f"{written(WRONG.format(body='raise LookupError(1)'))}:misbehave"
@@ -190,7 +192,7 @@ def test_a_function_of_the_writers_that_goes_wrong_ends_the_run_too(
     assert (tmp_path / "runs/small/checkpoints/step-000000").is_dir()
 
 
-def test_a_run_goes_on_once_the_function_is_mended(written: Written, tmp_path: Path) -> None:
+def test_a_run_resumes_once_the_function_is_fixed(written: Written, tmp_path: Path) -> None:
     name = written(WRONG.format(body="raise LookupError('no idea')"))
     assert train("--inproc", sample=f"{name}:later")[0] == 1
     code, text, errors = train("--inproc", "--resume", sample="newest")
@@ -207,7 +209,7 @@ def looks(experiences, version):
 """
 
 
-def test_a_resumed_run_whose_function_has_changed_its_mind_says_so(
+def test_a_resumed_run_warns_if_its_function_decides_differently(
     written: Written, tmp_path: Path
 ) -> None:
     name = f"{written(LOOKS)}:looks"

@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 from rollweave.cli.main import app
 
 
-def test_the_doctor_looks_at_everything_and_finds_it_in_order() -> None:
+def test_doctor_passes_all_checks() -> None:
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0, result.output
     for name in (

@@ -51,7 +51,7 @@ def config(tmp_path: Path, *overrides: str) -> RunConfig:
     return loads(CONFIG, [f'run.dir="{tmp_path}"', *overrides])
 
 
-def test_a_run_in_order_has_no_failure_and_names_what_it_found(tmp_path: Path) -> None:
+def test_a_valid_run_passes_all_checks(tmp_path: Path) -> None:
     checks = dryrun.examine(config(tmp_path))
     assert failures(checks) == []
     said = {check.name: check.detail for check in checks}
@@ -121,7 +121,7 @@ def test_a_run_in_order_has_no_failure_and_names_what_it_found(tmp_path: Path) -
         ("model.scratch.hidden=400000000", "disk", "must hold the checkpoints"),
     ],
 )
-def test_a_problem_is_a_failure_that_says_what_to_change(
+def test_a_failed_check_names_field_rule_and_value(
     tmp_path: Path, override: str, name: str, words: str
 ) -> None:
     wrong = failures(dryrun.examine(config(tmp_path, override)))
@@ -155,9 +155,7 @@ def test_a_problem_is_a_failure_that_says_what_to_change(
         ),
     ],
 )
-def test_tasks_are_drawn_before_every_run_so_that_wrong_options_show(
-    tmp_path: Path, overrides: list[str], words: str
-) -> None:
+def test_draws_tasks_before_every_run(tmp_path: Path, overrides: list[str], words: str) -> None:
     (tmp_path / "one").write_text('{"prompt": "a lonely record"}\n')
     sets = [override.replace("{dir}", str(tmp_path)) for override in overrides]
     (wrong,) = failures(dryrun.examine(config(tmp_path, *sets, "warmup.steps=0"), deep=False))
@@ -166,7 +164,7 @@ def test_tasks_are_drawn_before_every_run_so_that_wrong_options_show(
 
 
 @pytest.mark.parametrize(("limit", "fits"), [(6, True), (5, False)])
-def test_transcripts_must_fit_into_a_turn(tmp_path: Path, limit: int, fits: bool) -> None:
+def test_transcripts_must_fit_a_turn(tmp_path: Path, limit: int, fits: bool) -> None:
     """`right` is five letters and the token that ends the turn."""
     sets = ["tasks.0.env=tests.cli.envs:Wordy", f"tasks.0.max_turn_tokens={limit}"]
     wrong = failures(dryrun.examine(config(tmp_path, *sets), deep=False))
@@ -225,7 +223,7 @@ def test_transcripts_must_be_conversations_within_the_limits(
         ("{mood='broken'}", "tasks.0", "KeyError: 'lost'"),
     ],
 )
-def test_a_handlers_first_turn_must_fit(
+def test_the_first_turn_of_a_handler_must_fit(
     tmp_path: Path, options: str, name: str, words: str
 ) -> None:
     sets = [
@@ -240,7 +238,7 @@ def test_a_handlers_first_turn_must_fit(
 
 
 @pytest.mark.parametrize("deep", [True, False])
-def test_overlong_prompts_are_found_in_the_whole_file(tmp_path: Path, deep: bool) -> None:
+def test_finds_overlong_prompts_in_the_whole_file(tmp_path: Path, deep: bool) -> None:
     """Not only in the first rows, nor only in those that are drawn first."""
     words = ["short"] * 400
     words[250] = words[333] = "x" * 60
@@ -266,19 +264,19 @@ def test_overlong_prompts_are_found_in_the_whole_file(tmp_path: Path, deep: bool
     )
 
 
-def test_a_target_says_what_it_is_compared_with(tmp_path: Path) -> None:
+def test_names_the_measure_of_a_target(tmp_path: Path) -> None:
     checks = dryrun.examine(config(tmp_path, "eval.every=1", "eval.stop_at=0.9"), deep=False)
     assert failures(checks) == []
     (said,) = [check for check in checks if check.name == "eval.stop_at"]
     assert (said.status, said.detail[:36]) == (Status.WARN, "0.9 is compared with success, which ")
 
 
-def test_without_deep_the_users_environment_is_not_reset(tmp_path: Path) -> None:
+def test_a_shallow_check_does_not_reset_the_environment(tmp_path: Path) -> None:
     checks = dryrun.examine(config(tmp_path, "tasks.0.env=tests.cli.envs:Raises"), deep=False)
     assert failures(checks) == []
 
 
-def test_code_that_changes_the_working_directory_does_not_move_the_run(
+def test_a_changed_working_directory_does_not_move_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -287,13 +285,13 @@ def test_code_that_changes_the_working_directory_does_not_move_the_run(
     assert Path.cwd() == tmp_path
 
 
-def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+def test_reports_all_problems_at_once(tmp_path: Path) -> None:
     wrong = failures(dryrun.examine(config(tmp_path, "tasks.0.env=lake"), resume=True))
     assert [check.name for check in wrong][:1] == ["run.name"]
     assert "tasks.0" in [check.name for check in wrong]
 
 
-def test_a_directory_that_holds_a_run_needs_resume_or_fresh(tmp_path: Path) -> None:
+def test_an_existing_run_requires_resume_or_fresh(tmp_path: Path) -> None:
     made = config(tmp_path)
     (tmp_path / "dry").mkdir()
     (tmp_path / "dry" / "config.toml").touch()
@@ -344,14 +342,14 @@ def test_a_run_that_is_resumed_keeps_its_model_tasks_and_seed(tmp_path: Path) ->
     ],
 )
 @pytest.mark.parametrize("deep", [True, False])
-def test_what_the_model_needs_is_known_before_every_run(
+def test_checks_the_models_requirements_before_every_run(
     tmp_path: Path, override: str, name: str, deep: bool
 ) -> None:
     wrong = failures(dryrun.examine(config(tmp_path, override), deep=deep))
     assert name in [check.name for check in wrong]
 
 
-def test_a_model_from_scratch_is_looked_at_without_torch(tmp_path: Path) -> None:
+def test_checks_a_scratch_model_without_importing_torch(tmp_path: Path) -> None:
     """Which costs seconds to import, before each run."""
     (tmp_path / "small.toml").write_text(CONFIG)
     program = """
@@ -390,27 +388,27 @@ class TestModelPath:
             if check.status is Status.FAIL
         ]
 
-    def test_a_good_one_has_no_failure(self, tmp_path: Path, model: Path) -> None:
+    def test_accepts_a_valid_checkpoint(self, tmp_path: Path, model: Path) -> None:
         assert self.examine(tmp_path, model) == []
 
-    def test_none(self, tmp_path: Path) -> None:
+    def test_refuses_a_missing_checkpoint(self, tmp_path: Path) -> None:
         ((name, detail),) = self.examine(tmp_path, tmp_path / "nowhere")
         assert name == "model"
         assert "model.path must be a checkpoint directory, got" in detail
 
-    def test_without_weights(self, tmp_path: Path, model: Path) -> None:
+    def test_refuses_a_checkpoint_without_weights(self, tmp_path: Path, model: Path) -> None:
         (model / "model.safetensors").unlink()
         ((name, detail),) = self.examine(tmp_path, model)
         assert name == "model"
         assert "must hold model.safetensors" in detail
 
-    def test_weights_that_are_torn(self, tmp_path: Path, model: Path) -> None:
+    def test_refuses_truncated_weights(self, tmp_path: Path, model: Path) -> None:
         file = model / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-100])
         ((_, detail),) = self.examine(tmp_path, model)
         assert "model.safetensors must be a whole safetensors file" in detail
 
-    def test_an_index_with_a_file_that_is_not_there(self, tmp_path: Path, model: Path) -> None:
+    def test_refuses_an_index_that_names_a_missing_file(self, tmp_path: Path, model: Path) -> None:
         (model / "model.safetensors.index.json").write_text(
             '{"weight_map": {"lm_head.weight": "model-2.safetensors"}}'
         )
@@ -428,31 +426,31 @@ class TestModelPath:
             ({"hidden_size": "x"}, "config.json must have values of the right types"),
         ],
     )
-    def test_weights_of_another_shape(
+    def test_refuses_weights_of_another_shape(
         self, tmp_path: Path, model: Path, changes: dict[str, object], words: str
     ) -> None:
         self.edit(model / "config.json", **changes)
         ((_, detail),) = self.examine(tmp_path, model)
         assert words in detail
 
-    def test_another_architecture(self, tmp_path: Path, model: Path) -> None:
+    def test_refuses_an_unsupported_architecture(self, tmp_path: Path, model: Path) -> None:
         self.edit(model / "config.json", architectures=["GPT2LMHeadModel"])
         ((_, detail),) = self.examine(tmp_path, model)
         assert "architectures must name one of" in detail
 
-    def test_a_context_that_is_too_short(self, tmp_path: Path, model: Path) -> None:
+    def test_refuses_a_context_that_is_too_short(self, tmp_path: Path, model: Path) -> None:
         self.edit(model / "config.json", max_position_embeddings=512)
         assert self.examine(tmp_path, model) == [
             ("tasks.max_tokens", "must be at most the model's context (512), got 1024")
         ]
 
-    def test_no_chat_template(self, tmp_path: Path, model: Path) -> None:
+    def test_refuses_a_model_without_a_chat_template(self, tmp_path: Path, model: Path) -> None:
         (model / "chat_template.jinja").unlink(missing_ok=True)
         self.edit(model / "tokenizer_config.json", chat_template=None)
         ((_, detail),) = self.examine(tmp_path, model)
         assert "must have a chat template" in detail
 
-    def test_a_template_that_cannot_grow(self, tmp_path: Path, model: Path) -> None:
+    def test_refuses_a_template_that_is_not_append_only(self, tmp_path: Path, model: Path) -> None:
         template = "{{ messages[-1]['content'] }}"
         (model / "chat_template.jinja").unlink(missing_ok=True)
         self.edit(model / "tokenizer_config.json", chat_template=template)
@@ -464,7 +462,7 @@ class TestModelPath:
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_relays_are_named_with_their_addresses_and_what_their_transport_lacks(
+def test_lists_relays_with_addresses_and_missing_transport_packages(
     tmp_path: Path,
 ) -> None:
     relays = config(tmp_path, "weights.relays=2", "engines.count=2")
@@ -474,7 +472,7 @@ def test_relays_are_named_with_their_addresses_and_what_their_transport_lacks(
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nixl") is not None, reason="nixl is installed")
-def test_a_transport_that_is_not_installed_is_a_failure(tmp_path: Path) -> None:
+def test_refuses_a_transport_that_is_not_installed(tmp_path: Path) -> None:
     relays = config(tmp_path, "weights.relays=1", 'weights.transport="nixl"')
     found = next(
         check
@@ -486,7 +484,7 @@ def test_a_transport_that_is_not_installed_is_a_failure(tmp_path: Path) -> None:
         train(relays)
 
 
-def test_a_dry_run_of_a_resumption_says_where_it_stands_and_what_is_lost(tmp_path: Path) -> None:
+def test_a_dry_run_of_a_resumed_run_reports_its_step_and_losses(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "dry")
     run.path.mkdir()
     run.config.write_text(dumps(config(tmp_path)))

@@ -62,7 +62,7 @@ async def started(model: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process
         await process.wait()
 
 
-async def test_it_serves_and_ends_in_order(tmp_path: Path) -> None:
+async def test_serves_and_ends_in_order(tmp_path: Path) -> None:
     async with started(tiny_checkpoint(tmp_path)) as (process, place):
         engine = HttpEngine(HttpSpec(name="e0", vocab=128, **place), reply_s=20.0)
         try:
@@ -77,7 +77,7 @@ async def test_it_serves_and_ends_in_order(tmp_path: Path) -> None:
             await engine.close()
 
 
-async def test_a_server_that_is_killed_in_the_middle_of_a_turn_is_lost(tmp_path: Path) -> None:
+async def test_a_server_that_is_killed_during_a_turn_is_lost(tmp_path: Path) -> None:
     async with started(tiny_checkpoint(tmp_path)) as (process, place):
         engine = HttpEngine(
             HttpSpec(name="e0", vocab=128, **place, dialect="prorl"), reply_s=20.0, check_s=1000.0
@@ -98,7 +98,7 @@ async def test_a_server_that_is_killed_in_the_middle_of_a_turn_is_lost(tmp_path:
             await engine.close()
 
 
-async def test_it_is_used_with_its_token_alone(tmp_path: Path) -> None:
+async def test_requires_the_token(tmp_path: Path) -> None:
     async with started(tiny_checkpoint(tmp_path)) as (_, place), aiohttp.ClientSession() as session:
         asked = {"prompt_ids": [5], "max_tokens": 1}
         for headers, status in (({}, 401), ({"Authorization": f"Bearer {place['token']}"}, 200)):
@@ -113,19 +113,19 @@ async def test_it_is_used_with_its_token_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments", [["--no-token", "--host", "0.0.0.0"], ["--no-token", "--token-file", "x"]]
 )
-def test_a_token_is_left_out_on_the_loopback_alone(tmp_path: Path, arguments: list[str]) -> None:
+def test_no_token_is_allowed_only_on_the_loopback(tmp_path: Path, arguments: list[str]) -> None:
     result = CliRunner().invoke(app, ["engine", str(tiny_checkpoint(tmp_path)), *arguments])
     assert result.exit_code == 2
     assert "--no-token" in result.stderr
 
 
 @pytest.mark.parametrize("arguments", [["nowhere"], ["nowhere", "--port", "70000"]])
-def test_wrong_input_is_said(arguments: list[str]) -> None:
+def test_reports_wrong_input(arguments: list[str]) -> None:
     result = CliRunner().invoke(app, ["engine", *arguments])
     assert result.exit_code == 2
 
 
-def test_an_address_in_use_is_said(tmp_path: Path) -> None:
+def test_reports_an_address_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         result = CliRunner().invoke(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_main import say
+from tests.cli.commands import invoke
 from tests.record.report.synthetic import write_run
 
 
@@ -21,7 +21,7 @@ from tests.record.report.synthetic import write_run
     ],
 )
 @pytest.mark.parametrize("killed", [False, True])
-def test_wrong_input_is_one_line_and_exit_code_2(
+def test_wrong_input_prints_one_line_and_exits_with_2(
     arguments: list[str], words: str, killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -29,11 +29,11 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     if killed:  # it leaves its socket behind
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(run.control))
-    code, text, errors = say("engines", *arguments)
+    code, text, errors = invoke("engines", *arguments)
     assert (code, text, len(errors)) == (2, "", 1)
     assert words in errors[0]
 
 
 @pytest.mark.parametrize("count", ["0", "65", "many"])
-def test_how_many_may_be_added(count: str) -> None:
-    assert say("engines", "lake", "--add", count)[0] == 2
+def test_bounds_the_number_of_added_engines(count: str) -> None:
+    assert invoke("engines", "lake", "--add", count)[0] == 2

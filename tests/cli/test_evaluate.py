@@ -25,7 +25,7 @@ def made(
     )
 
 
-def test_it_trains_nothing_and_keeps_the_tasks(tmp_path: Path) -> None:
+def test_an_evaluation_trains_nothing_and_keeps_the_tasks(tmp_path: Path) -> None:
     config = made(tmp_path)
     assert config.run.steps == 0
     assert config.warmup.steps == 0
@@ -35,14 +35,14 @@ def test_it_trains_nothing_and_keeps_the_tasks(tmp_path: Path) -> None:
     assert config.eval.final_episodes == 200
 
 
-def test_its_directory_says_what_was_evaluated(tmp_path: Path) -> None:
+def test_the_directory_names_the_evaluation(tmp_path: Path) -> None:
     config = made(tmp_path, episodes=50, temperature=0.7)
     assert config.run.name == "step-7-t0.7-n50"
     assert Path(config.run.dir) == tmp_path / "run" / "evaluations"
     assert config.eval.temperature == 0.7
 
 
-def test_a_temperature_without_end(tmp_path: Path) -> None:
+def test_refuses_an_infinite_temperature(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--temperature must be a finite number, got inf"):
         made(tmp_path, temperature=math.inf)
 

@@ -13,7 +13,7 @@ from rollweave.cli import faults
 from rollweave.cli.faults import replay_command
 from rollweave.schema.config.root import RunConfig
 from rollweave.sim.faults import Report
-from tests.cli.test_main import say
+from tests.cli.commands import invoke
 
 CONFIG = """
 [run]
@@ -31,8 +31,8 @@ count = 2
 """
 
 
-def test_seeds_that_hold_are_a_line_each_and_exit_code_0() -> None:
-    code, text, errors = say("simulate", "--faults", "0-1", "--faults", "4")
+def test_seeds_without_violations_print_a_line_each_and_exit_with_0() -> None:
+    code, text, errors = invoke("simulate", "--faults", "0-1", "--faults", "4")
     assert (code, errors) == (0, [])
     assert [line.split(":")[0] for line in text.splitlines()] == ["seed 0", "seed 1", "seed 4"]
     assert all(
@@ -41,10 +41,12 @@ def test_seeds_that_hold_are_a_line_each_and_exit_code_0() -> None:
     )
 
 
-def test_the_users_own_configuration_is_searched(tmp_path: Path) -> None:
+def test_searches_the_users_configuration(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(CONFIG)
-    code, text, errors = say("simulate", str(path), "--set", "rollout.mode=sync", "--faults", "3")
+    code, text, errors = invoke(
+        "simulate", str(path), "--set", "rollout.mode=sync", "--faults", "3"
+    )
     assert (code, errors) == (0, [])
     assert text.startswith("seed 3: sync, ")
     assert list(tmp_path.iterdir()) == [path]
@@ -66,8 +68,8 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("broken")
-def test_a_violation_is_exit_code_1_and_the_command_that_shows_it_again() -> None:
-    code, text, _ = say("simulate", "--faults", "0-2")
+def test_a_violation_exits_with_1_and_prints_the_replay_command() -> None:
+    code, text, _ = invoke("simulate", "--faults", "0-2")
     assert code == 1
     assert text.splitlines()[1:3] == [
         "seed 1: sync, 1 events, 0 faults: violated: g1 [twice]",
@@ -76,18 +78,18 @@ def test_a_violation_is_exit_code_1_and_the_command_that_shows_it_again() -> Non
 
 
 @pytest.mark.parametrize(("violation", "expected"), [("", 0), ("g1 [twice]", 1)])
-def test_the_bench_tells_by_its_exit_code(
+def test_the_bench_exits_with_1_on_a_violation(
     violation: str, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = Report(seed=0, mode="sync", violation=violation, error="", events=1, faults={})
     monkeypatch.setattr(bench, "searched", lambda seeds, workers: [report for _ in seeds])
-    code, text, errors = say("bench", "faults", "--seeds", "1", "--json")
+    code, text, errors = invoke("bench", "faults", "--seeds", "1", "--json")
     assert code == expected
     assert json.loads(text.splitlines()[-1])["figures"]["violations"] == expected
     assert any("rollweave simulate --faults 0" in line for line in errors) == bool(violation)
 
 
-def test_the_command_is_what_a_shell_takes() -> None:
+def test_the_replay_command_is_quoted_for_a_shell() -> None:
     assert replay_command(7, Path("my runs/a.toml"), ["run.steps=3"]) == (
         "rollweave simulate 'my runs/a.toml' --set run.steps=3 --faults 7"
     )
@@ -104,18 +106,18 @@ def test_the_command_is_what_a_shell_takes() -> None:
         (["simulate", "none.toml", "--faults", "1"], "config must be a readable text file"),
     ],
 )
-def test_wrong_input_is_exit_code_2(
+def test_wrong_input_exits_with_2(
     arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, _, errors = say(*arguments)
+    code, _, errors = invoke(*arguments)
     assert code == 2
     assert len(errors) == 1
     assert words in errors[0]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_configuration_breaks_in_real_environments_is_not_simulated_and_that_is_said(
+def test_reports_that_faults_of_real_environments_are_not_simulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     example = (Path(__file__).parents[2] / "examples" / "simulate.toml").read_text()
@@ -123,7 +125,7 @@ def test_what_a_configuration_breaks_in_real_environments_is_not_simulated_and_t
     Path("small.toml").write_text(example)
     small = ("--set", "run.steps=1", "--set", "rollout.groups_per_step=2")
     for rate, told in (("0.0", 0), ("0.5", 1)):
-        code, text, errors = say(
+        code, text, errors = invoke(
             "simulate", "small.toml", *small, "--set", f"faults.env_error={rate}"
         )
         assert code == 0, (text, errors)

@@ -14,41 +14,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from rollweave.cli.bench import BENCHES, NAMES
-from rollweave.cli.main import app
+from tests.cli.commands import CONFIG, invoke
 from tests.cli.conftest import PATHS, Shell
-
-CONFIG = """
-[run]
-name = "small"
-steps = 2
-[model.scratch]
-hidden = 16
-layers = 1
-heads = 2
-kv_heads = 1
-head_dim = 8
-ffn = 32
-context = 128
-[[tasks]]
-env = "tests.cli.envs:Fine"
-tag = "fine"
-max_turns = 2
-max_tokens = 64
-max_turn_tokens = 4
-[rollout]
-groups_per_step = 2
-group_size = 2
-[engines]
-kv_tokens = 1024
-[warmup]
-steps = 2
-batch = 2
-[eval]
-final_episodes = 6
-"""
 
 
 @pytest.fixture
@@ -57,11 +26,6 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "small.toml"
     path.write_text(CONFIG)
     return path
-
-
-def say(*arguments: str) -> tuple[int, str, list[str]]:
-    result = CliRunner().invoke(app, list(arguments))
-    return result.exit_code, result.stdout, result.stderr.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -108,10 +72,10 @@ def say(*arguments: str) -> tuple[int, str, list[str]]:
     ],
 )
 @pytest.mark.usefixtures("config")
-def test_wrong_input_is_one_line_a_problem_and_exit_code_2(
+def test_wrong_input_prints_a_line_for_each_problem_and_exits_with_2(
     arguments: list[str], lines: list[str]
 ) -> None:
-    code, _, errors = say(*arguments)
+    code, _, errors = invoke(*arguments)
     assert code == 2
     assert len(errors) == len(lines)
     assert all(error.startswith("error: ") for error in errors)
@@ -141,17 +105,17 @@ def odd(command: str, directory: Path, **env: str) -> subprocess.CompletedProces
     )
 
 
-def test_letters_that_the_terminal_does_not_have(tmp_path: Path) -> None:
+def test_replaces_characters_that_the_terminal_lacks(tmp_path: Path) -> None:
     done = odd("$R doctor", tmp_path, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     assert "?  python" in done.stdout
 
 
-def test_closed_outputs_do_not_matter(config: Path, tmp_path: Path) -> None:
+def test_runs_with_closed_outputs(config: Path, tmp_path: Path) -> None:
     assert odd(f"$R train {config} --set run.steps=-1 >&- 2>&-", tmp_path).returncode == 2
 
 
-def test_a_run_outlives_the_reader_of_its_lines(config: Path, tmp_path: Path) -> None:
+def test_a_run_outlives_the_reader_of_its_output(config: Path, tmp_path: Path) -> None:
     done = odd(f"$R train {config} --inproc 2>&1 | head -1", tmp_path)
     assert (done.returncode, len(done.stdout.splitlines())) == (0, 1)
     assert json.loads((tmp_path / "runs" / "small" / "summary.json").read_text())["steps"] == 2
@@ -159,28 +123,28 @@ def test_a_run_outlives_the_reader_of_its_lines(config: Path, tmp_path: Path) ->
 
 @pytest.mark.usefixtures("config")
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
-    code, text, _ = say("train", "small.toml", "--dry-run")
+    code, text, _ = invoke("train", "small.toml", "--dry-run")
     assert code == 0
     assert "ready: all checks passed" in text
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_file_that_is_only_simulated_is_not_trained(tmp_path: Path) -> None:
+def test_refuses_to_train_a_simulation(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text('[run]\nname = "x"\n[sim]\nmodel = "qwen3-8b"\n[[tasks]]\nenv = "frozenlake"\n')
-    code, _, lines = say("train", str(file), "--dry-run")
+    code, _, lines = invoke("train", str(file), "--dry-run")
     assert code == 2
     assert len(lines) == 1
     assert lines[0].startswith("error: model must be given for training, got only [sim]")
 
 
-def test_the_version_is_that_of_the_package() -> None:
-    code, text, _ = say("--version")
+def test_prints_the_version_of_the_package() -> None:
+    code, text, _ = invoke("--version")
     assert (code, text) == (0, f"rollweave {importlib.metadata.version('rollweave')}\n")
 
 
 def test_help_names_every_bench_and_every_bench_is_a_function() -> None:
-    _, text, _ = say("bench", "--help")
+    _, text, _ = invoke("bench", "--help")
     words = re.findall(r"[a-z]+", text)
     for name, place in BENCHES.items():
         assert name in words
@@ -195,10 +159,10 @@ def test_a_setting_without_effect_is_reported_before_the_run_and_in_its_dry_run(
         "rollout.alpha has no effect in mode sync, got 2",
         "algorithm.kl_until has no effect while algorithm.kl is 0, got 0.5",
     ]
-    code, text, _ = say("train", "small.toml", "--dry-run", *unused)
+    code, text, _ = invoke("train", "small.toml", "--dry-run", *unused)
     assert code == 0
     assert all(line in text for line in lines)
-    code, _, errors = say("train", "small.toml", "--inproc", "--set", "run.steps=1", *unused)
+    code, _, errors = invoke("train", "small.toml", "--inproc", "--set", "run.steps=1", *unused)
     assert code == 0
     assert [line for line in errors if line.startswith("warning:")] == [
         f"warning: {line}" for line in lines
@@ -206,46 +170,48 @@ def test_a_setting_without_effect_is_reported_before_the_run_and_in_its_dry_run(
 
 
 @pytest.mark.usefixtures("config")
-def test_a_run_directory_is_resumed_without_being_told(tmp_path: Path) -> None:
-    assert say("train", "small.toml", "--inproc")[0] == 0
-    code, _, errors = say("train", "runs/small", "--inproc", "--set", "run.steps=3")
+def test_resumes_a_run_directory_without_an_option(tmp_path: Path) -> None:
+    assert invoke("train", "small.toml", "--inproc")[0] == 0
+    code, _, errors = invoke("train", "runs/small", "--inproc", "--set", "run.steps=3")
     assert code == 0, errors
     assert errors[0] == "resuming at step 2 if its checkpoint is intact; nothing is lost"
     assert json.loads((tmp_path / "runs" / "small" / "summary.json").read_text())["steps"] == 3
 
 
 @pytest.mark.usefixtures("config")
-def test_a_run_directory_is_the_one_that_is_named(
+def test_a_run_directory_may_be_copied_or_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not the one that its configuration names: it may be a copy, or have been moved,
     or be named from elsewhere.
     """
-    assert say("train", "small.toml", "--inproc")[0] == 0
+    assert invoke("train", "small.toml", "--inproc")[0] == 0
     original, copy = tmp_path / "runs/small", tmp_path / "elsewhere/copy"
     shutil.copytree(original, copy)
     before = {file: file.read_bytes() for file in original.rglob("*") if file.is_file()}
     (tmp_path / "another place").mkdir()
     monkeypatch.chdir(tmp_path / "another place")
-    code, _, errors = say("train", str(copy), "--inproc", "--set", "run.steps=3")
+    code, _, errors = invoke("train", str(copy), "--inproc", "--set", "run.steps=3")
     assert code == 0, errors
     assert json.loads((copy / "summary.json").read_text())["steps"] == 3
-    assert say("train", "../elsewhere/copy", "--fresh", "--inproc", "--set", "run.steps=1")[0] == 0
+    assert (
+        invoke("train", "../elsewhere/copy", "--fresh", "--inproc", "--set", "run.steps=1")[0] == 0
+    )
     assert json.loads((copy / "summary.json").read_text())["steps"] == 1
     assert {file: file.read_bytes() for file in original.rglob("*") if file.is_file()} == before
-    code, _, (error,) = say("train", str(copy), "--set", "run.name=other")
+    code, _, (error,) = invoke("train", str(copy), "--set", "run.name=other")
     assert (code, "run.name must be left out if a run directory is given" in error) == (2, True)
 
 
 def test_help_names_every_command() -> None:
-    _, text, _ = say("--help")
+    _, text, _ = invoke("--help")
     for command in ("train", "eval", "doctor", "trace", "report", "bench"):
         assert f"  {command} " in text
 
 
 @pytest.mark.usefixtures("config")
-def test_from_training_to_the_report(tmp_path: Path) -> None:
-    code, text, errors = say("train", "small.toml", "--inproc")
+def test_trains_evaluates_and_reports(tmp_path: Path) -> None:
+    code, text, errors = invoke("train", "small.toml", "--inproc")
     assert code == 0, (text, errors)
     summary = json.loads((tmp_path / "runs" / "small" / "summary.json").read_text())
     account = summary["account"]
@@ -253,13 +219,13 @@ def test_from_training_to_the_report(tmp_path: Path) -> None:
     assert summary["steps"] == 2
     assert "held-out episodes" in text
 
-    assert say("train", "small.toml", "--inproc")[0] == 2  # it does not write over a run
+    assert invoke("train", "small.toml", "--inproc")[0] == 2  # it does not write over a run
 
     page = tmp_path / "runs" / "small" / "report.html"
     assert "runs/small/report.html" in text
     assert "every trajectory is accounted for" in page.read_text()
 
-    code, text, errors = say("eval", "small", "--episodes", "5", "--inproc")
+    code, text, errors = invoke("eval", "small", "--episodes", "5", "--inproc")
     assert code == 0, (text, errors)
     assert "checkpoint of step 2" in text
     assert "evaluating" in errors
@@ -272,14 +238,14 @@ def test_from_training_to_the_report(tmp_path: Path) -> None:
     assert evaluated["steps"] == 0
     assert evaluated["account"]["started"] == 0
 
-    assert "fine" in say("trace", "small")[1]
+    assert "fine" in invoke("trace", "small")[1]
     page.unlink()
-    assert say("report", "small")[0] == 0
+    assert invoke("report", "small")[0] == 0
     assert "every trajectory is accounted for" in page.read_text()
 
     weights = tmp_path / "runs/small/checkpoints/step-000002/hf/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    code, _, errors = say("eval", "small", "--inproc")
+    code, _, errors = invoke("eval", "small", "--inproc")
     assert code == 2
     (line,) = errors
     assert "model.safetensors must be a whole safetensors file" in line
@@ -288,17 +254,17 @@ def test_from_training_to_the_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("env", "exit_code", "last"), [("Interrupts", 130, "interrupted"), ("Raises", 1, "error: ")]
 )
-def test_an_evaluation_without_a_result_says_why(
+def test_an_evaluation_without_a_result_reports_the_reason(
     config: Path, env: str, exit_code: int, last: str
 ) -> None:
-    assert say("train", "small.toml", "--inproc", "--set", "eval.final_episodes=0")[0] == 0
+    assert invoke("train", "small.toml", "--inproc", "--set", "eval.final_episodes=0")[0] == 0
     of_run = Path("runs/small/config.toml")
     of_run.write_text(of_run.read_text().replace("envs:Fine", f"envs:{env}"))
-    code, _, errors = say("eval", "small", "--episodes", "2", "--inproc")
+    code, _, errors = invoke("eval", "small", "--episodes", "2", "--inproc")
     assert (code, errors[-1].startswith(last)) == (exit_code, True), errors
 
 
-def test_ctrl_c_before_anything_has_begun_is_quiet(tmp_path: Path) -> None:
+def test_ctrl_c_before_a_command_begins_is_silent(tmp_path: Path) -> None:
     """In the middle of the imports, which take most of the first moments."""
     program = """
 import os, signal, sys
@@ -316,7 +282,7 @@ main()
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_ctrl_c_ends_in_order_with_130(config: Path, shell: Shell) -> None:
+def test_ctrl_c_ends_a_run_in_order_with_130(config: Path, shell: Shell) -> None:
     process = shell("train", str(config), "--inproc", "--set", "run.steps=100000")
     assert process.stderr is not None
     for line in process.stderr:
@@ -333,8 +299,8 @@ def test_ctrl_c_ends_in_order_with_130(config: Path, shell: Shell) -> None:
 
 
 @pytest.mark.usefixtures("config")
-def test_a_run_that_fails_says_why_and_exits_with_1() -> None:
-    code, text, errors = say(
+def test_a_failed_run_reports_the_reason_and_exits_with_1() -> None:
+    code, text, errors = invoke(
         "train", "small.toml", "--inproc", "--set", "tasks.0.env=tests.cli.envs:Raises"
     )
     assert code == 1, errors
@@ -355,7 +321,7 @@ def test_a_run_that_fails_says_why_and_exits_with_1() -> None:
         "logs/e0.log",
     ],
 )
-def test_a_directory_where_a_file_belongs_is_wrong_input(tmp_path: Path, name: str) -> None:
+def test_refuses_a_directory_in_place_of_a_file(tmp_path: Path, name: str) -> None:
     directory = tmp_path / "runs" / "small"
     (directory / name).mkdir(parents=True)
     (directory / "config.toml").write_text(CONFIG)
@@ -366,7 +332,7 @@ def test_a_directory_where_a_file_belongs_is_wrong_input(tmp_path: Path, name: s
         ("eval",),
         ("trace",),
     ):
-        code, text, errors = say(command[0], "runs/small", *command[1:])
+        code, text, errors = invoke(command[0], "runs/small", *command[1:])
         assert code == 2, (command, text, errors)
         said = " ".join("".join([text, *errors]).split())
         assert f"{name} must be a file, got a directory; move it away" in said.replace("- ", "-"), (
@@ -375,9 +341,7 @@ def test_a_directory_where_a_file_belongs_is_wrong_input(tmp_path: Path, name: s
 
 
 @pytest.mark.usefixtures("config")
-def test_a_directory_that_cannot_be_written_is_wrong_input(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refuses_a_read_only_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "runs" / "small"
     directory.mkdir(parents=True)
     (directory / "config.toml").write_text(CONFIG)
@@ -389,6 +353,6 @@ def test_a_directory_that_cannot_be_written_is_wrong_input(
 
     monkeypatch.setattr(os, "access", read_only)
     for command in (("train", "runs/small"), ("report", "runs/small")):
-        code, _, errors = say(*command)
+        code, _, errors = invoke(*command)
         assert (code, len(errors)) == (2, 1), (command, errors)
         assert "runs/small must be a directory to write to, got one that is read-only" in errors[0]

@@ -80,7 +80,7 @@ def test_a_step_is_one_line_with_everything(plain: Plain, text: io.StringIO) -> 
     )
 
 
-def test_steps_are_told_every_few_seconds_and_the_last_one_always(
+def test_shows_a_step_every_few_seconds_and_the_last_one_always(
     plain: Plain, text: io.StringIO, clock: Clock
 ) -> None:
     for number in range(4):
@@ -94,7 +94,7 @@ def test_steps_are_told_every_few_seconds_and_the_last_one_always(
     ]
 
 
-def test_evaluations_are_always_told(plain: Plain, text: io.StringIO) -> None:
+def test_shows_every_evaluation(plain: Plain, text: io.StringIO) -> None:
     plain.line(evaluation())
     plain.line(evaluation(final=True, failed={"lake": 2}))
     assert text.getvalue().splitlines() == [
@@ -103,7 +103,7 @@ def test_evaluations_are_always_told(plain: Plain, text: io.StringIO) -> None:
     ]
 
 
-def test_a_component_that_warns_without_end_is_cut_off(plain: Plain, text: io.StringIO) -> None:
+def test_limits_the_warnings_of_a_component(plain: Plain, text: io.StringIO) -> None:
     for number in range(20):
         plain.line({"kind": "warning", "component": "engine e0", "message": f"lost {number}"})
     plain.line({"kind": "warning", "component": "disk", "message": "full [bold]"})
@@ -112,7 +112,7 @@ def test_a_component_that_warns_without_end_is_cut_off(plain: Plain, text: io.St
     assert said[-1] == "warning: disk: full [bold]"
 
 
-def test_what_defines_no_success_is_measured_by_its_reward(plain: Plain, text: io.StringIO) -> None:
+def test_shows_rewards_of_tasks_without_success(plain: Plain, text: io.StringIO) -> None:
     both = {"reward": {"lake": 0.7, "maze": -0.25}, "episodes": {"lake": 64, "maze": 64}}
     plain.line(evaluation(success={}))
     plain.line(evaluation(**both))
@@ -127,7 +127,7 @@ def test_what_defines_no_success_is_measured_by_its_reward(plain: Plain, text: i
     assert "reward lake 0.40, nim -0.10" in trained
 
 
-def test_a_terminal_shows_rewards_where_there_is_no_success() -> None:
+def test_a_terminal_shows_rewards_of_tasks_without_success() -> None:
     text = io.StringIO()
     console = Console(file=text, width=110, force_terminal=True, color_system=None)
     with Terminal(console, name="my run", steps=10) as shown:
@@ -138,7 +138,7 @@ def test_a_terminal_shows_rewards_where_there_is_no_success() -> None:
     assert "reward -0.10" in found
 
 
-def test_turns_that_were_cut_are_shown(plain: Plain, text: io.StringIO) -> None:
+def test_shows_turns_that_were_cut(plain: Plain, text: io.StringIO) -> None:
     plain.line(step(2, turns=200, cut_turns={"lake": 30, "nim": 20}))
     plain.line(step(9, turns=200, cut_turns={}))
     first, last = text.getvalue().splitlines()
@@ -151,14 +151,14 @@ def test_turns_that_were_cut_are_shown(plain: Plain, text: io.StringIO) -> None:
     assert "20 of 100 turns (20.0%) cut at max_turn_tokens: nim" in text.getvalue()
 
 
-def test_the_end_by_a_target_is_said(plain: Plain, text: io.StringIO) -> None:
+def test_shows_that_a_target_was_reached(plain: Plain, text: io.StringIO) -> None:
     plain.line(evaluation(target_reached=True))
     assert text.getvalue().endswith(
         "held-out episodes; eval.stop_at is reached, training ends here\n"
     )
 
 
-def test_unknown_lines_are_passed_over(plain: Plain, text: io.StringIO) -> None:
+def test_ignores_unknown_lines(plain: Plain, text: io.StringIO) -> None:
     plain.line({"kind": "something new"})
     assert text.getvalue() == ""
 

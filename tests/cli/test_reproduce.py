@@ -12,14 +12,14 @@ from rollweave.cli.main import app
 from rollweave.cli.reproduce import BEGIN, END, insert_tables
 
 
-def say(*arguments: str) -> tuple[int, str, list[str]]:
+def invoke(*arguments: str) -> tuple[int, str, list[str]]:
     result = CliRunner().invoke(app, ["reproduce", *arguments])
     return result.exit_code, result.stdout, result.stderr.splitlines()
 
 
-def test_tables_a_line_of_json_and_a_page(tmp_path: Path) -> None:
+def test_prints_tables_and_json_and_writes_a_page(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    code, out, _ = say(
+    code, out, _ = invoke(
         "rollart-table5", "rollart-table4", "--quick", "--json", "--write", str(page)
     )
     assert code == 0
@@ -47,28 +47,28 @@ def test_tables_a_line_of_json_and_a_page(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_wrong_input_is_one_line(
+def test_wrong_input_prints_one_line(
     arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, errors = say(*arguments)
+    code, out, errors = invoke(*arguments)
     assert (code, out, len(errors)) == (2, "", 1)
     assert errors[0].startswith("error: ")
     assert words in errors[0]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_page_that_is_no_text_is_told_before_the_work(tmp_path: Path) -> None:
+def test_refuses_a_binary_page_before_the_experiments(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_bytes(b"x\xff")
-    code, _, lines = say("rollart-table5", "--quick", "--write", str(page))
+    code, _, lines = invoke("rollart-table5", "--quick", "--write", str(page))
     assert code == 2
     assert len(lines) == 1
     assert "--write must name a text file, or a new file" in lines[0]
     assert page.read_bytes() == b"x\xff"
 
 
-def test_tables_replace_what_stands_between_the_marks(tmp_path: Path) -> None:
+def test_tables_replace_the_text_between_the_marks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"# Results\n\n{BEGIN}old\n{END}after\n")
     page.write_text(insert_tables("new\n", page))
@@ -76,7 +76,7 @@ def test_tables_replace_what_stands_between_the_marks(tmp_path: Path) -> None:
     assert insert_tables("new\n", page) == page.read_text()
 
 
-def test_a_page_without_marks_is_the_tables(tmp_path: Path) -> None:
+def test_a_page_without_marks_becomes_the_tables(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     assert insert_tables("new\n", page) == "new\n"
     page.write_text("# Old\n")

@@ -10,9 +10,7 @@ from rollweave.schema.errors import ConfigError
 from tests.record.report.synthetic import config_of, write_run
 
 
-def test_a_run_is_found_by_path_and_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finds_a_run_by_path_and_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "runs" / "lake", steps=1)
     assert find_run("lake").path == Path("runs/lake")
@@ -21,7 +19,7 @@ def test_a_run_is_found_by_path_and_by_name(
         find_run("lane")
 
 
-def test_fresh_deletes_a_run_and_keeps_its_place(tmp_path: Path) -> None:
+def test_fresh_deletes_a_run_and_keeps_its_directory(tmp_path: Path) -> None:
     run = write_run(tmp_path / "old", steps=1)
     clear(config_of(run.path))
     assert [entry.name for entry in run.path.iterdir()] == ["lock"]
@@ -29,7 +27,7 @@ def test_fresh_deletes_a_run_and_keeps_its_place(tmp_path: Path) -> None:
         pass  # a new run may begin here
 
 
-def test_fresh_does_not_delete_what_is_no_run(tmp_path: Path) -> None:
+def test_fresh_deletes_only_run_directories(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("years of work")
     with pytest.raises(ConfigError, match="must be a run directory to be deleted"):
@@ -37,7 +35,7 @@ def test_fresh_does_not_delete_what_is_no_run(tmp_path: Path) -> None:
     assert (tmp_path / "home" / "thesis.txt").exists()
 
 
-def test_fresh_does_not_delete_a_run_that_runs(tmp_path: Path) -> None:
+def test_fresh_does_not_delete_a_running_run(tmp_path: Path) -> None:
     run = write_run(tmp_path / "busy", steps=1)
     with (
         RunDir.claim(config_of(run.path), resume=True),
@@ -47,7 +45,7 @@ def test_fresh_does_not_delete_a_run_that_runs(tmp_path: Path) -> None:
     assert run.metrics.exists()
 
 
-def test_fresh_of_nothing_is_nothing(tmp_path: Path) -> None:
+def test_fresh_without_a_run_does_nothing(tmp_path: Path) -> None:
     clear(config_of(tmp_path / "none"))
     assert not (tmp_path / "none").exists()
 
@@ -73,18 +71,18 @@ class TestCheckpoints:
         (run.path / "best").symlink_to("checkpoints/step-000005")
         assert exported_checkpoint(run, "best")[0] == 5
 
-    def test_a_best_that_is_no_link(self, run: RunDir) -> None:
+    def test_refuses_a_best_that_is_not_a_link(self, run: RunDir) -> None:
         (run.path / "best").touch()
         with pytest.raises(ConfigError, match="best must be a link to a checkpoint"):
             exported_checkpoint(run, "best")
 
-    def test_a_step(self, run: RunDir) -> None:
+    def test_finds_a_step(self, run: RunDir) -> None:
         assert exported_checkpoint(run, "5")[0] == 5
 
     @pytest.mark.parametrize(
         ("which", "message"),
         [("12", "one of 5, 10"), ("7", "got 7"), ("newest", "best, last or a step")],
     )
-    def test_wrong_ones(self, run: RunDir, which: str, message: str) -> None:
+    def test_refuses_wrong_checkpoints(self, run: RunDir, which: str, message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             exported_checkpoint(run, which)

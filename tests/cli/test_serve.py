@@ -26,23 +26,23 @@ def trained(tmp_path: Path) -> str:
     return str(run)
 
 
-def test_a_service_has_a_directory_of_its_own_beside_the_runs(tmp_path: Path) -> None:
+def test_the_service_directory_is_beside_the_runs(tmp_path: Path) -> None:
     run = trained(tmp_path)
     config = service_of_run(run, [])
     assert (config.run.dir, config.run.name) == (str(tmp_path), "run-service")
     assert (config.model.path or "").endswith("hf")
 
 
-def test_a_run_is_served_under_another_name_where_one_is_given(tmp_path: Path) -> None:
+def test_run_name_overrides_the_name_of_the_service(tmp_path: Path) -> None:
     assert service_of_run(trained(tmp_path), ["run.name=second"]).run.name == "second"
 
 
-def test_a_run_that_is_not_there_is_called_a_run() -> None:
+def test_reports_a_missing_run() -> None:
     with pytest.raises(ConfigError, match="RUN must be a run directory"):
         serve(Path("runs/nowhere"), [], inproc=False)
 
 
-def test_a_port_in_use_is_one_line_and_leaves_no_directory(tmp_path: Path) -> None:
+def test_a_port_in_use_prints_one_line_and_leaves_no_directory(tmp_path: Path) -> None:
     config = service_config(tmp_path)
     file = tmp_path / "service.toml"
     file.write_text(dumps(config))
@@ -59,7 +59,7 @@ def test_a_port_in_use_is_one_line_and_leaves_no_directory(tmp_path: Path) -> No
     assert not (Path(config.run.dir) / config.run.name).exists()
 
 
-def test_a_host_that_is_not_this_machine_is_said(
+def test_reports_an_address_of_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "service.toml"
@@ -75,7 +75,7 @@ def test_a_host_that_is_not_this_machine_is_said(
 @pytest.mark.parametrize(
     "error", [GeneratorExit(), SystemExit(0), asyncio.CancelledError(), LookupError("lost")]
 )
-def test_a_world_that_ends_by_a_failure_is_one_line_and_exit_code_1(
+def test_a_failed_world_prints_one_line_and_exits_with_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     async def fails(*_: object) -> str:

@@ -43,7 +43,7 @@ def run(tmp_path: Path, *, engines: str = "", more: str = "") -> Result:
     )
 
 
-def test_nothing_is_said_to_succeed(tmp_path: Path) -> None:
+def test_a_simulation_reports_no_success(tmp_path: Path) -> None:
     result = run(tmp_path)
     assert result.exit_code == 0, result.stderr
     assert "success" not in result.stdout + result.stderr
@@ -60,9 +60,9 @@ def test_nothing_is_said_to_succeed(tmp_path: Path) -> None:
     assert "success" not in page.split("<main>")[1].split('id="configuration"')[0]
 
 
-def test_the_kv_cache_is_as_large_as_engines_kv_tokens_says(tmp_path: Path) -> None:
+def test_the_kv_cache_has_the_configured_size(tmp_path: Path) -> None:
     by_gpu = run(tmp_path)
-    assert "tokens in each engine (as the GPU's memory, or sim.profile, allows)" in " ".join(
+    assert "tokens in each engine (limited by the GPU's memory or sim.profile)" in " ".join(
         by_gpu.stdout.split()
     )
     small = run(tmp_path, engines="kv_tokens = 1024")
@@ -75,7 +75,7 @@ def test_the_kv_cache_is_as_large_as_engines_kv_tokens_says(tmp_path: Path) -> N
     assert vast.stdout == by_gpu.stdout
 
 
-def test_what_has_no_effect_is_named(tmp_path: Path) -> None:
+def test_names_settings_without_effect(tmp_path: Path) -> None:
     result = run(tmp_path, more="stop_at = 0.0\n[trainer]\nlr = 1e-3\n[algorithm]\nkl = 0.1")
     assert result.exit_code == 0, result.stderr
     assert "without effect in a simulation: trainer.lr, algorithm.kl, eval.stop_at" in result.stderr
@@ -105,7 +105,7 @@ def test_each_setting_is_honored_or_named(override: str, name: str) -> None:
     )
 
 
-def test_the_list_names_fields_that_there_are() -> None:
+def test_the_list_names_existing_fields() -> None:
     config = loads(CONFIG.format(engines="", more=""))
     for section, fields in IGNORED.items():
         assert set(fields) <= set(type(getattr(config, section)).model_fields), section

@@ -20,7 +20,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("runs") / "made-up", steps=3).path
 
 
-def say(*arguments: str) -> tuple[int, str, str]:
+def invoke(*arguments: str) -> tuple[int, str, str]:
     result = CliRunner().invoke(app, ["trace", *arguments])
     return result.exit_code, result.stdout, result.stderr
 
@@ -29,27 +29,27 @@ def rows(text: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines() if line.startswith("g")]
 
 
-def test_all_trajectories_are_listed_and_the_timeline_is_named(run: Path) -> None:
-    code, text, _ = say(str(run), "--limit", "100")
+def test_lists_all_trajectories_and_the_timeline(run: Path) -> None:
+    code, text, _ = invoke(str(run), "--limit", "100")
     assert code == 0
     assert len(rows(text)) == 3 * 16
     assert "48 shown, 48 attempts in the run" in text
     assert "trace.json in https://ui.perfetto.dev" in text
 
 
-def test_the_newest_are_shown_where_there_are_too_many(run: Path) -> None:
-    _, text, _ = say(str(run), "--limit", "2")
+def test_shows_the_newest_of_too_many_trajectories(run: Path) -> None:
+    _, text, _ = invoke(str(run), "--limit", "2")
     assert [row[0] for row in rows(text)] == ["g11.2", "g11.3"]
     assert "2 of 48 shown" in text
 
 
 def test_filters_narrow_the_list(run: Path) -> None:
-    found = rows(say(str(run), "--limit", "100", "--task", "calculator", "--step", "0")[1])
+    found = rows(invoke(str(run), "--limit", "100", "--task", "calculator", "--step", "0")[1])
     assert found
     assert {row[1] for row in found} == {"calculator"}
     assert {row[4] for row in found} == {"0"}
-    good = rows(say(str(run), "--limit", "100", "--reward", ">0.5")[1])
-    stopped = rows(say(str(run), "--limit", "100", "--stop", "finished")[1])
+    good = rows(invoke(str(run), "--limit", "100", "--reward", ">0.5")[1])
+    stopped = rows(invoke(str(run), "--limit", "100", "--stop", "finished")[1])
     assert good == stopped
     assert 0 < len(good) < 48
 
@@ -58,22 +58,22 @@ def test_filters_narrow_the_list(run: Path) -> None:
     ("arguments", "message"),
     [
         (["--stop", "bored"], "--stop must be one of finished, "),
-        (["--reward", "high"], "--reward must be a number, or one behind >"),
+        (["--reward", "high"], "--reward must be a number, or one after >"),
         (["g99.0"], "TRAJECTORY must be one of this run's 48 attempts, got 'g99.0'"),
     ],
 )
-def test_wrong_input_is_one_line_and_exit_code_2(
+def test_wrong_input_prints_one_line_and_exits_with_2(
     run: Path, arguments: list[str], message: str
 ) -> None:
-    code, _, errors = say(str(run), *arguments)
+    code, _, errors = invoke(str(run), *arguments)
     assert code == 2
     assert message in errors
     assert len(errors.strip().splitlines()) == 1
 
 
-def test_records_that_are_damaged_are_told(tmp_path: Path) -> None:
+def test_reports_damaged_records(tmp_path: Path) -> None:
     path = write_run(tmp_path / "made-up", steps=1).path
-    assert say(str(path))[2] == ""
+    assert invoke(str(path))[2] == ""
     segment = path / "trajectories" / "000000.bin"
     whole = segment.read_bytes()
     middle = len(whole) // 2
@@ -82,7 +82,7 @@ def test_records_that_are_damaged_are_told(tmp_path: Path) -> None:
         + bytes(byte ^ 1 for byte in whole[middle : middle + 2])
         + whole[middle + 2 :]
     )
-    code, text, errors = say(str(path))
+    code, text, errors = invoke(str(path))
     assert code == 0
     assert 0 < len(rows(text)) < 16
     (line,) = errors.strip().splitlines()
@@ -92,19 +92,19 @@ def test_records_that_are_damaged_are_told(tmp_path: Path) -> None:
         "cannot be shown" in line
     )
     segment.write_bytes(whole[:middle])  # as a run that is being written, or was killed, leaves it
-    assert say(str(path))[2] == ""
+    assert invoke(str(path))[2] == ""
 
 
-def test_a_tokenizer_that_is_damaged(tmp_path: Path) -> None:
+def test_reports_a_damaged_tokenizer(tmp_path: Path) -> None:
     path = write_run(tmp_path / "made-up", steps=1).path
     (path / "model" / "tokenizer.json").write_text("{")
-    code, _, errors = say(str(path), "g0.0")
+    code, _, errors = invoke(str(path), "g0.0")
     assert code == 2
     assert "tokenizer.json must be a tokenizer" in errors
 
 
-def test_one_trajectory_is_shown_turn_by_turn(run: Path) -> None:
-    code, text, _ = say(str(run), "g9.1")
+def test_shows_a_trajectory_turn_by_turn(run: Path) -> None:
+    code, text, _ = invoke(str(run), "g9.1")
     assert code == 0
     assert "trajectory  g9.1, attempt 0, of group g9" in text
     assert "turn 0 · tokens 2–5 · weights 1 (2–3), 2 (3–5) · log-prob -1.500 · reward 0.25" in text
@@ -113,13 +113,13 @@ def test_one_trajectory_is_shown_turn_by_turn(run: Path) -> None:
     assert "(blame: " in text
 
 
-def test_turns_that_were_cut_are_marked(tmp_path: Path) -> None:
+def test_marks_turns_that_were_cut(tmp_path: Path) -> None:
     path = write_run(tmp_path / "made-up", steps=1, cut=True).path
-    _, text, _ = say(str(path), "--limit", "100")
+    _, text, _ = invoke(str(path), "--limit", "100")
     listed = [line.rstrip() for line in text.splitlines() if line.startswith("g")]
     assert len(listed) == 16
     assert all(line.endswith(", 1 cut") for line in listed)
-    _, text, _ = say(str(path), "g0.0")
+    _, text, _ = invoke(str(path), "g0.0")
     assert "reward 0.25 · cut at its token limit" in text
     assert "reward 0.75 · cut" not in text
     assert "1 of 2 turns cut at a token limit" in text
@@ -140,7 +140,7 @@ def test_a_reward_filter_compares(text: str, value: float, expected: bool) -> No
     assert parse_reward(text)(value) is expected
 
 
-def test_a_reward_filter_that_is_no_number() -> None:
+def test_refuses_a_reward_filter_without_a_number() -> None:
     with pytest.raises(ConfigError, match="--reward must be a number"):
         parse_reward("!1")
 
@@ -174,7 +174,7 @@ def conversations(draw: st.DrawFn) -> tuple[TokenSequence, list[tuple[SegmentKin
 
 @given(conversations())
 @settings(max_examples=examples(60))
-def test_turns_are_the_parts_as_they_were_said(
+def test_spans_are_the_parts_of_the_conversation(
     made: tuple[TokenSequence, list[tuple[SegmentKind, int, int]]],
 ) -> None:
     sequence, parts = made

@@ -20,7 +20,7 @@ from rollweave.schema import commands as c
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import WorldLost
-from tests.cli.test_main import say
+from tests.cli.commands import invoke
 from tests.runtime.whole import ROOT, assert_gone, lines, make_config, run_dir, write
 from tests.worlds.referee import Referee
 
@@ -39,7 +39,7 @@ class Life:
         """Return the engines by name as `rollweave engines` lists them now; none if the
         run cannot be reached yet.
         """
-        code, text, _ = say("engines", str(run_dir(self.config)), "--json", *arguments)
+        code, text, _ = invoke("engines", str(run_dir(self.config)), "--json", *arguments)
         return {line["id"]: line for line in json.loads(text)["engines"]} if code == 0 else {}
 
     def until(self, holds: Callable[[], object], what: str) -> None:
@@ -129,7 +129,7 @@ def test_an_engine_joins_a_training_run_and_serves_turns(tmp_path: Path, relays:
     with living(config) as life:
         life.serving("e0", "e1")
         life.given("e1")
-        code, text, _ = say("engines", str(run_dir(config)), "--add", "1")
+        code, text, _ = invoke("engines", str(run_dir(config)), "--add", "1")
         assert code == 0
         assert text.splitlines()[0] == "e2: starting"
         life.serving("e0", "e1", "e2")
@@ -176,7 +176,7 @@ def test_a_resumed_run_has_the_engines_that_were_requested(tmp_path: Path) -> No
         life.engines("--add", "1")
         life.serving("e0", "e1", "e2")
         life.kill()
-    code, _, errors = say("engines", str(run_dir(config)))
+    code, _, errors = invoke("engines", str(run_dir(config)))
     assert code == 2
     assert errors == [
         f"error: RUN must be the directory of a living run, and none is in {run_dir(config)}"
@@ -209,7 +209,7 @@ def test_an_engine_leaves_a_training_run(tmp_path: Path, mode: str) -> None:
         life.given("e0")
         life.engines("--remove", "e0", "--now")
         life.serving("e1")
-        code, _, errors = say("engines", str(run_dir(config)), "--remove", "e1")
+        code, _, errors = invoke("engines", str(run_dir(config)), "--remove", "e1")
         assert (code, errors) == (2, ["error: --remove: e1 is the last engine"])
         gate.touch()
         found = life.finish()

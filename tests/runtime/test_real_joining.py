@@ -11,7 +11,7 @@ from rollweave.core.state import EngineStatus
 from rollweave.record.journal import Replay
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import LoadWeights, StartTurn
-from tests.cli.test_main import say
+from tests.cli.commands import invoke
 from tests.runtime.real import Lineage, at_gate, check_totals, hazardous, living, run_dir
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -37,7 +37,7 @@ def test_an_engine_joins_and_outlives_the_controller(tmp_path: Path, mode: str) 
     )
     with living(config) as life:
         at_gate(life, gate)
-        code, text, _ = say("engines", str(run_dir(config)), "--add", "1")
+        code, text, _ = invoke("engines", str(run_dir(config)), "--add", "1")
         assert (code, text.splitlines()[0]) == (0, "e1: starting")
         life.until(joined, "the engine that joins")
         life.kill()

@@ -15,8 +15,8 @@ import aiohttp
 
 from tests.runtime.small_disk import BALLAST, DISK_BYTES, fill
 from tests.runtime.whole import run_dir
+from tests.service.api import call, game
 from tests.service.serving import Program, service_config
-from tests.service.test_service import ask, game
 
 MOST = 400
 """Rollouts of 20 kB each that are asked for: twice what the disk would hold."""
@@ -28,7 +28,7 @@ async def flood(address: str) -> tuple[set[str], set[str]]:
     for number in range(MOST):
         try:
             body = game(index=None, payload={"x": "x" * 20_000}, id=f"j{number}")
-            status, found, _ = await ask(address, "POST", "/v1/rollouts", body)
+            status, found, _ = await call(address, "POST", "/v1/rollouts", body)
         except aiohttp.ClientError:
             break
         assert status in (202, 507), (status, found)
@@ -38,11 +38,11 @@ async def flood(address: str) -> tuple[set[str], set[str]]:
 
 async def check(address: str, accepted: set[str], refused: set[str]) -> None:
     for name in sorted(accepted):
-        _, found, _ = await ask(address, "GET", f"/v1/rollouts/{name}?wait=60")
+        _, found, _ = await call(address, "GET", f"/v1/rollouts/{name}?wait=60")
         assert found["members"][0]["stop_reason"] == "finished", (name, found)
     for name in refused:
-        assert (await ask(address, "GET", f"/v1/rollouts/{name}"))[0] == 404
-    _, found, _ = await ask(address, "GET", "/v1/completions?limit=1000")
+        assert (await call(address, "GET", f"/v1/rollouts/{name}"))[0] == 404
+    _, found, _ = await call(address, "GET", "/v1/completions?limit=1000")
     done = [one["rollout"] for one in found["completions"]]
     assert len(done) == len(set(done))
     assert accepted <= set(done)

@@ -22,8 +22,8 @@ from rollweave.service.batches import (
     TasksOverError,
 )
 from rollweave.service.client import NoServiceError, RolloutClient, ServiceError
+from tests.service.api import call, wait_until
 from tests.service.serving import Program, service_config, serving
-from tests.service.test_service import ask, until
 
 GOOD, SAME = [0.0, 1.0], [1.0, 1.0]
 
@@ -80,10 +80,10 @@ async def test_batches_are_full_informative_fresh_and_disjoint(tmp_path: Path) -
                 0,
             )
         assert (batches.account.carried, batches.account.balances()) == (0, True)
-        await until(service.address, "/health", is_idle)
+        await wait_until(service.address, "/health", is_idle)
 
 
-async def test_a_full_batch_does_not_wait_and_on_policy_ends_the_others(tmp_path: Path) -> None:
+async def test_a_full_batch_is_returned_at_once_and_cancels_stale_groups(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     slow = draw("slow", GOOD, gate=str(gate))
     with serving(config(tmp_path)) as service:
@@ -95,8 +95,8 @@ async def test_a_full_batch_does_not_wait_and_on_policy_ends_the_others(tmp_path
         ):
             assert names(await batches.next(version=0)) == ["b0", "b1"]
             # cancelled, as nobody has opened the gate
-            await until(service.address, "/health", is_idle)
-            assert service_reasons(await ask(service.address, "GET", "/metrics")) >= {
+            await wait_until(service.address, "/health", is_idle)
+            assert service_reasons(await call(service.address, "GET", "/metrics")) >= {
                 "cancelled",
                 "finished",
             }
@@ -113,7 +113,7 @@ def service_reasons(answer: tuple[int, Any, Any]) -> set[str]:
     }
 
 
-async def test_what_is_under_way_counts_for_the_next_batch(tmp_path: Path) -> None:
+async def test_groups_under_way_are_carried_over_to_the_next_batch(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     slow = draw("slow", GOOD, gate=str(gate))
     with serving(config(tmp_path)) as service:
@@ -131,7 +131,7 @@ async def test_what_is_under_way_counts_for_the_next_batch(tmp_path: Path) -> No
             assert (batches.account.carried, batches.account.used) == (1, 2)
 
 
-async def test_rollouts_go_on_while_the_trainer_trains(tmp_path: Path) -> None:
+async def test_rollouts_continue_while_the_trainer_trains(tmp_path: Path) -> None:
     with serving(config(tmp_path)) as service:
         async with (
             RolloutClient(service.address) as client,
@@ -139,7 +139,7 @@ async def test_rollouts_go_on_while_the_trainer_trains(tmp_path: Path) -> None:
         ):
             await batches.next(version=0)
             # as many as the next batch can take are over
-            await until(service.address, "/health", is_idle)
+            await wait_until(service.address, "/health", is_idle)
             begun = batches.account.begun
             assert batches.account.carried >= 2
             batch = await batches.next(version=1)
@@ -147,7 +147,7 @@ async def test_rollouts_go_on_while_the_trainer_trains(tmp_path: Path) -> None:
             assert int(names(batch)[-1][1:]) < begun
 
 
-async def test_a_cancelled_next_loses_nothing(tmp_path: Path) -> None:
+async def test_cancelling_next_loses_nothing(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     tasks = (draw(f"e{n}", GOOD, gate=str(gate)) for n in range(2))
     with serving(config(tmp_path)) as service:
@@ -156,7 +156,7 @@ async def test_a_cancelled_next_loses_nothing(tmp_path: Path) -> None:
             DapoBatches(client, tasks, RULE) as batches,
         ):
             waiting = asyncio.create_task(batches.next(version=0))
-            await until(service.address, "/health", lambda health: health["run"] == 4)
+            await wait_until(service.address, "/health", lambda health: health["run"] == 4)
             with pytest.raises(RuntimeError, match="one batch at a time"):
                 await batches.next(version=0)
             waiting.cancel()
@@ -166,7 +166,7 @@ async def test_a_cancelled_next_loses_nothing(tmp_path: Path) -> None:
             assert sorted(names(await batches.next(version=0))) == ["e0", "e1"]
 
 
-async def test_members_and_groups_that_fail_are_made_up_for(tmp_path: Path) -> None:
+async def test_replaces_failed_members_and_groups(tmp_path: Path) -> None:
     with serving(config(tmp_path, rollout={"retries": 0})) as service:
         rule = DapoRule(groups=2, group_size=3, under_way=4, staleness=1)
         tasks = endless("f", ["broken", 0.0, 1.0], ["broken"])
@@ -186,7 +186,7 @@ async def test_members_and_groups_that_fail_are_made_up_for(tmp_path: Path) -> N
         (SAME, "100 groups in a row had equal"),
     ],
 )
-async def test_a_batch_that_can_never_be_full_is_told(
+async def test_fails_if_a_batch_can_never_be_full(
     tmp_path: Path, kind: list[Any], message: str
 ) -> None:
     with serving(config(tmp_path, rollout={"retries": 0})) as service:
@@ -198,10 +198,10 @@ async def test_a_batch_that_can_never_be_full_is_told(
             for _ in range(2):
                 with pytest.raises(DapoError, match=message):
                     await batches.next(version=0)
-            await until(service.address, "/health", is_idle)
+            await wait_until(service.address, "/health", is_idle)
 
 
-async def test_a_service_that_is_full_is_asked_again(tmp_path: Path) -> None:
+async def test_retries_while_the_service_is_full(tmp_path: Path) -> None:
     with serving(config(tmp_path, serve={"queue": 3}, rollout={"max_running": 2})) as service:
         rule = DapoRule(groups=4, group_size=2, under_way=8, staleness=1)
         async with (
@@ -213,7 +213,7 @@ async def test_a_service_that_is_full_is_asked_again(tmp_path: Path) -> None:
             assert batches.account.failed == 0
 
 
-async def test_a_service_that_dies_costs_time_alone(tmp_path: Path, unused_tcp_port: int) -> None:
+async def test_a_restarted_service_loses_no_group(tmp_path: Path, unused_tcp_port: int) -> None:
     """It comes back with its directory, where it was."""
     gate = tmp_path / "gate"
     made = config(tmp_path, serve={"port": unused_tcp_port})
@@ -225,7 +225,7 @@ async def test_a_service_that_dies_costs_time_alone(tmp_path: Path, unused_tcp_p
             DapoBatches(client, tasks, RULE) as batches,
         ):
             waiting = asyncio.create_task(batches.next(version=0))
-            await until(program.address, "/health", lambda health: health["run"] == 4)
+            await wait_until(program.address, "/health", lambda health: health["run"] == 4)
             program.kill()
             gate.touch()
             program = await asyncio.to_thread(Program, made)
@@ -235,7 +235,7 @@ async def test_a_service_that_dies_costs_time_alone(tmp_path: Path, unused_tcp_p
         program.terminate()
 
 
-async def test_nobody_there_is_said_once_patience_is_over(unused_tcp_port: int) -> None:
+async def test_fails_if_no_service_answers_within_patience(unused_tcp_port: int) -> None:
     address = f"http://127.0.0.1:{unused_tcp_port}"
     async with (
         RolloutClient(address) as client,
@@ -245,7 +245,7 @@ async def test_nobody_there_is_said_once_patience_is_over(unused_tcp_port: int) 
             await batches.next(version=0)
 
 
-async def test_a_task_that_is_wrong_is_told(tmp_path: Path) -> None:
+async def test_raises_the_error_of_a_wrong_task(tmp_path: Path) -> None:
     def broken() -> Iterator[RolloutRequest]:
         yield draw("k", GOOD)
         raise LookupError("no tasks here")
@@ -259,13 +259,11 @@ async def test_a_task_that_is_wrong_is_told(tmp_path: Path) -> None:
             async with DapoBatches(client, broken(), RULE) as batches:
                 with pytest.raises(LookupError, match="no tasks here"):
                     await batches.next(version=0)
-        await until(service.address, "/health", is_idle)
+        await wait_until(service.address, "/health", is_idle)
 
 
 @pytest.mark.parametrize("pauses", range(8))
-async def test_closing_leaves_nothing_running_whenever_it_comes(
-    tmp_path: Path, pauses: int
-) -> None:
+async def test_closing_leaves_nothing_running_at_any_time(tmp_path: Path, pauses: int) -> None:
     """Also when requests are still on their way."""
     tasks = (draw(f"l{n}", GOOD, gate=str(tmp_path / "gate")) for n in itertools.count())
     with serving(config(tmp_path)) as service:
@@ -279,11 +277,11 @@ async def test_closing_leaves_nothing_running_whenever_it_comes(
             await batches.close()
             with pytest.raises(DapoError, match="closed"):
                 await waiting
-            await until(service.address, "/health", is_idle)
+            await wait_until(service.address, "/health", is_idle)
             assert (batches.account.carried, batches.account.balances()) == (0, True)
 
 
-def test_a_trainer_without_a_loop_has_batches_too(tmp_path: Path) -> None:
+def test_batches_without_an_event_loop(tmp_path: Path) -> None:
     with serving(config(tmp_path)) as service:
         with DapoRollouts(service.address, endless("m", SAME, GOOD), RULE) as batches:
             for version in range(3):
@@ -292,7 +290,7 @@ def test_a_trainer_without_a_loop_has_batches_too(tmp_path: Path) -> None:
         assert batches.account.carried == 0
 
 
-async def test_a_task_that_is_none_ends_the_waiting(tmp_path: Path) -> None:
+async def test_an_invalid_task_ends_a_pending_next(tmp_path: Path) -> None:
     """It is drawn when another group is over, while somebody waits."""
     tasks: Any = iter([*(draw(f"e{number}", SAME) for number in range(4)), {"handler": "game"}])
     with serving(config(tmp_path)) as service:

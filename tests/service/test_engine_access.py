@@ -22,8 +22,8 @@ from rollweave.schema.service import EngineRequest
 from rollweave.service import registry
 from rollweave.service.client import RolloutClient
 from rollweave.service.engine_access import check_engine_host
+from tests.service.api import call
 from tests.service.serving import service_config, serving
-from tests.service.test_service import ask
 
 SECRET = "hunter2secret"
 
@@ -39,7 +39,7 @@ SECRET = "hunter2secret"
         ("http://[::ffff:10.0.0.1]:8000", "http://10.0.0.1:8000"),
     ],
 )
-def test_an_address_is_written_in_one_way(text: str, address: str) -> None:
+def test_addresses_are_normalized(text: str, address: str) -> None:
     assert parse_address(text) == EngineRequest(address=text, dialect="vllm").address == address
 
 
@@ -63,7 +63,7 @@ def test_an_address_is_written_in_one_way(text: str, address: str) -> None:
         "http://[::1%lo]:1",
     ],
 )
-def test_more_than_an_address_is_refused_and_never_repeated(text: str) -> None:
+def test_refuses_urls_with_more_than_an_address_without_repeating_them(text: str) -> None:
     for refuse in (
         parse_address,
         RolloutClient,
@@ -75,7 +75,7 @@ def test_more_than_an_address_is_refused_and_never_repeated(text: str) -> None:
 
 
 @given(st.text(max_size=40) | st.from_regex(r"https?://[a-z0-9:@/?#\[\].%-]{0,30}", fullmatch=True))
-def test_what_is_taken_is_a_scheme_a_host_and_a_port(text: str) -> None:
+def test_accepted_addresses_have_only_scheme_host_and_port(text: str) -> None:
     with contextlib.suppress(ValueError):
         address = parse_address(text)
         assert parse_address(address) == address
@@ -96,7 +96,7 @@ DEFAULT = Hosts.parse(ServeConfig().engine_hosts, field="x")
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "10.1.2.3", "192.168.0.9", "[::1]", "[::ffff:127.0.0.1]", "localhost"]
 )
-async def test_this_host_and_private_networks_are_admitted_by_default(host: str) -> None:
+async def test_admits_this_host_and_private_networks_by_default(host: str) -> None:
     await check_engine_host(DEFAULT, parse_address(f"http://{host}:8000"))
 
 
@@ -104,13 +104,13 @@ async def test_this_host_and_private_networks_are_admitted_by_default(host: str)
     "host",
     ["169.254.169.254", "8.8.8.8", "[::ffff:169.254.169.254]", "[fe80::1]", "0.0.0.0", *METADATA],
 )
-async def test_metadata_services_and_the_internet_are_not(host: str) -> None:
+async def test_refuses_metadata_services_and_the_internet_by_default(host: str) -> None:
     with pytest.raises(ConfigError, match=r"serve\.engine_hosts admits"):
         await check_engine_host(DEFAULT, parse_address(f"http://{host}:8000"))
 
 
 @pytest.mark.parametrize("host", METADATA)
-async def test_an_address_of_metadata_must_be_an_entry_itself(
+async def test_admits_a_metadata_address_only_as_an_entry(
     host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bare = host.strip("[]")
@@ -138,7 +138,7 @@ async def test_an_address_of_metadata_must_be_an_entry_itself(
     await wire.closed()
 
 
-async def test_a_name_is_judged_by_where_it_points_when_it_is_connected_to() -> None:
+async def test_checks_the_resolved_addresses_of_a_name_on_connection() -> None:
     host = "localhost"
     hosts = Hosts.parse(("10.0.0.0/8",), field="x")
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1"):
@@ -152,7 +152,7 @@ async def test_a_name_is_judged_by_where_it_points_when_it_is_connected_to() -> 
     await check_engine_host(Hosts.parse((host,), field="x"), f"http://{host}:1")
 
 
-async def test_an_address_in_digits_is_judged_when_it_is_connected_to() -> None:
+async def test_checks_a_numeric_address_on_connection() -> None:
     """A registration of another life may have been noted under other settings."""
     with pytest.raises(EngineError, match="not among the hosts"):
         Transport("x", "http://169.254.169.254", hosts=DEFAULT, reply_s=2.0)
@@ -161,7 +161,7 @@ async def test_an_address_in_digits_is_judged_when_it_is_connected_to() -> None:
 @pytest.mark.parametrize(
     "entry", ["10.0.0.0/99", "http://gpu", "a b", "", "10.0.0.1/8", "::1%eth0"]
 )
-def test_entries_that_are_no_hosts_are_refused(entry: str) -> None:
+def test_refuses_invalid_engine_hosts(entry: str) -> None:
     with pytest.raises(ValueError, match=r"serve\.engine_hosts must be"):
         ServeConfig(engine_hosts=(entry,))
 
@@ -181,7 +181,7 @@ def test_entries_that_are_no_hosts_are_refused(entry: str) -> None:
         "10.0.0.0/8",
     ],
 )
-def test_names_of_the_service_that_are_none_are_refused(entry: str) -> None:
+def test_refuses_invalid_names_of_the_service(entry: str) -> None:
     with pytest.raises(ValueError, match=r"serve\.hosts must be names of hosts .*got"):
         ServeConfig(hosts=("gpu", entry))
 
@@ -198,31 +198,31 @@ def test_names_of_the_service_that_are_none_are_refused(entry: str) -> None:
         "[fd00::1]:80",
     ],
 )
-def test_names_of_the_service_are_hosts_with_or_without_a_port(entry: str) -> None:
+def test_names_of_the_service_may_have_a_port(entry: str) -> None:
     assert ServeConfig(hosts=(entry,)).hosts == (entry,)
 
 
-async def test_a_body_with_half_a_pair_is_told_so(tmp_path: Path) -> None:
+async def test_refuses_a_body_with_a_lone_surrogate(tmp_path: Path) -> None:
     with serving(service_config(tmp_path)) as service:
         for path, body in (
             ("/v1/rollouts", {"id": "\ud800x"}),
             ("/v1/engines", {"address": "\ud800xxxxxxxxxxx"}),
         ):
-            status, answer, _ = await ask(service.address, "POST", path, body)
+            status, answer, _ = await call(service.address, "POST", path, body)
             assert status == 400
             assert "text must be valid UTF-8" in str(answer)
 
 
-async def test_tokens_of_engines_are_kept_for_the_owner_alone_and_told_to_none(
+async def test_engine_tokens_are_readable_by_the_owner_only_and_never_returned(
     tmp_path: Path,
 ) -> None:
     config = service_config(tmp_path)
     directory = tmp_path / "service"
     engine = {"address": "http://127.0.0.1:9", "dialect": "vllm", "token": SECRET}
     with serving(config) as service:
-        status, body, _ = await ask(service.address, "POST", "/v1/engines", engine)
+        status, body, _ = await call(service.address, "POST", "/v1/engines", engine)
         assert status == 202
-        assert SECRET not in str((body, await ask(service.address, "GET", "/v1/engines")))
+        assert SECRET not in str((body, await call(service.address, "GET", "/v1/engines")))
         kept = directory / "engine-tokens.json"
         assert msgspec.json.decode(kept.read_bytes()) == {body["id"]: SECRET}
         assert stat.S_IMODE(kept.stat().st_mode) == 0o600
@@ -230,7 +230,7 @@ async def test_tokens_of_engines_are_kept_for_the_owner_alone_and_told_to_none(
         assert [one.token for one in [service.service.engines.request_of(body["id"])] if one] == [
             SECRET
         ]
-        assert (await ask(service.address, "DELETE", f"/v1/engines/{body['id']}"))[0] == 202
+        assert (await call(service.address, "DELETE", f"/v1/engines/{body['id']}"))[0] == 202
         assert SECRET not in kept.read_text()
     holders = [
         path
@@ -240,14 +240,14 @@ async def test_tokens_of_engines_are_kept_for_the_owner_alone_and_told_to_none(
     assert holders == []
 
 
-async def test_registrations_are_bounded_and_foreign_hosts_refused(
+async def test_bounds_registrations_and_refuses_foreign_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "MAX_ENGINES", 3)
     with serving(service_config(tmp_path)) as service:
         answers = [
             (
-                await ask(
+                await call(
                     service.address,
                     "POST",
                     "/v1/engines",
@@ -258,14 +258,14 @@ async def test_registrations_are_bounded_and_foreign_hosts_refused(
         ]
         assert answers == [202, 202, 202, 429, 429]
         for path, more in (("/v1/engines", {"dialect": "vllm"}), ("/add_llm_server", {})):
-            status, body, _ = await ask(
+            status, body, _ = await call(
                 service.address, "POST", path, {"address": "http://169.254.169.254", **more}
             )
             assert status == 400
             assert "serve.engine_hosts" in str(body)
 
 
-async def test_a_database_with_addresses_of_former_rules_opens_and_says_what_it_drops(
+async def test_discards_registrations_that_break_the_present_rules(
     tmp_path: Path,
 ) -> None:
     config, database = service_config(tmp_path), tmp_path / "service" / "jobs.sqlite"

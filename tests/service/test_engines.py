@@ -25,8 +25,8 @@ from rollweave.service.backends import backend_factory, rescore, vocab_size
 from rollweave.service.client import NoServiceError, RolloutClient
 from tests.engine.clients.echo_engine import EchoLoop
 from tests.engine.clients.test_conformance import tiny_checkpoint
+from tests.service.api import call, game, wait_until
 from tests.service.serving import Program, service_config, serving
-from tests.service.test_service import ask, game, until
 
 
 def registered(directory: Path) -> RunConfig:
@@ -70,7 +70,7 @@ async def elsewhere(
 
 
 @pytest.mark.parametrize(("dtype", "exact"), [("float32", True), ("bfloat16", False)])
-async def test_an_engine_that_rounds_a_float32_checkpoint_is_named(
+async def test_warns_of_an_engine_that_rounds_a_float32_checkpoint(
     tmp_path: Path, dtype: str, exact: bool
 ) -> None:
     """As vLLM does without --dtype float32: what it is asked and answers looks the
@@ -84,13 +84,13 @@ async def test_an_engine_that_rounds_a_float32_checkpoint_is_named(
     )
     async with elsewhere(spec, EngineLoop) as (_, address):
         with serving(config, make_backend=backend_factory(config)) as service:
-            await ask(
+            await call(
                 service.address,
                 "POST",
                 "/v1/engines",
                 {"address": address, "dialect": "completions"},
             )
-            await until(
+            await wait_until(
                 service.address,
                 "/v1/engines",
                 lambda found: found["engines"][0]["status"] == "serving",
@@ -104,7 +104,7 @@ async def test_an_engine_that_rounds_a_float32_checkpoint_is_named(
     assert exact or "unless it is started with --dtype float32" in said[0]
 
 
-async def test_what_cannot_be_compared_is_not(tmp_path: Path) -> None:
+async def test_rescores_only_supported_checkpoints(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path)
     theirs = await rescore(tmp_path, (3, 1, 4), (1, 5))
     assert theirs is not None
@@ -120,18 +120,18 @@ async def test_what_cannot_be_compared_is_not(tmp_path: Path) -> None:
 
 async def done(service: str, id: str) -> Any:
     while True:
-        _, body, _ = await ask(service, "GET", f"/v1/rollouts/{id}?wait=10")
+        _, body, _ = await call(service, "GET", f"/v1/rollouts/{id}?wait=10")
         if body["state"] == "done":
             return body
 
 
 @pytest.mark.parametrize("dialect", ["rollweave", "completions", "prorl"])
-async def test_an_engine_elsewhere_serves_rollouts(tmp_path: Path, dialect: str) -> None:
+async def test_a_registered_engine_serves_rollouts(tmp_path: Path, dialect: str) -> None:
     config = registered(tmp_path)
     async with elsewhere() as (_, address):
         with serving(config, make_backend=backend_factory(config)) as service:
-            await ask(service.address, "POST", "/v1/rollouts", game(id="early", members=2))
-            status, body, _ = await ask(
+            await call(service.address, "POST", "/v1/rollouts", game(id="early", members=2))
+            status, body, _ = await call(
                 service.address, "POST", "/v1/engines", {"address": address, "dialect": dialect}
             )
             assert (status, body["address"]) == (202, address)
@@ -140,17 +140,17 @@ async def test_an_engine_elsewhere_serves_rollouts(tmp_path: Path, dialect: str)
                 kinds = {segment["kind"]: segment["version"] for segment in sequence["segments"]}
                 assert kinds["output"] == 0
                 assert min(sequence["logprobs"]) == -1.0
-            _, found, _ = await ask(service.address, "GET", "/v1/engines")
+            _, found, _ = await call(service.address, "GET", "/v1/engines")
             assert [engine["status"] for engine in found["engines"]] == ["serving"]
 
 
-async def test_text_alone_leaves_no_output_that_could_be_trained_on(tmp_path: Path) -> None:
+async def test_a_text_only_engine_gives_no_output_to_train_on(tmp_path: Path) -> None:
     config = registered(tmp_path)
     async with elsewhere() as (_, address):
         with serving(config, make_backend=backend_factory(config)) as service:
             body = {"address": address, "dialect": "completions", "text_only": True}
-            assert (await ask(service.address, "POST", "/v1/engines", body))[0] == 202
-            await ask(service.address, "POST", "/v1/rollouts", game(id="text"))
+            assert (await call(service.address, "POST", "/v1/engines", body))[0] == 202
+            await call(service.address, "POST", "/v1/rollouts", game(id="text"))
             (member,) = (await done(service.address, "text"))["members"]
             assert member["stop_reason"] == "finished"
             (sequence,) = member["result"]["sequences"]
@@ -161,25 +161,25 @@ async def test_text_alone_leaves_no_output_that_could_be_trained_on(tmp_path: Pa
             assert sequence["turns"]
 
 
-async def test_when_an_engine_is_gone_another_takes_its_turns(tmp_path: Path) -> None:
+async def test_turns_of_a_lost_engine_move_to_another(tmp_path: Path) -> None:
     config = registered(tmp_path)
     async with elsewhere() as (_, lasting), elsewhere() as (ending, address):
         with serving(config, make_backend=backend_factory(config)) as service:
             for place in (address, lasting):
-                await ask(
+                await call(
                     service.address,
                     "POST",
                     "/v1/engines",
                     {"address": place, "dialect": "rollweave"},
                 )
-            await until(
+            await wait_until(
                 service.address,
                 "/v1/engines",
                 lambda found: [one["status"] for one in found["engines"]] == ["serving"] * 2,
             )
             ending.kill()
             for number in range(4):
-                await ask(service.address, "POST", "/v1/rollouts", game(id=f"r{number}"))
+                await call(service.address, "POST", "/v1/rollouts", game(id=f"r{number}"))
             for number in range(4):
                 assert (await done(service.address, f"r{number}"))["members"][0][
                     "stop_reason"
@@ -188,7 +188,7 @@ async def test_when_an_engine_is_gone_another_takes_its_turns(tmp_path: Path) ->
 
 async def addresses_at(service: str) -> set[str]:
     """Of the engines that take turns there."""
-    _, found, _ = await ask(service, "GET", "/v1/engines")
+    _, found, _ = await call(service, "GET", "/v1/engines")
     return {
         one["address"]
         for one in found["engines"]
@@ -205,7 +205,7 @@ async def shares(services: list[str], sizes: list[int]) -> None:
         await asyncio.sleep(0.05)
 
 
-async def test_engines_are_dealt_to_services_and_move_with_them(tmp_path: Path) -> None:
+async def test_engines_are_distributed_and_move_when_a_service_fails(tmp_path: Path) -> None:
     """Four engines and two services, one of which is killed and started again: all go
     to the other one and come back.
     """
@@ -251,7 +251,7 @@ async def test_engines_are_dealt_to_services_and_move_with_them(tmp_path: Path) 
             program.kill()
 
 
-async def test_what_cannot_be_registered_is_refused(tmp_path: Path) -> None:
+async def test_refuses_invalid_registrations(tmp_path: Path) -> None:
     config = registered(tmp_path)
     with serving(config, make_backend=backend_factory(config)) as service:
         for body, reason in (
@@ -262,12 +262,12 @@ async def test_what_cannot_be_registered_is_refused(tmp_path: Path) -> None:
                 "text_only must be off",
             ),
         ):
-            status, found, _ = await ask(service.address, "POST", "/v1/engines", body)
+            status, found, _ = await call(service.address, "POST", "/v1/engines", body)
             assert status == 400
             assert reason in json.dumps(found)
 
 
-def test_the_vocabulary_is_that_of_the_models_configuration(tmp_path: Path) -> None:
+def test_vocab_size_comes_from_the_models_configuration(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must define a vocab_size of at least 1, got None"):
         vocab_size(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 7}))
@@ -277,14 +277,14 @@ def test_the_vocabulary_is_that_of_the_models_configuration(tmp_path: Path) -> N
 
 
 async def engines_of(service: str) -> list[Any]:
-    _, found, _ = await ask(service, "GET", "/v1/engines")
+    _, found, _ = await call(service, "GET", "/v1/engines")
     engines: list[Any] = found["engines"]
     return engines
 
 
 async def serving_engines(service: str, count: int) -> list[Any]:
     """The engines, as soon as so many serve."""
-    await until(
+    await wait_until(
         service,
         "/v1/engines",
         lambda found: sum(one["status"] == "serving" for one in found["engines"]) == count,
@@ -292,17 +292,17 @@ async def serving_engines(service: str, count: int) -> list[Any]:
     return await engines_of(service)
 
 
-async def test_an_engine_that_refuses_the_connection_is_named_with_its_reason(
+async def test_reports_an_engine_that_refuses_the_connection(
     tmp_path: Path, unused_tcp_port: int
 ) -> None:
     config, address = registered(tmp_path), f"http://127.0.0.1:{unused_tcp_port}"
     with serving(config, make_backend=backend_factory(config)) as service:
-        _, queued, _ = await ask(service.address, "POST", "/v1/rollouts", game(id="waits"))
+        _, queued, _ = await call(service.address, "POST", "/v1/rollouts", game(id="waits"))
         assert queued["waits_for"] == "no engine serves: none is registered"
-        await ask(
+        await call(
             service.address, "POST", "/v1/engines", {"address": address, "dialect": "rollweave"}
         )
-        await until(
+        await wait_until(
             service.address,
             "/v1/engines",
             lambda found: "tried 3 times" in found["engines"][0]["reason"],
@@ -310,7 +310,7 @@ async def test_an_engine_that_refuses_the_connection_is_named_with_its_reason(
         (engine,) = await engines_of(service.address)
         assert engine["status"] == "starting"
         assert engine["reason"].startswith("unreachable: connection refused, tried ")
-        _, found, _ = await ask(service.address, "GET", "/v1/rollouts/waits")
+        _, found, _ = await call(service.address, "GET", "/v1/rollouts/waits")
         assert found["waits_for"].startswith(
             "no engine serves (x0: unreachable: connection refused, tried "
         )
@@ -318,31 +318,31 @@ async def test_an_engine_that_refuses_the_connection_is_named_with_its_reason(
             warning.message for warning in service.observer.warnings if warning.component == "x0"
         ]
         assert told == [f"unreachable at {address}: connection refused; it will be tried again"]
-        status, health, _ = await ask(service.address, "GET", "/ready")
+        status, health, _ = await call(service.address, "GET", "/ready")
         assert (status, health["status"]) == (503, "no engine")
         assert "connection refused" in health["reason"]
-        assert (await ask(service.address, "GET", "/health"))[0] == 200
+        assert (await call(service.address, "GET", "/health"))[0] == 200
 
 
-async def test_an_engine_that_was_given_up_is_named_to_rollouts_that_wait(tmp_path: Path) -> None:
+async def test_waiting_rollouts_name_a_removed_engine(tmp_path: Path) -> None:
     config = registered(tmp_path)
     async with elsewhere() as (_, address):
         with serving(config, make_backend=backend_factory(config)) as service:
-            await ask(
+            await call(
                 service.address, "POST", "/v1/engines", {"address": address, "dialect": "sglang"}
             )
-            await ask(service.address, "POST", "/v1/rollouts", game(id="waits"))
-            await until(
+            await call(service.address, "POST", "/v1/rollouts", game(id="waits"))
+            await wait_until(
                 service.address,
                 "/v1/rollouts/waits",
                 lambda found: "x0: removed after" in found["waits_for"],
             )
-            _, found, _ = await ask(service.address, "GET", "/v1/rollouts/waits")
+            _, found, _ = await call(service.address, "GET", "/v1/rollouts/waits")
             assert "cannot be used in the dialect sglang" in found["waits_for"]
             (engine,) = await engines_of(service.address)
             assert engine["status"] == "removed"
             assert "cannot be used in the dialect sglang" in engine["reason"]
-            _, again, _ = await ask(
+            _, again, _ = await call(
                 service.address, "POST", "/v1/engines", {"address": address, "dialect": "rollweave"}
             )
             await serving_engines(service.address, 1)
@@ -350,15 +350,17 @@ async def test_an_engine_that_was_given_up_is_named_to_rollouts_that_wait(tmp_pa
             assert (await done(service.address, "waits"))["members"][0]["stop_reason"] == "finished"
 
 
-async def test_other_settings_of_an_address_replace_the_former(tmp_path: Path) -> None:
+async def test_registering_an_address_with_other_settings_replaces_the_engine(
+    tmp_path: Path,
+) -> None:
     config = registered(tmp_path)
     async with elsewhere() as (_, address):
         with serving(config, make_backend=backend_factory(config)) as service:
             wrong = {"address": address, "dialect": "sglang"}
-            _, first, _ = await ask(service.address, "POST", "/v1/engines", wrong)
-            _, again, _ = await ask(service.address, "POST", "/v1/engines", wrong)
+            _, first, _ = await call(service.address, "POST", "/v1/engines", wrong)
+            _, again, _ = await call(service.address, "POST", "/v1/engines", wrong)
             assert again["id"] == first["id"]
-            status, right, _ = await ask(
+            status, right, _ = await call(
                 service.address,
                 "POST",
                 "/v1/engines",
@@ -367,26 +369,28 @@ async def test_other_settings_of_an_address_replace_the_former(tmp_path: Path) -
             assert status == 202
             assert right["id"] != first["id"]
             await serving_engines(service.address, 1)
-            await until(service.address, "/v1/engines", lambda found: len(found["engines"]) == 1)
+            await wait_until(
+                service.address, "/v1/engines", lambda found: len(found["engines"]) == 1
+            )
             (engine,) = await engines_of(service.address)
             assert (engine["id"], engine["slots"], engine["reason"]) == (right["id"], 2, "")
 
 
-async def test_the_last_engine_that_serves_is_not_deleted_by_mistake(tmp_path: Path) -> None:
+async def test_refuses_to_withdraw_the_last_serving_engine(tmp_path: Path) -> None:
     config = registered(tmp_path)
     async with elsewhere() as (_, one), elsewhere() as (_, other):
         with serving(config, make_backend=backend_factory(config)) as service:
             for address in (one, other):
-                await ask(
+                await call(
                     service.address,
                     "POST",
                     "/v1/engines",
                     {"address": address, "dialect": "rollweave"},
                 )
             first, last = await serving_engines(service.address, 2)
-            assert (await ask(service.address, "GET", "/ready"))[0] == 200
+            assert (await call(service.address, "GET", "/ready"))[0] == 200
             both = (
-                ask(service.address, "DELETE", f"/v1/engines/{engine['id']}")
+                call(service.address, "DELETE", f"/v1/engines/{engine['id']}")
                 for engine in (first, last)
             )
             (status, found, _), (other_status, *_) = sorted(
@@ -394,17 +398,21 @@ async def test_the_last_engine_that_serves_is_not_deleted_by_mistake(tmp_path: P
             )
             assert (status, other_status, found["error"]["type"]) == (409, 202, "conflict")
             assert "must not be the last one that serves" in found["error"]["message"]
-            await until(service.address, "/v1/engines", lambda found: len(found["engines"]) == 1)
+            await wait_until(
+                service.address, "/v1/engines", lambda found: len(found["engines"]) == 1
+            )
             (last,) = await engines_of(service.address)
-            assert (await ask(service.address, "DELETE", f"/v1/engines/{last['id']}"))[0] == 409
+            assert (await call(service.address, "DELETE", f"/v1/engines/{last['id']}"))[0] == 409
             assert (
-                await ask(service.address, "DELETE", f"/v1/engines/{last['id']}?force=perhaps")
+                await call(service.address, "DELETE", f"/v1/engines/{last['id']}?force=perhaps")
             )[0] == 400
-            assert (await ask(service.address, "GET", "/health"))[1]["status"] == "ok"
-            assert (await ask(service.address, "DELETE", f"/v1/engines/{last['id']}?force=true"))[
+            assert (await call(service.address, "GET", "/health"))[1]["status"] == "ok"
+            assert (await call(service.address, "DELETE", f"/v1/engines/{last['id']}?force=true"))[
                 0
             ] == 202
-            await until(service.address, "/health", lambda health: health["status"] == "no engine")
-            assert (await ask(service.address, "GET", "/health"))[1][
+            await wait_until(
+                service.address, "/health", lambda health: health["status"] == "no engine"
+            )
+            assert (await call(service.address, "GET", "/health"))[1][
                 "reason"
             ] == "no engine serves: none is registered"

@@ -13,7 +13,7 @@ from tests.service.serving import service_config, serving
 
 
 @pytest.mark.slow
-def test_nothing_that_is_asked_gives_5xx(tmp_path: Path) -> None:
+def test_no_request_causes_a_5xx(tmp_path: Path) -> None:
     pytest.importorskip("schemathesis", reason="pip install 'rollweave[fuzz]'")
     checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
     with serving(service_config(tmp_path)) as service:

@@ -22,8 +22,8 @@ from rollweave.schema.events import TurnWithdrawn
 from tests.engine.clients.echo_engine import process_state
 from tests.runtime.whole import make_config, run, run_dir
 from tests.sandbox.sandboxes import needs, no_process_left
+from tests.service.api import call, game, wait_until
 from tests.service.serving import Program, service_config, serving
-from tests.service.test_service import ask, game, until
 from tests.worlds.referee import Referee
 
 BOXED = {"env": "tests.runtime.agents:Boxed", "time_s": 60.0, "step_s": 20.0}
@@ -43,13 +43,13 @@ async def rollout(tmp_path: Path, **options: Any) -> dict[str, Any]:
         tmp_path, task=BOXED, options=options, sandbox=ZYGOTE, rollout={"retries": 0}
     )
     with nothing_left(), serving(config) as service:
-        await ask(service.address, "POST", "/v1/rollouts", game(id="x"))
-        _, found, _ = await ask(service.address, "GET", "/v1/rollouts/x?wait=60")
+        await call(service.address, "POST", "/v1/rollouts", game(id="x"))
+        _, found, _ = await call(service.address, "GET", "/v1/rollouts/x?wait=60")
         (member,) = found["members"]
         return member  # type: ignore[no-any-return]
 
 
-async def test_a_rollout_by_a_handler(tmp_path: Path) -> None:
+async def test_a_handler_runs_a_rollout(tmp_path: Path) -> None:
     member = await rollout(tmp_path)
     assert (member["stop_reason"], member["result"]["reward"], member["result"]["success"]) == (
         "finished",
@@ -67,12 +67,12 @@ async def test_a_rollout_by_a_handler(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("env", ["math_tool", "stem"])
-async def test_handlers_that_come_with_us(tmp_path: Path, env: str) -> None:
+async def test_built_in_handlers_run(tmp_path: Path, env: str) -> None:
     task = {"env": env, "time_s": 60.0, "step_s": 20.0, "max_tokens": 3000}
     config = service_config(tmp_path, task=task, options={"calls": "text"}, sandbox=ZYGOTE)
     with nothing_left(), serving(config) as service:
-        await ask(service.address, "POST", "/v1/rollouts", game(id="x"))
-        _, found, _ = await ask(service.address, "GET", "/v1/rollouts/x?wait=60")
+        await call(service.address, "POST", "/v1/rollouts", game(id="x"))
+        _, found, _ = await call(service.address, "GET", "/v1/rollouts/x?wait=60")
     (member,) = found["members"]
     result = member["result"]
     # the echo knows nothing
@@ -89,7 +89,9 @@ async def test_handlers_that_come_with_us(tmp_path: Path, env: str) -> None:
         ("eval", "reward_error", "broken on purpose"),
     ],
 )
-async def test_a_failure_is_no_reward(tmp_path: Path, fault: str, reason: str, text: str) -> None:
+async def test_a_failure_gives_no_reward(
+    tmp_path: Path, fault: str, reason: str, text: str
+) -> None:
     member = await rollout(tmp_path, fault=fault)
     result = member["result"]
     assert (member["stop_reason"], result["reward"], result["blame"]) == (
@@ -100,35 +102,35 @@ async def test_a_failure_is_no_reward(tmp_path: Path, fault: str, reason: str, t
     assert text in result["error"]
 
 
-async def test_a_flood_of_output_is_cut(tmp_path: Path) -> None:
+async def test_excess_output_is_truncated(tmp_path: Path) -> None:
     member = await rollout(tmp_path, fault="flood")
     assert member["stop_reason"] == "finished"
     assert json.loads(member["result"]["result"])["shown"] <= 600
 
 
 @pytest.mark.parametrize("warm", [0, 1])
-async def test_cancelled_in_a_tool_the_process_tree_is_gone(tmp_path: Path, warm: int) -> None:
+async def test_cancelling_a_tool_call_kills_its_process_tree(tmp_path: Path, warm: int) -> None:
     config = service_config(
         tmp_path, task=BOXED, options={"fault": "hang"}, sandbox={**ZYGOTE, "warm": warm}
     )
     with nothing_left(), serving(config) as service:
-        await ask(service.address, "POST", "/v1/rollouts", game(id="x"))
+        await call(service.address, "POST", "/v1/rollouts", game(id="x"))
         await sleep_begins(os.getpid())
-        await ask(service.address, "DELETE", "/v1/rollouts/x")
-        _, found, _ = await ask(service.address, "GET", "/v1/rollouts/x?wait=60")
+        await call(service.address, "DELETE", "/v1/rollouts/x")
+        _, found, _ = await call(service.address, "GET", "/v1/rollouts/x?wait=60")
         assert found["members"][0]["stop_reason"] == "cancelled"
         assert not sleeping(os.getpid())
 
 
 @pytest.mark.parametrize("how", ["kill", "terminate twice"])
-async def test_whatever_ends_the_service_no_sandbox_is_left(tmp_path: Path, how: str) -> None:
+async def test_no_sandbox_outlives_the_service(tmp_path: Path, how: str) -> None:
     needs("zygote")
     config = service_config(
         tmp_path, task=BOXED, options={"fault": "hang"}, sandbox={**ZYGOTE, "warm": 2}
     )
     program = Program(config)
     try:
-        await ask(program.address, "POST", "/v1/rollouts", game(id="x", members=3))
+        await call(program.address, "POST", "/v1/rollouts", game(id="x", members=3))
         await sleep_begins(program.process.pid)
         held = {
             pid: found.started
@@ -137,7 +139,9 @@ async def test_whatever_ends_the_service_no_sandbox_is_left(tmp_path: Path, how:
         }
         if how != "kill":
             program.process.terminate()
-            await until(program.address, "/health", lambda health: health["status"] == "closing")
+            await wait_until(
+                program.address, "/health", lambda health: health["status"] == "closing"
+            )
             program.process.terminate()
             await asyncio.to_thread(program.process.wait, 60)
     finally:
@@ -168,7 +172,7 @@ async def sleep_begins(pid: int) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_a_run_trains_on_what_a_handler_did(tmp_path: Path) -> None:
+def test_a_run_trains_on_the_rollouts_of_a_handler(tmp_path: Path) -> None:
     with nothing_left():
         summary = run(make_config(tmp_path, task=BOXED, sandbox=ZYGOTE, steps=2))
     assert summary.error == ""
@@ -176,7 +180,7 @@ def test_a_run_trains_on_what_a_handler_did(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheduling", ["turn", "trajectory"])
-def test_calls_that_are_given_up_leave_whole_books(tmp_path: Path, scheduling: str) -> None:
+def test_cancelled_calls_keep_the_accounting_balanced(tmp_path: Path, scheduling: str) -> None:
     """Several sequences a trajectory, turns withdrawn at any moment: the journal obeys
     the contract, and replays.
     """
@@ -199,7 +203,7 @@ def test_calls_that_are_given_up_leave_whole_books(tmp_path: Path, scheduling: s
         assert said.exit_code == 0, said.output
 
 
-def test_a_handler_does_not_run_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_refuses_process_isolation_for_a_handler(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="isolation must be inline for a handler, got process for 'game'"
     ):

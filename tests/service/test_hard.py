@@ -32,8 +32,8 @@ from rollweave.service.jobs import Job, JobStore
 from rollweave.service.service import Service
 from tests.runtime.test_real_files import can_mount
 from tests.runtime.whole import ROOT, run_dir
+from tests.service.api import call, game, wait_until
 from tests.service.serving import Program, Serving, service_config, serving
-from tests.service.test_service import ask, game, until
 
 DRAWN = "tests.service.drawn:Drawn"
 
@@ -41,7 +41,7 @@ DRAWN = "tests.service.drawn:Drawn"
 # Words.
 
 
-async def test_ids_of_every_kind_are_found_again(tmp_path: Path) -> None:
+async def test_accepts_unusual_ids(tmp_path: Path) -> None:
     with serving(service_config(tmp_path)) as service:
         async with RolloutClient(service.address) as client:
             for name in ("step-7/3", "a@b:c", "...", "a/../b", "//", "x" * 200):
@@ -49,20 +49,20 @@ async def test_ids_of_every_kind_are_found_again(tmp_path: Path) -> None:
                 assert (found.id, found.members[0].stop_reason) == (name, "finished")
 
 
-async def test_numbers_of_every_size_and_bodies_of_every_kind(tmp_path: Path) -> None:
+async def test_accepts_huge_numbers_and_deep_payloads(tmp_path: Path) -> None:
     huge = b"1" + b"0" * 400
     with serving(service_config(tmp_path)) as service:
         for name in (b"max_turns", b"max_tokens", b"max_turn_tokens"):
             raw = b'{"handler": "game", "index": 1, "limits": {"%s": %s}}' % (name, huge)
-            assert (await ask(service.address, "POST", "/v1/rollouts", raw=raw))[0] == 202
+            assert (await call(service.address, "POST", "/v1/rollouts", raw=raw))[0] == 202
         raw = (
             b'{"handler": "game", "id": "nested", "payload": {"x": ' + b"[" * 99 + b"]" * 99 + b"}}"
         )
-        assert (await ask(service.address, "POST", "/v1/rollouts", raw=raw))[0] == 202
-        _, found, _ = await ask(service.address, "GET", "/v1/rollouts/nested?wait=30")
+        assert (await call(service.address, "POST", "/v1/rollouts", raw=raw))[0] == 202
+        _, found, _ = await call(service.address, "GET", "/v1/rollouts/nested?wait=30")
         assert found["members"][0]["stop_reason"] == "finished"
         headers = {"Content-Encoding": "gzip"}
-        status, body, _ = await ask(
+        status, body, _ = await call(
             service.address, "POST", "/v1/rollouts", raw=b"not compressed", headers=headers
         )
         assert (status, body["error"]["type"]) == (400, "invalid")
@@ -72,7 +72,7 @@ async def test_numbers_of_every_size_and_bodies_of_every_kind(tmp_path: Path) ->
     "asked",
     [b"no request\r\n\r\n", b"POST /v1/rollouts HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n"],
 )
-async def test_what_is_no_http_is_refused_and_fills_no_log(
+async def test_refuses_invalid_http_without_logging(
     tmp_path: Path, asked: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     with serving(service_config(tmp_path)) as service:
@@ -87,7 +87,7 @@ async def test_what_is_no_http_is_refused_and_fills_no_log(
 @pytest.mark.parametrize(
     "address", ["http://", "http://[::1", "http://host:port", "http://127.0.0.1:1/\n", "host:1"]
 )
-def test_an_engine_must_have_an_address(address: str) -> None:
+def test_an_engine_must_have_a_valid_address(address: str) -> None:
     with pytest.raises(ValueError, match="address must be"):
         EngineRequest(address=address, dialect="vllm")
 
@@ -95,21 +95,21 @@ def test_an_engine_must_have_an_address(address: str) -> None:
 # Races.
 
 
-async def test_of_different_requests_with_one_id_one_is_taken(tmp_path: Path) -> None:
+async def test_accepts_one_of_several_concurrent_requests_with_the_same_id(tmp_path: Path) -> None:
     with serving(service_config(tmp_path)) as service:
         asked = (
-            ask(service.address, "POST", "/v1/rollouts", game(id="same", index=index))
+            call(service.address, "POST", "/v1/rollouts", game(id="same", index=index))
             for index in range(8)
         )
         answers = [status for status, _, _ in await asyncio.gather(*asked)]
         assert sorted(answers) == [202] + [409] * 7
 
 
-async def test_no_more_than_may_wait_are_taken_at_once(tmp_path: Path) -> None:
+async def test_concurrent_requests_do_not_exceed_the_queue(tmp_path: Path) -> None:
     config = service_config(tmp_path, serve={"queue": 10, "engines": "registered"})
     with serving(config) as service:
         asked = [
-            ask(service.address, "POST", "/v1/rollouts", game(index=None, payload={}))
+            call(service.address, "POST", "/v1/rollouts", game(index=None, payload={}))
             for _ in range(200)
         ]
         answers = [status for status, _, _ in await asyncio.gather(*asked)]
@@ -127,20 +127,20 @@ async def drawn(directory: Path, line: str) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_who_leaves_while_his_task_is_drawn_lets_nobody_in_beside_it(tmp_path: Path) -> None:
+async def test_tasks_are_drawn_one_at_a_time_even_if_a_client_disconnects(tmp_path: Path) -> None:
     with serving(drawing(tmp_path)) as service:
         leaving = asyncio.create_task(
-            ask(service.address, "POST", "/v1/rollouts", game(id="left", index=0))
+            call(service.address, "POST", "/v1/rollouts", game(id="left", index=0))
         )
         await drawn(tmp_path, "begin 0")
         leaving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await leaving
         next_one = asyncio.create_task(
-            ask(service.address, "POST", "/v1/rollouts", game(id="next", index=1))
+            call(service.address, "POST", "/v1/rollouts", game(id="next", index=1))
         )
         for _ in range(3):  # each answer comes after the service has seen that he left
-            await ask(service.address, "GET", "/health")
+            await call(service.address, "GET", "/health")
         (tmp_path / "gate").touch()
         assert (await next_one)[0] == 202
         assert (tmp_path / "log").read_text().split("\n")[:4] == [
@@ -149,50 +149,52 @@ async def test_who_leaves_while_his_task_is_drawn_lets_nobody_in_beside_it(tmp_p
             "begin 1",
             "end 1",
         ]
-        assert (await ask(service.address, "GET", "/v1/rollouts/left"))[0] == 404
+        assert (await call(service.address, "GET", "/v1/rollouts/left"))[0] == 404
 
 
-async def test_prorls_stop_finds_what_is_being_drawn(tmp_path: Path) -> None:
+async def test_prorl_stop_cancels_a_job_whose_task_is_being_drawn(tmp_path: Path) -> None:
     with serving(drawing(tmp_path)) as service:
-        await ask(service.address, "POST", "/start", {})
+        await call(service.address, "POST", "/start", {})
         job = {"instance": {"data_source": "game", "index": 0}}
-        waiting = asyncio.create_task(ask(service.address, "POST", "/process", job))
+        waiting = asyncio.create_task(call(service.address, "POST", "/process", job))
         await drawn(tmp_path, "begin 0")
-        assert (await ask(service.address, "POST", "/stop", {}))[0] == 200
+        assert (await call(service.address, "POST", "/stop", {}))[0] == 200
         (tmp_path / "gate").touch()
         status, found, _ = await waiting
         assert (status, found["success"], found["finish"]) == (200, False, False)
 
 
 @pytest.mark.parametrize("flaw", [{"payload": {"a": 1}}, {"seed": 2**70}])
-async def test_a_task_that_cannot_be_written_down_is_refused(
+async def test_refuses_a_task_that_cannot_be_serialized(
     tmp_path: Path, flaw: dict[str, Any]
 ) -> None:
     with serving(drawing(tmp_path, flaw=flaw)) as service:
-        status, body, _ = await ask(service.address, "POST", "/v1/rollouts", game(index=1))
+        status, body, _ = await call(service.address, "POST", "/v1/rollouts", game(index=1))
         assert (status, body["error"]["type"]) == (400, "invalid")
         assert "make_task must return a Task" in body["error"]["message"]
-        assert (await ask(service.address, "GET", "/health"))[1]["submitted"] == 0
+        assert (await call(service.address, "GET", "/health"))[1]["submitted"] == 0
 
 
-async def test_what_is_not_done_may_take_so_many_bytes(tmp_path: Path) -> None:
+async def test_unfinished_requests_are_bounded_in_bytes(tmp_path: Path) -> None:
     config = service_config(tmp_path, serve={"queue_mb": 1, "engines": "registered"})
     with serving(config) as service:
         # in the request and in its task
         large = {"handler": "game", "payload": {"x": "x" * 200_000}}
         answers = [
-            await ask(service.address, "POST", "/v1/rollouts", {**large, "id": f"b{i}"})
+            await call(service.address, "POST", "/v1/rollouts", {**large, "id": f"b{i}"})
             for i in range(4)
         ]
         assert [status for status, _, _ in answers] == [202, 202, 429, 429]
         assert "serve.queue_mb" in answers[-1][1]["error"]["message"]
-        assert (await ask(service.address, "POST", "/v1/rollouts", game(id="small")))[0] == 202
-        await ask(service.address, "DELETE", "/v1/rollouts/b0")
-        await ask(service.address, "GET", "/v1/rollouts/b0?wait=30")
-        assert (await ask(service.address, "POST", "/v1/rollouts", {**large, "id": "b2"}))[0] == 202
+        assert (await call(service.address, "POST", "/v1/rollouts", game(id="small")))[0] == 202
+        await call(service.address, "DELETE", "/v1/rollouts/b0")
+        await call(service.address, "GET", "/v1/rollouts/b0?wait=30")
+        assert (await call(service.address, "POST", "/v1/rollouts", {**large, "id": "b2"}))[
+            0
+        ] == 202
 
 
-async def test_who_waits_for_many_members_is_woken_once(tmp_path: Path) -> None:
+async def test_waiting_for_many_members_wakes_once(tmp_path: Path) -> None:
     class Counting(JobStore):
         found = 0
 
@@ -228,7 +230,7 @@ async def test_who_waits_for_many_members_is_woken_once(tmp_path: Path) -> None:
 # Connections.
 
 
-async def test_silent_connections_keep_no_one_out_and_more_requests_than_there_may_be_are_told_so(
+async def test_idle_connections_block_no_client_and_excess_requests_are_refused(
     tmp_path: Path,
 ) -> None:
     """Under a limit of 600 files: 700 silent connections cost nothing; while 300
@@ -239,14 +241,14 @@ async def test_silent_connections_keep_no_one_out_and_more_requests_than_there_m
     host, _, port = program.address.removeprefix("http://").partition(":")
     held: list[asyncio.StreamWriter] = []
     try:
-        await ask(program.address, "POST", "/v1/rollouts", game(id="x"))
-        waiting = asyncio.create_task(ask(program.address, "GET", "/v1/rollouts/x?wait=60"))
-        await until(program.address, "/health", lambda health: health["run"] == 1)
+        await call(program.address, "POST", "/v1/rollouts", game(id="x"))
+        waiting = asyncio.create_task(call(program.address, "GET", "/v1/rollouts/x?wait=60"))
+        await wait_until(program.address, "/health", lambda health: health["run"] == 1)
         for number in range(700):
             held.append((await asyncio.open_connection(host, port))[1])
             if number % 2:
                 held[-1].write(b"GET /health HTTP/1.1\r\nHo")
-        assert (await ask(program.address, "GET", "/health"))[0] == 200
+        assert (await call(program.address, "GET", "/health"))[0] == 200
         whole = f"GET /v1/rollouts/x?wait=60 HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode()
         for _ in range(310):
             held.append((await asyncio.open_connection(host, port))[1])
@@ -255,7 +257,7 @@ async def test_silent_connections_keep_no_one_out_and_more_requests_than_there_m
         # of those that are turned away only some are told so at one time
         while told is None or told[0] != 503:
             with contextlib.suppress(aiohttp.ClientError):
-                told = await ask(
+                told = await call(
                     program.address,
                     "POST",
                     "/v1/rollouts",
@@ -279,26 +281,26 @@ async def test_silent_connections_keep_no_one_out_and_more_requests_than_there_m
 # Lives.
 
 
-async def test_an_orderly_end_without_an_engine_keeps_what_was_accepted(tmp_path: Path) -> None:
+async def test_draining_without_an_engine_keeps_accepted_rollouts(tmp_path: Path) -> None:
     config = service_config(tmp_path, serve={"engines": "registered"})
     service = Serving(config)
-    await ask(
+    await call(
         service.address, "POST", "/v1/rollouts", {"rollouts": [game(id=f"k{i}") for i in range(5)]}
     )
-    waiting = asyncio.create_task(ask(service.address, "GET", "/v1/rollouts/k0?wait=60"))
-    await until(service.address, "/health", lambda health: health["queued"] == 5)
+    waiting = asyncio.create_task(call(service.address, "GET", "/v1/rollouts/k0?wait=60"))
+    await wait_until(service.address, "/health", lambda health: health["queued"] == 5)
     await asyncio.to_thread(service.stop, drain=True)
     assert (await waiting)[1]["state"] == "queued"
     assert "5 rollouts are kept for the next start" in service.observer.warnings[-1].message
     with serving(service_config(tmp_path)) as again:  # with engines
         for number in range(5):
-            _, found, _ = await ask(again.address, "GET", f"/v1/rollouts/k{number}?wait=30")
+            _, found, _ = await call(again.address, "GET", f"/v1/rollouts/k{number}?wait=30")
             assert found["members"][0]["stop_reason"] == "finished"
 
 
 @pytest.mark.parametrize("left", ["nothing", "an older one"])
 @pytest.mark.parametrize("done", [True, False])
-async def test_a_journal_without_its_requests_is_refused(
+async def test_refuses_a_journal_without_its_job_database(
     tmp_path: Path, left: str, done: bool
 ) -> None:
     """Else the next requests would be given names of rollouts that the journal and the
@@ -311,8 +313,8 @@ async def test_a_journal_without_its_requests_is_refused(
     jobs.rename(older)
     jobs.write_bytes(older.read_bytes())
     with serving(config) as service:
-        await ask(service.address, "POST", "/v1/rollouts", game(id="x"))
-        await ask(service.address, "GET", f"/v1/rollouts/x?wait={30 if done else 0}")
+        await call(service.address, "POST", "/v1/rollouts", game(id="x"))
+        await call(service.address, "GET", f"/v1/rollouts/x?wait={30 if done else 0}")
         service.stop(drain=True)
     jobs.unlink()
     if left == "an older one":
@@ -326,7 +328,7 @@ async def test_a_journal_without_its_requests_is_refused(
             Serving(config).stop()
 
 
-def test_errors_about_the_directory_name_no_option_of_another_command(tmp_path: Path) -> None:
+def test_directory_errors_name_no_option_of_another_command(tmp_path: Path) -> None:
     config = service_config(tmp_path)
     with serving(config):
         pass
@@ -348,7 +350,7 @@ def test_errors_about_the_directory_name_no_option_of_another_command(tmp_path: 
             Serving(service_config(tmp_path, run={"name": "x", "dir": str(place)})).stop()
 
 
-async def test_segments_whose_results_are_forgotten_are_deleted(tmp_path: Path) -> None:
+async def test_deletes_segments_without_results(tmp_path: Path) -> None:
     config = service_config(tmp_path, serve={"keep": 2})
     store, begun = run_dir(config) / "trajectories", b""
     for life in range(4):
@@ -356,11 +358,11 @@ async def test_segments_whose_results_are_forgotten_are_deleted(tmp_path: Path) 
             (store / f"{life:06d}.bin").write_bytes(begun)  # as if the former one had been full
         with serving(config) as service:
             for name in (f"a{life}", f"b{life}"):
-                await ask(service.address, "POST", "/v1/rollouts", game(id=name))
-                await ask(service.address, "GET", f"/v1/rollouts/{name}?wait=30")
-            before = (await ask(service.address, "GET", "/v1/rollouts/b0"))[0]
+                await call(service.address, "POST", "/v1/rollouts", game(id=name))
+                await call(service.address, "GET", f"/v1/rollouts/{name}?wait=30")
+            before = (await call(service.address, "GET", "/v1/rollouts/b0"))[0]
             assert before == (404 if life else 200)
-            assert (await ask(service.address, "GET", f"/v1/rollouts/a{life}"))[1]["members"][0][
+            assert (await call(service.address, "GET", f"/v1/rollouts/a{life}"))[1]["members"][0][
                 "result"
             ] is not None
         begun = (store / "000000.bin").read_bytes()[:8] if not life else begun
@@ -370,14 +372,14 @@ async def test_segments_whose_results_are_forgotten_are_deleted(tmp_path: Path) 
         )
 
 
-async def test_what_was_delivered_but_not_noted_is_delivered_to_the_next_life(
+async def test_unrecorded_results_are_delivered_again_after_a_restart(
     tmp_path: Path,
 ) -> None:
     config = service_config(tmp_path, serve={"engines": "registered"})
     program = Program(config)
     try:
-        await ask(program.address, "POST", "/v1/rollouts", game(id="x"))
-        await until(program.address, "/health", lambda health: health["queued"] == 1)
+        await call(program.address, "POST", "/v1/rollouts", game(id="x"))
+        await wait_until(program.address, "/health", lambda health: health["queued"] == 1)
     finally:
         program.kill()
     run = run_dir(config)
@@ -387,34 +389,34 @@ async def test_what_was_delivered_but_not_noted_is_delivered_to_the_next_life(
     with RunJournal(run / "journal.bin") as journal:
         journal.append(1.0, event, core.handle(1.0, event))
     with serving(config) as service:
-        _, found, _ = await ask(service.address, "GET", "/v1/rollouts/x?wait=30")
+        _, found, _ = await call(service.address, "GET", "/v1/rollouts/x?wait=30")
         assert (found["state"], found["members"][0]["stop_reason"]) == ("done", "cancelled")
 
 
-async def test_a_service_that_ended_begins_without_its_past(tmp_path: Path) -> None:
+async def test_a_stopped_service_restarts_from_a_compact_journal(tmp_path: Path) -> None:
     config = service_config(tmp_path)
     for life in range(2):
         with serving(config) as service:
-            assert (await ask(service.address, "GET", "/health"))[1]["submitted"] == life
-            await ask(service.address, "POST", "/v1/rollouts", game(id=f"x{life}"))
-            await ask(service.address, "GET", f"/v1/rollouts/x{life}?wait=30")
+            assert (await call(service.address, "GET", "/health"))[1]["submitted"] == life
+            await call(service.address, "POST", "/v1/rollouts", game(id=f"x{life}"))
+            await call(service.address, "GET", f"/v1/rollouts/x{life}?wait=30")
         run = run_dir(config)
         replay = Replay(run / "journal.bin", load(run / "config.toml"))
         assert replay.finish().state.counters.submitted == life + 1
         assert replay.events == 0
 
 
-async def test_a_result_whose_file_was_deleted_is_gone_and_says_so(tmp_path: Path) -> None:
+async def test_a_result_whose_file_was_deleted_is_gone(tmp_path: Path) -> None:
     config = service_config(tmp_path)
     with serving(config) as service:
-        await ask(service.address, "POST", "/v1/rollouts", game(id="x"))
-        assert (await ask(service.address, "GET", "/v1/rollouts/x?wait=30"))[0] == 200
+        await call(service.address, "POST", "/v1/rollouts", game(id="x"))
+        assert (await call(service.address, "GET", "/v1/rollouts/x?wait=30"))[0] == 200
         (run_dir(config) / "trajectories" / "000000.bin").unlink()
-        status, body, _ = await ask(service.address, "GET", "/v1/rollouts/x")
+        status, body, _ = await call(service.address, "GET", "/v1/rollouts/x")
         assert (status, body["error"]["type"]) == (410, "gone")
 
 
-def test_a_model_that_is_not_there_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_an_incomplete_model_leaves_no_directory(tmp_path: Path) -> None:
     config = service_config(tmp_path)
     (tmp_path / "model" / "tokenizer.json").rename(tmp_path / "away")
     with pytest.raises(ConfigError, match=r"must have a tokenizer\.json"):
@@ -422,7 +424,7 @@ def test_a_model_that_is_not_there_leaves_nothing_behind(tmp_path: Path) -> None
     assert not run_dir(config).exists()
 
 
-async def test_streams_go_on_while_the_service_drains(tmp_path: Path) -> None:
+async def test_streams_continue_while_the_service_drains(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     service = Serving(service_config(tmp_path, options={"wait": str(gate)}))
     try:
@@ -430,11 +432,13 @@ async def test_streams_go_on_while_the_service_drains(tmp_path: Path) -> None:
             aiohttp.ClientSession() as session,
             session.get(service.address + "/v1/events?after=0") as stream,
         ):
-            await ask(service.address, "POST", "/v1/rollouts", game(id="x"))
-            await until(service.address, "/health", lambda health: health["run"] == 1)
-            poll = asyncio.create_task(ask(service.address, "GET", "/v1/completions?wait=60"))
+            await call(service.address, "POST", "/v1/rollouts", game(id="x"))
+            await wait_until(service.address, "/health", lambda health: health["run"] == 1)
+            poll = asyncio.create_task(call(service.address, "GET", "/v1/completions?wait=60"))
             service.ask_to_stop(drain=True)
-            await until(service.address, "/health", lambda health: health["status"] == "closing")
+            await wait_until(
+                service.address, "/health", lambda health: health["status"] == "closing"
+            )
             gate.touch()
             assert (await stream.content.readline()).startswith(b"id: 1")
             assert [one["rollout"] for one in (await poll)[1]["completions"]] == ["x"]
@@ -448,7 +452,7 @@ async def test_streams_go_on_while_the_service_drains(tmp_path: Path) -> None:
     not can_mount(), reason="needs a user namespace in which a tmpfs may be mounted"
 )
 @pytest.mark.parametrize("spare", [0, 300_000, 1_000_000])
-def test_on_a_full_disk_nothing_is_accepted_that_is_not_noted(tmp_path: Path, spare: int) -> None:
+def test_a_full_disk_never_loses_an_accepted_rollout(tmp_path: Path, spare: int) -> None:
     command = [
         "unshare",
         "-Urm",
@@ -469,27 +473,27 @@ def refuse(request: EngineRequest, name: str, failed: Failed, noted: Any) -> Eng
     raise ConfigError(f"{name}: dialect must be another one, got {request.dialect!r}")
 
 
-async def test_an_engine_that_can_never_be_costs_nothing(tmp_path: Path) -> None:
+async def test_an_unusable_engine_harms_nothing(tmp_path: Path) -> None:
     config = service_config(tmp_path)
     body = {"address": "http://127.0.0.1:1", "dialect": "prorl"}
     for life in range(2):
         with serving(config, make_backend=refuse) as service:
             for _ in range(2):
-                status, found, _ = await ask(service.address, "POST", "/v1/engines", body)
+                status, found, _ = await call(service.address, "POST", "/v1/engines", body)
                 assert (status, found["id"][0]) == (202, "x")
-                await until(
+                await wait_until(
                     service.address,
                     "/v1/engines",
                     lambda found: found["engines"][-1]["status"] == "removed",
                 )
                 # and two local ones
-                assert len((await ask(service.address, "GET", "/v1/engines"))[1]["engines"]) == 3
+                assert len((await call(service.address, "GET", "/v1/engines"))[1]["engines"]) == 3
             assert any(
                 "dialect must be another one" in warning.message
                 for warning in service.observer.warnings
             )
-            await ask(service.address, "POST", "/v1/rollouts", game(id=f"x{life}"))
-            _, found, _ = await ask(service.address, "GET", f"/v1/rollouts/x{life}?wait=30")
+            await call(service.address, "POST", "/v1/rollouts", game(id=f"x{life}"))
+            _, found, _ = await call(service.address, "GET", f"/v1/rollouts/x{life}?wait=30")
             assert found["members"][0]["stop_reason"] == "finished"
 
 
@@ -511,13 +515,13 @@ class Waiting:
         self.kill()
 
 
-async def test_one_address_is_one_engine(tmp_path: Path) -> None:
+async def test_an_address_is_registered_once(tmp_path: Path) -> None:
     connect: Any = Waiting
     with serving(
         service_config(tmp_path, serve={"engines": "registered"}), make_backend=connect
     ) as service:
         body = {"address": "http://127.0.0.1:1", "dialect": "prorl"}
         found = await asyncio.gather(
-            *(ask(service.address, "POST", "/v1/engines", body) for _ in range(20))
+            *(call(service.address, "POST", "/v1/engines", body) for _ in range(20))
         )
         assert {(status, engine["id"]) for status, engine, _ in found} == {(202, "x0")}

@@ -14,8 +14,8 @@ from rollweave.core.policy.retry import WORLDS
 from rollweave.record.store import TrajectoryReader
 from rollweave.schema.config.root import RunConfig
 from tests.runtime.whole import run_dir
+from tests.service.api import call, game
 from tests.service.serving import Program, service_config, serving
-from tests.service.test_service import ask, game
 
 PLACES = [
     ({}, "", "finished"),
@@ -43,22 +43,22 @@ def words(directory: Path, raises: str, task: dict[str, Any]) -> RunConfig:
 
 
 @pytest.mark.parametrize(("task", "raises", "reason"), PLACES)
-async def test_words_that_are_no_text_end_their_rollout_alone(
+async def test_invalid_text_affects_only_its_own_rollout(
     tmp_path: Path, task: dict[str, Any], raises: str, reason: str
 ) -> None:
     with serving(words(tmp_path, raises, task)) as service:
-        await ask(service.address, "POST", "/start", {})
+        await call(service.address, "POST", "/start", {})
         for number in range(2):
-            assert (await ask(service.address, "POST", "/v1/rollouts", game(id=f"r{number}")))[
+            assert (await call(service.address, "POST", "/v1/rollouts", game(id=f"r{number}")))[
                 0
             ] == 202
-            _, found, _ = await ask(service.address, "GET", f"/v1/rollouts/r{number}?wait=30")
+            _, found, _ = await call(service.address, "GET", f"/v1/rollouts/r{number}?wait=30")
             member = found["members"][0]
             assert member["stop_reason"] == reason
             if raises and raises != "result":
                 assert "\ufffd words \ufffd" in member["result"]["error"]
         if not task.get("isolation"):
-            status, _, _ = await ask(
+            status, _, _ = await call(
                 service.address,
                 "POST",
                 "/process",
@@ -67,23 +67,27 @@ async def test_words_that_are_no_text_end_their_rollout_alone(
             assert status == 200
 
 
-async def test_a_service_that_was_killed_takes_up_such_rollouts_again(tmp_path: Path) -> None:
+async def test_a_killed_service_resumes_rollouts_with_invalid_text(tmp_path: Path) -> None:
     config = words(tmp_path, "reset", {})
     service = Program(config)
     for number in range(20):
-        assert (await ask(service.address, "POST", "/v1/rollouts", game(id=f"r{number}")))[0] == 202
+        assert (await call(service.address, "POST", "/v1/rollouts", game(id=f"r{number}")))[
+            0
+        ] == 202
     service.kill()
     with serving(config) as again:
         for number in range(20):
-            _, found, _ = await ask(again.address, "GET", f"/v1/rollouts/r{number}?wait=30")
+            _, found, _ = await call(again.address, "GET", f"/v1/rollouts/r{number}?wait=30")
             assert found["members"][0]["stop_reason"] == "env_error"
     assert not TrajectoryReader(run_dir(config) / "trajectories").damaged
 
 
-async def test_a_rollout_that_kills_the_service_stops_not_every_restart(tmp_path: Path) -> None:
+async def test_a_rollout_that_kills_the_service_is_abandoned_after_some_restarts(
+    tmp_path: Path,
+) -> None:
     config = words(tmp_path, "", {"env": "tests.service.invalid_text:Killer"})
     service = Program(config)
-    assert (await ask(service.address, "POST", "/v1/rollouts", game(id="poison")))[0] == 202
+    assert (await call(service.address, "POST", "/v1/rollouts", game(id="poison")))[0] == 202
     for _ in range(WORLDS - 1):
         assert service.process.wait(60) == 1
         service.kill()
@@ -91,26 +95,26 @@ async def test_a_rollout_that_kills_the_service_stops_not_every_restart(tmp_path
     assert service.process.wait(60) == 1
     service.kill()
     with serving(config) as again:
-        _, found, _ = await ask(again.address, "GET", "/v1/rollouts/poison?wait=30")
+        _, found, _ = await call(again.address, "GET", "/v1/rollouts/poison?wait=30")
         assert found["members"][0]["stop_reason"] == "world_lost"
         assert any("is given up" in warning.message for warning in again.observer.warnings)
 
 
-async def test_a_request_that_cannot_be_read_any_more_is_given_up_and_no_other(
+async def test_drops_only_requests_that_cannot_be_read(
     tmp_path: Path,
 ) -> None:
     config = service_config(tmp_path)
     with serving(config) as service:
         for name in ("torn", "odd", "good"):
-            assert (await ask(service.address, "POST", "/v1/rollouts", game(id=name)))[0] == 202
-            await ask(service.address, "GET", f"/v1/rollouts/{name}?wait=30")
+            assert (await call(service.address, "POST", "/v1/rollouts", game(id=name)))[0] == 202
+            await call(service.address, "GET", f"/v1/rollouts/{name}?wait=30")
     with contextlib.closing(sqlite3.connect(run_dir(config) / "jobs.sqlite")) as jobs, jobs:
         jobs.execute("UPDATE jobs SET request = ? WHERE id = 'torn'", (b'{"handler": "\xff',))
         jobs.execute("UPDATE jobs SET task = ? WHERE id = 'odd'", (b'{"id": 3}',))
     with serving(config) as again:
         for name in ("torn", "odd"):
-            assert (await ask(again.address, "GET", f"/v1/rollouts/{name}"))[0] == 404
-        assert (await ask(again.address, "GET", "/v1/rollouts/good"))[1]["state"] == "done"
+            assert (await call(again.address, "GET", f"/v1/rollouts/{name}"))[0] == 404
+        assert (await call(again.address, "GET", "/v1/rollouts/good"))[1]["state"] == "done"
         given_up = [
             warning.component
             for warning in again.observer.warnings
@@ -155,11 +159,11 @@ SURROGATE = b"%ED%B2%80"
         ),
     ],
 )
-async def test_no_words_of_a_client_give_500(
+async def test_invalid_text_of_a_client_never_causes_a_500(
     tmp_path: Path, method: str, path: bytes, header: bytes, body: bytes
 ) -> None:
     with serving(service_config(tmp_path)) as service:
-        await ask(service.address, "POST", "/start", {})
+        await call(service.address, "POST", "/start", {})
         host, port = service.address.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         head = b"%s %s HTTP/1.1\r\nHost: %s:%s\r\n" % (
@@ -178,4 +182,4 @@ async def test_no_words_of_a_client_give_500(
             status = int((await reader.readline()).split()[1])
         writer.close()
         assert status < 500
-        assert (await ask(service.address, "GET", "/health"))[0] == 200
+        assert (await call(service.address, "GET", "/health"))[0] == 200

@@ -41,7 +41,7 @@ def size(job: Job) -> int:
     order=st.randoms(use_true_random=False),
     again=st.lists(st.integers(0, 23), max_size=6),
 )
-def test_a_job_is_known_whole_until_none_of_its_results_is_new(
+def test_keeps_a_job_until_none_of_its_results_is_among_the_newest(
     members: list[int], keep: int, order: object, again: list[int]
 ) -> None:
     jobs = JobStore(Path(":memory:"))
@@ -77,7 +77,7 @@ def test_a_job_is_known_whole_until_none_of_its_results_is_new(
     jobs.close()
 
 
-def test_what_is_owed_is_bounded_and_counted_again_by_the_next_life(tmp_path: Path) -> None:
+def test_bounds_unfinished_bytes_and_counts_them_again_after_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "jobs.sqlite"
     jobs = JobStore(path)
     added = add(jobs, [1, 2])
@@ -97,7 +97,7 @@ def test_what_is_owed_is_bounded_and_counted_again_by_the_next_life(tmp_path: Pa
 
 
 @given(places=st.lists(st.none() | st.integers(0, 5), max_size=30), keep=st.integers(1, 8))
-def test_the_segments_in_which_results_lie_are_known(places: list[int | None], keep: int) -> None:
+def test_lists_the_segments_that_hold_results(places: list[int | None], keep: int) -> None:
     jobs = JobStore(Path(":memory:"))
     for job, place in zip(add(jobs, [1] * len(places)), places, strict=True):
         name = TrajectoryId(f"{job.group_id}.0")
@@ -107,7 +107,7 @@ def test_the_segments_in_which_results_lie_are_known(places: list[int | None], k
     jobs.close()
 
 
-def test_the_newest_number_is_known_also_when_its_job_is_forgotten() -> None:
+def test_last_job_number_outlives_its_job() -> None:
     jobs = JobStore(Path(":memory:"))
     assert jobs.last_job_number() == 0
     for job in add(jobs, [1, 1, 1]):
@@ -116,7 +116,7 @@ def test_the_newest_number_is_known_also_when_its_job_is_forgotten() -> None:
     jobs.close()
 
 
-def test_what_the_disk_refuses_is_not_noted_and_the_rest_stays(tmp_path: Path) -> None:
+def test_a_failed_write_changes_nothing(tmp_path: Path) -> None:
     jobs = JobStore(tmp_path / "jobs.sqlite")
     add(jobs, [1])
     # the file is as large as it may be: as a full disk is
@@ -132,7 +132,7 @@ def test_what_the_disk_refuses_is_not_noted_and_the_rest_stays(tmp_path: Path) -
     jobs.close()
 
 
-def test_a_file_that_is_damaged_or_anothers_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_refuses_a_file_that_is_damaged_or_in_use(tmp_path: Path) -> None:
     path = tmp_path / "jobs.sqlite"
     path.write_bytes(b"not a database, and long enough to be looked at" * 100)
     with pytest.raises(ConfigError, match=r"jobs\.sqlite must be the job database of a service"):

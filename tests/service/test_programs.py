@@ -8,9 +8,9 @@ from typing import Any
 
 from tests.envs.handlers.programs import agent_program
 from tests.runtime.whole import make_config, run
+from tests.service.api import call, game
 from tests.service.serving import service_config, serving
 from tests.service.test_handlers import ZYGOTE, nothing_left
-from tests.service.test_service import ask, game
 
 TASK = {"env": "program", "time_s": 60.0, "step_s": 30.0}
 
@@ -27,13 +27,13 @@ async def rollout(tmp_path: Path, **options: Any) -> dict[str, Any]:
         tmp_path, task=TASK, options=options, sandbox=ZYGOTE, rollout={"retries": 0}
     )
     with nothing_left(), serving(config) as service:
-        await ask(service.address, "POST", "/v1/rollouts", game(id="x"))
-        _, found, _ = await ask(service.address, "GET", "/v1/rollouts/x?wait=60")
+        await call(service.address, "POST", "/v1/rollouts", game(id="x"))
+        _, found, _ = await call(service.address, "GET", "/v1/rollouts/x?wait=60")
         (member,) = found["members"]
         return member  # type: ignore[no-any-return]
 
 
-async def test_a_rollout_by_a_program(tmp_path: Path) -> None:
+async def test_a_program_runs_a_rollout(tmp_path: Path) -> None:
     member = await rollout(tmp_path, command=TALKS, score=COUNTS)
     result = member["result"]
     assert (member["stop_reason"], result["error"]) == ("finished", "")
@@ -44,7 +44,7 @@ async def test_a_rollout_by_a_program(tmp_path: Path) -> None:
     ] == [["prompt", "output"]] * 2
 
 
-async def test_a_program_that_never_ends_is_no_reward_and_nothing_of_it_is_left(
+async def test_a_program_that_hangs_gets_no_reward_and_leaves_nothing(
     tmp_path: Path,
 ) -> None:
     member = await rollout(
@@ -54,7 +54,7 @@ async def test_a_program_that_never_ends_is_no_reward_and_nothing_of_it_is_left(
     assert "did not end within timeout_s" in member["result"]["error"]
 
 
-def test_a_run_trains_on_what_a_program_said(tmp_path: Path) -> None:
+def test_a_run_trains_on_the_output_of_a_program(tmp_path: Path) -> None:
     with nothing_left():
         options = {"command": TALKS, "score": COUNTS}
         summary = run(

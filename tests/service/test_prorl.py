@@ -11,13 +11,13 @@ import pytest
 
 from rollweave.service.backends import backend_factory
 from rollweave.service.prorl import task_domain
+from tests.service.api import call, wait_until
 from tests.service.serving import Serving, service_config, serving
 from tests.service.test_engines import elsewhere, registered
-from tests.service.test_service import ask, until
 
 
 async def post(service: Serving, path: str, body: Any = None) -> tuple[int, Any]:
-    status, found, _ = await ask(service.address, "POST", path, body if body is not None else {})
+    status, found, _ = await call(service.address, "POST", path, body if body is not None else {})
     return status, found
 
 
@@ -42,7 +42,7 @@ def job(number: int, **fields: Any) -> dict[str, Any]:
     }
 
 
-async def test_a_client_that_starts_sends_and_stops(tmp_path: Path) -> None:
+async def test_runs_the_requests_of_a_client(tmp_path: Path) -> None:
     with serving(service_config(tmp_path)) as service:
         assert (await post(service, "/process", job(0)))[0] == 503
         assert (await post(service, "/clear_llm_server"))[1] == {
@@ -51,7 +51,7 @@ async def test_a_client_that_starts_sends_and_stops(tmp_path: Path) -> None:
         assert await post(service, "/start") == (200, {"status": "Server started successfully"})
         status, found = await post(service, "/start")
         assert (status, set(found)) == (400, {"detail"})  # which its clients take for good
-        await until(
+        await wait_until(
             service.address, "/v1/engines", lambda found: found["engines"][0]["status"] == "serving"
         )
         answers = await asyncio.gather(
@@ -76,18 +76,18 @@ async def test_a_client_that_starts_sends_and_stops(tmp_path: Path) -> None:
                 second["input_ids"][len(first["input_ids"]) :][: len(first["token_ids"])]
                 == first["token_ids"]
             )
-        _, status_found, _ = await ask(service.address, "GET", "/status")
+        _, status_found, _ = await call(service.address, "GET", "/status")
         assert (status_found["total"], status_found["active_run"]) == (0, 0)
         assert await post(service, "/stop") == (200, {"status": "Server stopped successfully"})
         assert (await post(service, "/process", job(0)))[0] == 503
 
 
-async def test_jobs_are_cancelled_by_name_by_leaving_and_by_the_end(tmp_path: Path) -> None:
+async def test_cancels_jobs_by_id_by_disconnecting_and_by_stopping(tmp_path: Path) -> None:
     config = service_config(tmp_path, options={"wait": str(tmp_path / "gate")})
     with serving(config) as service:
         await post(service, "/start")
         named = asyncio.create_task(post(service, "/process", job(0, job_id="one")))
-        await until(service.address, "/health", lambda health: health["run"] == 1)
+        await wait_until(service.address, "/health", lambda health: health["run"] == 1)
         assert await post(service, "/cancel", {"job_id": "one"}) == (
             200,
             {"status": "Job one canceled successfully"},
@@ -101,20 +101,20 @@ async def test_jobs_are_cancelled_by_name_by_leaving_and_by_the_end(tmp_path: Pa
         )
         assert (await post(service, "/cancel", {"job_id": "one"}))[0] == 404
         leaving = asyncio.create_task(post(service, "/process", job(1)))
-        await until(service.address, "/health", lambda health: health["run"] == 1)
+        await wait_until(service.address, "/health", lambda health: health["run"] == 1)
         leaving.cancel()
-        await until(
+        await wait_until(
             service.address, "/health", lambda health: health["run"] + health["closing"] == 0
         )
         waiting = [
             asyncio.create_task(post(service, "/process", job(number))) for number in range(3)
         ]
-        await until(service.address, "/health", lambda health: health["run"] == 3)
+        await wait_until(service.address, "/health", lambda health: health["run"] == 3)
         await post(service, "/stop")
         assert [(await task)[1]["success"] for task in waiting] == [False] * 3
 
 
-async def test_what_is_wrong_is_refused_in_its_words(tmp_path: Path) -> None:
+async def test_refuses_invalid_requests_in_prorls_form(tmp_path: Path) -> None:
     with serving(service_config(tmp_path)) as service:
         await post(service, "/start")
         for body in (
@@ -140,7 +140,7 @@ async def test_what_is_wrong_is_refused_in_its_words(tmp_path: Path) -> None:
             assert found.status == 400
 
 
-async def test_a_failure_is_named_and_filtered(tmp_path: Path) -> None:
+async def test_a_failure_is_reported_and_filtered(tmp_path: Path) -> None:
     config = service_config(
         tmp_path,
         task={"env": "tests.service.broken:Broken", "tag": "game"},
@@ -181,7 +181,7 @@ NEMO_RL: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("source", [{}, {"data_source": "swebench"}, {"data_source": "game"}])
-async def test_its_own_client_works_as_it_is(tmp_path: Path, source: dict[str, str]) -> None:
+async def test_prorls_client_runs_unchanged(tmp_path: Path, source: dict[str, str]) -> None:
     """Its instances have no `data_source`, or the one of their data set, and its
     addresses end in /v1.
     """
@@ -198,11 +198,11 @@ async def test_its_own_client_works_as_it_is(tmp_path: Path, source: dict[str, s
             assert (status, found["instance_id"], found["critical_error"]) == (200, "i", None), (
                 found["error"]
             )
-            _, engines, _ = await ask(service.address, "GET", "/v1/engines")
+            _, engines, _ = await call(service.address, "GET", "/v1/engines")
             assert [engine["address"] for engine in engines["engines"]] == [address]
 
 
-def test_its_names_find_the_handler_that_does_such_tasks() -> None:
+def test_maps_prorls_handler_names_to_task_domains() -> None:
     tasks = {"bugs": "swe", "sums": "math_tool", "own": "my:Agent"}
     found = [
         task_domain(name, tasks)

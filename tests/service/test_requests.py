@@ -29,7 +29,7 @@ Asked = st.builds(RolloutRequest, handler=st.just("game"), payload=Payload, seed
 
 
 @given(st.lists(Asked, min_size=1, max_size=5), st.sampled_from([None, 1]))
-def test_a_batch_is_what_was_sent_however_it_is_written(
+def test_decodes_a_batch_in_any_json_layout(
     requests: list[RolloutRequest], indent: int | None
 ) -> None:
     plain = [msgspec.to_builtins(request) for request in requests]
@@ -62,7 +62,7 @@ GAME: dict[str, Any] = {"handler": "game", "index": 1}
         (b"", "the body must be JSON"),
     ],
 )
-async def test_what_is_no_request_is_refused(body: bytes, words: str) -> None:
+async def test_refuses_invalid_requests(body: bytes, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         await decode_requests(body, max_requests=10)
 
@@ -88,7 +88,7 @@ class Pulse:
 
 
 @pytest.mark.parametrize("count", [11, 250_000, 400_000])
-async def test_too_many_are_refused_before_they_are_made_into_objects(
+async def test_refuses_too_many_requests_before_decoding_them(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[RolloutRequest] = []
@@ -104,7 +104,7 @@ async def test_too_many_are_refused_before_they_are_made_into_objects(
     print(f"{count} rollouts refused, the loop was held up for {1e3 * pulse.longest_s:.1f} ms")
 
 
-async def test_a_body_of_more_values_than_can_be_decoded_in_a_moment_is_refused() -> None:
+async def test_refuses_a_body_with_too_many_json_values() -> None:
     body = b'{"handler": "game", "payload": {"x": [' + b"[],[]," * MAX_VALUES + b"[]]}}"
     with pytest.raises(TooLargeError, match="values"):
         await decode_requests(body, max_requests=10)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import io
 import json
 import os
 import resource
@@ -10,9 +9,8 @@ import signal
 import stat
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
@@ -28,55 +26,17 @@ from rollweave.service.client import (
 )
 from tests.io.http.test_guard import ATTACKS
 from tests.runtime.whole import assert_gone
+from tests.service.api import call, game, wait_until
 from tests.service.serving import Program, Serving, service_config, serving
 
 
-async def ask(
-    address: str,
-    method: str,
-    path: str,
-    body: Any = None,
-    *,
-    raw: bytes | None = None,
-    headers: Any = None,
-) -> tuple[int, Any, Any]:
-    """Status, JSON body, headers."""
-    data = (
-        io.BytesIO(raw) if raw is not None else None if body is None else json.dumps(body).encode()
-    )
-    given = {
-        **({"Content-Type": "application/json"} if data is not None else {}),
-        **(headers or {}),
-    }
-    async with (
-        aiohttp.ClientSession() as session,
-        session.request(method, address + path, data=data, headers=given) as found,
-    ):
-        text = await found.read()
-        return (
-            found.status,
-            json.loads(text) if text and "json" in found.content_type else text,
-            found.headers,
-        )
-
-
-async def until(address: str, path: str, holds: Callable[[Any], bool]) -> None:
-    """What GET `path` says comes to hold."""
-    while not holds((await ask(address, "GET", path))[1]):  # noqa: ASYNC110 (the service is another thread, or process)
-        await asyncio.sleep(0.01)
-
-
-def game(**fields: Any) -> dict[str, Any]:
-    return {"handler": "game", "index": 1, **fields}
-
-
-async def test_a_rollout_is_done_and_has_its_tokens_and_reward(tmp_path: Path) -> None:
+async def test_a_rollout_returns_tokens_and_reward(tmp_path: Path) -> None:
     with serving(service_config(tmp_path)) as service:
-        status, body, _ = await ask(
+        status, body, _ = await call(
             service.address, "POST", "/v1/rollouts", game(id="a/1", members=3)
         )
         assert (status, body["state"], len(body["members"])) == (202, "queued", 3)
-        status, body, _ = await ask(service.address, "GET", "/v1/rollouts/a%2F1?wait=30")
+        status, body, _ = await call(service.address, "GET", "/v1/rollouts/a%2F1?wait=30")
         assert (status, body["state"]) == (200, "done")
         for member in body["members"]:
             result = member["result"]
@@ -97,40 +57,40 @@ async def test_a_rollout_is_done_and_has_its_tokens_and_reward(tmp_path: Path) -
                 for segment in sequence["segments"]
                 if segment["kind"] == "output"
             } == {0}
-        status, body, _ = await ask(service.address, "GET", "/v1/completions")
+        status, body, _ = await call(service.address, "GET", "/v1/completions")
         assert {one["rollout"] for one in body["completions"]} == {"a/1"}
         assert body["next"] == 3
-        assert (await ask(service.address, "GET", "/v1/handlers"))[1] == {"handlers": ["game"]}
-        status, text, _ = await ask(service.address, "GET", "/metrics")
+        assert (await call(service.address, "GET", "/v1/handlers"))[1] == {"handlers": ["game"]}
+        status, text, _ = await call(service.address, "GET", "/metrics")
         assert 'rollweave_delivered_total{stop_reason="finished"} 3' in text.decode()
 
 
-async def test_a_payload_may_be_brought_along(tmp_path: Path) -> None:
+async def test_a_request_may_contain_its_payload(tmp_path: Path) -> None:
     with serving(service_config(tmp_path)) as service:
         body = {"handler": "game", "id": "own", "payload": {"any": [1, "ü"]}, "seed": 7}
-        assert (await ask(service.address, "POST", "/v1/rollouts", body))[0] == 202
-        _, found, _ = await ask(service.address, "GET", "/v1/rollouts/own?wait=30")
+        assert (await call(service.address, "POST", "/v1/rollouts", body))[0] == 202
+        _, found, _ = await call(service.address, "GET", "/v1/rollouts/own?wait=30")
         task = found["members"][0]["result"]["task"]
         assert (json.loads(task["payload"]), task["seed"]) == ({"any": [1, "ü"]}, 7)
 
 
-async def test_asking_twice_is_asking_once(tmp_path: Path) -> None:
+async def test_submitting_twice_is_submitting_once(tmp_path: Path) -> None:
     with serving(service_config(tmp_path)) as service:
         answers = await asyncio.gather(
-            *(ask(service.address, "POST", "/v1/rollouts", game(id="same")) for _ in range(8))
+            *(call(service.address, "POST", "/v1/rollouts", game(id="same")) for _ in range(8))
         )
         assert {status for status, _, _ in answers} == {202}
-        assert (await ask(service.address, "GET", "/v1/rollouts/same?wait=30"))[1][
+        assert (await call(service.address, "GET", "/v1/rollouts/same?wait=30"))[1][
             "state"
         ] == "done"
-        assert (await ask(service.address, "POST", "/v1/rollouts", game(id="same")))[1][
+        assert (await call(service.address, "POST", "/v1/rollouts", game(id="same")))[1][
             "state"
         ] == "done"
-        status, body, _ = await ask(
+        status, body, _ = await call(
             service.address, "POST", "/v1/rollouts", game(id="same", index=2)
         )
         assert (status, body["error"]["type"]) == (409, "conflict")
-        assert (await ask(service.address, "GET", "/health"))[1]["submitted"] == 1
+        assert (await call(service.address, "GET", "/health"))[1]["submitted"] == 1
 
 
 WRONG = [
@@ -164,10 +124,10 @@ WRONG = [
 ]
 
 
-async def test_what_is_wrong_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+async def test_refuses_invalid_requests_without_effect(tmp_path: Path) -> None:
     with serving(service_config(tmp_path)) as service:
         for raw, wanted in WRONG:
-            status, body, _ = await ask(service.address, "POST", "/v1/rollouts", raw=raw)
+            status, body, _ = await call(service.address, "POST", "/v1/rollouts", raw=raw)
             assert status == wanted, (raw[:80], body)
             assert body["error"]["message"]
         for method, path, rule in (
@@ -179,7 +139,7 @@ async def test_what_is_wrong_is_refused_and_changes_nothing(tmp_path: Path) -> N
             ),
             ("POST", "/v1/rollouts", f"the body must have at most {16 << 20} bytes, got more"),
         ):
-            _, body, _ = await ask(
+            _, body, _ = await call(
                 service.address, method, path, raw=b"x" * (17 << 20) if method == "POST" else None
             )
             assert body["error"]["message"] == rule
@@ -194,12 +154,12 @@ async def test_what_is_wrong_is_refused_and_changes_nothing(tmp_path: Path) -> N
             ("PATCH", "/v1/rollouts", 405),
             ("GET", "/v2", 404),
         ):
-            status, body, _ = await ask(service.address, method, path)
+            status, body, _ = await call(service.address, method, path)
             assert (status, bool(body["error"]["message"])) == (wanted, True), path
-        assert (await ask(service.address, "GET", "/health"))[1]["submitted"] == 0
+        assert (await call(service.address, "GET", "/health"))[1]["submitted"] == 0
 
 
-async def test_more_than_may_wait_is_refused_whole(tmp_path: Path) -> None:
+async def test_refuses_batches_that_exceed_the_queue(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     config = service_config(
         tmp_path, options={"wait": str(gate)}, rollout={"max_running": 2}, serve={"queue": 10}
@@ -207,7 +167,7 @@ async def test_more_than_may_wait_is_refused_whole(tmp_path: Path) -> None:
     with serving(config) as service:
         accepted = refused = 0
         for number in range(40):
-            status, body, headers = await ask(
+            status, body, headers = await call(
                 service.address, "POST", "/v1/rollouts", game(id=f"j{number}")
             )
             accepted += status == 202
@@ -219,29 +179,29 @@ async def test_more_than_may_wait_is_refused_whole(tmp_path: Path) -> None:
         # as many as may ever wait come again, more never
         for count, status in ((10, 429), (11, 413)):
             batch = {"rollouts": [game(id=f"b{number}") for number in range(count)]}
-            assert (await ask(service.address, "POST", "/v1/rollouts", batch))[0] == status
-        assert (await ask(service.address, "GET", "/v1/rollouts/b0"))[0] == 404
+            assert (await call(service.address, "POST", "/v1/rollouts", batch))[0] == status
+        assert (await call(service.address, "GET", "/v1/rollouts/b0"))[0] == 404
         gate.touch()
         for number in range(40):
-            status, body, _ = await ask(service.address, "GET", f"/v1/rollouts/j{number}?wait=30")
+            status, body, _ = await call(service.address, "GET", f"/v1/rollouts/j{number}?wait=30")
             accepted -= status == 200 and body["state"] == "done"
         assert accepted == 0
 
 
-async def test_a_rollout_can_be_cancelled_in_every_stage(tmp_path: Path) -> None:
+async def test_cancels_a_rollout_in_every_stage(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     config = service_config(tmp_path, options={"wait": str(gate)}, rollout={"max_running": 2})
     with serving(config) as service:
         for name in ("running", "waiting"):
-            await ask(service.address, "POST", "/v1/rollouts", game(id=name, members=2))
-        await until(
+            await call(service.address, "POST", "/v1/rollouts", game(id=name, members=2))
+        await wait_until(
             service.address,
             "/v1/rollouts/running",
             lambda found: found["members"][0]["stage"] == "run",
         )
         for name in ("waiting", "running"):
-            assert (await ask(service.address, "DELETE", f"/v1/rollouts/{name}"))[0] == 202
-            _, found, _ = await ask(service.address, "GET", f"/v1/rollouts/{name}?wait=30")
+            assert (await call(service.address, "DELETE", f"/v1/rollouts/{name}"))[0] == 202
+            _, found, _ = await call(service.address, "GET", f"/v1/rollouts/{name}?wait=30")
             assert [member["stop_reason"] for member in found["members"]] == [
                 "cancelled",
                 "cancelled",
@@ -249,7 +209,7 @@ async def test_a_rollout_can_be_cancelled_in_every_stage(tmp_path: Path) -> None
             assert all(
                 (member["result"] is None) == (name == "waiting") for member in found["members"]
             )
-        _, health, _ = await ask(service.address, "GET", "/health")
+        _, health, _ = await call(service.address, "GET", "/health")
         assert (health["init"], health["run"], health["closing"], health["turns_running"]) == (
             0,
             0,
@@ -258,7 +218,7 @@ async def test_a_rollout_can_be_cancelled_in_every_stage(tmp_path: Path) -> None
         )
 
 
-async def test_events_tell_every_completion_once(tmp_path: Path) -> None:
+async def test_events_contain_every_completion_once(tmp_path: Path) -> None:
     with serving(service_config(tmp_path)) as service:
         seen: Counter[str] = Counter()
 
@@ -277,7 +237,7 @@ async def test_events_tell_every_completion_once(tmp_path: Path) -> None:
 
         async with aiohttp.ClientSession() as session:
             after = "0"
-            await ask(
+            await call(
                 service.address,
                 "POST",
                 "/v1/rollouts",
@@ -289,15 +249,13 @@ async def test_events_tell_every_completion_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", ["reset", "step", "score"])
-async def test_an_environment_that_fails_is_a_failure_and_no_reward(
-    tmp_path: Path, stage: str
-) -> None:
+async def test_a_failing_environment_gives_no_reward(tmp_path: Path, stage: str) -> None:
     config = service_config(
         tmp_path, task={"env": "tests.service.broken:Broken"}, options={"stage": stage}
     )
     with serving(config) as service:
-        await ask(service.address, "POST", "/v1/rollouts", game(id="x"))
-        _, found, _ = await ask(service.address, "GET", "/v1/rollouts/x?wait=60")
+        await call(service.address, "POST", "/v1/rollouts", game(id="x"))
+        _, found, _ = await call(service.address, "GET", "/v1/rollouts/x?wait=60")
         (member,) = found["members"]
         wanted = "reward_error" if stage == "score" else "env_error"
         assert (member["stop_reason"], member["result"]["reward"], member["result"]["blame"]) == (
@@ -312,23 +270,21 @@ async def test_an_environment_that_fails_is_a_failure_and_no_reward(
         )
 
 
-async def test_a_token_is_wanted_of_everybody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_requires_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUR_TOKEN", "tschüss")
     with serving(service_config(tmp_path, serve={"token_env": "OUR_TOKEN"})) as service:
         for headers in ({}, {"Authorization": "Bearer no"}, {"Authorization": "tschüss"}):
-            status, body, _ = await ask(service.address, "GET", "/v1/handlers", headers=headers)
+            status, body, _ = await call(service.address, "GET", "/v1/handlers", headers=headers)
             assert (status, body["error"]["type"]) == (401, "unauthorized")
-        assert (await ask(service.address, "GET", "/health"))[0] == 200
+        assert (await call(service.address, "GET", "/health"))[0] == 200
         assert (
-            await ask(
+            await call(
                 service.address, "GET", "/v1/handlers", headers={"Authorization": "Bearer tschüss"}
             )
         )[0] == 200
 
 
-async def test_without_settings_a_token_is_made_kept_and_found_by_clients_of_this_host(
+async def test_generates_a_token_that_local_clients_find(
     tmp_path: Path,
 ) -> None:
     config = service_config(tmp_path)
@@ -339,8 +295,8 @@ async def test_without_settings_a_token_is_made_kept_and_found_by_clients_of_thi
             assert (directory / "token").read_text().strip() == service.token
             assert stat.S_IMODE((directory / "token").stat().st_mode) == 0o600
             for path in ("/v1/handlers", "/metrics", "/status", "/openapi.json", "/nowhere"):
-                assert (await ask(service.address, "GET", path))[0] == 401
-            assert (await ask(service.address, "GET", "/health"))[0] == 200
+                assert (await call(service.address, "GET", path))[0] == 401
+            assert (await call(service.address, "GET", "/health"))[0] == 200
             async with RolloutClient(directory) as client:
                 assert (
                     await client.rollout(RolloutRequest(handler="game", index=1))
@@ -350,7 +306,7 @@ async def test_without_settings_a_token_is_made_kept_and_found_by_clients_of_thi
         RolloutClient(directory)
 
 
-async def test_sandboxes_that_isolate_nothing_must_be_allowed_by_a_flag(tmp_path: Path) -> None:
+async def test_plain_sandboxes_require_a_flag(tmp_path: Path) -> None:
     config = service_config(tmp_path, sandbox={"backend": "plain"})
     with pytest.raises(
         ConfigError,
@@ -360,24 +316,24 @@ async def test_sandboxes_that_isolate_nothing_must_be_allowed_by_a_flag(tmp_path
         Serving(config)
     assert not (tmp_path / "service").exists()
     with serving(config, unsandboxed=True) as service:
-        assert (await ask(service.address, "GET", "/health"))[0] == 200
+        assert (await call(service.address, "GET", "/health"))[0] == 200
 
 
-async def test_no_page_reaches_a_service_without_a_token(tmp_path: Path) -> None:
+async def test_web_pages_cannot_reach_a_service_without_a_token(tmp_path: Path) -> None:
     with serving(service_config(tmp_path)) as service:
         for method, headers, status in ATTACKS:
             raw = b'{"handler": "game", "index": 1, "id": "x"}' if method == "POST" else None
-            found, body, _ = await ask(
+            found, body, _ = await call(
                 service.address, method, "/v1/rollouts", raw=raw, headers=headers
             )
             assert (found, body["error"]["type"]) == (
                 status,
                 "media_type" if status == 415 else "foreign",
             )
-        assert (await ask(service.address, "GET", "/v1/rollouts/x"))[0] == 404
+        assert (await call(service.address, "GET", "/v1/rollouts/x"))[0] == 404
 
 
-def test_bad_settings_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_invalid_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("READ_FROM_A_FILE", "secret\n")
     for sections, words in (
         ({"serve": {"host": "0.0.0.0"}}, "--no-token must be left out"),
@@ -389,24 +345,24 @@ def test_bad_settings_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("drain", [True, False])
-async def test_an_end_drains_or_cancels_and_leaves_nothing(tmp_path: Path, drain: bool) -> None:
+async def test_stopping_drains_or_cancels_and_leaves_nothing(tmp_path: Path, drain: bool) -> None:
     gate = tmp_path / "gate"
     config = service_config(tmp_path, options={"wait": str(gate)})
     service = Serving(config)
     try:
-        await ask(
+        await call(
             service.address,
             "POST",
             "/v1/rollouts",
             {"rollouts": [game(id=f"d{i}") for i in range(12)]},
         )
-        await until(service.address, "/health", lambda health: health["run"] > 0)
-        waiting = asyncio.create_task(ask(service.address, "GET", "/v1/rollouts/d0?wait=30"))
+        await wait_until(service.address, "/health", lambda health: health["run"] > 0)
+        waiting = asyncio.create_task(call(service.address, "GET", "/v1/rollouts/d0?wait=30"))
         service.ask_to_stop(drain=drain)
-        await until(service.address, "/health", lambda health: health["status"] == "closing")
+        await wait_until(service.address, "/health", lambda health: health["status"] == "closing")
         assert (
             not drain
-            or (await ask(service.address, "POST", "/v1/rollouts", game(id="late")))[0] == 503
+            or (await call(service.address, "POST", "/v1/rollouts", game(id="late")))[0] == 503
         )
         gate.touch()
         await asyncio.to_thread(service.wait)
@@ -418,21 +374,21 @@ async def test_an_end_drains_or_cancels_and_leaves_nothing(tmp_path: Path, drain
     assert_gone(config)
     with serving(config) as again:  # what was done is still there
         for number in range(12):
-            _, found, _ = await ask(again.address, "GET", f"/v1/rollouts/d{number}")
+            _, found, _ = await call(again.address, "GET", f"/v1/rollouts/d{number}")
             assert found["members"][0]["stop_reason"] == ("finished" if drain else "cancelled")
 
 
-async def test_killed_and_started_again_nothing_is_lost(tmp_path: Path) -> None:
+async def test_a_killed_service_loses_nothing(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     config = service_config(tmp_path, options={"wait": str(gate)}, rollout={"max_running": 4})
     for life in range(3):
         program = Program(config)
         try:
             batch = {"rollouts": [game(id=f"k{life}-{i}") for i in range(20)]}
-            assert (await ask(program.address, "POST", "/v1/rollouts", batch))[0] == 202
+            assert (await call(program.address, "POST", "/v1/rollouts", batch))[0] == 202
             if life == 1:
                 gate.touch()
-                await ask(program.address, "GET", "/v1/rollouts/k0-3?wait=30")
+                await call(program.address, "GET", "/v1/rollouts/k0-3?wait=30")
                 gate.unlink()
         finally:
             program.kill()
@@ -441,30 +397,30 @@ async def test_killed_and_started_again_nothing_is_lost(tmp_path: Path) -> None:
     try:
         for life in range(3):
             for number in range(20):
-                _, found, _ = await ask(
+                _, found, _ = await call(
                     program.address, "GET", f"/v1/rollouts/k{life}-{number}?wait=30"
                 )
                 assert (found["state"], found["members"][0]["stop_reason"]) == ("done", "finished")
                 assert found["members"][0]["result"]["reward"] is not None
-        _, body, _ = await ask(program.address, "GET", "/v1/completions?limit=1000")
+        _, body, _ = await call(program.address, "GET", "/v1/completions?limit=1000")
         assert len(body["completions"]) == len({one["member"] for one in body["completions"]}) == 60
     finally:
         assert program.terminate() == 0
     assert_gone(config)
 
 
-async def test_an_engine_that_dies_costs_time_alone(tmp_path: Path) -> None:
+async def test_a_lost_engine_costs_only_time(tmp_path: Path) -> None:
     config = service_config(tmp_path)
     with serving(config) as service:
         (Path(config.model.path or "") / "kill-engine").touch()
-        await ask(
+        await call(
             service.address,
             "POST",
             "/v1/rollouts",
             {"rollouts": [game(id=f"e{i}") for i in range(8)]},
         )
         for number in range(8):
-            _, found, _ = await ask(service.address, "GET", f"/v1/rollouts/e{number}?wait=60")
+            _, found, _ = await call(service.address, "GET", f"/v1/rollouts/e{number}?wait=60")
             assert found["members"][0]["stop_reason"] == "finished"
         assert any("restarted" in warning.message for warning in service.observer.warnings)
 
@@ -472,7 +428,7 @@ async def test_an_engine_that_dies_costs_time_alone(tmp_path: Path) -> None:
 # The client.
 
 
-async def test_a_client_spreads_and_goes_elsewhere(tmp_path: Path) -> None:
+async def test_a_client_balances_and_fails_over(tmp_path: Path) -> None:
     """One of two services is killed with rollouts in flight: the other one does them."""
     gate = tmp_path / "gate"
     configs = []
@@ -501,7 +457,7 @@ async def test_a_client_spreads_and_goes_elsewhere(tmp_path: Path) -> None:
         assert programs[1].terminate() == 0
 
 
-async def test_a_service_whose_loop_is_blocked_ends_by_a_signal(tmp_path: Path) -> None:
+async def test_a_signal_ends_a_service_whose_loop_is_blocked(tmp_path: Path) -> None:
     config = service_config(tmp_path, task={"env": "tests.runtime.holding:Telling"})
     program = Program(config)
     try:
@@ -518,22 +474,22 @@ async def test_a_service_whose_loop_is_blocked_ends_by_a_signal(tmp_path: Path) 
     assert_gone(config)
 
 
-async def test_a_cancelled_call_cancels_the_rollout(tmp_path: Path) -> None:
+async def test_cancelling_a_call_cancels_the_rollout(tmp_path: Path) -> None:
     config = service_config(tmp_path, options={"wait": str(tmp_path / "gate")})
     with serving(config) as service:
         async with RolloutClient(service.address) as client:
             task = asyncio.create_task(
                 client.rollout(RolloutRequest(handler="game", index=0, id="mine"))
             )
-            await until(service.address, "/health", lambda health: health["run"] > 0)
+            await wait_until(service.address, "/health", lambda health: health["run"] > 0)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-        _, found, _ = await ask(service.address, "GET", "/v1/rollouts/mine?wait=30")
+        _, found, _ = await call(service.address, "GET", "/v1/rollouts/mine?wait=30")
         assert found["members"][0]["stop_reason"] == "cancelled"
 
 
-def test_a_program_without_a_loop_has_a_client_too(tmp_path: Path) -> None:
+def test_a_client_without_an_event_loop(tmp_path: Path) -> None:
     with serving(service_config(tmp_path)) as service, Rollouts(service.address) as rollouts:
         found = rollouts.run(
             [RolloutRequest(handler="game", index=index, members=2) for index in range(5)]
@@ -544,7 +500,9 @@ def test_a_program_without_a_loop_has_a_client_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("interrupted", [True, False])
-def test_a_program_that_goes_on_leaves_nothing_under_way(tmp_path: Path, interrupted: bool) -> None:
+def test_a_failed_or_interrupted_run_cancels_the_other_rollouts(
+    tmp_path: Path, interrupted: bool
+) -> None:
     """Interrupted in the middle, or with one request that is refused: the others are
     cancelled before it goes on.
     """
@@ -555,7 +513,9 @@ def test_a_program_that_goes_on_leaves_nothing_under_way(tmp_path: Path, interru
     with serving(config) as service:
 
         def interrupt() -> None:
-            asyncio.run(until(service.address, "/health", lambda health: health["submitted"] == 5))
+            asyncio.run(
+                wait_until(service.address, "/health", lambda health: health["submitted"] == 5)
+            )
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
         with Rollouts(service.address) as rollouts:
@@ -567,17 +527,17 @@ def test_a_program_that_goes_on_leaves_nothing_under_way(tmp_path: Path, interru
                 with pytest.raises(ServiceError, match="handler must be one of game"):
                     rollouts.run([*requests, RolloutRequest(handler="none", index=0)])
         asyncio.run(
-            until(
+            wait_until(
                 service.address,
                 "/health",
                 lambda health: not (health["queued"] or health["init"] or health["run"]),
             )
         )
-        delivered = asyncio.run(ask(service.address, "GET", "/v1/completions"))[1]["completions"]
+        delivered = asyncio.run(call(service.address, "GET", "/v1/completions"))[1]["completions"]
         assert {one["stop_reason"] for one in delivered} <= {"cancelled"}
 
 
-async def test_a_client_asks_by_id(tmp_path: Path) -> None:
+async def test_a_client_uses_rollouts_of_another_by_id(tmp_path: Path) -> None:
     """One client submits and leaves; another one finds, lists, streams and cancels."""
     gate = tmp_path / "gate"
     with serving(service_config(tmp_path, options={"wait": str(gate)})) as service:
@@ -623,40 +583,40 @@ async def collected(members: AsyncIterator[MemberStatus]) -> list[MemberStatus]:
     return [member async for member in members]
 
 
-async def test_more_rollouts_than_an_answer_holds_are_listed(tmp_path: Path) -> None:
+async def test_lists_more_rollouts_than_fit_one_page(tmp_path: Path) -> None:
     with serving(service_config(tmp_path, options={"wait": str(tmp_path / "gate")})) as service:
         for at in range(0, 1200, 600):
             batch = {"rollouts": [game(id=f"n{number}") for number in range(at, at + 600)]}
-            assert (await ask(service.address, "POST", "/v1/rollouts", batch))[0] == 202
+            assert (await call(service.address, "POST", "/v1/rollouts", batch))[0] == 202
         async with RolloutClient(service.address) as client:
             found = await client.list_rollouts(unfinished=True)
         assert [status.id for status in found] == [f"n{number}" for number in range(1200)]
         for query in ("limit=0", "limit=1001", "after=-1", "unfinished=yes"):
-            assert (await ask(service.address, "GET", f"/v1/rollouts?{query}"))[0] == 400
+            assert (await call(service.address, "GET", f"/v1/rollouts?{query}"))[0] == 400
 
 
-async def test_the_events_of_one_rollout_end_with_it(tmp_path: Path) -> None:
+async def test_the_events_of_a_rollout_end_with_it(tmp_path: Path) -> None:
     with serving(service_config(tmp_path)) as service:
         for name in ("other", "mine"):
-            await ask(service.address, "POST", "/v1/rollouts", game(id=name, members=3))
-        _, text, _ = await ask(service.address, "GET", "/v1/events?rollout=mine")
+            await call(service.address, "POST", "/v1/rollouts", game(id=name, members=3))
+        _, text, _ = await call(service.address, "GET", "/v1/events?rollout=mine")
         events = [
             json.loads(line.removeprefix("data: "))
             for line in text.decode().splitlines()
             if line.startswith("data:")
         ]
         assert [event["rollout"] for event in events] == ["mine"] * 3
-        assert (await ask(service.address, "GET", "/v1/events?rollout=none"))[0] == 404
-        _, found, _ = await ask(service.address, "GET", "/v1/completions?rollout=mine&wait=60")
+        assert (await call(service.address, "GET", "/v1/events?rollout=none"))[0] == 404
+        _, found, _ = await call(service.address, "GET", "/v1/completions?rollout=mine&wait=60")
         assert [one["rollout"] for one in found["completions"]] == ["mine"] * 3
         last = found["next"]
-        _, found, _ = await ask(
+        _, found, _ = await call(
             service.address, "GET", f"/v1/completions?rollout=mine&wait=60&after={last}"
         )
         assert found == {"completions": [], "next": last}  # at once: all of it is done
 
 
-def test_a_program_without_a_loop_asks_by_id(tmp_path: Path) -> None:
+def test_a_client_without_an_event_loop_uses_ids(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     with (
         serving(service_config(tmp_path, options={"wait": str(gate)})) as service,
@@ -671,13 +631,11 @@ def test_a_program_without_a_loop_asks_by_id(tmp_path: Path) -> None:
         assert [member.stop_reason for member in rollouts.stream(asked.id)] == ["finished"] * 2
 
 
-async def test_who_asks_by_id_is_told_which_service_does_not_answer(
-    tmp_path: Path, unused_tcp_port: int
-) -> None:
+async def test_names_the_service_that_does_not_answer(tmp_path: Path, unused_tcp_port: int) -> None:
     nobody = f"http://127.0.0.1:{unused_tcp_port}"
     with serving(service_config(tmp_path)) as service:
         async with RolloutClient([nobody, service.address]) as client:
-            await ask(service.address, "POST", "/v1/rollouts", game(id="mine"))
+            await call(service.address, "POST", "/v1/rollouts", game(id="mine"))
             assert (await client.get("mine", wait_s=60.0)).state == "done"
             with pytest.raises(
                 NoServiceError,
@@ -687,19 +645,19 @@ async def test_who_asks_by_id_is_told_which_service_does_not_answer(
                 await client.get("none")
 
 
-async def test_nobody_there_is_said(unused_tcp_port: int) -> None:
+async def test_fails_if_no_service_answers(unused_tcp_port: int) -> None:
     async with RolloutClient(f"http://127.0.0.1:{unused_tcp_port}") as client:
         with pytest.raises(NoServiceError, match=rf"{unused_tcp_port} \(.*Connect call failed"):
             await client.rollout(RolloutRequest(handler="game", index=0))
 
 
 @pytest.mark.parametrize("address", ["localhost:8300", "", "http://", "ftp://localhost"])
-def test_an_address_that_is_none_is_said_at_once(address: str) -> None:
+def test_refuses_invalid_addresses(address: str) -> None:
     with pytest.raises(ValueError, match="addresses must be http://host:port"):
         RolloutClient(["http://localhost:8300", address])
 
 
-async def test_more_rollouts_than_there_may_be_open_files(tmp_path: Path) -> None:
+async def test_runs_more_rollouts_than_open_files_are_allowed(tmp_path: Path) -> None:
     """Short of files the client asks less often; it does not take the service for dead."""
     gate = tmp_path / "gate"
     program = Program(service_config(tmp_path, options={"wait": str(gate)}))
@@ -711,7 +669,7 @@ async def test_more_rollouts_than_there_may_be_open_files(tmp_path: Path) -> Non
         async with RolloutClient(program.address) as client, asyncio.TaskGroup() as group:
             requests = [RolloutRequest(handler="game", index=index) for index in range(300)]
             tasks = [group.create_task(client.rollout(request)) for request in requests]
-            await until(program.address, "/health", lambda health: health["submitted"] == 300)
+            await wait_until(program.address, "/health", lambda health: health["submitted"] == 300)
             gate.touch()
         assert {task.result().state for task in tasks} == {"done"}
     finally:
@@ -719,7 +677,7 @@ async def test_more_rollouts_than_there_may_be_open_files(tmp_path: Path) -> Non
         program.terminate()
 
 
-async def test_rollouts_that_outlive_their_client_end_with_one_error(tmp_path: Path) -> None:
+async def test_leaving_the_client_cancels_pending_rollouts(tmp_path: Path) -> None:
     """They are cancelled at the service, whether they wait for an answer or to ask."""
     config = service_config(tmp_path, options={"wait": str(tmp_path / "gate")}, serve={"queue": 10})
     with serving(config) as service:
@@ -728,10 +686,10 @@ async def test_rollouts_that_outlive_their_client_end_with_one_error(tmp_path: P
                 RolloutRequest(handler="game", index=index, id=f"r{index}") for index in range(40)
             ]
             tasks = [asyncio.create_task(client.rollout(request)) for request in requests]
-            await until(service.address, "/health", lambda health: health["submitted"] >= 10)
+            await wait_until(service.address, "/health", lambda health: health["submitted"] >= 10)
         found = await asyncio.gather(*tasks, return_exceptions=True)
         assert {type(error) for error in found} == {ClientClosedError}
-        await until(
+        await wait_until(
             service.address, "/v1/rollouts?unfinished=true", lambda found: found["rollouts"] == []
         )
         for call in (client.rollout(requests[0]), client.get("r0"), client.submit(requests[0])):
@@ -739,7 +697,7 @@ async def test_rollouts_that_outlive_their_client_end_with_one_error(tmp_path: P
                 await call
 
 
-def test_a_directory_is_one_services_alone(tmp_path: Path) -> None:
+def test_one_service_at_a_time_uses_a_directory(tmp_path: Path) -> None:
     config = service_config(tmp_path)
     with (
         serving(config),

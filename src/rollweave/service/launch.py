@@ -208,9 +208,7 @@ class _Launch:
                 Warn(component="environment", message=text)
             )
             stack.enter_context(
-                watched(
-                    show=observer.on_warning, warn=service.warned, trace=trace, clock=clock.now
-                )
+                watched(show=observer.on_warning, warn=service.warned, trace=trace, clock=clock.now)
             )
             on_service(service)
             episodes = Episodes(config, model_dir(config, run), self._source, clock)

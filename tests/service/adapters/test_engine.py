@@ -40,7 +40,7 @@ def error(model: torch.nn.Module, result: GenerateResult) -> float:
     )
 
 
-def test_what_is_sampled_comes_from_the_weights_that_were_given_last(tmp_path: Path) -> None:
+def test_samples_from_the_weights_of_the_last_update(tmp_path: Path) -> None:
     first, second = build("qwen3", seed=0), build("qwen3", seed=1)
     with TrainedEngine(spec(save(first, tmp_path / "model"))) as engine:
         result = generate(engine, "a")
@@ -67,7 +67,7 @@ def test_what_is_sampled_comes_from_the_weights_that_were_given_last(tmp_path: P
         urllib.request.urlopen(f"{engine.address}/health")
 
 
-def test_a_checkpoint_that_is_none_is_told(tmp_path: Path) -> None:
+def test_refuses_an_invalid_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({}))
     with pytest.raises(RollweaveError, match=r"config\.json"), TrainedEngine(spec(str(tmp_path))):
         pass

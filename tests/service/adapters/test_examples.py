@@ -47,7 +47,7 @@ def address(tmp_path: Path) -> Iterator[str]:
 
 
 @given(kinds)
-def test_a_message_log_is_the_sequence(parts: list[tuple[SegmentKind, int]]) -> None:
+def test_a_message_log_equals_the_sequence(parts: list[tuple[SegmentKind, int]]) -> None:
     made = sequence(parts)
     log = nemo.message_log_of(made)
     assert [token for message in log for token in message["token_ids"].tolist()] == list(
@@ -68,7 +68,7 @@ def test_a_message_log_is_the_sequence(parts: list[tuple[SegmentKind, int]]) -> 
     assert told.tolist() == list(made.logprobs)
 
 
-def test_nemo_rl_gets_its_batch_and_a_failure_moves_no_baseline(address: str) -> None:
+def test_nemo_rl_gets_its_batch_without_failures_in_the_baseline(address: str) -> None:
     payloads = [{"name": "a", "rewards": [0.0, 1.0, "broken"]}] * 3 + [
         {"name": "b", "rewards": ["broken"]}
     ]
@@ -117,7 +117,7 @@ def agent_loop(address: str) -> Any:
     return loop
 
 
-async def test_verl_gets_what_was_sampled(address: str) -> None:
+async def test_verl_gets_the_sampled_tokens(address: str) -> None:
     loop = agent_loop(address)
     info = {"payload": {"name": "v", "rewards": ["broken", 0.25]}}  # the first attempt fails
     output = await loop.run(dict(SAMPLING), extra_info=info, raw_prompt=[])
@@ -148,7 +148,7 @@ async def test_verl_gets_what_was_sampled(address: str) -> None:
         await client.__aexit__()
 
 
-def test_verls_sampling_parameters_are_the_rollouts() -> None:
+def test_verls_sampling_parameters_apply_to_the_rollout() -> None:
     request = verl.request_of("swe", {"index": torch.tensor(7), "split": "train"}, SAMPLING)
     assert (request.index, request.sampling.temperature, request.sampling.top_k) == (7, 0.5, 0)
     with pytest.raises(

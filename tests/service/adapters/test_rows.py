@@ -24,7 +24,7 @@ def sequence(parts: list[tuple[SegmentKind, int]]) -> TokenSequence:
 
 
 @given(kinds)
-def test_a_row_begins_the_sequence_and_trains_on_what_was_sampled(
+def test_a_row_is_a_prefix_that_masks_all_but_sampled_tokens(
     parts: list[tuple[SegmentKind, int]],
 ) -> None:
     made = sequence(parts)

@@ -25,7 +25,7 @@ def trainer(**more: Any) -> SimpleNamespace:
     )
 
 
-def test_the_trainers_sampling_is_the_rollouts_unless_they_name_another() -> None:
+def test_uses_the_trainers_sampling_unless_the_request_sets_its_own() -> None:
     assert decoding_of(trainer(), Decoding()) == Decoding(temperature=1.0, top_p=1.0, top_k=0)
     given = trainer(temperature=0.7, top_p=0.9, top_k=-1, generation_kwargs={})
     assert decoding_of(given, Decoding(seed=3)) == Decoding(
@@ -39,6 +39,6 @@ def test_the_trainers_sampling_is_the_rollouts_unless_they_name_another() -> Non
     ("field", "value"),
     [("min_p", 0.1), ("repetition_penalty", 1.1), ("generation_kwargs", {"typical_p": 0.9})],
 )
-def test_what_the_service_does_not_do_is_refused(field: str, value: Any) -> None:
+def test_refuses_unsupported_sampling(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"GRPOConfig\.{field} must be .*, got "):
         decoding_of(trainer(**{field: value}), Decoding())

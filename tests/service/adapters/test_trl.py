@@ -110,7 +110,7 @@ def arguments(trl: Any, directory: Path, **changes: Any) -> Any:
     )
 
 
-def test_grpo_trains_on_rollouts_token_for_token(tmp_path: Path) -> None:
+def test_grpo_trains_on_the_exact_sampled_tokens(tmp_path: Path) -> None:
     trl = pytest.importorskip("trl", reason="needs the extra `trl`")
     from datasets import Dataset
 
@@ -176,7 +176,7 @@ def test_grpo_trains_on_rollouts_token_for_token(tmp_path: Path) -> None:
     assert status.sequences[0].versions() == (3, 3)
 
 
-def test_a_rollout_that_failed_has_no_reward_and_no_token_in_the_loss(tmp_path: Path) -> None:
+def test_a_failed_rollout_has_no_reward_and_no_token_in_the_loss(tmp_path: Path) -> None:
     class Trainer:
         temperature = TEMPERATURE
 
@@ -247,7 +247,7 @@ class Seen(DapoRollouts):
         return self.batches[-1]
 
 
-def test_async_grpo_trains_on_what_the_worker_brings_while_the_engine_takes_its_weights(
+def test_async_grpo_trains_on_the_workers_samples_and_updates_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("trl", reason="needs the extra `trl`")
@@ -322,7 +322,7 @@ def test_async_grpo_trains_on_what_the_worker_brings_while_the_engine_takes_its_
     assert {1, 2} <= versions  # it sampled from what was sent
 
 
-def test_a_worker_that_fails_says_so(unused_tcp_port: int) -> None:
+def test_reports_the_error_of_a_failed_worker(unused_tcp_port: int) -> None:
     rule = DapoRule(groups=1, group_size=2, under_way=1, staleness=1)
     address = f"http://127.0.0.1:{unused_tcp_port}"
     worker = RolloutWorker(lambda: DapoRollouts(address, iter(()), rule), samples=4)
