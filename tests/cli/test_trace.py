@@ -88,7 +88,7 @@ def test_reports_damaged_records(tmp_path: Path) -> None:
     (line,) = errors.strip().splitlines()
     assert line.startswith("warning: ")
     assert (
-        f"does not match its checksum ({len(whole)} bytes); it and what follows it in this file "
+        f"does not match its checksum ({len(whole)} bytes); it and the rest of this file "
         "cannot be shown" in line
     )
     segment.write_bytes(whole[:middle])  # as a run that is being written, or was killed, leaves it

@@ -1,4 +1,4 @@
-"""An environment that breaks where it is told to."""
+"""An environment that fails in a configured method."""
 
 from rollweave.envs.base import Episode, Observation, Options, Step
 from rollweave.schema.work import Task

@@ -1,6 +1,4 @@
-"""An environment, and a handler, whose words are no text: surrogates wherever they can
-stand.
-"""
+"""An environment and a handler that return invalid text: surrogates in every field."""
 
 import os
 from typing import Any
@@ -10,43 +8,43 @@ from rollweave.envs.handlers.base import Agent, Job
 from rollweave.schema.chat import Message
 from rollweave.schema.work import Task
 
-WORDS = "\udcff words \ud800"
+TEXT = "\udcff words \ud800"
 
 
-class Words:
-    """`raises`: the method that raises them; the others return them."""
+class InvalidText:
+    """Raises invalid text in the method `raises`, and returns it from the others."""
 
     def __init__(self, *, raises: str = "") -> None:
         self._raises = raises
 
     def reset(self, task: Task) -> Observation:
         self._raise("reset")
-        return Observation.of(WORDS, state_key=WORDS)
+        return Observation.of(TEXT, state_key=TEXT)
 
     def step(self, action: str) -> Step:
         self._raise("step")
-        return Step.of(WORDS, reward=1.0, done=True, state_key=WORDS)
+        return Step.of(TEXT, reward=1.0, done=True, state_key=TEXT)
 
     @classmethod
     def score(cls, episode: Episode, options: Options) -> float:
         if options.get("raises") == "score":
-            raise RuntimeError(WORDS)
+            raise RuntimeError(TEXT)
         return 1.0
 
     def _raise(self, method: str) -> None:
         if method == self._raises:
-            raise OSError(WORDS)
+            raise OSError(TEXT)
 
 
-class Killer(Words):
-    """Ends the process that it runs in."""
+class Killer(InvalidText):
+    """Kills its own process."""
 
     def step(self, action: str) -> Step:
         os._exit(1)
 
 
 class Handler:
-    """The same as a handler."""
+    """A handler that does the same as `InvalidText`."""
 
     def __init__(self, *, raises: str = "") -> None:
         self._raises = raises
@@ -56,7 +54,7 @@ class Handler:
 
     async def run(self, agent: Agent) -> None:
         self._raise("run")
-        await agent.chat([Message(role="user", content=WORDS, name=WORDS)])
+        await agent.chat([Message(role="user", content=TEXT, name=TEXT)])
 
     async def eval(self) -> Score:
         self._raise("eval")
@@ -64,8 +62,8 @@ class Handler:
 
     def final_result(self) -> dict[str, Any]:
         self._raise("result")
-        return {WORDS: [WORDS]}
+        return {TEXT: [TEXT]}
 
     def _raise(self, method: str) -> None:
         if method == self._raises:
-            raise OSError(WORDS)
+            raise OSError(TEXT)

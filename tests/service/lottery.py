@@ -1,8 +1,8 @@
-"""A game in which the members of a group get different rewards, and may have to wait:
-the payload says so.
+"""A game whose payload determines the members' rewards, and whether they wait.
 
-`rewards`: of the members of the groups called `name`, in the order in which they begin;
-"broken" breaks. `gate`: no step returns without this file.
+`rewards` are those of the members of all groups with the same `name`, in the order in
+which they begin; the reward "broken" raises an error. If `gate` is given, no step
+returns before that file exists.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from rollweave.schema.work import Task
 
 
 class Lottery:
-    blocking = False  # members begin in the order in which they are asked for
+    blocking = False  # members begin in the order in which they are requested
     _numbers: ClassVar[dict[str, Iterator[int]]] = defaultdict(itertools.count)
 
     def __init__(self, **_: Any) -> None:

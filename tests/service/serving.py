@@ -1,7 +1,7 @@
-"""A service for tests: real pipeline, real HTTP, echo engines as processes; in a thread
-of ours, or as a program to be killed.
+"""A service for tests, with the real pipeline, real HTTP, and echo engines as processes.
+It runs in a thread, or as a program that a test can kill.
 
-As a program: `python -m tests.service.serving CONFIG`; it prints its address.
+The program is `python -m tests.service.serving CONFIG`; it prints its address.
 """
 
 import contextlib
@@ -27,7 +27,9 @@ WAIT_S = 60.0
 
 
 def service_config(directory: Path, **sections: Any) -> RunConfig:
-    """Port 0; the game of `tests.runtime.game`, two echo engines."""
+    """Return a configuration with port 0, the game of `tests.runtime.game` and two echo
+    engines.
+    """
     serve = {"port": 0, **sections.pop("serve", {})}
     run = {"name": "service", **sections.pop("run", {})}
     return make_config(directory, run=run, serve=serve, **sections)
@@ -53,9 +55,9 @@ class Observer:
 
 
 class Serving:
-    """A service in a thread, without a token unless told otherwise.
+    """A service in a thread; without a token, unless `no_token` is False.
 
-    `stop` ends it and waits; what it raised is raised here.
+    `stop` ends it, waits, and raises its error.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ def serving(
 
 
 class Program:
-    """A service in a process of its own, which may have `files` open."""
+    """A service in another process, which may open at most `files` files."""
 
     def __init__(self, config: RunConfig, *, files: int | None = None) -> None:
         file = Path(config.run.dir) / "given.toml"

@@ -1,9 +1,9 @@
-"""A service on a disk that is really full: `python -m tests.service.small_disk
-DIRECTORY`, by itself in a namespace.
+"""A service on a full disk: `python -m tests.service.small_disk DIRECTORY SPARE`, run in
+a namespace.
 
-Fills the disk up while rollouts are accepted, expects each answer to be 202 or 507 and
-the service to go on or to end with one error, and what was accepted, that alone, to be
-done once there is room.
+Fills the disk while rollouts are accepted. Each answer must be 202 or 507, the service
+must continue or end with one error, and exactly the accepted rollouts must be done once
+the disk has room.
 """
 
 import asyncio
@@ -18,14 +18,16 @@ from tests.runtime.whole import run_dir
 from tests.service.api import call, game
 from tests.service.serving import Program, service_config
 
-MOST = 400
-"""Rollouts of 20 kB each that are asked for: twice what the disk would hold."""
+MAX_ROLLOUTS = 400
+"""Number of rollouts of 20 kB each that are submitted: twice as many as fit the disk."""
 
 
 async def flood(address: str) -> tuple[set[str], set[str]]:
-    """Ids that were accepted and refused, until there is no answer."""
+    """Submit rollouts until the service stops answering; return the ids that it accepted
+    and those that it refused.
+    """
     accepted, refused = set(), set()
-    for number in range(MOST):
+    for number in range(MAX_ROLLOUTS):
         try:
             body = game(index=None, payload={"x": "x" * 20_000}, id=f"j{number}")
             status, found, _ = await call(address, "POST", "/v1/rollouts", body)

@@ -1,5 +1,5 @@
-"""Batches for an outside trainer, from real services: what is in them, what is
-cancelled or carried over, what goes wrong.
+"""Batches for an external trainer from real services: their content, cancelled and
+carried-over groups, and failures.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ def draw(name: str, rewards: list[Any], **fields: Any) -> RolloutRequest:
 
 
 def endless(prefix: str, *kinds: list[Any]) -> Iterator[RolloutRequest]:
-    """Tasks of these rewards, by turns."""
+    """Return tasks whose rewards cycle through `kinds`."""
     return (draw(f"{prefix}{number}", kinds[number % len(kinds)]) for number in itertools.count())
 
 
@@ -94,7 +94,7 @@ async def test_a_full_batch_is_returned_at_once_and_cancels_stale_groups(tmp_pat
             DapoBatches(client, tasks, rule) as batches,
         ):
             assert names(await batches.next(version=0)) == ["b0", "b1"]
-            # cancelled, as nobody has opened the gate
+            # the slow group is cancelled, because its gate never opened
             await wait_until(service.address, "/health", is_idle)
             assert service_reasons(await call(service.address, "GET", "/metrics")) >= {
                 "cancelled",
@@ -126,7 +126,9 @@ async def test_groups_under_way_are_carried_over_to_the_next_batch(tmp_path: Pat
             assert batches.account.carried == 1
             waiting = asyncio.create_task(batches.next(version=1))
             gate.touch()
-            with pytest.raises(TasksOverError, match="1 groups of 2 are informative"):
+            with pytest.raises(
+                TasksOverError, match="only 1 of the 2 groups of a batch are informative"
+            ):
                 await waiting
             assert (batches.account.carried, batches.account.used) == (1, 2)
 
@@ -138,7 +140,7 @@ async def test_rollouts_continue_while_the_trainer_trains(tmp_path: Path) -> Non
             DapoBatches(client, endless("d", GOOD), RULE) as batches,
         ):
             await batches.next(version=0)
-            # as many as the next batch can take are over
+            # all groups for the next batch are done
             await wait_until(service.address, "/health", is_idle)
             begun = batches.account.begun
             assert batches.account.carried >= 2
@@ -157,7 +159,7 @@ async def test_cancelling_next_loses_nothing(tmp_path: Path) -> None:
         ):
             waiting = asyncio.create_task(batches.next(version=0))
             await wait_until(service.address, "/health", lambda health: health["run"] == 4)
-            with pytest.raises(RuntimeError, match="one batch at a time"):
+            with pytest.raises(RuntimeError, match="only one call of next may be pending"):
                 await batches.next(version=0)
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -214,7 +216,7 @@ async def test_retries_while_the_service_is_full(tmp_path: Path) -> None:
 
 
 async def test_a_restarted_service_loses_no_group(tmp_path: Path, unused_tcp_port: int) -> None:
-    """It comes back with its directory, where it was."""
+    """The service restarts at the same address, with its directory."""
     gate = tmp_path / "gate"
     made = config(tmp_path, serve={"port": unused_tcp_port})
     tasks = (draw(f"i{n}", GOOD, gate=str(gate)) for n in range(2))
@@ -264,7 +266,7 @@ async def test_raises_the_error_of_a_wrong_task(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pauses", range(8))
 async def test_closing_leaves_nothing_running_at_any_time(tmp_path: Path, pauses: int) -> None:
-    """Also when requests are still on their way."""
+    """Requests may still be under way."""
     tasks = (draw(f"l{n}", GOOD, gate=str(tmp_path / "gate")) for n in itertools.count())
     with serving(config(tmp_path)) as service:
         async with RolloutClient(service.address) as client:
@@ -291,7 +293,7 @@ def test_batches_without_an_event_loop(tmp_path: Path) -> None:
 
 
 async def test_an_invalid_task_ends_a_pending_next(tmp_path: Path) -> None:
-    """It is drawn when another group is over, while somebody waits."""
+    """The task is drawn when another group is done, while `next` is pending."""
     tasks: Any = iter([*(draw(f"e{number}", SAME) for number in range(4)), {"handler": "game"}])
     with serving(config(tmp_path)) as service:
         async with (

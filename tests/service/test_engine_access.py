@@ -1,6 +1,4 @@
-"""Engines' addresses: one way to write them, no secret in them, and none but the
-admitted ones.
-"""
+"""Addresses and tokens of engines: normal form, no secrets, admitted hosts."""
 
 import asyncio
 import contextlib
@@ -153,7 +151,7 @@ async def test_checks_the_resolved_addresses_of_a_name_on_connection() -> None:
 
 
 async def test_checks_a_numeric_address_on_connection() -> None:
-    """A registration of another life may have been noted under other settings."""
+    """A stored registration may have been accepted under other settings."""
     with pytest.raises(EngineError, match="not among the hosts"):
         Transport("x", "http://169.254.169.254", hosts=DEFAULT, reply_s=2.0)
 

@@ -1,5 +1,5 @@
-"""A service whose engines are elsewhere: registered by address, lost and replaced, with
-tokens or with text alone.
+"""A service with registered engines: their loss and replacement, engines that return
+tokens and engines that return only text.
 """
 
 import asyncio
@@ -30,7 +30,9 @@ from tests.service.serving import Program, service_config, serving
 
 
 def registered(directory: Path) -> RunConfig:
-    """A service without engines of its own; the echo engine's tokens are below 128."""
+    """Return the configuration of a service without local engines. The echo engine's
+    tokens are below 128.
+    """
     config = service_config(directory, serve={"engines": "registered"})
     (Path(config.model.path or "") / "config.json").write_text(json.dumps({"vocab_size": 128}))
     return config
@@ -51,7 +53,7 @@ ECHO = EngineSpec(id=EngineId("e0"), model="echo", max_slots=4)
 async def elsewhere(
     spec: EngineSpec = ECHO, loop: Any = EchoLoop
 ) -> AsyncIterator[tuple[EngineClient, str]]:
-    """An engine behind HTTP, and its address."""
+    """Serve an engine over HTTP; yield its client and its address."""
     present: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     present.set_result(None)
     engine = EngineClient(
@@ -73,9 +75,7 @@ async def elsewhere(
 async def test_warns_of_an_engine_that_rounds_a_float32_checkpoint(
     tmp_path: Path, dtype: str, exact: bool
 ) -> None:
-    """As vLLM does without --dtype float32: what it is asked and answers looks the
-    same.
-    """
+    """vLLM rounds without --dtype float32, which its requests and answers do not show."""
     config = registered(tmp_path)
     directory = Path(config.model.path or "")
     tiny_checkpoint(directory)
@@ -187,7 +187,7 @@ async def test_turns_of_a_lost_engine_move_to_another(tmp_path: Path) -> None:
 
 
 async def addresses_at(service: str) -> set[str]:
-    """Of the engines that take turns there."""
+    """Return the addresses of the engines that accept turns of a service."""
     _, found, _ = await call(service, "GET", "/v1/engines")
     return {
         one["address"]
@@ -196,8 +196,10 @@ async def addresses_at(service: str) -> set[str]:
     }
 
 
-async def shares(services: list[str], sizes: list[int]) -> None:
-    """Engines come to be dealt so, each to one service."""
+async def wait_for_shares(services: list[str], sizes: list[int]) -> None:
+    """Wait until each engine is registered with one service, and service i has
+    `sizes[i]` engines.
+    """
     while True:
         found = [await addresses_at(service) for service in services]
         if [len(own) for own in found] == sizes and sum(sizes) == len(set.union(*found)):
@@ -206,8 +208,8 @@ async def shares(services: list[str], sizes: list[int]) -> None:
 
 
 async def test_engines_are_distributed_and_move_when_a_service_fails(tmp_path: Path) -> None:
-    """Four engines and two services, one of which is killed and started again: all go
-    to the other one and come back.
+    """One of two services with four engines is killed and restarted: all engines move to
+    the other one, and two move back.
     """
     configs = []
     for name in ("one", "two"):
@@ -222,13 +224,13 @@ async def test_engines_are_distributed_and_move_when_a_service_fails(tmp_path: P
             await client.register_engines(
                 [EngineRequest(address=place, dialect="rollweave") for place in places]
             )
-            await shares(services, [2, 2])
+            await wait_for_shares(services, [2, 2])
             programs[0].kill()
             tasks = [
                 asyncio.create_task(client.rollout(RolloutRequest(handler="game", index=i)))
                 for i in range(8)
             ]
-            await shares(services[1:], [4])
+            await wait_for_shares(services[1:], [4])
             for status in await asyncio.gather(*tasks):
                 assert status.members[0].stop_reason == "finished"
             port = int(services[0].rpartition(":")[2])
@@ -236,11 +238,11 @@ async def test_engines_are_distributed_and_move_when_a_service_fails(tmp_path: P
                 update={"serve": configs[0].serve.model_copy(update={"port": port})}
             )
             programs[0] = Program(again)
-            await shares(services, [2, 2])
+            await wait_for_shares(services, [2, 2])
             await client.register_engines(
                 [EngineRequest(address=place, dialect="rollweave") for place in places[:2]]
             )
-            await shares(services, [1, 1])
+            await wait_for_shares(services, [1, 1])
         async with RolloutClient("http://127.0.0.1:1") as nobody:
             with pytest.raises(NoServiceError):
                 await nobody.register_engines(
@@ -283,7 +285,7 @@ async def engines_of(service: str) -> list[Any]:
 
 
 async def serving_engines(service: str, count: int) -> list[Any]:
-    """The engines, as soon as so many serve."""
+    """Wait until `count` engines serve; return all engines."""
     await wait_until(
         service,
         "/v1/engines",

@@ -1,5 +1,5 @@
-"""The API fuzzed from its own description: no 5xx, and every answer is what the
-description says.
+"""Fuzzing of the API from its own description: it answers without a 5xx and as
+described.
 """
 
 import os
@@ -24,9 +24,9 @@ def test_no_request_causes_a_5xx(tmp_path: Path) -> None:
             "--checks",
             checks,
         ]
-        # Engines that are nowhere would be tried for minutes, and completions be waited
-        # for, up to a minute each. Events end only with the service; 503 is what
-        # `ready` and ProRL's contract answer by rule.
+        # Missing engines would be tried for minutes, and completions take up to a
+        # minute each. Events end only with the service. `ready` and ProRL's contract
+        # answer 503 by design.
         names = ("register", "completions", "events", "ready")
         excluded = [word for name in names for word in ("--exclude-operation-id", name)] + [
             "--exclude-tag",

@@ -1,5 +1,5 @@
-"""Handlers with real sandboxes behind the service and in training: whatever happens,
-nothing of them is left.
+"""Handlers with real sandboxes, behind the service and in training: they never leave a
+process behind.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ def nothing_left() -> Iterator[None]:
 
 
 async def rollout(tmp_path: Path, **options: Any) -> dict[str, Any]:
-    """What the one member of a rollout came to."""
+    """Run a rollout of one member; return the member."""
     config = service_config(
         tmp_path, task=BOXED, options=options, sandbox=ZYGOTE, rollout={"retries": 0}
     )
@@ -75,7 +75,7 @@ async def test_built_in_handlers_run(tmp_path: Path, env: str) -> None:
         _, found, _ = await call(service.address, "GET", "/v1/rollouts/x?wait=60")
     (member,) = found["members"]
     result = member["result"]
-    # the echo knows nothing
+    # the echo engine solves nothing
     assert (member["stop_reason"], result["reward"], result["success"]) == ("finished", 0.0, False)
     assert json.loads(result["result"]) == {"answer": None}
 
@@ -157,7 +157,7 @@ def is_there(pid: int, started: int) -> bool:
 
 
 def sleeping(pid: int) -> list[int]:
-    """Processes below `pid` that are the hanging command."""
+    """Return the descendants of `pid` that run the hanging command."""
     found = []
     for other in family(pid):
         with contextlib.suppress(OSError):
@@ -181,8 +181,8 @@ def test_a_run_trains_on_the_rollouts_of_a_handler(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheduling", ["turn", "trajectory"])
 def test_cancelled_calls_keep_the_accounting_balanced(tmp_path: Path, scheduling: str) -> None:
-    """Several sequences a trajectory, turns withdrawn at any moment: the journal obeys
-    the contract, and replays.
+    """With several sequences in a trajectory and turns withdrawn at any moment, the
+    journal obeys the contract and replays.
     """
     sections: dict[str, Any] = {"rollout": {"scheduling": scheduling}, "engines": {"max_slots": 1}}
     config = make_config(

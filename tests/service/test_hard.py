@@ -1,5 +1,5 @@
-"""What a service must survive: odd words, races, disks, engines and ends at the wrong
-moment.
+"""Robustness of a service: unusual input, races, failing disks and engines, and ends at
+unfavorable moments.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from tests.service.serving import Program, Serving, service_config, serving
 DRAWN = "tests.service.drawn:Drawn"
 
 
-# Words.
+# Input.
 
 
 async def test_accepts_unusual_ids(tmp_path: Path) -> None:
@@ -69,16 +69,16 @@ async def test_accepts_huge_numbers_and_deep_payloads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "raw",
     [b"no request\r\n\r\n", b"POST /v1/rollouts HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n"],
 )
 async def test_refuses_invalid_http_without_logging(
-    tmp_path: Path, asked: bytes, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, raw: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     with serving(service_config(tmp_path)) as service:
         host, port = service.address.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(asked)
+        writer.write(raw)
         assert b"400 Bad Request" in await reader.readline()
         writer.close()
     assert "Error handling request" not in caplog.text
@@ -97,22 +97,22 @@ def test_an_engine_must_have_a_valid_address(address: str) -> None:
 
 async def test_accepts_one_of_several_concurrent_requests_with_the_same_id(tmp_path: Path) -> None:
     with serving(service_config(tmp_path)) as service:
-        asked = (
+        requests = (
             call(service.address, "POST", "/v1/rollouts", game(id="same", index=index))
             for index in range(8)
         )
-        answers = [status for status, _, _ in await asyncio.gather(*asked)]
+        answers = [status for status, _, _ in await asyncio.gather(*requests)]
         assert sorted(answers) == [202] + [409] * 7
 
 
 async def test_concurrent_requests_do_not_exceed_the_queue(tmp_path: Path) -> None:
     config = service_config(tmp_path, serve={"queue": 10, "engines": "registered"})
     with serving(config) as service:
-        asked = [
+        requests = [
             call(service.address, "POST", "/v1/rollouts", game(index=None, payload={}))
             for _ in range(200)
         ]
-        answers = [status for status, _, _ in await asyncio.gather(*asked)]
+        answers = [status for status, _, _ in await asyncio.gather(*requests)]
         assert (answers.count(202), answers.count(429)) == (10, 190)
 
 
@@ -129,17 +129,17 @@ async def drawn(directory: Path, line: str) -> None:
 
 async def test_tasks_are_drawn_one_at_a_time_even_if_a_client_disconnects(tmp_path: Path) -> None:
     with serving(drawing(tmp_path)) as service:
-        leaving = asyncio.create_task(
+        disconnecting = asyncio.create_task(
             call(service.address, "POST", "/v1/rollouts", game(id="left", index=0))
         )
         await drawn(tmp_path, "begin 0")
-        leaving.cancel()
+        disconnecting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await leaving
+            await disconnecting
         next_one = asyncio.create_task(
             call(service.address, "POST", "/v1/rollouts", game(id="next", index=1))
         )
-        for _ in range(3):  # each answer comes after the service has seen that he left
+        for _ in range(3):  # with each answer, the service has noticed the disconnection
             await call(service.address, "GET", "/health")
         (tmp_path / "gate").touch()
         assert (await next_one)[0] == 202
@@ -178,7 +178,7 @@ async def test_refuses_a_task_that_cannot_be_serialized(
 async def test_unfinished_requests_are_bounded_in_bytes(tmp_path: Path) -> None:
     config = service_config(tmp_path, serve={"queue_mb": 1, "engines": "registered"})
     with serving(config) as service:
-        # in the request and in its task
+        # the payload is in the request and in its task
         large = {"handler": "game", "payload": {"x": "x" * 200_000}}
         answers = [
             await call(service.address, "POST", "/v1/rollouts", {**large, "id": f"b{i}"})
@@ -223,7 +223,7 @@ async def test_waiting_for_many_members_wakes_once(tmp_path: Path) -> None:
                 )
             )
         assert (await waiting).state == "done"
-    assert jobs.found == 2, "when it was asked, and for the answer"
+    assert jobs.found == 2, "once for the call, once for its answer"
     jobs.close()
 
 
@@ -233,8 +233,8 @@ async def test_waiting_for_many_members_wakes_once(tmp_path: Path) -> None:
 async def test_idle_connections_block_no_client_and_excess_requests_are_refused(
     tmp_path: Path,
 ) -> None:
-    """Under a limit of 600 files: 700 silent connections cost nothing; while 300
-    requests wait, others are turned away.
+    """Under a limit of 600 files, 700 idle connections have no effect; while 300
+    requests wait, others are refused.
     """
     gate = tmp_path / "gate"
     program = Program(service_config(tmp_path, options={"wait": str(gate)}), files=600)
@@ -253,17 +253,17 @@ async def test_idle_connections_block_no_client_and_excess_requests_are_refused(
         for _ in range(310):
             held.append((await asyncio.open_connection(host, port))[1])
             held[-1].write(whole)
-        told = None
-        # of those that are turned away only some are told so at one time
-        while told is None or told[0] != 503:
+        refusal = None
+        # only some of the excess connections get an answer
+        while refusal is None or refusal[0] != 503:
             with contextlib.suppress(aiohttp.ClientError):
-                told = await call(
+                refusal = await call(
                     program.address,
                     "POST",
                     "/v1/rollouts",
                     game(id="late", payload={"x": "x" * 100_000}),
                 )
-        _, body, headers = told
+        _, body, headers = refusal
         assert (body["error"]["type"], headers["Retry-After"]) == ("busy", "1")
         assert "at most 300 connections" in body["error"]["message"]
         gate.touch()
@@ -278,7 +278,7 @@ async def test_idle_connections_block_no_client_and_excess_requests_are_refused(
     assert "open files" not in (tmp_path / "said").read_text()
 
 
-# Lives.
+# Restarts.
 
 
 async def test_draining_without_an_engine_keeps_accepted_rollouts(tmp_path: Path) -> None:
@@ -303,9 +303,7 @@ async def test_draining_without_an_engine_keeps_accepted_rollouts(tmp_path: Path
 async def test_refuses_a_journal_without_its_job_database(
     tmp_path: Path, left: str, done: bool
 ) -> None:
-    """Else the next requests would be given names of rollouts that the journal and the
-    store have.
-    """
+    """Otherwise new requests would reuse names of rollouts in the journal and the store."""
     config = service_config(tmp_path, **({} if done else {"serve": {"engines": "registered"}}))
     jobs, older = run_dir(config) / "jobs.sqlite", tmp_path / "older"
     with serving(config):
@@ -353,22 +351,24 @@ def test_directory_errors_name_no_option_of_another_command(tmp_path: Path) -> N
 async def test_deletes_segments_without_results(tmp_path: Path) -> None:
     config = service_config(tmp_path, serve={"keep": 2})
     store, begun = run_dir(config) / "trajectories", b""
-    for life in range(4):
-        if life:
-            (store / f"{life:06d}.bin").write_bytes(begun)  # as if the former one had been full
+    for start in range(4):
+        if start:
+            (store / f"{start:06d}.bin").write_bytes(
+                begun
+            )  # as if the previous segment had been full
         with serving(config) as service:
-            for name in (f"a{life}", f"b{life}"):
+            for name in (f"a{start}", f"b{start}"):
                 await call(service.address, "POST", "/v1/rollouts", game(id=name))
                 await call(service.address, "GET", f"/v1/rollouts/{name}?wait=30")
             before = (await call(service.address, "GET", "/v1/rollouts/b0"))[0]
-            assert before == (404 if life else 200)
-            assert (await call(service.address, "GET", f"/v1/rollouts/a{life}"))[1]["members"][0][
+            assert before == (404 if start else 200)
+            assert (await call(service.address, "GET", f"/v1/rollouts/a{start}"))[1]["members"][0][
                 "result"
             ] is not None
-        begun = (store / "000000.bin").read_bytes()[:8] if not life else begun
+        begun = (store / "000000.bin").read_bytes()[:8] if not start else begun
         numbers = sorted(int(path.stem) for path in store.glob("*.bin"))
-        assert numbers == list(range(max(0, life - 1), life + 1)), (
-            "what a life began with, and its own"
+        assert numbers == list(range(max(0, start - 1), start + 1)), (
+            "the segment at the start, and the new one"
         )
 
 
@@ -385,7 +385,7 @@ async def test_unrecorded_results_are_delivered_again_after_a_restart(
     run = run_dir(config)
     core = Replay(run / "journal.bin", load(run / "config.toml")).finish()
     event = RolloutCancelled(trajectory_id=TrajectoryId("r1.0"))
-    # it is killed between this and what came of it
+    # the service is killed between this event and its result
     with RunJournal(run / "journal.bin") as journal:
         journal.append(1.0, event, core.handle(1.0, event))
     with serving(config) as service:
@@ -395,14 +395,14 @@ async def test_unrecorded_results_are_delivered_again_after_a_restart(
 
 async def test_a_stopped_service_restarts_from_a_compact_journal(tmp_path: Path) -> None:
     config = service_config(tmp_path)
-    for life in range(2):
+    for start in range(2):
         with serving(config) as service:
-            assert (await call(service.address, "GET", "/health"))[1]["submitted"] == life
-            await call(service.address, "POST", "/v1/rollouts", game(id=f"x{life}"))
-            await call(service.address, "GET", f"/v1/rollouts/x{life}?wait=30")
+            assert (await call(service.address, "GET", "/health"))[1]["submitted"] == start
+            await call(service.address, "POST", "/v1/rollouts", game(id=f"x{start}"))
+            await call(service.address, "GET", f"/v1/rollouts/x{start}?wait=30")
         run = run_dir(config)
         replay = Replay(run / "journal.bin", load(run / "config.toml"))
-        assert replay.finish().state.counters.submitted == life + 1
+        assert replay.finish().state.counters.submitted == start + 1
         assert replay.events == 0
 
 
@@ -476,7 +476,7 @@ def refuse(request: EngineRequest, name: str, failed: Failed, noted: Any) -> Eng
 async def test_an_unusable_engine_harms_nothing(tmp_path: Path) -> None:
     config = service_config(tmp_path)
     body = {"address": "http://127.0.0.1:1", "dialect": "prorl"}
-    for life in range(2):
+    for start in range(2):
         with serving(config, make_backend=refuse) as service:
             for _ in range(2):
                 status, found, _ = await call(service.address, "POST", "/v1/engines", body)
@@ -492,13 +492,13 @@ async def test_an_unusable_engine_harms_nothing(tmp_path: Path) -> None:
                 "dialect must be another one" in warning.message
                 for warning in service.observer.warnings
             )
-            await call(service.address, "POST", "/v1/rollouts", game(id=f"x{life}"))
-            _, found, _ = await call(service.address, "GET", f"/v1/rollouts/x{life}?wait=30")
+            await call(service.address, "POST", "/v1/rollouts", game(id=f"x{start}"))
+            _, found, _ = await call(service.address, "GET", f"/v1/rollouts/x{start}?wait=30")
             assert found["members"][0]["stop_reason"] == "finished"
 
 
 class Waiting:
-    """An engine that is never ready."""
+    """An engine that never becomes ready."""
 
     def __init__(self, request: EngineRequest, name: str, failed: Failed, noted: Any) -> None:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -516,9 +516,9 @@ class Waiting:
 
 
 async def test_an_address_is_registered_once(tmp_path: Path) -> None:
-    connect: Any = Waiting
+    make_backend: Any = Waiting
     with serving(
-        service_config(tmp_path, serve={"engines": "registered"}), make_backend=connect
+        service_config(tmp_path, serve={"engines": "registered"}), make_backend=make_backend
     ) as service:
         body = {"address": "http://127.0.0.1:1", "dialect": "prorl"}
         found = await asyncio.gather(

@@ -1,5 +1,5 @@
-"""Text that is not UTF-8, from environments, handlers and clients: it ends no service,
-and stops no restart.
+"""Text that is not valid UTF-8, from environments, handlers and clients, must not end a
+service or prevent its restart.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ PLACES = [
 def words(directory: Path, raises: str, task: dict[str, Any]) -> RunConfig:
     return service_config(
         directory,
-        task={"env": "tests.service.invalid_text:Words", **task},
+        task={"env": "tests.service.invalid_text:InvalidText", **task},
         options={"raises": raises} if raises else {},
         rollout={"retries": 0},
     )

@@ -1,5 +1,5 @@
-"""The service's memory: what is noted, forgotten, numbered, and what a disk or a
-stranger does to it.
+"""The job database: stored and deleted rows, their numbers, a failing disk, and access
+by another program.
 """
 
 import sqlite3
@@ -52,19 +52,21 @@ def test_keeps_a_job_until_none_of_its_results_is_among_the_newest(
         for number in range(job.members_left)
     ]
     order.shuffle(names)  # type: ignore[attr-defined]
-    told: list[str] = []
-    for place in again:  # said again, at whatever time
+    recorded: list[str] = []
+    for place in again:  # results that are delivered twice, at any time
         names.insert(place, names[place % len(names)])
     for name in names:
         result = jobs.record_result(name, 0, "finished", None, keep=keep)
-        assert (result is None) == (name in told), "told once, also when it is forgotten"
+        assert (result is None) == (name in recorded), (
+            "recorded once, also after its job was deleted"
+        )
         if result is not None:
-            told.append(name)
-            assert result.number == len(told), "no gap, no repeat"
+            recorded.append(name)
+            assert result.number == len(recorded), "no gap, no repeat"
         for job, count in zip(added, members, strict=True):
-            done = [one for one in told if one.startswith(f"{job.group_id}.")]
+            done = [one for one in recorded if one.startswith(f"{job.group_id}.")]
             known = jobs.find(job.id)
-            kept = len(done) < count or any(one in told[-keep:] for one in done)
+            kept = len(done) < count or any(one in recorded[-keep:] for one in done)
             assert (known is not None) == kept
             assert {found.member for found in jobs.results_of(job.number)} == (
                 set(done) if kept else set()
@@ -119,7 +121,7 @@ def test_last_job_number_outlives_its_job() -> None:
 def test_a_failed_write_changes_nothing(tmp_path: Path) -> None:
     jobs = JobStore(tmp_path / "jobs.sqlite")
     add(jobs, [1])
-    # the file is as large as it may be: as a full disk is
+    # like a full disk: the file must not grow
     jobs._db.execute("PRAGMA max_page_count = 1")
     large = RolloutRequest(handler="game", id="large", payload={"x": "x" * 100_000})
     for _ in range(2):
@@ -140,11 +142,11 @@ def test_refuses_a_file_that_is_damaged_or_in_use(tmp_path: Path) -> None:
     path.unlink()
     jobs = JobStore(path)
     add(jobs, [1])
-    stranger = sqlite3.connect(path, timeout=0)
-    with pytest.raises(sqlite3.OperationalError, match="locked"):  # it cannot make us wait
-        stranger.execute("BEGIN IMMEDIATE")
+    other = sqlite3.connect(path, timeout=0)
+    with pytest.raises(sqlite3.OperationalError, match="locked"):  # it cannot block us
+        other.execute("BEGIN IMMEDIATE")
     jobs.close()
-    stranger.execute("BEGIN IMMEDIATE")
+    other.execute("BEGIN IMMEDIATE")
     with pytest.raises(ConfigError, match="neither damaged nor in use"):
         JobStore(path)
-    stranger.close()
+    other.close()

@@ -1,4 +1,4 @@
-"""The description of the API is of the routes that there are, and of what they answer."""
+"""The OpenAPI document describes exactly the existing routes and their answers."""
 
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,12 @@ import msgspec
 from rollweave.service import http
 from rollweave.service.openapi import document
 from rollweave.service.prorl import ProRL
+from tests.service.api import call, game
 from tests.service.serving import service_config, serving
-from tests.service.test_service import ask, game
 
 
 def routes() -> set[tuple[str, str]]:
-    """Method and path of each route of the application that `launch` serves."""
+    """Return the method and path of each route of the application that `launch` serves."""
     service: Any = Mock()
     app = http.make_app(service, service)
     app.add_routes(ProRL(service, codec=service, hosts=service).routes())
@@ -50,9 +50,9 @@ def test_every_reference_has_a_target() -> None:
 async def test_answers_conform_to_the_document(tmp_path: Path) -> None:
     found = msgspec.json.decode(msgspec.json.encode(document()))
     with serving(service_config(tmp_path)) as service:
-        assert (await ask(service.address, "GET", "/openapi.json"))[1] == found
-        await ask(service.address, "POST", "/v1/rollouts", game(id="mine"))
-        await ask(service.address, "GET", "/v1/rollouts/mine?wait=60")
+        assert (await call(service.address, "GET", "/openapi.json"))[1] == found
+        await call(service.address, "POST", "/v1/rollouts", game(id="mine"))
+        await call(service.address, "GET", "/v1/rollouts/mine?wait=60")
         for method, path, at in (
             ("GET", "/v1/rollouts", "/v1/rollouts"),
             ("GET", "/v1/rollouts/mine", "/v1/rollouts/{id}"),
@@ -74,7 +74,7 @@ async def test_answers_conform_to_the_document(tmp_path: Path) -> None:
             ("POST", "/add_llm_server", "/add_llm_server"),
             ("POST", "/clear_llm_server", "/clear_llm_server"),
         ):
-            status, body, headers = await ask(
+            status, body, headers = await call(
                 service.address, method, path, {} if method == "POST" else None
             )
             content = found["paths"][at][method.lower()]["responses"][str(status)]["content"]

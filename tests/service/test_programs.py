@@ -1,5 +1,5 @@
-"""Agent programs of somebody else's in sandboxes without a network, behind the service
-and in training.
+"""Third-party agent programs in sandboxes without a network, behind the service and in
+training.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""ProRL's clients' request sequences, replayed: NeMo-Gym's agent, and a NeMo-RL
-client's set-up and batches.
+"""Replays of the requests that ProRL's clients send: NeMo-Gym's agent, and the setup and
+batches of a NeMo-RL client.
 """
 
 import asyncio
@@ -177,13 +177,13 @@ NEMO_RL: dict[str, Any] = {
     "is_reasoning_task": False,
     "enable_thinking": True,
 }
-"""What its client sends with each job."""
+"""The sampling parameters that its client sends with each job."""
 
 
 @pytest.mark.parametrize("source", [{}, {"data_source": "swebench"}, {"data_source": "game"}])
 async def test_prorls_client_runs_unchanged(tmp_path: Path, source: dict[str, str]) -> None:
-    """Its instances have no `data_source`, or the one of their data set, and its
-    addresses end in /v1.
+    """Its instances have no `data_source` or that of their data set, and its addresses
+    end in /v1.
     """
     config = registered(tmp_path)
     async with elsewhere() as (_, address):

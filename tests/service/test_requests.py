@@ -1,5 +1,5 @@
-"""Bodies that ask for rollouts: one and many, whole and wrong, and far too many without
-holding up others.
+"""Decoding of request bodies: single requests and batches, invalid ones, and ones that
+are too large, which must not block the event loop.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ async def test_refuses_invalid_requests(body: bytes, words: str) -> None:
 
 
 class Pulse:
-    """The longest that the event loop was held up, while it is entered."""
+    """Measures the longest delay of the event loop inside its context."""
 
     async def __aenter__(self) -> "Pulse":
         self.longest_s = 0.0

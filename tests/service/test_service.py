@@ -1,4 +1,4 @@
-"""The service as its users meet it: over HTTP, in good and in bad times."""
+"""The service over HTTP: its API, clients, shutdown, and recovery."""
 
 import asyncio
 import contextlib
@@ -429,7 +429,7 @@ async def test_a_lost_engine_costs_only_time(tmp_path: Path) -> None:
 
 
 async def test_a_client_balances_and_fails_over(tmp_path: Path) -> None:
-    """One of two services is killed with rollouts in flight: the other one does them."""
+    """One of two services is killed with rollouts under way: the other one runs them."""
     gate = tmp_path / "gate"
     configs = []
     for name in ("one", "two"):
@@ -503,8 +503,8 @@ def test_a_client_without_an_event_loop(tmp_path: Path) -> None:
 def test_a_failed_or_interrupted_run_cancels_the_other_rollouts(
     tmp_path: Path, interrupted: bool
 ) -> None:
-    """Interrupted in the middle, or with one request that is refused: the others are
-    cancelled before it goes on.
+    """After an interrupt, or if one request is refused, the other rollouts are cancelled
+    before `run` raises.
     """
     config = service_config(tmp_path, options={"wait": str(tmp_path / "gate")})
     requests = [
@@ -538,7 +538,7 @@ def test_a_failed_or_interrupted_run_cancels_the_other_rollouts(
 
 
 async def test_a_client_uses_rollouts_of_another_by_id(tmp_path: Path) -> None:
-    """One client submits and leaves; another one finds, lists, streams and cancels."""
+    """One client submits and leaves; another one gets, lists, streams and cancels."""
     gate = tmp_path / "gate"
     with serving(service_config(tmp_path, options={"wait": str(gate)})) as service:
         async with RolloutClient(service.address) as client:
@@ -640,7 +640,7 @@ async def test_names_the_service_that_does_not_answer(tmp_path: Path, unused_tcp
             with pytest.raises(
                 NoServiceError,
                 match=r"no service that answers knows rollout "
-                rf"'none'; these do not: {nobody}",
+                rf"'none'; these do not answer: {nobody}",
             ):
                 await client.get("none")
 
@@ -658,7 +658,9 @@ def test_refuses_invalid_addresses(address: str) -> None:
 
 
 async def test_runs_more_rollouts_than_open_files_are_allowed(tmp_path: Path) -> None:
-    """Short of files the client asks less often; it does not take the service for dead."""
+    """With few free files the client polls less often, and the service does not count as
+    dead.
+    """
     gate = tmp_path / "gate"
     program = Program(service_config(tmp_path, options={"wait": str(gate)}))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -678,7 +680,7 @@ async def test_runs_more_rollouts_than_open_files_are_allowed(tmp_path: Path) ->
 
 
 async def test_leaving_the_client_cancels_pending_rollouts(tmp_path: Path) -> None:
-    """They are cancelled at the service, whether they wait for an answer or to ask."""
+    """They are cancelled at the service, whether their request is under way or queued."""
     config = service_config(tmp_path, options={"wait": str(tmp_path / "gate")}, serve={"queue": 10})
     with serving(config) as service:
         async with RolloutClient(service.address) as client:

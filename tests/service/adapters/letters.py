@@ -1,8 +1,8 @@
-"""A game for models that know nothing: three turns, each worth the share of its
-characters that come early in the alphabet.
+"""A game for untrained models: three turns, each rewarded by the share of its characters
+that come early in the alphabet.
 
-A random model's rewards differ from attempt to attempt. The payload's `broken` breaks
-the attempt.
+A random model's rewards differ between attempts. With `broken` in the payload, the
+attempt fails.
 """
 
 import json

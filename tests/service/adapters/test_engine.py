@@ -1,4 +1,4 @@
-"""An engine that samples from an outside trainer's weights, asked as a service asks it."""
+"""An engine that samples from an external trainer's weights, called over HTTP."""
 
 import json
 import urllib.request
@@ -28,9 +28,7 @@ def generate(engine: TrainedEngine, name: str) -> GenerateResult:
 
 
 def error(model: torch.nn.Module, result: GenerateResult) -> float:
-    """Largest difference between what it says of its tokens and what `model` says of
-    them.
-    """
+    """Return the largest difference between the engine's log-probs and those of `model`."""
     tokens = [*PROMPT, *result.tokens]
     table = oracle_logprobs(model, tokens)
     places = range(len(PROMPT), len(tokens))

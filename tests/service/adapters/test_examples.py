@@ -1,5 +1,5 @@
-"""The examples for trainers that need GPUs: their conversions, and their way to a real
-service, with stand-ins.
+"""The examples for trainers that need GPUs, with fakes of those trainers: conversions,
+and rollouts of a real service.
 """
 
 import importlib.util

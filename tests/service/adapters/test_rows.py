@@ -1,4 +1,4 @@
-"""Rows for other trainers: nothing but a cut of the sequence."""
+"""Rows for other trainers are slices of the sequence."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""A trainer of another make samples as it is configured, or is told that it does not."""
+"""Rollouts use the sampling settings of the trainer, or the adapter refuses them."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ from rollweave.service.adapters.trl import decoding_of
 
 
 def trainer(**more: Any) -> SimpleNamespace:
-    """As TRL's GRPOTrainer is by default."""
+    """Return the attributes of TRL's GRPOTrainer with its default settings."""
     args = SimpleNamespace(generation_kwargs=more.pop("generation_kwargs", None))
     return SimpleNamespace(
         **{

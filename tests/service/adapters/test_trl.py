@@ -1,8 +1,8 @@
-"""TRL's own trainers on the CPU, with rollouts of a real service and a real engine that
-takes the trainer's weights.
+"""TRL's trainers on the CPU, with rollouts of a real service and a real engine that
+loads the trainer's weights.
 
-Needs the extra `trl` (`pip install -e .[test,trl]`); run with `pytest -m slow
-tests/service/adapters/test_trl.py`.
+The tests need the extra `trl` (`pip install -e .[test,trl]`); run them with `pytest -m
+slow tests/service/adapters/test_trl.py`.
 """
 
 import contextlib
@@ -45,8 +45,8 @@ GROUP = 4
 
 
 def checkpoint(directory: Path) -> Path:
-    """Random weights and a byte-level tokenizer, as transformers and the engine load
-    them.
+    """Write random weights and a byte-level tokenizer that transformers and the engine
+    can load.
     """
     directory.mkdir()
     vocab = -(-bpe().get_vocab_size() // 8) * 8
@@ -64,9 +64,7 @@ def checkpoint(directory: Path) -> Path:
 
 @contextlib.contextmanager
 def served(directory: Path) -> Iterator[tuple[Rollouts, TrainedEngine, str]]:
-    """A service without engines of its own, and one engine that is the trainer's,
-    registered at it.
-    """
+    """Serve a service without local engines, with the trainer's engine registered."""
     model = checkpoint(directory / "model")
     task = {
         "env": "tests.service.adapters.letters:Letters",
@@ -117,7 +115,7 @@ def test_grpo_trains_on_the_exact_sampled_tokens(tmp_path: Path) -> None:
     errors, masks, losses = [], [], []
 
     class Watched(trl.GRPOTrainer):  # type: ignore[misc]
-        """Looks at what reaches the loss."""
+        """Records the inputs of the loss."""
 
         def _compute_loss(self, model: Any, inputs: Any) -> Any:
             losses.append(
@@ -193,8 +191,8 @@ def test_a_failed_rollout_has_no_reward_and_no_token_in_the_loss(tmp_path: Path)
 
 
 class PlainAttention:
-    """In place of FlashAttention 3, which runs on GPUs alone: what TRL asks of it, by
-    the book.
+    """A plain substitute for those functions of FlashAttention 3 that TRL calls, because
+    FlashAttention needs a GPU.
     """
 
     @staticmethod
@@ -223,7 +221,7 @@ class PlainAttention:
 
 
 class Kept(WeightTransfer):
-    """Remembers the weights of every version."""
+    """Records the weights of every version."""
 
     def __init__(self, engine: TrainedEngine) -> None:
         super().__init__(engine)
@@ -236,7 +234,7 @@ class Kept(WeightTransfer):
 
 
 class Seen(DapoRollouts):
-    """Remembers every batch."""
+    """Records every batch."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
