@@ -1,5 +1,5 @@
-"""Environments that block, or say that they do not, and tell the threads that they are
-called on.
+"""Environments that block, or claim that they do not, and record the threads that call
+them.
 """
 
 import sqlite3
@@ -13,7 +13,7 @@ HERE = "tests.envs.blocking:"
 
 
 class Gate:
-    """What tests and environments share; a new one for each test."""
+    """State that tests and environments share; a new one for each test."""
 
     def __init__(self) -> None:
         self.opened, self.entered = threading.Event(), threading.Semaphore(0)

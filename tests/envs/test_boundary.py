@@ -1,5 +1,5 @@
-"""The user's failures and garbage become typed errors that say what was wrong; what is
-right passes.
+"""Failures and malformed values of user code become typed errors that say what was
+wrong; valid ones pass.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollweave.envs.base import Observation, Score, Step, new_task
-from rollweave.envs.boundary import GuardedEnv, checked_score, scored
+from rollweave.envs.boundary import GuardedEnv, checked_score, score_episode
 from rollweave.envs.faults import Faulty
 from rollweave.schema.config.sections import FaultsConfig
 from rollweave.schema.errors import EnvError, RewardError
@@ -116,7 +116,7 @@ async def test_a_constructor_and_a_close_that_fail() -> None:
 async def score(
     name: str, *said: str, rewards: tuple[float, ...] = (), success: bool | None = None
 ) -> Score:
-    return await scored(
+    return await score_episode(
         f"{HERE}{name}",
         {},
         episode(TASK, *said, rewards=rewards, success=success),
@@ -208,7 +208,7 @@ SURROGATE = "\udcff"
 
 
 class Says:
-    """Says `WORDS` wherever it can: `how` it answers and raises."""
+    """Uses `WORDS` wherever it can: `how` selects its answers and exceptions."""
 
     WORDS = ""
 
@@ -264,7 +264,7 @@ async def test_whatever_text_an_environment_has_it_enters_valid(words: str, how:
         except EnvError as error:
             said.append(str(error))
     with pytest.raises(RewardError) as raised:
-        await scored(f"{__name__}:Says", {"how": how}, episode(TASK), faults=NONE, seed=0)
+        await score_episode(f"{__name__}:Says", {"how": how}, episode(TASK), faults=NONE, seed=0)
     msgspec.msgpack.encode([*said, str(raised.value)])
 
 

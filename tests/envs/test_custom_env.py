@@ -1,5 +1,5 @@
-"""The example of a user's own package: it installs, is found by its entry point, and
-keeps what an environment owes.
+"""The example of a user's package: it installs, is found by its entry point, and
+fulfills the contract of an environment.
 """
 
 import itertools
@@ -25,8 +25,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_env"
 
 @pytest.fixture
 def announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The package as pip would leave it: its modules on the path, its entry point in
-    its metadata.
+    """Return the package as pip installs it: its modules on the path, its entry point
+    in its metadata.
     """
     project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
     metadata = tmp_path / f"elevator-{project['version']}.dist-info"

@@ -1,5 +1,5 @@
-"""Datasets of questions: reasoning-gym's, JSONL files; and gymnasium's environments in
-words.
+"""Datasets of questions: reasoning-gym's and JSONL files; and gymnasium's environments
+in words.
 """
 
 import asyncio
@@ -101,7 +101,7 @@ def test_a_byte_order_mark_before_the_first_record(tmp_path: Path) -> None:
     assert len(records(str(tmp_path / "bom.jsonl"), "prompt")) == 1
 
 
-def test_jsonl_visits_every_record_once_an_epoch(tmp_path: Path) -> None:
+def test_jsonl_visits_every_record_once_per_epoch(tmp_path: Path) -> None:
     of = data(tmp_path, path=write(tmp_path / "a.jsonl", *questions(80)))
     size = len({draw(of, "data", index).payload for index in range(200)})
     assert 45 < size < 75
@@ -124,13 +124,13 @@ def test_jsonl_visits_every_record_once_an_epoch(tmp_path: Path) -> None:
         ("", "must have records"),
     ],
 )
-def test_a_broken_line_is_named(tmp_path: Path, lines: str, problem: str) -> None:
+def test_names_a_malformed_line(tmp_path: Path, lines: str, problem: str) -> None:
     (tmp_path / "a.jsonl").write_text(lines)
     with pytest.raises(ConfigError, match=problem):
         Jsonl(path=str(tmp_path / "a.jsonl"), reward=REWARD)
 
 
-def test_jsonl_options_that_cannot_work(tmp_path: Path) -> None:
+def test_refuses_invalid_jsonl_options(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"prompt": "only one"})
     with pytest.raises(ConfigError, match="must be a readable file"):
         Jsonl(path="nowhere.jsonl", reward=REWARD)
@@ -177,14 +177,14 @@ def test_reasoning_asks_and_scores(tmp_path: Path) -> None:
     assert score(of, task).success is False
 
 
-def test_an_answer_that_the_scorer_cannot_read_is_wrong_not_an_error(tmp_path: Path) -> None:
+def test_an_unreadable_answer_is_wrong_not_an_error(tmp_path: Path) -> None:
     of = reasoning(tmp_path, "prime_factorization")
     assert score(of, draw(of, "r"), "<answer>nonsense ×</answer>") == Score(
         reward=0.0, success=False
     )
 
 
-def test_reasoning_options_that_cannot_work() -> None:
+def test_refuses_invalid_reasoning_options() -> None:
     with pytest.raises(ConfigError, match="must be a dataset of reasoning-gym, got 'nothing'"):
         Gym(id="reasoning_gym/nothing")
     with pytest.raises(ConfigError, match=r"got 'chain_sum' with \{\"min_terms\": -1\}"):
@@ -243,7 +243,7 @@ def test_gymnasium_with_numbers_and_texts() -> None:
     env.close()
 
 
-def test_gymnasium_options_that_cannot_work() -> None:
+def test_refuses_invalid_gymnasium_options() -> None:
     with pytest.raises(ConfigError, match="must be an environment of gymnasium, got 'Nothing-v0'"):
         Gym(id="Nothing-v0")
     with pytest.raises(

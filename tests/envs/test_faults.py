@@ -1,4 +1,4 @@
-"""Injected failures come at the asked rates, and again at the same calls."""
+"""Injected failures occur at the configured rates, and repeat at the same calls."""
 
 import asyncio
 import math
@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from rollweave.envs.base import Observation, Step, new_task
-from rollweave.envs.boundary import GuardedEnv, scored
+from rollweave.envs.boundary import GuardedEnv, score_episode
 from rollweave.envs.faults import Faulty
 from rollweave.schema.config.sections import FaultsConfig
 from rollweave.schema.errors import EnvError, RewardError
@@ -22,9 +22,8 @@ def faulty(seed: int, **rates: float) -> Faulty:
 
 
 async def fate(env: Faulty) -> str:
-    """What becomes of one call.
-
-    A coroutine that awaits something will wait for ever, because nothing else runs.
+    """Return the outcome of one call. A coroutine that awaits anything would wait
+    forever, because nothing else runs.
     """
     call = asyncio.ensure_future(env.step("a"))
     await asyncio.sleep(0)
@@ -99,7 +98,7 @@ async def test_faults_are_attributed_at_the_boundary() -> None:
 async def test_reward_faults() -> None:
     outcomes: list[object] = []
     for seed in range(100):
-        call = scored(
+        call = score_episode(
             f"{HERE}Echo", {}, episode(new_task()), faults=FaultsConfig(reward_error=0.3), seed=seed
         )
         outcomes += await asyncio.gather(call, return_exceptions=True)

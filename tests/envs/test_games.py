@@ -27,7 +27,7 @@ def content(messages: Sequence[Message]) -> str:
     return message.content
 
 
-def test_lake_says_what_lies_where() -> None:
+def test_lake_describes_the_map() -> None:
     first = FrozenLake().reset(DEFAULT)
     assert (
         content(first.messages)
@@ -55,7 +55,7 @@ def test_lake_ends_at_the_goal_and_in_a_hole() -> None:
     assert lake("<down>", "<right>")[-1] == Step.of(" fell", done=True, success=False)
 
 
-def test_two_agents_on_one_map_do_not_meet() -> None:
+def test_two_agents_on_one_map_are_independent() -> None:
     one, other = FrozenLake(), FrozenLake()
     one.reset(DEFAULT)
     one.step("<down>")
@@ -65,7 +65,7 @@ def test_two_agents_on_one_map_do_not_meet() -> None:
 
 
 def walkable(rows: Sequence[str]) -> bool:
-    """By repeated spreading: slow and plain."""
+    """Decide it by repeated spreading, which is slow and obvious."""
     reached = {(0, 0)}
     for _ in range(16):
         reached |= {
@@ -77,7 +77,7 @@ def walkable(rows: Sequence[str]) -> bool:
     return (3, 3) in reached
 
 
-def test_a_map_is_solvable_where_one_can_walk() -> None:
+def test_a_map_is_solvable_if_a_path_exists() -> None:
     rng = random.Random(0)
     outcomes = Counter()
     for _ in range(500):
@@ -151,7 +151,7 @@ def test_calculator() -> None:
         assert calculate(bad) == [(" error", -0.1, False, None)]
 
 
-def test_calculators_transcripts_give_away_as_many_answers_as_it_says() -> None:
+def test_calculator_transcripts_reveal_the_configured_share_of_answers() -> None:
     def solved(options: dict[str, Any]) -> float:
         said = [Calculator.transcript(random.Random(number), options) for number in range(200)]
         right = 0
@@ -186,7 +186,7 @@ def test_nim() -> None:
     assert nim(2, "<take-3>", "take 1", "<take-4>") == [(" invalid pile=2", -0.1, False, None)] * 3
 
 
-def test_nims_opponent_is_as_skilled_as_it_should_be() -> None:
+def test_nims_opponent_has_its_skill() -> None:
     after = Counter(nim(7, "<take-1>", seed=seed)[0][0] for seed in range(600))
     # Of a pile of 6 the winning move leaves 4: always with skill 0.3, else one time in
     # three.
@@ -220,6 +220,6 @@ def test_perfect_play_beats_the_opponent_from_every_pile_that_can_be_won() -> No
         (Nim, {"skill": -1}, "options.skill must be from 0 to 1, got -1"),
     ],
 )
-def test_options_that_break_a_rule(kind: Any, options: dict[str, Any], problem: str) -> None:
+def test_refuses_invalid_game_options(kind: Any, options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         kind(**options)

@@ -1,5 +1,5 @@
-"""The client of OpenEnv's protocol: against a server of ours that can fail in every
-way, and against OpenEnv's own.
+"""The client of OpenEnv's protocol, against a test server that can fail in every way,
+and against OpenEnv's own server.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ ECHO = {"message": "{text}"}
 
 
 class Server:
-    """Counts what it hears, and echoes it; `fault` is what it does instead."""
+    """Counts and echoes its requests; `fault` is its misbehavior."""
 
     def __init__(self, fault: str = "") -> None:
         self.fault, self.heard, self.open, self.left = fault, [], 0, asyncio.Event()  # type: ignore[var-annotated]
@@ -352,7 +352,7 @@ async def test_an_observation_without_the_named_field() -> None:
         ({"timeout_s": 0}, r"options\.timeout_s must be positive"),
     ],
 )
-def test_options_that_cannot_work(options: dict[str, Any], problem: str) -> None:
+def test_refuses_invalid_options(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         OpenEnv(**{"base_url": "http://x", **options})
 
@@ -397,8 +397,8 @@ app = create_fastapi_app(World, Say, Heard, max_concurrent_envs=4)
 uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listener])
 """
 PYTHON = os.environ.get("OPENENV_PYTHON", sys.executable)
-"""One that has openenv, which brings much along, so a virtual environment of its own is
-best.
+"""An interpreter with openenv, which has many dependencies, so a separate virtual
+environment is best.
 """
 
 

@@ -1,4 +1,4 @@
-"""Environments in processes: the same as inline, and survivable where they hang, die or
+"""Environments in processes: equal to inline ones, and survivable if they hang, die or
 block.
 """
 
@@ -55,7 +55,7 @@ def pid(env: OpenedEnv) -> int:
     return env._worker.pid
 
 
-async def test_a_life_and_the_next_in_the_same_process(of: TaskSource) -> None:
+async def test_two_environments_run_one_after_another_in_one_process(of: TaskSource) -> None:
     task = draw(of, "echo")
     env = await of.provider("echo").open(task, seed=0)
     assert await env.reset(task) == Observation.of(f"hello {task.seed}")
@@ -73,7 +73,7 @@ async def test_a_life_and_the_next_in_the_same_process(of: TaskSource) -> None:
     assert first != os.getpid()
 
 
-async def test_it_is_the_same_as_inline(of: TaskSource) -> None:
+async def test_equals_inline_isolation(of: TaskSource) -> None:
     inline = of.provider("inline lake")
     for index in range(3):
         task = of.draw("inline lake", index, Purpose.TRAIN)
@@ -88,7 +88,7 @@ async def test_it_is_the_same_as_inline(of: TaskSource) -> None:
         await there.close()
 
 
-async def test_the_environment_there_is_told_how_the_words_ended(of: TaskSource) -> None:
+async def test_passes_the_finish_reason(of: TaskSource) -> None:
     env = await opened(of, "listener")
     assert await env.step("a", finish_reason="length") == Step.of("a: length")
     assert await env.step("a") == Step.of("a: stop")
@@ -103,7 +103,7 @@ async def test_the_environment_there_is_told_how_the_words_ended(of: TaskSource)
         ("exit", "step raised SystemExit: 3"),
     ],
 )
-async def test_a_failure_is_attributed_and_the_process_lives(
+async def test_a_failure_is_attributed_and_the_process_survives(
     of: TaskSource, action: str, problem: str
 ) -> None:
     env = await opened(of)
@@ -129,7 +129,7 @@ async def test_a_process_that_dies_fails_its_call_and_is_replaced(of: TaskSource
     await again.close()
 
 
-async def test_a_call_that_blocks_is_survived(of: TaskSource) -> None:
+async def test_survives_a_blocking_call(of: TaskSource) -> None:
     env = await opened(of)
     blocked = pid(env)
     call = asyncio.create_task(env.step("block"))
@@ -144,7 +144,7 @@ async def test_a_call_that_blocks_is_survived(of: TaskSource) -> None:
     await other.close()
 
 
-async def test_kill_ends_the_process_and_fails_the_call_under_way(of: TaskSource) -> None:
+async def test_kill_ends_the_process_and_fails_the_call_in_progress(of: TaskSource) -> None:
     env = await opened(of)
     killed = pid(env)
     call = asyncio.create_task(env.step("block"))
@@ -158,7 +158,7 @@ async def test_kill_ends_the_process_and_fails_the_call_under_way(of: TaskSource
     await gone(killed)
 
 
-async def test_what_the_environment_started_ends_with_it(of: TaskSource) -> None:
+async def test_child_processes_end_with_the_environment(of: TaskSource) -> None:
     env = await opened(of)
     grandchild = int((await env.step("spawn")).messages[0].content)
     assert alive(grandchild)
@@ -190,7 +190,7 @@ async def test_environments_that_cannot_start_or_close(of: TaskSource) -> None:
         await env.close()
 
 
-async def test_rewards_are_computed_there_too(of: TaskSource) -> None:
+async def test_computes_rewards_in_the_process(of: TaskSource) -> None:
     worlds, task = of.provider("scored"), draw(of, "scored")
     assert await worlds.score(episode(task, "score"), seed=0) == Score(reward=2.0, success=True)
     with pytest.raises(RewardError, match="score raised ValueError: bad"):
@@ -210,7 +210,7 @@ async def test_a_reward_without_a_hook_needs_no_process(of: TaskSource) -> None:
     assert len(of.workers) == 0
 
 
-async def test_a_start_that_hangs_is_survived_and_a_closed_pool_starts_nothing(
+async def test_survives_a_hanging_start_and_a_closed_pool_starts_nothing(
     tmp_path: Path,
 ) -> None:
     of = source(tmp_path, ECHO, env_hang=1.0)
@@ -227,8 +227,8 @@ async def test_a_start_that_hangs_is_survived_and_a_closed_pool_starts_nothing(
 
 
 def test_workers_do_not_outlive_a_parent_that_is_killed_while_they_hang(tmp_path: Path) -> None:
-    """A second process opens an environment that blocks, tells us the worker's id, and
-    is killed.
+    """A second process opens an environment that blocks, sends the worker's id, and is
+    killed.
     """
     program = f"""
 import asyncio, pathlib, sys
@@ -254,7 +254,7 @@ asyncio.run(main())
 
 
 async def gone(process: int) -> None:
-    """Return once the process has ended; the test's own time limit is the only one."""
+    """Return once the process has ended; only the test's time limit bounds the wait."""
     await asyncio.to_thread(wait_for, process)
 
 

@@ -1,5 +1,5 @@
-"""Names of environments: built in, by module, by entry point; and what is wrong with
-the others.
+"""Names of environments: built in, by module, by entry point; and the errors of invalid
+ones.
 """
 
 import re
@@ -67,9 +67,9 @@ def test_load_finds_what_is_inside_a_class() -> None:
         load(f"{HERE}Echo.rest", what="the reward")
 
 
-def test_a_package_announces_a_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As pip would leave it: a module on the path, and its entry point in the metadata
-    of its distribution.
+def test_a_package_registers_a_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package is as pip installs it: a module on the path, and its entry point in
+    the metadata of its distribution.
     """
     (tmp_path / "clerk.py").write_text(
         "class Clerk:\n    async def init(self, job): ...\n    run = eval = init\n"
@@ -116,8 +116,8 @@ def test_an_option_of_another_type_is_named_with_its_value(
 
 
 class Odd:
-    """Annotated with what no configuration can have, and with what is there for a type
-    checker alone.
+    """Annotated with types that no configuration can express, and with one that exists
+    only for type checkers.
     """
 
     def __init__(self, *, match: Path | None = None) -> None: ...
@@ -132,5 +132,5 @@ class Checked(Odd):
 
 
 @pytest.mark.parametrize("kind", [Odd, Checked])
-def test_annotations_that_say_nothing_of_a_configuration_refuse_nothing(kind: type) -> None:
+def test_ignores_annotations_that_a_configuration_cannot_express(kind: type) -> None:
     check_options(f"{__name__}:{kind.__name__}", {"match": "x"})

@@ -1,4 +1,4 @@
-"""The domains of a run: draws, worlds, words, transcripts; and what is said of an
+"""The domains of a run: draws, environments, words, transcripts; and the errors of an
 environment that breaks a rule.
 """
 
@@ -48,7 +48,7 @@ def test_a_domain_is_called_by_its_tag(tmp_path: Path) -> None:
             call()
 
 
-def test_evaluations_have_tasks_of_their_own(tmp_path: Path) -> None:
+def test_evaluations_have_separate_tasks(tmp_path: Path) -> None:
     of = source(tmp_path, *GAMES)
     ids = [
         draw(of, "game", index, Purpose.EVAL).id
@@ -64,7 +64,7 @@ def test_without_make_task_a_task_is_its_seed(tmp_path: Path) -> None:
     assert {task.payload for task in tasks} == {"{}"}
 
 
-def test_a_make_task_that_breaks_its_promise(tmp_path: Path) -> None:
+def test_an_invalid_make_task(tmp_path: Path) -> None:
     of = source(tmp_path, {"env": f"{HERE}BadTask", "tag": "bad"})
     with pytest.raises(EnvError, match="bad: make_task must return a Task, got str"):
         draw(of, "bad", 0)
@@ -74,7 +74,7 @@ def test_a_make_task_that_breaks_its_promise(tmp_path: Path) -> None:
         draw(of, "bad", 1)
 
 
-def test_what_cannot_work_is_refused_at_once(tmp_path: Path) -> None:
+def test_refuses_an_invalid_configuration_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean nim"):
         source(tmp_path, {"env": "nimm"})
     with pytest.raises(ConfigError, match="must suit Nim"):
@@ -92,7 +92,7 @@ async def test_inline_environments(tmp_path: Path) -> None:
     await of.close()
 
 
-def test_splits_have_the_shares_that_they_should() -> None:
+def test_splits_have_their_shares() -> None:
     found = Counter(split_of(f"thing {number}") for number in range(4000))
     assert abs(found[Split.VALIDATION] / 4000 - 1 / 8) < 0.02
     assert abs(found[Split.TEST] / 4000 - 1 / 8) < 0.02

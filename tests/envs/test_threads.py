@@ -1,5 +1,5 @@
-"""Environments that block hold up their own trajectory alone, and what does not come
-back is left behind and counted.
+"""Environments that block delay only their own trajectory, and calls that do not return
+are abandoned and counted.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from rollweave.envs.base import Score, Step
 from rollweave.envs.tasks import TaskSource
-from rollweave.envs.threads import LEFT_BEHIND
+from rollweave.envs.threads import MAX_ABANDONED
 from rollweave.schema.errors import EnvError, RewardError
 
 from . import blocking
@@ -46,7 +46,7 @@ async def opened(of: TaskSource, kind: str) -> blocking.Plain:
 
 
 async def entered(gate: Gate) -> None:
-    """Return when an environment has begun to block."""
+    """Return once an environment has begun to block."""
     await asyncio.to_thread(gate.entered.acquire)
 
 
@@ -71,7 +71,7 @@ async def test_a_step_that_blocks_does_not_block_the_loop(of: TaskSource, gate: 
 
 
 async def test_environments_block_side_by_side(of: TaskSource) -> None:
-    """Each waits inside for the other."""
+    """Each waits for the other while it blocks."""
     first, second = await opened(of, "Plain"), await opened(of, "Plain")
     assert await asyncio.gather(first.step("meet"), second.step("meet")) == [Step.of("on")] * 2
 
@@ -96,14 +96,16 @@ async def test_async_methods_stay_on_the_loop(of: TaskSource, gate: Gate) -> Non
 
 
 @pytest.mark.parametrize(("kind", "on_loop"), [("Async", True), ("Quick", True), ("Heir", False)])
-async def test_who_needs_a_thread(of: TaskSource, gate: Gate, kind: str, on_loop: bool) -> None:
+async def test_which_environments_need_a_thread(
+    of: TaskSource, gate: Gate, kind: str, on_loop: bool
+) -> None:
     env = await opened(of, kind)
     await env.step("a")
     await env.close()
     assert (gate.threads == {threading.get_ident()}) is on_loop
 
 
-async def test_threads_are_used_again_and_end_with_the_run(of: TaskSource) -> None:
+async def test_threads_are_reused_and_end_with_the_run(of: TaskSource) -> None:
     before = set(threading.enumerate())
     for _ in range(20):
         env = await opened(of, "Plain")
@@ -115,13 +117,13 @@ async def test_threads_are_used_again_and_end_with_the_run(of: TaskSource) -> No
     assert not kept.is_alive()
 
 
-async def test_what_is_given_up_is_left_behind_counted_and_never_called_again(
+async def test_an_abandoned_call_is_counted_and_its_environment_never_called_again(
     of: TaskSource, gate: Gate
 ) -> None:
     said: list[str] = []
-    of.threads.on_left = said.append
+    of.threads.on_abandoned = said.append
     env = await given_up(gate, of)
-    assert of.threads.left_behind == {f"step of environment {HERE}Plain": 1}
+    assert of.threads.abandoned == {f"step of environment {HERE}Plain": 1}
     assert said[0].startswith(
         f"step of environment {HERE}Plain was given up and has not "
         "returned: its thread is left behind"
@@ -133,19 +135,17 @@ async def test_what_is_given_up_is_left_behind_counted_and_never_called_again(
     assert await (await opened(of, "Plain")).step("a") == Step.of("on")  # others go on
 
 
-async def test_what_was_left_behind_and_returns_is_not_counted_any_longer(
-    of: TaskSource, gate: Gate
-) -> None:
+async def test_an_abandoned_call_that_returns_is_not_counted(of: TaskSource, gate: Gate) -> None:
     await given_up(gate, of)
     gate.opened.set()
     left = [thread for thread in threading.enumerate() if thread.name == "environment"]
     for thread in left:
         await asyncio.to_thread(thread.join, 10)
     await asyncio.sleep(0)  # what they handed over to the loop
-    assert of.threads.left_behind.total() == 0
+    assert of.threads.abandoned.total() == 0
 
 
-async def test_the_end_of_a_run_waits_for_nothing_that_was_left_behind(
+async def test_the_end_of_a_run_does_not_wait_for_abandoned_calls(
     of: TaskSource, gate: Gate
 ) -> None:
     env = await given_up(gate, of)
@@ -156,28 +156,28 @@ async def test_the_end_of_a_run_waits_for_nothing_that_was_left_behind(
     assert not gate.opened.is_set()
 
 
-async def test_a_kill_in_the_middle_of_a_call_leaves_it_behind(of: TaskSource, gate: Gate) -> None:
+async def test_a_kill_abandons_the_call_in_progress(of: TaskSource, gate: Gate) -> None:
     env = await opened(of, "Plain")
     call = asyncio.create_task(env.step("block"))
     await entered(gate)
     env.kill()  # type: ignore[attr-defined]
     env.kill()  # type: ignore[attr-defined]
-    assert of.threads.left_behind.total() == 1
+    assert of.threads.abandoned.total() == 1
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
-    assert of.threads.left_behind.total() == 1
+    assert of.threads.abandoned.total() == 1
 
 
-async def test_more_are_not_left_behind_than_a_bound(of: TaskSource, gate: Gate) -> None:
-    for _ in range(LEFT_BEHIND):
+async def test_bounds_the_abandoned_calls(of: TaskSource, gate: Gate) -> None:
+    for _ in range(MAX_ABANDONED):
         await given_up(gate, of)
     with pytest.raises(
         EnvError,
-        match=rf"at most {LEFT_BEHIND} calls .* got {LEFT_BEHIND}, most of them in step "
+        match=rf"at most {MAX_ABANDONED} calls .* got {MAX_ABANDONED}, most of them in step "
         r"of environment",
     ):
         await opened(of, "Plain")
-    with pytest.raises(RewardError, match=f"at most {LEFT_BEHIND} calls"):
+    with pytest.raises(RewardError, match=f"at most {MAX_ABANDONED} calls"):
         await of.provider("Scored").score(episode(draw(of, "Scored")), seed=0)
     await opened(of, "Async")  # has none
 
@@ -190,16 +190,16 @@ async def test_a_constructor_that_blocks_or_fails(of: TaskSource, gate: Gate) ->
     assert await (await opened(of, "Plain")).step("a") == Step.of("on")
     gate.opened.set()
     assert await (await call).step("a") == Step.of("on")
-    assert of.threads.left_behind.total() == 0
+    assert of.threads.abandoned.total() == 0
 
 
-async def test_a_reward_has_a_thread_and_is_left_behind_too(of: TaskSource, gate: Gate) -> None:
+async def test_a_reward_has_a_thread_and_can_be_abandoned(of: TaskSource, gate: Gate) -> None:
     worlds, seen = of.provider("Scored"), episode(draw(of, "Scored"))
     call = asyncio.create_task(worlds.score(seen, seed=0))
     await entered(gate)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert of.threads.left_behind == {f"score of environment {HERE}Scored": 1}
+    assert of.threads.abandoned == {f"score of environment {HERE}Scored": 1}
     gate.opened.set()
     assert await worlds.score(seen, seed=0) == Score(reward=1.0)

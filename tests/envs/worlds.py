@@ -1,4 +1,4 @@
-"""Environments and configurations for the tests of this room."""
+"""Environments and configurations for the tests of this package."""
 
 import asyncio
 import subprocess
@@ -45,11 +45,11 @@ def episode(
 
 
 class Foreign(BaseException):
-    """As libraries have them that cancel by exceptions."""
+    """A BaseException, as in libraries that cancel by exceptions."""
 
 
 class Nameless(type):
-    """Its classes do not say their names."""
+    """An exception whose class does not reveal its name."""
 
     @property
     def __name__(cls) -> str:  # type: ignore[override]
@@ -57,7 +57,7 @@ class Nameless(type):
 
 
 class Untraceable(Exception, metaclass=Nameless):
-    """Everything that may be asked of it fails."""
+    """An exception whose every attribute raises."""
 
     @property
     def __class__(self) -> Any:  # type: ignore[override]
@@ -69,7 +69,7 @@ class Untraceable(Exception, metaclass=Nameless):
 
 
 class Unanswering(metaclass=Nameless):
-    """A value that raises whatever is asked of it."""
+    """A value whose every method raises."""
 
     @property
     def __class__(self) -> Any:  # type: ignore[override]
@@ -82,7 +82,9 @@ class Unconvertible:
 
 
 class Echo:
-    """Repeats; ends at "end". Its attributes say how it misbehaves at which word."""
+    """Repeats the agent's message; ends at "end". Its attributes choose the words at
+    which it misbehaves.
+    """
 
     def __init__(self, *, greeting: str = "hello") -> None:
         self.greeting = greeting
@@ -148,7 +150,7 @@ class Echo:
 
 
 class Listener(Echo):
-    """Wants to know whether the agent's words were cut."""
+    """Has a parameter for the finish reason of the agent's turn."""
 
     def step(self, action: str, finish_reason: str = "") -> Step:
         return Step.of(f"{action}: {finish_reason}")
@@ -170,7 +172,7 @@ class Unshowable:
 
 
 class AsyncEcho:
-    """The same politeness with coroutines, and resources that are freed."""
+    """The same environment with coroutines, and resources that are released."""
 
     async def reset(self, task: Task) -> Observation:
         self.alive = asyncio.create_task(asyncio.sleep(3600))
@@ -190,7 +192,7 @@ class AsyncEcho:
 
 
 class Scored(Echo):
-    """Its reward is what the agent said first."""
+    """Its reward is the agent's first message."""
 
     @classmethod
     def score(cls, episode: Episode, options: Options) -> Any:
@@ -258,7 +260,7 @@ class NoStep:
 
 
 class GuessGym(gymnasium.Env[Any, Any]):
-    """Guess a letter, in gymnasium's own words."""
+    """Guess a letter, as a gymnasium environment."""
 
     def __init__(self, text: bool = False) -> None:
         spaces = gymnasium.spaces

@@ -1,5 +1,5 @@
-"""What the pipeline's tests live in: a scripted environment, an engine that says one
-word, and a pipeline around them.
+"""Fakes for the pipeline's tests: a scripted environment, an engine with one answer,
+and a pipeline around them.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ ENGINE = EngineId("e0")
 
 
 def codec() -> ChatCodec:
-    """One token a character, and two special ones."""
+    """Return a codec with one token per character, and two special tokens."""
     special = ["<|im_start|>", "<|im_end|>"]
     characters = [chr(code) for code in range(32, 127)] + ["\n", "⁂"]
     vocabulary = {token: index for index, token in enumerate([*special, *characters])}
@@ -64,14 +64,14 @@ CODEC = codec()
 
 
 def words(text: str, *, end: bool = True) -> tuple[int, ...]:
-    """What an engine samples to say `text`."""
+    """Return the tokens that an engine samples for `text`."""
     tokens = CODEC._encode(text)
     return (*tokens, 1) if end else tokens
 
 
 @dataclass
 class Script:
-    """What the environment does: each entry is an answer, an exception to raise, or
+    """The environment's behavior: each entry is an answer, an exception to raise, or
     None to hang.
     """
 
@@ -88,7 +88,7 @@ class Script:
 
 
 class ScriptedEnv:
-    """`LiveEnv`. Remembers whether it is still held."""
+    """A `LiveEnv` that records whether it is still open."""
 
     def __init__(self, script: Script, log: list[str]) -> None:
         self._script, self._log = script, log
@@ -114,7 +114,7 @@ class ScriptedEnv:
 
 
 class ScriptedEnvProvider:
-    """`EnvProvider` of one task domain."""
+    """The `EnvProvider` of one task domain."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -145,8 +145,8 @@ async def _play(entry: Any) -> Any:
 
 
 class OneWordEngine:
-    """`EngineBackend` that answers every request with `answer`: a result, an exception
-    to raise, or None to hang.
+    """An `EngineBackend` that answers every request with `answer`: a result, an
+    exception to raise, or None to hang.
     """
 
     def __init__(self) -> None:
@@ -215,7 +215,7 @@ class OneWordEngine:
 def said(
     text: str, id: str = "r", *, finish: Finish = Finish.STOP, version: int = 3
 ) -> GenerateResult:
-    """An engine's answer."""
+    """Return an engine's answer."""
     tokens = words(text, end=finish is Finish.STOP)
     spans = (VersionSpan(start=0, end=len(tokens), version=version),)
     return GenerateResult(
@@ -232,7 +232,7 @@ LOST = EngineLostError("gone")
 
 
 class Harness:
-    """A pipeline over a scripted world, its events, and the tasks that it owns."""
+    """A pipeline over a scripted environment and engine, its events, and its tasks."""
 
     def __init__(
         self,
@@ -243,7 +243,7 @@ class Harness:
         keep_partial_turns: bool = False,
         **limits: Any,
     ) -> None:
-        """`make` makes another driver than the scripted episode."""
+        """Create the pipeline; `make` replaces the scripted episode by another driver."""
         self.store = store
         self.provider = ScriptedEnvProvider(script or Script())
         self.engine = OneWordEngine()
@@ -301,7 +301,7 @@ class Harness:
         self.pipeline.start_eval(StartEval(trajectory_id=TRAJECTORY, attempt=attempt))
 
     async def until(self, kind: type[Event], after: int = 0) -> Event:
-        """The first event of this kind from place `after` on."""
+        """Wait for the first event of this kind, from position `after` on."""
         async with asyncio.timeout(10):
             while True:
                 for event in self.events[after:]:
@@ -311,7 +311,7 @@ class Harness:
                 await self._posted.wait()
 
     async def play(self) -> TrajectoryEnded:
-        """Grant everything that the episode asks for, until it ends."""
+        """Grant all requests of the episode until it ends."""
         self.init()
         handled = 0
         async with asyncio.timeout(10):
@@ -357,7 +357,7 @@ class Harness:
 
 
 class NoSpans:
-    """`Spans` that nobody looks at."""
+    """`Spans` without effect."""
 
     def episode_span(self, lane: str, name: str, start: float, end: float) -> None:
         return

@@ -1,5 +1,5 @@
-"""An attempt that a handler drives, under everything that the handler, an agent
-program, an engine or a cancellation can do.
+"""An attempt driven by a handler, under every behavior of the handler, an agent
+program, an engine or a cancellation.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ async def hang(*_: object) -> None:
 
 
 async def stubborn(*_: object) -> None:
-    """Does not end when it is cancelled; only when the test is over."""
+    """Ignore cancellation until the test is over."""
     over = asyncio.get_running_loop().create_future()
     STUBBORN.append(over)
     while not over.done():
@@ -63,7 +63,7 @@ async def stubborn(*_: object) -> None:
 
 
 class Foreign(BaseException):
-    """As libraries have them that cancel by exceptions."""
+    """A BaseException, as in libraries that cancel by exceptions."""
 
 
 def nested(levels: int) -> list[Any]:
@@ -85,7 +85,7 @@ def raising(error: BaseException) -> Callable[..., Awaitable[Any]]:
 
 @dataclass
 class Played:
-    """A handler that does what a test says."""
+    """A handler with the behavior that a test chooses."""
 
     log: list[str] = field(default_factory=list)
     on_init: Callable[[Job], Awaitable[None]] = nothing
@@ -180,15 +180,15 @@ def harness(
 
 
 async def ended(made: Harness, store: TrajectoryStore) -> tuple[TrajectoryEnded, Trajectory]:
-    """Play until the attempt's RUN is over; it leaves nothing under way."""
+    """Play until the attempt's RUN is over; check that no task is left."""
     over = await made.play()
     return over, store.get([TRAJECTORY])[0]
 
 
-async def test_a_first_prompt_that_does_not_fit_is_named(
+async def test_names_a_first_prompt_that_does_not_fit(
     store: TrajectoryStore, listener: GatewayListener
 ) -> None:
-    """As of `swe`, which lets LimitError pass: it did ask its agent."""
+    """Like `swe`, the handler lets LimitError propagate: it did ask its agent."""
     prompt = Message(role="user", content="go " * 40)
 
     async def ask(agent: Agent) -> None:
@@ -221,7 +221,7 @@ async def test_a_handler_sees_that_a_turn_was_cut(
     assert [span.finish_reason for span in sequence.turns] == ["length", "length"]
 
 
-async def test_a_whole_life(store: TrajectoryStore, listener: GatewayListener) -> None:
+async def test_a_complete_attempt(store: TrajectoryStore, listener: GatewayListener) -> None:
     handler = Played()
     made = harness(store, listener, handler)
     over, trajectory = await ended(made, store)
@@ -244,7 +244,7 @@ async def test_a_whole_life(store: TrajectoryStore, listener: GatewayListener) -
     assert made.pipeline.active_attempts == 0
 
 
-async def test_a_rewritten_context_and_a_second_agent_are_sequences_of_their_own(
+async def test_a_rewritten_context_and_a_second_agent_open_sequences(
     store: TrajectoryStore, listener: GatewayListener
 ) -> None:
     async def run(agent: Agent) -> None:
@@ -329,7 +329,7 @@ async def test_a_stage_that_hangs(
     "how", [stubborn, raising(SystemExit()), raising(asyncio.CancelledError())]
 )
 @pytest.mark.parametrize("place", ["close", "hook"])
-async def test_what_frees_or_is_told_holds_up_nobody(
+async def test_slow_hooks_do_not_delay_the_pipeline(
     store: TrajectoryStore, listener: GatewayListener, place: str, how: Any
 ) -> None:
     class Closed(Played):
@@ -343,10 +343,10 @@ async def test_what_frees_or_is_told_holds_up_nobody(
     assert ("kill" if place == "close" else "close") in handler.log
 
 
-async def test_time_is_spent_by_work_not_by_waiting_for_a_turn(
+async def test_waiting_for_a_turn_is_not_active_time(
     store: TrajectoryStore, listener: GatewayListener
 ) -> None:
-    """The silence between turns is limited, the wait for a turn is not."""
+    """The interval between turns is limited, the wait for a turn is not."""
     made = harness(store, listener, Played(), step_s=0.2)
     made.init()
     await made.until(EnvReady)
@@ -365,7 +365,9 @@ async def test_time_is_spent_by_work_not_by_waiting_for_a_turn(
     assert timing.env_s < 0.2
 
 
-async def test_the_budget_runs_out(store: TrajectoryStore, listener: GatewayListener) -> None:
+async def test_the_budget_runs_out_in_a_stage(
+    store: TrajectoryStore, listener: GatewayListener
+) -> None:
     made = harness(store, listener, Played(on_run=hang), time_s=0.05)
     over = await made.play()
     assert (over.stop_reason, "ran out in run" in over.error) == (StopReason.TIME_BUDGET, True)
@@ -380,7 +382,7 @@ async def test_the_budget_runs_out_in_a_turn(
     assert over.stop_reason is StopReason.TIME_BUDGET
 
 
-async def test_a_handler_that_makes_light_of_a_stop(
+async def test_a_handler_cannot_ignore_a_stop(
     store: TrajectoryStore, listener: GatewayListener
 ) -> None:
     async def run(agent: Agent) -> None:
@@ -419,7 +421,7 @@ async def test_turns_and_context_are_limited(
     assert len(told) == 2
 
 
-async def test_an_agent_that_shortens_its_context_has_finished(
+async def test_an_agent_that_shortens_its_context_finishes(
     store: TrajectoryStore, listener: GatewayListener
 ) -> None:
     async def run(agent: Agent) -> None:
@@ -432,9 +434,7 @@ async def test_an_agent_that_shortens_its_context_has_finished(
 
 
 class Plain:
-    """A handler whose methods are no coroutines: what they raise, they raise when they
-    are called.
-    """
+    """A handler whose methods are not coroutines: they raise when they are called."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
@@ -458,7 +458,7 @@ class Plain:
     "error",
     [GeneratorExit(), KeyboardInterrupt(), SystemExit(3), asyncio.CancelledError(), Foreign()],
 )
-async def test_a_hook_that_raises_fails_its_attempt_alone(
+async def test_a_raising_hook_fails_only_its_attempt(
     store: TrajectoryStore, listener: GatewayListener, error: BaseException
 ) -> None:
     handler = Played(on_run=raising(ValueError("first")), on_error=raising(error))
@@ -472,7 +472,7 @@ async def test_a_hook_that_raises_fails_its_attempt_alone(
     "error",
     [GeneratorExit(), KeyboardInterrupt(), SystemExit(3), asyncio.CancelledError(), Foreign()],
 )
-async def test_a_plain_method_that_raises_fails_its_attempt_alone(
+async def test_a_raising_plain_method_fails_only_its_attempt(
     store: TrajectoryStore, listener: GatewayListener, error: BaseException
 ) -> None:
     over = await harness(store, listener, Plain(error)).play()
@@ -480,7 +480,7 @@ async def test_a_plain_method_that_raises_fails_its_attempt_alone(
     assert over.error.startswith(f"run raised {type(error).__name__}")
 
 
-async def test_what_a_stage_raises_when_it_is_cancelled_is_read(
+async def test_exceptions_of_a_cancelled_stage_are_retrieved(
     store: TrajectoryStore, listener: GatewayListener
 ) -> None:
     async def init(job: Job) -> None:
@@ -497,7 +497,7 @@ async def test_what_a_stage_raises_when_it_is_cancelled_is_read(
     assert told == []
 
 
-async def test_a_failure_may_be_the_agents_doing(
+async def test_a_handler_may_attribute_a_failure_to_the_agent(
     store: TrajectoryStore, listener: GatewayListener
 ) -> None:
     async def run(agent: Agent) -> None:
@@ -521,7 +521,7 @@ async def test_a_failure_may_be_the_agents_doing(
 
 
 @pytest.mark.parametrize("reward", [float("nan"), "much", None, Score(reward=float("inf"))])
-async def test_a_reward_that_is_none(
+async def test_invalid_rewards(
     store: TrajectoryStore, listener: GatewayListener, reward: Any
 ) -> None:
     made = harness(store, listener, Played(on_eval=lambda: _value(reward)))
@@ -544,7 +544,7 @@ async def test_a_reward_that_is_none(
         nested(100_000),
     ],
 )
-async def test_a_result_that_cannot_be_kept_costs_no_reward(
+async def test_an_invalid_result_costs_no_reward(
     store: TrajectoryStore, listener: GatewayListener, kept: Any
 ) -> None:
     made = harness(store, listener, Played(kept=kept))
@@ -559,7 +559,7 @@ async def test_a_result_that_cannot_be_kept_costs_no_reward(
 @pytest.mark.parametrize(
     ("messages", "asked", "rule"), [([], None, "messages must"), ([GO], 0, "max_tokens must")]
 )
-async def test_what_cannot_be_asked(
+async def test_refuses_invalid_chat_arguments(
     store: TrajectoryStore,
     listener: GatewayListener,
     messages: list[Message],
@@ -574,7 +574,9 @@ async def test_what_cannot_be_asked(
     assert rule in over.error
 
 
-async def test_it_must_ask_the_agent(store: TrajectoryStore, listener: GatewayListener) -> None:
+async def test_a_handler_must_ask_the_agent(
+    store: TrajectoryStore, listener: GatewayListener
+) -> None:
     over = await harness(store, listener, Played(on_run=nothing)).play()
     assert (over.stop_reason, over.error) == (
         StopReason.ENV_ERROR,
@@ -583,7 +585,7 @@ async def test_it_must_ask_the_agent(store: TrajectoryStore, listener: GatewayLi
 
 
 @pytest.mark.parametrize("place", ["init", "queue", "turn", "tool", "eval"])
-async def test_cancelled_wherever_it_is(
+async def test_cancellation_at_any_await(
     store: TrajectoryStore, listener: GatewayListener, place: str
 ) -> None:
     there = asyncio.Event()
@@ -659,7 +661,7 @@ async def test_an_agent_program_at_the_endpoint(
     assert [segment.kind for segment in sequence.segments] == kinds
 
 
-async def test_a_program_that_gives_up_a_call_withdraws_its_turn(
+async def test_an_abandoned_call_withdraws_its_turn(
     store: TrajectoryStore, listener: GatewayListener
 ) -> None:
     async def run(agent: Agent) -> None:
@@ -704,10 +706,10 @@ async def test_a_call_that_outlives_run_is_withdrawn_before_the_end(
     assert (await asyncio.gather(*left, return_exceptions=True))[0] is not None
 
 
-async def test_an_agent_that_is_asked_after_run_says_nothing(
+async def test_the_agent_refuses_calls_after_run(
     store: TrajectoryStore, listener: GatewayListener
 ) -> None:
-    """Else a reward would wait for a turn that nobody grants, without a limit."""
+    """Otherwise a reward would wait without limit for a turn that is never granted."""
     agents: list[Agent] = []
 
     async def run(agent: Agent) -> None:
@@ -730,7 +732,7 @@ async def test_an_agent_that_is_asked_after_run_says_nothing(
     assert len([event for event in made.events if isinstance(event, TurnRequested)]) == 1
 
 
-async def test_a_session_is_over_with_its_attempt(
+async def test_a_session_closes_with_its_attempt(
     store: TrajectoryStore, listener: GatewayListener
 ) -> None:
     reached: list[Any] = []
@@ -752,7 +754,7 @@ async def test_a_session_is_over_with_its_attempt(
 SURROGATE = "\udcff"
 
 
-async def test_what_a_handler_says_and_keeps_is_made_valid(
+async def test_text_of_a_handler_is_made_valid(
     store: TrajectoryStore, listener: GatewayListener
 ) -> None:
     async def run(agent: Agent) -> None:

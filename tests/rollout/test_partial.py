@@ -1,5 +1,5 @@
-"""PartialTurn turns that go on elsewhere: whatever engines tell, lose and answer, never
-from a wrong token.
+"""Partial turns that continue elsewhere: whatever engines report, lose and answer,
+never from a wrong token.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ from tests.rollout.fakes import TRAJECTORY, NoSpans, OneWordEngine
 
 PROMPT = (5, 6)
 TRUTH = tuple(range(10, 30))
-"""What the whole turn would be."""
+"""The tokens of the complete turn."""
 
 
 def logprobs_of(tokens: tuple[int, ...]) -> tuple[float, ...]:
@@ -90,9 +90,9 @@ def partial(end: int) -> PartialOutput:
 
 
 @given(st.lists(st.tuples(st.integers(0, 19), st.integers(0, 6), st.integers(2, 3)), max_size=12))
-def test_pieces_in_any_order_are_a_beginning_or_nothing(told: list[tuple[int, int, int]]) -> None:
-    """Lost, twice, out of order: as soon as one does not begin where the last one
-    ended, there is nothing to go on from.
+def test_deltas_in_any_order_are_a_prefix_or_nothing(told: list[tuple[int, int, int]]) -> None:
+    """Deltas may be lost, repeated or reordered: once one does not begin where the last
+    one ended, nothing can be resumed.
     """
     known, versions, broken = PartialTurn(), list[int](), False
     for start, count, version in told:
@@ -128,7 +128,7 @@ def test_pieces_in_any_order_are_a_beginning_or_nothing(told: list[tuple[int, in
         {"generate_s": float("nan")},
     ],
 )
-def test_a_piece_that_is_not_whole_in_itself_leaves_nothing(changes: dict[str, Any]) -> None:
+def test_an_inconsistent_delta_discards_the_partial_turn(changes: dict[str, Any]) -> None:
     known = PartialTurn()
     known.append(piece(0, 2))
     known.append(piece(2, 4, **changes))
@@ -153,7 +153,7 @@ def test_a_piece_that_is_not_whole_in_itself_leaves_nothing(changes: dict[str, A
         (result(0), 0),
     ],
 )
-def test_the_answer_to_an_abort_is_all_there_is_or_there_is_nothing(
+def test_the_answer_to_an_abort_replaces_the_partial_turn_or_discards_it(
     answer: GenerateResult, kept: int
 ) -> None:
     known = PartialTurn(partial(2))
@@ -166,7 +166,7 @@ def test_the_answer_to_an_abort_is_all_there_is_or_there_is_nothing(
 
 
 class Puppet(OneWordEngine):
-    """Answers nothing by itself."""
+    """An engine that answers only when the test does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,14 +186,14 @@ class Puppet(OneWordEngine):
 
     @property
     def resumed(self) -> PartialOutput | None:
-        """What the newest request resumes."""
+        """Return the partial output that the newest request resumes."""
         return self.calls[-1][0].resumed
 
 
 class Stage:
-    """`Turns` of one attempt, its engines, and what it has said.
+    """`Turns` of one attempt, its engines, and its events.
 
-    The turn that it waits for is turn 0.
+    The open turn is turn 0.
     """
 
     def __init__(self) -> None:
@@ -263,7 +263,9 @@ async def turned(rounds: int = 4) -> None:
 
 
 async def asked() -> tuple[Stage, Puppet, Puppet]:
-    """A turn that the first engine has, of which it has told four tokens."""
+    """Return a stage whose turn is with the first engine, which has reported four
+    tokens.
+    """
     stage = Stage()
     stage.ask()
     await turned()
@@ -276,7 +278,7 @@ async def asked() -> tuple[Stage, Puppet, Puppet]:
 
 
 async def finished(stage: Stage, puppet: Puppet, resumed: int) -> None:
-    """The engine ends the turn, which is then the whole one."""
+    """Let the engine complete the turn, and check the result."""
     puppet.calls[-1][1].set_result(result(20, finish=Finish.LENGTH, resumed_tokens=resumed))
     assert stage.task is not None
     answer = await stage.task
@@ -288,8 +290,10 @@ async def finished(stage: Stage, puppet: Puppet, resumed: int) -> None:
 
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("resume", [False, True])
-async def test_a_lost_engine_loses_what_it_has_not_told(resume: bool, at_once: bool) -> None:
-    """Also where the core gives the turn on before anybody else has heard of the loss."""
+async def test_a_lost_engine_loses_only_unreported_tokens(resume: bool, at_once: bool) -> None:
+    """This also holds if the core dispatches the turn before its owner learns of the
+    loss.
+    """
     stage, first, second = await asked()
     first.calls[0][1].set_exception(EngineLostError("killed"))
     if not at_once:
@@ -302,7 +306,7 @@ async def test_a_lost_engine_loses_what_it_has_not_told(resume: bool, at_once: b
 
 
 @pytest.mark.parametrize("order", ["answered first", "started first"])
-async def test_an_aborted_turn_goes_on_from_all_that_its_engine_had(order: str) -> None:
+async def test_an_aborted_turn_resumes_from_all_sampled_tokens(order: str) -> None:
     stage, first, second = await asked()
     stage.abort("e0", 0)
     assert first.aborted == [first.calls[0][0].id]
@@ -331,7 +335,7 @@ async def test_an_aborted_turn_goes_on_from_all_that_its_engine_had(order: str) 
     await finished(stage, second, 7)
 
 
-async def test_an_engine_that_does_not_answer_an_abort_is_not_waited_for() -> None:
+async def test_an_abort_without_an_answer_times_out() -> None:
     stage, first, second = await asked()
     stage.turns.abort_s = 0.01
     stage.abort("e0", 0)
@@ -344,7 +348,7 @@ async def test_an_engine_that_does_not_answer_an_abort_is_not_waited_for() -> No
 
 
 @pytest.mark.parametrize("how", ["lost", "refused", "cancelled", "nonsense"])
-async def test_whatever_answers_an_abort_the_turn_goes_on_or_begins_again(how: str) -> None:
+async def test_after_any_answer_to_an_abort_the_turn_resumes_or_restarts(how: str) -> None:
     stage, first, second = await asked()
     stage.abort("e0", 0)
     stage.start("e1", 1, resume=True)
@@ -363,7 +367,7 @@ async def test_whatever_answers_an_abort_the_turn_goes_on_or_begins_again(how: s
     await finished(stage, second, kept)
 
 
-async def test_a_turn_that_begins_again_waits_for_nobody() -> None:
+async def test_a_restarted_turn_does_not_wait_for_the_abort() -> None:
     stage, first, second = await asked()
     stage.abort("e0", 0)
     stage.start("e1", 1)
@@ -373,7 +377,7 @@ async def test_a_turn_that_begins_again_waits_for_nobody() -> None:
     await finished(stage, second, 0)
 
 
-async def test_an_abort_while_it_waits_takes_the_start_back() -> None:
+async def test_an_abort_cancels_a_waiting_start() -> None:
     stage, first, second = await asked()
     stage.abort("e0", 0)
     stage.start("e1", 1, resume=True)
@@ -389,10 +393,8 @@ async def test_an_abort_while_it_waits_takes_the_start_back() -> None:
 
 
 @pytest.mark.parametrize("asks", [False, True])
-async def test_an_answer_that_crosses_the_abort_is_said_again(asks: bool) -> None:
-    """And so is what the attempt has asked for since, if anything: the core has heard
-    of neither.
-    """
+async def test_an_answer_that_crosses_an_abort_is_repeated(asks: bool) -> None:
+    """So is the attempt's next request, if any: the core has received neither."""
     stage, first, second = await asked()
     first.calls[0][1].set_result(result(20, finish=Finish.LENGTH))
     assert stage.task is not None
@@ -412,7 +414,7 @@ async def test_an_answer_that_crosses_the_abort_is_said_again(asks: bool) -> Non
         await asyncio.wait({following})
 
 
-async def test_an_answer_that_the_attempt_has_not_taken_yet_is_not_asked_for_again() -> None:
+async def test_an_answer_that_is_not_consumed_yet_is_not_requested_again() -> None:
     stage, first, second = await asked()
     first.calls[0][1].set_result(result(20, finish=Finish.LENGTH))
     await asyncio.sleep(0)
@@ -422,7 +424,7 @@ async def test_an_answer_that_the_attempt_has_not_taken_yet_is_not_asked_for_aga
     assert [done.dispatch for done in stage.of(TurnDone)] == [0, 1]
 
 
-async def test_a_turn_that_an_engine_refuses_begins_again() -> None:
+async def test_a_refused_turn_restarts() -> None:
     stage, first, second = await asked()
     first.calls[0][1].set_exception(EngineLostError("killed"))
     await turned()
@@ -444,9 +446,7 @@ async def test_a_turn_that_an_engine_refuses_begins_again() -> None:
         (result(20, finish=Finish.LENGTH, resumed_tokens=4, version=-1), 0),
     ],
 )
-async def test_an_answer_that_does_not_fit_fails_the_turn(
-    answer: GenerateResult, kept: int
-) -> None:
+async def test_an_inconsistent_answer_fails_the_turn(answer: GenerateResult, kept: int) -> None:
     stage, first, second = await asked()
     first.calls[0][1].set_exception(EngineLostError("killed"))
     await turned()
@@ -459,7 +459,7 @@ async def test_an_answer_that_does_not_fit_fails_the_turn(
     await finished(stage, first, kept)
 
 
-async def test_an_engine_that_is_gone_fails_the_turn_and_keeps_it() -> None:
+async def test_a_missing_engine_fails_the_dispatch_and_keeps_the_partial_turn() -> None:
     stage, first, second = await asked()
     first.calls[0][1].set_exception(EngineLostError("killed"))
     await turned()
@@ -473,7 +473,7 @@ async def test_an_engine_that_is_gone_fails_the_turn_and_keeps_it() -> None:
 
 
 @pytest.mark.parametrize("when", ["generating", "leaving", "waiting to start"])
-async def test_an_attempt_that_ends_leaves_nothing_behind(when: str) -> None:
+async def test_an_ended_attempt_releases_everything(when: str) -> None:
     stage, first, second = await asked()
     if when != "generating":
         stage.abort("e0", 0)
@@ -492,7 +492,7 @@ async def test_an_attempt_that_ends_leaves_nothing_behind(when: str) -> None:
 # What the core is told.
 
 
-async def test_the_core_is_told_of_long_turns_now_and_then() -> None:
+async def test_long_turns_are_reported_periodically() -> None:
     stage = Stage()
     stage.ask()
     await turned()
@@ -520,7 +520,7 @@ async def test_the_core_is_told_of_long_turns_now_and_then() -> None:
     assert stage.progress._timer is None  # nobody looks where there is nothing to see
 
 
-async def test_a_turn_that_leaves_its_engine_is_told_of_no_more() -> None:
+async def test_a_turn_without_an_engine_is_not_reported() -> None:
     stage = Stage()
     stage.ask()
     await turned()
@@ -546,12 +546,12 @@ async def test_a_turn_that_leaves_its_engine_is_told_of_no_more() -> None:
 # Real engines.
 
 LONG = 3500
-"""Tokens of a turn that takes our engine several seconds."""
+"""Number of tokens of a turn that takes the embedded engine several seconds."""
 
 
 @pytest.fixture
 async def engine_of(tmp_path: Path) -> AsyncIterator[Callable[[str], EngineClient]]:
-    """Starts deterministic engines of one model, in a process or in a thread."""
+    """Start deterministic engines of one model, in a process or in a thread."""
     model = str(tiny_checkpoint(tmp_path, max_position_embeddings=4096))
     spec = EngineSpec(id=EngineId("e"), model=model, kv_tokens=4096, deterministic=True, version=3)
     ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -575,8 +575,8 @@ async def engine_of(tmp_path: Path) -> AsyncIterator[Callable[[str], EngineClien
 
 
 class Watched:
-    """An engine that is killed, or told to abort, once it has told of its turn so many
-    times; `told` is done then.
+    """An engine that reports when it has streamed its turn `times` times; `told` is set
+    then.
     """
 
     def __init__(self, engine: EngineClient, times: int) -> None:
@@ -603,11 +603,11 @@ class Watched:
 
 
 @pytest.mark.parametrize("end", ["killed", pytest.param("aborted", marks=pytest.mark.slow)])
-async def test_a_turn_of_lost_engines_is_the_uninterrupted_one_bit_for_bit(
+async def test_a_turn_resumed_after_losses_equals_the_uninterrupted_one(
     engine_of: Callable[[str], EngineClient], end: str
 ) -> None:
-    """Killed by the kernel right after it has told: after the first time, then after
-    the second. Another one ends the turn.
+    """The kernel kills an engine after its first report, the next one after its second.
+    Another engine completes the turn.
     """
     sampling = Sampling(max_tokens=LONG, seed=11, allowed=tuple(range(2, 60)))
     doomed = [engine_of("process") for _ in range(2)]

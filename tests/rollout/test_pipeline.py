@@ -1,5 +1,5 @@
-"""An attempt's life under everything an environment, an engine or a cancellation can do
-to it.
+"""The lifecycle of an attempt under every behavior of an environment, an engine or a
+cancellation.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ def cancel(reason: StopReason = StopReason.STALE, attempt: int = 0) -> CancelTra
     return CancelTrajectory(trajectory_id=TRAJECTORY, attempt=attempt, reason=reason)
 
 
-async def test_a_whole_life(store: TrajectoryStore) -> None:
+async def test_a_complete_attempt(store: TrajectoryStore) -> None:
     harness = Harness(store)
     ended = await harness.play()
     assert (ended.stop_reason, ended.turns) == (StopReason.FINISHED, 2)
@@ -96,7 +96,7 @@ async def test_a_whole_life(store: TrajectoryStore) -> None:
     assert harness.pipeline.active_attempts == 0
 
 
-async def test_sampling_seeds_follow_from_run_trajectory_attempt_and_turn(
+async def test_sampling_seeds_depend_on_run_trajectory_attempt_and_turn(
     store: TrajectoryStore,
 ) -> None:
     async def seeds(attempt: int) -> list[int]:
@@ -156,7 +156,7 @@ async def test_sampling_seeds_follow_from_run_trajectory_attempt_and_turn(
         (Script(close=OSError("busy")), StopReason.FINISHED, ""),
     ],
 )
-async def test_whatever_an_environment_does_is_a_typed_end(
+async def test_every_behavior_of_an_environment_has_a_typed_stop_reason(
     store: TrajectoryStore, script: Script, reason: StopReason, error: str
 ) -> None:
     harness = Harness(store, script, step_s=0.05 if reason is StopReason.ENV_HANG else 10.0)
@@ -171,7 +171,7 @@ async def test_whatever_an_environment_does_is_a_typed_end(
         assert len(store) == 0  # failed attempts are for people, not for training
 
 
-async def test_limits_end_a_trajectory_as_the_agents_doing(store: TrajectoryStore) -> None:
+async def test_limits_end_a_trajectory_and_blame_the_agent(store: TrajectoryStore) -> None:
     endless = Script(steps=[Step.of("on")] * 20)
     assert (await Harness(store, endless, max_turns=3).play()).stop_reason is StopReason.MAX_TURNS
     ended = await Harness(store, endless, max_turns=20, max_tokens=100).play()
@@ -180,7 +180,7 @@ async def test_limits_end_a_trajectory_as_the_agents_doing(store: TrajectoryStor
     assert len(trajectory.sequences[0].tokens) <= 100
 
 
-async def test_a_turn_that_the_token_limit_cuts_is_not_played(store: TrajectoryStore) -> None:
+async def test_a_turn_cut_by_the_token_limit_is_not_stepped(store: TrajectoryStore) -> None:
     harness = Harness(store, max_tokens=60, max_turn_tokens=128)
     harness.engine.answer = said("x" * 10, finish=Finish.LENGTH)
     ended = await harness.play()
@@ -191,7 +191,7 @@ async def test_a_turn_that_the_token_limit_cuts_is_not_played(store: TrajectoryS
     )
 
 
-async def test_a_turn_that_its_own_limit_cuts_is_marked_counted_and_told(
+async def test_a_turn_cut_by_its_own_limit_is_marked_counted_and_reported(
     store: TrajectoryStore,
 ) -> None:
     cut = Harness(store, max_turn_tokens=4)
@@ -217,7 +217,7 @@ async def test_a_turn_that_its_own_limit_cuts_is_marked_counted_and_told(
     assert [span.finish_reason for span in trajectory.sequences[0].turns] == ["stop", "stop"]
 
 
-async def test_the_time_budget_counts_environment_and_generation_but_no_queueing(
+async def test_the_time_budget_excludes_queueing(
     store: TrajectoryStore,
 ) -> None:
     harness = Harness(store, Script(steps=[None]), time_s=0.2)
@@ -245,7 +245,7 @@ async def test_the_time_budget_counts_environment_and_generation_but_no_queueing
     assert (await harness.until(TrajectoryEnded)).stop_reason is StopReason.STALE
 
 
-async def test_time_in_the_engines_queue_is_told_and_is_no_active_time(
+async def test_time_in_the_engines_queue_is_reported_and_not_active(
     store: TrajectoryStore,
 ) -> None:
     harness = Harness(store, time_s=30.0)
@@ -258,7 +258,7 @@ async def test_time_in_the_engines_queue_is_told_and_is_no_active_time(
     assert ended.stop_reason is StopReason.TIME_BUDGET
 
 
-async def test_a_failed_turn_is_said_and_the_next_try_goes_on(store: TrajectoryStore) -> None:
+async def test_a_failed_turn_is_reported_and_dispatched_again(store: TrajectoryStore) -> None:
     harness = Harness(store)
     harness.init()
     await harness.until(EnvReady)
@@ -289,7 +289,7 @@ async def test_a_failed_turn_is_said_and_the_next_try_goes_on(store: TrajectoryS
     await harness.idle()
 
 
-async def test_text_alone_may_be_evaluated(store: TrajectoryStore) -> None:
+async def test_text_only_results_may_be_evaluated(store: TrajectoryStore) -> None:
     harness = Harness(store)
     harness.init(purpose=Purpose.EVAL)
     await harness.until(EnvReady)
@@ -302,7 +302,7 @@ async def test_text_alone_may_be_evaluated(store: TrajectoryStore) -> None:
     await harness.idle()
 
 
-async def test_a_lost_engine_says_so_itself_and_one_that_is_gone_fails_the_turn(
+async def test_a_missing_engine_fails_the_turn_but_a_lost_one_does_not(
     store: TrajectoryStore,
 ) -> None:
     harness = Harness(store)
@@ -326,7 +326,7 @@ async def test_a_lost_engine_says_so_itself_and_one_that_is_gone_fails_the_turn(
     await harness.idle()
 
 
-async def test_an_aborted_turn_is_forgotten_and_asked_again(store: TrajectoryStore) -> None:
+async def test_an_aborted_turn_is_dispatched_again(store: TrajectoryStore) -> None:
     harness = Harness(store)
     harness.init()
     await harness.until(EnvReady)
@@ -351,9 +351,9 @@ async def test_an_aborted_turn_is_forgotten_and_asked_again(store: TrajectorySto
     assert harness.engine.live == 0
 
 
-async def test_the_context_is_what_the_engine_has_seen(store: TrajectoryStore) -> None:
-    """From the moment on at which the turn is told to be over, whether or not the
-    episode has heard of it.
+async def test_the_context_is_what_the_engine_has_processed(store: TrajectoryStore) -> None:
+    """The context is complete from the moment at which the turn is reported as done,
+    even if the episode has not received the answer.
     """
     harness = Harness(store)
     seen: list[tuple[int, ...] | None] = []
@@ -372,7 +372,7 @@ async def test_the_context_is_what_the_engine_has_seen(store: TrajectoryStore) -
     assert harness.pipeline.context_of(TRAJECTORY, 1) is None
 
 
-async def test_a_rank_changes_where_the_turn_is_generated(store: TrajectoryStore) -> None:
+async def test_a_new_rank_reaches_the_engine_of_the_turn(store: TrajectoryStore) -> None:
     harness = Harness(store)
     harness.init()
     await harness.until(EnvReady)
@@ -417,7 +417,7 @@ STAGES = [
 
 
 @pytest.mark.parametrize("stage", STAGES)
-async def test_cancellation_at_any_await_ends_everything(
+async def test_cancellation_at_any_await_releases_everything(
     store: TrajectoryStore, stage: str
 ) -> None:
     script = Script(
@@ -466,9 +466,7 @@ async def test_cancellation_at_any_await_ends_everything(
 async def test_no_attempt_generates_beyond_its_cancellation(
     store: TrajectoryStore, seed: int
 ) -> None:
-    """Whichever attempt it is, whichever of its turns, at whichever try, with
-    unfinished turns kept or not.
-    """
+    """This holds for any attempt, turn and dispatch, with partial turns kept or not."""
     rng = random.Random(seed)
     attempt, turns, tries = rng.randrange(4), rng.randrange(4), rng.randrange(3)
     harness = Harness(
@@ -500,7 +498,9 @@ async def test_no_attempt_generates_beyond_its_cancellation(
     assert harness.engine.live == 0, f"attempt {attempt} generates on, in turn {turns}, try {tries}"
 
 
-async def test_a_cancellation_before_the_first_moment_still_ends(store: TrajectoryStore) -> None:
+async def test_a_cancellation_before_the_task_starts_ends_the_attempt(
+    store: TrajectoryStore,
+) -> None:
     harness = Harness(store)
     harness.init()
     harness.pipeline.cancel(cancel(StopReason.SURPLUS))
@@ -509,7 +509,7 @@ async def test_a_cancellation_before_the_first_moment_still_ends(store: Trajecto
     assert harness.provider.log == []
 
 
-async def test_cancelling_what_is_not_there_is_answered(store: TrajectoryStore) -> None:
+async def test_cancelling_an_unknown_attempt_is_answered(store: TrajectoryStore) -> None:
     harness = Harness(store)
     harness.pipeline.cancel(cancel())
     assert (await harness.until(TrajectoryEnded)).stop_reason is StopReason.STALE
@@ -543,7 +543,7 @@ async def test_cancelling_an_evaluation(store: TrajectoryStore, begun: bool) -> 
         (None, StopReason.REWARD_HANG, "the reward did not answer within 0.05 s"),
     ],
 )
-async def test_whatever_a_reward_does_is_never_a_reward_of_zero(
+async def test_a_failed_reward_is_never_zero(
     store: TrajectoryStore, score: Any, reason: StopReason, error: str
 ) -> None:
     harness = Harness(store, Script(score=score), step_s=0.05 if score is None else 10.0)
@@ -562,7 +562,7 @@ async def test_whatever_a_reward_does_is_never_a_reward_of_zero(
     )
 
 
-async def test_evaluated_trajectories_are_forgotten_and_trained_ones_kept_until_evicted(
+async def test_evaluated_trajectories_are_forgotten_and_others_kept_until_evicted(
     store: TrajectoryStore,
 ) -> None:
     harness = Harness(store)
@@ -586,7 +586,7 @@ async def test_evaluated_trajectories_are_forgotten_and_trained_ones_kept_until_
     assert len(TrajectoryReader(store._directory).entries) == 2
 
 
-async def test_commands_of_another_attempt_change_nothing(store: TrajectoryStore) -> None:
+async def test_ignores_commands_of_another_attempt(store: TrajectoryStore) -> None:
     harness = Harness(store)
     harness.init(attempt=1)
     await harness.until(EnvReady)
@@ -603,13 +603,13 @@ async def test_commands_of_another_attempt_change_nothing(store: TrajectoryStore
     await harness.idle()
 
 
-async def test_a_reward_that_nobody_can_compute_any_more_fails(store: TrajectoryStore) -> None:
+async def test_the_reward_of_a_discarded_attempt_fails(store: TrajectoryStore) -> None:
     harness = Harness(store)
     harness.eval()
     assert (await harness.until(RewardFailed)).stop_reason is StopReason.REWARD_ERROR
 
 
-async def test_the_end_of_the_world_kills_environments_and_keeps_the_record(
+async def test_shutdown_kills_environments_and_stores_the_record(
     store: TrajectoryStore,
 ) -> None:
     harness = Harness(store, Script(steps=[None]))
@@ -645,7 +645,7 @@ BAD = "\udcff \ud800"
         Script(steps=[Step.of(BAD), Step(done=True)]),
     ],
 )
-async def test_text_that_is_not_utf_8_ends_no_more_than_its_attempt(
+async def test_text_that_is_not_utf_8_ends_only_its_attempt(
     store: TrajectoryStore, tmp_path: Path, script: Script
 ) -> None:
     harness = Harness(store, script)
@@ -668,7 +668,7 @@ async def test_a_score_whose_error_is_not_utf_8(store: TrajectoryStore) -> None:
 
 
 class Broken:
-    """A driver with a bug in one of its stages; else it ends at once."""
+    """A driver with a bug in one of its stages; otherwise it ends at once."""
 
     def __init__(self, stage: str) -> None:
         self.stage, self.stop_reason = stage, StopReason.FINISHED
@@ -717,7 +717,7 @@ EMPTY = Trajectory(
 
 
 @pytest.mark.parametrize("stage", ["make", "init", "run", "trajectory"])
-async def test_a_bug_in_one_attempt_ends_that_attempt_alone(
+async def test_a_bug_in_one_attempt_ends_only_that_attempt(
     store: TrajectoryStore, stage: str
 ) -> None:
     def make(command: StartInit) -> Driver:
@@ -735,7 +735,7 @@ async def test_a_bug_in_one_attempt_ends_that_attempt_alone(
     assert len(store) == 0
 
 
-async def test_a_bug_in_one_score_ends_that_attempt_alone(store: TrajectoryStore) -> None:
+async def test_a_bug_in_one_score_ends_only_that_attempt(store: TrajectoryStore) -> None:
     harness = Harness(store, make=lambda _: Broken("score"))
     await harness.play()
     harness.eval()
@@ -745,7 +745,7 @@ async def test_a_bug_in_one_score_ends_that_attempt_alone(store: TrajectoryStore
     assert "a bug in score" in failed.error
 
 
-async def test_a_request_that_cannot_be_sent_fails_its_turn_alone(store: TrajectoryStore) -> None:
+async def test_a_request_that_cannot_be_sent_fails_only_its_turn(store: TrajectoryStore) -> None:
     harness = Harness(store)
 
     def refuses(request: object, heard: object = None) -> asyncio.Future[GenerateResult]:

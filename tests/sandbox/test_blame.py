@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from rollweave.envs.handlers.boxed import Boxed
+from rollweave.envs.handlers.sandboxes import SandboxHandler
 from rollweave.sandbox.base import Backend, Sandbox
 from rollweave.sandbox.tools import Bash, Editor, IPython
 from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxSpoiledError
@@ -35,7 +35,7 @@ async def test_to_end_or_stop_its_server_is_the_agents_doing(backend: Backend, s
     sandbox = await backend.start(SPEC)
     with pytest.raises(SandboxSpoiledError) as lost:
         await _twice(sandbox, python(SIGNALLED.replace("SIGNAL", signal)))
-    assert await Boxed().run_exception(lost.value) is not None
+    assert await SandboxHandler().run_exception(lost.value) is not None
     with pytest.raises(SandboxSpoiledError):
         await sandbox.exec(["true"])
 
@@ -55,7 +55,7 @@ async def test_what_we_end_is_no_doing_of_the_agents(backend: Backend) -> None:
             await sandbox.stop()
         with pytest.raises(SandboxLostError) as lost:
             await sandbox.exec(["true"])
-        assert await Boxed().run_exception(lost.value) is None
+        assert await SandboxHandler().run_exception(lost.value) is None
 
 
 @pytest.mark.parametrize("depth", [101, 2_000])

@@ -1,3 +1,3 @@
-"""Environments: what they owe, where they run, the built-in ones, and the source of
+"""Environments: their interface, their isolation, the built-in ones, and the source of
 their tasks.
 """

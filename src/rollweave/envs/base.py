@@ -1,34 +1,34 @@
-"""What an environment is: the words it exchanges with an agent, and the hooks that it
-may have.
+"""The interface of an environment: the messages that it exchanges with an agent, and
+its optional hooks.
 
-An `Env` is single use: made from the options of its `[[tasks]]` entry, `reset` once
-with a task, then `step` until done. Its methods may be `async`; then they run on the
-event loop that all trajectories share and must not block it. Plain methods may block:
-an environment that has any gets a thread for its life, on which they run one after
-another (`threads.py`). A class whose plain methods return at once may set `blocking =
-False`; they then run on the event loop. A call that does not return within
+An `Env` is single use: constructed from the options of its `[[tasks]]` entry, `reset`
+once with a task, then `step` until done. Its methods may be `async`; then they run on
+the event loop that all trajectories share and must not block it. Plain methods may
+block: an environment that has any gets a thread for its lifetime, on which they run one
+after another (`threads.py`). A class whose plain methods return at once may set
+`blocking = False`; they then run on the event loop. A call that does not return within
 `tasks.step_s` is abandoned, but only `isolation = "process"` can end it.
 
-Beyond `reset` and `step` everything is optional. Class methods, each of which gets the
-options of the `[[tasks]]` entry:
+Beyond `reset` and `step` everything is optional. The hooks are class methods, each of
+which receives the options of the `[[tasks]]` entry:
 
 - `make_task(*, index, seed, split, options) -> Task`: task number `index`, equal for
-  equal arguments. Without it every task is its own random seed.
-- `words(options) -> Sequence[str]`: what a word-level tokenizer must hold, so that
-  observations and actions are whole words.
+  equal arguments. Without it every task is only a random seed.
+- `words(options) -> Sequence[str]`: the vocabulary that a word-level tokenizer needs,
+  so that observations and actions are sequences of whole words.
 - `transcript(rng, options) -> Sequence[Message]`: one scripted conversation for the
-  supervised warm-up. Its docstring says what it contains, and whether that gives
-  answers away.
+  supervised warm-up. Its docstring says what it contains, and whether that reveals
+  answers.
 - `prompts(options) -> Iterable[tuple[str, Sequence[Message]]]`: the first messages of
-  every task, each with its place (file and line, for example), so that a dry run can
+  every task, each with its location (file and line, for example), so that a dry run can
   name those that are too long.
 - `allowed_words(options) -> Sequence[str]`: an action grammar: the only words that the
   agent may sample (empty: all).
-- `score(episode, options) -> float | Score` (may be async): the reward of a whole
+- `score(episode, options) -> float | Score` (may be async): the reward of a complete
   episode, computed in the EVAL stage, after the environment is closed. Without it the
   reward is the sum of the steps' rewards.
 
-And `close()`, which frees what `reset` took.
+An instance may also have `close()`, which releases what `reset` acquired.
 """
 
 import enum
@@ -46,9 +46,9 @@ Options = Mapping[str, Any]
 
 
 class Split(enum.StrEnum):
-    """What a task is for.
+    """The use of a task.
 
-    Tasks of different splits differ, wherever an environment has enough of them.
+    Tasks of different splits differ if an environment has enough of them.
     """
 
     TRAIN = "train"
@@ -61,10 +61,9 @@ HELD_OUT = 1 / 8
 
 
 class Observation(Struct, frozen=True, kw_only=True):
-    """The first messages.
+    """The first messages of an episode.
 
-    `state_key` is equal for equal situations within one task ("" means none): see
-    `TurnSpan`.
+    `state_key` is equal for equal states of one task ("" means none): see `TurnSpan`.
     """
 
     messages: tuple[Message, ...]
@@ -72,7 +71,7 @@ class Observation(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, content: str, *, role: Role = "user", state_key: str = "") -> Self:
-        """One message."""
+        """Return an observation of one message."""
         return cls(messages=(Message(role=role, content=content),), state_key=state_key)
 
 
@@ -102,7 +101,7 @@ class Step(Struct, frozen=True, kw_only=True):
         role: Role = "user",
         state_key: str = "",
     ) -> Self:
-        """An answer of one message."""
+        """Return a step with an answer of one message."""
         message = Message(role=role, content=content)
         return cls(
             messages=(message,), reward=reward, done=done, success=success, state_key=state_key
@@ -110,7 +109,7 @@ class Step(Struct, frozen=True, kw_only=True):
 
 
 class Episode(Struct, frozen=True, kw_only=True):
-    """An ended trajectory as the environment saw it.
+    """An ended trajectory from the environment's point of view.
 
     `rewards` has one entry for each step taken.
     """
@@ -122,14 +121,14 @@ class Episode(Struct, frozen=True, kw_only=True):
     stop_reason: StopReason = StopReason.FINISHED
 
     def actions(self) -> tuple[str, ...]:
-        """What the agent said, turn by turn."""
+        """Return the agent's messages, turn by turn."""
         return tuple(message.content for message in self.messages if message.role == "assistant")
 
 
 class Score(Struct, frozen=True, kw_only=True):
     """The reward of a trajectory, and whether the task was solved.
 
-    `success` None: not known, or not defined.
+    `success` is None if it is unknown or undefined.
     """
 
     reward: float
@@ -139,23 +138,23 @@ class Score(Struct, frozen=True, kw_only=True):
 class Env(Protocol):
     """A single-use environment.
 
-    A `step` that also has a parameter `finish_reason` receives how the agent's turn
-    ended: "stop", or "length" if it was cut at `max_turn_tokens`, so that `"righ"` need
-    not be taken for an answer. A scorer finds it in each message of the episode.
+    A `step` with a parameter `finish_reason` receives how the agent's turn ended:
+    "stop", or "length" if it was cut at `max_turn_tokens`, so that `"righ"` need not be
+    taken for an answer. A scorer finds it in each message of the episode.
     """
 
     def reset(self, task: Task) -> Observation | Awaitable[Observation]:
         """Begin `task`."""
 
     def step(self, action: str) -> Step | Awaitable[Step]:
-        """Take the agent's words.
+        """Apply the agent's message.
 
-        Must not raise for words that make no sense: say so in the answer.
+        It must not raise for a message that makes no sense; the answer should say so.
         """
 
 
 def new_task(*, seed: int = 0, **payload: Any) -> Task:
-    """A task for `make_task` to return.
+    """Return a task for `make_task` to return.
 
     The task source fills in id, domain and limits.
     """
@@ -163,7 +162,7 @@ def new_task(*, seed: int = 0, **payload: Any) -> Task:
 
 
 def payload_of(task: Task) -> dict[str, Any]:
-    """What `new_task` was given."""
+    """Return the payload with which `new_task` was called."""
     payload = json.loads(task.payload)
     if not isinstance(payload, dict):
         raise ValueError(f"task.payload must be a JSON object, got {task.payload[:80]}")
@@ -171,13 +170,13 @@ def payload_of(task: Task) -> dict[str, Any]:
 
 
 def mix(*parts: object) -> int:
-    """A seed of 63 bits that depends on every part."""
+    """Return a seed of 63 bits that depends on every part."""
     text = "\x1f".join(map(str, parts))
     return xxhash.xxh3_64_intdigest(text.encode()) >> 1
 
 
 def split_of(thing: str) -> Split:
-    """The split that a task belongs to by its own content.
+    """Return the split to which a task belongs by its content.
 
     So no training task is ever in a held-out set, whatever is drawn.
     """

@@ -1,5 +1,5 @@
-"""Where the user's code ends and ours begins: the one place in which its failures and
-its garbage are found.
+"""The boundary between user code and Rollweave: the one place where its exceptions and
+its malformed values are detected.
 
 Invariant: what passes is an `Observation`, `Step` or `Score` of the right types with
 finite numbers; everything else becomes an `EnvError` or `RewardError` that says what
@@ -16,9 +16,9 @@ import xxhash
 
 from rollweave.envs.base import Episode, Observation, Options, Score, Step
 from rollweave.envs.faults import Faulty, reward_fault
-from rollweave.envs.foreign import running_task, text_of, type_name, what_happened
+from rollweave.envs.foreign import describe_error, running_task, text_of, type_name
 from rollweave.envs.registry import resolve
-from rollweave.envs.threads import Via, apart, directly
+from rollweave.envs.threads import Caller, call_in_thread, call_inline
 from rollweave.schema.config.sections import FaultsConfig
 from rollweave.schema.errors import EnvError, Interrupted, RewardError
 from rollweave.schema.text import valid, valid_tree
@@ -27,33 +27,36 @@ from rollweave.schema.work import Task
 T = TypeVar("T", Observation, Step)
 N = TypeVar("N", Observation, Step, Score)
 
-RAISED = (BaseException,)
-"""Exceptions that the user's code may raise. Ctrl-C raises no KeyboardInterrupt here:
-the run handles signals in its event loop, and as a last resort raises `Interrupted`,
-which is not caught.
+USER_EXCEPTIONS = (BaseException,)
+"""Exceptions that user code may raise. Ctrl-C raises no KeyboardInterrupt here: the run
+handles signals in its event loop, and as a last resort raises `Interrupted`, which is
+not caught.
 """
 
-CANNOT = (msgspec.ValidationError, TypeError, ValueError, OverflowError, RecursionError)
+CONVERSION_ERRORS = (msgspec.ValidationError, TypeError, ValueError, OverflowError, RecursionError)
 """Exceptions that the conversion of a malformed value may raise."""
 
 LARGEST_REWARD = 1e12
-"""Rewards are squared and summed, in float32 too: beyond this that overflows."""
+"""Maximum absolute reward: rewards are squared and summed, in float32 too, and larger
+ones overflow.
+"""
 
 SHOWN = 80
-"""Characters of garbage that an error quotes."""
+"""Maximum characters of a malformed value that an error quotes."""
 
 LEAST_CHARS, CHARS_PER_TOKEN = 1 << 20, 16
-"""Maximum number of characters in the messages of one answer: at least the first, and
-the second for each token of the task's limit. Tokenizing takes a second for each
+"""Limits of the number of characters in the messages of one answer: at least the first,
+and the second for each token of the task's limit. Tokenizing takes a second for each
 megabyte, during which all trajectories wait.
 """
 
 KEY_CHARS = 1024
-"""Maximum length of a `state_key` that is kept as it is; every turn repeats its key."""
+"""Maximum length of a `state_key` that is kept unchanged; every turn repeats its key.
+"""
 
 
 class GuardedEnv:
-    """One environment of the user's, made, called and checked.
+    """A user's environment whose construction, calls and results are checked.
 
     All methods raise `EnvError` and nothing else.
     """
@@ -66,15 +69,15 @@ class GuardedEnv:
         faults: FaultsConfig,
         seed: int,
         block: bool,
-        via: Via = directly,
+        via: Caller = call_inline,
     ) -> None:
         try:
             env = resolve(name)(**options)
         except Interrupted:
             raise
-        except RAISED as error:
-            raise EnvError(what_happened("making the environment", error)) from error
-        self._hears_finish = takes_finish_reason(env)
+        except USER_EXCEPTIONS as error:
+            raise EnvError(describe_error("making the environment", error)) from error
+        self._takes_finish_reason = takes_finish_reason(env)
         self._env = Faulty(env, faults, seed=seed, block=block, via=via)
         self._most_chars = LEAST_CHARS
 
@@ -88,14 +91,14 @@ class GuardedEnv:
         return observation
 
     async def step(self, action: str, *, finish_reason: str = "stop") -> Step:
-        """Take the agent's words.
+        """Apply the agent's message.
 
-        Passes on how they ended, if the environment's `step` has a parameter
+        Passes on how it ended, if the environment's `step` has a parameter
         `finish_reason`.
         """
-        more = {"finish_reason": finish_reason} if self._hears_finish else {}
+        more = {"finish_reason": finish_reason} if self._takes_finish_reason else {}
         step = _checked(await self._called("step", action, **more), Step, "step")
-        if not abs(step.reward) <= LARGEST_REWARD:  # nor is NaN
+        if not abs(step.reward) <= LARGEST_REWARD:  # also refuses NaN
             raise EnvError(
                 f"step must return a finite reward, at most {LARGEST_REWARD:g}, got {step.reward}"
             )
@@ -107,7 +110,7 @@ class GuardedEnv:
         return step
 
     async def close(self) -> None:
-        """Free what `reset` took."""
+        """Call the environment's `close`."""
         await self._called("close")
 
     def _check_size(self, answer: Observation | Step, method: str) -> None:
@@ -125,34 +128,35 @@ class GuardedEnv:
         except asyncio.CancelledError as error:
             if _asked_to_cancel():
                 raise
-            raise EnvError(what_happened(method, error)) from error
+            raise EnvError(describe_error(method, error)) from error
         except Interrupted:
             raise
-        except RAISED as error:
+        except USER_EXCEPTIONS as error:
             if _is_closing(error, task):
                 raise
-            raise EnvError(what_happened(method, error)) from error
+            raise EnvError(describe_error(method, error)) from error
 
 
 def takes_finish_reason(env: Any) -> bool:
-    """True if the environment's `step` has a parameter of this name."""
+    """Return whether the environment's `step` has a parameter `finish_reason`."""
     try:
         return "finish_reason" in inspect.signature(env.step).parameters
-    except RAISED:  # there is no `step`, which its first call will report, or it has no signature
+    except USER_EXCEPTIONS:
+        # There is no `step`, which its first call will report, or it has no signature.
         return False
 
 
-async def scored(
+async def score_episode(
     name: str,
     options: Options,
     episode: Episode,
     *,
     faults: FaultsConfig,
     seed: int,
-    via: Via = apart,
+    via: Caller = call_in_thread,
 ) -> Score:
-    """Return the reward of an episode: from the class's `score`, else the sum of the
-    steps' rewards. Raises RewardError.
+    """Return the reward of an episode: from the class's `score`, otherwise the sum of
+    the steps' rewards. Raises RewardError.
     """
     task = running_task()
     try:
@@ -160,44 +164,44 @@ async def scored(
         hook = getattr(resolve(name), "score", None)
         if hook is None:
             return Score(reward=math.fsum(episode.rewards), success=episode.success)
-        found = await via(hook, episode, options)
+        value = await via(hook, episode, options)
     except asyncio.CancelledError as error:
         if _asked_to_cancel():
             raise
-        raise RewardError(what_happened("score", error)) from error
+        raise RewardError(describe_error("score", error)) from error
     except Interrupted:
         raise
-    except RAISED as error:
+    except USER_EXCEPTIONS as error:
         if _is_closing(error, task):
             raise
-        raise RewardError(what_happened("score", error)) from error
-    return checked_score(found, "score", success=episode.success)
+        raise RewardError(describe_error("score", error)) from error
+    return checked_score(value, "score", success=episode.success)
 
 
-def checked_score(found: Any, method: str, *, success: bool | None) -> Score:
-    """What `method` returned as a Score; a number's `success` is the given one.
+def checked_score(value: Any, method: str, *, success: bool | None) -> Score:
+    """Convert what `method` returned to a Score; a number's `success` is the given one.
 
     Raises RewardError.
     """
     try:
-        found = _plain(found) if hasattr(found, "item") else found
-        if isinstance(found, int | float):
-            found = Score(reward=float(found), success=success)
-        score = _typed(found, Score) if isinstance(found, Score) else None
+        value = _plain(value) if hasattr(value, "item") else value
+        if isinstance(value, int | float):
+            value = Score(reward=float(value), success=success)
+        score = _typed(value, Score) if isinstance(value, Score) else None
     except Interrupted:
         raise
-    except RAISED as error:  # from the value's own methods, too
+    except USER_EXCEPTIONS as error:  # also from the value's own methods
         raise RewardError(f"{method} must return a number or a Score: {_why(error)}") from error
     if score is None or not abs(score.reward) <= LARGEST_REWARD:
         raise RewardError(
             f"{method} must return a finite number, at most {LARGEST_REWARD:g}, or "
-            f"a Score, got {_short(found)}"
+            f"a Score, got {_short(value)}"
         )
     return score
 
 
 def _asked_to_cancel() -> bool:
-    """Whether the caller cancels, or its time is up; otherwise the user's code raised
+    """Return whether the caller cancels, or its time is up; otherwise user code raised
     CancelledError by itself.
     """
     task = asyncio.current_task()
@@ -205,7 +209,7 @@ def _asked_to_cancel() -> bool:
 
 
 def _is_closing(error: BaseException, task: asyncio.Task[Any] | None) -> bool:
-    """Whether Python closes the coroutine of `task`, which awaits the user's code;
+    """Return whether Python closes the coroutine of `task`, which awaits user code;
     otherwise that code raised GeneratorExit.
     """
     return issubclass(type(error), GeneratorExit) and (task is None or running_task() is not task)
@@ -217,7 +221,7 @@ def _checked(value: Any, kind: type[T], method: str) -> T:
             return msgspec.structs.replace(_typed(value, kind), state_key=_key(value.state_key))
     except Interrupted:
         raise
-    except RAISED as error:  # from the value's own methods, too
+    except USER_EXCEPTIONS as error:  # from the value's own methods, too
         raise EnvError(
             f"{method} must return {kind.__name__} of the right types: {_why(error)}"
         ) from error
@@ -241,7 +245,7 @@ def _typed(value: Any, kind: type[N]) -> N:
 
 
 def _plain(value: Any) -> Any:
-    """A Python number for a number of numpy or torch."""
+    """Return a Python number for a number of numpy or torch."""
     if not hasattr(value, "item"):
         raise TypeError(f"{type_name(value)} is not supported")
     return value.item()
@@ -250,14 +254,14 @@ def _plain(value: Any) -> Any:
 def _short(value: Any) -> str:
     try:
         text = "".join(repr(value))
-    except RAISED:
+    except USER_EXCEPTIONS:
         text = f"a {type_name(value)} that cannot be shown"
     return valid(text if len(text) <= SHOWN else f"{text[:SHOWN]}…")
 
 
 def _why(error: BaseException) -> str:
-    """What the conversion of a value raised; a malformed value's error says it all,
-    without its name.
+    """Describe what the conversion of a value raised; for a malformed value the error's
+    text suffices without its name.
     """
     text = text_of(error)
-    return text if issubclass(type(error), CANNOT) else f"{type_name(error)}: {text}"
+    return text if issubclass(type(error), CONVERSION_ERRORS) else f"{type_name(error)}: {text}"

@@ -1,7 +1,7 @@
 """Arithmetic with a calculator: call the tool, read its result, answer.
 
-Invariants: an expression belongs to exactly one split by its own hash; every text of
-the environment is made of `words()`.
+Invariants: an expression belongs to exactly one split by its hash; every text of the
+environment consists of `words()`.
 """
 
 import random
@@ -34,7 +34,7 @@ With 9 a tiny model did worse on held-out questions, in one comparison.
 """
 
 MOST = 50
-"""Greatest `largest`: every number that can come up is a word of its own."""
+"""Maximum of `largest`: every number that can occur is one word."""
 
 CALL_REWARD = 0.2
 INVALID_REWARD = -0.1
@@ -45,12 +45,12 @@ _ANSWER = re.compile(r"\s*<answer>\s*(-?\d{1,8})\s*</answer>\s*", re.ASCII)
 
 
 class Calculator:
-    """` 3 + 4 =?`; the agent calls `<tool> 3 + 4</tool>`, reads ` result 7`, and ends
-    with `<answer> 7</answer>`.
+    """The question is ` 3 + 4 =?`; the agent calls `<tool> 3 + 4</tool>`, reads `
+    result 7`, and ends with `<answer> 7</answer>`.
 
-    Reward 1 for the right answer, 0.2 for the first call of exactly the question, -0.1
-    for words that are neither. `answers` is the share of the warm-up's transcripts that
-    are solved rightly.
+    The reward is 1 for the right answer, 0.2 for the first call of exactly the
+    question, and -0.1 for a message that is neither. `answers` is the share of the
+    warm-up's transcripts that are solved correctly.
     """
 
     blocking = False
@@ -97,7 +97,7 @@ class Calculator:
 
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
-        """A random expression of the split."""
+        """Return a random expression of the split."""
         env, rng = cls(**options), random.Random(mix(seed, split, index))
         while True:
             question = env._draw(rng)
@@ -122,8 +122,8 @@ class Calculator:
 
     @classmethod
     def transcript(cls, rng: random.Random, options: Options) -> Sequence[Message]:
-        """Right solutions (a share of `answers`, half by default), and random calls and
-        answers: it gives the policy away.
+        """Return a correct solution (a share of `answers`, half by default), or random
+        calls and answers: it reveals the policy.
 
         The random ones use the numbers of the question and of the results in any order.
         """

@@ -1,8 +1,8 @@
-"""Failures and latencies injected into environments and rewards, as `[faults]` asks,
-for tests and benches.
+"""Failures and latencies that `[faults]` injects into environments and rewards, for
+tests and benchmarks.
 
 Invariant: what happens at a call depends on `(seed, call number)` alone, so a run with
-faults can be repeated.
+faults is reproducible.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from rollweave.envs.base import mix
-from rollweave.envs.threads import Via, directly
+from rollweave.envs.threads import Caller, call_inline
 from rollweave.schema.config.sections import FaultsConfig
 from rollweave.schema.work import Task
 
@@ -22,13 +22,13 @@ GARBAGE = "not an observation"
 
 
 class InjectedError(RuntimeError):
-    """A failure that `[faults]` asked for."""
+    """A failure injected by `[faults]`."""
 
 
 class Faulty:
-    """An environment with faults.
+    """An environment with injected faults.
 
-    `block`: a hang blocks the thread, as a real one does, instead of waiting politely.
+    With `block`, a hang blocks the thread, as a real one does, instead of awaiting.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Faulty:
         *,
         seed: int,
         block: bool,
-        via: Via = directly,
+        via: Caller = call_inline,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._env, self._faults, self._seed, self._block, self._sleep = (
@@ -82,6 +82,6 @@ class Faulty:
 
 
 def reward_fault(faults: FaultsConfig, *, seed: int) -> None:
-    """Raise where `faults.reward_error` strikes the reward of this trajectory."""
+    """Raise if `faults.reward_error` applies to the reward of this trajectory."""
     if random.Random(mix(seed, "reward")).random() < faults.reward_error:
         raise InjectedError("injected by faults.reward_error")

@@ -1,5 +1,4 @@
-"""What can be said of the user's values and exceptions, whatever their classes do when
-they are asked.
+"""Descriptions of user values and exceptions that are safe whatever their classes do.
 
 Invariant: nothing here raises, because the attributes and methods of a foreign object
 are foreign code as well.
@@ -13,7 +12,7 @@ from rollweave.schema.errors import RollweaveError
 from rollweave.schema.text import shortened, valid
 
 _NAME = type.__dict__["__name__"]
-"""The name that Python keeps of a class; a metaclass may define another `__name__`."""
+"""The descriptor of a class's name; a metaclass may define another `__name__`."""
 
 
 def type_name(value: Any) -> str:
@@ -22,17 +21,17 @@ def type_name(value: Any) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return what the exception says, in valid text of limited length."""
+    """Return the exception's text, as valid text of limited length."""
     try:
         return shortened("".join(str(error)))
     except BaseException:
         return "(its text cannot be shown)"
 
 
-def what_happened(method: str, error: BaseException) -> str:
-    """Return the error and the last place in the code that it came from."""
+def describe_error(method: str, error: BaseException) -> str:
+    """Return the error and the last location in the code that it came from."""
     text = text_of(error)
-    # `isinstance` asks the exception's `__class__`, too
+    # `isinstance` would also consult the exception's `__class__`.
     if issubclass(type(error), RollweaveError):
         return f"{method}: {text}"
     return valid(f"{method} raised {type_name(error)}: {text}{_place(error)}")
@@ -47,7 +46,7 @@ def _place(error: BaseException) -> str:
 
 
 def running_task() -> asyncio.Task[Any] | None:
-    """Return the task that runs now, if one does.
+    """Return the task that is running now, if any.
 
     A GeneratorExit that arrives while the task of the coroutine runs was raised by the
     code that it awaits. When Python closes a coroutine, its task does not run.

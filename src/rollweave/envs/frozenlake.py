@@ -1,9 +1,9 @@
 """Gymnasium's FrozenLake (4×4, not slippery) in words: find the goal, avoid the holes.
 
-Invariants: with `maps = "random"` a map belongs to exactly one split by its own hash,
-so no training map is ever held out; the tasks of a held-out split are distinct maps
-until all (more than 400) have come; equal arguments give equal tasks. Held-out tasks
-always begin at the map's start.
+Invariants: with `maps = "random"` a map belongs to exactly one split by its hash, so no
+training map is ever held out; the tasks of a held-out split are distinct maps until all
+(more than 400) have been used; equal arguments give equal tasks. Held-out tasks always
+begin at the map's start.
 """
 
 import copy
@@ -34,7 +34,7 @@ with from_extra("envs"):
 
 SIZE = 4
 FROZEN = 0.8
-"""Share of frozen cells of a random map: gymnasium's own."""
+"""Share of frozen cells of a random map: gymnasium's default."""
 
 FIXED = ("SFFF", "FHFH", "FFFH", "HFFG")
 """Gymnasium's default map."""
@@ -44,8 +44,8 @@ MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))
 SEEN_AS = {"S": "ice", "F": "ice", "H": "hole", "G": "goal"}
 INVALID_REWARD = -0.1
 AWAY = {"random": 0.3, "fixed": 0.5}
-"""Share of training tasks that begin at some other cell that has a way to the goal: so
-that the agent also meets places which its own habits would avoid.
+"""Share of training tasks that begin at another cell with a path to the goal, so that
+the agent also visits states that its policy would avoid.
 """
 TRANSCRIPT_TURNS = 14
 
@@ -55,11 +55,11 @@ Map = tuple[str, ...]
 
 
 class FrozenLake:
-    """` hole=b2 … at=a1 left=wall down=ice right=ice up=wall`; the agent answers
-    `<down>`. Reward 1 at the goal.
+    """An observation is ` hole=b2 … at=a1 left=wall down=ice right=ice up=wall`; the
+    agent answers `<down>`. The reward at the goal is 1.
 
-    Words that are no move cost 0.1 and a turn. Holes are named in the first message
-    only, cells that were visited in this episode are `seen`; columns are letters, rows
+    A message that is no move costs 0.1 and a turn. Holes are named in the first message
+    only; cells that were visited in this episode are `seen`; columns are letters, rows
     numbers.
     """
 
@@ -76,7 +76,7 @@ class FrozenLake:
     def reset(self, task: Task) -> Observation:
         payload = payload_of(task)
         self._map = tuple(payload["map"])
-        self._lake = copy.copy(_lake(self._map))  # the table of moves is shared, the place is not
+        self._lake = copy.copy(_lake(self._map))  # shares the table of moves, not the position
         self._lake.reset(seed=task.seed % 2**31)
         self._lake.s = payload.get("start", 0)
         self._visited = {self._place()}
@@ -84,10 +84,10 @@ class FrozenLake:
         return Observation.of(holes + self._look(), state_key=self._look())
 
     def step(self, action: str) -> Step:
-        found = _ACTION.fullmatch(action)
-        if found is None:
+        move = _ACTION.fullmatch(action)
+        if move is None:
             return Step.of(" invalid" + self._look(), reward=INVALID_REWARD, state_key=self._look())
-        _, reward, done, _, _ = self._lake.step(DIRECTIONS.index(found[1]))
+        _, reward, done, _, _ = self._lake.step(DIRECTIONS.index(move[1]))
         self._visited.add(self._place())
         if not done:
             return Step.of(self._look(), state_key=self._look())
@@ -99,8 +99,9 @@ class FrozenLake:
         return divmod(int(self._lake.s), SIZE)
 
     def _look(self) -> str:
-        """Where the agent is and what lies around; also what two situations on one map
-        must share to be equal.
+        """Return the agent's position and its neighborhood.
+
+        Two states on one map are equal if these are.
         """
         row, column = self._place()
         around = ""
@@ -113,9 +114,10 @@ class FrozenLake:
 
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
-        """A solvable map.
+        """Return a solvable map.
 
-        Held-out maps are distinct; training maps come as often as they are likely.
+        Held-out maps are distinct; training maps occur in proportion to their
+        probability.
         """
         maps = _known(options.get("maps", "random"))
         if split is Split.TRAIN:
@@ -144,15 +146,15 @@ class FrozenLake:
 
     @classmethod
     def allowed_words(cls, options: Options) -> Sequence[str]:
-        """With option `grammar = true`: one of the four moves."""
+        """Return the four moves with option `grammar = true`."""
         return (
             [f"<{direction}>" for direction in DIRECTIONS] if options.get("grammar", False) else []
         )
 
     @classmethod
     def transcript(cls, rng: random.Random, options: Options) -> Sequence[Message]:
-        """Uniformly random moves on a training map: the format of a turn and what moves
-        do, not which move is good.
+        """Return uniformly random moves on a training map: the format of a turn and the
+        effect of moves, not which move is good.
         """
         task = cls.make_task(
             index=rng.getrandbits(32), seed=rng.getrandbits(32), split=Split.TRAIN, options=options
@@ -176,9 +178,9 @@ def _known(maps: Any) -> str:
 
 
 def _lake(rows: Map) -> Any:
-    """Gymnasium's environment on a map.
+    """Return gymnasium's environment on a map.
 
-    Making one takes a millisecond, and the members of a group have the same map.
+    Its construction takes a millisecond, and the members of a group have the same map.
     """
     return gymnasium.make(
         "FrozenLake-v1", desc=list(rows), is_slippery=False, disable_env_checker=True
@@ -200,12 +202,12 @@ def _seen(lake: Map, row: int, column: int) -> str:
 
 
 def solvable(lake: Map) -> bool:
-    """True if a path of ice leads from the start to the goal."""
+    """Return whether a path of ice leads from the start to the goal."""
     return (0, 0) in _ways_to_goal(lake)
 
 
 def _ways_to_goal(lake: Map) -> set[tuple[int, int]]:
-    """Every cell from which the goal can be reached, the goal included."""
+    """Return every cell from which the goal can be reached, the goal included."""
     goal = (SIZE - 1, SIZE - 1)
     frontier, reached = [goal], {goal}
     while frontier:
@@ -219,14 +221,14 @@ def _ways_to_goal(lake: Map) -> set[tuple[int, int]]:
 
 
 def _somewhere(lake: Map, rng: random.Random) -> int:
-    """A random cell with a way to the goal, by gymnasium's number."""
+    """Return a random cell with a path to the goal, by gymnasium's number."""
     row, column = rng.choice(sorted(_ways_to_goal(lake) - {(SIZE - 1, SIZE - 1)}))
     return row * SIZE + column
 
 
 def _random_map(rng: random.Random) -> Map:
-    """A solvable map, drawn as gymnasium's `generate_random_map` draws: every cell by
-    itself, again until solvable.
+    """Return a solvable map, drawn like gymnasium's `generate_random_map`: every cell
+    independently, repeated until solvable.
     """
     while True:
         cells = ["F" if rng.random() < FROZEN else "H" for _ in range(SIZE * SIZE)]
@@ -248,11 +250,11 @@ def _training_map(rng: random.Random) -> Map:
 
 @functools.lru_cache(8)
 def _held_out_maps(seed: int, split: Split) -> list[Map]:
-    """Every solvable map of a held-out split, in the order of drawing without
+    """Return every solvable map of a held-out split, in the order of drawing without
     replacement.
 
-    Each key is exponential with the map's probability as rate: sorting by it is drawing
-    in proportion to probability.
+    Each key is exponential with the map's probability as rate: sorting by it is
+    equivalent to drawing in proportion to probability.
     """
     rng = random.Random(mix(seed, split))
     drawn: list[tuple[float, Map]] = []

@@ -1,7 +1,7 @@
 """Gymnasium's environments and reasoning-gym's datasets under one name.
 
-`id` is what `gymnasium.make` takes ("FrozenLake-v1"), or "reasoning_gym/" and a dataset
-("reasoning_gym/chain_sum").
+`id` is an argument of `gymnasium.make` ("FrozenLake-v1"), or "reasoning_gym/" and a
+dataset ("reasoning_gym/chain_sum").
 """
 
 import math
@@ -29,8 +29,8 @@ class Gym:
     """An environment in words (`gym_text.GymText`), or a dataset's questions
     (`reasoning.Reasoning`).
 
-    `make` are its settings, `prompt` is said first. `actions` and `observe` are for
-    environments alone: see there.
+    `make` are its settings, and `prompt` precedes the first observation. `actions` and
+    `observe` are for environments only: see `GymText`.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Gym:
 
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
-        """A question of the split; of an environment, a random seed.
+        """Return a question of the split, or for an environment a random seed.
 
-        Raises ConfigError where a dataset has too few.
+        Raises ConfigError if a dataset has too few questions.
         """
         kind, own = _kind(options)
         if hasattr(kind, "make_task"):
@@ -77,30 +77,30 @@ class Gym:
 
     @classmethod
     def score(cls, episode: Episode, options: Options) -> Score:
-        """What the dataset says of the answer; of an environment, the sum of its
-        rewards.
+        """Return the dataset's score of the answer, or for an environment the sum of
+        its rewards.
         """
         kind, own = _kind(options)
         if hasattr(kind, "score"):
-            found: Score = kind.score(episode, own)
-            return found
+            score: Score = kind.score(episode, own)
+            return score
         return Score(reward=math.fsum(episode.rewards), success=episode.success)
 
     @classmethod
     def words(cls, options: Options) -> Sequence[str]:
-        """The names of the actions.
+        """Return the names of the actions.
 
-        What the environment writes is not known beforehand.
+        The environment's own texts are not known beforehand.
         """
         kind, own = _kind(options)
-        found: Sequence[str] = kind.words(own) if hasattr(kind, "words") else ()
-        return found
+        words: Sequence[str] = kind.words(own) if hasattr(kind, "words") else ()
+        return words
 
 
 def _kind(options: Options) -> tuple[Any, dict[str, Any]]:
-    """The class behind `id`, and its options.
+    """Return the class behind `id`, and its options.
 
-    Each is imported when it is wanted: both libraries are slow to load.
+    Each is imported on demand: both libraries are slow to load.
     """
     if not options["id"].startswith(DATASETS):
         from rollweave.envs.gym_text import GymText

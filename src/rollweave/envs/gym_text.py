@@ -1,5 +1,5 @@
-"""Any gymnasium environment whose observations can be written and whose actions can be
-named.
+"""Any gymnasium environment whose observations can be written as text and whose actions
+can be named.
 """
 
 import re
@@ -24,12 +24,12 @@ _NUMBER = re.compile(r"\s*(\d{1,9})\s*", re.ASCII)
 class GymText:
     """`gymnasium.make(id, **make)` in words.
 
-    With a `Discrete` action space the agent answers one of `actions` (by place), or the
-    number itself where none are named; with a `Text` space its words are the action.
+    With a `Discrete` action space the agent answers one of `actions` (by position), or
+    the number if none are named; with a `Text` space its message is the action.
     Observations are written as they are, or as the environment renders itself (`observe
-    = "render"`, with `make = { render_mode = "ansi" }`). `prompt` is said first. What
-    is no action costs 0.1. Whether an episode succeeded is taken from `info["success"]`
-    at its end, and otherwise unknown.
+    = "render"`, with `make = { render_mode = "ansi" }`). `prompt` precedes the first
+    observation. An invalid action costs 0.1. Whether an episode succeeded is taken from
+    `info["success"]` at its end, and is otherwise unknown.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class GymText:
 
     @classmethod
     def words(cls, options: Options) -> Sequence[str]:
-        """The names of the actions.
+        """Return the names of the actions.
 
-        What the environment writes is not known beforehand.
+        The environment's own texts are not known beforehand.
         """
         return [*options.get("actions", ()), INVALID]
 
@@ -94,7 +94,7 @@ class GymText:
         return shown if isinstance(shown, str) else str(shown)
 
     def _parsed(self, action: str) -> Any:
-        """The action in the environment's own terms; None for words that are none."""
+        """Return the environment's action; None for a message that is none."""
         space, words = self._env.action_space, action.strip()
         if isinstance(space, Text):
             return next((text for text in (action, words) if space.contains(text)), None)

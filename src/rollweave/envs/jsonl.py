@@ -1,6 +1,6 @@
 """A JSONL file of prompts and a reward function: a task without writing an environment.
 
-Which records there are and who gets them is `records.py`'s.
+`records.py` reads the file and chooses its records.
 """
 
 import functools
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rollweave.envs.base import Episode, Observation, Options, Split, Step, new_task, payload_of
-from rollweave.envs.records import drawn, messages_of, placed, records
+from rollweave.envs.records import draw_record, messages_of, numbered_records, records
 from rollweave.envs.registry import load
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError
@@ -16,12 +16,12 @@ from rollweave.schema.work import Task
 
 
 class Jsonl:
-    """One turn: the record's `prompt` (text, or a list of messages), then what the
-    agent says is scored.
+    """One turn: the agent answers the record's `prompt` (text, or a list of messages),
+    and its answer is scored.
 
     `reward` is `package.module:function`, called as `function(record, answer)` with the
-    record as a dict, may be async, and returns a number or a `Score`. `held_out` is a
-    file of held-out records; without it two eighths of `path` are held out.
+    record as a dict; it may be async, and returns a number or a `Score`. `held_out` is
+    a file of held-out records; without it two eighths of `path` are held out.
     """
 
     def __init__(
@@ -41,44 +41,46 @@ class Jsonl:
 
     def reset(self, task: Task) -> Observation:
         payload = payload_of(task)
-        asked = records(payload["file"], self._prompt)[payload["row"]][self._prompt]
-        return Observation(messages=_begun(self._system, asked))
+        prompt = records(payload["file"], self._prompt)[payload["row"]][self._prompt]
+        return Observation(messages=_first_messages(self._system, prompt))
 
     def step(self, action: str) -> Step:
         return Step(done=True)
 
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
-        """The next record of the split.
+        """Return the next record of the split.
 
-        Raises ConfigError for options that are wrong, and where the split is empty.
+        Raises ConfigError for invalid options, and for an empty split.
         """
         _reward(options["reward"])
         prompt, held_out = options.get("prompt", "prompt"), options.get("held_out", "")
-        file, row = drawn(options["path"], held_out, prompt, index=index, seed=seed, split=split)
+        file, row = draw_record(
+            options["path"], held_out, prompt, index=index, seed=seed, split=split
+        )
         return new_task(file=file, row=row)
 
     @classmethod
     def prompts(cls, options: Options) -> Iterator[tuple[str, tuple[Message, ...]]]:
-        """Yield the place of each prompt in the files, with the messages that an
-        episode begins with.
+        """Yield the location of each prompt in the files, with the messages with which
+        an episode begins.
         """
         prompt = options.get("prompt", "prompt")
         for file in dict.fromkeys((options["path"], options.get("held_out", ""))):
-            for number, record in placed(file, prompt) if file else ():
-                yield f"{file}:{number}", _begun(options.get("system", ""), record[prompt])
+            for number, record in numbered_records(file, prompt) if file else ():
+                yield f"{file}:{number}", _first_messages(options.get("system", ""), record[prompt])
 
     @classmethod
     def score(cls, episode: Episode, options: Options) -> Any:
-        """What the reward function says of the agent's words."""
+        """Return the reward function's result for the agent's answer."""
         payload = payload_of(episode.task)
         record = records(payload["file"], options.get("prompt", "prompt"))[payload["row"]]
         return _reward(options["reward"])(dict(record), "".join(episode.actions()[-1:]))
 
 
-def _begun(system: str, asked: Any) -> tuple[Message, ...]:
-    said = messages_of(asked)
-    return (Message(role="system", content=system), *said) if system else said
+def _first_messages(system: str, prompt: Any) -> tuple[Message, ...]:
+    messages = messages_of(prompt)
+    return (Message(role="system", content=system), *messages) if system else messages
 
 
 @functools.lru_cache(16)

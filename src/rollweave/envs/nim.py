@@ -1,5 +1,5 @@
-"""Nim against an opponent that sometimes plays perfectly: take one to three, who takes
-the last wins.
+"""Nim against an opponent that sometimes plays perfectly: each move takes one to three,
+and taking the last one wins.
 
 Invariant: the opponent's moves depend on the task's seed and the moves so far alone.
 The game is so small that held-out tasks have the piles of training tasks; only the
@@ -24,11 +24,11 @@ _ACTION = re.compile(r"\s*<take-([1-3])>\s*")
 
 
 class Nim:
-    """` pile=7`; the agent answers `<take-3>`. Reward 1 for taking the last, -0.1 for
-    words that are no legal move.
+    """An observation is ` pile=7`; the agent answers `<take-3>`. The reward is 1 for
+    taking the last one, and -0.1 for a message that is no legal move.
 
     Piles are drawn from `smallest` to `largest`; the opponent plays perfectly with
-    probability `skill`, else at random.
+    probability `skill`, otherwise at random.
     """
 
     blocking = False
@@ -53,10 +53,10 @@ class Nim:
         return Observation.of(self._look(), state_key=self._look())
 
     def step(self, action: str) -> Step:
-        found = _ACTION.fullmatch(action)
-        if found is None or int(found[1]) > self._pile:
+        move = _ACTION.fullmatch(action)
+        if move is None or int(move[1]) > self._pile:
             return Step.of(" invalid" + self._look(), reward=INVALID_REWARD, state_key=self._look())
-        self._pile -= int(found[1])
+        self._pile -= int(move[1])
         if not self._pile:
             return Step.of(" won", reward=1.0, done=True, success=True)
         self._pile -= self._reply()
@@ -75,7 +75,7 @@ class Nim:
 
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
-        """A random pile and opponent."""
+        """Return a random pile and opponent."""
         env, own = cls(**options), mix(seed, split, index)
         return new_task(seed=own, pile=random.Random(own).randint(env._smallest, env._largest))
 
@@ -89,12 +89,12 @@ class Nim:
 
     @classmethod
     def allowed_words(cls, options: Options) -> Sequence[str]:
-        """With option `grammar = true`: one of the three moves."""
+        """Return the three moves with option `grammar = true`."""
         return cls._moves() if options.get("grammar", False) else []
 
     @classmethod
     def transcript(cls, rng: random.Random, options: Options) -> Sequence[Message]:
-        """Uniformly random moves: the format of a turn, not which move is good."""
+        """Return uniformly random moves: the format of a turn, not which move is good."""
         task = cls.make_task(
             index=rng.getrandbits(32), seed=rng.getrandbits(32), split=Split.TRAIN, options=options
         )

@@ -1,15 +1,15 @@
-"""An environment behind OpenEnv's protocol: a server of its own, reached by WebSocket
-or HTTP (package `openenv`, to 0.10).
+"""An environment behind OpenEnv's protocol: a separate server, reached by WebSocket or
+HTTP (package `openenv`, up to 0.10).
 
 By WebSocket (`/ws`) each connection is a session: `{"type": "reset" | "step" | "close",
 "data": …}` is answered by `{"type": "observation", "data": {"observation": {…},
 "reward": …, "done": …}}`, or `{"type": "error", "data": {…}}`. By HTTP (`POST /reset`,
-`POST /step`) there are no sessions: for servers with a single environment that stays
-from request to request, and one attempt at a time. OpenEnv's own server makes a new one
-for every request.
+`POST /step`) there are no sessions: this is for servers with a single environment that
+persists between requests, and one attempt at a time. OpenEnv's own server creates a new
+one for every request.
 
-Invariants: whatever a server sends or does not send, `reset` and `step` return what
-fits or raise EnvError; after either has raised, and after `close`, the session is
+Invariants: whatever a server sends or fails to send, `reset` and `step` return valid
+values or raise EnvError; after either has raised, and after `close`, the session is
 closed.
 """
 
@@ -31,28 +31,32 @@ from rollweave.schema.work import Task
 
 INVALID_REWARD = -0.1
 TEXT = "{text}"
-"""In an action, where the agent's words go."""
+"""Placeholder in an action for the agent's message."""
 
 JSON = "json"
-"""As the action: the agent's words are the action itself, a JSON object."""
+"""Value of the option `action` with which the agent's message is the action, a JSON
+object.
+"""
 
 CLOSE_S = 2.0
-"""For a server to take its leave."""
+"""Seconds that a server has to close the connection."""
 
 MOST_BYTES = 16 * 2**20
-"""Of an answer: it becomes tokens."""
+"""Maximum bytes of an answer: it becomes tokens."""
 
 SHOWN = 200
-"""Characters of garbage that an error quotes."""
+"""Maximum characters of a malformed answer that an error quotes."""
 
 OURS = frozenset({"missing", "extra_forbidden"})
-"""Kinds of a server's validation errors that a template makes, never the words in it."""
+"""Kinds of a server's validation errors that an action's template causes, never the
+message in it.
+"""
 
 _FIELD = re.compile(r"\{(\w+)\}")
 
 
 class _Result(msgspec.Struct):
-    """What `reset` and `step` are answered with."""
+    """The answer to `reset` and `step`."""
 
     observation: dict[str, Any]
     reward: float | bool | None = None
@@ -61,7 +65,7 @@ class _Result(msgspec.Struct):
 
 
 class _RefusedError(Exception):
-    """The server says that the action does not fit its schema."""
+    """The server reports that the action does not fit its schema."""
 
     def __init__(self, errors: Any) -> None:
         super().__init__(str(errors)[:SHOWN])
@@ -70,15 +74,16 @@ class _RefusedError(Exception):
 
 
 class OpenEnv:
-    """The environment at `base_url`; each task resets it with its seed, and with
-    `reset`.
+    """The environment at `base_url`; each task resets it with its seed, and with the
+    fields of `reset`.
 
-    `action` is the action as an object, with "{text}" where the agent's words go, or
-    "json": then they are the object. `observe` writes an observation, with its fields
-    in braces: "{board}\\nScore {score}"; by default it is the only text field, or all
-    fields as JSON. `prompt` is said first. An action that the server refuses costs 0.1.
-    Whether an episode succeeded is taken from `success` in the metadata, and otherwise
-    unknown. `timeout_s` is the limit of each answer.
+    `action` is the action as an object, with "{text}" where the agent's message goes,
+    or "json": then the message is the object. `observe` formats an observation, with
+    its fields in braces: "{board}\\nScore {score}"; by default it is the only text
+    field, or all fields as JSON. `prompt` precedes the first observation. An action
+    that the server refuses costs 0.1. Whether an episode succeeded is taken from
+    `success` in the metadata, and is otherwise unknown. `timeout_s` is the limit of
+    each answer.
     """
 
     def __init__(
@@ -144,11 +149,11 @@ class OpenEnv:
         )
 
     async def close(self) -> None:
-        """Take leave of the server, at most `CLOSE_S` seconds."""
+        """Close the session, within `CLOSE_S` seconds."""
         await self._line.close()
 
     def _made(self, words: str) -> dict[str, Any]:
-        """The action. Raises _RefusedError for words that are none."""
+        """Return the action. Raises _RefusedError for a message that is none."""
         if self._action != JSON:
             return _filled(self._action, words)  # type: ignore[no-any-return]
         try:
@@ -168,7 +173,7 @@ class OpenEnv:
             raise
 
     async def _asked(self, what: str, data: dict[str, Any]) -> _Result:
-        """Raises EnvError, and _RefusedError."""
+        """Send a request and return the answer. Raises EnvError, and _RefusedError."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 raw = await self._line.ask(what, data)
@@ -206,7 +211,7 @@ class OpenEnv:
 
 
 class _Socket:
-    """A session by WebSocket."""
+    """A session over WebSocket."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -222,7 +227,7 @@ class _Socket:
             self._socket = await self._http.ws_connect(
                 f"{self._url}/ws", timeout=limits, max_msg_size=MOST_BYTES
             )
-        # a server that refuses a session says why, and has closed it
+        # A server that refuses a session sends the reason and closes the connection.
         with contextlib.suppress(ConnectionError):
             await self._socket.send_json({"type": what, "data": data})
         message = await self._socket.receive()
@@ -260,7 +265,7 @@ class _Socket:
 
 
 class _Requests:
-    """The server's one environment by HTTP."""
+    """The server's single environment over HTTP."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -317,7 +322,7 @@ def _no_constant(name: str) -> Never:
 
 
 def _filled(template: Any, words: str) -> Any:
-    """The template with the words in every text of it."""
+    """Return the template with the message in each of its texts."""
     if isinstance(template, str):
         return template.replace(TEXT, words)
     if isinstance(template, Mapping):

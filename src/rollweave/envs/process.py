@@ -1,10 +1,10 @@
-"""Environments in processes of their own: a pool of workers, each of which holds one
+"""Environments in worker processes: a pool of workers, each of which holds one
 environment at a time.
 
 Invariants: a worker is idle, leased to exactly one environment or reward, or gone; a
-call that is cancelled (its time ran out) kills its worker, because nobody knows what it
-still does; a worker that died fails the call under way with `EnvError` and is never
-leased again; after `close` no worker is left.
+call that is cancelled (it ran out of time) kills its worker, because the state of the
+worker is unknown; a worker that died fails the call in progress with `EnvError` and is
+never leased again; after `close` no worker is left.
 """
 
 import asyncio
@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import TypeVar
 
 from rollweave.envs.base import Episode, Observation, Score, Step
-from rollweave.envs.words import (
+from rollweave.envs.protocol import (
     Act,
     Close,
     Done,
+    EnvSpec,
     Evaluate,
     Failed,
     Observed,
     Open,
     Reset,
     Scored,
-    Setting,
     Stepped,
     WorkerCommand,
     WorkerReply,
@@ -44,12 +44,12 @@ _decode = decoder_of(WorkerReply)
 
 
 class Worker:
-    """One child process. One call at a time."""
+    """One child process, which handles one call at a time."""
 
     def __init__(self, name: str, log: Path, forget: Callable[["Worker"], None]) -> None:
-        """`forget` is called once the process is gone.
+        """Start the process; `forget` is called once it is gone.
 
-        Raises EnvError where none can be started.
+        Raises EnvError if it cannot be started.
         """
         self.lost = ""
         """Why the worker is gone; empty while it lives."""
@@ -72,7 +72,9 @@ class Worker:
         return self._child.pid
 
     async def ask(self, command: WorkerCommand, kind: type[R]) -> R:
-        """Have one command answered. Raises EnvError; cancelling kills the worker."""
+        """Send one command and return its reply. Raises EnvError; cancelling kills the
+        worker.
+        """
         assert self._answer is None or self._answer.done(), "a worker takes one command at a time"
         if self.lost:
             raise EnvError(self.lost)
@@ -93,12 +95,10 @@ class Worker:
         return reply
 
     def kill(self) -> None:
-        """End it now, with the processes that the environment started; harmless when
-        repeated.
-        """
+        """Kill the process and those that the environment started. Idempotent."""
         if not self.lost:
             with contextlib.suppress(ProcessLookupError):
-                # it leads a group of its own (`start_new_session`)
+                # It leads a process group (`start_new_session`).
                 os.killpg(self.pid, signal.SIGKILL)
         self._lose("the environment's process was killed")
         self._child.kill()
@@ -110,7 +110,7 @@ class Worker:
         try:
             reply = _decode(payload)
         except WireError as error:
-            self._lose(f"the environment's process sent garbage: {error}")
+            self._lose(f"the environment's process sent a malformed frame: {error}")
             self._child.kill()
             return
         if self._answer is not None and not self._answer.done():
@@ -124,13 +124,13 @@ class Worker:
         self.lost = self.lost or reason
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(EnvError(self.lost))
-            self._answer.exception()  # whoever waits sees it; nobody has to
+            self._answer.exception()  # an exception that nothing awaits is not reported
 
 
-class Workers:
-    """The pool.
+class WorkerPool:
+    """A pool of workers.
 
-    It grows to as many workers as are leased at once; who leases bounds that.
+    It grows to as many workers as are leased at the same time, which its users bound.
     """
 
     def __init__(self, logs: Path) -> None:
@@ -141,7 +141,7 @@ class Workers:
         self._closed = False
 
     def lease(self) -> Worker:
-        """An idle worker, or a new one. Raises EnvError."""
+        """Return an idle worker, or a new one. Raises EnvError."""
         if self._closed:
             raise EnvError("the run is ending")
         if self._idle:
@@ -153,12 +153,12 @@ class Workers:
         return worker
 
     def give_back(self, worker: Worker) -> None:
-        """End a lease. A worker that is lost is not used again."""
+        """End a lease. A lost worker is not used again."""
         if not worker.lost:
             self._idle.append(worker)
 
     def __len__(self) -> int:
-        """Workers whose processes are not known to be gone."""
+        """Return the number of workers whose processes are not known to be gone."""
         return len(self._alive)
 
     async def close(self) -> None:
@@ -178,26 +178,26 @@ class Workers:
 class ProcessEnv:
     """One environment in a leased worker. `close` and `kill` end the lease."""
 
-    def __init__(self, workers: Workers, setting: Setting) -> None:
-        """Raises EnvError."""
-        self._workers, self._setting = workers, setting
+    def __init__(self, workers: WorkerPool, spec: EnvSpec) -> None:
+        """Lease a worker. Raises EnvError."""
+        self._workers, self._spec = workers, spec
         self._worker: Worker | None = workers.lease()
 
     async def reset(self, task: Task) -> Observation:
         """Start the environment and begin the task. Raises EnvError."""
-        await self._leased().ask(Open(setting=self._setting), Done)
+        await self._leased().ask(Open(spec=self._spec), Done)
         return (await self._leased().ask(Reset(task=task), Observed)).observation
 
     async def step(self, action: str, *, finish_reason: str = "stop") -> Step:
-        """Take the agent's words, and how they ended. Raises EnvError."""
+        """Apply the agent's message. Raises EnvError."""
         return (
             await self._leased().ask(Act(action=action, finish_reason=finish_reason), Stepped)
         ).step
 
     async def close(self) -> None:
-        """Free what the environment holds; the worker serves the next one.
+        """Close the environment; the worker serves the next one.
 
-        Raises EnvError where its own `close` does.
+        Raises EnvError if the environment's `close` does.
         """
         worker, self._worker = self._worker, None
         if worker is None:
@@ -212,7 +212,7 @@ class ProcessEnv:
             self._workers.give_back(worker)
 
     def kill(self) -> None:
-        """Free it at once."""
+        """Kill the worker."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.kill()
@@ -224,14 +224,14 @@ class ProcessEnv:
         return self._worker
 
 
-async def score_in_process(workers: Workers, setting: Setting, episode: Episode) -> Score:
-    """The reward, computed in a worker. Raises RewardError."""
+async def score_in_process(workers: WorkerPool, spec: EnvSpec, episode: Episode) -> Score:
+    """Return the reward, computed in a worker. Raises RewardError."""
     try:
         worker = workers.lease()
     except EnvError as error:
         raise RewardError(str(error)) from error
     try:
-        return (await worker.ask(Evaluate(setting=setting, episode=episode), Scored)).score
+        return (await worker.ask(Evaluate(spec=spec, episode=episode), Scored)).score
     except EnvError as error:
         raise RewardError(str(error)) from error
     finally:

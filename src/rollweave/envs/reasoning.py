@@ -1,6 +1,7 @@
-"""Any dataset of reasoning-gym: one question, one answer, scored by the dataset itself.
+"""Any dataset of reasoning-gym: one question, one answer, scored by the dataset's
+scorer.
 
-Invariant: a question belongs to exactly one split by its own text.
+Invariant: a question belongs to exactly one split by its text.
 """
 
 import functools
@@ -29,19 +30,19 @@ with from_extra("envs"):
 
 INSTRUCTION = "\nGive the final answer between <answer> and </answer>."
 TRIES = 200
-"""Draws until a question of the split is found: an eighth of them belongs to a held-out
-split, so far more than enough.
+"""Maximum draws of a question of the split: an eighth of all questions belongs to each
+held-out split, so this is far more than enough.
 """
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class Reasoning:
-    """`prompt`, a question of `dataset` (with the settings `config`), and how to
-    answer; the agent has one turn.
+    """`prompt`, a question of `dataset` (with the settings `config`), and the answer
+    format; the agent has one turn.
 
-    The answer is what stands in its last `<answer>…</answer>`, else all it said. The
-    reward is the dataset's score, 0 to 1.
+    The answer is the content of its last `<answer>…</answer>`, otherwise its complete
+    message. The reward is the dataset's score, 0 to 1.
     """
 
     def __init__(self, *, dataset: str, config: Options | None = None, prompt: str = "") -> None:
@@ -57,9 +58,9 @@ class Reasoning:
 
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
-        """A question of the split.
+        """Return a question of the split.
 
-        Raises ConfigError where the dataset has too few different ones.
+        Raises ConfigError if the dataset has too few different ones.
         """
         config = json.dumps(options.get("config", {}), sort_keys=True)
         for attempt in range(TRIES):
@@ -72,9 +73,9 @@ class Reasoning:
 
     @classmethod
     def score(cls, episode: Episode, options: Options) -> Score:
-        """The dataset's own score of the answer.
+        """Return the dataset's score of the answer.
 
-        An answer that its scorer cannot read is wrong, not an error.
+        An answer that its scorer cannot parse is wrong, not an error.
         """
         dataset, config = options["dataset"], options.get("config", {})
         entry = _question(dataset, config, episode.task)
@@ -93,11 +94,11 @@ class Reasoning:
 
 
 def answer_in(text: str) -> str:
-    """What stands in the last `<answer>…</answer>`, else the whole text; without white
-    space around it.
+    """Return the content of the last `<answer>…</answer>`, otherwise the complete text;
+    without white space around it.
     """
-    found = _ANSWER.findall(text)
-    return str(found[-1] if found else text).strip()
+    answers = _ANSWER.findall(text)
+    return str(answers[-1] if answers else text).strip()
 
 
 def _question(dataset: str, config: Options, task: Task) -> dict[str, Any]:
@@ -107,10 +108,10 @@ def _question(dataset: str, config: Options, task: Task) -> dict[str, Any]:
 
 @functools.lru_cache(256)
 def _dataset(name: str, config: str, seed: int) -> Any:
-    """A dataset of one question: some datasets prepare all of theirs at once."""
+    """Return a dataset of one question: some datasets prepare all of theirs at once."""
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=1, **json.loads(config))
-    except Exception as error:  # the library asserts what its settings must be
+    except Exception as error:  # the library checks its settings by assertions
         raise ConfigError(
             f"options.id must be a dataset of reasoning-gym, got {name!r} with {config}: {error}"
         ) from error

@@ -1,8 +1,8 @@
-"""Tasks from a JSONL file: a line is a record.
+"""Tasks from a JSONL file with one record per line.
 
 Invariants: a record belongs to exactly one split (by its hash, or because `held_out` is
-a file of its own); an epoch visits every record of a split once, in an order of its
-own.
+a separate file); an epoch visits every record of a split once, in a random order that
+differs by epoch.
 """
 
 import functools
@@ -19,7 +19,7 @@ from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError
 
 
-def drawn(
+def draw_record(
     path: str,
     held_out: str,
     field: str,
@@ -29,11 +29,11 @@ def drawn(
     seed: int,
     split: Split,
 ) -> tuple[str, int]:
-    """The file and row of the split's record number `index`. `held_out` "" holds out
-    two eighths of `path`.
+    """Return the file and row of the split's record number `index`. `held_out` "" holds
+    out two eighths of `path`.
 
-    What a record asks is its `field`, "" for all of it. Raises ConfigError, naming
-    options.`option`, for a file that is wrong, and where the split is empty.
+    `field` holds the record's prompt; "" takes the complete record. Raises ConfigError,
+    naming options.`option`, for an invalid file or an empty split.
     """
     file = held_out if held_out and split is not Split.TRAIN else path
     rows = _rows(file, field, option, split, bool(held_out))
@@ -48,11 +48,11 @@ def drawn(
 
 @functools.lru_cache(16)
 def records(path: str, field: str, option: str = "path") -> tuple[dict[str, Any], ...]:
-    """Every record of the file; its `field` is text or messages.
+    """Return every record of the file; its `field` is text or messages.
 
     Raises ConfigError that names file and line.
     """
-    found: list[dict[str, Any]] = []
+    parsed: list[dict[str, Any]] = []
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError, TypeError) as error:
@@ -62,7 +62,7 @@ def records(path: str, field: str, option: str = "path") -> tuple[dict[str, Any]
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                found.append(_record(line, field))
+                parsed.append(_record(line, field))
             except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
                 wanted = f" with {field!r}, text or messages" if field else ""
                 text = (
@@ -70,26 +70,26 @@ def records(path: str, field: str, option: str = "path") -> tuple[dict[str, Any]
                     f"{error}"
                 )
                 raise ConfigError(text) from error
-    if not found:
+    if not parsed:
         raise ConfigError(f"options.{option} must have records, {path} has none")
-    return tuple(found)
+    return tuple(parsed)
 
 
-def placed(path: str, field: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def numbered_records(path: str, field: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield every record with its line number. Raises ConfigError as `records` does."""
     lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     numbers = [number for number, line in enumerate(lines, start=1) if line.strip()]
     return zip(numbers, records(path, field), strict=True)
 
 
-def messages_of(asked: Any) -> tuple[Message, ...]:
-    """Text as a user's message, or messages as they are.
+def messages_of(prompt: Any) -> tuple[Message, ...]:
+    """Return text as a user's message, and messages unchanged.
 
     Raises ValueError, TypeError, ValidationError.
     """
-    if isinstance(asked, str):
-        return (Message(role="user", content=asked),)
-    messages = msgspec.convert(asked, tuple[Message, ...])
+    if isinstance(prompt, str):
+        return (Message(role="user", content=prompt),)
+    messages = msgspec.convert(prompt, tuple[Message, ...])
     if not messages:
         raise ValueError("no messages")
     return messages
@@ -106,17 +106,19 @@ def _record(line: str, field: str) -> dict[str, Any]:
 
 @functools.lru_cache(16)
 def _rows(path: str, field: str, option: str, split: Split, whole: bool) -> tuple[int, ...]:
-    """The records of a split, by row.
+    """Return the rows of a split's records.
 
-    With `whole` the file is of one kind; its held-out records serve both held-out
+    With `whole` the file is not divided; its held-out records serve both held-out
     splits.
     """
-    found = records(path, field, option)
+    file_records = records(path, field, option)
     if whole:
-        return tuple(range(len(found)))
-    asked = (record[field] if field else record for record in found)
+        return tuple(range(len(file_records)))
+    prompts = (record[field] if field else record for record in file_records)
     return tuple(
-        row for row, one in enumerate(asked) if split_of(json.dumps(one, sort_keys=True)) is split
+        row
+        for row, prompt in enumerate(prompts)
+        if split_of(json.dumps(prompt, sort_keys=True)) is split
     )
 
 

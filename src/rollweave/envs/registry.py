@@ -1,7 +1,7 @@
-"""From the name of an environment or handler to its class: built in,
+"""Resolves the name of an environment or handler to its class: a built-in name,
 `package.module:Class`, or an entry point.
 
-Packages announce environments as `rollweave.envs` and handlers as
+Packages register environments as `rollweave.envs` and handlers as
 `rollweave.envs.handlers`.
 """
 
@@ -22,7 +22,7 @@ from rollweave.schema.errors import ConfigError
 ENTRY_POINTS = ("rollweave.envs", "rollweave.envs.handlers")
 
 METHODS = {"environment": ("reset", "step"), "handler": ("init", "run", "eval")}
-"""What makes a class the one or the other."""
+"""The methods that make a class an environment or a handler."""
 
 BUILT_IN = {
     "calculator": "rollweave.envs.calculator:Calculator",
@@ -41,25 +41,25 @@ BUILT_IN = {
 
 @functools.lru_cache(64)
 def resolve(name: str) -> type[Any]:
-    """The class called `name`, of an `Env` or a handler.
+    """Return the class called `name`, an `Env` or a handler.
 
-    Raises ConfigError that says what is wrong with it, what there is.
+    Raises ConfigError that says what is wrong with it and lists the known names.
     """
-    found = load(_reference(name), what=f"environment {name!r}")
-    if not inspect.isclass(found):
-        raise ConfigError(f"environment {name!r} must be a class, got {type(found).__name__}")
-    lacks = min((_lacks(found, methods) for methods in METHODS.values()), key=len)
+    kind = load(_reference(name), what=f"environment {name!r}")
+    if not inspect.isclass(kind):
+        raise ConfigError(f"environment {name!r} must be a class, got {type(kind).__name__}")
+    lacks = min((_lacks(kind, methods) for methods in METHODS.values()), key=len)
     if lacks:
         rule = "must have reset and step, or init, run and eval as a handler has"
         raise ConfigError(
-            f"environment {name!r} {rule}; {found.__name__} has no {' and no '.join(lacks)}"
+            f"environment {name!r} {rule}; {kind.__name__} has no {' and no '.join(lacks)}"
         )
-    return found
+    return kind
 
 
 def is_handler(name: str) -> bool:
-    """Whether it drives the attempt itself (`envs/handlers/base.py`), instead of
-    answering as an `Env`. Raises ConfigError.
+    """Return whether the class drives the attempt itself (`envs/handlers/base.py`),
+    instead of answering as an `Env`. Raises ConfigError.
     """
     return not _lacks(resolve(name), METHODS["handler"])
 
@@ -69,13 +69,13 @@ def _lacks(kind: type[Any], methods: tuple[str, ...]) -> list[str]:
 
 
 def check_options(name: str, options: Options) -> None:
-    """Raise ConfigError where the environment's constructor does not take these
-    options, or is annotated with another type.
+    """Raise ConfigError if the environment's constructor does not accept these options,
+    or annotates them with other types.
     """
     kind = resolve(name)
     try:
         signature = inspect.signature(kind)
-    except ValueError:  # a constructor in C says nothing
+    except ValueError:  # a constructor written in C has no signature
         return
     try:
         signature.bind(**options)
@@ -88,14 +88,16 @@ def check_options(name: str, options: Options) -> None:
 
 
 def _check_types(name: str, kind: type[Any], options: Options) -> None:
-    """As far as the constructor is annotated, with types that a configuration can have."""
+    """Check the types as far as the constructor annotates types that a configuration
+    can express.
+    """
     try:
         hints = typing.get_type_hints(kind.__init__)
-    except Exception:  # names that are there for a type checker alone
+    except Exception:  # names that exist only for type checkers
         return
     for option, value in options.items():
         hint = hints.get(option, Any)
-        # the constructor says it better: which values there are
+        # The constructor's own error is better: it lists the values.
         if typing.get_origin(hint) is typing.Literal:
             hint = type(typing.get_args(hint)[0])
         try:
@@ -104,7 +106,7 @@ def _check_types(name: str, kind: type[Any], options: Options) -> None:
             raise ConfigError(
                 f"options.{option} of environment {name!r}: {error}, got {value!r:.100}"
             ) from error
-        except (TypeError, NotImplementedError):  # the constructor makes of it what it says
+        except (TypeError, NotImplementedError):  # the constructor converts the value itself
             continue
 
 
@@ -113,9 +115,9 @@ def _unknown(kind: type[Any], value: object) -> NoReturn:
 
 
 def load(reference: str, *, what: str) -> Any:
-    """The object at `package.module:name`.
+    """Return the object at `package.module:name`.
 
-    Raises ConfigError, naming `what` it was to be.
+    Raises ConfigError that names `what` it should be.
     """
     module, colon, attribute = reference.partition(":")
     if not (module and colon and attribute) or "/" in module or module.endswith(".py"):
@@ -127,25 +129,24 @@ def load(reference: str, *, what: str) -> Any:
         )
         raise ConfigError(f"{what} must be package.module:name, got {reference!r}{near}")
     try:
-        found: Any = importlib.import_module(module)
+        target: Any = importlib.import_module(module)
     except MissingExtraError as error:
         raise ConfigError(f"{what}: {error}") from error
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # the user's module runs here: whatever it raises is why it cannot be used
+    except (Exception, SystemExit) as error:  # importing runs user code, which may raise anything
         raise ConfigError(
             f"{what}: cannot import {module}: {type(error).__name__}: {error}"
         ) from error
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise ConfigError(f"{what}: {module} has no {attribute}{_nearest(part, dir(found))}")
-        found = getattr(found, part)
-    return found
+        if not hasattr(target, part):
+            raise ConfigError(f"{what}: {module} has no {attribute}{_nearest(part, dir(target))}")
+        target = getattr(target, part)
+    return target
 
 
 def names() -> list[str]:
-    """The names that need no module: built in, or announced by an installed package."""
+    """Return the names that need no module: built in, or registered by an installed
+    package.
+    """
     return sorted({*BUILT_IN, *_announced()})
 
 

@@ -1,4 +1,4 @@
-"""Functions of the user's that a configuration names to decide what is trained on
+"""User functions, named by the configuration, that decide what is trained on
 (`core/policy/experience.Rule`).
 """
 
@@ -12,40 +12,42 @@ from rollweave.schema.errors import ConfigError
 
 
 def named(config: RunConfig) -> list[tuple[str, str]]:
-    """The knobs that name a function, with its `package.module:function`."""
+    """Return the settings that name a function, with its `package.module:function`."""
     knobs = (("buffer.sample", config.buffer.sample), ("buffer.evict", config.buffer.evict))
     return [(knob, name) for knob, name in knobs if ":" in name]
 
 
 def rule(name: str) -> Rule:
-    """The function itself.
+    """Return the function.
 
-    Raises ConfigError for what cannot be imported, or called with the buffer and a
-    version.
+    Raises ConfigError if it cannot be imported, or cannot be called with the buffer and
+    a version.
     """
     what = f"function {name!r}"
-    found = load(name, what=what)
-    if not callable(found) or inspect.iscoroutinefunction(found):
-        kind = "a coroutine function" if callable(found) else type(found).__name__
+    function = load(name, what=what)
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        kind = "a coroutine function" if callable(function) else type(function).__name__
         raise ConfigError(f"{what} must be a function, got {kind}")
     try:
-        inspect.signature(found).bind((), 0)
+        inspect.signature(function).bind((), 0)
     except TypeError as error:
         raise ConfigError(f"{what} must take the experiences and the version: {error}") from error
-    except ValueError:  # a function in C says nothing
+    except ValueError:  # a function written in C has no signature
         pass
-    return cast(Rule, found)
+    return cast(Rule, function)
 
 
 def rules_of(config: RunConfig) -> dict[str, Rule]:
-    """By name. Raises ConfigError with a line for each knob whose function is none."""
-    found: dict[str, Rule] = {}
-    wrong = []
+    """Return the functions by name. Raises ConfigError with a line for each setting
+    whose function is invalid.
+    """
+    rules: dict[str, Rule] = {}
+    errors = []
     for knob, name in named(config):
         try:
-            found[name] = rule(name)
+            rules[name] = rule(name)
         except ConfigError as error:
-            wrong.append(f"{knob}: {error}")
-    if wrong:
-        raise ConfigError("\n".join(wrong))
-    return found
+            errors.append(f"{knob}: {error}")
+    if errors:
+        raise ConfigError("\n".join(errors))
+    return rules

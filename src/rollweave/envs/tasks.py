@@ -2,8 +2,8 @@
 episodes.
 
 Invariants: a task depends on `(run.seed, domain, index, split)` alone; held-out tasks
-come from splits of their own, those of the final evaluation from another than those
-that choose a checkpoint.
+come from separate splits, and those of the final evaluation from another split than
+those that choose a checkpoint.
 """
 
 import functools
@@ -18,12 +18,12 @@ import msgspec
 from rollweave.core.evaluation import FINAL_TASKS_FROM
 from rollweave.core.policy.mixture import next_domain
 from rollweave.envs.base import Episode, Observation, Score, Split, Step, mix, new_task
-from rollweave.envs.boundary import CANNOT, RAISED, GuardedEnv, scored
-from rollweave.envs.foreign import type_name, what_happened
-from rollweave.envs.process import ProcessEnv, Workers, score_in_process
+from rollweave.envs.boundary import CONVERSION_ERRORS, USER_EXCEPTIONS, GuardedEnv, score_episode
+from rollweave.envs.foreign import describe_error, type_name
+from rollweave.envs.process import ProcessEnv, WorkerPool, score_in_process
+from rollweave.envs.protocol import EnvSpec
 from rollweave.envs.registry import check_options, is_handler, resolve
-from rollweave.envs.threads import EnvThread, EnvThreads, directly, needs_thread
-from rollweave.envs.words import Setting
+from rollweave.envs.threads import EnvThread, EnvThreads, call_inline, needs_thread
 from rollweave.schema.base import TaskId
 from rollweave.schema.chat import Message
 from rollweave.schema.config.root import RunConfig
@@ -34,7 +34,7 @@ from rollweave.schema.work import Purpose, Task
 
 
 class OpenedEnv(Protocol):
-    """An environment, wherever it runs.
+    """An open environment with any isolation.
 
     Its caller limits the time of every call by cancelling it.
     """
@@ -43,31 +43,31 @@ class OpenedEnv(Protocol):
         """Begin the task. Raises EnvError."""
 
     async def step(self, action: str, *, finish_reason: str = "stop") -> Step:
-        """Take the agent's words. Raises EnvError."""
+        """Apply the agent's message. Raises EnvError."""
 
     async def close(self) -> None:
-        """Free what it holds. Raises EnvError."""
+        """Release its resources. Raises EnvError."""
 
     def kill(self) -> None:
-        """Free it at once, without waiting; harmless after `close`."""
+        """Release them at once, without waiting; harmless after `close`."""
 
 
 class DomainEnvProvider:
     """Opens environments and scores episodes of one task domain."""
 
     def __init__(
-        self, config: TaskConfig, faults: FaultsConfig, workers: Workers, threads: EnvThreads
+        self, config: TaskConfig, faults: FaultsConfig, workers: WorkerPool, threads: EnvThreads
     ) -> None:
         self._config, self._faults, self._workers, self._threads = config, faults, workers, threads
 
     async def open(self, task: Task, *, seed: int) -> OpenedEnv:
-        """A fresh environment for `task`. `seed` decides injected faults.
+        """Open a new environment for `task`. `seed` decides injected faults.
 
         Raises EnvError.
         """
         config = self._config
         if config.isolation == "process":
-            return ProcessEnv(self._workers, self._setting(seed))
+            return ProcessEnv(self._workers, self._spec(seed))
         kind = resolve(config.env)
         if not needs_thread(kind):
             return InlineEnv(
@@ -83,8 +83,8 @@ class DomainEnvProvider:
             block=False,
             via=thread.via,
         )
-        # constructed where it is reset: if `reset` is async, the constructor may need
-        # the event loop, too
+        # Construct the environment where it is reset: if `reset` is async, the
+        # constructor may need the event loop as well.
         try:
             env = (
                 make()
@@ -97,16 +97,16 @@ class DomainEnvProvider:
         return InlineEnv(env, thread)
 
     async def score(self, episode: Episode, *, seed: int) -> Score:
-        """The reward of an ended episode. Raises RewardError."""
+        """Return the reward of an ended episode. Raises RewardError."""
         config = self._config
         hook = getattr(resolve(config.env), "score", None)
         if config.isolation == "process" and hook is not None:
-            return await score_in_process(self._workers, self._setting(seed), episode)
+            return await score_in_process(self._workers, self._spec(seed), episode)
         score = functools.partial(
-            scored, config.env, config.options, episode, faults=self._faults, seed=seed
+            score_episode, config.env, config.options, episode, faults=self._faults, seed=seed
         )
         if hook is None or inspect.iscoroutinefunction(hook):
-            return await score(via=directly)
+            return await score(via=call_inline)
         try:
             thread = self._threads.lease(f"environment {config.env}")
         except EnvError as error:
@@ -116,9 +116,9 @@ class DomainEnvProvider:
         finally:
             thread.release()
 
-    def _setting(self, seed: int) -> Setting:
+    def _spec(self, seed: int) -> EnvSpec:
         config = self._config
-        return Setting(
+        return EnvSpec(
             env=config.env, options=config.options, faults=self._faults.model_dump(), seed=seed
         )
 
@@ -143,28 +143,30 @@ class InlineEnv:
     async def close(self) -> None:
         if self._thread is None:
             await self._env.close()
-        elif not self._thread.left:
+        elif not self._thread.has_abandoned:
             try:
                 await self._env.close()
             finally:
                 self._thread.release()
 
     def kill(self) -> None:
-        """What it holds is freed when it is collected."""
+        """Release the thread; the environment's resources are released when it is
+        garbage-collected.
+        """
         if self._thread is not None:
             self._thread.release()
 
 
 class TaskSource:
-    """The domains of a run.
+    """The task domains of a run.
 
-    Raises ConfigError for an environment that does not exist or does not take its
+    Raises ConfigError for an environment that does not exist or does not accept its
     options.
     """
 
     def __init__(self, config: RunConfig, *, logs: Path | None = None) -> None:
-        """`logs`: where worker processes write what they print; by default into the
-        run's directory.
+        """Resolve the domains. Worker processes write their output to files in `logs`,
+        by default in the run directory.
         """
         self._seed = config.run.seed
         self._domains = {task.name: task for task in config.tasks}
@@ -174,7 +176,7 @@ class TaskSource:
                 raise ConfigError(
                     f"tasks.isolation must be inline for a handler, got process for {task.name!r}"
                 )
-        self.workers = Workers(
+        self.workers = WorkerPool(
             logs
             if logs is not None
             else (Path(config.run.dir) / config.run.name / "logs").absolute()
@@ -193,9 +195,9 @@ class TaskSource:
         await self.workers.close()
 
     def draw(self, name: str, index: int, purpose: Purpose) -> Task:
-        """Task number `index` of domain `name`.
+        """Return task number `index` of domain `name`.
 
-        Raises EnvError where the environment's `make_task` fails.
+        Raises EnvError if the environment's `make_task` fails.
         """
         domain = self._domain(name)
         split = Split.TRAIN
@@ -212,8 +214,8 @@ class TaskSource:
             )
         except RollweaveError:
             raise
-        except RAISED as error:
-            raise EnvError(f"{name}: {what_happened('make_task', error)}") from error
+        except USER_EXCEPTIONS as error:
+            raise EnvError(f"{name}: {describe_error('make_task', error)}") from error
         if not isinstance(made, Task):
             raise EnvError(f"{name}: make_task must return a Task, got {type_name(made)}")
         task_id = TaskId(f"{name}-{split}-{index}")
@@ -222,16 +224,16 @@ class TaskSource:
         )
         try:
             plain = valid_tree(msgspec.to_builtins(task))
-            # as the journal will
+            # Encode as the journal does.
             return msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=Task)
-        except CANNOT as error:
+        except CONVERSION_ERRORS as error:
             raise EnvError(
                 f"{name}: make_task must return a Task that can be written down: {error}"
             ) from error
 
-    def asked(self, name: str, *, payload: str, seed: int) -> Task:
-        """A task of domain `name` that somebody brings along: `payload` is JSON that
-        its environment reads.
+    def task_of(self, name: str, *, payload: str, seed: int) -> Task:
+        """Return a task of domain `name` with a payload from outside: JSON that its
+        environment reads.
         """
         domain, digest = self._domain(name), mix(seed, payload)
         return Task(
@@ -244,25 +246,25 @@ class TaskSource:
         )
 
     def provider(self, name: str) -> DomainEnvProvider:
-        """Where the environments of domain `name` live."""
+        """Return what opens the environments of domain `name`."""
         self._domain(name)
         return self._providers[name]
 
     def words(self) -> tuple[str, ...]:
-        """The words of all domains, for a tokenizer from scratch."""
+        """Return the words of all domains, for a tokenizer from scratch."""
         return tuple(
             dict.fromkeys(word for name in self._domains for word in self._strings(name, "words"))
         )
 
     def allowed_words(self, name: str) -> tuple[str, ...]:
-        """The action grammar of domain `name`; empty where there is none."""
+        """Return the action grammar of domain `name`; empty if there is none."""
         return self._strings(name, "allowed_words")
 
     def transcripts(self, *, seed: int) -> Iterator[Sequence[Message]]:
-        """Yield scripted conversations for the warm-up, without end, from the domains
-        by `warmup_weight`.
+        """Yield scripted conversations for the warm-up, endlessly, from the domains in
+        proportion to `warmup_weight`.
 
-        Raises ConfigError where a domain has none.
+        Raises ConfigError if a domain has none.
         """
         rng, names = random.Random(mix(seed, "transcripts")), list(self._domains)
         hooks = {
@@ -291,16 +293,16 @@ class TaskSource:
     def _strings(self, name: str, method: str) -> tuple[str, ...]:
         domain = self._domain(name)
         hook: Any = getattr(resolve(domain.env), method, None)
-        said: Any = () if hook is None else hook(domain.options)
-        found = () if isinstance(said, str) else tuple(said)
+        value: Any = () if hook is None else hook(domain.options)
+        words = () if isinstance(value, str) else tuple(value)
         wrong = (
-            [said]
-            if isinstance(said, str)
-            else [word for word in found if not isinstance(word, str) or not word]
+            [value]
+            if isinstance(value, str)
+            else [word for word in words if not isinstance(word, str) or not word]
         )
         if wrong:
             raise ConfigError(
                 f"{method} of environment {domain.env!r} must return a list of non-empty strings, "
                 f"got {wrong[0]!r}"
             )
-        return found
+        return words

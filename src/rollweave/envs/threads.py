@@ -1,15 +1,15 @@
 """Threads for plain methods of environments: code that blocks delays only its own
 trajectory.
 
-An environment has a thread for its life, because what it opens (a database connection,
-for example) may belong to the thread that opened it. Nothing queues for a thread: there
-is one for each live environment, whose number `rollout.max_running` and
-`rollout.init_slots` bound, and one for each reward being computed, whose number
-`rollout.eval_slots` bounds.
+An environment has one thread for its lifetime, because a resource that it opens (a
+database connection, for example) may belong to the thread that opened it. Nothing
+queues for a thread: there is one for each live environment, whose number
+`rollout.max_running` and `rollout.init_slots` bound, and one for each reward being
+computed, whose number `rollout.eval_slots` bounds.
 
-Invariants: calls of one environment run one after another on one thread; a call that is
-abandoned stays on its thread and is counted until it returns, and its environment is
-never called again; threads are daemons, and nothing waits for one.
+Invariants: calls of one environment run one after another on one thread; an abandoned
+call stays on its thread and is counted until it returns, and its environment is never
+called again; threads are daemons, and nothing waits for one.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ from typing import Any, Protocol
 from rollweave.envs.foreign import text_of
 from rollweave.schema.errors import EnvError
 
-LEFT_BEHIND = 64
+MAX_ABANDONED = 64
 """Maximum number of abandoned calls that have not returned; beyond it no environment
 gets a thread.
 """
 
 
-class Via(Protocol):
-    """A way to call a user's method, plain or async."""
+class Caller(Protocol):
+    """Calls a user's method, plain or async."""
 
     def __call__(self, method: Callable[..., Any], *arguments: Any) -> Awaitable[Any]:
         """Return the method's result, awaited if needed."""
@@ -45,15 +45,15 @@ async def awaited(value: Any) -> Any:
     return await value if hasattr(value, "__await__") else value
 
 
-async def directly(method: Callable[..., Any], *arguments: Any) -> Any:
-    """`Via` the calling thread: for methods that do not block, and for a process that
+async def call_inline(method: Callable[..., Any], *arguments: Any) -> Any:
+    """Call on the calling thread: for methods that do not block, and for a process that
     does nothing else.
     """
     return await awaited(method(*arguments))
 
 
-async def apart(method: Callable[..., Any], *arguments: Any) -> Any:
-    """`Via` a thread for this call only."""
+async def call_in_thread(method: Callable[..., Any], *arguments: Any) -> Any:
+    """Call in a thread that serves this call only."""
     threads = EnvThreads()
     thread = threads.lease("one call")
     try:
@@ -64,8 +64,8 @@ async def apart(method: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def needs_thread(kind: type[Any]) -> bool:
-    """True if environments of this class have plain methods that may block: all may,
-    unless the class sets `blocking = False`.
+    """Return whether environments of this class have plain methods that may block: all
+    may, unless the class sets `blocking = False`.
 
     An inherited `blocking` does not count, because it says nothing about the methods
     that the class adds.
@@ -81,10 +81,10 @@ class EnvThreads:
     """The threads of a run. All calls belong to the event loop's thread."""
 
     def __init__(self) -> None:
-        self.left_behind: Counter[str] = Counter()
+        self.abandoned: Counter[str] = Counter()
         """Number of abandoned calls that have not returned, by what was called."""
-        self.on_left: Callable[[str], None] = lambda text: None
-        """Called with a sentence for each call that is abandoned."""
+        self.on_abandoned: Callable[[str], None] = lambda text: None
+        """Called with a warning for each abandoned call."""
         self._idle: list[_Worker] = []
         self._workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
         self._closed = False
@@ -96,10 +96,10 @@ class EnvThreads:
         """
         if self._closed:
             raise EnvError("the run is ending")
-        if (count := self.left_behind.total()) >= LEFT_BEHIND:
-            most, _ = self.left_behind.most_common(1)[0]
+        if (count := self.abandoned.total()) >= MAX_ABANDONED:
+            most, _ = self.abandoned.most_common(1)[0]
             raise EnvError(
-                f"at most {LEFT_BEHIND} calls of environments may be left behind, got {count}, "
+                f"at most {MAX_ABANDONED} calls of environments may be left behind, got {count}, "
                 f"most of them in {most}; "
                 'isolation = "process" ends calls that do not return'
             )
@@ -111,23 +111,23 @@ class EnvThreads:
         """End the lease of an idle thread."""
         self._idle.append(worker)
 
-    def leave(self, what: str) -> None:
+    def count_abandoned(self, what: str) -> None:
         """Count an abandoned call, and warn of it."""
-        self.left_behind[what] += 1
-        count = self.left_behind.total()
-        self.on_left(
+        self.abandoned[what] += 1
+        count = self.abandoned.total()
+        self.on_abandoned(
             f"{what} was given up and has not returned: its thread is left behind ({count} so "
             "far); "
             'isolation = "process" ends such calls'
         )
 
     def returned(self, what: str) -> None:
-        """Uncount an abandoned call, which has returned after all."""
-        self.left_behind[what] -= 1
-        self.left_behind += Counter()
+        """Stop counting an abandoned call, which has returned after all."""
+        self.abandoned[what] -= 1
+        self.abandoned += Counter()
 
     def close(self) -> None:
-        """End all threads: idle ones at once, each other one when its call returns."""
+        """End all threads: idle ones at once, the others when their calls return."""
         self._closed = True
         for worker in self._workers:
             worker.end()
@@ -140,16 +140,16 @@ class EnvThread:
         self._threads, self._name = threads, name
         self._worker: _Worker | None = worker
         self._calling = ""
-        self.left = False
+        self.has_abandoned = False
         """True if a call was abandoned: the environment must not be called again."""
 
     async def via(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call as `Via` does: on the event loop if `method` is async, otherwise on the
-        thread.
+        """Call like a `Caller`: on the event loop if `method` is async, otherwise on
+        the thread.
         """
         if inspect.iscoroutinefunction(method):
             return await method(*arguments)
-        # a partial's name is that of its function
+        # A partial has the name of its function.
         name = getattr(getattr(method, "func", method), "__name__", "call")
         return await awaited(await self.run(name, lambda: method(*arguments)))
 
@@ -158,7 +158,7 @@ class EnvThread:
 
         If the caller is cancelled before the call returns, the call is abandoned.
         """
-        if self.left or self._worker is None:
+        if self.has_abandoned or self._worker is None:
             raise EnvError(f"{self._name} is not called again: a call of it has not returned")
         assert not self._calling, "an environment has one call at a time"
         self._calling = what = f"{what} of {self._name}"
@@ -167,14 +167,15 @@ class EnvThread:
 
         def settle(value: Any, error: BaseException | None) -> None:
             self._calling = ""
-            if self.left:
+            if self.has_abandoned:
                 self._threads.returned(what)
-            elif not answer.done():  # or the caller was cancelled at this very moment
-                # a GeneratorExit as a future's exception would close all that await it
+            elif not answer.done():  # the caller may have been cancelled just now
+                # A GeneratorExit as a future's exception would close every coroutine
+                # that awaits it.
                 answer.set_result((value, error))
 
         def deliver(value: Any, error: BaseException | None) -> None:
-            # the event loop is closed: nothing waits for it
+            # The event loop may be closed: then nothing waits for the result.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(settle, value, error)
 
@@ -188,21 +189,21 @@ class EnvThread:
         return value
 
     def release(self) -> None:
-        """End the lease; harmless when repeated. A call under way is abandoned."""
+        """End the lease. Idempotent. A call in progress is abandoned."""
         self._leave()
         worker, self._worker = self._worker, None
         if worker is not None:
             self._threads.give_back(worker)
 
     def _leave(self) -> None:
-        """Abandon the call under way, if there is one."""
-        if not self._calling or self.left:
+        """Abandon the call in progress, if there is one."""
+        if not self._calling or self.has_abandoned:
             return
-        self.left = True
+        self.has_abandoned = True
         if self._worker is not None:
             self._worker.end()  # once the call returns
             self._worker = None
-        self._threads.leave(self._calling)
+        self._threads.count_abandoned(self._calling)
 
 
 Deliver = Callable[[Any, BaseException | None], None]
@@ -217,7 +218,7 @@ class _Worker:
             queue.SimpleQueue()
         )
         threading.Thread(target=_work, args=(self._calls,), name="environment", daemon=True).start()
-        weakref.finalize(self, self._calls.put, None)  # a forgotten environment leaves no thread
+        weakref.finalize(self, self._calls.put, None)  # an unreferenced worker's thread ends
 
     def put(self, call: Callable[[], Any], deliver: Deliver) -> None:
         self._calls.put((call, deliver))
@@ -238,5 +239,5 @@ def _work(calls: "queue.SimpleQueue[tuple[Callable[[], Any], Deliver] | None]") 
             deliver(None, raised)
         else:
             deliver(value, None)
-        # keep no references to what an environment holds until the next call
+        # Hold no references to an environment's objects until the next call.
         del job, call, deliver, value

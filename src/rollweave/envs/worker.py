@@ -2,25 +2,24 @@
 `envs/process.py`.
 
 Its event loop runs between calls too, so an async environment may keep connections
-alive. The parent's end is noticed on a thread of its own, also while an environment
-hangs.
+alive. A separate thread detects the parent's end, even while an environment hangs.
 """
 
 import asyncio
 from typing import assert_never
 
-from rollweave.envs.boundary import GuardedEnv, scored
-from rollweave.envs.words import (
+from rollweave.envs.boundary import GuardedEnv, score_episode
+from rollweave.envs.protocol import (
     Act,
     Close,
     Done,
+    EnvSpec,
     Evaluate,
     Failed,
     Observed,
     Open,
     Reset,
     Scored,
-    Setting,
     Stepped,
     WorkerCommand,
     WorkerReply,
@@ -45,12 +44,12 @@ class Worker:
 
     async def _answer(self, command: WorkerCommand) -> WorkerReply:
         match command:
-            case Open(setting=setting):
+            case Open(spec=spec):
                 self._env = GuardedEnv(
-                    setting.env,
-                    setting.options,
-                    faults=_faults(setting),
-                    seed=setting.seed,
+                    spec.env,
+                    spec.options,
+                    faults=_faults(spec),
+                    seed=spec.seed,
                     block=True,
                 )
                 return Done()
@@ -63,13 +62,13 @@ class Worker:
                 if env is not None:
                     await env.close()
                 return Done()
-            case Evaluate(setting=setting, episode=episode):
-                score = await scored(
-                    setting.env,
-                    setting.options,
+            case Evaluate(spec=spec, episode=episode):
+                score = await score_episode(
+                    spec.env,
+                    spec.options,
                     episode,
-                    faults=_faults(setting),
-                    seed=setting.seed,
+                    faults=_faults(spec),
+                    seed=spec.seed,
                 )
                 return Scored(score=score)
             case _:
@@ -80,12 +79,12 @@ class Worker:
         return self._env
 
 
-def _faults(setting: Setting) -> FaultsConfig:
-    return FaultsConfig.model_validate(setting.faults)
+def _faults(spec: EnvSpec) -> FaultsConfig:
+    return FaultsConfig.model_validate(spec.faults)
 
 
 async def serve(parent: Parent) -> None:
-    """Answer the parent's commands for ever; its end ends the process."""
+    """Answer the parent's commands forever; the parent's end ends the process."""
     decode, frames, worker = decoder_of(WorkerCommand), parent.queue(), Worker()
     while True:
         command = decode(await asyncio.to_thread(frames.get))

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from rollweave.envs.base import Score, mix
-from rollweave.envs.boundary import RAISED, checked_score
-from rollweave.envs.foreign import running_task, type_name, what_happened
+from rollweave.envs.boundary import USER_EXCEPTIONS, checked_score
+from rollweave.envs.foreign import describe_error, running_task, type_name
 from rollweave.envs.handlers.base import AgentHandler, Endpoint, Job, LimitError, Tool
 from rollweave.envs.handlers.sandboxes import Sandboxes
 from rollweave.rollout.budget import Budget, EpisodeStopError
@@ -213,7 +213,7 @@ class HandlerEpisode:
 
     def kill(self) -> None:
         """Call the handler's `kill`."""
-        with contextlib.suppress(*RAISED):
+        with contextlib.suppress(*USER_EXCEPTIONS):
             kill = getattr(self._handler, "kill", None)
             if kill is not None:
                 kill()
@@ -271,7 +271,7 @@ class HandlerEpisode:
         error = task.exception()
         if error is not None:
             cause = error.raised if type(error) is _RaisedError else error
-            raise EpisodeStopError(failure, what_happened(what, cause)) from cause
+            raise EpisodeStopError(failure, describe_error(what, cause)) from cause
         value: T = task.result()
         return value
 
@@ -299,10 +299,10 @@ class HandlerEpisode:
             return None if score is None else checked_score(score, hook, success=None)
         except (Interrupted, GeneratorExit, asyncio.CancelledError):
             raise
-        except RAISED as error:
+        except USER_EXCEPTIONS as error:
             cause = error.raised if type(error) is _RaisedError else error
             raise EpisodeStopError(
-                stop.reason, f"{stop}; then {what_happened(hook, cause)}"
+                stop.reason, f"{stop}; then {describe_error(hook, cause)}"
             ) from cause
 
     def _store_result(self) -> None:
@@ -318,8 +318,10 @@ class HandlerEpisode:
                 )
             if is_deep(json.loads(result)):
                 raise ValueError(f"final_result must be at most {DEPTH} levels deep")
-        except RAISED as error:
-            result = json.dumps({"error": what_happened("final_result", error)}, ensure_ascii=False)
+        except USER_EXCEPTIONS as error:
+            result = json.dumps(
+                {"error": describe_error("final_result", error)}, ensure_ascii=False
+            )
         self.result = result
 
     # The agent's turns.

@@ -17,7 +17,7 @@ import msgspec
 
 from rollweave.engine.clients.base import EngineBackend
 from rollweave.envs.base import Score
-from rollweave.envs.foreign import what_happened
+from rollweave.envs.foreign import describe_error
 from rollweave.record.store import Ended, Scored, TrajectoryStore
 from rollweave.rollout.budget import EpisodeStopError
 from rollweave.rollout.chat.conversation import PLAN_TOKENS
@@ -406,7 +406,7 @@ class Pipeline:
 def _bug_text(bug: Exception) -> str:
     """Describe a failure that no other part has attributed."""
     return shortened(
-        f"a failure that Rollweave did not foresee: {what_happened('the attempt', bug)}"
+        f"a failure that Rollweave did not foresee: {describe_error('the attempt', bug)}"
     )
 
 

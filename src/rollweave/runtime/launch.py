@@ -159,7 +159,7 @@ class _Start:
             self._announce(metrics, begun)
             for line in torn(journal, store):
                 metrics.warned(line)
-            self._source.threads.on_left = lambda text: metrics.warned(
+            self._source.threads.on_abandoned = lambda text: metrics.warned(
                 Warn(component="environment", message=text)
             )
             stack.enter_context(

@@ -19,7 +19,7 @@ from rollweave.core.core import Core
 from rollweave.core.membership import first_engines
 from rollweave.core.state import State
 from rollweave.engine.clients.base import EngineBackend
-from rollweave.envs.foreign import what_happened
+from rollweave.envs.foreign import describe_error
 from rollweave.envs.tasks import TaskSource
 from rollweave.io.disk import replace_file
 from rollweave.io.http.guard import Guard, given_token, kept_token
@@ -137,7 +137,7 @@ def serve(
         except BaseException as error:
             # also SystemExit, whose exit code could be that of a service that was stopped
             raise RollweaveError(
-                f"a failure that Rollweave did not foresee: {what_happened('the service', error)}"
+                f"a failure that Rollweave did not foresee: {describe_error('the service', error)}"
             ) from error
 
 
@@ -204,7 +204,7 @@ class _Launch:
             service.on_warning = observer.on_warning
             for warning in torn(journal, store):
                 observer.on_warning(warning)
-            self._source.threads.on_left = lambda text: service.warned(
+            self._source.threads.on_abandoned = lambda text: service.warned(
                 Warn(component="environment", message=text)
             )
             stack.enter_context(

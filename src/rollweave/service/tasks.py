@@ -34,7 +34,7 @@ class TaskResolver:
             if is_deep(request.payload):
                 raise ConfigError(f"payload must be at most {DEPTH} levels deep")
             payload = msgspec.json.encode(request.payload).decode()
-            task = self._source.asked(request.handler, payload=payload, seed=request.seed)
+            task = self._source.task_of(request.handler, payload=payload, seed=request.seed)
         else:
             task = await self._draw_alone(request)
         return msgspec.structs.replace(task, limits=_tightened(task.limits, request.limits))

@@ -1,4 +1,4 @@
-"""Scripted agents, and a handler's life with one, over real sandboxes."""
+"""Scripted agents, and the lifecycle of a handler with one, over real sandboxes."""
 
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -16,8 +16,8 @@ Reply = Message | str | Exception
 
 
 class Scripted:
-    """Says its replies one after the other, or what a function makes of the messages;
-    an exception is raised.
+    """Sends its replies in turn, or the result of a function of the messages; an
+    exception is raised.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Scripted:
 
 
 def calls(*named: tuple[str, Any], content: str = "") -> Message:
-    """A message that calls tools, each with arguments: a dict, or a text as it is."""
+    """Return a message that calls tools, each with arguments: a dict, or literal text."""
     made = [
         ToolCall(
             id=f"call-{number}",
@@ -73,7 +73,7 @@ async def sandboxes() -> AsyncIterator[Sandboxes]:
 
 
 async def attempt(handler: Any, task: Task, agent: Scripted, boxes: Sandboxes) -> Score:
-    """As the driver has a handler live; a limit counts as an end."""
+    """Run a handler as the driver does; a limit counts as an end."""
     await handler.init(Job(task=task, seed=0, sandboxes=boxes))
     try:
         await handler.run(agent)

@@ -1,4 +1,4 @@
-"""An agent before a script, as a handler is given it, and scores of tests."""
+"""A scripted agent in the form that handlers receive, and scoring functions for tests."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ HERE = __name__ + ":"
 
 
 class Scripted:
-    """Implements `handlers.base.Agent` as far as programs need it."""
+    """Implements as much of `handlers.base.Agent` as programs need."""
 
     turns_left = 10
 
@@ -55,7 +55,7 @@ def job(sandboxes: Sandboxes, **payload: Any) -> Job:
 
 
 async def lived(handler: AgentHandler, given: Job, agent: Any) -> Score:
-    """A whole life."""
+    """Run a complete attempt."""
     await handler.init(given)
     try:
         await handler.run(agent)
@@ -66,7 +66,9 @@ async def lived(handler: AgentHandler, given: Job, agent: Any) -> Score:
 
 
 def agent_program(source: str) -> list[str]:
-    """A program of OpenAI's client: `say(text)` is the agent's answer, `task` its task."""
+    """Return a program with OpenAI's client: `say(text)` returns the agent's answer,
+    `task` is its task.
+    """
     return ["python", "-c", PRELUDE + source]
 
 
@@ -82,7 +84,7 @@ PYTHON = sys.executable
 
 
 def by_answer(outcome: Outcome) -> float:
-    """A score: did it print the answer, which it could not know?"""
+    """Score whether the program printed the answer, which it could not know."""
     return float(outcome.stdout.strip() == outcome.task["answer"])
 
 

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollweave.envs.handlers.answers import boxed, close, number, numbers, same
+from rollweave.envs.handlers.answers import (
+    boxed_answer,
+    equivalent,
+    parse_number,
+    parse_numbers,
+    within_tolerance,
+)
 
 fractions = st.fractions(max_denominator=10**6)
 
@@ -26,8 +32,8 @@ fractions = st.fractions(max_denominator=10**6)
         (r"\boxed 3", None),
     ],
 )
-def test_what_is_boxed(text: str, found: str | None) -> None:
-    assert boxed(text) == found
+def test_boxed_answers(text: str, found: str | None) -> None:
+    assert boxed_answer(text) == found
 
 
 @pytest.mark.parametrize(
@@ -51,8 +57,8 @@ def test_what_is_boxed(text: str, found: str | None) -> None:
         ("2*10**4", 20000),
     ],
 )
-def test_numbers_that_are_read(text: str, value: Fraction | int) -> None:
-    assert number(text) == value
+def test_parses_numbers(text: str, value: Fraction | int) -> None:
+    assert parse_number(text) == value
 
 
 @pytest.mark.parametrize(
@@ -91,57 +97,59 @@ def test_numbers_that_are_read(text: str, value: Fraction | int) -> None:
         ),
     ],
 )
-def test_what_is_no_number(text: str) -> None:
-    assert number(text) is None
-    assert not same(text, "12")
+def test_refuses_what_is_no_number(text: str) -> None:
+    assert parse_number(text) is None
+    assert not equivalent(text, "12")
 
 
 @given(
     fractions,
     st.sampled_from(["{}/{}", r"\frac{{{}}}{{{}}}", r"$\dfrac{{{}}}{{{}}}$", " {} / {} "]),
 )
-def test_a_fraction_in_any_dress(value: Fraction, dress: str) -> None:
-    assert number(dress.format(value.numerator, value.denominator)) == value
-    assert number(dress.format(value.numerator * 6, value.denominator * 6)) == value
+def test_parses_a_fraction_in_any_form(value: Fraction, dress: str) -> None:
+    assert parse_number(dress.format(value.numerator, value.denominator)) == value
+    assert parse_number(dress.format(value.numerator * 6, value.denominator * 6)) == value
 
 
 @given(st.integers(), st.integers(0, 12))
 def test_a_decimal_is_exact(digits: int, places: int) -> None:
     text = f"{abs(digits):0{places + 1}d}"
     text = f"{text[:-places]}.{text[-places:]}" if places else text
-    assert number(f"-{text}") == -Fraction(abs(digits), 10**places)
-    assert number(f"{int(abs(digits)):,}") == abs(digits)
+    assert parse_number(f"-{text}") == -Fraction(abs(digits), 10**places)
+    assert parse_number(f"{int(abs(digits)):,}") == abs(digits)
 
 
 @given(st.lists(fractions, min_size=2, max_size=4))
 def test_tuples(values: list[Fraction]) -> None:
     text = f"({', '.join(map(str, values))})"
     assert (
-        numbers(text)
-        == numbers(rf"\left({','.join(map(str, values))}\right)")
-        == numbers(f"(x, y) = {text}")
+        parse_numbers(text)
+        == parse_numbers(rf"\left({','.join(map(str, values))}\right)")
+        == parse_numbers(f"(x, y) = {text}")
         == tuple(values)
     )
-    assert same(text, text)
-    assert same(text, f"({', '.join(map(str, reversed(values)))})") == (values == values[::-1])
-    assert not same(str(values[0]), text)
-    assert not same(text[1:-1], text)
+    assert equivalent(text, text)
+    assert equivalent(text, f"({', '.join(map(str, reversed(values)))})") == (
+        values == values[::-1]
+    )
+    assert not equivalent(str(values[0]), text)
+    assert not equivalent(text[1:-1], text)
 
 
 @given(st.text(max_size=60) | st.text("0123456789.,/-+e{}()\\frac times^$ ", max_size=60))
-def test_any_text_is_read_or_not(text: str) -> None:
-    value = number(text)
+def test_parsing_any_text_never_raises(text: str) -> None:
+    value = parse_number(text)
     assert value is None or any(digit.isdigit() for digit in text)
-    assert same(text, text) or value is not None or numbers(text) is None
-    boxed(text)
-    close(text, "3", tolerance=0.1)
+    assert equivalent(text, text) or value is not None or parse_numbers(text) is None
+    boxed_answer(text)
+    within_tolerance(text, "3", tolerance=0.1)
 
 
-def test_words_are_equal_but_for_mark_up() -> None:
-    assert same(r"\text{The Answer}.", "the  answer")
-    assert same("$x^2 + 1$", "x^2 + 1")
-    assert not same("the answer is yes", "yes")
-    assert not same("a" * 1001, "a" * 1001)
+def test_words_are_equal_except_for_markup() -> None:
+    assert equivalent(r"\text{The Answer}.", "the  answer")
+    assert equivalent("$x^2 + 1$", "x^2 + 1")
+    assert not equivalent("the answer is yes", "yes")
+    assert not equivalent("a" * 1001, "a" * 1001)
 
 
 @pytest.mark.parametrize(
@@ -165,9 +173,9 @@ def test_words_are_equal_but_for_mark_up() -> None:
     ],
 )
 def test_close_to_100(given_: str, right: bool) -> None:
-    assert close(given_, "100", tolerance=0.01) is right
+    assert within_tolerance(given_, "100", tolerance=0.01) is right
 
 
 def test_close_to_words() -> None:
-    assert close(r"\text{Velite}", "velite", tolerance=0.01)
-    assert not close("velites", "velite", tolerance=0.01)
+    assert within_tolerance(r"\text{Velite}", "velite", tolerance=0.01)
+    assert not within_tolerance("velites", "velite", tolerance=0.01)

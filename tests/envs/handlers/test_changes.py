@@ -1,4 +1,4 @@
-"""What an agent changed: checked, bounded, shown as a patch that git takes."""
+"""An agent's changes: validated, bounded, and rendered as a patch that git applies."""
 
 import base64
 import json
@@ -28,14 +28,14 @@ def everything(path: str) -> bool:
     return True
 
 
-def test_what_differs_is_kept() -> None:
+def test_collects_differences() -> None:
     after = {"a.py": "one\n2\nthree\n", "b/c.py": "four\n", "new.py": "x"}
     found, refused = changes(listing(**after), BEFORE, keep=everything)
     assert (found, refused) == ({"a.py": "one\n2\nthree\n", "d.py": None, "new.py": "x"}, "")
     assert changes(listing(**BEFORE), BEFORE, keep=everything) == ({}, "")
 
 
-def test_what_is_not_to_be_kept_is_not() -> None:
+def test_ignores_excluded_paths() -> None:
     found, _ = changes(
         listing(**{"a.py": "1", "b/x": "2"}), BEFORE, keep=lambda path: not path.startswith("b/")
     )
@@ -49,12 +49,12 @@ def test_paths_stay_below(path: str) -> None:
     assert changes(listing(**{**BEFORE, path: "x"}), BEFORE, keep=everything) == ({}, "")
 
 
-def test_what_is_no_text_is_left_out() -> None:
+def test_leaves_out_binary_files() -> None:
     assert changes(listing(**BEFORE, x=b"\xff", y="a\0b"), BEFORE, keep=everything) == ({}, "")
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[1]", b'{"a": 1}', b"\xff", listing(**BEFORE)[:-5]])
-def test_what_is_no_listing_is_refused(data: bytes) -> None:
+def test_refuses_an_invalid_listing(data: bytes) -> None:
     assert changes(data, BEFORE, keep=everything) == ({}, changes(b"", {}, keep=everything)[1])
     assert changes(data, BEFORE, keep=everything)[1].startswith(
         "the files of the project could not be listed"

@@ -12,8 +12,8 @@ import pytest
 
 from rollweave.envs.base import Score, Split, mix, new_task, payload_of, split_of
 from rollweave.envs.handlers.base import Job, LimitError
-from rollweave.envs.handlers.code import FILE, Code, same
-from rollweave.envs.handlers.code_tasks import FAMILIES, Problem, drawn
+from rollweave.envs.handlers.code import FILE, Code, same_output
+from rollweave.envs.handlers.code_tasks import FAMILIES, Problem, draw_problem
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError, SandboxLostError
 from rollweave.schema.work import StopReason, Task
@@ -33,8 +33,8 @@ def block(program: str) -> str:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_sound(family: str) -> None:
     for number in range(30):
-        problem = drawn(random.Random(number), (family,))
-        assert problem == drawn(random.Random(number), (family,))
+        problem = draw_problem(random.Random(number), (family,))
+        assert problem == draw_problem(random.Random(number), (family,))
         cases = problem.cases(number, 6)
         assert cases == problem.cases(number, 6) != problem.cases(number + 1, 6)
         answers = [problem.answer(given) for given in cases]
@@ -81,7 +81,7 @@ def test_a_family_is_sound(family: str) -> None:
         ("sums", {"rule": "`+` and `-` come before `*`.", "k": 100}, "2 + 3 * 4 - 1", "15"),
     ],
 )
-def test_right_solutions_by_hand(
+def test_solutions_against_examples_by_hand(
     family: str, params: dict[str, Any], given: str, answer: str
 ) -> None:
     assert Problem(family=family, params=params).answer(given) == answer
@@ -126,7 +126,7 @@ async def tried(
     return score, handler.final_result()
 
 
-async def test_a_right_program_is_a_success() -> None:
+async def test_a_correct_program_is_a_success() -> None:
     agent = Scripted([block(PROBLEM.program())])
     score, result = await tried(agent)
     assert score == Score(reward=1.0, success=True)
@@ -134,7 +134,7 @@ async def test_a_right_program_is_a_success() -> None:
     assert PROBLEM.text() in agent.heard[0].content
 
 
-async def test_transcripts_are_right() -> None:
+async def test_transcripts_are_correct() -> None:
     rng = random.Random(1)
     for _ in range(4):
         said = Code.transcript(rng, {})
@@ -168,7 +168,7 @@ async def test_other_answers_earn_nothing(what: str) -> None:
     assert score == Score(reward=0.0, success=False)
 
 
-async def test_the_share_of_right_cases_counts() -> None:
+async def test_the_share_of_solved_cases_counts() -> None:
     score, result = await tried([block(PART)])
     passed = sum(result["passed"])
     assert 0 < passed < 10
@@ -211,7 +211,7 @@ async def test_with_tools_in_text() -> None:
     assert agent.heard[2] == Message(role="user", content="hello")
 
 
-async def test_a_program_that_bursts_its_sandbox_is_its_own_doing() -> None:
+async def test_an_overflowing_sandbox_is_the_agents_failure() -> None:
     hog = (
         "import os, time\nfor i in range(6):\n    if not os.fork():\n        x = b'x' * (200 << "
         "20); break\ntime.sleep(60)"
@@ -225,7 +225,7 @@ async def test_a_program_that_bursts_its_sandbox_is_its_own_doing() -> None:
         assert await handler.eval_exception(caught.value) == Score(reward=0.0, success=False)
 
 
-async def test_a_lost_sandbox_is_no_ones_reward() -> None:
+async def test_a_lost_sandbox_gives_no_reward() -> None:
     async with sandboxes() as boxes:
         handler = Code(tools=["bash"])
         await handler.init(Job(task=TASK, seed=0, sandboxes=boxes))
@@ -240,7 +240,7 @@ async def test_a_lost_sandbox_is_no_ones_reward() -> None:
         await handler.close()
 
 
-async def test_what_cannot_be_is_refused() -> None:
+async def test_refuses_invalid_options() -> None:
     for options, match in [
         ({"families": ["chess"]}, "families must be some of"),
         ({"tools": ["browser"]}, "tools must be some of"),
@@ -265,8 +265,8 @@ async def test_what_cannot_be_is_refused() -> None:
             )
 
 
-def test_only_white_space_at_the_ends_is_overlooked() -> None:
-    assert same("a \nb\n\n", "a\nb")
-    assert not same("a\n\nb", "a\nb")
-    assert not same(" a", "a")
-    assert not same("a b", "a  b")
+def test_ignores_only_trailing_white_space() -> None:
+    assert same_output("a \nb\n\n", "a\nb")
+    assert not same_output("a\n\nb", "a\nb")
+    assert not same_output(" a", "a")
+    assert not same_output("a b", "a  b")

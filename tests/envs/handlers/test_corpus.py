@@ -1,5 +1,5 @@
-"""Documents that are searched: what is read, what is refused, and the order in which
-passages are found.
+"""Searchable documents: which are read, which are refused, and the order of the
+passages.
 """
 
 import itertools
@@ -42,7 +42,9 @@ async def test_search() -> None:
 
 
 def reference(words: list[list[str]], query: list[str]) -> list[float]:
-    """Lucene's BM25 as it is written, k1 1.5 and b 0.75: the score of each text."""
+    """Return the score of each text by Lucene's BM25, literally, with k1 1.5 and b
+    0.75.
+    """
     mean = sum(map(len, words)) / len(words)
     scores = [0.0] * len(words)
     for word in query:
@@ -56,7 +58,7 @@ def reference(words: list[list[str]], query: list[str]) -> list[float]:
 
 @settings(max_examples=examples(60))
 @given(st.integers(0, 2**32))
-async def test_the_order_is_bm25s(seed: int) -> None:
+async def test_the_order_is_that_of_bm25s(seed: int) -> None:
     rng = random.Random(seed)
     drawn = {
         tuple(rng.choices(("red", "green", "blue", "black"), k=rng.randint(1, 12)))
@@ -127,13 +129,13 @@ def test_lines_of_json(tmp_path: Path) -> None:
         ('{"text": " "}', "must have documents"),
     ],
 )
-def test_lines_that_are_none(tmp_path: Path, content: str, problem: str) -> None:
+def test_refuses_invalid_lines(tmp_path: Path, content: str, problem: str) -> None:
     (tmp_path / "c.jsonl").write_text(content)
     with pytest.raises(ConfigError, match=problem):
         documents(str(tmp_path / "c.jsonl"))
 
 
-def test_a_corpus_that_cannot_be_read(tmp_path: Path) -> None:
+def test_refuses_an_unreadable_corpus(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=r"options\.corpus must be a folder of UTF-8 texts or a JSONL file, got "

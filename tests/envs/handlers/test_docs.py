@@ -1,4 +1,4 @@
-"""The handler that the documentation shows does what the documentation says."""
+"""The handler in the documentation does what the documentation says."""
 
 import re
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class Adder:
         raise NotImplementedError
 
 
-async def test_the_handler_of_the_page() -> None:
+async def test_the_documented_handler_works() -> None:
     needs("zygote")
     block = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert block is not None

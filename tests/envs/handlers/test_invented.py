@@ -1,6 +1,4 @@
-"""Invented worlds: every question can be answered from the articles, by somebody who
-has read nothing else.
-"""
+"""Invented worlds: the articles alone suffice to answer every question."""
 
 import math
 import random
@@ -11,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from rollweave.envs.handlers import invented
-from rollweave.envs.handlers.answers import close
+from rollweave.envs.handlers.answers import within_tolerance
 from rollweave.envs.handlers.corpus import Bm25
 from rollweave.envs.handlers.invented import World, question, world
 
@@ -19,7 +17,7 @@ SEEDS = range(8)
 
 
 class Reader:
-    """Knows the articles' texts alone."""
+    """Knows only the articles' texts."""
 
     def __init__(self, of: World) -> None:
         self.texts = {document.title: document.text for document in of.documents}
@@ -135,12 +133,12 @@ def test_a_reader_of_the_articles_finds_the_answer(
 
 def test_answers_are_readable_and_differ() -> None:
     drawn = [question(world(seed), random.Random(seed)) for seed in range(200)]
-    assert all(close(one.answer, one.answer, tolerance=0) for one in drawn)
+    assert all(within_tolerance(one.answer, one.answer, tolerance=0) for one in drawn)
     assert Counter(one.answer for one in drawn).most_common(1)[0][1] <= 3
     assert drawn == [question(world(seed), random.Random(seed)) for seed in range(200)]
 
 
-def test_a_world_is_its_seeds() -> None:
+def test_a_world_depends_on_its_seed() -> None:
     assert len(world(1).documents) == len({document.title for document in world(1).documents}) == 56
     assert world(1) == world.__wrapped__(1)
     titles = [{document.title for document in world(seed).documents} for seed in (1, 2)]

@@ -23,7 +23,7 @@ def last(messages: Any) -> str:
     return str(messages[-1].content)
 
 
-async def scored(handler: MathTool, *replies: Any, task: Task = TASK) -> Score:
+async def score_episode(handler: MathTool, *replies: Any, task: Task = TASK) -> Score:
     async with sandboxes() as boxes:
         return await attempt(handler, task, Scripted(replies), boxes)
 
@@ -81,19 +81,21 @@ async def test_calls_in_text() -> None:
 @pytest.mark.parametrize(
     "said", [r"\boxed{17}", "16", "", r"\boxed{16", r"\boxed{16} or \boxed{17}", r"\boxed{15 + 1}"]
 )
-async def test_what_is_not_the_answer(said: str) -> None:
-    assert await scored(MathTool(), said) == WRONG
+async def test_texts_that_are_no_answer(said: str) -> None:
+    assert await score_episode(MathTool(), said) == WRONG
 
 
-async def test_what_a_tool_printed_is_no_answer() -> None:
+async def test_tool_output_is_no_answer() -> None:
     cheat = calls(("ipython", {"code": r"print(r'\boxed{16}')"}), content=r"\boxed{16}")
-    assert await scored(MathTool(), cheat, "done") == WRONG
+    assert await score_episode(MathTool(), cheat, "done") == WRONG
 
 
 async def test_an_agent_that_is_cut_off_has_no_answer() -> None:
     cut = LimitError(StopReason.MAX_TURNS, "no turns left")
     handler = MathTool()
-    assert await scored(handler, calls(("ipython", CELL), content=r"\boxed{16}"), cut) == WRONG
+    assert (
+        await score_episode(handler, calls(("ipython", CELL), content=r"\boxed{16}"), cut) == WRONG
+    )
     assert handler.final_result() == {"answer": None}
 
 
@@ -115,7 +117,7 @@ time.sleep(60)
 """
 
 
-async def test_code_that_takes_too_much_is_the_agents_doing() -> None:
+async def test_exceeding_the_limits_is_the_agents_failure() -> None:
     handler, agent = MathTool(), Scripted([calls(("ipython", {"code": EATERS})), r"\boxed{16}"])
     async with sandboxes() as boxes:
         await handler.init(Job(task=TASK, seed=0, sandboxes=boxes))
@@ -125,7 +127,7 @@ async def test_code_that_takes_too_much_is_the_agents_doing() -> None:
         await handler.close()
 
 
-async def test_a_sandbox_that_dies_of_itself_is_not() -> None:
+async def test_a_dying_sandbox_is_not_the_agents_failure() -> None:
     handler, task = MathTool(), TASK
     async with sandboxes() as boxes:
         await handler.init(Job(task=task, seed=0, sandboxes=boxes))
@@ -146,7 +148,7 @@ async def test_sandboxes_that_are_closed() -> None:
     handler.kill()
 
 
-async def test_a_payload_of_somebody_elses() -> None:
+async def test_refuses_a_foreign_payload() -> None:
     handler = MathTool()
     with pytest.raises(
         EnvError,
@@ -189,7 +191,7 @@ def records(path: Path, *found: dict[str, Any]) -> str:
     return str(path)
 
 
-def test_problems_of_the_users_own(tmp_path: Path) -> None:
+def test_problems_from_a_users_file(tmp_path: Path) -> None:
     path = records(
         tmp_path / "a.jsonl", *({"problem": f"{n} + 1?", "answer": n + 1} for n in range(60))
     )
@@ -230,9 +232,7 @@ def test_problems_of_the_users_own(tmp_path: Path) -> None:
         ({"problem": "?", "answer": 1}, r"a\.jsonl:1: must be a JSON object with 'question'"),
     ],
 )
-def test_a_record_that_cannot_be_asked(
-    tmp_path: Path, record: dict[str, Any], problem: str
-) -> None:
+def test_refuses_an_invalid_record(tmp_path: Path, record: dict[str, Any], problem: str) -> None:
     path = records(tmp_path / "a.jsonl", record)
     with pytest.raises(ConfigError, match=problem):
         make(0, path=path, held_out=path)
@@ -251,13 +251,13 @@ def test_a_record_that_cannot_be_asked(
         ({"held_out": "b.jsonl"}, r"options\.held_out must come with options\.path"),
     ],
 )
-def test_options_that_cannot_work(options: dict[str, Any], problem: str) -> None:
+def test_refuses_invalid_options(options: dict[str, Any], problem: str) -> None:
     for use in (lambda: MathTool(**options), lambda: make(0, **options)):
         with pytest.raises(ConfigError, match=problem):
             use()
 
 
-def test_more_options_that_cannot_work() -> None:
+def test_refuses_more_invalid_options() -> None:
     with pytest.raises(
         ConfigError,
         match=r"options\.path must be a readable file, got "

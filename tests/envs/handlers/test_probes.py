@@ -1,4 +1,4 @@
-"""Tests without what they expect, and the notes that are compared instead."""
+"""Tests without their expected values, and the notes that are compared instead."""
 
 import subprocess
 import sys
@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollweave.envs.handlers.probe import END, Probe, run, told
-from rollweave.envs.handlers.probes import look, names_in, passed, probed, without
+from rollweave.envs.handlers.probe import END, Probe, describe, run
+from rollweave.envs.handlers.probes import names_in, passed, run_probes, to_probes, without_tests
 from rollweave.sandbox.base import SandboxSpec
 from tests.envs.handlers.agents import sandboxes
 
@@ -55,10 +55,10 @@ NAMES = [
 ]
 
 
-def test_nothing_that_is_expected_is_left() -> None:
-    source = probed(TESTS)
-    assert "self.saw(f(self.x))" in source
-    assert "self.saw(bool(f(1) != 'secret'))" in source
+def test_probes_contain_no_expected_value() -> None:
+    source = to_probes(TESTS)
+    assert "self.note(f(self.x))" in source
+    assert "self.note(bool(f(1) != 'secret'))" in source
     assert "[9" not in source
     assert "KeyError" not in source
     assert "unittest" not in source
@@ -74,21 +74,21 @@ def test_nothing_that_is_expected_is_left() -> None:
         "self.assertRaises(E, f)",
     ],
 )
-def test_what_is_not_understood_is_refused(line: str) -> None:
+def test_refuses_unsupported_assertions(line: str) -> None:
     with pytest.raises(ValueError, match="a test may use assertEqual"):
-        probed(
+        to_probes(
             f"import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        {line}\n"
         )
 
 
-def test_hidden_tests_are_cut_out() -> None:
-    shown = without(TESTS, "test_f", frozenset(NAMES[:1] + NAMES[3:]))
+def test_removes_hidden_tests() -> None:
+    shown = without_tests(TESTS, "test_f", frozenset(NAMES[:1] + NAMES[3:]))
     assert names_in("test_f", shown) == NAMES[1:3]
     assert 'secret"]' not in shown
     assert "LaterTest" not in shown
     compile(shown, "shown", "exec")
-    assert without(TESTS, "test_f", frozenset(NAMES)) == ""
-    assert without(TESTS, "test_f", frozenset()) == TESTS
+    assert without_tests(TESTS, "test_f", frozenset(NAMES)) == ""
+    assert without_tests(TESTS, "test_f", frozenset()) == TESTS
 
 
 VALUES = st.recursive(
@@ -108,7 +108,7 @@ VALUES = st.recursive(
 
 
 def plain(value: object) -> object:
-    """As `told` understands equality: booleans are no numbers."""
+    """Return a value with the equality of `describe`: booleans are not numbers."""
     match value:
         case bool():
             return ("bool", value)
@@ -121,17 +121,17 @@ def plain(value: object) -> object:
 
 @given(VALUES, VALUES)
 def test_equal_texts_are_equal_values(one: object, other: object) -> None:
-    assert (told(one) == told(other)) == (plain(one) == plain(other))
-    assert told(one) == told(one)
+    assert (describe(one) == describe(other)) == (plain(one) == plain(other))
+    assert describe(one) == describe(one)
 
 
-def test_order_does_not_matter_where_there_is_none() -> None:
+def test_unordered_values_are_equal_in_any_order() -> None:
     assert (
-        told({"b": {3, 1, 2}, "a": 1})
-        == told({"a": 1.0, "b": {2, 3, 1}})
+        describe({"b": {3, 1, 2}, "a": 1})
+        == describe({"a": 1.0, "b": {2, 3, 1}})
         == "{'a': 1, 'b': {1, 2, 3}}"
     )
-    assert told([1, 2]) != told([2, 1])
+    assert describe([1, 2]) != describe([2, 1])
 
 
 def test_a_value_that_equals_everything_does_not_pass() -> None:
@@ -150,8 +150,8 @@ def test_a_value_that_equals_everything_does_not_pass() -> None:
 
         __slots__ = ()
 
-    assert told(Any()) == "<Any>"
-    assert told(Text("other")) == "'other'"
+    assert describe(Any()) == "<Any>"
+    assert describe(Text("other")) == "'other'"
 
 
 def test_a_probe_notes_what_is_raised() -> None:
@@ -160,8 +160,8 @@ def test_a_probe_notes_what_is_raised() -> None:
         raise SystemExit(0)
     with probe.raised():
         pass
-    probe.saw(1 < 2)
-    assert probe.seen == ["raised SystemExit", "raised nothing", "True"]
+    probe.note(1 < 2)
+    assert probe.notes == ["raised SystemExit", "raised nothing", "True"]
 
 
 WRITES = """
@@ -188,24 +188,24 @@ LIES = {
     "floods": WRITES.format(data='b\'["x", "end"]\' * 100000'),
     "says it came to its end": WRITES.format(data="b'[\"end\"]'"),
     "patches the probe": (
-        "import __main__\n__main__.told = lambda value: \"[9, 'secret']\"\n"
-        "__main__.Probe.saw = lambda self, value: self.seen.append('True')\ndef f(x): return 0"
+        "import __main__\n__main__.describe = lambda value: \"[9, 'secret']\"\n"
+        "__main__.Probe.note = lambda self, value: self.notes.append('True')\ndef f(x): return 0"
     ),
 }
 
 
 @pytest.mark.parametrize("lie", LIES)
-async def test_code_that_lies_does_not_pass(lie: str) -> None:
+async def test_forged_results_do_not_pass(lie: str) -> None:
     async with sandboxes() as boxes:
         spec = SandboxSpec(workdir="/project")
         box = await boxes.start(spec)
         await box.write("/project/thing.py", RIGHT.encode())
-        right = await look(box, spec, {"test_f": TESTS}, root="/project")
+        right = await run_probes(box, spec, {"test_f": TESTS}, root="/project")
         assert list(right) == NAMES
         assert all(passed(right, right).values())
         for name in ("thing", "sitecustomize", "usercustomize", "conftest", "unittest", "ast"):
             await box.write(f"/project/{name}.py", LIES[lie].encode())
-        wrong = passed(await look(box, spec, {"test_f": TESTS}, root="/project"), right)
+        wrong = passed(await run_probes(box, spec, {"test_f": TESTS}, root="/project"), right)
     assert not wrong[NAMES[0]]
     assert not wrong[NAMES[3]]
 
@@ -215,7 +215,7 @@ async def test_code_that_lies_does_not_pass(lie: str) -> None:
     cut=st.integers(0, 5),
     extra=st.text(max_size=3),
 )
-def test_only_a_test_that_came_to_its_end_with_the_same_values_passes(
+def test_only_a_complete_test_with_equal_values_passes(
     values: list[str], cut: int, extra: str
 ) -> None:
     whole = [*values, END]
@@ -242,9 +242,9 @@ WAYS = {
 
 
 @pytest.mark.parametrize("last", WAYS)
-def test_a_test_counts_as_ended_only_where_it_returns(last: str) -> None:
-    """Whatever it saw before: its last line decides."""
-    source = f"class T(Probe):\n    def test(self):\n        self.saw(1)\n        {last}\n"
+def test_a_test_ends_only_by_returning(last: str) -> None:
+    """The last line decides, whatever was noted before."""
+    source = f"class T(Probe):\n    def test(self):\n        self.note(1)\n        {last}\n"
     seen = run({"m": compile(source, "m", "exec")}, "m.T.test", "/", 20.0)
     assert isinstance(seen, list)
     assert (seen == ["1", END]) == WAYS[last]
@@ -259,11 +259,13 @@ async def test_the_interpreter_of_probes_imports_nothing_when_it_starts() -> Non
     )
     async with sandboxes() as boxes:
         spec = SandboxSpec(workdir="/project")
-        seen = await look(await boxes.start(spec), spec, {"test_flags": source}, root="/project")
+        seen = await run_probes(
+            await boxes.start(spec), spec, {"test_flags": source}, root="/project"
+        )
     assert seen == {"test_flags.Flags.test_flags": ["[1, 1, False]", "end"]}
 
 
-def test_the_program_inside_needs_nothing_of_ours() -> None:
+def test_the_prober_imports_nothing_of_rollweave() -> None:
     source = "import rollweave.envs.handlers.probe as p; print(p.__file__)"
     path = subprocess.run(
         [sys.executable, "-c", source], capture_output=True, text=True, check=True

@@ -1,6 +1,4 @@
-"""Agent programs of somebody else's, each a whole attempt: sandbox, gateway, relay,
-score.
-"""
+"""Third-party agent programs, each a complete attempt: sandbox, gateway, relay, score."""
 
 import asyncio
 import gc
@@ -42,11 +40,11 @@ async def sandboxes(request: pytest.FixtureRequest) -> AsyncIterator[Sandboxes]:
 
 
 def kept(sandboxes: Sandboxes) -> list[Path]:
-    """Folders of snapshots that are there."""
+    """Return the folders of snapshots that exist."""
     return list(Path(sandboxes._backend._launcher._kept).iterdir())  # type: ignore[union-attr]
 
 
-async def test_a_program_is_scored_by_what_it_printed_and_does_not_see_what_is_hidden(
+async def test_scores_a_programs_output_and_hides_fields(
     sandboxes: Sandboxes,
 ) -> None:
     handler: AgentHandler = Program(
@@ -99,7 +97,7 @@ print(len(open(os.environ["SUBMISSION"] + "/work.txt").read()) / 10)
 """
 
 
-async def test_a_command_scores_what_is_left_in_a_sandbox_of_its_own(sandboxes: Sandboxes) -> None:
+async def test_a_command_scores_the_submission_in_a_clean_sandbox(sandboxes: Sandboxes) -> None:
     source = """
 open("work.txt", "w").write(say("write"))
 open("tests.py", "w").write("print(1e9)")
@@ -164,7 +162,7 @@ print(len(open(submission + "/out/within").read()) / 10)
 """
 
 
-async def test_what_a_program_leaves_does_not_run_in_its_score_which_finds_the_submission_alone(
+async def test_scoring_finds_only_the_submission_and_runs_none_of_its_code(
     sandboxes: Sandboxes,
 ) -> None:
     handler = Program(
@@ -197,7 +195,7 @@ async def test_a_command_scores_without_isolation_too() -> None:
     await sandboxes.close()
 
 
-async def test_an_attempt_that_is_given_up_before_its_score_keeps_no_snapshot(
+async def test_an_abandoned_attempt_keeps_no_snapshot(
     sandboxes: Sandboxes,
 ) -> None:
     handler = Program(command=["true"], score=["echo", "0"])
@@ -224,7 +222,7 @@ async def test_an_attempt_that_is_given_up_before_its_score_keeps_no_snapshot(
         (["sh", "-c", "echo 1; echo oh >&2; exit 4"], "ended with status 4: 1\noh"),
     ],
 )
-async def test_a_scoring_command_that_fails_is_no_reward(
+async def test_a_failed_scoring_command_gives_no_reward(
     sandboxes: Sandboxes, score: list[str], message: str
 ) -> None:
     async with scripted(Script()) as (_, agent):
@@ -233,7 +231,7 @@ async def test_a_scoring_command_that_fails_is_no_reward(
     assert kept(sandboxes) == []
 
 
-async def test_a_program_over_its_limits_is_told_and_what_it_said_counts(
+async def test_a_program_over_its_limits_gets_errors_and_its_turns_count(
     sandboxes: Sandboxes,
 ) -> None:
     source = """
@@ -260,10 +258,12 @@ request.add_header("Content-Type", "application/json")
 message = {"role": "user", "content": "?"}
 urllib.request.urlopen(request, json.dumps({"model": "tiny", "messages": [message]}).encode())
 """
-"""Asks as the client does, whose import alone takes seconds on a busy machine."""
+"""Sends the client's request without the client, whose import takes seconds on a busy
+machine.
+"""
 
 
-async def test_a_program_that_does_not_end_has_failed_and_its_turn_is_cancelled(
+async def test_a_program_that_does_not_end_fails_and_its_turn_is_cancelled(
     sandboxes: Sandboxes,
 ) -> None:
     script = Script(hold=True)
@@ -291,7 +291,7 @@ async def test_an_attempt_that_is_cancelled_leaves_no_sandbox(sandboxes: Sandbox
     assert handler._sandbox.ended == "stopped"
 
 
-async def test_what_ends_the_sandbox_is_the_agents_doing_or_it_is_not(sandboxes: Sandboxes) -> None:
+async def test_attributes_the_end_of_the_sandbox(sandboxes: Sandboxes) -> None:
     async def ended(limits: dict[str, Any], source: str) -> Score | None:
         handler = Program(command=agent_program(source), score=BY_ANSWER, limits=limits)
         async with scripted(Script()) as (_, agent):
@@ -320,7 +320,7 @@ os.write(1, b"\xff out\n")
 """
 
 
-async def test_names_and_words_that_are_not_utf_8_are_scored(sandboxes: Sandboxes) -> None:
+async def test_scores_names_and_text_that_are_not_utf_8(sandboxes: Sandboxes) -> None:
     files = {
         "check.py": "import os\nprint(len(os.listdir(os.environ['SUBMISSION'])) > 1)\nprint(0.5)"
     }
@@ -372,7 +372,7 @@ async def test_a_program_that_spoils_its_sandbox_has_no_reward(
     assert await handler.run_exception(lost.value) == Score(reward=0.0, success=False)
 
 
-async def test_a_program_that_is_not_there_is_no_reward(sandboxes: Sandboxes) -> None:
+async def test_a_missing_program_gives_no_reward(sandboxes: Sandboxes) -> None:
     async with scripted(Script()) as (_, agent):
         with pytest.raises(SandboxError, match="No such file"):
             await lived(Program(command=["/no/such/agent"], score=BY_ANSWER), job(sandboxes), agent)
@@ -407,12 +407,12 @@ async def test_a_program_that_is_not_there_is_no_reward(sandboxes: Sandboxes) ->
         ({"env": {"a-b": ""}}, "env must have names"),
     ],
 )
-def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
+def test_refuses_invalid_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Program(**{"command": ["x"], "score": BY_ANSWER, **options})
 
 
-async def test_a_folder_that_cannot_be_copied(tmp_path: Path) -> None:
+async def test_refuses_a_folder_that_cannot_be_copied(tmp_path: Path) -> None:
     made = Sandboxes("plain")
     for folder, message in (
         (tmp_path / "none", "must be a folder"),
@@ -461,7 +461,7 @@ def test_tasks_are_lines_and_no_line_is_in_two_splits(tmp_path: Path) -> None:
         ("", "has none"),
     ],
 )
-def test_a_file_of_tasks_that_is_none(tmp_path: Path, text: str, message: str) -> None:
+def test_refuses_an_invalid_file_of_tasks(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "tasks.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
@@ -498,7 +498,7 @@ asyncio.run(main(True))
 
 @pytest.mark.slow
 async def test_the_agents_sdk_runs_unchanged_inside(sandboxes: Sandboxes) -> None:
-    """Needs the extra `agents`."""
+    """Requires the extra `agents`."""
     pytest.importorskip("agents", reason="needs the extra `agents`")
     handler = Program(
         command=["python", "agent.py"],

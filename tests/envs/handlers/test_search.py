@@ -1,5 +1,5 @@
-"""The search tool, and web searches with a key, against a server of ours that can fail
-in every way.
+"""The search tool, and web searches with a key, against a test server that can fail in
+every way.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Server:
-    """Answers with each of `says` in turn, and with the last for ever: a status, or the
+    """Answers with each of `says` in turn, then repeats the last: a status, or the
     results.
     """
 
@@ -99,7 +99,7 @@ async def test_serper() -> None:
         assert (headers["X-API-KEY"], body) == (KEY, {"q": "a query", "num": 3})
 
 
-async def test_the_key_is_cut_out_of_what_comes_back() -> None:
+async def test_removes_the_key_from_responses() -> None:
     async with served({"results": [{"title": KEY, "content": f"your key is {KEY}!"}]}) as (
         _,
         found,
@@ -110,7 +110,7 @@ async def test_the_key_is_cut_out_of_what_comes_back() -> None:
 
 
 @pytest.mark.parametrize("trouble", [429, 500, 503, "leave"])
-async def test_trouble_that_passes(trouble: Any) -> None:
+async def test_retries_transient_failures(trouble: Any) -> None:
     async with served(trouble, trouble, results("one")) as (server, found):
         assert [hit.text for hit in await found.find("q", 5)] == ["one"]
         assert len(server.asked) == 3
@@ -132,7 +132,7 @@ async def test_trouble_that_passes(trouble: Any) -> None:
         ("x" * (search.WEB_BYTES + 1), 1, "more than"),
     ],
 )
-async def test_trouble_that_stays(trouble: Any, tries: int, told: str) -> None:
+async def test_reports_permanent_failures(trouble: Any, tries: int, told: str) -> None:
     async with served(trouble) as (server, found):
         with pytest.raises(EnvError, match=told) as raised:
             await found.find("q", 5)
@@ -140,14 +140,14 @@ async def test_trouble_that_stays(trouble: Any, tries: int, told: str) -> None:
         assert KEY not in str(raised.value)
 
 
-async def test_a_search_that_hangs() -> None:
+async def test_a_search_times_out() -> None:
     async with served("hang", timeout_s=0.1) as (_, found):
         with pytest.raises(EnvError, match="TimeoutError"):
             await found.find("q", 5)
 
 
 @pytest.mark.parametrize("status", [400, 422])
-async def test_a_query_that_is_refused_finds_nothing(status: int) -> None:
+async def test_a_rejected_query_finds_nothing(status: int) -> None:
     async with served(status) as (_, found):
         assert await search_tool(found).call({"query": "?"}) == NOTHING
 
@@ -158,7 +158,7 @@ async def test_no_results(found: Any) -> None:
         assert await search_tool(of).call({"query": "?"}) == NOTHING
 
 
-async def test_odd_results_are_read_as_far_as_they_go() -> None:
+async def test_reads_malformed_results_as_far_as_possible() -> None:
     odd: Sequence[Any] = [3, None, {"title": 4, "content": None}, {"content": "word " * 1000}]
     async with served({"results": odd}) as (_, found):
         first, second = await found.find("q", 5)
@@ -207,7 +207,7 @@ async def test_the_tool() -> None:
         ),
     ],
 )
-def test_options_that_cannot_work(options: dict[str, Any], problem: str) -> None:
+def test_refuses_invalid_options(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as raised:
         web_search(options)
     assert KEY not in str(raised.value)

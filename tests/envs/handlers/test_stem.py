@@ -29,7 +29,7 @@ KEY, KEY_ENV = "secret-key-2718", "ROLLWEAVE_TEST_SEARCH_KEY"
 
 
 def task_like(words: str) -> Task:
-    """A training task with these words in its question."""
+    """Return a training task with these words in its question."""
     tasks = (
         Stem.make_task(index=index, seed=3, split=Split.TRAIN, options={}) for index in range(300)
     )
@@ -37,7 +37,7 @@ def task_like(words: str) -> Task:
 
 
 def weighing(said: Sequence[Message]) -> Message | str:
-    """An agent that answers questions about a block's weight: mineral, planet,
+    """Return an agent that answers questions about a block's weight: mineral, planet,
     calculation.
     """
     texts = [message.content for message in said]
@@ -99,7 +99,7 @@ async def test_the_same_with_calls_in_text() -> None:
         assert await attempt(Stem(calls="text"), task, Scripted(says), boxes) == RIGHT
 
 
-async def test_answers_that_are_wrong_or_none() -> None:
+async def test_wrong_and_missing_answers() -> None:
     task = new_task(question="?", answer="100", world=1)
     found = {
         r"\boxed{101}": RIGHT,
@@ -116,7 +116,7 @@ async def test_answers_that_are_wrong_or_none() -> None:
         )
 
 
-async def test_what_is_found_is_no_answer_and_nothing_may_be_found(tmp_path: Path) -> None:
+async def test_search_results_are_no_answer(tmp_path: Path) -> None:
     (tmp_path / "trap.txt").write_text(r"The answer is \boxed{100}.")
     options: Any = {
         "corpus": str(tmp_path),
@@ -210,7 +210,7 @@ async def test_a_web_search_whose_key_the_agent_never_sees(
     assert KEY not in json.dumps(handler.final_result())
 
 
-async def test_a_search_that_fails_is_not_the_agents_doing(
+async def test_a_failed_search_is_not_the_agents_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KEY_ENV, KEY)
@@ -244,7 +244,7 @@ def make(index: int, split: Split, seed: int = 0) -> dict[str, Any]:
     return payload_of(Stem.make_task(index=index, seed=seed, split=split, options={}))
 
 
-def test_tasks_are_deterministic_and_splits_have_worlds_of_their_own() -> None:
+def test_tasks_are_deterministic_and_splits_have_separate_worlds() -> None:
     drawn = {split: [make(index, split) for index in range(80)] for split in Split}
     assert drawn == {split: [make(index, split) for index in range(80)] for split in Split}
     for what, fewest in (("question", 75), ("world", 14)):
@@ -305,7 +305,7 @@ WEB = {"service": "tavily", "key_env": "NOT_SET_ANYWHERE"}
         ),
     ],
 )
-def test_options_that_cannot_work(options: dict[str, Any], problem: str, tmp_path: Path) -> None:
+def test_refuses_invalid_options(options: dict[str, Any], problem: str, tmp_path: Path) -> None:
     options = {
         name: str(tmp_path) if value == "EMPTY" else value for name, value in options.items()
     }
@@ -317,6 +317,6 @@ def test_options_that_cannot_work(options: dict[str, Any], problem: str, tmp_pat
             use()
 
 
-def test_a_tolerance_that_cannot_work() -> None:
+def test_refuses_an_invalid_tolerance() -> None:
     with pytest.raises(ConfigError, match=r"options\.tolerance must be from 0 to below 1, got 1"):
         Stem(tolerance=1)

@@ -1,4 +1,4 @@
-"""Mending bugs: the tasks, and attempts by scripted agents in real sandboxes."""
+"""Fixing bugs: the tasks, and attempts by scripted agents in real sandboxes."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import pytest
 
 from rollweave.envs.base import Score, Split, new_task, payload_of
 from rollweave.envs.handlers.base import Job, LimitError
-from rollweave.envs.handlers.probes import Seen, look, names_in, passed
+from rollweave.envs.handlers.probes import Notes, names_in, passed, run_probes
 from rollweave.envs.handlers.swe import ROOT, SPEC, Swe
 from rollweave.envs.handlers.swe_bugs import (
     broken,
@@ -22,10 +22,9 @@ from rollweave.envs.handlers.swe_bugs import (
     bugs_of,
     files_of,
     module_of,
-    names_of_tests,
     repos,
-    shown,
-    sources_of_tests,
+    suite_sources,
+    visible_files,
 )
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError, SandboxLostError
@@ -52,6 +51,13 @@ SUBMIT = calls(("submit", {}))
 
 def shell(command: str) -> Message:
     return calls(("bash", {"command": command}))
+
+
+def names_of_tests(repo: str) -> list[str]:
+    """Return `module.Class.method` of all tests of a repository."""
+    return [
+        name for module, source in suite_sources(repo).items() for name in names_in(module, source)
+    ]
 
 
 # --- the tasks ---
@@ -86,18 +92,18 @@ for name, files in json.load(sys.stdin).items():
     sys.stdout.flush()
     os._exit(0)
 """
-"""Runs the tests of several versions of a repository by unittest itself."""
+"""Runs the tests of several versions of a repository with plain unittest."""
 
 
 @pytest.mark.parametrize(
     "repo",
     [pytest.param(repo, marks=pytest.mark.slow) if repo == "flow" else repo for repo in repos()],
 )
-def test_every_bug_fails_exactly_what_it_should(repo: str, tmp_path: Path) -> None:
-    """Of all splits, as unittest sees it."""
+def test_every_bug_fails_exactly_its_listed_tests(repo: str, tmp_path: Path) -> None:
+    """Covers all splits, with plain unittest."""
     mine = {name: bug for name, bug in bugs().items() if bug.repo == repo}
     versions = {"right": dict(files_of(repo)), **{name: broken(bug) for name, bug in mine.items()}}
-    versions |= {f"{name} shown": shown(bug) for name, bug in mine.items()}
+    versions |= {f"{name} shown": visible_files(bug) for name, bug in mine.items()}
     command = [sys.executable, "-B", "-W", "ignore", "-c", JUDGE, str(tmp_path)]
     done = subprocess.run(
         command, input=json.dumps(versions), capture_output=True, text=True, check=True, timeout=100
@@ -116,10 +122,10 @@ async def test_probes_agree_with_unittest(repo: str) -> None:
     async with sandboxes() as boxes:
         box = await boxes.start(SPEC)
 
-        async def seen(files: Mapping[str, str]) -> Seen:
+        async def seen(files: Mapping[str, str]) -> Notes:
             for path, text in files.items():
                 await box.write(f"{ROOT}/{path}", text.encode())
-            return await look(box, SPEC, sources_of_tests(repo), root=ROOT)
+            return await run_probes(box, SPEC, suite_sources(repo), root=ROOT)
 
         right = await seen(files_of(repo))
         assert [name for name, ok in passed(right, right).items() if not ok] == []
@@ -128,9 +134,9 @@ async def test_probes_agree_with_unittest(repo: str) -> None:
             assert tuple(test for test, ok in outcome.items() if not ok) == bug.fails
 
 
-def test_what_is_shown_has_the_bug_and_not_the_tests_that_find_it() -> None:
+def test_visible_files_have_the_bug_but_no_failing_tests() -> None:
     for bug in bugs().values():
-        files = shown(bug)
+        files = visible_files(bug)
         tests = {path: text for path, text in files.items() if path.startswith("tests/")}
         left = {name for path, text in tests.items() for name in names_in(module_of(path), text)}
         assert left == set(names_of_tests(bug.repo)) - set(bug.fails)
@@ -169,7 +175,7 @@ async def tried(
     return score, handler.final_result()
 
 
-async def test_a_mended_bug_is_a_success() -> None:
+async def test_a_fixed_bug_is_a_success() -> None:
     agent = Scripted([shell("python3 -m unittest 2>&1 | tail -1; ls"), MEND, SUBMIT])
     score, result = await tried(agent)
     assert score == Score(reward=1.0, success=True)
@@ -187,7 +193,7 @@ async def test_a_mended_bug_is_a_success() -> None:
 
 
 @pytest.mark.parametrize("bug", ["flow", "routes", "shelf", "textkit"])
-async def test_other_repositories_are_judged_too(bug: str) -> None:
+async def test_judges_the_other_repositories(bug: str) -> None:
     found = next(entry for entry in bugs().values() if entry.repo == bug and len(entry.edits) == 1)
     edit = found.edits[0]
     move = calls(
@@ -200,14 +206,14 @@ async def test_other_repositories_are_judged_too(bug: str) -> None:
     assert score.success
 
 
-async def test_nothing_done_is_no_success() -> None:
+async def test_an_unchanged_project_is_no_success() -> None:
     for replies in (["I cannot."], [SUBMIT], [shell("touch x; python3 -m unittest"), SUBMIT]):
         score, result = await tried(replies)
         assert score == Score(reward=0.0, success=False)
         assert not any(result["FAIL_TO_PASS"].values())
 
 
-async def test_what_breaks_something_else_is_no_success() -> None:
+async def test_a_regression_is_no_success() -> None:
     score, result = await tried(
         [MEND, shell("sed -i 's/def show/def display/' ledger/money.py"), SUBMIT],
         options={"partial": True},
@@ -216,7 +222,7 @@ async def test_what_breaks_something_else_is_no_success() -> None:
     assert not all(result["PASS_TO_PASS"].values())
 
 
-async def test_part_of_it_may_count() -> None:
+async def test_partial_reward() -> None:
     # every share is right but for amounts that do not divide by the number of shares
     half = shell(f"sed -i 's/(1 if number <= rest else 0)/0/' {EDIT.path}")
     assert (await tried([half, SUBMIT]))[0] == Score(reward=0.0, success=False)
@@ -274,7 +280,7 @@ async def test_other_files_do_no_harm() -> None:
     assert "config" not in result["git_patch"]
 
 
-async def test_a_limit_ends_it_and_what_was_done_counts() -> None:
+async def test_changes_before_a_limit_count() -> None:
     score, _ = await tried(Scripted([MEND], turns=1))
     assert score.success
     score, _ = await tried(Scripted([MEND, LimitError(StopReason.MAX_TOKENS, "full")]))
@@ -295,7 +301,7 @@ async def test_calls_in_text() -> None:
     assert agent.heard[2] == Message(role="user", content="(no output)")
 
 
-async def test_a_lost_sandbox_is_no_ones_reward() -> None:
+async def test_a_lost_sandbox_gives_no_reward() -> None:
     async with sandboxes() as boxes:
         handler = Swe()
         await handler.init(Job(task=TASK, seed=0, sandboxes=boxes))
@@ -310,7 +316,7 @@ async def test_a_lost_sandbox_is_no_ones_reward() -> None:
         await handler.close()
 
 
-async def test_a_sandbox_that_the_agent_bursts_is_its_own_doing() -> None:
+async def test_an_overflowing_sandbox_is_the_agents_failure() -> None:
     async with sandboxes() as boxes:
         handler = Swe()
         await handler.init(Job(task=TASK, seed=0, sandboxes=boxes))
@@ -324,7 +330,7 @@ async def test_a_sandbox_that_the_agent_bursts_is_its_own_doing() -> None:
         await handler.close()
 
 
-async def test_kill_and_close_leave_nothing() -> None:
+async def test_kill_and_close_release_the_sandbox() -> None:
     async with sandboxes() as boxes:
         handler = Swe()
         handler.kill()
@@ -340,7 +346,7 @@ async def test_kill_and_close_leave_nothing() -> None:
             await box.exec(["true"])
 
 
-async def test_what_cannot_be_is_refused() -> None:
+async def test_refuses_invalid_options() -> None:
     with pytest.raises(ConfigError, match="calls must be native or text"):
         Swe(calls="json")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="tools must be some of"):

@@ -1,4 +1,4 @@
-"""The tools that come with us, in real sandboxes, called by a scripted agent."""
+"""The built-in tools, in real sandboxes, called by a scripted agent."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ EDITOR = "str_replace_editor"
 async def answers(
     boxes: Sandboxes, *made: tuple[str, Any], output_bytes: int = 2000, timeout_s: float = 20
 ) -> list[str]:
-    """What the tools answer to these calls, in one sandbox."""
+    """Return the tools' answers to these calls, in one sandbox."""
     sandbox = await boxes.start(SandboxSpec(workdir="/project"))
     try:
         tools = toolbox(
@@ -36,7 +36,7 @@ async def answers(
     return [message.content for message in said if message.role == "tool"]
 
 
-async def test_shell_and_interpreter_stay_and_say_what_went_wrong() -> None:
+async def test_shell_and_interpreter_keep_state_and_report_errors() -> None:
     async with sandboxes() as boxes:
         said = await answers(
             boxes,
@@ -59,7 +59,7 @@ async def test_shell_and_interpreter_stay_and_say_what_went_wrong() -> None:
     assert said[7:] == ["Noted.", "Submitted."]
 
 
-async def test_the_editor_edits_and_tells_what_it_cannot() -> None:
+async def test_the_editor_edits_and_reports_failures() -> None:
     async with sandboxes() as boxes:
         said = await answers(
             boxes,
@@ -104,7 +104,7 @@ async def test_the_editor_edits_and_tells_what_it_cannot() -> None:
         (EDITOR, {"command": "view", "path": "/project/long"}),
     ],
 )
-async def test_floods_are_cut(call: tuple[str, Any]) -> None:
+async def test_clips_long_output(call: tuple[str, Any]) -> None:
     async with sandboxes() as boxes:
         made = ("bash", {"command": "head -c 5000000 /dev/zero | tr '\\0' x > long"})
         said = await answers(boxes, made, call)
@@ -112,14 +112,14 @@ async def test_floods_are_cut(call: tuple[str, Any]) -> None:
     assert "left out" in said[1] or "more line" in said[1]
 
 
-async def test_time_runs_out_and_is_told() -> None:
+async def test_reports_timeouts() -> None:
     async with sandboxes() as boxes:
         said = await answers(boxes, ("bash", {"command": "echo a; sleep 100"}), timeout_s=0.5)
     assert said[0].startswith("a\n[")
     assert "out of time" in said[0]
 
 
-async def test_a_lost_sandbox_is_no_answer() -> None:
+async def test_a_lost_sandbox_raises() -> None:
     async with sandboxes() as boxes:
         sandbox = await boxes.start(SandboxSpec())
         tools = toolbox(sandbox, ["bash"])
@@ -132,7 +132,7 @@ async def test_a_lost_sandbox_is_no_answer() -> None:
             await converse(Scripted(speak), ASK, tools)
 
 
-def test_other_names_and_calls_are_refused() -> None:
+def test_refuses_unknown_tools_and_call_styles() -> None:
     check_tools(["bash", EDITOR], "native")
     with pytest.raises(ConfigError, match=r"options\.tools must be some of bash"):
         check_tools(["bash", "browser"], "native")

@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollweave.envs.handlers.base import LimitError, Tool
-from rollweave.envs.handlers.tools import AT_ONCE, Final, blocks, converse, told_in_text
+from rollweave.envs.handlers.tools import (
+    MAX_CALLS,
+    Final,
+    converse,
+    fenced_blocks,
+    text_call_instructions,
+)
 from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.errors import SandboxLostError, SandboxRefusedError
 from rollweave.schema.work import StopReason
@@ -25,7 +31,7 @@ TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required"
 
 
 class Counter:
-    """A tool that adds up, and remembers what it was called with."""
+    """A tool that sums its arguments and remembers them."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
@@ -56,7 +62,7 @@ def ending(name: str) -> Tool:
     )
 
 
-async def test_calls_are_answered_in_their_order_until_none_is_made() -> None:
+async def test_answers_calls_in_order_until_there_are_none() -> None:
     counter = Counter()
     agent = Scripted(
         [calls(("add", {"n": 2}), ("add", {"n": 3})), calls(("add", {"n": 4})), "Nine."]
@@ -97,9 +103,7 @@ async def test_calls_are_answered_in_their_order_until_none_is_made() -> None:
         ('{"n": 1, "more": "' + "x" * (1 << 20) + '"}', "must have at most"),
     ],
 )
-async def test_what_is_wrong_with_arguments_is_told_and_nothing_runs(
-    arguments: str, told: str
-) -> None:
+async def test_reports_invalid_arguments_and_runs_nothing(arguments: str, told: str) -> None:
     counter = Counter()
     agent = Scripted(
         [
@@ -123,7 +127,7 @@ async def test_what_is_wrong_with_arguments_is_told_and_nothing_runs(
         lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     )
 )
-async def test_any_json_is_either_run_or_told(value: Any) -> None:
+async def test_any_json_is_run_or_reported(value: Any) -> None:
     counter = Counter()
     said = await converse(
         Scripted([calls(("add", json.dumps(value))), "End."]), ASK, [counter.tool()]
@@ -143,7 +147,7 @@ async def test_any_json_is_either_run_or_told(value: Any) -> None:
     )
 
 
-async def test_unknown_tools_are_told_which_there_are() -> None:
+async def test_an_unknown_tool_gets_the_list_of_tools() -> None:
     said = await converse(
         Scripted([calls(("nothing", {})), "Oh."]), ASK, [Counter().tool(), speaks("say", "")]
     )
@@ -152,7 +156,7 @@ async def test_unknown_tools_are_told_which_there_are() -> None:
     assert said[2].content == "There is no tool 'add'. The tools are: none."
 
 
-async def test_a_final_answer_ends_it_and_later_calls_are_not_run() -> None:
+async def test_a_final_answer_ends_the_loop() -> None:
     counter = Counter()
     tools = [counter.tool(), ending("end")]
     said = await converse(
@@ -162,18 +166,18 @@ async def test_a_final_answer_ends_it_and_later_calls_are_not_run() -> None:
     assert len(counter.seen) == 1
 
 
-async def test_no_message_runs_more_than_so_many_calls() -> None:
+async def test_limits_the_calls_of_a_message() -> None:
     counter = Counter()
     said = await converse(
-        Scripted([calls(*[("add", {"n": 1})] * (AT_ONCE + 2)), "End."]), ASK, [counter.tool()]
+        Scripted([calls(*[("add", {"n": 1})] * (MAX_CALLS + 2)), "End."]), ASK, [counter.tool()]
     )
-    assert len(counter.seen) == AT_ONCE
+    assert len(counter.seen) == MAX_CALLS
     assert [m.content.startswith("Not run") for m in said if m.role == "tool"] == [
         False
-    ] * AT_ONCE + [True] * 2
+    ] * MAX_CALLS + [True] * 2
 
 
-async def test_a_refusal_is_an_answer_and_a_lost_sandbox_is_not() -> None:
+async def test_a_refusal_is_an_answer_but_a_lost_sandbox_raises() -> None:
     said = await converse(
         Scripted([calls(("say", {"text": ""})), "Oh."]),
         ASK,
@@ -186,7 +190,7 @@ async def test_a_refusal_is_an_answer_and_a_lost_sandbox_is_not() -> None:
         )
 
 
-async def test_limits_pass() -> None:
+async def test_limit_errors_propagate() -> None:
     with pytest.raises(LimitError):
         await converse(
             Scripted(lambda _: calls(("add", {"n": 1})), turns=3), ASK, [Counter().tool()]
@@ -197,7 +201,7 @@ async def test_limits_pass() -> None:
         )
 
 
-async def test_tools_that_cannot_be_offered_are_refused_at_once() -> None:
+async def test_refuses_invalid_tools_at_once() -> None:
     with pytest.raises(ValueError, match="names of their own"):
         await converse(Scripted([]), ASK, [Counter().tool(), Counter().tool()])
     bad = Tool(
@@ -225,7 +229,7 @@ async def test_a_fenced_block_calls_a_tool_and_its_output_is_the_users() -> None
     assert agent.tools == [(), ()]  # the template shows none
 
 
-async def test_one_block_a_message_and_closed() -> None:
+async def test_a_message_has_one_closed_block() -> None:
     counter: list[str] = []
 
     async def call(arguments: dict[str, Any]) -> str:
@@ -246,8 +250,8 @@ async def test_a_tool_without_parameters_is_an_empty_block() -> None:
     tool = ending("submit")
     said = await converse(Scripted(["```submit\n```"]), ASK, [tool], calls="text")
     assert said[-1].content == "Over."
-    assert "- submit (TEXT is empty): End." in told_in_text([tool])
-    assert "- say (TEXT is the text): Speak." in told_in_text([speaks("say", "")])
+    assert "- submit (TEXT is empty): End." in text_call_instructions([tool])
+    assert "- say (TEXT is the text): Speak." in text_call_instructions([speaks("say", "")])
 
 
 BODY = st.text(st.characters(codec="utf-8", exclude_characters="`\r\n"), max_size=20)
@@ -259,17 +263,17 @@ BODY = st.text(st.characters(codec="utf-8", exclude_characters="`\r\n"), max_siz
     ),
     BODY,
 )
-def test_blocks_read_what_was_written(written: list[tuple[str, list[str]]], between: str) -> None:
+def test_parses_fenced_blocks(written: list[tuple[str, list[str]]], between: str) -> None:
     wanted = [(name, "\n".join(lines)) for name, lines in written]
     text = between.join(
         f"\n```{name}\n{body}\n```\n" if lines else f"\n```{name}\n```\n"
         for (name, body), (_, lines) in zip(wanted, written, strict=True)
     )
-    assert blocks(text) == (wanted, "")
+    assert fenced_blocks(text) == (wanted, "")
 
 
 @given(st.text(st.sampled_from("`ab \n"), max_size=60))
-def test_blocks_never_fail(text: str) -> None:
-    found, unclosed = blocks(text)
+def test_parsing_blocks_never_raises(text: str) -> None:
+    found, unclosed = fenced_blocks(text)
     assert all(name for name, _ in found)
     assert not unclosed or "```" in text

@@ -102,10 +102,8 @@ SPECIAL_MAP = {"bos_token": "<|bos|>", "eos_token": "<|end|>"}
 
 @functools.cache
 def bpe() -> Tokenizer:
-    """A byte-level BPE.
-
-    Line ends are apart from words, as Llama 3 and Qwen have it: what follows changes no
-    token.
+    """Return a byte-level BPE. Line ends are separate from words, as in Llama 3 and
+    Qwen: the following text changes no token.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -143,7 +141,7 @@ def template(source: str) -> ChatTemplate:
 def checkpoint(
     directory: Path, source: str | list[dict[str, str]] | None, **config: object
 ) -> Path:
-    """A directory with a tokenizer and a chat template, as far as chat cares."""
+    """Write the tokenizer and chat template of a checkpoint directory."""
     bpe().save(str(directory / "tokenizer.json"))
     full = {**SPECIAL_MAP, **config} | ({} if source is None else {"chat_template": source})
     (directory / "tokenizer_config.json").write_text(json.dumps(full))

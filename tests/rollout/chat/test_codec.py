@@ -1,5 +1,5 @@
 """Conversations over several template families: tokens only grow, sampled ids stay, the
-rest is as in a rendering.
+rest equals a rendering.
 """
 
 import datetime
@@ -38,7 +38,7 @@ def say(role: str, content: str) -> Message:
 
 
 def whole(name: str, messages: list[Message], *, prompt: bool) -> tuple[int, ...]:
-    """The conversation rendered and tokenized at once: the oracle."""
+    """Render and tokenize the complete conversation at once: the oracle."""
     rendered = template(TEMPLATES[name]).render(messages, prompt=prompt)
     return tuple(bpe().encode(rendered, add_special_tokens=False).ids)
 
@@ -100,7 +100,7 @@ def test_tokens_only_grow_and_sampled_ids_stay(
         max_size=4,
     ),
 )
-def test_a_well_behaved_template_gives_the_tokens_of_the_whole_rendering(
+def test_a_regular_template_gives_the_tokens_of_the_complete_rendering(
     name: str, first: str, turns: list[tuple[str, str, str]]
 ) -> None:
     of = codec(name)
@@ -119,7 +119,7 @@ def test_a_well_behaved_template_gives_the_tokens_of_the_whole_rendering(
         assert list(conversation.messages) == said
 
 
-def test_a_template_that_trims_changes_no_token_that_was_sampled() -> None:
+def test_a_trimming_template_changes_no_sampled_token() -> None:
     of = codec("trimming")
     conversation = Conversation(of, [say("system", "be brief"), say("user", " hello ")])
     sampled = [*encode("\n  padded \n"), *of.stop_token_ids[:1]]
@@ -132,7 +132,7 @@ def test_a_template_that_trims_changes_no_token_that_was_sampled() -> None:
     assert conversation.tokens == (*opening, *sampled, *rest)
 
 
-def test_a_template_that_drops_earlier_thinking_keeps_it_in_the_tokens() -> None:
+def test_a_template_that_drops_reasoning_keeps_it_in_the_tokens() -> None:
     of = codec("thinking")
     conversation = Conversation(of, [say("user", "one")])
     sampled = [*encode("deep\n</think>\n\nyes"), *of.stop_token_ids[:1]]
@@ -170,7 +170,7 @@ SPELLINGS = [
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 @pytest.mark.parametrize("content", SPELLINGS)
-def test_a_message_that_spells_special_tokens_says_them_as_text(name: str, content: str) -> None:
+def test_special_tokens_in_a_message_are_text(name: str, content: str) -> None:
     of = codec(name)
     special = {bpe().token_to_id(token) for token in SPECIALS}
     opening, harmless = of.start([say("user", content)]), of.start([say("user", "x")])
@@ -185,7 +185,7 @@ def test_a_message_that_spells_special_tokens_says_them_as_text(name: str, conte
     assert of.decode(after) == of.decode(plain).replace("x", content)
 
 
-def test_what_ends_a_turn() -> None:
+def test_stop_tokens_and_stop_text() -> None:
     of = ChatCodec(bpe(), template(CHATML), eos=[7])
     end, newline = encode("<|im_end|>")[0], encode("\n")[0]
     assert of.stop_token_ids == (end, 7)
@@ -203,7 +203,7 @@ def test_what_ends_a_turn() -> None:
     assert codec("plain").stop == ("\n",)
 
 
-def test_a_turn_that_is_only_text_is_no_output() -> None:
+def test_a_text_only_turn_is_no_output() -> None:
     of = codec("chatml")
     conversation = Conversation(of, [say("user", "a")])
     tokens = of.encode_turn("hi")
@@ -219,7 +219,7 @@ def test_a_turn_that_is_only_text_is_no_output() -> None:
     assert sum(sequence.output_mask()) == 1
 
 
-def test_rewards_and_state_keys_stand_with_their_turns() -> None:
+def test_rewards_and_state_keys_belong_to_their_turns() -> None:
     of = codec("chatml")
     conversation = Conversation(of, [say("user", "a")], state_key="s0")
     conversation.add_turn([5, 6], [-1.0, -2.0], spans(2, 1))
@@ -247,7 +247,7 @@ def test_rewards_and_state_keys_stand_with_their_turns() -> None:
         ([1, 2], [-1.0, -1.0], [(0, 3)]),
     ],
 )
-def test_an_inconsistent_result_is_refused_and_leaves_no_trace(
+def test_refuses_an_inconsistent_result_without_a_trace(
     tokens: list[int], logprobs: list[float], versions: list[tuple[int, int]]
 ) -> None:
     conversation = Conversation(codec("chatml"), [say("user", "a")])
@@ -291,14 +291,14 @@ def test_turns_and_observations_alternate() -> None:
         ("{% for m in messages %}{{ raise_exception('only one') }}{% endfor %}", "only one"),
     ],
 )
-def test_a_template_that_cannot_be_extended_is_refused(source: str, problem: str) -> None:
+def test_refuses_a_template_that_cannot_be_extended(source: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=r"cannot be extended turn by turn.*") as caught:
         ChatCodec(bpe(), template(source), name="my model")
     assert str(caught.value).startswith("my model: ")
     assert problem in str(caught.value)
 
 
-def test_messages_that_the_template_refuses() -> None:
+def test_reports_messages_that_the_template_refuses() -> None:
     with pytest.raises(ChatError, match="roles must alternate"):
         codec("alternating").extend([1], [say("user", "a"), say("user", "b")])
     with pytest.raises(ChatError, match="roles must alternate"):
@@ -321,7 +321,7 @@ def test_template_extras() -> None:
     assert rendered == '04 Mar [{"role": "user", "content": "<é>"}] <|bos|>'
 
 
-def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
+def test_a_template_cannot_escape_its_sandbox() -> None:
     with pytest.raises(ChatError, match="access to attribute"):
         template("{{ messages.__class__.__mro__ }}").render([say("user", "a")], prompt=False)
     with pytest.raises(ConfigError, match="valid Jinja"):
@@ -345,7 +345,7 @@ def test_from_directory_with_named_templates(tmp_path: Path) -> None:
     assert ChatCodec.from_directory(directory).stop_token_ids == tuple(encode("<|im_end|><|eot|>"))
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_names_missing_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"must have a tokenizer\.json"):
         ChatCodec.from_directory(tmp_path)
     checkpoint(tmp_path, None)
@@ -389,6 +389,6 @@ def test_a_scripted_conversation_has_the_tokens_of_its_rendering(name: str) -> N
 @pytest.mark.parametrize(
     "roles", [[], ["user"], ["assistant", "user"], ["user", "assistant", "assistant"]]
 )
-def test_a_script_without_turns_is_refused(roles: list[str]) -> None:
+def test_refuses_a_script_without_turns(roles: list[str]) -> None:
     with pytest.raises(ValueError, match="must begin with the environment"):
         tokenize_transcript(codec("chatml"), [say(role, "a") for role in roles])

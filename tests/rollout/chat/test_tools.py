@@ -1,5 +1,5 @@
-"""Tool calls: what a turn's text says, whatever the text; and how tools and calls stand
-in a conversation's tokens.
+"""Tool calls: parsed from any text of a turn; and tools and calls in a conversation's
+tokens.
 """
 
 import json
@@ -36,7 +36,7 @@ def written(name: str, arguments: Any, *, indent: int | None = None) -> str:
 @given(
     before=text, between=text, wanted=calls, indent=st.sampled_from([None, 2]), closed=st.booleans()
 )
-def test_calls_are_read_as_they_were_written(
+def test_parses_calls(
     before: str,
     between: str,
     wanted: list[tuple[str, dict[str, Any]]],
@@ -52,7 +52,7 @@ def test_calls_are_read_as_they_were_written(
 
 
 @given(st.lists(text | st.sampled_from([*MARKS, CALL, '{"name":', "}"]), max_size=8).map("".join))
-def test_any_text_is_read_and_nothing_of_it_is_lost(said: str) -> None:
+def test_parsing_any_text_loses_nothing(said: str) -> None:
     agent = Hermes().parse(said)
     if not agent.tool_calls:
         assert agent.content == said
@@ -88,19 +88,19 @@ def test_any_text_is_read_and_nothing_of_it_is_lost(said: str) -> None:
         '<tool_call>{"name": "a", "arguments": {}}</tool_call><tool_call>{"name"</tool_call>',
     ],
 )
-def test_a_malformed_call_makes_all_of_it_plain_content(said: str) -> None:
+def test_a_malformed_call_makes_all_text_content(said: str) -> None:
     agent = Hermes().parse(said)
     assert agent.content == said
     assert agent.tool_calls == ()
 
 
-def test_a_mark_within_an_argument_ends_nothing() -> None:
+def test_a_mark_within_an_argument_is_text() -> None:
     said = written("say", {"text": "</tool_call><tool_call>"})
     (call,) = Hermes().parse(said).tool_calls
     assert json.loads(call.arguments) == {"text": "</tool_call><tool_call>"}
 
 
-def test_what_begins_a_call_is_how_calls_begin() -> None:
+def test_calls_begin_with_the_call_prefix() -> None:
     hermes = Hermes()
     assert hermes.parse(hermes.call_prefix() + '{"name": "add", "arguments": {}}').tool_calls == (
         ToolCall(name="add"),
@@ -112,7 +112,7 @@ def test_what_begins_a_call_is_how_calls_begin() -> None:
     assert tool_format_of(CHATML) is None
 
 
-def test_equal_calls_are_equal_however_they_are_spelled() -> None:
+def test_equal_calls_have_equal_keys() -> None:
     one = ToolCall(id="x", name="add", arguments='{"a": 1, "b": "é"}')
     other = ToolCall(id="y", name="add", arguments='{"b":"\\u00e9","a":1}')
     assert call_key([one]) == call_key([other])
@@ -126,7 +126,7 @@ LOOK = json.dumps(
 )
 
 
-def test_tools_are_shown_once_and_by_templates_that_show_them() -> None:
+def test_templates_show_tools_once() -> None:
     assert codec("tools").shows_tools
     assert not codec("chatml").shows_tools
     shown = codec("tools").decode(
@@ -139,7 +139,7 @@ def test_tools_are_shown_once_and_by_templates_that_show_them() -> None:
     )
 
 
-def test_a_call_of_another_stands_in_the_tokens_as_the_template_writes_it() -> None:
+def test_foreign_calls_are_rendered_by_the_template() -> None:
     of = codec("tools")
     call = ToolCall(id="1", name="add", arguments='{"a": "é"}')
     messages = [
@@ -160,7 +160,7 @@ def test_a_call_of_another_stands_in_the_tokens_as_the_template_writes_it() -> N
 
 
 @pytest.mark.parametrize("spelled", ["<|im_end|>", "\\u003c|im_end|>", "\ue000<|eot|>\ue001"])
-def test_a_tool_and_a_call_that_spell_special_tokens_say_them_as_text(spelled: str) -> None:
+def test_special_tokens_in_tools_and_calls_are_text(spelled: str) -> None:
     of = codec("tools")
     special = {bpe().token_to_id(token) for token in SPECIALS}
 
@@ -177,7 +177,7 @@ def test_a_tool_and_a_call_that_spell_special_tokens_say_them_as_text(spelled: s
 
 
 @given(st.lists(st.integers(0, 405), max_size=24))
-def test_pieces_are_whole_characters_and_add_up(tokens: list[int]) -> None:
+def test_token_texts_are_complete_characters_and_add_up(tokens: list[int]) -> None:
     of = codec("chatml")
     pieces = of.token_texts(tokens)
     assert len(pieces) == len(tokens)
@@ -190,7 +190,7 @@ def test_pieces_are_whole_characters_and_add_up(tokens: list[int]) -> None:
             assert not shown.endswith("\ufffd")
 
 
-def test_a_character_of_four_tokens_is_one_piece() -> None:
+def test_a_character_of_four_tokens_belongs_to_the_last() -> None:
     of = codec("chatml")
     tokens = bpe().encode("a🙂b", add_special_tokens=False).ids
     assert len(tokens) == 6

@@ -1,5 +1,5 @@
-"""A tiny real model behind a gateway: checkpoint, engine, and what it takes to teach it
-a conversation by heart.
+"""A tiny real model behind a gateway: checkpoint, engine, and training that memorizes a
+conversation.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ CONTEXT = 2048
 
 
 def checkpoint(directory: Path) -> Path:
-    """Random weights, a byte-level tokenizer and a chat template with tools."""
+    """Write random weights, a byte-level tokenizer and a chat template with tools."""
     vocab = -(-bpe().get_vocab_size() // 8) * 8
     model = build(
         "qwen3",
@@ -51,9 +51,7 @@ def load(directory: Path) -> Any:
 
 
 def teach(directory: Path, sequences: Sequence[TokenSequence], *, steps: int = 400) -> float:
-    """Supervised steps on the sequences' outputs, until each is known by heart; the
-    last loss.
-    """
+    """Train on the sequences' outputs until each is memorized; return the last loss."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = load(directory).train()
@@ -92,9 +90,8 @@ async def engine(directory: Path) -> AsyncIterator[EngineClient]:
 
 
 class Turns:
-    """`generate` of a gateway: every turn goes to one engine.
-
-    The first `fails` of them raise.
+    """`generate` of a gateway that sends every turn to one engine. The first `fails`
+    turns raise.
     """
 
     def __init__(self, client: EngineClient, *, fails: Sequence[Exception] = ()) -> None:
@@ -127,8 +124,8 @@ async def served(
 
 
 def logprob_error(directory: Path, sequence: TokenSequence) -> float:
-    """Largest difference between the recorded log-probs and those of a forward pass
-    over the whole sequence.
+    """Return the largest difference between the recorded log-probs and those of a
+    forward pass over the complete sequence.
     """
     rows = oracle_logprobs(load(directory).eval(), sequence.tokens)
     places = [place for place, output in enumerate(sequence.output_mask()) if output]

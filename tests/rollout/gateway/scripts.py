@@ -1,4 +1,4 @@
-"""A gateway over a generator that says what a test wants, and clients for it."""
+"""A gateway over a scripted generator, and clients for it."""
 
 import asyncio
 import contextlib
@@ -38,9 +38,8 @@ def spoken(
 
 @dataclass
 class Script:
-    """`generate` of a gateway: says `texts` one after another, then the last again.
-
-    With `hold` it waits to be let go.
+    """`generate` of a gateway that returns `texts` in turn, then repeats the last. With
+    `hold` it waits to be released.
     """
 
     texts: list[str | GenerateResult | Exception] = field(default_factory=lambda: ["hello"])
@@ -70,7 +69,7 @@ class Script:
 
 @dataclass
 class Client:
-    """One session's HTTP client."""
+    """The HTTP client of one session."""
 
     http: aiohttp.ClientSession
     url: str
@@ -81,7 +80,7 @@ class Client:
         return self.url + self.access.path
 
     async def post(self, body: Any, *, path: str = CHAT, **headers: str) -> tuple[int, Any]:
-        """Status and JSON. `body` is JSON, or bytes as they are."""
+        """Return status and JSON. `body` is JSON, or literal bytes."""
         data = {"data": body} if isinstance(body, bytes | io.BytesIO) else {"json": body}
         head = {
             "Authorization": f"Bearer {self.access.token}",
@@ -100,7 +99,7 @@ async def gateway(
     session: dict[str, Any] | None = None,
     keep_alive_s: float = 15.0,
 ) -> AsyncIterator[tuple[Gateway, Client]]:
-    """A served gateway with the open session `s`."""
+    """Serve a gateway with the open session `s`."""
     made = Gateway(of, generate, model="tiny", keep_alive_s=keep_alive_s)
     access = made.open("s", **(session or {}))
     async with serve_gateway(made) as url, aiohttp.ClientSession() as http:

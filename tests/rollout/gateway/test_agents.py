@@ -1,7 +1,6 @@
-"""A third party's agent program, unchanged: OpenAI's agents SDK with a tool, before a
-script, then before a model taught by it.
-
-Needs the extra `agents` (`pip install -e .[test,agents]`); run with `pytest -m slow
+"""A third-party agent program, unchanged: OpenAI's agents SDK with a tool, with a
+scripted agent, then with a model trained on it. Requires the extra `agents` (`pip
+install -e .[test,agents]`); run with `pytest -m slow
 tests/rollout/gateway/test_agents.py`.
 """
 
@@ -24,7 +23,7 @@ QUESTION = "What is 2 + 3?"
 async def run(
     generate: Any, directory: Path, *, streamed: bool = False
 ) -> tuple[str, list[tuple[int, int]], TokenSequence]:
-    """The agent's last word, the calls of its tool, and what was recorded."""
+    """Return the agent's last message, the calls of its tool, and the recording."""
     agents = pytest.importorskip("agents", reason="needs the extra `agents`")
     agents.set_tracing_disabled(True)
     added: list[tuple[int, int]] = []
@@ -56,7 +55,7 @@ async def run(
     return result.final_output, added, sequence
 
 
-async def test_the_agents_sdk_runs_unchanged_and_a_model_learns_from_what_was_recorded(
+async def test_the_agents_sdk_runs_unchanged_and_a_model_learns_from_the_recording(
     tmp_path: Path,
 ) -> None:
     directory = checkpoint(tmp_path)

@@ -1,4 +1,4 @@
-"""The example, as a user runs it: an agent program of its own process, before a real
+"""The example as a user runs it: an agent program in a separate process, with a real
 engine.
 """
 
@@ -29,7 +29,7 @@ raise SystemExit(3)
 """
 
 
-def test_a_program_of_its_own_is_recorded_to_its_last_word(tmp_path: Path) -> None:
+def test_a_separate_program_is_recorded_completely(tmp_path: Path) -> None:
     directory = checkpoint(tmp_path)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [

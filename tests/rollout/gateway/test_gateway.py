@@ -1,5 +1,5 @@
-"""The gateway over real HTTP with a scripted agent: what clients may send, however odd,
-and what comes of it.
+"""The gateway over real HTTP with a scripted agent: any request that clients may send,
+and its effect.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ ARGUMENTS = {"a": 2, "b": 3}
 
 
 async def events(client: Client, body: dict[str, Any]) -> tuple[list[Any], list[str]]:
-    """The completion_chunks of a stream, and its comments."""
+    """Return the chunks of a stream, and its comments."""
     head = {"Authorization": f"Bearer {client.access.token}"}
     async with client.http.post(
         client.base_url + CHAT, json=body | {"stream": True}, headers=head
@@ -51,7 +51,7 @@ async def events(client: Client, body: dict[str, Any]) -> tuple[list[Any], list[
     return [json.loads(each) for each in data], comments
 
 
-async def test_an_answer_and_what_is_recorded_of_it() -> None:
+async def test_an_answer_is_recorded() -> None:
     script = Script(["hello"])
     async with gateway(script) as (made, client):
         status, body = await client.post(ask(logprobs=True))
@@ -78,9 +78,7 @@ async def test_an_answer_and_what_is_recorded_of_it() -> None:
         assert (await client.post(ask()))[0] == 404
 
 
-async def test_a_conversation_of_tools_is_one_sequence_and_parallel_calls_have_ids_of_their_own() -> (
-    None
-):
+async def test_a_tool_conversation_is_one_sequence_and_parallel_calls_have_unique_ids() -> None:
     script = Script([f"let me see {CALL}\n{CALL}", "5"])
     async with gateway(script) as (made, client):
         status, body = await client.post(ask(tools=[TOOL]))
@@ -103,7 +101,7 @@ async def test_a_conversation_of_tools_is_one_sequence_and_parallel_calls_have_i
         assert script.asked[1][1][: len(script.asked[0][1])] == script.asked[0][1]
 
 
-async def test_a_client_that_edits_history_opens_another_sequence() -> None:
+async def test_editing_the_history_opens_another_sequence() -> None:
     async with gateway(Script(["one", "two", "three"])) as (made, client):
         await client.post(ask())
         said = {"role": "assistant", "content": "one"}
@@ -150,7 +148,7 @@ async def test_tool_choice() -> None:
         assert (status, body["error"]["param"]) == (400, "tool_choice.function.name")
 
 
-async def test_a_model_whose_template_shows_no_tools_is_offered_none() -> None:
+async def test_refuses_tools_that_the_template_does_not_show() -> None:
     plain = codec("chatml")
     async with gateway(Script(codec=plain), of=plain) as (_, client):
         status, body = await client.post(ask(tools=[TOOL]))
@@ -159,7 +157,7 @@ async def test_a_model_whose_template_shows_no_tools_is_offered_none() -> None:
         assert (await client.post(ask()))[0] == 200
 
 
-async def test_a_stream_adds_up_and_never_holds_half_a_character() -> None:
+async def test_a_stream_adds_up_and_never_splits_a_character() -> None:
     text = "né 🙂🙂 ok"
     assert len(encode(text)) > len(text), "characters of several tokens"
     async with gateway(Script([text])) as (made, client):
@@ -205,7 +203,7 @@ async def test_a_stream_of_calls() -> None:
         assert completion_chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-async def test_a_stop_text_over_the_borders_of_tokens_is_not_shown_but_is_recorded() -> None:
+async def test_a_stop_text_across_tokens_is_recorded_but_not_shown() -> None:
     said = (*encode("one user"), *encode(" tw"))
     async with gateway(Script([spoken(said)])) as (made, client):
         body = ask(stop=["ser t", "zzz"])
@@ -222,7 +220,7 @@ async def test_a_stop_text_over_the_borders_of_tokens_is_not_shown_but_is_record
         assert sequence.tokens[sequence.turns[0].start :] == said
 
 
-async def test_how_a_turn_ends_and_what_it_is_sampled_with() -> None:
+async def test_finish_reasons_and_sampling_parameters() -> None:
     cut = spoken(encode("hel"), finish=Finish.LENGTH)
     script = Script([cut, spoken(encode("hel"), finish=Finish.TIME), "a"])
     limits = SessionLimits(turn_tokens=50)
@@ -256,7 +254,7 @@ async def test_how_a_turn_ends_and_what_it_is_sampled_with() -> None:
     assert [sampling.max_tokens for sampling in samplings[3:]] == [50, 7]
 
 
-async def test_pinned_sampling_holds_whatever_the_client_says() -> None:
+async def test_pinned_sampling_overrides_the_client() -> None:
     script = Script()
     async with gateway(
         script, session={"sampling": Sampling(temperature=1.0, top_k=5), "pinned": True}
@@ -270,7 +268,7 @@ async def test_pinned_sampling_holds_whatever_the_client_says() -> None:
 # Who may ask.
 
 
-async def test_a_session_is_reached_with_its_token_only() -> None:
+async def test_a_session_requires_its_token() -> None:
     async with gateway(Script()) as (made, client):
         other = Client(client.http, client.url, made.open("other"))
         crossed = Client(
@@ -296,7 +294,7 @@ async def test_a_session_is_reached_with_its_token_only() -> None:
 
 
 @pytest.mark.parametrize("id", ["", "a/b", "é", "x" * 129, "s"])
-async def test_an_id_that_is_no_path_or_taken_is_refused(id: str) -> None:
+async def test_refuses_a_session_id_that_is_taken_or_no_path(id: str) -> None:
     made = Gateway(CODEC, Script(), model="tiny")
     made.open("s")
     with pytest.raises(ValueError, match=r"session\.id must"):
@@ -329,7 +327,7 @@ async def test_limits() -> None:
         SessionLimits(calls=0)
 
 
-async def test_the_tokens_of_a_session_are_bounded() -> None:
+async def test_bounds_the_tokens_of_a_session() -> None:
     script = Script(["hello"])
     enough = len(encode("hello")) + 2
     async with gateway(script, session={"limits": SessionLimits(tokens=enough)}) as (_, client):
@@ -435,9 +433,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "param"), WRONG)
-def test_what_is_wrong_is_refused_with_field_rule_and_value(
-    change: dict[str, Any], param: str
-) -> None:
+def test_refusals_name_field_rule_and_value(change: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse_chat(json.dumps(ask() | change).encode())
     assert caught.value.status == 400
@@ -447,8 +443,8 @@ def test_what_is_wrong_is_refused_with_field_rule_and_value(
 
 
 HONORED = set(_Chat.model_fields)
-"""Fields of a request that the gateway reads; `PINNED_FIELDS` of them are the run's where the
-session is pinned.
+"""Fields of a request that the gateway reads; the run decides `PINNED_FIELDS` of them
+where the session is pinned.
 """
 
 json_values = st.recursive(
@@ -466,7 +462,7 @@ json_values = st.recursive(
 
 @settings(max_examples=examples(500))
 @given(st.data())
-def test_a_field_that_is_not_honored_asks_for_nothing_or_is_refused(data: st.DataObject) -> None:
+def test_refuses_unsupported_fields_with_an_effect(data: st.DataObject) -> None:
     name = data.draw(
         st.sampled_from(sorted(set(NEUTRAL) - HONORED))
         | st.text(min_size=1).filter(lambda name: name not in HONORED)
@@ -488,7 +484,7 @@ def test_a_field_that_is_not_honored_asks_for_nothing_or_is_refused(data: st.Dat
         assert str(caught.value).endswith(f", got {value!r:.80}")
 
 
-def test_each_field_of_a_request_is_in_one_table_and_in_the_documentation() -> None:
+def test_each_request_field_is_in_one_table_and_documented() -> None:
     assert (
         set(CompletionCreateParamsBase.__annotations__) <= HONORED | set(NEUTRAL) | WITHOUT_EFFECT
     )
@@ -504,7 +500,7 @@ def test_each_field_of_a_request_is_in_one_table_and_in_the_documentation() -> N
     assert (HONORED | (set(NEUTRAL) - HONORED) | WITHOUT_EFFECT) - words == set()
 
 
-async def test_a_stop_token_ends_the_turn_and_is_not_shown_but_is_recorded() -> None:
+async def test_a_stop_token_ends_the_turn_and_is_recorded_but_not_shown() -> None:
     said = encode("one two")
     script = Script([spoken(said), spoken(encode("é")[:2])])
     async with gateway(script) as (made, client):
@@ -518,7 +514,7 @@ async def test_a_stop_token_ends_the_turn_and_is_not_shown_but_is_recorded() -> 
         assert script.asked[1][2].top_k == 0
 
 
-async def test_a_field_that_is_not_honored_is_answered_with_400() -> None:
+async def test_unsupported_fields_get_status_400() -> None:
     script = Script()
     async with gateway(script, session={"pinned": True}) as (_, client):
         for body in (ask(min_p=0.05), ask(stream=True, guided_regex="a+")):
@@ -528,7 +524,7 @@ async def test_a_field_that_is_not_honored_is_answered_with_400() -> None:
         assert not script.asked
 
 
-def test_what_changes_nothing_is_let_pass() -> None:
+def test_accepts_fields_without_effect() -> None:
     neutral = {
         "user": "u",
         "metadata": {},
@@ -573,7 +569,7 @@ BODIES = [
 ]
 
 
-async def test_bytes_that_are_no_text_and_no_gzip_are_refused() -> None:
+async def test_refuses_bytes_that_are_neither_text_nor_gzip() -> None:
     async with gateway(Script()) as (_, client):
         status, answer = await client.post(
             io.BytesIO(b"not zipped"), **{"Content-Encoding": "gzip"}
@@ -592,7 +588,7 @@ async def test_bytes_that_are_no_text_and_no_gzip_are_refused() -> None:
         await writer.wait_closed()
 
 
-async def test_garbage_gets_a_plain_error_and_the_gateway_lives() -> None:
+async def test_malformed_requests_get_a_plain_error_and_the_gateway_survives() -> None:
     async with gateway(Script()) as (made, client):
         for body in BODIES:
             status, answer = await client.post(body)
@@ -636,7 +632,7 @@ def test_any_json_is_parsed_or_refused(change: dict[str, Any]) -> None:
         (spoken(()), 503),
     ],
 )
-async def test_a_turn_that_fails_is_an_error_and_no_call(what: Any, status: int) -> None:
+async def test_a_failed_turn_is_an_error_and_counts_as_no_call(what: Any, status: int) -> None:
     async with gateway(Script([what, what, "a"])) as (made, client):
         for body in (ask(), ask(stream=True)):
             got, answer = await client.post(body)
@@ -645,7 +641,7 @@ async def test_a_turn_that_fails_is_an_error_and_no_call(what: Any, status: int)
         assert (await client.post(ask()))[0] == 200
 
 
-async def test_a_slow_stream_lives_and_an_error_in_it_is_an_event() -> None:
+async def test_a_slow_stream_is_kept_alive_and_sends_errors_as_events() -> None:
     script = Script([EngineError("gone")], hold=True)
     async with gateway(script, keep_alive_s=0.001) as (made, client):
         head = {"Authorization": f"Bearer {client.access.token}"}
@@ -661,7 +657,7 @@ async def test_a_slow_stream_lives_and_an_error_in_it_is_an_event() -> None:
         assert made.sequences("s") == ()
 
 
-async def test_a_turn_has_a_limit() -> None:
+async def test_a_turn_times_out() -> None:
     async with gateway(Script(hold=True), session={"limits": SessionLimits(turn_s=0.01)}) as (
         _,
         client,
@@ -670,7 +666,7 @@ async def test_a_turn_has_a_limit() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_goes_away_stops_the_generation(stream: bool) -> None:
+async def test_a_disconnected_client_stops_the_generation(stream: bool) -> None:
     script = Script(hold=True)
     async with gateway(script, keep_alive_s=0.001) as (made, client):
         head = {"Authorization": f"Bearer {client.access.token}"}
@@ -693,7 +689,7 @@ async def test_a_client_that_goes_away_stops_the_generation(stream: bool) -> Non
         assert len(made.sequences("s")[0].turns) == 1
 
 
-async def test_an_answer_that_broke_off_is_given_again_and_counts_once() -> None:
+async def test_an_interrupted_answer_is_sent_again_and_counts_once() -> None:
     tokens = encode("a\n") * 10_000
     script = Script([spoken((*tokens, END)), "other"])
     body = json.dumps(ask(stream=True, logprobs=True)).encode()
@@ -720,7 +716,7 @@ async def test_an_answer_that_broke_off_is_given_again_and_counts_once() -> None
         assert len(script.asked) == 1
 
 
-async def test_a_retry_joins_the_turn_that_is_under_way_and_counts_once() -> None:
+async def test_a_retry_joins_the_turn_in_progress_and_counts_once() -> None:
     script = Script(["hello", "other"], hold=True)
     async with gateway(script) as (made, client):
         first = asyncio.create_task(client.post(ask()))
@@ -742,7 +738,7 @@ async def test_a_retry_joins_the_turn_that_is_under_way_and_counts_once() -> Non
         assert sum(len(sequence.turns) for sequence in made.sequences("s")) == 3
 
 
-async def test_closing_a_session_ends_what_is_under_way() -> None:
+async def test_closing_a_session_cancels_its_turns() -> None:
     script = Script(hold=True)
     async with gateway(script) as (made, client):
         task = asyncio.create_task(client.post(ask()))

@@ -1,5 +1,5 @@
-"""OpenAI's own client, as it is, against a gateway before a real engine; and what
-training is then given.
+"""OpenAI's client, unchanged, against a gateway with a real engine; and the resulting
+training data.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ async def test_a_conversation_is_one_sequence_whose_logprobs_are_those_of_the_mo
     assert said == pytest.approx([value for value in apart.logprobs if value][: len(said)])
 
 
-async def test_a_stream_is_the_answer_in_pieces(directory: Path) -> None:
+async def test_a_stream_adds_up_to_the_answer(directory: Path) -> None:
     async with (
         engine(directory) as tiny,
         served(Turns(tiny), directory, "s") as (made, url, access),
@@ -85,7 +85,7 @@ async def test_a_stream_is_the_answer_in_pieces(directory: Path) -> None:
     assert completion_chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
-async def test_its_own_retries_count_once(directory: Path) -> None:
+async def test_the_clients_retries_count_once(directory: Path) -> None:
     async with engine(directory) as tiny:
         generate = Turns(tiny, fails=[EngineLostError("gone")])
         async with served(generate, directory, "s") as (made, url, access):
@@ -95,7 +95,7 @@ async def test_its_own_retries_count_once(directory: Path) -> None:
     assert len(sequence.turns) == 1
 
 
-async def test_a_time_out_of_the_client_cancels_the_turn_and_its_retry_counts(
+async def test_a_client_timeout_cancels_the_turn_and_the_retry_counts(
     directory: Path,
 ) -> None:
     stalled: asyncio.Queue[str] = asyncio.Queue()
@@ -121,7 +121,7 @@ async def test_a_time_out_of_the_client_cancels_the_turn_and_its_retry_counts(
     assert len(sequence.turns) == 1
 
 
-async def test_a_program_that_is_ended_ends_its_generation_in_the_engine(directory: Path) -> None:
+async def test_killing_a_program_stops_its_generation_in_the_engine(directory: Path) -> None:
     async with (
         engine(directory) as tiny,
         served(Turns(tiny), directory, "s") as (made, url, access),
@@ -143,7 +143,7 @@ async def test_a_program_that_is_ended_ends_its_generation_in_the_engine(directo
         assert made.close("s").sequences == ()
 
 
-async def test_sessions_at_once_are_apart(directory: Path) -> None:
+async def test_concurrent_sessions_are_separate(directory: Path) -> None:
     names = [f"s{number}" for number in range(6)]
     async with (
         engine(directory) as tiny,
@@ -162,7 +162,7 @@ async def test_sessions_at_once_are_apart(directory: Path) -> None:
             assert history[0]["content"] == name
 
 
-async def test_two_branches_at_once_in_one_session(directory: Path) -> None:
+async def test_two_concurrent_branches_of_one_session(directory: Path) -> None:
     async with (
         engine(directory) as tiny,
         served(Turns(tiny), directory, "s") as (made, url, access),
@@ -180,7 +180,7 @@ async def test_two_branches_at_once_in_one_session(directory: Path) -> None:
         assert logprob_error(directory, sequence) < 1e-4
 
 
-async def test_errors_are_those_that_it_knows(directory: Path) -> None:
+async def test_errors_map_to_the_clients_exceptions(directory: Path) -> None:
     async with engine(directory) as tiny, served(Turns(tiny), directory, "s") as (_, url, access):
         async with client(url, access["s"]) as openai:
             with pytest.raises(BadRequestError, match=r"n must be 1 .*got 2") as caught:
@@ -201,10 +201,10 @@ async def test_errors_are_those_that_it_knows(directory: Path) -> None:
                 await openai.models.list()
 
 
-async def test_what_it_sends_by_itself_is_understood_and_what_is_added_is_honored_or_refused(
+async def test_accepts_the_clients_default_fields_and_honors_or_refuses_others(
     directory: Path,
 ) -> None:
-    """`extra_body` is how its users send the fields of vLLM and SGLang."""
+    """Users send the fields of vLLM and SGLang by `extra_body`."""
     asked: Any = {"messages": [{"role": "user", "content": "q"}], "seed": 1, **SHORT}
     async with (
         engine(directory) as tiny,

@@ -1,5 +1,5 @@
-"""Sessions of agent programs: what is recorded, against a slow reference that keeps
-every call and compares all with all.
+"""Sessions of agent programs: the recording, against a slow reference that keeps every
+call and compares all pairs.
 """
 
 import itertools
@@ -26,8 +26,8 @@ def user(text: str) -> Message:
 
 
 def result(tokens: list[int], *, mark: float = 1.0, cut: int = 0) -> GenerateResult:
-    """`mark` makes log-probs that are found again; with `cut` the weights changed
-    there.
+    """Return a result; `mark` makes recognizable log-probs; with `cut` the weights
+    change at that token.
     """
     cut = min(cut, len(tokens) - 1)
     spans = [VersionSpan(start=0, end=cut, version=3)] if cut else []
@@ -45,7 +45,7 @@ def encode(text: str) -> list[int]:
 
 
 def speak(recorder: SessionRecorder, call: Call, text: str, **options: float) -> Message:
-    """TurnResult with text, and deliver."""
+    """Answer with text, and deliver."""
     message = Message(role="assistant", content=text)
     recorder.answer(call, result([*encode(text), END], **options), message)  # type: ignore[arg-type]
     recorder.deliver(call)
@@ -58,8 +58,8 @@ def speak(recorder: SessionRecorder, call: Call, text: str, **options: float) ->
 
 @dataclass
 class Program:
-    """An agent program, its recorder, and all calls in the order in which it got their
-    answers.
+    """An agent program, its recorder, and all calls in the order in which it received
+    their answers.
     """
 
     recorder: SessionRecorder = field(default_factory=lambda: SessionRecorder(OF))
@@ -102,10 +102,9 @@ class Program:
             self.recorder.drop(again)
 
     def is_a_prompt_of(self, prompt: tuple[int, ...], history: tuple[Message, ...]) -> bool:
-        """Whether these tokens may stand for the conversation: it goes on with all of
-        the call where it ends, the longest that there is; and from there on, or from
-        its start, the agent's own words are tokens that were sampled, one way or
-        another.
+        """Return whether these tokens may represent the conversation: they continue all
+        of the call where it ends, the longest one; and after it, or from the start, the
+        agent's messages are tokens that were sampled in some call.
         """
         ended = [(len(told), call) for told, call in self.said if same(told, history[: len(told)])]
         longest = max((length for length, _ in ended), default=0)
@@ -126,8 +125,8 @@ class Program:
         rest: tuple[Message, ...],
         at: int = 0,
     ) -> bool:
-        """Whether the prompt goes on from `at` with `rest`, the agent's last words
-        being `words` (none: at the start).
+        """Return whether the prompt continues from `at` with `rest`, after the agent's
+        message `words` (none: at the start).
         """
         known = [
             place
@@ -169,8 +168,8 @@ def same(left: tuple[Message, ...], right: tuple[Message, ...]) -> bool:
 
 
 def reference(program: Program) -> list[list[tuple[int, bool, float, int]]]:
-    """For each sequence, (token, output?, log-prob, version) of each place, from calls
-    in the order of their delivery.
+    """Return (token, output?, log-prob, version) of each position of each sequence,
+    from calls in the order of their delivery.
     """
     found: list[list[tuple[int, bool, float, int]]] = []
     for call in program.got:
@@ -227,7 +226,7 @@ steps = st.one_of(
 
 @settings(max_examples=examples(250))
 @given(st.lists(steps, max_size=30))
-def test_every_token_that_the_program_got_is_an_output_once(does: list[tuple]) -> None:  # type: ignore[type-arg]
+def test_every_delivered_token_is_an_output_exactly_once(does: list[tuple]) -> None:  # type: ignore[type-arg]
     program = Program()
     before: tuple[TokenSequence, ...] = ()
     for kind, at, what, how in does:
@@ -276,7 +275,7 @@ def test_every_token_that_the_program_got_is_an_output_once(does: list[tuple]) -
         max_size=5,
     )
 )
-def test_a_program_that_only_goes_on_has_one_sequence_of_what_was_sampled(
+def test_a_program_that_only_appends_has_one_sequence(
     turns: list[tuple[list[int], bool, str]],
 ) -> None:
     recorder = SessionRecorder(OF)
@@ -297,7 +296,7 @@ def test_a_program_that_only_goes_on_has_one_sequence_of_what_was_sampled(
     ]
 
 
-def test_what_was_sampled_stands_in_the_prompt_not_what_it_would_be_tokenized_to() -> None:
+def test_prompts_contain_sampled_tokens_not_retokenized_text() -> None:
     recorder = SessionRecorder(OF)
     # by its letters: the tokenizer has a token for the word
     odd = [encode(letter)[0] for letter in "user"]
@@ -341,7 +340,7 @@ def test_two_calls_on_one_prefix_share_no_output() -> None:
     assert second.tokens[: len(prompt)] == prompt
 
 
-def test_equal_samples_of_one_prompt_are_two_and_each_goes_on() -> None:
+def test_equal_samples_of_one_prompt_are_two_calls_that_continue() -> None:
     recorder = SessionRecorder(OF)
     calls = [recorder.begin(key, [user("q")]) for key in ("1", "2")]
     said = [speak(recorder, call, "a") for call in calls]
@@ -352,7 +351,7 @@ def test_equal_samples_of_one_prompt_are_two_and_each_goes_on() -> None:
     assert len(one.turns) == 2
 
 
-def test_a_request_that_is_repeated_counts_once() -> None:
+def test_a_repeated_request_counts_once() -> None:
     recorder = SessionRecorder(OF)
     call = recorder.begin("1", [user("q")])
     assert recorder.begin("1", [user("q")], repeated=True) is call  # still under way
@@ -386,7 +385,7 @@ def test_a_dropped_request_leaves_no_trace() -> None:
     assert len(recorder.sequences()) == 1
 
 
-def test_what_was_put_into_its_mouth_is_part_of_the_message_and_no_output() -> None:
+def test_a_forced_prefix_is_part_of_the_message_but_no_output() -> None:
     recorder = SessionRecorder(OF)
     call = recorder.begin("1", [user("q")], ("{}",), forced="<tool_call>\n")
     assert OF.decode(call.prompt).endswith("assistant\n<tool_call>\n")
@@ -420,7 +419,7 @@ def test_what_was_put_into_its_mouth_is_part_of_the_message_and_no_output() -> N
     )
 
 
-def test_other_tools_are_another_context() -> None:
+def test_different_tools_make_a_different_context() -> None:
     recorder = SessionRecorder(OF)
     said = speak(recorder, recorder.begin("1", [user("q")], ('{"a": 1}',)), "a")
     speak(recorder, recorder.begin("2", [user("q"), said, user("r")], ('{"b": 1}',)), "b")
@@ -456,7 +455,7 @@ def test_other_tools_are_another_context() -> None:
         ),
     ],
 )
-def test_a_wrong_result_is_refused(broken: GenerateResult) -> None:
+def test_refuses_an_invalid_result(broken: GenerateResult) -> None:
     recorder = SessionRecorder(OF)
     call = recorder.begin("1", [user("q")])
     with pytest.raises(ValueError, match="must"):
@@ -464,7 +463,7 @@ def test_a_wrong_result_is_refused(broken: GenerateResult) -> None:
     assert call.state is CallState.PENDING
 
 
-def test_a_conversation_that_ends_with_the_agents_message_goes_on_with_another_turn() -> None:
+def test_a_conversation_that_ends_with_the_agent_continues_with_a_turn() -> None:
     recorder = SessionRecorder(OF)
     call = recorder.begin("1", [user("q")])
     prompt = call.prompt

@@ -1,5 +1,5 @@
-"""What the client sees of a turn, for any tokens: the stream adds up to the whole, and
-both to what was sampled.
+"""A turn in the client's view, for any tokens: the stream adds up to the complete
+response, and both to the sampled text.
 """
 
 import json
@@ -59,7 +59,7 @@ def reply_of(
 
 
 def put_together(stream: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message of a stream, as a client puts it together."""
+    """Return the message of a stream, assembled as clients do."""
     content, calls = "", dict[int, dict[str, str]]()
     for choice in (choice for chunk in stream for choice in chunk["choices"]):
         content += choice["delta"].get("content") or ""
@@ -81,7 +81,7 @@ def put_together(stream: list[dict[str, Any]]) -> dict[str, Any]:
     finish=st.sampled_from([Finish.STOP, Finish.LENGTH]),
     cut=st.booleans(),
 )
-def test_a_stream_adds_up_to_the_whole(
+def test_a_stream_adds_up_to_the_complete_response(
     sampled: tuple[int, ...],
     ended: bool,
     tools: bool,

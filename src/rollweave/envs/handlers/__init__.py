@@ -1,3 +1,3 @@
-"""Agents with tools in sandboxes: the interface of a handler, and those that come with
-us.
+"""Agents with tools in sandboxes: the interface of a handler, and the built-in
+handlers.
 """

@@ -1,18 +1,19 @@
-r"""Final answers: found in the agent's last message, read, compared.
+r"""Final answers: extracted from the agent's last message, parsed, and compared.
 
-Invariants: nothing of the agent's text is evaluated; numbers are read exactly, as
-fractions, and never from what is only partly a number; how long the work takes is
-bounded by `MOST_CHARS`.
+Invariants: nothing of the agent's text is evaluated; numbers are parsed exactly, as
+fractions, and never from text that is only partly a number; `MAX_CHARS` bounds the
+work.
 """
 
 import re
 from fractions import Fraction
 
-MOST_CHARS = 1000
-"""Of an answer; a longer one is none."""
+MAX_CHARS = 1000
+"""Maximum characters of an answer; a longer text is no answer."""
 
-MOST_DECIMALS = 300
-"""Greatest power of ten that is read: 10^(10^9) is short to write and long to compute."""
+MAX_DECIMALS = 300
+"""Maximum power of ten that is parsed: 10^(10^9) is short to write and long to compute.
+"""
 
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _MARKUP = re.compile(
@@ -33,8 +34,8 @@ _RATIO = re.compile(
 )
 
 
-def boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{…}`; None where there is none, or its brace is
+def boxed_answer(text: str) -> str | None:
+    r"""Return the content of the last `\boxed{…}`; None if there is none, or its brace is
     not closed.
     """
     starts = [found.end() for found in _BOXED.finditer(text)]
@@ -46,14 +47,14 @@ def boxed(text: str) -> str | None:
     return None
 
 
-def number(text: str) -> Fraction | None:
-    r"""The number that the text is: integer, decimal, power of ten, or a fraction of
-    those; None for anything else.
+def parse_number(text: str) -> Fraction | None:
+    r"""Parse a number: an integer, a decimal, a power of ten, or a fraction of those;
+    return None for any other text.
 
-    `1,234`, `\frac{1}{2}`, `1.5 \times 10^{3}`, `3/4` and `x = 3` are read; `1+1`,
+    `1,234`, `\frac{1}{2}`, `1.5 \times 10^{3}`, `3/4` and `x = 3` are numbers; `1+1`,
     `\sqrt{4}`, `1 1/2` and `12 or 13` are not.
     """
-    if len(text) > MOST_CHARS:
+    if len(text) > MAX_CHARS:
         return None
     bare = _NAMED.sub("", _MARKUP.sub("", text).strip())
     if _APART.search(bare):
@@ -69,43 +70,43 @@ def number(text: str) -> Fraction | None:
     return (-1 if sign == "-" else 1) * above / below
 
 
-def numbers(text: str) -> tuple[Fraction, ...] | None:
-    """The numbers of a tuple `(1, 2/3)`, or of a single one; None where one of them is
-    none.
+def parse_numbers(text: str) -> tuple[Fraction, ...] | None:
+    """Parse the numbers of a tuple `(1, 2/3)`, or a single one; return None if one of
+    them is not a number.
     """
     bare = _NAMED.sub("", _MARKUP.sub("", text).strip()).strip()
-    if len(bare) > MOST_CHARS or not (bare.startswith("(") and bare.endswith(")")):
-        alone = number(text)
+    if len(bare) > MAX_CHARS or not (bare.startswith("(") and bare.endswith(")")):
+        alone = parse_number(text)
         return None if alone is None else (alone,)
-    found = [number(part) for part in bare[1:-1].split(",")]
-    return None if None in found else tuple(value for value in found if value is not None)
+    values = [parse_number(part) for part in bare[1:-1].split(",")]
+    return None if None in values else tuple(value for value in values if value is not None)
 
 
-def same(given: str, expected: str) -> bool:
-    """Whether the answer is the expected one: equal numbers, however they are written,
-    else equal texts but for mark-up.
+def equivalent(given: str, expected: str) -> bool:
+    """Return whether the answer is the expected one: equal numbers, however they are
+    written, otherwise equal texts except for markup.
     """
-    value = numbers(expected)
+    value = parse_numbers(expected)
     if value is not None:
-        return numbers(given) == value
-    return len(given) <= MOST_CHARS and _simple(given) == _simple(expected)
+        return parse_numbers(given) == value
+    return len(given) <= MAX_CHARS and _simple(given) == _simple(expected)
 
 
-def close(given: str, expected: str, *, tolerance: float) -> bool:
-    """`same`, with numbers that may differ by `tolerance`, relative to the expected
-    one, and may be followed by a unit.
+def within_tolerance(given: str, expected: str, *, tolerance: float) -> bool:
+    """Return whether the answer is `equivalent`, or a number that differs from the
+    expected one by at most the relative `tolerance`. A unit may follow it.
     """
-    value = number(expected)
+    value = parse_number(expected)
     if value is None:
-        return same(given, expected)
-    found = number(given)
-    if found is None and len(given) <= MOST_CHARS:
-        found = number(_UNIT.sub("", given.strip().removesuffix("$").strip()))
-    return found is not None and abs(found - value) <= Fraction(tolerance) * abs(value)
+        return equivalent(given, expected)
+    answer = parse_number(given)
+    if answer is None and len(given) <= MAX_CHARS:
+        answer = parse_number(_UNIT.sub("", given.strip().removesuffix("$").strip()))
+    return answer is not None and abs(answer - value) <= Fraction(tolerance) * abs(value)
 
 
 def _plain(bare: str) -> Fraction | None:
-    """A number without a fraction bar."""
+    """Parse a number without a fraction bar."""
     grouped = _GROUPED.match(bare)
     if grouped is not None:
         bare = re.sub(r",|\{,\}", "", grouped[0]) + bare[grouped.end() :]
@@ -114,12 +115,12 @@ def _plain(bare: str) -> Fraction | None:
         return None
     rest = bare[decimal.end() :]
     power = _POWER.fullmatch(rest)
-    if rest and (power is None or abs(int(power[1])) > MOST_DECIMALS):
+    if rest and (power is None or abs(int(power[1])) > MAX_DECIMALS):
         return None
     return Fraction(decimal[0]) * Fraction(10) ** (int(power[1]) if power else 0)
 
 
 def _simple(text: str) -> str:
-    """Without mark-up, white space and case."""
+    """Return the text without markup, white space and case."""
     words = re.sub(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}", r"\1", _MARKUP.sub("", text))
     return re.sub(r"\s+", " ", words).strip().rstrip(".").casefold()

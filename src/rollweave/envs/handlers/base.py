@@ -1,23 +1,23 @@
-"""What an agent handler is: it drives one attempt at a task, with whatever the agent
-needs around it (ProRL Agent §3.1).
+"""The interface of an agent handler, which drives one attempt at a task, with
+everything that the agent needs around it (ProRL Agent §3.1).
 
-An `Env` (`envs/base.py`) answers words with words, and is the simpler thing to write. A
+An `Env` (`envs/base.py`) answers messages with messages, and is simpler to write. A
 handler is the general form: it may hold a sandbox, give the agent tools, or run an
-agent program of somebody else's. It is single use: made from the options of its
-`[[tasks]]` entry, then `init`, `run`, `close` and `eval` are awaited, each once and in
+existing agent program. It is single use: constructed from the options of its
+`[[tasks]]` entry; then `init`, `run`, `close` and `eval` are awaited, each once and in
 this order.
 
 Beyond `init`, `run` and `eval` everything is optional:
 
-- `async close()`: free what `init` took, sandboxes above all; before `eval`. `kill()`:
-  at once, without waiting. Both may find `init` half done.
-- `async init_exception(error)`, `run_exception(error)`, `eval_exception(error)`: the
-  stage raised. What the last two return as a `Score` is the attempt's reward: the
-  failure was the agent's doing. None: it was not, and nothing is trained on.
-- `final_result() -> dict`: what else is to be kept, as JSON: a patch, a test report.
-  Asked for at the end, whatever that was.
-- class methods `make_task`, `words`, `transcript`, `allowed_words`, as an `Env` has
-  them.
+- `async close()`: releases what `init` acquired, above all sandboxes, before `eval`.
+  `kill()`: releases it at once, without waiting. Both may be called after an incomplete
+  `init`.
+- `async init_exception(error)`, `run_exception(error)`, `eval_exception(error)`: called
+  when the stage raised. A `Score` that the last two return is the attempt's reward: the
+  agent caused the failure. None means that it did not, and nothing is trained on.
+- `final_result() -> dict`: further output to store, as JSON: a patch, a test report. It
+  is called at the end, whatever the outcome.
+- class methods `make_task`, `words`, `transcript`, `allowed_words`, as for an `Env`.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -33,9 +33,9 @@ from rollweave.schema.work import StopReason, Task
 
 
 class LimitError(RollweaveError):
-    """The agent may say nothing more: its turns or its context are used up.
+    """The agent has used up its turns or its context.
 
-    Let it pass out of `run`; what was said counts.
+    Let it propagate out of `run`; the turns so far count.
     """
 
     def __init__(self, reason: StopReason, message: str) -> None:
@@ -45,9 +45,9 @@ class LimitError(RollweaveError):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What `init` is given.
+    """The argument of `init`.
 
-    `seed` differs from attempt to attempt; `sandboxes` are the world's, and outlive the
+    `seed` differs between attempts; `sandboxes` belong to the world, and outlive the
     attempt.
     """
 
@@ -57,9 +57,9 @@ class Job:
 
 
 class Endpoint(Struct, frozen=True, kw_only=True):
-    """Where a program finds the agent: `OPENAI_BASE_URL` and `OPENAI_API_KEY`.
+    """The address of the agent for a program: `OPENAI_BASE_URL` and `OPENAI_API_KEY`.
 
-    `sandbox/tunnel.py` brings it into a sandbox.
+    `sandbox/tunnel.py` makes it reachable in a sandbox.
     """
 
     url: str
@@ -68,9 +68,9 @@ class Endpoint(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Tool:
-    """Something that the agent may call.
+    """A tool that the agent may call.
 
-    `parameters` is a JSON schema of an object; `call` gets what fits it.
+    `parameters` is a JSON schema of an object; `call` receives arguments that match it.
     """
 
     name: str
@@ -82,12 +82,12 @@ class Tool:
 class Agent(Protocol):
     """The agent in one attempt.
 
-    Whatever it says is sampled by the run's engines, and recorded token by token.
+    The run's engines sample all its messages, which are recorded token by token.
     """
 
     @property
     def turns_left(self) -> int:
-        """How often it may speak yet."""
+        """Number of turns that the agent may still take."""
 
     async def chat(
         self,
@@ -96,33 +96,33 @@ class Agent(Protocol):
         tools: Sequence[Tool] = (),
         max_tokens: int | None = None,
     ) -> Message:
-        """Its next message, given all messages before it. Where it calls tools, that is
-        in `tool_calls`.
+        """Return the agent's next message, given all messages before it. Its tool calls
+        are in `tool_calls`.
 
-        Messages that go on where an earlier call ended join its sequence. Calls at the
-        same time wait for each other. Raises LimitError; ValueError where the chat
-        template refuses the messages, or shows no tools; EngineError after `run`.
+        Messages that continue an earlier call join its sequence. Concurrent calls wait
+        for each other. Raises LimitError; ValueError if the chat template refuses the
+        messages, or shows no tools; EngineError after `run`.
         """
 
     async def endpoint(self) -> Endpoint:
-        """OpenAI's chat API for a program that speaks with the agent by itself, until
-        `run` ends (`docs/GATEWAY.md`).
+        """Return OpenAI's chat API for a program that converses with the agent itself,
+        until `run` ends (`docs/GATEWAY.md`).
         """
 
 
 class AgentHandler(Protocol):
     """Drives one attempt.
 
-    What is raised ends it: a failure of the environment, unless it is `LimitError`.
+    An exception ends it as a failure of the environment, unless it is `LimitError`.
     """
 
     async def init(self, job: Job) -> None:
-        """Make ready: start the sandbox, write the files."""
+        """Prepare: start the sandbox, write the files."""
 
     async def run(self, agent: Agent) -> None:
         """Let the agent work until it is done."""
 
     async def eval(self) -> Score:
-        """The reward, after `close`: what is needed for it has been kept by `run`, or
-        is started afresh.
+        """Return the reward, after `close`: `run` has stored what it requires, or
+        `eval` starts it again.
         """

@@ -1,8 +1,8 @@
-"""What an agent changed in a folder of its sandbox: listed inside, checked here, shown
-as a patch.
+"""The changes of an agent in a folder of its sandbox: listed inside, validated here,
+rendered as a patch.
 
-Invariants: nothing that the sandbox lists is believed: paths stay below the folder,
-files are text, all of it is bounded.
+Invariants: the listing is not trusted: paths stay below the folder, files are text, and
+the total size is bounded.
 """
 
 import base64
@@ -13,15 +13,16 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 Changes = dict[str, str | None]
-"""New texts of files, by path; None where the file was removed."""
+"""New texts of files, by path; None if the file was removed."""
 
 FILES = 100
-"""Files that may be changed. A bug is mended in one or two."""
+"""Maximum number of changed files. A bug fix touches one or two."""
 
 CHANGED_BYTES = 1 << 18
-"""Of all changed files together."""
+"""Maximum bytes of all changed files together."""
 
 PATH_CHARS = 200
+"""Maximum length of a changed file's path."""
 
 LISTING = """
 import base64, json, os, stat, sys
@@ -37,28 +38,28 @@ for folder, names, here in os.walk(root):
             files[name] = file.read(most + 1)
 json.dump({path: base64.b64encode(data).decode() for path, data in files.items()}, sys.stdout)
 """
-"""A program that prints the files of a folder, `LISTING ROOT MOST`: hidden folders and
-what is no regular file are left out.
+"""A program that prints the files of a folder, `LISTING ROOT MOST`, without hidden
+folders and irregular files.
 """
 
 
 def changes(
     listing: bytes, before: Mapping[str, str], *, keep: Callable[[str], bool]
 ) -> tuple[Changes, str]:
-    """What differs from `before`, at paths that `keep` takes; and why all of it was
-    refused, "" where it was not.
+    """Return the differences from `before`, at paths that `keep` accepts, and why all
+    of them were refused ("" if they were not).
 
-    Files that are no text are left out.
+    Files that are not text are left out.
     """
     try:
         listed = msgspec.json.decode(listing, type=dict[str, str])
     except msgspec.MsgspecError:
         return (
             {},
-            "the files of the project could not be listed: they are too much, or the listing was "
+            "the files of the project could not be listed: they are too large, or the listing was "
             "tampered with",
         )
-    found: Changes = {path: None for path in before if path not in listed and keep(path)}
+    changed: Changes = {path: None for path in before if path not in listed and keep(path)}
     for path, coded in listed.items():
         if not _is_below(path) or not keep(path):
             continue
@@ -67,19 +68,19 @@ def changes(
         except ValueError:
             continue
         if "\0" not in text and text != before.get(path):
-            found[path] = text
-    size = sum(len(text.encode()) for text in found.values() if text is not None)
-    if size > CHANGED_BYTES or len(found) > FILES:
+            changed[path] = text
+    size = sum(len(text.encode()) for text in changed.values() if text is not None)
+    if size > CHANGED_BYTES or len(changed) > FILES:
         return (
             {},
             f"at most {FILES} files of {CHANGED_BYTES} bytes together may be changed, got "
-            f"{len(found)} of {size}",
+            f"{len(changed)} of {size}",
         )
-    return found, ""
+    return changed, ""
 
 
 def patch(before: Mapping[str, str], changed: Changes) -> str:
-    """As `git apply` and `patch -p1` take it."""
+    """Return the changes in the format of `git apply` and `patch -p1`."""
     parts: list[str] = []
     for path, text in sorted(changed.items()):
         old, new = before.get(path), text
@@ -94,7 +95,7 @@ def patch(before: Mapping[str, str], changed: Changes) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """With their ends. A line ends with a line feed alone, as for git."""
+    """Return the lines with their ends. A line ends with a line feed only, as in git."""
     lines = text.split("\n")
     return [line + "\n" for line in lines[:-1]] + lines[-1:] * bool(lines[-1])
 

@@ -1,9 +1,8 @@
-"""Write a program: a task in words with an example, hidden cases of input and output as
-the reward (ProRL Agent §4).
+"""Write a program: a task in words with an example, and hidden cases of input and
+output as the reward (ProRL Agent §4).
 
-Invariant: what the program should print never enters a sandbox, and the program runs in
-a fresh one, so there is nothing that it could read or forge: it has to print the right
-thing.
+Invariant: the expected output never enters a sandbox, and the program runs in a fresh
+one, so there is nothing that it could read or forge: it has to print the right output.
 """
 
 import random
@@ -14,10 +13,10 @@ import msgspec
 
 from rollweave.envs.base import Options, Score, Split, mix, new_task, payload_of, split_of
 from rollweave.envs.handlers.base import Agent, Job, LimitError, Tool
-from rollweave.envs.handlers.boxed import Boxed
-from rollweave.envs.handlers.code_tasks import FAMILIES, Problem, drawn
+from rollweave.envs.handlers.code_tasks import FAMILIES, Problem, draw_problem
+from rollweave.envs.handlers.sandboxes import SandboxHandler
 from rollweave.envs.handlers.toolbox import check_positive, check_tools, toolbox
-from rollweave.envs.handlers.tools import Calls, blocks, converse, told_in_text
+from rollweave.envs.handlers.tools import CallStyle, converse, fenced_blocks, text_call_instructions
 from rollweave.sandbox.base import MIB, Limits, SandboxSpec
 from rollweave.sandbox.rootfs import python_of
 from rollweave.schema.chat import Message
@@ -38,16 +37,18 @@ SPEC = SandboxSpec(
         output_bytes=MIB // 4,
     ),
 )
-"""Of the agent's sandbox and of that in which its program runs."""
+"""Specification of the agent's sandbox and of the one in which its program runs."""
 
 PROGRAM_BYTES = 1 << 16
 
 COMMAND_S = 30.0
-"""Of a tool's command: less than a stage may be silent by default (`step_s`)."""
+"""Time limit in seconds of a tool's command: less than the default limit between two
+turns (`step_s`).
+"""
 
 TRIES = 1000
-"""Draws until a problem of the split is found: an eighth of them belongs to a held-out
-split.
+"""Maximum draws of a problem of the split: an eighth of all problems belongs to each
+held-out split.
 """
 
 PYTHON = ("python", "py", "python3")
@@ -61,15 +62,15 @@ PROMPT = """Write a Python program that reads standard input and prints to stand
 ANSWER = "Answer with the program in one block:\n```python\n...\n```"
 
 
-class Code(Boxed):
+class Code(SandboxHandler):
     """A task is a family of `code_tasks.py` with parameters, and the seed of its hidden
     cases.
 
     Without `tools` the agent has one turn, and answers with a block of Python. With
     tools it works in a sandbox, and its program is the block of its last message, or
-    solution.py in its folder. The reward is the share of `cases` that the program gets
-    right within `timeout_s` seconds each; with `partial = false` only all of them
-    count.
+    solution.py in its folder. The reward is the share of `cases` that the program
+    solves within `timeout_s` seconds each; with `partial = false` the reward is 1 only
+    if it solves all of them.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Code(Boxed):
         *,
         families: Sequence[str] = (),
         tools: Sequence[str] = (),
-        calls: Calls = "native",
+        calls: CallStyle = "native",
         cases: int = 10,
         partial: bool = True,
         timeout_s: float = 5.0,
@@ -92,7 +93,7 @@ class Code(Boxed):
         if not 1 <= cases <= 100:
             raise ConfigError(f"options.cases must be from 1 to 100, got {cases}")
         check_positive(timeout_s=timeout_s)
-        self._calls: Calls = calls
+        self._calls: CallStyle = calls
         self._cases, self._partial, self._timeout_s = cases, partial, timeout_s
         self._program: str | None = None
         self._passed: list[bool] = []
@@ -100,7 +101,7 @@ class Code(Boxed):
     async def init(self, job: Job) -> None:
         """Start a sandbox, if there are tools.
 
-        Raises ConfigError where the cases may take longer than the stage.
+        Raises ConfigError if the cases may take longer than the stage.
         """
         whole_s, step_s = self._cases * self._timeout_s, job.task.limits.step_s
         if whole_s >= step_s:
@@ -112,7 +113,7 @@ class Code(Boxed):
             self._sandbox = await job.sandboxes.start(SPEC)
 
     async def run(self, agent: Agent) -> None:
-        """Ask for the program."""
+        """Let the agent write the program."""
         tools = (
             toolbox(self._sandbox, self._tools, timeout_s=COMMAND_S)
             if self._sandbox is not None
@@ -125,8 +126,8 @@ class Code(Boxed):
         except LimitError:
             await self._collect("")
             raise
-        spoken = [message.content for message in said if message.role == "assistant"]
-        await self._collect(spoken[-1])
+        replies = [message.content for message in said if message.role == "assistant"]
+        await self._collect(replies[-1])
 
     async def eval(self) -> Score:
         """Run the program on the hidden cases."""
@@ -136,18 +137,18 @@ class Code(Boxed):
         return Score(reward=share if self._partial else float(share == 1.0), success=share == 1.0)
 
     def final_result(self) -> dict[str, Any]:
-        """The program, and which cases it got right, as far as they were tried."""
+        """Return the program, and which of the tried cases it solved."""
         return {"program": self._program, "passed": self._passed}
 
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
-        """A random problem of the split.
+        """Return a random problem of the split.
 
-        Raises ConfigError where the families have too few different ones.
+        Raises ConfigError if the families have too few different ones.
         """
         handler, rng = cls(**options), random.Random(mix(seed, split, index))
         for _ in range(TRIES):
-            problem = drawn(rng, handler._families)
+            problem = draw_problem(rng, handler._families)
             if split_of(problem.content) is split:
                 return new_task(
                     seed=rng.getrandbits(32), family=problem.family, params=problem.params
@@ -159,8 +160,8 @@ class Code(Boxed):
 
     @classmethod
     def transcript(cls, rng: random.Random, options: Options) -> Sequence[Message]:
-        """A problem of the training split and a right program: it gives the answer
-        away.
+        """Return a problem of the training split and a correct program: it reveals the
+        answer.
         """
         task = cls.make_task(
             index=rng.getrandbits(32), seed=rng.getrandbits(32), split=Split.TRAIN, options=options
@@ -170,10 +171,10 @@ class Code(Boxed):
         return [*prompt(problem, (), "native"), answer]
 
     async def _collect(self, last: str) -> None:
-        """The program in the last message, or in the sandbox."""
-        found = [body for language, body in blocks(last)[0] if language in PYTHON]
-        if found:
-            self._program = found[-1]
+        """Store the program in the last message, or in the sandbox."""
+        programs = [body for language, body in fenced_blocks(last)[0] if language in PYTHON]
+        if programs:
+            self._program = programs[-1]
         elif self._sandbox is not None:
             try:
                 self._program = (await self._sandbox.read(FILE, limit=PROGRAM_BYTES)).decode(
@@ -181,7 +182,7 @@ class Code(Boxed):
                 )
             except (SandboxLostError, SandboxTimeoutError):
                 raise
-            except SandboxError:  # there is no such file, or it is no file
+            except SandboxError:  # there is no such file, or it is not a regular file
                 self._program = None
 
     async def _judge(self, program: str) -> None:
@@ -192,34 +193,37 @@ class Code(Boxed):
                 found = await sandbox.exec(
                     [python_of(SPEC), "-I", FILE], stdin=given.encode(), timeout_s=self._timeout_s
                 )
-                said = found.stdout.decode(errors="replace")
+                output = found.stdout.decode(errors="replace")
                 self._passed.append(
                     found.rc == 0
                     and not found.timed_out
-                    and same(said, self._problem.answer(given))
+                    and same_output(output, self._problem.answer(given))
                 )
                 if found.timed_out or not (self._partial or self._passed[-1]):
-                    # what has no end is not asked again: all cases have to fit into the
-                    # time of a stage
+                    # Stop after a timeout: all cases must fit into the time of a stage.
                     break
         finally:
             await self.close()
 
 
-def prompt(problem: Problem, tools: Sequence[Tool], calls: Calls) -> list[Message]:
-    """The first message."""
+def prompt(problem: Problem, tools: Sequence[Tool], calls: CallStyle) -> list[Message]:
+    """Return the first message."""
     end = f"{ANSWER}\nor leave it in {FILE}." if tools else ANSWER
     text = PROMPT.format(text=problem.text(), end=end)
     return [
         Message(
             role="user",
-            content=f"{text}\n\n{told_in_text(tools)}" if tools and calls == "text" else text,
+            content=f"{text}\n\n{text_call_instructions(tools)}"
+            if tools and calls == "text"
+            else text,
         )
     ]
 
 
-def same(one: str, other: str) -> bool:
-    """Equal lines, but for white space at their ends and empty lines at the end."""
+def same_output(one: str, other: str) -> bool:
+    """Return whether the lines are equal, except for trailing white space and trailing
+    empty lines.
+    """
     return [line.rstrip() for line in one.rstrip().split("\n")] == [
         line.rstrip() for line in other.rstrip().split("\n")
     ]

@@ -1,7 +1,8 @@
-"""Right solutions of the families in `code_tasks.py`: from the whole input to the whole
-output.
+"""Correct solutions of the families in `code_tasks.py`: from the complete input to the
+complete output.
 
-Invariant: each stands alone, imports and all, because its source is shown as a program.
+Invariant: each is self-contained, including its imports, because its source is shown as
+a program.
 """
 
 

@@ -1,9 +1,9 @@
-"""Programs to write: families of small tasks with parameters, each with a right
-solution that hidden cases are computed from.
+"""Programming tasks: families of small tasks with parameters, each with a correct
+solution that computes the hidden cases.
 
 Invariants: a task, its example and its cases depend on family, parameters and seed
-alone; a task belongs to one split by its family and parameters. `solve` of a family
-stands alone, so its source is a right program too (`program`).
+alone; a task belongs to one split by its family and parameters. `solve` of a family is
+self-contained, so its source is a correct program too (`program`).
 """
 
 import inspect
@@ -23,8 +23,8 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class Family(Struct, frozen=True, kw_only=True):
-    """`about` is what the program has to do, with the parameters in braces; `case`
-    makes an input of about `size` lines.
+    """`about` is the task's text, with the parameters in braces; `case` generates an
+    input of about `size` lines.
     """
 
     about: str
@@ -48,7 +48,7 @@ class Problem(Struct, frozen=True, kw_only=True):
         return json.dumps([self.family, self.params], sort_keys=True)
 
     def text(self) -> str:
-        """What the program has to do, with an example."""
+        """Return the task's text with an example."""
         entry = FAMILIES[self.family]
         given = entry.case(random.Random(mix("example", self.content)), self.params, 4)
         told = {
@@ -59,16 +59,16 @@ class Problem(Struct, frozen=True, kw_only=True):
         return f"{about}\n\nFor the input\n{given}\nthe output is\n{self.answer(given)}"
 
     def answer(self, given: str) -> str:
-        """What a right program prints."""
+        """Return the output of a correct program."""
         return FAMILIES[self.family].solve(given, **self.params)
 
     def cases(self, seed: int, count: int) -> list[str]:
-        """Inputs, from small to larger."""
+        """Return inputs, from small to larger."""
         entry, rng = FAMILIES[self.family], random.Random(mix("cases", self.content, seed))
         return [entry.case(rng, self.params, 1 + number * number) for number in range(count)]
 
     def program(self) -> str:
-        """The source of a right program."""
+        """Return the source of a correct program."""
         source = textwrap.dedent(inspect.getsource(FAMILIES[self.family].solve))
         settings = ", ".join(f"{name}={value!r}" for name, value in self.params.items())
         return f"import sys\n\n{source}\nprint(solve(sys.stdin.read(), {settings}))".replace(
@@ -76,8 +76,8 @@ class Problem(Struct, frozen=True, kw_only=True):
         )
 
 
-def drawn(rng: random.Random, families: tuple[str, ...]) -> Problem:
-    """A random problem of these families."""
+def draw_problem(rng: random.Random, families: tuple[str, ...]) -> Problem:
+    """Return a random problem of these families."""
     family = rng.choice(families)
     return Problem(family=family, params=FAMILIES[family].params(rng))
 

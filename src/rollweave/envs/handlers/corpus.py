@@ -1,7 +1,7 @@
-"""A user's documents, and an index of their passages by BM25 (package bm25s, which
-needs numpy alone).
+"""A user's documents, and a BM25 index of their passages (package bm25s, which requires
+only numpy).
 
-Invariant: equal queries of equal documents find the same passages, in the same order.
+Invariant: equal queries on equal documents return the same passages, in the same order.
 """
 
 import functools
@@ -20,14 +20,15 @@ with from_extra("search"):
     import bm25s
 
 PASSAGE_WORDS = 160
-"""Of a document at once: about 220 tokens, so five of them are a thousand."""
+"""Maximum words of a passage: about 220 tokens, so five of them are about a thousand.
+"""
 
 MOST_BYTES = 256 * 2**20
-"""Of a corpus: its index is kept in memory."""
+"""Maximum bytes of a corpus: its index is kept in memory."""
 
 
 class Document(Struct, frozen=True, kw_only=True):
-    """A title and a text; what a search finds are passages of it."""
+    """A title and a text; a search returns passages of it."""
 
     title: str
     text: str
@@ -38,8 +39,8 @@ class Bm25:
 
     def __init__(self, documents: Sequence[Document]) -> None:
         self._passages = [part for document in documents for part in passages(document)]
-        # Titles count: a passage in the middle of an article need not repeat what the
-        # article is about.
+        # Titles are indexed too: a passage in the middle of an article need not repeat
+        # its subject.
         words = _words([f"{passage.title} {passage.text}" for passage in self._passages])
         self._index = bm25s.BM25(backend="numpy")
         self._known = {word for text in words for word in text}
@@ -47,17 +48,17 @@ class Bm25:
             self._index.index(words, show_progress=False)
 
     async def find(self, query: str, count: int) -> Sequence[Document]:
-        wanted = [word for word in _words([query])[0] if word in self._known]
-        if not wanted:
+        terms = [word for word in _words([query])[0] if word in self._known]
+        if not terms:
             return ()
-        scores = self._index.get_scores(wanted)
+        scores = self._index.get_scores(terms)
         best = np.argsort(-scores, kind="stable")[:count]
         return [self._passages[place] for place in best if scores[place] > 0]
 
 
 def passages(document: Document) -> list[Document]:
-    """The document in pieces of at most `PASSAGE_WORDS` words, cut between paragraphs
-    where that is possible.
+    """Split the document into passages of at most `PASSAGE_WORDS` words, between
+    paragraphs if possible.
     """
     pieces: list[str] = []
     size = PASSAGE_WORDS
@@ -76,8 +77,8 @@ def passages(document: Document) -> list[Document]:
 
 @functools.lru_cache(4)
 def documents(path: str) -> tuple[Document, ...]:
-    """Those of a folder (its .txt and .md files), or of a JSONL file of {"title",
-    "text"}. Raises ConfigError.
+    """Return the documents of a folder (its .txt and .md files), or of a JSONL file of
+    {"title", "text"}. Raises ConfigError.
     """
     place = Path(path)
     folder = place.is_dir()
@@ -138,5 +139,5 @@ def _text(value: object) -> str:
 
 
 def _words(texts: list[str]) -> list[list[str]]:
-    found: list[list[str]] = bm25s.tokenize(texts, return_ids=False, show_progress=False)
-    return found
+    words: list[list[str]] = bm25s.tokenize(texts, return_ids=False, show_progress=False)
+    return words

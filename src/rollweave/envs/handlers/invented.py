@@ -2,7 +2,7 @@
 exist, and questions about them.
 
 So an answer cannot be known, only found: by searching one to three articles, and a
-calculation. Ours, from a seed.
+calculation. The worlds are generated from a seed.
 
 Invariants: a world is a function of its seed, a question of its world and the
 generator; every number that a question needs is in the articles, and the answer is
@@ -16,12 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollweave.envs.handlers.corpus import Document
-from rollweave.envs.handlers.solving import Question
+from rollweave.envs.handlers.questions import Question
 
 AVOGADRO = 6.022e23
 
 YEARS = 2110, 2290
-"""In which things were first described."""
+"""Range of the years of first descriptions."""
 
 _STARTS = (
     "b",
@@ -89,7 +89,7 @@ class Compound:
 
 @dataclass(frozen=True)
 class World:
-    """`documents` say all of it."""
+    """An invented world; `documents` contain all its facts."""
 
     planets: tuple[Planet, ...]
     elements: tuple[Element, ...]
@@ -100,8 +100,8 @@ class World:
 
 @functools.lru_cache(64)
 def world(seed: int) -> World:
-    """The world of a seed: 10 planets, 12 elements, 18 minerals, 16 compounds, an
-    article on each.
+    """Return the world of a seed: 10 planets, 12 elements, 18 minerals, 16 compounds,
+    and an article on each.
     """
     rng = random.Random(seed)
     names: set[str] = set()
@@ -148,7 +148,9 @@ def world(seed: int) -> World:
 
 
 def question(of: World, rng: random.Random) -> Question:
-    """A question about a world. Its answer is a number, or the name of a mineral."""
+    """Return a question about a world. Its answer is a number, or the name of a
+    mineral.
+    """
     asked, answer = rng.choice(KINDS)(of, rng)
     return Question(question=asked, answer=answer if isinstance(answer, str) else f"{answer:.9g}")
 

@@ -1,9 +1,9 @@
 """Mathematics problems with exact answers, drawn from families with parameters.
 
 Invariants: a problem is a function of its family, its level and the generator; its
-answer is an integer, a fraction or a tuple of those, in the form that the problem asks
-for, so that `answers.same` decides. What is asked is beyond mental arithmetic at level
-2 and 3, and within reach of a few lines of Python.
+answer is an integer, a fraction or a tuple of those, in the form that the problem
+requests, so that `answers.equivalent` decides. At levels 2 and 3 the problems exceed
+mental arithmetic, and a few lines of Python solve them.
 """
 
 import math
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 LEVELS = 3
-"""Sizes of the parameters grow with the level, from 1."""
+"""Number of levels; the sizes of the parameters grow with the level, from 1."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A question and its answer, as `answers.numbers` reads it."""
+    """A question and its answer, in the form of `answers.parse_numbers`."""
 
     question: str
     answer: str
@@ -104,8 +104,8 @@ def recurrence(rng: random.Random, level: int) -> Problem:
 
 
 def polygon(rng: random.Random, level: int) -> Problem:
-    """A polygon that is star-shaped around a point inside: its corners lie in order of
-    their angles.
+    """Return a polygon that is star-shaped around a point inside: its corners are in
+    the order of their angles.
     """
     count, reach = 3 + level, 10 * level
     while True:
@@ -179,7 +179,7 @@ def dice(rng: random.Random, level: int) -> Problem:
 
 
 def roots(rng: random.Random, level: int) -> Problem:
-    """Power sums of a polynomial's roots by Newton's identities."""
+    """Return power sums of a polynomial's roots, by Newton's identities."""
     degree, power = level + 1, rng.randint(2, level + 2)
     lead, rest = rng.randint(1, 3 * level), [rng.randint(-9, 9) for _ in range(degree)]
     elementary = [
@@ -228,13 +228,13 @@ FAMILIES: dict[str, Callable[[random.Random, int], Problem]] = {
 
 
 def _coprime(rng: random.Random, count: int) -> list[int]:
-    """Numbers without common divisors."""
-    found: list[int] = []
-    while len(found) < count:
+    """Return pairwise coprime numbers."""
+    numbers: list[int] = []
+    while len(numbers) < count:
         number = rng.randint(5, 99)
-        if math.gcd(number, math.prod(found)) == 1:
-            found.append(number)
-    return found
+        if math.gcd(number, math.prod(numbers)) == 1:
+            numbers.append(number)
+    return numbers
 
 
 def _determinant(rows: Sequence[Sequence[int]]) -> int:

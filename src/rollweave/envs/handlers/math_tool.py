@@ -1,19 +1,19 @@
-r"""Mathematics with an interpreter: the agent may run Python (numpy, scipy, sympy where
-they are), then answers in `\boxed{}`.
+r"""Mathematics with an interpreter: the agent may run Python (numpy, scipy and sympy if
+they are installed), then answers in `\boxed{}`.
 
-After ProRL Agent's mathematics task (§4): IPython and a `think` tool. Invariant: a
-problem belongs to exactly one split by its own text.
+This follows ProRL Agent's mathematics task (§4): IPython and a `think` tool. Invariant:
+a problem belongs to exactly one split by its text.
 """
 
 import random
 from collections.abc import Sequence
 
 from rollweave.envs.base import Options, Score, Split, mix, new_task, split_of
-from rollweave.envs.handlers.answers import same
+from rollweave.envs.handlers.answers import equivalent
 from rollweave.envs.handlers.base import Agent
 from rollweave.envs.handlers.math_problems import FAMILIES, LEVELS
-from rollweave.envs.handlers.solving import TOOL_S, Solving, own_question
-from rollweave.envs.handlers.tools import Calls
+from rollweave.envs.handlers.questions import TOOL_S, QuestionHandler, own_question
+from rollweave.envs.handlers.tools import CallStyle
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import Task
 
@@ -21,13 +21,13 @@ ABOUT = "Solve the problem. You may compute with the tool ipython, as often as y
 TOOLS = ("ipython", "think")
 
 
-class MathTool(Solving):
+class MathTool(QuestionHandler):
     """Problems of `families` (all by default) at `level` 1 to 3, or the user's own:
     records of the JSONL file `path`.
 
     A record has its `question`, a text, and its `answer`: a number, a fraction, a
-    tuple, or words (`answers.same`). `held_out` is a file of held-out records; without
-    it two eighths of `path` are held out. Reward 1 for the right answer.
+    tuple, or words (`answers.equivalent`). `held_out` is a file of held-out records;
+    without it two eighths of `path` are held out. The reward is 1 for a correct answer.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class MathTool(Solving):
         held_out: str = "",
         question: str = "question",
         answer: str = "answer",
-        calls: Calls = "native",
+        calls: CallStyle = "native",
         tool_s: float = TOOL_S,
     ) -> None:
         _check({"families": families, "level": level, "path": path, "held_out": held_out})
@@ -49,14 +49,14 @@ class MathTool(Solving):
         await self.solve(agent, about=ABOUT, names=TOOLS)
 
     async def eval(self) -> Score:
-        right = self._answer is not None and same(self._answer, self._asked.answer)
+        right = self._answer is not None and equivalent(self._answer, self._asked.answer)
         return Score(reward=float(right), success=right)
 
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
-        """A problem of the split.
+        """Return a problem of the split.
 
-        Raises ConfigError for wrong options, and for a file without records of the
+        Raises ConfigError for invalid options, and for a file without records of the
         split.
         """
         _check(options)

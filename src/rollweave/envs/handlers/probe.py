@@ -1,10 +1,10 @@
-"""Inside a sandbox: runs probes, each in a process of its own, and prints what they
-saw. Python 3.9, stdlib alone.
+"""Inside a sandbox: runs probes, each in a separate process, and prints their notes.
+Python 3.9, standard library only.
 
-In comes JSON, `{"root": folder, "sources": {module: source}, "tests":
-["module.Class.method", ...], "seconds": of each}`, and out goes `{test: [what it saw,
-...]}`. A probe is a test without what it expects (`envs/handlers/probes.py`): nothing
-here can tell whether a test passes.
+The input is JSON, `{"root": folder, "sources": {module: source}, "tests":
+["module.Class.method", ...], "seconds": for each}`, and the output is `{test: [note,
+...]}`. A probe is a test without its expected values (`envs/handlers/probes.py`):
+nothing here can decide whether a test passes.
 """
 
 from __future__ import annotations
@@ -22,48 +22,48 @@ import time
 from types import CodeType
 from typing import Any
 
-SEEN_BYTES = 1 << 18
-"""Of what one test saw: more is cut, and then is no JSON."""
+NOTES_BYTES = 1 << 18
+"""Maximum bytes of one test's notes: longer ones are cut, and are then invalid JSON."""
 
 END = "end"
-"""Seen last by a test that came to its end."""
+"""The last note of a test that ran to its end."""
 
 
 class Probe:
-    """Stands for a test case: notes values, instead of comparing them with what they
-    should be.
+    """Takes the place of a test case: notes values, instead of comparing them with the
+    expected ones.
     """
 
     def __init__(self) -> None:
-        self.seen: list[str] = []
+        self.notes: list[str] = []
 
     def setUp(self) -> None:
-        """Before each test."""
+        """Run before each test."""
 
-    def saw(self, value: object) -> None:
-        self.seen.append(told(value))
+    def note(self, value: object) -> None:
+        self.notes.append(describe(value))
 
     def raised(self) -> Raised:
-        return Raised(self.seen)
+        return Raised(self.notes)
 
 
 class Raised:
-    """Notes what is raised inside."""
+    """Notes the exception that is raised inside."""
 
-    def __init__(self, seen: list[str]) -> None:
-        self.seen = seen
+    def __init__(self, notes: list[str]) -> None:
+        self.notes = notes
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        self.seen.append("raised " + (kind.__name__ if kind else "nothing"))
+        self.notes.append("raised " + (kind.__name__ if kind else "nothing"))
         return True
 
 
-def told(value: object) -> str:
-    """Equal texts for equal values of plain kinds, in whatever order sets and
-    dictionaries are. Of others, the kind alone.
+def describe(value: object) -> str:
+    """Return equal texts for equal values of plain types, independent of the order of
+    sets and dictionaries. For other values, return only the type.
     """
     if isinstance(value, int):
         return repr(bool(value)) if value is True or value is False else int.__repr__(value)
@@ -75,21 +75,23 @@ def told(value: object) -> str:
     if isinstance(value, bytes):
         return bytes.__repr__(value)
     if isinstance(value, (list, tuple)):
-        inside = ", ".join(told(part) for part in value)
+        inside = ", ".join(describe(part) for part in value)
         return f"[{inside}]" if isinstance(value, list) else f"({inside})"
     if isinstance(value, dict):
         return (
             "{"
-            + ", ".join(sorted(f"{told(key)}: {told(part)}" for key, part in dict.items(value)))
+            + ", ".join(
+                sorted(f"{describe(key)}: {describe(part)}" for key, part in dict.items(value))
+            )
             + "}"
         )
     if isinstance(value, (set, frozenset)):
-        return "{" + ", ".join(sorted(told(part) for part in value)) + "}"
+        return "{" + ", ".join(sorted(describe(part) for part in value)) + "}"
     return "None" if value is None else f"<{type(value).__name__}>"
 
 
 def child(codes: dict[str, CodeType], test: str, root: str, out: int) -> None:
-    """Run one test and write what it saw. Does not return."""
+    """Run one test and write its notes. Does not return."""
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
@@ -97,25 +99,25 @@ def child(codes: dict[str, CodeType], test: str, root: str, out: int) -> None:
     sys.path.insert(0, root)
     sys.dont_write_bytecode = True
     module, kind, method = test.split(".")
-    seen: list[str] = []
+    notes: list[str] = []
     try:
         space: dict[str, Any] = {"__name__": module, "Probe": Probe}
         exec(codes[module], space)
         case = space[kind]()
-        seen = case.seen
+        notes = case.notes
         case.setUp()
         result = getattr(case, method)()
         if inspect.iscoroutine(result):
             asyncio.run(result)
-        seen.append(END)
+        notes.append(END)
     except BaseException as error:
-        seen.append("failed " + type(error).__name__)
-    os.write(out, json.dumps(seen).encode()[:SEEN_BYTES])
+        notes.append("failed " + type(error).__name__)
+    os.write(out, json.dumps(notes).encode()[:NOTES_BYTES])
     os._exit(0)
 
 
 def run(codes: dict[str, CodeType], test: str, root: str, seconds: float) -> object:
-    """What one test saw, or nothing where it does not say in time."""
+    """Return one test's notes; none if it does not write them in time."""
     end = time.monotonic() + seconds
     source, out = os.pipe()
     pid = os.fork()
@@ -128,12 +130,12 @@ def run(codes: dict[str, CodeType], test: str, root: str, seconds: float) -> obj
             os._exit(1)
     os.close(out)
     data, alive = b"", True
-    while alive and len(data) <= SEEN_BYTES and time.monotonic() < end:
+    while alive and len(data) <= NOTES_BYTES and time.monotonic() < end:
         if select.select([source], [], [], 0.02)[0]:
             part = os.read(source, 1 << 16)
             data += part
             alive = bool(part)
-        else:  # a process that it left behind may hold the pipe
+        else:  # a process that the test started may still hold the pipe open
             alive = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     os.close(source)
     with contextlib.suppress(OSError):
@@ -148,10 +150,10 @@ def run(codes: dict[str, CodeType], test: str, root: str, seconds: float) -> obj
 def main() -> None:
     job = json.loads(sys.stdin.read())
     codes = {module: compile(source, module, "exec") for module, source in job["sources"].items()}
-    found = {}
+    notes = {}
     for test in job["tests"]:
-        found[test] = run(codes, test, job["root"], job["seconds"])
-    sys.stdout.write(json.dumps(found))
+        notes[test] = run(codes, test, job["root"], job["seconds"])
+    sys.stdout.write(json.dumps(notes))
 
 
 if __name__ == "__main__":

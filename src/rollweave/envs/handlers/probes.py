@@ -1,16 +1,16 @@
-"""Tests whose verdict the tested code cannot forge: it is made here, of values, and
-what is expected never enters the sandbox.
+"""Tests whose verdict the tested code cannot forge: the verdict is made outside the
+sandbox, from values, and the expected values never enter it.
 
-A test file is ordinary `unittest`. `probed` takes from it what each assertion expects:
-`self.assertEqual(split(9, 2), [5, 4])` becomes a note of what `split(9, 2)` is. These
-probes run in the sandbox beside the code that an agent wrote, each in a process of its
-own (`envs/handlers/probe.py`), and the notes come back as text. They are compared with
-the notes that the right code makes. So code that ends the interpreter, prints "OK",
-patches `unittest` or writes to whatever descriptor it finds has nothing to write: it
-would have to know the right values, and to know them is to be right.
+A test file is ordinary `unittest`. `to_probes` removes what each assertion expects:
+`self.assertEqual(split(9, 2), [5, 4])` becomes a note of the value of `split(9, 2)`.
+These probes run in the sandbox beside the code that an agent wrote, each in a separate
+process (`envs/handlers/probe.py`), and the notes are returned as text. They are
+compared with the notes that the correct code makes. So code that ends the interpreter,
+prints "OK", patches `unittest` or writes to any open descriptor has nothing useful to
+write: it would have to know the right values, and to know them is to be right.
 
-What remains: where an assertion is of a truth or an exception alone the note can be
-guessed, so tests should ask for values.
+One weakness remains: the note of an assertion of only a truth value or an exception can
+be guessed, so tests should compare values.
 """
 
 import ast
@@ -25,23 +25,23 @@ from rollweave.envs.handlers.probe import END
 from rollweave.sandbox.base import Sandbox, SandboxSpec
 from rollweave.sandbox.rootfs import python_of
 
-Seen = dict[str, list[str]]
-"""What each test noted, by `module.Class.method`."""
+Notes = dict[str, list[str]]
+"""The notes of each test, by `module.Class.method`."""
 
 TEST_S = 5.0
-"""Seconds of one test. Ours take milliseconds."""
+"""Time limit of one test in seconds. The built-in tests take milliseconds."""
 
 ALL_S = 40.0
-"""Seconds of all tests of a repository together; beyond that none has passed. Less than
-a stage has by default (`step_s`): code without an end is the agent's failure, not the
-environment's.
+"""Time limit in seconds of all tests of a repository together; beyond it none has
+passed. It is less than the default limit of a stage (`step_s`), so that code that does
+not end is the agent's failure, not the environment's.
 """
 
 BASES = ("TestCase", "IsolatedAsyncioTestCase")
 
 
 def tests_in(source: str) -> list[tuple[ast.ClassDef, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """The test methods of a file, with their classes."""
+    """Return the test methods of a file, with their classes."""
     return [
         (case, method)
         for case in ast.parse(source).body
@@ -53,22 +53,22 @@ def tests_in(source: str) -> list[tuple[ast.ClassDef, ast.FunctionDef | ast.Asyn
 
 
 def names_in(module: str, source: str) -> list[str]:
-    """`module.Class.method` of each."""
+    """Return `module.Class.method` of each test."""
     return [f"{module}.{case.name}.{method.name}" for case, method in tests_in(source)]
 
 
 @functools.lru_cache(64)
-def probed(source: str) -> str:
-    """The file without what it expects.
+def to_probes(source: str) -> str:
+    """Return the file without its expected values.
 
-    Raises ValueError for an assertion that is not understood.
+    Raises ValueError for an unsupported assertion.
     """
     tree = _Probing().visit(ast.parse(source))
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
-def without(source: str, module: str, hidden: frozenset[str]) -> str:
-    """The file without these tests, as an agent may see it; "" where none is left."""
+def without_tests(source: str, module: str, hidden: frozenset[str]) -> str:
+    """Return the file without these tests, for an agent to see; "" if none is left."""
     lines = source.split("\n")
     left = {case.name: 0 for case, _ in tests_in(source)}
     cut: list[tuple[int, int]] = []
@@ -82,37 +82,37 @@ def without(source: str, module: str, hidden: frozenset[str]) -> str:
             cut.append((case.lineno - 1, case.end_lineno or case.lineno))
     if not any(left.values()):
         return ""
-    # with the empty line after it
+    # Remove the empty line after each test as well.
     gone = {number for start, end in cut for number in range(start, end + 1)}
     return "\n".join(line for number, line in enumerate(lines) if number not in gone)
 
 
-async def look(sandbox: Sandbox, spec: SandboxSpec, tests: Mapping[str, str], *, root: str) -> Seen:
-    """What the tests note in the sandbox, whose code lies at `root`. `tests` has the
-    files' sources, {module: source}.
+async def run_probes(
+    sandbox: Sandbox, spec: SandboxSpec, tests: Mapping[str, str], *, root: str
+) -> Notes:
+    """Return the notes of the tests in the sandbox, whose code is in `root`. `tests`
+    has the files' sources, {module: source}.
 
     The interpreter imports only the standard library when it starts, whatever files the
-    code has. A test that noted nothing, or nothing readable, has an empty list. Raises
+    code has. A test without notes, or with unreadable ones, has an empty list. Raises
     SandboxError.
     """
-    sources = {module: probed(source) for module, source in tests.items()}
+    sources = {module: to_probes(source) for module, source in tests.items()}
     names = [name for module, source in tests.items() for name in names_in(module, source)]
     job = {"root": root, "sources": sources, "tests": names, "seconds": TEST_S}
     program = [python_of(spec), "-I", "-S", "-c", _program()]
-    found = await sandbox.exec(program, stdin=json.dumps(job).encode(), cwd=root, timeout_s=ALL_S)
+    result = await sandbox.exec(program, stdin=json.dumps(job).encode(), cwd=root, timeout_s=ALL_S)
     try:
-        seen = msgspec.json.decode(found.stdout, type=Seen)
-    except (
-        msgspec.MsgspecError
-    ):  # the tested code ended or flooded what it runs beside: that is no answer
-        seen = {}
-    return {name: seen.get(name, []) for name in names}
+        notes = msgspec.json.decode(result.stdout, type=Notes)
+    except msgspec.MsgspecError:  # the tested code ended the prober or flooded its output
+        notes = {}
+    return {name: notes.get(name, []) for name in names}
 
 
-def passed(seen: Seen, expected: Seen) -> dict[str, bool]:
-    """Which tests noted what they should, and came to their end."""
+def passed(actual: Notes, expected: Notes) -> dict[str, bool]:
+    """Return which tests made the expected notes and ran to their end."""
     return {
-        name: bool(notes) and notes[-1] == END and seen.get(name) == notes
+        name: bool(notes) and notes[-1] == END and actual.get(name) == notes
         for name, notes in expected.items()
     }
 
@@ -147,9 +147,9 @@ class _Probing(ast.NodeTransformer):
         arguments = [self.visit(argument) for argument in node.args]
         match node.func.attr, arguments:
             case "assertEqual", [value, _]:
-                return _noted("saw", value)
+                return _noted("note", value)
             case "assertTrue" | "assertFalse", [value]:
-                return _noted("saw", ast.Call(ast.Name("bool", ast.Load()), [value], []))
+                return _noted("note", ast.Call(ast.Name("bool", ast.Load()), [value], []))
             case "assertRaises", [_]:
                 return _noted("raised")
             case name, _ if name.startswith("assert") or name in ("fail", "subTest", "skipTest"):

@@ -1,10 +1,10 @@
 """Any agent program as a handler: it runs in a sandbox without a network, and reaches
-the agent by OpenAI's chat API alone.
+the agent through OpenAI's chat API only.
 
 `init` starts the sandbox and writes the files, and the task as `task.json`, into the
 folder in which the program will run. `run` starts the program with OPENAI_BASE_URL and
 OPENAI_API_KEY and waits for its end; beyond the agent's turns or tokens the gateway
-answers it 429 or 400, and what was said so far counts. `eval` scores what it left.
+answers 429 or 400, and the turns so far count. `eval` scores the files that it wrote.
 
 Invariants: the program never sees the fields of its task that are `hidden`, nor
 `score_files`; a scoring command runs in a clean sandbox, in which only the files of the
@@ -30,10 +30,9 @@ import msgspec
 
 from rollweave.envs.base import Options, Score, Split, mix, new_task, payload_of
 from rollweave.envs.handlers.base import Agent, Job
-from rollweave.envs.handlers.boxed import Boxed
-from rollweave.envs.handlers.sandboxes import Sandboxes, forget
+from rollweave.envs.handlers.sandboxes import Sandboxes, SandboxHandler, forget
 from rollweave.envs.handlers.toolbox import check_positive
-from rollweave.envs.records import drawn, records
+from rollweave.envs.records import draw_record, records
 from rollweave.envs.registry import load
 from rollweave.sandbox.base import (
     HOST,
@@ -53,22 +52,24 @@ from rollweave.schema.work import Task
 TASK = "task.json"
 
 FOLDER_FILES = 10_000
-"""In a folder that is copied in: more are an image."""
+"""Maximum number of files in a folder that is copied in: a larger one should be an
+image.
+"""
 
 FOLDER_BYTES = 256 * MIB
 
 SCORE_S = 600.0
-"""Seconds of a scoring command: a test suite."""
+"""Time limit in seconds of a scoring command, for example a test suite."""
 
 TAIL = 4000
-"""Characters of output that a result keeps."""
+"""Number of characters of output that a result keeps."""
 
 SUBMISSION = "SUBMISSION"
 """Environment variable with the submission's folder, for a scoring command."""
 
 SUBMITTED = "/home/submission"
-"""Folder of the submission: outside the home, so that tools that search the home for
-modules, tests or settings miss it.
+"""Folder of the submission. It is outside the home, so that tools that search the home
+for modules, tests or settings do not find it.
 """
 
 T = TypeVar("T")
@@ -76,9 +77,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a scoring function is given.
+    """The argument of a scoring function.
 
-    `task` is the whole task, hidden fields too; `outputs` are the files that are there.
+    `task` is the complete task, including hidden fields; `outputs` are the output files
+    that exist.
     """
 
     task: Mapping[str, Any]
@@ -88,30 +90,31 @@ class Outcome:
     outputs: Mapping[str, str] = field(default_factory=dict)
 
 
-class Program(Boxed):
-    """Implements `AgentHandler`. Paths in the sandbox may be relative to its home,
-    where the program runs.
+class Program(SandboxHandler):
+    """An `AgentHandler` that runs an agent program. Paths in the sandbox may be relative
+    to its home, where the program runs.
 
-    - `command`: the program and its arguments. On the image `host`, `python` is the one
-      that rollweave runs on.
-    - `score`: `package.module:function`, called with an `Outcome`, may be async,
-      returns a number or a `Score`. Or a command: it runs in the home of a clean
-      sandbox, with the `Outcome` as JSON on standard input and the folder of the
+    - `command` is the program and its arguments. On the image `host`, `python` is the
+      interpreter that runs Rollweave.
+    - `score` is `package.module:function`, called with an `Outcome`; it may be async,
+      and returns a number or a `Score`. Or it is a command: it runs in the home of a
+      clean sandbox, with the `Outcome` as JSON on standard input and the folder of the
       submission in the variable SUBMISSION; the last line that it prints is the reward.
-    - `submission`: the files and folders below the program's home that a scoring
-      command gets; by default the whole home. Other files that the program wrote are
-      left out, and so are symbolic links that lead out of the home.
-    - `score_files`: path → text, written before the scoring command only: the tests,
-      for example.
-    - `tasks`, `held_out`: JSONL files, one task a line. Without `tasks` each task is
-      empty; without `held_out` two eighths of `tasks` are held out. `hidden`: fields of
-      a task that the program does not see.
-    - `files`: path → text; `folder`: one of the host's whose files are copied into the
-      home; `outputs`: paths of text files that are read when the program has ended.
-    - `env`: further variables. `image`, `limits`, `network`: of the sandbox
-      (`docs/SANDBOX.md`).
-    - `timeout_s`: seconds of the program, with all that it waits for; beyond them the
-      attempt has failed.
+    - `submission` lists the files and folders below the program's home that a scoring
+      command receives; by default the complete home. Other files that the program wrote
+      are left out, and so are symbolic links that lead out of the home.
+    - `score_files` maps paths to texts, written before the scoring command only: the
+      tests, for example.
+    - `tasks` and `held_out` are JSONL files with one task per line. Without `tasks` each
+      task is empty; without `held_out` two eighths of `tasks` are held out. `hidden`
+      lists fields of a task that the program does not see.
+    - `files` maps paths to texts; `folder` is a folder of the host whose files are
+      copied into the home; `outputs` lists text files that are read when the program
+      has ended.
+    - `env` holds further variables. `image`, `limits` and `network` configure the
+      sandbox (`docs/SANDBOX.md`).
+    - `timeout_s` limits the program in seconds, including its waits; beyond it the
+      attempt fails.
     """
 
     def __init__(
@@ -133,8 +136,8 @@ class Program(Boxed):
         network: bool = False,
         timeout_s: float = 3600.0,
     ) -> None:
-        """Raises ConfigError that names the option."""
-        del tasks, held_out  # of `make_task`
+        """Validate the options. Raises ConfigError that names the option."""
+        del tasks, held_out  # used by `make_task`
         self._command = _typed("command", command, list[str])
         if not self._command:
             raise ConfigError("options.command must have at least a program, got []")
@@ -159,7 +162,7 @@ class Program(Boxed):
         check_positive(timeout_s=self._timeout_s)
         try:
             spec = {"image": image, "network": network, "limits": limits or {}, "env": self._env}
-            # one pool for all programs
+            # Without `env`, all programs share one pool.
             self._spec = msgspec.structs.replace(msgspec.convert(spec, SandboxSpec), env={})
         except (msgspec.ValidationError, ValueError) as error:
             raise ConfigError(f"options of the sandbox: {error}") from error
@@ -168,15 +171,15 @@ class Program(Boxed):
         self._forget: weakref.finalize[Any, Program] | None = None
         self._outcome: Outcome | None = None
         self._task: dict[str, Any] = {}
-        self._scored = ""
+        self._score_output = ""
 
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
-        """The next line of `tasks`. Raises ConfigError."""
+        """Return the next line of `tasks`. Raises ConfigError."""
         path, own = options.get("tasks", ""), mix(seed, split, index)
         if not path:
             return new_task(seed=own)
-        file, row = drawn(
+        file, row = draw_record(
             path,
             options.get("held_out", ""),
             "",
@@ -198,12 +201,13 @@ class Program(Boxed):
             await self._sandbox.write(path, data, mode=mode)
         for path, text in self._files.items():
             await self._sandbox.write(path, text.encode())
-        seen = {name: value for name, value in self._task.items() if name not in self._hidden}
-        await self._sandbox.write(TASK, json.dumps(seen, indent=1).encode())
+        visible = {name: value for name, value in self._task.items() if name not in self._hidden}
+        await self._sandbox.write(TASK, json.dumps(visible, indent=1).encode())
 
     async def run(self, agent: Agent) -> None:
-        """Raises SandboxError where the program cannot be started, or does not end in
-        time.
+        """Run the program.
+
+        Raises SandboxError if it cannot be started, or does not end in time.
         """
         assert self._sandbox is not None, "init comes first"
         sandbox, endpoint = self._sandbox, await agent.endpoint()
@@ -228,12 +232,14 @@ class Program(Boxed):
             self._forget = weakref.finalize(self, forget, self._snapshot)
 
     async def eval(self) -> Score:
-        """Raises RewardError for a command that fails, or prints no number."""
+        """Return the reward. Raises RewardError for a command that fails, or prints no
+        number.
+        """
         assert self._outcome is not None, "run comes first"
         if self._function is not None:
-            found = self._function(self._outcome)
-            found = await found if inspect.isawaitable(found) else found
-            return found if isinstance(found, Score) else Score(reward=found)
+            score = self._function(self._outcome)
+            score = await score if inspect.isawaitable(score) else score
+            return score if isinstance(score, Score) else Score(reward=score)
         try:
             return Score(reward=await self._run_score(self._outcome))
         finally:
@@ -241,21 +247,18 @@ class Program(Boxed):
                 await asyncio.to_thread(self._forget)
 
     def final_result(self) -> dict[str, Any]:
-        """Exit status and the end of what was printed, by the program and by the
+        """Return the exit status and the end of the output, of the program and of the
         scoring command.
         """
         outcome = self._outcome
         if outcome is None:
             return {}
-        said = {
+        return {
             "rc": outcome.rc,
             "stdout": outcome.stdout[-TAIL:],
             "stderr": outcome.stderr[-TAIL:],
-        }
-        return {
-            **said,
             "outputs": {path: text[-TAIL:] for path, text in outcome.outputs.items()},
-            "score": self._scored,
+            "score": self._score_output,
         }
 
     async def _run_score(self, outcome: Outcome) -> float:
@@ -265,24 +268,24 @@ class Program(Boxed):
         try:
             for path, text in self._score_files.items():
                 await sandbox.write(path, text.encode())
-            told = json.dumps(outcome.__dict__).encode()
+            stdin = json.dumps(outcome.__dict__).encode()
             submitted = posixpath.normpath(
                 f"{sandbox.workdir}/{posixpath.relpath(SUBMITTED, self._spec.workdir)}"
             )
             env = {**self._path(), **self._env, SUBMISSION: submitted}
-            result = await sandbox.exec(list(self._score), stdin=told, env=env, timeout_s=SCORE_S)
+            result = await sandbox.exec(list(self._score), stdin=stdin, env=env, timeout_s=SCORE_S)
         finally:
             await sandbox.stop(grace_s=0.0)
-        said = _texts(result)
-        self._scored = (said["stdout"] + said["stderr"])[-TAIL:]
+        output = _texts(result)
+        self._score_output = (output["stdout"] + output["stderr"])[-TAIL:]
         if result.rc or result.timed_out:
             how = (
                 f"took more than {SCORE_S:g} s"
                 if result.timed_out
                 else f"ended with status {result.rc}"
             )
-            raise RewardError(f"the scoring command {how}: {self._scored[-400:]}")
-        last = said["stdout"].strip().rpartition("\n")[2]
+            raise RewardError(f"the scoring command {how}: {self._score_output[-400:]}")
+        last = output["stdout"].strip().rpartition("\n")[2]
         reward = decimal(last.strip())
         if reward is None:
             raise RewardError(
@@ -292,17 +295,15 @@ class Program(Boxed):
         return reward
 
     async def _read_outputs(self, sandbox: Sandbox) -> dict[str, str]:
-        found: dict[str, str] = {}
+        outputs: dict[str, str] = {}
         for path in self._outputs:
             try:
-                found[path] = plain((await sandbox.read(path)).decode(errors="replace"))
+                outputs[path] = plain((await sandbox.read(path)).decode(errors="replace"))
             except SandboxLostError:
                 raise
-            except (
-                SandboxError
-            ):  # it is not there, or no file, or too large: the score tells what that means
+            except SandboxError:  # missing, not a file, or too large: the score decides
                 continue
-        return found
+        return outputs
 
     def _path(self) -> dict[str, str]:
         if self._spec.image != HOST:
@@ -334,11 +335,11 @@ def _function(reference: str) -> Any:
 
 
 def _read_folder(folder: str) -> list[tuple[str, bytes, int]]:
-    """Relative path, bytes and mode of each file. Links are not followed.
+    """Return relative path, bytes and mode of each file. Links are not followed.
 
     Raises ConfigError.
     """
-    root, found, size = Path(folder), [], 0
+    root, files, size = Path(folder), [], 0
     if not root.is_dir():
         raise ConfigError(f"options.folder must be a folder, got {folder!r}")
     for parent, folders, names in os.walk(root):
@@ -347,14 +348,14 @@ def _read_folder(folder: str) -> list[tuple[str, bytes, int]]:
             path = Path(parent) / name
             mode = path.lstat().st_mode
             if not stat.S_ISREG(mode):
-                raise ConfigError(f"options.folder must have files and folders alone, got {path}")
+                raise ConfigError(f"options.folder must have only files and folders, got {path}")
             data = path.read_bytes()
             size += len(data)
-            found.append((str(path.relative_to(root)), data, stat.S_IMODE(mode)))
-            if size > FOLDER_BYTES or len(found) > FOLDER_FILES:
+            files.append((str(path.relative_to(root)), data, stat.S_IMODE(mode)))
+            if size > FOLDER_BYTES or len(files) > FOLDER_FILES:
                 raise ConfigError(
                     f"options.folder must have at most {FOLDER_FILES} files and {FOLDER_BYTES} "
                     f"bytes, {folder} has more: "
                     "make an image of it"
                 )
-    return found
+    return files

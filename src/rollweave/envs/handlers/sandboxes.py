@@ -1,5 +1,5 @@
-"""The sandboxes of a world: one back end for all attempts, started when the first is
-asked for, and some kept warm.
+"""The sandboxes of a world: one back end for all attempts, started on demand, and a
+pool of warm sandboxes; and the base of the handlers that use one.
 
 Invariant: when it is closed, no sandbox, process or folder of it is left.
 """
@@ -9,24 +9,27 @@ import shutil
 
 import msgspec
 
+from rollweave.envs.base import Score
 from rollweave.sandbox.base import Backend, Sandbox, SandboxSpec, Snapshot
 from rollweave.sandbox.pool import Pool
 from rollweave.sandbox.registry import backend
-from rollweave.schema.errors import SandboxError
+from rollweave.schema.errors import SandboxError, SandboxSpoiledError
 
 KINDS = 8
-"""Specifications of which sandboxes are kept warm: the first that are asked for."""
+"""Maximum number of specifications whose sandboxes are kept warm: the first that are
+requested.
+"""
 
 
 class Sandboxes:
-    """`name` is a back end's (`sandbox/registry.py`), None the default one.
+    """`name` is that of a back end (`sandbox/registry.py`), None the default one.
 
     All calls belong to the event loop's thread.
     """
 
     def __init__(self, name: str | None = None, *, warm: int = 0) -> None:
-        """`warm` sandboxes of each specification wait, so that taking one costs a
-        message.
+        """Keep `warm` sandboxes of each specification ready, so that taking one costs
+        only a message.
         """
         self._name, self._warm = name, warm
         self._backend: Backend | None = None
@@ -34,7 +37,7 @@ class Sandboxes:
         self._closed = False
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        """A sandbox, which is the caller's to stop.
+        """Return a sandbox, which the caller must stop.
 
         Raises SandboxError, ConfigError, ValueError.
         """
@@ -50,11 +53,11 @@ class Sandboxes:
         return await pool.take()
 
     async def branch(self, snapshot: Snapshot) -> Sandbox:
-        """A sandbox that begins where the snapshot was taken. Raises SandboxError."""
+        """Return a sandbox that starts from the snapshot. Raises SandboxError."""
         return await self._started().branch(snapshot)
 
     async def close(self) -> None:
-        """End all of them."""
+        """Stop all sandboxes and their back end."""
         self._closed = True
         pools, self._pools = list(self._pools.values()), {}
         await asyncio.gather(*(pool.close() for pool in pools))
@@ -70,8 +73,37 @@ class Sandboxes:
         return self._backend
 
 
+class SandboxHandler:
+    """Base of the handlers with a sandbox, which it releases before the reward.
+
+    The agent is to blame if the sandbox is spoiled. A subclass assigns `_sandbox`.
+    """
+
+    _sandbox: Sandbox | None = None
+
+    async def close(self) -> None:
+        """Stop the sandbox."""
+        if self._sandbox is not None:
+            await self._sandbox.stop(grace_s=0.0)
+
+    def kill(self) -> None:
+        """Kill the sandbox."""
+        if self._sandbox is not None:
+            self._sandbox.kill()
+
+    async def run_exception(self, error: BaseException) -> Score | None:
+        """Return reward 0 if the agent's code spoiled the sandbox, otherwise None: other
+        failures say nothing about the agent.
+        """
+        return Score(reward=0.0, success=False) if isinstance(error, SandboxSpoiledError) else None
+
+    async def eval_exception(self, error: BaseException) -> Score | None:
+        """Judge as for `run`, because code that the agent left runs here, too."""
+        return await self.run_exception(error)
+
+
 def forget(snapshot: Snapshot) -> None:
-    """Remove what a snapshot keeps, before its back end closes.
+    """Remove the files of a snapshot, before its back end closes.
 
     No branch of it may be running.
     """

@@ -1,9 +1,8 @@
-"""Search for agents: over documents (`corpus.Bm25`), or of the web with the user's own
-key.
+"""Search for agents: over documents (`corpus.Bm25`), or on the web with the user's key.
 
 Invariants: an answer is at most about `COUNT_MOST` passages long; the key is read from
-the environment, goes to the search service's address and nowhere else, and is cut out
-of whatever comes back.
+the environment, is sent to the search service's address only, and is removed from every
+response.
 """
 
 import asyncio
@@ -20,38 +19,41 @@ from rollweave.envs.handlers.corpus import PASSAGE_WORDS, Document
 from rollweave.schema.errors import ConfigError, EnvError
 
 COUNT, COUNT_MOST = 5, 10
-"""Passages of an answer: by default, and where the agent asks for more."""
+"""Number of passages in an answer: the default, and the maximum."""
 
 QUERY_CHARS = 400
+"""Maximum length of a query; a longer one is cut."""
 
 WEB_S = 15.0
-"""For an answer of a web search: three tries are less than the default step_s of a
-domain.
+"""Time limit in seconds of a web search: three tries take less than the default step_s
+of a domain.
 """
 
 TRIES, BACKOFF_S = 3, 0.5
-"""Of a web search that fails or is asked too much; the wait doubles."""
+"""Number of tries of a web search that fails or is rate-limited, and the first wait
+between them, which doubles.
+"""
 
 WEB_BYTES = 4 * 2**20
-"""Of an answer of a web search."""
+"""Maximum bytes of a web search's response."""
 
 NOTHING = "Nothing was found. Try other words."
 
 
 class Search(Protocol):
-    """Something that can be searched."""
+    """A search backend."""
 
     async def find(self, query: str, count: int) -> Sequence[Document]:
-        """At most `count` passages, the best first.
+        """Return at most `count` passages, the best first.
 
-        Raises EnvError where the search fails.
+        Raises EnvError if the search fails.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """How a web search is asked over HTTP: POST of JSON, with the key in a header; and
-    where its results are.
+    """The HTTP interface of a web search: POST of JSON, with the key in a header, and
+    the location of its results.
     """
 
     url: str
@@ -86,8 +88,8 @@ SERVICES = {
 
 
 class Web:
-    """A web search: `service` is one of `SERVICES`, or speaks like it at `url`;
-    `key_env` names the variable with the key.
+    """A web search: `service` is one of `SERVICES`, or its protocol at `url`; `key_env`
+    names the variable with the key.
     """
 
     def __init__(
@@ -126,7 +128,7 @@ class Web:
                 how = type(error).__name__
                 continue
             if status in (400, 422):
-                return ()  # this query is not to its liking
+                return ()  # the service rejects this query
             if status == 200:
                 return self._read(raw, count)
             how = f"status {status}"
@@ -157,7 +159,7 @@ class Web:
     def _read(self, raw: bytes, count: int) -> Sequence[Document]:
         try:
             answer = json.loads(raw)
-            found = [
+            results = [
                 result
                 for result in answer.get(self._service.results, [])
                 if isinstance(result, dict)
@@ -171,7 +173,7 @@ class Web:
                 title=_cut(self._clean(result.get("title"))),
                 text=_cut(self._clean(result.get(self._service.text))),
             )
-            for result in found[:count]
+            for result in results[:count]
         ]
 
     def _clean(self, value: object) -> str:
@@ -179,15 +181,15 @@ class Web:
 
 
 def search_tool(search: Search) -> Tool:
-    """`search` for an agent."""
+    """Return the tool `search` for an agent."""
 
     async def call(arguments: dict[str, Any]) -> str:
-        found = await search.find(
+        hits = await search.find(
             arguments["query"][:QUERY_CHARS], int(arguments.get("count", COUNT))
         )
         return (
             "\n\n".join(
-                f"[{place}] {hit.title}\n{hit.text}" for place, hit in enumerate(found, start=1)
+                f"[{place}] {hit.title}\n{hit.text}" for place, hit in enumerate(hits, start=1)
             )
             or NOTHING
         )
@@ -216,7 +218,7 @@ def search_tool(search: Search) -> Tool:
 
 
 def web_search(options: Mapping[str, Any]) -> Web:
-    """Raises ConfigError for options that are wrong."""
+    """Return the web search of these options. Raises ConfigError if they are invalid."""
     unknown, missing = (
         options.keys() - {"service", "key_env", "url"},
         {"service", "key_env"} - options.keys(),

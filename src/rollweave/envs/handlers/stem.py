@@ -1,11 +1,11 @@
 r"""Science with tools: bash, IPython, `think` and `search`, then an answer in
 `\boxed{}` (after ProRL Agent's STEM task, §4).
 
-What is searched is one of three: invented worlds that come with us, the user's own
-documents, or the web with the user's key.
+The search covers one of three sources: built-in invented worlds, the user's documents,
+or the web with the user's key.
 
-Invariants: training, validation and test have worlds of their own, which depend on the
-run's seed; a question belongs to exactly one split; the search runs outside of the
+Invariants: training, validation and test have separate worlds, which depend on the
+run's seed; a question belongs to exactly one split; the search runs outside the
 sandbox, which has no network and no key.
 """
 
@@ -15,14 +15,14 @@ import random
 import threading
 
 from rollweave.envs.base import Options, Score, Split, mix, new_task, payload_of, split_of
-from rollweave.envs.handlers.answers import close
+from rollweave.envs.handlers.answers import within_tolerance
 from rollweave.envs.handlers.base import Agent, Job
 from rollweave.envs.handlers.corpus import Bm25, documents
 from rollweave.envs.handlers.invented import question as invented_question
 from rollweave.envs.handlers.invented import world
+from rollweave.envs.handlers.questions import TOOL_S, QuestionHandler, own_question
 from rollweave.envs.handlers.search import Search, search_tool, web_search
-from rollweave.envs.handlers.solving import TOOL_S, Solving, own_question
-from rollweave.envs.handlers.tools import Calls
+from rollweave.envs.handlers.tools import CallStyle
 from rollweave.schema.errors import ConfigError, EnvError
 from rollweave.schema.work import Task
 
@@ -33,21 +33,23 @@ ABOUT = (
 TOOLS = ("bash", "ipython", "think")
 
 WORLDS = 16
-"""Of each split: 900 articles, so that they are looked up rather than learnt by heart."""
+"""Number of worlds of each split: 900 articles, so that the agent looks facts up rather
+than memorizes them.
+"""
 
 TOLERANCE = 0.01
-"""Relative, of a number: what rounding on the way may cost."""
+"""Default relative tolerance of a number, for intermediate rounding."""
 
 
-class Stem(Solving):
+class Stem(QuestionHandler):
     """Questions about invented worlds; or the user's own, records of the JSONL file
     `path`, with `corpus` or `web`.
 
     `corpus` is a folder of .txt and .md files, or a JSONL file of {"title", "text"}.
     `web` is {service = "tavily" or "serper", key_env = the environment variable with
-    the key, url = another address that speaks like it}. `held_out`, `question` and
-    `answer` are as in `math_tool`. Reward 1 for a number within `tolerance` of the
-    right one (relative), or the right words.
+    the key, url = another address with the same protocol}. `held_out`, `question` and
+    `answer` are as in `math_tool`. The reward is 1 for a number within `tolerance` of
+    the correct one (relative), or the correct words.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Stem(Solving):
         question: str = "question",
         answer: str = "answer",
         tolerance: float = TOLERANCE,
-        calls: Calls = "native",
+        calls: CallStyle = "native",
         tool_s: float = TOOL_S,
     ) -> None:
         _check({"corpus": corpus, "web": web, "path": path, "held_out": held_out})
@@ -87,15 +89,16 @@ class Stem(Solving):
         await self.solve(agent, about=ABOUT, names=TOOLS, tools=tools)
 
     async def eval(self) -> Score:
-        said = self._answer
-        right = said is not None and close(said, self._asked.answer, tolerance=self._tolerance)
+        right = self._answer is not None and within_tolerance(
+            self._answer, self._asked.answer, tolerance=self._tolerance
+        )
         return Score(reward=float(right), success=right)
 
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
-        """A question of the split.
+        """Return a question of the split.
 
-        Raises ConfigError for wrong options, and for a file without records of the
+        Raises ConfigError for invalid options, and for a file without records of the
         split.
         """
         _check(options)
@@ -136,7 +139,9 @@ def _check(options: Options) -> None:
 
 
 def _index(corpus: str, seed: int | None) -> Bm25:
-    """The index of a corpus or world. Runs on threads: none is made twice."""
+    """Return the index of a corpus or world. It is called on threads: none is built
+    twice.
+    """
     with _MAKING:
         return _made(corpus, seed)
 

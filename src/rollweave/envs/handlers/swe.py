@@ -1,9 +1,9 @@
-"""Mend a bug: a small repository in a sandbox, an issue that tells the symptom, hidden
-tests as the reward (ProRL Agent §4).
+"""Fix a bug: a small repository in a sandbox, an issue that describes the symptom, and
+hidden tests as the reward (ProRL Agent §4).
 
-Invariants: what the agent's sandbox holds counts for nothing but the files that it
-changed; they are judged in a fresh sandbox, by tests whose verdict is made outside of
-it (`envs/handlers/probes.py`); files below `tests/` are not taken over.
+Invariants: of the agent's sandbox only the files that it changed count; they are judged
+in a fresh sandbox, by tests whose verdict is made outside it
+(`envs/handlers/probes.py`); files below `tests/` are ignored.
 """
 
 import random
@@ -12,9 +12,9 @@ from typing import Any
 
 from rollweave.envs.base import Options, Score, Split, mix, new_task, payload_of
 from rollweave.envs.handlers.base import Agent, Job, LimitError, Tool
-from rollweave.envs.handlers.boxed import Boxed
 from rollweave.envs.handlers.changes import CHANGED_BYTES, LISTING, Changes, changes, patch
-from rollweave.envs.handlers.probes import Seen, look, passed
+from rollweave.envs.handlers.probes import Notes, passed, run_probes
+from rollweave.envs.handlers.sandboxes import SandboxHandler
 from rollweave.envs.handlers.swe_bugs import (
     TESTS,
     Bug,
@@ -22,11 +22,11 @@ from rollweave.envs.handlers.swe_bugs import (
     bugs,
     bugs_of,
     files_of,
-    shown,
-    sources_of_tests,
+    suite_sources,
+    visible_files,
 )
 from rollweave.envs.handlers.toolbox import check_positive, check_tools, toolbox
-from rollweave.envs.handlers.tools import Calls, converse, told_in_text
+from rollweave.envs.handlers.tools import CallStyle, converse, text_call_instructions
 from rollweave.sandbox.base import MIB, Limits, Sandbox, SandboxSpec
 from rollweave.sandbox.rootfs import python_of
 from rollweave.schema.chat import Message
@@ -38,9 +38,10 @@ ROOT = "/project"
 SPEC = SandboxSpec(
     workdir=ROOT, limits=Limits(memory_bytes=1024 * MIB, disk_bytes=256 * MIB, cpu_s=600.0)
 )
-"""Of the agent's sandbox and of that in which its files are tested."""
+"""Specification of the agent's sandbox and of the one in which its files are tested."""
 
 LIST_S = 20.0
+"""Time limit in seconds of listing the project's files."""
 
 PROMPT = """The Python project in {root} has a bug. One of its users writes:
 
@@ -49,24 +50,25 @@ PROMPT = """The Python project in {root} has a bug. One of its users writes:
 Mend the project, then {end}. `python3 -m unittest` runs its tests: they pass already; others, \
 which you do not see, fail as long as the bug is there. Changes of tests are not taken over."""
 
-_expected: dict[str, Seen] = {}
-"""What the tests of a repository note where it is right: asked once in each process."""
+_expected: dict[str, Notes] = {}
+"""The notes of a repository's tests on the correct code, computed once in each process.
+"""
 
 
-class Swe(Boxed):
+class Swe(SandboxHandler):
     """A task is a bug of `assets/swe_repos`; its payload names it: `{"bug":
     "ledger-0168b0"}`.
 
-    `tools` and `calls` say how the agent works; with `calls = "text"` only tools that
-    take one text. The reward is 1 where all tests pass, else 0; `partial`: the share of
-    the failing tests that now pass, unless another one broke.
+    `tools` and `calls` choose how the agent works; `calls = "text"` permits only tools
+    that take one text. The reward is 1 if all tests pass, otherwise 0; with `partial`
+    it is the share of the failing tests that now pass, unless another one broke.
     """
 
     def __init__(
         self,
         *,
         tools: Sequence[str] | None = None,
-        calls: Calls = "native",
+        calls: CallStyle = "native",
         partial: bool = False,
         timeout_s: float = 30.0,
         output_bytes: int = 10_000,
@@ -77,7 +79,7 @@ class Swe(Boxed):
         self._tools = tuple(tools if tools is not None else default)
         check_tools(self._tools, calls)
         check_positive(timeout_s=timeout_s, output_bytes=output_bytes)
-        self._calls: Calls = calls
+        self._calls: CallStyle = calls
         self._partial, self._timeout_s, self._output_bytes = partial, timeout_s, output_bytes
         self._bug: Bug | None = None
         self._changed: Changes = {}
@@ -91,12 +93,10 @@ class Swe(Boxed):
             raise ValueError(f"task.payload.bug must be the id of a bug, got {name!r}")
         self._bug, self._sandboxes = bugs()[name], job.sandboxes
         self._sandbox = await job.sandboxes.start(SPEC)
-        await _write(self._sandbox, shown(self._bug))
+        await _write(self._sandbox, visible_files(self._bug))
 
     async def run(self, agent: Agent) -> None:
-        """Let the agent work; what it changed is kept, also where it may say nothing
-        more.
-        """
+        """Let the agent work; its changes are stored, also if it reaches a limit."""
         assert self._sandbox is not None
         assert self._bug is not None
         tools = toolbox(
@@ -122,13 +122,13 @@ class Swe(Boxed):
         return Score(reward=float(success), success=success)
 
     def final_result(self) -> dict[str, Any]:
-        """The change as a patch, and which tests passed."""
+        """Return the change as a patch, and which tests passed."""
         if self._bug is None:
             return {}
         fails = self._bug.fails
         return {
             "bug": self._bug.id,
-            "git_patch": patch(shown(self._bug), self._changed),
+            "git_patch": patch(visible_files(self._bug), self._changed),
             "refused": self._refused,
             "FAIL_TO_PASS": {name: self._passed.get(name, False) for name in fails},
             "PASS_TO_PASS": {name: ok for name, ok in self._passed.items() if name not in fails},
@@ -136,21 +136,20 @@ class Swe(Boxed):
 
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
-        """Bugs of the split in a random order, again and again."""
-        found = bugs_of(split)
-        turn, place = divmod(index, len(found))
-        return new_task(
-            bug=random.Random(mix(seed, split, turn)).sample(found, len(found))[place].id
-        )
+        """Return the bugs of the split in a random order, repeatedly."""
+        split_bugs = bugs_of(split)
+        epoch, place = divmod(index, len(split_bugs))
+        order = random.Random(mix(seed, split, epoch)).sample(split_bugs, len(split_bugs))
+        return new_task(bug=order[place].id)
 
     async def _collect(self, sandbox: Sandbox, bug: Bug) -> None:
         program = [python_of(SPEC), "-I", "-S", "-c", LISTING, ROOT, str(CHANGED_BYTES)]
-        found = await sandbox.exec(program, timeout_s=LIST_S)
-        self._changed, self._refused = changes(found.stdout, shown(bug), keep=_is_no_test)
+        listing = await sandbox.exec(program, timeout_s=LIST_S)
+        self._changed, self._refused = changes(listing.stdout, visible_files(bug), keep=_is_no_test)
 
     async def _judged(self, bug: Bug) -> dict[str, bool]:
         if bug.repo not in _expected:
-            right = await self._look(bug.repo, files_of(bug.repo))
+            right = await self._run_probes(bug.repo, files_of(bug.repo))
             if not all(passed(right, right).values()):
                 raise SandboxError(
                     f"the tests of {bug.repo} must come to their end on this machine, and did not"
@@ -159,24 +158,25 @@ class Swe(Boxed):
         files = {path: text for path, text in broken(bug).items() if _is_no_test(path)}
         changed = {path: text for path, text in self._changed.items() if text is not None}
         kept = {path: text for path, text in files.items() if path not in self._changed}
-        return passed(await self._look(bug.repo, kept | changed), _expected[bug.repo])
+        return passed(await self._run_probes(bug.repo, kept | changed), _expected[bug.repo])
 
-    async def _look(self, repo: str, files: Mapping[str, str]) -> Seen:
+    async def _run_probes(self, repo: str, files: Mapping[str, str]) -> Notes:
         sandbox = self._sandbox = await self._sandboxes.start(SPEC)
         try:
             await _write(sandbox, files)
-            return await look(sandbox, SPEC, sources_of_tests(repo), root=ROOT)
+            return await run_probes(sandbox, SPEC, suite_sources(repo), root=ROOT)
         finally:
             await self.close()
 
 
-def prompt(bug: Bug, tools: Sequence[Tool], calls: Calls) -> list[Message]:
-    """The first messages."""
+def prompt(bug: Bug, tools: Sequence[Tool], calls: CallStyle) -> list[Message]:
+    """Return the first messages."""
     end = "call submit" if any(tool.name == "submit" for tool in tools) else "say that you are done"
     text = PROMPT.format(root=ROOT, issue=bug.issue, end=end)
     return [
         Message(
-            role="user", content=f"{text}\n\n{told_in_text(tools)}" if calls == "text" else text
+            role="user",
+            content=f"{text}\n\n{text_call_instructions(tools)}" if calls == "text" else text,
         )
     ]
 

@@ -1,11 +1,11 @@
-"""The repositories and bugs of the handler `swe`: written by us, one folder each in
+"""The repositories and bugs of the handler `swe`: written for it, one folder each in
 `assets/swe_repos/`.
 
-A repository's folder has its right files, and `bugs.toml`: exact edits that each break
-something, with the issue that a user would write. Invariants: an edit fits exactly one
-place; all tests of a repository pass without a bug, and with it exactly those fail that
-`fails.json` lists for it (FAIL_TO_PASS; the rest is PASS_TO_PASS): a test of ours runs
-them all. A bug belongs to one split by its own content.
+A repository's folder has its correct files, and `bugs.toml`: exact edits that each
+break something, with the issue that a user would write. Invariants: an edit matches
+exactly one location; all tests of a repository pass without a bug, and with it exactly
+those fail that `fails.json` lists for it (FAIL_TO_PASS; the rest is PASS_TO_PASS): a
+test of Rollweave runs them all. A bug belongs to one split by its content.
 """
 
 import functools
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rollweave.envs.base import Split, mix, split_of
-from rollweave.envs.handlers.probes import names_in, without
+from rollweave.envs.handlers.probes import without_tests
 from rollweave.package import DIRECTORY
 from rollweave.schema.base import Struct
 
@@ -23,12 +23,12 @@ FOLDER = (
     next(path for path in (DIRECTORY / "assets", DIRECTORY.parents[1] / "assets") if path.is_dir())
     / "swe_repos"
 )
-"""The repositories: in an installed package they lie in it, in a checkout beside
+"""The folder of the repositories: within an installed package, in a checkout beside
 `src/`.
 """
 
 TESTS = "tests/"
-"""Where a repository has its tests: what an agent writes there is not taken over."""
+"""The folder of a repository's tests: what an agent writes there is ignored."""
 
 
 class Edit(Struct, frozen=True, kw_only=True):
@@ -42,7 +42,7 @@ class Edit(Struct, frozen=True, kw_only=True):
 class Bug(Struct, frozen=True, kw_only=True):
     """One way to break a repository.
 
-    `fails`: the tests that then fail, `module.Class.method`.
+    `fails` are the tests that then fail, as `module.Class.method`.
     """
 
     id: str
@@ -59,13 +59,13 @@ class Bug(Struct, frozen=True, kw_only=True):
 
 @functools.cache
 def repos() -> tuple[str, ...]:
-    """Their names."""
+    """Return the names of the repositories."""
     return tuple(sorted(path.parent.name for path in FOLDER.glob("*/bugs.toml")))
 
 
 @functools.cache
 def files_of(repo: str) -> Mapping[str, str]:
-    """The right files, by path."""
+    """Return the correct files, by path."""
     folder = FOLDER / repo
     return {
         str(path.relative_to(folder)): path.read_text()
@@ -76,9 +76,9 @@ def files_of(repo: str) -> Mapping[str, str]:
 
 @functools.cache
 def bugs() -> Mapping[str, Bug]:
-    """All of them, by id."""
+    """Return all bugs, by id."""
     fails = json.loads((FOLDER / "fails.json").read_text())
-    found: dict[str, Bug] = {}
+    by_id: dict[str, Bug] = {}
     for repo in repos():
         for entry in tomllib.loads((FOLDER / repo / "bugs.toml").read_text())["bug"]:
             places = [entry, *entry.get("also", [])]
@@ -86,7 +86,7 @@ def bugs() -> Mapping[str, Bug]:
                 Edit(path=place["path"], old=place["old"], new=place["new"]) for place in places
             )
             name = f"{repo}-{mix(_content(repo, edits)) % 16**6:06x}"
-            found[name] = Bug(
+            by_id[name] = Bug(
                 id=name,
                 repo=repo,
                 kind=entry["kind"],
@@ -94,19 +94,19 @@ def bugs() -> Mapping[str, Bug]:
                 edits=edits,
                 fails=tuple(fails.get(name, ())),
             )
-    return found
+    return by_id
 
 
 @functools.cache
 def bugs_of(split: Split) -> tuple[Bug, ...]:
-    """Those of a split, by id."""
+    """Return the bugs of a split, in the order of their ids."""
     return tuple(bug for _, bug in sorted(bugs().items()) if bug.split is split)
 
 
 def broken(bug: Bug) -> dict[str, str]:
-    """The repository's files with the bug.
+    """Return the repository's files with the bug.
 
-    Raises ValueError where an edit does not fit.
+    Raises ValueError if an edit does not match.
     """
     files = dict(files_of(bug.repo))
     for edit in bug.edits:
@@ -119,32 +119,25 @@ def broken(bug: Bug) -> dict[str, str]:
     return files
 
 
-def shown(bug: Bug) -> dict[str, str]:
-    """What the agent is given: the broken files, and only tests that pass."""
-    found: dict[str, str] = {}
+def visible_files(bug: Bug) -> dict[str, str]:
+    """Return the files that the agent sees: the broken ones, and only tests that pass."""
+    visible: dict[str, str] = {}
     for path, text in broken(bug).items():
-        left = without(text, module_of(path), frozenset(bug.fails)) if _is_test(path) else text
+        left = (
+            without_tests(text, module_of(path), frozenset(bug.fails)) if _is_test(path) else text
+        )
         if left or not text:
-            found[path] = left
-    return found
+            visible[path] = left
+    return visible
 
 
-def sources_of_tests(repo: str) -> dict[str, str]:
-    """Sources of all test files, by module."""
+def suite_sources(repo: str) -> dict[str, str]:
+    """Return the sources of all test files, by module."""
     return {module_of(path): text for path, text in files_of(repo).items() if _is_test(path)}
 
 
-def names_of_tests(repo: str) -> list[str]:
-    """`module.Class.method` of all tests."""
-    return [
-        name
-        for module, source in sources_of_tests(repo).items()
-        for name in names_in(module, source)
-    ]
-
-
 def module_of(path: str) -> str:
-    """`tests/test_money.py` is `test_money`: names of tests have no folder."""
+    """Return `test_money` for `tests/test_money.py`: names of tests have no folder."""
     return Path(path).stem
 
 

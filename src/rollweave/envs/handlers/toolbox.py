@@ -1,9 +1,9 @@
-"""Tools that come with us: a shell, an interpreter and an editor in a sandbox; a
-thought; the end of the work.
+"""Built-in tools: a shell, an interpreter and an editor in a sandbox; a thought; the
+submission of the work.
 
-Invariants: an answer is at most about `output_bytes` long, and says what is missing;
-what a well sandbox does not do (no such file, a full disk) is an answer; where the
-sandbox itself is lost or silent, `SandboxError` is raised.
+Invariants: an answer is at most about `output_bytes` long, and says how much is left
+out; what an intact sandbox does not do (no such file, a full disk) is an answer; if the
+sandbox is lost or silent, `SandboxError` is raised.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -45,16 +45,16 @@ def toolbox(
     timeout_s: float = TIMEOUT_S,
     output_bytes: int = OUTPUT_BYTES,
 ) -> list[Tool]:
-    """The tools of these names (`check_tools`), in their order.
+    """Return the tools of these names (`check_tools`), in their order.
 
-    `timeout_s` is a command's or cell's.
+    `timeout_s` limits a command or cell.
     """
     return [MAKERS[name](sandbox, timeout_s, output_bytes) for name in names]
 
 
 def check_tools(names: Iterable[str], calls: str) -> None:
-    """Raise ConfigError for options of a handler that name other tools, or tools that
-    cannot be called so.
+    """Raise ConfigError for options of a handler that name unknown tools, or tools that
+    cannot be called in this style.
     """
     if calls not in ("native", "text"):
         raise ConfigError(f"options.calls must be native or text, got {calls!r}")
@@ -79,7 +79,7 @@ def _bash(sandbox: Sandbox, timeout_s: float, output_bytes: int) -> Tool:
     shell = Bash(sandbox)
 
     async def call(arguments: Arguments) -> str:
-        return _shown(
+        return _command_output(
             await shell.run(arguments["command"], timeout_s=timeout_s, output_bytes=output_bytes)
         )
 
@@ -91,7 +91,7 @@ def _bash(sandbox: Sandbox, timeout_s: float, output_bytes: int) -> Tool:
         name="bash",
         description=about,
         parameters=_object({"command": _string("What to run.")}),
-        call=_told(call),
+        call=_reporting_failures(call),
     )
 
 
@@ -100,7 +100,7 @@ def _ipython(sandbox: Sandbox, timeout_s: float, output_bytes: int) -> Tool:
 
     async def call(arguments: Arguments) -> str:
         return clipped(
-            _cell(
+            _cell_output(
                 await interpreter.run(
                     arguments["code"], timeout_s=timeout_s, output_bytes=output_bytes
                 )
@@ -116,7 +116,7 @@ def _ipython(sandbox: Sandbox, timeout_s: float, output_bytes: int) -> Tool:
         name="ipython",
         description=about,
         parameters=_object({"code": _string("A cell.")}),
-        call=_told(call),
+        call=_reporting_failures(call),
     )
 
 
@@ -156,7 +156,9 @@ def _editor(sandbox: Sandbox, _: float, output_bytes: int) -> Tool:
         },
     }
     parameters = _object(fields, required=("command", "path"))
-    return Tool(name=EDITOR, description=about, parameters=parameters, call=_told(call))
+    return Tool(
+        name=EDITOR, description=about, parameters=parameters, call=_reporting_failures(call)
+    )
 
 
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -166,7 +168,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "insert": ("insert_line", "new_str"),
     "undo_edit": (),
 }
-"""Commands of the editor, and what each needs beside a path."""
+"""Commands of the editor, and the arguments that each needs beside a path."""
 
 
 async def _edit(editor: Editor, arguments: Arguments) -> str:
@@ -226,7 +228,7 @@ MAKERS: dict[str, Callable[[Sandbox, float, int], Tool]] = {
 
 
 def clipped(text: str, output_bytes: int) -> str:
-    """Its head and its tail, where it is longer."""
+    """Return the text, or its head and its tail if it is longer than `output_bytes`."""
     data = text.encode(errors="replace")
     if len(data) <= output_bytes:
         return text
@@ -235,22 +237,22 @@ def clipped(text: str, output_bytes: int) -> str:
     return f"{head}\n[... {len(data) - 2 * half} bytes left out ...]\n{tail}"
 
 
-def _shown(found: BashResult) -> str:
-    notes = [f"exit status {found.exit_code}"] if found.exit_code else []
-    notes += ["out of time"] if found.timed_out else []
-    notes += ["the shell was restarted"] if found.restarted else []
-    return _noted(found.output, notes)
+def _command_output(result: BashResult) -> str:
+    notes = [f"exit status {result.exit_code}"] if result.exit_code else []
+    notes += ["out of time"] if result.timed_out else []
+    notes += ["the shell was restarted"] if result.restarted else []
+    return _noted(result.output, notes)
 
 
-def _cell(found: CellResult) -> str:
+def _cell_output(cell: CellResult) -> str:
     parts = [
-        found.output.rstrip("\n"),
-        found.result or "",
-        found.error.traceback if found.error else "",
+        cell.output.rstrip("\n"),
+        cell.result or "",
+        cell.error.traceback if cell.error else "",
     ]
-    notes = ["out of time"] if found.timed_out else []
-    notes += [f"the interpreter ended with status {found.died}"] if found.died is not None else []
-    notes += ["the interpreter was restarted"] if found.restarted else []
+    notes = ["out of time"] if cell.timed_out else []
+    notes += [f"the interpreter ended with status {cell.died}"] if cell.died is not None else []
+    notes += ["the interpreter was restarted"] if cell.restarted else []
     return _noted("\n".join(part for part in parts if part), notes)
 
 
@@ -260,12 +262,14 @@ def _noted(output: str, notes: list[str]) -> str:
     return "\n".join(lines) or "(no output)"
 
 
-def _edited(found: Text) -> str:
-    return f"Edited. The lines around:\n{found.text}"
+def _edited(excerpt: Text) -> str:
+    return f"Edited. The lines around:\n{excerpt.text}"
 
 
-def _told(call: Callable[[Arguments], Awaitable[str]]) -> Callable[[Arguments], Awaitable[str]]:
-    async def told(arguments: Arguments) -> str:
+def _reporting_failures(
+    call: Callable[[Arguments], Awaitable[str]],
+) -> Callable[[Arguments], Awaitable[str]]:
+    async def reporting(arguments: Arguments) -> str:
         try:
             return await call(arguments)
         except (SandboxLostError, SandboxTimeoutError, SandboxRefusedError):
@@ -273,7 +277,7 @@ def _told(call: Callable[[Arguments], Awaitable[str]]) -> Callable[[Arguments], 
         except SandboxError as error:
             return f"Failed: {error}"
 
-    return told
+    return reporting
 
 
 def _string(about: str) -> dict[str, str]:

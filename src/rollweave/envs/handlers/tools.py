@@ -1,10 +1,10 @@
-"""The loop of an agent with tools: it speaks, what it calls is checked and run, it
-reads the answers, until it calls nothing.
+"""The loop of an agent with tools: it replies, its calls are validated and run, and it
+receives the answers, until it calls nothing.
 
-Invariants: calls run in their order, no two at once, and each gets one answer, up to
-one that is final; whatever is wrong with a call is told to the agent and raises
-nothing; what the agent cannot help passes: a lost sandbox, `LimitError`, a bug of the
-tool. Answers are as long as the tools make them: ours (`envs/handlers/toolbox.py`) are
+Invariants: calls run in their order, one at a time, and each gets one answer, up to one
+that is final; an invalid call is reported to the agent and raises nothing; what the
+agent cannot help is raised: a lost sandbox, `LimitError`, a bug of the tool. The tools
+decide the length of answers: the built-in ones (`envs/handlers/toolbox.py`) are
 bounded.
 """
 
@@ -25,28 +25,28 @@ with from_extra("tools"):
     from jsonschema.validators import validator_for
     from referencing import Registry
 
-Calls = Literal["native", "text"]
-"""How the agent calls: as its chat template says, or in fenced blocks, for models whose
-template shows no tools.
+CallStyle = Literal["native", "text"]
+"""How the agent calls tools: as its chat template says, or in fenced blocks, for models
+whose template shows no tools.
 """
 
-AT_ONCE = 16
-"""Calls of one message. More are a model that repeats itself."""
+MAX_CALLS = 16
+"""Maximum calls in one message. More indicate a model that repeats itself."""
 
-TOLD = 3
-"""Faults of one call that are told: the agent mends these first."""
+MAX_FAULTS = 3
+"""Maximum faults of one call that are reported: the agent corrects these first."""
 
 FAULT_CHARS = 300
-"""Of each: a fault quotes the argument."""
+"""Maximum characters of one fault: it quotes the argument."""
 
 ARGUMENT_BYTES = 1 << 20
-"""Of a call's arguments: more does not fit into what a sandbox is sent."""
+"""Maximum bytes of a call's arguments: a sandbox accepts no more."""
 
 _FENCE = "```"
 
 
 class Final(str):
-    """A tool's answer after which the agent is not asked again."""
+    """A tool's answer after which the loop ends."""
 
     __slots__ = ()
 
@@ -56,14 +56,15 @@ async def converse(
     messages: Sequence[Message],
     tools: Sequence[Tool] = (),
     *,
-    calls: Calls = "native",
+    calls: CallStyle = "native",
 ) -> tuple[Message, ...]:
-    """Let the agent go on from `messages` until it calls no tool, or a tool's answer is
-    `Final`. All messages.
+    """Let the agent continue from `messages` until it calls no tool, or a tool's answer
+    is `Final`. Return all messages.
 
-    With `calls = "text"` a fenced block with a tool's name calls it, one a message, and
-    the answer is a user's message: the first messages have to tell (`told_in_text`).
-    Raises LimitError, SandboxError; ValueError for tools that cannot be offered.
+    With `calls = "text"` a fenced block with a tool's name calls it, one in each
+    message, and the answer is a user's message: the first messages have to explain this
+    (`text_call_instructions`). Raises LimitError, SandboxError; ValueError for tools
+    that cannot be offered.
     """
     known = {tool.name: (tool, _checker(tool)) for tool in tools}
     if len(known) < len(tools):
@@ -71,35 +72,37 @@ async def converse(
             f"tools must have names of their own, got {', '.join(tool.name for tool in tools)}"
         )
     fields = {tool.name: _text_field(tool) for tool in tools} if calls == "text" else {}
-    said = list(messages)
+    history = list(messages)
     while True:
-        reply = await agent.chat(said, tools=tools if calls == "native" else ())
-        said.append(reply)
+        reply = await agent.chat(history, tools=tools if calls == "native" else ())
+        history.append(reply)
         done = True
         if calls == "text":
-            found = _in_text(reply.content, fields)
-            if found is not None:
-                answer = found if isinstance(found, str) else await _answer(known, found)
-                said.append(Message(role="user", content=answer))
+            text_call = _call_in_text(reply.content, fields)
+            if text_call is not None:
+                answer = (
+                    text_call if isinstance(text_call, str) else await _answer(known, text_call)
+                )
+                history.append(Message(role="user", content=answer))
                 done = isinstance(answer, Final)
         else:
             for number, call in enumerate(reply.tool_calls):
-                if number < AT_ONCE:
+                if number < MAX_CALLS:
                     answer = await _answer(known, call)
                 else:
-                    answer = f"Not run: a message may have at most {AT_ONCE} calls."
-                said.append(
+                    answer = f"Not run: a message may have at most {MAX_CALLS} calls."
+                history.append(
                     Message(role="tool", content=answer, tool_call_id=call.id, name=call.name)
                 )
                 done = isinstance(answer, Final)
                 if done:
                     break
         if done:
-            return tuple(said)
+            return tuple(history)
 
 
-def told_in_text(tools: Sequence[Tool]) -> str:
-    """What a prompt has to say where calls are fenced blocks.
+def text_call_instructions(tools: Sequence[Tool]) -> str:
+    """Return what a prompt has to say if calls are fenced blocks.
 
     Raises ValueError as `converse` does.
     """
@@ -117,14 +120,14 @@ def told_in_text(tools: Sequence[Tool]) -> str:
     return "\n".join([*lines, "A message without such a block is your last."])
 
 
-def blocks(text: str) -> tuple[list[tuple[str, str]], str]:
-    """Fenced blocks as `(language, body)`, and the language of one that is not closed
-    ("" where all are).
+def fenced_blocks(text: str) -> tuple[list[tuple[str, str]], str]:
+    """Return fenced blocks as `(language, body)`, and the language of one that is not
+    closed ("" if all are).
 
     A fence is a line that begins with three backquotes; only a bare one closes, so that
     a body may show others.
     """
-    found: list[tuple[str, str]] = []
+    blocks: list[tuple[str, str]] = []
     language, body = "", [""]
     for line in text.split("\n"):
         mark = line.strip()
@@ -133,29 +136,27 @@ def blocks(text: str) -> tuple[list[tuple[str, str]], str]:
             if mark.startswith(_FENCE) and name and "`" not in name:
                 language, body = name, []
         elif mark == _FENCE:
-            found.append((language, "\n".join(body)))
+            blocks.append((language, "\n".join(body)))
             language = ""
         else:
             body.append(line)
-    return found, language
+    return blocks, language
 
 
-def _in_text(text: str, fields: Mapping[str, str]) -> ToolCall | str | None:
-    """The call that a message makes, or what is wrong with it; None where it makes
-    none.
-    """
-    found, unclosed = blocks(text)
-    wanted = [(name, body) for name, body in found if name in fields]
+def _call_in_text(text: str, fields: Mapping[str, str]) -> ToolCall | str | None:
+    """Return the call in a message, or what is wrong with it; None if there is none."""
+    blocks, unclosed = fenced_blocks(text)
+    calls = [(name, body) for name, body in blocks if name in fields]
     if unclosed in fields:
         return f"Nothing was run: the block {unclosed} does not end with a line of {_FENCE}."
-    if len(wanted) > 1:
+    if len(calls) > 1:
         return (
             "Nothing was run: a message may have one block that calls a tool, and this has "
-            f"{len(wanted)}."
+            f"{len(calls)}."
         )
-    if not wanted:
+    if not calls:
         return None
-    name, body = wanted[0]
+    name, body = calls[0]
     return ToolCall(name=name, arguments=json.dumps({fields[name]: body} if fields[name] else {}))
 
 
@@ -172,7 +173,7 @@ async def _answer(known: Mapping[str, tuple[Tool, Validator]], call: ToolCall) -
         arguments = json.loads(call.arguments)
     except (ValueError, RecursionError) as error:
         return f"The arguments of {tool.name} are not JSON: {error!s:.{FAULT_CHARS}}"
-    errors = itertools.islice(checker.iter_errors(arguments), TOLD + 1)
+    errors = itertools.islice(checker.iter_errors(arguments), MAX_FAULTS + 1)
     faults = [f"{error.json_path}: {error.message:.{FAULT_CHARS}}" for error in errors]
     if not isinstance(arguments, dict):
         faults = [f"$: must be an object, got {arguments!r:.{FAULT_CHARS}}"]
@@ -181,8 +182,8 @@ async def _answer(known: Mapping[str, tuple[Tool, Validator]], call: ToolCall) -
     ):
         faults = [f"$.{wrong[0]}: is no Unicode text"]
     if faults:
-        more = ["and more"] if len(faults) > TOLD else []
-        return "\n".join([f"The arguments of {tool.name} do not fit:", *faults[:TOLD], *more])
+        more = ["and more"] if len(faults) > MAX_FAULTS else []
+        return "\n".join([f"The arguments of {tool.name} do not fit:", *faults[:MAX_FAULTS], *more])
     try:
         return await tool.call(arguments)
     except SandboxRefusedError as error:
@@ -190,7 +191,9 @@ async def _answer(known: Mapping[str, tuple[Tool, Validator]], call: ToolCall) -
 
 
 def _can_be_sent(value: object) -> bool:
-    """Half of a surrogate pair, which JSON can escape, is no text."""
+    """Return whether the value is valid text: half of a surrogate pair, which JSON can
+    escape, is not.
+    """
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except ValueError:
@@ -206,12 +209,12 @@ def _checker(tool: Tool) -> Validator:
         raise ValueError(
             f"tool {tool.name!r} must have a JSON schema of its parameters: {error.message}"
         ) from error
-    registry: Registry[Any] = Registry()  # an empty one: no reference is fetched from anywhere
+    registry: Registry[Any] = Registry()  # empty, so that no reference is fetched
     return kind(tool.parameters, registry=registry)
 
 
 def _text_field(tool: Tool) -> str:
-    """The parameter that a block's body is; "" where the tool takes none."""
+    """Return the parameter that a block's body is; "" if the tool takes none."""
     needed = list(tool.parameters.get("required", ()))
     kinds = [tool.parameters["properties"][name].get("type") for name in needed]
     if kinds not in ([], ["string"]):

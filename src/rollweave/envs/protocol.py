@@ -1,4 +1,4 @@
-"""The words between the run and a worker process that holds one environment at a time.
+"""Messages between the run and a worker process that holds one environment at a time.
 
 Each command has one reply.
 """
@@ -10,10 +10,8 @@ from rollweave.schema.base import Struct, TaggedStruct
 from rollweave.schema.work import Task
 
 
-class Setting(Struct, frozen=True, kw_only=True):
-    """Which environment, and with what faults: the fields of `[faults]`, decided by
-    `seed`.
-    """
+class EnvSpec(Struct, frozen=True, kw_only=True):
+    """The environment, and its faults: the fields of `[faults]`, decided by `seed`."""
 
     env: str
     options: dict[str, Any]
@@ -24,7 +22,7 @@ class Setting(Struct, frozen=True, kw_only=True):
 class Open(TaggedStruct, frozen=True, kw_only=True):
     """→ Done | Failed"""
 
-    setting: Setting
+    spec: EnvSpec
 
 
 class Reset(TaggedStruct, frozen=True, kw_only=True):
@@ -47,7 +45,7 @@ class Close(TaggedStruct, frozen=True, kw_only=True):
 class Evaluate(TaggedStruct, frozen=True, kw_only=True):
     """→ Scored | Failed"""
 
-    setting: Setting
+    spec: EnvSpec
     episode: Episode
 
 
@@ -71,7 +69,7 @@ class Scored(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Failed(TaggedStruct, frozen=True, kw_only=True):
-    """The environment's or reward's doing; the worker is well."""
+    """The environment or the reward failed; the worker is healthy."""
 
     error: str
 
