@@ -1,4 +1,4 @@
-"""What every environment owes, checked on every environment."""
+"""The contract of an environment, checked on every built-in environment."""
 
 import json
 import random
@@ -27,9 +27,9 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     actions: tuple[str, ...] = ()
     closed: bool = True
-    """All its text is made of its words."""
+    """Whether all its text consists of its words."""
     splits: bool = True
-    """Its held-out tasks differ from its training tasks."""
+    """Whether its held-out tasks differ from its training tasks."""
 
 
 LAKE = tuple(f"<{direction}>" for direction in ("left", "down", "right", "up"))
@@ -170,7 +170,7 @@ def test_the_same_task_and_actions_give_the_same_answers(case: Case, tmp_path: P
         assert play(case, task, actions) == play(case, task, actions)
 
 
-def test_life(case: Case, tmp_path: Path) -> None:
+def test_lifecycle(case: Case, tmp_path: Path) -> None:
     of = source(tmp_path, {"env": case.env, "tag": "t", "options": case.options})
     ends = 0
     for index in range(40):
@@ -199,7 +199,7 @@ def test_life(case: Case, tmp_path: Path) -> None:
         sorted(CASES.keys() - {"jsonl", "echo"})
     ),  # echo has words that make it misbehave
 )
-def test_no_words_of_the_agent_make_it_raise(
+def test_no_action_makes_it_raise(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], index: int, name: str
 ) -> None:
     case = CASES[name]
@@ -210,7 +210,7 @@ def test_no_words_of_the_agent_make_it_raise(
         assert isinstance(step, Step)
 
 
-def test_its_words_cover_all_it_says(case: Case, tmp_path: Path) -> None:
+def test_the_vocabulary_covers_all_messages(case: Case, tmp_path: Path) -> None:
     if not case.closed:
         pytest.skip("its text is not known beforehand")
     of = source(tmp_path, {"env": case.env, "tag": "t", "options": case.options})
@@ -248,7 +248,7 @@ def test_a_transcript_is_a_conversation(case: Case) -> None:
     assert len(seen) > 10
 
 
-def test_a_grammar_is_made_of_words(tmp_path: Path) -> None:
+def test_a_grammar_consists_of_vocabulary_words(tmp_path: Path) -> None:
     for name in ("frozenlake", "nim"):
         of = source(
             tmp_path,
