@@ -27,7 +27,7 @@ from benchmarks.contract import Figure, Result
 from benchmarks.harness import Harness, ProcessHarness
 from benchmarks.subjects import Subject, kv_bytes, prompt, random_model, requests_of, subjects
 from benchmarks.vllm_peer import MISSING, PeerError, VllmServer, conditions_of, interpreter
-from rollweave.engine.planner.batching import Amounts
+from rollweave.engine.planner.batching import StepWork
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import (
@@ -362,7 +362,7 @@ def _worst_logprob(case: Case) -> float:
     tight = msgspec.structs.replace(spec, max_slots=COMPARED // 2, kv_tokens=tokens)
     decoded = 0
 
-    def interfere(amounts: Amounts, seconds: float) -> None:
+    def interfere(amounts: StepWork, seconds: float) -> None:
         """Between two steps, on the engine's own thread: however busy the machine is,
         it happens in the midst of the work.
         """

@@ -12,7 +12,7 @@ from typing import Self, TypeVar
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.process import in_process
 from rollweave.engine.loop import EngineLoop
-from rollweave.engine.planner.batching import Amounts
+from rollweave.engine.planner.batching import StepWork
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import (
     Add,
@@ -44,7 +44,7 @@ class Harness:
     """What the engine said of itself."""
 
     def __init__(
-        self, spec: EngineSpec, *, watch: Callable[[Amounts, float], None] | None = None
+        self, spec: EngineSpec, *, watch: Callable[[StepWork, float], None] | None = None
     ) -> None:
         """`watch` is told of every step, on the engine's thread."""
         self._replies: queue.Queue[EngineReply] = queue.Queue()

@@ -60,7 +60,7 @@ def read_timings(journal: Path, config: RunConfig) -> Timings:
     Raises ConfigError for one that was compacted, CorruptJournalError.
     """
     replay, reader = Replay(journal, config, rules=rules_of(config)), _Reader()
-    replay.tell(reader)
+    replay.observe(reader)
     reader.timings.events = replay.events
     return reader.timings
 
@@ -77,7 +77,7 @@ class _Reader:
         self._loading: dict[EngineId, float] = {}
         self._preparing: dict[TrajectoryId, float] = {}
 
-    def told(self, now: float, command: c.Command) -> None:
+    def on_command(self, now: float, command: c.Command) -> None:
         match command:
             case c.TrainStep():
                 members = [member for group in command.groups for member in group.trajectory_ids]
@@ -93,7 +93,7 @@ class _Reader:
             case _:
                 pass
 
-    def hear(self, now: float, event: e.Event) -> None:
+    def on_event(self, now: float, event: e.Event) -> None:
         found = self.timings
         match event:
             case e.TurnRequested():

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from rollweave.engine.loop import EngineLoop
-from rollweave.engine.planner.batching import Amounts
+from rollweave.engine.planner.batching import StepWork
 from rollweave.io.parent import Parent
 from rollweave.io.wire import decoder_of, encode
 from rollweave.schema.events import StepTime
@@ -22,7 +22,7 @@ from rollweave.schema.serving import (
     EngineCommand,
     EngineReply,
     EngineSpec,
-    Finish,
+    FinishReason,
     Generated,
     Ready,
 )
@@ -51,7 +51,7 @@ class Pace:
     def __init__(self) -> None:
         self.cost = EngineCost(gpu=gpu(GPU), model=model(MODEL), tp=1)
 
-    def step_s(self, amounts: Amounts) -> float:
+    def step_s(self, amounts: StepWork) -> float:
         return self.cost.step_s(
             prefill_tokens=amounts.prefill_tokens,
             prefill_context=TOKENS * amounts.prefill_context,
@@ -61,7 +61,7 @@ class Pace:
 
     def padded(self, point: StepTime) -> StepTime:
         """A measured step as it will be when it is paced."""
-        modelled = self.step_s(Amounts(0, 0, point.batch, point.batch * point.context))
+        modelled = self.step_s(StepWork(0, 0, point.batch, point.batch * point.context))
         return msgspec.structs.replace(point, seconds=max(point.seconds, modelled))
 
 
@@ -81,7 +81,10 @@ class Pacer:
         """What a step sampled to its end waits for the end of the step; all else
         happens between steps.
         """
-        if isinstance(word, Generated) and word.result.finish in (Finish.STOP, Finish.LENGTH):
+        if isinstance(word, Generated) and word.result.finish in (
+            FinishReason.STOP,
+            FinishReason.LENGTH,
+        ):
             self._held.append(word)
         elif isinstance(word, Ready):
             self._reply(
@@ -90,7 +93,7 @@ class Pacer:
         else:
             self._reply(word)
 
-    def watch(self, amounts: Amounts, seconds: float) -> None:
+    def watch(self, amounts: StepWork, seconds: float) -> None:
         """A step was computed in `seconds`."""
         self._sleep(max(0.0, self._pace.step_s(amounts) - seconds))
         for word in self._held:

@@ -26,7 +26,7 @@ import torch
 from benchmarks.contract import Result
 from benchmarks.harness import Harness
 from benchmarks.runs import example
-from rollweave.engine.planner.batching import Amounts
+from rollweave.engine.planner.batching import StepWork
 from rollweave.envs.tasks import TaskSource
 from rollweave.io.disk import replace_file, writing
 from rollweave.schema.base import EngineId
@@ -59,7 +59,7 @@ class Grid:
 
 QUICK = Grid(batches=(1, 8), prompts=(16, 128), repeats=1)
 
-Step = tuple[Amounts, float]
+Step = tuple[StepWork, float]
 """What a step computed, and its seconds."""
 
 TURNS = 3
@@ -147,7 +147,7 @@ class Steps:
         self.found: list[Step] = []
         self.cpu_s = 0.0
 
-    def add(self, amounts: Amounts, seconds: float) -> None:
+    def add(self, amounts: StepWork, seconds: float) -> None:
         self.found.append((amounts, seconds))
         self.cpu_s = time.thread_time()
 

@@ -65,7 +65,7 @@ def read_rollouts(journal: Path, config: RunConfig) -> list[Rollout]:
     Raises ConfigError for a compacted journal and for one that replays otherwise.
     """
     replay, reader = Replay(journal, config, rules=rules_of(config)), _Reader()
-    replay.tell(reader)
+    replay.observe(reader)
     if replay.differing:
         raise ConfigError(
             f"{journal} must replay to what was decided, {replay.differing} events do not"
@@ -83,7 +83,7 @@ class _Reader:
         self._began_at = math.inf
         self._ended_at = 0.0
 
-    def hear(self, now: float, event: e.Event) -> None:
+    def on_event(self, now: float, event: e.Event) -> None:
         match event:
             case e.TurnRequested():
                 self._of(event.trajectory_id).asked_at = now
@@ -101,7 +101,7 @@ class _Reader:
             case _:
                 pass
 
-    def told(self, now: float, command: c.Command) -> None:
+    def on_command(self, now: float, command: c.Command) -> None:
         match command:
             case c.StartTurn():
                 # Before the first turn is given, engines take weights: nobody's policy

@@ -32,7 +32,7 @@ from benchmarks.rollouts import (
 from benchmarks.router import CONDITION as ROUTER_CONDITION
 from benchmarks.router import router_figures
 from benchmarks.runs import trained
-from rollweave.engine.planner.batching import Amounts
+from rollweave.engine.planner.batching import StepWork
 from rollweave.runtime.launch import Programs
 from rollweave.schema.base import Struct, TrajectoryId
 from rollweave.schema.config.root import RunConfig
@@ -281,7 +281,7 @@ def _furthest(pairs: Sequence[tuple[Run, Run]]) -> float:
 
 
 def _least_pace_ms() -> float:
-    return 1e3 * Pace().step_s(Amounts(0, 0, 1, 1))
+    return 1e3 * Pace().step_s(StepWork(0, 0, 1, 1))
 
 
 def conditions_of(runs: Mapping[str, Sequence[Run]], size: Size) -> dict[str, Any]:

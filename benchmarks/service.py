@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TypeVar
 from benchmarks import service_ablations, service_scaling
 from benchmarks.contract import Figure, Result
 from benchmarks.runs import trained
-from rollweave.engine.clients.transport import Failed
+from rollweave.engine.clients.transport import OnRetry
 from rollweave.runtime.launch import Programs
 from rollweave.schema.base import Struct
 from rollweave.schema.commands import Warn
@@ -344,6 +344,6 @@ async def _hold(running: _Running, count: int) -> tuple[int, float]:
 
 
 def _nobody(
-    request: EngineRequest, name: str, failed: Failed, noted: Callable[[str], None]
+    request: EngineRequest, name: str, failed: OnRetry, noted: Callable[[str], None]
 ) -> NoReturn:
     raise AssertionError(f"nobody registers engines here: {name} at {request.address}")

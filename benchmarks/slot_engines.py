@@ -26,19 +26,19 @@ from typing import NoReturn
 import xxhash
 from aiohttp import web
 
-from rollweave.engine.clients.base import Heard
+from rollweave.engine.clients.base import OnTokens
 from rollweave.engine.clients.server import EngineServer
 from rollweave.io.http.guard import Guard
 from rollweave.io.http.listening import listening
 from rollweave.schema.errors import EngineError, KvError, WeightsError
 from rollweave.schema.serving import (
     EngineStats,
-    Finish,
+    FinishReason,
     GenerateRequest,
     GenerateResult,
     KvManifest,
-    KvOver,
-    LoadSaved,
+    KvTransport,
+    LoadCheckpoint,
     Ready,
     Suspended,
     VersionSpan,
@@ -111,7 +111,7 @@ class PacedEngine:
         )
 
     def generate(
-        self, request: GenerateRequest, heard: Heard | None = None
+        self, request: GenerateRequest, heard: OnTokens | None = None
     ) -> asyncio.Future[GenerateResult]:
         answer = asyncio.ensure_future(self._generated(request))
         self._under_way[request.id] = answer
@@ -158,10 +158,10 @@ class PacedEngine:
     def resume(self) -> None:
         """Nothing: it was never suspended."""
 
-    async def load(self, weights: WeightManifest | LoadSaved) -> None:
+    async def load(self, weights: WeightManifest | LoadCheckpoint) -> None:
         self._has_none(WeightsError, "weights")
 
-    async def export_kv(self, tokens: Sequence[int], over: KvOver) -> KvManifest:
+    async def export_kv(self, tokens: Sequence[int], over: KvTransport) -> KvManifest:
         self._has_none(KvError, "KV")
 
     async def import_kv(self, tokens: Sequence[int], manifest: KvManifest) -> int:
@@ -190,7 +190,7 @@ def _digest(tokens: Sequence[int]) -> int:
     return xxhash.xxh3_64_intdigest(json.dumps(tokens).encode())
 
 
-def said(request: GenerateRequest) -> tuple[tuple[int, ...], Finish]:
+def said(request: GenerateRequest) -> tuple[tuple[int, ...], FinishReason]:
     """A turn's tokens: any of those allowed, and a stop token at the end if there is
     room.
     """
@@ -201,8 +201,8 @@ def said(request: GenerateRequest) -> tuple[tuple[int, ...], Finish]:
     wanted = max(1, round(MEDIAN_TOKENS * draw.lognormvariate(0.0, SIGMA)))
     spoken = tuple(draw.choice(words) for _ in range(min(wanted, sampling.max_tokens)))
     if len(spoken) < sampling.max_tokens and sampling.stop_token_ids:
-        return (*spoken, sampling.stop_token_ids[0]), Finish.STOP
-    return spoken, Finish.LENGTH
+        return (*spoken, sampling.stop_token_ids[0]), FinishReason.STOP
+    return spoken, FinishReason.LENGTH
 
 
 async def _serve(engines: int, slots: int, token_s: float) -> None:

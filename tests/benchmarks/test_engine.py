@@ -10,7 +10,7 @@ import torch
 from benchmarks.contract import Result
 from benchmarks.engine import COMPARED, CONCURRENCY, changes, compare
 from benchmarks.subjects import Subject, subjects
-from rollweave.schema.serving import Finish, GenerateResult
+from rollweave.schema.serving import FinishReason, GenerateResult
 
 from .fakes import fake_python
 
@@ -84,7 +84,7 @@ def test_changes_counts_results_that_differ() -> None:
     def made(*tokens: int, logprob: float) -> GenerateResult:
         logprobs = (logprob,) * len(tokens)
         return GenerateResult(
-            id="x", tokens=tokens, logprobs=logprobs, versions=(), finish=Finish.LENGTH
+            id="x", tokens=tokens, logprobs=logprobs, versions=(), finish=FinishReason.LENGTH
         )
 
     these = [made(1, 2, logprob=-1.0), made(1, 2, logprob=-1.0), made(3, logprob=-1.0)]

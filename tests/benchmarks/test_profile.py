@@ -9,7 +9,7 @@ import pytest
 from benchmarks.profile import Measurement, bench_profile, fit_figures, fitted, sample_of
 from benchmarks.subjects import random_model, subjects
 from benchmarks.truth import Computed, grid_of
-from rollweave.engine.planner.batching import Amounts
+from rollweave.engine.planner.batching import StepWork
 from rollweave.sim.profile import Profile, ProfileCost, Sample
 from rollweave.sim.workload import Plan, Recorded, TurnPlan
 
@@ -32,7 +32,7 @@ def test_a_profile_is_what_simulations_read(tmp_path: Path) -> None:
 
 
 def test_a_sample_is_the_mean_of_its_steps() -> None:
-    steps = [(Amounts(0, 0, 4, 100), 0.25), (Amounts(0, 0, 4, 104), 0.75)]
+    steps = [(StepWork(0, 0, 4, 100), 0.25), (StepWork(0, 0, 4, 104), 0.75)]
     assert sample_of(steps) == Sample(
         prefill_tokens=0, prefill_context=0, decode=4, decode_context=102, seconds=0.5
     )

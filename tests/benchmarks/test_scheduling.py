@@ -31,7 +31,7 @@ from benchmarks.scheduling import (
 )
 from rollweave.cli.bench import bench
 from rollweave.core.policy.scheduling import scheduling
-from rollweave.engine.planner.batching import Amounts
+from rollweave.engine.planner.batching import StepWork
 from rollweave.envs.base import Split
 from rollweave.record.journal import Replay
 from rollweave.schema import commands as c
@@ -42,7 +42,7 @@ from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import StepTime
 from rollweave.schema.serving import (
     EngineReply,
-    Finish,
+    FinishReason,
     Generated,
     GenerateResult,
     Ready,
@@ -105,8 +105,8 @@ each.
 """
 
 
-def amounts_of(prompt: int, before: int, decode: int, context: int) -> Amounts:
-    return Amounts(
+def amounts_of(prompt: int, before: int, decode: int, context: int) -> StepWork:
+    return StepWork(
         prompt, prompt * before + prompt * (prompt + 1) // 2, decode, decode * (1 + context)
     )
 
@@ -120,14 +120,14 @@ def test_a_step_with_more_work_takes_no_less(one: tuple[int, ...], more: tuple[i
 
 def test_a_tokens_context_stands_for_many() -> None:
     pace = Pace()
-    short, long = pace.step_s(Amounts(0, 0, 4, 400)), pace.step_s(Amounts(0, 0, 4, 800))
+    short, long = pace.step_s(StepWork(0, 0, 4, 400)), pace.step_s(StepWork(0, 0, 4, 800))
     cost = pace.cost.step_s(
         prefill_tokens=0, prefill_context=0, decode=4, decode_context=400 * TOKENS
     )
     assert short == cost < long
 
 
-def generated(finish: Finish) -> Generated:
+def generated(finish: FinishReason) -> Generated:
     return Generated(
         result=GenerateResult(id=finish, tokens=(1,), logprobs=(0.0,), versions=(), finish=finish)
     )
@@ -136,17 +136,17 @@ def generated(finish: Finish) -> Generated:
 def test_results_leave_when_the_padded_step_is_over() -> None:
     said: list[EngineReply | float] = []
     pacer = Pacer(said.append, sleep=said.append)
-    amounts, late = Amounts(0, 0, 2, 100), Amounts(0, 0, 1, 10)
-    pacer.reply(generated(Finish.LENGTH))
-    pacer.reply(generated(Finish.STOP))
+    amounts, late = StepWork(0, 0, 2, 100), StepWork(0, 0, 1, 10)
+    pacer.reply(generated(FinishReason.LENGTH))
+    pacer.reply(generated(FinishReason.STOP))
     pacer.reply(Suspended(in_flight=1))
-    pacer.reply(generated(Finish.ABORTED))
-    assert said == [Suspended(in_flight=1), generated(Finish.ABORTED)], (
+    pacer.reply(generated(FinishReason.ABORTED))
+    assert said == [Suspended(in_flight=1), generated(FinishReason.ABORTED)], (
         "what is no step's result waits for none"
     )
     pacer.watch(amounts, 0.001)
     assert said[2] == pytest.approx(Pace().step_s(amounts) - 0.001)
-    assert said[3:] == [generated(Finish.LENGTH), generated(Finish.STOP)]
+    assert said[3:] == [generated(FinishReason.LENGTH), generated(FinishReason.STOP)]
     pacer.watch(late, 5.0)
     assert said[5:] == [0.0], "a step that took longer is not padded, and nothing is said twice"
 
@@ -162,7 +162,10 @@ def test_the_engine_says_the_profile_that_it_keeps() -> None:
     )
     (ready,) = said
     assert isinstance(ready, Ready)
-    assert [point.seconds for point in ready.profile] == [Pace().step_s(Amounts(0, 0, 1, 100)), 9.0]
+    assert [point.seconds for point in ready.profile] == [
+        Pace().step_s(StepWork(0, 0, 1, 100)),
+        9.0,
+    ]
     assert (ready.max_slots, ready.max_context) == (2, 3)
 
 

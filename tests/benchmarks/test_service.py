@@ -33,7 +33,7 @@ from rollweave.engine.clients.probe import Logprobs
 from rollweave.schema.base import GroupId, TaskId, TrajectoryId
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.service import MemberStatus, RolloutRequest, RolloutStatus
-from rollweave.schema.serving import Finish, GenerateRequest, Sampling
+from rollweave.schema.serving import FinishReason, GenerateRequest, Sampling
 from rollweave.schema.work import (
     Blame,
     StopReason,
@@ -88,10 +88,10 @@ def test_a_turn_keeps_to_its_request_and_depends_on_its_context_alone(
         request(tokens, allowed=allowed, stop_token_ids=stop, max_tokens=most, seed=seed)
     )
     assert 1 <= len(spoken) <= most
-    words = spoken[:-1] if finish is Finish.STOP else spoken
+    words = spoken[:-1] if finish is FinishReason.STOP else spoken
     assert not set(words) & set(stop) or not set(allowed) - set(stop)
     assert set(words) <= set(allowed) or not set(allowed) - set(stop)
-    assert finish is Finish.LENGTH or spoken[-1] == stop[0]
+    assert finish is FinishReason.LENGTH or spoken[-1] == stop[0]
     assert said(
         request(tokens, allowed=allowed, stop_token_ids=stop, max_tokens=most, seed=seed + 1)
     ) == (spoken, finish)

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rollweave.engine.detokenize import StopStrings, load_tokenizer
 from rollweave.schema.errors import EngineError
-from rollweave.schema.serving import Finish
+from rollweave.schema.serving import FinishReason
 
 from .models import build, drive, request, save, spec
 
@@ -68,7 +68,7 @@ def test_the_engine_stops_at_a_string_and_keeps_its_tokens(
     result = drive(spec(path), [request("x", [1, 2], seed=3, max_tokens=20, stop=(text,))]).results[
         "x"
     ]
-    assert result.finish is Finish.STOP
+    assert result.finish is FinishReason.STOP
     assert result.tokens == free.tokens[: len(result.tokens)]
     assert len(result.tokens) <= 6
     assert tokenizer.decode(list(result.tokens)).endswith(text)

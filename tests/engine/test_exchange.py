@@ -18,18 +18,18 @@ import xxhash
 
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.inproc import in_thread
-from rollweave.engine.exchange import OPEN_EXPORTS
+from rollweave.engine.exchange import MAX_EXPORTS
 from rollweave.engine.loop import EngineLoop
 from rollweave.engine.transfer import REQUEST
 from rollweave.schema.errors import EngineError, EngineLostError, KvError
 from rollweave.schema.serving import (
     EngineSpec,
-    Finish,
+    FinishReason,
     GenerateResult,
     KvManifest,
     KvMemory,
-    KvOver,
     KvPort,
+    KvTransport,
 )
 from rollweave.weights.publication import Publisher
 
@@ -42,7 +42,7 @@ PROMPT = [(5 * i + 3) % 91 for i in range(43)]
 OBSERVATIONS = ([7, 8, 9], [11] * 13, [4, 2])
 GREEDY, SEEDED = {"temperature": 0.0}, {"temperature": 0.9, "seed": 3}
 NUMBERS = itertools.count()
-OVER: tuple[KvOver, ...] = ("shm", "tcp")
+OVER: tuple[KvTransport, ...] = ("shm", "tcp")
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ async def start(path: str) -> AsyncIterator[Start]:
 
 
 async def move(
-    source: EngineClient, target: EngineClient, tokens: Sequence[int], over: KvOver
+    source: EngineClient, target: EngineClient, tokens: Sequence[int], over: KvTransport
 ) -> int:
     manifest = await source.export_kv(tokens, over)
     moved = await target.import_kv(tokens, manifest)
@@ -121,7 +121,7 @@ async def move(
 
 
 async def converse(
-    turns: Sequence[EngineClient], *, over: KvOver | None, **sampling: Any
+    turns: Sequence[EngineClient], *, over: KvTransport | None, **sampling: Any
 ) -> list[GenerateResult]:
     """A trajectory whose n-th turn is on `turns[n]`; its KV moves there in the tool
     interval (`over` None: it does not).
@@ -173,7 +173,7 @@ async def test_requests_of_both_engines_are_not_affected(start: Start) -> None:
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED])
 async def test_a_trajectory_that_moves_is_the_one_that_stays(
-    start: Start, over: KvOver, sampling: dict[str, Any]
+    start: Start, over: KvTransport, sampling: dict[str, Any]
 ) -> None:
     home, a, b = await start(), await start(), await start()
     stayed = await converse([home] * 5, over=None, **sampling)
@@ -231,7 +231,7 @@ async def test_what_was_there_is_evicted_while_the_rest_comes(start: Start) -> N
     where = await relay(
         manifest, lambda payload: [payload[:9], payload[9:]], then=lambda: target.generate(other)
     )
-    with pytest.raises(KvError, match="the cache has changed meanwhile"):
+    with pytest.raises(KvError, match="the cache has changed"):
         await target.import_kv(context, msgspec.structs.replace(manifest, where=where))
     await assert_untouched(target)
 
@@ -239,14 +239,14 @@ async def test_what_was_there_is_evicted_while_the_rest_comes(start: Start) -> N
 async def test_a_context_that_is_not_in_the_cache_is_not_exported(start: Start) -> None:
     engine, forgetful = await start(), await start(prefix_cache=False)
     for tokens in ([], PROMPT[: BLOCK - 1], PROMPT):
-        with pytest.raises(KvError, match="nothing of the context is in the cache"):
+        with pytest.raises(KvError, match="no part of the context is cached"):
             await engine.export_kv(tokens, "shm")
     await engine.generate(request("x", PROMPT, max_tokens=2))
     assert (await engine.export_kv([*PROMPT, 1, 2, 3, 4, 5, 6], "shm")).tokens == 40
-    with pytest.raises(KvError, match="nothing of the context"):
+    with pytest.raises(KvError, match="no part of the context"):
         await engine.export_kv([0, *PROMPT], "shm")
     await forgetful.generate(request("x", PROMPT, max_tokens=2))
-    with pytest.raises(KvError, match="nothing of the context"):
+    with pytest.raises(KvError, match="no part of the context"):
         await forgetful.export_kv(PROMPT, "shm")
     with pytest.raises(KvError, match="no prefix cache"):
         await forgetful.import_kv(PROMPT, await engine.export_kv(PROMPT, "shm"))
@@ -316,7 +316,7 @@ async def relay(
     return KvPort(host="127.0.0.1", port=server.sockets[0].getsockname()[1], secret=bytes(32))
 
 
-async def exported(engine: EngineClient, over: KvOver = "shm") -> KvManifest:
+async def exported(engine: EngineClient, over: KvTransport = "shm") -> KvManifest:
     """The manifest of PROMPT's five blocks."""
     await engine.generate(request("p", PROMPT, max_tokens=1))
     return await engine.export_kv(PROMPT, over)
@@ -339,7 +339,7 @@ async def settled(ask: Callable[[], Awaitable[Any]], wanted: Any) -> None:
 async def assert_untouched(engine: EngineClient) -> None:
     """The prompt is computed from its first token, and goes on as ever."""
     result = await engine.generate(request("check", PROMPT, seed=2, max_tokens=6))
-    assert (result.cached_tokens, result.finish) == (0, Finish.LENGTH)
+    assert (result.cached_tokens, result.finish) == (0, FinishReason.LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -359,11 +359,11 @@ async def assert_untouched(engine: EngineClient) -> None:
         ({"tokens": 48}, "whole blocks of the 43 of the context, got 48"),
         ({"tokens": 32}, "4 blocks have"),
         ({"nbytes": 1}, "5 blocks have"),
-        ({"key": bytes(16)}, "the KV is that of other tokens"),
+        ({"key": bytes(16)}, "the KV belongs to other tokens"),
         ({"chunk_blocks": 0}, "in chunks of 0"),
-        ({"chunk_blocks": 2}, "5 blocks in chunks of 2 have not 1 digests"),
-        ({"digests": ()}, "have not 0 digests"),
-        ({"digests": (1,)}, "not what was exported"),
+        ({"chunk_blocks": 2}, "5 blocks in chunks of 2 do not have 1 digests"),
+        ({"digests": ()}, "do not have 0 digests"),
+        ({"digests": (1,)}, "differs from what was exported"),
         ({"where": KvMemory(path="/proc/1/fd/99")}, "cannot open, the publisher is gone"),
         ({"where": KvMemory(path="/dev/zero")}, "not a payload"),
         ({"where": KvPort(host="127.0.0.1", port=1, secret=bytes(32))}, "127.0.0.1:1: "),
@@ -427,13 +427,13 @@ async def test_a_flipped_bit_is_found(start: Start, place: int) -> None:
     try:
         os.write(fd, flipped(memory_of(manifest)))
         other = msgspec.structs.replace(manifest, where=KvMemory(path=f"/proc/self/fd/{fd}"))
-        with pytest.raises(KvError, match="not what was exported"):
+        with pytest.raises(KvError, match="differs from what was exported"):
             await target.import_kv(PROMPT, other)
     finally:
         os.close(fd)
     manifest = await exported(source, "tcp")
     where = await relay(manifest, lambda payload: [flipped(payload)])
-    with pytest.raises(KvError, match="not what was exported"):
+    with pytest.raises(KvError, match="differs from what was exported"):
         await target.import_kv(PROMPT, msgspec.structs.replace(manifest, where=where))
     await assert_untouched(target)
 
@@ -456,7 +456,7 @@ async def test_a_payload_that_is_cut_short_is_found(start: Start) -> None:
     for count in (0, 1, manifest.nbytes - 1):
         manifest = await exported(source, "tcp")
         where = await relay(manifest, lambda payload, count=count: [payload[:count]])  # type: ignore[misc]
-        with pytest.raises(KvError, match=f"gave {count} of {manifest.nbytes} bytes"):
+        with pytest.raises(KvError, match=f"sent {count} of {manifest.nbytes} bytes"):
             await target.import_kv(PROMPT, msgspec.structs.replace(manifest, where=where))
     await assert_untouched(target)
 
@@ -488,7 +488,7 @@ async def test_what_is_exported_cannot_be_changed(start: Start) -> None:
 
 async def test_an_address_that_is_not_ours_gives_nothing_away(start: Start) -> None:
     source, target = await start(kv_host="192.0.2.1"), await start()
-    for _ in range(2 * OPEN_EXPORTS):
+    for _ in range(2 * MAX_EXPORTS):
         with pytest.raises(KvError, match="OSError"):
             await exported(source, "tcp")
     assert await move(source, target, PROMPT, "shm") == 40
@@ -551,7 +551,7 @@ async def test_a_source_that_sends_no_end_of_it_does_not_hold_the_target_for_eve
     )
     await stuck.wait()
     # its loop goes on
-    assert (await target.generate(request("x", PROMPT, max_tokens=5))).finish is Finish.LENGTH
+    assert (await target.generate(request("x", PROMPT, max_tokens=5))).finish is FinishReason.LENGTH
     await target.close()
     with pytest.raises(EngineLostError):
         await importing
@@ -571,7 +571,7 @@ async def test_kv_of_other_weights_is_never_taken(
         await engine.load(first)
     old = await exported(source)
     await source.load(second)
-    with pytest.raises(KvError, match="nothing of the context"):
+    with pytest.raises(KvError, match="no part of the context"):
         await source.export_kv(PROMPT, "shm")
     new = await exported(source)
     with pytest.raises(KvError, match="weights_id of the KV must be this engine's 1, got 2"):
@@ -596,7 +596,7 @@ async def test_weights_that_change_while_kv_is_on_its_way(
     where = await relay(
         manifest, lambda payload: [payload[:-1], payload[-1:]], then=lambda: target.load(loads)
     )
-    with pytest.raises(KvError, match="the weights have changed meanwhile, from -1 to 1"):
+    with pytest.raises(KvError, match="the weights have changed from -1 to 1"):
         await target.import_kv(PROMPT, msgspec.structs.replace(manifest, where=where))
     await assert_untouched(target)
 
@@ -631,8 +631,8 @@ async def test_a_suspended_engine_gives_and_takes(start: Start) -> None:
 
 async def test_exports_are_bounded_in_number(start: Start) -> None:
     source = await start()
-    manifests = [await exported(source) for _ in range(OPEN_EXPORTS)]
-    with pytest.raises(KvError, match=f"{OPEN_EXPORTS} exports are open already"):
+    manifests = [await exported(source) for _ in range(MAX_EXPORTS)]
+    with pytest.raises(KvError, match=f"{MAX_EXPORTS} exports are open already"):
         await source.export_kv(PROMPT, "shm")
     source.release_kv("nobody")
     source.release_kv(manifests[3].id)
@@ -652,7 +652,7 @@ async def test_exports_are_bounded_in_bytes(start: Start) -> None:
 async def test_who_gives_up_waiting_for_an_export_leaves_none_behind(start: Start) -> None:
     source = await start()
     await exported(source)
-    for _ in range(3 * OPEN_EXPORTS):
+    for _ in range(3 * MAX_EXPORTS):
         export = asyncio.ensure_future(source.export_kv(PROMPT, "shm"))
         await asyncio.sleep(0)
         export.cancel()

@@ -24,8 +24,8 @@ from rollweave.schema.serving import (
     KvExported,
     KvImported,
     KvMemory,
-    KvOver,
     KvRefused,
+    KvTransport,
 )
 from rollweave.weights.checkpoint import ModelShape
 from tests.support.properties import examples
@@ -55,9 +55,9 @@ class Cache:
             SHAPE,
             pool=self.pool,
             ledger=self.ledger,
-            call=lambda call: call(),  # the test waits meanwhile
+            call_between_steps=lambda function: function(),  # the test waits in between
             reply=self.replies.put,
-            sound=lambda: True,
+            is_finite=lambda: True,
             keep_s=keep_s,
         )
 
@@ -78,12 +78,16 @@ class Cache:
             blocks.append(block)
         return blocks
 
-    def export(self, tokens: Sequence[int], over: KvOver = "shm") -> EngineReply:
-        self.exchange.export(ExportKv(id=str(random.random()), tokens=tuple(tokens), over=over))
+    def export(self, tokens: Sequence[int], over: KvTransport = "shm") -> EngineReply:
+        self.exchange.start_export(
+            ExportKv(id=str(random.random()), tokens=tuple(tokens), over=over)
+        )
         return self.replies.get(timeout=20)
 
     def take(self, tokens: Sequence[int], exported: KvExported) -> EngineReply:
-        self.exchange.take(ImportKv(id="i", tokens=tuple(tokens), manifest=exported.manifest))
+        self.exchange.start_import(
+            ImportKv(id="i", tokens=tuple(tokens), manifest=exported.manifest)
+        )
         return self.replies.get(timeout=20)
 
     def check(self) -> None:
@@ -157,7 +161,7 @@ def test_an_import_takes_what_there_is_room_for_and_no_more(
 
 
 @pytest.mark.parametrize("over", ["shm", "tcp"])
-def test_an_export_that_nobody_releases_is_dropped_by_itself(over: KvOver) -> None:
+def test_an_export_that_nobody_releases_is_dropped_by_itself(over: KvTransport) -> None:
     tokens = list(range(8))
     source, target = Cache(8, keep_s=0.0), Cache(8)
     try:

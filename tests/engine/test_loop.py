@@ -18,13 +18,13 @@ from rollweave.schema.serving import (
     Add,
     EngineFatal,
     EngineReply,
-    Finish,
+    FinishReason,
     Generated,
     GenerateResult,
     Load,
+    LoadCheckpoint,
     Loaded,
     LoadFailed,
-    LoadSaved,
     Ready,
     Rerank,
     Resume,
@@ -156,7 +156,7 @@ def test_greedy_tokens_and_logprobs_are_transformers(name: str, tmp_path: Path) 
         result = outcome.results[str(i)]
         assert list(result.tokens) == oracle_greedy(model, prompt, 20)
         assert logprob_error(model, prompt, result) <= TOLERANCE
-        assert result.finish is Finish.LENGTH
+        assert result.finish is FinishReason.LENGTH
 
 
 def test_a_sharded_checkpoint_is_the_same_model(
@@ -279,11 +279,11 @@ def test_a_budget_counts_the_time_in_a_slot_alone(path: str) -> None:
     first = Add(request=request("first", PROMPTS[4], rank=2.0, max_tokens=12))
     at = {3: [first], 6: [Suspend()], 7: [resume_later]}
     results = drive(spec(path, max_slots=1), budget.values(), at=at, clock=clock).results
-    assert results["first"].finish is Finish.LENGTH  # has no budget
+    assert results["first"].finish is FinishReason.LENGTH  # has no budget
     for name in "ab":
         result = results[name]
         # The step that begins in the fifth second is the last one.
-        assert (result.finish, result.generate_s, len(result.tokens)) == (Finish.TIME, 5, 6)
+        assert (result.finish, result.generate_s, len(result.tokens)) == (FinishReason.TIME, 5, 6)
         assert result.queue_s > 100
         assert (
             result.tokens
@@ -300,9 +300,9 @@ def test_who_is_done_in_time_is_not_cut(path: str) -> None:
     ]
     results = drive(spec(path), requests, clock=Seconds()).results
     assert {name: (result.finish, len(result.tokens)) for name, result in results.items()} == {
-        "1": (Finish.LENGTH, 1),
-        "5": (Finish.LENGTH, 5),
-        "6": (Finish.TIME, 5),
+        "1": (FinishReason.LENGTH, 1),
+        "5": (FinishReason.LENGTH, 5),
+        "6": (FinishReason.TIME, 5),
     }
 
 
@@ -315,7 +315,7 @@ def test_aborting_neighbours_changes_nothing_and_gives_what_they_have(
     outcome = drive(spec(path), requests, at=aborts)
     for i, prompt in enumerate(PROMPTS):
         result = outcome.results[str(i)]
-        assert result.finish is (Finish.ABORTED if i in (1, 3) else Finish.LENGTH)
+        assert result.finish is (FinishReason.ABORTED if i in (1, 3) else FinishReason.LENGTH)
         assert result.tokens == alone[i].tokens[: len(result.tokens)]
         assert logprob_error(model, prompt, result) <= TOLERANCE
     assert 0 < len(outcome.results["1"].tokens) < len(outcome.results["3"].tokens) < 24
@@ -324,7 +324,7 @@ def test_aborting_neighbours_changes_nothing_and_gives_what_they_have(
 def test_an_abort_before_the_first_step_gives_an_empty_result(path: str) -> None:
     requests = [request(str(i), PROMPTS[0], max_tokens=4) for i in range(3)]
     result = drive(spec(path, max_slots=1), requests, at={0: [Abort(id="2")]}).results["2"]
-    assert (result.finish, result.tokens, result.versions) == (Finish.ABORTED, (), ())
+    assert (result.finish, result.tokens, result.versions) == (FinishReason.ABORTED, (), ())
 
 
 def test_suspension_stops_the_steps_and_changes_nothing(path: str) -> None:
@@ -453,7 +453,7 @@ def test_weights_are_loaded_from_a_checkpoint_whole_or_not_at_all(
         file.write_bytes(whole[:-40] if fate == "truncated" else whole)
     elif fate == "gone":
         file.unlink()
-    load = LoadSaved(version=3, weights_id=9, directory=str(saved), dtype="float32")
+    load = LoadCheckpoint(version=3, weights_id=9, directory=str(saved), dtype="float32")
     requests = [request(str(i), p, seed=i, max_tokens=16) for i, p in enumerate(PROMPTS)]
     outcome = drive(spec(path), requests, at={6: [load]})
     assert [
@@ -494,9 +494,9 @@ def test_weights_that_are_not_finite_are_errors_and_leave_no_trace(
     outcome = drive(spec(path), requests, at={5: [Load(manifest=bad)], 12: later})
     for i, prompt in enumerate(PROMPTS):
         before, after = outcome.results[str(i)], outcome.results[f"b{i}"]
-        assert before.finish is Finish.ERROR
+        assert before.finish is FinishReason.ERROR
         assert "not finite" in before.error
-        assert after.finish is Finish.LENGTH
+        assert after.finish is FinishReason.LENGTH
         check_versions(prompt, after, {2: other})
 
 
@@ -567,7 +567,7 @@ def test_stop_tokens_end_a_request_and_are_part_of_it(path: str) -> None:
         result = drive(
             engine, [request("x", PROMPTS[0], seed=5, max_tokens=12, **sampling)]
         ).results["x"]
-        assert (result.tokens, result.finish) == (free.tokens[:first], Finish.STOP)
+        assert (result.tokens, result.finish) == (free.tokens[:first], FinishReason.STOP)
 
 
 def test_allowed_tokens_only_and_their_plain_logprobs(model: torch.nn.Module, path: str) -> None:
@@ -602,7 +602,7 @@ def test_what_cannot_be_served_is_refused_with_the_reason(path: str) -> None:
     ]
     outcome = drive(spec(path), requests)
     errors = {
-        result.id: result.error for result in outcome.answers if result.finish is Finish.ERROR
+        result.id: result.error for result in outcome.answers if result.finish is FinishReason.ERROR
     }
     assert "unique" in errors["twice"]
     assert "at least one token" in errors["empty"]
@@ -614,11 +614,14 @@ def test_what_cannot_be_served_is_refused_with_the_reason(path: str) -> None:
     assert "allowed" in errors["allowed"]
     assert "tokenizer" in errors["text"]
     assert (
-        sum(result.id == "twice" and result.finish is Finish.LENGTH for result in outcome.answers)
+        sum(
+            result.id == "twice" and result.finish is FinishReason.LENGTH
+            for result in outcome.answers
+        )
         == 1
     )
     edge = outcome.results["edge"]  # the context ends before max_tokens does
-    assert (edge.finish, len(edge.tokens)) == (Finish.LENGTH, 1)
+    assert (edge.finish, len(edge.tokens)) == (FinishReason.LENGTH, 1)
 
 
 def test_the_context_is_bounded_by_the_kv_cache(path: str) -> None:

@@ -17,7 +17,7 @@ from rollweave.schema.serving import (
     Abort,
     Add,
     EngineCommand,
-    Finish,
+    FinishReason,
     Generated,
     GenerateRequest,
     GenerateResult,
@@ -91,7 +91,7 @@ def test_wherever_it_was_cut_the_turn_goes_on_bit_for_bit(
         for count in range(1, WHOLE + 1):
             result = outcome.results[f"{i}.{count}"]
             assert (result.tokens, result.logprobs) == (whole[i].tokens, whole[i].logprobs)
-            assert (result.versions, result.finish) == (whole[i].versions, Finish.LENGTH)
+            assert (result.versions, result.finish) == (whole[i].versions, FinishReason.LENGTH)
             assert result.resumed_tokens == count
             # of the prompt, whatever it found of the resumed part
             assert result.cached_tokens <= len(PROMPTS[i])
@@ -122,7 +122,7 @@ def test_a_chain_of_lost_engines_loses_what_was_not_told_and_changes_nothing(
             assert piece.start == len(tokens)
             tokens, logprobs = tokens + piece.tokens, logprobs + piece.logprobs
         result = outcome.results["x"]
-        if result.finish is not Finish.ABORTED:
+        if result.finish is not FinishReason.ABORTED:
             assert (result.tokens, result.logprobs, result.versions) == (
                 whole[i].tokens,
                 whole[i].logprobs,
@@ -181,19 +181,19 @@ def test_what_ends_the_turn_already_samples_nothing(path: str, whole: list[Gener
     assert outcome.stats[-1].steps == 0
     length, stopped = outcome.results["length"], outcome.results["stop"]
     assert (length.finish, length.tokens, length.logprobs) == (
-        Finish.LENGTH,
+        FinishReason.LENGTH,
         tokens[:4],
         whole[0].logprobs[:4],
     )
     assert (stopped.finish, stopped.tokens, stopped.generate_s) == (
-        Finish.STOP,
+        FinishReason.STOP,
         tokens[:first],
         2.5,
     )
     errors = {
         name: result.error
         for name, result in outcome.results.items()
-        if result.finish is Finish.ERROR
+        if result.finish is FinishReason.ERROR
     }
     assert errors.keys() == {"over", "long", "foreign", "nan", "room"}
     assert "must end where the turn stops" in errors["over"]
@@ -209,14 +209,14 @@ def test_a_stop_string_is_seen_across_the_border(path: str) -> None:
     free = drive(spec(path, deterministic=True), [request("x", PROMPTS[0], **sampling)]).results[
         "x"
     ]
-    assert free.finish is Finish.STOP
+    assert free.finish is FinishReason.STOP
     assert free.tokens[-2:] == (4, 5)
     asked = [
         resuming(request(str(count), PROMPTS[0], **sampling), cut(free, count))
         for count in range(1, len(free.tokens) + 1)
     ]
     for result in drive(spec(path, deterministic=True), asked).results.values():
-        assert (result.tokens, result.finish) == (free.tokens, Finish.STOP)
+        assert (result.tokens, result.finish) == (free.tokens, FinishReason.STOP)
 
 
 def test_an_id_that_is_live_is_refused_though_its_turn_has_ended_already(
@@ -224,7 +224,10 @@ def test_an_id_that_is_live_is_refused_though_its_turn_has_ended_already(
 ) -> None:
     ended = Add(request=resuming(request("x", PROMPTS[0], max_tokens=4), cut(whole[0], 4)))
     outcome = drive(spec(path), [request("x", PROMPTS[0], max_tokens=9)], at={3: [ended]})
-    assert [result.finish for result in outcome.answers] == [Finish.ERROR, Finish.LENGTH]
+    assert [result.finish for result in outcome.answers] == [
+        FinishReason.ERROR,
+        FinishReason.LENGTH,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -269,7 +272,7 @@ def test_the_budget_counts_what_the_resumed_part_took(
         spec(path), [msgspec.structs.replace(asked, budget_s=8.0)], clock=Seconds()
     ).results["x"]
     assert (result.finish, len(result.tokens), result.generate_s, result.queue_s) == (
-        Finish.TIME,
+        FinishReason.TIME,
         4 + 4,
         8.0,
         0.0,

@@ -71,11 +71,11 @@ def test_a_compacted_journal_replays_from_its_snapshot(tmp_path: Path) -> None:
 def test_a_journal_knows_what_it_began_with(tmp_path: Path) -> None:
     core = live(tmp_path / "journal.bin")
     with RunJournal(tmp_path / "journal.bin") as journal:
-        assert (journal.begun, journal.grown) == (journal.size, 0)
+        assert (journal.initial_bytes, journal.appended_bytes) == (journal.size, 0)
         journal.append(9.0, EVENTS[3], [])
-        assert journal.grown == journal.size - journal.begun > 0
+        assert journal.appended_bytes == journal.size - journal.initial_bytes > 0
         journal.rotate(core.snapshot())
-        assert (journal.begun, journal.grown) == (journal.size, 0)
+        assert (journal.initial_bytes, journal.appended_bytes) == (journal.size, 0)
 
 
 def test_other_decisions_are_noticed(tmp_path: Path) -> None:

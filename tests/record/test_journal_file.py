@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rollweave.io.disk import NEW_SUFFIX
 from rollweave.record.journal_file import SCHEMA_VERSION, JournalReader, JournalWriter
-from rollweave.record.records import HEAD, HEADER
+from rollweave.record.record_file import HEAD, HEADER
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import CorruptJournalError
 from rollweave.schema.events import EngineLost, EngineSuspended, Event, StopRequested, TimerFired

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.record.records import HEADER
+from rollweave.record.record_file import HEADER
 from rollweave.record.store import Ended, Scored, StoreError, TrajectoryReader, TrajectoryStore
 from rollweave.schema.base import GroupId, TaskId, TrajectoryId
 from rollweave.schema.errors import CorruptJournalError

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from rollweave.engine.clients.base import Heard
+from rollweave.engine.clients.base import OnTokens
 from rollweave.envs.base import Episode, Observation, Score, Step
 from rollweave.record.store import TrajectoryStore
 from rollweave.rollout.chat.codec import ChatCodec
@@ -23,12 +23,12 @@ from rollweave.schema.errors import EngineError, EngineLostError, KvError
 from rollweave.schema.events import EnvReady, Event, TrajectoryEnded, TurnRequested
 from rollweave.schema.serving import (
     EngineStats,
-    Finish,
+    FinishReason,
     GenerateRequest,
     GenerateResult,
     KvManifest,
-    KvOver,
-    LoadSaved,
+    KvTransport,
+    LoadCheckpoint,
     Ready,
     Sampling,
     Suspended,
@@ -161,7 +161,7 @@ class OneWordEngine:
         return self._lost
 
     def generate(
-        self, request: GenerateRequest, heard: Heard | None = None
+        self, request: GenerateRequest, heard: OnTokens | None = None
     ) -> asyncio.Future[GenerateResult]:
         self.requests.append(request)
         return asyncio.ensure_future(self._generate(request))
@@ -183,7 +183,7 @@ class OneWordEngine:
     def rerank(self, request_id: str, rank: float) -> None:
         self.ranks.append((request_id, rank))
 
-    async def export_kv(self, tokens: Sequence[int], over: KvOver) -> KvManifest:
+    async def export_kv(self, tokens: Sequence[int], over: KvTransport) -> KvManifest:
         raise KvError("has none")
 
     async def import_kv(self, tokens: Sequence[int], manifest: KvManifest) -> int:
@@ -198,7 +198,7 @@ class OneWordEngine:
     def resume(self) -> None:
         return
 
-    async def load(self, weights: WeightManifest | LoadSaved) -> None:
+    async def load(self, weights: WeightManifest | LoadCheckpoint) -> None:
         return
 
     async def stats(self) -> EngineStats:
@@ -213,10 +213,10 @@ class OneWordEngine:
 
 
 def said(
-    text: str, id: str = "r", *, finish: Finish = Finish.STOP, version: int = 3
+    text: str, id: str = "r", *, finish: FinishReason = FinishReason.STOP, version: int = 3
 ) -> GenerateResult:
     """Return an engine's answer."""
-    tokens = words(text, end=finish is Finish.STOP)
+    tokens = words(text, end=finish is FinishReason.STOP)
     spans = (VersionSpan(start=0, end=len(tokens), version=version),)
     return GenerateResult(
         id=id,

@@ -32,7 +32,7 @@ from rollweave.schema.events import (
     TurnRequested,
     TurnWithdrawn,
 )
-from rollweave.schema.serving import Finish, Sampling
+from rollweave.schema.serving import FinishReason, Sampling
 from rollweave.schema.work import Blame, SegmentKind, StopReason, Trajectory
 from tests.rollout.fakes import CODEC, TRAJECTORY, Harness, said, words
 
@@ -212,7 +212,7 @@ async def test_a_handler_sees_that_a_turn_was_cut(
         heard.append(await agent.chat([GO, heard[0], ON], max_tokens=2))
 
     made = harness(store, listener, Played(on_run=listen), max_turn_tokens=4)
-    made.engine.answer = said("righ", finish=Finish.LENGTH)
+    made.engine.answer = said("righ", finish=FinishReason.LENGTH)
     _, trajectory = await ended(made, store)
     assert [message.finish_reason for message in heard] == ["length", "length"]
     cut = [event.cut for event in made.events if isinstance(event, TurnDone)]
@@ -377,7 +377,7 @@ async def test_the_budget_runs_out_in_a_turn(
     store: TrajectoryStore, listener: GatewayListener
 ) -> None:
     made = harness(store, listener, Played())
-    made.engine.answer = said("h", finish=Finish.TIME)
+    made.engine.answer = said("h", finish=FinishReason.TIME)
     over = await made.play()
     assert over.stop_reason is StopReason.TIME_BUDGET
 
@@ -390,7 +390,7 @@ async def test_a_handler_cannot_ignore_a_stop(
             await agent.chat([GO])
 
     made = harness(store, listener, Played(on_run=run))
-    made.engine.answer = said("h", finish=Finish.TIME)
+    made.engine.answer = said("h", finish=FinishReason.TIME)
     assert (await made.play()).stop_reason is StopReason.TIME_BUDGET
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollweave.engine.clients.base import Heard
+from rollweave.engine.clients.base import OnTokens
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.inproc import in_thread
 from rollweave.engine.clients.process import in_process
@@ -33,7 +33,7 @@ from rollweave.schema.events import (
 )
 from rollweave.schema.serving import (
     EngineSpec,
-    Finish,
+    FinishReason,
     GenerateRequest,
     GenerateResult,
     PartialOutput,
@@ -67,7 +67,7 @@ def piece(start: int, end: int, *, version: int = 3, id: str = "r", **changes: A
 
 
 def result(
-    end: int, *, finish: Finish = Finish.ABORTED, version: int = 3, **changes: Any
+    end: int, *, finish: FinishReason = FinishReason.ABORTED, version: int = 3, **changes: Any
 ) -> GenerateResult:
     whole = piece(0, end, version=version)
     parts: dict[str, Any] = {
@@ -142,14 +142,14 @@ def test_an_inconsistent_delta_discards_the_partial_turn(changes: dict[str, Any]
     [
         (result(7), 7),
         (result(4), 4),
-        (result(9, finish=Finish.STOP), 9),  # it ended as it was aborted: that is all of it
+        (result(9, finish=FinishReason.STOP), 9),  # it ended as it was aborted: that is all of it
         (result(3), 0),  # less than was told
         (result(7, tokens=(1, *TRUTH[1:7])), 0),
         (result(7, logprobs=(-1.0, *logprobs_of(TRUTH[1:7]))), 0),
         (result(7, logprobs=()), 0),
         (result(7, versions=()), 0),
         (result(7, text_only=True), 0),
-        (result(7, finish=Finish.ERROR), 0),
+        (result(7, finish=FinishReason.ERROR), 0),
         (result(0), 0),
     ],
 )
@@ -170,11 +170,11 @@ class Puppet(OneWordEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[GenerateRequest, asyncio.Future[GenerateResult], Heard]] = []
+        self.calls: list[tuple[GenerateRequest, asyncio.Future[GenerateResult], OnTokens]] = []
         self.aborted: list[str] = []
 
     def generate(
-        self, request: GenerateRequest, heard: Heard | None = None
+        self, request: GenerateRequest, heard: OnTokens | None = None
     ) -> asyncio.Future[GenerateResult]:
         assert heard is not None
         future: asyncio.Future[GenerateResult] = asyncio.get_running_loop().create_future()
@@ -279,7 +279,7 @@ async def asked() -> tuple[Stage, Puppet, Puppet]:
 
 async def finished(stage: Stage, puppet: Puppet, resumed: int) -> None:
     """Let the engine complete the turn, and check the result."""
-    puppet.calls[-1][1].set_result(result(20, finish=Finish.LENGTH, resumed_tokens=resumed))
+    puppet.calls[-1][1].set_result(result(20, finish=FinishReason.LENGTH, resumed_tokens=resumed))
     assert stage.task is not None
     answer = await stage.task
     assert (answer.result.tokens, answer.result.logprobs) == (TRUTH, logprobs_of(TRUTH))
@@ -396,7 +396,7 @@ async def test_an_abort_cancels_a_waiting_start() -> None:
 async def test_an_answer_that_crosses_an_abort_is_repeated(asks: bool) -> None:
     """So is the attempt's next request, if any: the core has received neither."""
     stage, first, second = await asked()
-    first.calls[0][1].set_result(result(20, finish=Finish.LENGTH))
+    first.calls[0][1].set_result(result(20, finish=FinishReason.LENGTH))
     assert stage.task is not None
     await stage.task
     if asks:
@@ -416,7 +416,7 @@ async def test_an_answer_that_crosses_an_abort_is_repeated(asks: bool) -> None:
 
 async def test_an_answer_that_is_not_consumed_yet_is_not_requested_again() -> None:
     stage, first, second = await asked()
-    first.calls[0][1].set_result(result(20, finish=Finish.LENGTH))
+    first.calls[0][1].set_result(result(20, finish=FinishReason.LENGTH))
     await asyncio.sleep(0)
     assert stage.turns._open is not None
     stage.start("e1", 1, resume=True)
@@ -441,9 +441,12 @@ async def test_a_refused_turn_restarts() -> None:
     ("answer", "kept"),
     [
         (result(9), 9),  # aborted by itself
-        (result(20, finish=Finish.LENGTH, resumed_tokens=3), 0),  # went on from somewhere else
-        (result(20, finish=Finish.LENGTH, resumed_tokens=4, tokens=(1, *TRUTH[1:])), 0),
-        (result(20, finish=Finish.LENGTH, resumed_tokens=4, version=-1), 0),
+        (
+            result(20, finish=FinishReason.LENGTH, resumed_tokens=3),
+            0,
+        ),  # went on from somewhere else
+        (result(20, finish=FinishReason.LENGTH, resumed_tokens=4, tokens=(1, *TRUTH[1:])), 0),
+        (result(20, finish=FinishReason.LENGTH, resumed_tokens=4, version=-1), 0),
     ],
 )
 async def test_an_inconsistent_answer_fails_the_turn(answer: GenerateResult, kept: int) -> None:
@@ -512,7 +515,7 @@ async def test_long_turns_are_reported_periodically() -> None:
     stage.progress.report()
     assert len(stage.of(TurnsProgressed)) == 2
     heard(piece(8, 10))
-    future.set_result(result(20, finish=Finish.LENGTH))
+    future.set_result(result(20, finish=FinishReason.LENGTH))
     assert stage.task is not None
     await stage.task
     stage.progress.report()
@@ -584,7 +587,7 @@ class Watched:
         self.told = asyncio.Event()
 
     def generate(
-        self, request: GenerateRequest, heard: Heard | None = None
+        self, request: GenerateRequest, heard: OnTokens | None = None
     ) -> asyncio.Future[GenerateResult]:
         assert heard is not None
         tell = heard

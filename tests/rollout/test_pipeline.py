@@ -26,7 +26,7 @@ from rollweave.schema.events import (
     TurnFailed,
     TurnRequested,
 )
-from rollweave.schema.serving import Finish, GenerateResult
+from rollweave.schema.serving import FinishReason, GenerateResult
 from rollweave.schema.work import (
     BLAME_OF,
     Blame,
@@ -182,7 +182,7 @@ async def test_limits_end_a_trajectory_and_blame_the_agent(store: TrajectoryStor
 
 async def test_a_turn_cut_by_the_token_limit_is_not_stepped(store: TrajectoryStore) -> None:
     harness = Harness(store, max_tokens=60, max_turn_tokens=128)
-    harness.engine.answer = said("x" * 10, finish=Finish.LENGTH)
+    harness.engine.answer = said("x" * 10, finish=FinishReason.LENGTH)
     ended = await harness.play()
     assert ended.stop_reason is StopReason.MAX_TOKENS
     assert harness.provider.log == ["open", "reset", "close"]
@@ -195,7 +195,7 @@ async def test_a_turn_cut_by_its_own_limit_is_marked_counted_and_reported(
     store: TrajectoryStore,
 ) -> None:
     cut = Harness(store, max_turn_tokens=4)
-    cut.engine.answer = said("righ", finish=Finish.LENGTH)
+    cut.engine.answer = said("righ", finish=FinishReason.LENGTH)
     ended = await cut.play()
     assert (ended.stop_reason, ended.turns) == (StopReason.FINISHED, 2)
     assert cut.provider.log == ["open", "reset", "step righ (cut)", "step righ (cut)", "close"]
@@ -224,7 +224,7 @@ async def test_the_time_budget_excludes_queueing(
     ended = await harness.play()
     assert (ended.stop_reason, harness.pipeline.active_attempts) == (StopReason.TIME_BUDGET, 0)
     harness = Harness(store, time_s=0.2)
-    harness.engine.answer = said("too slow", finish=Finish.TIME)
+    harness.engine.answer = said("too slow", finish=FinishReason.TIME)
     ended = await harness.play()
     assert (ended.stop_reason, ended.turns) == (StopReason.TIME_BUDGET, 0)
     assert ended.error == "the active time ran out in turn 0"
@@ -270,8 +270,10 @@ async def test_a_failed_turn_is_reported_and_dispatched_again(store: TrajectoryS
     assert (failed.turn, failed.dispatch, failed.error) == (0, 0, "refused")
     for number, broken in enumerate(
         [
-            GenerateResult(id="r", tokens=(), logprobs=(), versions=(), finish=Finish.ABORTED),
-            GenerateResult(id="r", tokens=(1,), logprobs=(), versions=(), finish=Finish.STOP),
+            GenerateResult(
+                id="r", tokens=(), logprobs=(), versions=(), finish=FinishReason.ABORTED
+            ),
+            GenerateResult(id="r", tokens=(1,), logprobs=(), versions=(), finish=FinishReason.STOP),
             said("hi", version=-1),
             msgspec.structs.replace(said("hi"), text_only=True),
         ],

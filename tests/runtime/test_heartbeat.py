@@ -11,7 +11,7 @@ from rollweave.runtime.manifests import Manifests
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import LoadWeights
 from rollweave.schema.events import EngineLost, EngineSlot
-from rollweave.schema.serving import EngineStats, LoadSaved
+from rollweave.schema.serving import EngineStats, LoadCheckpoint
 from rollweave.schema.weights import WeightManifest
 from tests.rollout.fakes import OneWordEngine
 from tests.runtime.test_migration import A, B, staged
@@ -36,7 +36,7 @@ class Beating(OneWordEngine):
             self.answered.set()
         return EngineStats(version=0, running=0, waiting=0, kv_used_tokens=0, kv_total_tokens=1)
 
-    async def load(self, weights: WeightManifest | LoadSaved) -> None:
+    async def load(self, weights: WeightManifest | LoadCheckpoint) -> None:
         self.silent = None
         await asyncio.Event().wait()
 

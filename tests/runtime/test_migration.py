@@ -29,8 +29,8 @@ from rollweave.schema.serving import (
     EngineSpec,
     GenerateResult,
     KvManifest,
-    KvOver,
     KvPort,
+    KvTransport,
     Ready,
     StepTime,
 )
@@ -136,7 +136,7 @@ class Scripted(OneWordEngine):
             version=-1, kv_total_tokens=1000, max_slots=8, max_context=1000, profile=profile
         )
 
-    async def export_kv(self, tokens: Sequence[int], over: KvOver) -> KvManifest:
+    async def export_kv(self, tokens: Sequence[int], over: KvTransport) -> KvManifest:
         return await self._play()  # type: ignore[no-any-return]
 
     async def import_kv(self, tokens: Sequence[int], manifest: KvManifest) -> int:
@@ -260,7 +260,7 @@ class Meddled:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.client, name)
 
-    async def export_kv(self, tokens: Sequence[int], over: KvOver) -> KvManifest:
+    async def export_kv(self, tokens: Sequence[int], over: KvTransport) -> KvManifest:
         manifest = await self.client.export_kv(tokens, over)
         return manifest if self.meddle is None else await self.meddle(manifest)
 
@@ -301,7 +301,7 @@ async def run_turn(engine: Any, tokens: Sequence[int], **sampling: Any) -> Gener
 
 @pytest.mark.parametrize("over", ["shm", "tcp"])
 async def test_a_migrated_trajectory_samples_the_same_tokens(
-    model: str, tmp_path: Path, over: KvOver
+    model: str, tmp_path: Path, over: KvTransport
 ) -> None:
     async with living(model, tmp_path, kv_over=over) as stage:
         a, b = stage.engines.backend(A), stage.engines.backend(B)
@@ -391,7 +391,7 @@ async def test_a_source_is_killed_while_it_sends(model: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("over", ["shm", "tcp"])
-async def test_a_source_hangs(model: str, tmp_path: Path, over: KvOver) -> None:
+async def test_a_source_hangs(model: str, tmp_path: Path, over: KvTransport) -> None:
     """It hangs before it has exported anything, or with the target connected to it."""
     async with living(model, tmp_path, kv_over=over, migration_s=1.0) as stage:
         source = stage.engines.backend(A)

@@ -15,7 +15,7 @@ import pytest
 
 from rollweave.core.core import Core
 from rollweave.engine.clients.base import EngineBackend
-from rollweave.engine.clients.transport import Failed
+from rollweave.engine.clients.transport import OnRetry
 from rollweave.envs.tasks import TaskSource
 from rollweave.record.journal import Replay, RunJournal
 from rollweave.record.store import TrajectoryStore
@@ -469,7 +469,7 @@ def test_a_full_disk_never_loses_an_accepted_rollout(tmp_path: Path, spare: int)
 # Engines.
 
 
-def refuse(request: EngineRequest, name: str, failed: Failed, noted: Any) -> EngineBackend:
+def refuse(request: EngineRequest, name: str, failed: OnRetry, noted: Any) -> EngineBackend:
     raise ConfigError(f"{name}: dialect must be another one, got {request.dialect!r}")
 
 
@@ -500,7 +500,7 @@ async def test_an_unusable_engine_harms_nothing(tmp_path: Path) -> None:
 class Waiting:
     """An engine that never becomes ready."""
 
-    def __init__(self, request: EngineRequest, name: str, failed: Failed, noted: Any) -> None:
+    def __init__(self, request: EngineRequest, name: str, failed: OnRetry, noted: Any) -> None:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def ready(self) -> NoReturn:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollweave.record.store import Entry
+from rollweave.record.store import StoredAttempt
 from rollweave.schema.base import TaskId, TrajectoryId
 from rollweave.schema.errors import ConfigError, DiskError
 from rollweave.schema.service import RolloutRequest
@@ -103,7 +103,11 @@ def test_lists_the_segments_that_hold_results(places: list[int | None], keep: in
     jobs = JobStore(Path(":memory:"))
     for job, place in zip(add(jobs, [1] * len(places)), places, strict=True):
         name = TrajectoryId(f"{job.group_id}.0")
-        entry = Entry(name, 0, Purpose.SERVE, 0, 0.0, place, 8, 100) if place is not None else None
+        entry = (
+            StoredAttempt(name, 0, Purpose.SERVE, 0, 0.0, place, 8, 100)
+            if place is not None
+            else None
+        )
         jobs.record_result(name, 0, "finished", entry, keep=keep)
     assert jobs.segments() == {place for place in places[-keep:] if place is not None}
     jobs.close()

@@ -16,7 +16,7 @@ from rollweave.schema.commands import Command
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import EngineConfig
 from rollweave.schema.events import Event
-from rollweave.schema.serving import TELL_S
+from rollweave.schema.serving import PROGRESS_S
 from rollweave.schema.work import Limits, Purpose, Task
 from rollweave.sim.clock import Clock
 from rollweave.sim.cost import TrainerCost
@@ -277,7 +277,7 @@ def test_a_turn_that_is_lost_again_and_again_loses_no_more_than_that_each_time()
     prefill_s = COST.step_s(
         prefill_tokens=length, prefill_context=length**2 // 2, decode=0, decode_context=0
     )
-    assert at - 1.0 - whole < lives * (TELL_S + prefill_s)
+    assert at - 1.0 - whole < lives * (PROGRESS_S + prefill_s)
 
 
 def test_the_core_is_told_of_the_turn_while_an_engine_is_at_it() -> None:
@@ -300,7 +300,7 @@ def test_the_core_is_told_of_the_turn_while_an_engine_is_at_it() -> None:
     assert max(tokens) < TURN
     for at, number, count in first:
         assert number == 0
-        assert sampled_by(at - 1.0 - TELL_S) - 3 <= count <= sampled_by(at - 1.0)
+        assert sampled_by(at - 1.0 - PROGRESS_S) - 3 <= count <= sampled_by(at - 1.0)
     stage.until(end + 3 * REPORT_INTERVAL_S)
     assert stage.told() == told
 

@@ -22,7 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rollweave.record.summary import cut_text, held_out, scheduled
+from rollweave.record.summary import cut_turns_line, headline_figures, scheduling_line
 from rollweave.runtime.preflight.checks import human_seconds
 
 REFRESH_PER_S = 4
@@ -155,7 +155,9 @@ class Terminal:
         match line.get("kind"):
             case "step":
                 self._recent.append(line)
-                for name, (kind, value) in held_out(line["success"], line["reward"]).items():
+                for name, (kind, value) in headline_figures(
+                    line["success"], line["reward"]
+                ).items():
                     if kind == "success":
                         # earlier steps did not show that this task defines success
                         self._curve.pop((name, "reward"), None)
@@ -227,10 +229,12 @@ class Terminal:
             "rollout", f"{tokens_per_s:,.0f} tokens/s  {running} generating, {waiting} waiting"
         )
         cut = _sums([line.get("cut_turns", {}) for line in self._recent])
-        if text := cut_text(cut, sum(line.get("turns", 0) for line in self._recent)):
+        if text := cut_turns_line(cut, sum(line.get("turns", 0) for line in self._recent)):
             grid.add_row("cut", f"[yellow]{escape(text)}[/]")
         grid.add_row("staleness", _staleness_text(self._recent))
-        if scheduling := scheduled(_sums([line.get("scheduling", {}) for line in self._recent])):
+        if scheduling := scheduling_line(
+            _sums([line.get("scheduling", {}) for line in self._recent])
+        ):
             grid.add_row("scheduling", scheduling)
         for part in ("engines", "trainer"):
             grid.add_row(part, _shares_text(self._recent, part))
@@ -250,7 +254,7 @@ def step_text(line: Mapping[str, Any], steps: int) -> str:
         f"{line['tokens_per_s']:,.0f} tokens/s",
         f"busy: engines {engines.get('busy', 0.0):.0%}, trainer {trainer.get('busy', 0.0):.0%}",
     ]
-    if cut := cut_text(line.get("cut_turns", {}), line.get("turns", 0)):
+    if cut := cut_turns_line(line.get("cut_turns", {}), line.get("turns", 0)):
         parts.append(cut)
     return " | ".join(parts)
 
@@ -285,7 +289,7 @@ def _measured(line: Mapping[str, Any]) -> str:
     """Return the success rates of task domains that define success, and the mean rewards
     of the others.
     """
-    measures = held_out(line["success"], line["reward"])
+    measures = headline_figures(line["success"], line["reward"])
     parts = []
     for kind in ("success", "reward"):
         if values := {name: value for name, (of, value) in measures.items() if of == kind}:

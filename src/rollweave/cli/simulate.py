@@ -17,7 +17,7 @@ from rollweave.cli.console import FAILED, err, out, print_error
 from rollweave.cli.faults import search_seeds
 from rollweave.cli.progress import display
 from rollweave.record.report.page import write_report
-from rollweave.record.summary import describe, scheduled
+from rollweave.record.summary import account_line, scheduling_line
 from rollweave.runtime.preflight.checks import human_seconds
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
@@ -182,8 +182,8 @@ def show(outcome: Outcome, *, kv: str) -> None:
         table.add_row(
             "staleness", ", ".join(f"{age}: {count / total:.1%}" for age, count in ages.items())
         )
-    if scheduling := scheduled(summary.scheduling):
+    if scheduling := scheduling_line(summary.scheduling):
         table.add_row("scheduling", scheduling)
-    table.add_row("trajectories", describe(summary.account))
+    table.add_row("trajectories", account_line(summary.account))
     table.add_row("cost", f"{outcome.gpu_hours:,.1f} GPU-hours on {outcome.gpus} GPUs")
     out.print(table)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from rollweave.cli.console import err, out
 from rollweave.cli.runs import find_run
 from rollweave.record.rundir import RunDir
-from rollweave.record.store import Entry, TrajectoryReader
+from rollweave.record.store import StoredAttempt, TrajectoryReader
 from rollweave.runtime.preflight.checks import human_seconds
 from rollweave.schema.config.loading import load
 from rollweave.schema.errors import ConfigError
@@ -64,7 +64,7 @@ def trace(
         _show(run, reader, trajectory)
         return
     wanted = _filter(task=task, stop=stop, reward=reward, step=step)
-    newest: list[tuple[Entry, Trajectory]] = []
+    newest: list[tuple[StoredAttempt, Trajectory]] = []
     matching = 0
     for entry in reversed(reader.entries):
         loaded = reader.load(entry)
@@ -114,7 +114,7 @@ def _filter(
     return wanted
 
 
-def _list(rows: list[tuple[Entry, Trajectory]], matching: int, total: int) -> None:
+def _list(rows: list[tuple[StoredAttempt, Trajectory]], matching: int, total: int) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for heading in (
         "trajectory",
@@ -198,7 +198,7 @@ def _cut(trajectory: Trajectory, text: str) -> str:
     return text.format(cut=cut, turns=len(turns)) if cut else ""
 
 
-def _show_summary(trajectory: Trajectory, entry: Entry) -> None:
+def _show_summary(trajectory: Trajectory, entry: StoredAttempt) -> None:
     timing, task = trajectory.timing, trajectory.task
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)

@@ -14,7 +14,13 @@ from rollweave.cli.runs import clear
 from rollweave.cli.start import resolve
 from rollweave.record.report.page import write_report
 from rollweave.record.rundir import RunDir
-from rollweave.record.summary import Summary, cut_text, describe, held_out, scheduled
+from rollweave.record.summary import (
+    Summary,
+    account_line,
+    cut_turns_line,
+    headline_figures,
+    scheduling_line,
+)
 from rollweave.runtime import launch
 from rollweave.runtime.preflight import dryrun
 from rollweave.runtime.preflight.checks import human_seconds, must_pass, show
@@ -58,7 +64,7 @@ def print_summary(summary: Summary, directory: Path) -> None:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, (kind, value) in held_out(summary.success_rate, summary.mean_reward).items():
+    for name, (kind, value) in headline_figures(summary.success_rate, summary.mean_reward).items():
         measure = "success" if kind == "success" else "mean reward"
         table.add_row(
             name,
@@ -76,15 +82,15 @@ def print_summary(summary: Summary, directory: Path) -> None:
         table.add_row(
             "best", f"checkpoint of step {summary.best_step}: {escape(str(directory / 'best'))}"
         )
-    table.add_row("trajectories", describe(summary.account))
+    table.add_row("trajectories", account_line(summary.account))
     if any(summary.engines.values()):
         table.add_row("engines", _counts(summary.engines))
-    if scheduling := scheduled(summary.scheduling):
+    if scheduling := scheduling_line(summary.scheduling):
         table.add_row("scheduling", scheduling)
     table.add_row(
         "attempts", f"{_counts(summary.attempts)}; stopped: {_counts(summary.stop_reasons)}"
     )
-    if cut := cut_text(summary.cut_turns, summary.turns):
+    if cut := cut_turns_line(summary.cut_turns, summary.turns):
         table.add_row("cut", f"[yellow]{escape(cut)}[/]")
     table.add_row(
         "staleness", f"at most {summary.staleness_max} steps{_inherent(summary.inherent_staleness)}"

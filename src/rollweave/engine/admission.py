@@ -1,5 +1,5 @@
-"""What an engine refuses before it takes a request: whatever could not be computed, or
-would harm others.
+"""Validates requests before the engine accepts them: it refuses those that it cannot
+compute or that would harm others.
 """
 
 import math
@@ -8,7 +8,7 @@ from rollweave.schema.serving import GenerateRequest
 
 
 def validate(request: GenerateRequest, *, vocab: int, max_context: int) -> None:
-    """Raise ValueError with what is wrong."""
+    """Raise ValueError, naming the invalid field, if the engine cannot serve `request`."""
     sampling = request.sampling
     if not request.tokens:
         raise ValueError("tokens must have at least one token, got none")

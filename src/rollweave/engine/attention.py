@@ -2,14 +2,14 @@
 executed for each layer.
 
 The step's tokens are one flat list: first one token of each decoding sequence, then the
-chunks of those that prefill. Decoding reads the dense mirror where there is one. All
-else is attended in *groups*: sequences of similar chunk and context length are padded
-to a rectangle, their blocks gathered, and attended in one call. Query heads that share
-a key head are folded into the query axis, so keys and values are never repeated.
+chunks of the prefilling ones. Decoding reads the dense mirror if there is one. All
+other tokens are attended in *groups*: sequences of similar chunk and context length are
+padded to a rectangle, their blocks gathered, and attended in one call. Query heads that
+share a key head are folded into the query axis, so keys and values are never repeated.
 
-`tiles` is the deterministic layout (docs/decisions/0009): every token is computed
-within the 16 aligned positions that it belongs to, against a context padded to a fixed
-multiple, so its shape does not depend on chunk bounds or neighbours.
+`tiles` selects the deterministic layout (docs/decisions/0009): every token is computed
+within its 16 aligned positions, against a context padded to a fixed multiple, so its
+shape does not depend on chunk bounds or neighbors.
 """
 
 from collections.abc import Sequence
@@ -25,13 +25,14 @@ from rollweave.engine.planner.batching import Entry
 from rollweave.weights.checkpoint import ModelShape
 
 TILE_ROWS = 16
-"""Rows of a deterministic tile.
+"""Number of rows of a deterministic tile.
 
-Sixteen rows were measured to be bit-identical wherever they stand in it.
+With sixteen rows, results were measured to be bit-identical at every position of the
+tile.
 """
 TILE_CONTEXT_BLOCKS = 4
-"""In deterministic mode contexts are padded to a multiple of this many blocks, counted
-from the sequence's start.
+"""Number of blocks to a multiple of which contexts are padded in deterministic mode,
+counted from the sequence's start.
 """
 
 
@@ -51,7 +52,8 @@ class Chunk:
 class Group:
     """A padded rectangle, `sequences` by `queries`.
 
-    `real` are those that exist (None: all), `scatter` their flat positions.
+    `real` are the positions that hold tokens (None: all), `scatter` their flat
+    positions.
     """
 
     sequences: int
@@ -66,8 +68,8 @@ class Group:
 
 @dataclass(slots=True)
 class Dense:
-    """Decoding through the mirror: where the new tokens go, and what is attended, rows
-    and heads merged, for each layer.
+    """Decoding through the mirror: where the new tokens are written, and the attended
+    keys and values of each layer, rows and heads merged.
     """
 
     rows: torch.Tensor
@@ -79,7 +81,7 @@ class Dense:
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """`slots[i]` is where token i's KV goes in the pool.
+    """`slots[i]` is the pool position of token i's KV.
 
     The first `mirrored` tokens decode through the mirror.
     """
@@ -93,7 +95,7 @@ class AttentionPlan:
 class Attention:
     """Writes the step's KV and attends over it.
 
-    Owns no state beyond the pool and the mirror that it was given.
+    It owns no state beyond the pool and the mirror.
     """
 
     def __init__(
@@ -141,8 +143,8 @@ class Attention:
         return Dense(rows=rows, positions=positions, keys=keys, values=values, mask=mask)
 
     def _bucket(self, piece: Chunk) -> tuple[int, int]:
-        """Pieces of one bucket are padded to a common size: within a factor of two each
-        way, exact for tiles.
+        """Return the bucket of a piece. Pieces of one bucket are padded to a common
+        size, within a factor of two in each dimension, and exactly for tiles.
         """
         blocks = self._context_blocks(piece)
         return (
@@ -160,17 +162,17 @@ class Attention:
 
     def _slots(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         size = self.pool.block_tokens
-        found: list[int] = []
+        slots: list[int] = []
         for chunk in chunks:
             blocks = chunk.entry.blocks
             if chunk.count == 1:
-                found.append(blocks[chunk.start // size] * size + chunk.start % size)
+                slots.append(blocks[chunk.start // size] * size + chunk.start % size)
             else:
-                found.extend(
+                slots.extend(
                     blocks[at // size] * size + at % size
                     for at in range(chunk.start, chunk.start + chunk.count)
                 )
-        return self._tensor(found)
+        return self._tensor(slots)
 
     def _group(self, pieces: list[Chunk]) -> Group:
         blocks = max(self._context_blocks(piece) for piece in pieces)
@@ -205,10 +207,10 @@ class Attention:
         return torch.as_tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
 
     def attend(self, layer: int, qkv: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        """From rotated queries, keys and values of the flat list, side by side, to what
-        the queries see.
+        """Compute attention from rotated queries, keys and values of the flat list,
+        which lie side by side.
 
-        [tokens, (heads + 2 kv_heads) * head_dim] to [tokens, heads * head_dim].
+        [tokens, (heads + 2 kv_heads) * head_dim] becomes [tokens, heads * head_dim].
         """
         width = self.query_width
         q, kv = qkv.split_with_sizes((width, qkv.shape[1] - width), dim=1)
@@ -231,7 +233,7 @@ class Attention:
         value = qkv.as_strided((count, heads, size), (row, size, 1), width + heads * size)
         self.mirror.keys[layer][dense.rows, :, :, dense.positions] = key
         self.mirror.values[layer][dense.rows, :, dense.positions] = value
-        # All query heads of one key head are rows of one product.
+        # The query heads of one key head are rows of one product.
         folded = qkv.as_strided((count, width), (row, 1)).reshape(count * heads, self.shared, size)
         scores = torch.baddbmm(dense.mask, folded, dense.keys[layer], alpha=self.scale)
         return torch.bmm(torch.softmax(scores, dim=-1), dense.values[layer]).view(count, width)
@@ -259,12 +261,12 @@ class Attention:
 
 
 def _tiles(chunk: Chunk) -> list[Chunk]:
-    """The chunk cut at the aligned multiples of TILE_ROWS positions."""
-    found = []
+    """Cut the chunk at the aligned multiples of TILE_ROWS positions."""
+    tiles = []
     start, end = chunk.start, chunk.start + chunk.count
     while start < end:
         stop = min(end, (start // TILE_ROWS + 1) * TILE_ROWS)
-        found.append(
+        tiles.append(
             Chunk(
                 entry=chunk.entry,
                 start=start,
@@ -273,4 +275,4 @@ def _tiles(chunk: Chunk) -> list[Chunk]:
             )
         )
         start = stop
-    return found
+    return tiles

@@ -1,8 +1,9 @@
-"""Finds stop strings in a growing sequence of tokens, decoding only its end.
+"""Detects stop strings in a growing sequence of tokens, decoding only its end.
 
 A token may hold part of a character, and a tokenizer may render a token differently
-after another one. So text is taken as the difference of two decodings that start at the
-same token, and an unfinished character (U+FFFD at the end) is waited for.
+after another one. New text is therefore the difference of two decodings that start at
+the same token, and an incomplete character (U+FFFD at the end) is held back until it is
+complete.
 """
 
 from pathlib import Path
@@ -14,13 +15,15 @@ from rollweave.schema.errors import EngineError
 
 
 class Decoding(Protocol):
+    """The part of a tokenizer that this module needs."""
+
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str: ...
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """The checkpoint's tokenizer.
+    """Load the checkpoint's tokenizer.
 
-    Raises EngineError where there is none: without it stop strings cannot be served.
+    Raises EngineError if it has none: stop strings cannot be served without it.
     """
     path = directory / "tokenizer.json"
     if not path.exists():
@@ -29,7 +32,9 @@ def load_tokenizer(directory: Path) -> Tokenizer:
 
 
 class StopStrings:
-    """Watches the output of one request. `feed` takes its tokens one by one."""
+    """Scans the output of one request for stop strings. `feed` takes its tokens one by
+    one.
+    """
 
     def __init__(self, tokenizer: Decoding, stop: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
@@ -41,9 +46,7 @@ class StopStrings:
         self._tail = ""
 
     def feed(self, token: int) -> bool:
-        """True when the text now contains a stop string that was not complete before
-        `token`.
-        """
+        """Return whether `token` completes a stop string in the text."""
         self._tokens.append(token)
         before = self._tokenizer.decode(
             self._tokens[self._from : self._read], skip_special_tokens=False

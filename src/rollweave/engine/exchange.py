@@ -1,16 +1,16 @@
-"""Gives KV of the prefix cache to other engines and takes theirs (Heddle §5.3), while
-the engine computes.
+"""Exports KV of the prefix cache to other engines and imports theirs (Heddle §5.3),
+while the engine computes.
 
 Between two turns the KV of a trajectory lies in the indexed blocks of the cache. An
-export copies the longest prefix that is there; an import writes blocks and indexes them
-under this engine's own keys, where the next turn finds them as if it had computed them.
-Invariants: KV under other weights, of another model or layout, or of other bytes than
-were exported is never indexed; blocks that requests hold are neither evicted nor
-written, and none is held from one step to the next.
+export copies the longest cached prefix; an import writes blocks and indexes them under
+this engine's keys, so that the next turn hits them as if this engine had computed them.
+Invariants: KV of other weights, another model or layout, or whose bytes differ from the
+exported ones is never indexed; blocks that requests hold are neither evicted nor
+written, and no block is held from one step to the next.
 
-Each transfer is a coroutine on the side thread (`transfer.py`). What it does to ledger
-and pool it does through `_between`: on the engine's thread, between two steps. Only
-copying from and to the pool costs the engine time.
+Each transfer is a coroutine on the side thread (`transfer.py`). It accesses the ledger
+and the pool only through `_between_steps`: on the engine's thread, between two steps.
+Only copying from and to the pool costs the engine time.
 """
 
 import asyncio
@@ -42,18 +42,18 @@ from rollweave.weights.checkpoint import ModelShape
 T = TypeVar("T")
 
 CHUNK_BYTES = 1 << 22
-"""Bytes that one digest covers, at least a block: large enough to be hashed at full
-speed, small against what is moved.
+"""Number of bytes that one digest covers, but at least a block: large enough to be
+hashed at full speed, small compared with a transfer.
 """
-OPEN_EXPORTS = 8
-"""Exports at once: an engine has one or two, unless whoever asked for them does not
-release them. All together have no more bytes than the pool: the engine's memory at most
-doubles.
+MAX_EXPORTS = 8
+"""Maximum number of open exports: an engine has one or two unless their requesters fail
+to release them. Together they hold at most as many bytes as the pool, so the engine's
+memory at most doubles.
 """
-OPEN_IMPORTS = 4
-"""Imports at once.
+MAX_IMPORTS = 4
+"""Maximum number of concurrent imports.
 
-Each holds what it imports, in memory of this engine or of the source.
+Each holds its content, in memory of this engine or of the source.
 """
 
 
@@ -62,15 +62,15 @@ class _Export:
     payload: Payload
     port: KvPort | None = None
     expiry: asyncio.TimerHandle | None = None
-    """Set once it is complete."""
+    """Timer that drops the export; set once it is complete."""
 
 
 class KvExchange:
-    """One engine's exports and imports. `call` runs a function between two steps,
-    `reply` answers, both from any thread.
+    """One engine's exports and imports. `call_between_steps` runs a function between
+    two steps and `reply` sends a reply, both from any thread.
 
-    `sound` says whether the engine's KV is made of finite numbers; exports that nobody
-    releases are kept for `keep_s`. All methods belong to the engine's thread.
+    `is_finite` returns whether all of the engine's KV is finite; exports that are not
+    released are kept for `keep_s` seconds. All methods belong to the engine's thread.
     """
 
     def __init__(
@@ -80,38 +80,43 @@ class KvExchange:
         *,
         pool: PagedPool,
         ledger: BlockLedger,
-        call: Callable[[Callable[[], None]], None],
+        call_between_steps: Callable[[Callable[[], None]], None],
         reply: Callable[[EngineReply], None],
-        sound: Callable[[], bool],
+        is_finite: Callable[[], bool],
         keep_s: float = TRANSFER_S,
     ) -> None:
         self._spec, self._shape, self._pool, self._ledger = spec, shape, pool, ledger
-        self._call, self._reply, self._sound, self._keep_s = call, reply, sound, keep_s
+        self._call_between_steps, self._reply, self._is_finite, self._keep_s = (
+            call_between_steps,
+            reply,
+            is_finite,
+            keep_s,
+        )
         self._block_shape = (shape.layers, pool.block_tokens * pool.width)
         self._block_nbytes = (
             shape.layers * pool.block_tokens * pool.width * pool.data.element_size()
         )
         self._chunk_blocks = max(1, CHUNK_BYTES // self._block_nbytes)
         self._side = SideThread(f"kv-{spec.id}")
-        # From here on, what belongs to the side thread.
+        # The following belong to the side thread.
         self._server = Server(spec.kv_host)
         self._exports: dict[str, _Export] = {}
         self._imports = 0
 
-    def export(self, command: ExportKv) -> None:
-        """Answer `command` with a manifest, or refuse."""
-        self._side.spawn(lambda: self._answer(command.id, self._export(command)))
+    def start_export(self, command: ExportKv) -> None:
+        """Export the KV, and reply to `command` with a manifest or a refusal."""
+        self._side.spawn(lambda: self._reply_to(command.id, self._export(command)))
 
-    def take(self, command: ImportKv) -> None:
-        """Answer `command` once the KV is in the cache, or refuse."""
-        self._side.spawn(lambda: self._answer(command.id, self._import(command)))
+    def start_import(self, command: ImportKv) -> None:
+        """Import the KV, and reply to `command` once it is cached or refused."""
+        self._side.spawn(lambda: self._reply_to(command.id, self._import(command)))
 
     def release(self, id: str) -> None:
-        """Let an export go."""
+        """Free an export."""
 
         async def drop() -> None:
             export = self._exports.get(id)
-            # an incomplete one is dropped by who completes it
+            # an incomplete export is dropped by the task that completes it
             if export is not None and export.expiry is not None:
                 self._drop(id)
 
@@ -119,27 +124,29 @@ class KvExchange:
             self._side.spawn(drop)
 
     def close(self) -> None:
-        """End all transfers, and let every export go."""
+        """End all transfers, and free every export."""
         self._side.close()
         for export in self._exports.values():
             export.payload.close()
         self._exports.clear()
 
-    # On the side thread.
+    # On the side thread
 
-    async def _answer(self, id: str, job: Coroutine[Any, Any, EngineReply]) -> None:
+    async def _reply_to(self, id: str, job: Coroutine[Any, Any, EngineReply]) -> None:
         try:
-            word = await job
+            reply: EngineReply = await job
         except KvError as error:
-            word = KvRefused(id=id, error=str(error))
-        except Exception as error:  # memory that is not there, an address that is not ours
-            word = KvRefused(id=id, error=f"{type(error).__name__}: {error}")
-        await self._between(partial(self._reply, word))
+            reply = KvRefused(id=id, error=str(error))
+        except Exception as error:  # no memory, or not an address of this host
+            reply = KvRefused(id=id, error=f"{type(error).__name__}: {error}")
+        await self._between_steps(partial(self._reply, reply))
 
-    async def _between(self, function: Callable[[], T]) -> T:
-        """Run `function` on the engine's thread, between two steps."""
+    async def _between_steps(self, function: Callable[[], T]) -> T:
+        """Run `function` on the engine's thread, between two steps, and return its
+        result.
+        """
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._call(partial(_run_for, answer, function))
+        self._call_between_steps(partial(_run_for, answer, function))
         try:
             return await answer
         finally:
@@ -148,30 +155,30 @@ class KvExchange:
     async def _export(self, command: ExportKv) -> EngineReply:
         id, exports = command.id, self._exports
         keys = self._ledger.keys(command.tokens)
-        blocks = await self._between(lambda: len(self._ledger.match(keys)))
+        blocks = await self._between_steps(lambda: len(self._ledger.match(keys)))
         nbytes, most = blocks * self._block_nbytes, self._pool.data.nbytes
         if not blocks:
-            raise KvError("nothing of the context is in the cache")
+            raise KvError("no part of the context is cached")
         if id in exports:
             raise KvError(f"id must be unique among open exports, got {id!r} again")
-        if len(exports) >= OPEN_EXPORTS:
-            raise KvError(f"{OPEN_EXPORTS} exports are open already")
+        if len(exports) >= MAX_EXPORTS:
+            raise KvError(f"{MAX_EXPORTS} exports are open already")
         if nbytes + sum(export.payload.nbytes for export in exports.values()) > most:
             raise KvError(f"open exports must stay within the {most} bytes of the cache")
         export = exports[id] = _Export(Payload(nbytes))
         try:
-            manifest = await self._exported(command, keys[:blocks], export)
+            manifest = await self._copy_and_seal(command, keys[:blocks], export)
         except BaseException:
             self._drop(id)
             raise
         export.expiry = asyncio.get_running_loop().call_later(self._keep_s, self._drop, id)
         return KvExported(id=id, manifest=manifest)
 
-    async def _exported(
+    async def _copy_and_seal(
         self, command: ExportKv, keys: Sequence[Key], export: _Export
     ) -> KvManifest:
         payload, size = export.payload, self._block_nbytes
-        blocks, weights_id = await self._between(lambda: self._copy_out(keys, payload))
+        blocks, weights_id = await self._between_steps(lambda: self._copy_out(keys, payload))
         digests = payload.seal(blocks * size, self._chunk_blocks * size)
         if command.over == "tcp":
             export.port = await self._server.offer(payload)
@@ -183,7 +190,7 @@ class KvExchange:
             nbytes=payload.nbytes,
             digests=digests,
             where=export.port if export.port is not None else payload.memory,
-            **self._own(weights_id),
+            **self._compatibility(weights_id),
         )
 
     def _drop(self, id: str) -> None:
@@ -195,22 +202,23 @@ class KvExchange:
         export.payload.close()
 
     async def _import(self, command: ImportKv) -> EngineReply:
-        if self._imports >= OPEN_IMPORTS:
-            raise KvError(f"{OPEN_IMPORTS} imports are under way already")
+        if self._imports >= MAX_IMPORTS:
+            raise KvError(f"{MAX_IMPORTS} imports are under way already")
         self._imports += 1
         try:
             return KvImported(
-                id=command.id, moved_tokens=await self._imported(command.tokens, command.manifest)
+                id=command.id,
+                moved_tokens=await self._fetch_and_place(command.tokens, command.manifest),
             )
         finally:
             self._imports -= 1
 
-    async def _imported(self, tokens: Sequence[int], manifest: KvManifest) -> int:
-        blocks = self._check(manifest, len(tokens))
+    async def _fetch_and_place(self, tokens: Sequence[int], manifest: KvManifest) -> int:
+        blocks = self._block_count(manifest, len(tokens))
         keys = self._ledger.keys(tokens[: manifest.tokens])
         if keys[-1] != manifest.key:
-            raise KvError("the KV is that of other tokens")
-        present, room = await self._between(lambda: self._room(keys))
+            raise KvError("the KV belongs to other tokens")
+        present, room = await self._between_steps(lambda: self._present_and_free(keys))
         wanted = min(blocks, present + room)
         if not wanted:
             raise KvError("no block of the cache is free")
@@ -224,16 +232,18 @@ class KvExchange:
         content = torch.frombuffer(payload, dtype=self._pool.data.dtype).view(
             -1, *self._block_shape
         )
-        moved = await self._between(
-            lambda: self._place(manifest.weights_id, keys[: last * chunk], content, first * chunk)
+        moved = await self._between_steps(
+            lambda: self._copy_in(manifest.weights_id, keys[: last * chunk], content, first * chunk)
         )
         if not moved:
-            raise KvError("the cache has changed meanwhile, and has no room")
+            raise KvError("the cache has changed, and has no room left")
         return moved * size
 
-    def _check(self, manifest: KvManifest, tokens: int) -> int:
-        """Whether the KV could be ours; how many blocks it has. Raises KvError."""
-        for name, ours in self._own(self._ledger.weights_id).items():
+    def _block_count(self, manifest: KvManifest, tokens: int) -> int:
+        """Return the number of blocks in the KV. Raises KvError if this engine cannot
+        use it.
+        """
+        for name, ours in self._compatibility(self._ledger.weights_id).items():
             theirs = getattr(manifest, name)
             if theirs != ours:
                 raise KvError(f"{name} of the KV must be this engine's {ours}, got {theirs}")
@@ -253,15 +263,14 @@ class KvExchange:
             -blocks // manifest.chunk_blocks
         ):
             raise KvError(
-                f"{blocks} blocks in chunks of {manifest.chunk_blocks} have not "
+                f"{blocks} blocks in chunks of {manifest.chunk_blocks} do not have "
                 f"{len(manifest.digests)} digests"
             )
         return blocks
 
-    def _own(self, weights_id: int) -> dict[str, Any]:
-        """What the KV of two engines must have in common."""
-        # Without published weights the checkpoint is the weights, and its directory all
-        # that is known of it.
+    def _compatibility(self, weights_id: int) -> dict[str, Any]:
+        """Return the properties in which the KV of two engines must agree."""
+        # Without published weights, the directory of the checkpoint identifies them.
         source = self._spec.model if weights_id < 0 else ""
         return {
             "weights_id": weights_id,
@@ -274,46 +283,46 @@ class KvExchange:
             "block_tokens": self._pool.block_tokens,
         }
 
-    # On the engine's thread, between two steps.
+    # On the engine's thread, between two steps
 
     def _copy_out(self, keys: Sequence[Key], payload: Payload) -> tuple[int, int]:
-        """Copy the blocks that are still there.
+        """Copy the blocks that are still cached.
 
-        Returns how many, and the weights that computed them.
+        Return their number, and the id of the weights that computed them.
         """
-        found = self._ledger.match(keys)
-        if not found:
-            raise KvError("the context was evicted meanwhile, or the weights have changed")
-        if not self._sound():
-            raise KvError("the engine has computed numbers that are not finite")
+        blocks = self._ledger.match(keys)
+        if not blocks:
+            raise KvError("the context has been evicted, or the weights have changed")
+        if not self._is_finite():
+            raise KvError("the engine has computed values that are not finite")
         self._pool.read(
-            found,
+            blocks,
             torch.frombuffer(payload.buffer, dtype=self._pool.data.dtype).view(
                 -1, *self._block_shape
             ),
         )
-        return len(found), self._ledger.weights_id
+        return len(blocks), self._ledger.weights_id
 
-    def _room(self, keys: Sequence[Key]) -> tuple[int, int]:
-        """How many blocks of the prefix are there already, and how many more could be."""
+    def _present_and_free(self, keys: Sequence[Key]) -> tuple[int, int]:
+        """Return how many blocks of the prefix are cached already, and how many more
+        fit.
+        """
         present = self._ledger.match(keys)
         return len(present), self._ledger.free - self._ledger.unused(present)
 
-    def _place(
+    def _copy_in(
         self, weights_id: int, keys: Sequence[Key], content: torch.Tensor, start: int
     ) -> int:
-        """Index blocks `start` and following of the prefix, as far as they are not
-        there and there is room.
+        """Write and index the blocks of the prefix from `start` on that are not cached
+        yet, as far as there is room; return how many blocks are cached then.
         """
         ledger = self._ledger
         if ledger.weights_id != weights_id:
-            raise KvError(
-                f"the weights have changed meanwhile, from {weights_id} to {ledger.weights_id}"
-            )
+            raise KvError(f"the weights have changed from {weights_id} to {ledger.weights_id}")
         held = ledger.match(keys)
         present = len(held)
         if present < start:
-            return present  # what the new blocks would follow was evicted meanwhile
+            return present  # the blocks that precede the new ones have been evicted
         ledger.share(held)
         try:
             new = ledger.allocate(min(len(keys) - present, ledger.free))
@@ -328,17 +337,17 @@ class KvExchange:
 
 
 def _run_for(answer: asyncio.Future[T], function: Callable[[], T]) -> None:
-    """Run `function` for who waits for `answer` on another thread."""
+    """Run `function`, and settle `answer` on the other thread that awaits it."""
     try:
         settle = partial(answer.set_result, function())
     except Exception as error:
         settle = partial(answer.set_exception, error)
-    answer.get_loop().call_soon_threadsafe(_unless_done, answer, settle)
-    # An error keeps these frames alive, which must not keep the error: the memory of a
-    # payload would stay with them.
+    answer.get_loop().call_soon_threadsafe(_settle_unless_done, answer, settle)
+    # An error keeps these frames alive, and they must not keep the error in turn: that
+    # cycle would keep the payload's memory.
     del answer, settle
 
 
-def _unless_done(answer: asyncio.Future[Any], settle: Callable[[], None]) -> None:
+def _settle_unless_done(answer: asyncio.Future[Any], settle: Callable[[], None]) -> None:
     if not answer.done():
         settle()

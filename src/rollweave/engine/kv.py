@@ -1,15 +1,15 @@
-"""The KV tensors of one engine: a paged pool that is the truth, and on CPU a dense
-mirror of the sequences that decode.
+"""The KV tensors of one engine: an authoritative paged pool, and on CPU a dense mirror
+of the decoding sequences.
 
 The pool holds, per layer, one row per token: all key heads, then all value heads. A
-block is `block_tokens` rows in a row. Attention over blocks has to gather them first,
-which on CPU costs more than the attention; so each decoding sequence also has a row of
-the mirror, laid out as attention reads it, to which its new tokens are written
-alongside the pool.
+block is `block_tokens` consecutive rows. Attention over blocks has to gather them
+first, which costs more than the attention itself on CPU. Each decoding sequence
+therefore also has a row of the mirror, in the layout that attention reads; its new
+tokens are written to both.
 
 Invariants: every computed token of a live sequence is in the pool; the mirror's rows
 `[0, len(rows))` belong to `rows` in order, and hold what the pool holds for their
-sequence's computed tokens. All unwritten memory is finite (it is masked, and masking
+sequences' computed tokens. All unwritten memory is finite (it is masked, and masking
 multiplies by zero).
 """
 
@@ -21,15 +21,15 @@ from rollweave.engine.planner.batching import Entry
 from rollweave.weights.checkpoint import ModelShape
 
 LAYOUT = "block/layer/token/key heads, value heads; rotary pairs interleaved"
-"""How KV lies in memory, for who moves it between engines: to be changed with the
-pool's layout, or the model's.
+"""Name of the memory layout of KV that moves between engines. It changes with the
+layout of the pool or the model.
 """
 GROWTH_TOKENS = 128
-"""The mirror's rows grow in steps of this many tokens at least: growing copies all of
-it.
+"""Minimum number of tokens by which the mirror's rows grow: growing copies the whole
+mirror.
 """
-FEWEST_ROWS = 16
-"""The mirror starts with this many rows, for the same reason."""
+MIN_ROWS = 16
+"""Number of rows that the mirror starts with, for the same reason."""
 
 
 class PagedPool:
@@ -59,7 +59,7 @@ class PagedPool:
         self.data.zero_()
 
     def erase(self, blocks: Sequence[int]) -> None:
-        """Make `blocks` as they were at first."""
+        """Reset `blocks` to zero, their initial content."""
         self.by_block.index_fill_(1, self._tensor(blocks), 0)
 
     def read(self, blocks: Sequence[int], out: torch.Tensor) -> None:
@@ -73,7 +73,7 @@ class PagedPool:
             out.copy_(by_block.index_select(0, self._tensor(blocks)))
 
     def write(self, blocks: Sequence[int], content: torch.Tensor) -> None:
-        """Copy what `read` gave into `blocks`."""
+        """Copy the content returned by `read` into `blocks`."""
         self.by_block.transpose(0, 1).index_copy_(
             0, self._tensor(blocks), content.to(self.data.device)
         )
@@ -86,9 +86,9 @@ class DenseMirror:
     """Rows of decoding sequences, per layer: `keys` [row, head, dim, position],
     `values` [row, head, position, dim].
 
-    Keys are transposed because products with so few queries are fastest so. `mask`
-    [row, head, 1, position] is 0 where a token is and -inf elsewhere. Rows times
-    positions stay within `budget` tokens, padding included.
+    Keys are transposed because products with so few queries are fastest that way.
+    `mask` [row, head, 1, position] is 0 at the positions of tokens and -inf elsewhere.
+    Rows times positions stay within `budget` tokens, padding included.
     """
 
     def __init__(self, shape: ModelShape, pool: PagedPool, *, budget: int) -> None:
@@ -114,8 +114,8 @@ class DenseMirror:
     def window(
         self, longest: int
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], torch.Tensor]:
-        """Keys and values of each layer, and the mask, over all rows' first `longest`
-        positions, rows and heads merged.
+        """Return the keys and values of each layer, and the mask, over all rows' first
+        `longest` positions, with rows and heads merged.
         """
         layers, (rows, capacity), size = len(self.keys), self._size, self.head_dim
         merged, row = len(self.rows) * self.heads, size * capacity
@@ -126,10 +126,10 @@ class DenseMirror:
         return keys.unbind(0), values.unbind(0), mask
 
     def _fitting(self, count: int, longest: int) -> tuple[int, int] | None:
-        """Rows and capacity for `count` sequences: with room to grow where the budget
-        has it. None where they do not fit.
+        """Return rows and capacity for `count` sequences, with room to grow if the
+        budget allows it; None if they do not fit.
         """
-        for rows in (max(FEWEST_ROWS, 1 << (count - 1).bit_length()), count):
+        for rows in (max(MIN_ROWS, 1 << (count - 1).bit_length()), count):
             if rows * longest <= self.budget:
                 roomy = max(longest * 3 // 2, longest + GROWTH_TOKENS, self._size[1])
                 return rows, min(roomy, self.budget // rows)
@@ -143,7 +143,7 @@ class DenseMirror:
         self._keys[:, :kept, :, :, :length] = old_keys[:, :kept, :, :, :length]
         self._values[:, :kept, :, :length] = old_values[:, :kept, :, :length]
         self.keys, self.values = self._keys.unbind(0), self._values.unbind(0)
-        # Its `capacity` entries from `capacity - n` on are n zeros and then -inf: the
+        # The `capacity` entries from `capacity - n` on are n zeros and then -inf: the
         # mask of a row of n tokens.
         self._edge = torch.cat(
             (self.mask.new_zeros(capacity), self.mask.new_full((capacity,), float("-inf")))
@@ -152,8 +152,8 @@ class DenseMirror:
             self.mask[row] = self._edge[capacity - entry.computed : 2 * capacity - entry.computed]
 
     def place(self, entries: list[Entry]) -> bool:
-        """Give every one of `entries`, which decode now, its row, and take the others'
-        away. False where they do not fit.
+        """Give each of `entries`, which decode now, its row, and drop all other rows.
+        Return False if they do not fit.
         """
         if len(entries) != len(self.rows) or any(entry not in self._row_of for entry in entries):
             wanted = set(entries)
@@ -173,7 +173,7 @@ class DenseMirror:
         return True
 
     def drop(self, entry: Entry) -> None:
-        """Take a sequence's row away; the last row moves into the gap.
+        """Drop a sequence's row; the last row moves into the gap.
 
         Unknown entries are ignored.
         """
@@ -190,7 +190,7 @@ class DenseMirror:
             self._row_of[last] = row
 
     def forget(self, *, memory: bool) -> None:
-        """Take all rows away, and with `memory` that too."""
+        """Drop all rows, and with `memory` free their memory too."""
         self.rows.clear()
         self._row_of.clear()
         if memory:

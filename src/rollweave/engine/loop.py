@@ -1,12 +1,12 @@
-"""The engine's loop: takes commands between two steps, computes steps while there is
-work, sleeps while there is none.
+"""The engine's loop: it takes commands between two steps, computes steps while there is
+work, and sleeps otherwise.
 
 Commands are posted from any thread and never wait for a computation; replies are called
-on the loop's thread. Every request is answered exactly once, also when it is refused,
-aborted, or its handling raises. New weights are verified before anything is touched;
-then all live KV is recomputed under them, and tokens sampled from then on carry the new
-version. Whatever breaks the loop itself is said as `EngineFatal`, after which nothing
-more is answered.
+on the loop's thread. Every request is answered exactly once, including one that is
+refused or aborted, or whose handling raises. New weights are verified before anything
+changes; then the KV of all live requests is recomputed under them, and tokens sampled
+from then on carry the new version. A failure of the loop itself is reported as
+`EngineFatal`, after which nothing more is answered.
 """
 
 import math
@@ -24,15 +24,15 @@ from tokenizers import Tokenizer
 from rollweave.engine.admission import validate
 from rollweave.engine.detokenize import StopStrings, load_tokenizer
 from rollweave.engine.exchange import KvExchange
-from rollweave.engine.live import Live
 from rollweave.engine.measure import step_times
-from rollweave.engine.planner.batching import Amounts, Batcher, Entry, StepPlan
+from rollweave.engine.planner.batching import Batcher, Entry, StepPlan, StepWork
 from rollweave.engine.planner.blocks import BlockLedger
+from rollweave.engine.request_state import RequestState
 from rollweave.engine.runner import Runner
 from rollweave.engine.sampler import RowParams, pack, sample
 from rollweave.schema.errors import EngineError, WeightsError
 from rollweave.schema.serving import (
-    TELL_S,
+    PROGRESS_S,
     Abort,
     Add,
     EngineCommand,
@@ -41,15 +41,15 @@ from rollweave.schema.serving import (
     EngineSpec,
     EngineStats,
     ExportKv,
-    Finish,
+    FinishReason,
     Generated,
     GenerateRequest,
     GenerateResult,
     ImportKv,
     Load,
+    LoadCheckpoint,
     Loaded,
     LoadFailed,
-    LoadSaved,
     Progress,
     Ready,
     ReleaseKv,
@@ -66,18 +66,18 @@ from rollweave.weights.staging import on_device
 from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
 
 
-class Between(NamedTuple):
-    """A word of our own: call this between two steps. It must not raise."""
+class CallBetweenSteps(NamedTuple):
+    """An internal command: call the function between two steps. It must not raise."""
 
-    call: Callable[[], None]
+    function: Callable[[], None]
 
 
 class EngineLoop:
     """One engine. `run` blocks until `Shutdown` or a fatal error; `post` may be called
     before, during and after it.
 
-    `watch` is told the work of every step and its seconds, on the loop's thread.
-    `clock` counts seconds.
+    `watch` is called on the loop's thread with the work of every step and its seconds.
+    `clock` returns seconds.
     """
 
     def __init__(
@@ -85,17 +85,17 @@ class EngineLoop:
         spec: EngineSpec,
         reply: Callable[[EngineReply], None],
         *,
-        watch: Callable[[Amounts, float], None] | None = None,
+        watch: Callable[[StepWork, float], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.spec = spec
         self._reply, self._watch, self._clock = reply, watch, clock
-        self._inbox: deque[EngineCommand | Between] = deque()
+        self._inbox: deque[EngineCommand | CallBetweenSteps] = deque()
         self._wake = threading.Condition()
-        self._live: dict[str, Live] = {}
-        self._streams: dict[str, Live] = {}
-        """Those of them whose tokens are told as they come."""
-        self._tell_at = math.inf
+        self._live: dict[str, RequestState] = {}
+        self._streams: dict[str, RequestState] = {}
+        """The live requests whose tokens are reported as they are sampled."""
+        self._progress_at = math.inf
         self._suspended_at: float | None = None
         self._deadline = math.inf
         self._version = spec.version
@@ -109,21 +109,22 @@ class EngineLoop:
         ) = self._steps = 0
 
     def post(self, command: EngineCommand) -> None:
-        """Hand a command over.
+        """Queue a command.
 
-        Commands are taken in this order, all that are there before each step.
+        Commands run in the order in which they were posted, all pending ones before
+        each step.
         """
         self._put(command)
 
-    def _put(self, word: EngineCommand | Between) -> None:
+    def _put(self, item: EngineCommand | CallBetweenSteps) -> None:
         with self._wake:
-            self._inbox.append(word)
+            self._inbox.append(item)
             self._wake.notify()
 
     def run(self) -> None:
-        """Build the engine, say `Ready`, and serve.
+        """Build the engine, reply `Ready`, and serve.
 
-        Says `EngineFatal` where building or serving fails.
+        Replies `EngineFatal` if building or serving fails.
         """
         try:
             if self.spec.device == "cpu":
@@ -131,7 +132,7 @@ class EngineLoop:
             with torch.inference_mode():
                 self._build()
                 with closing(self._exchange):
-                    while self._obey():
+                    while self._handle_commands():
                         if self._suspended_at is None and self._batcher.live:
                             self._step()
         except Exception as error:
@@ -152,9 +153,9 @@ class EngineLoop:
             self._runner.shape,
             pool=pool,
             ledger=self._ledger,
-            call=lambda call: self._put(Between(call)),
+            call_between_steps=lambda function: self._put(CallBetweenSteps(function)),
             reply=self._reply,
-            sound=lambda: not self._tainted,
+            is_finite=lambda: not self._tainted,
         )
         capacity = pool.blocks * pool.block_tokens
         self._max_context = min(self._runner.shape.context, capacity)
@@ -169,35 +170,35 @@ class EngineLoop:
         self._started_s = self._clock()
         self._reply(ready)
 
-    # Commands.
+    # Commands
 
-    def _obey(self) -> bool:
-        """Take all commands that are there; wait for one while there is nothing to
-        compute. False to end.
+    def _handle_commands(self) -> bool:
+        """Handle all pending commands, after waiting for one if there is nothing to
+        compute. Return False once the loop must end.
         """
         with self._wake:
             while not self._inbox and (self._suspended_at is not None or not self._batcher.live):
                 self._wake.wait()
-            words = list(self._inbox)
+            items = list(self._inbox)
             self._inbox.clear()
-        return all(self._handle(word) for word in words)
+        return all(self._handle(item) for item in items)
 
-    def _handle(self, word: EngineCommand | Between) -> bool:
-        match word:
-            case Between(call=call):
-                call()
+    def _handle(self, item: EngineCommand | CallBetweenSteps) -> bool:
+        match item:
+            case CallBetweenSteps(function=function):
+                function()
             case Add(request=request, stream=stream):
                 self._add(request, stream=stream)
             case Abort(id=id):
                 if id in self._live:
-                    self._finish(self._live[id], Finish.ABORTED)
+                    self._finish(self._live[id], FinishReason.ABORTED)
             case Rerank(id=id, rank=rank):
                 if math.isfinite(rank):
                     self._batcher.rerank(id, rank)
             case Suspend():
                 if self._suspended_at is None:
                     self._suspended_at = self._clock()
-                    self._tell(self._suspended_at)
+                    self._report_progress(self._suspended_at)
                 self._reply(Suspended(in_flight=len(self._live)))
             case Resume():
                 if self._suspended_at is not None:
@@ -205,54 +206,61 @@ class EngineLoop:
                     self._suspended_at = None
             case Load(manifest=manifest):
                 self._load(manifest.version, manifest.weights_id, lambda: read_tensors(manifest))
-            case LoadSaved(directory=directory, dtype=dtype):
-                step, published = word.version, getattr(torch, dtype)
+            case LoadCheckpoint(directory=directory, dtype=dtype):
+                step, published = item.version, getattr(torch, dtype)
                 self._load(
                     step,
-                    word.weights_id,
+                    item.weights_id,
                     lambda: read_trainer_checkpoint(Path(directory), step=step, dtype=published),
                 )
             case Stats():
                 self._reply(Sampled(stats=self._stats()))
             case ExportKv():
-                self._exchange.export(word)
+                self._exchange.start_export(item)
             case ImportKv():
-                self._exchange.take(word)
+                self._exchange.start_import(item)
             case ReleaseKv(id=id):
                 self._exchange.release(id)
             case Shutdown():
                 return False
             case _:
-                assert_never(word)
+                assert_never(item)
         return True
 
     def _add(self, request: GenerateRequest, *, stream: bool) -> None:
         now = self._clock()
         try:
-            live = self._admit(request, now)
-            ended = live.resume()
-            self._batcher.add(live.entry)
-        except Exception as error:  # also of a tokenizer that cannot decode what is resumed
+            state = self._admit(request, now)
+            ended = state.resume()
+            self._batcher.add(state.entry)
+        except Exception as error:  # the tokenizer may fail to decode the resumed tokens
             why = (
                 str(error)
                 if isinstance(error, ValueError | EngineError)
                 else f"{type(error).__name__}: {error}"
             )
             result = GenerateResult(
-                id=request.id, tokens=(), logprobs=(), versions=(), finish=Finish.ERROR, error=why
+                id=request.id,
+                tokens=(),
+                logprobs=(),
+                versions=(),
+                finish=FinishReason.ERROR,
+                error=why,
             )
             self._reply(Generated(result=result))
             return
-        self._live[request.id] = live
+        self._live[request.id] = state
         if ended is not None:
-            self._finish(live, ended)
+            self._finish(state, ended)
         elif stream:
             if not self._streams:
-                self._tell_at = now + TELL_S
-            self._streams[request.id] = live
+                self._progress_at = now + PROGRESS_S
+            self._streams[request.id] = state
 
-    def _admit(self, request: GenerateRequest, now: float) -> Live:
-        """Validate. Raises ValueError or EngineError with what is wrong."""
+    def _admit(self, request: GenerateRequest, now: float) -> RequestState:
+        """Validate a request and build its state. Raises ValueError or EngineError if
+        it is invalid.
+        """
         validate(request, vocab=self._runner.shape.vocab, max_context=self._max_context)
         sampling = request.sampling
         limit = min(sampling.max_tokens, self._max_context - len(request.tokens))
@@ -262,7 +270,7 @@ class EngineLoop:
             limit=len(request.tokens) + limit - 1,
             rank=request.rank,
         )
-        live = Live(
+        state = RequestState(
             request,
             entry=entry,
             limit=limit,
@@ -272,15 +280,15 @@ class EngineLoop:
         if any(sampling.stop):
             if self._tokenizer is None:
                 self._tokenizer = load_tokenizer(Path(self.spec.model))
-            live.watch = StopStrings(self._tokenizer, sampling.stop)
-        return live
+            state.stop_strings = StopStrings(self._tokenizer, sampling.stop)
+        return state
 
     def _load(
         self, version: int, weights_id: int, read: Callable[[], dict[str, torch.Tensor]]
     ) -> None:
-        """Verify, then swap.
+        """Verify the weights, then swap them in.
 
-        Nothing before the swap can leave a trace; the swap itself copies between
+        A failure before the swap changes nothing; the swap itself copies between
         checked shapes.
         """
         started = self._clock()
@@ -299,16 +307,27 @@ class EngineLoop:
         now = self._clock()
         self._reply(Loaded(version=version, load_s=now - started, recompute_tokens=recompute))
 
-    # Steps.
+    # Steps
 
     def _step(self) -> None:
         started = self._clock()
         plan = self._batcher.plan()
-        amounts = plan.amounts if self._watch is not None else None
-        for entry in plan.left:
-            self._runner.drop(entry)
-        if plan.left or plan.entered:
-            self._slots_changed(plan, started)
+        work = plan.work if self._watch is not None else None
+        self._track_slots(plan, started)
+        self._compute(plan)
+        self._steps += 1
+        ended = self._clock()
+        self._busy_s += ended - started
+        self._enforce_budgets(ended - self._suspended_s)
+        if self._watch is not None and work is not None:
+            self._watch(work, ended - started)
+        if self._streams and ended >= self._progress_at:
+            self._report_progress(ended)
+
+    def _compute(self, plan: StepPlan) -> None:
+        """Run the model over the plan, and sample the next token of each sequence that
+        is complete.
+        """
         entries, logits = self._runner.compute(plan)
         for entry in plan.decode:
             self._recomputed_tokens += self._batcher.advance(entry, 1)
@@ -320,58 +339,56 @@ class EngineLoop:
             self._output_tokens += len(tokens)
             for entry, token, logprob in zip(entries, tokens, logprobs, strict=True):
                 self._accept(self._live[entry.id], token, logprob)
-        self._steps += 1
-        ended = self._clock()
-        self._busy_s += ended - started
-        if ended - self._suspended_s >= self._deadline:
-            self._cut(ended - self._suspended_s)
-        if self._watch is not None and amounts is not None:
-            self._watch(amounts, ended - started)
-        if self._streams and ended >= self._tell_at:
-            self._tell(ended)
 
-    def _tell(self, now: float) -> None:
-        """Say what was sampled since the last time."""
-        self._tell_at = now + TELL_S
-        pieces = [
-            piece
-            for live in self._streams.values()
-            if (piece := live.news(now - self._suspended_s)) is not None
+    def _report_progress(self, now: float) -> None:
+        """Send the tokens sampled since the last `Progress`."""
+        self._progress_at = now + PROGRESS_S
+        deltas = [
+            delta
+            for state in self._streams.values()
+            if (delta := state.take_delta(now - self._suspended_s)) is not None
         ]
-        if pieces:
-            self._reply(Progress(pieces=tuple(pieces)))
+        if deltas:
+            self._reply(Progress(pieces=tuple(deltas)))
 
-    def _slots_changed(self, plan: StepPlan, now: float) -> None:
-        """Note who waits from `now` on, who has a slot, and whose budget ends first."""
+    def _track_slots(self, plan: StepPlan, now: float) -> None:
+        """Account for the requests that lost or took a slot, and find the earliest
+        deadline of a budget.
+        """
+        if not (plan.left or plan.entered):
+            return
         step_clock = now - self._suspended_s
         for entry in plan.left:
-            live = self._live.get(entry.id)
-            # else it is over; its id may have been given again
-            if live is not None and live.entry is entry:
-                live.leave(now, step_clock)
+            self._runner.drop(entry)
+            state = self._live.get(entry.id)
+            # Otherwise the request has ended, and its id may have been used again.
+            if state is not None and state.entry is entry:
+                state.release_slot(now, step_clock)
         for entry in plan.entered:
-            live = self._live[entry.id]
-            if not live.served:
+            state = self._live[entry.id]
+            if not state.served:
                 self._prompt_tokens += len(entry.tokens)
                 self._cached_tokens += entry.cached or 0
-            live.enter(now, step_clock)
+            state.take_slot(now, step_clock)
         self._deadline = min(
             (self._live[entry.id].deadline for entry in self._batcher.running), default=math.inf
         )
 
-    def _cut(self, step_clock: float) -> None:
-        """End the requests whose budget is used up.
+    def _enforce_budgets(self, step_clock: float) -> None:
+        """End the requests that have used up their budget.
 
-        The deadline of the others follows from the slots that these leave.
+        Their slots change hands in the next plan, which yields the next deadline.
         """
+        if step_clock < self._deadline:
+            return
         for entry in list(self._batcher.running):
-            live = self._live[entry.id]
-            if live.deadline <= step_clock:
-                self._finish(live, Finish.TIME)
+            state = self._live[entry.id]
+            if state.deadline <= step_clock:
+                self._finish(state, FinishReason.TIME)
 
     def _params(self, entries: list[Entry]) -> RowParams:
-        """Sampling parameters of these rows; most steps sample the rows of the step
-        before.
+        """Return the sampling parameters of these rows, cached because most steps
+        sample the rows of the step before.
         """
         if self._packed is None or self._packed[0] != entries:
             samplings = [self._live[entry.id].request.sampling for entry in entries]
@@ -381,41 +398,41 @@ class EngineLoop:
             self._packed = (list(entries), params)
         return self._packed[1]
 
-    def _accept(self, live: Live, token: int, logprob: float) -> None:
-        """Append a sampled token, and finish where it ends the request.
+    def _accept(self, state: RequestState, token: int, logprob: float) -> None:
+        """Append a sampled token, and finish the request if the token ends it.
 
-        An exception here is this request's alone.
+        An exception here fails this request alone.
         """
         if not math.isfinite(logprob):
             self._tainted = True
             self._finish(
-                live,
-                Finish.ERROR,
-                f"the model's logits are not finite at token {len(live.logprobs)}",
+                state,
+                FinishReason.ERROR,
+                f"the model's logits are not finite at token {len(state.logprobs)}",
             )
             return
-        if not live.spans or live.spans[-1][1] != self._version:
-            live.spans.append((len(live.logprobs), self._version))
-        live.entry.tokens.append(token)
-        live.logprobs.append(logprob)
+        if not state.version_starts or state.version_starts[-1][1] != self._version:
+            state.version_starts.append((len(state.logprobs), self._version))
+        state.entry.tokens.append(token)
+        state.logprobs.append(logprob)
         try:
-            stopped = live.stops(token)
+            stopped = state.ends_with(token)
         except Exception as error:
-            self._finish(live, Finish.ERROR, f"{type(error).__name__}: {error}")
+            self._finish(state, FinishReason.ERROR, f"{type(error).__name__}: {error}")
             return
         if stopped:
-            self._finish(live, Finish.STOP)
-        elif len(live.logprobs) >= live.limit:
-            self._finish(live, Finish.LENGTH)
+            self._finish(state, FinishReason.STOP)
+        elif len(state.logprobs) >= state.limit:
+            self._finish(state, FinishReason.LENGTH)
 
-    def _finish(self, live: Live, finish: Finish, error: str = "") -> None:
+    def _finish(self, state: RequestState, finish: FinishReason, error: str = "") -> None:
         now = self._clock()
         step_clock = (now if self._suspended_at is None else self._suspended_at) - self._suspended_s
-        del self._live[live.request.id]
-        self._streams.pop(live.request.id, None)
-        self._batcher.remove(live.request.id)
+        del self._live[state.request.id]
+        self._streams.pop(state.request.id, None)
+        self._batcher.remove(state.request.id)
         self._reply(
-            Generated(result=live.result(finish, now=now, step_clock=step_clock, error=error))
+            Generated(result=state.result(finish, now=now, step_clock=step_clock, error=error))
         )
 
     def _stats(self) -> EngineStats:
@@ -439,8 +456,8 @@ class EngineLoop:
         )
 
     def check(self) -> None:
-        """Assert the invariants of planner and ledger, and that every live request is
-        known to both sides. For tests.
+        """Assert the invariants of planner and ledger, and that both know the same live
+        requests. For tests.
         """
         self._batcher.check()
         assert self._live.keys() == self._batcher.live.keys(), "a request is lost"

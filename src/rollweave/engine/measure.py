@@ -1,11 +1,11 @@
-"""How long a decode step of this engine takes, by batch: measured before it serves
+"""Measures the decode step times of an engine, by batch size, before it serves
 (`EngineSpec.profile`).
 
-What is measured is a whole step, planned, computed and sampled, over contexts that are
-taken for computed: what stands in the pool does not change the time. Afterwards pool
-and mirror are as they were built. Requests of a later life differ in what this leaves
-out: contexts longer or shorter than `CONTEXT_TOKENS`, and prompts that are prefilled
-beside them.
+A measured step is complete: planned, computed and sampled, over contexts that are
+declared computed, since the content of the pool does not change the time. Afterwards
+the pool and the mirror are as they were built. The measurement leaves out contexts
+longer or shorter than `CONTEXT_TOKENS`, and prompts that are prefilled in the same
+step.
 """
 
 import statistics
@@ -19,47 +19,51 @@ from rollweave.schema.events import StepTime
 from rollweave.schema.serving import EngineSpec, Sampling
 
 CONTEXT_TOKENS = 256
-"""Tokens that each sequence has: some turns of an agent.
+"""Number of tokens in each sequence: some turns of an agent.
 
-Fewer where the engine has no room for as many in every slot.
+It is lower if the engine cannot hold that many in every slot.
 """
 WARM_STEPS = 2
-"""Steps before those that count: they place rows in the mirror, and touch memory for
-the first time.
+"""Number of steps before the measured ones: they place rows in the mirror, and touch
+memory for the first time.
 """
 STEPS = 5
-"""Steps whose median counts."""
+"""Number of measured steps; their median is the result."""
 
 
 def step_times(spec: EngineSpec, runner: Runner) -> tuple[StepTime, ...]:
-    """Seconds of a decode step for 1, 2, 4, … sequences, and for as many as the engine
-    has slots and blocks for.
+    """Measure the seconds of a decode step for 1, 2, 4, … sequences, up to the number
+    that the engine has slots and blocks for.
 
-    Nothing for an engine that has no room for the few tokens that are sampled here.
+    Return nothing for an engine that has no room for the few tokens sampled here.
     """
     pool, steps = runner.pool, WARM_STEPS + STEPS
-    # blocks of a sequence: for one token and those that follow, and one to spare
-    fewest = steps // pool.block_tokens + 2
-    most = min(spec.max_slots, pool.blocks // fewest)
-    if not most or runner.shape.context <= steps:
+    # Each sequence needs blocks for one token and those that follow, and one spare block.
+    min_blocks = steps // pool.block_tokens + 2
+    largest = min(spec.max_slots, pool.blocks // min_blocks)
+    if not largest or runner.shape.context <= steps:
         return ()
     context = min(
         CONTEXT_TOKENS,
         runner.shape.context - steps,
-        (pool.blocks // most - 1) * pool.block_tokens - steps,
+        (pool.blocks // largest - 1) * pool.block_tokens - steps,
     )
-    batches = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
-    found = tuple(
+    batches = [1 << power for power in range(largest.bit_length()) if 1 << power < largest] + [
+        largest
+    ]
+    profile = tuple(
         StepTime(batch=batch, context=context, seconds=_step_s(runner, batch, context))
         for batch in batches
     )
     if runner.mirror is not None:
         runner.mirror.forget(memory=True)
-    return found
+    return profile
 
 
 def _step_s(runner: Runner, batch: int, context: int) -> float:
-    """The median step of `batch` sequences, which have `context` tokens at the first."""
+    """Measure the median step of `batch` sequences that start with `context` tokens
+    each.
+    """
     pool, steps = runner.pool, WARM_STEPS + STEPS
     ledger = BlockLedger(blocks=pool.blocks, block_tokens=pool.block_tokens, caching=False)
     batcher = Batcher(ledger, slots=batch, chunk_tokens=batch * context)

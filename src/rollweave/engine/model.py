@@ -1,11 +1,10 @@
 """A compact decoder for Llama, Qwen2 and Qwen3 checkpoints that computes many
 sequences' tokens at once over the paged cache.
 
-Weights are held as the computation wants them: query, key and value in one matrix, gate
-and up in one, all transposed; the rotary halves of query and key interleaved, so that
-rotation is one complex product (attention does not see a permutation that both share).
-`load` takes tensors under their transformers names and shapes, whatever the layout
-here.
+Weights are stored in the layout of the computation: query, key and value in one matrix,
+gate and up in one, all transposed; the rotary halves of query and key are interleaved,
+so that rotation is one complex product (attention is invariant to a permutation of
+both). `load` takes tensors under their transformers names and shapes.
 """
 
 import math
@@ -26,7 +25,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 class Layer:
     """One layer's weights, [in, out] each.
 
-    Biases and norms of queries and keys are None where the architecture has none.
+    Biases and norms of queries and keys are None if the architecture has none.
     """
 
     qkv: torch.Tensor
@@ -46,7 +45,7 @@ class Layer:
 class Batch:
     """The flat list of one step's tokens, [tokens] each; positions are below `longest`.
 
-    `sampled` are indices, None is all.
+    `sampled` are indices; None means all.
     """
 
     ids: torch.Tensor
@@ -56,7 +55,7 @@ class Batch:
 
 
 class Decoder:
-    """The model. Not thread-safe: its owner's loop is the only caller."""
+    """The model. It is not thread-safe: its owner's loop is the only caller."""
 
     def __init__(
         self, shape: ModelShape, *, device: torch.device, dtype: torch.dtype, tiles: bool = False
@@ -95,7 +94,7 @@ class Decoder:
         )
         self._interleave = torch.arange(shape.head_dim, device=device).view(2, -1).t().reshape(-1)
 
-    # Weights.
+    # Weights
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise WeightsError unless `tensors` are exactly this model's parameters by
@@ -109,7 +108,7 @@ class Decoder:
                 )
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy parameters in.
+        """Copy the parameters into the model.
 
         Names and shapes must have passed `check`; a tied `lm_head.weight` is skipped.
         """
@@ -169,10 +168,10 @@ class Decoder:
             case _:
                 raise WeightsError(f"{name} is not a parameter of this model")
 
-    # Computation.
+    # Computation
 
     def forward(self, batch: Batch, attention: Attention, plan: AttentionPlan) -> torch.Tensor:
-        """Logits (fp32) of the sampled tokens of `batch`, [sampled, vocab].
+        """Return the logits (fp32) of the sampled tokens of `batch`, [sampled, vocab].
 
         Writes the KV of all its tokens.
         """
@@ -184,8 +183,8 @@ class Decoder:
         tokens = len(x)
         for index, layer in enumerate(self.layers):
             qkv = self._project(self._rms(x, layer.norm), layer.qkv, layer.qkv_bias)
-            # Queries and keys, in pairs of what is rotated together; they are the first
-            # columns of qkv.
+            # Queries and keys are the first columns of qkv, in pairs that are rotated
+            # together.
             pairs = qkv.as_strided((tokens, rotated, size // 2, 2), (qkv.stride(0), size, 2, 1))
             if layer.qk_norm is not None:
                 qk = qkv.as_strided((tokens, rotated, size), (qkv.stride(0), size, 1))
@@ -205,7 +204,7 @@ class Decoder:
         return self._project(self._rms(x, self.norm), self.head, None).float()
 
     def _scale(self, x: torch.Tensor) -> torch.Tensor:
-        """1 / root mean square over the last axis: [..., 1]."""
+        """Return 1 / root mean square over the last axis: [..., 1]."""
         if self.dtype is torch.float32:
             norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
             return torch.addcmul(self._eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
@@ -242,9 +241,9 @@ class Decoder:
         return y[:rows]
 
     def _rotation(self, positions: torch.Tensor, needed: int) -> torch.Tensor:
-        """Unit complex numbers, [tokens, 1, head_dim / 2].
+        """Return unit complex numbers, [tokens, 1, head_dim / 2].
 
-        The table grows by doubling, up to where sequences really reach.
+        The table grows by doubling, up to the longest sequence that occurs.
         """
         if needed > len(self._rotations):
             length = max(needed, 2 * len(self._rotations), 1024)

@@ -1,8 +1,8 @@
 """Computes one step plan: gathers its tokens into one flat batch, runs the model, and
-says whose logits came out.
+returns the logits of the entries that sample.
 
-Owns the model, the paged pool and the mirror. The planner's entries name blocks; this
-is where they become memory.
+It owns the model, the paged pool and the mirror. The planner's entries name blocks;
+this module maps them to memory.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ from rollweave.weights.checkpoint import ModelShape, read_shape, read_tensors_of
 class Runner:
     """The torch half of an engine, built from a checkpoint directory.
 
-    Raises ConfigError where that is not usable.
+    Raises ConfigError if the directory or the spec is not usable.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -46,21 +46,21 @@ class Runner:
             device=device,
             dtype=dtype,
         )
-        # The mirror's products keep their scores in the model's format: too coarse for
-        # anything below fp32.
+        # The mirror keeps attention scores in the model's dtype, which is too coarse
+        # below fp32.
         dense = device.type == "cpu" and dtype is torch.float32 and not spec.deterministic
         self.mirror = DenseMirror(self.shape, self.pool, budget=spec.kv_tokens) if dense else None
         self.attention = Attention(self.shape, self.pool, self.mirror, tiles=spec.deterministic)
 
     def drop(self, entry: Entry) -> None:
-        """`entry` gave up its slot."""
+        """Release what is kept for `entry`, which gave up its slot."""
         if self.mirror is not None:
             self.mirror.drop(entry)
 
     def forget(self, *, wipe: bool) -> None:
-        """The KV is void: the weights have changed.
+        """Drop all KV, because the weights have changed.
 
-        `wipe` also clears the memory (it may hold values that are not finite).
+        `wipe` also clears the memory, which may hold values that are not finite.
         """
         if self.mirror is not None:
             self.mirror.forget(memory=wipe)
@@ -70,7 +70,7 @@ class Runner:
     def compute(self, plan: StepPlan) -> tuple[list[Entry], torch.Tensor]:
         """Compute the plan's tokens.
 
-        Returns the entries that sample now, and their logits [entries, vocab] in fp32.
+        Return the entries that sample now, and their logits [entries, vocab] in fp32.
         """
         decode = plan.decode
         mirrored = 0

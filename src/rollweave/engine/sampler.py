@@ -1,11 +1,11 @@
-"""Picks one token a row from logits, and says with which log-prob.
+"""Samples one token per row of logits, and returns it with its log-prob.
 
-Randomness is a hash of the request's seed and the position of the token in its
-sequence: one uniform number a token, nothing carried over. A request's draws depend
-neither on its neighbours nor on how often it was preempted or recomputed. Log-probs are
-of the whole distribution at the request's temperature, before `allowed`, top-k and
-top-p cut it; at temperature 0 those at temperature 1. They can therefore be compared
-with a plain forward pass.
+Randomness is a hash of the request's seed and the token's position in its sequence: one
+uniform number per token, with no state. A request's draws depend neither on its
+neighbors nor on how often it was preempted or recomputed. Log-probs are those of the
+full distribution at the request's temperature, before `allowed`, top-k and top-p
+truncate it; at temperature 0 they are those at temperature 1. They can therefore be
+compared with a plain forward pass.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ _MASK = (1 << 64) - 1
 def uniforms(
     seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, position), broadcast: two rounds of
-    splitmix64's finaliser, 53 bits.
+    """Return one number in [0, 1) for each (seed, position), broadcast: two rounds of
+    splitmix64's finalizer, 53 bits.
     """
     with np.errstate(over="ignore"):
         mixed = _mix(
@@ -42,7 +42,7 @@ def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 class Draws:
     """The rows' uniform numbers.
 
-    Rows mostly advance together, so from the second time on many positions are hashed
+    Rows mostly advance together, so from the second call on many positions are hashed
     at once.
     """
 
@@ -55,7 +55,7 @@ class Draws:
         self._table = np.empty((0, 0), dtype=np.float32)
 
     def at(self, positions: Sequence[int]) -> torch.Tensor:
-        """One number for each row, at its position; fp32, [rows, 1]."""
+        """Return one number for each row, at its position; fp32, [rows, 1]."""
         ahead = positions[0] - self._first[0] if self._first else -1
         columns = self._table.shape[1]
         if not 0 <= ahead < columns or any(
@@ -71,8 +71,8 @@ class Draws:
 
 @dataclass(slots=True)
 class RowParams:
-    """Sampling parameters of a batch of rows as tensors; made once for each set of
-    rows. None means: no row asks for it.
+    """Sampling parameters of a batch of rows as tensors, built once for each set of
+    rows. A field is None if no row uses it.
     """
 
     temperatures: torch.Tensor | None
@@ -87,7 +87,7 @@ class RowParams:
 
 
 def pack(rows: Sequence[Sampling], *, vocab: int, device: torch.device) -> RowParams:
-    """Collect the rows' parameters. Everything that no row uses costs nothing later."""
+    """Collect the rows' parameters. A parameter that no row uses costs nothing later."""
     warm = [row.temperature or 1.0 for row in rows]
     cold = [row.temperature == 0 for row in rows]
     cut = [
@@ -119,11 +119,11 @@ def pack(rows: Sequence[Sampling], *, vocab: int, device: torch.device) -> RowPa
 def sample(
     logits: torch.Tensor, positions: Sequence[int], params: RowParams
 ) -> tuple[list[int], list[float]]:
-    """Tokens and log-probs of rows `logits` [rows, vocab] (fp32; overwritten).
-    `positions` are those of the new tokens.
+    """Sample tokens and log-probs for rows of `logits` [rows, vocab] (fp32;
+    overwritten). `positions` are those of the new tokens.
 
-    A row that is not finite gives some token and a log-prob of NaN: the caller turns it
-    into an error.
+    A row that is not finite yields an arbitrary token and a log-prob of NaN; the caller
+    turns it into an error.
     """
     if params.temperatures is not None:
         logits.div_(params.temperatures)
@@ -144,16 +144,15 @@ def sample(
             choice[params.cut_rows] = _cut(choice[params.cut_rows], params)
         mass = choice.exp() if choice is logprobs else torch.softmax(choice, dim=-1)
         sums = mass.cumsum(dim=-1)
-        # Scaled by the true sum, so that rounding can never pick a token of no mass at
-        # the end.
+        # Draws are scaled by the true sum, so that rounding can never select a token
+        # without mass at the end.
         points = params.draws.at(positions) * sums[:, -1:]
         tokens = torch.searchsorted(sums, points, right=True).view(-1)
         if params.greedy is not None and best is not None:
             tokens = torch.where(params.greedy, best, tokens)
     chosen = tokens.tolist()
     if max(chosen) >= logits.shape[1]:
-        # The draw was rounded up to the whole sum: that is the last token with any
-        # mass.
+        # The draw was rounded up to the full sum: take the last token that has mass.
         last = logits.shape[1] - 1 - (mass > 0).flip(1).to(torch.int8).argmax(dim=1)
         tokens = torch.minimum(tokens, last)
         chosen = tokens.tolist()
@@ -161,7 +160,7 @@ def sample(
 
 
 def _cut(logprobs: torch.Tensor, params: RowParams) -> torch.Tensor:
-    """Top-k, then top-p of what is left, as -inf outside.
+    """Apply top-k, then top-p to the rest; set everything outside to -inf.
 
     The smallest set whose mass reaches p is kept, never empty.
     """

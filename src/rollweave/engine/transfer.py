@@ -1,11 +1,11 @@
-"""The bytes of KV on their way from engine to engine: memory that another process maps,
-or a socket that wants a secret.
+"""Moves the bytes of KV between engines: through memory that another process maps, or
+through a socket that requires a secret.
 
-All of it runs on a thread of its own, which an engine starts when it first has to move
-KV, so that its loop never waits for a network, and seldom for memory. Invariants: a
-payload never changes once it is sealed, and vanishes with its last holder, so a kill
-leaves nothing behind; what arrives is verified before anybody uses it; a connection
-gets nothing before it has shown a secret, which is good once; nothing waits longer than
+All of it runs on a side thread, which an engine starts when it first has to move KV, so
+that its loop never waits for a network, and seldom for memory. Invariants: a payload
+never changes once it is sealed, and vanishes with its last holder, so a kill leaves
+nothing behind; received bytes are verified before they are used; a connection gets
+nothing before it has presented a secret, which is valid once; nothing waits longer than
 `TRANSFER_S`.
 """
 
@@ -28,26 +28,29 @@ from rollweave.schema.serving import KvManifest, KvMemory, KvPort
 from rollweave.weights.memory import read_payload, seal
 
 TRANSFER_S = 30.0
-"""Seconds that a transfer may take, and that an export waits for one: more than anybody
-waits for it (`runtime/supervisors/engines.py`).
+"""Maximum seconds of a transfer, and maximum seconds that an export waits for one:
+longer than the controller waits for it (`runtime/supervisors/engines.py`).
 """
 GREETING_S = 5.0
-"""Seconds in which a connection must show its secret."""
-CONNECTIONS = 16
-"""Connections at once: each that was asked for, and some that were not."""
+"""Maximum seconds until a connection must have presented its secret."""
+MAX_CONNECTIONS = 16
+"""Maximum number of concurrent connections: all expected ones, and some unexpected
+ones.
+"""
 CLOSE_S = 5.0
-"""Seconds that the thread has to let go of what it does: no step of it is longer."""
+"""Maximum seconds that the thread gets to end its work: none of its steps takes longer.
+"""
 
 REQUEST = struct.Struct("<32sQQ")
-"""What a connection sends first: secret, first byte of the payload, and how many from
-there.
+"""The first message of a connection: the secret, the offset of the first byte of the
+payload, and the number of bytes.
 """
 
 
 class SideThread:
-    """An event loop on a daemon thread, which begins with the first `spawn`.
+    """An event loop on a daemon thread, which starts with the first `spawn`.
 
-    `spawn` and `close` belong to one thread.
+    `spawn` and `close` must be called from one thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -62,40 +65,42 @@ class SideThread:
         return self._thread is not None
 
     def spawn(self, job: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run `job()` there. It must not raise."""
+        """Run `job()` on the side thread. It must not raise."""
         if self._loop is None:
             loop = self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(
-                target=self._main, args=(loop,), name=self._name, daemon=True
+                target=self._run, args=(loop,), name=self._name, daemon=True
             )
             self._thread.start()
-        self._loop.call_soon_threadsafe(self._begin, job)
+        self._loop.call_soon_threadsafe(self._start_task, job)
 
     def close(self) -> None:
-        """Cancel everything, and wait until the thread has ended."""
+        """Cancel all jobs, and wait until the thread has ended."""
         if self._loop is not None and self._thread is not None:
             self._loop.call_soon_threadsafe(self._end.set)
             self._thread.join(CLOSE_S)
 
-    def _begin(self, job: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def _start_task(self, job: Callable[[], Coroutine[Any, Any, None]]) -> None:
         task = asyncio.ensure_future(job())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _main(self, loop: asyncio.AbstractEventLoop) -> None:
-        # its end cancels all tasks, and waits for them
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        # Its exit cancels all tasks, and waits for them.
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
             runner.run(self._end.wait())
 
 
 class Payload:
-    """The memory of one export: written through `buffer`, then sealed, and read by
-    whoever knows its path or has it sent.
+    """The memory of one export: written through `buffer`, then sealed, and read by a
+    process that knows its path or receives it.
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Memory that is there: writing to it later neither waits for the system nor
-        fails. Raises OSError, KvError.
+        """Allocate the memory completely, so that later writes neither wait for the
+        system nor fail.
+
+        Raises OSError, KvError.
         """
         if not hasattr(os, "memfd_create"):
             raise KvError("this system has no memory files")
@@ -104,32 +109,33 @@ class Payload:
         try:
             os.posix_fallocate(self.fd, 0, nbytes)
             self.buffer = mmap.mmap(self.fd, nbytes)
-            # Touch every page, in a call that lets other threads run (MAP_POPULATE does
-            # not).
+            # Touch every page, in a call that releases the GIL (MAP_POPULATE does not).
             torch.frombuffer(self.buffer, dtype=torch.uint8).zero_()
         except BaseException:
             os.close(self.fd)
             raise
 
     def seal(self, nbytes: int, chunk_bytes: int) -> tuple[int, ...]:
-        """Keep the first `nbytes` bytes, as they are, for ever.
+        """Keep the first `nbytes` bytes, and make them immutable.
 
-        Returns the digests of their chunks.
+        Return the digests of their chunks.
         """
-        found = digests(self.buffer, nbytes, chunk_bytes)
+        chunk_digests = digests(self.buffer, nbytes, chunk_bytes)
         self.buffer.close()
         os.ftruncate(self.fd, nbytes)
         self.nbytes = nbytes
         seal(self.fd)
-        return found
+        return chunk_digests
 
     @property
     def memory(self) -> KvMemory:
         return KvMemory(path=f"/proc/{os.getpid()}/fd/{self.fd}")
 
     def close(self) -> None:
-        """Let it go. Who has mapped it, or sends it, keeps it until then."""
-        # a copy into it failed, and its error still refers to the memory
+        """Free the memory. A process that has mapped it, or a transfer that sends it,
+        keeps it until it ends.
+        """
+        # A copy into it may have failed, and its error still refers to the memory.
         with contextlib.suppress(BufferError):
             self.buffer.close()
         os.close(self.fd)
@@ -138,9 +144,9 @@ class Payload:
 def digests(
     payload: mmap.mmap | bytearray | memoryview, nbytes: int, chunk_bytes: int
 ) -> tuple[int, ...]:
-    """The xxh3-64 of each chunk of the first `nbytes` bytes.
+    """Return the xxh3-64 of each chunk of the first `nbytes` bytes.
 
-    Hashing lets other threads run.
+    Hashing releases the GIL.
     """
     with memoryview(payload) as view:
         return tuple(
@@ -150,9 +156,9 @@ def digests(
 
 
 class Server:
-    """Sends payloads to those who show their secret.
+    """Sends payloads to peers that present their secret.
 
-    Listens from the first `offer` on, until its tasks are cancelled.
+    It listens from the first `offer` on, until its tasks are cancelled.
     """
 
     def __init__(self, host: str) -> None:
@@ -163,9 +169,9 @@ class Server:
         self._connections = 0
 
     async def offer(self, payload: Payload) -> KvPort:
-        """Where to get the payload, until `withdraw`.
+        """Offer the payload until `withdraw`, and return where to get it.
 
-        Raises OSError where the host is no address of ours.
+        Raises OSError if the host is not an address of this machine.
         """
         if self._port is None or self._listening is None or self._listening.done():
             self._port = asyncio.get_running_loop().create_future()
@@ -176,7 +182,7 @@ class Server:
         return KvPort(host=self._host, port=port, secret=secret)
 
     def withdraw(self, port: KvPort) -> None:
-        """Its secret is worth nothing any more."""
+        """Invalidate the secret of an offer."""
         self._offers.pop(port.secret, None)
 
     async def _listen(self, port: asyncio.Future[int]) -> None:
@@ -192,31 +198,34 @@ class Server:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections += 1
         try:
-            if self._connections <= CONNECTIONS:
-                await self._answer(reader, writer)
+            if self._connections <= MAX_CONNECTIONS:
+                await self._send_payload(reader, writer)
         except (OSError, TimeoutError, asyncio.IncompleteReadError, RuntimeError):
-            # the other side is gone or late; if it is there, it sees the end before all
-            # of it came
+            # The peer is gone or late; if it is there, it sees the end of the stream
+            # before the whole payload.
             pass
         finally:
             self._connections -= 1
-            writer.transport.abort()  # what was sent is the system's to deliver
+            writer.transport.abort()  # the system delivers what was sent
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _send_payload(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         async with asyncio.timeout(GREETING_S):
             secret, start, length = REQUEST.unpack(await reader.readexactly(REQUEST.size))
         payload = self._offers.pop(secret, None)
         if payload is None or start + length > payload.nbytes:
             return
-        # Its own descriptor: that of a payload which is closed meanwhile may soon be
-        # another file's.
+        # Use a duplicate: if the payload is closed during the transfer, its descriptor
+        # may be reused for another file.
         with os.fdopen(os.dup(payload.fd), "rb") as file:
             async with asyncio.timeout(TRANSFER_S):
                 await asyncio.get_running_loop().sendfile(writer.transport, file, start, length)
 
 
 async def fetch(manifest: KvManifest, *, chunk_bytes: int, first: int, last: int) -> memoryview:
-    """Chunks `[first, last)` of the payload, verified. Writes to them stay here.
+    """Return chunks `[first, last)` of the payload, verified. Writes to them stay in
+    this process.
 
     Raises KvError.
     """
@@ -224,16 +233,15 @@ async def fetch(manifest: KvManifest, *, chunk_bytes: int, first: int, last: int
     match manifest.where:
         case KvMemory(path=path):
             try:
-                found = memoryview(read_payload(path, manifest.nbytes, where=f"KV at {path}"))[
-                    start:end
-                ]
+                payload = memoryview(read_payload(path, manifest.nbytes, where=f"KV at {path}"))
+                chunks = payload[start:end]
             except WeightsError as error:
                 raise KvError(str(error)) from None
         case KvPort() as port:
-            found = memoryview(await _receive(port, start, end - start))
-    if digests(found, end - start, chunk_bytes) != manifest.digests[first:last]:
-        raise KvError("the payload is not what was exported: its digests differ")
-    return found
+            chunks = memoryview(await _receive(port, start, end - start))
+    if digests(chunks, end - start, chunk_bytes) != manifest.digests[first:last]:
+        raise KvError("the payload differs from what was exported: its digests do not match")
+    return chunks
 
 
 async def _receive(port: KvPort, start: int, length: int) -> bytearray:
@@ -251,12 +259,12 @@ async def _receive(port: KvPort, start: int, length: int) -> bytearray:
                     count = await loop.sock_recv_into(connection, view[done:])
                     if not count:
                         raise KvError(
-                            f"{where} gave {done} of {length} bytes: the source is "
-                            "gone, or knows no such secret"
+                            f"{where} sent {done} of {length} bytes: the source is "
+                            "gone, or has withdrawn the export"
                         )
                     done += count
     except TimeoutError:
-        raise KvError(f"{where} gave {done} of {length} bytes in {TRANSFER_S:g} s") from None
+        raise KvError(f"{where} sent {done} of {length} bytes in {TRANSFER_S:g} s") from None
     except OSError as error:
         raise KvError(f"{where}: {error}") from None
     return payload

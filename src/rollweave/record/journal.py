@@ -1,9 +1,9 @@
-"""The run's journal: every handled event, its time, and a digest of what the core
-decided.
+"""The run's journal: every handled event, its time, and a digest of the core's
+decisions.
 
-Invariants: a record is handed to the operating system before any command that it caused
-is executed; replaying the events on a core like the one they happened to gives commands
-with the same digests. A difference says that the code has changed.
+Invariants: a record is written to the operating system before any command that it
+caused is executed; replaying the events on an equal core yields commands with the same
+digests. A difference means that the code has changed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from rollweave.schema.events import Event, RunStarted
 from rollweave.schema.packing import packed
 
 
-class Handled(Struct, frozen=True, kw_only=True):
+class JournalEntry(Struct, frozen=True, kw_only=True):
     """One event, and the xxh3-64 of the commands that it caused."""
 
     event: Event
@@ -32,7 +32,7 @@ class Handled(Struct, frozen=True, kw_only=True):
 
 
 def digest(commands: Sequence[Command]) -> int:
-    """Equal for equal commands in equal order."""
+    """Return a digest that is equal for equal commands in equal order."""
     return xxhash.xxh3_64_intdigest(packed(commands)) if commands else 0
 
 
@@ -40,46 +40,47 @@ class RunJournal:
     """Appends to the journal of one run."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CorruptJournalError, and DiskError."""
+        """Open the journal. Raises CorruptJournalError, and DiskError."""
         self._writer = JournalWriter(path)
-        self.begun = self._writer.size
-        """Bytes that it began with: of its snapshot, or of what an earlier life wrote."""
+        self.initial_bytes = self._writer.size
+        """Size of its snapshot, or of the journal of an earlier life, in bytes."""
 
     @property
     def torn(self) -> int:
-        """Bytes of an incomplete last record, which was cut off when the journal was
-        opened.
+        """Number of bytes of an incomplete last record, which was cut off when the
+        journal was opened.
         """
         return self._writer.torn
 
     @property
-    def grown(self) -> int:
-        """Bytes since then."""
-        return self._writer.size - self.begun
+    def appended_bytes(self) -> int:
+        """Number of bytes appended since the journal was opened or rotated."""
+        return self._writer.size - self.initial_bytes
 
     @property
     def size(self) -> int:
-        """Bytes in the file."""
+        """Number of bytes in the file."""
         return self._writer.size
 
     def append(self, now: float, event: Event, commands: Sequence[Command]) -> None:
-        """Record one handled event. On return it survives our death.
+        """Record one handled event. Once this returns, the record survives the death of
+        this process.
 
         Raises DiskError.
         """
-        self._writer.append(now, Handled(event=event, digest=digest(commands)))
+        self._writer.append(now, JournalEntry(event=event, digest=digest(commands)))
 
     def sync(self) -> None:
-        """On return all that was recorded survives a power loss. Raises DiskError."""
+        """Make all records survive a power loss. Raises DiskError."""
         self._writer.sync()
 
     def rotate(self, snapshot: bytes) -> None:
-        """Begin anew with the core's snapshot of this moment.
+        """Start over with a snapshot of the core's current state.
 
-        Raises DiskError, and the journal then goes on as it is.
+        Raises DiskError, and the journal then continues unchanged.
         """
         self._writer.rotate(snapshot)
-        self.begun = self._writer.size
+        self.initial_bytes = self._writer.size
 
     def close(self) -> None:
         self._writer.close()
@@ -91,30 +92,30 @@ class RunJournal:
         self.close()
 
 
-class Reader(Protocol):
-    """Who is told of a run from its journal."""
+class RunObserver(Protocol):
+    """Receives the events and commands of a run from its journal."""
 
-    def hear(self, now: float, event: Event) -> None:
-        """An event."""
+    def on_event(self, now: float, event: Event) -> None:
+        """Receive an event."""
 
-    def told(self, now: float, command: Command) -> None:
-        """A command that the event just heard led to."""
+    def on_command(self, now: float, command: Command) -> None:
+        """Receive a command that the last event caused."""
 
 
 class Replay:
     """Rebuilds the core from a journal.
 
-    Iterate to the end; then `core` stands where the run stood.
+    After iteration to the end, `core` is in the state of the run.
     """
 
     def __init__(
         self, path: Path, config: RunConfig, *, rules: Mapping[str, Rule] | None = None
     ) -> None:
-        """`config` is the one under which the events happened, `rules` are what it
-        names. Raises CorruptJournalError.
+        """`config` is the configuration under which the events happened; `rules` are
+        the rules that it names. Raises CorruptJournalError.
         """
         self._path = path
-        self._journal: JournalReader[Handled] = JournalReader(path, Handled)
+        self._journal: JournalReader[JournalEntry] = JournalReader(path, JournalEntry)
         snapshot = self._journal.snapshot()
         try:
             self.core = (
@@ -124,34 +125,34 @@ class Replay:
             )
         except msgspec.DecodeError as error:
             raise CorruptJournalError(f"{path}: its snapshot does not decode: {error}") from error
-        self._whole = snapshot is None
+        self._from_start = snapshot is None
         self.events = 0
         self.differing = 0
-        """Events whose commands are not those that were decided then."""
+        """Number of events whose commands differ from the recorded ones."""
 
     def __iter__(self) -> Iterator[tuple[float, Event, list[Command]]]:
         """Yield every event with its time and the commands that it leads to.
 
         Raises CorruptJournalError.
         """
-        for now, handled in self._journal:
-            if self._whole and not self.events and not isinstance(handled.event, RunStarted):
-                found = type(handled.event).__name__
+        for now, entry in self._journal:
+            if self._from_start and not self.events and not isinstance(entry.event, RunStarted):
+                first = type(entry.event).__name__
                 raise CorruptJournalError(
-                    f"{self._path} must begin with a snapshot or RunStarted, got {found}: its "
+                    f"{self._path} must begin with a snapshot or RunStarted, got {first}: its "
                     "beginning is lost"
                 )
-            commands = self.core.handle(now, handled.event)
+            commands = self.core.handle(now, entry.event)
             self.events += 1
-            self.differing += digest(commands) != handled.digest
-            yield now, handled.event, commands
+            self.differing += digest(commands) != entry.digest
+            yield now, entry.event, commands
 
     @property
     def run_id(self) -> str:
-        """Id of the journal's run, known before the replay; empty if the journal has
-        none.
+        """The id of the journal's run, known before the replay; empty if the journal
+        has none.
         """
-        if self.core.state.run_id or not self._whole:
+        if self.core.state.run_id or not self._from_start:
             return self.core.state.run_id
         first = next(iter(self._journal), None)
         return (
@@ -160,8 +161,8 @@ class Replay:
             else ""
         )
 
-    def tell(self, reader: Reader) -> None:
-        """Replay all of a whole run to `reader`.
+    def observe(self, observer: RunObserver) -> None:
+        """Replay a complete run to `observer`.
 
         Raises ConfigError for a journal that was compacted.
         """
@@ -171,12 +172,12 @@ class Replay:
                     f"{self._path} must be the journal of a whole run, it begins "
                     f"with {type(event).__name__}"
                 )
-            reader.hear(now, event)
+            observer.on_event(now, event)
             for command in commands:
-                reader.told(now, command)
+                observer.on_command(now, command)
 
     def finish(self) -> Core:
-        """Replay all; the core at the end."""
+        """Replay to the end, and return the core."""
         for _ in self:
             pass
         return self.core

@@ -1,5 +1,5 @@
 """The journal: `(now, event)` records appended to a file of checksummed records
-(`record/records.py`).
+(`record/record_file.py`).
 
 A file is a header, at most one snapshot, then records. Invariants: when `append`
 returns, the operating system has the record; when `sync` returns, it is on the disk;
@@ -16,7 +16,7 @@ from typing import Any, Generic, Self, TypeVar
 import msgspec
 
 from rollweave.io.disk import AppendFile, replace_file
-from rollweave.record.records import Format
+from rollweave.record.record_file import RecordFormat
 from rollweave.schema.errors import CorruptJournalError
 from rollweave.schema.packing import packed
 
@@ -33,9 +33,9 @@ REMEDY = (
 )
 
 
-def journal_format(version: int = SCHEMA_VERSION) -> Format:
+def journal_format(version: int = SCHEMA_VERSION) -> RecordFormat:
     """The file format of a journal."""
-    return Format(
+    return RecordFormat(
         name="a journal",
         magic=b"RWJRNL\r\n",
         version=version,

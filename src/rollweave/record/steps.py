@@ -9,7 +9,7 @@ import msgspec
 from rollweave.core.state import State
 
 
-class Cumulated:
+class CounterSnapshot:
     """Counters of the core at one moment, to tell what one step added."""
 
     def __init__(
@@ -32,7 +32,7 @@ class Cumulated:
         self.inherent, self.cut = inherent, cut
 
     @classmethod
-    def of(cls, state: State, at: float) -> "Cumulated":
+    def of(cls, state: State, at: float) -> "CounterSnapshot":
         counters = state.counters
         counts = {
             "turns": counters.turns,
@@ -57,7 +57,7 @@ class Cumulated:
             dict(counters.cut_turns),
         )
 
-    def since(self, before: "Cumulated") -> dict[str, Any]:
+    def since(self, before: "CounterSnapshot") -> dict[str, Any]:
         """What happened between `before` and now."""
         wall_s = max(1e-9, self.at - before.at)
         added = {name: count - before.counts[name] for name, count in self.counts.items()}

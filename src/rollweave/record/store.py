@@ -1,7 +1,7 @@
 """The trajectory store: every ended attempt with its tokens, on disk, before any event
 speaks of it.
 
-Append-only segment files of checksummed records (`record/records.py`). Invariants: a
+Append-only segment files of checksummed records (`record/record_file.py`). Invariants: a
 record is either complete or cut off as the torn tail of the newest segment; only
 `discard` removes anything else, and damage is an error that names file, place and
 remedy; `get` returns what was appended, with its score. Memory holds an index of
@@ -21,14 +21,14 @@ import msgspec
 import xxhash
 
 from rollweave.io.disk import AppendFile, replace_file, writing
-from rollweave.record.records import HEAD, HEADER, Format
+from rollweave.record.record_file import HEAD, HEADER, RecordFormat
 from rollweave.schema.base import TaggedStruct, TrajectoryId
 from rollweave.schema.errors import CorruptJournalError, RollweaveError
 from rollweave.schema.packing import packed
 from rollweave.schema.work import Blame, Purpose, StopReason, Trajectory
 
 RECORD = 1
-SEGMENT = Format(
+SEGMENT = RecordFormat(
     name="a segment of trajectories",
     magic=b"RWTRAJ\r\n",
     version=2,
@@ -93,7 +93,7 @@ _Ended = msgspec.msgpack.Decoder(Ended)
 
 
 @dataclass(slots=True)
-class Entry:
+class StoredAttempt:
     """Where an attempt lies, and its score once it has one."""
 
     trajectory_id: TrajectoryId
@@ -123,7 +123,7 @@ def _segments(directory: Path) -> list[int]:
     return sorted(int(path.stem) for path in directory.glob("*.bin") if path.stem.isdecimal())
 
 
-def _scan(directory: Path, number: int, found: list[Entry | Scored]) -> int:
+def _scan(directory: Path, number: int, found: list[StoredAttempt | Scored]) -> int:
     """Add the keys of a segment's complete records to `found`; return the length of
     that part (0 without a header).
 
@@ -141,7 +141,7 @@ def _scan(directory: Path, number: int, found: list[Entry | Scored]) -> int:
         if isinstance(key, Scored):
             found.append(key)
         else:
-            entry = Entry(
+            entry = StoredAttempt(
                 trajectory_id=key.trajectory.id,
                 attempt=key.trajectory.attempt,
                 purpose=key.purpose,
@@ -164,7 +164,7 @@ def _must_be_whole(path: Path, end: int) -> None:
         raise SEGMENT.damaged(path, end, f"record at byte {end} was cut off")
 
 
-def _read(directory: Path, entry: Entry) -> Trajectory:
+def _read(directory: Path, entry: StoredAttempt) -> Trajectory:
     """Raises OSError, and CorruptJournalError for a record that is not what was
     written.
     """
@@ -225,7 +225,7 @@ class TrajectoryStore:
             directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._segment_bytes = segment_bytes
-        self._index: dict[TrajectoryId, Entry] = {}
+        self._index: dict[TrajectoryId, StoredAttempt] = {}
         self._floor = directory / "floor"
         numbers = _segments(directory)
         self._segment = numbers[-1] if numbers else 0
@@ -238,7 +238,7 @@ class TrajectoryStore:
         ]
         """Segments from the floor on that are not there."""
         for number in [number for number in numbers if number >= floor or number == self._segment]:
-            found: list[Entry | Scored] = []
+            found: list[StoredAttempt | Scored] = []
             end = _scan(directory, number, found)
             self._enter(found)
             path = _segment_path(directory, number)
@@ -255,7 +255,7 @@ class TrajectoryStore:
         trajectory = record.trajectory
         payload = packed(record)
         offset = self._write(payload)
-        self._index[trajectory.id] = Entry(
+        self._index[trajectory.id] = StoredAttempt(
             trajectory_id=trajectory.id,
             attempt=trajectory.attempt,
             purpose=record.purpose,
@@ -279,7 +279,7 @@ class TrajectoryStore:
         self._write(packed(record))
         entry.score = record
 
-    def find(self, ids: Iterable[TrajectoryId]) -> list[Entry]:
+    def find(self, ids: Iterable[TrajectoryId]) -> list[StoredAttempt]:
         """Where the newest attempt of each lies.
 
         Raises `StoreError` for one that is not there.
@@ -292,7 +292,7 @@ class TrajectoryStore:
             found.append(entry)
         return found
 
-    def read(self, entries: Iterable[Entry]) -> list[Trajectory]:
+    def read(self, entries: Iterable[StoredAttempt]) -> list[Trajectory]:
         """The trajectories themselves, with their scores.
 
         May run on another thread than the rest.
@@ -360,9 +360,9 @@ class TrajectoryStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _enter(self, found: Iterable[Entry | Scored]) -> None:
+    def _enter(self, found: Iterable[StoredAttempt | Scored]) -> None:
         for key in found:
-            if isinstance(key, Entry):
+            if isinstance(key, StoredAttempt):
                 self._index[key.trajectory_id] = key
                 continue
             entry = self._index.get(key.trajectory_id)
@@ -393,12 +393,12 @@ class TrajectoryReader:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self.entries: list[Entry] = []
+        self.entries: list[StoredAttempt] = []
         self.damaged: list[str] = []
-        last: dict[tuple[TrajectoryId, int], Entry] = {}
+        last: dict[tuple[TrajectoryId, int], StoredAttempt] = {}
         numbers = _segments(directory)
         for number in numbers:
-            found: list[Entry | Scored] = []
+            found: list[StoredAttempt | Scored] = []
             try:
                 end = _scan(directory, number, found)
                 if number != numbers[-1]:  # a running controller may still append to the newest
@@ -406,12 +406,12 @@ class TrajectoryReader:
             except CorruptJournalError as error:
                 self.damaged.append(error.problem)
             for key in found:
-                if isinstance(key, Entry):
+                if isinstance(key, StoredAttempt):
                     self.entries.append(key)
                     last[key.trajectory_id, key.attempt] = key
                 elif (key.trajectory_id, key.attempt) in last:
                     last[key.trajectory_id, key.attempt].score = key
 
-    def load(self, entry: Entry) -> Trajectory:
+    def load(self, entry: StoredAttempt) -> Trajectory:
         """The attempt with its tokens and score."""
         return _read(self._directory, entry)

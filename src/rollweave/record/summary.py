@@ -65,7 +65,7 @@ def summarize(core: Core, *, evaluation: dict[str, Any] | None, wall_s: float) -
     state, counters, account = core.state, core.state.counters, core.account()
     if not account.balanced or account.in_flight:
         raise AccountError(
-            f"trajectories are unaccounted for at the end of the run: {describe(account)}"
+            f"trajectories are unaccounted for at the end of the run: {account_line(account)}"
         )
     return Summary(
         success_rate=dict(evaluation["success"]) if evaluation is not None else {},
@@ -103,7 +103,7 @@ def _ended_by(core: Core) -> str:
     return "" if step is None else f"eval.stop_at was reached at step {step}"
 
 
-def held_out(
+def headline_figures(
     success: Mapping[str, float], reward: Mapping[str, float]
 ) -> dict[str, tuple[str, float]]:
     """Return the headline figure of each task domain and its kind: success if the
@@ -115,7 +115,7 @@ def held_out(
     }
 
 
-def cut_text(cut: Mapping[str, int], turns: int) -> str:
+def cut_turns_line(cut: Mapping[str, int], turns: int) -> str:
     """Say in one line for people how many turns were cut; "" if none was."""
     total = sum(cut.values())
     if not total:
@@ -129,17 +129,17 @@ def write_summary(path: Path, summary: Summary) -> None:
     replace_file(path, json.dumps(msgspec.to_builtins(summary), indent=2).encode() + b"\n")
 
 
-def outcome(summary: Summary) -> str:
+def outcome_line(summary: Summary) -> str:
     """What came of a run as one line for people: of one that only evaluated, its
     episodes; else its account.
     """
     if summary.account.started or not summary.eval_episodes:
-        return describe(summary.account)
+        return account_line(summary.account)
     episodes = (f"{count} of {task}" for task, count in summary.eval_episodes.items())
     return f"evaluated episodes: {', '.join(episodes)}"
 
 
-def scheduled(counted: Mapping[str, float]) -> str:
+def scheduling_line(counted: Mapping[str, float]) -> str:
     """What scheduling by trajectory did, as one line for people; "" where nobody was
     asked for lengths and nothing moved.
     """
@@ -166,7 +166,7 @@ def scheduled(counted: Mapping[str, float]) -> str:
     return ", ".join(parts)
 
 
-def describe(account: Account) -> str:
+def account_line(account: Account) -> str:
     """The account as one line for people."""
     dropped = sum(account.dropped.values())
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(account.dropped.items()))

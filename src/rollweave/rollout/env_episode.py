@@ -17,7 +17,7 @@ from rollweave.rollout.chat.codec import ChatError
 from rollweave.rollout.chat.conversation import Conversation
 from rollweave.rollout.driver import AgentConfig, TurnPort
 from rollweave.schema.commands import StartInit
-from rollweave.schema.serving import Finish, Sampling, finish_word
+from rollweave.schema.serving import FinishReason, Sampling, openai_finish_reason
 from rollweave.schema.work import (
     BLAME_OF,
     Segment,
@@ -269,9 +269,9 @@ class EnvEpisode:
             result.logprobs,
             result.versions,
             exact=not result.text_only,
-            finish_reason=finish_word(result.finish),
+            finish_reason=openai_finish_reason(result.finish),
         )
-        return text, result.finish is Finish.LENGTH and room <= self._limits.max_turn_tokens
+        return text, result.finish is FinishReason.LENGTH and room <= self._limits.max_turn_tokens
 
     async def _env_step(self, port: TurnPort, conversation: Conversation, text: str) -> Step:
         env, started = self._env, self._clock()

@@ -10,7 +10,7 @@ restart (docs/decisions/0007).
 """
 
 from rollweave.schema.serving import (
-    Finish,
+    FinishReason,
     GenerateResult,
     PartialOutput,
     TokenDelta,
@@ -74,7 +74,7 @@ class PartialTurn:
         """
         known = len(self._tokens)
         complete = (
-            result.finish is not Finish.ERROR
+            result.finish is not FinishReason.ERROR
             and len(result.tokens) == len(result.logprobs)
             and not result.text_only
         )

@@ -29,7 +29,7 @@ from rollweave.schema.commands import AbortTurn, RerankTurn, StartInit, StartTur
 from rollweave.schema.errors import DiskError, EngineError, EngineLostError
 from rollweave.schema.events import Event, TurnDone, TurnFailed, TurnRequested, TurnWithdrawn
 from rollweave.schema.serving import (
-    Finish,
+    FinishReason,
     GenerateRequest,
     GenerateResult,
     PartialOutput,
@@ -322,13 +322,13 @@ class Turns:
             self._failed(command, str(raised))
             return
         result = future.result()
-        if result.finish is Finish.TIME:
+        if result.finish is FinishReason.TIME:
             text = f"the active time ran out in turn {turn.number}"
             turn.answer.set_exception(EpisodeStopError(StopReason.TIME_BUDGET, text))
             return
         flaw = _result_error(result, self.command.purpose, resumed)
         if flaw:
-            if result.finish is Finish.ABORTED:
+            if result.finish is FinishReason.ABORTED:
                 turn.partial_turn.finish(result)
             else:
                 turn.partial_turn = PartialTurn()
@@ -345,7 +345,7 @@ class Turns:
             cached_tokens=result.cached_tokens,
             version=result.versions[-1].version,
             queue_s=result.queue_s,
-            cut=result.finish is Finish.LENGTH
+            cut=result.finish is FinishReason.LENGTH
             and turn.sampling.max_tokens == limit <= len(result.tokens),
         )
         self.post(self._done)
@@ -377,7 +377,7 @@ def _was_lost(future: asyncio.Future[GenerateResult]) -> bool:
 
 def _result_error(result: GenerateResult, purpose: Purpose, resumed: PartialOutput | None) -> str:
     """Return what is wrong with an engine's answer, "" if nothing is."""
-    if result.finish is Finish.ABORTED:
+    if result.finish is FinishReason.ABORTED:
         return "the engine aborted the turn"
     if result.text_only and purpose is Purpose.TRAIN:
         return (

@@ -27,7 +27,7 @@ from rollweave.record.identity import Identity, model_digests, write_identity
 from rollweave.record.journal import RunJournal
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import TrajectoryStore
-from rollweave.record.summary import Summary, describe, outcome, summarize, write_summary
+from rollweave.record.summary import Summary, account_line, outcome_line, summarize, write_summary
 from rollweave.record.trace import Trace
 from rollweave.runtime.checkpoints import Checkpoints
 from rollweave.runtime.episodes import Episodes
@@ -184,8 +184,8 @@ class _Start:
             evaluation = metrics.final_evaluation or metrics.last_evaluation
             summary = summarize(core, evaluation=evaluation, wall_s=world.ended_at)
             write_summary(run.summary, summary)
-            metrics.event("finished", error=summary.error, account=describe(summary.account))
-            self._progress.phase(f"finished: {outcome(summary)}")
+            metrics.event("finished", error=summary.error, account=account_line(summary.account))
+            self._progress.phase(f"finished: {outcome_line(summary)}")
             return summary
 
     def _show(self, command: Warn) -> None:
@@ -434,7 +434,7 @@ def _progress_so_far(core: Core) -> str:
     """Describe the state of a run that must stop at once."""
     step = core.state.checkpoint
     checkpoint = "no checkpoint yet" if step is None else f"last good checkpoint: step {step}"
-    return f"{checkpoint}; {describe(core.account())}"
+    return f"{checkpoint}; {account_line(core.account())}"
 
 
 def _threads(count: int) -> Mapping[str, str]:

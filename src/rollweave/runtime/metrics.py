@@ -19,7 +19,7 @@ import msgspec
 from rollweave.core.policy.staleness import staleness
 from rollweave.core.state import State
 from rollweave.io.disk import AppendFile, writing
-from rollweave.record.steps import Cumulated
+from rollweave.record.steps import CounterSnapshot
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import MarkBest, RecordEvaluation, TrainStep, Warn
 from rollweave.schema.prediction import PredictorStats
@@ -77,7 +77,7 @@ class Metrics:
         self._file = AppendFile(path, keep=_whole_lines(path))
         self._clock, self._state, self._progress, self._sinks = clock, state, progress, sinks
         self._parts: list[tuple[TrainStep, Batch, TrainMetrics]] = []
-        self._before = Cumulated.of(state(), clock())
+        self._before = CounterSnapshot.of(state(), clock())
         self._engines: Mapping[EngineId, EngineStats] = {}
         self._predictor: PredictorStats | None = None
         self.last_evaluation: dict[str, Any] | None = None
@@ -98,7 +98,7 @@ class Metrics:
             return
         parts, self._parts = self._parts, []
         now, state = self._clock(), self._state()
-        counted = Cumulated.of(state, now)
+        counted = CounterSnapshot.of(state, now)
         line = {
             "kind": "step",
             "step": command.step,

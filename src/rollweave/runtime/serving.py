@@ -74,7 +74,7 @@ class ServiceWorld:
 
     def compact(self) -> None:
         """Replace the journal by a snapshot if it has grown enough. Raises DiskError."""
-        if self._journal.grown >= max(self._compact_bytes, self._journal.begun):
+        if self._journal.appended_bytes >= max(self._compact_bytes, self._journal.initial_bytes):
             self._journal.rotate(self.core.snapshot())
 
     def _execute(self, command: c.Command) -> None:

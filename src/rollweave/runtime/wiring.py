@@ -20,7 +20,7 @@ from rollweave.runtime.tasks import Tasks
 from rollweave.schema.commands import Command
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import EngineSlot
-from rollweave.schema.serving import LoadSaved
+from rollweave.schema.serving import LoadCheckpoint
 
 WAITING_PER_SLOT = 8
 """Number of rolled-out attempts that are remembered for each living environment: about
@@ -53,7 +53,7 @@ class RolloutRuntime:
         keep_partial_turns: bool = False,
         machines: int = 0,
         reply_s: float | None = None,
-        checkpoint: Callable[[int, int], LoadSaved] | None = None,
+        checkpoint: Callable[[int, int], LoadCheckpoint] | None = None,
     ) -> None:
         """`execute` receives each command.
 

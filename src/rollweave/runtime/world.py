@@ -28,7 +28,7 @@ from rollweave.runtime.wiring import RolloutRuntime, Wiring
 from rollweave.schema import commands as c
 from rollweave.schema.config.sections import ModeName
 from rollweave.schema.events import EngineSlot, Event, StopRequested
-from rollweave.schema.serving import LoadSaved
+from rollweave.schema.serving import LoadCheckpoint
 from rollweave.schema.training import TrainMetrics
 from rollweave.schema.work import Batch, Purpose, Task
 
@@ -233,7 +233,7 @@ class World:
 
 def _saved_weights(
     checkpoints: Checkpoints, dtype: str, version: int, weights_id: int
-) -> LoadSaved:
+) -> LoadCheckpoint:
     """Locate weights that a checkpoint has."""
     directory = str(checkpoints.path(version).absolute())
-    return LoadSaved(version=version, weights_id=weights_id, directory=directory, dtype=dtype)
+    return LoadCheckpoint(version=version, weights_id=weights_id, directory=directory, dtype=dtype)

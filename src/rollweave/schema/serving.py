@@ -46,7 +46,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
             raise ValueError(f"sampling.max_tokens must be at least 1, got {self.max_tokens}")
 
 
-class Finish(enum.StrEnum):
+class FinishReason(enum.StrEnum):
     """Why a generation ended."""
 
     STOP = "stop"  # a stop token or a stop string; the stop token is part of `tokens`
@@ -56,11 +56,11 @@ class Finish(enum.StrEnum):
     ERROR = "error"
 
 
-def finish_word(finish: Finish) -> str:
+def openai_finish_reason(finish: FinishReason) -> str:
     """Return the finish reason in the terms of OpenAI's API: "stop", or "length" if a
     limit cut the turn.
     """
-    return "stop" if finish is Finish.STOP else "length"
+    return "stop" if finish is FinishReason.STOP else "length"
 
 
 class VersionSpan(Struct, frozen=True, kw_only=True):
@@ -72,8 +72,8 @@ class VersionSpan(Struct, frozen=True, kw_only=True):
 
 
 class PartialOutput(Struct, frozen=True, kw_only=True):
-    """The first tokens of a turn, at least one, which engines sampled in `generate_s`
-    seconds of a slot.
+    """The first tokens of a turn, at least one, and the seconds in a slot
+    (`generate_s`) in which engines sampled them.
     """
 
     tokens: tuple[int, ...]
@@ -140,7 +140,7 @@ class GenerateResult(Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: tuple[VersionSpan, ...]
-    finish: Finish
+    finish: FinishReason
     cached_tokens: int = 0
     queue_s: float = 0.0
     generate_s: float = 0.0
@@ -150,7 +150,7 @@ class GenerateResult(Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-# KV on its way from engine to engine (Heddle §5.3).
+# KV that moves between engines (Heddle §5.3).
 
 
 class KvMemory(TaggedStruct, frozen=True, kw_only=True):
@@ -171,7 +171,7 @@ class KvPort(TaggedStruct, frozen=True, kw_only=True):
     secret: bytes
 
 
-KvOver = Literal["shm", "tcp"]
+KvTransport = Literal["shm", "tcp"]
 """The transport of a KV migration."""
 
 
@@ -265,7 +265,7 @@ class ExportKv(TaggedStruct, frozen=True, kw_only=True):
 
     id: str
     tokens: tuple[int, ...]
-    over: KvOver
+    over: KvTransport
 
 
 class ImportKv(TaggedStruct, frozen=True, kw_only=True):
@@ -305,7 +305,7 @@ class Load(TaggedStruct, frozen=True, kw_only=True):
     manifest: WeightManifest
 
 
-class LoadSaved(TaggedStruct, frozen=True, kw_only=True):
+class LoadCheckpoint(TaggedStruct, frozen=True, kw_only=True):
     """Like `Load`, with the weights of the trainer's checkpoint of step `version` in
     `directory`, cast to `dtype` as they were published.
     """
@@ -334,21 +334,21 @@ EngineCommand = (
     | Suspend
     | Resume
     | Load
-    | LoadSaved
+    | LoadCheckpoint
     | Stats
     | Shutdown
 )
 
 
-# What an engine's loop says.
+# Replies of an engine's loop.
 
 
 class Ready(TaggedStruct, frozen=True, kw_only=True):
     """The engine serves. `version` is -1 if no weights have been loaded from a manifest
     yet, and it serves its checkpoint.
 
-    `profile` holds its decode step times by growing batch, if it was told to measure
-    them (`EngineSpec.profile`).
+    `profile` holds its decode step times by increasing batch size, if
+    `EngineSpec.profile` is set.
     """
 
     version: int
@@ -368,7 +368,7 @@ class TokenDelta(Struct, frozen=True, kw_only=True):
     """Tokens of request `id`, from position `start` of the turn on. `versions` use
     positions of the turn, too.
 
-    `generate_s` is the same as in the result if the turn ended here.
+    `generate_s` is the value that the result would have if the turn ended here.
     """
 
     id: str
@@ -379,8 +379,8 @@ class TokenDelta(Struct, frozen=True, kw_only=True):
     generate_s: float = 0.0
 
 
-TELL_S = 0.5
-"""Seconds between two `Progress` messages: the most that is lost with an engine,
+PROGRESS_S = 0.5
+"""Seconds between two `Progress` messages: the maximum that is lost with an engine,
 besides its current step. A message with all tokens that 64 requests sample in that time
 costs an engine less than a thousandth of it.
 """
@@ -423,7 +423,7 @@ class Sampled(TaggedStruct, frozen=True, kw_only=True):
 
 
 class KvExported(TaggedStruct, frozen=True, kw_only=True):
-    """The KV can be fetched as the manifest says."""
+    """The KV can be fetched as the manifest describes."""
 
     id: str
     manifest: KvManifest

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rollweave.engine.clients.base import EngineBackend
 from rollweave.engine.clients.http import HttpEngine, HttpSpec
-from rollweave.engine.clients.transport import Failed
+from rollweave.engine.clients.transport import OnRetry
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.template import read_json
 from rollweave.schema.address import Hosts
@@ -31,7 +31,7 @@ START_S = 300.0
 compile. After that the core retries.
 """
 
-BackendFactory = Callable[[EngineRequest, str, Failed, Callable[[str], None]], EngineBackend]
+BackendFactory = Callable[[EngineRequest, str, OnRetry, Callable[[str], None]], EngineBackend]
 """Makes the backend of a registered engine from its registration, its name, a callback
 for failed attempts to reach it, and a callback for warnings.
 """
@@ -48,7 +48,7 @@ def backend_factory(config: RunConfig) -> BackendFactory:
         return await rescore(directory, prompt, tokens) if config.model.dtype == "float32" else None
 
     def make_backend(
-        request: EngineRequest, name: str, failed: Failed, noted: Callable[[str], None]
+        request: EngineRequest, name: str, failed: OnRetry, noted: Callable[[str], None]
     ) -> EngineBackend:
         try:
             vocab = vocab_size(directory)

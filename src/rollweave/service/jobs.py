@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from rollweave.record.store import Entry
+from rollweave.record.store import StoredAttempt
 from rollweave.schema.base import GroupId, TrajectoryId
 from rollweave.schema.errors import ConfigError, DiskError
 from rollweave.schema.packing import as_json
@@ -77,7 +77,7 @@ class Result:
     member: TrajectoryId
     attempt: int
     stop_reason: str
-    entry: Entry | None
+    entry: StoredAttempt | None
     members_left: int = 0
     """Number of members of its job that were not done when it was recorded."""
 
@@ -206,7 +206,7 @@ class JobStore:
         member: TrajectoryId,
         attempt: int,
         stop_reason: str,
-        entry: Entry | None,
+        entry: StoredAttempt | None,
         *,
         keep: int,
     ) -> Result | None:
@@ -334,5 +334,5 @@ def _job(row: tuple[int, str, bytes, bytes, int]) -> Job:
 
 def _result(row: tuple[int, int, TrajectoryId, int, str, bytes | None]) -> Result:
     number, job, member, attempt, stop_reason, blob = row
-    entry = msgspec.json.decode(blob, type=Entry) if blob is not None else None
+    entry = msgspec.json.decode(blob, type=StoredAttempt) if blob is not None else None
     return Result(number, job, member, attempt, stop_reason, entry)

@@ -18,7 +18,7 @@ import math
 from bisect import bisect_left, bisect_right
 
 from rollweave.schema.base import Struct
-from rollweave.schema.serving import TELL_S
+from rollweave.schema.serving import PROGRESS_S
 from rollweave.sim.batch import Batch
 from rollweave.sim.cost import EngineCosts
 from rollweave.sim.kv import KvCounts, Request, Turn
@@ -169,7 +169,7 @@ class SimEngine:
 
     def told(self, now: float) -> dict[str, int]:
         """How many tokens of each live request it had told when it last did: each
-        `TELL_S`, and as it was suspended.
+        `PROGRESS_S`, and as it was suspended.
 
         Counted back from what is sampled now, at the pace of the step under way.
         """
@@ -178,7 +178,7 @@ class SimEngine:
         if self._left and batch.decoding:
             context = batch.context + steps * batch.decoding
             step_s = self.cost.decode_s(decode=batch.decoding, decode_context=context, steps=1)
-            unsaid = math.ceil(now % TELL_S / step_s)
+            unsaid = math.ceil(now % PROGRESS_S / step_s)
         return {
             key: max(0, self._sampled(turn, steps) - (unsaid if turn.decoding else 0))
             for key, turn in self._live.items()

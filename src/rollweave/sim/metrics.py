@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollweave.io.disk import AppendFile
-from rollweave.record.steps import Cumulated
+from rollweave.record.steps import CounterSnapshot
 from rollweave.schema import commands as c
 from rollweave.sim.world import World
 
@@ -30,7 +30,7 @@ class SimMetrics:
         self._tell = tell
         self._file = AppendFile(path, keep=0) if path is not None else None
         self._world: World | None = None
-        self._before: Cumulated | None = None
+        self._before: CounterSnapshot | None = None
         self._parts: list[tuple[c.TrainStep, float]] = []
         self.lines: list[dict[str, Any]] = []
         self.final: dict[str, Any] | None = None
@@ -38,7 +38,7 @@ class SimMetrics:
     def watch(self, world: World) -> None:
         self._world = world
         world.trainer.trained = self.trained
-        self._before = Cumulated.of(world.core.state, 0.0)
+        self._before = CounterSnapshot.of(world.core.state, 0.0)
         self.event("started", engines=len(world.seats), simulated=True)
 
     def trained(self, command: c.TrainStep, seconds: float) -> None:
@@ -76,7 +76,7 @@ class SimMetrics:
     def _step(self, step: int) -> None:
         world = self._here()
         assert self._before is not None, "watched"
-        counted = Cumulated.of(world.core.state, world.clock.now)
+        counted = CounterSnapshot.of(world.core.state, world.clock.now)
         scored = [
             world.rollouts.scored[member]
             for command, _ in self._parts

@@ -27,7 +27,7 @@ from rollweave.schema.serving import (
     EngineSpec,
     EngineStats,
     ExportKv,
-    Finish,
+    FinishReason,
     Generated,
     GenerateRequest,
     GenerateResult,
@@ -38,9 +38,9 @@ from rollweave.schema.serving import (
     KvMemory,
     KvRefused,
     Load,
+    LoadCheckpoint,
     Loaded,
     LoadFailed,
-    LoadSaved,
     Progress,
     Ready,
     ReleaseKv,
@@ -115,7 +115,7 @@ class EchoLoop:
                 case Load(manifest=manifest):
                     self._version = manifest.version
                     self._reply(Loaded(version=manifest.version, load_s=0.0, recompute_tokens=0))
-                case LoadSaved(version=version):
+                case LoadCheckpoint(version=version):
                     self._version = version
                     self._reply(Loaded(version=version, load_s=0.0, recompute_tokens=0))
                 case Stats():
@@ -157,23 +157,30 @@ class EchoLoop:
         if self._suspended:
             self._queued.append(add)
         elif first == HOLD:
-            self._held[request.id] = self._said(request, Finish.ABORTED, more=0)
+            self._held[request.id] = self._said(request, FinishReason.ABORTED, more=0)
         elif first == TELL:
             self._tell(add)
         elif first == REFUSE:
             error = "refused by the fake engine"
             refused = GenerateResult(
-                id=request.id, tokens=(), logprobs=(), versions=(), finish=Finish.ERROR, error=error
+                id=request.id,
+                tokens=(),
+                logprobs=(),
+                versions=(),
+                finish=FinishReason.ERROR,
+                error=error,
             )
             self._reply(Generated(result=refused))
         else:
             cached = self._cached_of(request.tokens)
             self._cached.append(request.tokens)
-            result = self._said(request, Finish.LENGTH, more=request.sampling.max_tokens)
+            result = self._said(request, FinishReason.LENGTH, more=request.sampling.max_tokens)
             self._reply(Generated(result=msgspec.structs.replace(result, cached_tokens=cached)))
 
     def _tell(self, add: Add) -> None:
-        result = self._held[add.request.id] = self._said(add.request, Finish.ABORTED, more=TOLD)
+        result = self._held[add.request.id] = self._said(
+            add.request, FinishReason.ABORTED, more=TOLD
+        )
         new = result.resumed_tokens
         if add.stream:
             spans = (VersionSpan(start=new, end=len(result.tokens), version=self._version),)
@@ -187,7 +194,7 @@ class EchoLoop:
             )
             self._reply(Progress(pieces=(piece,)))
 
-    def _said(self, request: GenerateRequest, finish: Finish, *, more: int) -> GenerateResult:
+    def _said(self, request: GenerateRequest, finish: FinishReason, *, more: int) -> GenerateResult:
         """What the turn resumes, and `more` tokens, as far as it may."""
         given = request.resumed.tokens if request.resumed is not None else ()
         first, end = (

@@ -25,12 +25,12 @@ from rollweave.schema.serving import (
     EngineCommand,
     EngineReply,
     EngineSpec,
-    Finish,
+    FinishReason,
     Generated,
     GenerateRequest,
     GenerateResult,
-    KvOver,
-    LoadSaved,
+    KvTransport,
+    LoadCheckpoint,
     PartialOutput,
     Progress,
     Sampling,
@@ -256,7 +256,7 @@ async def test_abort_answers_and_cancel_forgets(connect: Connect, kind: str) -> 
         await client.stats()
     client.abort("r0")
     client.abort("unknown")
-    assert (await aborted).finish is Finish.ABORTED
+    assert (await aborted).finish is FinishReason.ABORTED
     client.resume()
     stats = await client.stats()
     assert (stats.running, stats.waiting) == (0, 0)
@@ -287,7 +287,10 @@ async def test_a_turn_that_was_begun_goes_on(connect: Connect, kind: str) -> Non
     for at, result in enumerate(await asyncio.gather(*map(client.generate, asked)), 1):
         assert result.tokens == whole.tokens
         assert result.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
-        assert (result.finish in (Finish.LENGTH, Finish.STOP), result.resumed_tokens) == (True, at)
+        assert (
+            result.finish in (FinishReason.LENGTH, FinishReason.STOP),
+            result.resumed_tokens,
+        ) == (True, at)
         assert (result.versions[0].start, result.versions[-1].end) == (0, count)
         assert result.cached_tokens <= 2
     if "ours" in kind:
@@ -325,7 +328,7 @@ async def test_a_turn_is_heard_of_while_it_comes(connect: Connect, kind: str) ->
     assert len(tokens) >= (TOLD if "fake" in kind else 2)
     client.abort("r0")
     aborted = await turn
-    assert aborted.finish is Finish.ABORTED
+    assert aborted.finish is FinishReason.ABORTED
     assert aborted.tokens[: len(tokens)] == tokens
     assert aborted.logprobs[: len(tokens)] == tuple(
         value for piece in heard for value in piece.logprobs
@@ -379,7 +382,7 @@ async def test_what_is_told_too_late_or_of_nobody_is_not_heard() -> None:
     tell(
         Generated(
             result=GenerateResult(
-                id="r0", tokens=(7,), logprobs=(-1.0,), versions=(span,), finish=Finish.LENGTH
+                id="r0", tokens=(7,), logprobs=(-1.0,), versions=(span,), finish=FinishReason.LENGTH
             )
         )
     )
@@ -407,14 +410,14 @@ async def test_good_weights_mark_the_tokens(connect: Connect, kind: str) -> None
     await client.ready()
     await client.load(manifest(7))
     assert (await client.generate(request("r0", 5))).versions[0].version == 7
-    await client.load(LoadSaved(version=6, weights_id=6, directory="", dtype="float32"))
+    await client.load(LoadCheckpoint(version=6, weights_id=6, directory="", dtype="float32"))
     assert (await client.generate(request("r1", 5))).versions[0].version == 6
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("over", ["shm", "tcp"])
 async def test_kv_moves_and_the_next_turn_finds_it(
-    connect: Connect, kind: str, over: KvOver
+    connect: Connect, kind: str, over: KvTransport
 ) -> None:
     source, target = connect(kind), connect(kind)
     await asyncio.gather(source.ready(), target.ready())
@@ -488,7 +491,7 @@ async def test_engines_over_http_refuse_abort_forget_and_end(connect: Connect, k
     client.rerank("r1", 3.0)
     client.abort("r1")
     client.abort("unknown")
-    assert (await aborted).finish is Finish.ABORTED
+    assert (await aborted).finish is FinishReason.ABORTED
     assert (await client.generate(request("r2", 5))).id == "r2"
     left = client.generate(request("r3", held, count=200))
     client.kill()

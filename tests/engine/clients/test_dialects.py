@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollweave.engine.clients.answers import AnswerError
 from rollweave.engine.clients.dialects import (
     Completions,
     Dialect,
@@ -21,8 +20,15 @@ from rollweave.engine.clients.dialects import (
     check,
     dialect,
 )
+from rollweave.engine.clients.responses import ResponseError
 from rollweave.schema.errors import EngineError
-from rollweave.schema.serving import Finish, GenerateRequest, GenerateResult, Sampling, VersionSpan
+from rollweave.schema.serving import (
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    Sampling,
+    VersionSpan,
+)
 
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, top_k=5, max_tokens=3, stop_token_ids=(2,), seed=11)
 REQUEST = GenerateRequest(id="ab12", tokens=(5, 6, 7), sampling=SAMPLING, rank=2.0, budget_s=9.0)
@@ -264,7 +270,7 @@ def test_any_seed_fits(seed: int) -> None:
 def test_vllm_answers_with_versions_and_cache() -> None:
     result = heard(Vllm(), VLLM_ANSWER)
     assert (result.id, result.tokens, result.logprobs) == ("ab12", (9, 2), (-0.5, -0.25))
-    assert (result.versions, result.finish, result.cached_tokens) == (TWO, Finish.STOP, 2)
+    assert (result.versions, result.finish, result.cached_tokens) == (TWO, FinishReason.STOP, 2)
     named = changed(
         VLLM_ANSWER,
         "choices",
@@ -280,7 +286,11 @@ def test_vllm_answers_with_versions_and_cache() -> None:
 
 def test_completions_answer() -> None:
     result = heard(Completions(), COMPLETION_ANSWER)
-    assert (result.tokens, result.logprobs, result.finish) == ((9, 8), (-0.5, -0.25), Finish.LENGTH)
+    assert (result.tokens, result.logprobs, result.finish) == (
+        (9, 8),
+        (-0.5, -0.25),
+        FinishReason.LENGTH,
+    )
     assert (result.versions, result.text_only) == (whole(0), False)
 
 
@@ -296,7 +306,11 @@ def test_text_alone_is_marked() -> None:
 def test_sglang_answers_with_its_version() -> None:
     result = heard(Sglang(), SGLANG_ANSWER)
     assert (result.tokens, result.logprobs) == ((9, 2), (-0.5, -0.25))
-    assert (result.versions, result.finish, result.cached_tokens) == (whole(12), Finish.STOP, 1)
+    assert (result.versions, result.finish, result.cached_tokens) == (
+        whole(12),
+        FinishReason.STOP,
+        1,
+    )
     spans = [{"version": "7", "start": 0, "end": 1}, {"version": "8", "start": 1, "end": 2}]
     assert (
         heard(Sglang(), changed(SGLANG_ANSWER, "meta_info", "weight_versions", to=spans)).versions
@@ -311,7 +325,7 @@ def test_sglang_aborts_before_and_in_the_middle() -> None:
     stopped = changed(
         SGLANG_ANSWER, "meta_info", "finish_reason", to={"type": "abort", "message": "Aborted"}
     )
-    assert heard(Sglang(), stopped).finish is Finish.ABORTED
+    assert heard(Sglang(), stopped).finish is FinishReason.ABORTED
     early = {
         "output_ids": [],
         "meta_info": {"finish_reason": {"type": "abort"}, "weight_version": "1"},
@@ -320,12 +334,16 @@ def test_sglang_aborts_before_and_in_the_middle() -> None:
 
 
 def test_prorl_is_cut_after_the_first_stop_token() -> None:
-    assert heard(Prorl(), PRORL_ANSWER).finish is Finish.STOP
+    assert heard(Prorl(), PRORL_ANSWER).finish is FinishReason.STOP
     long = {"response_ids": [9, 2, 4], "logprobs": [-0.5, -0.25, -0.1]}
     result = heard(Prorl(), long)
-    assert (result.tokens, result.logprobs, result.finish) == ((9, 2), (-0.5, -0.25), Finish.STOP)
+    assert (result.tokens, result.logprobs, result.finish) == (
+        (9, 2),
+        (-0.5, -0.25),
+        FinishReason.STOP,
+    )
     full = {"response_ids": [9, 8, 4], "logprobs": [-0.5, -0.25, -0.1]}
-    assert heard(Prorl(), full).finish is Finish.LENGTH
+    assert heard(Prorl(), full).finish is FinishReason.LENGTH
 
 
 def test_our_own_answers_with_the_result_itself() -> None:
@@ -334,7 +352,7 @@ def test_our_own_answers_with_the_result_itself() -> None:
         tokens=(9, 2),
         logprobs=(-0.1, -1 / 3),
         versions=TWO,
-        finish=Finish.STOP,
+        finish=FinishReason.STOP,
         queue_s=0.1,
     )
     assert Rollweave().decode(REQUEST, msgspec.json.encode(result)) == result
@@ -430,7 +448,7 @@ BROKEN = [
 
 @pytest.mark.parametrize(("speaker", "answer", "reason"), BROKEN)
 def test_what_is_no_answer_says_why(speaker: Dialect, answer: object, reason: str) -> None:
-    with pytest.raises(AnswerError, match=reason):
+    with pytest.raises(ResponseError, match=reason):
         heard(speaker, answer)
 
 
@@ -438,7 +456,7 @@ def test_what_is_no_answer_says_why(speaker: Dialect, answer: object, reason: st
     st.sampled_from([Vllm(), Completions(), Sglang(), Prorl(), Rollweave()]), st.binary(max_size=60)
 )
 def test_bytes_of_any_kind_are_an_error_of_ours(speaker: Dialect, body: bytes) -> None:
-    with pytest.raises(AnswerError):
+    with pytest.raises(ResponseError):
         speaker.decode(REQUEST, body)
 
 

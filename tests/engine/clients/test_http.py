@@ -12,7 +12,13 @@ import pytest
 from rollweave.engine.clients.http import HttpEngine, HttpSpec
 from rollweave.engine.clients.probe import Logprobs
 from rollweave.schema.errors import EngineError, EngineLostError, KvError, WeightsError
-from rollweave.schema.serving import DialectName, Finish, GenerateRequest, LoadSaved, Sampling
+from rollweave.schema.serving import (
+    DialectName,
+    FinishReason,
+    GenerateRequest,
+    LoadCheckpoint,
+    Sampling,
+)
 from rollweave.schema.weights import WeightManifest
 from tests.engine.clients.echo_engine import kv_manifest
 from tests.engine.clients.wire import HANG, Exchange, Handle, Wire, prorl, serving
@@ -141,7 +147,9 @@ async def test_what_is_its_owners_raises_clearly() -> None:
         with pytest.raises(WeightsError, match="cannot be given weights from here"):
             await engine.load(weights)
         with pytest.raises(WeightsError, match="cannot be given weights from here"):
-            await engine.load(LoadSaved(version=1, weights_id=1, directory="", dtype="float32"))
+            await engine.load(
+                LoadCheckpoint(version=1, weights_id=1, directory="", dtype="float32")
+            )
         with pytest.raises(KvError, match="cannot be asked for its KV from here"):
             await engine.export_kv([5], "tcp")
         with pytest.raises(KvError, match="cannot be given KV from here"):
@@ -178,7 +186,7 @@ async def test_aborting_answers_at_once_with_nothing_where_the_server_cannot_be_
         await wire.arrived.wait()
         engine.abort("r0")
         result = await answer
-        assert (result.id, result.tokens, result.finish) == ("r0", (), Finish.ABORTED)
+        assert (result.id, result.tokens, result.finish) == ("r0", (), FinishReason.ABORTED)
 
 
 def sglang(tokens: list[int], reason: str) -> dict[str, Any]:
@@ -213,7 +221,7 @@ async def test_a_server_that_can_be_told_answers_with_what_there_is(ending: str)
             engine.abort("r0")
         result = await answer
         assert (result.id, result.tokens, result.versions[0].version) == ("r0", (6,), 3)
-        assert result.finish is (Finish.ABORTED if ending == "abort" else Finish.TIME)
+        assert result.finish is (FinishReason.ABORTED if ending == "abort" else FinishReason.TIME)
         assert len(told.result()) == 32, (
             "SGLang aborts whatever begins so: no id may be the beginning of another"
         )
@@ -222,7 +230,7 @@ async def test_a_server_that_can_be_told_answers_with_what_there_is(ending: str)
 async def test_a_time_budget_ends_a_request_that_hangs() -> None:
     async with serving(hang) as wire, connected(wire) as engine:
         result = await engine.generate(request(budget_s=0.05))
-        assert (result.tokens, result.finish) == ((), Finish.TIME)
+        assert (result.tokens, result.finish) == ((), FinishReason.TIME)
 
 
 async def test_a_request_that_waits_for_a_slot_can_be_aborted() -> None:
@@ -230,7 +238,7 @@ async def test_a_request_that_waits_for_a_slot_can_be_aborted() -> None:
         held, waiting = engine.generate(request("r0")), engine.generate(request("r1"))
         await wire.arrived.wait()
         engine.abort("r1")
-        assert (await waiting).finish is Finish.ABORTED
+        assert (await waiting).finish is FinishReason.ABORTED
         assert not held.done()
         assert len(wire.seen) == 1
 

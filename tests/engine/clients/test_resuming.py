@@ -1,4 +1,4 @@
-"""Going on with a turn at servers that know of none that was begun."""
+"""Going on with a turn at servers that know of none that was unextended_result."""
 
 import asyncio
 from typing import Any
@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollweave.engine.clients.http import HttpEngine, HttpSpec
-from rollweave.engine.clients.resuming import begun, joined, rest_of
+from rollweave.engine.clients.resuming import merged_result, remaining_request, unextended_result
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import (
-    Finish,
+    FinishReason,
     GenerateRequest,
     GenerateResult,
     PartialOutput,
@@ -57,7 +57,7 @@ async def test_the_rest_is_asked_for_with_a_longer_prompt_and_another_seed() -> 
     assert result.tokens == (6, 7, 8, 9, 10, 11)
     assert result.logprobs == (-0.25, -0.25, -1.5, -1.5, -1.5, -1.5)
     assert result.versions == (VersionSpan(start=0, end=6, version=0),)
-    assert (result.id, result.finish, result.resumed_tokens) == ("r0", Finish.LENGTH, 2)
+    assert (result.id, result.finish, result.resumed_tokens) == ("r0", FinishReason.LENGTH, 2)
     assert 3.0 < result.generate_s < 3.0 + 60.0
     assert result.queue_s < 60.0
 
@@ -65,12 +65,12 @@ async def test_the_rest_is_asked_for_with_a_longer_prompt_and_another_seed() -> 
 @pytest.mark.parametrize(
     ("resumed", "sampling", "finish"),
     [
-        (partial(6, 7), {"count": 2}, Finish.LENGTH),
-        (partial(6, 7), {"stop_token_ids": (7,)}, Finish.STOP),
+        (partial(6, 7), {"count": 2}, FinishReason.LENGTH),
+        (partial(6, 7), {"stop_token_ids": (7,)}, FinishReason.STOP),
     ],
 )
 async def test_what_has_ended_already_is_not_asked_for(
-    resumed: PartialOutput, sampling: Any, finish: Finish
+    resumed: PartialOutput, sampling: Any, finish: FinishReason
 ) -> None:
     result, asked = await answered(request(resumed, **sampling))
     assert (result.tokens, result.finish, asked) == (resumed.tokens, finish, [])
@@ -88,10 +88,10 @@ async def test_what_cannot_be_the_beginning_is_refused(
 
 def test_a_stop_string_or_text_alone_begins_the_turn_again() -> None:
     asked = request(partial(6, 7), stop=("end",))
-    assert rest_of(asked, text_only=False) == msgspec.structs.replace(asked, resumed=None)
+    assert remaining_request(asked, text_only=False) == msgspec.structs.replace(asked, resumed=None)
     asked = request(partial(6, 7))
-    assert rest_of(asked, text_only=True) == msgspec.structs.replace(asked, resumed=None)
-    assert rest_of(request(None), text_only=False) == request(None)
+    assert remaining_request(asked, text_only=True) == msgspec.structs.replace(asked, resumed=None)
+    assert remaining_request(request(None), text_only=False) == request(None)
 
 
 async def test_what_is_left_of_the_budget_bounds_the_rest_and_the_beginning_is_kept() -> None:
@@ -102,7 +102,11 @@ async def test_what_is_left_of_the_budget_bounds_the_rest_and_the_beginning_is_k
         engine = HttpEngine(spec(wire.url), check_s=1000.0)
         try:
             result = await engine.generate(request(partial(6, 7, generate_s=5.0), budget_s=1.0))
-            assert (result.finish, result.tokens, result.resumed_tokens) == (Finish.TIME, (6, 7), 2)
+            assert (result.finish, result.tokens, result.resumed_tokens) == (
+                FinishReason.TIME,
+                (6, 7),
+                2,
+            )
             turn = engine.generate(request(partial(6, 7)))
             wire.arrived.clear()
             await asyncio.wait_for(wire.arrived.wait(), 10)
@@ -132,12 +136,12 @@ def test_spans_are_joined_as_if_they_had_been_one_turns(
         tokens=(2,) * len(after),
         logprobs=(-2.0,) * len(after),
         versions=spans(after),
-        finish=Finish.STOP,
+        finish=FinishReason.STOP,
     )
     asked = GenerateRequest(id="r0", tokens=(5,), resumed=resumed)
-    whole = joined(asked, rest)
+    whole = merged_result(asked, rest)
     assert spans_cover(whole.versions, len(whole.tokens))
     told = [span.version for span in whole.versions for _ in range(span.end - span.start)]
     assert told == before + after
     assert whole.tokens == (1,) * len(before) + (2,) * len(after)
-    assert begun(asked, Finish.ABORTED).tokens == resumed.tokens
+    assert unextended_result(asked, FinishReason.ABORTED).tokens == resumed.tokens

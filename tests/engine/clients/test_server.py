@@ -29,7 +29,7 @@ from rollweave.schema.serving import (
     DialectName,
     EngineSpec,
     EngineStats,
-    Finish,
+    FinishReason,
     GenerateRequest,
     GenerateResult,
     Sampling,
@@ -142,7 +142,7 @@ async def test_it_is_the_engine_token_for_token(served: Served, dialect: Dialect
             assert [(span.start, span.end, span.version) for span in theirs.versions] == [
                 (0, len(ours.tokens), 0)
             ]
-        assert {result.finish for result in there} == {Finish.LENGTH, Finish.STOP}
+        assert {result.finish for result in there} == {FinishReason.LENGTH, FinishReason.STOP}
 
 
 async def test_what_the_engine_tells_of_itself_arrives(served: Served) -> None:
@@ -158,7 +158,7 @@ async def test_what_the_engine_tells_of_itself_arrives(served: Served) -> None:
         late = GenerateRequest(
             id="r1", tokens=(5,), sampling=Sampling(max_tokens=200), budget_s=1e-6
         )
-        assert (await remote.generate(late)).finish is Finish.TIME
+        assert (await remote.generate(late)).finish is FinishReason.TIME
         masked = GenerateRequest(
             id="r2", tokens=(5,), sampling=Sampling(max_tokens=20, allowed=(7, 8))
         )
@@ -207,7 +207,7 @@ async def test_aborting_brings_back_what_there_is(served: Served) -> None:
         await served.until(lambda stats: stats.waiting == 1)
         remote.abort("r0")
         result = await answer
-        assert (result.id, result.finish) == ("r0", Finish.ABORTED)
+        assert (result.id, result.finish) == ("r0", FinishReason.ABORTED)
         served.engine.resume()
 
 
@@ -252,7 +252,7 @@ async def test_text_ends_before_what_stops_it(stop: dict[str, Any], shown: str) 
                 tokens=tokens,
                 logprobs=(0.0,) * 5,
                 versions=versions,
-                finish=Finish.STOP,
+                finish=FinishReason.STOP,
             )
 
     speaker: Any = Speaker()

@@ -18,7 +18,13 @@ from rollweave.engine.clients.probe import Logprobs
 from rollweave.engine.loop import EngineLoop
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import EngineError, EngineLostError
-from rollweave.schema.serving import DialectName, EngineSpec, Finish, GenerateRequest, Sampling
+from rollweave.schema.serving import (
+    DialectName,
+    EngineSpec,
+    FinishReason,
+    GenerateRequest,
+    Sampling,
+)
 from tests.engine.clients.test_conformance import tiny_checkpoint
 
 pytestmark = [
@@ -110,5 +116,5 @@ async def agrees(engine: HttpEngine, ours: EngineClient, *, partial: bool) -> No
             GenerateRequest(id="r2", tokens=(5,), sampling=Sampling(temperature=0.7))
         )
     late = await engine.generate(GenerateRequest(id="r3", tokens=(5,), sampling=LONG, budget_s=0.1))
-    assert late.finish is Finish.TIME
+    assert late.finish is FinishReason.TIME
     assert len(late.tokens) < (LONG.max_tokens if partial else 1)

@@ -151,16 +151,16 @@ def test_a_plan_says_what_its_step_computes() -> None:
     planner = batcher(slots=3, chunk=16)
     planner.add(entry("a", list(range(4))))
     first = planner.plan()
-    assert first.amounts == (4, 1 + 2 + 3 + 4, 0, 0)
+    assert first.work == (4, 1 + 2 + 3 + 4, 0, 0)
     planner.advance(first.prefill[0][0], 4)
     first.prefill[0][0].tokens.append(9)
     planner.add(entry("b", list(range(100, 120))))
     second = planner.plan()
-    assert second.amounts == (16, 16 * 17 // 2, 1, 5)
+    assert second.work == (16, 16 * 17 // 2, 1, 5)
     planner.advance(second.decode[0], 1)
     second.decode[0].tokens.append(9)
     planner.advance(second.prefill[0][0], 16)
-    assert planner.plan().amounts == (4, 17 + 18 + 19 + 20, 1, 6)
+    assert planner.plan().work == (4, 17 + 18 + 19 + 20, 1, 6)
 
 
 def test_what_could_never_fit_is_refused_and_what_just_fits_finishes() -> None:

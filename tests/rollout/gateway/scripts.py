@@ -11,7 +11,7 @@ import aiohttp
 
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.gateway.server import Access, Gateway, serve_gateway
-from rollweave.schema.serving import Finish, GenerateResult, Sampling, VersionSpan
+from rollweave.schema.serving import FinishReason, GenerateResult, Sampling, VersionSpan
 from tests.rollout.chat.chats import bpe, codec
 
 CODEC = codec("tools")
@@ -24,7 +24,7 @@ def encode(text: str) -> tuple[int, ...]:
 
 
 def spoken(
-    tokens: Sequence[int], *, finish: Finish = Finish.STOP, version: int = 0
+    tokens: Sequence[int], *, finish: FinishReason = FinishReason.STOP, version: int = 0
 ) -> GenerateResult:
     return GenerateResult(
         id="x",

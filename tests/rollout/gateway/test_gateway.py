@@ -23,7 +23,7 @@ from rollweave.rollout.gateway.requests import RequestError, _Chat, parse_chat
 from rollweave.rollout.gateway.server import MAX_BODY, Gateway, SessionRecording
 from rollweave.rollout.gateway.sessions import SessionLimits
 from rollweave.schema.errors import EngineError, EngineLostError
-from rollweave.schema.serving import Finish, Sampling
+from rollweave.schema.serving import FinishReason, Sampling
 from rollweave.schema.work import SegmentKind
 from tests.rollout.chat.chats import codec
 from tests.support.properties import examples
@@ -221,8 +221,8 @@ async def test_a_stop_text_across_tokens_is_recorded_but_not_shown() -> None:
 
 
 async def test_finish_reasons_and_sampling_parameters() -> None:
-    cut = spoken(encode("hel"), finish=Finish.LENGTH)
-    script = Script([cut, spoken(encode("hel"), finish=Finish.TIME), "a"])
+    cut = spoken(encode("hel"), finish=FinishReason.LENGTH)
+    script = Script([cut, spoken(encode("hel"), finish=FinishReason.TIME), "a"])
     limits = SessionLimits(turn_tokens=50)
     base = Sampling(temperature=0.7, top_k=9, seed=5)
     async with gateway(script, session={"limits": limits, "sampling": base}) as (_, client):
@@ -627,8 +627,8 @@ def test_any_json_is_parsed_or_refused(change: dict[str, Any]) -> None:
         (EngineLostError("gone"), 503),
         (EngineError("refused"), 503),
         (ZeroDivisionError("oops"), 500),
-        (spoken((), finish=Finish.ERROR), 503),
-        (spoken(encode("a"), finish=Finish.ABORTED), 503),
+        (spoken((), finish=FinishReason.ERROR), 503),
+        (spoken(encode("a"), finish=FinishReason.ABORTED), 503),
         (spoken(()), 503),
     ],
 )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollweave.rollout.gateway.recorder import Call, CallState, SessionRecorder
 from rollweave.schema.chat import Message, ToolCall
-from rollweave.schema.serving import Finish, GenerateResult, VersionSpan
+from rollweave.schema.serving import FinishReason, GenerateResult, VersionSpan
 from rollweave.schema.work import SegmentKind, TokenSequence
 from tests.rollout.chat.chats import bpe, codec
 from tests.support.properties import examples
@@ -36,7 +36,7 @@ def result(tokens: list[int], *, mark: float = 1.0, cut: int = 0) -> GenerateRes
         tokens=tuple(tokens),
         logprobs=tuple(-mark - place / 1024 for place in range(len(tokens))),
         versions=(*spans, VersionSpan(start=cut, end=len(tokens), version=4)),
-        finish=Finish.STOP,
+        finish=FinishReason.STOP,
     )
 
 
@@ -429,28 +429,30 @@ def test_different_tools_make_a_different_context() -> None:
 @pytest.mark.parametrize(
     "broken",
     [
-        GenerateResult(id="x", tokens=(), logprobs=(), versions=(), finish=Finish.STOP),
-        GenerateResult(id="x", tokens=(1, 2), logprobs=(-1.0,), versions=(), finish=Finish.STOP),
+        GenerateResult(id="x", tokens=(), logprobs=(), versions=(), finish=FinishReason.STOP),
+        GenerateResult(
+            id="x", tokens=(1, 2), logprobs=(-1.0,), versions=(), finish=FinishReason.STOP
+        ),
         GenerateResult(
             id="x",
             tokens=(1,),
             logprobs=(-1.0,),
             versions=(VersionSpan(start=0, end=1, version=-1),),
-            finish=Finish.STOP,
+            finish=FinishReason.STOP,
         ),
         GenerateResult(
             id="x",
             tokens=(1,),
             logprobs=(-1.0,),
             versions=(VersionSpan(start=0, end=2, version=0),),
-            finish=Finish.STOP,
+            finish=FinishReason.STOP,
         ),
         GenerateResult(
             id="x",
             tokens=(1,),
             logprobs=(0.0,),
             versions=(VersionSpan(start=0, end=1, version=0),),
-            finish=Finish.STOP,
+            finish=FinishReason.STOP,
             text_only=True,
         ),
     ],

@@ -18,7 +18,7 @@ from rollweave.rollout.gateway.responses import (
     read_turn,
     text_deltas,
 )
-from rollweave.schema.serving import Finish
+from rollweave.schema.serving import FinishReason
 from tests.support.properties import examples
 
 from .scripts import CALL, CODEC, END, encode, spoken
@@ -37,7 +37,7 @@ def reply_of(
     tools: bool,
     forced: str,
     stop: tuple[str, ...],
-    finish: Finish,
+    finish: FinishReason,
     stop_tokens: tuple[int, ...] = (),
 ) -> ChatReply:
     result = spoken(sampled, finish=finish)
@@ -78,7 +78,7 @@ def put_together(stream: list[dict[str, Any]]) -> dict[str, Any]:
     tools=st.booleans(),
     forced=st.sampled_from(["", "<tool_call>\n"]),
     stop=st.lists(st.sampled_from(["stop", "ne", "🙂", "tool"]), max_size=2).map(tuple),
-    finish=st.sampled_from([Finish.STOP, Finish.LENGTH]),
+    finish=st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]),
     cut=st.booleans(),
 )
 def test_a_stream_adds_up_to_the_complete_response(
@@ -87,7 +87,7 @@ def test_a_stream_adds_up_to_the_complete_response(
     tools: bool,
     forced: str,
     stop: tuple[str, ...],
-    finish: Finish,
+    finish: FinishReason,
     cut: bool,
 ) -> None:
     sampled = (*sampled, END) if ended or not sampled else sampled

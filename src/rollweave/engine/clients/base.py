@@ -17,15 +17,15 @@ from rollweave.schema.serving import (
     GenerateRequest,
     GenerateResult,
     KvManifest,
-    KvOver,
-    LoadSaved,
+    KvTransport,
+    LoadCheckpoint,
     Ready,
     Suspended,
     TokenDelta,
 )
 from rollweave.schema.weights import WeightManifest
 
-Heard = Callable[[TokenDelta], None]
+OnTokens = Callable[[TokenDelta], None]
 """Who is told of a turn while it is sampled. Must not raise.
 
 What it hears it must check: pieces may be lost, or come twice.
@@ -45,7 +45,7 @@ class EngineBackend(Protocol):
         """Wait until the engine serves."""
 
     def generate(
-        self, request: GenerateRequest, heard: Heard | None = None
+        self, request: GenerateRequest, heard: OnTokens | None = None
     ) -> asyncio.Future[GenerateResult]:
         """Continue `request.tokens`, and `request.resumed`: sent on return, in order
         with all other calls.
@@ -66,7 +66,7 @@ class EngineBackend(Protocol):
         it. Unknown ids are ignored.
         """
 
-    async def export_kv(self, tokens: Sequence[int], over: KvOver) -> KvManifest:
+    async def export_kv(self, tokens: Sequence[int], over: KvTransport) -> KvManifest:
         """Lay out the KV of the longest cached prefix of `tokens` for `import_kv` of
         another engine.
 
@@ -94,7 +94,7 @@ class EngineBackend(Protocol):
     def resume(self) -> None:
         """Go on after `suspend`."""
 
-    async def load(self, weights: WeightManifest | LoadSaved) -> None:
+    async def load(self, weights: WeightManifest | LoadCheckpoint) -> None:
         """Swap the weights in, from memory or from a checkpoint.
 
         Raises `WeightsError` if the engine refuses them; it then keeps those that it

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, assert_never
 
-from rollweave.engine.clients.base import EngineLink, Heard
+from rollweave.engine.clients.base import EngineLink, OnTokens
 from rollweave.schema.errors import EngineError, EngineLostError, KvError, WeightsError
 from rollweave.schema.serving import (
     Abort,
@@ -19,7 +19,7 @@ from rollweave.schema.serving import (
     EngineReply,
     EngineStats,
     ExportKv,
-    Finish,
+    FinishReason,
     Generated,
     GenerateRequest,
     GenerateResult,
@@ -27,12 +27,12 @@ from rollweave.schema.serving import (
     KvExported,
     KvImported,
     KvManifest,
-    KvOver,
     KvRefused,
+    KvTransport,
     Load,
+    LoadCheckpoint,
     Loaded,
     LoadFailed,
-    LoadSaved,
     Progress,
     Ready,
     ReleaseKv,
@@ -70,7 +70,7 @@ class EngineClient:
         self._lost: asyncio.Future[str] = self._loop.create_future()
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._generating: dict[str, asyncio.Future[GenerateResult]] = {}
-        self._heard: dict[str, Heard] = {}
+        self._heard: dict[str, OnTokens] = {}
         self._suspending: deque[asyncio.Future[Suspended]] = deque()
         self._loading: deque[asyncio.Future[Loaded | LoadFailed]] = deque()
         self._sampling: deque[asyncio.Future[EngineStats]] = deque()
@@ -87,7 +87,7 @@ class EngineClient:
         return await self._answer(asyncio.shield(self._ready), self._start_s, "become ready")
 
     def generate(
-        self, request: GenerateRequest, heard: Heard | None = None
+        self, request: GenerateRequest, heard: OnTokens | None = None
     ) -> asyncio.Future[GenerateResult]:
         waiter: asyncio.Future[GenerateResult] = self._loop.create_future()
         if self._lost.done():
@@ -123,7 +123,7 @@ class EngineClient:
         if request_id in self._generating:
             self._link.send(Rerank(id=request_id, rank=rank))
 
-    async def export_kv(self, tokens: Sequence[int], over: KvOver) -> KvManifest:
+    async def export_kv(self, tokens: Sequence[int], over: KvTransport) -> KvManifest:
         reply = await self._move(ExportKv(id=self._new_id(), tokens=tuple(tokens), over=over))
         assert isinstance(reply, KvExported), reply
         return reply.manifest
@@ -160,8 +160,8 @@ class EngineClient:
     def resume(self) -> None:
         self._link.send(Resume())
 
-    async def load(self, weights: WeightManifest | LoadSaved) -> None:
-        command = weights if isinstance(weights, LoadSaved) else Load(manifest=weights)
+    async def load(self, weights: WeightManifest | LoadCheckpoint) -> None:
+        command = weights if isinstance(weights, LoadCheckpoint) else Load(manifest=weights)
         reply = await self._ask(command, self._loading, "load weights")
         if isinstance(reply, LoadFailed):
             raise WeightsError(reply.error)
@@ -181,7 +181,7 @@ class EngineClient:
 
     async def _ask(
         self,
-        command: Suspend | Load | LoadSaved | Stats,
+        command: Suspend | Load | LoadCheckpoint | Stats,
         table: deque[asyncio.Future[T]],
         what: str,
     ) -> T:
@@ -236,7 +236,7 @@ class EngineClient:
         waiter = self._forget(result.id)
         if waiter is None or waiter.done():
             return  # cancelled, and forgotten here
-        if result.finish is Finish.ERROR:
+        if result.finish is FinishReason.ERROR:
             waiter.set_exception(EngineError(result.error or "the engine gave no reason"))
         else:
             waiter.set_result(result)

@@ -5,8 +5,8 @@ Invariants: every sampling parameter is said, never left to a server's default (
 completions take theirs from the checkpoint's generation_config.json, which may hold a
 repetition penalty); what a dialect cannot say is refused with `EngineError` and never
 dropped; a token's id is the server's, never made from text, except by a dialect that
-was told to (`encode_text`). An answer that is not what the dialect promises raises
-`AnswerError`. Ranks are not passed on, except to our own server: elsewhere they need a
+was required to (`encode_text`). An answer that is not what the dialect promises raises
+`ResponseError`. Ranks are not passed on, except to our own server: elsewhere they need a
 scheduling policy that servers refuse or ignore when they run without it.
 """
 
@@ -15,21 +15,21 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from rollweave.engine.clients.answers import (
-    AnswerError,
-    CompletionAnswer,
-    ProrlAnswer,
-    SglangAnswer,
+from rollweave.engine.clients.responses import (
+    CompletionResponse,
+    ProrlResponse,
+    ResponseError,
+    SglangResponse,
     Span,
-    VllmAnswer,
+    VllmResponse,
     parse,
-    told,
+    required,
 )
 from rollweave.schema.errors import EngineError
 from rollweave.schema.packing import as_json
 from rollweave.schema.serving import (
     DialectName,
-    Finish,
+    FinishReason,
     GenerateRequest,
     GenerateResult,
     Sampling,
@@ -82,7 +82,7 @@ class Dialect(Protocol):
         """The body of the POST. Raises `EngineError` for what cannot be said."""
 
     def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
-        """The answer to `request`. Raises `AnswerError`."""
+        """The answer to `request`. Raises `ResponseError`."""
 
     def abort(self, request_id: str) -> tuple[str, bytes] | None:
         """Path and body of the POST that makes the server answer `request_id` now; None
@@ -105,7 +105,7 @@ class Rollweave:
 
     def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
         """Versions of an engine that has only its checkpoint (-1) become 0, as
-        everywhere where no version is told.
+        everywhere where no version is required.
         """
         result = parse(body, GenerateResult)
         spans = tuple(
@@ -138,13 +138,15 @@ class Vllm:
         return as_json(said)
 
     def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
-        answer = parse(body, VllmAnswer)
+        answer = parse(body, VllmResponse)
         choice = _only(answer.choices)
         content = choice.logprobs.content if choice.logprobs is not None else None
-        tokens = told(choice.token_ids, "choices[0].token_ids")
-        entries = told(content, "choices[0].logprobs.content")
+        tokens = required(choice.token_ids, "choices[0].token_ids")
+        entries = required(content, "choices[0].logprobs.content")
         if [entry.token_id for entry in entries] != list(tokens):
-            raise AnswerError(f"its log-probs are of other tokens than its {len(tokens)} token_ids")
+            raise ResponseError(
+                f"its log-probs are of other tokens than its {len(tokens)} token_ids"
+            )
         return _result(
             request,
             tokens,
@@ -197,15 +199,15 @@ class Completions:
         return as_json(said)
 
     def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
-        answer = parse(body, CompletionAnswer)
+        answer = parse(body, CompletionResponse)
         choice = _only(answer.choices)
         finish = _finish(choice.finish_reason)
         if self._encode_text is not None:
             tokens: Sequence[int] = self._encode_text(choice.text)
             result = _result(request, tokens, [0.0] * len(tokens), finish=finish)
             return msgspec.structs.replace(result, text_only=True)
-        tokens = told(choice.token_ids, "choices[0].token_ids")
-        logprobs = told(
+        tokens = required(choice.token_ids, "choices[0].token_ids")
+        logprobs = required(
             choice.logprobs.token_logprobs if choice.logprobs is not None else None,
             "choices[0].logprobs",
         )
@@ -257,15 +259,15 @@ class Sglang:
         return as_json(said)
 
     def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
-        answer = parse(body, SglangAnswer)
+        answer = parse(body, SglangResponse)
         meta = answer.meta_info
         if meta.output_token_logprobs is None and not answer.output_ids:  # aborted before it began
             pairs: tuple[tuple[float, int, str | None], ...] = ()
         else:
-            pairs = told(meta.output_token_logprobs, "meta_info.output_token_logprobs")
+            pairs = required(meta.output_token_logprobs, "meta_info.output_token_logprobs")
         tokens = [token for _, token, _ in pairs]
         if answer.output_ids is not None and list(answer.output_ids) != tokens:
-            raise AnswerError(
+            raise ResponseError(
                 f"its log-probs are of other tokens than its {len(answer.output_ids)} output_ids"
             )
         spans = meta.weight_versions
@@ -312,10 +314,10 @@ class Prorl:
         return as_json(said)
 
     def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
-        """No reason is told: less than what was asked for is a stop."""
-        answer = parse(body, ProrlAnswer)
+        """No reason is required: less than what was asked for is a stop."""
+        answer = parse(body, ProrlResponse)
         if len(answer.logprobs) != len(answer.response_ids):
-            raise AnswerError(
+            raise ResponseError(
                 f"it gave {len(answer.logprobs)} log-probs for {len(answer.response_ids)} tokens"
             )
         stops = request.sampling.stop_token_ids
@@ -328,7 +330,10 @@ class Prorl:
             bool(tokens) and tokens[-1] in stops
         )
         return _result(
-            request, tokens, answer.logprobs[:end], finish=Finish.STOP if stopped else Finish.LENGTH
+            request,
+            tokens,
+            answer.logprobs[:end],
+            finish=FinishReason.STOP if stopped else FinishReason.LENGTH,
         )
 
     def abort(self, request_id: str) -> tuple[str, bytes] | None:
@@ -362,38 +367,40 @@ def dialect(
 
 
 def check(request: GenerateRequest, result: GenerateResult, *, vocab: int) -> None:
-    """Raise `AnswerError` where a result cannot be the continuation of `request` by a
+    """Raise `ResponseError` where a result cannot be the continuation of `request` by a
     model of `vocab` tokens.
     """
     tokens, logprobs = result.tokens, result.logprobs
     if len(tokens) != len(logprobs):
-        raise AnswerError(f"it gave {len(logprobs)} log-probs for {len(tokens)} tokens")
+        raise ResponseError(f"it gave {len(logprobs)} log-probs for {len(tokens)} tokens")
     if len(tokens) > request.sampling.max_tokens and not result.text_only:
-        raise AnswerError(
+        raise ResponseError(
             f"it gave {len(tokens)} tokens, max_tokens is {request.sampling.max_tokens}"
         )
     if result.resumed_tokens:
         given = request.resumed.tokens if request.resumed is not None else ()
         if result.resumed_tokens != len(given) or tokens[: len(given)] != given:
-            raise AnswerError(
+            raise ResponseError(
                 f"it went on from other tokens than the {len(given)} that it was given"
             )
-    if not tokens and result.finish in (Finish.STOP, Finish.LENGTH):
-        raise AnswerError("it gave no token")
+    if not tokens and result.finish in (FinishReason.STOP, FinishReason.LENGTH):
+        raise ResponseError("it gave no token")
     if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
-        raise AnswerError(f"its tokens must be in [0, {vocab}), got {min(tokens)} to {max(tokens)}")
+        raise ResponseError(
+            f"its tokens must be in [0, {vocab}), got {min(tokens)} to {max(tokens)}"
+        )
     for at, logprob in enumerate(logprobs):
         if not NOT_A_LOGPROB < logprob <= ABOVE_ZERO:
-            raise AnswerError(f"the log-prob of its token {at} is {logprob}")
+            raise ResponseError(f"the log-prob of its token {at} is {logprob}")
     if not spans_cover(result.versions, len(tokens)):
-        raise AnswerError(
+        raise ResponseError(
             f"its version spans must cover its {len(tokens)} tokens in order, got {result.versions}"
         )
 
 
 def _only(choices: Sequence[T]) -> T:
     if len(choices) != 1:
-        raise AnswerError(f"its answer must have 1 choice, got {len(choices)}")
+        raise ResponseError(f"its answer must have 1 choice, got {len(choices)}")
     return choices[0]
 
 
@@ -426,16 +433,16 @@ def _only_can(sampling: Sampling, name: str, *fields: str) -> None:
             )
 
 
-def _finish(reason: str | None) -> Finish:
+def _finish(reason: str | None) -> FinishReason:
     match reason:
         case "stop":
-            return Finish.STOP
+            return FinishReason.STOP
         case "length":
-            return Finish.LENGTH
+            return FinishReason.LENGTH
         case "abort":
-            return Finish.ABORTED
+            return FinishReason.ABORTED
         case _:
-            raise AnswerError(
+            raise ResponseError(
                 f"its finish reason must be stop, length or abort, got {reason!r:.100}"
             )
 
@@ -451,7 +458,7 @@ def _result(
     tokens: Sequence[int],
     logprobs: Sequence[float],
     *,
-    finish: Finish,
+    finish: FinishReason,
     spans: Sequence[Span] | None = None,
     cached: int = 0,
 ) -> GenerateResult:

@@ -19,8 +19,7 @@ from uuid import uuid4
 
 import msgspec
 
-from rollweave.engine.clients.answers import AnswerError, parse
-from rollweave.engine.clients.base import Heard
+from rollweave.engine.clients.base import OnTokens
 from rollweave.engine.clients.dialects import check, dialect
 from rollweave.engine.clients.probe import (
     Logprobs,
@@ -30,20 +29,21 @@ from rollweave.engine.clients.probe import (
     objection,
     probes,
 )
-from rollweave.engine.clients.resuming import begun, joined, rest_of
-from rollweave.engine.clients.transport import BODY_S, BusyError, Failed, Transport
+from rollweave.engine.clients.responses import ResponseError, parse
+from rollweave.engine.clients.resuming import merged_result, remaining_request, unextended_result
+from rollweave.engine.clients.transport import BODY_S, BusyError, OnRetry, Transport
 from rollweave.schema.address import Hosts, parse_address
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import EngineError, EngineLostError, KvError, WeightsError
 from rollweave.schema.serving import (
     DialectName,
     EngineStats,
-    Finish,
+    FinishReason,
     GenerateRequest,
     GenerateResult,
     KvManifest,
-    KvOver,
-    LoadSaved,
+    KvTransport,
+    LoadCheckpoint,
     Ready,
     Suspended,
 )
@@ -98,7 +98,7 @@ class _Call:
 
     wire_id: str
     answer: asyncio.Future[GenerateResult]
-    stop: asyncio.Future[Finish]
+    stop: asyncio.Future[FinishReason]
     task: asyncio.Task[None] | None = None
     sent: bool = False
 
@@ -123,7 +123,7 @@ class HttpEngine:
         check_s: float = 5.0,
         body_s: float = BODY_S,
         encode_text: Callable[[str], Sequence[int]] | None = None,
-        failed: Failed = lambda reason, tries, next_s: None,
+        failed: OnRetry = lambda reason, tries, next_s: None,
         reference: Reference | None = None,
         noted: Callable[[str], None] = lambda text: None,
         hosts: Hosts | None = None,
@@ -168,13 +168,13 @@ class HttpEngine:
         return await asyncio.shield(self._ready)
 
     def generate(
-        self, request: GenerateRequest, heard: Heard | None = None
+        self, request: GenerateRequest, heard: OnTokens | None = None
     ) -> asyncio.Future[GenerateResult]:
         """As the protocol says, but connections race: nothing is promised of the order
         of requests.
 
         Nothing is heard of a turn before it ends. Servers other than ours go on with
-        one that was begun as `resuming.py` says.
+        one that was unextended_result as `resuming.py` says.
         """
         call = _Call(uuid4().hex, self._loop.create_future(), self._loop.create_future())
         if self.lost.done():
@@ -196,7 +196,7 @@ class HttpEngine:
     def abort(self, request_id: str) -> None:
         call = self._calls.get(request_id)
         if call is not None:
-            _give(call.stop, Finish.ABORTED)
+            _give(call.stop, FinishReason.ABORTED)
 
     def rerank(self, request_id: str, rank: float) -> None:
         """Nothing: a rank is said with the request, or never."""
@@ -226,10 +226,10 @@ class HttpEngine:
     def resume(self) -> None:
         """Nothing: it was never suspended."""
 
-    async def load(self, weights: WeightManifest | LoadSaved) -> None:
+    async def load(self, weights: WeightManifest | LoadCheckpoint) -> None:
         self._not_ours(WeightsError, "given weights")
 
-    async def export_kv(self, tokens: Sequence[int], over: KvOver) -> KvManifest:
+    async def export_kv(self, tokens: Sequence[int], over: KvTransport) -> KvManifest:
         self._not_ours(KvError, "asked for its KV")
 
     async def import_kv(self, tokens: Sequence[int], manifest: KvManifest) -> int:
@@ -264,10 +264,10 @@ class HttpEngine:
                 await self._hurry(call, work)
             if work.done():
                 result = work.result()
-                if call.stop.done() and result.finish is Finish.ABORTED:
+                if call.stop.done() and result.finish is FinishReason.ABORTED:
                     result = msgspec.structs.replace(result, finish=call.stop.result())
             else:
-                result = begun(request, call.stop.result())
+                result = unextended_result(request, call.stop.result())
             _give(call.answer, result)
         except EngineError as error:
             _fail(call.answer, error)
@@ -300,16 +300,18 @@ class HttpEngine:
         if why := objection(self._logprobs, request.sampling) or self._beyond(request):
             raise EngineError(f"{self._name}: {why}")
         rest = (
-            request if self._dialect.resumes else rest_of(request, text_only=self._spec.text_only)
+            request
+            if self._dialect.resumes
+            else remaining_request(request, text_only=self._spec.text_only)
         )
-        if isinstance(rest, Finish):
-            return begun(request, rest)
+        if isinstance(rest, FinishReason):
+            return unextended_result(request, rest)
         wired = msgspec.structs.replace(rest, id=call.wire_id)
         async with self._slots:
             self._running += 1
             budget = None
             if rest.budget_s and not self._dialect.keeps_time:
-                budget = self._loop.call_later(rest.budget_s, _give, call.stop, Finish.TIME)
+                budget = self._loop.call_later(rest.budget_s, _give, call.stop, FinishReason.TIME)
             try:
                 call.sent = True
                 result, took_s = await self._asked(wired)
@@ -332,7 +334,7 @@ class HttpEngine:
         result = msgspec.structs.replace(
             result, id=request.id, queue_s=queue_s, generate_s=generate_s
         )
-        return joined(request, result) if len(rest.tokens) > len(request.tokens) else result
+        return merged_result(request, result) if len(rest.tokens) > len(request.tokens) else result
 
     def _beyond(self, request: GenerateRequest) -> str:
         """What is wrong with the request's token ids, or "".
@@ -355,8 +357,8 @@ class HttpEngine:
         try:
             result = self._dialect.decode(request, body)
             check(request, result, vocab=self._spec.vocab)
-        except AnswerError as error:
-            raise AnswerError(f"{self._name}: {error}") from error
+        except ResponseError as error:
+            raise ResponseError(f"{self._name}: {error}") from error
         return result, took_s
 
     # From the first health check to the loss.
@@ -415,7 +417,7 @@ class HttpEngine:
         request = exact_probe(self._spec.vocab)
         try:
             result, _ = await self._asked(request)
-        except AnswerError as error:
+        except ResponseError as error:
             self._noted(f"its log-probs cannot be compared with the checkpoint's: {error}")
             return
         ours = await reference(request.tokens, result.tokens)

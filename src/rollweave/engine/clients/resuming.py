@@ -1,7 +1,7 @@
-"""Goes on with a turn at a server that knows of none that was begun: the beginning is
+"""Goes on with a turn at a server that knows of none that was unextended_result: the beginning is
 sent as if it belonged to the prompt.
 
-Where that would not be the same turn it is begun again: a stop string may lie across
+Where that would not be the same turn it is unextended_result again: a stop string may lie across
 the border, where no such server sees it, and a server of text has no tokens to go on
 from. The rest gets a seed of its own, since a server draws from a seed's beginning:
 with the turn's own, it would repeat the draws of what is resumed.
@@ -10,13 +10,15 @@ with the turn's own, it would repeat the draws of what is resumed.
 import msgspec
 
 from rollweave.schema.errors import EngineError
-from rollweave.schema.serving import Finish, GenerateRequest, GenerateResult, VersionSpan
+from rollweave.schema.serving import FinishReason, GenerateRequest, GenerateResult, VersionSpan
 
-LEAST_S = 1e-3
+MIN_BUDGET_S = 1e-3
 """Of a budget that is used up: 0 would be none."""
 
 
-def rest_of(request: GenerateRequest, *, text_only: bool) -> GenerateRequest | Finish:
+def remaining_request(
+    request: GenerateRequest, *, text_only: bool
+) -> GenerateRequest | FinishReason:
     """What to ask the server for, without `resumed`; or how the turn has ended with
     that.
 
@@ -36,21 +38,23 @@ def rest_of(request: GenerateRequest, *, text_only: bool) -> GenerateRequest | F
             f"before, got {count}"
         )
     if resumed.tokens[-1] in sampling.stop_token_ids:
-        return Finish.STOP
+        return FinishReason.STOP
     if count == sampling.max_tokens:
-        return Finish.LENGTH
+        return FinishReason.LENGTH
     return msgspec.structs.replace(
         request,
         tokens=request.tokens + resumed.tokens,
         sampling=msgspec.structs.replace(
             sampling, max_tokens=sampling.max_tokens - count, seed=sampling.seed + count
         ),
-        budget_s=max(LEAST_S, request.budget_s - resumed.generate_s) if request.budget_s else 0.0,
+        budget_s=max(MIN_BUDGET_S, request.budget_s - resumed.generate_s)
+        if request.budget_s
+        else 0.0,
         resumed=None,
     )
 
 
-def joined(request: GenerateRequest, rest: GenerateResult) -> GenerateResult:
+def merged_result(request: GenerateRequest, rest: GenerateResult) -> GenerateResult:
     """The whole turn: what `request` resumes, if anything, and the rest."""
     resumed = request.resumed
     if resumed is None:
@@ -72,8 +76,8 @@ def joined(request: GenerateRequest, rest: GenerateResult) -> GenerateResult:
     )
 
 
-def begun(request: GenerateRequest, finish: Finish) -> GenerateResult:
-    """The turn as it was begun: nothing came to it."""
-    return joined(
+def unextended_result(request: GenerateRequest, finish: FinishReason) -> GenerateResult:
+    """The turn as it was unextended_result: nothing came to it."""
+    return merged_result(
         request, GenerateResult(id=request.id, tokens=(), logprobs=(), versions=(), finish=finish)
     )

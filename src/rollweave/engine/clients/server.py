@@ -21,9 +21,9 @@ from rollweave.io.http.bodies import BODY_S, body_of
 from rollweave.io.http.fields import refused_field
 from rollweave.schema.errors import EngineError, EngineLostError
 from rollweave.schema.packing import as_json
-from rollweave.schema.serving import Finish, GenerateRequest, GenerateResult, Sampling
+from rollweave.schema.serving import FinishReason, GenerateRequest, GenerateResult, Sampling
 
-MOST_REQUESTS = 1024
+MAX_REQUESTS = 1024
 """Requests under way: twenty times what an engine serves at once.
 
 More would only wait, and clients may go elsewhere.
@@ -88,7 +88,7 @@ class _Completion(msgspec.Struct, frozen=True):
 class EngineServer:
     """The handlers of one engine.
 
-    `model` is its name in answers; `BODY_S` and `MOST_REQUESTS` are the default limits.
+    `model` is its name in answers; `BODY_S` and `MAX_REQUESTS` are the default limits.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class EngineServer:
         model: str,
         text: TextCodec | None = None,
         read_s: float = BODY_S,
-        most_requests: int = MOST_REQUESTS,
+        most_requests: int = MAX_REQUESTS,
     ) -> None:
         self._engine, self._model, self._text = engine, model, text
         self._read_s, self._most_requests = read_s, most_requests
@@ -205,7 +205,9 @@ class EngineServer:
             "index": 0,
             "text": self._shown(asked, result.tokens) if self._text is not None else "",
             "logprobs": None,
-            "finish_reason": "abort" if result.finish is Finish.ABORTED else result.finish.value,
+            "finish_reason": "abort"
+            if result.finish is FinishReason.ABORTED
+            else result.finish.value,
             "weight_versions": [
                 {"version": str(span.version), "start": span.start, "end": span.end}
                 for span in result.versions

@@ -31,7 +31,7 @@ RETRIES = 4
 owner may choose another engine.
 """
 
-FIRST_RETRY_S, MOST_RETRY_S = 0.5, 30.0
+FIRST_RETRY_S, MAX_RETRY_S = 0.5, 30.0
 """Before the first of them where the server names no time, then twice as long each; and
 the longest that it may name.
 """
@@ -39,7 +39,7 @@ the longest that it may name.
 RECHECK_S = 0.1
 """Between a failed health check and the next: a verdict is due."""
 
-MOST_PAUSE_S = 5.0
+MAX_PAUSE_S = 5.0
 """Maximum seconds between two tries to reach a server that has not answered yet: it may
 load its model for minutes.
 """
@@ -49,7 +49,7 @@ BODY_S = 30.0
 has to travel.
 """
 
-Failed = Callable[[str, int, float], None]
+OnRetry = Callable[[str, int, float], None]
 """Called when a server cannot be reached yet, with the reason, the number of tries and
 the seconds to the next try.
 """
@@ -153,7 +153,7 @@ class Transport:
                 return await self.post_once(path, body), self._loop.time() - began
             except BusyError as busy:
                 pause = busy.after_s if busy.after_s is not None else FIRST_RETRY_S * 2**attempt
-                if attempt == RETRIES or pause > MOST_RETRY_S:
+                if attempt == RETRIES or pause > MAX_RETRY_S:
                     raise EngineError(
                         f"{self._name} is too busy: {busy}, asked {attempt + 1} times"
                     ) from None
@@ -226,7 +226,7 @@ class Transport:
 
     # Health.
 
-    async def risen(self, failed: Failed) -> None:
+    async def risen(self, failed: OnRetry) -> None:
         """Wait, without a limit, until the server is healthy.
 
         `failed` is called after each failed try.
@@ -239,7 +239,7 @@ class Transport:
             tries += 1
             failed(self.trouble, tries, pause_s)
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, MOST_PAUSE_S)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def examine(self) -> None:
         """Check until it is sure that the server is there, or lost.

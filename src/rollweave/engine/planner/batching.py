@@ -1,20 +1,21 @@
-"""What the next engine step computes: who holds a slot, whose prompt is prefilled and
-how far, who decodes. Pure.
+"""Plans the next engine step: which requests hold a slot, which prompts are prefilled
+and how far, and which requests decode. Pure.
 
 Requests are ordered by rank (higher first), then by arrival. The rules:
 
-- A waiting request takes a free slot in order, or the slot of the lowest running one if
-  its rank is strictly higher. The victim is paused and keeps its blocks; equals never
-  preempt each other, so nobody trades places for nothing.
-- Where KV runs out, whole victims give up their blocks, the lowest first, and are
-  recomputed later: a running request may claim those of anybody after it, a waiting one
-  those of paused requests after it and of running ones of lower rank.
-- Admission that evicts nobody leaves one block for each running request, so that it is
-  not undone at the next block boundary.
-- A request is accepted only if it fits alone. The first in order can therefore always
-  run: no deadlock.
-- A request whose prompt is largely being computed by an earlier one (a group's members)
-  waits for that and then shares it.
+- A waiting request takes a free slot in order, or the slot of the lowest running
+  request if its own rank is strictly higher. The victim is paused and keeps its
+  blocks; equal ranks never preempt each other.
+- When KV runs out, victims give up all their blocks, the lowest first, and are
+  recomputed later. A running request may claim the blocks of any request after it; a
+  waiting one may claim those of paused requests after it and of running requests of
+  lower rank.
+- Admission without eviction leaves one free block for each running request, so that
+  it is not undone at the next block boundary.
+- A request is accepted only if it fits alone, so the first in order can always run
+  and there is no deadlock.
+- A request most of whose prompt is being computed by an earlier one (a member of the
+  same group) waits for that request and then shares its blocks.
 """
 
 from bisect import insort
@@ -28,11 +29,11 @@ from rollweave.engine.planner.blocks import BlockLedger, Key
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One live request. `tokens` grows as it is sampled; KV of the first `computed`
-    lies in `blocks`.
+    """One live request. `tokens` grows as it is sampled; the KV of the first `computed`
+    tokens lies in `blocks`.
 
-    `limit` is the most tokens it can ever have, `reached` the most that were ever
-    computed (under any weights).
+    `limit` is the maximum number of tokens that it can ever have, `reached` the maximum
+    that were ever computed (under any weights).
     """
 
     id: str
@@ -47,16 +48,16 @@ class Entry:
     keys: list[Key] = field(default_factory=list)
     preemptions: int = 0
     cached: int | None = None
-    """Tokens that the prefix cache gave at the first admission; None before it."""
+    """Number of tokens found in the prefix cache at the first admission; None before."""
 
     @property
     def order(self) -> tuple[float, int]:
         return (-self.rank, self.arrival)
 
 
-class Amounts(NamedTuple):
-    """The work of one step: prompt tokens, their attention spans' sum, decoding
-    sequences, their contexts' sum.
+class StepWork(NamedTuple):
+    """The work of one step: the number of prompt tokens and the sum of their attention
+    spans, the number of decoding sequences and the sum of their contexts.
     """
 
     prefill_tokens: int
@@ -67,11 +68,11 @@ class Amounts(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """`decode` computes one token each and samples; `prefill` computes that many, and
-    samples where the last is among them.
+    """Entries in `decode` compute one token each and sample; entries in `prefill`
+    compute the given number of tokens, and sample if the last token is among them.
 
-    `left` gave up its slot since the last plan (and may have one again), `entered` took
-    one, for the first time or again.
+    Entries in `left` gave up their slot since the last plan (and may have one again);
+    entries in `entered` took one, for the first time or again.
     """
 
     decode: list[Entry]
@@ -80,11 +81,11 @@ class StepPlan:
     entered: list[Entry]
 
     @property
-    def amounts(self) -> Amounts:
-        """What the step's time depends on. To be asked before the plan is computed."""
+    def work(self) -> StepWork:
+        """Return what the step's time depends on. Read it before the plan is computed."""
         spans = [count * entry.computed + count * (count + 1) // 2 for entry, count in self.prefill]
         contexts = [len(entry.tokens) for entry in self.decode]
-        return Amounts(
+        return StepWork(
             sum(count for _, count in self.prefill), sum(spans), len(contexts), sum(contexts)
         )
 
@@ -96,7 +97,8 @@ def _order(entry: Entry) -> tuple[float, int]:
 class Batcher:
     """The live requests of one engine.
 
-    Call `plan`, compute it, then `advance` each entry; add and remove in between.
+    Call `plan`, compute it, then `advance` each entry; add and remove requests in
+    between.
     """
 
     def __init__(self, ledger: BlockLedger, *, slots: int, chunk_tokens: int) -> None:
@@ -115,13 +117,13 @@ class Batcher:
         self._left: list[Entry] = []
         self._promised: dict[Key, Entry] = {}
 
-    # Requests come and go.
+    # Requests
 
     def add(self, entry: Entry) -> None:
         """Queue a request.
 
-        Raises ValueError for an id that is live, and for one that could not run even
-        alone.
+        Raises ValueError for an id that is live, and for a request that could not run
+        even alone.
         """
         if entry.id in self.live:
             raise ValueError(f"id must be unique among live requests, got {entry.id!r} again")
@@ -137,9 +139,9 @@ class Batcher:
         insort(self.waiting, entry, key=_order)
 
     def remove(self, id: str) -> Entry | None:
-        """Forget a request, finished or aborted, and release its blocks.
+        """Forget a finished or aborted request, and release its blocks.
 
-        None where the id is not live.
+        Return None if the id is not live.
         """
         entry = self.live.pop(id, None)
         if entry is None:
@@ -152,7 +154,7 @@ class Batcher:
         return entry
 
     def rerank(self, id: str, rank: float) -> None:
-        """Move a request in the order; unknown ids are ignored.
+        """Change a request's rank; unknown ids are ignored.
 
         Preemption follows at the next plan.
         """
@@ -164,10 +166,10 @@ class Batcher:
             insort(queue, entry, key=_order)
 
     def retag(self, weights_id: int) -> int:
-        """New weights: all KV is void.
+        """Switch to new weights, which voids all KV.
 
-        Everybody waits again, in order, and is recomputed. Returns the tokens to
-        recompute.
+        All requests wait again, in order, and are recomputed. Return the number of
+        tokens to recompute.
         """
         lost = 0
         for entry in [*self.running, *self.waiting]:
@@ -180,47 +182,47 @@ class Batcher:
         self.ledger.retag(weights_id)
         return lost
 
-    # One step.
+    # One step
 
     def plan(self) -> StepPlan:
-        """Settle slots and blocks, and say what to compute: never nothing while a
+        """Assign slots and blocks, and return what to compute: never nothing while a
         request is live.
         """
         size = self.ledger.block_tokens
         for entry in [
             entry for entry in self.running if len(entry.tokens) > len(entry.blocks) * size
         ]:
-            if entry.running:  # an earlier one may just have claimed its blocks
+            if entry.running:  # an earlier request may just have claimed its blocks
                 self._grow(entry)
         entered = self._admit() if self.waiting else []
         decode: list[Entry] = []
         prefill: list[tuple[Entry, int]] = []
         budget = self.chunk_tokens
         for entry in self.running:
-            todo = len(entry.tokens) - entry.computed
-            if todo == 1:
+            remaining = len(entry.tokens) - entry.computed
+            if remaining == 1:
                 decode.append(entry)
             elif budget:
-                count = min(todo, budget)
+                count = min(remaining, budget)
                 prefill.append((entry, count))
                 budget -= count
         left, self._left = self._left, []
         return StepPlan(decode=decode, prefill=prefill, left=left, entered=entered)
 
     def advance(self, entry: Entry, count: int) -> int:
-        """`count` more tokens of `entry` were computed: index the blocks that became
-        full. Returns how many were recomputed.
+        """Record that `count` more tokens of `entry` were computed, and index the
+        blocks that became full. Return how many of the tokens were recomputed.
         """
         before = entry.computed
         after = entry.computed = before + count
-        again = 0
+        recomputed = 0
         if before < entry.reached:
-            again = min(entry.reached, after) - before
+            recomputed = min(entry.reached, after) - before
         if after > entry.reached:
             entry.reached = after
         if after % self.ledger.block_tokens < count and self.ledger.caching:
             self._commit(entry, before)
-        return again
+        return recomputed
 
     def _commit(self, entry: Entry, before: int) -> None:
         size = self.ledger.block_tokens
@@ -236,7 +238,7 @@ class Batcher:
     def _grow(self, entry: Entry) -> None:
         need = self.ledger.blocks_for(len(entry.tokens)) - len(entry.blocks)
         if self.ledger.free >= need or self._make_room(
-            need, [other for other in self._holders() if _order(other) > _order(entry)]
+            need, [other for other in self._block_holders() if _order(other) > _order(entry)]
         ):
             entry.blocks.extend(self.ledger.allocate(need))
         else:
@@ -252,7 +254,7 @@ class Batcher:
             hit = [] if entry.blocks else self._hit(entry)
             if hit is None:
                 continue
-            if not self._take(entry, hit, victim):
+            if not self._give_slot(entry, hit, victim):
                 break
             if entry.cached is None:
                 entry.cached = entry.computed
@@ -260,13 +262,13 @@ class Batcher:
         return entered
 
     def _hit(self, entry: Entry) -> list[int] | None:
-        """Cached blocks that `entry` can start from, or None where it should wait for
-        an earlier request to compute more.
+        """Return cached blocks that `entry` can start from, or None if it should wait
+        for an earlier request to compute more of them.
         """
         if not self.ledger.caching:
             return []
         entry.keys = self.ledger.keys(entry.tokens, known=entry.keys)
-        # the last token is computed anyway: it gives the logits
+        # The last token is always computed, because it yields the logits.
         useful = (len(entry.tokens) - 1) // self.ledger.block_tokens
         hit = self.ledger.match(entry.keys[:useful])
         coming = 0
@@ -275,13 +277,13 @@ class Batcher:
             if owner is None or _order(owner) > _order(entry):
                 break
             coming += 1
-        # Worth a wait where at least half of the missing blocks will be shared.
+        # Waiting pays off if at least half of the missing blocks will be shared.
         return None if coming and 2 * coming >= useful - len(hit) else hit
 
-    def _take(self, entry: Entry, hit: list[int], victim: Entry | None) -> bool:
+    def _give_slot(self, entry: Entry, hit: list[int], victim: Entry | None) -> bool:
         """Give `entry` blocks and a slot (that of `victim`, if any).
 
-        False, and nothing has changed, where KV is short.
+        Return False, with nothing changed, if KV is short.
         """
         self.ledger.share(hit)
         need = self.ledger.blocks_for(len(entry.tokens)) - len(entry.blocks) - len(hit)
@@ -289,13 +291,13 @@ class Batcher:
         if self.ledger.free < need + spare:
             after = [
                 other
-                for other in self._holders()
+                for other in self._block_holders()
                 if other is not entry
                 and _order(other) > _order(entry)
                 and not (other.running and other.rank >= entry.rank)
             ]
-            # Whoever may claim the blocks of lower ranks needs no spare: what it lacks
-            # later, it claims again.
+            # A request that may claim the blocks of lower ranks needs no spare blocks: it
+            # claims what it lacks later.
             claims = not self.running or self.running[-1].rank < entry.rank
             if not self._make_room(need if claims else need + spare, after):
                 self.ledger.release(hit)
@@ -311,16 +313,16 @@ class Batcher:
             self._promised.setdefault(key, entry)
         return True
 
-    # Victims.
+    # Victims
 
-    def _holders(self) -> Iterator[Entry]:
-        """Everybody with blocks."""
+    def _block_holders(self) -> Iterator[Entry]:
+        """Yield all requests that hold blocks."""
         return (entry for queue in (self.waiting, self.running) for entry in queue if entry.blocks)
 
     def _make_room(self, need: int, candidates: Iterable[Entry]) -> bool:
         """Evict the last of `candidates` until `need` blocks are free.
 
-        False, with nothing changed, if they do not suffice.
+        Return False, with nothing changed, if they do not suffice.
         """
         free = self.ledger.free
         if free >= need:
@@ -363,8 +365,8 @@ class Batcher:
         entry.computed = 0
 
     def check(self) -> None:
-        """Assert the invariants: slots, order, and that blocks cover what was computed
-        and are counted by the ledger.
+        """Assert the invariants: slots, order, and that the ledger counts the blocks
+        and they cover the computed tokens.
         """
         self.ledger.check()
         assert len(self.running) <= self.slots, "more running than slots"
@@ -377,7 +379,7 @@ class Batcher:
         references = Counter(block for entry in self.live.values() for block in entry.blocks)
         for block in range(self.ledger.total):
             assert references[block] == self.ledger.references(block), (
-                f"block {block} is not held by whom the ledger thinks"
+                f"block {block} is not held as the ledger counts it"
             )
         for entry in self.live.values():
             assert entry.computed <= len(entry.blocks) * size, (
@@ -388,5 +390,5 @@ class Batcher:
             )
             assert entry.running == (entry in self.running), f"{entry.id} is in the wrong queue"
         assert all(owner.running for owner in self._promised.values()), (
-            "a promise of somebody who does not run"
+            "a promised block of a request that does not run"
         )

@@ -1,12 +1,11 @@
 """The ledger of the paged KV cache: which blocks are free, shared, or keep a prefix for
 a later turn. Pure bookkeeping.
 
-Invariants (`check`): every block is exactly one of *blank* (free, holds nothing),
+Invariants (`check`): every block is exactly one of *blank* (free, without content),
 *idle* (free, but its content is indexed and may be hit) or *held* (reference count
 above zero). An index entry names a block that holds exactly the tokens of its key. Keys
 chain over the whole prefix and start from the id of the weights that computed it, and a
-change of weights forgets the whole index: KV of old weights can never be hit after an
-update.
+change of weights clears the index: KV of old weights can never be hit after an update.
 """
 
 import hashlib
@@ -21,19 +20,19 @@ that computed it (16 bytes).
 
 
 def root_key(weights_id: int) -> Key:
-    """The parent of a sequence's first block under weights `weights_id`."""
+    """Return the parent key of a sequence's first block under weights `weights_id`."""
     return hashlib.blake2b(b"weights:%d" % weights_id, digest_size=16).digest()
 
 
 def child_key(parent: Key, tokens: Sequence[int]) -> Key:
-    """The key of the block that holds `tokens` right after the block `parent`."""
+    """Return the key of the block that holds `tokens` right after the block `parent`."""
     return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
 class BlockLedger:
     """Allocates `blocks` blocks of `block_tokens` tokens.
 
-    With `caching` off, nothing is indexed and nothing is hit.
+    With `caching` off, nothing is indexed and there are no hits.
     """
 
     def __init__(
@@ -56,8 +55,8 @@ class BlockLedger:
 
     @property
     def free(self) -> int:
-        """Blocks that can be allocated now: blank ones, and idle ones whose content
-        would be forgotten.
+        """Number of blocks that can be allocated now: blank ones, and idle ones whose
+        content would be evicted.
         """
         return len(self._blank) + len(self._idle)
 
@@ -69,46 +68,48 @@ class BlockLedger:
         return -(-tokens // self.block_tokens)
 
     def keys(self, tokens: Sequence[int], *, known: Sequence[Key] = ()) -> list[Key]:
-        """Keys of all full blocks of `tokens`; `known` are those of its first blocks,
-        so that they are not hashed again.
+        """Return the keys of all full blocks of `tokens`; `known` are those of its
+        first blocks, which are not hashed again.
         """
-        found = list(known)
-        parent = found[-1] if found else self.root
+        keys = list(known)
+        parent = keys[-1] if keys else self.root
         size = self.block_tokens
-        for start in range(len(found) * size, len(tokens) - size + 1, size):
+        for start in range(len(keys) * size, len(tokens) - size + 1, size):
             parent = child_key(parent, tokens[start : start + size])
-            found.append(parent)
-        return found
+            keys.append(parent)
+        return keys
 
     def match(self, keys: Sequence[Key]) -> list[int]:
-        """The longest prefix of `keys` that is in the cache, as blocks.
+        """Return the blocks of the longest prefix of `keys` that is cached.
 
-        Nothing is held yet: see `share`.
+        They are not held until `share`.
         """
-        found: list[int] = []
+        blocks: list[int] = []
         for key in keys:
             block = self._index.get(key)
             if block is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def unused(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` are idle: holding them takes that much from `free`."""
+        """Count the idle ones among `blocks`: holding them reduces `free` by that
+        number.
+        """
         return sum(1 for block in blocks if not self._refs[block])
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Hold blocks that `match` found once more."""
+        """Add a reference to each of the blocks, which `match` returned."""
         for block in blocks:
             if not self._refs[block]:
                 del self._idle[block]
             self._refs[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Hold `count` blocks without content. Forgets the least recently used idle
-        ones where no blank is left.
+        """Hold `count` blocks without content, evicting the least recently used idle
+        ones if there are too few blank ones.
 
-        Raises ValueError when fewer than `count` are free; then nothing has changed.
+        Raises ValueError, with nothing changed, if fewer than `count` are free.
         """
         if count > self.free:
             raise ValueError(f"count must be at most the {self.free} free blocks, got {count}")
@@ -118,7 +119,7 @@ class BlockLedger:
                 block = self._blank.pop()
             else:
                 block, _ = self._idle.popitem(last=False)
-                self._forget(block)
+                self._evict(block)
             self._refs[block] = 1
             taken.append(block)
         return taken
@@ -126,17 +127,17 @@ class BlockLedger:
     def commit(self, block: int, key: Key) -> None:
         """Index the held `block`, whose tokens have all been computed, under `key`.
 
-        The first block of a key stays.
+        The first block of a key stays indexed.
         """
         if self.caching and self._key_of[block] is None and key not in self._index:
             self._key_of[block] = key
             self._index[key] = block
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Hold `blocks` once less.
+        """Drop a reference to each of `blocks`.
 
-        The last of a prefix becomes the first to be forgotten: a prefix is of use
-        without it.
+        The last block of a prefix is the first to be evicted, because the prefix is
+        useful without it.
         """
         for block in reversed(blocks):
             self._refs[block] -= 1
@@ -147,7 +148,7 @@ class BlockLedger:
                     self._idle[block] = None
 
     def retag(self, weights_id: int) -> None:
-        """New weights: forget all content.
+        """Switch to new weights: clear all content.
 
         Held blocks stay held, and are no longer indexed.
         """
@@ -161,7 +162,7 @@ class BlockLedger:
     def references(self, block: int) -> int:
         return self._refs[block]
 
-    def _forget(self, block: int) -> None:
+    def _evict(self, block: int) -> None:
         key = self._key_of[block]
         if key is not None:
             self._key_of[block] = None

@@ -21,7 +21,7 @@ from rollweave.record.report.charts import (
 from rollweave.record.report.data import RunData, read_run
 from rollweave.record.report.svg import bars, escape, number, stacked
 from rollweave.record.rundir import RunDir
-from rollweave.record.summary import cut_text, held_out
+from rollweave.record.summary import cut_turns_line, headline_figures
 
 TABLE_ROWS = 200
 """Steps listed: of a longer run every so-manieth, and the last."""
@@ -75,7 +75,7 @@ def _header(data: RunData) -> str:
     latest = data.evaluations[-1] if data.evaluations else None
     if latest is not None and not data.simulated:
         what = "final evaluation" if latest["final"] else f"evaluation at step {latest['step']}"
-        for task, (kind, value) in held_out(latest["success"], latest["reward"]).items():
+        for task, (kind, value) in headline_figures(latest["success"], latest["reward"]).items():
             title = f"{task}: {'success' if kind == 'success' else 'mean reward'}"
             tiles.append(
                 (
@@ -85,7 +85,7 @@ def _header(data: RunData) -> str:
                 )
             )
     elif data.steps and not data.simulated:
-        for task, (kind, value) in held_out(
+        for task, (kind, value) in headline_figures(
             data.steps[-1]["success"], data.steps[-1]["reward"]
         ).items():
             tiles.append((_figure(kind, value), f"{task}: training {kind}", "last step"))
@@ -159,7 +159,7 @@ def _learning(data: RunData) -> str:
 
 
 def _rate(line: Mapping[str, Any], task: str) -> str:
-    found = held_out(line["success"], line["reward"]).get(task)
+    found = headline_figures(line["success"], line["reward"]).get(task)
     if found is None:
         return ""
     kind, value = found
@@ -298,7 +298,7 @@ def _accounting(data: RunData) -> str:
         if count
     ]
     note = f"<p>started = trained + dropped + cancelled + buffered: <b>{verdict}</b>.</p>"
-    if cut := cut_text(data.summary.get("cut_turns", {}), data.summary.get("turns", 0)):
+    if cut := cut_turns_line(data.summary.get("cut_turns", {}), data.summary.get("turns", 0)):
         note += f'<p class="error">{escape(cut)}</p>'
     more = (
         "<h3>Retries, the watchdog, and engines that came and "

@@ -27,7 +27,7 @@ import xxhash
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.tools import call_key
 from rollweave.schema.chat import Message
-from rollweave.schema.serving import GenerateResult, finish_word, spans_cover
+from rollweave.schema.serving import GenerateResult, openai_finish_reason, spans_cover
 from rollweave.schema.work import Segment, SegmentKind, TokenSequence, TurnSpan
 
 
@@ -103,7 +103,9 @@ class _Branch:
                 result.tokens[part], result.logprobs[part], SegmentKind.OUTPUT, span.version
             )
         self.turns.append(
-            TurnSpan(start=start, end=len(self.tokens), finish_reason=finish_word(result.finish))
+            TurnSpan(
+                start=start, end=len(self.tokens), finish_reason=openai_finish_reason(result.finish)
+            )
         )
 
     def sequence(self) -> TokenSequence:

@@ -14,7 +14,7 @@ from rollweave.rollout.chat.tools import ParsedReply, ToolFormat
 from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message, ToolCall
-from rollweave.schema.serving import Finish, GenerateResult, finish_word
+from rollweave.schema.serving import FinishReason, GenerateResult, openai_finish_reason
 
 Json = dict[str, Any]
 
@@ -69,7 +69,7 @@ def read_turn(
         ToolCall(id=f"call_{number:05d}{place:04d}", name=call.name, arguments=call.arguments)
         for place, call in enumerate(parsed.tool_calls)
     )
-    cut = "length" if finish_word(result.finish) == "length" else ""
+    cut = "length" if openai_finish_reason(result.finish) == "length" else ""
     return Message(
         role="assistant", content=parsed.content, tool_calls=calls, finish_reason=cut
     ), length
@@ -97,9 +97,9 @@ def text_deltas(
     return tuple(deltas)
 
 
-def finish_reason(message: Message, finish: Finish) -> str:
+def finish_reason(message: Message, finish: FinishReason) -> str:
     """Return OpenAI's name for how a turn ended."""
-    word = finish_word(finish)
+    word = openai_finish_reason(finish)
     return "tool_calls" if word == "stop" and message.tool_calls else word
 
 

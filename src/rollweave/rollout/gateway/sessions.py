@@ -24,7 +24,7 @@ from rollweave.rollout.gateway.responses import read_turn
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import EngineError
-from rollweave.schema.serving import Finish, GenerateResult, Sampling
+from rollweave.schema.serving import FinishReason, GenerateResult, Sampling
 from rollweave.schema.work import StopReason
 
 Generate = Callable[[str, tuple[int, ...], Sampling], Awaitable[GenerateResult]]
@@ -340,9 +340,9 @@ class Session:
 
 def _result_error(result: GenerateResult) -> RequestError | None:
     """Return why a result is no turn; None if it is one."""
-    if result.finish is Finish.ERROR:
+    if result.finish is FinishReason.ERROR:
         return RequestError(503, f"the engine failed: {result.error}", code="unavailable")
-    if result.finish is Finish.ABORTED:
+    if result.finish is FinishReason.ABORTED:
         return RequestError(503, "the turn was aborted", code="cancelled")
     return (
         None

@@ -34,7 +34,7 @@ from rollweave.schema.events import (
     WeightsLoaded,
     WeightsLoadFailed,
 )
-from rollweave.schema.serving import EngineStats, KvOver, LoadSaved, Ready
+from rollweave.schema.serving import EngineStats, KvTransport, LoadCheckpoint, Ready
 from rollweave.schema.weights import WeightManifest
 
 MIGRATION_S = 10.0
@@ -86,8 +86,8 @@ class EngineSupervisor:
         clock: Callable[[], float],
         trace: Trace,
         manifests: Manifests | None = None,
-        checkpoint: Callable[[int, int], LoadSaved] | None = None,
-        kv_over: KvOver = "shm",
+        checkpoint: Callable[[int, int], LoadCheckpoint] | None = None,
+        kv_over: KvTransport = "shm",
         migration_s: float = MIGRATION_S,
         reply_s: float | None = None,
         heartbeat_s: float = HEARTBEAT_S,
@@ -217,7 +217,7 @@ class EngineSupervisor:
         engine = self._engines.get(engine_id)
         if engine is None or engine.link is None:
             return
-        source: WeightManifest | LoadSaved | None
+        source: WeightManifest | LoadCheckpoint | None
         if command.from_checkpoint is None:
             source = self._manifests.of_engine(engine_id, weights_id)
         else:

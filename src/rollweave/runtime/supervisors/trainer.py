@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from rollweave.record.store import Entry, StoreError, TrajectoryStore
+from rollweave.record.store import StoredAttempt, StoreError, TrajectoryStore
 from rollweave.record.trace import TRAINER, Trace
 from rollweave.runtime.checkpoints import Checkpoints
 from rollweave.runtime.links.trainer import TrainerBackend, TrainerLostError, TrainerRefusedError
@@ -224,7 +224,7 @@ class TrainerSupervisor:
             self._post_failure(trainer, step, reply)
 
     async def _measure(
-        self, trainer: TrainerProcess, command: MeasureRatios, entries: Sequence[Entry]
+        self, trainer: TrainerProcess, command: MeasureRatios, entries: Sequence[StoredAttempt]
     ) -> None:
         backend = _usable(trainer)
         if backend is None:
@@ -267,12 +267,12 @@ class TrainerSupervisor:
             groups=groups,
         )
 
-    def _entries(self, groups: Sequence[GroupRef]) -> list[Entry]:
+    def _entries(self, groups: Sequence[GroupRef]) -> list[StoredAttempt]:
         """Look the trajectories up in the store. Raises StoreError."""
         return self._store.find([member for group in groups for member in group.trajectory_ids])
 
     async def _groups(
-        self, groups: Sequence[GroupRef], entries: Sequence[Entry]
+        self, groups: Sequence[GroupRef], entries: Sequence[StoredAttempt]
     ) -> tuple[ScoredGroup, ...]:
         """Read the groups' trajectories, off the event loop."""
         trajectories = iter(await asyncio.to_thread(self._store.read, entries))

@@ -1,7 +1,7 @@
 """The answers of servers of several dialects, as far as we read them: what else they
 hold is skipped.
 
-An answer that is not of its form raises `AnswerError` with the place, also for NaN,
+An answer that is not of its form raises `ResponseError` with the place, also for NaN,
 which JSON does not have.
 """
 
@@ -14,7 +14,7 @@ from rollweave.schema.errors import EngineError
 T = TypeVar("T")
 
 
-class AnswerError(EngineError):
+class ResponseError(EngineError):
     """A server's answer is not what its dialect promises."""
 
 
@@ -37,13 +37,13 @@ class Usage(msgspec.Struct, frozen=True):
         return (details.cached_tokens or 0) if details is not None else 0
 
 
-class VllmEntry(msgspec.Struct, frozen=True):
+class VllmTokenLogprob(msgspec.Struct, frozen=True):
     token_id: int
     logprob: float
 
 
 class VllmLogprobs(msgspec.Struct, frozen=True):
-    content: tuple[VllmEntry, ...] | None = None
+    content: tuple[VllmTokenLogprob, ...] | None = None
 
 
 class VllmChoice(msgspec.Struct, frozen=True):
@@ -53,7 +53,7 @@ class VllmChoice(msgspec.Struct, frozen=True):
     weight_versions: tuple[Span, ...] | None = None
 
 
-class VllmAnswer(msgspec.Struct, frozen=True):
+class VllmResponse(msgspec.Struct, frozen=True):
     choices: tuple[VllmChoice, ...]
     usage: Usage | None = None
 
@@ -70,7 +70,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     weight_versions: tuple[Span, ...] | None = None
 
 
-class CompletionAnswer(msgspec.Struct, frozen=True):
+class CompletionResponse(msgspec.Struct, frozen=True):
     choices: tuple[CompletionChoice, ...]
     usage: Usage | None = None
 
@@ -87,12 +87,12 @@ class SglangMeta(msgspec.Struct, frozen=True):
     output_token_logprobs: tuple[tuple[float, int, str | None], ...] | None = None
 
 
-class SglangAnswer(msgspec.Struct, frozen=True):
+class SglangResponse(msgspec.Struct, frozen=True):
     meta_info: SglangMeta
     output_ids: tuple[int, ...] | None = None
 
 
-class ProrlAnswer(msgspec.Struct, frozen=True):
+class ProrlResponse(msgspec.Struct, frozen=True):
     response_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
 
@@ -100,16 +100,18 @@ class ProrlAnswer(msgspec.Struct, frozen=True):
 def parse(body: bytes, kind: type[T]) -> T:
     """A body of this kind.
 
-    Raises `AnswerError`, also for NaN, which JSON does not have.
+    Raises `ResponseError`, also for NaN, which JSON does not have.
     """
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise AnswerError(f"its answer cannot be read: {error}") from error
+        raise ResponseError(f"its answer cannot be read: {error}") from error
 
 
-def told(value: T | None, where: str) -> T:
-    """What the server has to tell. Raises `AnswerError` where it is missing."""
+def required(value: T | None, where: str) -> T:
+    """What the server has to tell. Raises `ResponseError` where it is missing."""
     if value is None:
-        raise AnswerError(f"its answer has no {where}: the server tells no token ids or log-probs")
+        raise ResponseError(
+            f"its answer has no {where}: the server tells no token ids or log-probs"
+        )
     return value

@@ -36,7 +36,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class RecordFormat:
     """One kind of file.
 
     `remedy` completes the error for a damaged file: what a user can do, with {path} and

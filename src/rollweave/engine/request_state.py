@@ -1,0 +1,186 @@
+"""The state of one request between `Add` and its result: its sampled tokens, and the
+seconds that it waited and held a slot.
+
+A request may resume a turn that another engine began; the tokens that the other engine
+sampled then count as sampled here.
+
+There are two clocks. Waiting is measured on the engine's clock; holding a slot is
+measured on the step clock, which stands still while the engine is suspended. A turn's
+budget is time in a slot, so neither rank nor a change of weights ever costs a request
+its budget.
+"""
+
+import math
+
+from rollweave.engine.detokenize import StopStrings
+from rollweave.engine.planner.batching import Entry
+from rollweave.schema.serving import (
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    TokenDelta,
+    VersionSpan,
+)
+
+
+class RequestState:
+    """One request, added at `now`. `take_slot` and `release_slot` record its changes of
+    slot.
+    """
+
+    __slots__ = (
+        "_generate_s",
+        "_queue_s",
+        "_slot_since",
+        "_waiting_since",
+        "deadline",
+        "entry",
+        "limit",
+        "logprobs",
+        "prompt_tokens",
+        "reported",
+        "request",
+        "served",
+        "stop_ids",
+        "stop_strings",
+        "version_starts",
+    )
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        *,
+        entry: Entry,
+        limit: int,
+        stop_ids: frozenset[int],
+        now: float,
+    ) -> None:
+        self.request = request
+        self.entry = entry
+        self.limit = limit
+        self.stop_ids = stop_ids
+        self.prompt_tokens = len(request.tokens)
+        self.logprobs: list[float] = []
+        self.version_starts: list[tuple[int, int]] = []
+        """The (start, version) of each run of output tokens sampled by one version."""
+        self.stop_strings: StopStrings | None = None
+        self.reported = 0
+        """Number of output tokens that were reported by `Progress` or resumed."""
+        self.served = False
+        """Whether it has ever had a slot."""
+        self.deadline = math.inf
+        """The time on the step clock at which its budget ends, if it keeps its slot."""
+        self._queue_s = self._generate_s = 0.0
+        self._waiting_since = now
+        self._slot_since: float | None = None
+
+    def resume(self) -> FinishReason | None:
+        """Take over the tokens that the request resumes; return the finish reason if
+        they already end the turn.
+
+        Raises ValueError if they cannot be the beginning of this turn.
+        """
+        resumed = self.request.resumed
+        if resumed is None:
+            return None
+        count = len(resumed.tokens)
+        if count > self.limit:
+            raise ValueError(
+                f"resumed.tokens must not be more than the {self.limit} of the whole "
+                f"turn, got {count}"
+            )
+        self.entry.tokens.extend(resumed.tokens)
+        self.logprobs.extend(resumed.logprobs)
+        self.version_starts.extend((span.start, span.version) for span in resumed.versions)
+        self.reported = count
+        self._generate_s = resumed.generate_s
+        for at, token in enumerate(resumed.tokens, 1):
+            if self.ends_with(token):
+                if at < count:
+                    raise ValueError(
+                        "resumed.tokens must end where the turn stops, at token "
+                        f"{at}, got {count} tokens"
+                    )
+                return FinishReason.STOP
+        return FinishReason.LENGTH if count == self.limit else None
+
+    def ends_with(self, token: int) -> bool:
+        """Return whether the turn ends with `token`, its newest one. Call it once per
+        token.
+
+        Decoding may raise anything.
+        """
+        return token in self.stop_ids or (
+            self.stop_strings is not None and self.stop_strings.feed(token)
+        )
+
+    def take_slot(self, now: float, step_clock: float) -> None:
+        """Record that the request takes a slot."""
+        self.served = True
+        self._queue_s += now - self._waiting_since
+        self._slot_since = step_clock
+        if self.request.budget_s:
+            self.deadline = step_clock + self.request.budget_s - self._generate_s
+
+    def release_slot(self, now: float, step_clock: float) -> None:
+        """Record that the request gave up its slot and waits again."""
+        self._generate_s = self.generate_s(step_clock)
+        self._waiting_since, self._slot_since, self.deadline = now, None, math.inf
+
+    def queue_s(self, now: float) -> float:
+        """Return the seconds without a slot so far."""
+        return self._queue_s + (now - self._waiting_since if self._slot_since is None else 0.0)
+
+    def generate_s(self, step_clock: float) -> float:
+        """Return the seconds in a slot so far, excluding those in which the engine was
+        suspended.
+        """
+        return self._generate_s + (
+            step_clock - self._slot_since if self._slot_since is not None else 0.0
+        )
+
+    def versions(self, since: int = 0) -> tuple[VersionSpan, ...]:
+        """Return which version sampled each of the output tokens from position `since`
+        on.
+        """
+        starts = [start for start, _ in self.version_starts]
+        ends = [*starts[1:], len(self.logprobs)]
+        return tuple(
+            VersionSpan(start=max(start, since), end=end, version=version)
+            for (start, version), end in zip(self.version_starts, ends[: len(starts)], strict=True)
+            if end > since
+        )
+
+    def take_delta(self, step_clock: float) -> TokenDelta | None:
+        """Return the tokens sampled since the last delta; None if there are none."""
+        start, self.reported = self.reported, len(self.logprobs)
+        if start == self.reported:
+            return None
+        return TokenDelta(
+            id=self.request.id,
+            start=start,
+            tokens=tuple(self.entry.tokens[self.prompt_tokens + start :]),
+            logprobs=tuple(self.logprobs[start:]),
+            versions=self.versions(start),
+            generate_s=self.generate_s(step_clock),
+        )
+
+    def result(
+        self, finish: FinishReason, *, now: float, step_clock: float, error: str = ""
+    ) -> GenerateResult:
+        """Return the result of the whole turn, as of `now`."""
+        return GenerateResult(
+            id=self.request.id,
+            tokens=tuple(self.entry.tokens[self.prompt_tokens :]),
+            logprobs=tuple(self.logprobs),
+            versions=self.versions(),
+            finish=finish,
+            cached_tokens=min(self.entry.cached or 0, self.prompt_tokens),
+            queue_s=self.queue_s(now),
+            generate_s=self.generate_s(step_clock),
+            preemptions=self.entry.preemptions,
+            resumed_tokens=len(self.request.resumed.tokens)
+            if self.request.resumed is not None
+            else 0,
+            error=error,
+        )
