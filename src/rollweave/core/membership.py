@@ -116,7 +116,7 @@ def why_not_join(config: RunConfig, state: State, seat: EngineSlot) -> str:
         )
     if number_of(seat.id) < state.next_engine:
         return f"{seat.id} was the name of another engine"
-    if state.machines and f"r{machine_of(state, seat.id)}" not in state.relays:
+    if state.machines and f"r{machine_of(seat.id, state.machines)}" not in state.relays:
         return f"the machine of {seat.id} was given up"
     return ""
 
@@ -148,9 +148,11 @@ def number_of(engine_id: EngineId) -> int:
     return int(engine_id.removeprefix("e"))
 
 
-def machine_of(state: State, engine_id: EngineId) -> int | None:
-    """The machine that the engine is on; None without relays."""
-    return number_of(engine_id) % state.machines if state.machines else None
+def machine_of(engine_id: EngineId, machines: int) -> int | None:
+    """Return the machine that the engine is on, of those with a relay; None without
+    relays.
+    """
+    return number_of(engine_id) % machines if machines else None
 
 
 def _name(number: int) -> EngineId:

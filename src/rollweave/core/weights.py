@@ -98,7 +98,7 @@ def keep_checkpoints(run: Run, *, but: Container[int]) -> None:
 
 def machine_of(run: Run, engine: Engine) -> int | None:
     """The machine that the engine is on; None without relays."""
-    return membership.machine_of(run.state, engine.id)
+    return membership.machine_of(engine.id, run.state.machines)
 
 
 def relay_of(run: Run, engine: Engine) -> Relay | None:

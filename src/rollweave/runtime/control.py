@@ -206,7 +206,7 @@ class Control:
             id=engine.id,
             status="leaving" if engine.departing else engine.status,
             version=engine.version,
-            machine=machine_of(self._state(), engine.id),
+            machine=machine_of(engine.id, self._state().machines),
             group=engine.group,
             degree=engine.degree,
             slots=engine.max_slots,

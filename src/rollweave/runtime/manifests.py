@@ -7,14 +7,14 @@ engine refuses weights that vanished without a report.
 
 from collections.abc import Collection
 
+from rollweave.core.membership import machine_of
 from rollweave.schema.base import EngineId
 from rollweave.schema.weights import WeightManifest
 
 
 class Manifests:
-    """The manifests of the trainer and of each machine's relay.
-
-    Engine number k is on machine k modulo `machines`; 0 stands for no relays.
+    """The manifests of the trainer and of each machine's relay; 0 machines stand for no
+    relays.
     """
 
     def __init__(self, machines: int = 0) -> None:
@@ -55,6 +55,6 @@ class Manifests:
         """Return the manifest that this engine reads; None if it cannot get these
         weights.
         """
-        if not self._relays:
-            return self._trainer.get(weights_id)
-        return self._relays[int(engine_id.removeprefix("e")) % len(self._relays)].get(weights_id)
+        machine = machine_of(engine_id, len(self._relays))
+        place = self._trainer if machine is None else self._relays[machine]
+        return place.get(weights_id)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from rollweave.core.membership import machine_of
 from rollweave.record.trace import RELAYS, Trace
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
@@ -146,7 +147,7 @@ class SimRelays:
 
     def machine_of(self, engine_id: EngineId) -> int | None:
         """The machine that the engine is on; None without relays."""
-        return int(engine_id.removeprefix("e")) % self._machines if self._machines else None
+        return machine_of(engine_id, self._machines)
 
     def serves(self, engine_id: EngineId, weights_id: int) -> bool:
         """The engine can read these weights: from its machine's relay, or without
