@@ -311,7 +311,7 @@ def test_a_full_disk_stops_the_run_with_one_error_and_it_resumes_later(
         train(config, progress=FullDisk(name, patch), programs=FAKES)
     assert re.fullmatch(
         rf"cannot write .*/{name}: No space left on device; last good checkpoint: step \d; \d+ "
-        r"started = .*; --resume goes .*",
+        r"started = .*; use --resume once there is space",
         str(caught.value),
     )
     assert_gone(config)
