@@ -60,8 +60,8 @@ def make_config(
 def make_sequence(
     rng: random.Random, *, turns: int = 3, version: int = 0, rewards: list[float] | None = None
 ) -> TokenSequence:
-    """A prompt, then turns of output with observations between, and log-probs of a wide
-    policy.
+    """Build a prompt, then turns of output with observations between them, and
+    log-probs of a wide policy.
     """
     segments: list[Segment] = []
     spans: list[TurnSpan] = []

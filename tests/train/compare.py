@@ -1,4 +1,4 @@
-"""Compare a fused function with its plain definition."""
+"""Compares a fused function with its plain definition."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,9 @@ Function = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
 def assert_equal(
     fused: Function, plain: Function, *inputs: torch.Tensor, tolerance: float = 2e-5
 ) -> None:
-    """Same outputs and gradients for a random cotangent; `plain` runs in float64."""
+    """Assert the same outputs and gradients for a random cotangent; `plain` runs in
+    float64.
+    """
     ours = [tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
     theirs = [
         (tensor.double() if tensor.is_floating_point() else tensor)

@@ -1,8 +1,8 @@
-"""One rank of a trainer that publishes, as its parent starts it: `python -m
+"""One rank of a trainer that publishes, started by its parent as `python -m
 tests.train.publish_worker CASE MODEL OUT`.
 
-Rank and world come from the environment. Asserts what this rank sees; its last words go
-to standard output.
+Rank and world come from the environment. The rank asserts what it observes, and prints
+a final message to standard output.
 """
 
 import os
@@ -26,7 +26,7 @@ SMALL_BYTES = 4096
 
 
 class Rank:
-    """A trained trainer, and what it should publish."""
+    """A trained trainer, and the weights that it should publish."""
 
     def __init__(self, model_dir: Path, out: Path) -> None:
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -61,8 +61,8 @@ def check(manifest: WeightManifest, expected: dict[str, torch.Tensor]) -> None:
         assert bytes_of(found[name]) == bytes_of(tensor), name
 
 
-def watched(rank: Rank, version: int) -> tuple[Published, int]:
-    """A version that is published, and how many tensors were gathered for it."""
+def publish_and_count_gathers(rank: Rank, version: int) -> tuple[Published, int]:
+    """Publish a version; return the reply, and the number of gathered tensors."""
     with CommDebugMode() as watch:
         reply = rank.publish(version)
     assert isinstance(reply, Published), reply
@@ -72,11 +72,11 @@ def watched(rank: Rank, version: int) -> tuple[Published, int]:
 
 
 def shares(rank: Rank) -> None:
-    """Nobody gathers; and a rank without room fails the version on all, after which the
-    next one comes.
+    """No rank gathers. A rank without memory fails the version on all ranks, and the
+    next one succeeds.
     """
     expected = rank.expected()
-    first, gathers = watched(rank, 1)
+    first, gathers = publish_and_count_gathers(rank, 1)
     assert not first.gathered
     assert gathers == 0
     check(first.manifest, expected)
@@ -93,19 +93,19 @@ def shares(rank: Rank) -> None:
             failed.error
             == f"cannot publish weights version {version}: {who}[Errno 27] File too large"
         )
-        check(first.manifest, expected)  # the old version serves on
+        check(first.manifest, expected)  # the old version is still readable
     last = rank.publish(9)
     assert isinstance(last, Published), last
     check(last.manifest, rank.expected())
 
 
 def far(rank: Rank) -> None:
-    """A rank that cannot see rank 0's process: as on another machine, weights are
-    gathered, and come out the same.
+    """If a rank cannot see rank 0's process, as on another machine, the weights are
+    gathered and equal.
     """
     expected = rank.expected()
     for version in (1, 2):
-        reply, gathers = watched(rank, version)
+        reply, gathers = publish_and_count_gathers(rank, version)
         assert reply.gathered
         assert gathers == len(expected)
         if rank.rank == 0:
@@ -116,8 +116,8 @@ def far(rank: Rank) -> None:
 
 
 def dies(rank: Rank) -> None:
-    """The last rank dies in the middle of a version: the others say so, and what was
-    published serves on.
+    """The last rank dies while publishing: the others report it, and earlier versions
+    stay readable.
     """
     expected = rank.expected()
     first = rank.publish(1)
@@ -130,7 +130,7 @@ def dies(rank: Rank) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before, "its memory is let go"
     check(first.manifest, expected)
     print("survived", flush=True)
-    os._exit(0)  # there is nobody left to take leave of
+    os._exit(0)  # the process group is gone
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""One rank of a trainer, as torchrun or a parent process starts it: train, save,
-restore, and leave the weights in a file.
+"""One rank of a trainer, started by torchrun or a parent process: it trains, saves,
+restores, and writes the weights to a file.
 
 Arguments: model directory, output directory. Rank and world come from the environment.
 """
@@ -44,8 +44,8 @@ def weights_of(trainer: Trainer, version: int) -> dict[str, torch.Tensor]:
 
 
 def run(model_dir: Path, out: Path, *, rank: int, world: int) -> dict[str, torch.Tensor]:
-    """Weights after three steps, the last of them repeated after going back to a
-    checkpoint; ratios that were measured.
+    """Return the weights after three steps, the last of them repeated after restoring a
+    checkpoint, and the measured ratios.
     """
     trainer = Trainer(make_config(**CASE), model_dir, out, rank=rank, world=world)  # type: ignore[arg-type]
     refused = trainer.handle(TrainOn(batch=make_batch(0, step=5)))
@@ -56,8 +56,7 @@ def run(model_dir: Path, out: Path, *, rank: int, world: int) -> dict[str, torch
             assert isinstance(
                 saved := trainer.handle(Save(path=str(out / "c"), export=True)), Saved
             ), saved
-        # One group of two: with two minibatches some ranks have nothing of their own to
-        # do.
+        # One group of two: with two minibatches some ranks have no work of their own.
         reply = trainer.handle(
             TrainOn(batch=make_batch(step, step=step, groups=1 if step == 1 else 3, size=2))
         )

@@ -1,5 +1,5 @@
-"""Advantages against slow, obvious definitions; flat groups give zeros; other tokens
-than outputs get none.
+"""Advantages equal slow, obvious definitions; flat groups give zeros; only output
+tokens get any.
 """
 
 import math
@@ -27,7 +27,7 @@ def groups_of(rewards: list[list[float]], seed: int) -> list[ScoredGroup]:
 
 
 def value_of(trajectory: Trajectory, tensors: list[torch.Tensor]) -> float:
-    """The one advantage of all output tokens; checks that the others have 0."""
+    """Return the advantage that all output tokens share; check that the others have 0."""
     values = set()
     for sequence, tensor in zip(trajectory.sequences, tensors, strict=True):
         for sampled, value in zip(sequence.output_mask(), tensor.tolist(), strict=True):
@@ -74,8 +74,8 @@ def test_trajectory_estimators(rewards: list[list[float]], seed: int, estimator:
 
 
 def random_group(rng: random.Random, size: int) -> ScoredGroup:
-    """Trajectories of one or two sequences, rewards by turn, and something added at the
-    end.
+    """Build trajectories of one or two sequences with rewards by turn and a final
+    addition.
     """
     trajectories = []
     for index in range(size):

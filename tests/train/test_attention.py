@@ -1,5 +1,5 @@
-"""Attention equals its definition in float64, values and gradients, whatever the
-blocks, places and size of the scores.
+"""Attention equals its definition in float64, values and gradients, for all blocks,
+positions and sizes of scores.
 """
 
 import hypothesis.strategies as st
@@ -12,23 +12,25 @@ from tests.support.properties import examples
 from tests.train.compare import assert_equal, randn
 
 
-def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """One query head of one sequence after the other."""
+def plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """Attend with one query head of one sequence at a time."""
     batch, width, heads, dim = q.shape
     shared = heads // k.shape[2]
     out = torch.empty_like(q)
     for row in range(batch):
         for head in range(heads):
             for query in range(width):
-                seen = int(places[row, query]) + 1
+                seen = int(positions[row, query]) + 1
                 keys, values = k[row, :seen, head // shared], v[row, :seen, head // shared]
                 out[row, query, head] = (keys @ q[row, query, head] / dim**0.5).softmax(0) @ values
     return out
 
 
 def rounding(sharpness: float) -> float:
-    """A weight is the exponential of a score, whose float32 is wrong by a share of it:
-    scores grow with the square.
+    """Bound the rounding error: a weight is the exponential of a score, whose float32
+    has a relative error, and scores grow with the square.
     """
     return 2e-5 * max(1.0, sharpness**2 / 16)
 
@@ -41,7 +43,7 @@ def rounding(sharpness: float) -> float:
     sharpness=st.sampled_from([0.1, 1.0, 12.0]),
     seed=st.integers(0, 9),
 )
-def test_every_place_once(
+def test_attends_from_every_position(
     batch: int, length: int, heads: tuple[int, int], sharpness: float, seed: int
 ) -> None:
     q = randn(seed, batch, length, heads[0], 4) * sharpness
@@ -49,11 +51,11 @@ def test_every_place_once(
         randn(seed + 1, batch, length, heads[1], 4) * sharpness,
         randn(seed + 2, batch, length, heads[1], 4),
     )
-    places = torch.arange(length).expand(batch, -1)
+    positions = torch.arange(length).expand(batch, -1)
     for max_scores in (0, 1 << 20):
         fused, reference = (
             lambda *a, m=max_scores: attend(*a, None, max_scores=m),
-            lambda *a: plain(*a, places),
+            lambda *a: plain(*a, positions),
         )
         assert_equal(fused, reference, q, k, v, tolerance=rounding(sharpness))
 
@@ -67,7 +69,7 @@ def test_every_place_once(
     sharpness=st.sampled_from([0.1, 1.0, 12.0]),
     seed=st.integers(0, 9),
 )
-def test_chosen_places(
+def test_attends_from_chosen_positions(
     batch: int, width: int, length: int, heads: tuple[int, int], sharpness: float, seed: int
 ) -> None:
     q = randn(seed, batch, width, heads[0], 4) * sharpness
@@ -75,22 +77,25 @@ def test_chosen_places(
         randn(seed + 1, batch, length, heads[1], 4) * sharpness,
         randn(seed + 2, batch, length, heads[1], 4),
     )
-    places = torch.randint(length, (batch, width), generator=torch.Generator().manual_seed(seed))
+    positions = torch.randint(length, (batch, width), generator=torch.Generator().manual_seed(seed))
     for max_scores in (0, 1 << 20):
         fused, reference = (
-            lambda *a, m=max_scores: attend(*a, places, max_scores=m),
-            lambda *a: plain(*a, places),
+            lambda *a, m=max_scores: attend(*a, positions, max_scores=m),
+            lambda *a: plain(*a, positions),
         )
         assert_equal(fused, reference, q, k, v, tolerance=rounding(sharpness))
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 50.0])
-def test_the_future_changes_nothing_at_all(sharpness: float) -> None:
+def test_future_keys_have_no_effect(sharpness: float) -> None:
     q, k, v = (randn(seed, 1, 70, 2, 4) * sharpness for seed in range(3))
     changed_k, changed_v = k.clone(), v.clone()
     changed_k[:, 40:] *= -3
     changed_v[:, 40:] = 1e6
     assert torch.equal(attend(q, k, v, None)[:, :32], attend(q, changed_k, changed_v, None)[:, :32])
-    places = torch.arange(40)[None]
-    before, after = attend(q[:, :40], k, v, places), attend(q[:, :40], changed_k, changed_v, places)
+    positions = torch.arange(40)[None]
+    before, after = (
+        attend(q[:, :40], k, v, positions),
+        attend(q[:, :40], changed_k, changed_v, positions),
+    )
     torch.testing.assert_close(before, after, atol=1e-6 * sharpness, rtol=1e-6)

@@ -1,5 +1,5 @@
-"""A checkpoint is complete or recognisably not one; a failing disk leaves what was
-there.
+"""A checkpoint is complete or recognizably incomplete; a failing disk keeps the former
+one.
 """
 
 import json
@@ -47,7 +47,7 @@ def write(path: Path, step: int) -> None:
     save(path, some(step), export_dtype=torch.float32)
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+def test_loads_what_was_saved(tmp_path: Path) -> None:
     write(tmp_path / "c", 7)
     found = load(tmp_path / "c")
     assert found.step == 7
@@ -62,7 +62,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     ["model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "digests.json"],
 )
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "missing"])
-def test_any_damage_is_noticed(tmp_path: Path, name: str, damage: str) -> None:
+def test_detects_any_damage(tmp_path: Path, name: str, damage: str) -> None:
     write(tmp_path / "good", 1)
     write(tmp_path / "bad", 2)
     file = tmp_path / "bad" / name
@@ -82,7 +82,7 @@ def test_any_damage_is_noticed(tmp_path: Path, name: str, damage: str) -> None:
     assert load(tmp_path).step == 1
 
 
-def test_the_newest_complete_one_is_found_whatever_its_name(tmp_path: Path) -> None:
+def test_finds_the_newest_complete_checkpoint_by_any_name(tmp_path: Path) -> None:
     assert latest(tmp_path / "nowhere") is None
     for name, step in (("z", 3), ("a", 12), ("m", 9)):
         write(tmp_path / name, step)
@@ -91,12 +91,12 @@ def test_the_newest_complete_one_is_found_whatever_its_name(tmp_path: Path) -> N
     assert latest(tmp_path) == tmp_path / "a"
 
 
-def test_an_empty_directory_is_no_checkpoint(tmp_path: Path) -> None:
+def test_an_empty_directory_is_not_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(TrainerError, match="no complete checkpoint"):
         load(tmp_path)
 
 
-def test_other_formats_are_refused(tmp_path: Path) -> None:
+def test_refuses_other_formats(tmp_path: Path) -> None:
     write(tmp_path / "c", 1)
     (tmp_path / "c" / "state.json").write_text(json.dumps({"format": 99, "step": 1}))
     digests = json.loads((tmp_path / "c" / "digests.json").read_text())
@@ -106,7 +106,7 @@ def test_other_formats_are_refused(tmp_path: Path) -> None:
         load(tmp_path / "c")
 
 
-def test_files_of_others_are_left_alone_and_a_former_checkpoint_is_replaced_whole(
+def test_replaces_a_checkpoint_and_keeps_unrelated_files(
     tmp_path: Path,
 ) -> None:
     write(tmp_path / "c", 1)
@@ -118,7 +118,7 @@ def test_files_of_others_are_left_alone_and_a_former_checkpoint_is_replaced_whol
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-def test_the_trainer_refuses_a_torn_checkpoint_and_stays_as_it_is(
+def test_the_trainer_refuses_an_incomplete_checkpoint_unchanged(
     model_dir: Path, tmp_path: Path
 ) -> None:
     trainer = Trainer(make_config(), model_dir, tmp_path)
@@ -140,7 +140,7 @@ def test_the_trainer_refuses_a_torn_checkpoint_and_stays_as_it_is(
     assert isinstance(trainer.handle(TrainOn(batch=make_batch(1, step=1))), Trained)
 
 
-def test_an_export_is_a_hugging_face_checkpoint(model_dir: Path, tmp_path: Path) -> None:
+def test_exports_a_hugging_face_checkpoint(model_dir: Path, tmp_path: Path) -> None:
     trainer = Trainer(make_config(), model_dir, tmp_path)
     trainer.handle(TrainOn(batch=make_batch()))
     assert isinstance(trainer.handle(Save(path=str(tmp_path / "c"), export=True)), Saved)
@@ -156,7 +156,7 @@ def test_an_export_is_a_hugging_face_checkpoint(model_dir: Path, tmp_path: Path)
     )
     assert after(text).input_ids == before(text).input_ids
     assert after.chat_template == before.chat_template
-    again = Trainer(make_config(), exported, tmp_path)  # and can be trained further
+    again = Trainer(make_config(), exported, tmp_path)  # it can be trained further
     assert again.step == 0
     (exported / "model.safetensors").write_bytes(b"")
     assert isinstance(trainer.handle(Restore(path=str(tmp_path / "c"))), TrainFailed)
@@ -178,7 +178,7 @@ for name, limit in (("c", -1), ("c", 200), ("c", 20000), ("d", -1)):
 """
 
 
-def test_a_write_that_fails_keeps_the_former_checkpoint(model_dir: Path, tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_former_checkpoint(model_dir: Path, tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, str(model_dir), str(tmp_path)],
@@ -197,7 +197,7 @@ def test_a_write_that_fails_keeps_the_former_checkpoint(model_dir: Path, tmp_pat
 
 
 def test_a_full_disk_keeps_the_former_checkpoint(model_dir: Path, tmp_path: Path) -> None:
-    """On a real file system of 250 kB, where one may be mounted."""
+    """Use a real file system of 250 kB, if one can be mounted."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(

@@ -1,4 +1,4 @@
-"""Two ranks train as one does: under torchrun, and as plainly held processes."""
+"""Two ranks train like one: under torchrun, and as plain child processes."""
 
 import os
 import socket
@@ -26,7 +26,7 @@ def free_port() -> int:
 
 
 def start_all(kind: str, model_dir: Path, out: Path) -> None:
-    """Run two ranks to their end."""
+    """Run two ranks until they exit."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -83,7 +83,7 @@ def test_two_ranks_match_one(tmp_path: Path, kind: str) -> None:
         torch.testing.assert_close(exported[name], tensor, atol=1e-4, rtol=1e-3)
 
 
-def test_ranks_need_an_address() -> None:
+def test_several_ranks_need_an_address() -> None:
     assert "MASTER_ADDR" not in os.environ
     with pytest.raises(ValueError, match="MASTER_ADDR and MASTER_PORT"):
         init_ranks(0, 2, torch.device("cpu"))

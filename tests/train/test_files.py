@@ -1,5 +1,5 @@
-"""A directory appears complete or not at all, and at every instant its name leads to a
-complete one.
+"""A directory appears complete or not at all, and its name always leads to a complete
+one.
 """
 
 import os
@@ -14,7 +14,7 @@ import pytest
 from rollweave.train.files import new_directory
 
 
-def test_it_appears_when_it_is_filled(tmp_path: Path) -> None:
+def test_a_directory_appears_once_it_is_complete(tmp_path: Path) -> None:
     with new_directory(tmp_path / "deep" / "a") as directory:
         (directory / "x").write_text("1")
         assert not (tmp_path / "deep" / "a").exists()
@@ -23,7 +23,7 @@ def test_it_appears_when_it_is_filled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("full"), KeyboardInterrupt()])
-def test_a_failure_leaves_what_was_there(tmp_path: Path, error: BaseException) -> None:
+def test_a_failure_keeps_the_former_directory(tmp_path: Path, error: BaseException) -> None:
     with new_directory(tmp_path / "a") as directory:
         (directory / "x").write_text("old")
 
@@ -38,7 +38,7 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, error: BaseException) -
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_replacing_it_never_leaves_the_name_empty(tmp_path: Path) -> None:
+def test_replacing_never_leaves_the_name_empty(tmp_path: Path) -> None:
     path = tmp_path / "a"
     with new_directory(path) as directory:
         (directory / "x").write_text("0")
@@ -72,7 +72,7 @@ with new_directory(Path(sys.argv[1])) as directory:
 """
 
 
-def test_what_a_kill_left_is_cleared_by_the_next_writer(tmp_path: Path) -> None:
+def test_the_next_writer_removes_leftovers_of_a_kill(tmp_path: Path) -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, str(tmp_path / "a")],
         stdin=subprocess.PIPE,

@@ -1,5 +1,5 @@
-"""The policy loss against a slow, token-by-token reference in plain Python, gradients
-included.
+"""The policy loss equals a slow, token-by-token reference in plain Python, including
+gradients.
 """
 
 import math
@@ -12,23 +12,23 @@ from hypothesis import given, settings
 
 from rollweave.schema.config.sections import AlgorithmConfig
 from rollweave.train.losses import k3, kl_coefficient, policy_loss, token_weights
-from rollweave.train.metrics import TOKEN_SUMS, from_sums
+from rollweave.train.metrics import TOKEN_SUMS, metrics_from_sums
 from tests.support.properties import examples
 
 
 def slow_loss(
     logprob: float,
     entropy: float,
-    behaviour: float,
+    behavior: float,
     advantage: float,
     proximal: float,
     reference: float,
     algorithm: AlgorithmConfig,
 ) -> tuple[float, float, float]:
-    """One token: its loss, and the derivatives by logprob and entropy, written out by
-    hand.
+    """Compute one token's loss, and its derivatives by logprob and entropy, written out
+    by hand.
     """
-    old = behaviour if algorithm.correction == "bypass" else proximal
+    old = behavior if algorithm.correction == "bypass" else proximal
     ratio = math.exp(logprob - old)
     low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
     if advantage >= 0:
@@ -39,7 +39,7 @@ def slow_loss(
         surrogate, slope = (
             (ratio * advantage, ratio * advantage) if ratio >= low else (low * advantage, 0.0)
         )
-    importance = math.exp(proximal - behaviour)
+    importance = math.exp(proximal - behavior)
     if algorithm.correction == "bypass":
         importance = 1.0
     elif importance > algorithm.is_cap:
@@ -69,8 +69,8 @@ def algorithms(draw: st.DrawFn) -> AlgorithmConfig:
 @given(algorithm=algorithms(), count=st.integers(1, 12), seed=st.integers(0, 10_000))
 def test_loss_and_gradients(algorithm: AlgorithmConfig, count: int, seed: int) -> None:
     rng = random.Random(seed)
-    behaviour = [-rng.uniform(0.01, 4) for _ in range(count)]
-    proximal = [value + rng.uniform(-0.9, 0.9) for value in behaviour]
+    behavior = [-rng.uniform(0.01, 4) for _ in range(count)]
+    proximal = [value + rng.uniform(-0.9, 0.9) for value in behavior]
     logprobs = [value + rng.uniform(-0.6, 0.6) for value in proximal]
     reference = [value + rng.uniform(-1, 1) for value in logprobs]
     entropy = [rng.uniform(0, 3) for _ in range(count)]
@@ -85,7 +85,7 @@ def test_loss_and_gradients(algorithm: AlgorithmConfig, count: int, seed: int) -
     loss, sums = policy_loss(
         logprobs=given_logprobs,
         entropy=given_entropy,
-        behaviour=tensor(behaviour),
+        behavior=tensor(behavior),
         advantages=tensor(advantages),
         weights=tensor(weights),
         proximal=None if algorithm.correction == "bypass" else tensor(proximal),
@@ -94,7 +94,7 @@ def test_loss_and_gradients(algorithm: AlgorithmConfig, count: int, seed: int) -
         algorithm=algorithm,
     )
     loss.backward()  # type: ignore[no-untyped-call]
-    rows = list(zip(logprobs, entropy, behaviour, advantages, proximal, reference, strict=True))
+    rows = list(zip(logprobs, entropy, behavior, advantages, proximal, reference, strict=True))
     slow = [slow_loss(*row, algorithm) for row in rows]
     assert loss.item() == pytest.approx(
         sum(w * s[0] for w, s in zip(weights, slow, strict=True)), rel=1e-9, abs=1e-9
@@ -113,20 +113,20 @@ def test_loss_and_gradients(algorithm: AlgorithmConfig, count: int, seed: int) -
 def check_sums(
     sums: dict[str, float], rows: list[tuple[float, ...]], algorithm: AlgorithmConfig
 ) -> None:
-    ratios = [math.exp(logprob - behaviour) for logprob, _, behaviour, *_ in rows]
+    ratios = [math.exp(logprob - behavior) for logprob, _, behavior, *_ in rows]
     assert sums["count"] == len(rows)
     assert sums["ratio"] == pytest.approx(sum(ratios))
     assert sums["ratio_squared"] == pytest.approx(sum(r * r for r in ratios))
     assert sums["chi2"] == pytest.approx(sum((r - 1) ** 2 for r in ratios))
     assert sums["kl_behaviour"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios))
     clipped = masked = 0
-    for logprob, _, behaviour, advantage, proximal, _ in rows:
-        ratio = math.exp(logprob - (behaviour if algorithm.correction == "bypass" else proximal))
+    for logprob, _, behavior, advantage, proximal, _ in rows:
+        ratio = math.exp(logprob - (behavior if algorithm.correction == "bypass" else proximal))
         clipped += (advantage > 0 and ratio > 1 + algorithm.clip_high) or (
             advantage < 0 and ratio < 1 - algorithm.clip_low
         )
         masked += (
-            algorithm.correction != "bypass" and math.exp(proximal - behaviour) > algorithm.is_cap
+            algorithm.correction != "bypass" and math.exp(proximal - behavior) > algorithm.is_cap
         )
     assert sums["clipped"] == clipped
     assert sums["masked"] == masked
@@ -135,7 +135,7 @@ def check_sums(
 @settings(max_examples=examples(60))
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), seed=st.integers(0, 99))
 @pytest.mark.parametrize("aggregate", ["token_mean", "sequence_mean"])
-def test_weights_make_the_wanted_mean(lengths: list[int], seed: int, aggregate: str) -> None:
+def test_weights_make_the_configured_mean(lengths: list[int], seed: int, aggregate: str) -> None:
     rng = random.Random(seed)
     losses = [[rng.uniform(-1, 1) for _ in range(length)] for length in lengths]
     weights = token_weights(lengths, aggregate)
@@ -148,13 +148,13 @@ def test_weights_make_the_wanted_mean(lengths: list[int], seed: int, aggregate: 
     assert found == pytest.approx(wanted, abs=1e-12)
 
 
-def run_one(correction: str, *, logprob: float, behaviour: float, proximal: float) -> float:
-    """The gradient by the log-prob of one token with advantage 1."""
+def run_one(correction: str, *, logprob: float, behavior: float, proximal: float) -> float:
+    """Return the gradient by the log-prob of one token with advantage 1."""
     given_logprobs = torch.tensor([logprob], requires_grad=True)
     loss, _ = policy_loss(
         logprobs=given_logprobs,
         entropy=torch.zeros(1),
-        behaviour=torch.tensor([behaviour]),
+        behavior=torch.tensor([behavior]),
         advantages=torch.ones(1),
         weights=torch.ones(1),
         proximal=torch.tensor([proximal]),
@@ -168,32 +168,32 @@ def run_one(correction: str, *, logprob: float, behaviour: float, proximal: floa
 
 
 def test_decoupled_at_the_start_is_the_importance_weighted_policy_gradient() -> None:
-    """Before the first update the ratio to the proximal policy is 1, so that staleness
-    alone weighs.
+    """Before the first update the ratio to the proximal policy is 1, so that only
+    staleness weights the loss.
     """
     for stale in (-1.0, -0.3, 0.0, 0.6):
-        gradient = run_one("decoupled", logprob=-1.0, behaviour=-1.0 - stale, proximal=-1.0)
+        gradient = run_one("decoupled", logprob=-1.0, behavior=-1.0 - stale, proximal=-1.0)
         assert gradient == pytest.approx(-math.exp(stale), rel=1e-5)
 
 
 def test_the_two_corrections_differ_beyond_the_cap() -> None:
-    assert run_one("decoupled", logprob=-1.0, behaviour=-3.0, proximal=-1.0) == 0.0
-    assert run_one("tis", logprob=-1.0, behaviour=-3.0, proximal=-1.0) == pytest.approx(-2.0)
+    assert run_one("decoupled", logprob=-1.0, behavior=-3.0, proximal=-1.0) == 0.0
+    assert run_one("tis", logprob=-1.0, behavior=-3.0, proximal=-1.0) == pytest.approx(-2.0)
 
 
 def test_extreme_log_probs_stay_finite() -> None:
     for correction in ("bypass", "decoupled", "tis"):
-        for behaviour in (-1e4, -1e-9):
+        for behavior in (-1e4, -1e-9):
             assert math.isfinite(
-                run_one(correction, logprob=-50.0, behaviour=behaviour, proximal=-30.0)
+                run_one(correction, logprob=-50.0, behavior=behavior, proximal=-30.0)
             )
 
 
-def test_no_tokens_no_figures() -> None:
-    assert from_sums(torch.zeros(len(TOKEN_SUMS)), with_reference=True) == {}
+def test_no_tokens_give_no_metrics() -> None:
+    assert metrics_from_sums(torch.zeros(len(TOKEN_SUMS)), with_reference=True) == {}
 
 
-def test_the_kl_is_held_then_falls_to_nothing() -> None:
+def test_the_kl_coefficient_is_constant_then_decreases_to_zero() -> None:
     constant = AlgorithmConfig(kl=0.1)
     assert [kl_coefficient(constant, step=step, steps=10) for step in (0, 5, 9)] == [0.1] * 3
     falling = AlgorithmConfig(kl=0.1, kl_until=0.8)

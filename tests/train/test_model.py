@@ -1,5 +1,5 @@
-"""transformers' forward is the oracle: log-probs, entropies and gradients of packed
-sequences equal those of each alone.
+"""The oracle is transformers' forward pass: log-probs, entropies and gradients of
+packed sequences equal those of each alone.
 """
 
 from pathlib import Path
@@ -65,7 +65,7 @@ def checkpoint_dir(
             }
             model = LlamaForCausalLM(LlamaConfig(**SMALL, **extra, tie_word_embeddings=False))
     for name, parameter in model.named_parameters():
-        # else ones and zeros, which hide mistakes
+        # otherwise ones and zeros, which hide mistakes
         if name.endswith(("bias", "norm.weight", "layernorm.weight")):
             torch.nn.init.normal_(parameter, 0.9, 0.3)
     model.save_pretrained(path)
@@ -75,8 +75,8 @@ def checkpoint_dir(
 def oracle(
     path: Path, examples: list[Example], temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Log-probs, entropies, and the gradient of their weighted sum, one sequence at a
-    time.
+    """Return log-probs, entropies, and the gradient of their weighted sum, one sequence
+    at a time.
     """
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     chosen, entropies = [], []
@@ -111,7 +111,9 @@ def compare(model: Model, path: Path, examples: list[Example], temperature: floa
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_packed_equals_each_alone(checkpoint_dir: Path, temperature: float) -> None:
+def test_a_packed_batch_equals_its_sequences_alone(
+    checkpoint_dir: Path, temperature: float
+) -> None:
     compare(
         load_model(checkpoint_dir, dtype="float32", device="cpu"),
         checkpoint_dir,
@@ -136,7 +138,7 @@ def test_one_token_sequences(checkpoint_dir: Path) -> None:
     compare(load_model(checkpoint_dir, dtype="float32", device="cpu"), checkpoint_dir, examples)
 
 
-def test_large_attention_and_large_vocabularies_take_other_ways_to_the_same(
+def test_large_attention_and_vocabularies_give_the_same_results(
     checkpoint_dir: Path,
 ) -> None:
     model = load_model(checkpoint_dir, dtype="float32", device="cpu")
@@ -157,7 +159,7 @@ def test_bfloat16_is_close(checkpoint_dir: Path) -> None:
     assert (chosen - exact).abs().mean() < 0.1
 
 
-def test_other_architectures_are_refused(tmp_path: Path) -> None:
+def test_refuses_other_architectures(tmp_path: Path) -> None:
     GPT2Config().save_pretrained(tmp_path / "gpt2")
     with pytest.raises(TrainerError, match="architectures must name one of"):
         load_model(tmp_path / "gpt2", dtype="float32", device="cpu")
@@ -169,8 +171,8 @@ def test_other_architectures_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("parts", [False, True])
 def test_the_divergence_from_a_reference_is_exact(checkpoint_dir: Path, parts: bool) -> None:
-    """KL(reference, policy) over the vocabulary and its gradient, in one piece and cut
-    into parts of two rows.
+    """KL(reference, policy) over the vocabulary and its gradient, in one piece and in
+    parts of two rows.
     """
     examples = make_examples(3)
     model, other = (load_model(checkpoint_dir, dtype="float32", device="cpu") for _ in range(2))

@@ -1,5 +1,5 @@
-"""The learning rate's shape, clipping, and a snapshot that brings everything back to
-the bit.
+"""The learning rate's schedule, clipping, and a snapshot that restores everything
+bitwise.
 """
 
 import math
@@ -47,7 +47,7 @@ def step(model: nn.Module, optimizer: torch.optim.AdamW, seed: int) -> None:
 
 
 @pytest.mark.parametrize("steps_before", [0, 2])
-def test_a_snapshot_brings_everything_back(steps_before: int) -> None:
+def test_a_snapshot_restores_everything(steps_before: int) -> None:
     model, optimizer = model_and_optimizer()
     for seed in range(steps_before):
         step(model, optimizer, seed)
@@ -61,7 +61,7 @@ def test_a_snapshot_brings_everything_back(steps_before: int) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*outcomes, strict=True))
 
 
-def test_named_state_moves_to_another_optimizer() -> None:
+def test_named_state_loads_into_another_optimizer() -> None:
     model, optimizer = model_and_optimizer()
     other, fresh = model_and_optimizer()
     step(model, optimizer, 0)
@@ -84,7 +84,7 @@ def test_clipping(limit: float) -> None:
     assert float(after.norm()) == pytest.approx(min(limit, float(before.norm())), rel=1e-3)
 
 
-def test_a_gradient_that_is_not_finite_is_told() -> None:
+def test_reports_a_gradient_that_is_not_finite() -> None:
     model, _ = model_and_optimizer()
     (model(torch.ones(2, 4)).sum() * math.nan).backward()
     assert math.isnan(clip_gradients(model, 1.0))

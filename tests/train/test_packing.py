@@ -1,5 +1,5 @@
-"""Every target appears once, nothing is padded but attention's grid, and micro-batches
-keep their bounds.
+"""Every target appears once, only attention's grid is padded, and micro-batches stay
+within their bounds.
 """
 
 import hypothesis.strategies as st
@@ -39,7 +39,7 @@ def test_labels_follow_their_inputs(given: list[Example]) -> None:
 
 @settings(max_examples=examples(80))
 @given(given=example_lists())
-def test_grids_lead_there_and_back(given: list[Example]) -> None:
+def test_grids_map_rows_there_and_back(given: list[Example]) -> None:
     packed = pack(given)
     for grid, rows in (
         (packed.keys, torch.arange(len(packed.tokens))),
@@ -54,7 +54,7 @@ def test_grids_lead_there_and_back(given: list[Example]) -> None:
 
 @settings(max_examples=examples(100))
 @given(lengths=st.lists(st.integers(1, 60), max_size=30), max_tokens=st.integers(1, 100))
-def test_split_keeps_its_bounds(lengths: list[int], max_tokens: int) -> None:
+def test_micro_batches_stay_within_their_bounds(lengths: list[int], max_tokens: int) -> None:
     batches = split_micro_batches(lengths, max_tokens=max_tokens)
     assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
     for batch in batches:

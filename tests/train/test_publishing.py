@@ -1,5 +1,5 @@
-"""Ranks publish what each of them has, without gathering; together they give the
-version that one rank would have given.
+"""Ranks publish their own shards without gathering; together they make the version that
+one rank would have made.
 """
 
 import os
@@ -18,7 +18,7 @@ WORKER = [sys.executable, "-m", "tests.train.publish_worker"]
 def start(
     case: str, directory: Path, *, world: int, prefix: tuple[str, ...] = (), **shape: int
 ) -> list[subprocess.Popen[str]]:
-    """Start `world` ranks; the last one behind `prefix`."""
+    """Start `world` ranks, the last one behind `prefix`."""
     model = make_model(directory / "m", **shape)
     common = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -48,8 +48,8 @@ def start(
     ]
 
 
-def finished(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
-    """Exit status, output and errors of each."""
+def wait_for_all(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    """Return the exit status, output and errors of each rank."""
     try:
         said = [rank.communicate(timeout=100) for rank in ranks]
         return [(rank.returncode, out, err) for rank, (out, err) in zip(ranks, said, strict=True)]
@@ -59,16 +59,18 @@ def finished(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.slow
-def test_ranks_share_the_work_and_the_failures(tmp_path: Path) -> None:
-    """Heads are so small that chunks are uneven, and the last of three ranks has
+def test_ranks_share_writes_and_failures(tmp_path: Path) -> None:
+    """Heads are so small that chunks are uneven, and the last of three ranks holds
     nothing of some tensors.
     """
-    for status, _, errors in finished(start("shares", tmp_path, world=3, kv_heads=1, head_dim=4)):
+    for status, _, errors in wait_for_all(
+        start("shares", tmp_path, world=3, kv_heads=1, head_dim=4)
+    ):
         assert status == 0, errors
 
 
 def can_hide() -> bool:
-    """True if this user may have processes that see no others."""
+    """Return whether this user may run processes that see no others."""
     try:
         return (
             subprocess.run(
@@ -82,15 +84,17 @@ def can_hide() -> bool:
 
 @pytest.mark.skipif(not can_hide(), reason="needs a user namespace")
 @pytest.mark.slow
-def test_a_rank_that_cannot_reach_the_memory_makes_all_gather(tmp_path: Path) -> None:
-    ranks = finished(start("far", tmp_path, world=2, prefix=("unshare", "-Urpf", "--mount-proc")))
+def test_all_ranks_gather_if_one_cannot_reach_the_memory(tmp_path: Path) -> None:
+    ranks = wait_for_all(
+        start("far", tmp_path, world=2, prefix=("unshare", "-Urpf", "--mount-proc"))
+    )
     assert [status for status, _, _ in ranks] == [0, 0], ranks
     assert ranks[0][2].count("trainer ranks [1] cannot reach the memory of rank 0") == 1, (
         "it says so once"
     )
 
 
-def test_a_rank_that_dies_fails_the_version_and_nobody_hangs(tmp_path: Path) -> None:
-    ranks = finished(start("dies", tmp_path, world=2))
+def test_a_rank_that_dies_fails_the_version_without_a_hang(tmp_path: Path) -> None:
+    ranks = wait_for_all(start("dies", tmp_path, world=2))
     assert [status for status, _, _ in ranks] == [0, 9], ranks
     assert ranks[0][1] == "survived\n"

@@ -1,5 +1,5 @@
-"""Ratios of groups: as token by token with transformers, however passes are cut; and
-what cannot be measured is answered.
+"""Ratios of groups equal a token-by-token computation with transformers, for any
+division into passes; groups that cannot be measured are answered.
 """
 
 import math
@@ -55,8 +55,8 @@ def ratios(trainer: Trainer, *groups: ScoredGroup) -> tuple[float, ...]:
     return reply.ratios
 
 
-def silent() -> TokenSequence:
-    """Nothing was sampled."""
+def unsampled() -> TokenSequence:
+    """Build a sequence without sampled tokens."""
     prompt = Segment(start=0, end=2, kind=SegmentKind.PROMPT)
     return TokenSequence(tokens=(5, 6), segments=(prompt,), logprobs=(0.0, 0.0))
 
@@ -69,11 +69,11 @@ def group(name: str, *members: tuple[TokenSequence, ...]) -> ScoredGroup:
     return ScoredGroup(id=GroupId(name), env="none", trajectories=trajectories)
 
 
-def expected(model_dir: Path, found: ScoredGroup) -> float:
-    """One token after the other."""
+def expected(model_dir: Path, group: ScoredGroup) -> float:
+    """Compute the ratio one token after the other."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     gaps = []
-    for trajectory in found.trajectories:
+    for trajectory in group.trajectories:
         for sequence in trajectory.sequences:
             with torch.no_grad():
                 logprobs = (
@@ -92,36 +92,34 @@ def expected(model_dir: Path, found: ScoredGroup) -> float:
     sizes=st.lists(st.integers(0, 3), min_size=1, max_size=4),
     micro=st.sampled_from([30, 16384]),
 )
-def test_ratios_are_those_of_the_tokens(
+def test_ratios_match_a_token_by_token_reference(
     model_dir: Path,
     tmp_path_factory: pytest.TempPathFactory,
     seed: int,
     sizes: list[int],
     micro: int,
 ) -> None:
-    """Members with several sequences, or with none that was sampled."""
+    """Members may have several sequences, or one without sampled tokens."""
     rng = random.Random(seed)
 
     def sequences() -> tuple[TokenSequence, ...]:
         made = [make_sequence(rng, turns=rng.randint(1, 3)) for _ in range(rng.randint(1, 2))]
-        return (*made, silent()) if rng.random() < 0.3 else tuple(made)
+        return (*made, unsampled()) if rng.random() < 0.3 else tuple(made)
 
     groups = [
-        group(f"g{place}", (silent(),), *(sequences() for _ in range(size)))
+        group(f"g{place}", (unsampled(),), *(sequences() for _ in range(size)))
         for place, size in enumerate(sizes)
     ]
     trainer = new_trainer(model_dir, tmp_path_factory.mktemp("run"), micro_tokens=micro)
     assert ratios(trainer, *groups) == pytest.approx(
-        [expected(model_dir, found) for found in groups], rel=1e-4
+        [expected(model_dir, group) for group in groups], rel=1e-4
     )
 
 
-def test_what_the_policy_itself_sampled_has_ratio_one_until_it_is_trained(
-    model_dir: Path, tmp_path: Path
-) -> None:
+def test_on_policy_samples_have_ratio_one_until_training(model_dir: Path, tmp_path: Path) -> None:
     trainer = new_trainer(model_dir, tmp_path)
     batch = make_batch(3)
-    own = tuple(recorded(model_dir, found) for found in batch.groups)
+    own = tuple(recorded(model_dir, group) for group in batch.groups)
     assert ratios(trainer, *own) == pytest.approx([1.0] * 3, abs=1e-5)
     assert isinstance(
         trainer.handle(TrainOn(batch=msgspec.structs.replace(batch, groups=own))), Trained
@@ -131,11 +129,11 @@ def test_what_the_policy_itself_sampled_has_ratio_one_until_it_is_trained(
     assert all(abs(math.log(ratio)) > 1e-3 for ratio in reply.ratios)
 
 
-def recorded(model_dir: Path, found: ScoredGroup) -> ScoredGroup:
-    """As if the weights of the checkpoint had sampled it."""
+def recorded(model_dir: Path, group: ScoredGroup) -> ScoredGroup:
+    """Replace the log-probs by those of the checkpoint's weights."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     trajectories = []
-    for trajectory in found.trajectories:
+    for trajectory in group.trajectories:
         (sequence,) = trajectory.sequences
         with torch.no_grad():
             table = (
@@ -148,7 +146,7 @@ def recorded(model_dir: Path, found: ScoredGroup) -> ScoredGroup:
         ]
         sequence = msgspec.structs.replace(sequence, logprobs=tuple(own))
         trajectories.append(msgspec.structs.replace(trajectory, sequences=(sequence,)))
-    return msgspec.structs.replace(found, trajectories=tuple(trajectories))
+    return msgspec.structs.replace(group, trajectories=tuple(trajectories))
 
 
 def test_measuring_changes_nothing(model_dir: Path, tmp_path: Path) -> None:
@@ -168,14 +166,14 @@ def published(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in read_tensors(reply.manifest).items()}
 
 
-def test_a_token_that_could_not_be_sampled_leaves_a_number(model_dir: Path, tmp_path: Path) -> None:
+def test_an_impossible_token_gives_a_finite_ratio(model_dir: Path, tmp_path: Path) -> None:
     bad = poisoned(make_batch(0), -math.inf).groups
-    found = ratios(new_trainer(model_dir, tmp_path), *bad)
-    assert all(0 < ratio < math.inf for ratio in found)
-    assert found[-1] > ratios(new_trainer(model_dir, tmp_path), *make_batch(0).groups)[-1]
+    group = ratios(new_trainer(model_dir, tmp_path), *bad)
+    assert all(0 < ratio < math.inf for ratio in group)
+    assert group[-1] > ratios(new_trainer(model_dir, tmp_path), *make_batch(0).groups)[-1]
 
 
-def test_what_cannot_be_measured_is_answered(model_dir: Path, tmp_path: Path) -> None:
+def test_answers_groups_that_cannot_be_measured(model_dir: Path, tmp_path: Path) -> None:
     trainer = new_trainer(model_dir, tmp_path)
     batch = make_batch(0)
     wrong_step = measure(trainer, *batch.groups, step=3)

@@ -1,4 +1,4 @@
-"""Rows hold what the batch says; splits keep trajectories whole and loads even."""
+"""Rows contain the batch's data; divisions keep trajectories whole and loads even."""
 
 import random
 
@@ -28,16 +28,16 @@ def test_rows_hold_the_outputs_of_every_sequence() -> None:
     assert [row.trajectory for row in rows] == list(range(len(trajectories)))
     for row, trajectory in zip(rows, trajectories, strict=True):
         (sequence,) = trajectory.sequences
-        places = [i for i, sampled in enumerate(sequence.output_mask()) if sampled]
+        positions = [i for i, sampled in enumerate(sequence.output_mask()) if sampled]
         assert row.example.tokens.tolist() == list(sequence.tokens)
-        assert row.example.targets.tolist() == places
-        assert torch.equal(row.behaviour, torch.tensor([sequence.logprobs[i] for i in places]))
-        assert len(row.advantages) == row.outputs == len(places)
+        assert row.example.targets.tolist() == positions
+        assert torch.equal(row.behavior, torch.tensor([sequence.logprobs[i] for i in positions]))
+        assert len(row.advantages) == row.outputs == len(positions)
         assert row.current.all()
         assert row.engine == trajectory.engine
 
 
-def test_sequences_without_output_and_a_first_token_that_nothing_predicts_are_left_out() -> None:
+def test_omits_sequences_without_output_and_unpredicted_first_tokens() -> None:
     silent = TokenSequence(
         tokens=(1, 2),
         segments=(Segment(start=0, end=2, kind=SegmentKind.PROMPT),),
@@ -51,10 +51,10 @@ def test_sequences_without_output_and_a_first_token_that_nothing_predicts_are_le
     rows = batch_rows(batch_of((silent, bare), (silent,), (bare,)), AlgorithmConfig())
     assert [row.trajectory for row in rows] == [0, 2]
     assert [row.example.targets.tolist() for row in rows] == [[1], [1]]
-    assert [row.behaviour.tolist() for row in rows] == [[-2.0], [-2.0]]
+    assert [row.behavior.tolist() for row in rows] == [[-2.0], [-2.0]]
 
 
-def test_a_turn_that_two_versions_sampled_counts_its_newer_half_as_current() -> None:
+def test_in_a_turn_of_two_versions_only_the_newer_half_is_current() -> None:
     sequence = TokenSequence(
         tokens=(1, 2, 3, 4),
         segments=(
@@ -84,7 +84,7 @@ def test_minibatches_keep_trajectories_whole(count: int, parts: int, seed: int) 
     assert found == minibatches(rows, parts=parts, seed="x")
 
 
-def test_another_seed_splits_otherwise() -> None:
+def test_another_seed_gives_another_split() -> None:
     rows = batch_rows(make_batch(0, size=8), AlgorithmConfig())
     splits = {str(minibatches(rows, parts=2, seed=str(seed))) for seed in range(8)}
     assert len(splits) > 1

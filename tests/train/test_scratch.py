@@ -1,5 +1,5 @@
-"""The scratch checkpoint loads in transformers, is reproducible, and its tokenizer
-keeps whole words whole.
+"""The scratch checkpoint loads in transformers and is reproducible, and its tokenizer
+keeps words whole.
 """
 
 import string
@@ -39,7 +39,7 @@ def pieces(text: str) -> list[str]:
         ("", []),
     ],
 )
-def test_pieces(text: str, wanted: list[str]) -> None:
+def test_tokenizes_text_into_the_expected_pieces(text: str, wanted: list[str]) -> None:
     assert pieces(text) == wanted
 
 
@@ -55,18 +55,18 @@ def test_printable_text_survives(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text).ids, skip_special_tokens=False) == text
 
 
-def test_all_characters_and_no_more_are_known() -> None:
+def test_knows_exactly_the_printable_characters() -> None:
     assert set(CHARACTERS) == set(string.printable) - set("\r\x0b\x0c")
     assert TOKENIZER.get_vocab_size() == len(SPECIALS) + len(CHARACTERS) + 4 + len(WORDS) + 5
 
 
 @pytest.mark.parametrize("word", ["", "a<|im_end|>"])
-def test_words_that_cannot_be_tokens(word: str) -> None:
+def test_refuses_words_that_cannot_be_tokens(word: str) -> None:
     with pytest.raises(ValueError, match="a word must not"):
         build_tokenizer([word])
 
 
-def test_the_checkpoint_is_a_hugging_face_one(tmp_path: Path) -> None:
+def test_builds_a_hugging_face_checkpoint(tmp_path: Path) -> None:
     build_checkpoint(tmp_path / "m", scratch=SCRATCH, words=WORDS, seed=3)
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(tmp_path / "m"),
@@ -93,11 +93,11 @@ def test_the_checkpoint_is_a_hugging_face_one(tmp_path: Path) -> None:
     assert plain.encode(text).ids == tokenizer(text).input_ids
 
 
-def test_the_seed_decides(tmp_path: Path) -> None:
+def test_the_seed_determines_the_weights(tmp_path: Path) -> None:
     state = torch.get_rng_state()
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         build_checkpoint(tmp_path / name, scratch=SCRATCH, words=WORDS, seed=seed)
-    assert torch.equal(state, torch.get_rng_state())  # nobody else's randomness is touched
+    assert torch.equal(state, torch.get_rng_state())  # the global random state is untouched
     payloads = [(tmp_path / name / "model.safetensors").read_bytes() for name in "abc"]
     assert payloads[0] == payloads[1] != payloads[2]
     assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (

@@ -1,5 +1,5 @@
-"""Commands in, replies out: a step trains, a bad step changes nothing, and a saved
-trainer goes on as if never stopped.
+"""Commands and replies: a step trains, a bad step changes nothing, and a restored
+trainer continues as if never stopped.
 """
 
 import math
@@ -59,7 +59,7 @@ def trained(trainer: Trainer, batch: Batch) -> dict[str, float]:
 
 
 def poisoned(batch: Batch, value: float) -> Batch:
-    """The batch with one log-prob of its last group replaced."""
+    """Return the batch with one log-prob of its last group replaced."""
     group = batch.groups[-1]
     trajectory = group.trajectories[0]
     sequence = trajectory.sequences[0]
@@ -71,9 +71,7 @@ def poisoned(batch: Batch, value: float) -> Batch:
     return msgspec.structs.replace(batch, groups=(*batch.groups[:-1], group))
 
 
-def test_a_step_changes_the_weights_and_reports_its_figures(
-    model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_step_changes_the_weights_and_reports_metrics(model_dir: Path, tmp_path: Path) -> None:
     trainer = new_trainer(
         model_dir,
         tmp_path,
@@ -84,7 +82,7 @@ def test_a_step_changes_the_weights_and_reports_its_figures(
     assert trainer.step == 1
     after = weights_of(trainer)
     assert all(not torch.equal(before[name], after[name]) for name in before)
-    assert "lm_head.weight" not in after  # tied: published once
+    assert "lm_head.weight" not in after  # tied weights are published once
     wanted = (
         "loss reward_mean reward_std advantage_abs kl_behaviour chi2 ess kl_reference entropy "
         "clip_fraction mask_fraction"
@@ -99,8 +97,12 @@ def test_a_step_changes_the_weights_and_reports_its_figures(
     assert 0 < values["ess"] <= 1
 
 
-def test_training_raises_what_was_rewarded(model_dir: Path, tmp_path: Path) -> None:
-    """The same two first tokens, one rewarded: its probability grows step by step."""
+def test_training_raises_the_probability_of_rewarded_tokens(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """Of two samples with the same first two tokens one is rewarded: its probability
+    grows step by step.
+    """
     trainer = new_trainer(model_dir, tmp_path, make_config(steps=20, trainer={"lr": 5e-3}))
     entropies = []
     for step in range(12):
@@ -122,7 +124,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(
     before = weights_of(trainer)
     batch = make_batch(1, step=1)
     reply = trainer.handle(TrainOn(batch=poisoned(batch, value)))
-    if value == -math.inf:  # its ratio is cut, so that it is only a very improbable token
+    if value == -math.inf:  # its ratio is bounded, so that it is only a very improbable token
         assert isinstance(reply, Trained)
         return
     assert isinstance(reply, TrainFailed)
@@ -136,7 +138,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(
     assert same(weights_of(trainer), weights_of(untouched))
 
 
-def test_bad_batches_are_answered(model_dir: Path, tmp_path: Path) -> None:
+def test_answers_bad_batches_with_an_error(model_dir: Path, tmp_path: Path) -> None:
     trainer = new_trainer(model_dir, tmp_path)
     before = weights_of(trainer)
     wrong_step = trainer.handle(TrainOn(batch=make_batch(step=3)))
@@ -165,7 +167,7 @@ def test_bad_batches_are_answered(model_dir: Path, tmp_path: Path) -> None:
     assert same(weights_of(trainer), before)
 
 
-def test_equal_rewards_move_nothing_and_cost_nothing(model_dir: Path, tmp_path: Path) -> None:
+def test_equal_rewards_change_nothing_and_cost_nothing(model_dir: Path, tmp_path: Path) -> None:
     trainer = new_trainer(model_dir, tmp_path)
     before = weights_of(trainer)
     batch = make_batch()
@@ -197,7 +199,7 @@ def test_micro_batches_do_not_change_the_step(
         torch.testing.assert_close(tensor, found[1][2][name], atol=2e-4, rtol=1e-3)
 
 
-def test_parts_are_trained_as_they_come(model_dir: Path, tmp_path: Path) -> None:
+def test_trains_parts_as_they_arrive(model_dir: Path, tmp_path: Path) -> None:
     trainer = new_trainer(model_dir, tmp_path)
     trained(trainer, make_batch(0, part=0, parts=2))
     assert trainer.step == 0
@@ -211,7 +213,7 @@ def test_parts_are_trained_as_they_come(model_dir: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("correction", ["bypass", "decoupled", "tis"])
-def test_a_restored_trainer_goes_on_to_the_bit(
+def test_a_restored_trainer_continues_bitwise(
     model_dir: Path, tmp_path: Path, correction: str
 ) -> None:
     config = make_config(
@@ -227,14 +229,14 @@ def test_a_restored_trainer_goes_on_to_the_bit(
                 first.handle(Save(path=str(tmp_path / "c" / "s2"), export=True)), Saved
             )
     second = new_trainer(model_dir, tmp_path / "b", config)
-    trained(second, make_batch(9))  # something to be forgotten
+    trained(second, make_batch(9))  # a step that the restore discards
     assert second.handle(Restore(path=str(tmp_path / "c" / "s2"))) == Restored(step=2)
     for step in (2, 3):
         trained(second, make_batch(step, step=step))
     assert same(weights_of(first), weights_of(second))
 
 
-def test_publishing_names_the_version_and_stopping_takes_it_away(
+def test_publishing_names_the_version_and_stopping_removes_it(
     model_dir: Path, tmp_path: Path
 ) -> None:
     trainer = new_trainer(model_dir, tmp_path, make_config())
@@ -246,7 +248,7 @@ def test_publishing_names_the_version_and_stopping_takes_it_away(
         read_tensors(reply.manifest)
 
 
-def test_what_is_published_may_have_another_number_format(model_dir: Path, tmp_path: Path) -> None:
+def test_publishes_in_another_number_format(model_dir: Path, tmp_path: Path) -> None:
     made = make_config()
     half = made.model_copy(
         update={"weights": made.weights.model_copy(update={"dtype": "bfloat16"})}

@@ -1,6 +1,4 @@
-"""What an engine reads from a checkpoint is what was published, bit for bit; or
-nothing.
-"""
+"""An engine reads from a checkpoint exactly the bits that were published, or nothing."""
 
 from pathlib import Path
 
@@ -35,10 +33,10 @@ def bits(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch
     ("model", "published"),
     [("float32", None), ("float32", "bfloat16"), ("bfloat16", None), ("bfloat16", "float32")],
 )
-def test_a_checkpoint_gives_the_bits_that_were_published(
+def test_a_checkpoint_has_the_bits_that_were_published(
     tmp_path: Path, model: str, published: str | None
 ) -> None:
-    """Also what a trainer publishes that was restored from it."""
+    """This includes the publication of a trainer restored from it."""
     config, directory = configured(model=model, published=published), make_model(tmp_path / "m")
     trainer = Trainer(config, directory, tmp_path / "run")
     assert isinstance(trainer.handle(TrainOn(batch=make_batch())), Trained)
@@ -60,7 +58,7 @@ def test_a_checkpoint_gives_the_bits_that_were_published(
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json", "digests.json"])
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "missing"])
-def test_any_damage_is_refused(tmp_path: Path, name: str, damage: str) -> None:
+def test_refuses_any_damage(tmp_path: Path, name: str, damage: str) -> None:
     path = tmp_path / "c"
     save(
         path,
@@ -90,6 +88,6 @@ def test_any_damage_is_refused(tmp_path: Path, name: str, damage: str) -> None:
         read_trainer_checkpoint(path, step=2, dtype=torch.float32)
 
 
-def test_a_checkpoint_that_is_gone_is_refused(tmp_path: Path) -> None:
+def test_refuses_a_missing_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="torn or none"):
         read_trainer_checkpoint(tmp_path / "c", step=0, dtype=torch.float32)

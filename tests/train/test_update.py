@@ -1,5 +1,5 @@
-"""Whole batches against a slow trainer: transformers' forward, one sequence at a time,
-a loss written out, torch's AdamW.
+"""Whole batches equal a slow trainer: transformers' forward pass, one sequence at a
+time, a loss written out, and torch's AdamW.
 """
 
 import random
@@ -29,7 +29,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def slow_logprobs(model: Any, tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob and entropy of every position, 0 for the first: [T]."""
+    """Return log-prob and entropy of every position, 0 for the first: [T]."""
     logits = model(input_ids=torch.tensor([tokens])).logits[0, :-1] / TEMPERATURE
     table = logits.log_softmax(-1)
     chosen = table.gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1)
@@ -61,7 +61,9 @@ def slow_token(
 
 
 def slow_training(path: Path, batches: list[Batch], config: RunConfig) -> dict[str, torch.Tensor]:
-    """Weights after `config.trainer.epochs` full-batch updates on each batch."""
+    """Return the weights after `config.trainer.epochs` full-batch updates on each
+    batch.
+    """
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     frozen = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     trainer = config.trainer
@@ -113,8 +115,8 @@ def slow_training(path: Path, batches: list[Batch], config: RunConfig) -> dict[s
 
 
 def sampled_by(path: Path, batch: Batch, noise: float) -> Batch:
-    """The batch with behaviour log-probs near those of the model in `path`, as slightly
-    other weights would give.
+    """Return the batch with behavior log-probs near those of the model in `path`, as
+    slightly different weights would give.
     """
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     rng = random.Random(1)
@@ -177,8 +179,10 @@ def test_training_equals_the_slow_trainer(
         )
 
 
-def test_on_policy_the_corrections_agree(model_dir: Path, tmp_path: Path) -> None:
-    """Where behaviour is the very policy that trains, decoupled and tis are bypass."""
+def test_corrections_agree_on_policy(model_dir: Path, tmp_path: Path) -> None:
+    """If the behavior policy is the one that is trained, decoupled and tis equal
+    bypass.
+    """
     batch = sampled_by(model_dir, make_batch(3), noise=0.0)
     found = []
     for correction in ("bypass", "decoupled", "tis"):

@@ -1,4 +1,4 @@
-"""Warm-up teaches what transcripts show, and nothing of the rest unless told to."""
+"""Warm-up learns the outputs of transcripts, and observations only if configured."""
 
 import itertools
 import random
@@ -37,7 +37,7 @@ def configured(**warmup: object) -> object:
 
 
 def losses_of(trainer: Trainer, kind: bool) -> float:
-    """Mean loss of the transcripts' output tokens, or of the others."""
+    """Return the mean loss of the transcripts' output tokens, or of the others."""
     examples = []
     for sequence in itertools.islice(transcripts(), 4):
         mask = torch.tensor(sequence.output_mask())
@@ -51,7 +51,7 @@ def losses_of(trainer: Trainer, kind: bool) -> float:
     return float(-logprobs.mean())
 
 
-def test_outputs_are_learned_and_observations_only_when_asked_for(
+def test_learns_outputs_and_observations_only_if_configured(
     model_dir: Path, tmp_path: Path
 ) -> None:
     outputs_only = Trainer(configured(), model_dir, tmp_path)  # type: ignore[arg-type]
@@ -67,7 +67,7 @@ def test_outputs_are_learned_and_observations_only_when_asked_for(
     assert outputs_only.step == 0
 
 
-def test_no_steps_no_transcripts(model_dir: Path, tmp_path: Path) -> None:
+def test_no_steps_need_no_transcripts(model_dir: Path, tmp_path: Path) -> None:
     assert Trainer(configured(steps=0), model_dir, tmp_path).warm_up(iter(())) == []  # type: ignore[arg-type]
 
 
@@ -76,7 +76,7 @@ def test_too_few_transcripts_are_an_error(model_dir: Path, tmp_path: Path) -> No
         Trainer(configured(), model_dir, tmp_path).warm_up(itertools.islice(transcripts(), 3))  # type: ignore[arg-type]
 
 
-def test_a_loss_that_is_not_finite_names_the_knob(model_dir: Path, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_names_the_setting(model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(
         NonFiniteLossError,
         match=r"warm-up step \d+: loss \S+, gradient norm \S+; "
@@ -85,7 +85,7 @@ def test_a_loss_that_is_not_finite_names_the_knob(model_dir: Path, tmp_path: Pat
         Trainer(configured(lr=1e20), model_dir, tmp_path).warm_up(transcripts())  # type: ignore[arg-type]
 
 
-def test_what_is_learned_of_a_transcript() -> None:
+def test_selects_the_targets_of_a_transcript() -> None:
     sequence = make_sequence(random.Random(1))
     outputs = warmup_example(sequence, observations=False).targets.tolist()
     assert outputs == [i for i, sampled in enumerate(sequence.output_mask()) if sampled and i]
@@ -94,7 +94,7 @@ def test_what_is_learned_of_a_transcript() -> None:
     )
 
 
-def test_passes_do_not_depend_on_how_examples_are_cut(model_dir: Path) -> None:
+def test_passes_do_not_depend_on_the_division_of_examples(model_dir: Path) -> None:
     examples = [
         warmup_example(sequence, observations=True)
         for sequence in itertools.islice(transcripts(), 4)

@@ -9,21 +9,21 @@ from rollweave.weights.protocol import FetchError, Message
 from rollweave.weights.transport import Allocate, Body, Serve
 
 AHEAD = 2
-"""Messages that may wait in a channel."""
+"""Maximum number of messages that wait in a channel."""
 
 
 class FakeChannel:
-    """One end. `None` in the queue is the end."""
+    """One end of a channel. `None` in the queue means closed."""
 
-    def __init__(self, silent_s: float) -> None:
-        self._silent_s = silent_s
+    def __init__(self, idle_timeout_s: float) -> None:
+        self._idle_timeout_s = idle_timeout_s
         self._inbox: deque[tuple[Message, bytes] | None] = deque()
         self._moved = asyncio.Event()
         self.other: FakeChannel | None = None
         self._closed = False
-        self.waits_since: float | None = None
+        self.waiting_since: float | None = None
 
-    async def send(self, word: Message, body: Body | None = None) -> None:
+    async def send(self, message: Message, body: Body | None = None) -> None:
         data = b""
         if body is not None:
             data = (
@@ -34,47 +34,47 @@ class FakeChannel:
         other = self.other
         assert other is not None
         try:
-            async with asyncio.timeout(self._silent_s):
+            async with asyncio.timeout(self._idle_timeout_s):
                 while len(other._inbox) >= AHEAD and not other._closed and not self._closed:
                     await other._wait()
         except TimeoutError:
             self.close()
-            raise FetchError("source", "nothing was taken") from None
+            raise FetchError("source", "nothing was accepted") from None
         if other._closed or self._closed:
-            raise FetchError("source", "the other end has gone")
-        other._inbox.append((word, data))
+            raise FetchError("source", "the other end is gone")
+        other._inbox.append((message, data))
         other._wake()
 
-    async def receive(self, room: Allocate | None = None) -> tuple[Message, int]:
+    async def receive(self, allocate: Allocate | None = None) -> tuple[Message, int]:
         try:
-            async with asyncio.timeout(self._silent_s):
+            async with asyncio.timeout(self._idle_timeout_s):
                 while not self._inbox:
                     if self._closed:
                         raise FetchError("source", "it is closed")
-                    self.waits_since = asyncio.get_running_loop().time()
+                    self.waiting_since = asyncio.get_running_loop().time()
                     await self._wait()
         except TimeoutError:
             self.close()
-            raise FetchError("source", "nothing was said") from None
+            raise FetchError("source", "nothing was sent") from None
         finally:
-            self.waits_since = None
-        message = self._inbox[0]
-        if message is None:
-            raise FetchError("source", "the other end has hung up")
+            self.waiting_since = None
+        entry = self._inbox[0]
+        if entry is None:
+            raise FetchError("source", "the other end closed the channel")
         self._inbox.popleft()
         self._wake()
-        word, data = message
+        message, data = entry
         if not data:
-            return word, 0
+            return message, 0
         try:
-            if room is None:
-                raise FetchError("broken", "a body that nobody expects")
-            with room(word, len(data)) as view:
+            if allocate is None:
+                raise FetchError("broken", "an unexpected body")
+            with allocate(message, len(data)) as view:
                 view[:] = data
         except FetchError:
             self.close()
             raise
-        return word, Body.of(data).check
+        return message, Body.of(data).checksum
 
     def close(self) -> None:
         if not self._closed:
@@ -109,8 +109,8 @@ class FakeListener:
 class FakeTransport:
     """`Transport` within this process."""
 
-    def __init__(self, *, silent_s: float = 5.0) -> None:
-        self._silent_s = silent_s
+    def __init__(self, *, idle_timeout_s: float = 5.0) -> None:
+        self._idle_timeout_s = idle_timeout_s
         self.listeners: dict[tuple[str, int], FakeListener] = {}
         self._port = 100
 
@@ -124,9 +124,9 @@ class FakeTransport:
         listener = self.listeners.get((address.host, address.port))
         if listener is None or listener.address.secret != address.secret:
             raise FetchError(
-                "source", f"{address.host}:{address.port} is no relay, or our secret is not its own"
+                "source", f"{address.host}:{address.port} is not a relay, or has another secret"
             )
-        ours, theirs = FakeChannel(self._silent_s), FakeChannel(self._silent_s)
+        ours, theirs = FakeChannel(self._idle_timeout_s), FakeChannel(self._idle_timeout_s)
         ours.other, theirs.other = theirs, ours
 
         async def serve() -> None:

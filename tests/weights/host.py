@@ -1,5 +1,5 @@
 """Versions of a small model in memory, relays in this process, and sources that tests
-hold by the hand.
+control step by step.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class Memory:
 
 
 def tensors_of(*sizes: int) -> tuple[TensorMeta, ...]:
-    """fp32 vectors of these many elements, each at a multiple of 64 bytes."""
+    """Lay out fp32 vectors with these numbers of elements, at multiples of 64 bytes."""
     metas, offset = [], 0
     for number, size in enumerate(sizes):
         metas.append(
@@ -86,7 +86,7 @@ def payload_of(tensors: tuple[TensorMeta, ...], *, seed: int) -> bytes:
 
 
 def changed(payload: bytes, *, seed: int, fraction: float = 0.01) -> bytes:
-    """The payload after a training step that touched this fraction of it."""
+    """Return the payload after a training step that changed this fraction of it."""
     values = np.random.default_rng(seed)
     data = np.frombuffer(bytearray(payload), np.uint32)
     where = values.integers(0, len(data), max(1, int(fraction * len(data)))) if len(data) else []
@@ -101,7 +101,7 @@ SHAPES = tensors_of(40_000, 7, 0, 90_001, 1_100_000)  # three blocks of a delta
 def versions(
     count: int, *, tensors: tuple[TensorMeta, ...] = SHAPES, first: int = 1
 ) -> Iterator[list[Memory]]:
-    """Consecutive versions of one model, ids from `first` on."""
+    """Publish consecutive versions of one model, with ids from `first`."""
     payload, made = payload_of(tensors, seed=0), []
     for weights_id in range(first, first + count):
         made.append(Memory(payload, weights_id=weights_id, tensors=tensors))
@@ -119,10 +119,10 @@ class Host:
     def __init__(self, transport: Transport, *, linger_s: float = 60.0) -> None:
         self.answers: asyncio.Queue[RelayReply] = asyncio.Queue()
         self.stalls: list[VersionStalled] = []
-        self.relay = Relay(transport, self._hear, linger_s=linger_s)
+        self.relay = Relay(transport, self._on_reply, linger_s=linger_s)
         self.address = RelayAddress(host="", port=0, secret=b"")
 
-    async def take(
+    async def fetch(
         self,
         manifest: WeightManifest,
         source: "Host | RelayAddress | None" = None,
@@ -131,10 +131,10 @@ class Host:
         keep: tuple[int, ...] = (),
         chunk_bytes: int = 256 * KIB,
     ) -> VersionFetched | VersionFailed:
-        self.begin(manifest, source, base_id=base_id, keep=keep, chunk_bytes=chunk_bytes)
+        self.start_fetch(manifest, source, base_id=base_id, keep=keep, chunk_bytes=chunk_bytes)
         return await self.answer()
 
-    def begin(
+    def start_fetch(
         self,
         manifest: WeightManifest,
         source: "Host | RelayAddress | None" = None,
@@ -144,7 +144,7 @@ class Host:
         chunk_bytes: int = 256 * KIB,
     ) -> None:
         address = source.address if isinstance(source, Host) else source
-        self.relay.take(
+        self.relay.fetch(
             FetchVersion(
                 manifest=manifest,
                 source=address,
@@ -154,11 +154,11 @@ class Host:
             )
         )
 
-    def _hear(self, word: RelayReply) -> None:
-        if isinstance(word, VersionStalled):
-            self.stalls.append(word)
+    def _on_reply(self, reply: RelayReply) -> None:
+        if isinstance(reply, VersionStalled):
+            self.stalls.append(reply)
         else:
-            self.answers.put_nowait(word)
+            self.answers.put_nowait(reply)
 
     async def answer(self) -> VersionFetched | VersionFailed:
         async with asyncio.timeout(30):
@@ -167,7 +167,7 @@ class Host:
         return answer
 
     def payload(self, weights_id: int) -> bytes | None:
-        """As an engine reads it, through the manifest's location."""
+        """Read the payload as an engine does, through the manifest's location."""
         manifest = self.relay.manifest(weights_id)
         return Path(manifest.location).read_bytes() if manifest is not None else None
 
@@ -176,11 +176,11 @@ class Host:
 async def hosts(
     count: int, *transports: Transport, linger_s: float = 60.0
 ) -> AsyncIterator[list[Host]]:
-    """So many; over one of the `transports` each, the last of them for the rest, or
+    """Run `count` relays, each over one of the `transports` (the last for the rest) or
     TCP.
     """
     chosen = [
-        transports[min(number, len(transports) - 1)] if transports else Tcp(silent_s=5.0)
+        transports[min(number, len(transports) - 1)] if transports else Tcp(idle_timeout_s=5.0)
         for number in range(count)
     ]
     made = [Host(transport, linger_s=linger_s) for transport in chosen]
@@ -194,32 +194,30 @@ async def hosts(
 
 
 class Tap:
-    """A source that gives no more bytes of a version away than the test has let
-    through.
-    """
+    """A source that serves no more bytes of a version than the test has allowed."""
 
     def __init__(self, memory: Memory, *, piece: int) -> None:
-        self.offer = ServedVersion(memory.manifest, memory.fd)
-        self.asked: list[Request] = []
+        self.version = ServedVersion(memory.manifest, memory.fd)
+        self.requests: list[Request] = []
         self._piece, self._nbytes, self._open = piece, memory.manifest.nbytes, 0
 
     async def serve(self, channel: Channel) -> None:
-        ask, _ = await channel.receive()
-        assert isinstance(ask, Request)
-        self.asked.append(ask)
-        await serve_version(channel, ask, lambda _: self.offer, Broadcast())
+        request, _ = await channel.receive()
+        assert isinstance(request, Request)
+        self.requests.append(request)
+        await serve_version(channel, request, lambda _: self.version, Broadcast())
 
-    def let(self, pieces: int) -> None:
-        """Let so many more pieces through."""
+    def allow(self, pieces: int) -> None:
+        """Serve this number of further pieces."""
         for _ in range(pieces):
             if self._open < self._nbytes:
                 stop = min(self._open + self._piece, self._nbytes)
-                self.offer.add(self._open, stop)
+                self.version.add_piece(self._open, stop)
                 self._open = stop
 
-    def let_all(self) -> None:
+    def allow_all(self) -> None:
         while self._open < self._nbytes:
-            self.let(1)
+            self.allow(1)
 
 
 @contextlib.asynccontextmanager
@@ -227,7 +225,7 @@ async def tapped(
     memory: Memory, *, piece: int = 256 * KIB
 ) -> AsyncIterator[tuple[Tap, RelayAddress]]:
     tap = Tap(memory, piece=piece)
-    listener = await Tcp(silent_s=5.0).listen("127.0.0.1", tap.serve)
+    listener = await Tcp(idle_timeout_s=5.0).listen("127.0.0.1", tap.serve)
     try:
         yield tap, listener.address
     finally:
@@ -238,5 +236,5 @@ async def until(condition: object) -> None:
     """Wait until `condition()` holds."""
     assert callable(condition)
     async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 (what it looks at tells nobody)
+        while not condition():  # noqa: ASYNC110 (the condition has no event)
             await asyncio.sleep(0.005)

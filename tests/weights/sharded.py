@@ -1,5 +1,5 @@
-"""Random decoders, and how their tensors are sharded, done slowly with whole arrays:
-the oracle of the plans.
+"""Random decoders and a slow sharding of their full tensors, which is the oracle of the
+plans.
 """
 
 import math
@@ -18,9 +18,8 @@ PADDING = -1
 
 @dataclass(frozen=True)
 class Decoder:
-    """A small decoder: which tensors it has.
-
-    `experts` 0: a dense MLP; `joined`: q, k, v and gate, up are one tensor each.
+    """A small decoder, defined by its tensors. `experts` is 0 for a dense MLP; with
+    `joined`, q, k and v, and gate and up, are one tensor each.
     """
 
     vocab: int
@@ -94,7 +93,7 @@ class Decoder:
         return found
 
     def arrays(self) -> Arrays:
-        """Every element has a number of its own."""
+        """Return arrays in which every element has a unique number."""
         made, first = {}, 0
         for name, shape in self.shapes().items():
             made[name] = np.arange(first, first + math.prod(shape)).reshape(shape)
@@ -102,8 +101,8 @@ class Decoder:
         return made
 
     def model(self) -> Model:
-        """Its payload: tensors of different element sizes, each at a multiple of 64
-        bytes.
+        """Return the model of its payload: tensors of different element sizes, each at
+        a multiple of 64 bytes.
         """
         metas, offset = [], 0
         for index, (name, shape) in enumerate(self.shapes().items()):
@@ -121,10 +120,10 @@ DEGREES = (1, 2, 3, 4)
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Decoder, Layout, Layout]:
-    """A decoder, and two layouts that are possible for it."""
+    """Draw a decoder, and two layouts that are possible for it."""
     degrees = [draw(st.sampled_from(DEGREES)) for _ in range(2)]
     common = math.lcm(*degrees)
-    # Key-value heads are dealt evenly, or shared by ranks evenly.
+    # Key-value heads are distributed evenly, or shared by ranks evenly.
     kv_heads = draw(
         st.sampled_from(
             [n for n in range(1, 7) if all(n % tp == 0 or tp % n == 0 for tp in degrees)]
@@ -169,8 +168,8 @@ def cases(draw: st.DrawFn) -> tuple[Decoder, Layout, Layout]:
 
 
 def slow(decoder: Decoder, layout: Layout) -> list[Arrays]:
-    """What each rank holds, from whole arrays; `PADDING` where no canonical element
-    belongs.
+    """Return the arrays of each rank, from full tensors; `PADDING` where there is no
+    canonical element.
     """
     full = decoder.arrays()
     if isinstance(layout, Unsharded):
@@ -194,7 +193,7 @@ def _chunk(array: np.ndarray, ranks: int, rank: int) -> np.ndarray:
 
 
 def _stages(decoder: Decoder, layout: TensorParallel) -> list[set[str]]:
-    """The names on each stage."""
+    """Return the names on each stage."""
     counts = [decoder.layers // layout.pp] * layout.pp
     for place in range(2, decoder.layers % layout.pp + 2):
         counts[-place] += 1
@@ -265,7 +264,7 @@ def _parallel(
 
 
 def _fused(decoder: Decoder, kept: Arrays, joined: bool) -> Arrays:
-    """q, k and v in one, gate and up in one, experts stacked."""
+    """Fuse q, k and v into one array, gate and up into one, and stack experts."""
     kept = dict(kept)
     for layer in range(decoder.layers):
         own = f"model.layers.{layer}."

@@ -1,4 +1,4 @@
-"""A decoder of delta blocks that follows the format's description word by word, an
+"""A decoder of delta blocks that follows the format's description literally, one
 element at a time.
 """
 
@@ -8,7 +8,7 @@ import zstandard
 
 
 def slow_apply(block: bytes, base: bytes) -> bytes:
-    """The result of an undamaged block."""
+    """Return the result of an undamaged block."""
     _, form, itemsize, _, body, _, _, _, _, _ = struct.unpack_from("<BBBBIIQQQI", block)
     assert len(block) == 40 + body
     return Slow(block[40:], base, itemsize).result(form)
@@ -31,7 +31,7 @@ class Slow:
             new = self.integers(self.itemsize)
         elif form == 2:
             new = [
-                self.moved(old, difference)
+                self.shifted(old, difference)
                 for old, difference in zip(self.old, self.integers(self.itemsize), strict=True)
             ]
         else:
@@ -45,7 +45,7 @@ class Slow:
         (count,) = self.take("B")
         for limit in (*self.take(f"{count}Q"), None):
             for position, difference in self.changes():
-                new[left[position]] = self.moved(self.old[left[position]], difference)
+                new[left[position]] = self.shifted(self.old[left[position]], difference)
             if limit is not None:
                 left = [where for where in left if 2 * self.magnitude(self.old[where]) < limit]
         return new
@@ -68,8 +68,8 @@ class Slow:
         assert next(more, None) is None
         return list(zip(positions, differences, strict=True))
 
-    def moved(self, old: int, difference: int) -> int:
-        """The element whose place lies `difference` from that of `old`."""
+    def shifted(self, old: int, difference: int) -> int:
+        """Return the element at distance `difference` from `old`."""
         place = -1 - self.magnitude(old) if old >> self.bits - 1 else self.magnitude(old)
         place += -(difference + 1) // 2 if difference % 2 else difference // 2
         half = 1 << self.bits - 1

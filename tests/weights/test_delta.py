@@ -1,5 +1,5 @@
-"""Deltas give back every bit; torn, damaged, forged or misplaced ones raise, and
-nothing has been written.
+"""Deltas reproduce every bit; truncated, damaged, forged or misplaced ones raise an
+error and write nothing.
 """
 
 import math
@@ -38,7 +38,7 @@ FLOATS = {1: None, 2: np.float16, 4: np.float32, 8: np.float64}
 
 
 def weights(rng: np.random.Generator, count: int, itemsize: int) -> Array:
-    """Elements as of a weight: normal floats; of one byte, any."""
+    """Draw elements like those of a weight: normal floats, or any byte."""
     kind = FLOATS[itemsize]
     if kind is None:
         return rng.integers(0, 256, count, dtype=np.uint8)
@@ -46,7 +46,7 @@ def weights(rng: np.random.Generator, count: int, itemsize: int) -> Array:
 
 
 def changed(rng: np.random.Generator, base: Array, density: float, *, steps: int) -> Array:
-    """Some elements up to `steps` integers further or nearer; 0 steps: anywhere."""
+    """Change some elements by up to `steps` integers, or to any value if `steps` is 0."""
     new = base.copy()
     where = np.flatnonzero(rng.random(len(base)) < density)
     if steps:
@@ -78,7 +78,7 @@ def meta(name: str, count: int, itemsize: int, offset: int) -> TensorMeta:
     smaller=st.booleans(),
     seed=st.integers(0, 2**32),
 )
-def test_any_change_comes_out_as_the_description_says(
+def test_any_change_decodes_as_the_format_describes(
     itemsize: int, count: int, density: float, steps: int, smaller: bool, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -114,8 +114,8 @@ SPECIAL = [
 
 
 def test_every_special_float_becomes_every_other() -> None:
-    """Zeros of both signs, denormals, infinities and NaNs of float16; among elements
-    that stay, and alone.
+    """Zeros of both signs, denormals, infinities and NaNs of float16 change among
+    constant elements, and alone.
     """
     base = np.repeat(np.array(SPECIAL, "<u2"), len(SPECIAL))
     new = np.tile(np.array(SPECIAL, "<u2"), len(SPECIAL))
@@ -152,7 +152,7 @@ def test_every_pattern_of_a_byte_becomes_every_other() -> None:
     ],
 )
 @pytest.mark.parametrize("itemsize", [1, 8])
-def test_gaps_of_any_length(positions: list[int], itemsize: int) -> None:
+def test_encodes_gaps_of_any_length(positions: list[int], itemsize: int) -> None:
     base = np.zeros(131072, f"<u{itemsize}")
     new = base.copy()
     new[positions] = 1
@@ -162,15 +162,15 @@ def test_gaps_of_any_length(positions: list[int], itemsize: int) -> None:
 
 
 def adam_like(rng: np.random.Generator, count: int) -> tuple[Array, Array]:
-    """bfloat16 before and after steps that have one size for all weights, of which
-    about one in a hundred shows.
+    """Return bfloat16 weights before and after steps of equal size, which change about
+    one weight in a hundred.
     """
     weight = rng.normal(0, 0.02, count).astype(np.float32)
     moved = weight + rng.choice(np.array([-2e-7, 2e-7], np.float32), count)
     return (weight.view("<u4") >> 16).astype("<u2"), (moved.view("<u4") >> 16).astype("<u2")
 
 
-def test_a_form_for_every_density() -> None:
+def test_chooses_a_form_by_density() -> None:
     rng = np.random.default_rng(0)
     base = weights(rng, 1 << 16, 2)
     wanted = {
@@ -191,7 +191,7 @@ def test_a_form_for_every_density() -> None:
     assert sizes[-1] == base.nbytes
 
 
-def test_bytes_per_changed_element() -> None:
+def test_bytes_per_changed_element_stay_within_bounds() -> None:
     rng = np.random.default_rng(0)
     base, new = adam_like(rng, BLOCK_BYTES // 2)
     changes = np.count_nonzero(base != new)
@@ -214,7 +214,7 @@ FROZEN_DENSE = (
 
 
 def test_the_format_is_frozen() -> None:
-    """Blocks that were written when it was."""
+    """The blocks were written when the format was frozen."""
     base = np.arange(64, dtype="<u2")
     new = base.copy()
     new[[3, 7]] = 0x8004, 8
@@ -223,7 +223,7 @@ def test_the_format_is_frozen() -> None:
     assert applied(bytes.fromhex(FROZEN_DENSE), wide) == (wide + 1).tobytes()
 
 
-def test_sizes_must_agree() -> None:
+def test_refuses_sizes_that_differ() -> None:
     with pytest.raises(ValueError, match="one size up to"):
         encode(bytes(4), bytes(6), itemsize=2)
     with pytest.raises(ValueError, match="a multiple of 4"):
@@ -247,7 +247,7 @@ def refused(
 
 
 def samples() -> list[tuple[Array, bytes]]:
-    """A block of every form, small enough to damage it everywhere."""
+    """Return a block of every form, small enough to damage every bit."""
     rng = np.random.default_rng(1)
     base = weights(rng, 300, 2)
     news = [
@@ -260,7 +260,7 @@ def samples() -> list[tuple[Array, bytes]]:
     return [(base, encode(base, new, itemsize=2)) for new in news]
 
 
-def test_any_flipped_bit_is_noticed() -> None:
+def test_detects_any_flipped_bit() -> None:
     for base, block in samples():
         for bit in range(8 * len(block)):
             damaged = bytearray(block)
@@ -268,14 +268,14 @@ def test_any_flipped_bit_is_noticed() -> None:
             refused(bytes(damaged), base, "delta block")
 
 
-def test_any_cut_is_noticed() -> None:
+def test_detects_any_truncation() -> None:
     for base, block in samples():
         for size in range(len(block)):
             refused(block[:size], base, "delta block")
         refused(block + b"\0", base, "its head says")
 
 
-def test_another_base_is_noticed() -> None:
+def test_detects_another_base() -> None:
     for base, block in samples():
         other = base.copy()
         other[-1] ^= 1
@@ -288,7 +288,7 @@ def test_another_base_is_noticed() -> None:
 def sealed(
     block: bytes, *, body: bytes | None = None, nbytes: int | None = None, form: int | None = None
 ) -> bytes:
-    """The block with other contents, and with checksums that hold."""
+    """Return the block with another body, and with matching checksums."""
     fields = list(delta.HEAD.unpack_from(block))
     body = block[HEAD_BYTES:] if body is None else body
     fields[1] = fields[1] if form is None else form
@@ -305,9 +305,11 @@ def sealed(
     at=st.integers(0, 10**6),
     bytes_=st.binary(min_size=1, max_size=9),
 )
-def test_a_forged_body_raises_nothing_else(which: int, form: int, at: int, bytes_: bytes) -> None:
-    """Whatever stands there under checksums that hold: a DeltaError, or the result that
-    the head names.
+def test_a_forged_body_raises_only_delta_errors(
+    which: int, form: int, at: int, bytes_: bytes
+) -> None:
+    """Any body under matching checksums gives a DeltaError, or the result that the head
+    names.
     """
     base, block = samples()[which]
     result = applied(block, base)
@@ -350,7 +352,7 @@ BOMBS: dict[str, tuple[int, bytes]] = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_claims_beyond_the_block_cost_nothing(name: str) -> None:
+def test_claims_beyond_the_block_allocate_nothing(name: str) -> None:
     base, block = samples()[1]
     form, body = BOMBS[name]
     forged = sealed(block, body=body, form=form)
@@ -362,7 +364,7 @@ def test_claims_beyond_the_block_cost_nothing(name: str) -> None:
         tracemalloc.stop()
 
 
-def test_a_head_that_claims_too_much_is_none() -> None:
+def test_refuses_a_head_that_claims_too_much() -> None:
     base, block = samples()[1]
     refused(sealed(block, nbytes=BLOCK_BYTES + 2), base, "claims")
     refused(sealed(block, body=bytes(base.nbytes + 1)), base, "claims")
@@ -374,8 +376,8 @@ def test_a_head_that_claims_too_much_is_none() -> None:
 
 @st.composite
 def layouts(draw: Callable[..., Any]) -> tuple[list[TensorMeta], int]:
-    """Tensors as `weights.publication` lays them out, or packed closer, some empty; and the
-    payload's bytes.
+    """Draw tensors laid out like those of `weights.publication`, or packed closer, some
+    empty; and the payload's size.
     """
     metas, offset = [], 0
     aligned = draw(st.sampled_from([1, 64]))
@@ -390,7 +392,7 @@ def layouts(draw: Callable[..., Any]) -> tuple[list[TensorMeta], int]:
 
 @settings(max_examples=examples(200))
 @given(layouts())
-def test_a_plan_covers_every_byte_once_and_cuts_no_element(
+def test_a_plan_covers_every_byte_once_and_divides_no_element(
     layout: tuple[list[TensorMeta], int],
 ) -> None:
     metas, nbytes = layout
@@ -419,7 +421,7 @@ def test_small_tensors_share_a_block() -> None:
     assert plan([], 0) == ()
 
 
-def test_tensors_that_do_not_fit_are_refused() -> None:
+def test_refuses_tensors_that_do_not_fit() -> None:
     with pytest.raises(DeltaError, match="t1: overlaps"):
         plan([meta("t0", 10, 2, 0), meta("t1", 10, 2, 10)], 100)
     for shape, nbytes in (((0,), 4), ((3,), 4), ((-2,), 4), ((), -4)):
@@ -430,7 +432,7 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
 
 
 def versions() -> tuple[list[TensorMeta], bytes, bytes]:
-    """Two versions of a payload of some blocks and element sizes."""
+    """Return two versions of a payload of several blocks and element sizes."""
     rng = np.random.default_rng(2)
     metas, base, new = [], bytearray(), bytearray()
     for number, (count, itemsize) in enumerate(
@@ -448,7 +450,7 @@ METAS, BASE, NEW = versions()
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_stream_is_its_blocks_in_order(threads: int) -> None:
+def test_a_stream_is_the_concatenation_of_its_blocks(threads: int) -> None:
     blocks = list(encode_tensors(METAS, BASE, NEW, threads=threads))
     spans = plan(METAS, len(NEW))
     assert len(spans) >= 5
@@ -459,7 +461,7 @@ def test_a_stream_is_its_blocks_in_order(threads: int) -> None:
 
 @settings(max_examples=examples(20))
 @given(st.lists(st.integers(0, 10**6), max_size=20), st.booleans())
-def test_a_stream_may_be_cut_anywhere(cuts: list[int], in_place: bool) -> None:
+def test_accepts_a_stream_in_any_chunks(cuts: list[int], in_place: bool) -> None:
     stream = b"".join(encode_tensors(METAS, BASE, NEW))
     ends = sorted(cut % (len(stream) + 1) for cut in cuts)
     out = bytearray(BASE) if in_place else bytearray(len(BASE))
@@ -471,14 +473,14 @@ def test_a_stream_may_be_cut_anywhere(cuts: list[int], in_place: bool) -> None:
     assert out == NEW
 
 
-def test_a_stream_that_ends_early_is_torn() -> None:
+def test_reports_a_stream_that_ends_early() -> None:
     *most, last = encode_tensors(METAS, BASE, NEW)
     applier = Applier(METAS, BASE, bytearray(len(BASE)))
     applier.feed(b"".join(most))
-    with pytest.raises(DeltaError, match=f"ends within block {len(most)} of {len(most) + 1}"):
+    with pytest.raises(DeltaError, match=f"ends inside block {len(most)} of {len(most) + 1}"):
         applier.finish()
     applier.feed(last[:-1])
-    with pytest.raises(DeltaError, match="ends within"):
+    with pytest.raises(DeltaError, match="ends inside"):
         applier.finish()
     applier.feed(last[-1:])
     applier.finish()
@@ -486,7 +488,7 @@ def test_a_stream_that_ends_early_is_torn() -> None:
         applier.feed(most[0])
 
 
-def test_after_a_damaged_block_nothing_is_taken() -> None:
+def test_accepts_nothing_after_a_damaged_block() -> None:
     first, second, *rest = encode_tensors(METAS, BASE, NEW)
     out = bytearray(BASE)
     applier = Applier(METAS, out, out)
@@ -501,7 +503,7 @@ def test_after_a_damaged_block_nothing_is_taken() -> None:
         applier.finish()
 
 
-def test_blocks_do_not_fit_elsewhere() -> None:
+def test_refuses_blocks_at_another_place() -> None:
     blocks = list(encode_tensors(METAS, BASE, NEW))
     with pytest.raises(DeltaError, match="block 0 of"):
         Applier(METAS, BASE, bytearray(len(BASE))).feed(b"".join(blocks[1:]))

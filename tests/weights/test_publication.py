@@ -1,6 +1,4 @@
-"""What is published is read back to the bit; anything torn, truncated or gone is
-refused.
-"""
+"""A published version is read bitwise; a damaged, truncated or missing one is refused."""
 
 import itertools
 import os
@@ -56,7 +54,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("memfd", [True, False])
-def test_round_trip_to_the_bit(tmp_path: Path, memfd: bool) -> None:
+def test_reads_exactly_the_published_bits(tmp_path: Path, memfd: bool) -> None:
     with publish(
         some_tensors(), version=3, weights_id=8, directory=tmp_path, memfd=memfd
     ) as publication:
@@ -70,7 +68,7 @@ def test_round_trip_to_the_bit(tmp_path: Path, memfd: bool) -> None:
         read_tensors(publication.manifest)
 
 
-def test_nothing_at_all_is_a_publication_too(tmp_path: Path) -> None:
+def test_publishes_an_empty_version(tmp_path: Path) -> None:
     with publish({}, version=0, weights_id=0, directory=tmp_path) as publication:
         assert publication.manifest.nbytes == 0
         assert read_tensors(publication.manifest) == {}
@@ -83,7 +81,7 @@ def test_nothing_at_all_is_a_publication_too(tmp_path: Path) -> None:
         [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.float64]
     ),
 )
-def test_any_shapes(
+def test_publishes_tensors_of_any_shape(
     tmp_path_factory: pytest.TempPathFactory, shapes: list[list[int]], dtype: torch.dtype
 ) -> None:
     tensors = {
@@ -96,7 +94,7 @@ def test_any_shapes(
         assert_same(read_tensors(publication.manifest), tensors)
 
 
-def test_writing_to_what_was_read_changes_no_other_reader(tmp_path: Path) -> None:
+def test_writes_of_a_reader_stay_private(tmp_path: Path) -> None:
     with publish(some_tensors(), version=1, weights_id=1, directory=tmp_path) as publication:
         read_tensors(publication.manifest)["matrix"].zero_()
         assert_same(read_tensors(publication.manifest), some_tensors())
@@ -112,7 +110,7 @@ def test_the_payload_is_sealed(tmp_path: Path) -> None:
         os.close(fd)
 
 
-def test_torn_truncated_and_longer_payloads_are_refused(tmp_path: Path) -> None:
+def test_refuses_damaged_truncated_and_longer_payloads(tmp_path: Path) -> None:
     with publish(
         some_tensors(), version=1, weights_id=1, directory=tmp_path, memfd=False
     ) as publication:
@@ -137,7 +135,7 @@ def changed_first(manifest: WeightManifest, **change: object) -> WeightManifest:
     return msgspec.structs.replace(manifest, tensors=(first, *manifest.tensors[1:]))
 
 
-def test_metadata_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_refuses_metadata_that_does_not_fit(tmp_path: Path) -> None:
     with publish(some_tensors(), version=1, weights_id=1, directory=tmp_path) as publication:
         manifest = publication.manifest
         wrong = [
@@ -159,7 +157,7 @@ def test_metadata_that_does_not_fit_is_refused(tmp_path: Path) -> None:
                 read_tensors(manifest)
 
 
-def test_a_pipe_in_the_place_of_the_payload_does_not_block(tmp_path: Path) -> None:
+def test_a_pipe_instead_of_the_payload_does_not_block(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     with publish(some_tensors(), version=1, weights_id=1, directory=tmp_path) as publication:
         manifest = msgspec.structs.replace(
@@ -183,7 +181,9 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("kind", ["memfd", "file"])
-def test_another_process_reads_it_until_the_publisher_is_killed(tmp_path: Path, kind: str) -> None:
+def test_another_process_reads_a_version_until_its_publisher_is_killed(
+    tmp_path: Path, kind: str
+) -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, str(tmp_path), kind],
         stdin=subprocess.PIPE,
@@ -200,7 +200,7 @@ def test_another_process_reads_it_until_the_publisher_is_killed(tmp_path: Path, 
     if kind == "memfd":
         with pytest.raises(WeightsError, match="gone"):
             read_tensors(manifest)
-    else:  # the fallback leaves a file behind; the next publisher clears it away
+    else:  # the fallback leaves a file behind, which the next publisher removes
         assert list(tmp_path.iterdir())
         Publisher(tmp_path).close()
     assert not list(tmp_path.iterdir())
@@ -231,14 +231,14 @@ def test_a_publisher_keeps_what_is_needed(tmp_path: Path) -> None:
     publisher.close()
 
 
-def test_a_directory_that_cannot_be_is_a_weights_error(tmp_path: Path) -> None:
+def test_an_impossible_directory_is_a_weights_error(tmp_path: Path) -> None:
     blocker = tmp_path / "file"
     blocker.write_bytes(b"")
     with pytest.raises(WeightsError, match="cannot publish"):
         publish(some_tensors(), version=1, weights_id=1, directory=blocker, memfd=False)
 
 
-# Written slice by slice.
+# Writing slice by slice.
 
 
 @settings(max_examples=examples(60))
@@ -266,7 +266,7 @@ def test_slices_in_any_order_make_the_same_version(
         order.shuffle(slices)
     directory = tmp_path_factory.getbasetemp()
     draft = Draft(metas, version=1, weights_id=1, directory=directory)
-    hands = [draft.slices, *(PayloadWriter.of(draft.offer) for _ in range(writers - 1))]
+    hands = [draft.writer, *(PayloadWriter.open(draft.handle) for _ in range(writers - 1))]
     for offset, data in slices:
         hand = order.choice(hands)
         assert hand is not None
@@ -283,30 +283,30 @@ def test_slices_in_any_order_make_the_same_version(
 
 
 @pytest.mark.parametrize("memfd", [True, False])
-def test_only_the_draft_that_is_meant_is_opened(tmp_path: Path, memfd: bool) -> None:
+def test_opens_only_the_intended_draft(tmp_path: Path, memfd: bool) -> None:
     metas = lay_out([("w", torch.float32, (10,))])
     draft = Draft(metas, version=1, weights_id=1, directory=tmp_path, memfd=memfd)
     other = Draft(metas, version=1, weights_id=1, directory=tmp_path, memfd=memfd)
-    offer = draft.offer
+    offer = draft.handle
     for wrong in (
         msgspec.structs.replace(
-            offer, location=other.offer.location
-        ),  # such as another machine's process of that number
+            offer, location=other.handle.location
+        ),  # for example a process of another machine with the same id
         msgspec.structs.replace(offer, location=str(tmp_path / "nowhere")),
         msgspec.structs.replace(offer, nbytes=41),
     ):
-        assert PayloadWriter.of(wrong) is None
+        assert PayloadWriter.open(wrong) is None
     other.abandon()
     draft.abandon()
-    assert PayloadWriter.of(offer) is None
+    assert PayloadWriter.open(offer) is None
     assert not list(tmp_path.iterdir())
 
 
-# Room.
+# Lack of memory.
 
 
 def can_mount() -> bool:
-    """True if this user may mount a disk of memory in a namespace of its own."""
+    """Return whether this user may mount a tmpfs in its own namespace."""
     try:
         mount = ["unshare", "-Urm", "mount", "-t", "tmpfs", "none", "/mnt"]
         return subprocess.run(mount, capture_output=True, check=False).returncode == 0
@@ -319,7 +319,7 @@ def without_room(*arguments: str, namespace: bool) -> str:
         *(["unshare", "-Urm"] if namespace else []),
         sys.executable,
         "-m",
-        "tests.weights.little_room",
+        "tests.weights.low_memory",
         *arguments,
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -336,7 +336,7 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["memfd", "file"])
-def test_a_limit_of_size_is_one_error_and_leaves_nothing(tmp_path: Path, kind: str) -> None:
+def test_a_file_size_limit_is_one_error_and_leaves_nothing(tmp_path: Path, kind: str) -> None:
     said = without_room("limit", kind, str(tmp_path), namespace=False)
     assert said == "cannot publish weights version 2: [Errno 27] File too large\n"
 
@@ -345,9 +345,9 @@ def test_a_limit_of_size_is_one_error_and_leaves_nothing(tmp_path: Path, kind: s
 
 
 @pytest.mark.parametrize("memfd", [True, False])
-def test_two_publishers_of_one_directory_do_not_meet(tmp_path: Path, memfd: bool) -> None:
-    """The same versions under the same numbers, in one process: nothing but the
-    directory is shared.
+def test_two_publishers_share_a_directory(tmp_path: Path, memfd: bool) -> None:
+    """They publish the same versions under the same numbers in one process, and share
+    only the directory.
     """
     one = Publisher(tmp_path, memfd=memfd)
     first = one.publish({"w": torch.zeros(3)}, version=1, weights_id=1)
@@ -372,8 +372,8 @@ for version in range(40):
 """
 
 
-def test_two_processes_that_publish_at_once_do_not_hurt_each_other(tmp_path: Path) -> None:
-    """Each also clears leftovers away again and again: never what the other one holds."""
+def test_two_processes_publish_at_once_in_one_directory(tmp_path: Path) -> None:
+    """Each also removes leftovers repeatedly, but never files that the other one holds."""
     both = [
         subprocess.Popen([sys.executable, "-c", MANY, str(tmp_path), str(own)])
         for own in (100, 200)
@@ -383,8 +383,8 @@ def test_two_processes_that_publish_at_once_do_not_hurt_each_other(tmp_path: Pat
 
 
 @pytest.mark.skipif(not can_mount(), reason="needs a user namespace")
-def test_a_publisher_that_cannot_see_the_other_process_leaves_its_files(tmp_path: Path) -> None:
-    """Two containers share a directory: a process number means nothing there."""
+def test_keeps_files_of_a_publisher_in_another_container(tmp_path: Path) -> None:
+    """Two containers share a directory, in which process ids mean nothing."""
     with publish(
         some_tensors(), version=1, weights_id=1, directory=tmp_path, memfd=False
     ) as publication:

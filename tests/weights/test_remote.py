@@ -1,5 +1,5 @@
-"""A store near the engines: written in parts by several at once, read meanwhile, and
-never half a version.
+"""A remote store is written in parts by several senders while it is read, and never
+shows an incomplete version.
 """
 
 import asyncio
@@ -26,17 +26,17 @@ BUCKET = 256 * KIB
 
 
 @asynccontextmanager
-async def stored(
+async def running_store(
     *, keep: int = 2, linger_s: float = 60.0
 ) -> AsyncIterator[tuple[RemoteStore, RelayAddress]]:
-    store = RemoteStore(Tcp(silent_s=5.0), keep=keep, linger_s=linger_s)
+    store = RemoteStore(Tcp(idle_timeout_s=5.0), keep=keep, linger_s=linger_s)
     try:
         yield store, await store.listen("127.0.0.1")
     finally:
         await store.close()
 
 
-async def sent(
+async def push_version(
     address: RelayAddress,
     memory: Memory,
     *,
@@ -44,17 +44,17 @@ async def sent(
     since: Memory | None = None,
 ) -> Transfer:
     view = memoryview(memory.payload)
-    change = None
+    delta_base = None
     if since is not None:
         base = Base(weights_id=since.manifest.weights_id, digest=since.manifest.digest)
-        change = DeltaBase(base, memoryview(since.payload).__getitem__)
+        delta_base = DeltaBase(base, memoryview(since.payload).__getitem__)
     return await push(
-        Tcp(silent_s=5.0),
+        Tcp(idle_timeout_s=5.0),
         address,
         memory.manifest,
         view.__getitem__,
         ranges=ranges,
-        since=change,
+        since=delta_base,
         bucket_bytes=BUCKET,
     )
 
@@ -62,29 +62,27 @@ async def sent(
 async def read(
     address: RelayAddress, manifest: WeightManifest, ranges: list[Range] | None = None
 ) -> tuple[bytearray, list[Transfer]]:
-    """The payload, with zeros where it was not read."""
+    """Return the payload, with zeros where it was not read."""
     data = bytearray(manifest.nbytes)
     view = memoryview(data)
     wanted = [(0, manifest.nbytes)] if ranges is None else ranges
     transfers = await pull(
-        Tcp(silent_s=5.0), address, manifest, wanted, lambda start, stop: view[start:stop]
+        Tcp(idle_timeout_s=5.0), address, manifest, wanted, lambda start, stop: view[start:stop]
     )
     return data, transfers
 
 
-async def test_push_and_pull_at_once() -> None:
-    """Those who read are there first; the senders share the work; a reader may have
-    only its own bytes.
-    """
+async def test_pushes_and_pulls_overlap() -> None:
+    """Readers connect first, senders share the work, and one reader pulls only a part."""
     with versions(1) as (memory,):
-        async with stored() as (store, address):
+        async with running_store() as (store, address):
             nbytes = memory.manifest.nbytes
             mine = [(1000, 300_000), (900_001, 900_002)]
             everything = asyncio.create_task(read(address, memory.manifest))
             part = asyncio.create_task(read(address, memory.manifest, mine))
             parts = split_payload(memory.manifest, 3, bucket_bytes=BUCKET)
             pushes = await asyncio.gather(
-                *(sent(address, memory, ranges=ranges) for ranges in parts)
+                *(push_version(address, memory, ranges=ranges) for ranges in parts)
             )
             assert sum(one.nbytes for one in pushes) == nbytes
             data, pulls = await everything
@@ -100,20 +98,20 @@ async def test_push_and_pull_at_once() -> None:
             assert 0 <= cost.exposed_pull_s <= cost.accumulated_pull_s <= cost.naive_s
 
 
-async def test_changes_are_pushed_and_relays_take_them_from_the_store() -> None:
+async def test_relays_fetch_pushed_deltas_from_the_store() -> None:
     with versions(2) as (old, new):
-        async with stored() as (_, address), hosts(2) as (one, other):
-            assert (await sent(address, old)).nbytes == old.manifest.nbytes
-            assert isinstance(await one.take(old.manifest, address), VersionFetched)
+        async with running_store() as (_, address), hosts(2) as (one, other):
+            assert (await push_version(address, old)).nbytes == old.manifest.nbytes
+            assert isinstance(await one.fetch(old.manifest, address), VersionFetched)
             parts = split_payload(new.manifest, 2, bucket_bytes=BUCKET)
             pushes = await asyncio.gather(
-                *(sent(address, new, ranges=ranges, since=old) for ranges in parts)
+                *(push_version(address, new, ranges=ranges, since=old) for ranges in parts)
             )
             assert sum(push.nbytes for push in pushes) < new.manifest.nbytes / 10
-            answer = await one.take(new.manifest, address, base_id=1, keep=(1,))
+            answer = await one.fetch(new.manifest, address, base_id=1, keep=(1,))
             assert isinstance(answer, VersionFetched)
             assert answer.nbytes < new.manifest.nbytes / 10
-            answer = await other.take(new.manifest, address)
+            answer = await other.fetch(new.manifest, address)
             assert isinstance(answer, VersionFetched)
             assert answer.nbytes == new.manifest.nbytes
             assert one.payload(2) == other.payload(2) == new.payload
@@ -125,9 +123,11 @@ async def test_changes_are_pushed_and_relays_take_them_from_the_store() -> None:
     sizes=st.lists(st.integers(0, 200_000), min_size=1, max_size=4),
     senders=st.integers(1, 4),
 )
-def test_any_parts(data: st.DataObject, sizes: list[int], senders: int) -> None:
-    """Whoever sends what, whole or as changes, in whatever ranges: the store has the
-    bytes of a plain copy.
+def test_assembles_any_division_into_parts(
+    data: st.DataObject, sizes: list[int], senders: int
+) -> None:
+    """Whatever the senders' ranges, raw or as deltas, the store has the bytes of a plain
+    copy.
     """
     shapes = tensors_of(*sizes)
     with versions(2, tensors=shapes) as (old, new):
@@ -138,18 +138,18 @@ def test_any_parts(data: st.DataObject, sizes: list[int], senders: int) -> None:
             parts[data.draw(st.integers(0, senders - 1))].append(part)
         kinds = [data.draw(st.booleans()) for _ in parts]
 
-        async def all_of_them() -> None:
-            async with stored() as (_, address):
-                await sent(address, old)
+        async def push_and_read() -> None:
+            async with running_store() as (_, address):
+                await push_version(address, old)
                 await asyncio.gather(
                     *(
-                        sent(address, new, ranges=ranges, since=old if kind else None)
+                        push_version(address, new, ranges=ranges, since=old if kind else None)
                         for ranges, kind in zip(parts, kinds, strict=True)
                     )
                 )
                 assert bytes((await read(address, new.manifest))[0]) == new.payload
 
-        asyncio.run(all_of_them())
+        asyncio.run(push_and_read())
 
 
 @settings(max_examples=examples(25))
@@ -158,42 +158,42 @@ def test_any_parts(data: st.DataObject, sizes: list[int], senders: int) -> None:
     bytewise=st.tuples(st.integers(0, 500_000), st.integers(0, 300)),
     early=st.booleans(),
 )
-def test_any_ranges_are_read(edges: list[int], bytewise: tuple[int, int], early: bool) -> None:
-    """Long and short ones, before the bytes are there or after: those bytes come, and
-    no others.
-    """
+def test_reads_exactly_the_requested_ranges(
+    edges: list[int], bytewise: tuple[int, int], early: bool
+) -> None:
+    """Long and short ranges are read, before or after the bytes arrive, and no others."""
     start, count = bytewise
     ranges = [*itertools.pairwise(edges)][::2] or [
         (start + 2 * number, start + 2 * number + 1) for number in range(count)
     ]
 
-    async def both() -> tuple[bytearray, bytes]:
+    async def push_then_read() -> tuple[bytearray, bytes]:
         with versions(1, tensors=tensors_of(40_000, 7, 90_000)) as (memory,):
-            async with stored() as (_, address):
+            async with running_store() as (_, address):
                 if early:
                     reading = asyncio.create_task(read(address, memory.manifest, ranges))
-                    await sent(address, memory)
+                    await push_version(address, memory)
                     data, moved = await reading
                 else:
-                    await sent(address, memory)
+                    await push_version(address, memory)
                     data, moved = await read(address, memory.manifest, ranges)
                 assert sum(one.nbytes for one in moved) == sum(
                     stop - start for start, stop in ranges
                 )
                 return data, memory.payload
 
-    data, payload = asyncio.run(both())
+    data, payload = asyncio.run(push_then_read())
     expected = bytearray(len(payload))
     for low, high in ranges:
         expected[low:high] = payload[low:high]
     assert data == expected
 
 
-async def test_short_ranges_travel_together() -> None:
-    """A column of a matrix is thousands of ranges, and not as many messages."""
+async def test_sends_short_ranges_together() -> None:
+    """A column of a matrix has thousands of ranges, but takes few messages."""
     with versions(1) as (memory,):
-        async with stored() as (_, address):
-            await sent(address, memory)
+        async with running_store() as (_, address):
+            await push_version(address, memory)
             ranges = [(start, start + 100) for start in range(0, 500_000, 200)]
             data, moved = await read(address, memory.manifest, ranges)
             assert len(moved) <= 3
@@ -203,23 +203,23 @@ async def test_short_ranges_travel_together() -> None:
 @pytest.mark.parametrize(
     "ranges", [((0, 4), (2, 6)), ((4, 8), (0, 4)), ((0, 4), (4, 4), (4, 8)), ((8, 12), (12, 16))]
 )
-async def test_pieces_that_nobody_asked_for(ranges: tuple[Range, ...]) -> None:
+async def test_rejects_pieces_that_were_not_requested(ranges: tuple[Range, ...]) -> None:
     async def lie(channel: Channel) -> None:
         await channel.receive()
         await channel.send(RawRanges(ranges=ranges), Body.of(bytes(8)))
 
-    listener = await Tcp(silent_s=5.0).listen("127.0.0.1", lie)
+    listener = await Tcp(idle_timeout_s=5.0).listen("127.0.0.1", lie)
     with versions(1) as (memory,):
-        with pytest.raises(FetchError, match="not wanted, or come twice") as error:
+        with pytest.raises(FetchError, match="not wanted, or were sent twice") as error:
             await read(listener.address, memory.manifest, [(0, 10)])
         assert reason_of(error) == "broken"
     await listener.close()
 
 
-async def test_a_push_that_broke_off_goes_on() -> None:
+async def test_resumes_an_interrupted_push() -> None:
     with versions(1) as (memory,):
-        async with stored() as (store, address):
-            channel = await Tcp(silent_s=5.0).connect(address)
+        async with running_store() as (store, address):
+            channel = await Tcp(idle_timeout_s=5.0).connect(address)
             await channel.send(
                 Push(manifest=memory.manifest, ranges=((0, memory.manifest.nbytes),))
             )
@@ -228,7 +228,7 @@ async def test_a_push_that_broke_off_goes_on() -> None:
             await channel.receive()
             channel.close()
             assert store.ids() == []
-            again = await sent(address, memory)
+            again = await push_version(address, memory)
             assert again.nbytes == memory.manifest.nbytes - BUCKET
             assert bytes((await read(address, memory.manifest))[0]) == memory.payload
 
@@ -237,11 +237,11 @@ def reason_of(error: pytest.ExceptionInfo[FetchError]) -> str:
     return error.value.reason
 
 
-async def test_bad_pushes_change_nothing() -> None:
+async def test_rejected_pushes_change_nothing() -> None:
     with versions(2) as (old, new):
-        async with stored() as (store, address):
-            await sent(address, old)
-            # A digest that is not the payload's: who sends and who reads are told.
+        async with running_store() as (store, address):
+            await push_version(address, old)
+            # The digest is not the payload's: sender and reader are informed.
             lies = msgspec.structs.replace(new.manifest, digest="0" * 32)
             reading = asyncio.create_task(read(address, lies))
             with pytest.raises(FetchError, match="digest") as error:
@@ -251,36 +251,36 @@ async def test_bad_pushes_change_nothing() -> None:
             assert reason_of(error) == "broken"
             with pytest.raises(FetchError, match="digest"):
                 await reading
-            # A base that it does not have, or has otherwise.
-            with pytest.raises(FetchError, match="not here") as error:
-                await sent(address, old, since=new)
+            # The base is missing, or has another content.
+            with pytest.raises(FetchError, match="not stored") as error:
+                await push_version(address, old, since=new)
             assert reason_of(error) == "base"
             rival = Memory(changed(old.payload, seed=7), weights_id=1, tensors=SHAPES)
             with pytest.raises(FetchError, match="another content") as error:
-                await sent(address, new, since=rival)
+                await push_version(address, new, since=rival)
             assert reason_of(error) == "base"
             # Two trainers, and another model.
             with pytest.raises(FetchError, match="two trainers") as error:
-                await sent(address, rival)
+                await push_version(address, rival)
             assert reason_of(error) == "broken"
             with versions(1, tensors=tensors_of(5), first=3) as (other,):
                 with pytest.raises(FetchError, match="another model") as error:
-                    await sent(address, other)
+                    await push_version(address, other)
                 assert reason_of(error) == "broken"
             rival.close()
             assert store.ids() == [1]
-            assert store._growing == {}
+            assert store._uploads == {}
             assert bytes((await read(address, old.manifest))[0]) == old.payload
-            await sent(address, new)
+            await push_version(address, new)
             assert store.ids() == [1, 2]
 
 
-async def test_two_trainers_at_once() -> None:
+async def test_rejects_two_trainers_with_one_id() -> None:
     with versions(1) as (mine,):
         theirs = Memory(changed(mine.payload, seed=7), weights_id=1, tensors=SHAPES)
-        async with stored() as (store, address):
+        async with running_store() as (store, address):
             results = await asyncio.gather(
-                sent(address, mine), sent(address, theirs), return_exceptions=True
+                push_version(address, mine), push_version(address, theirs), return_exceptions=True
             )
             refused = [result for result in results if isinstance(result, FetchError)]
             assert len(refused) == 1
@@ -289,16 +289,16 @@ async def test_two_trainers_at_once() -> None:
         theirs.close()
 
 
-async def test_senders_must_not_overlap() -> None:
+async def test_rejects_overlapping_senders() -> None:
     with versions(1) as (memory,):
-        async with stored() as (store, address):
-            half = asyncio.create_task(sent(address, memory, ranges=[(0, BUCKET)]))
-            channel = await Tcp(silent_s=5.0).connect(address)
+        async with running_store() as (store, address):
+            half = asyncio.create_task(push_version(address, memory, ranges=[(0, BUCKET)]))
+            channel = await Tcp(idle_timeout_s=5.0).connect(address)
             await channel.send(
                 Push(manifest=memory.manifest, ranges=((0, memory.manifest.nbytes),))
             )
-            while True:  # until the other's bucket is there
-                other = await Tcp(silent_s=5.0).connect(address)
+            while True:  # until the other sender's bucket has arrived
+                other = await Tcp(idle_timeout_s=5.0).connect(address)
                 await other.send(Push(manifest=memory.manifest, ranges=((0, BUCKET),)))
                 wanted, _ = await other.receive()
                 other.close()
@@ -310,38 +310,40 @@ async def test_senders_must_not_overlap() -> None:
             assert "must not overlap" in str(refusal)
             channel.close()
             assert not half.done()
-            await sent(address, memory)
+            await push_version(address, memory)
             await half
             assert store.ids() == [1]
 
 
-async def test_a_flipped_bit_and_a_torn_bucket() -> None:
+async def test_detects_a_flipped_bit_and_a_truncated_bucket() -> None:
     with versions(1) as (memory,):
-        async with stored() as (store, address):
-            await sent(address, memory)
+        async with running_store() as (store, address):
+            await push_version(address, memory)
             async with wired(address, "flip", 500_000) as bad:
                 with pytest.raises(FetchError, match="damaged"):
                     await read(bad, memory.manifest)
             async with wired(address, "cut", 500_000) as bad:
-                with pytest.raises(FetchError, match="hung up"):
+                with pytest.raises(FetchError, match="closed the connection"):
                     await read(bad, memory.manifest)
             assert store.ids() == [1]
 
 
-async def test_only_the_newest_are_kept_and_what_nobody_finishes_is_dropped() -> None:
+async def test_keeps_the_newest_versions_and_drops_incomplete_ones() -> None:
     with versions(3) as memories:
-        async with stored(keep=2, linger_s=0.3) as (store, address):
+        async with running_store(keep=2, linger_s=0.3) as (store, address):
             for memory in memories:
-                await sent(address, memory)
+                await push_version(address, memory)
             assert store.ids() == [2, 3]
             with versions(1, first=9) as (torn,):
-                with pytest.raises(FetchError, match=r"for 0.3 s, and it is not whole"):
-                    await sent(address, torn, ranges=[(0, BUCKET)])
+                with pytest.raises(
+                    FetchError, match=r"is incomplete, and nothing of it was sent for 0.3 s"
+                ):
+                    await push_version(address, torn, ranges=[(0, BUCKET)])
                 assert store.ids() == [2, 3]
-                assert store._growing == {}
+                assert store._uploads == {}
 
 
-def test_what_is_hidden_is_not_exposed() -> None:
+def test_hidden_transfers_are_not_exposed() -> None:
     pushes = [Transfer(0.0, 4.0, 1), Transfer(1.0, 5.0, 1)]
     pulls = [Transfer(3.0, 6.0, 1), Transfer(4.0, 7.0, 1), Transfer(9.0, 10.0, 1)]
     cost = transfer_cost(pushes=pushes, pulls=pulls, rollout=[(5.5, 6.5)])

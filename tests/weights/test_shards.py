@@ -1,5 +1,5 @@
-"""Whatever two layouts are, shards assembled from what the senders give equal the whole
-tensors, cut slowly.
+"""For any two layouts, shards assembled from the senders' slices equal the full
+tensors, divided slowly.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from rollweave.weights.shards import (
     Piece,
     TensorParallel,
     Unsharded,
-    deal,
+    assign_slices,
     piece_bytes,
     plan,
     runs,
@@ -60,7 +60,9 @@ MOE = Decoder(
     ),
     64,
 )
-def test_assembled_shards_are_the_whole(case: tuple[Decoder, Layout, Layout], bucket: int) -> None:
+def test_assembled_shards_equal_the_full_tensors(
+    case: tuple[Decoder, Layout, Layout], bucket: int
+) -> None:
     decoder, senders, receivers = case
     model = decoder.model()
     made = plan(model, senders, receivers, bucket_bytes=bucket)
@@ -85,11 +87,7 @@ def test_assembled_shards_are_the_whole(case: tuple[Decoder, Layout, Layout], bu
             pulled += math.prod(transfer.size) * sizes[transfer.tensor]
         for name, array in wanted.items():
             np.testing.assert_array_equal(found[name], array, err_msg=name)
-        assert (
-            pulled
-            == made.pulled_bytes(receiver)
-            == sum(nbytes for _, nbytes in made.pulled_ranges(receiver))
-        )
+        assert pulled == sum(nbytes for _, nbytes in made.pulled_ranges(receiver))
 
 
 @settings(max_examples=examples(100))
@@ -124,11 +122,11 @@ def test_senders_slices_are_disjoint_and_cover_everything(
 
 @settings(max_examples=examples(50))
 @given(case=cases(), replicas=st.integers(2, 5), bucket=st.sampled_from([1, 32, 1000]))
-def test_replicas_have_even_loads(
+def test_replicas_send_even_loads(
     case: tuple[Decoder, Layout, Layout], replicas: int, bucket: int
 ) -> None:
     model = case[0].model()
-    given_by = deal(model, TensorParallel(dp=replicas), bucket_bytes=bucket)
+    given_by = assign_slices(model, TensorParallel(dp=replicas), bucket_bytes=bucket)
     loads = [piece_bytes(model, pieces) for pieces in given_by]
     largest = max(piece_bytes(model, [piece]) for pieces in given_by for piece in pieces)
     assert max(loads) - min(loads) <= largest
@@ -137,7 +135,7 @@ def test_replicas_have_even_loads(
     )
 
 
-def test_the_largest_slices_are_given_first() -> None:
+def test_assigns_the_largest_slices_first() -> None:
     metas = [
         TensorMeta(
             name=f"model.layers.{i}.norm.weight", dtype="uint8", shape=(1,), offset=i, nbytes=1
@@ -148,7 +146,7 @@ def test_the_largest_slices_are_given_first() -> None:
         TensorMeta(name="model.norm.weight", dtype="uint8", shape=(8,), offset=8, nbytes=8)
     )
     model = Model(tuple(metas), heads=1, kv_heads=1)
-    given_by = deal(model, TensorParallel(dp=2))
+    given_by = assign_slices(model, TensorParallel(dp=2))
     assert [piece_bytes(model, pieces) for pieces in given_by] == [8, 8]
     assert {len(pieces) for pieces in given_by} == {1, 8}
 
@@ -167,7 +165,7 @@ def test_runs_are_the_elements_of_a_rectangle(data: st.DataObject, shape: list[i
 
 
 @given(rows=st.integers(0, 40), ranks=st.integers(1, 9))
-def test_fsdp_is_torch_chunk(rows: int, ranks: int) -> None:
+def test_fsdp_divides_like_torch_chunk(rows: int, ranks: int) -> None:
     model = Model(
         (
             TensorMeta(
@@ -182,7 +180,7 @@ def test_fsdp_is_torch_chunk(rows: int, ranks: int) -> None:
     assert [Fsdp(ranks).shard(model, rank).shapes["any.name"][0] for rank in range(ranks)] == wanted
 
 
-def test_what_only_some_ranks_hold_stays_theirs() -> None:
+def test_only_ranks_that_hold_a_slice_send_it() -> None:
     """Key-value heads that ranks share are sent once and pulled by each; a tied
     embedding is on the first and last stage.
     """
@@ -242,12 +240,12 @@ MANY = Decoder(vocab=10, hidden=4, layers=2, heads=8, kv_heads=8, head_dim=2, ff
         ),
     ],
 )
-def test_layouts_that_cannot_be_are_refused(decoder: Decoder, layout: Layout, words: str) -> None:
+def test_refuses_impossible_layouts(decoder: Decoder, layout: Layout, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         plan(decoder.model(), Unsharded(), layout)
 
 
-def test_numbers_that_cannot_be_are_refused() -> None:
+def test_refuses_impossible_numbers() -> None:
     for build, words in (
         (lambda: Fsdp(0), "ranks must be at least 1, got 0"),
         (lambda: TensorParallel(tp=0), "tp must be at least 1, got 0"),
@@ -259,7 +257,7 @@ def test_numbers_that_cannot_be_are_refused() -> None:
         ),
         (lambda: Fsdp(2).shard(DENSE.model(), 2), r"rank must be in \[0, 2\), got 2"),
         (
-            lambda: deal(DENSE.model(), Unsharded(), bucket_bytes=0),
+            lambda: assign_slices(DENSE.model(), Unsharded(), bucket_bytes=0),
             "bucket_bytes must be at least 1, got 0",
         ),
     ):
@@ -318,12 +316,12 @@ def one(name: str, *shape: int) -> Model:
         ),
     ],
 )
-def test_tensors_that_are_not_understood_are_refused_by_name(model: Model, words: str) -> None:
+def test_refuses_unknown_tensors_by_name(model: Model, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         TensorParallel().shard(model, 0)
 
 
-def test_fsdp_refuses_a_scalar_and_one_place_takes_it() -> None:
+def test_fsdp_refuses_a_scalar_which_an_unsharded_layout_accepts() -> None:
     model = one("scale")
     with pytest.raises(ValueError, match="scale must have a dimension"):
         Fsdp(2).shard(model, 0)
@@ -346,9 +344,9 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_own_names_are_understood(family: str) -> None:
-    """Every parameter of real architectures has a rule, and what one rank of four gives
-    to one of two adds up.
+def test_knows_the_names_of_transformers(family: str) -> None:
+    """Every parameter of real architectures has a rule, and the slices that one rank of
+    four sends to one of two add up.
     """
     import transformers
 
@@ -389,7 +387,6 @@ def test_transformers_own_names_are_understood(family: str) -> None:
             elif cut:
                 count //= 2
             whole[rank] += 2 * count
-    assert [made.pulled_bytes(0), made.pulled_bytes(1)] == whole
     pulled = [sum(2 * math.prod(t.size) for t in made.transfers(rank)) for rank in range(2)]
     assert pulled == whole
 

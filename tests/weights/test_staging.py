@@ -1,5 +1,5 @@
-"""What goes through the buffers comes out to the bit, whatever their size; on CUDA as
-well where there is one.
+"""Tensors pass through the buffers bitwise, whatever the buffers' size; on CUDA, too,
+if there is a device.
 """
 
 from pathlib import Path
@@ -30,7 +30,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
     to=st.sampled_from(DTYPES),
     seed=st.integers(0, 100),
 )
-def test_what_is_drained_is_what_a_conversion_gives(
+def test_download_equals_a_plain_conversion(
     device: str, shapes: list[list[int]], nbytes: int, of: torch.dtype, to: torch.dtype, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -42,7 +42,7 @@ def test_what_is_drained_is_what_a_conversion_gives(
     payload, written = bytearray(size), 0
     staging = Staging(torch.device(device), nbytes=nbytes)
     slices = [(meta.offset, tensors[meta.name].to(device)) for meta in metas]
-    for offset, data in staging.drain(slices, to):
+    for offset, data in staging.download(slices, to):
         assert len(data) <= max(nbytes, 0)
         payload[offset : offset + len(data)] = data
         written += len(data)
@@ -60,7 +60,7 @@ def test_what_is_drained_is_what_a_conversion_gives(
     nbytes=st.sampled_from([16, 40, 1000]),
     dtype=st.sampled_from([*DTYPES, torch.bool, torch.int64]),
 )
-def test_what_is_brought_is_what_was_there(
+def test_upload_equals_the_original(
     device: str, shapes: list[list[int]], nbytes: int, dtype: torch.dtype
 ) -> None:
     tensors = {
@@ -68,7 +68,7 @@ def test_what_is_brought_is_what_was_there(
         for i, shape in enumerate(shapes)
     }
     names = []
-    for name, tensor in Staging(torch.device(device), nbytes=nbytes).bring(tensors):
+    for name, tensor in Staging(torch.device(device), nbytes=nbytes).upload(tensors):
         assert (tensor.device.type, tensor.dtype, tensor.shape) == (
             device,
             dtype,
@@ -90,19 +90,21 @@ def test_a_published_version_reaches_a_device(tmp_path: Path, device: str) -> No
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-def test_what_is_trained_after_the_snapshot_is_not_in_it() -> None:
+def test_a_snapshot_excludes_later_training() -> None:
     """The optimizer's next kernels run only after the copies: the last bytes are out
-    before `drain` ends.
+    before `download` ends.
     """
     weights = torch.ones(1 << 22, device="cuda")
     taken = [
         bytes(data)
-        for _, data in Staging(weights.device, nbytes=1 << 20).drain([(0, weights)], torch.float32)
+        for _, data in Staging(weights.device, nbytes=1 << 20).download(
+            [(0, weights)], torch.float32
+        )
     ]
     weights.mul_(2)
     assert b"".join(taken) == bytes_of(torch.ones(1 << 22))
 
 
-def test_buffers_hold_an_element() -> None:
+def test_refuses_buffers_smaller_than_an_element() -> None:
     with pytest.raises(ValueError, match="nbytes must be at least 16, a few elements, got 3"):
         Staging(torch.device("cpu"), nbytes=3)

@@ -1,5 +1,5 @@
-"""One contract, whatever carries the bytes: TCP, a fake without a network, and the
-libraries where they are installed.
+"""One contract for all transports: TCP, a fake without a network, and the libraries that
+are installed.
 """
 
 import asyncio
@@ -22,21 +22,21 @@ from rollweave.weights.transport import Body, Channel, Listener, Serve, Transpor
 from tests.weights.fake_transport import FakeTransport
 from tests.weights.host import hosts, versions
 
-SILENT_S = 0.5
+IDLE_TIMEOUT_S = 0.5
 
 
 def make(kind: str) -> Transport:
     try:
         match kind:
             case "fake":
-                return FakeTransport(silent_s=SILENT_S)
+                return FakeTransport(idle_timeout_s=IDLE_TIMEOUT_S)
             case "mooncake":
-                return Tcp(silent_s=SILENT_S, carrier=MooncakeCarrier("127.0.0.1"))
+                return Tcp(idle_timeout_s=IDLE_TIMEOUT_S, carrier=MooncakeCarrier("127.0.0.1"))
             case "nixl":
-                return Tcp(silent_s=SILENT_S, carrier=NixlCarrier())
+                return Tcp(idle_timeout_s=IDLE_TIMEOUT_S, carrier=NixlCarrier())
     except ConfigError as error:
         pytest.skip(str(error))
-    return Tcp(silent_s=SILENT_S)
+    return Tcp(idle_timeout_s=IDLE_TIMEOUT_S)
 
 
 KINDS = ["tcp", "fake", "mooncake", "nixl"]
@@ -44,7 +44,7 @@ Two = tuple[Transport, Transport]
 
 
 def several(kind: str, count: int) -> list[Transport]:
-    """As many hosts have: each its own, but for the fake, which is the network itself."""
+    """Return one transport per host, or the same fake for all, as it is the network."""
     if kind == "fake":
         return [make(kind)] * count
     return [make(kind) for _ in range(count)]
@@ -52,14 +52,14 @@ def several(kind: str, count: int) -> list[Transport]:
 
 @pytest.fixture(params=KINDS)
 def transports(request: pytest.FixtureRequest) -> Two:
-    """Who listens, and who connects."""
+    """The transport that listens, and the one that connects."""
     one, two = several(request.param, 2)
     return one, two
 
 
 @pytest.fixture
 def memory() -> Iterator[tuple[int, bytes]]:
-    """A memory file, and what it holds."""
+    """A memory file, and its content."""
     data = os.urandom(3 << 20)
     fd = os.memfd_create("body", os.MFD_CLOEXEC)
     os.write(fd, data)
@@ -68,7 +68,7 @@ def memory() -> Iterator[tuple[int, bytes]]:
 
 
 class Line:
-    """A connection: what the server's end is given goes to `theirs`."""
+    """A server that puts its ends of the channels into `theirs`."""
 
     def __init__(self) -> None:
         self.listener: Listener | None = None
@@ -94,49 +94,50 @@ async def line(transports: Two) -> AsyncIterator[tuple[Channel, Channel]]:
 
 
 class Inbox:
-    """Takes bodies of at most `most` bytes."""
+    """Accepts bodies of at most `most` bytes."""
 
     def __init__(self, most: int = 1 << 30) -> None:
         self.data, self._most = bytearray(), most
 
-    def room(self, word: Message, nbytes: int) -> memoryview:
+    def allocate(self, message: Message, nbytes: int) -> memoryview:
         if nbytes > self._most:
             raise FetchError("broken", f"too long: {nbytes}")
         self.data = bytearray(nbytes)
         return memoryview(self.data)
 
 
-async def test_words_and_bodies_come_as_they_were_sent(
+async def test_messages_and_bodies_arrive_unchanged(
     line: tuple[Channel, Channel], memory: tuple[int, bytes]
 ) -> None:
     ours, theirs = line
     fd, data = memory
     whole, part = Raw(start=0, stop=len(data)), Raw(start=4097, stop=70_001)
 
-    async def say() -> None:
+    async def send() -> None:
         await theirs.send(KeepAlive())
         await theirs.send(
-            whole, Body.of_file(fd, 0, len(data), check=xxhash.xxh3_64_intdigest(data))
+            whole, Body.of_file(fd, 0, len(data), checksum=xxhash.xxh3_64_intdigest(data))
         )
         await theirs.send(
-            part, Body.of_file(fd, 4097, 70_001, check=xxhash.xxh3_64_intdigest(data[4097:70_001]))
+            part,
+            Body.of_file(fd, 4097, 70_001, checksum=xxhash.xxh3_64_intdigest(data[4097:70_001])),
         )
         await theirs.send(whole, Body.of(data))
         await theirs.send(Refused(reason="room", error="enough"))
 
-    saying, inbox = asyncio.create_task(say()), Inbox()
+    sending, inbox = asyncio.create_task(send()), Inbox()
     assert await ours.receive() == (KeepAlive(), 0)
-    assert await ours.receive(inbox.room) == (whole, xxhash.xxh3_64_intdigest(data))
+    assert await ours.receive(inbox.allocate) == (whole, xxhash.xxh3_64_intdigest(data))
     assert inbox.data == data
-    assert (await ours.receive(inbox.room))[0] == part
+    assert (await ours.receive(inbox.allocate))[0] == part
     assert inbox.data == data[4097:70_001]
-    await ours.receive(inbox.room)
+    await ours.receive(inbox.allocate)
     assert inbox.data == data
     assert await ours.receive() == (Refused(reason="room", error="enough"), 0)
-    await saying
+    await sending
 
 
-async def test_both_ends_speak(line: tuple[Channel, Channel]) -> None:
+async def test_both_ends_send_and_receive(line: tuple[Channel, Channel]) -> None:
     ours, theirs = line
     for _ in range(20):
         await ours.send(Raw(start=0, stop=1))
@@ -145,18 +146,18 @@ async def test_both_ends_speak(line: tuple[Channel, Channel]) -> None:
         assert await ours.receive() == (KeepAlive(), 0)
 
 
-async def test_a_body_that_is_refused_ends_the_channel(line: tuple[Channel, Channel]) -> None:
+async def test_refusing_a_body_ends_the_channel(line: tuple[Channel, Channel]) -> None:
     ours, theirs = line
     sending = asyncio.create_task(theirs.send(Raw(start=0, stop=9), Body.of(b"x" * (1 << 20))))
     with pytest.raises(FetchError, match="too long"):
-        await ours.receive(Inbox(most=10).room)
+        await ours.receive(Inbox(most=10).allocate)
     with pytest.raises(FetchError):
         await ours.receive()
     await asyncio.wait([sending])
     assert sending.exception() is None or isinstance(sending.exception(), FetchError)
 
 
-async def test_the_end_and_silence_are_told(line: tuple[Channel, Channel]) -> None:
+async def test_reports_a_closed_and_a_silent_peer(line: tuple[Channel, Channel]) -> None:
     ours, theirs = line
     with pytest.raises(FetchError) as silence:
         await ours.receive()
@@ -167,19 +168,19 @@ async def test_the_end_and_silence_are_told(line: tuple[Channel, Channel]) -> No
     assert end.value.reason == "source"
 
 
-async def test_who_is_read_by_nobody_gives_up(line: tuple[Channel, Channel]) -> None:
+async def test_a_sender_without_a_reader_gives_up(line: tuple[Channel, Channel]) -> None:
     _, theirs = line
 
-    async def say() -> None:
+    async def send() -> None:
         for _ in range(100):
             await theirs.send(Raw(start=0, stop=1), Body.of(bytes(1 << 20)))
 
     with pytest.raises(FetchError) as error:
-        await say()
+        await send()
     assert error.value.reason == "source"
 
 
-async def test_wrong_secrets_and_nobody(transports: Two) -> None:
+async def test_rejects_wrong_secrets_and_closed_ports(transports: Two) -> None:
     one, transport = Line(), transports[1]
     listener = await transports[0].listen("127.0.0.1", one.serve)
     for wrong in (
@@ -197,23 +198,23 @@ async def test_wrong_secrets_and_nobody(transports: Two) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_chain_of_relays(kind: str) -> None:
+async def test_carries_a_chain_of_relays(kind: str) -> None:
     with versions(2) as (old, new):
         async with hosts(3, *several(kind, 3)) as chain:
             for memory, base_id in ((old, None), (new, 1)):
                 for host, source in zip(chain, (None, *chain), strict=False):
-                    host.begin(memory.manifest, source, base_id=base_id, keep=(1,))
+                    host.start_fetch(memory.manifest, source, base_id=base_id, keep=(1,))
                 for host in chain:
                     answer = await host.answer()
                     assert isinstance(answer, VersionFetched), answer
             assert {host.payload(2) for host in chain} == {new.payload}
 
 
-async def test_strangers_who_say_nothing_do_not_crowd_the_door() -> None:
-    """More of them than are served at once; whoever knows the secret gets in at once,
-    and who is in stays.
+async def test_silent_unauthenticated_connections_do_not_block_clients() -> None:
+    """With more of them than are served at once, a client with the secret is still
+    accepted immediately, and a connected one stays.
     """
-    one, transport, loop = Line(), Tcp(silent_s=60.0), asyncio.get_running_loop()
+    one, transport, loop = Line(), Tcp(idle_timeout_s=60.0), asyncio.get_running_loop()
     listener = await transport.listen("127.0.0.1", one.serve)
     idle = []
     inside = await transport.connect(listener.address)
@@ -228,7 +229,7 @@ async def test_strangers_who_say_nothing_do_not_crowd_the_door() -> None:
             (await transport.connect(listener.address)).close()
             await theirs.send(KeepAlive())
             assert (await inside.receive())[0] == KeepAlive()
-            assert await loop.sock_recv(idle[0], 1) == b"", "the first to come was the first to go"
+            assert await loop.sock_recv(idle[0], 1) == b"", "the oldest is closed first"
         with pytest.raises(BlockingIOError):
             idle[-1].recv(1)
     finally:
@@ -238,33 +239,33 @@ async def test_strangers_who_say_nothing_do_not_crowd_the_door() -> None:
         await listener.close()
 
 
-def test_a_library_that_is_not_there_is_named() -> None:
+def test_names_the_extra_of_a_missing_library() -> None:
     for name in ("mooncake", "nixl"):
         if importlib.util.find_spec(name) is None:
             with pytest.raises(ConfigError, match=rf"pip install .*\[{name}\]"):
                 transport_of(name, host="127.0.0.1")  # type: ignore[arg-type]
 
 
-def test_silence_must_last() -> None:
-    with pytest.raises(ValueError, match="silent_s must be above 0, got 0"):
-        Tcp(silent_s=0)
+def test_rejects_an_idle_timeout_of_zero() -> None:
+    with pytest.raises(ValueError, match="idle_timeout_s must be above 0, got 0"):
+        Tcp(idle_timeout_s=0)
 
 
-async def test_a_listener_that_closes_at_once_leaves_no_socket() -> None:
-    """Whoever is just being let in goes with it."""
+async def test_a_listener_closed_at_once_leaves_no_socket() -> None:
+    """A connection that is being accepted is closed, too."""
     loop = asyncio.get_running_loop()
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     for turns in range(6):
         one = Line()
         listener = await Tcp().listen("127.0.0.1", one.serve)
-        knocking = [socket.socket() for _ in range(3)]
-        for sock in knocking:
+        connecting = [socket.socket() for _ in range(3)]
+        for sock in connecting:
             sock.setblocking(False)
             await loop.sock_connect(sock, ("127.0.0.1", listener.address.port))
         for _ in range(turns):
             await asyncio.sleep(0)
         await listener.close()
-        for sock in knocking:
+        for sock in connecting:
             sock.close()
     assert len(os.listdir("/proc/self/fd")) == before

@@ -1,4 +1,4 @@
-"""One host's versions: whole and verified, or not at all, whatever fails."""
+"""The versions of one host are complete and verified, or not visible at all."""
 
 import fcntl
 import itertools
@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from rollweave.schema.weights import TensorMeta
+from rollweave.schema.weights import TensorMeta, WeightManifest
 from rollweave.weights.memory import Ranges
 from rollweave.weights.protocol import FetchError
 from rollweave.weights.publication import read_tensors
@@ -30,12 +30,12 @@ from tests.weights.host import KIB, SHAPES, Memory, changed, tensors_of, version
 BYTES = st.integers(0, 30)
 
 
-def read(held: StoredVersion) -> bytes:
-    return Path(held.manifest.location).read_bytes()
+def read(stored: StoredVersion) -> bytes:
+    return Path(stored.manifest.location).read_bytes()
 
 
-def assert_sealed(held: StoredVersion) -> None:
-    fd = os.open(held.manifest.location, os.O_RDWR)
+def assert_sealed(stored: StoredVersion) -> None:
+    fd = os.open(stored.manifest.location, os.O_RDWR)
     try:
         with pytest.raises(OSError, match=r"permitted|denied"):
             os.pwrite(fd, b"x", 0)
@@ -48,10 +48,20 @@ def assert_sealed(held: StoredVersion) -> None:
         os.close(fd)
 
 
-def filled(draft: VersionWriter, payload: bytes) -> VersionWriter:
-    draft.room(0, len(payload))[:] = payload
-    draft.fill(0, len(payload))
-    return draft
+def written(writer: VersionWriter, payload: bytes) -> VersionWriter:
+    writer.destination(0, len(payload))[:] = payload
+    writer.mark_received(0, len(payload))
+    return writer
+
+
+def import_version(store: VersionStore, manifest: WeightManifest) -> StoredVersion:
+    """Load a version from this host's memory into the store."""
+    writer = store.open_local(manifest)
+    if manifest.nbytes:
+        writer.load(0, manifest.nbytes)
+    stored = writer.finish()
+    store.add(stored)
+    return stored
 
 
 def reason_of(error: pytest.ExceptionInfo[FetchError]) -> str:
@@ -59,34 +69,34 @@ def reason_of(error: pytest.ExceptionInfo[FetchError]) -> str:
 
 
 @pytest.mark.parametrize("sealed", [True, False])
-def test_a_version_of_this_host(sealed: bool) -> None:
+def test_opens_a_version_in_the_memory_of_this_host(sealed: bool) -> None:
     memory = Memory(os.urandom(1 << 20), weights_id=1, tensors=(), sealed=sealed)
-    depot = VersionStore()
-    held = depot.hold(memory.manifest)
+    store = VersionStore()
+    stored = import_version(store, memory.manifest)
     if not sealed:
         os.pwrite(memory.fd, b"x", 0)
     memory.close()
-    assert read(held) == memory.payload == bytes(held.view())
-    assert_sealed(held)
-    depot.close()
+    assert read(stored) == memory.payload == bytes(stored.view())
+    assert_sealed(stored)
+    store.close()
 
 
-def test_engines_read_it_like_the_trainers() -> None:
+def test_engines_read_a_stored_version_like_the_trainers() -> None:
     with versions(1) as (memory,):
-        depot = VersionStore()
-        draft = filled(depot.begin(memory.manifest), memory.payload)
-        assert depot.get(1) is None
-        held = draft.finish()
-        depot.admit(held)
-        assert_sealed(held)
-        theirs, ours = read_tensors(memory.manifest), read_tensors(held.manifest)
+        store = VersionStore()
+        writer = written(store.create(memory.manifest), memory.payload)
+        assert store.get(1) is None
+        stored = writer.finish()
+        store.add(stored)
+        assert_sealed(stored)
+        theirs, ours = read_tensors(memory.manifest), read_tensors(stored.manifest)
         assert all(bool((theirs[name] == ours[name]).all()) for name in theirs)
-        view = held.view()
-        gone = depot.keep([])
-        assert [held.manifest.weights_id for held in gone] == [1]
-        close_all(gone)
-        assert depot.ids() == []
-        assert bytes(view) == memory.payload  # whoever has it keeps it
+        view = stored.view()
+        evicted = store.evict_except([])
+        assert [stored.manifest.weights_id for stored in evicted] == [1]
+        close_all(evicted)
+        assert store.ids() == []
+        assert bytes(view) == memory.payload  # the view keeps it readable
 
 
 @settings(max_examples=examples(40))
@@ -96,73 +106,77 @@ def test_engines_read_it_like_the_trainers() -> None:
     order=st.randoms(use_true_random=False),
     kinds=st.lists(st.booleans(), min_size=1, max_size=8),
 )
-def test_pieces_in_any_order_of_any_kind(
+def test_assembles_pieces_of_any_kind_in_any_order(
     sizes: list[int], chunk: int, order: object, kinds: list[bool]
 ) -> None:
     with versions(2, tensors=tensors_of(*sizes)) as (old, new), ThreadPoolExecutor(2) as pool:
-        depot = VersionStore()
-        base = depot.hold(old.manifest)
-        draft = depot.begin(new.manifest)
+        store = VersionStore()
+        base = import_version(store, old.manifest)
+        writer = store.create(new.manifest)
         pieces = list(chunks_of(new.manifest, chunk))
         order.shuffle(pieces)  # type: ignore[attr-defined]
-        for number, cut in enumerate(pieces):
+        for number, piece in enumerate(pieces):
             if kinds[number % len(kinds)]:
                 blocks = encode_spans(
-                    cut.spans, base.view().__getitem__, memoryview(new.payload).__getitem__, pool
+                    piece.spans, base.view().__getitem__, memoryview(new.payload).__getitem__, pool
                 )
-                draft.apply(
-                    cut.start,
-                    cut.stop,
+                writer.apply_delta(
+                    piece.start,
+                    piece.stop,
                     memoryview(b"".join(blocks)),
                     [len(block) for block in blocks],
                     base,
                 )
             else:
-                draft.room(cut.start, cut.stop)[:] = new.payload[cut.start : cut.stop]
-                draft.fill(cut.start, cut.stop)
-        held = draft.finish()
-        assert bytes(held.view()) == new.payload
-        held.close()
-        depot.close()
+                writer.destination(piece.start, piece.stop)[:] = new.payload[
+                    piece.start : piece.stop
+                ]
+                writer.mark_received(piece.start, piece.stop)
+        stored = writer.finish()
+        assert bytes(stored.view()) == new.payload
+        stored.close()
+        store.close()
 
 
-def test_torn_and_damaged_versions_are_refused_and_leave_nothing() -> None:
+def test_rejects_incomplete_and_damaged_versions_without_a_trace() -> None:
     with versions(2) as (old, new):
-        depot = VersionStore()
-        base = depot.hold(old.manifest)
+        store = VersionStore()
+        base = import_version(store, old.manifest)
         before = len(os.listdir("/proc/self/fd"))
-        draft = depot.begin(new.manifest)
-        draft.room(0, KIB)[:] = new.payload[:KIB]
-        draft.fill(0, KIB)
-        with pytest.raises(FetchError, match=f"torn: {KIB} of") as error:
-            draft.finish()
+        writer = store.create(new.manifest)
+        writer.destination(0, KIB)[:] = new.payload[:KIB]
+        writer.mark_received(0, KIB)
+        with pytest.raises(FetchError, match=f"is incomplete: {KIB} of") as error:
+            writer.finish()
         assert reason_of(error) == "broken"
         with pytest.raises(FetchError, match="digest"):
-            filled(depot.begin(new.manifest), changed(new.payload, seed=4, fraction=1e-6)).finish()
-        draft = filled(depot.begin(new.manifest), new.payload)
-        with pytest.raises(FetchError, match="came twice"):
-            draft.fill(5, 6)
+            written(
+                store.create(new.manifest), changed(new.payload, seed=4, fraction=1e-6)
+            ).finish()
+        writer = written(store.create(new.manifest), new.payload)
+        with pytest.raises(FetchError, match="received twice"):
+            writer.mark_received(5, 6)
         with pytest.raises(FetchError, match="not within"):
-            draft.room(0, new.manifest.nbytes + 1)
-        draft.close()
-        draft.close()
+            writer.destination(0, new.manifest.nbytes + 1)
+        writer.close()
+        writer.close()
         assert len(os.listdir("/proc/self/fd")) == before
-        assert depot.ids() == [1]
+        assert store.ids() == [1]
         assert bytes(base.view()) == old.payload
-        depot.close()
+        store.close()
 
 
-def test_changes_of_another_base_or_damaged_ones_write_nothing() -> None:
+def test_deltas_of_another_base_and_damaged_deltas_write_nothing() -> None:
     with versions(2) as (old, new), ThreadPoolExecutor(1) as pool:
         other = Memory(changed(old.payload, seed=8), weights_id=7, tensors=SHAPES)
-        depot = VersionStore()
-        base, wrong = depot.hold(old.manifest), depot.hold(other.manifest)
-        (cut, *_) = chunks_of(new.manifest, 1)
+        store = VersionStore()
+        base, wrong = import_version(store, old.manifest), import_version(store, other.manifest)
+        (chunk, *_) = chunks_of(new.manifest, 1)
         blocks = encode_spans(
-            cut.spans, base.view().__getitem__, memoryview(new.payload).__getitem__, pool
+            chunk.spans, base.view().__getitem__, memoryview(new.payload).__getitem__, pool
         )
         body, sizes = b"".join(blocks), [len(block) for block in blocks]
-        draft = depot.begin(new.manifest)
+        writer = store.create(new.manifest)
         flipped = bytearray(body)
         flipped[len(body) // 2] ^= 1
         for damaged, against, lengths in (
@@ -172,30 +186,32 @@ def test_changes_of_another_base_or_damaged_ones_write_nothing() -> None:
             (body, base, [*sizes, 0]),
         ):
             with pytest.raises(FetchError):
-                draft.apply(cut.start, cut.stop, memoryview(damaged), lengths, against)
-            assert draft.done == 0
+                writer.apply_delta(chunk.start, chunk.stop, memoryview(damaged), lengths, against)
+            assert writer.contiguous == 0
         with pytest.raises(FetchError, match="whole blocks"):
-            draft.apply(cut.start, cut.stop - 4, memoryview(body), sizes, base)
-        draft.apply(cut.start, cut.stop, memoryview(body), sizes, base)
-        assert draft.done == cut.stop
-        draft.close()
-        depot.close()
+            writer.apply_delta(chunk.start, chunk.stop - 4, memoryview(body), sizes, base)
+        writer.apply_delta(chunk.start, chunk.stop, memoryview(body), sizes, base)
+        assert writer.contiguous == chunk.stop
+        writer.close()
+        store.close()
         other.close()
 
 
-def test_no_room_and_no_base() -> None:
+def test_reports_missing_memory_and_missing_base() -> None:
     with versions(1) as (memory,):
-        depot = VersionStore()
-        depot.hold(memory.manifest)
+        store = VersionStore()
+        import_version(store, memory.manifest)
         huge = msgspec.structs.replace(memory.manifest, weights_id=2, nbytes=1 << 60)
         for manifest in (huge, msgspec.structs.replace(huge, tensors=memory.manifest.tensors)):
             with pytest.raises(FetchError, match="no room") as error:
-                depot.begin(manifest)
+                store.create(manifest)
             assert reason_of(error) == "room"
-        with pytest.raises(FetchError, match=r"weights id 9 is not here; there are \[1\]") as error:
-            depot.base(9)
+        with pytest.raises(
+            FetchError, match=r"weights id 9 is not stored; there are \[1\]"
+        ) as error:
+            store.base_version(9)
         assert reason_of(error) == "base"
-        depot.close()
+        store.close()
 
 
 @pytest.mark.parametrize(
@@ -209,7 +225,7 @@ def test_no_room_and_no_base() -> None:
         {"offset": 64, "shape": (500,), "nbytes": 2000},
     ],
 )
-def test_a_layout_that_cannot_be(change: dict[str, object]) -> None:
+def test_rejects_an_impossible_layout(change: dict[str, object]) -> None:
     shapes = tensors_of(100, 200)
     bad = msgspec.structs.replace(shapes[0], **change)
     with versions(1, tensors=shapes) as (memory,):
@@ -219,15 +235,15 @@ def test_a_layout_that_cannot_be(change: dict[str, object]) -> None:
             assert reason_of(error) == "broken"
 
 
-def test_a_scalar_and_nothing() -> None:
+def test_stores_a_scalar_and_an_empty_tensor() -> None:
     shapes = (
         TensorMeta(name="none", dtype="bfloat16", shape=(3, 0), offset=0, nbytes=0),
         TensorMeta(name="one", dtype="float64", shape=(), offset=0, nbytes=8),
     )
     memory = Memory(os.urandom(8), weights_id=1, tensors=shapes)
-    depot = VersionStore()
-    assert bytes(depot.hold(memory.manifest).view()) == memory.payload
-    depot.close()
+    store = VersionStore()
+    assert bytes(import_version(store, memory.manifest).view()) == memory.payload
+    store.close()
     memory.close()
 
 
@@ -236,19 +252,21 @@ def test_a_scalar_and_nothing() -> None:
     st.integers(0, 30),
     st.integers(0, 30),
 )
-def test_ranges_are_sets(changes: list[tuple[bool, int, int]], start: int, stop: int) -> None:
-    ranges, there = Ranges(), set[int]()
-    for add, low, high in changes:
+def test_ranges_behave_like_sets_of_positions(
+    operations: list[tuple[bool, int, int]], start: int, stop: int
+) -> None:
+    ranges, present = Ranges(), set[int]()
+    for add, low, high in operations:
         if add:
             ranges.add(low, high)
-            there |= set(range(low, high))
+            present |= set(range(low, high))
         else:
             ranges.remove(low, high)
-            there -= set(range(low, high))
+            present -= set(range(low, high))
         pairs = list(ranges)
-        assert {byte for a, b in pairs for byte in range(a, b)} == there
+        assert {byte for a, b in pairs for byte in range(a, b)} == present
         assert all(a < b for a, b in pairs)
         assert all(left[1] < right[0] for left, right in itertools.pairwise(pairs))
-    gaps = ranges.missing(start, stop)
-    assert {byte for a, b in gaps for byte in range(a, b)} == set(range(start, stop)) - there
-    assert ranges.touches(start, stop) == bool(set(range(start, stop)) & there)
+    missing = ranges.missing(start, stop)
+    assert {byte for a, b in missing for byte in range(a, b)} == set(range(start, stop)) - present
+    assert ranges.touches(start, stop) == bool(set(range(start, stop)) & present)

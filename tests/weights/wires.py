@@ -1,4 +1,4 @@
-"""A wire between two hosts that cuts, damages or stops what comes back over it."""
+"""A wire between two hosts that cuts, corrupts or stalls the bytes from the source."""
 
 import asyncio
 import contextlib
@@ -13,9 +13,9 @@ Harm = Literal["cut", "flip", "stall"]
 
 
 class Wire:
-    """Bytes from the source pass until number `at`; there the wire does `harm`.
+    """Passes bytes from the source up to number `at`, where it does `harm`.
 
-    Counts what has passed.
+    Counts the bytes that have passed.
     """
 
     def __init__(self, to: RelayAddress, harm: Harm, at: int) -> None:
@@ -58,7 +58,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 @contextlib.asynccontextmanager
 async def wired(to: RelayAddress, harm: Harm, at: int) -> AsyncIterator[RelayAddress]:
-    """The address of a wire to `to`."""
+    """Return the address of a wire to `to`."""
     tasks: list[asyncio.Task[None]] = []
     wire = Wire(to, harm, at)
 

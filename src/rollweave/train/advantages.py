@@ -1,10 +1,10 @@
-"""Advantages: how much better each output token's choice was than what the group makes
-one expect.
+"""Advantages: how much better the choice of each output token was than the expectation
+of its group.
 
 Invariants: every output token of a trajectory gets a finite number and every other
 token 0; a group whose values are all equal gives zeros, never NaN; a trajectory's
-`reward` is its total, the sum of its turns' rewards plus what an evaluation at the end
-added, and that addition counts as reward of the last turn.
+`reward` is its total, the sum of its turns' rewards plus the reward of a final
+evaluation, which counts as reward of the last turn.
 """
 
 import math
@@ -15,17 +15,17 @@ import torch
 from rollweave.schema.config.sections import AlgorithmConfig
 from rollweave.schema.work import ScoredGroup, Trajectory, TurnSpan
 
-FLAT = 1e-6
-"""A standard deviation below this (rewards are of order one) is rounding: the values
-count as equal.
+MIN_DEVIATION = 1e-6
+"""Standard deviation (of rewards of order one) below which a difference is rounding,
+and the values count as equal.
 """
 
 
 def token_advantages(
     groups: Sequence[ScoredGroup], algorithm: AlgorithmConfig
 ) -> list[list[torch.Tensor]]:
-    """Per trajectory (in the order of `groups`) and sequence, advantages [T] in
-    float32, 0 outside output tokens.
+    """Compute advantages [T] in float32 per trajectory (in the order of `groups`) and
+    sequence, 0 outside output tokens.
 
     - `grpo` (DeepSeekMath §4.1): (reward - group mean) / group standard deviation (of
       the population, as printed).
@@ -33,7 +33,7 @@ def token_advantages(
     - `rloo`: reward - mean of the group's other members.
     - `reinforce_pp`: (reward - batch mean) / batch standard deviation, no group
       baseline.
-    - `gigpo` (GiGPO §4, its step level alone): per turn. G_t = r_t + γ G_{t+1}; the
+    - `gigpo` (GiGPO §4, its step level only): per turn. G_t = r_t + γ G_{t+1}; the
       advantage of all tokens of turn t is (G_t - mean of G over the group's turns with
       the same `state_key`) / standard deviation of G over all turns of the group. A
       turn whose key no other turn shares gets 0; turns without a key share one
@@ -51,7 +51,9 @@ def token_advantages(
     if algorithm.advantage in ("gigpo", "gigpo_no_std"):
         scaled = algorithm.advantage == "gigpo"
         return [
-            found for group in groups for found in _gigpo(group, algorithm.gamma, scaled=scaled)
+            advantages
+            for group in groups
+            for advantages in _gigpo(group, algorithm.gamma, scaled=scaled)
         ]
     rewards = [[_reward(trajectory) for trajectory in group.trajectories] for group in groups]
     if algorithm.advantage == "reinforce_pp":
@@ -76,7 +78,7 @@ def _relative(rewards: Sequence[float], estimator: str) -> list[float]:
 
 def _standardized(values: Sequence[float]) -> list[float]:
     mean, deviation = _mean(values), _deviation(values)
-    return [(value - mean) / deviation if deviation > FLAT else 0.0 for value in values]
+    return [(value - mean) / deviation if deviation > MIN_DEVIATION else 0.0 for value in values]
 
 
 def _gigpo(group: ScoredGroup, gamma: float, *, scaled: bool) -> list[list[torch.Tensor]]:
@@ -91,10 +93,10 @@ def _gigpo(group: ScoredGroup, gamma: float, *, scaled: bool) -> list[list[torch
             by_key.setdefault(span.state_key, []).append(value)
     baseline = {key: _mean(values) for key, values in by_key.items()}
     deviation = _deviation([value for values in returns for value in values])
-    found = []
+    by_trajectory = []
     for trajectory, spans, values in zip(group.trajectories, turns, returns, strict=True):
         advantages = [torch.zeros(len(sequence.tokens)) for sequence in trajectory.sequences]
-        if deviation > FLAT:
+        if deviation > MIN_DEVIATION:
             for (index, span), value in zip(spans, values, strict=True):
                 scale = deviation if scaled else 1.0
                 advantages[index][span.start : span.end] = (
@@ -104,17 +106,19 @@ def _gigpo(group: ScoredGroup, gamma: float, *, scaled: bool) -> list[list[torch
             torch.tensor(sequence.output_mask(), dtype=torch.bool)
             for sequence in trajectory.sequences
         ]
-        found.append([values * mask for values, mask in zip(advantages, masks, strict=True)])
-    return found
+        by_trajectory.append(
+            [values * mask for values, mask in zip(advantages, masks, strict=True)]
+        )
+    return by_trajectory
 
 
 def _turns(trajectory: Trajectory) -> list[tuple[int, TurnSpan]]:
-    """The trajectory's turns in order, each with the index of its sequence."""
-    found: list[tuple[int, TurnSpan]] = []
+    """Return the trajectory's turns in order, each with the index of its sequence."""
+    turns: list[tuple[int, TurnSpan]] = []
     for index, sequence in enumerate(trajectory.sequences):
         spans = sequence.turns or (TurnSpan(start=0, end=len(sequence.tokens)),)
-        found.extend((index, span) for span in spans)
-    return found
+        turns.extend((index, span) for span in spans)
+    return turns
 
 
 def _returns(
@@ -123,12 +127,12 @@ def _returns(
     rewards = [span.reward for _, span in spans]
     if rewards:
         rewards[-1] += _reward(trajectory) - math.fsum(rewards)
-    found: list[float] = []
+    returns: list[float] = []
     value = 0.0
     for reward in reversed(rewards):
         value = reward + gamma * value
-        found.append(value)
-    return found[::-1]
+        returns.append(value)
+    return returns[::-1]
 
 
 def _constant(trajectory: Trajectory, value: float) -> list[torch.Tensor]:
@@ -149,5 +153,5 @@ def _mean(values: Sequence[float]) -> float:
 
 def _deviation(values: Sequence[float]) -> float:
     mean = _mean(values)
-    # no square that overflows
+    # hypot avoids squares that overflow
     return math.hypot(*(value - mean for value in values)) / math.sqrt(max(1, len(values)))

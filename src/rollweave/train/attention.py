@@ -1,12 +1,11 @@
-"""Causal attention of grouped queries with gradients, for sequences side by side in a
-grid.
+"""Causal grouped-query attention with gradients, for sequences side by side in a grid.
 
-Invariants: a query sees the keys at its own and earlier places, exactly; nothing
-depends on the padding behind a sequence. On a CPU small heads are bound by the passes
-over the scores, so there are few: future keys of whole blocks of queries are never
-computed, the shift of the exponential is left out where the scores are known to be
-small, and a column of ones beside the values sums the weights in the same matrix
-product.
+Invariants: a query sees exactly the keys at its own and earlier positions; nothing
+depends on the padding behind a sequence. On a CPU, small heads are bound by the number
+of passes over the scores, so these are minimized: future keys of whole blocks of
+queries are never computed, the shift of the exponential is omitted if the scores are
+known to be small, and a column of ones beside the values sums the weights in the same
+matrix product.
 """
 
 from collections.abc import Callable
@@ -17,31 +16,34 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 MAX_SCORES = 1 << 26
-"""Attention scores held at once (elements, 256 MB in fp32); larger attention goes
-through torch's own kernels.
+"""Maximum attention scores held at once (elements, 256 MB in fp32); larger attention
+goes through torch's own kernels.
 """
 
 SAFE_SCORE = 30.0
-"""exp(±30) is far from float32's ends, so that scores known to be within need no shift."""
+"""Scores known to be within ± this value need no shift, because exp(±30) is far from
+float32's limits.
+"""
 
 LOWEST_SCORE = -40.0
-"""Shifted scores are cut here: exp(-40) vanishes in the rounding of a sum that holds a
-1, while exponentials below -87 are denormal and 20 to 150 times slower.
+"""Lower bound of shifted scores: exp(-40) vanishes in the rounding of a sum that
+contains a 1, while exponentials below -87 are denormal and 20 to 150 times slower.
 """
 
 BLOCKS = 4
-"""Blocks of queries, each with the keys up to its end: 5/8 of the scores are computed.
+"""Number of blocks of queries, each with the keys up to its end: 5/8 of the scores are
+computed.
 
-More blocks cost more calls.
+More blocks need more calls.
 """
 
-SHORTEST_BLOCK = 32
-"""Queries; shorter blocks save less than their calls cost."""
+MIN_BLOCK = 32
+"""Minimum queries of a block; shorter blocks save less than their calls cost."""
 
 
 class _Attend(torch.autograd.Function):
-    """q [G, R, W, D], k and v [G, T, D]; visible [G, 1, W, T] of 0 and 1, or None where
-    query w is at place w.
+    """Attention of q [G, R, W, D] over k and v [G, T, D]; visible is [G, 1, W, T] of 0
+    and 1, or None if query w is at position w.
     """
 
     @staticmethod
@@ -116,20 +118,22 @@ def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    places: torch.Tensor | None,
+    positions: torch.Tensor | None,
     *,
     max_scores: int = MAX_SCORES,
 ) -> torch.Tensor:
-    """Queries [B, W, heads, D], keys and values [B, T, groups, D] to outputs [B, W,
-    heads, D].
+    """Attend queries [B, W, heads, D] to keys and values [B, T, groups, D]; return
+    outputs [B, W, heads, D].
 
-    Query w of row b stands at `places[b, w]`, or at w without `places` (then W = T),
-    and sees keys up to there. The heads of a group follow each other.
+    Query w of row b is at `positions[b, w]`, or at w without `positions` (then W = T),
+    and sees keys up to there. The heads of a group are adjacent.
     """
     batch, width, heads, dim = q.shape
     length, groups = k.shape[1], k.shape[2]
     visible = (
-        None if places is None else torch.arange(length, device=q.device) <= places[:, :, None]
+        None
+        if positions is None
+        else torch.arange(length, device=q.device) <= positions[:, :, None]
     )
     if (
         q.device.type != "cpu"
@@ -145,7 +149,7 @@ def attend(
             enable_gqa=True,
         )
         return out.transpose(1, 2)
-    # The heads that share keys are further queries of one matrix product.
+    # The heads that share keys become further queries of one matrix product.
     q = torch.unflatten(q, 2, (groups, heads // groups)).permute(0, 2, 3, 1, 4).flatten(0, 1)
     k, v = k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1)
     if visible is not None:
@@ -157,11 +161,11 @@ def attend(
 def _blocks(
     q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor | None
 ) -> list[tuple[int, int, int]]:
-    """Queries `[start, end)` with the number of keys that any of them may see."""
+    """Return queries `[start, end)` with the number of keys that any of them may see."""
     width, length = q.shape[2], k.shape[1]
     if visible is not None:
         return [(0, width, length)]
-    size = max(SHORTEST_BLOCK, -(-width // BLOCKS))
+    size = max(MIN_BLOCK, -(-width // BLOCKS))
     return [
         (start, min(start + size, width), min(start + size, width))
         for start in range(0, width, size)
@@ -171,7 +175,9 @@ def _blocks(
 def _mask(
     scores: torch.Tensor, start: int, visible: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zeros and ones, and the part of the scores [G, R, W, T] that they are for."""
+    """Return the mask of zeros and ones, and the part of the scores [G, R, W, T] that
+    it applies to.
+    """
     if visible is not None:
         return visible, scores
     size = scores.shape[2]

@@ -1,10 +1,10 @@
-"""Checkpoints of the trainer: complete, or recognisably not one.
+"""Checkpoints of the trainer, which are either complete or recognizably incomplete.
 
 A checkpoint is a directory with `model.safetensors`, `optimizer.safetensors`,
-`rng.safetensors`, `state.json`, where there is a reference `reference.safetensors`, and
-`digests.json`, written last, with size and xxh3-128 of each. Invariants: it gets its
-name only when all of it is on disk; what does not match its digests is refused; files
-of others beside these are left alone.
+`rng.safetensors`, `state.json`, if there is a reference `reference.safetensors`, and
+`digests.json`, written last, with the size and xxh3-128 of each. Invariants: a
+checkpoint gets its name only when all of it is on disk; one that does not match its
+digests is rejected; unrelated files beside these are left alone.
 """
 
 import dataclasses
@@ -38,9 +38,9 @@ TOKENIZER_FILES = (
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """All that a trainer needs to go on after `step` completed steps.
+    """The state that a trainer needs to continue after `step` completed steps.
 
-    Tensors are whole, on the CPU.
+    Tensors are unsharded, on the CPU.
     """
 
     step: int
@@ -58,9 +58,10 @@ def save(
     export_dtype: torch.dtype,
 ) -> None:
     """Write `checkpoint` to directory `path`, atomically; with `export_from`, also a
-    Hugging Face checkpoint in `path/hf`.
+    Hugging Face checkpoint to `path/hf`.
 
-    Raises OSError (no space left, for one) and leaves whatever `path` was before.
+    Raises OSError, for example if no space is left, and keeps the former content of
+    `path`.
     """
     with new_directory(path) as directory:
         parts = {
@@ -84,10 +85,10 @@ def save(
 
 
 def load(path: Path) -> Checkpoint:
-    """Read the checkpoint at `path`, or the newest complete one in `path` where that
-    holds checkpoints itself.
+    """Read the checkpoint at `path`, or the newest complete one in `path` if that is a
+    directory of checkpoints.
 
-    Raises `TrainerError` that names what is torn, missing or unknown.
+    Raises `TrainerError`, which names what is incomplete, missing or unknown.
     """
     if not (path / DIGESTS).exists() and not (path / STATE).exists():
         newest = latest(path)
@@ -109,21 +110,22 @@ def load(path: Path) -> Checkpoint:
 
 
 def latest(directory: Path) -> Path | None:
-    """The complete checkpoint in `directory` with the most steps; torn ones are passed
-    over.
+    """Return the complete checkpoint in `directory` with the most steps; incomplete
+    ones are skipped.
     """
-    found: list[tuple[int, Path]] = []
+    complete: list[tuple[int, Path]] = []
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
         try:
             if PARTIAL not in path.name:
-                found.append((verify(path), path))
+                complete.append((verify(path), path))
         except TrainerError:
             continue
-    return max(found)[1] if found else None
+    return max(complete)[1] if complete else None
 
 
 def verify(path: Path) -> int:
-    """The step of the checkpoint at `path`, after comparing every file with its digest.
+    """Compare every file of the checkpoint at `path` with its digest, and return the
+    checkpoint's step.
 
     Raises `TrainerError`.
     """
@@ -167,5 +169,5 @@ def _save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
             path,
             metadata={"format": "pt"},
         )
-    except SafetensorError as error:  # how the library words a failed write
+    except SafetensorError as error:  # the library reports a failed write like this
         raise OSError(f"cannot write {path.name}: {error}") from error

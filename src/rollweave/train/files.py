@@ -1,8 +1,8 @@
 """Directories that appear complete or not at all.
 
 Invariant: `new_directory` either renames a fully written and synced directory to its
-name, or leaves nothing and whatever had that name before untouched. Unfinished ones
-carry the suffix `.partial-…` and are cleared by the next writer.
+name, or leaves nothing behind and an existing directory of that name untouched.
+Unfinished ones carry the suffix `.partial-…` and are removed by the next writer.
 """
 
 import contextlib
@@ -15,13 +15,15 @@ from pathlib import Path
 PARTIAL = ".partial-"
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
-"""From <linux/fcntl.h> and <linux/fs.h>; Python's os has no call for it."""
+"""Constants from <linux/fcntl.h> and <linux/fs.h>, because Python's os does not have
+the call.
+"""
 
 
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Yield an empty directory to fill; on success it becomes `path`, replacing a
-    former one. OSErrors pass through.
+    """Yield an empty directory to fill; on success it becomes `path`, replacing an
+    existing one. Passes OSErrors through.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     for sibling in path.parent.iterdir():
@@ -44,8 +46,8 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Swap two directories' names in one step, so that at every instant a complete one
-    has each name.
+    """Swap two directories' names in one step, so that each name always refers to a
+    complete one.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE):

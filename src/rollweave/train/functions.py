@@ -1,8 +1,8 @@
-"""Differentiable functions with fewer passes over memory than their composition from
-torch's operators.
+"""Differentiable functions that need fewer passes over memory than their composition
+from torch's operators.
 
-On a CPU a small model is bound by memory and by operator count, not by arithmetic. Each
-function is checked against its plain definition, gradients included.
+On a CPU, a small model is bound by memory and operator count, not by arithmetic. Each
+function is tested against its plain definition, including gradients.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 LOWEST_LOGIT = -60.0
-"""Below the greatest logit, in nats.
+"""Lower bound of logits relative to the greatest, in nats.
 
-Exponentials below -87 are denormal: 20 to 150 times slower, and so is what uses them.
+Exponentials below -87 are denormal: they, and operations on them, are 20 to 150 times
+slower.
 """
 
 
@@ -39,16 +40,16 @@ class _RmsNorm(torch.autograd.Function):
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(turns)
-        return _as_pairs(torch.view_as_complex(x.view(*x.shape[:-1], -1, 2)) * turns)
+    def forward(ctx: Any, x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rotations)
+        return _as_pairs(torch.view_as_complex(x.view(*x.shape[:-1], -1, 2)) * rotations)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (turns,) = ctx.saved_tensors
+        (rotations,) = ctx.saved_tensors
         pairs = torch.view_as_complex(grad.contiguous().view(*grad.shape[:-1], -1, 2))
-        return _as_pairs(pairs * turns.conj_physical()), None
+        return _as_pairs(pairs * rotations.conj_physical()), None
 
 
 def _as_pairs(x: torch.Tensor) -> torch.Tensor:
@@ -111,31 +112,31 @@ _apply_swiglu = cast(Callable[..., torch.Tensor], _SwiGlu.apply)
 
 
 def token_logprobs(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of `labels` [M] under `logits` [M, V] (float32), and the entropy, both
-    [M].
+    """Return the log-prob of `labels` [M] under `logits` [M, V] (float32), and the
+    entropy, both [M].
 
-    Tokens less probable than exp(-60) of the likeliest count as that in the entropy,
-    which no float32 sum can tell.
+    In the entropy, tokens less probable than exp(-60) of the likeliest count as that,
+    which no float32 sum can distinguish.
     """
     return _apply_tokenlogprobs(logits, labels)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., D] over its root mean square along the last axis, times weight: [D], or
-    [heads, D] for x [..., heads, D].
+    """Divide x [..., D] by its root mean square along the last axis, and multiply by
+    weight: [D], or [heads, D] for x [..., heads, D].
     """
     return _apply_rmsnorm(x, weight, eps)
 
 
-def rotate(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    """Turn the pairs (x[..., 2i], x[..., 2i + 1]) as complex numbers by `turns` [..., D
-    / 2], which is broadcast, constant.
+def rotate(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs (x[..., 2i], x[..., 2i + 1]) as complex numbers by the constant
+    `rotations` [..., D / 2], which is broadcast.
     """
-    return _apply_rotate(x, turns)
+    return _apply_rotate(x, rotations)
 
 
 def swiglu(both: torch.Tensor) -> torch.Tensor:
-    """silu(gate) · up, where `both` [..., 2F] is gate and up side by side; returns
-    [..., F].
+    """Return silu(gate) · up [..., F], where `both` [..., 2F] is gate and up side by
+    side.
     """
     return _apply_swiglu(both)

@@ -1,8 +1,8 @@
-"""The policy loss, token by token, as a sum whose weights make it the wanted mean.
+"""The policy loss, token by token, as a sum whose weights make it the desired mean.
 
 Invariants: the loss of a minibatch is the sum over its micro-batches and ranks, because
-every token's weight already knows the whole minibatch; only output tokens come here;
-log-probs are at the sampling temperature on all sides.
+every token's weight already accounts for the whole minibatch; the inputs contain only
+output tokens; log-probs are at the sampling temperature on all sides.
 """
 
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ import torch
 from rollweave.schema.config.sections import AlgorithmConfig
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios beyond ±20 are cut: the exponential would overflow or drown the batch, and
-the sign alone matters there.
+"""Bound of log-ratios: beyond ±20 the exponential would overflow or dominate the batch,
+and only the sign matters.
 """
 
 
 def token_weights(lengths: Sequence[int], aggregate: str) -> list[float]:
-    """The weight of each token of sequences with these numbers of output tokens; over
-    all tokens they sum to 1.
+    """Return the weight of each token of sequences with these numbers of output tokens;
+    over all tokens they sum to 1.
 
     `token_mean`: every token of the minibatch counts the same. `sequence_mean`: every
     sequence does.
@@ -34,7 +34,7 @@ def policy_loss(
     *,
     logprobs: torch.Tensor,
     entropy: torch.Tensor,
-    behaviour: torch.Tensor,
+    behavior: torch.Tensor,
     advantages: torch.Tensor,
     weights: torch.Tensor,
     proximal: torch.Tensor | None,
@@ -42,28 +42,28 @@ def policy_loss(
     kl: float,
     algorithm: AlgorithmConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weighted loss (a scalar) and the sums of `metrics.TOKEN_SUMS`; all inputs are
-    [M], M output tokens.
+    """Return the weighted loss (a scalar) and the sums of `metrics.TOKEN_SUMS`; all
+    inputs are [M], for M output tokens.
 
     With ratio ρ = exp(logprobs - old), PPO-clip is -min(ρ A, clip(ρ, 1 - clip_low, 1 +
     clip_high) A), where
 
-    - `bypass`: old = behaviour, the log-probs of the engine (the clip bounds the whole
-      way from the rollout);
+    - `bypass`: old = behavior, the log-probs of the engine (the clip bounds the whole
+      distance from the rollout);
     - `decoupled` (AReaL §5.2): old = proximal, recomputed when the step began; the loss
-      is weighted by exp(proximal - behaviour), and tokens whose weight exceeds `is_cap`
+      is weighted by exp(proximal - behavior), and tokens whose weight exceeds `is_cap`
       are dropped;
     - `tis`: as decoupled, but the weight is truncated to `is_cap` and no token is
       dropped.
 
-    To this come `kl` times each token's `divergence` from the reference, and minus
+    Added to this are `kl` times each token's `divergence` from the reference, and minus
     `entropy` times the entropy.
     """
     with torch.no_grad():
-        to_behaviour = (logprobs - behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        behaviour_ratio = to_behaviour.exp()
-    importance, masked = _importance(proximal, behaviour, algorithm)
-    old = behaviour if proximal is None else proximal
+        to_behavior = (logprobs - behavior).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        behavior_ratio = to_behavior.exp()
+    importance, masked = _importance(proximal, behavior, algorithm)
+    old = behavior if proximal is None else proximal
     ratio = (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     plain = ratio * advantages
     bounded = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high) * advantages
@@ -79,10 +79,10 @@ def policy_loss(
             [
                 torch.ones_like(logprobs),
                 advantages.abs(),
-                behaviour_ratio - 1 - to_behaviour,
-                behaviour_ratio,
-                behaviour_ratio.square(),
-                (behaviour_ratio - 1).square(),
+                behavior_ratio - 1 - to_behavior,
+                behavior_ratio,
+                behavior_ratio.square(),
+                (behavior_ratio - 1).square(),
                 divergence if divergence is not None else torch.zeros_like(logprobs),
                 entropy,
                 (bounded < plain).float(),
@@ -93,13 +93,13 @@ def policy_loss(
 
 
 def _importance(
-    proximal: torch.Tensor | None, behaviour: torch.Tensor, algorithm: AlgorithmConfig
+    proximal: torch.Tensor | None, behavior: torch.Tensor, algorithm: AlgorithmConfig
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """The constant weight of each token, and 1.0 where the cap acted on it."""
+    """Return the constant weight of each token, and 1.0 where the cap applied."""
     if algorithm.correction == "bypass":
-        return None, torch.zeros_like(behaviour)
+        return None, torch.zeros_like(behavior)
     assert proximal is not None, "decoupled and tis need recomputed log-probs"
-    weight = (proximal - behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    weight = (proximal - behavior).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     beyond = weight > algorithm.is_cap
     if algorithm.correction == "decoupled":
         return weight.masked_fill(beyond, 0.0), beyond.float()
@@ -107,8 +107,8 @@ def _importance(
 
 
 def kl_coefficient(algorithm: AlgorithmConfig, *, step: int, steps: int) -> float:
-    """`kl` at training step `step` of `steps`: constant, then falling linearly to 0 at
-    the share `kl_until` of the run.
+    """Return `kl` at training step `step` of `steps`: constant, then decreasing
+    linearly to 0 at the fraction `kl_until` of the run.
     """
     if algorithm.kl_until >= 1:
         return algorithm.kl
@@ -117,8 +117,8 @@ def kl_coefficient(algorithm: AlgorithmConfig, *, step: int, steps: int) -> floa
 
 
 def k3(log_ratio: torch.Tensor) -> torch.Tensor:
-    """KL(policy, reference) from log(reference / policy) of sampled tokens: Schulman's
-    never negative exp(d) - d - 1.
+    """Estimate KL(policy, reference) from log(reference / policy) of sampled tokens:
+    Schulman's nonnegative exp(d) - d - 1.
     """
     bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return bounded.exp() - bounded - 1

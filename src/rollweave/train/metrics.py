@@ -1,7 +1,7 @@
-"""The names of what a training step reports, and how per-token sums become figures.
+"""The metrics of a training step, and their computation from per-token sums.
 
-Names are stable: dashboards and tests read them. Token figures are means over the
-output tokens that went through the model, over all passes of the batch; figures that do
+Names are stable: dashboards and tests read them. Token metrics are means over the
+output tokens that went through the model, over all passes of the batch; metrics that do
 not apply to a step are absent.
 
 | name | meaning |
@@ -9,21 +9,21 @@ not apply to a step are absent.
 | `loss` | mean loss of the optimizer steps |
 | `reward_mean`, `reward_std` | total reward of the batch's trajectories |
 | `advantage_abs` | mean absolute advantage per token |
-| `kl_behaviour` | k3 estimate of KL(rollout policy, trained policy), which staleness and updates move apart |
+| `kl_behaviour` | k3 estimate of KL(rollout policy, trained policy), which grows with staleness and updates |
 | `chi2` | mean of (ratio - 1)², the χ² divergence of the trained policy from the rollout policy |
 | `ess` | effective sample size of the ratio weights, as a share of the tokens, in (0, 1] |
 | `kl_reference` | KL to the starting weights in the direction `algorithm.kl_direction`, where `algorithm.kl` is set |
 | `entropy` | mean entropy of the policy at the sampling temperature, in nats |
-| `clip_fraction` | share of tokens whose gradient the PPO clip cut off |
+| `clip_fraction` | share of tokens whose gradient the PPO clip removed |
 | `mask_fraction` | share of tokens that a correction dropped (`decoupled`) or whose weight it truncated (`tis`) |
 | `logprob_gap_mean`, `logprob_gap_max` | absolute difference of the trainer's and the engine's log-prob of the same weights |
-| `logprob_gap/<engine>` | its mean on one engine |
+| `logprob_gap/<engine>` | the mean gap on one engine |
 | `grad_norm` | mean gradient norm before clipping |
 | `lr` | learning rate of the step |
 | `updates` | optimizer steps taken |
 | `tokens` | output tokens of the batch |
 | `input_tokens` | all tokens of the batch |
-| `skipped_fraction` | share of output tokens without any advantage, which were not computed |
+| `skipped_fraction` | share of output tokens without any advantage, which were skipped |
 | `tokens_per_s` | input tokens times passes per second of training |
 """
 
@@ -45,16 +45,16 @@ TOKEN_SUMS = (
     "clipped",
     "masked",
 )
-"""What `losses.policy_loss` sums over tokens, in the order of its tensor."""
+"""The per-token values that `losses.policy_loss` sums, in the order of its tensor."""
 
 
-def from_sums(sums: torch.Tensor, *, with_reference: bool) -> dict[str, float]:
-    """Figures from summed `TOKEN_SUMS` [10]. Empty where no token was computed."""
+def metrics_from_sums(sums: torch.Tensor, *, with_reference: bool) -> dict[str, float]:
+    """Compute metrics from summed `TOKEN_SUMS` [10]. Empty if no token was computed."""
     total = dict(zip(TOKEN_SUMS, sums.tolist(), strict=True))
     count = total["count"]
     if not count:
         return {}
-    figures = {
+    metrics = {
         "advantage_abs": total["advantage_abs"] / count,
         "kl_behaviour": total["kl_behaviour"] / count,
         "chi2": total["chi2"] / count,
@@ -64,13 +64,13 @@ def from_sums(sums: torch.Tensor, *, with_reference: bool) -> dict[str, float]:
         "mask_fraction": total["masked"] / count,
     }
     if with_reference:
-        figures["kl_reference"] = total["kl_reference"] / count
-    return figures
+        metrics["kl_reference"] = total["kl_reference"] / count
+    return metrics
 
 
 class GapMeter:
-    """Train-inference gap: |trainer's - engine's log-prob| of tokens that the very same
-    weights sampled, by engine.
+    """Measures the train-inference gap by engine: |trainer's - engine's log-prob| of
+    tokens that exactly the same weights sampled.
     """
 
     def __init__(self, engines: Sequence[str]) -> None:
@@ -79,18 +79,20 @@ class GapMeter:
         self._max = torch.zeros(1, dtype=torch.float64)
 
     def add(self, engine: str, gaps: torch.Tensor) -> None:
-        """gaps [K] of tokens sampled on `engine`."""
+        """Add gaps [K] of tokens sampled on `engine`."""
         if len(gaps):
             place = self._engines.index(engine)
             self._sums[place, 0] += gaps.sum(dtype=torch.float64)
             self._sums[place, 1] += len(gaps)
             self._max = torch.maximum(self._max, gaps.max().double())
 
-    def figures(self, ranks: RankGroup) -> dict[str, float]:
-        """Empty where no such token was seen (all of them are stale, for one)."""
-        sums = ranks.total(self._sums)
+    def metrics(self, ranks: RankGroup) -> dict[str, float]:
+        """Return the metrics; empty if there was no such token (for example because all
+        are stale).
+        """
+        sums = ranks.all_reduce_sum(self._sums)
         gap, count = sums.sum(0).tolist()
-        greatest = ranks.greatest(self._max)
+        greatest = ranks.all_reduce_max(self._max)
         if not count:
             return {}
         by_engine = {

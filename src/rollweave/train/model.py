@@ -1,10 +1,10 @@
 """A decoder-only transformer (Llama, Qwen2, Qwen3) for training: packed inputs in,
 hidden states of the predicting rows out.
 
-Parameters carry transformers' names, so weights travel between checkpoints, engines and
-this model unchanged; transformers' own forward is the oracle of the tests. Two things
-make it quicker: rows are packed without padding, and the last layer computes keys and
-values for all rows but everything else only for the rows that predict something.
+Parameters have transformers' names, so that weights move between checkpoints, engines
+and this model unchanged; transformers' own forward pass is the oracle of the tests. Two
+things make this model faster: rows are packed without padding, and the last layer
+computes keys and values for all rows but everything else only for the predicting rows.
 """
 
 import dataclasses
@@ -25,19 +25,21 @@ from rollweave.train.packing import Grid, Packed
 from rollweave.weights.checkpoint import ModelShape, read_shape, read_tensors_of
 
 MAX_LOGITS = 1 << 26
-"""Logits held at once (elements, 256 MB in fp32)."""
+"""Maximum logits held at once (elements, 256 MB in fp32)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Shared:
-    """What all layers of one forward pass share: rotations as complex numbers, by grid."""
+class RotaryTables:
+    """The rotations that all layers of one forward pass share, as complex numbers, by
+    grid.
+    """
 
-    turns: torch.Tensor  # [1, T, D / 2]
-    query_turns: torch.Tensor  # [B, Q, D / 2]
+    rotations: torch.Tensor  # [1, T, D / 2]
+    query_rotations: torch.Tensor  # [B, Q, D / 2]
 
 
 class RmsNorm(nn.Module):
-    """Root-mean-square normalisation in float32, with a weight."""
+    """Root-mean-square normalization in float32, with a weight."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -67,56 +69,65 @@ class Attention(nn.Module):
         else:
             self.q_norm = self.k_norm = None
 
-    def forward(self, x: torch.Tensor, packed: Packed, shared: Shared, last: bool) -> torch.Tensor:
-        """x [N, H] to the attention's output: [N, H], or [M, H] for the predicting rows
-        in the `last` layer.
+    def forward(
+        self, x: torch.Tensor, packed: Packed, rotary: RotaryTables, last: bool
+    ) -> torch.Tensor:
+        """Map x [N, H] to the attention's output: [N, H], or [M, H] for the predicting
+        rows in the `last` layer.
         """
         keys, queries = packed.keys, packed.queries if last else packed.keys
         device, dim = x.device, self.head_dim
-        key_value = [(self.k_proj, _pairs(self.kv_heads, dim, device)), (self.v_proj, None)]
+        key_value = [(self.k_proj, _pair_order(self.kv_heads, dim, device)), (self.v_proj, None)]
         if last:
-            query = [(self.q_proj, _pairs(self.heads, dim, device))]
+            query = [(self.q_proj, _pair_order(self.heads, dim, device))]
             q = _to_grid(
-                _joined(x.index_select(0, packed.predicting), query), queries, packed.predicting
+                _fused_linear(x.index_select(0, packed.predicting), query),
+                queries,
+                packed.predicting,
             )
-            q = self._placed(torch.unflatten(q, -1, (-1, dim)), self.heads, shared.query_turns)
-            kv = torch.unflatten(_to_grid(_joined(x, key_value), keys, None), -1, (-1, dim))
-            k = self._placed(kv[:, :, : self.kv_heads], 0, shared.turns)
+            q = self._normalize_and_rotate(
+                torch.unflatten(q, -1, (-1, dim)), self.heads, rotary.query_rotations
+            )
+            kv = torch.unflatten(_to_grid(_fused_linear(x, key_value), keys, None), -1, (-1, dim))
+            k = self._normalize_and_rotate(kv[:, :, : self.kv_heads], 0, rotary.rotations)
         else:
-            every = [(self.q_proj, _pairs(self.heads, dim, device)), *key_value]
-            kv = torch.unflatten(_to_grid(_joined(x, every), keys, None), -1, (-1, dim))
-            qk = self._placed(kv[:, :, : self.heads + self.kv_heads], self.heads, shared.turns)
+            every = [(self.q_proj, _pair_order(self.heads, dim, device)), *key_value]
+            kv = torch.unflatten(_to_grid(_fused_linear(x, every), keys, None), -1, (-1, dim))
+            qk = self._normalize_and_rotate(
+                kv[:, :, : self.heads + self.kv_heads], self.heads, rotary.rotations
+            )
             q, k = qk[:, :, : self.heads], qk[:, :, self.heads :]
-        places = queries.positions if last else None
-        out = attend(q, k, kv[:, :, -self.kv_heads :], places, max_scores=self.max_scores).reshape(
-            len(q) * q.shape[1], -1
-        )
+        positions = queries.positions if last else None
+        out = attend(
+            q, k, kv[:, :, -self.kv_heads :], positions, max_scores=self.max_scores
+        ).reshape(len(q) * q.shape[1], -1)
         if not queries.dense:
             out = out.index_select(0, queries.flat)
-        return _joined(out, [(self.o_proj, None)])
+        return _fused_linear(out, [(self.o_proj, None)])
 
-    def _placed(self, x: torch.Tensor, queries: int, turns: torch.Tensor) -> torch.Tensor:
-        """Heads [B, W, heads, D], in pairs, of which `queries` are queries and the
-        others keys.
+    def _normalize_and_rotate(
+        self, x: torch.Tensor, queries: int, rotations: torch.Tensor
+    ) -> torch.Tensor:
+        """Normalize (if the architecture does) and rotate heads [B, W, heads, D], in
+        pairs, of which `queries` are queries and the others keys.
 
-        They are normalised where the architecture does, and turned to their position by
-        `turns` [1 or B, W, D / 2].
+        The rotation to their positions is `rotations` [1 or B, W, D / 2].
         """
         heads = x.shape[-2]
         if self.q_norm is not None and self.k_norm is not None:
-            order = _pairs(1, self.head_dim, x.device)
+            order = _pair_order(1, self.head_dim, x.device)
             rows = [
                 self.q_norm.weight[order].expand(queries, -1),
                 self.k_norm.weight[order].expand(heads - queries, -1),
             ]
             x = rms_norm(x.float(), torch.cat(rows).float(), self.q_norm.eps).to(x.dtype)
-        # Tables as wide as the rows let one loop run over all heads.
-        turned = rotate(x.float().flatten(-2), turns.repeat(1, 1, heads))
-        return turned.to(x.dtype).view(x.shape)
+        # With tables as wide as the rows, one loop runs over all heads.
+        rotated = rotate(x.float().flatten(-2), rotations.repeat(1, 1, heads))
+        return rotated.to(x.dtype).view(x.shape)
 
 
 class Mlp(nn.Module):
-    """SwiGLU."""
+    """The SwiGLU feed-forward layer."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -126,14 +137,14 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(shape.ffn, shape.hidden, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _joined(
-            swiglu(_joined(x, [(self.gate_proj, None), (self.up_proj, None)])),
+        return _fused_linear(
+            swiglu(_fused_linear(x, [(self.gate_proj, None), (self.up_proj, None)])),
             [(self.down_proj, None)],
         )
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each behind a norm, each added to the stream."""
+    """Attention and MLP, each behind a norm, and each added to the residual stream."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -142,15 +153,17 @@ class Layer(nn.Module):
         self.input_layernorm = RmsNorm(shape.hidden, shape.eps)
         self.post_attention_layernorm = RmsNorm(shape.hidden, shape.eps)
 
-    def forward(self, x: torch.Tensor, packed: Packed, shared: Shared, last: bool) -> torch.Tensor:
-        attended = self.self_attn(self.input_layernorm(x), packed, shared, last)
+    def forward(
+        self, x: torch.Tensor, packed: Packed, rotary: RotaryTables, last: bool
+    ) -> torch.Tensor:
+        attended = self.self_attn(self.input_layernorm(x), packed, rotary, last)
         x = (x.index_select(0, packed.predicting) if last else x) + attended
         out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
 
 class Decoder(nn.Module):
-    """The stack below the head.
+    """The layers below the head.
 
     `forward` returns hidden states of the predicting rows, [M, H].
     """
@@ -163,9 +176,9 @@ class Decoder(nn.Module):
 
 
 class Scores(NamedTuple):
-    """What a pass gives for its M labels, each [M] in float32.
+    """The outputs of a forward pass for its M labels, each [M] in float32.
 
-    `divergence` is KL(reference, policy), 0 without reference.
+    `divergence` is KL(reference, policy), or 0 without a reference.
     """
 
     logprobs: torch.Tensor
@@ -175,7 +188,7 @@ class Scores(NamedTuple):
 
 class Reference(NamedTuple):
     """Another policy at the same M labels: its last hidden states [M, H] and its output
-    weights [V, H]. Both constant.
+    weights [V, H]. Both are constant.
     """
 
     hidden: torch.Tensor
@@ -183,8 +196,8 @@ class Reference(NamedTuple):
 
 
 class Model(nn.Module):
-    """A causal language model whose forward gives log-probs of the labels, so that no
-    more logits exist than needed.
+    """A causal language model whose forward pass returns log-probs of the labels, so
+    that only the necessary logits exist.
     """
 
     def __init__(self, shape: ModelShape, compute_dtype: torch.dtype) -> None:
@@ -200,19 +213,19 @@ class Model(nn.Module):
     def forward(
         self, packed: Packed, temperature: float, reference: Reference | None = None
     ) -> Scores:
-        """Log-probs of `packed.labels` at `temperature`, the policy's entropy there,
-        and how far it is from `reference`.
+        """Return log-probs of `packed.labels` at `temperature`, and the policy's
+        entropy and distance from `reference` there.
         """
         x = self.hidden(packed)
         rows = max(1, self.max_logits // self.lm_head.out_features)
         if len(x) <= rows:
             return self._head(x, packed.labels, temperature, reference)
-        # More logits than that are made, and made again for the gradient, a part at a
-        # time.
+        # Compute the logits in parts, and again for the gradient, because too many
+        # would be held at once.
         parts = []
         for start in range(0, len(x), rows):
             part = slice(start, start + rows)
-            beside = (
+            part_reference = (
                 None if reference is None else Reference(reference.hidden[part], reference.head)
             )
             parts.append(
@@ -221,27 +234,27 @@ class Model(nn.Module):
                     x[part],
                     packed.labels[part],
                     temperature,
-                    beside,
+                    part_reference,
                     use_reentrant=False,
                 )
             )
         return Scores(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
     def hidden(self, packed: Packed) -> torch.Tensor:
-        """The last hidden states at the labels, [M, H]."""
+        """Return the last hidden states at the labels, [M, H]."""
         x = functional.embedding(packed.tokens, self.model.embed_tokens.weight).to(
             self.compute_dtype
         )
-        shared = self._shared(packed, x)
+        rotary = self._rotary(packed, x)
         final = len(self.model.layers) - 1
         for index, layer in enumerate(self.model.layers):
-            x = layer(x, packed, shared, index == final)
+            x = layer(x, packed, rotary, index == final)
         return cast(torch.Tensor, self.model.norm(x))
 
     def _head(
         self, x: torch.Tensor, labels: torch.Tensor, temperature: float, reference: Reference | None
     ) -> Scores:
-        logits = _joined(x, [(self.lm_head, None)]).float() / temperature
+        logits = _fused_linear(x, [(self.lm_head, None)]).float() / temperature
         logprobs, entropy = token_logprobs(logits, labels)
         if reference is None:
             return Scores(logprobs, entropy, torch.zeros_like(entropy))
@@ -249,20 +262,22 @@ class Model(nn.Module):
         divergence = (wanted.exp() * (wanted - logits.log_softmax(-1))).sum(-1)
         return Scores(logprobs, entropy, divergence)
 
-    def _shared(self, packed: Packed, x: torch.Tensor) -> Shared:
+    def _rotary(self, packed: Packed, x: torch.Tensor) -> RotaryTables:
         length = packed.keys.positions.shape[1]
-        places = torch.arange(length, device=x.device)
-        angles = places[:, None].float() * torch.tensor(self.shape.inv_freq, device=x.device)
-        turns = torch.polar(torch.ones_like(angles), angles)[None]
-        return Shared(turns=turns, query_turns=turns[0][packed.queries.positions])
+        positions = torch.arange(length, device=x.device)
+        angles = positions[:, None].float() * torch.tensor(self.shape.inv_freq, device=x.device)
+        rotations = torch.polar(torch.ones_like(angles), angles)[None]
+        return RotaryTables(
+            rotations=rotations, query_rotations=rotations[0][packed.queries.positions]
+        )
 
 
 def load_model(path: Path, *, dtype: str, device: str) -> Model:
     """Read a Hugging Face checkpoint directory. Weights are kept in float32; `dtype` is
     that of the computation.
 
-    Raises `TrainerError` for an architecture that this model does not cover, and for
-    tensors that are missing or misshapen.
+    Raises `TrainerError` for an unsupported architecture, and for tensors that are
+    missing or have the wrong shape.
     """
     try:
         shape = read_shape(path)
@@ -282,11 +297,11 @@ def load_model(path: Path, *, dtype: str, device: str) -> Model:
     return model.to(device)
 
 
-def _joined(
+def _fused_linear(
     x: torch.Tensor, layers: Sequence[tuple[nn.Linear, torch.Tensor | None]]
 ) -> torch.Tensor:
-    """Several linear layers of the same input as one product, each with its outputs in
-    the given order: [N, sum of outs].
+    """Apply several linear layers to the same input as one product, each with its
+    outputs in the given order: [N, sum of outs].
     """
     weights = [
         layer.weight if order is None else layer.weight.index_select(0, order)
@@ -303,12 +318,12 @@ def _joined(
 
 
 @functools.cache
-def _pairs(heads: int, head_dim: int, device: torch.device) -> torch.Tensor:
-    """The order of a projection's outputs that puts the two numbers which a rotation
-    mixes side by side.
+def _pair_order(heads: int, head_dim: int, device: torch.device) -> torch.Tensor:
+    """Return the order of a projection's outputs that places the two numbers mixed by a
+    rotation side by side.
 
-    Checkpoints hold them half a head apart. Queries and keys in the same order have the
-    same products.
+    Checkpoints store them half a head apart. Queries and keys in the same order have
+    the same products.
     """
     one = torch.arange(head_dim).view(2, -1).t().flatten()
     return (torch.arange(heads)[:, None] * head_dim + one).flatten().to(device)
@@ -317,7 +332,7 @@ def _pairs(heads: int, head_dim: int, device: torch.device) -> torch.Tensor:
 def _to_grid(x: torch.Tensor, grid: Grid, packed_rows: torch.Tensor | None) -> torch.Tensor:
     """Arrange rows of x by sequence: [B, W, C].
 
-    `packed_rows` says that x holds only those packed rows, in grid order.
+    With `packed_rows`, x contains only those packed rows, in grid order.
     """
     batch, width = grid.positions.shape
     if grid.dense:

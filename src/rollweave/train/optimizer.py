@@ -1,8 +1,8 @@
-"""AdamW with warm-up and linear decay, gradient clipping, and a state that can be
-named, saved and put back.
+"""AdamW with warm-up and linear decay, gradient clipping, and state that can be named,
+saved and restored.
 
 Invariants: the learning rate is a function of the step alone; `Snapshot` restores
-weights and optimizer to the bit.
+weights and optimizer bitwise.
 """
 
 import dataclasses
@@ -28,8 +28,9 @@ def new_optimizer(
 
 
 def learning_rate(trainer: TrainerConfig, *, step: int, steps: int) -> float:
-    """At training step `step` of `steps`, from 0: up linearly over `warmup_steps`, then
-    linearly to `final_lr` at the last.
+    """Return the learning rate at training step `step` of `steps`, from 0: it increases
+    linearly over `warmup_steps`, then decreases linearly to `final_lr` at the last
+    step.
     """
     if step < trainer.warmup_steps:
         return trainer.lr * (step + 1) / trainer.warmup_steps
@@ -46,7 +47,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def clip_gradients(model: nn.Module, max_norm: float) -> float:
     """Scale gradients down to `max_norm` (over all ranks); return the norm before.
 
-    Gradients that are not finite stay.
+    Gradients that are not finite are left unchanged.
     """
     parameters = list(model.parameters())
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
@@ -60,7 +61,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """Weights and optimizer state of one moment, on the CPU; shards stay shards."""
+    """A copy of weights and optimizer state on the CPU; shards stay shards."""
 
     weights: list[torch.Tensor]
     moments: list[dict[str, torch.Tensor]]
@@ -91,23 +92,23 @@ class Snapshot:
 def optimizer_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.Tensor]:
-    """Copies of the optimizer's state by `<moment>.<parameter>` and `step.<parameter>`,
-    gathered from all ranks.
+    """Return copies of the optimizer's state by `<moment>.<parameter>` and
+    `step.<parameter>`, gathered from all ranks.
     """
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         state: Mapping[str, torch.Tensor] = optimizer.state.get(parameter, {})
         for key, value in state.items():
-            found[f"{key}.{name}"] = full_tensor(value).to("cpu", copy=True)
-    return found
+            tensors[f"{key}.{name}"] = full_tensor(value).to("cpu", copy=True)
+    return tensors
 
 
 def load_optimizer_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Put back what `optimizer_tensors` gave.
+    """Restore tensors from `optimizer_tensors`.
 
-    A parameter without state loses the state that it has.
+    A parameter without tensors loses its current state.
     """
     for name, parameter in model.named_parameters():
         optimizer.state.pop(parameter, None)

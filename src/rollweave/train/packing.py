@@ -1,8 +1,8 @@
-"""Token sequences laid end to end for one forward pass.
+"""Token sequences concatenated for one forward pass.
 
-Invariants: a packed micro-batch holds no padding outside attention; a sequence sees
-itself alone, at positions from 0; what follows a sequence's last target is cut, because
-nothing would learn from it; every target appears exactly once.
+Invariants: a packed micro-batch has no padding outside attention; a sequence sees only
+itself, at positions from 0; tokens after a sequence's last target are cut, because
+nothing would learn from them; every target appears exactly once.
 """
 
 import dataclasses
@@ -24,11 +24,12 @@ class Example:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Grid:
-    """Rows of a packed tensor arranged by sequence, `[B, W]`, and the way back.
+    """Maps rows of a packed tensor to a grid by sequence, `[B, W]`, and back.
 
-    `rows[b, w]` is a packed row (any valid one in the padding); `flat` are the cells,
-    in packed order, that are not padding; `positions[b, w]` is the place in the
-    sequence (0 in the padding). `None` rows say: already in this shape.
+    `rows[b, w]` is a packed row (any valid one in the padding); `flat` are the cells
+    that are not padding, in packed order; `positions[b, w]` is the position in the
+    sequence (0 in the padding). `dense` means that the grid has no padding, so that
+    both have the same shape.
     """
 
     rows: torch.Tensor
@@ -42,8 +43,8 @@ class Packed:
     """One micro-batch: N input tokens of B sequences, M predictions. `keys` covers all
     inputs, `queries` the predicting ones.
 
-    `predicting[m]` is the packed row whose hidden state predicts `labels[m]`; both
-    follow the order of the examples.
+    `predicting[m]` is the packed row whose hidden state predicts `labels[m]`; both are
+    in the order of the examples.
     """
 
     tokens: torch.Tensor  # [N]
@@ -67,7 +68,7 @@ class Packed:
 
 
 def pack(examples: Sequence[Example]) -> Packed:
-    """Lay `examples` (each with at least one target) end to end."""
+    """Concatenate `examples`, each with at least one target."""
     # inputs up to the one that predicts the last target
     lengths = [int(example.targets[-1]) for example in examples]
     starts = list(itertools.accumulate(lengths, initial=0))[:-1]
@@ -86,12 +87,12 @@ def pack(examples: Sequence[Example]) -> Packed:
 
 
 def split_micro_batches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    """Indices of sequences by micro-batch: similar lengths together, at most
-    `max_tokens` each (or one longer sequence).
+    """Divide sequences into micro-batches of similar lengths, each of at most
+    `max_tokens` (or one longer sequence); return their indices.
 
     Attention works on a grid as wide as the longest sequence of its micro-batch, so the
-    grid's area is bounded too: a micro-batch is cut where more than half of the grid
-    would be padding.
+    grid's area is bounded, too: a new micro-batch starts when more than half of the
+    grid would be padding.
     """
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
     batches: list[list[int]] = []

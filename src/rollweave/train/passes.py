@@ -1,9 +1,9 @@
-"""Forward and backward passes over examples, cut into micro-batches and shared among
+"""Forward and backward passes over examples, divided into micro-batches and among
 ranks.
 
-Invariants: all ranks make the same number of passes (their collectives must meet), so a
-rank without work repeats an example and drops the result; what an example contributes
-does not depend on how the examples were cut.
+Invariants: all ranks make the same number of passes (their collectives must match), so
+a rank without work repeats an example and discards the result; the contribution of an
+example does not depend on the division.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,17 +16,18 @@ from rollweave.train.packing import Example, pack, split_micro_batches
 from rollweave.train.rows import balance
 
 CACHE_TOKENS = 2048
-"""Tokens of one pass on a CPU, at most: beyond, a small model's activations leave the
-cache (1.6 times slower at 16384).
+"""Maximum tokens of one pass on a CPU: beyond that, a small model's activations leave
+the cache (1.6 times slower at 16384).
 """
 
 LossOf = Callable[[list[int], Scores], torch.Tensor]
-"""From indices of examples, and the scores of their targets, laid end to end, to their
-loss.
+"""Computes the loss from indices of examples and the concatenated scores of their
+targets.
 """
 
 ReferenceOf = Callable[[list[int]], Reference]
-"""From indices of examples to the reference at their targets, laid end to end."""
+"""Returns the reference at the concatenated targets of the examples with these indices.
+"""
 
 
 class Passes:
@@ -70,16 +71,18 @@ class Passes:
                 loss = scores.logprobs.sum() * 0.0
             # Sharded gradients are averaged over the ranks, but the loss is a sum.
             (loss * self.ranks.world).backward()  # type: ignore[no-untyped-call]
-        return float(self.ranks.total(torch.tensor(loss_sum, dtype=torch.float64)))
+        return float(self.ranks.all_reduce_sum(torch.tensor(loss_sum, dtype=torch.float64)))
 
     @torch.no_grad()
     def logprobs(
         self, examples: Sequence[Example], chosen: Sequence[int], *, temperature: float
     ) -> dict[int, torch.Tensor]:
-        """Log-probs [M] of the targets of each chosen example, by index, on every rank."""
+        """Return log-probs [M] of the targets of each chosen example, by index, on
+        every rank.
+        """
         plan, work = self._plan(examples, chosen)
         sizes = [len(examples[index].targets) for index in chosen]
-        found = dict(
+        logprobs = dict(
             zip(
                 chosen, torch.split(torch.zeros(sum(sizes), device=self.device), sizes), strict=True
             )
@@ -90,31 +93,31 @@ class Passes:
             if number < work:
                 parts = torch.split(values, [len(examples[index].targets) for index in indices])
                 for index, part in zip(indices, parts, strict=True):
-                    found[index].copy_(part)
-        if found and self.ranks.world > 1:
-            together = self.ranks.total(torch.cat(list(found.values())))
-            found = dict(zip(chosen, torch.split(together, sizes), strict=True))
-        return found
+                    logprobs[index].copy_(part)
+        if logprobs and self.ranks.world > 1:
+            total = self.ranks.all_reduce_sum(torch.cat(list(logprobs.values())))
+            logprobs = dict(zip(chosen, torch.split(total, sizes), strict=True))
+        return logprobs
 
     @torch.no_grad()
     def hidden(self, examples: Sequence[Example], chosen: Sequence[int]) -> dict[int, torch.Tensor]:
-        """The last hidden states [M, H] at the targets of each chosen example, by
-        index. For a single rank.
+        """Return the last hidden states [M, H] at the targets of each chosen example,
+        by index. Supports a single rank only.
         """
-        found: dict[int, torch.Tensor] = {}
+        hidden: dict[int, torch.Tensor] = {}
         for indices in self._plan(examples, chosen)[0]:
             packed = pack([examples[index] for index in indices]).to(self.device)
             parts = torch.split(
                 self.model.hidden(packed), [len(examples[index].targets) for index in indices]
             )
-            found.update(zip(indices, parts, strict=True))
-        return found
+            hidden.update(zip(indices, parts, strict=True))
+        return hidden
 
     def _plan(
         self, examples: Sequence[Example], chosen: Sequence[int]
     ) -> tuple[list[list[int]], int]:
-        """This rank's micro-batches, padded to the longest plan of any rank, and how
-        many of them are its work.
+        """Return this rank's micro-batches, padded to the longest plan of any rank, and
+        how many of them are real work.
         """
         lengths = [len(examples[index].tokens) for index in chosen]
         plans = []

@@ -1,11 +1,11 @@
-"""Publishing: each rank writes the slices that it alone has into one payload, and
-nobody gathers the model (ROSE §4.2).
+"""Publishing by all ranks: each writes the slices that only it holds into one payload,
+without gathering the model (ROSE §4.2).
 
-Invariants: rank 0 owns the payload, the ranks beside it on this host write into it;
+Invariants: rank 0 owns the payload, and the other ranks on its host write into it;
 every byte is written once; either all ranks get the manifest or all raise the same
-`TrainerError`, and then versions published before serve on. A rank that cannot reach
-the payload, on another machine, say, makes all gather instead, tensor by tensor, and
-rank 0 write.
+`TrainerError`, and earlier versions stay published. If a rank cannot reach the payload,
+for example because it is on another machine, all ranks gather the tensors one by one
+instead, and rank 0 writes them.
 """
 
 import logging
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class WeightPublisher:
-    """Where this rank's weights go out, as `dtype`.
+    """Publishes this rank's weights as `dtype`.
 
     Every rank calls `publish` for every version.
     """
@@ -45,42 +45,45 @@ class WeightPublisher:
         self._parameters = dict(model.named_parameters())
         self._ranks = ranks
         self._dtype = dtype
-        self._publisher = Publisher(directory) if ranks.first else None
+        self._publisher = Publisher(directory) if ranks.is_first else None
         self._staging = Staging(device)
         self._warned = False
 
     def publish(self, command: Publish) -> tuple[WeightManifest, bool]:
-        """The manifest, and whether the ranks had to gather.
+        """Publish the weights; return the manifest, and whether the ranks had to
+        gather.
 
         Raises `TrainerError`, on all ranks or none.
         """
         metas = lay_out(
             (name, self._dtype, parameter.shape) for name, parameter in self._parameters.items()
         )
-        draft, error = self._drafted(metas, command)
+        draft, error = self._open_draft(metas, command)
         try:
-            offer = self._ranks.from_first(draft.offer if draft is not None else None)
-            self._agree(error, command)
-            assert offer is not None, "rank 0 has a draft or says why not"
-            gathered, error = self._written(metas, draft, offer)
-            self._agree(error, command)
+            handle = self._ranks.broadcast(draft.handle if draft is not None else None)
+            self._raise_together(error, command)
+            assert handle is not None, "rank 0 has a draft or an error"
+            gathered, error = self._write_slices(metas, draft, handle)
+            self._raise_together(error, command)
             finishing, draft = draft, None
-            manifest, error = self._finished(finishing, command)
-            manifest = self._ranks.from_first(manifest)
-            self._agree(error, command)
+            manifest, error = self._finish(finishing, command)
+            manifest = self._ranks.broadcast(manifest)
+            self._raise_together(error, command)
         finally:
             if draft is not None:
                 draft.abandon()
-        assert manifest is not None, "rank 0 has a manifest or says why not"
+        assert manifest is not None, "rank 0 has a manifest or an error"
         return manifest, gathered
 
     def close(self) -> None:
-        """Let published versions go."""
+        """Release the published versions."""
         if self._publisher is not None:
             self._publisher.close()
 
-    def _drafted(self, metas: tuple[TensorMeta, ...], command: Publish) -> tuple[Draft | None, str]:
-        """Rank 0's memory for the version, or why there is none."""
+    def _open_draft(
+        self, metas: tuple[TensorMeta, ...], command: Publish
+    ) -> tuple[Draft | None, str]:
+        """Return rank 0's draft of the version, or the error."""
         if self._publisher is None:
             return None, ""
         try:
@@ -90,30 +93,34 @@ class WeightPublisher:
         except RollweaveError as error:
             return None, str(error)
 
-    def _written(
-        self, metas: tuple[TensorMeta, ...], draft: Draft | None, offer: DraftHandle
+    def _write_slices(
+        self, metas: tuple[TensorMeta, ...], draft: Draft | None, handle: DraftHandle
     ) -> tuple[bool, str]:
-        """Whether the ranks had to gather, and what went wrong on this one."""
-        slices = draft.slices if draft is not None else PayloadWriter.of(offer)
+        """Write this rank's slices; return whether the ranks had to gather, and the
+        error of this one.
+        """
+        writer = draft.writer if draft is not None else PayloadWriter.open(handle)
         try:
-            far = [
-                rank for rank, near in enumerate(self._ranks.each(slices is not None)) if not near
+            unreachable = [
+                rank
+                for rank, reachable in enumerate(self._ranks.all_gather(writer is not None))
+                if not reachable
             ]
-            if not far:
-                assert slices is not None
-                return False, self._write(slices, self._own(metas))
-            self._warn(far)
-            tensors = self._whole(metas)
-            error = self._write(draft.slices, tensors) if draft is not None else ""
+            if not unreachable:
+                assert writer is not None
+                return False, self._write(writer, self._local_slices(metas))
+            self._warn_of_gathering(unreachable)
+            tensors = self._gathered(metas)
+            error = self._write(draft.writer, tensors) if draft is not None else ""
             for _ in tensors:
-                pass  # the other ranks need us to gather theirs
+                pass  # the other ranks need this one to gather their tensors
             return True, error
         finally:
-            if slices is not None and draft is None:
-                slices.close()
+            if writer is not None and draft is None:
+                writer.close()
 
-    def _finished(self, draft: Draft | None, command: Publish) -> tuple[WeightManifest | None, str]:
-        """Rank 0's manifest, or why there is none."""
+    def _finish(self, draft: Draft | None, command: Publish) -> tuple[WeightManifest | None, str]:
+        """Return rank 0's manifest, or the error."""
         if self._publisher is None or draft is None:
             return None, ""
         try:
@@ -121,11 +128,11 @@ class WeightPublisher:
         except RollweaveError as error:
             return None, str(error)
 
-    def _write(self, slices: PayloadWriter, tensors: Iterable[tuple[int, torch.Tensor]]) -> str:
-        """Write `tensors` at their offsets. Returns what went wrong."""
+    def _write(self, writer: PayloadWriter, tensors: Iterable[tuple[int, torch.Tensor]]) -> str:
+        """Write `tensors` at their offsets. Return the error, or ""."""
         try:
-            for offset, data in self._staging.drain(tensors, self._dtype):
-                slices.write(offset, data)
+            for offset, data in self._staging.download(tensors, self._dtype):
+                writer.write(offset, data)
         except (OSError, RuntimeError) as error:
             return (
                 f"{type(error).__name__}: {error}"
@@ -134,11 +141,9 @@ class WeightPublisher:
             )
         return ""
 
-    def _own(self, metas: tuple[TensorMeta, ...]) -> Iterator[tuple[int, torch.Tensor]]:
-        """What this rank has, and the others do not: contiguous slices with their
-        offsets.
-        """
-        model = Model(metas, heads=1, kv_heads=1)  # FSDP does not ask for heads
+    def _local_slices(self, metas: tuple[TensorMeta, ...]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the contiguous slices that only this rank holds, with their offsets."""
+        model = Model(metas, heads=1, kv_heads=1)  # FSDP does not use the heads
         shard = Fsdp(self._ranks.world).shard(model, self._ranks.rank)
         places = {meta.name: meta for meta in metas}
         for piece in shard.pieces:
@@ -149,24 +154,24 @@ class WeightPublisher:
             ((first, _),) = runs(meta.shape, piece.start, piece.size)
             yield meta.offset + first * self._dtype.itemsize, tensor
 
-    def _whole(self, metas: tuple[TensorMeta, ...]) -> Iterator[tuple[int, torch.Tensor]]:
+    def _gathered(self, metas: tuple[TensorMeta, ...]) -> Iterator[tuple[int, torch.Tensor]]:
         for meta in metas:
             yield meta.offset, full_tensor(self._parameters[meta.name])
 
-    def _agree(self, error: str, command: Publish) -> None:
-        """Raise on every rank where any rank has an error: the same words."""
-        for rank, said in enumerate(self._ranks.each(error)):
-            if said:
+    def _raise_together(self, error: str, command: Publish) -> None:
+        """Raise the same error on every rank if any rank has one."""
+        for rank, text in enumerate(self._ranks.all_gather(error)):
+            if text:
                 where = f"cannot publish weights version {command.version}"
                 raise TrainerError(
-                    said if said.startswith(where) else f"{where}: trainer rank {rank}: {said}"
+                    text if text.startswith(where) else f"{where}: trainer rank {rank}: {text}"
                 )
 
-    def _warn(self, far: list[int]) -> None:
-        if self._ranks.first and not self._warned:
+    def _warn_of_gathering(self, unreachable: list[int]) -> None:
+        if self._ranks.is_first and not self._warned:
             self._warned = True
             _log.warning(
                 "trainer ranks %s cannot reach the memory of rank 0 (another machine?): weights "
-                "are gathered to publish",
-                far,
+                "are gathered for publishing",
+                unreachable,
             )

@@ -1,7 +1,7 @@
-"""How far the current policy is from the one that sampled a group: a number a group, by
-which a buffer may choose.
+"""How far the current policy is from the one that sampled a group: one number per
+group, by which a buffer may choose.
 
-Invariants: nothing is trained; a ratio is above 0 and finite, and the same on every
+Invariants: nothing is trained; a ratio is positive and finite, and the same on every
 rank.
 """
 
@@ -20,12 +20,12 @@ from rollweave.train.rows import Row
 def group_ratios(
     passes: Passes, rows: Sequence[Row], groups: Sequence[ScoredGroup], *, temperature: float
 ) -> tuple[float, ...]:
-    """Of each group exp(mean over its output tokens of current log-prob - the
-    rollout's); 1 where it has none.
+    """Return exp(mean of current log-prob - rollout's log-prob over the output tokens)
+    of each group; 1 if it has none.
 
-    That is the geometric mean of the tokens' importance ratios, each cut as in the
-    loss. `rows` are those of all groups, in their order. Raises `NonFiniteLossError`
-    for a log-prob that is no number.
+    That is the geometric mean of the tokens' importance ratios, each bounded as in the
+    loss. `rows` are those of all groups, in order. Raises `NonFiniteLossError` for a
+    log-prob that is not finite.
     """
     chosen = range(len(rows))
     current = (
@@ -36,9 +36,9 @@ def group_ratios(
     owners = [place for place, group in enumerate(groups) for _ in group.trajectories]
     gaps: list[list[torch.Tensor]] = [[] for _ in groups]
     for index, row in enumerate(rows):
-        gap = current[index].cpu().double() - row.behaviour.double()
+        gap = current[index].cpu().double() - row.behavior.double()
         gaps[owners[row.trajectory]].append(gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-    means = [float(torch.cat(found).mean()) if found else 0.0 for found in gaps]
+    means = [float(torch.cat(values).mean()) if values else 0.0 for values in gaps]
     for group, mean in zip(groups, means, strict=True):
         if not math.isfinite(mean):
             raise NonFiniteLossError(

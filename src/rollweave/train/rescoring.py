@@ -1,9 +1,9 @@
-"""A checkpoint's log-probs of tokens that an engine sampled: the program `python -m
-rollweave.train.rescoring`.
+"""Computes a checkpoint's log-probs of tokens that an engine sampled. The program is
+`python -m rollweave.train.rescoring`.
 
 It reads one JSON object, `{"path": …, "prompt": […], "tokens": […]}`, from standard
 input and prints the log-probs of `tokens` at temperature 1, computed in float32 on the
-CPU. It is a separate process, so that torch and the weights leave memory afterwards.
+CPU. It is a separate process so that torch and the weights leave memory afterwards.
 """
 
 import json
@@ -24,15 +24,15 @@ def rescore(path: Path, prompt: Sequence[int], tokens: Sequence[int]) -> list[fl
     Raises TrainerError if the trainer does not support the checkpoint.
     """
     model = load_model(path, dtype="float32", device="cpu")
-    places = torch.arange(len(prompt), len(prompt) + len(tokens))
+    targets = torch.arange(len(prompt), len(prompt) + len(tokens))
     with torch.no_grad():
         scores = model(
-            pack([Example(tokens=torch.tensor([*prompt, *tokens]), targets=places)]), 1.0
+            pack([Example(tokens=torch.tensor([*prompt, *tokens]), targets=targets)]), 1.0
         )
     return [float(value) for value in scores.logprobs]
 
 
 if __name__ == "__main__":
     reset_signals()
-    asked = json.loads(sys.stdin.read())
-    json.dump(rescore(Path(asked["path"]), asked["prompt"], asked["tokens"]), sys.stdout)
+    request = json.loads(sys.stdin.read())
+    json.dump(rescore(Path(request["path"]), request["prompt"], request["tokens"]), sys.stdout)

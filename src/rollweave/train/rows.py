@@ -1,8 +1,8 @@
-"""From a batch of scored groups to rows of tensors, and rows to minibatches, ranks and
-micro-batches.
+"""Converts a batch of scored groups to rows of tensors, and divides rows into
+minibatches.
 
-Invariants: a trajectory is never cut between minibatches; all ranks compute the same
-split without talking; the split depends on the seed, the step and the pass alone.
+Invariants: a trajectory is never divided between minibatches; all ranks compute the
+same division without communication; it depends only on the seed, the step and the pass.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from rollweave.train.packing import Example
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence of a trajectory, with one entry per output token (M) in all but
-    `example.tokens`.
+    """One sequence of a trajectory, with one entry per output token (M) in all fields
+    but `example.tokens`.
     """
 
     example: Example
-    behaviour: torch.Tensor  # [M] float32, log-probs of the engine
+    behavior: torch.Tensor  # [M] float32, log-probs of the engine
     advantages: torch.Tensor  # [M] float32
     current: torch.Tensor  # [M] bool, sampled by the weight version that the step starts from
     trajectory: int
@@ -32,7 +32,7 @@ class Row:
 
     @property
     def outputs(self) -> int:
-        return len(self.behaviour)
+        return len(self.behavior)
 
     @property
     def tokens(self) -> int:
@@ -40,7 +40,7 @@ class Row:
 
 
 def batch_rows(batch: Batch, algorithm: AlgorithmConfig) -> list[Row]:
-    """Rows of all sequences with output, in the batch's order.
+    """Return the rows of all sequences with output, in the batch's order.
 
     Raises `ValueError` for a trajectory without a reward.
     """
@@ -55,7 +55,7 @@ def batch_rows(batch: Batch, algorithm: AlgorithmConfig) -> list[Row]:
                 rows.append(
                     Row(
                         example=Example(tokens=torch.tensor(sequence.tokens), targets=targets),
-                        behaviour=torch.tensor(sequence.logprobs, dtype=torch.float32)[targets],
+                        behavior=torch.tensor(sequence.logprobs, dtype=torch.float32)[targets],
                         advantages=value[targets],
                         current=current,
                         trajectory=index,
@@ -66,8 +66,8 @@ def batch_rows(batch: Batch, algorithm: AlgorithmConfig) -> list[Row]:
 
 
 def output_positions(sequence: TokenSequence) -> torch.Tensor:
-    """Positions of output tokens, int64; without the first position, which nothing
-    predicts.
+    """Return the positions of output tokens, int64, without the first position, which
+    nothing predicts.
     """
     mask = torch.tensor(sequence.output_mask(), dtype=torch.bool)
     mask[:1] = False
@@ -75,10 +75,10 @@ def output_positions(sequence: TokenSequence) -> torch.Tensor:
 
 
 def minibatches(rows: Sequence[Row], *, parts: int, seed: str) -> list[list[int]]:
-    """Indices of rows by minibatch: whole trajectories, shuffled by `seed`, with about
-    equal numbers of tokens.
+    """Divide rows into minibatches of whole trajectories, shuffled by `seed`, with
+    about equal numbers of tokens; return their indices.
 
-    Fewer than `parts` where there are fewer trajectories.
+    There are fewer than `parts` if there are fewer trajectories.
     """
     if parts == 1:
         return [list(range(len(rows)))]
@@ -93,8 +93,8 @@ def minibatches(rows: Sequence[Row], *, parts: int, seed: str) -> list[list[int]
 
 
 def balance(sizes: Sequence[int], bins: int) -> list[list[int]]:
-    """Indices of `sizes` in `bins` bins of about equal sums: the largest first, each
-    into the bin that holds least.
+    """Divide `sizes` among `bins` bins with about equal sums, the largest first, each
+    into the bin with the smallest sum; return their indices.
     """
     filled: list[list[int]] = [[] for _ in range(bins)]
     totals = [0] * bins

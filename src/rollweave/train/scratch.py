@@ -1,10 +1,10 @@
-"""A Hugging Face checkpoint directory from random weights, with a word-level tokenizer
-of the tasks' own words.
+"""Creates a Hugging Face checkpoint directory with random weights and a word-level
+tokenizer of the tasks' own words.
 
-Invariants: text of printable ASCII, tabs and newlines survives encode and decode
-unchanged; a whole word is one token wherever it stands by itself, the longest word
-wins, and everything else falls to single characters; the same arguments give the same
-bytes. Torch is imported where weights are drawn: a dry run asks for the tokenizer
+Invariants: text of printable ASCII, tabs and newlines survives encoding and decoding
+unchanged; a whole word is one token wherever it stands alone, the longest word wins,
+and everything else becomes single characters; the same arguments give the same bytes.
+Torch is imported only where weights are drawn, because a dry run needs the tokenizer
 alone.
 """
 
@@ -40,7 +40,7 @@ CHAT_TEMPLATE = (
 
 def build_checkpoint(path: Path, *, scratch: ScratchModel, words: Sequence[str], seed: int) -> None:
     """Write config, random weights (drawn from `seed`) and tokenizer to directory
-    `path`, atomically.
+    `path`.
 
     Raises `ValueError` for a word that cannot be a token.
     """
@@ -84,7 +84,7 @@ def _model_config(scratch: ScratchModel, tokenizer: Tokenizer) -> dict[str, obje
 
 
 def _random_weights(shape: ModelShape, *, init_std: float, seed: int) -> "dict[str, torch.Tensor]":
-    """As transformers initialises: norms are 1, everything else is normal; this
+    """Initialize like transformers: norms are 1, everything else is normal; this
     architecture has no biases.
     """
     import torch
@@ -99,9 +99,9 @@ def _random_weights(shape: ModelShape, *, init_std: float, seed: int) -> "dict[s
 
 
 def build_tokenizer(words: Iterable[str]) -> Tokenizer:
-    """Printable characters, turn markers, role names and `words`.
+    """Build a tokenizer of printable characters, turn markers, role names and `words`.
 
-    Ids: specials, characters, then words as given.
+    The ids are those of specials, characters, then words in the given order.
     """
     whole = list(dict.fromkeys([*ROLES, *words]))
     for word in whole:
@@ -121,8 +121,8 @@ def build_tokenizer(words: Iterable[str]) -> Tokenizer:
 
 
 def _standing_alone(word: str) -> str:
-    """A pattern for `word` that does not match inside a longer run of letters or digits
-    (` at=a1` is not in ` at=a12`).
+    """Return a pattern for `word` that does not match inside a longer run of letters or
+    digits (` at=a1` is not in ` at=a12`).
     """
     before = r"(?<![A-Za-z0-9_])" if re.match(r"\w", word[0], re.ASCII) else ""
     after = r"(?![A-Za-z0-9_])" if re.match(r"\w", word[-1], re.ASCII) else ""

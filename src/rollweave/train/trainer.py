@@ -1,9 +1,9 @@
 """The trainer: one command in, one reply out.
 
-Invariants: `handle` raises for nobody's data, it answers; a step that fails leaves
-weights, optimizer and step as they were; the version of the weights is the controller's
-business, the trainer only counts completed steps; with several ranks every rank gets
-every command and gives the same reply.
+Invariants: `handle` never raises for bad input, but replies with a failure; a failed
+step leaves weights, optimizer and step as they were; versions of weights are the
+controller's business, and the trainer only counts completed steps; with several ranks
+every rank gets every command and gives the same reply.
 """
 
 import contextlib
@@ -61,8 +61,8 @@ from rollweave.train.weights import (
 )
 
 EXPECTED = (RollweaveError, OSError, ValueError, RuntimeError, IndexError, ArithmeticError)
-"""What data, disks and devices raise; anything else is a bug of ours and ends the
-process.
+"""Exceptions that data, disks and devices raise. Any other is a bug of ours and ends
+the process.
 """
 
 
@@ -75,9 +75,9 @@ class Trainer:
     def __init__(
         self, config: RunConfig, model_dir: Path, run_dir: Path, *, rank: int = 0, world: int = 1
     ) -> None:
-        """Load `model_dir` and, with several ranks, meet the others.
+        """Load `model_dir` and, with several ranks, join the others.
 
-        Raises `TrainerError` for a model it cannot train.
+        Raises `TrainerError` for a model that it cannot train.
         """
         torch.set_num_threads(config.trainer.threads)
         self._config = config
@@ -94,64 +94,64 @@ class Trainer:
         self._passes = Passes(self._model, self._ranks, micro_tokens=trainer.micro_tokens)
         device = torch.device(config.model.device)
         published: torch.dtype = getattr(torch, config.published_dtype)
-        self._outlet = WeightPublisher(
+        self._publisher = WeightPublisher(
             self._model, self._ranks, dtype=published, device=device, directory=run_dir / "weights"
         )
         self._reference: list[torch.Tensor] | None = None
         self._step = 0
         self._parts_done = 0
         self._writer: threading.Thread | None = None
-        self._copy: tuple[Save, checkpoint.Checkpoint, float] | None = None
+        self._unwritten: tuple[Save, checkpoint.Checkpoint, float] | None = None
 
     @property
     def step(self) -> int:
-        """Completed training steps."""
+        """The number of completed training steps."""
         return self._step
 
     def ready(self) -> TrainerReady:
         return TrainerReady(parameters=self._parameters)
 
     def warm_up(self, transcripts: Iterator[TokenSequence]) -> list[float]:
-        """Supervised warm-up as `[warmup]` says, before step 0; every rank is given the
-        same transcripts. See `warmup`.
+        """Run the supervised warm-up configured by `[warmup]`, before step 0; every
+        rank is given the same transcripts. See `warmup`.
         """
         return warm_up(self._passes, transcripts, self._config.warmup, trainer=self._config.trainer)
 
     def handle(self, command: TrainerCommand) -> TrainerReply | None:
         """Execute one command.
 
-        Every command is answered but `StopTrainer`, after which this object is of no
-        use.
+        Every command is answered except `StopTrainer`, after which this object cannot
+        be used.
         """
         match command:
             case TrainOn():
-                return self._answered(lambda: self._train(command.batch), command.batch)
+                return self._reply_to(lambda: self._train(command.batch), command.batch)
             case Measure(step=step, part=part, groups=groups):
                 batch = Batch(step=step, version=step, part=part, parts=part + 1, groups=groups)
-                return self._answered(lambda: self._measure(batch), batch)
+                return self._reply_to(lambda: self._measure(batch), batch)
             case Publish():
-                return self._answered(lambda: self._publish(command))
+                return self._reply_to(lambda: self._publish(command))
             case Save():
                 try:
                     return self._save(command)
                 except EXPECTED as error:
-                    return SaveFailed(path=command.path, error=_worded(error))
+                    return SaveFailed(path=command.path, error=_error_text(error))
             case Restore():
-                return self._answered(lambda: self._restore(Path(command.path)))
+                return self._reply_to(lambda: self._restore(Path(command.path)))
             case StopTrainer():
                 self.close()
                 return None
 
     def close(self) -> None:
-        """Release published weights and the other ranks, once a checkpoint under way is
-        written.
+        """Release published weights and leave the other ranks, after a checkpoint in
+        progress is written.
         """
         if self._writer is not None:
             self._writer.join()
-        self._outlet.close()
+        self._publisher.close()
         shutdown_ranks(self._ranks)
 
-    def _answered(
+    def _reply_to(
         self, execute: Callable[[], TrainerReply], batch: Batch | None = None
     ) -> TrainerReply:
         groups = tuple(str(group.id) for group in batch.groups) if batch is not None else ()
@@ -160,10 +160,10 @@ class Trainer:
         except NonFiniteLossError as error:
             return TrainFailed(error=str(error), nonfinite=True, groups=groups)
         except EXPECTED as error:
-            return TrainFailed(error=_worded(error), groups=groups)
+            return TrainFailed(error=_error_text(error), groups=groups)
 
     def _train(self, batch: Batch) -> Trained:
-        began = time.perf_counter()
+        started = time.perf_counter()
         rows = self._rows(batch)
         if self._config.algorithm.kl and self._reference is None:
             self._reference = clone_parameters(self._model)
@@ -177,7 +177,7 @@ class Trainer:
         )
         with self._unchanged_on_failure():
             values = update.run()
-        train_s = time.perf_counter() - began
+        train_s = time.perf_counter() - started
         rewards = [
             t.reward for group in batch.groups for t in group.trajectories if t.reward is not None
         ]
@@ -196,7 +196,7 @@ class Trainer:
         return Trained(step=batch.step, part=batch.part, metrics=metrics)
 
     def _measure(self, batch: Batch) -> Measured:
-        """A forward pass without gradients over all of it."""
+        """Measure ratios with a forward pass over the whole batch, without gradients."""
         ratios = group_ratios(
             self._passes,
             self._rows(batch),
@@ -206,8 +206,8 @@ class Trainer:
         return Measured(ratios=ratios)
 
     def _rows(self, batch: Batch) -> list[Row]:
-        """Raises `TrainerError` for a batch that is not the next, or of another
-        vocabulary.
+        """Return the batch's rows. Raises `TrainerError` for a batch that is not the
+        next one, or of another vocabulary.
         """
         if (batch.step, batch.part) != (self._step, self._parts_done):
             raise TrainerError(
@@ -225,8 +225,10 @@ class Trainer:
 
     @contextlib.contextmanager
     def _unchanged_on_failure(self) -> Iterator[None]:
-        """A failing minibatch has changed nothing itself, but those before it have:
-        only then is a copy kept.
+        """Restore the state from before the batch if it fails.
+
+        A failing minibatch changes nothing itself, but those before it did: a copy is
+        kept only if there are several.
         """
         several = self._config.trainer.epochs * self._config.trainer.minibatches > 1
         before = Snapshot.take(self._model, self._optimizer) if several else None
@@ -239,18 +241,18 @@ class Trainer:
             raise
 
     def _publish(self, command: Publish) -> Published:
-        began = time.perf_counter()
-        manifest, gathered = self._outlet.publish(command)
+        started = time.perf_counter()
+        manifest, gathered = self._publisher.publish(command)
         return Published(
-            manifest=manifest, publish_s=time.perf_counter() - began, gathered=gathered
+            manifest=manifest, publish_s=time.perf_counter() - started, gathered=gathered
         )
 
     def _save(self, command: Save) -> Copied | Saved:
         """Copy the checkpoint, and write it, or leave that to `write`."""
-        began = time.perf_counter()
+        started = time.perf_counter()
         if self._parts_done:
             raise TrainerError(
-                f"step {self._step} is in the middle: {self._parts_done} parts are trained"
+                f"step {self._step} is incomplete: {self._parts_done} parts are trained"
             )
         if self._writer is not None and self._writer.is_alive():
             raise TrainerError("the previous checkpoint is still being written")
@@ -262,44 +264,47 @@ class Trainer:
             reference=self._named_reference(),
         )
         if command.background:
-            self._copy = (command, state, began)
-            return Copied(path=command.path, copy_s=time.perf_counter() - began)
-        error = self._ranks.from_first(self._write(command, state) if self._ranks.first else "")
+            self._unwritten = (command, state, started)
+            return Copied(path=command.path, copy_s=time.perf_counter() - started)
+        error = self._ranks.broadcast(self._write(command, state) if self._ranks.is_first else "")
         if error:
             raise TrainerError(error)
-        return Saved(path=command.path, save_s=time.perf_counter() - began)
+        return Saved(path=command.path, save_s=time.perf_counter() - started)
 
-    def write(self, later: Callable[[TrainerReply], None]) -> None:
-        """Write the copy on another thread, which then calls `later`.
+    def write(self, on_done: Callable[[TrainerReply], None]) -> None:
+        """Write the copy on another thread, which then calls `on_done`.
 
         Only the first rank writes.
         """
-        copy, self._copy = self._copy, None
-        if copy is not None and self._ranks.first:
+        unwritten, self._unwritten = self._unwritten, None
+        if unwritten is not None and self._ranks.is_first:
             self._writer = threading.Thread(
-                target=self._write_beside, args=(*copy, later), name="checkpoint", daemon=True
+                target=self._write_in_background,
+                args=(*unwritten, on_done),
+                name="checkpoint",
+                daemon=True,
             )
             self._writer.start()
 
-    def _write_beside(
+    def _write_in_background(
         self,
         command: Save,
         state: checkpoint.Checkpoint,
-        began: float,
-        later: Callable[[TrainerReply], None],
+        started: float,
+        on_done: Callable[[TrainerReply], None],
     ) -> None:
         if error := self._write(command, state):
-            later(SaveFailed(path=command.path, error=error))
+            on_done(SaveFailed(path=command.path, error=error))
         else:
-            later(Saved(path=command.path, save_s=time.perf_counter() - began))
+            on_done(Saved(path=command.path, save_s=time.perf_counter() - started))
 
     def _write(self, command: Save, state: checkpoint.Checkpoint) -> str:
-        """Write a checkpoint, and return the error; "" if it was written."""
+        """Write a checkpoint, and return the error, or "" on success."""
         source = self._model_dir if command.export else None
         try:
             checkpoint.save(Path(command.path), state, export_from=source, export_dtype=self._dtype)
         except EXPECTED as problem:
-            return _worded(problem)
+            return _error_text(problem)
         return ""
 
     def _restore(self, path: Path) -> Restored:
@@ -325,10 +330,10 @@ class Trainer:
 
 
 def _rng_state() -> dict[str, torch.Tensor]:
-    found = {"cpu": torch.get_rng_state()}
+    state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
-        found["cuda"] = torch.cuda.get_rng_state()
-    return found
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
 
 
 def _set_rng_state(state: Mapping[str, torch.Tensor]) -> None:
@@ -337,5 +342,5 @@ def _set_rng_state(state: Mapping[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _worded(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return str(error) if isinstance(error, RollweaveError) else f"{type(error).__name__}: {error}"

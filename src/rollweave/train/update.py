@@ -1,9 +1,8 @@
-"""One batch's optimizer steps: epochs, minibatches, corrections, and what they add up
-to.
+"""The optimizer steps of one batch: epochs, minibatches, corrections and metrics.
 
-Invariants: group advantages exist before anything is split; proximal and reference
-log-probs are computed once a batch, before the first update; a minibatch whose loss or
-gradient norm is not finite raises before its optimizer step.
+Invariants: group advantages are computed before anything is split; proximal and
+reference log-probs are computed once per batch, before the first update; a minibatch
+whose loss or gradient norm is not finite raises before its optimizer step.
 """
 
 import math
@@ -15,7 +14,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import NonFiniteLossError
 from rollweave.schema.work import Batch
 from rollweave.train.losses import k3, kl_coefficient, policy_loss, token_weights
-from rollweave.train.metrics import TOKEN_SUMS, GapMeter, from_sums
+from rollweave.train.metrics import TOKEN_SUMS, GapMeter, metrics_from_sums
 from rollweave.train.model import Reference, Scores
 from rollweave.train.optimizer import clip_gradients, learning_rate, set_learning_rate
 from rollweave.train.passes import Passes
@@ -24,7 +23,7 @@ from rollweave.train.weights import swapped_weights
 
 
 class Update:
-    """The work of one batch. Single use: `run` once."""
+    """The update of one batch. Call `run` once."""
 
     def __init__(
         self,
@@ -49,8 +48,8 @@ class Update:
         # the reference's output weights, for the forward divergence
         self._head: torch.Tensor | None = None
         self._kl = kl_coefficient(config.algorithm, step=batch.step, steps=config.run.steps)
-        # Without entropy bonus and KL, a row without advantage cannot move the weights,
-        # and needs no pass.
+        # Without entropy bonus and KL, a row without advantage cannot change the
+        # weights, and needs no pass.
         always = bool(config.algorithm.entropy or self._kl)
         self._needed = [always or bool(row.advantages.any()) for row in rows]
         self._gap = GapMeter(sorted({row.engine for row in rows}))
@@ -59,23 +58,23 @@ class Update:
         self._norms: list[float] = []
 
     def run(self) -> dict[str, float]:
-        """Take all optimizer steps and return figures (see `metrics`).
+        """Take all optimizer steps and return metrics (see `metrics`).
 
         Raises `NonFiniteLossError` before a bad step.
         """
         trainer, batch = self._config.trainer, self._batch
         lr = learning_rate(trainer, step=batch.step, steps=self._config.run.steps)
         set_learning_rate(self._optimizer, lr)
-        self._fix_logprobs()
+        self._compute_fixed_logprobs()
         for epoch in range(trainer.epochs):
             seed = f"{self._config.run.seed}/{batch.step}/{batch.part}/{epoch}"
             for chosen in minibatches(self._rows, parts=trainer.minibatches, seed=seed):
                 self._minibatch(chosen)
-        return self._figures() | {"lr": lr}
+        return self._metrics() | {"lr": lr}
 
-    def _fix_logprobs(self) -> None:
-        """Log-probs that stay constant during the batch: of the weights that it starts
-        from, and of the reference.
+    def _compute_fixed_logprobs(self) -> None:
+        """Compute the log-probs that stay constant during the batch: those of its
+        initial weights, and of the reference.
         """
         chosen = [index for index, needed in enumerate(self._needed) if needed]
         temperature = self._config.rollout.temperature
@@ -92,8 +91,8 @@ class Update:
                     )
 
     def _minibatch(self, chosen: Sequence[int]) -> None:
-        # Weights know all rows of the minibatch; rows without advantage add nothing,
-        # and need no pass.
+        # The weights account for all rows of the minibatch; rows without advantage add
+        # nothing and need no pass.
         weights = token_weights(
             [self._rows[index].outputs for index in chosen], self._config.algorithm.aggregate
         )
@@ -123,12 +122,12 @@ class Update:
         self._norms.append(norm)
 
     def _reference_of(self, indices: Sequence[int]) -> Reference:
-        assert self._head is not None, "asked for only where there is one"
+        assert self._head is not None, "called only with a reference"
         return Reference(torch.cat([self._reference[index] for index in indices]), self._head)
 
     def _divergence(self, indices: Sequence[int], scores: Scores) -> torch.Tensor | None:
-        """Each token's KL to the reference, in the direction asked for; None without
-        KL.
+        """Return each token's KL to the reference, in the configured direction, or None
+        without KL.
         """
         if self._head is not None:
             return scores.divergence
@@ -142,14 +141,14 @@ class Update:
         rows = [self._rows[index] for index in indices]
         logprobs = scores.logprobs
         device = logprobs.device
-        behaviour = torch.cat([row.behaviour for row in rows]).to(device)
+        behavior = torch.cat([row.behavior for row in rows]).to(device)
         weights = torch.cat(
             [torch.full((row.outputs,), weight_of[i]) for row, i in zip(rows, indices, strict=True)]
         )
         loss, sums = policy_loss(
             logprobs=logprobs,
             entropy=scores.entropy,
-            behaviour=behaviour,
+            behavior=behavior,
             advantages=torch.cat([row.advantages for row in rows]).to(device),
             weights=weights.to(device),
             proximal=torch.cat([self._proximal[index] for index in indices])
@@ -162,21 +161,23 @@ class Update:
         self._sums += sums
         if measure:
             gaps = torch.split(
-                (logprobs.detach() - behaviour).abs().cpu(), [row.outputs for row in rows]
+                (logprobs.detach() - behavior).abs().cpu(), [row.outputs for row in rows]
             )
             for row, gap in zip(rows, gaps, strict=True):
                 self._gap.add(row.engine, gap[row.current])
         return loss
 
-    def _figures(self) -> dict[str, float]:
+    def _metrics(self) -> dict[str, float]:
         ranks = self._passes.ranks
-        figures = from_sums(ranks.total(self._sums).cpu(), with_reference=bool(self._kl))
-        figures |= self._gap.figures(ranks)
+        metrics = metrics_from_sums(
+            ranks.all_reduce_sum(self._sums).cpu(), with_reference=bool(self._kl)
+        )
+        metrics |= self._gap.metrics(ranks)
         outputs = sum(row.outputs for row in self._rows)
         skipped = sum(
             row.outputs for row, needed in zip(self._rows, self._needed, strict=True) if not needed
         )
-        return figures | {
+        return metrics | {
             "loss": math.fsum(self._losses) / max(1, len(self._losses)),
             "grad_norm": math.fsum(self._norms) / max(1, len(self._norms)),
             "updates": float(len(self._norms)),

@@ -1,8 +1,8 @@
-"""Supervised warm-up: a model from random weights learns the format from scripted
+"""Supervised warm-up: a model with random weights learns the format from scripted
 transcripts before reinforcement learning.
 
-Invariants: every token that is learned counts the same within a step; the optimizer's
-state ends with the warm-up.
+Invariants: every learned token counts the same within a step; the optimizer's state is
+discarded after the warm-up.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from rollweave.train.packing import Example
 from rollweave.train.passes import Passes
 
 FINAL_SHARE = 0.1
-"""Of the learning rate, at the last step; linear in between."""
+"""Fraction of the learning rate at the last step; it decreases linearly."""
 
 
 def warm_up(
@@ -30,10 +30,10 @@ def warm_up(
     trainer: TrainerConfig,
 ) -> list[float]:
     """Take `warmup.steps` optimizer steps of `warmup.batch` transcripts each; return
-    the loss (nats a token) of each.
+    the loss (nats per token) of each step.
 
-    Learns the output tokens, with `warmup.observations` prompt and observation tokens
-    too. Raises `TrainerError` where transcripts run out, and `NonFiniteLossError`.
+    Trains on the output tokens, with `warmup.observations` on prompt and observation
+    tokens, too. Raises `TrainerError` if transcripts run out, and `NonFiniteLossError`.
     """
     optimizer = new_optimizer(
         passes.model, lr=warmup.lr, beta2=trainer.beta2, weight_decay=trainer.weight_decay
@@ -44,14 +44,14 @@ def warm_up(
             warmup_example(sequence, observations=warmup.observations)
             for sequence in _take_transcripts(transcripts, warmup.batch)
         ]
-        examples = [found for found in examples if len(found.targets)]
+        examples = [example for example in examples if len(example.targets)]
         if not examples:
             raise TrainerError("warm-up needs transcripts with output tokens")
         set_learning_rate(
             optimizer, warmup.lr * (1 - (1 - FINAL_SHARE) * step / max(1, warmup.steps - 1))
         )
         optimizer.zero_grad(set_to_none=True)
-        weight = 1 / sum(len(found.targets) for found in examples)
+        weight = 1 / sum(len(example.targets) for example in examples)
         loss = passes.backward(
             examples,
             range(len(examples)),
@@ -71,7 +71,7 @@ def warm_up(
 
 
 def warmup_example(sequence: TokenSequence, *, observations: bool) -> Example:
-    """What to learn of a transcript: its output tokens, or with `observations` all
+    """Select the targets of a transcript: its output tokens, or with `observations` all
     tokens but the first.
     """
     mask = torch.zeros(len(sequence.tokens), dtype=torch.bool)
@@ -83,7 +83,9 @@ def warmup_example(sequence: TokenSequence, *, observations: bool) -> Example:
 
 
 def _take_transcripts(transcripts: Iterator[TokenSequence], count: int) -> list[TokenSequence]:
-    found = list(itertools.islice(transcripts, count))
-    if len(found) < count:
-        raise TrainerError(f"warm-up needs {count} transcripts a step, only {len(found)} were left")
-    return found
+    taken = list(itertools.islice(transcripts, count))
+    if len(taken) < count:
+        raise TrainerError(
+            f"warm-up needs {count} transcripts per step, only {len(taken)} were left"
+        )
+    return taken

@@ -1,6 +1,4 @@
-"""The model's weights as values: take them out, put them in, lend the model others for
-a while.
-"""
+"""The model's weights as values: read them, replace them, or swap them temporarily."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +11,7 @@ from rollweave.train.distributed import full_tensor, local_tensor, sharded_like
 
 
 def clone_parameters(model: nn.Module) -> list[torch.Tensor]:
-    """A copy of every parameter (of this rank's shard), in the order of
+    """Copy every parameter (of this rank's shard), in the order of
     `model.parameters()`, on its device.
     """
     return [local_tensor(parameter).clone() for parameter in model.parameters()]
@@ -21,7 +19,7 @@ def clone_parameters(model: nn.Module) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def load_clones(model: nn.Module, values: Sequence[torch.Tensor]) -> None:
-    """Write back what `copies` gave."""
+    """Restore copies from `clone_parameters`."""
     for parameter, value in zip(model.parameters(), values, strict=True):
         local_tensor(parameter).copy_(value)
 
@@ -30,7 +28,7 @@ def load_clones(model: nn.Module, values: Sequence[torch.Tensor]) -> None:
 def swapped_weights(model: nn.Module, values: Sequence[torch.Tensor]) -> Iterator[None]:
     """Run with other weights.
 
-    Costs a copy of the model instead of a second one for ever.
+    Costs a copy of the model for the duration, instead of a second model permanently.
     """
     own = clone_parameters(model)
     load_clones(model, values)
@@ -41,7 +39,7 @@ def swapped_weights(model: nn.Module, values: Sequence[torch.Tensor]) -> Iterato
 
 
 def named_tensors(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Copies of the whole tensors by transformers' names, on the CPU; a tied head
+    """Return copies of the full tensors by transformers' names, on the CPU; a tied head
     appears once, as the embedding.
     """
     return {
@@ -52,9 +50,9 @@ def named_tensors(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[
 
 @torch.no_grad()
 def load_named_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load what `named` gave.
+    """Load tensors from `named_tensors`.
 
-    Raises `TrainerError` where names or shapes differ, before anything has changed.
+    Raises `TrainerError` if names or shapes differ, before anything is changed.
     """
     parameters = dict(model.named_parameters())
     if tensors.keys() != parameters.keys():

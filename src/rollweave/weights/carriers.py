@@ -1,11 +1,11 @@
-"""Libraries that carry bodies beside the socket: Mooncake's transfer engine and NIXL.
-Each is imported when it is made.
+"""Libraries that transfer bodies beside the socket: Mooncake's transfer engine and
+NIXL. Each is imported when its carrier is constructed.
 
-Both read a peer's memory: over RDMA where the machine has it. Who gives a body away
-registers its memory and sends where it is; who takes it registers its own, reads, and
-says so. What has come is verified by its xxh3-64 like everything else: Mooncake has
-been seen to say that it read what it had not. Tokens are addresses and names, never
-pickles.
+Both read a peer's memory, over RDMA if the machine has it. The sender of a body
+registers its memory and sends a token with the address; the receiver registers its own
+memory, reads, and acknowledges. Like everything else, the received bytes are verified
+by their xxh3-64: Mooncake has been observed to report success without having read.
+Tokens are addresses and names, never pickles.
 """
 
 import importlib
@@ -23,25 +23,24 @@ from rollweave.schema.errors import ConfigError, WireError
 from rollweave.weights.protocol import FailureReason, FetchError
 
 POLL_S = 0.0002
-"""Between two looks at a transfer of NIXL's, which has no call that waits: little
-beside what a piece takes.
+"""Seconds between two polls of a NIXL transfer, which has no blocking call: little
+compared with the transfer of a piece.
 """
 
 READ_S = 60.0
-"""Seconds that one body may take: the longest piece at a tenth of the slowest RDMA
-link.
+"""Maximum seconds for one body: the longest piece at a tenth of the slowest RDMA link.
 """
 
 
 class _Token(Struct, frozen=True, kw_only=True):
-    """Where a body is: `peer` is how the library finds its owner, `about` what it has
-    to know of it.
+    """Locates a body: `peer` is how the library finds its owner, `metadata` what it
+    needs to know about that owner.
     """
 
     peer: str
     address: int
     nbytes: int
-    about: bytes = b""
+    metadata: bytes = b""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -51,7 +50,7 @@ _decoder = msgspec.msgpack.Decoder(_Token)
 class MooncakeCarrier:
     """`Carrier` by Mooncake's transfer engine.
 
-    `host` is the address that peers reach us at.
+    `host` is the address at which peers reach this process.
     """
 
     def __init__(self, host: str, *, protocol: str = "tcp") -> None:
@@ -62,30 +61,30 @@ class MooncakeCarrier:
             )
         self._peer = f"{host}:{self._engine.get_rpc_port()}"
 
-    def offer(self, body: memoryview) -> bytes:
+    def register(self, body: memoryview) -> bytes:
         address = _address(body)
-        self._register(address, len(body))
+        self._register_memory(address, len(body))
         return _encode(_Token(peer=self._peer, address=address, nbytes=len(body)))
 
-    def withdraw(self, token: bytes) -> None:
+    def unregister(self, token: bytes) -> None:
         self._engine.unregister_memory(_decode(token, None).address)
 
-    def fetch(self, token: bytes, into: memoryview) -> None:
-        where = _decode(token, into)
+    def read(self, token: bytes, into: memoryview) -> None:
+        source = _decode(token, into)
         address = _address(into)
-        self._register(address, len(into))
+        self._register_memory(address, len(into))
         try:
             if (
-                self._engine.transfer_sync_read(where.peer, address, where.address, where.nbytes)
+                self._engine.transfer_sync_read(source.peer, address, source.address, source.nbytes)
                 != 0
             ):
                 raise FetchError(
-                    "source", f"mooncake cannot read {where.nbytes} bytes from {where.peer}"
+                    "source", f"mooncake cannot read {source.nbytes} bytes from {source.peer}"
                 )
         finally:
             self._engine.unregister_memory(address)
 
-    def _register(self, address: int, nbytes: int) -> None:
+    def _register_memory(self, address: int, nbytes: int) -> None:
         if self._engine.register_memory(address, nbytes) != 0:
             raise FetchError("room", f"mooncake cannot register {nbytes} bytes of memory")
 
@@ -96,61 +95,61 @@ class NixlCarrier:
     def __init__(self) -> None:
         api = _imported("nixl._api", extra="nixl")
         self._agent = api.nixl_agent(uuid.uuid4().hex, api.nixl_agent_config(backends=["UCX"]))
-        self._alone = threading.Lock()  # an agent's calls must not overlap; its transfers may
+        self._lock = threading.Lock()  # calls of an agent must not overlap; its transfers may
         self._registered: dict[bytes, Any] = {}
 
-    def offer(self, body: memoryview) -> bytes:
+    def register(self, body: memoryview) -> bytes:
         address = _address(body)
-        handle = self._register(address, len(body))
-        about = self._call("room", "get_agent_metadata")
+        handle = self._register_memory(address, len(body))
+        metadata = self._call("room", "get_agent_metadata")
         token = _encode(
-            _Token(peer=self._agent.name, address=address, nbytes=len(body), about=about)
+            _Token(peer=self._agent.name, address=address, nbytes=len(body), metadata=metadata)
         )
         self._registered[token] = handle
         return token
 
-    def withdraw(self, token: bytes) -> None:
+    def unregister(self, token: bytes) -> None:
         self._call("room", "deregister_memory", self._registered.pop(token))
 
-    def fetch(self, token: bytes, into: memoryview) -> None:
-        where = _decode(token, into)
+    def read(self, token: bytes, into: memoryview) -> None:
+        source = _decode(token, into)
         address = _address(into)
-        handle = self._register(address, len(into))
+        handle = self._register_memory(address, len(into))
         try:
-            peer = self._call("source", "add_remote_agent", where.about)
+            peer = self._call("source", "add_remote_agent", source.metadata)
             ours = self._call("room", "get_xfer_descs", [(address, len(into), 0)], mem_type="cpu")
             theirs = self._call(
-                "room", "get_xfer_descs", [(where.address, where.nbytes, 0)], mem_type="cpu"
+                "room", "get_xfer_descs", [(source.address, source.nbytes, 0)], mem_type="cpu"
             )
             transfer = self._call("source", "initialize_xfer", "READ", ours, theirs, peer)
             try:
-                self._finish(transfer, where)
+                self._wait_for(transfer, source)
             finally:
                 self._call("source", "release_xfer_handle", transfer)
         finally:
             self._call("room", "deregister_memory", handle)
 
-    def _finish(self, transfer: Any, where: _Token) -> None:
+    def _wait_for(self, transfer: Any, source: _Token) -> None:
         until, state = time.monotonic() + READ_S, self._call("source", "transfer", transfer)
         while state == "PROC":
             if time.monotonic() > until:
                 raise FetchError(
-                    "source", f"nixl has not read {where.nbytes} bytes within {READ_S:g} s"
+                    "source", f"nixl has not read {source.nbytes} bytes within {READ_S:g} s"
                 )
             time.sleep(POLL_S)
             state = self._call("source", "check_xfer_state", transfer)
         if state != "DONE":
-            raise FetchError("source", f"nixl cannot read {where.nbytes} bytes: {state}")
+            raise FetchError("source", f"nixl cannot read {source.nbytes} bytes: {state}")
 
-    def _register(self, address: int, nbytes: int) -> Any:
+    def _register_memory(self, address: int, nbytes: int) -> Any:
         return self._call("room", "register_memory", [(address, nbytes, 0, "")], mem_type="cpu")
 
     def _call(self, reason: FailureReason, name: str, *arguments: Any, **options: Any) -> Any:
-        """One call of the agent. Raises TakeError of that reason."""
+        """Call a method of the agent. Raises FetchError with `reason`."""
         try:
-            with self._alone:
+            with self._lock:
                 return getattr(self._agent, name)(*arguments, **options)
-        except Exception as error:  # the binding's own, one for each status
+        except Exception as error:  # the binding has an exception type per status
             raise FetchError(reason, f"nixl: {name}: {error}") from error
 
 
@@ -169,11 +168,11 @@ def _address(view: memoryview) -> int:
 
 
 def _decode(token: bytes, into: memoryview | None) -> _Token:
-    """Raises WireError for what is no token, or not one for `into`."""
+    """Raises WireError for bytes that are not a token, or not one for `into`."""
     try:
-        found = _decoder.decode(token)
+        decoded = _decoder.decode(token)
     except (msgspec.DecodeError, ValueError) as error:
         raise WireError(f"a token of another transport: {error}") from error
-    if into is not None and found.nbytes != len(into):
-        raise WireError(f"a token for {found.nbytes} bytes, not for {len(into)}")
-    return found
+    if into is not None and decoded.nbytes != len(into):
+        raise WireError(f"a token for {decoded.nbytes} bytes, not for {len(into)}")
+    return decoded

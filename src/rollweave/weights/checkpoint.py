@@ -1,10 +1,10 @@
-"""Reads a Hugging Face checkpoint directory, for engines and trainer alike: shape from
-config.json, tensors from safetensors.
+"""Reads a Hugging Face checkpoint directory, for engines and trainer: the shape from
+config.json, the tensors from safetensors.
 
-Understood: Llama, Qwen2 and Qwen3 decoders with full attention and default, linear or
-llama3 rotary embeddings. Anything that would change the result and is not understood is
-refused by name. Torch is imported where tensors are: who only asks for a shape of a
-model from scratch does not wait for it.
+Supports Llama, Qwen2 and Qwen3 decoders with full attention and default, linear or
+llama3 rotary embeddings. Unsupported settings that would change the result are rejected
+by name. Torch is imported only where tensors are, so that reading the shape of a model
+from scratch does not wait for it.
 """
 
 import json
@@ -30,9 +30,9 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes and switches of one decoder.
+    """Sizes and switches of a decoder.
 
-    `inv_freq` are the rotary frequencies (head_dim / 2), scaling applied.
+    `inv_freq` are the rotary frequencies (head_dim / 2), with scaling applied.
     """
 
     vocab: int
@@ -53,60 +53,62 @@ class ModelShape:
     eos_token_ids: tuple[int, ...]
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter by its transformers name, with its shape.
+        """Return every parameter's shape by its transformers name.
 
-        A tied `lm_head.weight` is not among them.
+        A tied `lm_head.weight` is not included.
         """
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab, self.hidden)}
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (self.vocab, self.hidden)
+        }
         for layer in range(self.layers):
             name = f"model.layers.{layer}."
             for part, rows in (("q", q), ("k", kv), ("v", kv)):
-                found[f"{name}self_attn.{part}_proj.weight"] = (rows, self.hidden)
+                shapes[f"{name}self_attn.{part}_proj.weight"] = (rows, self.hidden)
                 if self.qkv_bias:
-                    found[f"{name}self_attn.{part}_proj.bias"] = (rows,)
-            found[f"{name}self_attn.o_proj.weight"] = (self.hidden, q)
+                    shapes[f"{name}self_attn.{part}_proj.bias"] = (rows,)
+            shapes[f"{name}self_attn.o_proj.weight"] = (self.hidden, q)
             if self.out_bias:
-                found[f"{name}self_attn.o_proj.bias"] = (self.hidden,)
+                shapes[f"{name}self_attn.o_proj.bias"] = (self.hidden,)
             if self.qk_norm:
-                found[f"{name}self_attn.q_norm.weight"] = (self.head_dim,)
-                found[f"{name}self_attn.k_norm.weight"] = (self.head_dim,)
+                shapes[f"{name}self_attn.q_norm.weight"] = (self.head_dim,)
+                shapes[f"{name}self_attn.k_norm.weight"] = (self.head_dim,)
             for part, rows, columns in (
                 ("gate", self.ffn, self.hidden),
                 ("up", self.ffn, self.hidden),
                 ("down", self.hidden, self.ffn),
             ):
-                found[f"{name}mlp.{part}_proj.weight"] = (rows, columns)
+                shapes[f"{name}mlp.{part}_proj.weight"] = (rows, columns)
                 if self.mlp_bias:
-                    found[f"{name}mlp.{part}_proj.bias"] = (rows,)
-            found[f"{name}input_layernorm.weight"] = (self.hidden,)
-            found[f"{name}post_attention_layernorm.weight"] = (self.hidden,)
-        found["model.norm.weight"] = (self.hidden,)
+                    shapes[f"{name}mlp.{part}_proj.bias"] = (rows,)
+            shapes[f"{name}input_layernorm.weight"] = (self.hidden,)
+            shapes[f"{name}post_attention_layernorm.weight"] = (self.hidden,)
+        shapes["model.norm.weight"] = (self.hidden,)
         if not self.tied:
-            found["lm_head.weight"] = (self.vocab, self.hidden)
-        return found
+            shapes["lm_head.weight"] = (self.vocab, self.hidden)
+        return shapes
 
-    def check(self, found: Mapping[str, Sequence[int]]) -> None:
-        """Raise WeightsError unless `found`, shapes by name, are this model's
-        parameters; a tied `lm_head.weight` may be.
+    def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Raise WeightsError unless `shapes`, by name, are those of this model's
+        parameters; a tied `lm_head.weight` is optional.
         """
         wanted = self.tensors()
-        missing = sorted(set(wanted) - set(found))
-        unknown = sorted(set(found) - set(wanted) - ({"lm_head.weight"} if self.tied else set()))
+        missing = sorted(set(wanted) - set(shapes))
+        unknown = sorted(set(shapes) - set(wanted) - ({"lm_head.weight"} if self.tied else set()))
         if missing or unknown:
             raise WeightsError(
                 f"tensors must be the model's parameters: missing {missing[:3]}, "
                 f"unknown {unknown[:3]}"
             )
         for name, shape in wanted.items():
-            if tuple(found[name]) != shape:
-                raise WeightsError(f"{name} must have shape {shape}, got {tuple(found[name])}")
+            if tuple(shapes[name]) != shape:
+                raise WeightsError(f"{name} must have shape {shape}, got {tuple(shapes[name])}")
 
 
 def read_shape(directory: Path) -> ModelShape:
-    """The shape that `directory/config.json` describes.
+    """Read the shape that `directory/config.json` describes.
 
-    Raises ConfigError for what is missing or not understood.
+    Raises ConfigError for missing or unsupported settings.
     """
     config = _read_json(directory / "config.json")
     names = config.get("architectures") or []
@@ -150,9 +152,9 @@ def read_shape(directory: Path) -> ModelShape:
 
 
 def read_tensors_of(directory: Path) -> Iterator[tuple[str, "torch.Tensor"]]:
-    """Every tensor of the checkpoint, sharded or not, by its transformers name.
+    """Yield every tensor of the checkpoint, sharded or not, with its transformers name.
 
-    Raises ConfigError as `read_sizes` does.
+    Raises ConfigError like `read_sizes`.
     """
     for shard in _shards(directory):
         for name in shard.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
@@ -160,9 +162,9 @@ def read_tensors_of(directory: Path) -> Iterator[tuple[str, "torch.Tensor"]]:
 
 
 def read_sizes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors by name, from the files' headers.
+    """Read the shapes of all tensors by name, from the files' headers.
 
-    Raises ConfigError for a file that is missing or torn.
+    Raises ConfigError for a missing or truncated file.
     """
     return {
         name: tuple(shard.get_slice(name).get_shape())
@@ -174,7 +176,7 @@ def read_sizes(directory: Path) -> dict[str, tuple[int, ...]]:
 def read_formats(directory: Path) -> set[str]:
     """Return the tensors' number formats, as safetensors names them (F32, BF16).
 
-    Raises ConfigError as `read_sizes` does.
+    Raises ConfigError like `read_sizes`.
     """
     return {
         str(shard.get_slice(name).get_dtype())
@@ -184,7 +186,7 @@ def read_formats(directory: Path) -> set[str]:
 
 
 def _shards(directory: Path) -> Iterator[Any]:
-    """The checkpoint's safetensors files, opened one after the other."""
+    """Open the checkpoint's safetensors files, one after the other."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
         places = _read_json(index).get("weight_map")
@@ -202,7 +204,7 @@ def _shards(directory: Path) -> Iterator[Any]:
             opened = safe_open(str(directory / file), framework="pt")
         except (OSError, SafetensorError) as error:
             raise ConfigError(
-                f"{directory / file} must be a whole safetensors file: {error}"
+                f"{directory / file} must be a complete safetensors file: {error}"
             ) from error
         with opened as shard:
             yield shard
@@ -219,22 +221,22 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _eos(directory: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    """End-of-sequence ids: generation_config.json's where it has them, as transformers
-    does, else config.json's.
+    """Return the end-of-sequence ids: those of generation_config.json if it has them,
+    as transformers does, else those of config.json.
     """
     path = directory / "generation_config.json"
-    found = _read_json(path).get("eos_token_id") if path.exists() else None
-    if found is None:
-        found = config.get("eos_token_id")
-    if found is None:
+    eos = _read_json(path).get("eos_token_id") if path.exists() else None
+    if eos is None:
+        eos = config.get("eos_token_id")
+    if eos is None:
         return ()
-    return tuple(int(token) for token in found) if isinstance(found, list) else (int(found),)
+    return tuple(int(token) for token in eos) if isinstance(eos, list) else (int(eos),)
 
 
 def _frequencies(config: dict[str, Any], head_dim: int) -> tuple[float, ...]:
-    """Rotary frequencies, in fp32 as transformers computes them.
+    """Return the rotary frequencies, in fp32 as transformers computes them.
 
-    Old (`rope_scaling`) and new (`rope_parameters`) spellings.
+    Accepts the old (`rope_scaling`) and the new (`rope_parameters`) spelling.
     """
     import torch
 
@@ -259,8 +261,8 @@ def _frequencies(config: dict[str, Any], head_dim: int) -> tuple[float, ...]:
 
 
 def _llama3(inv_freq: "torch.Tensor", rope: dict[str, Any]) -> "torch.Tensor":
-    """Llama 3.1's scaling: long wavelengths are stretched by `factor`, short ones kept,
-    those between interpolated.
+    """Apply Llama 3.1's scaling: stretch long wavelengths by `factor`, keep short ones,
+    and interpolate between.
     """
     import torch
 

@@ -1,41 +1,41 @@
 """Bit-exact deltas between two versions of weights, block by block. Pure bytes: an
 element is an unsigned integer.
 
-    encode(base, new, itemsize=2) -> block         one block, complete in itself, of at most `BLOCK_BYTES` of payload
+    encode(base, new, itemsize=2) -> block         one self-contained block of at most `BLOCK_BYTES` of payload
     apply(block, base, out, itemsize=2)
-    plan(tensors, nbytes) -> spans                 how a payload is cut into blocks: both sides find the same
-    encode_tensors(tensors, base, new) -> blocks   a whole payload, in its order; the stream is their concatenation
-    Applier(tensors, base, out).feed(chunk)        takes that stream, however it is cut
+    plan(tensors, nbytes) -> spans                 the division of a payload into blocks, the same on both sides
+    encode_tensors(tensors, base, new) -> blocks   a whole payload, in order; the stream is their concatenation
+    Applier(tensors, base, out).feed(chunk)        accepts that stream in chunks of any size
 
-Invariants: `apply` gives the bytes that `encode` was shown, whatever they mean (NaN
-payloads, -0.0, denormals). It writes only what it has verified, so `out` may be `base`.
-A block that is torn, damaged anywhere, or made from another base raises `DeltaError`,
-and nothing has been written. Nothing is allocated beyond a small multiple of a block,
-whatever the bytes claim.
+Invariants: `apply` reproduces the bytes given to `encode` exactly, including NaN
+payloads, -0.0 and denormals. It writes only verified results, so `out` may be `base`. A
+block that is truncated, damaged anywhere, or made from another base raises
+`DeltaError`, and nothing is written. Memory use is bounded by a small multiple of a
+block, whatever sizes the input claims.
 
-The wire format, frozen as `FORMAT`; a change of it is another number. All integers are
-little-endian, and `u<n>` has n bits.
+The wire format is frozen as `FORMAT`; any change to it requires a new number. All
+integers are little-endian, and `u<n>` has n bits.
 
     block    = head, body
     head     = u8 FORMAT, u8 form, u8 bytes of an element, u8 0, u32 bytes of the body, u32 bytes of the payload,
                u64 xxh3-64 of the base, u64 of the result, u64 of the body, u32 the low half of the xxh3-64 of all before
     body     by form:  0 unchanged: nothing    1 sparse: see below    2 dense: integers, the differences of all elements
                        3 whole: integers, the new elements    4 raw: the new bytes
-    integers = a plane for each byte of the integer, the least first: all the least bytes, then all the next ones, …
+    integers = one plane per byte of the integer: all the least significant bytes, then all the next ones, …
     plane    = u32 bytes, u32 bytes stored, then a zstd frame that states its size, or, where both are equal, the bytes
     sparse   = u8 count of limits (0 to 3), u64 limits; changes of each limit; changes
     changes  = u32 count, u8 width of a gap (1 or 2 bytes), integers of that width: the gaps, integers: the steps
     gaps     = the elements skipped before each changed one; 2^(8 width) - 1 adds itself to the next gap
-    steps    = a plane of 2-bit symbols, four to a byte from its low end, one a change: bit 0 is the lowest bit of the
+    steps    = a plane of 2-bit symbols, four per byte from its low end, one per change: bit 0 is the lowest bit of the
                difference less 1, bit 1 whether more follows; then integers of the element's size, one for each symbol with
                bit 1 set: (difference - 1) / 2 - 1, rounded down
 
-The difference of two elements: with sign s and magnitude m an element stands at m where
-s = 0, and at -1 - m where s = 1; from the base's place to the new one's it is d, modulo
-2^bits and within half of that on either side, and the difference is 2 d where d >= 0,
--2 d - 1 where d < 0. Limits fall; the changes of a limit are those whose base has 2 m
->= limit, at their positions among the elements that are left, and those with 2 m <
-limit are left, in order, for what follows.
+The difference of two elements is defined as follows. An element with sign s and
+magnitude m has the position m if s = 0, and -1 - m if s = 1. Let d be the distance from
+the base's position to the new one's, modulo 2^bits and within half of that on either
+side. The difference is then 2 d if d >= 0, and -2 d - 1 if d < 0. Limits decrease. The
+changes of a limit are those whose base has 2 m >= limit, at their positions among the
+remaining elements; the elements with 2 m < limit remain, in order, for what follows.
 """
 
 import itertools
@@ -65,8 +65,8 @@ LOW = (1 << 32) - 1
 HEAD_BYTES = HEAD.size + CHECK.size
 
 BLOCK_BYTES = 1 << 21
-"""Of payload, the most in one block: what hides a block's own cost (a Huffman table a
-plane), and still fits a core's cache.
+"""Maximum bytes of payload in one block: enough to amortize a block's fixed cost (one
+Huffman table per plane), and small enough for a core's cache.
 """
 
 ITEMSIZES = (1, 2, 4, 8)
@@ -90,12 +90,12 @@ class _Head(NamedTuple):
 
 
 def plan(tensors: Sequence[TensorMeta], nbytes: int) -> tuple[Span, ...]:
-    """The blocks of a payload of `nbytes`, in its order: they cover every byte once,
-    the padding between tensors included.
+    """Divide a payload of `nbytes` into blocks, in order. They cover every byte once,
+    including the padding between tensors.
 
-    Neighbours of one element size share blocks, so that small tensors cost little.
-    Raises DeltaError for tensors that overlap, reach beyond the payload, or cannot have
-    their shape.
+    Adjacent tensors of one element size share blocks, so that small tensors cost
+    little. Raises DeltaError for tensors that overlap, extend beyond the payload, or
+    cannot have their shape.
     """
     runs: list[Span] = []
     for meta in sorted((meta for meta in tensors if meta.nbytes), key=lambda meta: meta.offset):
@@ -123,10 +123,11 @@ def plan(tensors: Sequence[TensorMeta], nbytes: int) -> tuple[Span, ...]:
 
 
 def encode(base: Buffer, new: Buffer, *, itemsize: int, smaller: bool = False) -> bytes:
-    """The block that makes `new` out of `base`, which have one size. Raises ValueError.
+    """Encode the block that turns `base` into `new`, which must have the same size.
+    Raises ValueError.
 
-    `smaller` takes two to three times as long on either side for a fifth fewer bytes:
-    for links below about 5 MB/s a core.
+    `smaller` takes two to three times as long on either side and saves a fifth of the
+    bytes, which pays on links below about 5 MB/s per core.
     """
     if itemsize not in ITEMSIZES:
         raise ValueError(f"itemsize must be one of {ITEMSIZES}, got {itemsize}")
@@ -145,9 +146,9 @@ def encode(base: Buffer, new: Buffer, *, itemsize: int, smaller: bool = False) -
 
 
 def apply(block: Buffer, base: Buffer, out: Target, *, itemsize: int) -> None:
-    """Write to `out`, which may be `base`, what `block` makes out of it.
+    """Apply `block` to `base` and write the result to `out`, which may be `base`.
 
-    Raises DeltaError, and has written nothing.
+    Raises DeltaError, in which case nothing has been written.
     """
     data, old, target = _bytes(block).data, _bytes(base), _bytes(out)
     head = _head(data, itemsize=itemsize)
@@ -176,9 +177,9 @@ def encode_tensors(
     smaller: bool = False,
     threads: int = 1,
 ) -> Iterator[bytes]:
-    """The blocks of `plan` that make payload `new` out of payload `base`.
+    """Encode the blocks of `plan` that turn payload `base` into payload `new`.
 
-    Raises DeltaError where `tensors` do not fit.
+    Raises DeltaError if `tensors` do not fit.
     """
     old, fresh = _bytes(base), _bytes(new)
     spans = iter(plan(tensors, len(fresh)))
@@ -197,22 +198,23 @@ def encode_tensors(
 
 
 class Applier:
-    """Turns a stream of blocks into a payload, as the stream comes.
+    """Turns a stream of blocks into a payload as the stream arrives.
 
-    After a DeltaError it takes nothing more.
+    After a DeltaError it accepts no more input.
     """
 
     def __init__(self, tensors: Sequence[TensorMeta], base: Buffer, out: Target) -> None:
-        """`out` may be `base`. Raises DeltaError where `tensors` do not fit."""
+        """`out` may be `base`. Raises DeltaError if `tensors` do not fit."""
         self._base, self._out = _bytes(base), _bytes(out)
         self._spans = plan(tensors, len(self._out))
         self._pending = bytearray()
         self._broken = ""
         self.done = 0
-        """Blocks that stand in `out`."""
+        """Number of blocks written to `out`."""
 
     def feed(self, chunk: Buffer) -> int:
-        """Take the next bytes; returns how many of the payload's stand in `out`.
+        """Process the next bytes; return how many bytes of the payload are complete in
+        `out`.
 
         Raises DeltaError.
         """
@@ -222,7 +224,7 @@ class Applier:
         start = 0
         try:
             while (size := self._complete(start)) > 0:
-                self._take(bytes(self._pending[start : start + size]))
+                self._apply_block(bytes(self._pending[start : start + size]))
                 start += size
         except DeltaError as error:
             self._broken = f"block {self.done} of {len(self._spans)}: {error}"
@@ -232,14 +234,14 @@ class Applier:
         return self._spans[self.done - 1].stop if self.done else 0
 
     def finish(self) -> None:
-        """Raises DeltaError unless all of the payload stands."""
+        """Raise DeltaError unless the payload is complete."""
         if self._broken or self._pending or self.done < len(self._spans):
             raise DeltaError(
-                self._broken or f"the stream ends within block {self.done} of {len(self._spans)}"
+                self._broken or f"the stream ends inside block {self.done} of {len(self._spans)}"
             )
 
     def _complete(self, start: int) -> int:
-        """Bytes of the next block, if all of it is here."""
+        """Return the size of the next block if it has arrived completely, else 0."""
         if len(self._pending) - start < HEAD_BYTES:
             return 0
         if self.done == len(self._spans):
@@ -254,7 +256,7 @@ class Applier:
             )
         return head.size if head.size <= len(self._pending) - start else 0
 
-    def _take(self, block: bytes) -> None:
+    def _apply_block(self, block: bytes) -> None:
         span = self._spans[self.done]
         part = slice(span.start, span.stop)
         apply(block, self._base[part], self._out[part], itemsize=span.itemsize)
@@ -262,12 +264,12 @@ class Applier:
 
 
 def _head(data: memoryview, *, itemsize: int) -> _Head:
-    """The head that `data` begins with. Raises DeltaError."""
+    """Parse the head at the start of `data`. Raises DeltaError."""
     if len(data) < HEAD_BYTES:
-        raise DeltaError(f"delta block: {len(data)} bytes are no head")
+        raise DeltaError(f"delta block: {len(data)} bytes are too short for a head")
     format_, form, size, body, nbytes, base_hash, result_hash, body_hash = HEAD.unpack_from(data)
     if CHECK.unpack_from(data, HEAD.size)[0] != _hash(data[: HEAD.size]) & LOW:
-        raise DeltaError("delta block: its head was damaged, or it is none")
+        raise DeltaError("delta block: its head is damaged, or it is not a block")
     if format_ != FORMAT:
         raise DeltaError(f"delta block: format {format_}, not {FORMAT}")
     if size != itemsize:
@@ -282,5 +284,5 @@ def _hash(data: bytes | memoryview) -> int:
 
 
 def _bytes(buffer: Any) -> Array:
-    """A view of all the bytes, as writable as they are."""
+    """View all the bytes, writable if the buffer is."""
     return np.frombuffer(buffer, np.uint8)

@@ -1,16 +1,17 @@
-"""What is inside a delta block: the elements of one array as they follow from those of
-another one.
+"""The body of a delta block: encodes the elements of one array relative to those of
+another.
 
-Invariants: `decode` gives what `encode` was shown, for every bit pattern, or raises
-`DeltaError`; it allocates a small multiple of the array's size at most, whatever the
-bytes claim. The forms are documented where they are frozen, in `weights/delta`.
+Invariants: `decode` reproduces what was given to `encode`, for every bit pattern, or
+raises `DeltaError`; it allocates at most a small multiple of the array's size, whatever
+sizes the input claims. The forms are documented in `weights/delta`, where the format is
+frozen.
 
-A float is taken as an integer in which neighbouring floats are neighbours, so that a
-small change is a small number whatever the exponent. Positions cost most: at 1 %
-changed their entropy is 8.1 bits each, the change itself costs about 1.8. Small
-elements change more often than large ones under the same learning rate, for their
-floats lie closer together: told apart by the base, which both sides have, both cost
-less (`smaller`).
+A float is treated as an integer such that adjacent floats are adjacent integers: a
+small change is then a small number, whatever the exponent. Positions dominate the cost:
+with 1 % of the elements changed, their entropy is 8.1 bits each, while the change
+itself costs about 1.8. Under the same learning rate small elements change more often
+than large ones, because their floats lie closer together. Separating the two by the
+base, which both sides have, makes both cheaper (`smaller`).
 """
 
 import struct
@@ -33,61 +34,66 @@ CHANGES = struct.Struct("<IB")
 BYTE = struct.Struct("<B")
 
 SHARES = (1 / 16, 1 / 128, 1 / 1024)
-"""Of the elements, those that are told apart as small.
+"""Shares of the elements that are treated as small.
 
-Found by trial: more or other shares gain less than 2 %.
+Determined by experiment: more or other shares gain less than 2 %.
 """
 
-SAMPLE = 4096
-"""Elements in which those shares are looked up: fourfold of the smallest one's inverse."""
+SAMPLE_SIZE = 4096
+"""Number of elements sampled to find those shares: four times the inverse of the
+smallest share.
+"""
 
-FEWEST = 1000
-"""Changes of a block from which telling small elements apart pays for the headers."""
+MIN_CHANGES = 1000
+"""Minimum changes of a block for which separating small elements pays for the headers.
+"""
 
 WIDE_GAP = 512
-"""Mean gap from which gaps have two bytes: then escapes in a byte cost more than a
-second plane does.
+"""Mean gap from which gaps take two bytes: beyond it, escapes in one byte cost more
+than a second plane.
 """
 
-PIECE = 1 << 18
-"""Elements that are worked on at once where a whole array is not needed."""
+PIECE_ELEMENTS = 1 << 18
+"""Number of elements processed at once where the whole array is not needed."""
 
-SMALLEST_PLANE = 64
-"""Bytes; headers eat the gain of compressing fewer."""
+MIN_PLANE_BYTES = 64
+"""Minimum bytes of a plane to compress: for fewer, the headers cost more than is
+gained.
+"""
 
 WINDOW_LOG = 17
-"""Of zstd's window: its largest block.
+"""Size of zstd's window, as a power of two: its largest block.
 
 Planes hardly repeat: nearly all of the gain is in its Huffman codes.
 """
 
 _local = threading.local()
-"""Of each thread: zstd's contexts, which may not be shared, and the array in which
-blocks are put together.
+"""Per-thread state: zstd's contexts, which must not be shared, and the array in which
+blocks are assembled.
 """
 
 
 def encode(old: Array, new: Array, *, smaller: bool) -> tuple[int, bytes]:
-    """The form and body that make `new` out of `old`, unsigned integers both: the
-    shortest of the forms that may be.
+    """Encode `new` relative to `old`, both unsigned integers: return the shortest
+    applicable form, and its body.
     """
     positions = _changed(old, new)
     if len(positions) == 0:
         return UNCHANGED, b""
-    found: list[tuple[int, bytes]] = []
+    candidates: list[tuple[int, bytes]] = []
     if 2 * len(positions) <= len(new):
-        found.append((SPARSE, _encode_sparse(old, new, positions, smaller=smaller)))
-        if 4 * len(found[0][1]) <= new.nbytes:
-            return found[0]
-    found.append((DENSE, _pack_integers(differences_of(old, new))))
-    if 2 * len(found[-1][1]) > new.nbytes:
-        found += [(WHOLE, _pack_integers(new)), (RAW, new.tobytes())]
-    return min(found, key=lambda one: len(one[1]))
+        candidates.append((SPARSE, _encode_sparse(old, new, positions, smaller=smaller)))
+        if 4 * len(candidates[0][1]) <= new.nbytes:
+            return candidates[0]
+    candidates.append((DENSE, _pack_integers(differences_of(old, new))))
+    if 2 * len(candidates[-1][1]) > new.nbytes:
+        candidates += [(WHOLE, _pack_integers(new)), (RAW, new.tobytes())]
+    return min(candidates, key=lambda candidate: len(candidate[1]))
 
 
 def decode(form: int, body: memoryview, old: Array) -> Array:
-    """The new elements, which last until this thread decodes again; `old` itself where
-    nothing changed. Raises DeltaError.
+    """Decode the new elements, which are valid until this thread decodes again; `old`
+    itself if nothing changed. Raises DeltaError.
     """
     reader = _Reader(body)
     if form == UNCHANGED:
@@ -103,7 +109,7 @@ def decode(form: int, body: memoryview, old: Array) -> Array:
         if form == DENSE:
             new = _add(old, new)
     else:
-        raise DeltaError(f"delta block: form {form} is not known")
+        raise DeltaError(f"delta block: form {form} is unknown")
     reader.end()
     return new
 
@@ -111,28 +117,31 @@ def decode(form: int, body: memoryview, old: Array) -> Array:
 # Elements.
 
 
-def _where(count: int, test: Callable[[slice], Array]) -> Array:
+def _positions_where(count: int, test: Callable[[slice], Array]) -> Array:
     """Positions below `count` at which `test` is true.
 
-    In pieces: large arrays that come and go are paged in anew each time.
+    Works in pieces: large temporary arrays would be paged in again each time.
     """
-    pieces = range(0, count, PIECE)
+    pieces = range(0, count, PIECE_ELEMENTS)
     return np.concatenate(
-        [np.empty(0, np.intp), *(_positions(test(slice(at, at + PIECE))) + at for at in pieces)]
+        [
+            np.empty(0, np.intp),
+            *(_nonzero(test(slice(at, at + PIECE_ELEMENTS))) + at for at in pieces),
+        ]
     )
 
 
-def _positions(mask: Array) -> Array:
-    """As `np.flatnonzero` of booleans, which is several times slower where few are set:
-    words of eight are looked at first.
+def _nonzero(mask: Array) -> Array:
+    """Like `np.flatnonzero` of booleans, which is several times slower when few are
+    set: test words of eight first.
     """
     if 10 * np.count_nonzero(mask) > len(mask):
         return np.flatnonzero(mask)
     whole = len(mask) & ~7
     words = mask[:whole].view(np.uint64)
-    found = np.flatnonzero(words != 0)
-    within = np.flatnonzero(words.take(found).view(np.bool_))
-    positions: Array = (found.take(within >> 3) << 3) | (within & 7)
+    nonzero = np.flatnonzero(words != 0)
+    within = np.flatnonzero(words.take(nonzero).view(np.bool_))
+    positions: Array = (nonzero.take(within >> 3) << 3) | (within & 7)
     return (
         positions
         if whole == len(mask)
@@ -141,30 +150,30 @@ def _positions(mask: Array) -> Array:
 
 
 def _changed(old: Array, new: Array) -> Array:
-    return _where(len(old), lambda part: old[part] != new[part])
+    return _positions_where(len(old), lambda part: old[part] != new[part])
 
 
-def _below(bits: Array, limit: int) -> Array:
-    return _where(len(bits), lambda part: _magnitude(bits[part]) < limit)
+def _positions_below(bits: Array, limit: int) -> Array:
+    return _positions_where(len(bits), lambda part: _magnitude(bits[part]) < limit)
 
 
 def differences_of(old: Array, new: Array) -> Array:
-    """How many floats apart, modulo all of them, zigzag: 0 is none, 1 one down, 2 one
-    up, 3 two down, …
+    """Distance in floats, modulo their number, in zigzag order: 0 is none, 1 one down,
+    2 one up, 3 two down, …
     """
     apart = (_ordered(new) - _ordered(old)).view(f"<i{old.itemsize}")
     return ((apart << 1) ^ (apart >> (8 * old.itemsize - 1))).view(old.dtype)
 
 
 def _add(old: Array, differences: Array) -> Array:
-    """The `new` of `differences_of`."""
+    """Invert `differences_of`: return `new`."""
     one = differences.dtype.type(1)
     return _ordered(_ordered(old) + ((differences >> one) ^ -(differences & one)))
 
 
 def _ordered(bits: Array) -> Array:
-    """Sign and magnitude to two's complement, and back: a bijection in which
-    neighbouring floats are neighbouring integers.
+    """Convert sign and magnitude to two's complement, and back: a bijection that maps
+    adjacent floats to adjacent integers.
     """
     signed = bits.view(f"<i{bits.itemsize}")
     ordered: Array = (
@@ -180,17 +189,17 @@ def _magnitude(bits: Array) -> Array:
 
 
 def _scratch(like: Array) -> Array:
-    """An array of this thread's that is used again and again: a new one would be paged
-    in anew each time.
+    """Return an array of this thread that is reused: a new one would be paged in each
+    time.
     """
     if not hasattr(_local, "scratch") or len(_local.scratch) < like.nbytes:
         _local.scratch = np.empty(like.nbytes, np.uint8)
-    found: Array = _local.scratch[: like.nbytes].view(like.dtype)
-    return found
+    scratch: Array = _local.scratch[: like.nbytes].view(like.dtype)
+    return scratch
 
 
-# Sparse: changed elements alone, those with a large base first, then those among the
-# small.
+# Sparse: changed elements only, those with a large base first, then those among the
+# small ones.
 
 
 def _encode_sparse(old: Array, new: Array, positions: Array, *, smaller: bool) -> bytes:
@@ -201,7 +210,7 @@ def _encode_sparse(old: Array, new: Array, positions: Array, *, smaller: bool) -
         body.append(
             _pack_changes(large, differences_of(old.take(large), new.take(large)), among=len(old))
         )
-        small = _below(old, limit)
+        small = _positions_below(old, limit)
         old, new = old.take(small), new.take(small)
         positions = _changed(old, new)
     body.append(
@@ -213,12 +222,12 @@ def _encode_sparse(old: Array, new: Array, positions: Array, *, smaller: bool) -
 
 
 def _limits(old: Array, positions: Array) -> list[int]:
-    """Below which magnitudes elements are small, falling; none where small ones hardly
-    change more often than others.
+    """Magnitudes below which elements are small, decreasing; empty if small elements
+    hardly change more often than others.
     """
-    if len(positions) < FEWEST:
+    if len(positions) < MIN_CHANGES:
         return []
-    sample = np.sort(_magnitude(old[:: -(-len(old) // SAMPLE)]))
+    sample = np.sort(_magnitude(old[:: -(-len(old) // SAMPLE_SIZE)]))
     limits = [int(sample[int(share * len(sample))]) for share in SHARES]
     often = np.count_nonzero(_magnitude(old.take(positions)) < limits[0])
     return limits if often > 2 * SHARES[0] * len(positions) else []
@@ -231,19 +240,19 @@ def _decode_sparse(reader: "_Reader", old: Array) -> Array:
     limits = reader.fields(struct.Struct(f"<{count}Q"))
     new, among = _scratch(old), old
     np.copyto(new, old)
-    where: Array | None = None  # of the elements `among` in all
+    where: Array | None = None  # positions of `among` in all elements
     for limit in (*limits, None):
         positions, differences = _unpack_changes(reader, old.dtype, among=len(among))
         fresh = _add(among.take(positions), differences)
         new[positions if where is None else where.take(positions)] = fresh
         if limit is not None:
-            small = _below(among, limit)
+            small = _positions_below(among, limit)
             among, where = among.take(small), small if where is None else where.take(small)
     return new
 
 
 def _pack_changes(positions: Array, differences: Array, *, among: int) -> bytes:
-    """Positions rise and are below `among`; no difference is 0."""
+    """Pack changes at ascending positions below `among`; no difference is 0."""
     width = 1 if among < WIDE_GAP * len(positions) else 2
     head = CHANGES.pack(len(positions), width)
     return (
@@ -271,10 +280,9 @@ def _unpack_changes(reader: "_Reader", dtype: np.dtype[Any], *, among: int) -> t
 
 
 def _gaps(positions: Array, width: int) -> Array:
-    """How many elements lie before each position and after the one before it, in
-    `width` bytes.
+    """Number of elements between each position and the one before it, in `width` bytes.
 
-    The greatest number is no gap: it is to be added to the next one.
+    The largest number is not a gap: it is to be added to the next one.
     """
     gaps = positions.copy()
     gaps[1:] -= positions[:-1] + 1
@@ -288,11 +296,11 @@ def _gaps(positions: Array, width: int) -> Array:
 
 
 def _pack_steps(steps: Array) -> bytes:
-    """Differences less 1: 0 and 1 are one step down and up, 2 and 3 two, …
+    """Pack differences less 1: 0 and 1 are one step down and up, 2 and 3 two, …
 
-    Four symbols of two bits a byte, sign and whether there is more; then how much more.
-    A Huffman code spends whole bits on a byte: on four symbols together it loses
-    little.
+    Each byte holds four symbols of two bits, the sign and whether more follows; the
+    rest of each long step comes after. A Huffman code spends whole bits per byte, so
+    coding four symbols together loses little.
     """
     more = np.flatnonzero(steps > 1)
     symbols = np.zeros(-(-len(steps) // 4) * 4, dtype=np.uint8)
@@ -308,7 +316,7 @@ def _unpack_steps(reader: "_Reader", dtype: np.dtype[Any], *, count: int) -> Arr
     packed = reader.plane(most=-(-count // 4))
     if 4 * len(packed) < count:
         raise DeltaError(f"delta block: {len(packed)} bytes are not {count} steps")
-    symbols = FOUR_SYMBOLS.take(packed).view(np.uint8)[:count]
+    symbols = SYMBOLS_OF_BYTE.take(packed).view(np.uint8)[:count]
     steps: Array = (symbols & 1).astype(dtype)
     more = np.flatnonzero(symbols & 2)
     rest = _unpack_integers(reader, dtype, most=len(more))
@@ -318,36 +326,36 @@ def _unpack_steps(reader: "_Reader", dtype: np.dtype[Any], *, count: int) -> Arr
     return steps
 
 
-FOUR_SYMBOLS = (
+SYMBOLS_OF_BYTE = (
     (np.arange(256, dtype=np.uint8)[:, None] >> np.array([0, 2, 4, 6], np.uint8) & np.uint8(3))
     .view("<u4")
     .reshape(-1)
 )
-"""The four symbols of a byte, a byte each."""
+"""The four symbols of each byte, one per byte."""
 
 
 # Planes.
 
 
 class _Reader:
-    """Takes what was packed off a body, in order."""
+    """Reads what was packed into a body, in order."""
 
     def __init__(self, body: memoryview) -> None:
         self._body = body
 
     def take(self, nbytes: int) -> memoryview:
-        """The next bytes. Raises DeltaError."""
+        """Return the next bytes. Raises DeltaError."""
         if len(self._body) < nbytes:
             raise DeltaError(f"delta block: claims {nbytes} bytes where it has {len(self._body)}")
-        found, self._body = self._body[:nbytes], self._body[nbytes:]
-        return found
+        taken, self._body = self._body[:nbytes], self._body[nbytes:]
+        return taken
 
     def fields(self, layout: struct.Struct) -> tuple[Any, ...]:
-        """The next fields. Raises DeltaError."""
+        """Return the next fields. Raises DeltaError."""
         return layout.unpack(self.take(layout.size))
 
     def plane(self, *, most: int) -> Array:
-        """The next plane, of at most `most` bytes. Raises DeltaError."""
+        """Return the next plane, of at most `most` bytes. Raises DeltaError."""
         nbytes, stored = self.fields(PLANE)
         data = self.take(stored)
         if nbytes > most or stored > nbytes:
@@ -366,15 +374,15 @@ class _Reader:
             raise DeltaError(f"delta block: {error}") from error
 
     def end(self) -> None:
-        """Raises DeltaError where bytes are left."""
+        """Raise DeltaError if bytes are left."""
         if self._body:
-            raise DeltaError(f"delta block: {len(self._body)} bytes too many")
+            raise DeltaError(f"delta block: {len(self._body)} trailing bytes")
 
 
 def _pack_plane(plane: Array) -> bytes:
-    """Bytes, by zstd where that gains."""
+    """Pack bytes, compressed with zstd if that is smaller."""
     data = plane.tobytes()
-    if len(data) >= SMALLEST_PLANE:
+    if len(data) >= MIN_PLANE_BYTES:
         packed: bytes = _compressor().compress(data)
         if len(packed) < len(data):
             return PLANE.pack(len(data), len(packed)) + packed
@@ -382,13 +390,13 @@ def _pack_plane(plane: Array) -> bytes:
 
 
 def _pack_integers(values: Array) -> bytes:
-    """A plane for each byte of the integers, the least one first."""
+    """Pack one plane per byte of the integers, the least significant first."""
     columns = np.ascontiguousarray(values).view(np.uint8).reshape(-1, values.itemsize)
     return b"".join(_pack_plane(columns[:, place]) for place in range(values.itemsize))
 
 
 def _unpack_integers(reader: _Reader, dtype: np.dtype[Any], *, most: int) -> Array:
-    """At most `most` integers. Raises DeltaError."""
+    """Unpack at most `most` integers. Raises DeltaError."""
     planes = [reader.plane(most=most) for _ in range(dtype.itemsize)]
     columns = np.empty((len(planes[0]), dtype.itemsize), dtype=np.uint8)
     for place, plane in enumerate(planes):

@@ -1,6 +1,8 @@
-"""Memory files: bytes that every process of the host can map once they are sealed.
+"""Memory that processes of a host share, and the bookkeeping of its bytes: memory files
+that any process can map once they are sealed, ranges of bytes, and work in threads that
+write into such memory.
 
-No torch here.
+This module does not import torch.
 """
 
 import asyncio
@@ -18,20 +20,20 @@ from rollweave.schema.errors import WeightsError
 T = TypeVar("T")
 
 READ_CHUNK = 1 << 20
-"""Bytes hashed or copied at once: large enough to amortise a call, small enough to stay
-in the cache between the two.
+"""Bytes hashed or copied at once: enough to amortize a call, few enough to stay in the
+cache between the two.
 """
 
 F_SEAL_FUTURE_WRITE = 0x10  # <linux/fcntl.h>, since 5.1
 
 
 def seal(fd: int, *, in_flight: bool = False) -> None:
-    """Let nobody change the memory file `fd` any more. Raises OSError while it is
-    mapped for writing.
+    """Seal memory file `fd` against changes. Raises OSError while it is mapped for
+    writing.
 
-    `in_flight`: pages of it may be on their way out of sockets, which the kernel takes
-    for writers. Then what is mapped for writing is not looked for, which is for the
-    caller to see to; nobody can map it so, or write to it, from now on.
+    With `in_flight`, its pages may still be leaving through sockets, which the kernel
+    counts as writers. Existing writable mappings are then not detected and are the
+    caller's responsibility; new ones, and writes, are refused from now on.
     """
     writes = F_SEAL_FUTURE_WRITE if in_flight else fcntl.F_SEAL_WRITE
     fcntl.fcntl(
@@ -40,16 +42,16 @@ def seal(fd: int, *, in_flight: bool = False) -> None:
 
 
 def read_payload(location: str, nbytes: int, *, where: str) -> mmap.mmap | bytearray:
-    """What lies at `location`, of exactly `nbytes` bytes: mapped where it is sealed,
-    else copied. Writes to it stay here.
+    """Return the payload of exactly `nbytes` bytes at `location`: mapped if it is
+    sealed, else copied. Writes to it stay private.
 
     Raises `WeightsError`, whose text begins with `where`.
     """
     try:
-        # Without O_NONBLOCK a recycled descriptor that is a pipe would block for ever.
+        # Without O_NONBLOCK a recycled descriptor that is a pipe would block forever.
         fd = os.open(location, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise WeightsError(f"{where}: cannot open, the publisher is gone? ({error})") from error
+        raise WeightsError(f"{where}: cannot open, is the publisher gone? ({error})") from error
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
@@ -61,14 +63,14 @@ def read_payload(location: str, nbytes: int, *, where: str) -> mmap.mmap | bytea
         if is_sealed(fd):
             return mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY)
         # A plain file may be truncated under a mapping, which would kill the reader:
-        # copy, then verify the copy.
+        # copy it, then verify the copy.
         payload = bytearray(nbytes)
         with memoryview(payload) as view:
             done = 0
             while done < nbytes:
                 count = os.readv(fd, [view[done : done + READ_CHUNK]])
                 if count == 0:
-                    raise WeightsError(f"{where}: shrank to {done} bytes while it was read")
+                    raise WeightsError(f"{where}: shrank to {done} bytes while being read")
                 done += count
         return payload
     except OSError as error:
@@ -78,7 +80,7 @@ def read_payload(location: str, nbytes: int, *, where: str) -> mmap.mmap | bytea
 
 
 def is_sealed(fd: int) -> bool:
-    """Whether `fd` is a memory file that nobody can change any more."""
+    """Return whether `fd` is a memory file that is sealed against changes."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
@@ -87,8 +89,8 @@ def is_sealed(fd: int) -> bool:
 
 
 def available_bytes() -> int:
-    """Bytes that this process can still claim: of the host's memory, and of its control
-    group's where that has a limit.
+    """Return the bytes that this process can still allocate, limited by the host's
+    memory and by its control group.
     """
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     left = int(fields["MemAvailable"].split()[0]) << 10
@@ -104,17 +106,17 @@ def available_bytes() -> int:
                 left, int(limit) - used + int(usage["inactive_file"]) + int(usage["active_file"])
             )
     except (OSError, ValueError, KeyError):
-        pass  # no such group, or an older kind
+        pass  # there is no such group, or it is of cgroup v1
     return left
 
 
 async def in_thread(
     function: Callable[..., T], *arguments: Any, undo: Callable[[T], None] | None = None
 ) -> T:
-    """As `asyncio.to_thread`, but it has ended when this returns, even where we are
-    cancelled: it writes into memory of ours.
+    """Run like `asyncio.to_thread`, but return only after the function has ended, even
+    when cancelled: it writes into our memory.
 
-    `undo` gets a result that nobody takes any more.
+    `undo` receives the result if the caller was cancelled.
     """
     running = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
     try:
@@ -127,7 +129,9 @@ async def in_thread(
 
 
 class Ranges:
-    """A set of byte positions. Neighbouring ranges are one."""
+    """A set of byte positions, as disjoint half-open ranges in order. Adjacent ranges
+    are merged.
+    """
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -137,7 +141,7 @@ class Ranges:
         return zip(self._starts, self._stops, strict=True)
 
     def add(self, start: int, stop: int) -> None:
-        """Bytes `[start, stop)` are there."""
+        """Add bytes `[start, stop)`."""
         if start >= stop:
             return
         low, high = bisect.bisect_left(self._stops, start), bisect.bisect_right(self._starts, stop)
@@ -146,21 +150,21 @@ class Ranges:
         self._starts[low:high], self._stops[low:high] = [start], [stop]
 
     def remove(self, start: int, stop: int) -> None:
-        """Bytes `[start, stop)` are not there any more."""
+        """Remove bytes `[start, stop)`."""
         if start >= stop:
             return
         low, high = bisect.bisect_right(self._stops, start), bisect.bisect_left(self._starts, stop)
-        held = zip(self._starts[low:high], self._stops[low:high], strict=True)
+        overlapping = zip(self._starts[low:high], self._stops[low:high], strict=True)
         kept = [
             (a, b)
-            for first, last in held
+            for first, last in overlapping
             for a, b in ((first, min(last, start)), (max(first, stop), last))
             if a < b
         ]
         self._starts[low:high], self._stops[low:high] = [a for a, _ in kept], [b for _, b in kept]
 
     def missing(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """What of `[start, stop)` is not there."""
+        """Return the ranges of `[start, stop)` that are not in the set."""
         gaps, at = [], start
         for number in range(bisect.bisect_right(self._stops, start), len(self._starts)):
             low, high = self._starts[number], self._stops[number]
@@ -174,5 +178,5 @@ class Ranges:
         return gaps
 
     def touches(self, start: int, stop: int) -> bool:
-        """Whether any of `[start, stop)` is there."""
+        """Return whether any of `[start, stop)` is in the set."""
         return start < stop and self.missing(start, stop) != [(start, stop)]

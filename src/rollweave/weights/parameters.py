@@ -1,11 +1,11 @@
-"""How tensor parallelism cuts each parameter, inferred from its transformers name and
-its shape (ROSE §4.2).
+"""How tensor parallelism divides each parameter, inferred from its transformers name
+and its shape (ROSE §4.2).
 
-Pure. A tensor is one or several parts (fused projections: one a projection), each dealt
-to the ranks on its own, as vLLM and Megatron do. Embedding and head are cut by
-vocabulary; q, k, v, gate and up by outputs, biases too; o and down by inputs, biases
-whole; norms and routers are whole on every rank. What is not understood is refused by
-name: a guess would serve wrong weights.
+Pure. A tensor has one or several parts (in fused projections, one per projection), and
+each part is divided among the ranks separately, as vLLM and Megatron do. Embedding and
+head are divided by vocabulary; q, k, v, gate and up by outputs, biases too; o and down
+by inputs, with full biases; norms and routers are replicated on every rank. An unknown
+tensor is rejected by name, because a guess would serve wrong weights.
 """
 
 import functools
@@ -18,8 +18,8 @@ from typing import Literal
 from rollweave.schema.weights import TensorMeta
 
 End = Literal["first", "last", "ends"]
-"""Outside of the layers: on the first pipeline stage, the last, or both (an embedding
-that is the head as well).
+"""A place outside the layers: the first pipeline stage, the last, or both (an embedding
+that is also the head).
 """
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -32,13 +32,13 @@ _ROUTERS = ("gate", "shared_expert_gate", "router")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Elements `[start, start + size)` along `dim` of a tensor, in `units` that cannot
-    be divided. `dim` None: not cut at all.
+    """Elements `[start, start + size)` along `dim` of a tensor, in indivisible `units`.
+    If `dim` is None, the tensor is not divided.
 
-    `kind` says how units are dealt: "even" to all ranks alike; "shared" as well, but
-    where there are fewer units than ranks, neighbours have the same one (key and value
-    heads); "padded" up to a multiple first, so that the last ranks may have less
-    (vocabulary).
+    `kind` is how units are distributed. "even" gives all ranks the same number.
+    "shared" does too, but if there are fewer units than ranks, adjacent ranks hold the
+    same one (key and value heads). "padded" first pads to a multiple, so that the last
+    ranks may hold less (vocabulary).
     """
 
     dim: int | None
@@ -53,11 +53,11 @@ WHOLE = (Part(None),)
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How one tensor is dealt. `where` is its layer, or an end of the pipeline.
+    """How one tensor is distributed. `where` is its layer, or an end of the pipeline.
 
-    `experts` is of how many experts this is one (number `expert`) or all, stacked along
-    dimension 0 (`expert` None); 0: none. A layout that fuses puts it into the tensor
-    named `fused`, as its part number `slot`.
+    `experts` is the number of experts, of which this tensor holds number `expert`, or
+    all of them, stacked along dimension 0 (`expert` None); it is 0 without experts. A
+    fused layout puts the tensor into the one named `fused`, as its part number `slot`.
     """
 
     parts: tuple[Part, ...]
@@ -70,11 +70,11 @@ class Rule:
 
 @dataclass(frozen=True)
 class Model:
-    """The tensors of a model as its payload has them (canonical), and what their shapes
-    do not tell.
+    """The tensors of a model as they are in its payload (canonical), and what their
+    shapes do not reveal.
 
-    No `lm_head.weight` among the tensors: the head is the embedding. Raises
-    `ValueError` for head counts that cannot be.
+    If `lm_head.weight` is not among the tensors, the head is the embedding. Raises
+    `ValueError` for impossible head counts.
     """
 
     tensors: tuple[TensorMeta, ...]
@@ -89,22 +89,22 @@ class Model:
 
     @functools.cached_property
     def layers(self) -> int:
-        """Decoder layers."""
+        """The number of decoder layers."""
         return max(
-            (int(found[1]) + 1 for meta in self.tensors if (found := _LAYER.search(meta.name))),
+            (int(layer[1]) + 1 for meta in self.tensors if (layer := _LAYER.search(meta.name))),
             default=0,
         )
 
     @functools.cached_property
     def rules(self) -> Mapping[str, Rule]:
-        """By tensor name.
+        """The rule of each tensor, by name.
 
-        Raises `ValueError` for a tensor of which no rule is known.
+        Raises `ValueError` for a tensor without a known rule.
         """
         experts: dict[str, int] = {}
         for meta in self.tensors:
-            if found := _EXPERT.match(meta.name):
-                experts[found[1]] = max(experts.get(found[1], 0), int(found[2]) + 1)
+            if expert := _EXPERT.match(meta.name):
+                experts[expert[1]] = max(experts.get(expert[1], 0), int(expert[2]) + 1)
         tied = not any(meta.name == "lm_head.weight" for meta in self.tensors)
         return {meta.name: self._rule(meta, experts, tied=tied) for meta in self.tensors}
 
@@ -140,7 +140,7 @@ class Model:
         return Rule(parts, number, int(expert[2]), experts[expert[1]], fused, slot)
 
     def _parts(self, meta: TensorMeta, leaf: str, *, bias: bool) -> tuple[tuple[Part, ...], str]:
-        """The parts of a layer's projection, and its role."""
+        """Return the parts of a layer's projection, and its role."""
         name, shape = meta.name, meta.shape
         if len(shape) != (1 if bias else 2):
             raise ValueError(f"{name} must have {1 if bias else 2} dimensions, got shape {shape}")
@@ -178,11 +178,11 @@ class Model:
         return Part(0, start, size, units, "shared" if kv else "even")
 
     def _stacked(self, meta: TensorMeta, layer: re.Match[str] | None) -> Rule:
-        """All experts of a layer in one tensor: [experts, 2 x inner, hidden] and
-        [experts, hidden, inner].
+        """Return the rule of a tensor with all experts of a layer: [experts, 2 x inner,
+        hidden] and [experts, hidden, inner].
 
-        Some models keep them transposed, gate and up alternating: the embedding's
-        hidden size must be where it belongs.
+        Some models store them transposed, with gate and up alternating, so check that
+        the embedding's hidden size is where it belongs.
         """
         name, shape = meta.name, meta.shape
         gate_up = name.endswith("gate_up_proj")
@@ -205,14 +205,14 @@ class Model:
 
 
 def itemsize(meta: TensorMeta) -> int:
-    """Bytes of an element; 0 where there are none."""
+    """Return the bytes of an element, or 0 if there are no elements."""
     count = math.prod(meta.shape)
     return meta.nbytes // count if count else 0
 
 
 def _fused(path: str, role: str, suffix: str) -> tuple[str, int]:
-    """Which tensor of a fusing layout a projection is a part of, and which; ("", 0):
-    none.
+    """Return the tensor of a fused layout that contains a projection, and its slot;
+    ("", 0) if there is none.
     """
     if role in _QKV:
         return f"{path}qkv_proj{suffix}", _QKV.index(role)

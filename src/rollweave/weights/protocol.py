@@ -1,5 +1,5 @@
-"""What relays, stores and those who take from them say to each other over a channel,
-and why a take fails.
+"""The messages that relays, stores and their clients exchange over a channel, and the
+reasons why a fetch fails.
 """
 
 from collections.abc import Collection
@@ -11,14 +11,16 @@ from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import WeightManifest
 
 FailureReason = Literal["source", "base", "broken", "room"]
-"""As in `TakeFailed`."""
+"""See `schema/weights.VersionFailed`."""
 
 Range = tuple[int, int]
 """Bytes `[start, stop)` of a payload."""
 
 
 class FetchError(WeightsError):
-    """A version, or a part of it, has not come; whoever wanted it has what it had."""
+    """A version, or a part of it, could not be fetched; the caller's versions are
+    unaffected.
+    """
 
     def __init__(self, reason: FailureReason, error: str) -> None:
         super().__init__(error)
@@ -26,8 +28,8 @@ class FetchError(WeightsError):
 
 
 class Base(TaggedStruct, frozen=True, kw_only=True):
-    """A version that a change is made from, by what it is as well: two trainers may
-    have used one id.
+    """The version that a delta is made from. The digest is part of its identity,
+    because two trainers may have used one id.
     """
 
     weights_id: int
@@ -35,12 +37,12 @@ class Base(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Request(TaggedStruct, frozen=True, kw_only=True):
-    """To a relay or a store: give me these `ranges` of a version, in order, as they
-    come to be there.
+    """Request `ranges` of a version from a relay or a store, in order, as they become
+    available.
 
-    With `base` pieces may come as changes since that version; without one, or where
-    there are none, they come as they are. With `confirm` the last word is `Whole`, said
-    once the giver has verified the version.
+    With `base`, pieces may come as deltas against that version; without it, or where
+    there is no delta, they come as raw bytes. With `confirm`, the last message is
+    `Complete`, sent once the server has verified the version.
     """
 
     weights_id: int
@@ -52,8 +54,8 @@ class Request(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Push(TaggedStruct, frozen=True, kw_only=True):
-    """To a store: I shall send these `ranges` of a version, some perhaps as changes
-    since `base`. Answered by `Wanted`.
+    """Announce to a store that these `ranges` of a version will be sent, some perhaps
+    as deltas against `base`. Answered by `Missing`.
     """
 
     manifest: WeightManifest
@@ -62,30 +64,30 @@ class Push(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Missing(TaggedStruct, frozen=True, kw_only=True):
-    """What of a push is not here yet."""
+    """The ranges of a push that the store does not have yet."""
 
     ranges: tuple[Range, ...]
 
 
 class Raw(TaggedStruct, frozen=True, kw_only=True):
-    """With a body: bytes `[start, stop)` of the payload."""
+    """Bytes `[start, stop)` of the payload, which are the body."""
 
     start: int
     stop: int
 
 
 class RawRanges(TaggedStruct, frozen=True, kw_only=True):
-    """With a body: these `ranges` of the payload, one after the other.
+    """Several `ranges` of the payload, whose bytes follow each other in the body.
 
-    They are short, and not worth a message each.
+    The ranges are too short to be worth a message each.
     """
 
     ranges: tuple[Range, ...]
 
 
 class Delta(TaggedStruct, frozen=True, kw_only=True):
-    """With a body: weights/delta's blocks, of `sizes` bytes, of bytes `[start, stop)`
-    of the payload.
+    """Bytes `[start, stop)` of the payload as blocks of weights/delta. The blocks, of
+    `sizes` bytes, are the body.
     """
 
     start: int
@@ -98,13 +100,13 @@ class KeepAlive(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Complete(TaggedStruct, frozen=True, kw_only=True):
-    """The version is there, whole and verified; or, to a store: this is the end of a
+    """The version is complete and verified. Sent to a store, it marks the end of a
     push.
     """
 
 
 class Refused(TaggedStruct, frozen=True, kw_only=True):
-    """There will be nothing. The last word of whoever says it."""
+    """The request or push has failed. This is the last message of its sender."""
 
     reason: FailureReason
     error: str
@@ -117,5 +119,5 @@ Message = Request | Push | Missing | Raw | RawRanges | Delta | KeepAlive | Compl
 
 
 def within(ranges: Collection[Range], nbytes: int) -> bool:
-    """Whether `ranges` are bytes of a payload of `nbytes`."""
+    """Return whether `ranges` are bytes of a payload of `nbytes`."""
     return all(0 <= start < stop <= nbytes for start, stop in ranges)

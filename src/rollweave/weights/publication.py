@@ -1,11 +1,12 @@
-"""Weights of one version as bytes in memory, described by a manifest that any process
-on the host can read.
+"""Publication of a version: its tensors as bytes in memory, described by a manifest
+that any process on the host can read.
 
-Invariants: the payload never changes once its manifest exists (a memfd is sealed); room
-for all of it is taken before the first byte is written; a payload in a memfd vanishes
-with its last holder, so nothing is left behind even after a kill; a payload file is
-locked by its publisher, so that nobody else takes it for a leftover; `read_tensors`
-returns every tensor verified, or raises `WeightsError` and has done nothing.
+Invariants: the payload never changes once its manifest exists (a memfd is sealed);
+memory for all of it is allocated before the first byte is written; a payload in a memfd
+vanishes with its last holder, so that nothing is left behind even after a kill; a
+payload file is locked by its publisher, so that it is not mistaken for a leftover;
+`read_tensors` returns all tensors verified, or raises `WeightsError` without any
+effect.
 """
 
 import fcntl
@@ -26,15 +27,13 @@ from rollweave.schema.weights import TensorMeta, WeightManifest
 from rollweave.weights.memory import READ_CHUNK, read_payload, seal
 
 ALIGNMENT = 64
-"""Bytes: a cache line, and a multiple of every element size."""
+"""Alignment of tensors in bytes: a cache line, and a multiple of every element size."""
 
 MEMFD = hasattr(os, "memfd_create")
 
 
 def lay_out(tensors: Iterable[tuple[str, torch.dtype, Iterable[int]]]) -> tuple[TensorMeta, ...]:
-    """Where each tensor (name, dtype, shape) lies in a payload: one after the other,
-    aligned.
-    """
+    """Lay tensors (name, dtype, shape) out in a payload: one after the other, aligned."""
     metas: list[TensorMeta] = []
     end = 0
     for name, dtype, sizes in tensors:
@@ -56,7 +55,7 @@ def lay_out(tensors: Iterable[tuple[str, torch.dtype, Iterable[int]]]) -> tuple[
 class Publication:
     """Holds the memory of one published version.
 
-    Readers that already mapped it keep it alive after `close`.
+    Readers that have already mapped the memory keep it alive after `close`.
     """
 
     def __init__(self, manifest: WeightManifest, *, fd: int | None, path: Path | None) -> None:
@@ -65,7 +64,7 @@ class Publication:
         self._path = path
 
     def close(self) -> None:
-        """Let the memory go. A second call does nothing."""
+        """Release the memory. A second call does nothing."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
             self._path = None
@@ -81,9 +80,9 @@ class Publication:
 
 
 class DraftHandle(Struct, frozen=True, kw_only=True):
-    """A draft to which other processes of this host may add.
+    """Identifies a draft to which other processes of this host may write.
 
-    `mark` is in its name, and nowhere else in the world.
+    `mark` is part of the file's name, and globally unique.
     """
 
     location: str
@@ -92,15 +91,15 @@ class DraftHandle(Struct, frozen=True, kw_only=True):
 
 
 class PayloadWriter:
-    """Write access to a payload in the making. Slices may come in any order, from
+    """Write access to the payload of a draft. Slices may be written in any order, by
     several processes, but each only once.
 
-    What is written in order, from the beginning, is hashed while it is at hand:
-    `digest` reads only the rest.
+    Bytes written in order, from the start, are hashed immediately; `digest` reads only
+    the rest.
     """
 
     def __init__(self, fd: int, nbytes: int, gaps: Mapping[int, int] | None = None) -> None:
-        """`gaps` are the padding that nobody writes, end by start."""
+        """`gaps` maps the start of each padding, which is never written, to its end."""
         self.fd = fd
         self.nbytes = nbytes
         self._gaps = gaps or {}
@@ -108,22 +107,22 @@ class PayloadWriter:
         self._hashed = 0
 
     @classmethod
-    def of(cls, offer: DraftHandle) -> Self | None:
-        """Access to a draft of another process; None where its memory is not to be had
-        from here: another machine, say.
+    def open(cls, handle: DraftHandle) -> Self | None:
+        """Open a draft of another process; return None if its memory is unreachable,
+        for example on another machine.
         """
         try:
-            fd = os.open(offer.location, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+            fd = os.open(handle.location, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
             return None
-        real = os.readlink(f"/proc/self/fd/{fd}") if MEMFD else offer.location
-        if offer.mark in real and os.fstat(fd).st_size == offer.nbytes:
-            return cls(fd, offer.nbytes)
-        os.close(fd)  # another machine's process of that number
+        real = os.readlink(f"/proc/self/fd/{fd}") if MEMFD else handle.location
+        if handle.mark in real and os.fstat(fd).st_size == handle.nbytes:
+            return cls(fd, handle.nbytes)
+        os.close(fd)  # the path names a process of this machine with the same id
         return None
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Put `data` at `offset`. Raises OSError."""
+        """Write `data` at `offset`. Raises OSError."""
         assert 0 <= offset <= self.nbytes - len(data), (
             f"{len(data)} bytes at {offset} of {self.nbytes}"
         )
@@ -138,7 +137,7 @@ class PayloadWriter:
             data, offset = data[count:], offset + count
 
     def digest(self) -> str:
-        """xxh3-128 of the whole payload, in hex, once all is written.
+        """Return the xxh3-128 of the whole payload, in hex, once it is written.
 
         Raises OSError.
         """
@@ -149,17 +148,17 @@ class PayloadWriter:
                     raise OSError(f"shrank to {self._hashed} of {self.nbytes} bytes")
                 self._hash.update(buffer[:count])
                 self._hashed += count
-        found: str = self._hash.hexdigest()
-        return found
+        digest: str = self._hash.hexdigest()
+        return digest
 
     def close(self) -> None:
         os.close(self.fd)
 
 
 class Draft:
-    """Memory for one version: as large as it will be, and not yet all written.
+    """Memory for one version, allocated but not completely written.
 
-    `finish` it, or `abandon` it.
+    Ends with `finish` or `abandon`.
     """
 
     def __init__(
@@ -171,11 +170,11 @@ class Draft:
         directory: Path,
         memfd: bool = MEMFD,
     ) -> None:
-        """Take the memory: a memfd, or a file in `directory`. Raises `WeightsError`
-        where there is no room, and leaves nothing.
+        """Allocate the memory: a memfd, or a file in `directory`. Raises `WeightsError`
+        if there is not enough, and leaves nothing behind.
 
-        The memfd's location is `/proc/<pid>/fd/<n>`: whoever may read this process's
-        descriptors may read it.
+        The memfd's location is `/proc/<pid>/fd/<n>`: any process that may read this
+        process's descriptors may read it.
         """
         self._metas, self._version, self._weights_id, self._memfd = (
             metas,
@@ -200,52 +199,53 @@ class Draft:
                 for a, b in itertools.pairwise(metas)
                 if a.offset + a.nbytes < b.offset
             }
-            self.slices = PayloadWriter(fd, nbytes, gaps)
-            self.offer = DraftHandle(location=location, nbytes=nbytes, mark=mark)
+            self.writer = PayloadWriter(fd, nbytes, gaps)
+            self.handle = DraftHandle(location=location, nbytes=nbytes, mark=mark)
             _allocate(fd, nbytes)
         except OSError as error:
             if fd >= 0:
                 os.close(fd)
             if self._path is not None:
                 self._path.unlink(missing_ok=True)
-            raise self.failure(error) from error
+            raise self.error(error) from error
 
-    def failure(self, error: OSError) -> WeightsError:
-        """What to raise where a slice could not be written."""
+    def error(self, error: OSError) -> WeightsError:
+        """Return the error to raise if a slice could not be written."""
         return WeightsError(f"cannot publish weights version {self._version}: {error}")
 
     def finish(self) -> Publication:
-        """All slices are written: nobody changes them from now on.
+        """Publish the draft, of which all slices are written. It never changes
+        afterwards.
 
-        Raises `WeightsError`, having abandoned the draft.
+        Raises `WeightsError` after abandoning the draft.
         """
         try:
             if self._memfd:
-                seal(self.slices.fd)
-            digest = self.slices.digest()
+                seal(self.writer.fd)
+            digest = self.writer.digest()
         except OSError as error:
             self.abandon()
-            raise self.failure(error) from error
+            raise self.error(error) from error
         manifest = WeightManifest(
             version=self._version,
             weights_id=self._weights_id,
-            location=self.offer.location,
+            location=self.handle.location,
             tensors=self._metas,
-            nbytes=self.slices.nbytes,
+            nbytes=self.writer.nbytes,
             digest=digest,
         )
-        return Publication(manifest, fd=self.slices.fd, path=self._path)
+        return Publication(manifest, fd=self.writer.fd, path=self._path)
 
     def abandon(self) -> None:
-        """Let the memory go."""
+        """Release the memory."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
-        self.slices.close()
+        self.writer.close()
 
 
 class Publisher:
-    """Publishes version after version and keeps those open that somebody may still
-    load: as told, or the last `keep`.
+    """Publishes versions, and keeps those open that may still be loaded: the ones
+    requested, or the last `keep`.
     """
 
     def __init__(self, directory: Path, *, keep: int = 3, memfd: bool = MEMFD) -> None:
@@ -265,8 +265,8 @@ class Publisher:
         weights_id: int,
         needed: Collection[int] | None = None,
     ) -> WeightManifest:
-        """Publish `tensors` and close every other publication whose id is not `needed`;
-        the oldest ones where this is None.
+        """Publish `tensors`, and close every other publication whose id is not in
+        `needed`, or the oldest ones if this is None.
         """
         new = publish(
             tensors,
@@ -275,10 +275,10 @@ class Publisher:
             directory=self._directory,
             memfd=self._memfd,
         )
-        return self._kept(new, needed)
+        return self._retain(new, needed)
 
     def draft(self, metas: tuple[TensorMeta, ...], *, version: int, weights_id: int) -> Draft:
-        """Memory for a version that is written slice by slice.
+        """Allocate memory for a version that is written slice by slice.
 
         Raises `WeightsError`.
         """
@@ -291,24 +291,24 @@ class Publisher:
         )
 
     def finish(self, draft: Draft, *, needed: Collection[int] | None = None) -> WeightManifest:
-        """Publish a draft that is written, as `publish`. Raises `WeightsError`."""
-        return self._kept(draft.finish(), needed)
+        """Publish a completely written draft, like `publish`. Raises `WeightsError`."""
+        return self._retain(draft.finish(), needed)
 
     def close(self) -> None:
         """Close every publication."""
         while self._open:
             self._open.pop().close()
 
-    def _kept(self, new: Publication, needed: Collection[int] | None) -> WeightManifest:
+    def _retain(self, new: Publication, needed: Collection[int] | None) -> WeightManifest:
         last = self._open[1 - self._keep :] if self._keep > 1 else []
         kept = (
             last
             if needed is None
-            else [held for held in self._open if held.manifest.weights_id in needed]
+            else [old for old in self._open if old.manifest.weights_id in needed]
         )
-        for held in self._open:
-            if held not in kept:
-                held.close()
+        for old in self._open:
+            if old not in kept:
+                old.close()
         self._open = [*kept, new]
         return new.manifest
 
@@ -321,18 +321,18 @@ def publish(
     directory: Path,
     memfd: bool = MEMFD,
 ) -> Publication:
-    """Copy `tensors` (any device, dtype and shape) into one payload.
+    """Copy `tensors` (of any device, dtype and shape) into one payload.
 
-    Raises `WeightsError` where there is no room for it.
+    Raises `WeightsError` if there is not enough memory.
     """
     metas = lay_out((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
     draft = Draft(metas, version=version, weights_id=weights_id, directory=directory, memfd=memfd)
     try:
         for meta, tensor in zip(metas, tensors.values(), strict=True):
-            draft.slices.write(meta.offset, bytes_of(tensor.detach().to("cpu")))
+            draft.writer.write(meta.offset, bytes_of(tensor.detach().to("cpu")))
     except OSError as error:
         draft.abandon()
-        raise draft.failure(error) from error
+        raise draft.error(error) from error
     except BaseException:
         draft.abandon()
         raise
@@ -340,7 +340,7 @@ def publish(
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU, row-major: a view of its memory where it is
+    """Return the bytes of a tensor on the CPU, row-major: a view of its memory if it is
     contiguous.
     """
     view: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
@@ -351,21 +351,21 @@ def read_tensors(manifest: WeightManifest) -> dict[str, torch.Tensor]:
     """Map the payload and return its tensors by name, on the CPU, after checking sizes,
     metadata and digest.
 
-    The tensors share one private mapping (writes to them stay here), which lives as
-    long as any of them. Raises `WeightsError` where the publisher is gone or anything
-    does not match.
+    The tensors share one private mapping (writes to them stay private), which lives as
+    long as any of them. Raises `WeightsError` if the publisher is gone or anything does
+    not match.
     """
     dtypes = [_checked_dtype(meta, manifest.nbytes) for meta in manifest.tensors]
     _check_layout(manifest)
     where = f"weights version {manifest.version} at {manifest.location}"
     buffer = read_payload(manifest.location, manifest.nbytes, where=where)
-    found = xxhash.xxh3_128()
+    content = xxhash.xxh3_128()
     with memoryview(buffer) as view:
         for start in range(0, len(view), READ_CHUNK):
-            found.update(view[start : start + READ_CHUNK])
-    if found.hexdigest() != manifest.digest:
+            content.update(view[start : start + READ_CHUNK])
+    if content.hexdigest() != manifest.digest:
         raise WeightsError(
-            f"{where}: digest {found.hexdigest()}, the manifest says {manifest.digest}"
+            f"{where}: digest {content.hexdigest()}, the manifest says {manifest.digest}"
         )
     tensors = {}
     for meta, dtype in zip(manifest.tensors, dtypes, strict=True):
@@ -380,7 +380,7 @@ def read_tensors(manifest: WeightManifest) -> dict[str, torch.Tensor]:
 
 
 def _locked_file(path: Path) -> int:
-    """A new file, locked by this process for as long as it is open. Raises OSError."""
+    """Create a file that this process locks for as long as it is open. Raises OSError."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -390,11 +390,11 @@ def _locked_file(path: Path) -> int:
             raise
         if os.fstat(fd).st_nlink:
             return fd
-        os.close(fd)  # between the two calls it was taken for a leftover, and removed
+        os.close(fd)  # it was removed as a leftover between the two calls
 
 
 def _allocate(fd: int, nbytes: int) -> None:
-    """Take room for the whole file now, so that lack of it is an error here and not a
+    """Allocate the whole file now, so that lack of memory is an error here and not a
     signal later. Raises OSError.
     """
     if nbytes and hasattr(os, "posix_fallocate"):
@@ -434,7 +434,7 @@ def _check_layout(manifest: WeightManifest) -> None:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Remove payload files that no publisher holds any more.
+    """Remove payload files that no publisher holds.
 
     Only the fallback without memfd leaves any.
     """
@@ -442,7 +442,7 @@ def _remove_leftovers(directory: Path) -> None:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
-            continue  # gone, or not ours
+            continue  # it is gone, or belongs to another user
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink(missing_ok=True)

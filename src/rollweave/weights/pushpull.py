@@ -1,9 +1,10 @@
-"""Writing versions to a remote store, and reading them: by buckets, in parts, side by
-side (RollArt §6.3; ROSE §4.2).
+"""Clients of a remote store: write versions to it and read them, in buckets, in parts,
+in parallel (RollArt §6.3; ROSE §4.2).
 
-Invariants: `push` returns once the version is whole and verified in the store, `pull`
-once what it has read is known to be of such a version; else they raise TakeError, and
-nobody has anything new. What a store has of a push already is not sent again.
+Invariants: `push` returns once the version is complete and verified in the store, and
+`pull` once what it has read is known to belong to such a version; otherwise they raise
+FetchError, and no version has changed. What a store already has of a push is not sent
+again.
 """
 
 import time
@@ -35,7 +36,7 @@ from rollweave.weights.version_store import ReadBytes, chunks_of, encode_spans
 
 
 class Transfer(NamedTuple):
-    """When bytes travelled, in seconds of the monotonic clock, and how many."""
+    """The interval of a transfer, in seconds of the monotonic clock, and its bytes."""
 
     start: float
     stop: float
@@ -44,7 +45,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class DeltaBase:
-    """A push of changes: what they are made from, which the store must have."""
+    """The version that pushed deltas are made from, which the store must have."""
 
     base: Base
     read: ReadBytes
@@ -60,11 +61,11 @@ async def push(
     since: DeltaBase | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Transfer:
-    """Send `ranges` of a version (all of it), which nobody else sends, and return once
-    the version is whole in the store.
+    """Send `ranges` of a version (by default all of it), which no one else sends, and
+    return once the version is complete in the store.
 
-    What the store has of them already is not sent. Raises TakeError: the version is not
-    there, and may be pushed again.
+    Ranges that the store already has are not sent. Raises FetchError if the version is
+    not complete in the store; it may then be pushed again.
     """
     wanted = ((0, manifest.nbytes),) if ranges is None else tuple(ranges)
     wanted = tuple(part for part in wanted if part[0] < part[1])
@@ -77,21 +78,23 @@ async def push(
                     manifest=manifest, ranges=wanted, base=since.base if since is not None else None
                 )
             )
-            answer = await _answer(channel)
+            answer = await _receive_answer(channel)
             assert isinstance(answer, Missing), answer
-            for part in _buckets(manifest, answer.ranges, bucket_bytes, changed=since is not None):
-                word, body = await in_thread(_bucket_of, part, read, since, pool)
-                await channel.send(word, body)
+            for part in _buckets(
+                manifest, answer.ranges, bucket_bytes, with_deltas=since is not None
+            ):
+                message, body = await in_thread(_encode_bucket, part, read, since, pool)
+                await channel.send(message, body)
                 nbytes += body.nbytes
                 unanswered += 1
-                if unanswered > 1:  # one bucket is on its way while the one before is written
-                    await _answer(channel)
+                if unanswered > 1:  # one bucket is in transit while the one before it is written
+                    await _receive_answer(channel)
                     unanswered -= 1
             for _ in range(unanswered):
-                await _answer(channel)
+                await _receive_answer(channel)
             stop = time.monotonic()
             await channel.send(Complete())
-            while not isinstance(await _answer(channel), Complete):
+            while not isinstance(await _receive_answer(channel), Complete):
                 pass
             return Transfer(start, stop, nbytes)
     finally:
@@ -105,50 +108,50 @@ async def pull(
     ranges: Sequence[Range],
     into: Callable[[int, int], memoryview],
 ) -> list[Transfer]:
-    """Read `ranges` of a version to where `into` says, as they come to be there;
-    returns once the version is known to be whole.
+    """Read `ranges` of a version, as they become available, into memory from `into`;
+    return once the version is known to be complete.
 
-    The transfers are those of its pieces: to wait for a bucket is no transfer. Raises
-    TakeError: then what `into` has got must not be used.
+    Returns the transfers of its pieces, without the waiting between them. Raises
+    FetchError, in which case the bytes read must not be used.
     """
     channel = await transport.connect(address)
     pulled: list[Transfer] = []
     start, together = 0.0, memoryview(b"")
 
-    def room(word: Message, count: int) -> memoryview:
+    def allocate(message: Message, count: int) -> memoryview:
         nonlocal start, together
         start = time.monotonic()
-        if isinstance(word, RawRanges) and count == _checked(word.ranges, wanted):
+        if isinstance(message, RawRanges) and count == _check_ranges(message.ranges, wanted):
             together = memoryview(bytearray(count))
             return together[:]
         if (
-            not isinstance(word, Raw)
-            or count != word.stop - word.start
-            or wanted.missing(word.start, word.stop)
+            not isinstance(message, Raw)
+            or count != message.stop - message.start
+            or wanted.missing(message.start, message.stop)
         ):
-            raise FetchError("broken", f"{count} bytes do not come with {word}")
-        return into(word.start, word.stop)
+            raise FetchError("broken", f"{count} bytes do not fit {message}")
+        return into(message.start, message.stop)
 
     wanted = Ranges()
     for part in ranges:
         wanted.add(*part)
     try:
         parts = tuple(part for part in ranges if part[0] < part[1])
-        ask = Request(
+        request = Request(
             weights_id=manifest.weights_id,
             digest=manifest.digest,
             nbytes=manifest.nbytes,
             ranges=parts,
             confirm=True,
         )
-        await channel.send(ask)
-        while not isinstance(word := await _answer(channel, room), Complete):
-            if isinstance(word, Raw):
-                wanted.remove(word.start, word.stop)
-                pulled.append(Transfer(start, time.monotonic(), word.stop - word.start))
-            elif isinstance(word, RawRanges):
+        await channel.send(request)
+        while not isinstance(message := await _receive_answer(channel, allocate), Complete):
+            if isinstance(message, Raw):
+                wanted.remove(message.start, message.stop)
+                pulled.append(Transfer(start, time.monotonic(), message.stop - message.start))
+            elif isinstance(message, RawRanges):
                 at = 0
-                for low, high in word.ranges:
+                for low, high in message.ranges:
                     into(low, high)[:] = together[at : at + high - low]
                     wanted.remove(low, high)
                     at += high - low
@@ -160,15 +163,18 @@ async def pull(
         channel.close()
 
 
-def _checked(ranges: Sequence[Range], wanted: Ranges) -> int:
-    """Bytes of ranges that came together.
+def _check_ranges(ranges: Sequence[Range], wanted: Ranges) -> int:
+    """Return the number of bytes in ranges that came together.
 
-    Raises TakeError (broken) where they are not in order, or not wanted (any more).
+    Raises FetchError (broken) if they are not in order, or are not wanted or no longer
+    wanted.
     """
     end = 0
     for start, stop in ranges:
         if not end <= start < stop or wanted.missing(start, stop):
-            raise FetchError("broken", f"bytes {start} to {stop} are not wanted, or come twice")
+            raise FetchError(
+                "broken", f"bytes {start} to {stop} are not wanted, or were sent twice"
+            )
         end = stop
     return sum(stop - start for start, stop in ranges)
 
@@ -176,17 +182,17 @@ def _checked(ranges: Sequence[Range], wanted: Ranges) -> int:
 def split_payload(
     manifest: WeightManifest, senders: int, *, bucket_bytes: int = BUCKET_BYTES
 ) -> list[list[Range]]:
-    """Disjoint parts of a payload for so many senders who all have it: bucket by bucket
-    in turn, so that each has as much.
+    """Divide a payload among senders that all have it: bucket by bucket in turn, so
+    that the parts are about equal.
     """
     parts: list[list[Range]] = [[] for _ in range(senders)]
-    for number, cut in enumerate(chunks_of(manifest, bucket_bytes)):
-        parts[number % senders].append((cut.start, cut.stop))
+    for number, chunk in enumerate(chunks_of(manifest, bucket_bytes)):
+        parts[number % senders].append((chunk.start, chunk.stop))
     return parts
 
 
-class _Part(NamedTuple):
-    """A bucket. With `spans` it can be a change."""
+class _Bucket(NamedTuple):
+    """A bucket. It can be sent as a delta if it has `spans`."""
 
     start: int
     stop: int
@@ -194,53 +200,57 @@ class _Part(NamedTuple):
 
 
 def _buckets(
-    manifest: WeightManifest, ranges: Collection[Range], size: int, *, changed: bool
-) -> Iterator[_Part]:
-    """The ranges in buckets; where they do not end with weights/delta's blocks, the
-    rest travels as it is.
+    manifest: WeightManifest, ranges: Collection[Range], size: int, *, with_deltas: bool
+) -> Iterator[_Bucket]:
+    """Divide the ranges into buckets. Bytes that are not whole blocks of weights/delta
+    are sent raw.
     """
-    pieces = list(chunks_of(manifest, size))
+    chunks = list(chunks_of(manifest, size))
     for start, stop in ranges:
-        for cut in pieces:
-            low, high = max(start, cut.start), min(stop, cut.stop)
+        for chunk in chunks:
+            low, high = max(start, chunk.start), min(stop, chunk.stop)
             if low >= high:
                 continue
             spans = (
-                tuple(span for span in cut.spans if low <= span.start and span.stop <= high)
-                if changed
+                tuple(span for span in chunk.spans if low <= span.start and span.stop <= high)
+                if with_deltas
                 else ()
             )
             first, last = (spans[0].start, spans[-1].stop) if spans else (high, high)
-            for part in (_Part(low, first, ()), _Part(first, last, spans), _Part(last, high, ())):
+            for part in (
+                _Bucket(low, first, ()),
+                _Bucket(first, last, spans),
+                _Bucket(last, high, ()),
+            ):
                 if part.start < part.stop:
                     yield part
 
 
-def _bucket_of(
-    part: _Part, read: ReadBytes, since: DeltaBase | None, pool: ThreadPoolExecutor
+def _encode_bucket(
+    part: _Bucket, read: ReadBytes, since: DeltaBase | None, pool: ThreadPoolExecutor
 ) -> tuple[Message, Body]:
-    """Blocks."""
+    """Encode a bucket. Blocks the thread."""
     if since is None or not part.spans:
         return Raw(start=part.start, stop=part.stop), Body.of(read(slice(part.start, part.stop)))
     blocks = encode_spans(part.spans, since.read, read, pool)
-    word = Delta(start=part.start, stop=part.stop, sizes=tuple(len(block) for block in blocks))
-    return word, Body.of(b"".join(blocks))
+    message = Delta(start=part.start, stop=part.stop, sizes=tuple(len(block) for block in blocks))
+    return message, Body.of(b"".join(blocks))
 
 
-async def _answer(
-    channel: Channel, room: Callable[[Message, int], memoryview] | None = None
+async def _receive_answer(
+    channel: Channel, allocate: Callable[[Message, int], memoryview] | None = None
 ) -> Message:
-    """The next word. Raises TakeError, also where it is a refusal."""
-    word, _ = await channel.receive(room)
-    if isinstance(word, Refused):
-        raise FetchError(word.reason, f"the store refuses: {word.error}")
-    return word
+    """Return the next message. Raises FetchError, also for a refusal."""
+    message, _ = await channel.receive(allocate)
+    if isinstance(message, Refused):
+        raise FetchError(message.reason, f"the store refused: {message.error}")
+    return message
 
 
 @dataclass(frozen=True)
 class TransferCost:
-    """Seconds of one version's way, as in RollArt's Table 4; `naive_s` is push and pull
-    one after the other.
+    """Seconds to transfer one version, as in RollArt's Table 4; `naive_s` is push and
+    pull one after the other.
     """
 
     push_s: float
@@ -258,11 +268,12 @@ def transfer_cost(
     pulls: Sequence[Transfer],
     rollout: Sequence[tuple[float, float]] = (),
 ) -> TransferCost:
-    """`push_s`: from the first sender's start to the last one's end.
-    `accumulated_pull_s`: while anybody pulls.
+    """Compute the cost of a version from its transfers.
 
-    `exposed_pull_s`: of that, what neither the push nor the `rollout` (times at which
-    engines were at work) hides.
+    `push_s` lasts from the first sender's start to the last one's end.
+    `accumulated_pull_s` is the time during which any receiver pulls. `exposed_pull_s`
+    is the part of that which neither the push nor the `rollout` (the intervals in which
+    engines work) hides.
     """
     pulled, pushed = (
         [(pull.start, pull.stop) for pull in pulls],
@@ -279,7 +290,7 @@ def transfer_cost(
 
 
 def _length(spans: Sequence[tuple[float, float]]) -> float:
-    """Of the union."""
+    """Return the length of the union of intervals."""
     total, end = 0.0, float("-inf")
     for start, stop in sorted(spans):
         total += max(0.0, stop - max(start, end))

@@ -1,13 +1,13 @@
-"""A relay: takes versions into this host's memory, and passes on what it has of them
-while more is still coming (Laminar §4).
+"""A relay: fetches versions into this host's memory, and serves what it has of them
+while the rest is still arriving (Laminar §4).
 
-Invariants: every `Take` is answered once, those of one version in their order; a
-version is seen by engines only when it is whole and verified; one that fails has
-changed nothing, and what has come of it waits a while for a `Take` from another source,
-which goes on after the last whole piece: no piece comes twice. Several versions may
-come at once, each into its own memory; those that the newest `Take` does not keep are
-let go. Memory is bounded by the versions kept, those coming, and the changes of the
-newest two.
+Invariants: every `FetchVersion` is answered once, those of one version in order;
+engines see a version only when it is complete and verified; a failed fetch changes
+nothing, and the bytes received so far wait a while for a `FetchVersion` from another
+source, which resumes after the last complete piece, so that no piece is received twice.
+Several versions may arrive at once, each into its own memory; those that the newest
+`FetchVersion` does not keep are evicted. Memory is bounded by the versions kept, those
+arriving, and the deltas of the newest two.
 """
 
 import asyncio
@@ -52,51 +52,55 @@ from rollweave.weights.version_store import (
 )
 
 LINGER_S = 60.0
-"""Seconds that what has come of a version waits for another source: long after a
+"""Seconds that a partly received version waits for another source: long after a
 controller has found one.
 """
 
 MAX_PIECE_BYTES = 1 << 30
-"""Of the payload in the longest piece that is taken at once."""
+"""Maximum bytes of payload in one received piece."""
 
 DELTA_VERSIONS = 2
-"""Newest versions of which the changes are kept: the one that is on its way, and the
-one before, for who is late.
+"""Number of newest versions whose deltas are kept: the one in transit, and the one
+before it for relays that are late.
 """
 
 ENCODERS = 4
-"""Threads that encode changes, on a machine that has so many cores."""
+"""Maximum number of threads that encode deltas."""
 
-_SUPERSEDED = "another Take of the same version has overtaken this one"
+_SUPERSEDED = "superseded by another FetchVersion of the same version"
 
 
 @dataclass
 class _PendingVersion:
-    """A version that is wanted and not here yet."""
+    """A version that is being fetched."""
 
     manifest: WeightManifest
     commands: deque[FetchVersion] = field(default_factory=deque)
-    draft: VersionWriter | None = None
+    writer: VersionWriter | None = None
     nbytes: int = 0
-    began: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.monotonic)
     worker: "asyncio.Task[None] | None" = None
     work: "asyncio.Task[StoredVersion] | None" = None
-    patience: asyncio.TimerHandle | None = None
-    why: str = _SUPERSEDED
-    """Said of work that is cancelled."""
-    abandoned: bool = False
+    expiry: asyncio.TimerHandle | None = None
+    cancel_reason: str = _SUPERSEDED
+    """The error to report for cancelled work."""
+    cancelled: bool = False
 
 
 class Relay:
-    """Everything of a relay but its process. `say` takes its answers."""
+    """A relay without its process. `report` receives its answers."""
 
     def __init__(
-        self, transport: Transport, say: Callable[[RelayReply], None], *, linger_s: float = LINGER_S
+        self,
+        transport: Transport,
+        report: Callable[[RelayReply], None],
+        *,
+        linger_s: float = LINGER_S,
     ) -> None:
-        self._transport, self._say, self._linger_s = transport, say, linger_s
-        self._depot = VersionStore()
-        self._offers: dict[int, ServedVersion] = {}
-        self._coming: dict[int, _PendingVersion] = {}
+        self._transport, self._report, self._linger_s = transport, report, linger_s
+        self._store = VersionStore()
+        self._served: dict[int, ServedVersion] = {}
+        self._pending: dict[int, _PendingVersion] = {}
         self._keep: set[int] = set()
         self._arrivals = Broadcast()
         self._encoding: dict[int, asyncio.Task[None]] = {}
@@ -107,96 +111,101 @@ class Relay:
         self._listener: Listener | None = None
 
     async def listen(self, host: str) -> RelayAddress:
-        """Serve other relays from now on. Raises OSError."""
+        """Start to serve other relays. Raises OSError."""
         self._listener = await self._transport.listen(host, self._serve)
         return self._listener.address
 
-    def take(self, command: FetchVersion) -> None:
-        """Begin. The answer is said once there is one."""
+    def fetch(self, command: FetchVersion) -> None:
+        """Start to fetch a version. The answer is reported later."""
         weights_id = command.manifest.weights_id
         self._keep = {*command.keep, weights_id}
-        for other, coming in list(self._coming.items()):
+        for other, pending in list(self._pending.items()):
             if other not in self._keep:
-                self._abandon(
-                    coming, f"let go: the Take of weights id {weights_id} does not keep it"
+                self._cancel(
+                    pending,
+                    f"evicted: the FetchVersion of weights id {weights_id} does not keep it",
                 )
-        coming = self._coming.setdefault(weights_id, _PendingVersion(command.manifest))
-        coming.why, coming.abandoned = _SUPERSEDED, False
-        if coming.patience is not None:
-            coming.patience.cancel()
-        coming.commands.append(command)
-        if coming.work is not None and _supersedes(command, coming.commands[0]):
-            coming.work.cancel()
-        if coming.worker is None:
-            coming.worker = asyncio.get_running_loop().create_task(
-                self._obey(coming), name=f"take {weights_id}"
+        pending = self._pending.setdefault(weights_id, _PendingVersion(command.manifest))
+        pending.cancel_reason, pending.cancelled = _SUPERSEDED, False
+        if pending.expiry is not None:
+            pending.expiry.cancel()
+        pending.commands.append(command)
+        if pending.work is not None and _supersedes(command, pending.commands[0]):
+            pending.work.cancel()
+        if pending.worker is None:
+            pending.worker = asyncio.get_running_loop().create_task(
+                self._run_commands(pending), name=f"fetch {weights_id}"
             )
 
     def manifest(self, weights_id: int) -> WeightManifest | None:
-        """Of a version that is here."""
-        held = self._depot.get(weights_id)
-        return held.manifest if held is not None else None
+        """Return the manifest of a stored version."""
+        stored = self._store.get(weights_id)
+        return stored.manifest if stored is not None else None
 
     async def close(self) -> None:
-        """Let go of everything. What is under way gets no answer any more."""
+        """Release everything. Fetches in progress are not answered."""
         if self._listener is not None:
             await self._listener.close()
         tasks: list[asyncio.Task[Any]] = [*self._encoding.values()]
-        for coming in self._coming.values():
-            if coming.patience is not None:
-                coming.patience.cancel()
-            tasks.extend(task for task in (coming.worker, coming.work) if task is not None)
+        for pending in self._pending.values():
+            if pending.expiry is not None:
+                pending.expiry.cancel()
+            tasks.extend(task for task in (pending.worker, pending.work) if task is not None)
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        for coming in self._coming.values():
-            if coming.draft is not None:
-                coming.draft.close()
+        for pending in self._pending.values():
+            if pending.writer is not None:
+                pending.writer.close()
         if self._freeing:
             await asyncio.wait(self._freeing)
         self._pool.shutdown(cancel_futures=True)
-        self._depot.close()
+        self._store.close()
 
-    # Taking.
+    # Fetching.
 
-    async def _obey(self, coming: _PendingVersion) -> None:
-        """Work through the commands of one version, of which the last counts."""
-        weights_id = coming.manifest.weights_id
-        while coming.commands:
-            command = coming.commands[0]
-            if coming.abandoned or any(
-                _supersedes(other, command) for other in list(coming.commands)[1:]
+    async def _run_commands(self, pending: _PendingVersion) -> None:
+        """Execute the commands of one version, of which only the last counts."""
+        weights_id = pending.manifest.weights_id
+        while pending.commands:
+            command = pending.commands[0]
+            if pending.cancelled or any(
+                _supersedes(other, command) for other in list(pending.commands)[1:]
             ):
                 answer: FetchReply = VersionFailed(
-                    weights_id=weights_id, reason="source", error=coming.why
+                    weights_id=weights_id, reason="source", error=pending.cancel_reason
                 )
             else:
-                coming.work = asyncio.get_running_loop().create_task(self._taken(command, coming))
-                await asyncio.wait([coming.work])
-                answer, coming.work = self._answer(coming, coming.work), None
-            coming.commands.popleft()
-            self._say(answer)
-        coming.worker = None
-        if self._depot.get(weights_id) is not None:
-            del self._coming[weights_id]
-        elif coming.draft is None or coming.abandoned:
-            self._remove(coming)
+                pending.work = asyncio.get_running_loop().create_task(
+                    self._fetch_version(command, pending)
+                )
+                await asyncio.wait([pending.work])
+                answer, pending.work = self._answer(pending, pending.work), None
+            pending.commands.popleft()
+            self._report(answer)
+        pending.worker = None
+        if self._store.get(weights_id) is not None:
+            del self._pending[weights_id]
+        elif pending.writer is None or pending.cancelled:
+            self._remove(pending)
         else:
-            reason = f"nobody has named another source within {self._linger_s:g} s"
-            coming.patience = asyncio.get_running_loop().call_later(
-                self._linger_s, self._abandon, coming, reason
+            reason = f"no other source was named within {self._linger_s:g} s"
+            pending.expiry = asyncio.get_running_loop().call_later(
+                self._linger_s, self._cancel, pending, reason
             )
 
-    def _answer(self, coming: _PendingVersion, work: "asyncio.Task[StoredVersion]") -> FetchReply:
-        weights_id = coming.manifest.weights_id
+    def _answer(self, pending: _PendingVersion, work: "asyncio.Task[StoredVersion]") -> FetchReply:
+        weights_id = pending.manifest.weights_id
         if work.cancelled():
-            return VersionFailed(weights_id=weights_id, reason="source", error=coming.why)
+            return VersionFailed(
+                weights_id=weights_id, reason="source", error=pending.cancel_reason
+            )
         error = work.exception()
         if error is None:
-            seconds = time.monotonic() - coming.began
+            seconds = time.monotonic() - pending.started
             return VersionFetched(
-                manifest=work.result().manifest, nbytes=coming.nbytes, seconds=seconds
+                manifest=work.result().manifest, nbytes=pending.nbytes, seconds=seconds
             )
         if isinstance(error, FetchError):
             return VersionFailed(weights_id=weights_id, reason=error.reason, error=str(error))
@@ -205,266 +214,280 @@ class Relay:
             weights_id=weights_id, reason="broken", error=f"{type(error).__name__}: {error}"
         )
 
-    async def _taken(self, command: FetchVersion, coming: _PendingVersion) -> StoredVersion:
-        """The version, here. Raises TakeError."""
+    async def _fetch_version(
+        self, command: FetchVersion, pending: _PendingVersion
+    ) -> StoredVersion:
+        """Fetch and store the version. Raises FetchError."""
         manifest = command.manifest
-        check_same(coming.manifest, manifest)
-        self._depot.check(manifest)
-        held = self._depot.get(manifest.weights_id)
-        if held is not None:
-            self._settle()
-            return held
-        base = self._depot.base(command.base_id) if command.base_id is not None else None
-        draft = await self._memory(command, coming)
-        offer = self._offers[manifest.weights_id]
-        changes = offer.expect(base.name if base is not None else None)
+        check_same(pending.manifest, manifest)
+        self._store.check(manifest)
+        stored = self._store.get(manifest.weights_id)
+        if stored is not None:
+            self._evict_unneeded()
+            return stored
+        base = self._store.base_version(command.base_id) if command.base_id is not None else None
+        writer = await self._open_writer(command, pending)
+        version = self._served[manifest.weights_id]
+        deltas = version.expect_delta(base.identity if base is not None else None)
         if command.source is None:
-            await self._load(coming, draft, offer, command.chunk_bytes)
+            await self._load_local(pending, writer, version, command.chunk_bytes)
         else:
-            await self._fetch(command.source, coming, draft, offer, base, changes)
-        coming.draft = None  # whole or broken, it is none any more
+            await self._fetch_remote(command.source, pending, writer, version, base, deltas)
+        pending.writer = None  # complete or broken, it is no longer a partial version
         try:
-            held = draft.finish()
+            stored = writer.finish()
         except FetchError as error:
             self._withdraw(manifest.weights_id, str(error))
             raise
-        self._depot.admit(held)
-        offer.verify()
-        if changes is not None and base is not None and command.source is None:
-            encoding = self._encode(offer, changes, base, held, command.chunk_bytes)
+        self._store.add(stored)
+        version.mark_verified()
+        if deltas is not None and base is not None and command.source is None:
+            encoding = self._encode(version, deltas, base, stored, command.chunk_bytes)
             self._encoding[manifest.weights_id] = asyncio.get_running_loop().create_task(encoding)
-        self._settle()
-        return held
+        self._evict_unneeded()
+        return stored
 
-    async def _memory(self, command: FetchVersion, coming: _PendingVersion) -> VersionWriter:
-        """Memory for the version: what has come of it already, or new.
+    async def _open_writer(self, command: FetchVersion, pending: _PendingVersion) -> VersionWriter:
+        """Return the writer of the version: the existing one, or a new one.
 
-        Raises TakeError.
+        Raises FetchError.
         """
-        if coming.draft is not None and command.source is not None:
-            return coming.draft
-        make = self._depot.begin if command.source is not None else self._depot.adopt
+        if pending.writer is not None and command.source is not None:
+            return pending.writer
+        open_writer = self._store.create if command.source is not None else self._store.open_local
         try:
-            draft = await in_thread(make, command.manifest, undo=VersionWriter.close)
+            writer = await in_thread(open_writer, command.manifest, undo=VersionWriter.close)
         except FetchError as error:
             base = set() if command.base_id is None else {command.base_id}
             if error.reason != "room":
                 raise
-            self._let_go(self._keep | base)
+            self._evict(self._keep | base)
             if not self._freeing:
                 raise
             await asyncio.wait(self._freeing)
-            draft = await in_thread(make, command.manifest, undo=VersionWriter.close)
+            writer = await in_thread(open_writer, command.manifest, undo=VersionWriter.close)
         weights_id = command.manifest.weights_id
-        offer = self._offers.get(weights_id)
-        if offer is not None and not draft.copies:
-            offer.fd = draft.fd  # the same bytes, in the memory of who has published them
+        version = self._served.get(weights_id)
+        if version is not None and not writer.copies:
+            version.fd = writer.fd  # the same bytes, in the publisher's memory
         else:
-            self._withdraw(weights_id, "it comes anew")
-            self._offers[weights_id] = ServedVersion(command.manifest, draft.fd)
-            self._arrivals.wake()
-        if coming.draft is not None:
-            coming.draft.close()
-        coming.draft = draft
-        return draft
+            self._withdraw(weights_id, "it is fetched again")
+            self._served[weights_id] = ServedVersion(command.manifest, writer.fd)
+            self._arrivals.notify_all()
+        if pending.writer is not None:
+            pending.writer.close()
+        pending.writer = writer
+        return writer
 
-    async def _load(
-        self, coming: _PendingVersion, draft: VersionWriter, offer: ServedVersion, chunk_bytes: int
+    async def _load_local(
+        self,
+        pending: _PendingVersion,
+        writer: VersionWriter,
+        version: ServedVersion,
+        chunk_bytes: int,
     ) -> None:
-        """From this host's memory."""
+        """Load the version from this host's memory."""
         try:
-            for start in range(0, draft.manifest.nbytes, chunk_bytes):
-                stop = min(start + chunk_bytes, draft.manifest.nbytes)
-                offer.add(start, stop, await in_thread(draft.load, start, stop))
+            for start in range(0, writer.manifest.nbytes, chunk_bytes):
+                stop = min(start + chunk_bytes, writer.manifest.nbytes)
+                version.add_piece(start, stop, await in_thread(writer.load, start, stop))
         except BaseException:
-            # nothing else can go on with memory that is not ours
-            self._discard(coming, "it could not be read from memory")
+            # no other source can continue in memory that is not ours
+            self._discard(pending, "it could not be read from memory")
             raise
 
-    async def _fetch(
+    async def _fetch_remote(
         self,
         source: RelayAddress,
-        coming: _PendingVersion,
-        draft: VersionWriter,
-        offer: ServedVersion,
+        pending: _PendingVersion,
+        writer: VersionWriter,
+        version: ServedVersion,
         base: StoredVersion | None,
-        changes: VersionDelta | None,
+        deltas: VersionDelta | None,
     ) -> None:
-        """From another relay: what is missing, piece by piece."""
-        manifest = draft.manifest
-        change = bytearray()
+        """Receive the missing pieces from another relay."""
+        manifest = writer.manifest
+        encoded = bytearray()
 
-        def room(word: Message, nbytes: int) -> memoryview:
-            nonlocal change
+        def allocate(message: Message, nbytes: int) -> memoryview:
+            nonlocal encoded
             if (
-                not isinstance(word, Raw | Delta)
-                or word.start != draft.done
-                or word.stop - word.start > MAX_PIECE_BYTES
+                not isinstance(message, Raw | Delta)
+                or message.start != writer.contiguous
+                or message.stop - message.start > MAX_PIECE_BYTES
             ):
                 raise FetchError(
-                    "broken", f"expected the piece from byte {draft.done} on, got {word}"
+                    "broken", f"expected the piece from byte {writer.contiguous} on, got {message}"
                 )
-            view = draft.room(word.start, word.stop)
-            if isinstance(word, Raw) and nbytes == len(view):
+            view = writer.destination(message.start, message.stop)
+            if isinstance(message, Raw) and nbytes == len(view):
                 return view
             if (
-                not isinstance(word, Delta)
+                not isinstance(message, Delta)
                 or base is None
                 or nbytes > 2 * len(view) + MAX_PIECE_BYTES // 1024
             ):
-                raise FetchError("broken", f"{nbytes} bytes do not come with {word}")
-            change = bytearray(nbytes)
-            return memoryview(change)
+                raise FetchError("broken", f"{nbytes} bytes do not fit {message}")
+            encoded = bytearray(nbytes)
+            return memoryview(encoded)
 
-        watch = StallDetector(
-            lambda: self._say(VersionStalled(weights_id=manifest.weights_id, source=source))
+        stalls = StallDetector(
+            lambda: self._report(VersionStalled(weights_id=manifest.weights_id, source=source))
         )
         channel: Channel | None = None
         try:
-            channel = watch.channel = await self._transport.connect(source)
-            missing = ((draft.done, manifest.nbytes),) if manifest.nbytes > draft.done else ()
-            named = base.name if base is not None else None
-            ask = Request(
+            channel = stalls.channel = await self._transport.connect(source)
+            ranges = (
+                ((writer.contiguous, manifest.nbytes),)
+                if manifest.nbytes > writer.contiguous
+                else ()
+            )
+            request = Request(
                 weights_id=manifest.weights_id,
                 digest=manifest.digest,
                 nbytes=manifest.nbytes,
-                ranges=missing,
-                base=named,
+                ranges=ranges,
+                base=base.identity if base is not None else None,
             )
-            await channel.send(ask)
-            while draft.done < manifest.nbytes:
-                word, check = await channel.receive(room)
-                match word:
+            await channel.send(request)
+            while writer.contiguous < manifest.nbytes:
+                message, checksum = await channel.receive(allocate)
+                match message:
                     case Raw(start=start, stop=stop):
-                        draft.fill(start, stop)
-                        coming.nbytes += stop - start
-                        if changes is not None:
-                            offer.end_changes(changes)
-                        offer.add(start, stop, check)
+                        writer.mark_received(start, stop)
+                        pending.nbytes += stop - start
+                        if deltas is not None:
+                            version.close_delta(deltas)
+                        version.add_piece(start, stop, checksum)
                     case Delta(start=start, stop=stop, sizes=sizes) if (
-                        base is not None and changes is not None
+                        base is not None and deltas is not None
                     ):
-                        await in_thread(draft.apply, start, stop, memoryview(change), sizes, base)
-                        coming.nbytes += len(change)
-                        body = Body(len(change), check, memoryview(change))
-                        changes.open = True
-                        offer.add_change(changes, start, DeltaPiece(stop, sizes, body))
-                        offer.add(start, stop)
+                        await in_thread(
+                            writer.apply_delta, start, stop, memoryview(encoded), sizes, base
+                        )
+                        pending.nbytes += len(encoded)
+                        body = Body(len(encoded), checksum, memoryview(encoded))
+                        deltas.open = True
+                        version.add_delta_piece(deltas, start, DeltaPiece(stop, sizes, body))
+                        version.add_piece(start, stop)
                     case Refused(reason=reason, error=error):
                         raise FetchError(reason, f"{source.host}:{source.port} refuses: {error}")
                     case KeepAlive():
                         pass
                     case _:
                         raise FetchError(
-                            "broken", f"{source.host}:{source.port} said {type(word).__name__}"
+                            "broken", f"{source.host}:{source.port} sent {type(message).__name__}"
                         )
         finally:
-            watch.close()
+            stalls.close()
             if channel is not None:
                 channel.close()
 
     async def _encode(
         self,
-        offer: ServedVersion,
-        changes: VersionDelta,
+        version: ServedVersion,
+        deltas: VersionDelta,
         base: StoredVersion,
-        held: StoredVersion,
+        stored: StoredVersion,
         chunk_bytes: int,
     ) -> None:
-        """Make the changes since `base` that have not come from elsewhere, once for all
-        who ask.
+        """Encode the deltas against `base` that were not received, once for all
+        clients.
         """
-        old, new = base.view(), held.view()  # they stay while we read, even if they are let go
+        # The views stay readable, even if the versions are evicted.
+        old, new = base.view(), stored.view()
         try:
-            for cut in chunks_of(offer.manifest, chunk_bytes):
-                rest = tuple(span for span in cut.spans if span.start >= changes.stop)
+            for chunk in chunks_of(version.manifest, chunk_bytes):
+                rest = tuple(span for span in chunk.spans if span.start >= deltas.stop)
                 if not rest:
                     continue
                 blocks = await in_thread(
                     encode_spans, rest, old.__getitem__, new.__getitem__, self._pool
                 )
-                if offer.withdrawn or not changes.open:
+                if version.withdrawn or not deltas.open:
                     return
                 sizes = tuple(len(block) for block in blocks)
-                offer.add_change(
-                    changes,
+                version.add_delta_piece(
+                    deltas,
                     rest[0].start,
                     DeltaPiece(rest[-1].stop, sizes, Body.of(b"".join(blocks))),
                 )
         finally:
-            offer.end_changes(changes)
+            version.close_delta(deltas)
 
-    # Letting go.
+    # Eviction.
 
-    def _settle(self) -> None:
-        """A version has come: let go of what nobody needs any more."""
-        self._let_go(self._keep)
-        for weights_id in sorted(self._depot.ids())[:-DELTA_VERSIONS]:
-            self._offers[weights_id].forget_changes()
+    def _evict_unneeded(self) -> None:
+        """Evict what is no longer needed, after a version has arrived."""
+        self._evict(self._keep)
+        for weights_id in sorted(self._store.ids())[:-DELTA_VERSIONS]:
+            self._served[weights_id].drop_deltas()
         for weights_id, encoding in list(self._encoding.items()):
             if encoding.done():
                 del self._encoding[weights_id]
 
-    def _let_go(self, keep: set[int]) -> None:
-        """Memory of gigabytes is freed in a thread: whoever is served goes on, and so
-        do our beats.
+    def _evict(self, keep: set[int]) -> None:
+        """Evict versions. Gigabytes are freed in a thread, so that serving and
+        heartbeats continue.
         """
-        gone = self._depot.keep(keep)
-        for held in gone:
-            weights_id = held.manifest.weights_id
-            self._withdraw(weights_id, f"weights id {weights_id} was let go")
-        if gone:
+        evicted = self._store.evict_except(keep)
+        for stored in evicted:
+            weights_id = stored.manifest.weights_id
+            self._withdraw(weights_id, f"weights id {weights_id} was evicted")
+        if evicted:
             freeing = asyncio.get_running_loop().create_task(
-                in_thread(close_all, gone), name="free memory"
+                in_thread(close_all, evicted), name="free memory"
             )
             self._freeing.add(freeing)
             freeing.add_done_callback(self._freeing.discard)
 
-    def _abandon(self, coming: _PendingVersion, reason: str) -> None:
-        """Nobody wants this version any more.
+    def _cancel(self, pending: _PendingVersion, reason: str) -> None:
+        """Stop fetching this version. If it has a worker, the worker cleans up."""
+        pending.cancel_reason, pending.cancelled = reason, True
+        if pending.work is not None:
+            pending.work.cancel()
+        if pending.worker is None:
+            self._remove(pending)
 
-        Whoever is at work on it sees to the rest.
-        """
-        coming.why, coming.abandoned = reason, True
-        if coming.work is not None:
-            coming.work.cancel()
-        if coming.worker is None:
-            self._remove(coming)
+    def _remove(self, pending: _PendingVersion) -> None:
+        if pending.expiry is not None:
+            pending.expiry.cancel()
+        del self._pending[pending.manifest.weights_id]
+        self._discard(pending, pending.cancel_reason)
 
-    def _remove(self, coming: _PendingVersion) -> None:
-        if coming.patience is not None:
-            coming.patience.cancel()
-        del self._coming[coming.manifest.weights_id]
-        self._discard(coming, coming.why)
-
-    def _discard(self, coming: _PendingVersion, reason: str) -> None:
-        """Remove what has come."""
-        if coming.draft is not None:
-            coming.draft.close()
-            coming.draft = None
-            self._withdraw(coming.manifest.weights_id, reason)
+    def _discard(self, pending: _PendingVersion, reason: str) -> None:
+        """Discard the received bytes."""
+        if pending.writer is not None:
+            pending.writer.close()
+            pending.writer = None
+            self._withdraw(pending.manifest.weights_id, reason)
 
     def _withdraw(self, weights_id: int, reason: str) -> None:
-        offer = self._offers.pop(weights_id, None)
-        if offer is not None:
-            offer.withdraw(reason)
+        version = self._served.pop(weights_id, None)
+        if version is not None:
+            version.withdraw(reason)
 
-    # Giving.
+    # Serving.
 
     async def _serve(self, channel: Channel) -> None:
-        word, _ = await channel.receive()
-        if isinstance(word, Request):
+        message, _ = await channel.receive()
+        if isinstance(message, Request):
             await serve_version(
-                channel, word, lambda ask: self._offers.get(ask.weights_id), self._arrivals
+                channel,
+                message,
+                lambda request: self._served.get(request.weights_id),
+                self._arrivals,
             )
         else:
             await channel.send(
-                Refused(reason="source", error=f"a relay answers Ask, got {type(word).__name__}")
+                Refused(
+                    reason="source", error=f"a relay answers Request, got {type(message).__name__}"
+                )
             )
 
 
 def _supersedes(later: FetchVersion, command: FetchVersion) -> bool:
-    """Whether `later`, said after `command`, makes it needless: they want the same
+    """Return whether `later`, sent after `command`, supersedes it: both want the same
     bytes.
     """
     return later.manifest.digest == command.manifest.digest

@@ -1,10 +1,9 @@
-"""Versions as they are given away: piece by piece, as they come to be there, whole or
-as changes.
+"""Serving versions while they arrive: piece by piece, as raw bytes or as deltas.
 
-Invariants: a piece is given only once it is there and its bytes cannot change any more;
-who asks for one that has not come waits, and hears every while that we are alive; an
-offer that is withdrawn ends in a refusal. One offer serves any number at once, those
-with a base and those without. All of it belongs to one event loop.
+Invariants: a piece is sent only once it is present and its bytes can no longer change;
+a client that requests a missing piece waits, and receives keep-alives meanwhile; a
+withdrawn version ends in a refusal. One `ServedVersion` serves any number of clients at
+once, with and without a base. Everything here belongs to one event loop.
 """
 
 import asyncio
@@ -34,38 +33,36 @@ from rollweave.weights.protocol import (
 from rollweave.weights.transport import Body, Channel
 
 KEEPALIVE_S = HEARTBEAT_S
-"""Seconds between two words to somebody for whom there is nothing yet."""
+"""Seconds between two keep-alives to a client that is waiting."""
 
 SHORT_BYTES = 64 << 10
-"""Ranges that are shorter travel together: a message costs as much as so many bytes,
-and a shard may have thousands of them.
+"""Ranges shorter than this many bytes are sent together: a message costs as much as
+that, and a shard may have thousands of such ranges.
 """
 
 BATCH_BYTES = 4 << 20
-"""Of short ranges in one message, at most."""
+"""Maximum bytes of short ranges in one message."""
 
 BATCH_RANGES = 4096
-"""Short ranges in one message, at most."""
+"""Maximum number of short ranges in one message."""
 
 UNKNOWN_VERSION_S = 10.0
-"""Seconds that somebody may wait for a version of which nobody here has heard yet: its
-`Take` may be on the way to us.
+"""Maximum seconds that a client waits for an unknown version: its `FetchVersion` may be
+on the way to this relay.
 """
 
 
 class _Piece(NamedTuple):
-    """A piece of the payload as it is; `check` is its xxh3-64, None where nobody has
-    needed it yet.
+    """A raw piece of the payload; `checksum` is its xxh3-64, or None if it has not been
+    needed yet.
     """
 
     stop: int
-    check: int | None
+    checksum: int | None
 
 
 class DeltaPiece(NamedTuple):
-    """A piece as a change: weights/delta's blocks, of `sizes` bytes, one after the
-    other.
-    """
+    """A piece as a delta: consecutive blocks of weights/delta, of `sizes` bytes."""
 
     stop: int
     sizes: tuple[int, ...]
@@ -74,8 +71,8 @@ class DeltaPiece(NamedTuple):
 
 @dataclass
 class VersionDelta:
-    """All of a version's pieces that are here as changes since one base; the last ends
-    at `stop`.
+    """The pieces of a version that are available as deltas against one base. The last
+    one ends at `stop`.
     """
 
     base: Base
@@ -83,13 +80,13 @@ class VersionDelta:
     pieces: dict[int, DeltaPiece] = field(default_factory=dict)
     stop: int = -1
     open: bool = True
-    """More are coming, so that it is better to wait for them than to take the bytes as
-    they are.
+    """Whether more are coming, so that it is better to wait for them than to send raw
+    bytes.
     """
 
     def next_start(self, at: int, stop: int) -> int:
-        """Where after `at`, and before `stop`, one can go on with a change; else
-        `stop`.
+        """Return the first position after `at`, and before `stop`, from which a delta
+        is available; else `stop`.
         """
         number = bisect.bisect_right(self.starts, at)
         if number < len(self.starts):
@@ -98,17 +95,17 @@ class VersionDelta:
 
 
 class Broadcast:
-    """Wakes all who wait, at every change."""
+    """Wakes all waiting tasks at every change."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
-    def wake(self) -> None:
+    def notify_all(self) -> None:
         self._event.set()
         self._event = asyncio.Event()
 
     async def wait(self) -> bool:
-        """Return True at the next change, or False when a while has gone by."""
+        """Return True at the next change, or False when `KEEPALIVE_S` has passed."""
         try:
             async with asyncio.timeout(KEEPALIVE_S):
                 await self._event.wait()
@@ -118,103 +115,106 @@ class Broadcast:
 
 
 class ServedVersion:
-    """One version, in memory file `fd`, which stays its owner's, who may put another of
-    the same bytes in its place.
+    """One version, in memory file `fd`. The owner keeps the file, and may replace it by
+    another with the same bytes.
     """
 
     def __init__(self, manifest: WeightManifest, fd: int) -> None:
         self.manifest, self.fd = manifest, fd
         self._starts: list[int] = []
         self._pieces: dict[int, _Piece] = {}
-        self._changes: dict[Base, VersionDelta] = {}
-        self.news = Broadcast()
+        self._deltas: dict[Base, VersionDelta] = {}
+        self.updates = Broadcast()
         self.verified = False
         self.withdrawn = ""
 
-    # What its owner says.
+    # Called by the owner.
 
-    def add(self, start: int, stop: int, check: int | None = None) -> None:
-        """Bytes `[start, stop)` are there; the first of them may have been before."""
+    def add_piece(self, start: int, stop: int, checksum: int | None = None) -> None:
+        """Add bytes `[start, stop)`, of which the first may have been present before."""
         before = bisect.bisect_right(self._starts, start) - 1
         if before >= 0 and self._pieces[self._starts[before]].stop > start:
-            start, check = self._pieces[self._starts[before]].stop, None
+            start, checksum = self._pieces[self._starts[before]].stop, None
         if start < stop:
             bisect.insort(self._starts, start)
-            self._pieces[start] = _Piece(stop, check)
-            self.news.wake()
+            self._pieces[start] = _Piece(stop, checksum)
+            self.updates.notify_all()
 
-    def expect(self, base: Base | None) -> VersionDelta | None:
-        """From now on changes since `base`, and no other, will come; those that came
-        before still count.
+    def expect_delta(self, base: Base | None) -> VersionDelta | None:
+        """Expect deltas against `base`, and no others, from now on. Earlier deltas stay
+        available.
         """
-        for changes in self._changes.values():
-            changes.open = False
+        for delta in self._deltas.values():
+            delta.open = False
         found = None
         if base is not None:
-            found = self._changes.setdefault(base, VersionDelta(base))
+            found = self._deltas.setdefault(base, VersionDelta(base))
             found.open = True
-        self.news.wake()
+        self.updates.notify_all()
         return found
 
-    def add_change(self, changes: VersionDelta, start: int, change: DeltaPiece) -> None:
-        """Bytes `[start, change.stop)` have come as a change."""
-        if start not in changes.pieces:
-            bisect.insort(changes.starts, start)
-        changes.pieces[start] = change
-        changes.stop = max(changes.stop, change.stop)
-        self.news.wake()
+    def add_delta_piece(self, delta: VersionDelta, start: int, piece: DeltaPiece) -> None:
+        """Add bytes `[start, piece.stop)` as a delta."""
+        if start not in delta.pieces:
+            bisect.insort(delta.starts, start)
+        delta.pieces[start] = piece
+        delta.stop = max(delta.stop, piece.stop)
+        self.updates.notify_all()
 
-    def end_changes(self, changes: VersionDelta) -> None:
-        """No more will come, as far as one can tell."""
-        changes.open = False
-        self.news.wake()
+    def close_delta(self, delta: VersionDelta) -> None:
+        """Record that no more deltas are expected."""
+        delta.open = False
+        self.updates.notify_all()
 
-    def forget_changes(self) -> None:
-        """Nobody needs changes any more: whoever comes gets the bytes as they are."""
-        self._changes.clear()
-        self.news.wake()
+    def drop_deltas(self) -> None:
+        """Drop all deltas: clients now receive raw bytes."""
+        self._deltas.clear()
+        self.updates.notify_all()
 
-    def verify(self) -> None:
-        """The version is whole, and what its manifest says."""
+    def mark_verified(self) -> None:
+        """Record that the version is complete and matches its manifest."""
         self.verified = True
-        self.news.wake()
+        self.updates.notify_all()
 
     def withdraw(self, reason: str) -> None:
-        """It is given to nobody any more."""
+        """Stop serving the version."""
         self.withdrawn = reason
-        self._changes.clear()
-        self.news.wake()
+        self._deltas.clear()
+        self.updates.notify_all()
 
-    # What those who give it away ask.
+    # Called while serving.
 
-    def next(self, at: int, stop: int, base: Base | None) -> tuple[Raw | Delta, Body | None] | None:
-        """The piece from `at` on, within `stop`; None while there is none.
+    def next_piece(
+        self, at: int, stop: int, base: Base | None
+    ) -> tuple[Raw | Delta, Body | None] | None:
+        """Return the piece from `at` on, within `stop`, or None if it is not available
+        yet.
 
-        A missing body is that of the bytes as they are.
+        A body of None means the raw bytes.
         """
-        changes = self._changes.get(base) if base is not None else None
-        if changes is not None:
-            change = changes.pieces.get(at)
-            if change is not None and change.stop <= stop:
-                return Delta(start=at, stop=change.stop, sizes=change.sizes), change.body
-            if changes.open and at >= changes.stop:
+        delta = self._deltas.get(base) if base is not None else None
+        if delta is not None:
+            piece = delta.pieces.get(at)
+            if piece is not None and piece.stop <= stop:
+                return Delta(start=at, stop=piece.stop, sizes=piece.sizes), piece.body
+            if delta.open and at >= delta.stop:
                 return None
-            stop = changes.next_start(at, stop)
+            stop = delta.next_start(at, stop)
         number = bisect.bisect_right(self._starts, at) - 1
         if number < 0:
             return None
         start = self._starts[number]
-        piece = self._pieces[start]
-        if at >= piece.stop:
+        raw = self._pieces[start]
+        if at >= raw.stop:
             return None
-        end = min(piece.stop, stop)
-        if (start, piece.stop) == (at, end) and piece.check is not None:
-            return Raw(start=at, stop=end), Body.of_file(self.fd, at, end, check=piece.check)
+        end = min(raw.stop, stop)
+        if (start, raw.stop) == (at, end) and raw.checksum is not None:
+            return Raw(start=at, stop=end), Body.of_file(self.fd, at, end, checksum=raw.checksum)
         return Raw(start=at, stop=end), None
 
-    def short(self, ranges: Sequence[Range]) -> tuple[Range, ...]:
-        """Of these ranges, those from the first on that are short and here, as many as
-        travel together.
+    def batchable_ranges(self, ranges: Sequence[Range]) -> tuple[Range, ...]:
+        """Return the longest prefix of these ranges that are short, present and fit in
+        one message.
         """
         count = nbytes = 0
         for start, stop in ranges:
@@ -227,54 +227,56 @@ class ServedVersion:
             count += 1
         return tuple(ranges[:count])
 
-    def checked(self, word: Raw, check: int) -> None:
-        """The xxh3-64 of a piece is known now: nobody needs to compute it again."""
-        piece = self._pieces.get(word.start)
-        if piece is not None and piece.stop == word.stop:
-            self._pieces[word.start] = piece._replace(check=check)
+    def record_checksum(self, message: Raw, checksum: int) -> None:
+        """Record the xxh3-64 of a piece, so that it is computed only once."""
+        piece = self._pieces.get(message.start)
+        if piece is not None and piece.stop == message.stop:
+            self._pieces[message.start] = piece._replace(checksum=checksum)
 
 
 Lookup = Callable[[Request], ServedVersion | None]
-"""The offer of what is asked for; None: it may come.
+"""Finds the requested version; None if it may still arrive.
 
-Raises TakeError where it never will.
+Raises FetchError if it never will.
 """
 
 
-async def serve_version(channel: Channel, ask: Request, find: Lookup, arrivals: Broadcast) -> None:
-    """Answer `ask` over `channel`, which is left open; `arrivals` tells that `find` may
-    find more.
+async def serve_version(
+    channel: Channel, request: Request, lookup: Lookup, arrivals: Broadcast
+) -> None:
+    """Answer `request` over `channel`, which stays open; `arrivals` announces that
+    `lookup` may find more.
 
-    Raises TakeError (source) where the other end has gone.
+    Raises FetchError (source) if the client is gone.
     """
     try:
-        if not within(ask.ranges, ask.nbytes):
+        if not within(request.ranges, request.nbytes):
             raise FetchError(
-                "broken", f"ranges must be within {ask.nbytes} bytes, got {ask.ranges}"
+                "broken", f"ranges must be within {request.nbytes} bytes, got {request.ranges}"
             )
-        offer = await _lookup(channel, ask, find, arrivals)
+        version = await _lookup(channel, request, lookup, arrivals)
     except FetchError as error:
         await channel.send(Refused(reason=error.reason, error=str(error)))
         return
-    owned = offer.fd
-    fd = os.dup(owned)  # what we are sending stays, even if its owner lets go of it
+    owned = version.fd
+    fd = os.dup(owned)  # keeps the bytes being sent, even if the owner evicts the version
 
     def current() -> int:
         nonlocal owned, fd
-        if owned != offer.fd and not offer.withdrawn:
+        if owned != version.fd and not version.withdrawn:
             os.close(fd)
-            owned = offer.fd
+            owned = version.fd
             fd = os.dup(owned)
         return fd
 
     loop = asyncio.get_running_loop()
-    spoke = loop.time()
+    last_sent = loop.time()
     try:
         number = 0
-        while number < len(ask.ranges):
+        while number < len(request.ranges):
             short = (
-                offer.short(ask.ranges[number : number + BATCH_RANGES])
-                if ask.base is None and not offer.withdrawn
+                version.batchable_ranges(request.ranges[number : number + BATCH_RANGES])
+                if request.base is None and not version.withdrawn
                 else ()
             )
             if len(short) > 1:
@@ -283,30 +285,32 @@ async def serve_version(channel: Channel, ask: Request, find: Lookup, arrivals: 
                 )
                 number += len(short)
                 continue
-            at, stop = ask.ranges[number]
+            at, stop = request.ranges[number]
             number += 1
             while at < stop:
-                piece = offer.next(at, stop, ask.base) if not offer.withdrawn else None
+                piece = (
+                    version.next_piece(at, stop, request.base) if not version.withdrawn else None
+                )
                 if piece is not None:
-                    word, body = piece
+                    message, body = piece
                     own = current()
                     await channel.send(
-                        word,
+                        message,
                         body._replace(fd=own)
                         if body is not None
-                        else await _raw_body(offer, word, own),
+                        else await _raw_body(version, message, own),
                     )
-                    at, spoke = word.stop, loop.time()
-                elif (told := await _wait_for_change(channel, offer, spoke)) is not None:
-                    spoke = told
+                    at, last_sent = message.stop, loop.time()
+                elif (sent_at := await _wait_for_change(channel, version, last_sent)) is not None:
+                    last_sent = sent_at
                 else:
                     return
-        while ask.confirm and not offer.verified:
-            told = await _wait_for_change(channel, offer, spoke)
-            if told is None:
+        while request.confirm and not version.verified:
+            sent_at = await _wait_for_change(channel, version, last_sent)
+            if sent_at is None:
                 return
-            spoke = told
-        if ask.confirm:
+            last_sent = sent_at
+        if request.confirm:
             await channel.send(Complete())
     finally:
         os.close(fd)
@@ -317,49 +321,52 @@ def _batch(fd: int, ranges: Sequence[Range]) -> Body:
 
 
 async def _lookup(
-    channel: Channel, ask: Request, find: Lookup, arrivals: Broadcast
+    channel: Channel, request: Request, lookup: Lookup, arrivals: Broadcast
 ) -> ServedVersion:
     loop = asyncio.get_running_loop()
     until = loop.time() + UNKNOWN_VERSION_S
-    while (offer := find(ask)) is None:
+    while (version := lookup(request)) is None:
         if loop.time() > until:
-            raise FetchError("source", f"weights id {ask.weights_id} is not here")
+            raise FetchError("source", f"weights id {request.weights_id} is not stored here")
         if not await arrivals.wait():
             await channel.send(KeepAlive())
-    if (offer.manifest.digest, offer.manifest.nbytes) != (ask.digest, ask.nbytes):
+    if (version.manifest.digest, version.manifest.nbytes) != (request.digest, request.nbytes):
         raise FetchError(
             "source",
-            f"weights id {ask.weights_id} is here with another content ({offer.manifest.digest}, "
-            f"not {ask.digest}): "
-            "do two trainers publish at once?",
+            f"weights id {request.weights_id} is stored with another content "
+            f"({version.manifest.digest}, not {request.digest}): "
+            "are two trainers publishing at once?",
         )
-    return offer
+    return version
 
 
-async def _wait_for_change(channel: Channel, offer: ServedVersion, spoke: float) -> float | None:
-    """Wait for news, or for a sign of life to be due.
+async def _wait_for_change(
+    channel: Channel, version: ServedVersion, last_sent: float
+) -> float | None:
+    """Wait for a change, or until a keep-alive is due.
 
-    When we spoke last; or None, and refused, where no news will come.
+    Return the time of the last message, or None after telling the client that the
+    version was withdrawn.
     """
-    if offer.withdrawn:
-        await channel.send(Refused(reason="source", error=offer.withdrawn))
+    if version.withdrawn:
+        await channel.send(Refused(reason="source", error=version.withdrawn))
         return None
     loop = asyncio.get_running_loop()
-    if await offer.news.wait() and loop.time() < spoke + KEEPALIVE_S:
-        return spoke
+    if await version.updates.wait() and loop.time() < last_sent + KEEPALIVE_S:
+        return last_sent
     await channel.send(KeepAlive())
     return loop.time()
 
 
-async def _raw_body(offer: ServedVersion, word: Raw | Delta, fd: int) -> Body:
-    assert isinstance(word, Raw), "changes have bodies"
-    check = await asyncio.to_thread(checksum_of, fd, word.start, word.stop)
-    offer.checked(word, check)
-    return Body.of_file(fd, word.start, word.stop, check=check)
+async def _raw_body(version: ServedVersion, message: Raw | Delta, fd: int) -> Body:
+    assert isinstance(message, Raw), "deltas have bodies"
+    checksum = await asyncio.to_thread(checksum_of, fd, message.start, message.stop)
+    version.record_checksum(message, checksum)
+    return Body.of_file(fd, message.start, message.stop, checksum=checksum)
 
 
 def checksum_of(fd: int, start: int, stop: int) -> int:
-    """xxh3-64 of bytes `[start, stop)` of a file."""
+    """Return the xxh3-64 of bytes `[start, stop)` of a file."""
     found = xxhash.xxh3_64()
     for at in range(start, stop, READ_CHUNK):
         found.update(os.pread(fd, min(READ_CHUNK, stop - at), at))

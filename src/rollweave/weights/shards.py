@@ -1,9 +1,10 @@
-"""Who holds which slice of a model, and who sends which slice to whom (ROSE §4.2).
+"""Which rank holds which slice of a model, and which rank sends which slice to which
+other (ROSE §4.2).
 
 Pure: names, shapes and integers. Every slice is a rectangle of a canonical tensor, that
-is one of the payload of a `WeightManifest`, under transformers' name. Invariants of a
-plan: the senders' slices are disjoint and together are every element once, however many
-replicas there are; a receiver pulls exactly what its layout holds.
+is a tensor in the payload of a `WeightManifest`, with its transformers name. Invariants
+of a plan: the senders' slices are disjoint and together cover every element once,
+however many replicas there are; a receiver pulls exactly what its layout holds.
 """
 
 import math
@@ -14,8 +15,8 @@ from dataclasses import dataclass, field
 from rollweave.weights.parameters import Model, Part, Rule, itemsize
 
 BUCKET_BYTES = 64 << 20
-"""Slices that several ranks hold are cut to this before they take turns: ROSE's push
-bucket (§4.2).
+"""Maximum bytes of a slice that several ranks could send: larger ones are divided among
+them. The value is ROSE's push bucket (§4.2).
 """
 
 Ints = tuple[int, ...]
@@ -25,11 +26,11 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The rectangle of canonical `tensor` with corner `start`, `size` elements along
+    """A rectangle of canonical `tensor` with corner `start` and `size` elements along
     each dimension, and where a rank keeps it.
 
-    That is its tensor `local`, with corner `at`. Where experts are stacked there, `at`
-    has one dimension more, the first.
+    The rank keeps it in its tensor `local`, with corner `at`. If experts are stacked
+    there, `at` has one more dimension, the first.
     """
 
     tensor: str
@@ -41,11 +42,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one rank keeps: `shapes` of its own tensors, and the `pieces` of the
-    canonical ones that are in them.
+    """What one rank holds: the `shapes` of its own tensors, and the `pieces` of the
+    canonical ones in them.
 
-    What no piece covers is padding (vocabulary rows that no token has). A shard that
-    holds nothing of a tensor has no piece.
+    Elements that no piece covers are padding (vocabulary rows without a token). A shard
+    that holds nothing of a tensor has no piece of it.
     """
 
     shapes: dict[str, Ints]
@@ -54,7 +55,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Unsharded:
-    """Everything in one place: an engine on one device, or a relay."""
+    """The full model in one place: an engine on one device, or a relay."""
 
     @property
     def ranks(self) -> int:
@@ -66,8 +67,8 @@ class Unsharded:
 
 @dataclass(frozen=True, slots=True)
 class Fsdp:
-    """FSDP2: dimension 0 in chunks as `torch.chunk` makes them, so the last ranks may
-    have less, or nothing.
+    """FSDP2: dimension 0 in chunks as `torch.chunk` makes them, so that the last ranks
+    may hold less, or nothing.
     """
 
     ranks: int
@@ -76,7 +77,7 @@ class Fsdp:
         _positive(ranks=self.ranks)
 
     def shard(self, model: Model, rank: int) -> Shard:
-        """Raises `ValueError` for a scalar, as FSDP2 does."""
+        """Return the shard of a rank. Raises `ValueError` for a scalar, as FSDP2 does."""
         _check_rank(rank, self.ranks)
         shapes, pieces = {}, []
         for meta in model.tensors:
@@ -101,11 +102,12 @@ class TensorParallel:
     """`dp` replicas of `pp` stages of `tp` ranks; rank = (replica x pp + stage) x tp +
     rank in the stage.
 
-    Layers are dealt to stages in order; those left over go to the middle, as in vLLM:
-    the last has the head to compute, the first the embedding. A tied embedding is on
-    both. With `ep`, experts are dealt whole to `ep` groups of each stage, and split
-    inside a group. `fused` keeps q, k and v, gate and up, and a rank's experts each in
-    one tensor. Vocabulary is padded to a multiple of `vocab_multiple` (vLLM's default).
+    Layers are assigned to stages in order; remaining ones go to the middle, as in vLLM,
+    because the last stage also computes the head and the first one the embedding. A
+    tied embedding is on both. With `ep`, whole experts are assigned to `ep` groups of
+    each stage, and split inside a group. `fused` keeps q, k and v, gate and up, and a
+    rank's experts in one tensor each. The vocabulary is padded to a multiple of
+    `vocab_multiple` (vLLM's default).
     """
 
     tp: int = 1
@@ -127,13 +129,13 @@ class TensorParallel:
         return self.tp * self.pp * self.dp
 
     def shard(self, model: Model, rank: int) -> Shard:
-        """Raises `ValueError` where this layout is not possible for the model, or a
-        tensor's rule is not known.
+        """Return the shard of a rank. Raises `ValueError` if this layout is not
+        possible for the model, or a tensor's rule is unknown.
         """
         _check_rank(rank, self.ranks)
         stage, own = rank // self.tp % self.pp, rank % self.tp
         layers = self._layers(model, stage)
-        build = _Build()
+        builder = _ShardBuilder()
         for meta in model.tensors:
             rule = model.rules[meta.name]
             if not self._on_stage(rule, layers, stage):
@@ -146,16 +148,16 @@ class TensorParallel:
                 if rule.expert is not None and rule.expert not in mine:
                     continue
             for index, part in enumerate(rule.parts):
-                build.add(
+                builder.add(
                     meta.name,
                     meta.shape,
                     rule,
                     index,
                     mine,
-                    self._dealt(meta.name, part, ranks, number),
+                    self._share(meta.name, part, ranks, number),
                     self.fused,
                 )
-        return build.shard()
+        return builder.shard()
 
     def _layers(self, model: Model, stage: int) -> range:
         each, left = divmod(model.layers, self.pp)
@@ -172,45 +174,45 @@ class TensorParallel:
         first, last = stage == 0, stage == self.pp - 1
         return {"first": first, "last": last, "ends": first or last}[rule.where]
 
-    def _dealt(self, name: str, part: Part, ranks: int, number: int) -> "_Dealt":
-        """What rank `number` of `ranks` gets of a part."""
+    def _share(self, name: str, part: Part, ranks: int, number: int) -> "_Share":
+        """Return the share of rank `number` of `ranks` in a part."""
         if part.dim is None:
-            return _Dealt(None, 0, 0, 0)
+            return _Share(None, 0, 0, 0)
         unit = part.size // part.units if part.units else 0
         if part.kind == "padded":
             padded = -(-part.units // self.vocab_multiple) * self.vocab_multiple
             rows = _quotient("tp", ranks, padded, f"padded rows of {name}")
             first = min(number * rows, part.size)
-            return _Dealt(part.dim, first, min(rows, part.size - first), rows)
+            return _Share(part.dim, first, min(rows, part.size - first), rows)
         if part.kind == "shared" and ranks > part.units:
             group = _quotient("key-value heads", part.units, ranks, f"tp ranks, for {name}")
-            return _Dealt(part.dim, part.start + number // group * unit, unit, unit)
+            return _Share(part.dim, part.start + number // group * unit, unit, unit)
         held = _quotient("tp", ranks, part.units, f"units of {name}") * unit
-        return _Dealt(part.dim, part.start + number * held, held, held)
+        return _Share(part.dim, part.start + number * held, held, held)
 
 
 Layout = Unsharded | Fsdp | TensorParallel
 
 
 @dataclass(frozen=True, slots=True)
-class _Dealt:
-    """`size` elements from `start` along `dim` of a canonical tensor, in `room`
+class _Share:
+    """`size` elements from `start` along `dim` of a canonical tensor, in `capacity`
     elements of the local one.
     """
 
     dim: int | None
     start: int
     size: int
-    room: int
+    capacity: int
 
 
 @dataclass(slots=True)
-class _Build:
-    """Lays out a rank's tensors: of each, the parts one after the other along their
-    dimension, experts stacked.
+class _ShardBuilder:
+    """Lays out a rank's tensors: the parts of each follow each other along their
+    dimension, and experts are stacked.
     """
 
-    _parts: defaultdict[str, list[tuple[int, int, int, str, Ints, Ints, _Dealt]]] = field(
+    _parts: defaultdict[str, list[tuple[int, int, int, str, Ints, Ints, _Share]]] = field(
         default_factory=lambda: defaultdict(list)
     )
 
@@ -221,47 +223,47 @@ class _Build:
         rule: Rule,
         index: int,
         mine: range,
-        dealt: _Dealt,
+        share: _Share,
         fused: bool,
     ) -> None:
-        """Part `index` of the tensor `name`; `mine` are the experts that the rank has."""
+        """Add part `index` of the tensor `name`; `mine` are the experts of the rank."""
         start, size = [0] * len(shape), list(shape)
         if rule.experts and rule.expert is None:
             start[0], size[0] = mine.start, len(mine)
-        if dealt.dim is not None:
-            start[dealt.dim], size[dealt.dim] = dealt.start, dealt.size
+        if share.dim is not None:
+            start[share.dim], size[share.dim] = share.start, share.size
         together = fused and bool(rule.fused)
         local = rule.fused if together else name
         row = -1 if not together or rule.expert is None else rule.expert - mine.start
         slot = rule.slot if together else 0
-        self._parts[local].append((row, slot, index, name, tuple(start), tuple(size), dealt))
+        self._parts[local].append((row, slot, index, name, tuple(start), tuple(size), share))
 
     def shard(self) -> Shard:
         shapes, pieces = {}, []
         for local, parts in self._parts.items():
             # along the dimension of the parts, by row of the stack
             end: defaultdict[int, int] = defaultdict(int)
-            for row, _, _, name, start, size, dealt in sorted(parts, key=lambda part: part[:3]):
+            for row, _, _, name, start, size, share in sorted(parts, key=lambda part: part[:3]):
                 corner = [0] * len(size)
-                if dealt.dim is not None:
-                    corner[dealt.dim] = end[row]
-                end[row] += dealt.room
+                if share.dim is not None:
+                    corner[share.dim] = end[row]
+                end[row] += share.capacity
                 if math.prod(size):
                     pieces.append(
                         Piece(name, start, size, local, (*((row,) if row >= 0 else ()), *corner))
                     )
-            row, *_, size, dealt = parts[-1]
+            row, *_, size, share = parts[-1]
             shape = list(size)
-            if dealt.dim is not None:
-                shape[dealt.dim] = end[row]
+            if share.dim is not None:
+                shape[share.dim] = end[row]
             shapes[local] = (len(end), *shape) if row >= 0 else tuple(shape)
         return Shard(shapes, tuple(pieces))
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """`size` elements from `start` of canonical `tensor`, from where the sender has
-    them to where the receiver keeps them.
+    """`size` elements from `start` of canonical `tensor`, from the sender's local
+    tensor to the receiver's.
     """
 
     sender: int
@@ -277,14 +279,14 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who sends what (`sends`, by sender) and who needs what (`pulls`, by receiver)."""
+    """What every rank sends (`sends`, by sender) and needs (`pulls`, by receiver)."""
 
     model: Model
     sends: tuple[tuple[Piece, ...], ...]
     pulls: tuple[tuple[Piece, ...], ...]
 
     def transfers(self, receiver: int) -> Iterator[Transfer]:
-        """What makes up the receiver's shard, each element once."""
+        """Yield the transfers that make up the receiver's shard, each element once."""
         sent: defaultdict[str, list[tuple[int, Piece]]] = defaultdict(list)
         for sender, pieces in enumerate(self.sends):
             for piece in pieces:
@@ -293,7 +295,7 @@ class Plan:
             for sender, given in sent[wanted.tensor]:
                 if overlap := _overlap(wanted, given):
                     start, size = overlap
-                    source, target = _moved(given, start), _moved(wanted, start)
+                    source, target = _local_corner(given, start), _local_corner(wanted, start)
                     yield Transfer(
                         sender,
                         receiver,
@@ -307,43 +309,39 @@ class Plan:
                     )
 
     def sent_bytes(self, sender: int) -> int:
-        """Bytes that this sender puts on the wire, once."""
+        """Return the bytes that this sender transmits, counted once."""
         return piece_bytes(self.model, self.sends[sender])
 
-    def pulled_bytes(self, receiver: int) -> int:
-        """Bytes that this receiver needs."""
-        return piece_bytes(self.model, self.pulls[receiver])
-
     def sent_ranges(self, sender: int) -> list[Range]:
-        """Where these bytes are in the canonical payload: ascending, apart from each
-        other.
+        """Return where these bytes are in the canonical payload: ascending, disjoint
+        and not adjacent.
         """
         return payload_ranges(self.model, self.sends[sender])
 
     def pulled_ranges(self, receiver: int) -> list[Range]:
-        """The same of what this receiver needs."""
+        """Return where the bytes that this receiver needs are in the canonical payload."""
         return payload_ranges(self.model, self.pulls[receiver])
 
 
 def plan(
     model: Model, senders: Layout, receivers: Layout, *, bucket_bytes: int = BUCKET_BYTES
 ) -> Plan:
-    """Training layout `senders` to serving layout `receivers`.
+    """Plan the transfer from training layout `senders` to serving layout `receivers`.
 
-    Raises `ValueError` where one is not possible for the model.
+    Raises `ValueError` if one of them is not possible for the model.
     """
     pulls = tuple(receivers.shard(model, rank).pieces for rank in range(receivers.ranks))
-    return Plan(model, deal(model, senders, bucket_bytes=bucket_bytes), pulls)
+    return Plan(model, assign_slices(model, senders, bucket_bytes=bucket_bytes), pulls)
 
 
-def deal(
+def assign_slices(
     model: Model, layout: Layout, *, bucket_bytes: int = BUCKET_BYTES
 ) -> tuple[tuple[Piece, ...], ...]:
-    """By rank, the slices that it alone sends, so that all are sent once.
+    """Return by rank the slices that it alone sends, so that all are sent once.
 
-    What several ranks hold goes, the largest slice first, to the one of them that has
-    the least to send. Where all ranks hold the same, their loads differ by at most the
-    largest slice (a bucket, or one row that is larger).
+    A slice that several ranks hold is sent by the one of them with the least to send,
+    largest slices first. If all ranks hold the same, their loads differ by at most the
+    largest slice (a bucket, or one row if that is larger).
     """
     _positive(bucket_bytes=bucket_bytes)
     holders: defaultdict[tuple[str, Ints, Ints], list[tuple[int, Piece]]] = defaultdict(list)
@@ -362,12 +360,12 @@ def deal(
             continue
         ranks = [rank for rank, _ in held]
         places = dict(held)
-        for start, size in _cut(piece, sizes[piece.tensor], bucket_bytes):
+        for start, size in _divide(piece, sizes[piece.tensor], bucket_bytes):
             turns.append((math.prod(size) * sizes[piece.tensor], start, size, ranks, places))
     for nbytes, start, size, ranks, places in sorted(turns, key=lambda turn: -turn[0]):
         rank = min(ranks, key=loads.__getitem__)
         own = places[rank]
-        given[rank].append(Piece(own.tensor, start, size, own.local, _moved(own, start)))
+        given[rank].append(Piece(own.tensor, start, size, own.local, _local_corner(own, start)))
         loads[rank] += nbytes
     order = {meta.name: index for index, meta in enumerate(model.tensors)}
     return tuple(
@@ -382,20 +380,20 @@ def piece_bytes(model: Model, pieces: Iterable[Piece]) -> int:
 
 
 def payload_ranges(model: Model, pieces: Iterable[Piece]) -> list[Range]:
-    """Where disjoint pieces lie in the model's payload: (offset, bytes), ascending,
-    neighbours joined.
+    """Return where disjoint pieces lie in the model's payload: (offset, bytes),
+    ascending, adjacent ones merged.
     """
     metas = {meta.name: meta for meta in model.tensors}
-    found: list[Range] = []
+    ranges: list[Range] = []
     for piece in pieces:
         meta = metas[piece.tensor]
         each = itemsize(meta)
-        found.extend(
+        ranges.extend(
             (meta.offset + first * each, count * each)
             for first, count in runs(meta.shape, piece.start, piece.size)
         )
     joined: list[Range] = []
-    for offset, nbytes in sorted(found):
+    for offset, nbytes in sorted(ranges):
         if joined and joined[-1][0] + joined[-1][1] == offset:
             joined[-1] = (joined[-1][0], joined[-1][1] + nbytes)
         else:
@@ -404,8 +402,8 @@ def payload_ranges(model: Model, pieces: Iterable[Piece]) -> list[Range]:
 
 
 def runs(shape: Sequence[int], start: Sequence[int], size: Sequence[int]) -> Iterator[Range]:
-    """A rectangle of a row-major tensor as (first element, elements) of its contiguous
-    stretches, ascending.
+    """Yield the contiguous stretches of a rectangle of a row-major tensor as (first
+    element, elements), ascending.
     """
     if not math.prod(size):
         return
@@ -425,9 +423,9 @@ def runs(shape: Sequence[int], start: Sequence[int], size: Sequence[int]) -> Ite
         yield first, count
 
 
-def _cut(piece: Piece, each: int, bucket_bytes: int) -> Iterator[tuple[Ints, Ints]]:
-    """The piece in slices of at most `bucket_bytes` (or one row) along its first
-    dimension of more than one.
+def _divide(piece: Piece, each: int, bucket_bytes: int) -> Iterator[tuple[Ints, Ints]]:
+    """Divide the piece into slices of at most `bucket_bytes` (or one row) along its
+    first dimension of more than one.
     """
     dim = next((dim for dim, size in enumerate(piece.size) if size > 1), None)
     if dim is None:
@@ -451,8 +449,8 @@ def _overlap(one: Piece, other: Piece) -> tuple[Ints, Ints] | None:
     return (start, size) if all(length > 0 for length in size) else None
 
 
-def _moved(piece: Piece, start: Ints) -> Ints:
-    """Where the element at `start` of the canonical tensor is in the rank's own."""
+def _local_corner(piece: Piece, start: Ints) -> Ints:
+    """Return where the rank keeps the element at `start` of the canonical tensor."""
     stacked = len(piece.at) - len(start)
     moved = (
         at + here - first

@@ -1,9 +1,9 @@
-"""Weights out of a checkpoint of the trainer (`train/checkpoint.py`), as they were
-published (Laminar §3.3).
+"""Reads the weights from a checkpoint of the trainer (`train/checkpoint.py`), as they
+were published (Laminar §3.3).
 
-Invariants: what does not match the checkpoint's digests is refused; the numbers are bit
-for bit those of the publication of the same version: a checkpoint holds what the
-trainer has, in float32, and publishing and reading round it alike.
+Invariants: a checkpoint that does not match its digests is rejected; the values are
+bitwise those of the publication of the same version, because a checkpoint holds the
+trainer's float32 values, and publishing and reading round them alike.
 """
 
 import json
@@ -25,16 +25,17 @@ MODEL = "model.safetensors"
 def read_trainer_checkpoint(
     directory: Path, *, step: int, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The model's tensors of the checkpoint of `step`, by name, on the CPU, as `dtype`.
+    """Read the model's tensors from the checkpoint of `step`, by name, on the CPU, as
+    `dtype`.
 
-    Raises `WeightsError` for a checkpoint that is torn, damaged, gone, or of another
-    step or format.
+    Raises `WeightsError` for a checkpoint that is incomplete, damaged, missing, or of
+    another step or format.
     """
     try:
         digests = json.loads((directory / DIGESTS).read_text())
         for name in (STATE, MODEL):
-            size, found = digests[name]
-            if (directory / name).stat().st_size != size or file_digest(directory / name) != found:
+            size, digest = digests[name]
+            if (directory / name).stat().st_size != size or file_digest(directory / name) != digest:
                 raise WeightsError(
                     f"checkpoint {directory} is torn: {name} does not match its digest"
                 )

@@ -1,11 +1,11 @@
-"""Channels between hosts: what relays and stores need of whatever carries their bytes.
+"""Channels between hosts: the interface of whatever transfers bytes for relays and
+stores.
 
-A channel carries messages: a head, which is a word (`weights/words.py`), and perhaps a
-body, which is bytes of weights. Invariants, whatever the transport: who connects shows
-the secret first, and learns nothing without it; what `receive` returns is what was
-sent, to the bit, else it raises TakeError (broken), and after any error a channel says
-nothing more; every wait ends: a peer of which nothing comes counts as gone (TakeError,
-source).
+A channel carries messages (`weights/protocol.py`), some with a body, which is bytes of
+weights. Invariants of every transport: a client presents the secret first and learns
+nothing without it; `receive` returns exactly the bits that were sent, or raises
+FetchError (broken), and after any error a channel sends nothing more; every wait ends,
+because a silent peer counts as gone (FetchError, source).
 """
 
 import asyncio
@@ -18,17 +18,19 @@ from rollweave.schema.weights import HEARTBEAT_S, RelayAddress
 from rollweave.weights.protocol import Message
 
 Allocate = Callable[[Message, int], memoryview]
-"""Where the body of so many bytes goes, which comes with a word.
+"""Returns the memory for a body of so many bytes, given its message.
 
-Raises TakeError to refuse it.
+Raises FetchError to refuse the body.
 """
 
 
 class Body(NamedTuple):
-    """Bytes on their way out: `data`, or else those of file `fd` from `offset` on."""
+    """Bytes to send: `data`, or else the bytes of file `fd` from `offset` on.
+    `checksum` is their xxh3-64.
+    """
 
     nbytes: int
-    check: int
+    checksum: int
     data: memoryview | None = None
     fd: int = -1
     offset: int = 0
@@ -38,85 +40,91 @@ class Body(NamedTuple):
         return cls(len(data), xxhash.xxh3_64_intdigest(data), memoryview(data))
 
     @classmethod
-    def of_file(cls, fd: int, start: int, stop: int, *, check: int) -> "Body":
-        """Bytes `[start, stop)` of a file that does not change; `check` is their
-        xxh3-64.
-        """
-        return cls(stop - start, check, None, fd, start)
+    def of_file(cls, fd: int, start: int, stop: int, *, checksum: int) -> "Body":
+        """Bytes `[start, stop)` of a file that does not change."""
+        return cls(stop - start, checksum, None, fd, start)
 
 
 class Channel(Protocol):
-    """One end of a conversation. One task sends and one receives at a time."""
+    """One end of a connection. At most one task sends and one receives at a time."""
 
     @property
-    def waits_since(self) -> float | None:
-        """Since when, on the loop's clock, `receive` has waited without a byte; None
-        while it does not wait, or cannot tell.
+    def waiting_since(self) -> float | None:
+        """The time on the loop's clock since which `receive` has waited without a byte;
+        None if it is not waiting, or this is unknown.
         """
 
-    async def send(self, word: Message, body: Body | None = None) -> None:
-        """Raises TakeError (source)."""
+    async def send(self, message: Message, body: Body | None = None) -> None:
+        """Send a message. Raises FetchError (source)."""
 
-    async def receive(self, room: Allocate | None = None) -> tuple[Message, int]:
-        """The next word, with its body in `room`, and the body's xxh3-64. Without a
-        `room` a body is broken.
+    async def receive(self, allocate: Allocate | None = None) -> tuple[Message, int]:
+        """Return the next message and the xxh3-64 of its body, which goes to memory
+        from `allocate`. Without `allocate`, a body is an error.
 
-        Raises TakeError (source, broken).
+        Raises FetchError (source, broken).
         """
 
     def close(self) -> None:
-        """Hang up. A second call does nothing."""
+        """Close the connection. A second call does nothing."""
 
 
 class Listener(Protocol):
-    """Serves whoever connects."""
+    """Serves the clients that connect."""
 
     @property
     def address(self) -> RelayAddress:
-        """Where."""
+        """The address at which it listens."""
 
     async def close(self) -> None:
-        """Stop, and hang up on everybody."""
+        """Stop listening and close all connections."""
 
 
 Serve = Callable[[Channel], Awaitable[None]]
 
 
 class Transport(Protocol):
-    """How hosts reach each other."""
+    """Connects hosts."""
 
     async def listen(self, host: str, serve: Serve) -> Listener:
-        """Serve every channel that somebody opens to us, who has shown the secret.
+        """Serve every channel whose client has presented the secret.
 
         Raises OSError.
         """
 
     async def connect(self, address: RelayAddress) -> Channel:
-        """Raises TakeError (source)."""
+        """Open a channel. Raises FetchError (source)."""
 
 
 class Carrier(Protocol):
-    """Moves bodies beside a socket: by RDMA, say. Its calls block, in threads."""
+    """Transfers bodies beside a socket, for example by RDMA. Its calls block, so they
+    run in threads.
+    """
 
-    def offer(self, body: memoryview) -> bytes:
-        """Let a peer read `body`; returns how it finds it."""
+    def register(self, body: memoryview) -> bytes:
+        """Let a peer read `body`; return the token by which the peer finds it."""
 
-    def withdraw(self, token: bytes) -> None:
-        """Nobody reads it any more."""
+    def unregister(self, token: bytes) -> None:
+        """Stop letting peers read a registered body."""
 
-    def fetch(self, token: bytes, into: memoryview) -> None:
-        """Read what a peer offers. Raises TakeError (source)."""
+    def read(self, token: bytes, into: memoryview) -> None:
+        """Read a body that a peer registered. Raises FetchError (source)."""
 
 
 STALL_BEATS = 3
-"""Ticks in a row that see one and the same wait: a source with nothing to send says so
-more often (offers.ALIVE_S).
+"""Consecutive ticks that observe the same wait before it counts as a stall. A source
+with nothing to send sends keep-alives more often (serve.KEEPALIVE_S).
 """
 
 
 class StallDetector:
-    """Calls `stalled`, again and again as long as it lasts, while nothing comes over
-    `channel`, or it cannot be opened.
+    """Calls `stalled`, repeatedly while the stall lasts, when nothing arrives over
+    `channel` or it cannot be opened. A stall is noticed long before the source counts
+    as gone: its link may be dead while another's is not.
+
+    Invariant: as with relays (runtime/links/relay), it counts ticks of a clock that
+    advances only while this loop runs, and bytes that have arrived are processed before
+    a tick. The duration of a piece does not matter, as long as some of its bytes
+    arrive.
     """
 
     def __init__(self, stalled: Callable[[], None]) -> None:
@@ -133,7 +141,7 @@ class StallDetector:
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(HEARTBEAT_S, self._tick)
-        since = self.channel.waits_since if self.channel is not None else self._opening
+        since = self.channel.waiting_since if self.channel is not None else self._opening
         self._ticks = self._ticks + 1 if since is not None and since == self._since else 0
         self._since = since
         if self._ticks == STALL_BEATS:

@@ -1,11 +1,12 @@
-"""The versions that one host keeps in shared memory: whole and verified, or not at all.
+"""The versions that one host keeps in shared memory. Each is complete and verified, or
+not visible at all.
 
-Invariants: nobody sees a version before the digest of its whole payload was found to be
-its manifest's; its memory is sealed then, so it never changes; a version that fails
-leaves nothing behind and touches no other. Memory is claimed before it is mapped, so
-that no write can fail for want of it (there is no SIGBUS); whoever mapped a version
-keeps it alive when it is let go. All versions of a depot are of one model. Not safe for
-threads, except where it says so.
+Invariants: a version becomes visible only after the digest of its whole payload has
+matched its manifest; its memory is then sealed and never changes; a version that fails
+leaves nothing behind and affects no other. Memory is allocated before it is mapped, so
+that no write can fail for lack of it (there is no SIGBUS). A process that has mapped a
+version keeps it alive after eviction. All versions of a store are of one model. Not
+thread-safe, except where stated.
 """
 
 import contextlib
@@ -27,14 +28,14 @@ from rollweave.weights.memory import READ_CHUNK, Ranges, available_bytes, is_sea
 from rollweave.weights.protocol import Base, FetchError
 
 SPARE_BYTES = 64 << 20
-"""Of memory that the host must have left beside a new version: the kernel kills
-somebody when it has none.
+"""Bytes of memory that the host must have left beside a new version: the kernel kills a
+process when none is left.
 """
 
 
 class Chunk(NamedTuple):
-    """Bytes `[start, stop)` of a payload that travel together, and weights/delta's
-    blocks in them.
+    """Bytes `[start, stop)` of a payload that travel together, with the blocks of
+    weights/delta in them.
     """
 
     start: int
@@ -43,21 +44,21 @@ class Chunk(NamedTuple):
 
 
 def chunks_of(manifest: WeightManifest, chunk_bytes: int) -> Iterator[Chunk]:
-    """The payload in pieces of whole blocks, each of at most `chunk_bytes` or of one
-    block. Raises DeltaError.
+    """Divide the payload into pieces of whole blocks, each of at most `chunk_bytes` or
+    of one block. Raises DeltaError.
     """
-    held: list[delta.Span] = []
+    stored: list[delta.Span] = []
     for span in delta.plan(manifest.tensors, manifest.nbytes):
-        if held and span.stop - held[0].start > chunk_bytes:
-            yield Chunk(held[0].start, held[-1].stop, tuple(held))
-            held = []
-        held.append(span)
-    if held:
-        yield Chunk(held[0].start, held[-1].stop, tuple(held))
+        if stored and span.stop - stored[0].start > chunk_bytes:
+            yield Chunk(stored[0].start, stored[-1].stop, tuple(stored))
+            stored = []
+        stored.append(span)
+    if stored:
+        yield Chunk(stored[0].start, stored[-1].stop, tuple(stored))
 
 
 class StoredVersion:
-    """A version that is here. `manifest.location` is this host's memory."""
+    """A version in memory. `manifest.location` is this host's memory."""
 
     def __init__(self, manifest: WeightManifest, fd: int) -> None:
         self.manifest = manifest
@@ -69,16 +70,16 @@ class StoredVersion:
         )
 
     @property
-    def name(self) -> Base:
-        """What a change that is made from it must name."""
+    def identity(self) -> Base:
+        """The base that a delta against this version must name."""
         return Base(weights_id=self.manifest.weights_id, digest=self.manifest.digest)
 
     def view(self) -> memoryview:
-        """The payload. It stays readable as long as anybody has it."""
+        """The payload. It stays readable as long as the view exists."""
         return memoryview(self._mapped)
 
     def close(self) -> None:
-        """Let it go. A second call does nothing."""
+        """Release the memory. A second call does nothing."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -86,20 +87,20 @@ class StoredVersion:
 
 
 class VersionWriter:
-    """A version that comes in pieces, each once, in any order. Either `finish` makes it
-    a `Held`, or `close` removes it.
+    """Receives a version in pieces, each once, in any order. Either `finish` turns it
+    into a `StoredVersion`, or `close` discards it.
 
-    Made by `Depot.begin` or `Depot.adopt`. `load`, `fill`, `apply` may run in a thread,
-    one at a time.
+    Created by `VersionStore.create` or `VersionStore.open_local`. `load`,
+    `mark_received` and `apply_delta` may run in a thread, one at a time.
     """
 
     def __init__(
-        self, manifest: WeightManifest, fd: int, *, ours: bool, origin: int | None = None
+        self, manifest: WeightManifest, fd: int, *, owned: bool, origin: int | None = None
     ) -> None:
-        """`fd` is a memory file of the payload's size; not `ours`: it is sealed, and
-        holds what shall be verified.
+        """`fd` is a memory file of the payload's size. If it is not `owned`, it is
+        sealed and contains the bytes to verify.
 
-        `origin` is a file of which what `load` takes is copied.
+        `origin` is a file from which `load` copies.
         """
         self.manifest = manifest
         self.fd, self._origin = fd, origin
@@ -107,30 +108,31 @@ class VersionWriter:
         if manifest.nbytes:
             flags, prot = (
                 (mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-                if ours
+                if owned
                 else (mmap.MAP_PRIVATE, mmap.PROT_READ)
             )
             self._mapped = mmap.mmap(fd, manifest.nbytes, flags, prot)
         self._view = memoryview(self._mapped if self._mapped is not None else b"")
-        self._ours = ours
+        self._owned = owned
         self._spans: dict[int, tuple[int, delta.Span]] | None = None
         self._plan: tuple[delta.Span, ...] = ()
         self._hash = xxhash.xxh3_128()
-        self.filled = Ranges()
-        self.done = 0
-        """Bytes that are there without a gap before them."""
+        self.received = Ranges()
+        self.contiguous = 0
+        """Number of bytes received without a gap before them."""
 
     @property
     def copies(self) -> bool:
-        """Whether `load` copies; else all bytes are there from the first, and it only
-        verifies them.
+        """Whether `load` copies. If not, all bytes are present from the start, and
+        `load` only verifies them.
         """
         return self._origin is not None
 
-    def room(self, start: int, stop: int) -> memoryview:
-        """Where bytes `[start, stop)` go. The caller lets go of it before `finish`.
+    def destination(self, start: int, stop: int) -> memoryview:
+        """Return the memory for bytes `[start, stop)`, which the caller releases before
+        `finish`.
 
-        Raises TakeError (broken).
+        Raises FetchError (broken).
         """
         if not 0 <= start < stop <= self.manifest.nbytes:
             raise FetchError(
@@ -139,44 +141,44 @@ class VersionWriter:
             )
         return self._view[start:stop]
 
-    def fill(self, start: int, stop: int) -> None:
-        """Bytes `[start, stop)` are there.
+    def mark_received(self, start: int, stop: int) -> None:
+        """Record that bytes `[start, stop)` have been received.
 
-        Raises TakeError (broken) where some were before.
+        Raises FetchError (broken) if some were received before.
         """
-        if self.filled.touches(start, stop):
-            raise FetchError("broken", f"bytes {start} to {stop} came twice")
-        self.filled.add(start, stop)
-        for low, high in self.filled:
-            if low <= self.done < high:
-                self._hash.update(self._view[self.done : high])
-                self.done = high
+        if self.received.touches(start, stop):
+            raise FetchError("broken", f"bytes {start} to {stop} were received twice")
+        self.received.add(start, stop)
+        for low, high in self.received:
+            if low <= self.contiguous < high:
+                self._hash.update(self._view[self.contiguous : high])
+                self.contiguous = high
 
     def load(self, start: int, stop: int) -> int:
-        """Take bytes `[start, stop)` from this host's memory; returns their xxh3-64.
+        """Load bytes `[start, stop)` from this host's memory; return their xxh3-64.
 
-        Raises TakeError (source).
+        Raises FetchError (source).
         """
-        view = self.room(start, stop)
+        view = self.destination(start, stop)
         if self._origin is not None and _read(self._origin, view, start) < stop - start:
             raise FetchError(
                 "source", f"{self.manifest.location} shrank below {stop} bytes while it was read"
             )
-        self.fill(start, stop)
+        self.mark_received(start, stop)
         return xxhash.xxh3_64_intdigest(view)
 
-    def apply(
+    def apply_delta(
         self, start: int, stop: int, body: memoryview, sizes: Collection[int], base: StoredVersion
     ) -> None:
-        """Make bytes `[start, stop)` of `base` and a change.
+        """Make bytes `[start, stop)` from `base` and a delta.
 
-        Raises TakeError (base) for one that is none of `base`.
+        Raises FetchError (base) for a delta that was not made from `base`.
         """
         spans, at = self._blocks(start, stop), 0
         if len(spans) != len(sizes) or sum(sizes) != len(body):
             raise FetchError(
                 "broken",
-                f"a change of bytes {start} to {stop} has {len(spans)} blocks, got {len(sizes)}",
+                f"a delta of bytes {start} to {stop} has {len(spans)} blocks, got {len(sizes)}",
             )
         old = base.view()
         for span, size in zip(spans, sizes, strict=True):
@@ -188,30 +190,30 @@ class VersionWriter:
             except DeltaError as error:
                 raise FetchError("base", f"bytes {span.start} to {span.stop}: {error}") from error
             at += size
-        self.fill(start, stop)
+        self.mark_received(start, stop)
 
     def finish(self) -> StoredVersion:
-        """The version, verified and sealed; this draft is over.
+        """Verify and seal the version, and return it. The writer is then closed.
 
-        Raises TakeError (broken), and has removed it then.
+        Raises FetchError (broken) after discarding the version.
         """
-        found = self._hash.hexdigest()
-        if self.done != self.manifest.nbytes or found != self.manifest.digest:
-            done, manifest = self.done, self.manifest
+        digest = self._hash.hexdigest()
+        if self.contiguous != self.manifest.nbytes or digest != self.manifest.digest:
+            received, manifest = self.contiguous, self.manifest
             self.close()
-            if done != manifest.nbytes:
+            if received != manifest.nbytes:
                 raise FetchError(
                     "broken",
-                    f"weights version {manifest.version} is torn: {done} of "
+                    f"weights version {manifest.version} is incomplete: {received} of "
                     f"{manifest.nbytes} bytes",
                 )
             raise FetchError(
                 "broken",
-                f"weights version {manifest.version}: digest {found}, its manifest says "
+                f"weights version {manifest.version}: digest {digest}, its manifest says "
                 f"{manifest.digest}",
             )
         self._unmap()
-        if self._ours:
+        if self._owned:
             seal(self.fd, in_flight=True)
         fd, self.fd = self.fd, -1
         return StoredVersion(
@@ -219,7 +221,7 @@ class VersionWriter:
         )
 
     def close(self) -> None:
-        """Remove it. A second call does nothing."""
+        """Discard the version. A second call does nothing."""
         self._unmap()
         if self.fd >= 0:
             os.close(self.fd)
@@ -229,7 +231,7 @@ class VersionWriter:
         self._view.release()
         self._view = memoryview(b"")
         if self._mapped is not None:
-            # whoever still receives into it lets go of it soon
+            # a receiver that still holds a view releases it soon
             with contextlib.suppress(BufferError):
                 self._mapped.close()
             self._mapped = None
@@ -238,7 +240,9 @@ class VersionWriter:
             self._origin = None
 
     def _blocks(self, start: int, stop: int) -> tuple[delta.Span, ...]:
-        """weights/delta's blocks of these bytes, which must begin and end with one."""
+        """Return the blocks of weights/delta in these bytes, which must be whole
+        blocks.
+        """
         if self._spans is None:
             self._plan = delta.plan(self.manifest.tensors, self.manifest.nbytes)
             self._spans = {span.start: (number, span) for number, span in enumerate(self._plan)}
@@ -246,7 +250,7 @@ class VersionWriter:
         last = end[0] if end is not None else len(self._plan)
         if first is None or (end is None and stop != self.manifest.nbytes) or last <= first[0]:
             raise FetchError(
-                "broken", f"a change of bytes {start} to {stop} is not of whole blocks"
+                "broken", f"a delta of bytes {start} to {stop} must consist of whole blocks"
             )
         return self._plan[first[0] : last]
 
@@ -255,60 +259,60 @@ class VersionStore:
     """All versions of one host, by weights id."""
 
     def __init__(self) -> None:
-        self._held: dict[int, StoredVersion] = {}
+        self._versions: dict[int, StoredVersion] = {}
 
     def get(self, weights_id: int) -> StoredVersion | None:
-        return self._held.get(weights_id)
+        return self._versions.get(weights_id)
 
     def ids(self) -> list[int]:
-        return list(self._held)
+        return list(self._versions)
 
     def check(self, manifest: WeightManifest) -> None:
-        """Raises TakeError (broken) for a manifest that cannot be, is of another model,
-        or whose id is another content's.
+        """Raise FetchError (broken) for a manifest that is invalid, of another model,
+        or has the id of another content.
         """
         _check_layout(manifest)
-        for held in self._held.values():
-            if held.manifest.weights_id == manifest.weights_id:
-                check_same(held.manifest, manifest)
-            if held.manifest.tensors != manifest.tensors:
+        for stored in self._versions.values():
+            if stored.manifest.weights_id == manifest.weights_id:
+                check_same(stored.manifest, manifest)
+            if stored.manifest.tensors != manifest.tensors:
                 raise FetchError(
                     "broken",
                     f"weights version {manifest.version} is of another model than "
-                    f"version {held.manifest.version}",
+                    f"version {stored.manifest.version}",
                 )
 
-    def base(self, base_id: int) -> StoredVersion:
-        """What a change is made from. Raises TakeError (base)."""
-        held = self._held.get(base_id)
-        if held is None:
-            raise FetchError("base", f"weights id {base_id} is not here; there are {self.ids()}")
-        return held
+    def base_version(self, base_id: int) -> StoredVersion:
+        """Return the version that a delta is made from. Raises FetchError (base)."""
+        stored = self._versions.get(base_id)
+        if stored is None:
+            raise FetchError("base", f"weights id {base_id} is not stored; there are {self.ids()}")
+        return stored
 
-    def begin(self, manifest: WeightManifest) -> VersionWriter:
-        """Memory for a version. Raises TakeError (broken, room)."""
+    def create(self, manifest: WeightManifest) -> VersionWriter:
+        """Allocate memory for a version. Raises FetchError (broken, room)."""
         self.check(manifest)
         fd = _allocate(manifest)
         try:
-            return VersionWriter(manifest, fd, ours=True)
+            return VersionWriter(manifest, fd, owned=True)
         except BaseException:
             os.close(fd)
             raise
 
-    def adopt(self, manifest: WeightManifest) -> VersionWriter:
-        """A version from this host's memory, which `load` takes. Sealed memory is
-        shared, not copied.
+    def open_local(self, manifest: WeightManifest) -> VersionWriter:
+        """Open a version in this host's memory, for `load`. Sealed memory is shared,
+        not copied.
 
-        Raises TakeError (broken, room; source: it is not there).
+        Raises FetchError (broken, room; source if the memory is gone).
         """
         self.check(manifest)
         try:
-            # Without O_NONBLOCK a recycled descriptor that is a pipe would block for
-            # ever.
+            # Without O_NONBLOCK a recycled descriptor that is a pipe would block
+            # forever.
             origin = os.open(manifest.location, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise FetchError(
-                "source", f"{manifest.location}: cannot open, the publisher is gone? ({error})"
+                "source", f"{manifest.location}: cannot open, is the publisher gone? ({error})"
             ) from error
         try:
             status = os.fstat(origin)
@@ -319,10 +323,10 @@ class VersionStore:
                     f"manifest says {manifest.nbytes}",
                 )
             if is_sealed(origin):
-                return VersionWriter(manifest, origin, ours=False)
+                return VersionWriter(manifest, origin, owned=False)
             fd = _allocate(manifest)
             try:
-                return VersionWriter(manifest, fd, ours=True, origin=origin)
+                return VersionWriter(manifest, fd, owned=True, origin=origin)
             except BaseException:
                 os.close(fd)
                 raise
@@ -330,53 +334,39 @@ class VersionStore:
             os.close(origin)
             raise
 
-    def admit(self, held: StoredVersion) -> None:
-        """From now on everybody sees it."""
-        assert held.manifest.weights_id not in self._held, "an id is taken once"
-        self._held[held.manifest.weights_id] = held
+    def add(self, stored: StoredVersion) -> None:
+        """Make a version visible."""
+        assert stored.manifest.weights_id not in self._versions, "an id is added once"
+        self._versions[stored.manifest.weights_id] = stored
 
-    def hold(self, manifest: WeightManifest) -> StoredVersion:
-        """Take a whole version from this host's memory.
-
-        Raises TakeError, and nothing has changed.
-        """
-        draft = self.adopt(manifest)
-        try:
-            for start in range(0, manifest.nbytes, READ_CHUNK):
-                draft.load(start, min(start + READ_CHUNK, manifest.nbytes))
-            held = draft.finish()
-        except BaseException:
-            draft.close()
-            raise
-        self.admit(held)
-        return held
-
-    def keep(self, ids: Collection[int]) -> list[StoredVersion]:
-        """Let go of all others, which the caller closes: freeing gigabytes takes
-        seconds, and may be done in a thread.
+    def evict_except(self, ids: Collection[int]) -> list[StoredVersion]:
+        """Remove all other versions and return them. The caller closes them: freeing
+        gigabytes takes seconds, and may be done in a thread.
         """
         return [
-            self._held.pop(weights_id) for weights_id in list(self._held) if weights_id not in ids
+            self._versions.pop(weights_id)
+            for weights_id in list(self._versions)
+            if weights_id not in ids
         ]
 
     def close(self) -> None:
-        """Let go of all."""
-        close_all(self.keep(()))
+        """Release all versions."""
+        close_all(self.evict_except(()))
 
 
-def close_all(gone: Collection[StoredVersion]) -> None:
-    for held in gone:
-        held.close()
+def close_all(evicted: Collection[StoredVersion]) -> None:
+    for stored in evicted:
+        stored.close()
 
 
 ReadBytes = Callable[[slice], memoryview]
-"""Bytes of a payload."""
+"""Reads bytes of a payload."""
 
 
 def encode_spans(
     spans: Collection[delta.Span], old: ReadBytes, new: ReadBytes, pool: ThreadPoolExecutor
 ) -> list[bytes]:
-    """weights/delta's blocks of these bytes. Waits for `pool`."""
+    """Encode these bytes as blocks of weights/delta. Waits for `pool`."""
 
     def one(span: delta.Span) -> bytes:
         part = slice(span.start, span.stop)
@@ -386,18 +376,18 @@ def encode_spans(
 
 
 def check_same(here: WeightManifest, other: WeightManifest) -> None:
-    """Raises TakeError (broken) for two contents under one id."""
+    """Raise FetchError (broken) for two contents under one id."""
     if (here.digest, here.nbytes, here.tensors) != (other.digest, other.nbytes, other.tensors):
         raise FetchError(
             "broken",
-            f"weights id {other.weights_id} is here with another content ({here.digest}, not "
+            f"weights id {other.weights_id} is stored with another content ({here.digest}, not "
             f"{other.digest}): "
-            "do two trainers publish at once?",
+            "are two trainers publishing at once?",
         )
 
 
 def _allocate(manifest: WeightManifest) -> int:
-    """A memory file that has all its pages. Raises TakeError (room)."""
+    """Allocate a memory file with all its pages. Raises FetchError (room)."""
     left = available_bytes()
     if manifest.nbytes + SPARE_BYTES > left:
         raise FetchError(
@@ -420,7 +410,9 @@ def _allocate(manifest: WeightManifest) -> int:
 
 
 def _read(fd: int, view: memoryview, offset: int) -> int:
-    """Bytes read into `view`; fewer than it has only at the file's end."""
+    """Read into `view` and return the number of bytes, which is less than its length
+    only at the end of the file.
+    """
     done = 0
     while done < len(view):
         count = os.preadv(fd, [view[done : done + READ_CHUNK]], offset + done)
@@ -431,17 +423,17 @@ def _read(fd: int, view: memoryview, offset: int) -> int:
 
 
 def _check_layout(manifest: WeightManifest) -> None:
-    """Raises TakeError (broken)."""
-    where = f"weights version {manifest.version}"
+    """Raise FetchError (broken) for an invalid manifest."""
+    name = f"weights version {manifest.version}"
     if manifest.nbytes < 0 or len({meta.name for meta in manifest.tensors}) != len(
         manifest.tensors
     ):
-        raise FetchError("broken", f"{where}: tensor names must be distinct, and bytes at least 0")
+        raise FetchError("broken", f"{name}: tensor names must be distinct, and nbytes at least 0")
     for meta in manifest.tensors:
         elements = math.prod(meta.shape)
         if meta.offset < 0 or meta.nbytes < 0 or meta.offset + meta.nbytes > manifest.nbytes:
             raise FetchError(
-                "broken", f"{where}: tensor {meta.name} is not within {manifest.nbytes} bytes"
+                "broken", f"{name}: tensor {meta.name} is not within {manifest.nbytes} bytes"
             )
         if (
             min(meta.shape, default=0) < 0
@@ -450,13 +442,13 @@ def _check_layout(manifest: WeightManifest) -> None:
         ):
             raise FetchError(
                 "broken",
-                f"{where}: {meta.nbytes} bytes do not hold tensor "
-                f"{meta.name} of shape {meta.shape}",
+                f"{name}: {meta.nbytes} bytes do not hold tensor {meta.name} of shape {meta.shape}",
             )
     end = 0
     for meta in sorted(manifest.tensors, key=lambda meta: (meta.offset, meta.nbytes)):
         if meta.nbytes and meta.offset < end:
             raise FetchError(
-                "broken", f"{where}: tensor {meta.name} overlaps another one at byte {meta.offset}"
+                "broken",
+                f"{name}: tensor {meta.name} overlaps another one at byte {meta.offset}",
             )
         end = max(end, meta.offset + meta.nbytes)

@@ -116,7 +116,7 @@ async def test_a_broadcast_survives_a_killed_relay(start: Start) -> None:
                 relay.fetch(command(memory.manifest, source))
                 for relay, source in zip(relays, (address, *addresses), strict=False)
             ]
-            slow.let(3)
+            slow.allow(3)
             await passed(addresses[3], memory, 3 * 256 * KIB)
             os.kill(relays[1].pid, signal.SIGKILL)
             assert "SIGKILL" in await relays[1].lost
@@ -126,19 +126,19 @@ async def test_a_broadcast_survives_a_killed_relay(start: Start) -> None:
             assert failed.reason == "source"
             assert not answers[3].done()
             again = relays[2].fetch(command(memory.manifest, addresses[0]))
-            slow.let_all()
+            slow.allow_all()
             for answer in (answers[0], again, answers[3]):
                 taken = await answer
                 assert payload(taken) == memory.payload
                 assert isinstance(taken, VersionFetched)
                 assert taken.nbytes == memory.manifest.nbytes  # none twice
-        assert [ask.ranges for ask in slow.asked] == [((0, memory.manifest.nbytes),)]
+        assert [ask.ranges for ask in slow.requests] == [((0, memory.manifest.nbytes),)]
 
 
 async def passed(address: RelayAddress, memory: Memory, nbytes: int) -> None:
     """Wait until the relay at `address` offers byte `nbytes - 1`."""
     manifest = memory.manifest
-    channel = await Tcp(silent_s=20.0).connect(address)
+    channel = await Tcp(idle_timeout_s=20.0).connect(address)
     try:
         ranges = ((nbytes - 1, nbytes),)
         await channel.send(
@@ -227,12 +227,12 @@ async def test_a_broadcast_bypasses_a_hung_relay_until_it_recovers(
                 relay.fetch(command(memory.manifest, source))
                 for relay, source in zip(relays, (address, *addresses), strict=False)
             ]
-            slow.let(3)
+            slow.allow(3)
             await passed(addresses[3], memory, 3 * 256 * KIB)
             os.kill(relays[1].pid, signal.SIGSTOP)
             await doubts.until(True)
             again = relays[2].fetch(command(memory.manifest, addresses[0]))
-            slow.let_all()
+            slow.allow_all()
             for answer in (answers[0], again, answers[3]):
                 taken = await answer
                 assert payload(taken) == memory.payload
@@ -243,7 +243,7 @@ async def test_a_broadcast_bypasses_a_hung_relay_until_it_recovers(
             await doubts.until(False)
             assert payload(await answers[1]) == memory.payload
             assert not relays[1].lost.done()
-        assert [ask.ranges for ask in slow.asked] == [((0, memory.manifest.nbytes),)]
+        assert [ask.ranges for ask in slow.requests] == [((0, memory.manifest.nbytes),)]
 
 
 async def test_a_broadcast_bypasses_a_hung_master(start: Start) -> None:
@@ -262,7 +262,7 @@ async def test_a_broadcast_bypasses_a_hung_master(start: Start) -> None:
                 relay.fetch(command(memory.manifest, source))
                 for relay, source in zip(relays, (address, *addresses), strict=False)
             ]
-            slow.let(3)
+            slow.allow(3)
             await passed(addresses[2], memory, 3 * 256 * KIB)
             os.kill(relays[0].pid, signal.SIGSTOP)
             await doubts.until(True)
@@ -270,7 +270,7 @@ async def test_a_broadcast_bypasses_a_hung_master(start: Start) -> None:
             assert payload(await again) == payload(await answers[2]) == memory.payload
             os.kill(relays[0].pid, signal.SIGCONT)
             await doubts.until(False)
-            slow.let_all()
+            slow.allow_all()
             assert payload(await answers[0]) == memory.payload
 
 

@@ -1,5 +1,5 @@
-"""Every regressor behind the one interface: it learns, repeats itself, takes what is
-odd; ours beat the baselines.
+"""Every regressor learns, is deterministic, and accepts unusual input; the learned ones
+beat the baselines.
 """
 
 import functools
@@ -14,7 +14,7 @@ from rollweave.core.policy.predict import ProgressivePredictor
 from rollweave.schema.config.sections import RolloutConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.train.lengths import REGRESSORS, build_regressor
-from tests.train.lengths.worlds import TURNS, Told, quality, teach, trajectories
+from tests.train.lengths.worlds import TURNS, Example, quality, teach, trajectories
 
 BUILT = [name for name in REGRESSORS if name != "lm"]
 LEARNED = ["ridge", "boosted"]
@@ -26,7 +26,7 @@ def predictor_of(name: str) -> ProgressivePredictor:
 
 @pytest.mark.parametrize("name", LEARNED)
 @pytest.mark.parametrize("baseline", ["prompt", "history"])
-def test_where_turns_tell_the_learned_ones_beat_the_baselines(name: str, baseline: str) -> None:
+def test_learned_regressors_beat_baselines_on_informative_turns(name: str, baseline: str) -> None:
     taught, judged = trajectories(400, seed=1), trajectories(300, seed=2)
     ours, theirs = predictor_of(name), predictor_of(baseline)
     teach(ours, taught)
@@ -43,7 +43,7 @@ def test_where_turns_tell_the_learned_ones_beat_the_baselines(name: str, baselin
 
 
 @pytest.mark.parametrize("name", LEARNED)
-def test_predictions_grow_better_with_every_turn_that_tells(name: str) -> None:
+def test_predictions_improve_with_every_informative_turn(name: str) -> None:
     predictor = predictor_of(name)
     teach(predictor, trajectories(400, seed=1))
     judged = trajectories(300, seed=2)
@@ -53,7 +53,7 @@ def test_predictions_grow_better_with_every_turn_that_tells(name: str) -> None:
 
 @pytest.mark.parametrize("name", BUILT)
 def test_the_same_pairs_give_the_same_numbers(name: str) -> None:
-    """Also one by one and together."""
+    """The order and the grouping of the questions do not matter."""
     judged = [one.contexts[1] for one in trajectories(20, seed=3)]
     found = []
     for _ in range(2):
@@ -66,7 +66,7 @@ def test_the_same_pairs_give_the_same_numbers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BUILT)
-def test_a_domain_that_was_never_taught_is_answered(name: str) -> None:
+def test_predicts_for_an_unknown_domain(name: str) -> None:
     predictor = predictor_of(name)
     teach(predictor, trajectories(50, seed=1) + trajectories(50, seed=1, domain="b", scale=5.0))
     new = [one.contexts[1] for one in trajectories(20, seed=3, domain="new")]
@@ -78,9 +78,9 @@ def test_a_domain_that_was_never_taught_is_answered(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LEARNED)
-def test_domains_may_differ_in_how_lengths_go_on(name: str) -> None:
-    """After a first turn of 100 tokens come four more of them in one domain, and one in
-    the other.
+def test_domains_may_differ_in_remaining_lengths(name: str) -> None:
+    """After a first turn of 100 tokens, four more follow in one domain, and one in the
+    other.
     """
     predictor = predictor_of(name)
     teach(
@@ -98,14 +98,14 @@ def test_domains_may_differ_in_how_lengths_go_on(name: str) -> None:
         assert np.mean(left) == pytest.approx(np.mean(truth), rel=0.35)
 
 
-def _shortened(one: Told) -> Told:
-    """The same trajectory, ended after its second turn."""
+def _shortened(one: Example) -> Example:
+    """Return the same trajectory, ended after its second turn."""
     return one._replace(contexts=one.contexts[:3], tokens=one.contexts[2].output_tokens)
 
 
 @pytest.mark.parametrize("name", BUILT)
 def test_columns_that_never_vary_do_not_matter(name: str) -> None:
-    """One trajectory, again and again: every column is constant but those of the turn."""
+    """With one trajectory repeated, every column is constant but those of the turn."""
     (one,) = trajectories(1, seed=1)
     predictor = predictor_of(name)
     teach(predictor, [one] * 20)
@@ -113,7 +113,7 @@ def test_columns_that_never_vary_do_not_matter(name: str) -> None:
     assert predictor.predict("k", one.contexts[2]) >= 1.0
 
 
-def test_history_is_the_siblings_mean_else_that_of_the_domain() -> None:
+def test_history_predicts_the_mean_of_siblings_or_of_the_domain() -> None:
     taught = trajectories(40, seed=1) + trajectories(40, seed=1, domain="b", scale=3.0)
     predictor = predictor_of("history")
     teach(predictor, taught)
@@ -128,8 +128,8 @@ def test_history_is_the_siblings_mean_else_that_of_the_domain() -> None:
     )
 
 
-def test_baselines_weigh_trajectories_alike_however_often_they_were_asked_about() -> None:
-    """Also where nobody asked before the first turn."""
+def test_baselines_weight_trajectories_equally() -> None:
+    """This also holds if no prediction was requested before the first turn."""
     taught = [
         *trajectories(40, seed=1, scale=4.0),
         *(_shortened(one) for one in trajectories(40, seed=6)),
@@ -149,7 +149,7 @@ def test_baselines_weigh_trajectories_alike_however_often_they_were_asked_about(
         assert np.mean(whole) == pytest.approx(mean, rel=0.05)
 
 
-def test_the_prompt_alone_says_the_same_at_every_turn_but_for_what_was_sampled() -> None:
+def test_the_prompt_baseline_only_subtracts_sampled_tokens() -> None:
     predictor = predictor_of("prompt")
     teach(predictor, trajectories(60, seed=1))
     one = min(trajectories(20, seed=2), key=lambda one: one.tokens)
@@ -157,7 +157,7 @@ def test_the_prompt_alone_says_the_same_at_every_turn_but_for_what_was_sampled()
     assert second == pytest.approx(first - one.contexts[1].output_tokens)
 
 
-def test_names_are_those_of_the_configuration() -> None:
+def test_names_match_the_configuration() -> None:
     assert set(RolloutConfig.model_json_schema()["properties"]["predictor"]["enum"]) == set(
         REGRESSORS
     )
@@ -180,7 +180,7 @@ def test_names_are_those_of_the_configuration() -> None:
         "rollweave.sim.predictor",
     ],
 )
-def test_who_builds_no_regressor_pays_for_none(module: str) -> None:
+def test_imports_nothing_before_a_regressor_is_built(module: str) -> None:
     code = (
         f"import sys, {module}; sys.exit(', '.join(name for name in ('sklearn', 'torch') if name "
         "in sys.modules) or None)"

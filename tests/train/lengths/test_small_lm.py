@@ -1,5 +1,5 @@
-"""The language model's head, on a tiny random model: it reads plans, whatever their
-ids, and reads each once.
+"""The language model's head on a tiny random model: it reads plans with any ids, and
+reads each once.
 """
 
 import functools
@@ -43,19 +43,19 @@ def predictor_of(name: str, checkpoint: str) -> ProgressivePredictor:
 
 
 @pytest.mark.parametrize("name", ["lm", "ridge", "boosted"])
-def test_a_plan_that_tells_is_read(checkpoint: str, name: str) -> None:
-    """After a first turn that is only a plan nothing else tells."""
+def test_reads_an_informative_plan(checkpoint: str, name: str) -> None:
+    """After a first turn that is only a plan, nothing else is informative."""
     reading, blind = predictor_of(name, checkpoint), predictor_of(name, checkpoint)
     teach(reading, trajectories(300, seed=1, opening=True, plans=True))
     teach(blind, trajectories(300, seed=1, opening=True))
-    told = quality(reading, trajectories(200, seed=2, opening=True, plans=True), 1)
+    examples = quality(reading, trajectories(200, seed=2, opening=True, plans=True), 1)
     untold = quality(blind, trajectories(200, seed=2, opening=True), 1)
     assert (reading.failed_fits, blind.failed_fits) == (0, 0)
-    assert told[0] > untold[0] + 0.2
-    assert told[1] > untold[1] + 0.3
+    assert examples[0] > untold[0] + 0.2
+    assert examples[1] > untold[1] + 0.3
 
 
-def test_states_do_not_depend_on_neighbours_nor_on_who_was_read_before(checkpoint: str) -> None:
+def test_states_do_not_depend_on_the_batch_or_on_earlier_plans(checkpoint: str) -> None:
     backbone.cache_clear()
     states = backbone(checkpoint)
     plans = [tuple(range(1, 2 + number % 7 * 5)) for number in range(2 * BATCH + 3)]
@@ -67,11 +67,11 @@ def test_states_do_not_depend_on_neighbours_nor_on_who_was_read_before(checkpoin
     assert (states(plans) == together[:-1]).all()
 
 
-def test_ids_that_the_checkpoint_does_not_know_are_folded(checkpoint: str) -> None:
+def test_folds_ids_unknown_to_the_checkpoint(checkpoint: str) -> None:
     states = backbone(checkpoint)
     assert states([(3 + VOCABULARY, 2**31)]) == pytest.approx(states([(3, 2**31 % VOCABULARY)]))
 
 
-def test_a_checkpoint_that_is_none_is_an_error_when_it_is_built(tmp_path: Path) -> None:
+def test_an_invalid_checkpoint_fails_when_built(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="none"):
         build_regressor("lm", checkpoint=str(tmp_path / "none"))

@@ -1,5 +1,5 @@
-"""Trajectories whose turns tell how long they will be, by a level that nothing shows
-before the first one.
+"""Trajectories whose turns reveal their length, by a level that nothing reveals before
+the first one.
 """
 
 import random
@@ -12,8 +12,8 @@ from rollweave.schema.prediction import LengthContext
 TURNS = 5
 
 
-class Told(NamedTuple):
-    """Contexts before each turn and after the last, and the whole length."""
+class Example(NamedTuple):
+    """The contexts before each turn and after the last, and the total length."""
 
     contexts: Sequence[LengthContext]
     tokens: int
@@ -27,11 +27,11 @@ def trajectories(
     scale: float = 1.0,
     plans: bool = False,
     opening: bool = False,
-) -> list[Told]:
-    """A trajectory's turns are all about as long as its level says.
+) -> list[Example]:
+    """Generate trajectories whose turns are all about as long as their level says.
 
-    With `plans` its plan names its level too; with `opening` its first turn is only the
-    plan, equally long for all.
+    With `plans` the plan reveals the level, too; with `opening` the first turn is only
+    the plan, equally long for all.
     """
     rng = random.Random(f"{seed}/{domain}")
     found = []
@@ -62,13 +62,13 @@ def trajectories(
             )
             for turn in range(TURNS + 1)
         ]
-        found.append(Told(contexts, sum(turns)))
+        found.append(Example(contexts, sum(turns)))
     return found
 
 
-def teach(predictor: ProgressivePredictor, told: Sequence[Told]) -> None:
-    """Show them whole, and fit."""
-    for number, one in enumerate(told):
+def teach(predictor: ProgressivePredictor, examples: Sequence[Example]) -> None:
+    """Show the examples completely, and fit."""
+    for number, one in enumerate(examples):
         for context in one.contexts:
             predictor.remember(number, context)
         predictor.observe(number, one.tokens)
@@ -76,11 +76,11 @@ def teach(predictor: ProgressivePredictor, told: Sequence[Told]) -> None:
 
 
 def quality(
-    predictor: ProgressivePredictor, told: Sequence[Told], turn: int
+    predictor: ProgressivePredictor, examples: Sequence[Example], turn: int
 ) -> tuple[float, float]:
-    """Recall and correlation of whole lengths, asked before turn `turn`."""
-    contexts = [one.contexts[turn] for one in told]
+    """Return recall and correlation of total lengths, predicted before turn `turn`."""
+    contexts = [one.contexts[turn] for one in examples]
     left = predictor.estimate([predictor.remember("judged", context) for context in contexts])
     guess = [context.output_tokens + tokens for context, tokens in zip(contexts, left, strict=True)]
-    whole = [one.tokens for one in told]
+    whole = [one.tokens for one in examples]
     return recall_of_longest(guess, whole), pearson(guess, whole)

@@ -35,7 +35,7 @@ async def serve(parent: Parent, spec: RelaySpec) -> None:
         if isinstance(command, StopRelay):
             stopped.set()
         else:
-            relay.take(command)
+            relay.fetch(command)
 
     send(RelayReady(address=await relay.listen(spec.host)))
 

@@ -1,9 +1,9 @@
 """Regressors of the remaining length: linear and boosted trees on the whole row, and
 the baselines of Heddle §7.2.
 
-Invariants: one thread, and no chance: the same row gives the same number, alone or
-among many. A baseline predicts a trajectory's whole length from what is known before
-its first turn, and takes off what was sampled since.
+Invariants: they use one thread and no randomness, and the same row gives the same
+number, alone or among many. A baseline predicts a trajectory's total length from what
+is known before its first turn, and subtracts what has been sampled since.
 """
 
 import functools
@@ -34,7 +34,7 @@ with from_extra("predict"):
 Matrix = NDArray[np.float64]
 
 ALPHA = 1.0
-"""Ridge's penalty on standardised columns: a thousand pairs outweigh it, and columns
+"""Ridge's penalty on standardized columns: a thousand pairs outweigh it, and columns
 that never vary stay at 0.
 """
 
@@ -46,17 +46,17 @@ them worse.
 
 @functools.cache
 def _threads() -> ThreadpoolController:
-    """Of BLAS and OpenMP: cores belong to engines, and with one thread sums keep their
-    order.
+    """Control the threads of BLAS and OpenMP: cores belong to engines, and with one
+    thread sums keep their order.
     """
     return ThreadpoolController()
 
 
 class Affine:
-    """A ridge on standardised columns, as one product of the columns as they are."""
+    """A ridge on standardized columns, folded into one product with the raw columns."""
 
     def __init__(self, columns: Matrix, target: Lengths) -> None:
-        """`columns` of shape (n, m), `target` (n,)."""
+        """Fit `columns` of shape (n, m) to `target` (n,)."""
         with _threads().limit(limits=1):
             scaler, ridge = make_pipeline(StandardScaler(), SklearnRidge(alpha=ALPHA)).fit(
                 columns, target
@@ -65,15 +65,15 @@ class Affine:
         self._intercept = float(ridge.intercept_ - self._weights @ scaler.mean_)
 
     def __call__(self, columns: Matrix) -> Lengths:
-        # Not BLAS: it uses threads, and gives a row other last bits among many than
+        # Not BLAS: it uses threads, and rounds a row differently among many rows than
         # alone.
-        found: Lengths = np.einsum("nm,m->n", columns, self._weights) + self._intercept
-        return found
+        predicted: Lengths = np.einsum("nm,m->n", columns, self._weights) + self._intercept
+        return predicted
 
 
 class ByDomain:
-    """The row, with its numbers once more for each domain that was learned from:
-    domains differ in slope, new ones share.
+    """The row, with its numbers repeated for each domain in the training data: slopes
+    differ between domains, and new domains share one.
     """
 
     def __init__(self, table: Table) -> None:
@@ -81,7 +81,7 @@ class ByDomain:
         self._used = used if len(used) > 1 else used[:0]
 
     def __call__(self, table: Table) -> Matrix:
-        """Columns for an `Affine`, shape (n, m)."""
+        """Return columns for an `Affine`, shape (n, m)."""
         numbers, domains = table[:, :NUMBERS], domains_of(table)
         return np.hstack([table, *(numbers * domains[:, [slot]] for slot in self._used)]).astype(
             np.float64
@@ -89,13 +89,13 @@ class ByDomain:
 
 
 def domains_of(table: Table) -> Table:
-    """The columns that say which domain, shape (n, DOMAINS)."""
+    """Return the one-hot columns of the domain, shape (n, DOMAINS)."""
     return table[:, NUMBERS : NUMBERS + DOMAINS]
 
 
 def first_rows(rows: Rows, remaining: Lengths) -> tuple[Table, Lengths]:
-    """Of each trajectory what was known of it first, and its whole length: the rows of
-    the earliest turn that there is.
+    """Return the earliest known row of each trajectory, and its total length: the rows
+    of the lowest turn.
     """
     table = rows.table
     first = table[:, TURN] == table[:, TURN].min()
@@ -103,7 +103,7 @@ def first_rows(rows: Rows, remaining: Lengths) -> tuple[Table, Lengths]:
 
 
 class Ridge:
-    """Linear in the numbers, domain by domain, and in the plan."""
+    """Linear in the numbers, separately per domain, and in the plan."""
 
     def fit(self, rows: Rows, remaining: Lengths) -> None:
         self._columns = ByDomain(rows.table)
@@ -125,20 +125,20 @@ class Boosted:
 
     def predict(self, rows: Rows) -> Lengths:
         with _threads().limit(limits=1):
-            found: Lengths = self._trees.predict(rows.table)
-        return found
+            predicted: Lengths = self._trees.predict(rows.table)
+        return predicted
 
 
 class Prompt:
     """Prompt-only prediction (Heddle §7.2, model-based): linear in the prompt's length,
-    domain by domain.
+    separately per domain.
 
-    Contexts do not hold the prompt's text, which the paper's baseline reads.
+    Contexts do not contain the prompt's text, which the paper's baseline reads.
     """
 
     def fit(self, rows: Rows, remaining: Lengths) -> None:
-        table, whole = first_rows(rows, remaining)
-        self._affine = Affine(self._columns(table), whole)
+        table, total = first_rows(rows, remaining)
+        self._affine = Affine(self._columns(table), total)
 
     def predict(self, rows: Rows) -> Lengths:
         return self._affine(self._columns(rows.table)) - rows.table[:, OUTPUT]
@@ -149,25 +149,25 @@ class Prompt:
 
 
 class History:
-    """Statistics of the same prompt (Heddle §7.2, history-based): its siblings' mean
-    length, else that of its domain.
+    """Statistics of the same prompt (Heddle §7.2, history-based): the mean length of
+    its siblings, else that of its domain.
     """
 
     def fit(self, rows: Rows, remaining: Lengths) -> None:
-        table, whole = first_rows(rows, remaining)
+        table, total = first_rows(rows, remaining)
         domains = domains_of(table).astype(np.float64)
         counts = domains.sum(axis=0)
-        self._mean = whole.mean()
+        self._mean = total.mean()
         self._by_domain = np.where(
-            counts > 0, (whole @ domains) / np.maximum(counts, 1.0), self._mean
+            counts > 0, (total @ domains) / np.maximum(counts, 1.0), self._mean
         )
 
     def predict(self, rows: Rows) -> Lengths:
         table, domains = rows.table, domains_of(rows.table)
         usual = np.where(domains.any(axis=1), domains @ self._by_domain, self._mean)
         siblings = table[:, SIBLING_MEAN]
-        found: Lengths = np.where(siblings > 0, siblings, usual) - table[:, OUTPUT]
-        return found
+        predicted: Lengths = np.where(siblings > 0, siblings, usual) - table[:, OUTPUT]
+        return predicted
 
 
 BY_NAME: dict[str, type[Regressor]] = {

@@ -1,11 +1,11 @@
-"""A small language model that reads the plan (Heddle §4.1): its last hidden states,
-averaged, beside the row of numbers.
+"""A small language model that reads the plan (Heddle §4.1): its averaged last hidden
+states are used beside the row of numbers.
 
-The paper fine-tunes a Qwen of 0.6B, for minutes. Here the model stays as it is and only
-its regression head is fitted, in closed form, so that a fit ends before the next
-training step does. Plans are token ids of the agent's vocabulary: the checkpoint's
-tokenizer should be the agent's. Invariant: ids that the checkpoint does not know are
-folded into those that it does, and never fail.
+The paper fine-tunes a Qwen of 0.6B for minutes. Here the model stays fixed and only its
+regression head is fitted, in closed form, so that a fit ends before the next training
+step does. Plans are token ids of the agent's vocabulary: the checkpoint's tokenizer
+should be the agent's. Invariant: ids unknown to the checkpoint are folded into known
+ones, and never fail.
 """
 
 import functools
@@ -25,19 +25,20 @@ with from_extra("predict"):
     from transformers import AutoModelForCausalLM
 
 BATCH = 16
-"""Plans that are read at once: a batch of 256 tokens each fits beside everything else
+"""Number of plans read at once: a batch of 256 tokens each fits beside everything else
 in memory.
 """
 
-KEPT_PLANS = 16_384
-"""Plans whose states are kept: one of each attempt that the predictor remembers, read
-once, not at every turn.
+CACHED_PLANS = 16_384
+"""Number of plans whose states are cached: one per attempt that the predictor
+remembers, read once instead of at every turn.
 """
 
 COMPONENTS = 32
-"""Numbers that are left of a hidden state.
+"""Number of components kept of a hidden state.
 
-Turns of a trajectory share its plan: hundreds of trajectories teach no more.
+The turns of a trajectory share its plan, so hundreds of trajectories do not support
+more.
 """
 
 Plan = tuple[int, ...]
@@ -51,28 +52,28 @@ class Backbone:
         self._model = model.base_model
         self._vocabulary: int = model.config.vocab_size
         self._hidden: int = model.config.hidden_size
-        self._kept: OrderedDict[Plan, Lengths] = OrderedDict()
+        self._cache: OrderedDict[Plan, Lengths] = OrderedDict()
 
     def __call__(self, plans: Sequence[Plan]) -> Matrix:
-        """Mean last hidden state of each plan, shape (n, hidden); zeros where a plan is
-        empty.
+        """Return the mean last hidden state of each plan, shape (n, hidden); zeros for
+        an empty plan.
         """
         cut = [plan[:PLAN_TOKENS] for plan in plans]
-        found: dict[Plan, Lengths] = {(): np.zeros(self._hidden)}
+        states: dict[Plan, Lengths] = {(): np.zeros(self._hidden)}
         unread = []
         for plan in dict.fromkeys(cut):
-            if plan in self._kept:
-                found[plan] = self._kept[plan]
+            if plan in self._cache:
+                states[plan] = self._cache[plan]
             elif plan:
                 unread.append(plan)
-        unread.sort(key=len)  # little padding
+        unread.sort(key=len)  # reduces padding
         for start in range(0, len(unread), BATCH):
             batch = unread[start : start + BATCH]
             for plan, state in zip(batch, self._read(batch), strict=True):
-                found[plan] = self._kept[plan] = state
-        while len(self._kept) > KEPT_PLANS:
-            self._kept.popitem(last=False)
-        return np.stack([found[plan] for plan in cut])
+                states[plan] = self._cache[plan] = state
+        while len(self._cache) > CACHED_PLANS:
+            self._cache.popitem(last=False)
+        return np.stack([states[plan] for plan in cut])
 
     @torch.inference_mode()
     def _read(self, plans: Sequence[Plan]) -> Matrix:
@@ -92,12 +93,12 @@ class Backbone:
 
 @functools.lru_cache(1)
 def backbone(checkpoint: str) -> Backbone:
-    """Loaded once a process: every fit makes a new head."""
+    """Load the backbone once per process: every fit makes a new head."""
     return Backbone(checkpoint)
 
 
 class SmallLm:
-    """A ridge on the row, and on the main components of what a language model makes of
+    """A ridge on the row, and on the main components of a language model's states for
     its plan.
     """
 
@@ -106,7 +107,7 @@ class SmallLm:
 
     def fit(self, rows: Rows, remaining: Lengths) -> None:
         states = self._backbone(rows.plans)
-        # in the order of their variance
+        # in order of their variance
         _, components = np.linalg.eigh(np.cov(states, rowvar=False))
         self._components: Matrix = components[:, -COMPONENTS:]
         self._columns = ByDomain(rows.table)

@@ -1,5 +1,5 @@
-"""Whatever is asked of relays in whatever order: every Take is answered once, and what
-is there is what was published.
+"""For any sequence of commands, every FetchVersion is answered once, and every stored
+version equals the published one.
 """
 
 import asyncio
@@ -16,31 +16,34 @@ HOSTS, VERSIONS = 3, 4
 NOWHERE = RelayAddress(host="127.0.0.1", port=1, secret=b"")
 SHAPES = tensors_of(30_000, 600_000)
 
-ORDERS = st.lists(
+COMMANDS = st.lists(
     st.tuples(
         st.integers(0, HOSTS - 1),
         st.integers(1, VERSIONS),
         st.sampled_from([None, *range(HOSTS), "nowhere"]),
         st.none() | st.integers(1, VERSIONS),
         st.sets(st.integers(1, VERSIONS)),
-        st.sampled_from([0, 0, 1, 5, 30]),  # turns of the event loop until the next order
+        st.sampled_from([0, 0, 1, 5, 30]),  # iterations of the event loop until the next command
     ),
     max_size=25,
 )
 
 
 @settings(max_examples=examples(25))
-@given(ORDERS)
-def test_any_orders(orders: list[tuple[int, int, object, int | None, set[int], int]]) -> None:
-    asyncio.run(_obeyed(orders))
+@given(COMMANDS)
+def test_any_commands_in_any_order_are_answered_once(
+    commands: list[tuple[int, int, object, int | None, set[int], int]],
+) -> None:
+    asyncio.run(_execute(commands))
 
 
-async def _obeyed(orders: list[tuple[int, int, object, int | None, set[int], int]]) -> None:
-    # A short patience ends what can never come: two that wait for each other, say.
+async def _execute(commands: list[tuple[int, int, object, int | None, set[int], int]]) -> None:
+    # A short linger time ends fetches that cannot finish, for example two relays that
+    # wait for each other.
     with versions(VERSIONS, tensors=SHAPES) as memories:
-        async with hosts(HOSTS, Tcp(silent_s=5.0), linger_s=0.05) as made:
-            asked = [0] * HOSTS
-            for number, weights_id, source, base_id, keep, turns in orders:
+        async with hosts(HOSTS, Tcp(idle_timeout_s=5.0), linger_s=0.05) as made:
+            commands_sent = [0] * HOSTS
+            for number, weights_id, source, base_id, keep, turns in commands:
                 address = (
                     NOWHERE
                     if source == "nowhere"
@@ -55,16 +58,16 @@ async def _obeyed(orders: list[tuple[int, int, object, int | None, set[int], int
                     keep=tuple(keep),
                     chunk_bytes=100 * KIB,
                 )
-                made[number].relay.take(command)
-                asked[number] += 1
+                made[number].relay.fetch(command)
+                commands_sent[number] += 1
                 for _ in range(turns):
                     await asyncio.sleep(0)
-            # Whoever waits for somebody who never begins is freed by a Take of that
-            # version from memory.
+            # A relay that waits for a source that never starts is freed by a FetchVersion
+            # of that version from memory.
             for host in made:
                 for weights_id in range(1, VERSIONS + 1):
                     everything = tuple(range(1, VERSIONS + 1))
-                    host.relay.take(
+                    host.relay.fetch(
                         FetchVersion(
                             manifest=memories[weights_id - 1].manifest,
                             keep=everything,
@@ -72,12 +75,12 @@ async def _obeyed(orders: list[tuple[int, int, object, int | None, set[int], int
                         )
                     )
             for number, host in enumerate(made):
-                answers = [await host.answer() for _ in range(asked[number] + VERSIONS)]
+                answers = [await host.answer() for _ in range(commands_sent[number] + VERSIONS)]
                 assert sum(isinstance(answer, VersionFetched) for answer in answers) >= VERSIONS
                 _check(host, [memory.payload for memory in memories])
             for host in made:
                 assert host.answers.empty()
-                assert host.relay._coming == {}
+                assert host.relay._pending == {}
 
 
 def _check(host: Host, payloads: list[bytes]) -> None:

@@ -1,9 +1,9 @@
-"""Publishing where there is no room: `python -m tests.weights.little_room disk|limit
-memfd|file DIRECTORY`, by itself.
+"""Publishes without enough memory, as a program: `python -m tests.weights.low_memory
+disk|limit memfd|file DIRECTORY`.
 
-"disk" mounts a small tmpfs at DIRECTORY (in a mount namespace); "limit" lowers the size
-that this process's files may have. A small version is published, a large one fails, the
-small one serves on, and nothing of the large one is left.
+"disk" mounts a small tmpfs at DIRECTORY (in a mount namespace); "limit" lowers the file
+size limit of this process. A small version is published, a large one fails, the small
+one stays readable, and nothing of the large one is left.
 """
 
 import os
