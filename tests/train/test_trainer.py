@@ -205,7 +205,7 @@ def test_trains_parts_as_they_arrive(model_dir: Path, tmp_path: Path) -> None:
     assert trainer.step == 0
     half = trainer.handle(Save(path=str(tmp_path / "c")))
     assert isinstance(half, SaveFailed)
-    assert "in the middle" in half.error
+    assert "step 0 is incomplete" in half.error
     again = trainer.handle(TrainOn(batch=make_batch(0, part=0, parts=2)))
     assert isinstance(again, TrainFailed)
     trained(trainer, make_batch(1, part=1, parts=2, version=0))

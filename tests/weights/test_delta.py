@@ -272,7 +272,7 @@ def test_detects_any_truncation() -> None:
     for base, block in samples():
         for size in range(len(block)):
             refused(block[:size], base, "delta block")
-        refused(block + b"\0", base, "its head says")
+        refused(block + b"\0", base, "its head claims")
 
 
 def test_detects_another_base() -> None:

@@ -134,7 +134,9 @@ def verify(path: Path) -> int:
         for name, (size, digest) in digests.items():
             file = path / name
             if file.stat().st_size != size or file_digest(file) != digest:
-                raise TrainerError(f"checkpoint {path} is torn: {name} does not match its digest")
+                raise TrainerError(
+                    f"checkpoint {path} is damaged: {name} does not match its digest"
+                )
         state = json.loads((path / STATE).read_text())
         if state["format"] != FORMAT:
             raise TrainerError(
@@ -142,7 +144,7 @@ def verify(path: Path) -> int:
             )
         return int(state["step"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TrainerError(f"checkpoint {path} is torn or none: {error}") from error
+        raise TrainerError(f"checkpoint {path} is incomplete or invalid: {error}") from error
 
 
 def export(

@@ -103,17 +103,19 @@ def build_tokenizer(words: Iterable[str]) -> Tokenizer:
 
     The ids are those of specials, characters, then words in the given order.
     """
-    whole = list(dict.fromkeys([*ROLES, *words]))
-    for word in whole:
+    unique = list(dict.fromkeys([*ROLES, *words]))
+    for word in unique:
         if not word or any(special in word for special in SPECIALS):
             raise ValueError(f"a word must not be empty or contain a special token, got {word!r}")
-    whole = [word for word in whole if word not in CHARACTERS]
-    vocabulary = {token: index for index, token in enumerate([*SPECIALS, *CHARACTERS, *whole])}
+    whole_words = [word for word in unique if word not in CHARACTERS]
+    vocabulary = {
+        token: index for index, token in enumerate([*SPECIALS, *CHARACTERS, *whole_words])
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in SPECIALS]
     )
-    longest_first = sorted(whole, key=len, reverse=True)
+    longest_first = sorted(whole_words, key=len, reverse=True)
     pattern = "|".join([*map(_standing_alone, longest_first), r"[\s\S]"])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()

@@ -154,7 +154,7 @@ def apply(block: Buffer, base: Buffer, out: Target, *, itemsize: int) -> None:
     head = _head(data, itemsize=itemsize)
     body = data[HEAD_BYTES:]
     if head.size != len(data):
-        raise DeltaError(f"delta block: {len(data)} bytes, its head says {head.size}")
+        raise DeltaError(f"delta block: {len(data)} bytes, its head claims {head.size}")
     if len(old) != head.nbytes or len(target) != head.nbytes:
         raise DeltaError(
             f"delta block: made for {head.nbytes} bytes, not for {len(old)} into {len(target)}"
@@ -165,7 +165,7 @@ def apply(block: Buffer, base: Buffer, out: Target, *, itemsize: int) -> None:
         raise DeltaError("delta block: made from another base")
     fresh = delta_body.decode(head.form, body, old.view(f"<u{itemsize}")).view(np.uint8)
     if head.form != delta_body.UNCHANGED and _hash(fresh.data) != head.result:
-        raise DeltaError("delta block: does not give what it says")
+        raise DeltaError("delta block: the result does not match its head")
     np.copyto(target, fresh)
 
 

@@ -51,7 +51,7 @@ def read_payload(location: str, nbytes: int, *, where: str) -> mmap.mmap | bytea
         # Without O_NONBLOCK a recycled descriptor that is a pipe would block forever.
         fd = os.open(location, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise WeightsError(f"{where}: cannot open, is the publisher gone? ({error})") from error
+        raise WeightsError(f"{where}: cannot open, the publisher is gone? ({error})") from error
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):

@@ -146,12 +146,12 @@ class ServedVersion:
         """
         for delta in self._deltas.values():
             delta.open = False
-        found = None
+        deltas = None
         if base is not None:
-            found = self._deltas.setdefault(base, VersionDelta(base))
-            found.open = True
+            deltas = self._deltas.setdefault(base, VersionDelta(base))
+            deltas.open = True
         self.updates.notify_all()
-        return found
+        return deltas
 
     def add_delta_piece(self, delta: VersionDelta, start: int, piece: DeltaPiece) -> None:
         """Add bytes `[start, piece.stop)` as a delta."""
@@ -367,7 +367,7 @@ async def _raw_body(version: ServedVersion, message: Raw | Delta, fd: int) -> Bo
 
 def checksum_of(fd: int, start: int, stop: int) -> int:
     """Return the xxh3-64 of bytes `[start, stop)` of a file."""
-    found = xxhash.xxh3_64()
+    content = xxhash.xxh3_64()
     for at in range(start, stop, READ_CHUNK):
-        found.update(os.pread(fd, min(READ_CHUNK, stop - at), at))
-    return found.intdigest()
+        content.update(os.pread(fd, min(READ_CHUNK, stop - at), at))
+    return content.intdigest()

@@ -187,8 +187,8 @@ class TensorParallel:
         if part.kind == "shared" and ranks > part.units:
             group = _quotient("key-value heads", part.units, ranks, f"tp ranks, for {name}")
             return _Share(part.dim, part.start + number // group * unit, unit, unit)
-        held = _quotient("tp", ranks, part.units, f"units of {name}") * unit
-        return _Share(part.dim, part.start + number * held, held, held)
+        size = _quotient("tp", ranks, part.units, f"units of {name}") * unit
+        return _Share(part.dim, part.start + number * size, size, size)
 
 
 Layout = Unsharded | Fsdp | TensorParallel
@@ -352,19 +352,19 @@ def assign_slices(
     given: list[list[Piece]] = [[] for _ in range(layout.ranks)]
     loads = [0] * layout.ranks
     turns = []
-    for held in holders.values():
-        rank, piece = held[0]
-        if len(held) == 1:
+    for owners in holders.values():
+        rank, piece = owners[0]
+        if len(owners) == 1:
             given[rank].append(piece)
             loads[rank] += math.prod(piece.size) * sizes[piece.tensor]
             continue
-        ranks = [rank for rank, _ in held]
-        places = dict(held)
+        ranks = [rank for rank, _ in owners]
+        piece_of = dict(owners)
         for start, size in _divide(piece, sizes[piece.tensor], bucket_bytes):
-            turns.append((math.prod(size) * sizes[piece.tensor], start, size, ranks, places))
-    for nbytes, start, size, ranks, places in sorted(turns, key=lambda turn: -turn[0]):
+            turns.append((math.prod(size) * sizes[piece.tensor], start, size, ranks, piece_of))
+    for nbytes, start, size, ranks, piece_of in sorted(turns, key=lambda turn: -turn[0]):
         rank = min(ranks, key=loads.__getitem__)
-        own = places[rank]
+        own = piece_of[rank]
         given[rank].append(Piece(own.tensor, start, size, own.local, _local_corner(own, start)))
         loads[rank] += nbytes
     order = {meta.name: index for index, meta in enumerate(model.tensors)}

@@ -37,7 +37,7 @@ def read_trainer_checkpoint(
             size, digest = digests[name]
             if (directory / name).stat().st_size != size or file_digest(directory / name) != digest:
                 raise WeightsError(
-                    f"checkpoint {directory} is torn: {name} does not match its digest"
+                    f"checkpoint {directory} is damaged: {name} does not match its digest"
                 )
         state = json.loads((directory / STATE).read_text())
         if (state["format"], state["step"]) != (FORMAT, step):
@@ -46,4 +46,4 @@ def read_trainer_checkpoint(
             )
         return {name: tensor.to(dtype) for name, tensor in load_file(directory / MODEL).items()}
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise WeightsError(f"checkpoint {directory} is torn or none: {error}") from error
+        raise WeightsError(f"checkpoint {directory} is incomplete or invalid: {error}") from error

@@ -312,7 +312,7 @@ class VersionStore:
             origin = os.open(manifest.location, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise FetchError(
-                "source", f"{manifest.location}: cannot open, is the publisher gone? ({error})"
+                "source", f"{manifest.location}: cannot open, the publisher is gone? ({error})"
             ) from error
         try:
             status = os.fstat(origin)

@@ -167,7 +167,7 @@ def test_names_match_the_configuration() -> None:
         r"'rigde'",
     ):
         build_regressor("rigde")
-    with pytest.raises(ConfigError, match="no checkpoint"):
+    with pytest.raises(ConfigError, match="without a checkpoint"):
         build_regressor("lm")
 
 
