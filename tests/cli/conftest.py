@@ -1,4 +1,4 @@
-"""The command line in a process of its own."""
+"""The command line in another process."""
 
 import contextlib
 import os
@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 PATHS = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-"""Where this repository's tests are, and whatever is tested."""
+"""PYTHONPATH with this repository's tests and the tested package."""
 
 Shell = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
 def shell() -> Iterator[Shell]:
-    """`rollweave` as a process of its own, with this repository's tests to import
-    environments from.
+    """Start `rollweave` in another process, which can import environments from this
+    repository's tests.
     """
     env = os.environ | {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Environments that are in order, and environments that are not, for dry runs."""
+"""Valid and invalid environments, for dry runs."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ from rollweave.schema.work import Task
 
 
 class Fine:
-    """Says what its option says."""
+    """Returns the value of its option as the observation."""
 
     def __init__(self, *, says: str = "hello") -> None:
         self._says = says
@@ -105,7 +105,7 @@ class Undrawable(Fine):
 
 
 class Wordy(Fine):
-    """One of two digits or the words for them: some transcripts are longer than others."""
+    """Answers with words of different lengths, so that transcripts differ in length."""
 
     @classmethod
     def transcript(cls, rng: random.Random, options: Options) -> Sequence[Message]:
@@ -117,19 +117,19 @@ class Wordy(Fine):
 class Unanswered(Fine):
     @classmethod
     def transcript(cls, rng: random.Random, options: Options) -> Sequence[Message]:
-        """Nobody answers."""
+        """Return a transcript without an answer."""
         return [Message(role="user", content="hello")]
 
 
 class Observed(Fine):
     @classmethod
     def transcript(cls, rng: random.Random, options: Options) -> Sequence[Message]:
-        """The environment has the last word, which is in order."""
+        """Return a transcript that ends with an observation, which is valid."""
         return [*super().transcript(rng, options), Message(role="user", content="hello")]
 
 
 class Handler:
-    """Asks its agent once, with what its options say."""
+    """Calls its agent once, as configured by its options."""
 
     def __init__(self, *, prompt: str = "hello", tools: int = 0, mood: str = "") -> None:
         self._prompt, self._tools, self._mood = prompt, tools, mood

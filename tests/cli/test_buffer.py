@@ -1,5 +1,5 @@
-"""Functions of the user's beside the configuration decide what is trained on; one that
-is wrong ends in one clear line.
+"""Buffer functions of the user, in a module beside the configuration: they select the
+training data, and an invalid one gives one clear error line.
 """
 
 import itertools
@@ -21,8 +21,8 @@ NUMBERS = itertools.count()
 
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Written:
-    """Writes a module of the user's beside his configuration, small.toml, and returns
-    its name.
+    """Return a function that writes a user's module beside the configuration, small.toml,
+    and returns its name.
     """
     monkeypatch.chdir(tmp_path)
     # children are of `tests`, too

@@ -1,4 +1,4 @@
-"""This very installation is in order, or the tests would not run."""
+"""`rollweave doctor` passes in the installation that runs the tests."""
 
 from typer.testing import CliRunner
 

@@ -1,5 +1,5 @@
-"""Each problem that can be known before a run is one failed check that names field,
-rule and value.
+"""Each problem that is detectable before a run fails one check, which names field, rule
+and value.
 """
 
 import importlib.util
@@ -54,13 +54,13 @@ def config(tmp_path: Path, *overrides: str) -> RunConfig:
 def test_a_valid_run_passes_all_checks(tmp_path: Path) -> None:
     checks = dryrun.examine(config(tmp_path))
     assert failures(checks) == []
-    said = {check.name: check.detail for check in checks}
-    assert said["tasks.0.env"] == "fine: tests.cli.envs.Fine"
-    assert said["tasks.0 task"] == "begins with 'hello'"
-    assert said["tasks.0 warm-up"] == "Says yes or no by chance."
-    assert said["tasks.0 prompt"] == "9 of 1024 tokens"
-    assert "about" in said["memory"]
-    assert "checkpoints" in said["disk"]
+    details = {check.name: check.detail for check in checks}
+    assert details["tasks.0.env"] == "fine: tests.cli.envs.Fine"
+    assert details["tasks.0 task"] == "begins with 'hello'"
+    assert details["tasks.0 warm-up"] == "Says yes or no by chance."
+    assert details["tasks.0 prompt"] == "9 of 1024 tokens"
+    assert "about" in details["memory"]
+    assert "checkpoints" in details["disk"]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_draws_tasks_before_every_run(tmp_path: Path, overrides: list[str], word
 
 @pytest.mark.parametrize(("limit", "fits"), [(6, True), (5, False)])
 def test_transcripts_must_fit_a_turn(tmp_path: Path, limit: int, fits: bool) -> None:
-    """`right` is five letters and the token that ends the turn."""
+    """`right` takes five letters and the token that ends the turn."""
     sets = ["tasks.0.env=tests.cli.envs:Wordy", f"tasks.0.max_turn_tokens={limit}"]
     wrong = failures(dryrun.examine(config(tmp_path, *sets), deep=False))
     assert [check.name for check in wrong] == ([] if fits else ["tasks.0.max_turn_tokens"])
@@ -239,7 +239,7 @@ def test_the_first_turn_of_a_handler_must_fit(
 
 @pytest.mark.parametrize("deep", [True, False])
 def test_finds_overlong_prompts_in_the_whole_file(tmp_path: Path, deep: bool) -> None:
-    """Not only in the first rows, nor only in those that are drawn first."""
+    """Neither the first rows nor those that are drawn first suffice."""
     words = ["short"] * 400
     words[250] = words[333] = "x" * 60
     lines = [json.dumps({"prompt": f"{number} {word}"}) for number, word in enumerate(words)]
@@ -267,8 +267,11 @@ def test_finds_overlong_prompts_in_the_whole_file(tmp_path: Path, deep: bool) ->
 def test_names_the_measure_of_a_target(tmp_path: Path) -> None:
     checks = dryrun.examine(config(tmp_path, "eval.every=1", "eval.stop_at=0.9"), deep=False)
     assert failures(checks) == []
-    (said,) = [check for check in checks if check.name == "eval.stop_at"]
-    assert (said.status, said.detail[:36]) == (Status.WARN, "0.9 is compared with success, which ")
+    (target,) = [check for check in checks if check.name == "eval.stop_at"]
+    assert (target.status, target.detail[:36]) == (
+        Status.WARN,
+        "0.9 is compared with success, which ",
+    )
 
 
 def test_a_shallow_check_does_not_reset_the_environment(tmp_path: Path) -> None:
@@ -350,7 +353,7 @@ def test_checks_the_models_requirements_before_every_run(
 
 
 def test_checks_a_scratch_model_without_importing_torch(tmp_path: Path) -> None:
-    """Which costs seconds to import, before each run."""
+    """Importing torch before each run would cost seconds."""
     (tmp_path / "small.toml").write_text(CONFIG)
     program = """
 import sys
@@ -466,20 +469,20 @@ def test_lists_relays_with_addresses_and_missing_transport_packages(
     tmp_path: Path,
 ) -> None:
     relays = config(tmp_path, "weights.relays=2", "engines.count=2")
-    said = {check.name: check.detail for check in dryrun.examine(relays, deep=False)}
-    assert said["relays"] == "2 processes on 127.0.0.2 to 127.0.0.3 over tcp"
+    details = {check.name: check.detail for check in dryrun.examine(relays, deep=False)}
+    assert details["relays"] == "2 processes on 127.0.0.2 to 127.0.0.3 over tcp"
     assert "relays" not in {check.name for check in dryrun.examine(config(tmp_path), deep=False)}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nixl") is not None, reason="nixl is installed")
 def test_refuses_a_transport_that_is_not_installed(tmp_path: Path) -> None:
     relays = config(tmp_path, "weights.relays=1", 'weights.transport="nixl"')
-    found = next(
+    check = next(
         check
         for check in failures(dryrun.examine(relays, deep=False))
         if check.name == "weights.transport"
     )
-    assert "[nixl]'" in found.detail
+    assert "[nixl]'" in check.detail
     with pytest.raises(ConfigError, match="nixl must be installed"):
         train(relays)
 
@@ -488,8 +491,8 @@ def test_a_dry_run_of_a_resumed_run_reports_its_step_and_losses(tmp_path: Path) 
     run = RunDir(tmp_path / "dry")
     run.path.mkdir()
     run.config.write_text(dumps(config(tmp_path)))
-    said = {check.name: check.detail for check in dryrun.examine(config(tmp_path), resume=True)}
-    assert said["run.name"] == f"begins in {run.path}"
+    details = {check.name: check.detail for check in dryrun.examine(config(tmp_path), resume=True)}
+    assert details["run.name"] == f"begins in {run.path}"
     (run.checkpoints / "step-000004").mkdir(parents=True)
     (wrong,) = failures(dryrun.examine(config(tmp_path), resume=True))
     assert (wrong.name, wrong.detail.split(", but ")[0]) == (
@@ -504,8 +507,8 @@ def test_a_dry_run_of_a_resumed_run_reports_its_step_and_losses(tmp_path: Path) 
     assert "step 4 of" in wrong.detail
     assert "the journal has lost its end" in wrong.detail
     (run.checkpoints / "step-000004").rmdir()
-    said = {}
+    details = {}
     for check in dryrun.examine(config(tmp_path, "trainer.lr=0.5"), resume=True):
-        said.setdefault(check.name, check.detail)
-    assert said["run.name"] == f"resumes in {run.path} at step 0; nothing is lost"
-    assert said["--resume"] == "changed since: trainer.lr: 1e-05 → 0.5"
+        details.setdefault(check.name, check.detail)
+    assert details["run.name"] == f"resumes in {run.path} at step 0; nothing is lost"
+    assert details["--resume"] == "changed since: trainer.lr: 1e-05 → 0.5"

@@ -1,5 +1,5 @@
-"""`rollweave engine` as a process of its own: it serves, it ends in order, and it is
-missed when it is killed.
+"""`rollweave engine` in another process: it serves, ends in order, and its loss is
+noticed.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from tests.engine.clients.test_conformance import environment, tiny_checkpoint
 
 @contextlib.asynccontextmanager
 async def started(model: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, str]]]:
-    """The process, and its `url` and `token`; killed in the end."""
+    """Start the process and yield it, with its `url` and `token`; kill it on exit."""
     command = [
         sys.executable,
         "-m",
@@ -104,10 +104,10 @@ async def test_requires_the_token(tmp_path: Path) -> None:
         for headers, status in (({}, 401), ({"Authorization": f"Bearer {place['token']}"}, 200)):
             async with session.post(
                 place["url"] + "/generate", json=asked, headers=headers
-            ) as found:
-                assert found.status == status
-        async with session.get(place["url"] + "/health") as found:
-            assert found.status == 200
+            ) as response:
+                assert response.status == status
+        async with session.get(place["url"] + "/health") as response:
+            assert response.status == 200
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_reports_an_address_in_use(tmp_path: Path) -> None:
         "already in use"
     )
     assert line in result.stderr
-    assert "loading" not in result.stderr  # it is said before the model is read
+    assert "loading" not in result.stderr  # the error precedes the reading of the model
 
 
 @pytest.mark.parametrize(

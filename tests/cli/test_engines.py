@@ -1,4 +1,4 @@
-"""`rollweave engines`: what may be asked together, and of what."""
+"""`rollweave engines`: valid combinations of options, and runs that can answer."""
 
 import socket
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""An evaluation is a run of the same configuration that does not train."""
+"""An evaluation is a run with the same configuration and no training."""
 
 import math
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_refuses_an_infinite_temperature(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("rate", "count"), [(0.0, 10), (0.5, 10), (0.93, 200), (1.0, 200)])
 def test_the_interval_solves_wilsons_equation(rate: float, count: int) -> None:
-    """The ends of the interval are the p whose distance to the rate is 1.96 standard
+    """The ends of the interval are those p that differ from the rate by 1.96 standard
     deviations under p.
     """
     z = 1.96

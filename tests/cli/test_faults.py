@@ -1,6 +1,4 @@
-"""`rollweave simulate --faults`: a line a seed, and an exit code that a machine can
-read.
-"""
+"""`rollweave simulate --faults`: one line for each seed, and the exit code."""
 
 import json
 import re
@@ -124,9 +122,9 @@ def test_reports_that_faults_of_real_environments_are_not_simulated(
     monkeypatch.chdir(tmp_path)
     Path("small.toml").write_text(example)
     small = ("--set", "run.steps=1", "--set", "rollout.groups_per_step=2")
-    for rate, told in (("0.0", 0), ("0.5", 1)):
+    for rate, count in (("0.0", 0), ("0.5", 1)):
         code, text, errors = invoke(
             "simulate", "small.toml", *small, "--set", f"faults.env_error={rate}"
         )
         assert code == 0, (text, errors)
-        assert sum("[faults] is ignored: " in line for line in errors) == told, errors
+        assert sum("[faults] is ignored: " in line for line in errors) == count, errors

@@ -1,6 +1,4 @@
-"""Exit codes and error lines, as a shell sees them; and one small run from `train` to
-`report`.
-"""
+"""Exit codes and error lines, and a small run from `train` to `report`."""
 
 import importlib
 import importlib.metadata
@@ -92,7 +90,9 @@ def test_a_shell_sees_the_exit_code_and_no_traceback(config: Path, shell: Shell)
 
 
 def odd(command: str, directory: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """A shell command with `$R` for rollweave; its exit code is the first program's."""
+    """Run a shell command, in which `$R` stands for rollweave; its exit code is that of
+    the first program.
+    """
     settings = os.environ | {
         "PYTHONPATH": PATHS,
         "OMP_NUM_THREADS": "1",
@@ -182,8 +182,8 @@ def test_resumes_a_run_directory_without_an_option(tmp_path: Path) -> None:
 def test_a_run_directory_may_be_copied_or_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not the one that its configuration names: it may be a copy, or have been moved,
-    or be named from elsewhere.
+    """Its configuration may name another directory: it may have been copied or moved, or
+    be given relative to another directory.
     """
     assert invoke("train", "small.toml", "--inproc")[0] == 0
     original, copy = tmp_path / "runs/small", tmp_path / "elsewhere/copy"
@@ -265,7 +265,7 @@ def test_an_evaluation_without_a_result_reports_the_reason(
 
 
 def test_ctrl_c_before_a_command_begins_is_silent(tmp_path: Path) -> None:
-    """In the middle of the imports, which take most of the first moments."""
+    """The signal arrives during the imports, which take most of the startup."""
     program = """
 import os, signal, sys
 class Interrupts:
@@ -334,10 +334,10 @@ def test_refuses_a_directory_in_place_of_a_file(tmp_path: Path, name: str) -> No
     ):
         code, text, errors = invoke(command[0], "runs/small", *command[1:])
         assert code == 2, (command, text, errors)
-        said = " ".join("".join([text, *errors]).split())
-        assert f"{name} must be a file, got a directory; move it away" in said.replace("- ", "-"), (
-            command
-        )
+        printed = " ".join("".join([text, *errors]).split())
+        assert f"{name} must be a file, got a directory; move it away" in printed.replace(
+            "- ", "-"
+        ), command
 
 
 @pytest.mark.usefixtures("config")

@@ -1,4 +1,4 @@
-"""The display shows what the run says, and no more often than a person can read."""
+"""The display shows a run's progress, no more often than a person can read it."""
 
 import io
 from typing import Any
@@ -107,9 +107,9 @@ def test_limits_the_warnings_of_a_component(plain: Plain, text: io.StringIO) -> 
     for number in range(20):
         plain.line({"kind": "warning", "component": "engine e0", "message": f"lost {number}"})
     plain.line({"kind": "warning", "component": "disk", "message": "full [bold]"})
-    said = text.getvalue().splitlines()
-    assert len(said) == WARNINGS_SHOWN + 2
-    assert said[-1] == "warning: disk: full [bold]"
+    printed = text.getvalue().splitlines()
+    assert len(printed) == WARNINGS_SHOWN + 2
+    assert printed[-1] == "warning: disk: full [bold]"
 
 
 def test_shows_rewards_of_tasks_without_success(plain: Plain, text: io.StringIO) -> None:
@@ -133,9 +133,9 @@ def test_a_terminal_shows_rewards_of_tasks_without_success() -> None:
     with Terminal(console, name="my run", steps=10) as shown:
         shown.line(step(2, success={"lake": 0.5}))
         console.print(shown.draw())
-    found = text.getvalue()
-    assert "success 0.50" in found
-    assert "reward -0.10" in found
+    printed = text.getvalue()
+    assert "success 0.50" in printed
+    assert "reward -0.10" in printed
 
 
 def test_shows_turns_that_were_cut(plain: Plain, text: io.StringIO) -> None:
@@ -171,7 +171,7 @@ def test_a_terminal_shows_step_success_idle_and_warnings(text: io.StringIO) -> N
         shown.line(evaluation())
         shown.line({"kind": "warning", "component": "engine e0", "message": "lost"})
         console.print(shown.draw())
-    found = text.getvalue()
+    printed = text.getvalue()
     for expected in (
         "my run",
         "step 3/10",
@@ -180,7 +180,7 @@ def test_a_terminal_shows_step_success_idle_and_warnings(text: io.StringIO) -> N
         "1,234 tokens/s",
         "7 generating, 2 waiting",
     ):
-        assert expected in found
+        assert expected in printed
     for expected in (
         "0.50 (max 2)",
         "busy 75%  window 25%",
@@ -188,7 +188,7 @@ def test_a_terminal_shows_step_success_idle_and_warnings(text: io.StringIO) -> N
         "engine e0: lost",
         "0.75",
     ):
-        assert expected in found
+        assert expected in printed
 
 
 def test_the_display_fits_the_console(text: io.StringIO) -> None:

@@ -1,5 +1,5 @@
-"""`rollweave reproduce`: tables, the JSON line, the page; wrong input is one line, and
-nothing is written.
+"""`rollweave reproduce`: tables, the JSON line and the page; wrong input gives one line
+and writes nothing.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A name finds its run, and nothing but a run is ever deleted."""
+"""Runs are found by name, and only run directories are deleted."""
 
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def test_fresh_without_a_run_does_nothing(tmp_path: Path) -> None:
 
 
 class TestCheckpoints:
-    """Which checkpoint `--checkpoint` means."""
+    """Resolution of `--checkpoint`."""
 
     @pytest.fixture
     def run(self, tmp_path: Path) -> RunDir:

@@ -1,4 +1,4 @@
-"""What a trained run is served as."""
+"""`rollweave serve` for a trained run, and its error lines."""
 
 import asyncio
 import socket
@@ -17,7 +17,7 @@ from tests.service.serving import service_config
 
 
 def trained(tmp_path: Path) -> str:
-    """A run's directory, as far as serving it looks."""
+    """Write those parts of a run's directory that serving reads; return its path."""
     run = tmp_path / "run"
     export = run / "checkpoints" / "step-000007" / "hf"
     export.mkdir(parents=True)

@@ -1,5 +1,5 @@
-"""`rollweave simulate` says what it leaves out, honors what it can, and claims nothing
-about learning.
+"""`rollweave simulate` names the settings that it ignores, honors all others, and claims
+nothing about learning.
 """
 
 import json
@@ -52,9 +52,9 @@ def test_a_simulation_reports_no_success(tmp_path: Path) -> None:
         json.loads(line)
         for line in (tmp_path / "small.sim" / "metrics.jsonl").read_text().splitlines()
     ]
-    said = [line["success"] for line in lines if line["kind"] in ("step", "evaluation")]
-    assert len(said) > 2
-    assert not any(said)
+    measured = [line["success"] for line in lines if line["kind"] in ("step", "evaluation")]
+    assert len(measured) > 2
+    assert not any(measured)
     assert "without effect" not in result.stderr
     page = (tmp_path / "small.sim" / "report.html").read_text()
     assert "success" not in page.split("<main>")[1].split('id="configuration"')[0]
@@ -79,9 +79,9 @@ def test_names_settings_without_effect(tmp_path: Path) -> None:
     result = run(tmp_path, more="stop_at = 0.0\n[trainer]\nlr = 1e-3\n[algorithm]\nkl = 0.1")
     assert result.exit_code == 0, result.stderr
     assert "without effect in a simulation: trainer.lr, algorithm.kl, eval.stop_at" in result.stderr
-    found = json.loads(result.stdout.splitlines()[-1])
-    assert found["without_effect"] == ["trainer.lr", "algorithm.kl", "eval.stop_at"]
-    assert found["steps"] == 2, "a success that is drawn ends nothing"
+    figures = json.loads(result.stdout.splitlines()[-1])
+    assert figures["without_effect"] == ["trainer.lr", "algorithm.kl", "eval.stop_at"]
+    assert figures["steps"] == 2, "a success that is drawn ends nothing"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a store holds is what a reader sees: filters, turns, tokens and versions."""
+"""`rollweave trace` shows the content of the store: filters, turns, tokens and versions."""
 
 from pathlib import Path
 
@@ -44,10 +44,10 @@ def test_shows_the_newest_of_too_many_trajectories(run: Path) -> None:
 
 
 def test_filters_narrow_the_list(run: Path) -> None:
-    found = rows(invoke(str(run), "--limit", "100", "--task", "calculator", "--step", "0")[1])
-    assert found
-    assert {row[1] for row in found} == {"calculator"}
-    assert {row[4] for row in found} == {"0"}
+    listed = rows(invoke(str(run), "--limit", "100", "--task", "calculator", "--step", "0")[1])
+    assert listed
+    assert {row[1] for row in listed} == {"calculator"}
+    assert {row[4] for row in listed} == {"0"}
     good = rows(invoke(str(run), "--limit", "100", "--reward", ">0.5")[1])
     stopped = rows(invoke(str(run), "--limit", "100", "--stop", "finished")[1])
     assert good == stopped
@@ -147,7 +147,7 @@ def test_refuses_a_reward_filter_without_a_number() -> None:
 
 @st.composite
 def conversations(draw: st.DrawFn) -> tuple[TokenSequence, list[tuple[SegmentKind, int, int]]]:
-    """A sequence, and its parts as they were said."""
+    """Generate a sequence and the spans of which it is made."""
     segments, spans, parts, at = [], [], [], 0
 
     def add(kind: SegmentKind, versions: list[int]) -> None:
@@ -178,9 +178,9 @@ def test_spans_are_the_parts_of_the_conversation(
     made: tuple[TokenSequence, list[tuple[SegmentKind, int, int]]],
 ) -> None:
     sequence, parts = made
-    found = list(spans(sequence))
-    assert [(part.kind, part.segments[0].start, part.segments[-1].end) for part in found] == parts
-    said = [part for part in found if part.kind is SegmentKind.OUTPUT]
-    assert [(part.number, part.reward) for part in said] == [
-        (index, float(index)) for index in range(len(said))
+    parsed = list(spans(sequence))
+    assert [(part.kind, part.segments[0].start, part.segments[-1].end) for part in parsed] == parts
+    turns = [part for part in parsed if part.kind is SegmentKind.OUTPUT]
+    assert [(part.number, part.reward) for part in turns] == [
+        (index, float(index)) for index in range(len(turns))
     ]

@@ -150,7 +150,7 @@ def _check_jobs_match_journal(run: RunDir, state: State, jobs: JobStore) -> None
     )
     if jobs.last_job_number() < known:
         raise ConfigError(
-            f"{run.path} must hold the jobs.sqlite that belongs to its journal.bin, found one "
+            f"{run.path} must hold the jobs.sqlite that belongs to its journal.bin, got one "
             f"with {jobs.last_job_number()} requests of "
             f"{known} or more; restore that file, or delete the directory to start afresh"
         )

@@ -82,7 +82,7 @@ class RolloutManager:
         self._submitting = 0
         self._cancelling: set[str] = set()
         self.ended = False
-        """Whether no rollout will complete any more."""
+        """Whether no further rollout will complete."""
 
     def drop_unreadable(self) -> Iterator[tuple[str, str]]:
         """Drop requests that cannot be read; yield the id of each, with the reason.
@@ -127,7 +127,7 @@ class RolloutManager:
         self._wake_pollers()
 
     def end(self) -> None:
-        """Wake all that wait: no rollout will complete any more."""
+        """Wake all that wait: no further rollout will complete."""
         self.ended = True
         for waiters in self._waiters.values():
             for future in waiters:
@@ -185,7 +185,7 @@ class RolloutManager:
                 async for job_id, request in _yielding(new.items())
             ]
             self._check_open()
-            # another client may have submitted the same id meanwhile
+            # another client may have submitted the same id during the wait
             unknown = [one for one in resolved if not self._is_known(one[0], one[1])]
             jobs = self._jobs.add(unknown, max_bytes=self._config.serve.queue_mb << 20)
             if jobs is None:
