@@ -135,9 +135,9 @@ class Program:
         }
         limit = ["prlimit", f"--nofile={files // 2}:{files}"] if files is not None else []
         command = [*limit, sys.executable, "-m", "tests.service.serving", str(file)]
-        with (Path(config.run.dir) / "said").open("wb") as said:
+        with (Path(config.run.dir) / "stderr").open("wb") as stderr:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=said
+                command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=stderr
             )
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().decode().strip()

@@ -30,22 +30,22 @@ async def flood(address: str) -> tuple[set[str], set[str]]:
     for number in range(MAX_ROLLOUTS):
         try:
             body = game(index=None, payload={"x": "x" * 20_000}, id=f"j{number}")
-            status, found, _ = await call(address, "POST", "/v1/rollouts", body)
+            status, answer, _ = await call(address, "POST", "/v1/rollouts", body)
         except aiohttp.ClientError:
             break
-        assert status in (202, 507), (status, found)
+        assert status in (202, 507), (status, answer)
         (accepted if status == 202 else refused).add(f"j{number}")
     return accepted, refused
 
 
 async def check(address: str, accepted: set[str], refused: set[str]) -> None:
     for name in sorted(accepted):
-        _, found, _ = await call(address, "GET", f"/v1/rollouts/{name}?wait=60")
-        assert found["members"][0]["stop_reason"] == "finished", (name, found)
+        _, answer, _ = await call(address, "GET", f"/v1/rollouts/{name}?wait=60")
+        assert answer["members"][0]["stop_reason"] == "finished", (name, answer)
     for name in refused:
         assert (await call(address, "GET", f"/v1/rollouts/{name}"))[0] == 404
-    _, found, _ = await call(address, "GET", "/v1/completions?limit=1000")
-    done = [one["rollout"] for one in found["completions"]]
+    _, answer, _ = await call(address, "GET", "/v1/completions?limit=1000")
+    done = [one["rollout"] for one in answer["completions"]]
     assert len(done) == len(set(done))
     assert accepted <= set(done)
 

@@ -93,15 +93,15 @@ async def test_warns_of_an_engine_that_rounds_a_float32_checkpoint(
             await wait_until(
                 service.address,
                 "/v1/engines",
-                lambda found: found["engines"][0]["status"] == "serving",
+                lambda answer: answer["engines"][0]["status"] == "serving",
             )
-            said = [
+            warnings = [
                 warning.message
                 for warning in service.observer.warnings
                 if "log-probs" in warning.message
             ]
-    assert len(said) == (0 if exact else 1), service.observer.warnings
-    assert exact or "unless it is started with --dtype float32" in said[0]
+    assert len(warnings) == (0 if exact else 1), service.observer.warnings
+    assert exact or "unless it is started with --dtype float32" in warnings[0]
 
 
 async def test_rescores_only_supported_checkpoints(tmp_path: Path) -> None:
@@ -140,8 +140,8 @@ async def test_a_registered_engine_serves_rollouts(tmp_path: Path, dialect: str)
                 kinds = {segment["kind"]: segment["version"] for segment in sequence["segments"]}
                 assert kinds["output"] == 0
                 assert min(sequence["logprobs"]) == -1.0
-            _, found, _ = await call(service.address, "GET", "/v1/engines")
-            assert [engine["status"] for engine in found["engines"]] == ["serving"]
+            _, answer, _ = await call(service.address, "GET", "/v1/engines")
+            assert [engine["status"] for engine in answer["engines"]] == ["serving"]
 
 
 async def test_a_text_only_engine_gives_no_output_to_train_on(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ async def test_turns_of_a_lost_engine_move_to_another(tmp_path: Path) -> None:
             await wait_until(
                 service.address,
                 "/v1/engines",
-                lambda found: [one["status"] for one in found["engines"]] == ["serving"] * 2,
+                lambda answer: [one["status"] for one in answer["engines"]] == ["serving"] * 2,
             )
             ending.kill()
             for number in range(4):
@@ -188,10 +188,10 @@ async def test_turns_of_a_lost_engine_move_to_another(tmp_path: Path) -> None:
 
 async def addresses_at(service: str) -> set[str]:
     """Return the addresses of the engines that accept turns of a service."""
-    _, found, _ = await call(service, "GET", "/v1/engines")
+    _, answer, _ = await call(service, "GET", "/v1/engines")
     return {
         one["address"]
-        for one in found["engines"]
+        for one in answer["engines"]
         if one["status"] == "serving" and not one["draining"]
     }
 
@@ -201,8 +201,8 @@ async def wait_for_shares(services: list[str], sizes: list[int]) -> None:
     `sizes[i]` engines.
     """
     while True:
-        found = [await addresses_at(service) for service in services]
-        if [len(own) for own in found] == sizes and sum(sizes) == len(set.union(*found)):
+        answer = [await addresses_at(service) for service in services]
+        if [len(own) for own in answer] == sizes and sum(sizes) == len(set.union(*answer)):
             return
         await asyncio.sleep(0.05)
 
@@ -264,9 +264,9 @@ async def test_refuses_invalid_registrations(tmp_path: Path) -> None:
                 "text_only must be off",
             ),
         ):
-            status, found, _ = await call(service.address, "POST", "/v1/engines", body)
+            status, answer, _ = await call(service.address, "POST", "/v1/engines", body)
             assert status == 400
-            assert reason in json.dumps(found)
+            assert reason in json.dumps(answer)
 
 
 def test_vocab_size_comes_from_the_models_configuration(tmp_path: Path) -> None:
@@ -279,8 +279,8 @@ def test_vocab_size_comes_from_the_models_configuration(tmp_path: Path) -> None:
 
 
 async def engines_of(service: str) -> list[Any]:
-    _, found, _ = await call(service, "GET", "/v1/engines")
-    engines: list[Any] = found["engines"]
+    _, answer, _ = await call(service, "GET", "/v1/engines")
+    engines: list[Any] = answer["engines"]
     return engines
 
 
@@ -289,7 +289,7 @@ async def serving_engines(service: str, count: int) -> list[Any]:
     await wait_until(
         service,
         "/v1/engines",
-        lambda found: sum(one["status"] == "serving" for one in found["engines"]) == count,
+        lambda answer: sum(one["status"] == "serving" for one in answer["engines"]) == count,
     )
     return await engines_of(service)
 
@@ -307,19 +307,19 @@ async def test_reports_an_engine_that_refuses_the_connection(
         await wait_until(
             service.address,
             "/v1/engines",
-            lambda found: "tried 3 times" in found["engines"][0]["reason"],
+            lambda answer: "tried 3 times" in answer["engines"][0]["reason"],
         )
         (engine,) = await engines_of(service.address)
         assert engine["status"] == "starting"
         assert engine["reason"].startswith("unreachable: connection refused, tried ")
-        _, found, _ = await call(service.address, "GET", "/v1/rollouts/waits")
-        assert found["waits_for"].startswith(
+        _, answer, _ = await call(service.address, "GET", "/v1/rollouts/waits")
+        assert answer["waits_for"].startswith(
             "no engine serves (x0: unreachable: connection refused, tried "
         )
-        told = [
+        warnings = [
             warning.message for warning in service.observer.warnings if warning.component == "x0"
         ]
-        assert told == [f"unreachable at {address}: connection refused; it will be tried again"]
+        assert warnings == [f"unreachable at {address}: connection refused; it will be tried again"]
         status, health, _ = await call(service.address, "GET", "/ready")
         assert (status, health["status"]) == (503, "no engine")
         assert "connection refused" in health["reason"]
@@ -337,10 +337,10 @@ async def test_waiting_rollouts_name_a_removed_engine(tmp_path: Path) -> None:
             await wait_until(
                 service.address,
                 "/v1/rollouts/waits",
-                lambda found: "x0: removed after" in found["waits_for"],
+                lambda answer: "x0: removed after" in answer["waits_for"],
             )
-            _, found, _ = await call(service.address, "GET", "/v1/rollouts/waits")
-            assert "cannot be used in the dialect sglang" in found["waits_for"]
+            _, answer, _ = await call(service.address, "GET", "/v1/rollouts/waits")
+            assert "cannot be used in the dialect sglang" in answer["waits_for"]
             (engine,) = await engines_of(service.address)
             assert engine["status"] == "removed"
             assert "cannot be used in the dialect sglang" in engine["reason"]
@@ -372,7 +372,7 @@ async def test_registering_an_address_with_other_settings_replaces_the_engine(
             assert right["id"] != first["id"]
             await serving_engines(service.address, 1)
             await wait_until(
-                service.address, "/v1/engines", lambda found: len(found["engines"]) == 1
+                service.address, "/v1/engines", lambda answer: len(answer["engines"]) == 1
             )
             (engine,) = await engines_of(service.address)
             assert (engine["id"], engine["slots"], engine["reason"]) == (right["id"], 2, "")
@@ -395,13 +395,13 @@ async def test_refuses_to_withdraw_the_last_serving_engine(tmp_path: Path) -> No
                 call(service.address, "DELETE", f"/v1/engines/{engine['id']}")
                 for engine in (first, last)
             )
-            (status, found, _), (other_status, *_) = sorted(
+            (status, answer, _), (other_status, *_) = sorted(
                 await asyncio.gather(*both), key=lambda each: -each[0]
             )
-            assert (status, other_status, found["error"]["type"]) == (409, 202, "conflict")
-            assert "must not be the last one that serves" in found["error"]["message"]
+            assert (status, other_status, answer["error"]["type"]) == (409, 202, "conflict")
+            assert "must not be the last one that serves" in answer["error"]["message"]
             await wait_until(
-                service.address, "/v1/engines", lambda found: len(found["engines"]) == 1
+                service.address, "/v1/engines", lambda answer: len(answer["engines"]) == 1
             )
             (last,) = await engines_of(service.address)
             assert (await call(service.address, "DELETE", f"/v1/engines/{last['id']}"))[0] == 409

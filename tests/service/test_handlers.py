@@ -44,8 +44,8 @@ async def rollout(tmp_path: Path, **options: Any) -> dict[str, Any]:
     )
     with nothing_left(), serving(config) as service:
         await call(service.address, "POST", "/v1/rollouts", game(id="x"))
-        _, found, _ = await call(service.address, "GET", "/v1/rollouts/x?wait=60")
-        (member,) = found["members"]
+        _, answer, _ = await call(service.address, "GET", "/v1/rollouts/x?wait=60")
+        (member,) = answer["members"]
         return member  # type: ignore[no-any-return]
 
 
@@ -72,8 +72,8 @@ async def test_built_in_handlers_run(tmp_path: Path, env: str) -> None:
     config = service_config(tmp_path, task=task, options={"calls": "text"}, sandbox=ZYGOTE)
     with nothing_left(), serving(config) as service:
         await call(service.address, "POST", "/v1/rollouts", game(id="x"))
-        _, found, _ = await call(service.address, "GET", "/v1/rollouts/x?wait=60")
-    (member,) = found["members"]
+        _, answer, _ = await call(service.address, "GET", "/v1/rollouts/x?wait=60")
+    (member,) = answer["members"]
     result = member["result"]
     # the echo engine solves nothing
     assert (member["stop_reason"], result["reward"], result["success"]) == ("finished", 0.0, False)
@@ -117,8 +117,8 @@ async def test_cancelling_a_tool_call_kills_its_process_tree(tmp_path: Path, war
         await call(service.address, "POST", "/v1/rollouts", game(id="x"))
         await sleep_begins(os.getpid())
         await call(service.address, "DELETE", "/v1/rollouts/x")
-        _, found, _ = await call(service.address, "GET", "/v1/rollouts/x?wait=60")
-        assert found["members"][0]["stop_reason"] == "cancelled"
+        _, answer, _ = await call(service.address, "GET", "/v1/rollouts/x?wait=60")
+        assert answer["members"][0]["stop_reason"] == "cancelled"
         assert not sleeping(os.getpid())
 
 
@@ -133,9 +133,9 @@ async def test_no_sandbox_outlives_the_service(tmp_path: Path, how: str) -> None
         await call(program.address, "POST", "/v1/rollouts", game(id="x", members=3))
         await sleep_begins(program.process.pid)
         held = {
-            pid: found.started
+            pid: entry.started
             for pid in family(program.process.pid)
-            if (found := process(pid)) is not None
+            if (entry := process(pid)) is not None
         }
         if how != "kill":
             program.process.terminate()
@@ -152,18 +152,18 @@ async def test_no_sandbox_outlives_the_service(tmp_path: Path, how: str) -> None
 
 
 def is_there(pid: int, started: int) -> bool:
-    found = process(pid)
-    return found is not None and found.started == started and process_state(pid)[0] != "Z"
+    entry = process(pid)
+    return entry is not None and entry.started == started and process_state(pid)[0] != "Z"
 
 
 def sleeping(pid: int) -> list[int]:
     """Return the descendants of `pid` that run the hanging command."""
-    found = []
+    pids = []
     for other in family(pid):
         with contextlib.suppress(OSError):
             if b"1000" in Path(f"/proc/{other}/cmdline").read_bytes().split(b"\0"):
-                found.append(other)
-    return found
+                pids.append(other)
+    return pids
 
 
 async def sleep_begins(pid: int) -> None:
@@ -199,8 +199,8 @@ def test_cancelled_calls_keep_the_accounting_balanced(tmp_path: Path, scheduling
     kept = TrajectoryReader(run_dir(config) / "trajectories")
     assert max(len(kept.load(entry).sequences) for entry in kept.entries) >= 2
     for command in (["trace", str(run_dir(config))], ["report", str(run_dir(config))]):
-        said = CliRunner().invoke(app, command)
-        assert said.exit_code == 0, said.output
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
 
 
 def test_refuses_process_isolation_for_a_handler(tmp_path: Path) -> None:

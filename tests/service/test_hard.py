@@ -45,8 +45,8 @@ async def test_accepts_unusual_ids(tmp_path: Path) -> None:
     with serving(service_config(tmp_path)) as service:
         async with RolloutClient(service.address) as client:
             for name in ("step-7/3", "a@b:c", "...", "a/../b", "//", "x" * 200):
-                found = await client.rollout(RolloutRequest(handler="game", index=0, id=name))
-                assert (found.id, found.members[0].stop_reason) == (name, "finished")
+                answer = await client.rollout(RolloutRequest(handler="game", index=0, id=name))
+                assert (answer.id, answer.members[0].stop_reason) == (name, "finished")
 
 
 async def test_accepts_huge_numbers_and_deep_payloads(tmp_path: Path) -> None:
@@ -59,8 +59,8 @@ async def test_accepts_huge_numbers_and_deep_payloads(tmp_path: Path) -> None:
             b'{"handler": "game", "id": "nested", "payload": {"x": ' + b"[" * 99 + b"]" * 99 + b"}}"
         )
         assert (await call(service.address, "POST", "/v1/rollouts", raw=raw))[0] == 202
-        _, found, _ = await call(service.address, "GET", "/v1/rollouts/nested?wait=30")
-        assert found["members"][0]["stop_reason"] == "finished"
+        _, answer, _ = await call(service.address, "GET", "/v1/rollouts/nested?wait=30")
+        assert answer["members"][0]["stop_reason"] == "finished"
         headers = {"Content-Encoding": "gzip"}
         status, body, _ = await call(
             service.address, "POST", "/v1/rollouts", raw=b"not compressed", headers=headers
@@ -160,8 +160,8 @@ async def test_prorl_stop_cancels_a_job_whose_task_is_being_drawn(tmp_path: Path
         await drawn(tmp_path, "begin 0")
         assert (await call(service.address, "POST", "/stop", {}))[0] == 200
         (tmp_path / "gate").touch()
-        status, found, _ = await waiting
-        assert (status, found["success"], found["finish"]) == (200, False, False)
+        status, answer, _ = await waiting
+        assert (status, answer["success"], answer["finish"]) == (200, False, False)
 
 
 @pytest.mark.parametrize("flaw", [{"payload": {"a": 1}}, {"seed": 2**70}])
@@ -196,10 +196,10 @@ async def test_unfinished_requests_are_bounded_in_bytes(tmp_path: Path) -> None:
 
 async def test_waiting_for_many_members_wakes_once(tmp_path: Path) -> None:
     class Counting(JobStore):
-        found = 0
+        lookups = 0
 
         def find(self, job_id: str) -> Job | None:
-            self.found += 1
+            self.lookups += 1
             return super().find(job_id)
 
     config, jobs = service_config(tmp_path), Counting(Path(":memory:"))
@@ -223,7 +223,7 @@ async def test_waiting_for_many_members_wakes_once(tmp_path: Path) -> None:
                 )
             )
         assert (await waiting).state == "done"
-    assert jobs.found == 2, "once for the call, once for its answer"
+    assert jobs.lookups == 2, "once for the call, once for its answer"
     jobs.close()
 
 
@@ -275,7 +275,7 @@ async def test_idle_connections_block_no_client_and_excess_requests_are_refused(
         for writer in held:
             writer.close()
         assert program.terminate() == 0
-    assert "open files" not in (tmp_path / "said").read_text()
+    assert "open files" not in (tmp_path / "stderr").read_text()
 
 
 # Restarts.
@@ -294,8 +294,8 @@ async def test_draining_without_an_engine_keeps_accepted_rollouts(tmp_path: Path
     assert "5 rollouts are kept for the next start" in service.observer.warnings[-1].message
     with serving(service_config(tmp_path)) as again:  # with engines
         for number in range(5):
-            _, found, _ = await call(again.address, "GET", f"/v1/rollouts/k{number}?wait=30")
-            assert found["members"][0]["stop_reason"] == "finished"
+            _, answer, _ = await call(again.address, "GET", f"/v1/rollouts/k{number}?wait=30")
+            assert answer["members"][0]["stop_reason"] == "finished"
 
 
 @pytest.mark.parametrize("left", ["nothing", "an older one"])
@@ -389,8 +389,8 @@ async def test_unrecorded_results_are_delivered_again_after_a_restart(
     with RunJournal(run / "journal.bin") as journal:
         journal.append(1.0, event, core.handle(1.0, event))
     with serving(config) as service:
-        _, found, _ = await call(service.address, "GET", "/v1/rollouts/x?wait=30")
-        assert (found["state"], found["members"][0]["stop_reason"]) == ("done", "cancelled")
+        _, answer, _ = await call(service.address, "GET", "/v1/rollouts/x?wait=30")
+        assert (answer["state"], answer["members"][0]["stop_reason"]) == ("done", "cancelled")
 
 
 async def test_a_stopped_service_restarts_from_a_compact_journal(tmp_path: Path) -> None:
@@ -479,12 +479,12 @@ async def test_an_unusable_engine_harms_nothing(tmp_path: Path) -> None:
     for start in range(2):
         with serving(config, make_backend=refuse) as service:
             for _ in range(2):
-                status, found, _ = await call(service.address, "POST", "/v1/engines", body)
-                assert (status, found["id"][0]) == (202, "x")
+                status, answer, _ = await call(service.address, "POST", "/v1/engines", body)
+                assert (status, answer["id"][0]) == (202, "x")
                 await wait_until(
                     service.address,
                     "/v1/engines",
-                    lambda found: found["engines"][-1]["status"] == "removed",
+                    lambda answer: answer["engines"][-1]["status"] == "removed",
                 )
                 # and two local ones
                 assert len((await call(service.address, "GET", "/v1/engines"))[1]["engines"]) == 3
@@ -493,8 +493,8 @@ async def test_an_unusable_engine_harms_nothing(tmp_path: Path) -> None:
                 for warning in service.observer.warnings
             )
             await call(service.address, "POST", "/v1/rollouts", game(id=f"x{start}"))
-            _, found, _ = await call(service.address, "GET", f"/v1/rollouts/x{start}?wait=30")
-            assert found["members"][0]["stop_reason"] == "finished"
+            _, answer, _ = await call(service.address, "GET", f"/v1/rollouts/x{start}?wait=30")
+            assert answer["members"][0]["stop_reason"] == "finished"
 
 
 class Waiting:
@@ -521,7 +521,7 @@ async def test_an_address_is_registered_once(tmp_path: Path) -> None:
         service_config(tmp_path, serve={"engines": "registered"}), make_backend=make_backend
     ) as service:
         body = {"address": "http://127.0.0.1:1", "dialect": "prorl"}
-        found = await asyncio.gather(
+        answer = await asyncio.gather(
             *(call(service.address, "POST", "/v1/engines", body) for _ in range(20))
         )
-        assert {(status, engine["id"]) for status, engine, _ in found} == {(202, "x0")}
+        assert {(status, engine["id"]) for status, engine, _ in answer} == {(202, "x0")}

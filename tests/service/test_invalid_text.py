@@ -52,8 +52,8 @@ async def test_invalid_text_affects_only_its_own_rollout(
             assert (await call(service.address, "POST", "/v1/rollouts", game(id=f"r{number}")))[
                 0
             ] == 202
-            _, found, _ = await call(service.address, "GET", f"/v1/rollouts/r{number}?wait=30")
-            member = found["members"][0]
+            _, answer, _ = await call(service.address, "GET", f"/v1/rollouts/r{number}?wait=30")
+            member = answer["members"][0]
             assert member["stop_reason"] == reason
             if raises and raises != "result":
                 assert "\ufffd words \ufffd" in member["result"]["error"]
@@ -77,8 +77,8 @@ async def test_a_killed_service_resumes_rollouts_with_invalid_text(tmp_path: Pat
     service.kill()
     with serving(config) as again:
         for number in range(20):
-            _, found, _ = await call(again.address, "GET", f"/v1/rollouts/r{number}?wait=30")
-            assert found["members"][0]["stop_reason"] == "env_error"
+            _, answer, _ = await call(again.address, "GET", f"/v1/rollouts/r{number}?wait=30")
+            assert answer["members"][0]["stop_reason"] == "env_error"
     assert not TrajectoryReader(run_dir(config) / "trajectories").damaged
 
 
@@ -95,8 +95,8 @@ async def test_a_rollout_that_kills_the_service_is_abandoned_after_some_restarts
     assert service.process.wait(60) == 1
     service.kill()
     with serving(config) as again:
-        _, found, _ = await call(again.address, "GET", "/v1/rollouts/poison?wait=30")
-        assert found["members"][0]["stop_reason"] == "world_lost"
+        _, answer, _ = await call(again.address, "GET", "/v1/rollouts/poison?wait=30")
+        assert answer["members"][0]["stop_reason"] == "world_lost"
         assert any("is given up" in warning.message for warning in again.observer.warnings)
 
 

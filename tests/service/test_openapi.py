@@ -41,16 +41,16 @@ def test_every_route_is_in_the_document_and_no_other() -> None:
 
 
 def test_every_reference_has_a_target() -> None:
-    found = document()
-    told = msgspec.json.encode(found).decode()
-    names = {part.split('"')[0] for part in told.split("#/components/schemas/")[1:]}
-    assert names <= set(found["components"]["schemas"])
+    described = document()
+    encoded = msgspec.json.encode(described).decode()
+    names = {part.split('"')[0] for part in encoded.split("#/components/schemas/")[1:]}
+    assert names <= set(described["components"]["schemas"])
 
 
 async def test_answers_conform_to_the_document(tmp_path: Path) -> None:
-    found = msgspec.json.decode(msgspec.json.encode(document()))
+    described = msgspec.json.decode(msgspec.json.encode(document()))
     with serving(service_config(tmp_path)) as service:
-        assert (await call(service.address, "GET", "/openapi.json"))[1] == found
+        assert (await call(service.address, "GET", "/openapi.json"))[1] == described
         await call(service.address, "POST", "/v1/rollouts", game(id="mine"))
         await call(service.address, "GET", "/v1/rollouts/mine?wait=60")
         for method, path, at in (
@@ -77,10 +77,10 @@ async def test_answers_conform_to_the_document(tmp_path: Path) -> None:
             status, body, headers = await call(
                 service.address, method, path, {} if method == "POST" else None
             )
-            content = found["paths"][at][method.lower()]["responses"][str(status)]["content"]
+            content = described["paths"][at][method.lower()]["responses"][str(status)]["content"]
             kind = headers["Content-Type"].partition(";")[0]
             assert list(content) == [kind], (method, path, status)
             if kind == "application/json":
                 jsonschema.validate(
-                    body, {**content[kind]["schema"], "components": found["components"]}
+                    body, {**content[kind]["schema"], "components": described["components"]}
                 )

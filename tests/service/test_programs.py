@@ -28,8 +28,8 @@ async def rollout(tmp_path: Path, **options: Any) -> dict[str, Any]:
     )
     with nothing_left(), serving(config) as service:
         await call(service.address, "POST", "/v1/rollouts", game(id="x"))
-        _, found, _ = await call(service.address, "GET", "/v1/rollouts/x?wait=60")
-        (member,) = found["members"]
+        _, answer, _ = await call(service.address, "GET", "/v1/rollouts/x?wait=60")
+        (member,) = answer["members"]
         return member  # type: ignore[no-any-return]
 
 

@@ -17,8 +17,8 @@ from tests.service.test_engines import elsewhere, registered
 
 
 async def post(service: Serving, path: str, body: Any = None) -> tuple[int, Any]:
-    status, found, _ = await call(service.address, "POST", path, body if body is not None else {})
-    return status, found
+    status, answer, _ = await call(service.address, "POST", path, body if body is not None else {})
+    return status, answer
 
 
 def job(number: int, **fields: Any) -> dict[str, Any]:
@@ -49,24 +49,26 @@ async def test_runs_the_requests_of_a_client(tmp_path: Path) -> None:
             "status": "Cleared all LLM server addresses"
         }
         assert await post(service, "/start") == (200, {"status": "Server started successfully"})
-        status, found = await post(service, "/start")
-        assert (status, set(found)) == (400, {"detail"})  # which its clients take for good
+        status, answer = await post(service, "/start")
+        assert (status, set(answer)) == (400, {"detail"})  # which its clients take for good
         await wait_until(
-            service.address, "/v1/engines", lambda found: found["engines"][0]["status"] == "serving"
+            service.address,
+            "/v1/engines",
+            lambda answer: answer["engines"][0]["status"] == "serving",
         )
         answers = await asyncio.gather(
             *(post(service, "/process", job(number, job_id="again")) for number in range(6))
         )
-        for number, (status, found) in enumerate(answers):
+        for number, (status, answer) in enumerate(answers):
             assert status == 200
-            assert (found["instance_id"], found["trajectory_id"]) == (f"i{number}", f"t{number}")
-            assert (found["success"], found["finish"], found["critical_error"]) == (
+            assert (answer["instance_id"], answer["trajectory_id"]) == (f"i{number}", f"t{number}")
+            assert (answer["success"], answer["finish"], answer["critical_error"]) == (
                 True,
                 True,
                 None,
             )
-            assert found["timing"]["counted_elapsed"] >= found["timing"]["run_time"] > 0
-            spoken = [message for message in found["messages"] if message["role"] == "assistant"]
+            assert answer["timing"]["counted_elapsed"] >= answer["timing"]["run_time"] > 0
+            spoken = [message for message in answer["messages"] if message["role"] == "assistant"]
             assert len(spoken) == 2
             for message in spoken:
                 assert len(message["token_ids"]) == len(message["logprobs"]) > 0
@@ -92,8 +94,8 @@ async def test_cancels_jobs_by_id_by_disconnecting_and_by_stopping(tmp_path: Pat
             200,
             {"status": "Job one canceled successfully"},
         )
-        status, found = await named
-        assert (status, found["success"], found["finish"], found["filter"]) == (
+        status, answer = await named
+        assert (status, answer["success"], answer["finish"], answer["filter"]) == (
             200,
             False,
             False,
@@ -128,16 +130,16 @@ async def test_refuses_invalid_requests_in_prorls_form(tmp_path: Path) -> None:
             job(0) | {"sampling_params": {"surprise": 1}},
             job(0, instance={"data_source": 5}),
         ):
-            status, found = await post(service, "/process", body)
-            assert (status, set(found)) == (400, {"detail"}), body
+            status, answer = await post(service, "/process", body)
+            assert (status, set(answer)) == (400, {"detail"}), body
         assert (await post(service, "/add_llm_server", {"address": 5}))[0] == 400
         assert (await post(service, "/add_llm_server", {}))[0] == 400
         given = {"data": b"\xff{", "headers": {"Content-Type": "application/json"}}
         async with (
             aiohttp.ClientSession() as session,
-            session.post(service.address + "/process", **given) as found,
+            session.post(service.address + "/process", **given) as answer,
         ):
-            assert found.status == 400
+            assert answer.status == 400
 
 
 async def test_a_failure_is_reported_and_filtered(tmp_path: Path) -> None:
@@ -148,14 +150,14 @@ async def test_a_failure_is_reported_and_filtered(tmp_path: Path) -> None:
     )
     with serving(config) as service:
         await post(service, "/start")
-        status, found = await post(service, "/process", job(0))
-        assert (status, found["success"], found["critical_error"], found["filter"]) == (
+        status, answer = await post(service, "/process", job(0))
+        assert (status, answer["success"], answer["critical_error"], answer["filter"]) == (
             200,
             False,
             "init",
             True,
         )
-        assert "broken on purpose" in found["error"]
+        assert "broken on purpose" in answer["error"]
 
 
 NEMO_RL: dict[str, Any] = {
@@ -194,9 +196,9 @@ async def test_prorls_client_runs_unchanged(tmp_path: Path, source: dict[str, st
                 "instance": {"instance_id": "i", "trajectory_id": 0, **source},
                 "sampling_params": NEMO_RL,
             }
-            status, found = await post(service, "/process", body)
-            assert (status, found["instance_id"], found["critical_error"]) == (200, "i", None), (
-                found["error"]
+            status, answer = await post(service, "/process", body)
+            assert (status, answer["instance_id"], answer["critical_error"]) == (200, "i", None), (
+                answer["error"]
             )
             _, engines, _ = await call(service.address, "GET", "/v1/engines")
             assert [engine["address"] for engine in engines["engines"]] == [address]
@@ -204,11 +206,11 @@ async def test_prorls_client_runs_unchanged(tmp_path: Path, source: dict[str, st
 
 def test_maps_prorls_handler_names_to_task_domains() -> None:
     tasks = {"bugs": "swe", "sums": "math_tool", "own": "my:Agent"}
-    found = [
+    answer = [
         task_domain(name, tasks)
         for name in ("swebench", "swe-gym", "math", "own", "deepcoder-v2", "gui")
     ]
-    assert found == ["bugs", "bugs", "sums", "own", "deepcoder-v2", "gui"]
+    assert answer == ["bugs", "bugs", "sums", "own", "deepcoder-v2", "gui"]
     assert task_domain("deepcoder-v2", {"snippets": "code"}) == "snippets"
     assert task_domain("swebench", {"own": "my:Agent"}) == "own"
     assert task_domain("swebench", {"own": "my:Agent", "other": "my:Agent"}) == "swebench"

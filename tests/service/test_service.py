@@ -69,8 +69,8 @@ async def test_a_request_may_contain_its_payload(tmp_path: Path) -> None:
     with serving(service_config(tmp_path)) as service:
         body = {"handler": "game", "id": "own", "payload": {"any": [1, "ü"]}, "seed": 7}
         assert (await call(service.address, "POST", "/v1/rollouts", body))[0] == 202
-        _, found, _ = await call(service.address, "GET", "/v1/rollouts/own?wait=30")
-        task = found["members"][0]["result"]["task"]
+        _, answer, _ = await call(service.address, "GET", "/v1/rollouts/own?wait=30")
+        task = answer["members"][0]["result"]["task"]
         assert (json.loads(task["payload"]), task["seed"]) == ({"any": [1, "ü"]}, 7)
 
 
@@ -197,17 +197,17 @@ async def test_cancels_a_rollout_in_every_stage(tmp_path: Path) -> None:
         await wait_until(
             service.address,
             "/v1/rollouts/running",
-            lambda found: found["members"][0]["stage"] == "run",
+            lambda answer: answer["members"][0]["stage"] == "run",
         )
         for name in ("waiting", "running"):
             assert (await call(service.address, "DELETE", f"/v1/rollouts/{name}"))[0] == 202
-            _, found, _ = await call(service.address, "GET", f"/v1/rollouts/{name}?wait=30")
-            assert [member["stop_reason"] for member in found["members"]] == [
+            _, answer, _ = await call(service.address, "GET", f"/v1/rollouts/{name}?wait=30")
+            assert [member["stop_reason"] for member in answer["members"]] == [
                 "cancelled",
                 "cancelled",
             ]
             assert all(
-                (member["result"] is None) == (name == "waiting") for member in found["members"]
+                (member["result"] is None) == (name == "waiting") for member in answer["members"]
             )
         _, health, _ = await call(service.address, "GET", "/health")
         assert (health["init"], health["run"], health["closing"], health["turns_running"]) == (
@@ -225,8 +225,8 @@ async def test_events_contain_every_completion_once(tmp_path: Path) -> None:
         async def listen(session: aiohttp.ClientSession, after: str) -> str:
             async with session.get(
                 service.address + "/v1/events", headers={"Last-Event-ID": after}
-            ) as found:
-                async for line in found.content:
+            ) as answer:
+                async for line in answer.content:
                     if line.startswith(b"id: "):
                         after = line[4:].decode().strip()
                     elif line.startswith(b"data: "):
@@ -255,8 +255,8 @@ async def test_a_failing_environment_gives_no_reward(tmp_path: Path, stage: str)
     )
     with serving(config) as service:
         await call(service.address, "POST", "/v1/rollouts", game(id="x"))
-        _, found, _ = await call(service.address, "GET", "/v1/rollouts/x?wait=60")
-        (member,) = found["members"]
+        _, answer, _ = await call(service.address, "GET", "/v1/rollouts/x?wait=60")
+        (member,) = answer["members"]
         wanted = "reward_error" if stage == "score" else "env_error"
         assert (member["stop_reason"], member["result"]["reward"], member["result"]["blame"]) == (
             wanted,
@@ -323,10 +323,10 @@ async def test_web_pages_cannot_reach_a_service_without_a_token(tmp_path: Path) 
     with serving(service_config(tmp_path)) as service:
         for method, headers, status in ATTACKS:
             raw = b'{"handler": "game", "index": 1, "id": "x"}' if method == "POST" else None
-            found, body, _ = await call(
+            answer, body, _ = await call(
                 service.address, method, "/v1/rollouts", raw=raw, headers=headers
             )
-            assert (found, body["error"]["type"]) == (
+            assert (answer, body["error"]["type"]) == (
                 status,
                 "media_type" if status == 415 else "foreign",
             )
@@ -374,8 +374,8 @@ async def test_stopping_drains_or_cancels_and_leaves_nothing(tmp_path: Path, dra
     assert_gone(config)
     with serving(config) as again:  # what was done is still there
         for number in range(12):
-            _, found, _ = await call(again.address, "GET", f"/v1/rollouts/d{number}")
-            assert found["members"][0]["stop_reason"] == ("finished" if drain else "cancelled")
+            _, answer, _ = await call(again.address, "GET", f"/v1/rollouts/d{number}")
+            assert answer["members"][0]["stop_reason"] == ("finished" if drain else "cancelled")
 
 
 async def test_a_killed_service_loses_nothing(tmp_path: Path) -> None:
@@ -397,11 +397,14 @@ async def test_a_killed_service_loses_nothing(tmp_path: Path) -> None:
     try:
         for life in range(3):
             for number in range(20):
-                _, found, _ = await call(
+                _, answer, _ = await call(
                     program.address, "GET", f"/v1/rollouts/k{life}-{number}?wait=30"
                 )
-                assert (found["state"], found["members"][0]["stop_reason"]) == ("done", "finished")
-                assert found["members"][0]["result"]["reward"] is not None
+                assert (answer["state"], answer["members"][0]["stop_reason"]) == (
+                    "done",
+                    "finished",
+                )
+                assert answer["members"][0]["result"]["reward"] is not None
         _, body, _ = await call(program.address, "GET", "/v1/completions?limit=1000")
         assert len(body["completions"]) == len({one["member"] for one in body["completions"]}) == 60
     finally:
@@ -420,8 +423,8 @@ async def test_a_lost_engine_costs_only_time(tmp_path: Path) -> None:
             {"rollouts": [game(id=f"e{i}") for i in range(8)]},
         )
         for number in range(8):
-            _, found, _ = await call(service.address, "GET", f"/v1/rollouts/e{number}?wait=60")
-            assert found["members"][0]["stop_reason"] == "finished"
+            _, answer, _ = await call(service.address, "GET", f"/v1/rollouts/e{number}?wait=60")
+            assert answer["members"][0]["stop_reason"] == "finished"
         assert any("restarted" in warning.message for warning in service.observer.warnings)
 
 
@@ -445,13 +448,13 @@ async def test_a_client_balances_and_fails_over(tmp_path: Path) -> None:
             counts = {}
             while sum(counts.values()) < 16:
                 health = await client.health()
-                counts = {address: found["submitted"] for address, found in health.items()}
+                counts = {address: answer["submitted"] for address, answer in health.items()}
                 await asyncio.sleep(0.02)
             assert sorted(counts.values()) == [8, 8]
             programs[0].kill()
             gate.touch()
-            found = await asyncio.gather(*tasks)
-        assert {status.members[0].stop_reason for status in found} == {"finished"}
+            answer = await asyncio.gather(*tasks)
+        assert {status.members[0].stop_reason for status in answer} == {"finished"}
     finally:
         programs[0].process.kill()
         assert programs[1].terminate() == 0
@@ -463,14 +466,14 @@ async def test_a_signal_ends_a_service_whose_loop_is_blocked(tmp_path: Path) -> 
     try:
         async with RolloutClient([program.address]) as client:
             asking = asyncio.create_task(client.rollout(RolloutRequest(handler="game", index=0)))
-            while b"a step begins" not in (tmp_path / "said").read_bytes():  # noqa: ASYNC110 (another process writes it)
+            while b"a step begins" not in (tmp_path / "stderr").read_bytes():  # noqa: ASYNC110 (another process writes it)
                 await asyncio.sleep(0.02)
             assert await asyncio.to_thread(program.terminate) in (130, -signal.SIGINT)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
     finally:
         program.process.kill()
-    assert b"Interrupted" not in (tmp_path / "said").read_bytes()
+    assert b"Interrupted" not in (tmp_path / "stderr").read_bytes()
     assert_gone(config)
 
 
@@ -485,16 +488,16 @@ async def test_cancelling_a_call_cancels_the_rollout(tmp_path: Path) -> None:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-        _, found, _ = await call(service.address, "GET", "/v1/rollouts/mine?wait=30")
-        assert found["members"][0]["stop_reason"] == "cancelled"
+        _, answer, _ = await call(service.address, "GET", "/v1/rollouts/mine?wait=30")
+        assert answer["members"][0]["stop_reason"] == "cancelled"
 
 
 def test_a_client_without_an_event_loop(tmp_path: Path) -> None:
     with serving(service_config(tmp_path)) as service, Rollouts(service.address) as rollouts:
-        found = rollouts.run(
+        answer = rollouts.run(
             [RolloutRequest(handler="game", index=index, members=2) for index in range(5)]
         )
-        assert [len(status.members) for status in found] == [2] * 5
+        assert [len(status.members) for status in answer] == [2] * 5
         with pytest.raises(ServiceError, match="handler must be one of game"):
             rollouts.run([RolloutRequest(handler="none", index=0)])
 
@@ -589,8 +592,8 @@ async def test_lists_more_rollouts_than_fit_one_page(tmp_path: Path) -> None:
             batch = {"rollouts": [game(id=f"n{number}") for number in range(at, at + 600)]}
             assert (await call(service.address, "POST", "/v1/rollouts", batch))[0] == 202
         async with RolloutClient(service.address) as client:
-            found = await client.list_rollouts(unfinished=True)
-        assert [status.id for status in found] == [f"n{number}" for number in range(1200)]
+            answer = await client.list_rollouts(unfinished=True)
+        assert [status.id for status in answer] == [f"n{number}" for number in range(1200)]
         for query in ("limit=0", "limit=1001", "after=-1", "unfinished=yes"):
             assert (await call(service.address, "GET", f"/v1/rollouts?{query}"))[0] == 400
 
@@ -607,13 +610,13 @@ async def test_the_events_of_a_rollout_end_with_it(tmp_path: Path) -> None:
         ]
         assert [event["rollout"] for event in events] == ["mine"] * 3
         assert (await call(service.address, "GET", "/v1/events?rollout=none"))[0] == 404
-        _, found, _ = await call(service.address, "GET", "/v1/completions?rollout=mine&wait=60")
-        assert [one["rollout"] for one in found["completions"]] == ["mine"] * 3
-        last = found["next"]
-        _, found, _ = await call(
+        _, answer, _ = await call(service.address, "GET", "/v1/completions?rollout=mine&wait=60")
+        assert [one["rollout"] for one in answer["completions"]] == ["mine"] * 3
+        last = answer["next"]
+        _, answer, _ = await call(
             service.address, "GET", f"/v1/completions?rollout=mine&wait=60&after={last}"
         )
-        assert found == {"completions": [], "next": last}  # at once: all of it is done
+        assert answer == {"completions": [], "next": last}  # at once: all of it is done
 
 
 def test_a_client_without_an_event_loop_uses_ids(tmp_path: Path) -> None:
@@ -689,10 +692,10 @@ async def test_leaving_the_client_cancels_pending_rollouts(tmp_path: Path) -> No
             ]
             tasks = [asyncio.create_task(client.rollout(request)) for request in requests]
             await wait_until(service.address, "/health", lambda health: health["submitted"] >= 10)
-        found = await asyncio.gather(*tasks, return_exceptions=True)
-        assert {type(error) for error in found} == {ClientClosedError}
+        answer = await asyncio.gather(*tasks, return_exceptions=True)
+        assert {type(error) for error in answer} == {ClientClosedError}
         await wait_until(
-            service.address, "/v1/rollouts?unfinished=true", lambda found: found["rollouts"] == []
+            service.address, "/v1/rollouts?unfinished=true", lambda answer: answer["rollouts"] == []
         )
         for call in (client.rollout(requests[0]), client.get("r0"), client.submit(requests[0])):
             with pytest.raises(ClientClosedError, match="must be used inside"):
