@@ -266,12 +266,15 @@ def test_slices_in_any_order_make_the_same_version(
         order.shuffle(slices)
     directory = tmp_path_factory.getbasetemp()
     draft = Draft(metas, version=1, weights_id=1, directory=directory)
-    hands = [draft.writer, *(PayloadWriter.open(draft.handle) for _ in range(writers - 1))]
+    writers_of_draft = [
+        draft.writer,
+        *(PayloadWriter.open(draft.handle) for _ in range(writers - 1)),
+    ]
     for offset, data in slices:
-        hand = order.choice(hands)
+        hand = order.choice(writers_of_draft)
         assert hand is not None
         hand.write(offset, data)
-    for hand in hands[1:]:
+    for hand in writers_of_draft[1:]:
         assert hand is not None
         hand.close()
     with (
@@ -287,18 +290,18 @@ def test_opens_only_the_intended_draft(tmp_path: Path, memfd: bool) -> None:
     metas = lay_out([("w", torch.float32, (10,))])
     draft = Draft(metas, version=1, weights_id=1, directory=tmp_path, memfd=memfd)
     other = Draft(metas, version=1, weights_id=1, directory=tmp_path, memfd=memfd)
-    offer = draft.handle
+    handle = draft.handle
     for wrong in (
         msgspec.structs.replace(
-            offer, location=other.handle.location
+            handle, location=other.handle.location
         ),  # for example a process of another machine with the same id
-        msgspec.structs.replace(offer, location=str(tmp_path / "nowhere")),
-        msgspec.structs.replace(offer, nbytes=41),
+        msgspec.structs.replace(handle, location=str(tmp_path / "nowhere")),
+        msgspec.structs.replace(handle, nbytes=41),
     ):
         assert PayloadWriter.open(wrong) is None
     other.abandon()
     draft.abandon()
-    assert PayloadWriter.open(offer) is None
+    assert PayloadWriter.open(handle) is None
     assert not list(tmp_path.iterdir())
 
 

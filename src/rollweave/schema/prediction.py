@@ -29,7 +29,7 @@ class LengthContext(Struct, frozen=True, kw_only=True):
 
 
 class PredictorSpec(Struct, frozen=True, kw_only=True):
-    """How to build a predictor.
+    """Describes how to build a predictor.
 
     `checkpoint` is the directory of the language model with which regressor `lm` reads
     plans.

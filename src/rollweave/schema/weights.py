@@ -58,7 +58,7 @@ class RelayAddress(Struct, frozen=True, kw_only=True):
 
 
 class RelaySpec(Struct, frozen=True, kw_only=True):
-    """How to start a relay. `host` is the address that it listens on."""
+    """Describes how to start a relay. `host` is the address that it listens on."""
 
     id: str
     host: str = "127.0.0.1"

@@ -1,5 +1,5 @@
-"""How far the current policy is from the one that sampled a group: one number per
-group, by which a buffer may choose.
+"""Measures how far the current policy is from the one that sampled a group: one number
+per group, by which a buffer may choose.
 
 Invariants: nothing is trained; a ratio is positive and finite, and the same on every
 rank.

@@ -1,3 +1,1 @@
-"""Publish weights, and load them: bytes under a manifest, verified before anyone uses
-them.
-"""
+"""Publishes, transfers and loads weights: bytes under a manifest, verified before use."""

@@ -1,4 +1,4 @@
-"""How tensor parallelism divides each parameter, inferred from its transformers name
+"""Divides each parameter for tensor parallelism, inferred from its transformers name
 and its shape (ROSE §4.2).
 
 Pure. A tensor has one or several parts (in fused projections, one per projection), and
@@ -53,7 +53,8 @@ WHOLE = (Part(None),)
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How one tensor is distributed. `where` is its layer, or an end of the pipeline.
+    """Describes how one tensor is distributed. `where` is its layer, or an end of the
+    pipeline.
 
     `experts` is the number of experts, of which this tensor holds number `expert`, or
     all of them, stacked along dimension 0 (`expert` None); it is 0 without experts. A
@@ -230,5 +231,5 @@ def _divided(name: str, size: int, units: int, what: str) -> int:
 def _unknown(meta: TensorMeta) -> ValueError:
     return ValueError(
         f"{meta.name} must be a tensor whose sharding is known, got shape {meta.shape}: serve it "
-        "whole, or by FSDP"
+        "unsharded, or by FSDP"
     )

@@ -80,8 +80,8 @@ class VersionDelta:
     pieces: dict[int, DeltaPiece] = field(default_factory=dict)
     stop: int = -1
     open: bool = True
-    """Whether more are coming, so that it is better to wait for them than to send raw
-    bytes.
+    """True while more are coming, so that it is better to wait for them than to send
+    raw bytes.
     """
 
     def next_start(self, at: int, stop: int) -> int:

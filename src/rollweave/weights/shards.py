@@ -1,5 +1,5 @@
-"""Which rank holds which slice of a model, and which rank sends which slice to which
-other (ROSE §4.2).
+"""Computes which rank holds which slice of a model, and which rank sends which slice to
+which other (ROSE §4.2).
 
 Pure: names, shapes and integers. Every slice is a rectangle of a canonical tensor, that
 is a tensor in the payload of a `WeightManifest`, with its transformers name. Invariants
@@ -42,7 +42,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one rank holds: the `shapes` of its own tensors, and the `pieces` of the
+    """The content of one rank: the `shapes` of its own tensors, and the `pieces` of the
     canonical ones in them.
 
     Elements that no piece covers are padding (vocabulary rows without a token). A shard
@@ -279,7 +279,9 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank sends (`sends`, by sender) and needs (`pulls`, by receiver)."""
+    """The slices that every rank sends (`sends`, by sender) and needs (`pulls`, by
+    receiver).
+    """
 
     model: Model
     sends: tuple[tuple[Piece, ...], ...]

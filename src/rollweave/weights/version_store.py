@@ -123,8 +123,8 @@ class VersionWriter:
 
     @property
     def copies(self) -> bool:
-        """Whether `load` copies. If not, all bytes are present from the start, and
-        `load` only verifies them.
+        """Return whether `load` copies. If not, all bytes are present from the start,
+        and `load` only verifies them.
         """
         return self._origin is not None
 
