@@ -66,7 +66,7 @@ async def test_create_makes_folders_and_keeps_what_is_there(tmp_path: Path) -> N
         editor = Editor(channel)
         await editor.create(str(path), "text 🐴\n")
         with pytest.raises(
-            SandboxRefusedError, match="path must not be there yet, unless overwrite is set"
+            SandboxRefusedError, match="path must not exist yet, unless overwrite is set"
         ):
             await editor.create(str(path), "other")
         assert path.read_text() == "text 🐴\n"

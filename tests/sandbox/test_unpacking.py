@@ -353,7 +353,7 @@ unpacking.main()
     ("code", "message"),
     [
         ("while True: os.write(1, b'x' * 4096)", "unpacked: x{1000}$"),
-        ("os.kill(os.getpid(), signal.SIGSEGV); os._exit(9)", "ended without a word"),
+        ("os.kill(os.getpid(), signal.SIGSEGV); os._exit(9)", "ended without a message"),
         ("kernel.die_with_parent(0); os.setsid(); signal.pause()", "within bounds.seconds = 1 s"),
         (
             "os.close(1); kernel.die_with_parent(0); os.setsid(); signal.pause()",

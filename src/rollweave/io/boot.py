@@ -1,9 +1,9 @@
-"""The first moment of a child that `io/child.py` starts: bound to its parent before it
-imports what takes seconds.
+"""The first code of a child that `io/child.py` starts: it binds the child to its parent
+before the imports, which take seconds.
 
 Invariants: from here on the child ends with its parent, even while it is stopped,
 because SIGKILL does not wait for it to continue; no signal is ignored or blocked
-because the parent ignores or blocks it. Imports nothing that is slow.
+because the parent ignores or blocks it. No import here is slow.
 """
 
 import ctypes
@@ -19,27 +19,28 @@ ORPHANED = 75
 """Exit status of a child whose parent is gone (EX_TEMPFAIL)."""
 
 COMMAND = (sys.executable, "-c", "from rollweave.io.boot import boot; boot()")
-"""To be followed by `-m <module> <socket fd> <our pid>` and the module's other
-arguments.
+"""Command of a child; `-m <module> <socket fd> <our pid>` and the module's other
+arguments follow.
 """
 
 
 def boot() -> None:
-    """Be what `python -m <module> …` would be, bound to the parent."""
+    """Run the module as `python -m <module> …` does, bound to the parent."""
     reset_signals()
     _, _, module, *arguments = sys.argv
     die_with(int(arguments[1]))
-    sys.path[0] = os.getcwd()  # as `-m` has it: not wherever an environment may go
+    sys.path[0] = os.getcwd()  # as `-m` sets it, independent of later changes of directory
     sys.argv[1:] = arguments
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def die_with(parent_pid: int) -> None:
-    """Ask the kernel to kill us when our parent's thread ends, the one that started us;
-    at once if that has happened.
+    """Have the kernel kill this process when the parent's thread that started it ends;
+    end at once if the parent has ended already.
 
     A parent starts its children on the thread of its event loop, which lives as long as
-    it needs them. Elsewhere than on Linux the end of the socket does the same, later.
+    it needs them. On systems other than Linux, the end of the socket has the same
+    effect later.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

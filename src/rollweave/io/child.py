@@ -1,10 +1,10 @@
-"""A child process that we hold: frames over an inherited socket pair, its output in a
-log file, killed by handle.
+"""The parent's side of a child process: frames over an inherited socket pair, a log
+file for its output, and a handle to kill it.
 
-Invariants: the child ends when we do, however we end (`io/boot`, and end of file on the
-socket); `on_gone` is called exactly once, after the process is reaped, with its exit
-status and the tail of its log; after it no frame is delivered. Nothing here knows what
-the frames mean.
+Invariants: the child ends when the parent ends in any way (`io/boot`, and end of file
+on the socket); `on_gone` is called exactly once, after the process is reaped, with its
+exit status and the tail of its log, and no frame is delivered afterwards. This module
+does not interpret the frames.
 """
 
 import asyncio
@@ -25,26 +25,29 @@ from rollweave.io.wire import FrameDecoder, frame
 from rollweave.schema.errors import WireError
 
 EXIT_S = 2.0
-"""Seconds between the end of the child's socket and its own end, before it is killed:
-its interpreter shuts down.
+"""Seconds that a child's interpreter has to shut down after its socket ends, before it
+is killed.
 """
 
 TAIL_BYTES = 2000
-"""Bytes of the log that an error quotes: a traceback's last frames."""
+"""Maximum bytes of the log that an error quotes: the last frames of a traceback."""
 
 RECEIVE_BYTES = 1 << 18
-"""Bytes taken from the socket at once."""
+"""Maximum number of bytes read from the socket at once."""
 
 UNREAD_BYTES = 1 << 30
-"""Bytes that may wait for a child that does not read: more than any batch, less than
-memory.
+"""Maximum number of bytes queued for a child that does not read: more than any batch,
+less than memory.
 """
 
 _spawned: "weakref.WeakSet[subprocess.Popen[bytes]]" = weakref.WeakSet()
 
 
 class Child:
-    """One process. Made by `spawn`; all calls belong to the event loop's thread."""
+    """One child process, made by `spawn`.
+
+    All calls belong to the event loop's thread.
+    """
 
     def __init__(
         self,
@@ -68,8 +71,8 @@ class Child:
         self._gone = asyncio.Event()
         self._reaper: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
-        # Whoever forgets a child, or loses the event loop under it, leaves no process
-        # behind.
+        # A child that is garbage collected, or whose event loop ends, leaves no
+        # process.
         weakref.finalize(self, _forget, process, ours)
         ours.setblocking(False)
         self._loop.add_reader(ours, self._readable)
@@ -79,9 +82,10 @@ class Child:
         return self._process.pid
 
     def send(self, payload: bytes) -> None:
-        """Queue one frame; it leaves with all others of this turn of the event loop.
+        """Queue one frame, which is sent with all others of this turn of the event
+        loop.
 
-        Dropped if the child is gone.
+        It is dropped if the child is gone.
         """
         if self._closed:
             return
@@ -94,7 +98,7 @@ class Child:
             self._fail(f"does not read: more than {UNREAD_BYTES} bytes wait")
 
     def kill(self) -> None:
-        """SIGKILL, at once. `on_gone` follows."""
+        """Send SIGKILL at once. `on_gone` follows."""
         if not self._gone.is_set():
             self._fail("killed")
 
@@ -117,7 +121,7 @@ class Child:
                 if not self._closed:
                     self._on_frame(payload)
         except WireError as error:
-            self._fail(f"sent what is no frame of ours: {error}")
+            self._fail(f"sent an invalid frame: {error}")
 
     def _flush(self) -> None:
         if not self._closed:
@@ -137,7 +141,7 @@ class Child:
             self._loop.add_writer(self._socket, self._writable)
             return
         except OSError:
-            self._close()  # the reader would see the end too, but only when the loop comes round
+            self._close()  # the reader would detect the end, too, but later
             return
         self._loop.remove_writer(self._socket)
 
@@ -157,13 +161,13 @@ class Child:
         self._reaper = self._loop.create_task(self._reap(), name=f"reap {self.name}")
 
     async def _reap(self) -> None:
-        """Wait for the process without blocking the loop; a thread waits, because it
-        works on every system.
+        """Wait for the process on a thread, which does not block the loop and works on
+        every system.
         """
         try:
             status = await asyncio.to_thread(self._wait)
         finally:
-            _end(self._process)  # cancelled, perhaps before the thread began
+            _end(self._process)  # the task may have been cancelled before the thread began
         reason = f"{self._error or 'ended'} ({_status(status)})"
         tail = log_tail(self._log)
         try:
@@ -180,23 +184,22 @@ class Child:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Kill and reap a process that nobody has waited for: a killed process ends at
-    once.
-    """
+    """Kill and reap a process unless it is reaped; a killed process ends at once."""
     if process.returncode is None:
         process.kill()
         process.wait()
 
 
 def kill_all() -> None:
-    """Kill every child and all that it started, for a process that ends at once.
+    """Kill every child and its process group, because this process ends at once.
 
     May be called from any thread.
     """
     for process in list(_spawned):
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # it leads a group (`start_new_session`)
+                # it leads a group because of `start_new_session`
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _forget(process: "subprocess.Popen[bytes]", ours: socket.socket) -> None:
@@ -214,11 +217,11 @@ def spawn(
     on_gone: Callable[[str], None],
     arguments: Sequence[str] = (),
 ) -> Child:
-    """Start `-m module <socket fd> <our pid> *arguments` by `io/boot`. What it prints
-    goes to the end of `log`.
+    """Start `-m module <socket fd> <our pid> *arguments` by `io/boot`. Its output is
+    appended to `log`.
 
     `env` is added to our environment. The callbacks run on the event loop. Raises
-    OSError where no process can be made.
+    OSError if no process can be made.
     """
     ours, theirs = socket.socketpair()
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -245,7 +248,7 @@ def spawn(
 
 
 def log_tail(log: Path) -> str:
-    """The last lines of a log, for an error message."""
+    """Return the last lines of a log, for an error message."""
     try:
         with log.open("rb") as file:
             file.seek(0, os.SEEK_END)

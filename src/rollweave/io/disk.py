@@ -1,8 +1,8 @@
-"""How the run's own files are written: append-only files whose pieces are whole, and
-small files that are replaced whole.
+"""Writing of the run's own files: append-only files of whole pieces, and small files
+that are replaced atomically.
 
-Invariants: what `append` returned from has been handed to the operating system; where a
-write fails (a full disk, say) the file is what it was before, and the error is a
+Invariants: when `append` returns, the operating system has the piece; if a write fails
+(because of a full disk, for example) the file is unchanged, and the error is a
 `DiskError` that names it.
 """
 
@@ -16,7 +16,7 @@ import xxhash
 from rollweave.schema.errors import DiskError
 
 NEW_SUFFIX = ".new"
-"""What a replacement is called until it is whole."""
+"""Suffix of a replacement's name until it is complete."""
 
 READ_CHUNK = 1 << 20
 """Number of bytes read at once to compute a file's digest."""
@@ -24,7 +24,7 @@ READ_CHUNK = 1 << 20
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what the disk says within into a `DiskError` about `path`."""
+    """Turn an OSError in this context into a `DiskError` about `path`."""
     try:
         yield
     except OSError as error:
@@ -36,17 +36,17 @@ def disk_error(path: Path, error: OSError) -> DiskError:
 
 
 class AppendFile:
-    """A file that only grows. No buffer of ours: each piece is one write."""
+    """A file that only grows. It has no buffer: each piece is one write."""
 
     def __init__(self, path: Path, *, keep: int, header: bytes = b"") -> None:
-        """Open or create `path`, and cut it to its first `keep` bytes; where that is 0,
-        begin with `header`.
+        """Open or create `path`, and truncate it to `keep` bytes; if that is 0, write
+        `header`.
 
         Raises DiskError.
         """
         self.path = path
         self.size = keep
-        """Bytes written, all of them whole pieces."""
+        """Number of bytes written, all of them in whole pieces."""
         with writing(path):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -61,14 +61,14 @@ class AppendFile:
     def append(self, piece: bytes) -> int:
         """Write one piece and return its offset.
 
-        Raises DiskError, and the file then is as it was before.
+        Raises DiskError; the file is then unchanged.
         """
         offset, view, done = self.size, memoryview(piece), 0
         try:
             while done < len(piece):
                 done += os.pwrite(self._fd, view[done:], offset + done)
         except BaseException as error:
-            os.ftruncate(self._fd, offset)  # half a piece must not stand before the next one
+            os.ftruncate(self._fd, offset)  # a partial piece must not precede the next one
             if isinstance(error, OSError):
                 raise disk_error(self.path, error) from error
             raise
@@ -76,7 +76,7 @@ class AppendFile:
         return offset
 
     def sync(self) -> None:
-        """Return when everything that was appended would survive a power loss.
+        """Sync the file to the disk, so that it would survive a power loss.
 
         Raises DiskError.
         """
@@ -108,18 +108,18 @@ def replace_file(path: Path, content: bytes, *, mode: int = 0o666) -> None:
         except BaseException:
             new.unlink(missing_ok=True)
             raise
-    # `path` is replaced; some file systems cannot sync a directory
+    # `path` is replaced, but some file systems cannot sync a directory.
     with contextlib.suppress(OSError):
         _sync_directory(path.parent)
 
 
 def file_digest(path: Path) -> str:
     """Return the xxh3-128 of the file, in hex. Raises OSError."""
-    found = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(READ_CHUNK):
-            found.update(chunk)
-    return found.hexdigest()
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _sync_directory(path: Path) -> None:

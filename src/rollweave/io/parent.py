@@ -1,8 +1,8 @@
 """The child's side of the socket that `io/child.py` opened: frames from and to the
-process that started us.
+parent process.
 
 Invariant: this process does not outlive its parent (`io/boot.py`). Where the system
-does not see to that, the end of the socket ends it at once, whatever its threads
+cannot ensure that, the end of the socket ends the process at once, even while threads
 compute.
 """
 
@@ -21,9 +21,9 @@ RECEIVE_BYTES = 1 << 18
 
 
 class Parent:
-    """The connection to our parent.
+    """The connection to the parent process.
 
-    `send` may be called from any thread; frames come on a thread of their own.
+    `send` may be called from any thread; frames arrive on a separate thread.
     """
 
     def __init__(self, fd: int) -> None:
@@ -35,31 +35,35 @@ class Parent:
 
     @classmethod
     def from_arguments(cls) -> "Parent":
-        """From the command line that `spawn` made."""
+        """Connect by the command line that `spawn` made."""
         return cls(int(sys.argv[1]))
 
     def send(self, payload: bytes) -> None:
-        """Write one frame; waits while the parent does not read."""
-        with self._lock, contextlib.suppress(OSError):  # the parent is gone: the listener ends us
+        """Write one frame, and wait while the parent does not read."""
+        # without a parent, the listener ends this process
+        with self._lock, contextlib.suppress(OSError):
             self._socket.sendall(b"".join(frame(payload)))
 
     def receive(self) -> bytes:
-        """The next frame, waiting for it. Ends the process where the parent is gone."""
+        """Wait for the next frame and return it.
+
+        Ends the process if the parent is gone.
+        """
         while not self._received:
             data = self._read()
             self._received.extend(self._decoder.feed(data))
         return self._received.pop(0)
 
     def queue(self) -> "queue.SimpleQueue[bytes]":
-        """From now on frames gather here, so that the parent's end is noticed while we
-        compute.
+        """Return a queue that receives all further frames, so that the parent's end is
+        detected during computations.
         """
         frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self.listen(frames.put)
         return frames
 
     def listen(self, on_frame: Callable[[bytes], None]) -> None:
-        """From now on call `on_frame` with each frame, on a daemon thread."""
+        """Start a daemon thread that calls `on_frame` with each further frame."""
         threading.Thread(target=self._listen, args=(on_frame,), name="parent", daemon=True).start()
 
     def _listen(self, on_frame: Callable[[bytes], None]) -> None:
@@ -70,7 +74,7 @@ class Parent:
                 for payload in self._decoder.feed(self._read()):
                     on_frame(payload)
         except BaseException as error:
-            print(f"cannot go on listening to the parent: {error!r}", file=sys.stderr, flush=True)
+            print(f"cannot listen to the parent any longer: {error!r}", file=sys.stderr, flush=True)
             os._exit(1)
 
     def _read(self) -> bytes:

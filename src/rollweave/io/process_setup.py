@@ -1,5 +1,5 @@
-"""What a process inherits: signals that it must not keep ignored or blocked, and the
-path to the user's modules.
+"""Setup of a process at its start: reset inherited signals, and make the user's modules
+importable.
 
 A shell without job control starts background jobs with SIGINT and SIGQUIT ignored, and
 supervisors and test runners block or ignore others; `exec` passes both on. Every entry
@@ -21,7 +21,7 @@ children.
 
 def reset_signals(*, keep: Container[int] = ()) -> None:
     """Give each ignored signal except those in `keep` its default disposition, and
-    unblock all. For the main thread.
+    unblock all. Must be called on the main thread.
     """
     for number in signal.valid_signals():
         if (
@@ -36,8 +36,8 @@ def reset_signals(*, keep: Container[int] = ()) -> None:
 
 
 def import_from_working_directory() -> None:
-    """Let `package.module:Class` in a configuration mean a module of the working
-    directory, as in the child processes.
+    """Add the working directory to the import path, as in child processes, so that
+    `package.module:Class` in a configuration may name a module in it.
     """
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:

@@ -1,9 +1,10 @@
 """Frames on a byte stream: a 4-byte little-endian length, then that many bytes of
 msgpack.
 
-Invariants: a decoder delivers exactly the payloads that were framed, in order, however
-the bytes were cut on the way; it holds at most one unfinished frame, which is within
-its bound; after a `WireError` it delivers nothing more. No sockets here.
+Invariants: a decoder returns exactly the payloads that were framed, in order,
+regardless of how the stream was split; it buffers at most one incomplete frame, which
+is within its bound; after a `WireError` it returns nothing more. This module uses no
+sockets.
 """
 
 import struct
@@ -20,23 +21,23 @@ T = TypeVar("T")
 LENGTH = struct.Struct("<I")
 
 FRAME_BYTES = 1 << 30
-"""Bytes of the largest payload: far beyond any training batch, far below what a length
-of garbage asks for.
+"""Maximum size of a payload in bytes: far more than a training batch, far less than an
+invalid length usually asks for.
 """
 
 
-def encode(noun: object) -> bytes:
-    """Return the payload of a noun.
+def encode(value: object) -> bytes:
+    """Return the payload of a struct.
 
     A member of a union carries its class name (`TaggedStruct`).
     """
-    return packed(noun)
+    return packed(value)
 
 
 def decoder_of(kind: Any) -> Callable[[bytes], Any]:
-    """A function from a payload to a noun of type (or union) `kind`.
+    """Return a function that decodes a payload to a struct of type (or union) `kind`.
 
-    It raises WireError for anything else.
+    It raises WireError for any other payload.
     """
     decode = msgspec.msgpack.Decoder(kind).decode
 
@@ -50,9 +51,9 @@ def decoder_of(kind: Any) -> Callable[[bytes], Any]:
 
 
 def frame(payload: bytes) -> tuple[bytes, bytes]:
-    """Length and payload, unjoined, so that a large payload is not copied.
+    """Return length and payload, not joined, so that a large payload is not copied.
 
-    Raises WireError beyond the bound.
+    Raises WireError for a payload beyond the bound.
     """
     if len(payload) > FRAME_BYTES:
         raise WireError(f"frame must have at most {FRAME_BYTES} bytes, got {len(payload)}")
@@ -60,7 +61,7 @@ def frame(payload: bytes) -> tuple[bytes, bytes]:
 
 
 class FrameDecoder:
-    """Cuts a stream of bytes into payloads of at most `limit` bytes."""
+    """Splits a stream of bytes into payloads of at most `limit` bytes."""
 
     def __init__(self, limit: int = FRAME_BYTES) -> None:
         self._limit = limit
@@ -68,7 +69,7 @@ class FrameDecoder:
         self._broken = ""
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[bytes]:
-        """The payloads that `data` completes.
+        """Return the payloads that `data` completes.
 
         Raises WireError for a length over the limit, now and at every later call.
         """
@@ -76,27 +77,27 @@ class FrameDecoder:
             raise WireError(self._broken)
         buffer, position = self._buffer, 0
         buffer += data
-        found: list[bytes] = []
+        payloads: list[bytes] = []
         while len(buffer) - position >= LENGTH.size:
             (length,) = LENGTH.unpack_from(buffer, position)
             if length > self._limit:
                 self._broken = f"frame must have at most {self._limit} bytes, got {length}"
-                if found:
+                if payloads:
                     break
                 raise WireError(self._broken)
             end = position + LENGTH.size + length
             if len(buffer) < end:
                 break
-            found.append(bytes(memoryview(buffer)[position + LENGTH.size : end]))
+            payloads.append(bytes(memoryview(buffer)[position + LENGTH.size : end]))
             position = end
         if position:
             del buffer[:position]
-        return found
+        return payloads
 
 
 class Decoder(Generic[T]):
-    """`FrameDecoder` and `decoder_of` in one: a stream of bytes into nouns of one type
-    or union.
+    """Decodes a stream of bytes into structs of one type or union, as `FrameDecoder`
+    and `decoder_of` do together.
     """
 
     def __init__(self, kind: Any, limit: int = FRAME_BYTES) -> None:
@@ -104,8 +105,8 @@ class Decoder(Generic[T]):
         self._decode: Callable[[bytes], T] = decoder_of(kind)
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[T]:
-        """The nouns that `data` completes.
+        """Return the structs that `data` completes.
 
-        Raises WireError for what is no frame, or no noun, of ours.
+        Raises WireError for an invalid frame or struct.
         """
         return [self._decode(payload) for payload in self._frames.feed(data)]

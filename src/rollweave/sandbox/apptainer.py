@@ -1,10 +1,10 @@
 """Sandboxes by Apptainer, for clusters that have it and images in its format (ProRL
 §3.2.2).
 
-The isolation is Apptainer's own: no filter of system calls of ours, and its own size
-for what is written. Time, CPU, memory and processes are limited as everywhere. Nothing
-here could be tried with the real program so far: its command line is held by a contract
-test.
+Apptainer provides the isolation: it applies no system call filter of ours, and bounds
+the size of writes itself. Time, CPU, memory and processes are limited as by other back
+ends. This back end is not yet tested with the real program: a contract test covers its
+command line.
 """
 
 import os
@@ -22,13 +22,13 @@ INSTALL = "install Apptainer 1.1 or later (https://apptainer.org), or load its m
 
 
 class Apptainer:
-    """Implements `base.Backend`; a sandbox of it cannot be kept as a snapshot."""
+    """Implements `base.Backend`, without snapshots."""
 
     name = "apptainer"
 
     def __init__(self) -> None:
-        """Raises SandboxError where it is not installed."""
-        program = next((found for name in PROGRAMS if (found := shutil.which(name))), None)
+        """Find the program. Raises SandboxError if it is not installed."""
+        program = next((path for name in PROGRAMS if (path := shutil.which(name))), None)
         if program is None:
             raise SandboxError(f"apptainer needs {' or '.join(PROGRAMS)} on PATH: {INSTALL}")
         self._program = program
@@ -39,8 +39,7 @@ class Apptainer:
         argv = apptainer(spec, runtime=self._program, support=self._launcher.support)
         check_image(spec.image)
         _check_way(spec.image)
-        # It looks for its helpers on PATH, and is told by --cleanenv to pass nothing
-        # on.
+        # Apptainer finds its helpers on PATH; --cleanenv keeps PATH from the sandbox.
         return await started(
             spec,
             self._launcher,
@@ -59,8 +58,8 @@ class Apptainer:
 
 
 def _check_way(path: str) -> None:
-    """Where we are root the runtime has another uid: raise ValueError where it cannot
-    come to the image.
+    """Raise ValueError if we are root and the runtime, which then has another uid,
+    cannot reach the image.
     """
     if os.getuid() == 0:
         closed = next(

@@ -1,8 +1,8 @@
-"""From a specification to the command line that makes the sandbox, for each runtime:
-pure, so that golden tests can hold it.
+"""The command line by which each runtime makes a sandbox of a specification. The
+functions are pure, so that golden tests can cover them.
 
-A runtime is given a root, or an image, the server's socket as CHANNEL_FD, and, where it
-takes one, the seccomp program as SECCOMP_FD. Nothing of our environment is named.
+A runtime gets a root or an image, the server's socket as CHANNEL_FD and, if it loads
+one, the seccomp program as SECCOMP_FD. Nothing of our environment is passed on.
 """
 
 import json
@@ -12,13 +12,13 @@ from rollweave.sandbox.base import HOST, Limits, SandboxSpec
 CHANNEL_FD, SECCOMP_FD = 3, 4
 
 SUPPORT = "/run/rollweave"
-"""Where a sandbox sees boot.py and the server."""
+"""Path at which a sandbox sees boot.py and the server."""
 
 SIGNALS = 4096
-"""Maximum number of queued signals and of timers: each takes memory of the kernel."""
+"""Maximum number of queued signals and of timers, which take kernel memory."""
 
 UID = 1000
-"""Of the agent, as seen inside."""
+"""Uid of the agent inside the sandbox."""
 
 
 def rlimits(limits: Limits) -> dict[str, int]:
@@ -93,11 +93,11 @@ def bubblewrap(spec: SandboxSpec, *, bwrap: str, root: str, python: str) -> list
 
 
 def apptainer(spec: SandboxSpec, *, runtime: str, support: str) -> list[str]:
-    """Of Apptainer 1.x: contained, no environment, no home, writes to a tmpfs of the
-    runtime's own size (ProRL §3.2.2).
+    """Return the command of Apptainer 1.x: contained, without our environment and home,
+    with writes to a tmpfs whose size the runtime sets (ProRL §3.2.2).
 
     `support` is the folder on the host that has boot.py and the server. Raises
-    ValueError for what the runtime cannot give.
+    ValueError for a specification that the runtime does not support.
     """
     if spec.image == HOST:
         raise ValueError(f"image must be a .sif file or a folder for apptainer, got {HOST!r}")

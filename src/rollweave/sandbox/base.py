@@ -1,10 +1,10 @@
-"""What a sandbox is: its specification, its limits, and the protocols that every back
-end implements.
+"""The specification and limits of a sandbox, and the protocols that every back end
+implements.
 
-Invariants: a specification that cannot be is refused when it is made; a sandbox that
-was started is stopped or killed by whoever holds it, and with its back end at the
-latest; a failure of the sandbox itself is a `SandboxError`, the failure of a command in
-it is a result.
+Invariants: an invalid specification is refused when it is made; a started sandbox is
+stopped or killed by its caller, at the latest when its back end closes; a failure of
+the sandbox itself is a `SandboxError`, while the failure of a command in it is a
+result.
 """
 
 import itertools
@@ -23,8 +23,8 @@ from rollweave.schema.base import Struct
 MIB = 1 << 20
 
 HOST = "host"
-"""The image that is this machine's /usr and Python, read-only, with an empty root, home
-and /tmp.
+"""Name of the image that has this machine's /usr and Python, read-only, and an empty
+root, home and /tmp.
 """
 
 HOME = "/home/agent"
@@ -36,25 +36,26 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class Limits(Struct, frozen=True, kw_only=True):
-    """What a sandbox may use.
+    """Limits of the resources of a sandbox.
 
-    One that goes beyond memory_bytes, cpu_s or wall_s is killed and says so.
+    A sandbox that exceeds memory_bytes, cpu_s or wall_s is killed, with the limit as
+    the reason.
     """
 
     processes: int = 128
-    """Processes and threads at once."""
+    """Maximum number of processes and threads at a time."""
     memory_bytes: int = 4096 * MIB
-    """Of all processes together, and of the private memory of each."""
+    """Maximum memory of all processes together, and private memory of each."""
     disk_bytes: int = 1024 * MIB
-    """Of all that is written, and of one file. It is kept in memory (tmpfs)."""
+    """Maximum size of all writes, and of one file; they are in memory (tmpfs)."""
     cpu_s: float = 3600.0
-    """CPU seconds of all processes together."""
+    """Maximum CPU seconds of all processes together."""
     wall_s: float = 14_400.0
-    """Seconds from the start."""
+    """Maximum seconds from the start."""
     output_bytes: int = 1 * MIB
-    """Of one command's output; what goes beyond is cut and marked."""
+    """Maximum bytes of one command's output; longer output is truncated and marked."""
     files: int = 1024
-    """Open files of each process."""
+    """Maximum number of open files of each process."""
 
     def __post_init__(self) -> None:
         least = {
@@ -77,25 +78,28 @@ class Limits(Struct, frozen=True, kw_only=True):
 
 
 class SandboxSpec(Struct, frozen=True, kw_only=True):
-    """One sandbox to start."""
+    """The specification of a sandbox."""
 
     image: str = HOST
-    """HOST, or the absolute path of an image: a folder that is a root file system with
-    python3 (a .sif file for apptainer).
+    """HOST, or the absolute path of an image: a folder with a root file system that has
+    python3 (for apptainer also a .sif file).
     """
     limits: Limits = Limits()
     network: bool = False
-    """True shares the host's network, with all that listens on it, and gives an address
-    of its own on its loopback, in the variable LOOPBACK and by the hostname; False
-    gives a loopback of its own and nothing else.
+    """True shares the host's network, with all its servers, and gives the sandbox an
+    exclusive loopback address, in the variable LOOPBACK and by the hostname. False
+    gives a separate loopback and nothing else.
     """
     env: dict[str, str] = msgspec.field(default_factory=dict)
-    """Added to PATH, HOME and LANG. Nothing else of our environment goes in."""
+    """Variables added to PATH, HOME and LANG.
+
+    Nothing of our environment is passed on.
+    """
     workdir: str = HOME
     hostname: str = "sandbox"
     fakeroot: bool = False
-    """Be uid 0 inside, without any capability of root: for installers that look at the
-    uid only.
+    """True for uid 0 inside, without any capability of root, for installers that check
+    only the uid.
     """
 
     def __post_init__(self) -> None:
@@ -125,7 +129,7 @@ class SandboxSpec(Struct, frozen=True, kw_only=True):
                 )
 
     def environment(self) -> dict[str, str]:
-        """All variables of a process in the sandbox."""
+        """Return all environment variables of a process in the sandbox."""
         base = {
             "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin",
             "HOME": HOME,
@@ -135,55 +139,55 @@ class SandboxSpec(Struct, frozen=True, kw_only=True):
 
 
 class ExecResult(Struct, frozen=True, kw_only=True):
-    """A command that ran."""
+    """The result of a command that ran."""
 
     rc: int
-    """Exit status; minus the signal's number where a signal ended it."""
+    """Exit status, or the negated number of the signal that ended the command."""
     stdout: bytes
     stderr: bytes
     timed_out: bool
     truncated: bool
-    """Output beyond the limit was dropped."""
+    """True if output beyond the limit was dropped."""
     seconds: float
 
 
 class Snapshot(Struct, frozen=True, kw_only=True):
-    """What was written in a sandbox, kept on the host.
+    """A sandbox's writes, stored on the host.
 
-    `branch` of the same back end starts from it, as often as wanted.
+    `branch` of the same back end can start any number of sandboxes from it.
     """
 
     spec: SandboxSpec
     layers: tuple[str, ...]
-    """Folders, the newest first."""
+    """Folders of the layers, the newest first."""
     bytes: int
-    """Of the newest layer's files."""
+    """Number of bytes in the newest layer's files."""
 
 
 class Sandbox(Protocol):
-    """One sandbox that was started. All calls belong to the event loop's thread."""
+    """A started sandbox. All calls belong to the event loop's thread."""
 
     id: str
     ready_s: float
     """Seconds from the request until its server answered."""
     workdir: str
-    """Folder in which its commands run, as they see it."""
+    """Folder in which its commands run, as a path inside."""
 
     @property
     def ended(self) -> str:
-        """Why it is gone: stopped, killed, or the limit that it went beyond.
+        """Reason for its end: stopped, killed, or the limit that it exceeded.
 
-        Empty while it lives.
+        Empty while it is alive.
         """
 
     @property
     def channel(self) -> Channel:
-        """To its server, for tools (`tools.Bash` and others)."""
+        """Channel to its server, for tools such as `tools.Bash`."""
 
     async def call(self, action: str, body: bytes = b"", *, timeout_s: float, **args: Any) -> Reply:
-        """An action of its server, as `channel.Channel.call`.
+        """Call an action of its server, as `channel.Channel.call` does.
 
-        Raises SandboxError; where it is gone, that says why.
+        Raises SandboxError, which gives the reason if the sandbox is gone.
         """
 
     async def exec(
@@ -201,14 +205,16 @@ class Sandbox(Protocol):
         """
 
     async def read(self, path: str, *, limit: int = MIB) -> bytes:
-        """A regular file's bytes. Raises SandboxError where it is none, or longer."""
+        """Return a regular file's bytes. Raises SandboxError if it is not one, or is
+        longer than `limit`.
+        """
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Replace a file. Raises SandboxError."""
 
     async def snapshot(self, *, only: Sequence[str] = (), at: str = "") -> Snapshot:
-        """Keep what was written so far. Commands are paused meanwhile. Raises
-        SandboxError, ValueError.
+        """Store the writes so far, while commands are paused. Raises SandboxError,
+        ValueError.
 
         With `only`, paths relative to the work folder (`.` is all of it), the snapshot
         consists of the clean image and these files and folders, in the folder `at`
@@ -217,15 +223,16 @@ class Sandbox(Protocol):
         """
 
     async def stop(self, grace_s: float = 2.0) -> None:
-        """SIGTERM to its commands, SIGKILL to all that is left after `grace_s` seconds.
+        """Send SIGTERM to its commands, and SIGKILL to all processes that are left
+        after `grace_s` seconds.
 
-        Returns when nothing is.
+        Returns when none is left.
         """
 
     def kill(self, *, spoiled: str = "") -> None:
         """Send SIGKILL to all its processes at once.
 
-        `spoiled` says what the code inside did, if that is the reason.
+        `spoiled` describes what the code inside did, if that is the reason.
         """
 
 
@@ -235,12 +242,12 @@ class Backend(Protocol):
     name: str
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        """A sandbox whose server has answered. Raises SandboxError, and ValueError for
-        a spec that this back end cannot give.
+        """Start a sandbox and wait until its server answers. Raises SandboxError, and
+        ValueError for a specification that this back end does not support.
         """
 
     async def branch(self, snapshot: Snapshot) -> Sandbox:
-        """A new sandbox that begins where the snapshot was taken.
+        """Start a sandbox that begins where the snapshot was taken.
 
         Raises SandboxError.
         """
@@ -253,8 +260,9 @@ _addresses = itertools.count(secrets.randbelow(1 << 24))
 
 
 def addressed(spec: SandboxSpec) -> SandboxSpec:
-    """With a loopback address of its own where it shares the host's network: servers of
-    several sandboxes may then listen on the same port (ProRL Agent §3.2.2).
+    """Return the specification with an exclusive loopback address if it shares the
+    host's network, so that servers in several sandboxes may listen on the same port
+    (ProRL Agent §3.2.2).
     """
     if not spec.network or LOOPBACK in spec.env:
         return spec
@@ -264,7 +272,7 @@ def addressed(spec: SandboxSpec) -> SandboxSpec:
 
 
 def check_image(image: str) -> None:
-    """Raise ValueError where `image` is a path at which there is none."""
+    """Raise ValueError if `image` is a path that does not exist."""
     if image != HOST and not Path(image).exists():
         raise ValueError(f"image must exist, got {image!r}")
 

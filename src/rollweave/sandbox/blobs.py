@@ -1,11 +1,11 @@
-"""Image archives by content: a folder here, in front of the folders of peers, in front
-of a mirror (RollArt §8).
+"""A content-addressed store of image archives: a local folder, then the folders of
+peers, then a mirror (RollArt §8).
 
-A blob is a file named by the SHA-256 of its bytes, so a copy from anywhere is as good
-as any other, and is trusted from nowhere: what arrives is hashed while it is written
-and kept only if it is what was asked for. Invariants: a file under its name is whole; a
-source that is slow, gone, torn or wrong costs time, never a wrong image, and its cost
-is bounded in bytes and seconds.
+A blob is a file named by the SHA-256 of its bytes, so copies from all sources are
+equivalent and no source is trusted: received bytes are hashed while they are written,
+and kept only if the digest is right. Invariants: a file under its name is complete; a
+source that is slow, gone, truncated or wrong costs time, never a wrong image, and its
+cost is bounded in bytes and seconds.
 """
 
 import contextlib
@@ -31,14 +31,14 @@ from rollweave.schema.errors import SandboxError
 CHUNK_BYTES = 1 << 20
 
 FETCH_S = 30.0
-"""Seconds of silence after which a source is given up."""
+"""Seconds without data after which a source is given up."""
 
 REQUEST_S = 30.0
 """Seconds within which a peer must send its whole request."""
 
 CONNECTIONS = 64
-"""Maximum number of peers that a server answers at once; other connections are closed,
-and those peers ask elsewhere.
+"""Maximum number of peers that a server answers at a time; it closes other connections,
+and those peers use other sources.
 """
 
 ROUTE = "/blobs/sha256/"
@@ -47,9 +47,9 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def check_digest(digest: str) -> str:
-    """The digest.
+    """Return the digest, which is safe as a file's name.
 
-    Raises ValueError where it is none, so that it can be a file's name.
+    Raises ValueError if it is invalid.
     """
     if not _DIGEST.fullmatch(digest):
         raise ValueError(f"digest must be 64 hexadecimal digits (SHA-256), got {digest!r}")
@@ -57,12 +57,12 @@ def check_digest(digest: str) -> str:
 
 
 def digest_of(file: BufferedReader) -> str:
-    """SHA-256 of what is left of a file."""
+    """Return the SHA-256 of the rest of a file."""
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Blobs:
-    """The local folder and what is behind it.
+    """The local folder of blobs, and the sources from which missing ones are fetched.
 
     Calls may come from any thread and any process: files are renamed into place.
     """
@@ -76,11 +76,11 @@ class Blobs:
         limit_bytes: int = 32 << 30,
         limit_s: float = 3600.0,
     ) -> None:
-        """`peers` and `mirror` are base URLs, as `http://host:port`; the mirror is
-        asked last.
+        """Open the store in `folder`. `peers` and `mirror` are base URLs such as
+        `http://host:port`; the mirror is asked last.
 
-        `limit_bytes` bounds what each of them may send, `limit_s` the time of all of
-        them together for one blob.
+        `limit_bytes` bounds the bytes that each source may send, `limit_s` the time
+        that all sources together may take for one blob.
         """
         if limit_bytes < 1:
             raise ValueError(f"limit_bytes must be at least 1, got {limit_bytes}")
@@ -96,27 +96,27 @@ class Blobs:
         remove_leftovers(folder)
 
     def path(self, digest: str) -> Path:
-        """Where a blob is, if it is here."""
+        """Return the path that a blob has if it is stored locally."""
         return self._folder / check_digest(digest)
 
     @contextlib.contextmanager
     def new(self) -> Iterator["Writing"]:
-        """A blob to be written; `Writing.keep` gives it its name, without that nothing
-        is left of it.
+        """Yield the writer of a new blob, which is removed unless `Writing.keep` is
+        called.
         """
         with temporary_file(self._folder) as file:
             yield Writing(file, self._folder)
 
     def get(self, digest: str) -> Path:
-        """The path of a blob that is whole, fetched if need be; a local one is hashed
-        too. Raises SandboxError.
+        """Return the path of a verified blob, fetched if necessary; a local blob is
+        hashed, too. Raises SandboxError.
         """
         path = self.path(digest)
         with contextlib.suppress(FileNotFoundError):
             with path.open("rb") as file:
                 if digest_of(file) == digest:
                     return path
-            path.unlink(missing_ok=True)  # torn by a crash or a disk: it is fetched again
+            path.unlink(missing_ok=True)  # damaged by a crash or a disk: fetch it again
         failures = []
         ends_at = time.monotonic() + self._limit_s
         for source in self._sources:
@@ -126,11 +126,11 @@ class Blobs:
             failures.append(f"{source}: {why}")
         raise SandboxError(
             f"no blob {digest}: "
-            f"{'; '.join(failures) or 'it is not here, and there is no peer to ask'}"
+            f"{'; '.join(failures) or 'it is not stored here, and no peer is configured'}"
         )
 
     def _fetch(self, source: str, digest: str, ends_at: float) -> str | None:
-        """Why it failed; None where the blob is here now."""
+        """Fetch a blob; return the reason for a failure, or None if it is stored now."""
         late = f"all sources together must send it within limit_s = {self._limit_s:g} s"
         left_s = ends_at - time.monotonic()
         if left_s <= 0:
@@ -159,8 +159,8 @@ class Blobs:
 
 
 class _Watch:
-    """Shuts the connections that were opened within its context when time is over: a
-    timeout of each read would not stop a source that sends a byte now and then.
+    """Shuts down the connections that were opened in its context when time is over,
+    because a timeout of each read would not stop a source that sends single bytes.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -190,7 +190,9 @@ class _Watch:
         return sock
 
     def opener(self) -> urllib.request.OpenerDirector:
-        """Opens http and https URLs, and follows redirects to such URLs only."""
+        """Return an opener of http and https URLs that follows redirects to such URLs
+        only.
+        """
         watch = self
 
         class Plain(http.client.HTTPConnection):
@@ -233,7 +235,7 @@ class _Watch:
 
 
 class Writing:
-    """A blob that has no name yet."""
+    """A blob that is being written and has no name yet."""
 
     def __init__(self, file: IO[bytes], folder: Path) -> None:
         self._file, self._folder = file, folder
@@ -250,7 +252,7 @@ class Writing:
         return self._hash.hexdigest()
 
     def keep(self) -> str:
-        """Give it its name, once it is on the disk. Returns the digest."""
+        """Sync the blob to the disk and give it its name. Returns the digest."""
         self._file.flush()
         os.fsync(self._file.fileno())
         os.chmod(self._file.name, 0o644)
@@ -289,7 +291,7 @@ class BlobServer:
 
 
 class _Server(ThreadingHTTPServer):
-    """At most `CONNECTIONS` at once, each with a thread."""
+    """Serves at most `CONNECTIONS` at a time, each on a thread."""
 
     daemon_threads = True
 
@@ -353,4 +355,4 @@ class _Handler(BaseHTTPRequestHandler):
                     self.wfile.write(chunk)
 
     def log_message(self, *_: object) -> None:
-        """Nothing: who fetches says what failed."""
+        """Log nothing: the peer that fetches reports failures."""

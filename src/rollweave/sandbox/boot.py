@@ -1,5 +1,5 @@
-"""The first program in a sandbox: take the limits of a process upon us, then become the
-server. Python 3.9, stdlib alone.
+"""The first program in a sandbox: it sets per-process limits, then runs the server.
+Needs Python 3.9 and its standard library alone.
 
 `python3 -I -S boot.py LIMITS WORKDIR SERVER ARGUMENT…`: LIMITS is JSON, SERVER a folder
 that can be run. A back end that sets the limits before any program of the image runs
@@ -16,8 +16,8 @@ _PR_SET_DUMPABLE = 4
 
 
 def limit(limits: "dict[str, int]") -> None:
-    """Set each limit, soft and hard, to the value or the hard limit that there is
-    already.
+    """Set each limit, soft and hard, to the smaller of the value and the present hard
+    limit.
     """
     for name, value in {**limits, "CORE": 0}.items():
         which = getattr(resource, "RLIMIT_" + name)
@@ -32,7 +32,7 @@ def hide() -> None:
     """
     try:
         import ctypes
-    except ImportError:  # the image's Python lacks ctypes: there is no other way to call prctl
+    except ImportError:  # without ctypes in the image's Python, prctl cannot be called
         return
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 

@@ -1,6 +1,5 @@
-"""Sandboxes by bubblewrap: the default where it is installed.
-
-All namespaces, no capability, a filter of system calls.
+"""Sandboxes by bubblewrap, the default back end: all namespaces, no capability, and a
+filter of system calls.
 """
 
 import shutil
@@ -22,7 +21,7 @@ class Bubblewrap:
     name = "bubblewrap"
 
     def __init__(self) -> None:
-        """Raises SandboxError where it is not installed."""
+        """Find the program. Raises SandboxError if it is not installed."""
         program = shutil.which(PROGRAM)
         if program is None:
             raise SandboxError(f"bubblewrap needs {PROGRAM} on PATH: {INSTALL}")

@@ -1,11 +1,11 @@
-"""The host's end of the socket into a sandbox: calls that overlap, each answered once,
-late, or never, and none that hangs.
+"""The host's end of the socket into a sandbox: concurrent calls, each of which is
+answered or times out.
 
-Invariants: every call ends within its time-out. Once the peer is gone, or has sent what
-it never would, every pending and every later call raises `SandboxLostError`. What is in
-the sandbox is not trusted: its frames are bounded, its answers are matched to calls by
-id, and an answer that nobody asked for ends the channel. A call that was cancelled or
-timed out is forgotten: the sandbox is told to end it, and its late answer is dropped.
+Invariants: every call ends within its timeout. Once the peer is gone, or has broken the
+protocol, every pending and every later call raises `SandboxLostError`. The sandbox is
+not trusted: its frames are bounded, its replies are matched to calls by id, and an
+unsolicited reply closes the channel. If a call is cancelled or times out, the sandbox
+is asked to end it, and its late reply is dropped.
 """
 
 import asyncio
@@ -23,19 +23,21 @@ from rollweave.schema.errors import (
 from rollweave.schema.text import valid_tree
 
 RECEIVE_BYTES = 1 << 18
-"""Taken from the socket at once."""
+"""Maximum number of bytes read from the socket at once."""
 
 UNSENT_BYTES = 1 << 28
-"""That may wait for a sandbox that does not read: a few of the largest bodies."""
+"""Maximum number of bytes queued for a sandbox that does not read: a few of the largest
+bodies.
+"""
 
 SLACK_S = 5.0
-"""Seconds that a sandbox has beyond an action's own limit to say how it ended: it
-kills, reaps and reads what is left.
+"""Seconds beyond an action's own limit within which a sandbox must reply; it kills,
+reaps, and reads the remaining output.
 """
 
 FORGOTTEN = 1024
-"""Calls that may be owed a late answer: a sandbox that owes more does not answer at
-all.
+"""Maximum number of abandoned calls without a reply; a sandbox with more of them does
+not respond.
 """
 
 ERRORS: dict[object, type[SandboxError]] = {
@@ -46,7 +48,7 @@ ERRORS: dict[object, type[SandboxError]] = {
 
 
 class Reply(Struct, frozen=True, kw_only=True):
-    """What an action gave: fields by its name, and bytes."""
+    """The reply of an action: fields by name, and bytes."""
 
     header: dict[str, Any]
     body: bytes
@@ -72,7 +74,7 @@ class Channel:
 
     @property
     def lost(self) -> str:
-        """Why nothing more comes; empty while the peer is there."""
+        """Reason for the loss of the channel; empty while it is open."""
         return self._lost
 
     async def call(
@@ -84,12 +86,12 @@ class Channel:
         slack_s: float = SLACK_S,
         **args: object,
     ) -> Reply:
-        """Ask for `action` and wait for its answer.
+        """Call `action` and wait for its reply.
 
-        `timeout_s` is the action's own limit inside, where it has one: a program is
-        killed then, which its answer tells. After `slack_s` more there is no answer.
+        `timeout_s` is the action's own limit inside, if it has one: a program is then
+        killed, which the reply reports. A reply may be `slack_s` later than that.
         Raises SandboxTimeoutError, SandboxRefusedError or SandboxError as the sandbox
-        says, SandboxTimeoutError where it says nothing in time, SandboxLostError where
+        replies, SandboxTimeoutError if it does not reply in time, SandboxLostError if
         it is gone, and ValueError for arguments that do not fit into a frame.
         """
         if self._lost:
@@ -164,7 +166,7 @@ class Channel:
             while not self._lost and (frame := self._decoder.take()) is not None:
                 self._answer(*frame)
         except FrameError as error:
-            self._lose(f"sent what is no reply of ours: {error}")
+            self._lose(f"sent an invalid reply: {error}")
 
     def _answer(self, header: dict[str, Any], body: bytes) -> None:
         try:
@@ -177,7 +179,7 @@ class Channel:
             return
         future = self._calls.pop(call_id, None)
         if future is None:
-            raise FrameError(f"nobody waits for an answer to call {call_id!r:.40}")
+            raise FrameError(f"no reply to call {call_id!r:.40} is awaited")
         if future.done():  # it timed out, or was cancelled, in this turn of the loop
             return
         if ok is True:

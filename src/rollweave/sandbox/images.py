@@ -1,4 +1,4 @@
-"""Images: root file systems as folders, built once, kept by content, and fetched from
+"""Images: root file systems as folders, built once, stored by content, and fetched from
 peers rather than built again.
 
 A recipe is a Jinja2 template of TOML (ProRL §3.2.2 builds from Jinja2 templates with
@@ -6,17 +6,17 @@ the same three modes):
 
     name = "swe-{{ python }}"
     base = "/images/debian.tar"          # a folder, an archive, or the digest of an image
-    run = ["pip install -r /lock.txt"]   # each inside a sandbox over what there is so far
+    run = ["pip install -r /lock.txt"]   # each in a sandbox on the image so far
     network = true                       # for these commands
     lock = "requirements.lock"           # for mode lock
     [[copy]]
     source = "requirements.lock"
     target = "/lock.txt"
 
-Invariants: an image is named by the SHA-256 of its archive; its folder appears whole or
-not at all; an archive puts nothing outside its folder (`unpacking.py`), is bounded, and
-nothing in it raises privileges; a command that fails fails the build and leaves no
-image.
+Invariants: an image is named by the SHA-256 of its archive; its folder appears
+atomically; an archive writes nothing outside its folder (`unpacking.py`), is bounded,
+and nothing in it raises privileges; a command that fails makes the build fail and
+leaves no image.
 """
 
 import asyncio
@@ -53,8 +53,8 @@ from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError, SandboxError
 
 Mode = Literal["scratch", "versioned", "lock"]
-"""When an image that was built before is taken: never; while recipe, base and our
-version are the same; while the lock file is.
+"""Condition for reusing an image that was built before: never; the same recipe, base
+and version of rollweave; the same lock file.
 """
 
 RUN_LIMITS = Limits(
@@ -65,7 +65,7 @@ RUN_LIMITS = Limits(
     cpu_s=14_400.0,
     files=4096,
 )
-"""Of the sandbox that runs a recipe's commands."""
+"""Limits of the sandbox that runs a recipe's commands."""
 
 WHY_BYTES = 1000
 """Maximum length of the message from the process that unpacks, which may quote the
@@ -76,18 +76,20 @@ END_S = 10.0
 """Seconds within which that process must end, with the process that it started."""
 
 FOLDER_BYTES = 1 << 40
-"""Of what a recipe copies: the user's own files, bounded by the disk."""
+"""Maximum number of bytes that a recipe copies: practically unlimited, since they are
+the user's own files.
+"""
 
 
 class CopyStep(Struct, frozen=True, kw_only=True):
-    """A file or folder of the host, and where the image has it."""
+    """A file or folder of the host, and its path in the image."""
 
     source: str
     target: str
 
 
 class Recipe(Struct, frozen=True, kw_only=True):
-    """What an image is made of. Relative paths are to the recipe's folder."""
+    """The contents of an image. Paths are relative to the recipe's folder."""
 
     name: str
     base: str
@@ -124,21 +126,24 @@ def read_recipe(path: Path, values: Mapping[str, object] | None = None) -> Recip
 
 
 class Images:
-    """Images of this host, in `folder`.
+    """The images of this host, in `folder`.
 
-    Calls may come from several processes: what appears is renamed into place.
+    Calls may come from several processes: images are renamed into place.
     """
 
     def __init__(self, folder: Path, blobs: Blobs, *, bounds: Bounds | None = None) -> None:
-        """`bounds` apply to each archive that is unpacked."""
+        """Open the images in `folder`.
+
+        `bounds` apply to each archive that is unpacked.
+        """
         self._folder, self._blobs, self._bounds = folder, blobs, bounds or Bounds()
         for name in ("roots", "built"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
 
     def path(self, digest: str) -> str:
-        """The folder of an image, for `SandboxSpec.image`; fetched and unpacked if need
-        be. Raises SandboxError, ValueError.
+        """Return the folder of an image, for `SandboxSpec.image`; the image is fetched
+        and unpacked if necessary. Raises SandboxError, ValueError.
         """
         root = self._folder / "roots" / check_digest(digest)
         if not root.is_dir():
@@ -148,7 +153,7 @@ class Images:
         return str(root)
 
     def add(self, source: Path) -> str:
-        """The digest of a folder or an archive, kept as an image.
+        """Store a folder or an archive as an image, and return its digest.
 
         Raises SandboxError.
         """
@@ -156,7 +161,7 @@ class Images:
             with self._blobs.new() as blob:
                 pack(source, blob, self._bounds)
                 return blob.keep()
-        with self._new() as made:  # through a folder, so that one content has one digest
+        with self._new() as made:  # unpacked first, so that equal contents have equal digests
             unpack(source, made, self._bounds)
             return self.add(made)
 
@@ -168,17 +173,17 @@ class Images:
         mode: Mode = "versioned",
         relative_to: Path | None = None,
     ) -> str:
-        """The digest of a recipe's image, built or found. `backend` runs its commands.
+        """Build a recipe's image, unless it may be reused, and return its digest.
+        `backend` runs its commands.
 
-        Raises SandboxError where a command fails, ConfigError for a recipe that cannot
-        be followed.
+        Raises SandboxError if a command fails, ConfigError for an invalid recipe.
         """
         here = relative_to or Path.cwd()
         key = await asyncio.to_thread(self._key, recipe, mode, here)
         record = self._folder / "built" / key if key else None
         if record is not None and record.is_file():
             digest = check_digest(record.read_text())
-            # what was built is nowhere any more: it is built again
+            # If the image is lost everywhere, it is built again.
             with contextlib.suppress(SandboxError):
                 await asyncio.to_thread(self.path, digest)
                 return digest
@@ -191,7 +196,9 @@ class Images:
         return digest
 
     def _key(self, recipe: Recipe, mode: Mode, here: Path) -> str | None:
-        """What must be the same for an image to be taken that is there; None: none is."""
+        """Return the key that an existing image must have to be reused; None if none
+        may be.
+        """
         if mode == "scratch":
             return None
         if mode == "lock":
@@ -209,7 +216,7 @@ class Images:
         return _digest_of_path(base) if base.exists() else check_digest(recipe.base)
 
     def _lay(self, recipe: Recipe, here: Path, made: Path) -> None:
-        """The base, and what is copied over it."""
+        """Unpack the base into `made`, and copy the recipe's files over it."""
         base = here / recipe.base
         if base.is_dir():
             copy_folder(base, made)
@@ -232,14 +239,14 @@ class Images:
 
     @contextlib.contextmanager
     def _new(self) -> Iterator[Path]:
-        """A folder that is gone afterwards, unless it was renamed."""
+        """Yield a folder that is removed afterwards unless it was renamed."""
         with temporary_folder(self._folder) as made:
             os.chmod(made, 0o755)
             yield made
 
 
 async def _run(recipe: Recipe, made: Path, backend: Backend) -> None:
-    """Run a recipe's commands over the folder, and put what they wrote into it."""
+    """Run a recipe's commands over the folder, and merge their writes into it."""
     if not recipe.run:
         return
     spec = SandboxSpec(image=str(made), fakeroot=True, network=recipe.network, limits=RUN_LIMITS)
@@ -282,12 +289,12 @@ def pack(folder: Path, out: Writing, bounds: Bounds) -> None:
         return member
 
     try:
-        # it only writes
+        # tarfile only writes to it.
         with tarfile.open(
             fileobj=cast(IO[bytes], out), mode="w|", format=tarfile.PAX_FORMAT
         ) as archive:
             for name in sorted(os.listdir(folder)):
-                # in folders `add` goes by name too
+                # `add` sorts the names in subfolders, too.
                 archive.add(folder / name, arcname=name, filter=plain)
         check_bytes(out.bytes, bounds)
     except (OSError, Refused) as error:
@@ -344,7 +351,7 @@ def _unpacked(archive: IO[bytes], folder: Path, bounds: Bounds) -> str:
         return ""
     return (
         said.decode("ascii", "backslashreplace").strip()
-        or "the process that unpacks it ended without a word"
+        or "the process that unpacks it ended without a message"
     )
 
 
@@ -385,7 +392,7 @@ def _clear(folder: Path) -> None:
 
 
 def copy_folder(source: Path, target: Path) -> None:
-    """Put a folder's content over another's, as layers lie over each other.
+    """Merge a folder's content into another's, as an upper layer over a lower one.
 
     Raises OSError.
     """
@@ -398,7 +405,9 @@ def copy_folder(source: Path, target: Path) -> None:
 
 
 def _copy(source: Path, target: str, top: int) -> None:
-    """Below the open folder `top`, following no link of the image."""
+    """Copy a file or folder below the open folder `top`, without following the image's
+    links.
+    """
     folder, _, name = target.strip("/").rpartition("/")
     if source.is_dir():
         to = ensure_folder(top, target)
@@ -422,7 +431,8 @@ def _copy(source: Path, target: str, top: int) -> None:
 
 
 def _digest_of_path(path: Path) -> str:
-    """Of a file's bytes, or of a folder's names, kinds, modes and bytes.
+    """Return the digest of a file's bytes, or of a folder's names, kinds, modes and
+    bytes.
 
     Raises ConfigError.
     """
@@ -446,7 +456,7 @@ def _digest_of_path(path: Path) -> str:
                 entries.append(f"{entry.relative_to(path)}\0{mode}\0{content}")
         return _sha256(entries)
     except OSError as error:
-        raise ConfigError(f"a recipe's files must be there and readable: {error}") from error
+        raise ConfigError(f"a recipe's files must exist and be readable: {error}") from error
 
 
 def _sha256(parts: list[str]) -> str:
@@ -457,7 +467,7 @@ def _appear(made: Path, root: Path) -> None:
     try:
         os.rename(made, root)
     except OSError:
-        if not root.is_dir():  # else another process was quicker, with the same content
+        if not root.is_dir():  # otherwise another process was faster, with the same content
             raise
 
 

@@ -1,8 +1,8 @@
-"""The system calls that a sandbox is made of and that Python has no name for. Linux,
+"""System calls that set up sandboxes and that Python does not provide. Linux only,
 standard library alone.
 
-Invariant: a call that fails raises OSError with the kernel's number and what was tried;
-nothing is retried.
+Invariant: a call that fails raises OSError with the kernel's error number and the name
+of the call; nothing is retried.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ _SECCOMP_MODE_FILTER = 2
 _CAPABILITY_VERSION_3 = 0x20080522
 
 _SYS_OPEN_TREE, _SYS_MOVE_MOUNT, _SYS_MOUNT_SETATTR = 428, 429, 442
-"""The same on every architecture: calls made after Linux 5.0 share one table."""
+"""Numbers that are the same on every architecture, as of all calls since Linux 5.0."""
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
 _SYS_SET_HOSTNAME = {"x86_64": 170, "aarch64": 161}
@@ -39,12 +39,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def unshare(flags: int) -> None:
-    """New namespaces for this process."""
+    """Move this process into new namespaces."""
     _check(_libc.unshare(flags), "unshare")
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
-    """mount(2)."""
+    """Call mount(2)."""
     result = _libc.mount(
         source.encode(),
         target.encode(),
@@ -56,7 +56,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = 
 
 
 def unmount(target: str, flags: int = 0) -> None:
-    """umount2(2)."""
+    """Call umount2(2)."""
     _check(_libc.umount2(target.encode(), flags), f"umount of {target}")
 
 
@@ -96,8 +96,8 @@ def bind_as(source: str, target: str, userns: int) -> None:
 
 
 def pivot_root(new_root: str) -> None:
-    """Make `new_root`, a mount point, the root; what was the root is gone for this
-    mount namespace.
+    """Make `new_root`, a mount point, the root, and remove the old root from this mount
+    namespace.
     """
     os.chdir(new_root)
     _syscall(_SYS_PIVOT_ROOT[os.uname().machine], "pivot_root", b".", b".")
@@ -115,29 +115,28 @@ def set_hostname(name: str) -> None:
 
 
 def die_with_parent(signal_number: int) -> None:
-    """Be sent this signal when the thread that made us ends.
-
-    Credentials that change undo it.
+    """Have the kernel send this process a signal when the parent's thread that made it
+    ends. A change of credentials resets this.
     """
     _prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
 def set_dumpable(value: int) -> None:
-    """Whether /proc/self belongs to our user (1), or to root (0)."""
+    """Set whether /proc/self belongs to our user (1) or to root (0)."""
     _prctl(_PR_SET_DUMPABLE, value)
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent ends become our children."""
+    """Make orphaned descendants children of this process."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def drop_capabilities() -> None:
-    """All of them, for good: also those that a program's file would give."""
+    """Drop all capabilities irrevocably, including those that a program's file grants."""
     for number in range(64):
         try:
             _prctl(_PR_CAPBSET_DROP, number)
-        except OSError:  # the kernel has no further ones
+        except OSError:  # the kernel has no more capabilities
             break
     header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
     _syscall(_SYS_CAPSET[os.uname().machine], "capset", header, bytes(24))
@@ -148,9 +147,8 @@ def no_new_privileges() -> None:
 
 
 def load_filter(program: bytes) -> None:
-    """Filter our system calls from now on by classic BPF, 8 bytes an instruction.
-
-    `no_new_privileges` comes first.
+    """Filter this process's system calls by a classic BPF program, 8 bytes an
+    instruction. Call `no_new_privileges` before.
     """
     buffer = ctypes.create_string_buffer(program, len(program))
     # struct sock_fprog: a count, padding, a pointer

@@ -1,8 +1,9 @@
-"""The other end of a supervisor: starts it, asks it for sandboxes, and hears how they end.
+"""The owner of a supervisor: it starts the supervisor, requests sandboxes from it, and
+receives the reasons for their ends.
 
-Invariants: the supervisor is started and spoken to by one thread that lives as long as it,
-because a process can die with the thread that made it; every sandbox that was asked for
-is heard of until it is gone; after `close` no process and no folder is left.
+Invariants: one thread starts the supervisor and sends to it, and lives as long as it,
+because a process can die with the thread that made it; every requested sandbox is
+tracked until it is gone; after `close` no process and no folder is left.
 """
 
 import asyncio
@@ -36,44 +37,46 @@ MESSAGE_BYTES = 1 << 17
 """Maximum size of a message in bytes: as much as is read at once."""
 
 PRIVATE_BYTES = 1 << 17
-"""Maximum size in bytes of the arguments and environment, which only a sandbox's
+"""Maximum size in bytes of the private part of a request, which only the sandbox's
 process reads.
 """
 
 END_S = 10.0
-"""Seconds that a supervisor has to end all its sandboxes."""
+"""Seconds within which a supervisor must end all its sandboxes."""
 
 ERROR_BYTES = 4096
-"""Of what a sandbox wrote as errors before it was ready, for our message."""
+"""Maximum number of bytes quoted from the errors that a sandbox wrote before it was
+ready.
+"""
 
 
-SUPERVISOR_GONE, CLOSED = "the process that holds the sandboxes is gone", "closed"
-"""Reasons for which all sandboxes of a launcher end at once."""
+SUPERVISOR_GONE, CLOSED = "the supervisor of the sandboxes is gone", "closed"
+"""Reasons for the end of all sandboxes of a launcher."""
 
 
 class SandboxHandle:
-    """A sandbox that the supervisor was asked for."""
+    """A sandbox that was requested from the supervisor."""
 
     def __init__(self, name: str, channel: socket.socket, errors: int, writes: int) -> None:
         self.id, self.channel = name, channel
         self.pid = 0
         self.writes = writes
-        """A descriptor of the folder that has what is written in it; -1 where there is
-        none.
-        """
+        """Descriptor of the folder that has the sandbox's writes; -1 if there is none."""
         self.whole = True
-        """That folder has all there is: nothing lies below it."""
+        """True if that folder has the whole root, with no layers below it."""
         self.why = ""
-        """Why it is gone, once it is."""
+        """Reason for its end, once it is gone."""
         self.gone = asyncio.Event()
         self.staged: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.done = asyncio.Event()
-        """What was asked last, and answers, is done; set too when the sandbox is gone."""
+        """Set when the last request that has an answer is done, and when the sandbox is
+        gone.
+        """
         self.on_gone: Callable[[], None] = lambda: None
         self._errors = errors
 
     def errors(self) -> str:
-        """What was written as errors so far. Later ones go nowhere."""
+        """Return the errors written so far; later ones are discarded."""
         if self._errors < 0:
             return ""
         with contextlib.suppress(BlockingIOError):
@@ -93,7 +96,7 @@ class SandboxHandle:
 
 
 class Launcher:
-    """One supervisor, which is `main` of a module.
+    """Starts one supervisor, the `main` of a module, and sends requests to it.
 
     All calls belong to the event loop's thread.
     """
@@ -105,8 +108,8 @@ class Launcher:
         self._handles: dict[str, SandboxHandle] = {}
         self._opening: asyncio.Task[None] | None = None
         self._lost = ""
-        # Root's sandboxes have other uids: the way to their root must be open to all,
-        # and /run is.
+        # Sandboxes of root have other uids: the path to their root must be open to all
+        # users, as /run is.
         self._parents = (
             "/run" if os.getuid() == 0 else tempfile.gettempdir(),
             tempfile.gettempdir(),
@@ -114,19 +117,19 @@ class Launcher:
         (self._base, lock), (self._kept, other) = map(locked_folders.create, self._parents)
         self._locks = (lock, other)
         os.chmod(self._base, 0o711)
-        # Whoever forgets a launcher, or never opens it, leaves no folder behind.
+        # A launcher that is never closed, or never opened, leaves no folder behind.
         self._remove = weakref.finalize(self, _remove, (self._base, self._kept), self._locks)
 
     @property
     def root(self) -> str:
-        """Where a sandbox's process sees its root mounted, and nobody else does."""
+        """Path at which a sandbox's process, and no other, sees its root mounted."""
         return f"{self._base}/place/root"
 
     @property
     def support(self) -> str:
-        """The folder that has boot.py and the server, compiled.
+        """Folder that has boot.py and the server, compiled.
 
-        It is there once the first sandbox is being launched.
+        It exists once the first sandbox is being launched.
         """
         return f"{self._base}/support"
 
@@ -139,12 +142,12 @@ class Launcher:
         writes: int = -1,
         **sandbox_request: Any,
     ) -> SandboxHandle:
-        """Ask for a sandbox and wait until its first program is about to run. `writes`
+        """Request a sandbox and wait until its first program is about to run. `writes`
         is as in SandboxHandle, which closes it.
 
-        Only the process that sandbox_request the sandbox reads `sandbox_request` (arguments,
-        environment, root), not the supervisor, whose memory every later sandbox inherits.
-        Raises SandboxError.
+        Only the process that becomes the sandbox reads `sandbox_request` (arguments,
+        environment, root), not the supervisor, whose memory every later sandbox
+        inherits. Raises SandboxError.
         """
         if self._opening is None:
             self._opening = asyncio.get_running_loop().create_task(
@@ -190,27 +193,25 @@ class Launcher:
         return handle
 
     def post(self, handle: SandboxHandle, what: str, **more: object) -> None:
-        """Ask the supervisor for something about a sandbox; nothing happens where it is
-        gone.
-        """
+        """Send the supervisor a request about a sandbox, unless the sandbox is gone."""
         if not handle.gone.is_set() and not self._lost:
             message = json.dumps({"do": what, "id": handle.id, **more}).encode()
-            with contextlib.suppress(RuntimeError):  # the thread was shut down: all is ending
+            with contextlib.suppress(RuntimeError):  # the thread was shut down
                 self._thread.submit(self._send_now, message, ())
 
     async def ask(self, handle: SandboxHandle, what: str) -> None:
-        """As `tell`, and wait until it is done, or the sandbox is gone."""
+        """Post a request, and wait until it is done or the sandbox is gone."""
         if not handle.gone.is_set():
             handle.done.clear()
             self.post(handle, what)
             await handle.done.wait()
 
     def folder(self) -> Path:
-        """A new folder of ours, which ends with the supervisor."""
+        """Make a folder that is removed with the supervisor."""
         return Path(tempfile.mkdtemp(prefix="kept-", dir=self._kept))
 
     async def close(self) -> None:
-        """End the supervisor and all that it holds; return when nothing is left."""
+        """End the supervisor and its sandboxes; return when nothing is left of them."""
         if self._opening is not None:
             await asyncio.wait([self._opening])
             if not self._opening.cancelled() and self._opening.exception() is None:
@@ -311,7 +312,7 @@ class Launcher:
                     f"the sandbox did not start: {handle.why} {handle.errors()}".strip()
                 )
             )
-            handle.staged.exception()  # whoever waits sees it; nobody has to
+            handle.staged.exception()  # retrieved, because the caller may have been cancelled
         handle.on_gone()
 
     def _lose(self, why: str) -> None:
@@ -333,8 +334,8 @@ class Launcher:
 
 
 def _populate(base: Path) -> None:
-    """Make what sandboxes are given: a folder to mount on, and the server, compiled,
-    because none can keep what it compiles.
+    """Make a folder to mount roots on, and a copy of the server, compiled because no
+    sandbox can store what it compiles.
     """
     (base / "place").mkdir()
     support = base / "support"

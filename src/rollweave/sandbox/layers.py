@@ -1,10 +1,9 @@
-"""Folders that lie over each other: copies of what a sandbox wrote, as a layer for the
-next one.
+"""Layers of file systems: copies of a sandbox's writes, as a layer for the next one.
 
-Invariants: what is copied was written by whoever is inside, so no link is followed,
-nothing is opened that could block, depth and bytes are bounded, and no file of the copy
-can raise anyone's privileges (no set-uid, no devices). What overlayfs marks as removed
-is kept as such. Standard library alone.
+Invariants: the copied files are not trusted, so no link is followed, no open blocks,
+depth and bytes are bounded, and no file of the copy can raise privileges (no set-uid,
+no devices). The marks of overlayfs for removed files are preserved. Standard library
+alone.
 """
 
 import contextlib
@@ -13,13 +12,15 @@ import stat
 from collections.abc import Sequence
 
 DEPTH = 100
-"""Folders in folders: each holds two descriptors open while it is copied."""
+"""Maximum depth of folders, each of which keeps two descriptors open while it is
+copied.
+"""
 
 CHUNK_BYTES = 1 << 20
 
 OPAQUE = ("trusted.overlay.opaque", "user.overlay.opaque")
-"""Marks of overlayfs on a folder that hides what is below it: mounted by root, and by a
-user.
+"""Attributes by which overlayfs marks a folder that hides lower layers, if mounted by
+root and if mounted by a user.
 """
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -31,9 +32,9 @@ class LayerError(OSError):
 
 
 class Copy:
-    """One copy of a folder's content into another that exists.
+    """Copies a folder's content into an existing folder.
 
-    `flatten` applies removals instead of keeping them as such.
+    `flatten` applies removals instead of preserving their marks.
     """
 
     def __init__(
@@ -45,8 +46,8 @@ class Copy:
         flatten: bool = False,
         owner: int = -1,
     ) -> None:
-        """`skip` has paths, relative to the folder, that are left out; `owner` is the
-        uid and gid of the files that are made.
+        """Prepare a copy. `skip` has paths, relative to the folder, that are left out;
+        `owner` is the uid and gid of the files that are made.
 
         With `only`, just these paths are copied, without symbolic links that lead out
         of the folder; the copy's owner can read every file in it.
@@ -72,11 +73,11 @@ class Copy:
                 continue
             is_whiteout = stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
             if not (is_whiteout or stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode)):
-                continue  # sockets, FIFOs, devices: nothing of them outlives their sandbox
+                continue  # sockets, FIFOs and devices are useless outside their sandbox
             if self._flatten:
                 remove(name, target)
             if self._only and not self._is_whole(where):
-                continue  # it is in the place of a folder of a wanted path
+                continue  # it is where a wanted path has a folder
             if is_whiteout and not self._flatten:
                 os.mknod(name, stat.S_IFCHR, 0, dir_fd=target)
             elif stat.S_ISLNK(status.st_mode):
@@ -130,7 +131,7 @@ class Copy:
         try:
             status = os.fstat(inner)
             if not stat.S_ISREG(status.st_mode):
-                return  # it was exchanged since
+                return  # it was replaced since
             outer = os.open(
                 name,
                 os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
@@ -146,7 +147,7 @@ class Copy:
             os.close(inner)
 
     def _data(self, inner: int, outer: int, size: int, where: str) -> None:
-        """What is not a hole."""
+        """Copy the data of a file, and keep its holes."""
         position = 0
         while position < size:
             try:
@@ -166,14 +167,14 @@ class Copy:
                     )
                 position += os.pwrite(outer, data, position)
             if position < end:
-                break  # it was cut short since
+                break  # it was truncated since
         os.ftruncate(outer, size)
 
     def _finish(self, made: int, status: os.stat_result) -> None:
         if self._owner >= 0:
             os.fchown(made, self._owner, self._owner)
         mode = status.st_mode & 0o1777 | (0o400 if self._only else 0)
-        # a folder that its owner can remove
+        # The owner must be able to remove a folder.
         os.fchmod(made, mode | 0o700 if stat.S_ISDIR(status.st_mode) else mode)
         os.utime(made, ns=(status.st_atime_ns, status.st_mtime_ns))
 
@@ -232,7 +233,7 @@ def _leads_out(link: str, depth: int) -> bool:
 
 
 def remove(name: str, folder: int) -> None:
-    """Whatever `name` is in an open folder; nothing where it is nothing."""
+    """Remove the file or tree `name` from an open folder, if it exists."""
     if _is_folder(name, folder):
         inner = os.open(name, _FOLDER, dir_fd=folder)
         try:

@@ -1,9 +1,9 @@
-"""No sandbox: the server as a process of ours, in a temporary folder, with our rights,
-our network and our files.
+"""No isolation: the server runs as a child process in a temporary folder, with our
+rights, our network and our files.
 
-For code that is trusted, and for machines that offer nothing better. Never chosen
-unless it is named. Time, CPU and memory are limited; a process that leaves the tree
-between two looks of the watch is found only when the back end closes.
+This back end is for trusted code, and for machines that support nothing better. It is
+used only if it is named. Time, CPU and memory are limited; a process that leaves the
+process tree between two polls is found only when the back end closes.
 """
 
 import asyncio
@@ -54,8 +54,7 @@ class Plain:
         workdir = home if spec.workdir == HOME else spec.workdir
         env = {"PATH": path, "HOME": home, **addressed(spec).env}
         here = msgspec.structs.replace(spec, workdir=workdir, env=env)
-        # The number of processes counts for all that our user has, here: it cannot be a
-        # sandbox's.
+        # NPROC counts all processes of our user here, so it cannot limit a sandbox.
         limits = {name: value for name, value in rlimits(spec.limits).items() if name != "NPROC"}
         argv = server(limits, here.workdir, python=sys.executable, support=self._launcher.support)
         writes = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

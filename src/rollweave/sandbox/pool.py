@@ -1,9 +1,8 @@
-"""Sandboxes that are started before they are asked for, so that an episode waits for
-none.
+"""A pool of sandboxes that are started in advance, so that no episode waits for one.
 
-Invariants: each sandbox is given out once; there are never more than `size` waiting or
-being started; one that ended while it waited is not given out; what waits when the pool
-closes is killed.
+Invariants: each sandbox is returned once; never more than `size` are waiting or being
+started; a sandbox that ended while it waited is not returned; sandboxes that wait when
+the pool closes are killed.
 """
 
 import asyncio
@@ -20,7 +19,7 @@ class Pool:
     """
 
     def __init__(self, backend: Backend, spec: SandboxSpec, *, size: int) -> None:
-        """Begins to start `size` of them. Raises ValueError."""
+        """Begin to start `size` sandboxes. Raises ValueError."""
         if size < 1:
             raise ValueError(f"size must be at least 1 for a pool of sandboxes, got {size}")
         self._backend, self._spec, self._size = backend, spec, size
@@ -30,11 +29,11 @@ class Pool:
         self._refill()
 
     def __len__(self) -> int:
-        """How many wait."""
+        """Return the number of waiting sandboxes."""
         return len(self._warm)
 
     async def take(self) -> Sandbox:
-        """One that has just been started or has waited; the pool starts another.
+        """Return a waiting sandbox, or start one; the pool starts another.
 
         Raises SandboxError.
         """
@@ -48,14 +47,12 @@ class Pool:
         return await self._backend.start(self._spec)
 
     async def filled(self) -> None:
-        """Return when nothing is being started any more: all wait, or cannot be
-        started.
-        """
+        """Wait until no sandbox is being started: all are ready, or failed to start."""
         while self._starting:
             await asyncio.wait(list(self._starting))
 
     async def close(self) -> None:
-        """Kill those that wait."""
+        """Kill the waiting sandboxes."""
         self._closed = True
         for task in self._starting:
             task.cancel()
@@ -73,4 +70,4 @@ class Pool:
         try:
             self._warm.append(await self._backend.start(self._spec))
         except SandboxError:
-            return  # whoever takes one next starts it, and hears why it cannot be
+            return  # the next caller of `take` starts one, and gets the error

@@ -1,6 +1,5 @@
-"""The processes of this machine, read once: who descends from whom, and what each uses.
-
-Linux, standard library alone.
+"""The processes of this machine at one moment: their parents, and the resources that
+they use. Linux only, standard library alone.
 """
 
 import os
@@ -15,14 +14,16 @@ ENTRIES_PER_TABLE = PAGE_BYTES // 8
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A line of /proc/PID/stat."""
+    """A process, as /proc/PID/stat describes it."""
 
     pid: int
     parent: int
     started: int
-    """In the kernel's ticks since the boot: with the pid it names one process for ever."""
+    """Start time in kernel ticks since the boot; with the pid it identifies the
+    process.
+    """
     cpu_s: float
-    """Of itself, and of those of its children that it has waited for."""
+    """CPU seconds of itself, and of those of its children that it has waited for."""
     resident_bytes: int
     virtual_bytes: int
     stopped: bool
@@ -30,8 +31,8 @@ class Process:
 
     @property
     def most_bytes(self) -> int:
-        """Upper bound of its memory: resident pages, and the page tables that its whole
-        address space could need.
+        """Upper bound of its memory: resident pages, and the largest page tables that
+        its address space can need.
         """
         return self.resident_bytes + self.virtual_bytes // ENTRIES_PER_TABLE
 
@@ -39,7 +40,7 @@ class Process:
         """Return resident memory, in which a page that n processes map counts 1/n, plus
         page tables.
 
-        Where the kernel does not tell, because the process hides its memory, resident
+        If the kernel refuses access, because the process hides its memory, resident
         memory beyond `inherited_bytes` counts.
         """
         resident = self.resident_bytes - inherited_bytes
@@ -63,33 +64,33 @@ class Table:
 
     @classmethod
     def now(cls) -> "Table":
-        found = {}
+        processes = {}
         for name in os.listdir("/proc"):
             if name.isdecimal():
                 line = process(int(name))
-                if line is not None:  # else it has ended
-                    found[line.pid] = line
-        return cls(found)
+                if line is not None:  # otherwise it has ended
+                    processes[line.pid] = line
+        return cls(processes)
 
     def below(self, seen: dict[int, int]) -> list[Process]:
-        """Those of `seen` (start times by pid) that are still there, and all their
-        descendants.
+        """Return the processes of `seen` (start times by pid) that still exist, and all
+        their descendants.
         """
-        found: dict[int, Process] = {}
+        descendants: dict[int, Process] = {}
         waiting = [self._processes[pid] for pid, started in seen.items() if self._is(pid, started)]
         while waiting:
             process = waiting.pop()
-            if process.pid not in found:
-                found[process.pid] = process
+            if process.pid not in descendants:
+                descendants[process.pid] = process
                 waiting.extend(self._children.get(process.pid, ()))
-        return list(found.values())
+        return list(descendants.values())
 
     def _is(self, pid: int, started: int) -> bool:
         return pid in self._processes and self._processes[pid].started == started
 
 
 def process(pid: int) -> Process | None:
-    """One process, where it is there."""
+    """Return one process; None if it does not exist."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return _parsed(pid, file.read())
@@ -98,19 +99,19 @@ def process(pid: int) -> Process | None:
 
 
 def started(pids: Iterable[int]) -> dict[int, int]:
-    """Start times of those that are there."""
+    """Return the start times, by pid, of the processes that exist."""
     return {pid: line.started for pid in pids if (line := process(pid)) is not None}
 
 
 def family(pid: int) -> set[int]:
-    """A process and its descendants, while none of them is made or ends: quicker than a
-    table where there are many others.
+    """Return a process and its descendants, provided that none of them starts or ends
+    during the call. It is faster than a table on machines with many other processes.
     """
-    found, waiting = {pid}, [pid]
+    pids, waiting = {pid}, [pid]
     while waiting:
         waiting.extend(_children(waiting.pop()))
-        found.update(waiting)
-    return found
+        pids.update(waiting)
+    return pids
 
 
 def _children(pid: int) -> list[int]:
@@ -126,8 +127,7 @@ def _children(pid: int) -> list[int]:
                 for child in _read(f"/proc/{pid}/task/{task}/children").split()
             ]
         except (FileNotFoundError, ProcessLookupError):
-            # a thread has ended: another has its children now, maybe one that was read
-            # before
+            # A thread has ended. Another one, perhaps already read, has its children.
             continue
 
 
@@ -145,7 +145,7 @@ def _read(path: str) -> str:
 
 
 def _parsed(pid: int, stat: bytes) -> Process:
-    fields = stat.rpartition(b")")[2].split()  # a name may hold anything, also brackets
+    fields = stat.rpartition(b")")[2].split()  # a name may contain anything, even brackets
     return Process(
         pid=pid,
         parent=int(fields[1]),

@@ -1,4 +1,4 @@
-"""From the name of a back end to the back end."""
+"""The back ends by name."""
 
 from collections.abc import Callable
 
@@ -15,17 +15,17 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "apptainer": Apptainer,
     "plain": Plain,
 }
-"""By name.
+"""Name → class of each back end.
 
-The first is the default; plain isolates nothing, and is taken only where it is named.
+The first is the default; plain isolates nothing, and is used only if it is named.
 """
 
 
 def backend(name: str | None = None) -> Backend:
-    """The back end called `name`, or the default one.
+    """Return the back end called `name`, or the default one.
 
-    Raises ConfigError for a name that there is not, SandboxError where it is not
-    installed: the message says what to install.
+    Raises ConfigError for an unknown name, and SandboxError, which says what to
+    install, if the back end is not installed.
     """
     if name is None:
         try:

@@ -1,9 +1,9 @@
-"""What a sandbox's root is made of, for the host's image and for folders: a description
-that `stage.py` mounts.
+"""The description of a sandbox's root, for the host's image and for folders, which
+`stage.py` mounts.
 
-Invariants: no sandbox sees rollweave, wherever it is installed, because its handlers
-contain the right answers of their tasks. On the host's image, no sandbox can write what
-the dynamic linker or an interpreter loads when a program starts.
+Invariants: no sandbox sees rollweave, regardless of where it is installed, because its
+handlers contain the right answers of their tasks. On the host's image, no sandbox can
+write files that the dynamic linker or an interpreter loads when a program starts.
 """
 
 import functools
@@ -24,12 +24,12 @@ from rollweave.sandbox.base import HOME, HOST, LOOPBACK, SandboxSpec
 from rollweave.sandbox.stage import Root
 
 _SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
-"""Beside /usr: links into it, or on older systems folders of their own."""
+"""System folders beside /usr: links into it, or on older systems separate folders."""
 
 _ETC = ("alternatives", "ssl", "ca-certificates", "pki")
-"""What programs need of /etc to start and to check certificates.
+"""Entries of /etc that programs need to start and to check certificates.
 
-Nothing of the host's users, network or secrets.
+They contain nothing about the host's users, network or secrets.
 """
 
 
@@ -43,13 +43,13 @@ _KEPT = ("/tmp", "/etc", "/run", "/dev", "/proc", "/sys")
 
 
 def layers_of(spec: SandboxSpec) -> tuple[str, ...]:
-    """Folders below the writes of a sandbox that begins with its image."""
+    """Return the layers below the writes of a sandbox that begins with its image."""
     return () if spec.image == HOST else (spec.image,)
 
 
 def root_of(spec: SandboxSpec, *, support: str, layers: tuple[str, ...]) -> dict[str, Any]:
-    """The request's `root` for `stage.Root`; `layers` as `layers_of` gives them, or a
-    snapshot has them.
+    """Return the request's `root`, the fields of `stage.Root`. `layers` are those of
+    `layers_of` or of a snapshot.
     """
     binds, links = _host() if spec.image == HOST else ([], [])
     return asdict(
@@ -69,7 +69,7 @@ def root_of(spec: SandboxSpec, *, support: str, layers: tuple[str, ...]) -> dict
 
 
 def python_of(spec: SandboxSpec) -> str:
-    """The interpreter of its server: ours, as far as the host's image has it, or the
+    """Return the interpreter of a sandbox's server: ours for the host's image, or the
     image's.
     """
     return sys.executable if spec.image == HOST else "python3"
@@ -92,7 +92,7 @@ def _host() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
 
 
 def _hidden(binds: list[tuple[str, str]]) -> list[str]:
-    """Where the host's folders show rollweave itself."""
+    """Return the paths at which the host's folders show rollweave itself."""
     package = os.path.realpath(DIRECTORY)
     seen = [(os.path.realpath(source), where) for source, where in binds]
     return list(
@@ -134,16 +134,16 @@ def import_folders(
     configured to import, by `.pth` files and editable installs, whether they exist or
     not.
     """
-    found: dict[str, None] = {}
+    paths: dict[str, None] = {}
     patterns = [f"lib*/python3*/{name}-packages" for name in ("site", "dist")]
     for folder in itertools.chain.from_iterable(
         Path(root).glob(pattern) for root in roots for pattern in patterns
     ):
         for file in sorted(folder.glob("*.pth")):
-            found |= dict.fromkeys(_named_in(file))
+            paths |= dict.fromkeys(_named_in(file))
         for file in sorted(folder.glob("*.dist-info/direct_url.json")):
-            found |= dict.fromkeys(_editable(file))
-    return tuple(dict.fromkeys(os.path.normpath(path) for path in found))
+            paths |= dict.fromkeys(_editable(file))
+    return tuple(dict.fromkeys(os.path.normpath(path) for path in paths))
 
 
 def _named_in(file: Path) -> Iterator[str]:
@@ -151,7 +151,7 @@ def _named_in(file: Path) -> Iterator[str]:
     try:
         lines = file.read_text(errors="surrogateescape").splitlines()
     except OSError:
-        return  # it cannot be read inside, either
+        return  # nor can it be read inside
     for line in lines:
         if line.strip() and "\0" not in line and not line.startswith(("#", "import ", "import\t")):
             yield os.path.join(file.parent, line.rstrip())

@@ -1,6 +1,5 @@
-"""A sandbox that runs: its server's channel, and the supervisor that holds its processes.
-
-The same for every back end.
+"""A running sandbox: the channel to its server, and requests about its processes to the
+supervisor. It is the same for every back end.
 """
 
 import asyncio
@@ -22,24 +21,24 @@ from rollweave.sandbox.supervisor import ENDED, KILLED, OVERDUE, STOPPED
 from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxSpoiledError
 
 START_S = 20.0
-"""Seconds for a server to answer: an interpreter's start on a machine that is full."""
+"""Maximum seconds until a server answers: an interpreter's start on a loaded machine."""
 
 FILE_S = 10.0
-"""Seconds for a file to be read or written: it is in memory."""
+"""Maximum seconds for reading or writing a file, which is in memory."""
 
 EXIT_S = 1.0
-"""Seconds from the end of a server's socket to that of its process."""
+"""Maximum seconds from the end of a server's socket to the end of its process."""
 
 WATCHED = ("processes", "memory_bytes", "disk_bytes", "cpu_s", "wall_s")
-"""Limits of all processes together."""
+"""Limits that the supervisor enforces on all processes together."""
 
 OUTSIDE = (STOPPED, KILLED, OVERDUE, SUPERVISOR_GONE, CLOSED)
-"""Reasons for the end of a sandbox that the code in it did not cause; it caused all
-others, once it had started.
+"""Reasons for the end of a sandbox that the code in it did not cause; after its start,
+it caused all others.
 """
 
 MOUNTED = frozenset(("dev", "proc", "sys", "run/rollweave"))
-"""What is mounted or written anew in every sandbox: no part of a snapshot."""
+"""Folders that are made for every sandbox and are no part of a snapshot."""
 
 
 class RunningSandbox:
@@ -73,7 +72,7 @@ class RunningSandbox:
 
     @property
     def pid(self) -> int:
-        """Of its first process, as the host sees it."""
+        """Host pid of its first process."""
         return self._handle.pid
 
     @property
@@ -82,11 +81,11 @@ class RunningSandbox:
 
     async def call(self, action: str, body: bytes = b"", *, timeout_s: float, **args: Any) -> Reply:
         try:
-            if not self._killed:  # else it may still live for a moment
+            if not self._killed:  # a killed sandbox may still live for a moment
                 return await self._channel.call(action, body, timeout_s=timeout_s, **args)
         except SandboxLostError as error:
-            # Its socket ends a moment before its process is reaped, which tells why.
-            # What broke the protocol is ended.
+            # The socket ends a moment before its process is reaped, which gives the
+            # reason. A server that broke the protocol is killed.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._handle.gone.wait(), EXIT_S)
             self.kill(spoiled=f"its server: {error}")
@@ -135,7 +134,7 @@ class RunningSandbox:
         if self._handle.gone.is_set():
             raise self._lost_error()
         if self._handle.writes < 0:
-            raise SandboxError("this kind of sandbox has no layer of its own to keep")
+            raise SandboxError("this kind of sandbox has no separate layer to store")
         below = () if self._handle.whole else self._below
         async with self._keeping:
             await self._launcher.ask(self._handle, "freeze")
@@ -171,8 +170,8 @@ class RunningSandbox:
         self._launcher.post(self._handle, "kill")
 
     def _lost_error(self) -> SandboxLostError:
-        """Return the error that says why it is gone; its type says whether the code
-        inside caused that.
+        """Return the error with the reason for the sandbox's end; its type says whether
+        the code inside caused it.
         """
         why = self._handle.why
         if why == KILLED and self._spoiled:
@@ -194,12 +193,12 @@ async def started(
     drop: bool = True,
     **request: Any,
 ) -> RunningSandbox:
-    """Have a sandbox launched and wait until its server answers. Raises SandboxError.
+    """Launch a sandbox and wait until its server answers. Raises SandboxError.
 
-    `asked` is what was asked for, where `spec` says it in the host's terms; `writes` is
-    a descriptor of the folder of its writes, where no root is staged for it;
-    `contained` says that its processes end with the first one, `drop` that root gives
-    it a uid of its own.
+    `asked` is the caller's specification if `spec` is an adapted one; `writes` is a
+    descriptor of the folder of its writes if no root is staged for it; `contained` says
+    that its processes end with the first one, `drop` that a supervisor run by root
+    gives it a separate uid.
     """
     began = time.perf_counter()
     limits = {name: getattr(spec.limits, name) for name in WATCHED}
@@ -209,7 +208,7 @@ async def started(
     sandbox = RunningSandbox(spec, launcher, handle, asked=asked, below=below, contained=contained)
     try:
         await sandbox.call("ping", timeout_s=START_S)
-        # before any command: what is there by then is the sandbox's own
+        # No command has run yet: all present processes are the sandbox's own.
         await launcher.ask(handle, "ready")
     except SandboxError as error:
         sandbox.kill()
@@ -227,7 +226,7 @@ async def started(
 
 
 def _copy_all(writes: int, folder: str, limit_bytes: int) -> int:
-    """The bytes copied. Closes `writes`."""
+    """Copy all writes to `folder`; return the number of bytes. Closes `writes`."""
     target = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         copy = Copy(limit_bytes=limit_bytes, skip=MOUNTED)

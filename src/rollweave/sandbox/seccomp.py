@@ -1,7 +1,7 @@
-"""The filter of system calls: what no program in a sandbox needs and an attack would
-use, as classic BPF.
+"""The filter of system calls, as classic BPF: it refuses calls that no program in a
+sandbox needs and an attack would use.
 
-Everything is allowed that is not named here, so that compilers, interpreters, package
+Every call that is not named here is allowed, so that compilers, interpreters, package
 managers and test suites work. Refused are calls that reach the kernel's least-tested
 parts (io_uring, bpf, keys, perf), that look into other processes (ptrace), that change
 namespaces or mounts, that hold memory which no process maps (memfd, System V and POSIX
@@ -11,8 +11,8 @@ other than TCP, UDP and ping, pushing input to a terminal, its line disciplines,
 personalities that no program needs. A call that is newer than this table does not
 exist. Calls of another architecture end the process.
 
-Written out here, not taken from libseccomp: it is one table and a page of code, and
-needs no library of the system. Standard library alone.
+The filter does not use libseccomp: it is one table and a page of code, and needs no
+system library. Standard library alone.
 """
 
 import errno
@@ -150,8 +150,8 @@ argument's low half comes first.
 
 @functools.cache
 def bpf_filter(machine: str | None = None) -> bytes:
-    """The program for `machine` (as `uname -m` says; this one's by default). Raises
-    ValueError for one that it has no table of.
+    """Return the program for `machine` (as printed by `uname -m`; by default this
+    machine). Raises ValueError for an unknown one.
     """
     machine = machine or os.uname().machine
     if machine not in AUDIT_ARCH:
@@ -209,5 +209,5 @@ def _argument(place: int) -> list[bytes]:
 
 
 def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """struct sock_filter."""
+    """Return one instruction, a struct sock_filter."""
     return struct.pack("=HBBI", code, if_true, if_false, value)

@@ -1,14 +1,14 @@
-"""A sandbox's root, mounted where only the sandbox sees it: image and snapshots below,
-a tmpfs for all writes above.
+"""Mounts a sandbox's root where only the sandbox sees it: image and snapshots below, a
+tmpfs for all writes above.
 
-Runs in a process that was forked for one sandbox and becomes it. As root, the mounts
-are made in a mount namespace of their own and the image's owner is mapped to the
-sandbox's uid; as a user, in a user namespace too. Where overlayfs does not work, the
+The code runs in a process that was forked for one sandbox and becomes it. Mounts are
+made in a new mount namespace. As root, the image's owner is mapped to the sandbox's
+uid; as a user, a new user namespace is entered, too. If overlayfs does not work, the
 image is copied.
 
-Invariants: nothing outside `place` is written, whatever symbolic links an image or a
-snapshot has; the host's mounts do not change; all that the sandbox writes is below the
-one tmpfs, or on /dev/shm, with their limits. Standard library alone.
+Invariants: nothing outside `place` is written, regardless of symbolic links in an image
+or a snapshot; the host's mounts do not change; all writes of the sandbox are on the one
+tmpfs, or on /dev/shm, with their limits. Standard library alone.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from rollweave.sandbox.devices import mount_devices
 from rollweave.sandbox.layers import Copy, remove
 
 INODE_BYTES = 8192
-"""Of disk for each file: the kernel keeps about 1 kB for a file that is empty, which no
-size limit counts.
+"""Bytes of disk space for each permitted file: the kernel needs about 1 kB for an empty
+file, which no size limit counts.
 """
 
 EMPTY_INODES = 256
@@ -40,35 +40,35 @@ _OVERLAY, _OVERLAY_AS_ROOT, _OVERLAY_AS_USER = (
     "metacopy=off,redirect_dir=off",
     "userxattr",
 )
-"""Every entry of the upper folder is to be what it says; `userxattr` implies that by
-itself.
+"""Mount options by which every entry of the upper folder is stored completely;
+`userxattr` implies the second.
 """
 
 
 @dataclass(frozen=True)
 class Root:
-    """What a root is made of. Paths inside are absolute, in the sandbox's eyes."""
+    """The contents of a root. Inner paths are absolute, as the sandbox sees them."""
 
     layers: list[str]
-    """Folders below the writes, the newest first. None: the root begins empty."""
+    """Folders below the writes, the newest first; without any, the root begins empty."""
     binds: list[tuple[str, str]] = field(default_factory=list)
-    """Folders of the host, and where they are seen, read-only."""
+    """Folders of the host, and the paths at which they appear, read-only."""
     links: list[tuple[str, str]] = field(default_factory=list)
-    """What a symbolic link says, and where it is."""
+    """Targets and paths of symbolic links."""
     files: dict[str, str] = field(default_factory=dict)
     folders: list[str] = field(default_factory=list)
-    """Made where they are not there, and the sandbox's own."""
+    """Folders that are made if missing, and then belong to the sandbox."""
     hidden: list[str] = field(default_factory=list)
-    """Folders that appear empty and read-only: within `binds`, or around them."""
+    """Folders that appear empty and read-only, inside or around `binds`."""
     disk_bytes: int = 1 << 30
 
 
 def stage(root: Root, place: str, uid: int | None) -> tuple[int, bool]:
-    """Mount a root at `place`/root, for host user `uid` (None: our own, where we are
-    not root).
+    """Mount a root at `place`/root, for host user `uid` (None for our own user if we
+    are not root).
 
-    `place` is a folder that exists. Returns a descriptor of the folder that has the
-    writes, and whether it has what is below them too. Raises OSError.
+    `place` is an existing folder. Returns a descriptor of the folder that has the
+    writes, and whether it has the layers below them, too. Raises OSError.
     """
     if uid is None:
         enter_user_namespace(kernel.CLONE_NEWNS)
@@ -99,7 +99,7 @@ def inodes(disk_bytes: int) -> int:
 
 
 def enter_user_namespace(flags: int) -> None:
-    """Have all capabilities over new namespaces, as the user that we are."""
+    """Enter new namespaces as our own user, with all capabilities over them."""
     uid, gid = os.getuid(), os.getgid()
     kernel.unshare(kernel.CLONE_NEWUSER | flags)
     map_user(uid, uid, gid, gid)
@@ -116,7 +116,7 @@ def _bound_watchers() -> None:
 
 
 def map_user(inside: int, uid: int, inside_gid: int, gid: int) -> None:
-    """Say who we are in the user namespace that we have just made."""
+    """Map our user and group in the user namespace that was just made."""
     for file, line in (
         ("setgroups", "deny"),
         ("uid_map", f"{inside} {uid} 1"),
@@ -127,7 +127,7 @@ def map_user(inside: int, uid: int, inside_gid: int, gid: int) -> None:
 
 
 def _mount_layers(root: Root, place: str, uid: int | None) -> str:
-    """Returns the name of the folder that has the writes."""
+    """Mount the layers; return the name of the folder that has the writes."""
     below = []
     for number, layer in enumerate(root.layers):
         target = f"{place}/l{number}"
@@ -161,8 +161,8 @@ def _copy_layers(root: Root, target: str, owner: int) -> None:
 
 
 def _bind_mapped(layer: str, target: str, uid: int) -> None:
-    """A layer whose owner is the sandbox's user: so its files can be changed in the
-    overlay, and nowhere else.
+    """Mount a layer with its owner mapped to the sandbox's user, who can then change
+    its files in the overlay, and nowhere else.
     """
     owner = os.stat(layer)
     try:
@@ -171,16 +171,13 @@ def _bind_mapped(layer: str, target: str, uid: int) -> None:
             kernel.bind_as(layer, target, namespace)
         finally:
             os.close(namespace)
-    except (
-        OSError
-    ):  # a file system, or a kernel, that maps no owners: its files can be read, by their modes
+    except OSError:  # without a mapping of owners, files are readable as their modes allow
         kernel.mount(layer, target, flags=kernel.MS_BIND)
 
 
 def _mapping(uids: str, gids: str) -> int:
-    """A descriptor of a user namespace with these maps.
-
-    It takes a process to make one.
+    """Return a descriptor of a user namespace with these maps, which a forked process
+    makes.
     """
     ready_r, ready_w = os.pipe()
     pid = os.fork()
@@ -227,7 +224,7 @@ def _populate(root: Root, path: str, owner: int) -> None:
         os.close(made)
         os.close(folder)
     mounts = [*root.binds, *(("", where) for where in root.hidden)]
-    # a folder before what is mounted in it
+    # A folder is mounted before the mounts in it.
     for source, where in sorted(mounts, key=lambda mount: mount[1].count("/")):
         if source:
             _bind(source, where, top, owner)
@@ -242,10 +239,10 @@ def _populate(root: Root, path: str, owner: int) -> None:
 
 def _bind(source: str, where: str, top: int, owner: int) -> None:
     target = ensure_folder(top, where, owner)
-    at = f"/proc/self/fd/{target}"  # by descriptor, so that no name on the way is resolved again
+    at = f"/proc/self/fd/{target}"  # by descriptor, so that no path is resolved again
     kernel.mount(source, at, flags=kernel.MS_BIND | kernel.MS_REC)
     os.close(target)
-    target = ensure_folder(top, where, owner)  # what is mounted there now
+    target = ensure_folder(top, where, owner)  # the folder that is mounted there now
     at = f"/proc/self/fd/{target}"
     locked = _locked_flags(at)
     kernel.mount(
@@ -278,7 +275,7 @@ def _seal(where: str, top: int) -> None:
 
 
 def _locked_flags(path: str) -> int:
-    """Flags of a mount that a user namespace must repeat when it changes others."""
+    """Return the mount's flags that a user namespace must repeat to change others."""
     flags = os.statvfs(path).f_flag
     pairs = (
         (os.ST_NODEV, kernel.MS_NODEV),
@@ -295,9 +292,9 @@ def _parent(top: int, path: str, owner: int) -> tuple[int, str]:
 
 
 def ensure_folder(top: int, path: str, owner: int = -1) -> int:
-    """A descriptor of a folder below `top`, made where it is missing.
+    """Return a descriptor of a folder below `top`, which is made if missing.
 
-    What is no folder on the way is replaced by one.
+    Any part of the path that is not a folder is replaced by one.
     """
     here = os.dup(top)
     for name in path.strip("/").split("/"):
@@ -316,7 +313,9 @@ def ensure_folder(top: int, path: str, owner: int = -1) -> int:
 
 
 def _make_if_missing(top: int, path: str, owner: int) -> None:
-    """As `ensure_folder`, but the image's own links are left as they are."""
+    """Make a folder as `ensure_folder` does, but leave the image's own links as they
+    are.
+    """
     names = path.strip("/").split("/")
     for count in range(1, len(names) + 1):
         here, name = _parent(top, "/".join(names[:count]), owner)

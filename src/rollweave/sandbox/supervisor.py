@@ -1,14 +1,15 @@
-"""The process that holds the sandboxes of one back end: it forks each, watches what all
-its processes use, and ends it.
+"""The process that supervises the sandboxes of one back end: it forks each of them,
+polls the resources that its processes use, and ends it.
 
-It is small, single-threaded and long-lived: a fork of it takes a millisecond, where one
-of a trainer takes many; a sandbox that is to die with its parent's thread has one that
-stays; a busy event loop delays no watch. `launcher.py` is its other end.
+The process is small, single-threaded and long-lived. Forking it takes a millisecond,
+while forking a trainer takes many. Sandboxes die with their parent's thread, and this
+thread lives as long as they may. A busy event loop delays no check. `launcher.py` is
+the other end of its socket.
 
 Invariants: all its children end when it ends, and it ends when its owner does; a signal
-goes to a child that is not reaped yet, or to a descendant of one found a moment before,
-never by name; every child's end is signaled exactly once. Standard library alone: it
-imports nothing heavy, and nothing of ours that does.
+goes only to a child that is not reaped yet or to a descendant found a moment before,
+never to a process selected by name; the end of every child is reported exactly once.
+It uses the standard library alone, and imports no module that is slow to import.
 """
 
 import contextlib
@@ -39,66 +40,62 @@ MESSAGE_BYTES = 1 << 17
 """Maximum size of a request in bytes."""
 
 TICK_S = 0.1
-"""Between two looks at what the sandboxes use."""
+"""Seconds between two checks of the resources that the sandboxes use."""
 
 POLL_CPU_SHARE = 0.1
-"""Of a core that looking may take: with many sandboxes the looks are further apart."""
+"""Largest share of one core spent on polling; with many sandboxes the interval grows."""
 
 STOPPED, KILLED, OVERDUE = "stopped", "killed", "killed: it went beyond limits.wall_s"
-"""Reasons for the end of a sandbox that the code in it did not cause."""
+"""Reasons for a sandbox's end that the code in it did not cause."""
 
 ENDED = "ended with status"
-"""Beginning of the reason if its first process ended; the exit status follows, or minus
-the signal's number.
+"""Beginning of the reason if the first process ended; its exit status follows, or the
+negated signal number.
 """
 
 UID_BASE, UIDS_EACH = 1_000_000, 1000
-"""Host uids of sandboxes where we are root: a block for each supervisor, by its pid, one
-for each sandbox at a time.
+"""Host uids of sandboxes where we are root: each supervisor has a block, by its pid,
+and each live sandbox one uid of it.
 """
 
 
 @dataclass
 class SandboxRecord:
-    """One sandbox."""
+    """What the supervisor knows about one sandbox."""
 
     id: str
     pid: int
     uid: int | None
     contained: bool
-    """All its processes end with the first one (a PID namespace)."""
+    """True if all its processes end with the first one (a PID namespace)."""
     processes: int
     memory_bytes: int
     cpu_s: float
     ends_at: float
     group: Group
     seen: dict[int, int]
-    """Start times of its processes, as of the last look: still its own when their
-    parent is gone.
+    """Start times, by pid, of its processes at the last check; they still belong to it
+    after their parent has ended.
     """
     own: dict[int, int] = field(default_factory=dict)
-    """Start times of the sandbox's own processes, which a soft stop leaves: its init
-    and its server.
-    """
+    """Start times, by pid, of the sandbox's init and server, which a soft stop spares."""
     inherited: dict[int, int] = field(default_factory=dict)
-    """Resident bytes of these before any command ran; a fork mostly shares them with
-    its parent.
+    """Resident bytes, by pid, of these processes before any command ran; a fork shares
+    most of them with its parent.
     """
     reaped: bool = False
     removed_by: float = 0.0
-    """Time by which its groups must be gone; otherwise they stay until the supervisor ends."""
+    """Time after which its end is reported even if its control groups remain."""
     why: str = ""
     kill_at: float = 0.0
-    """A soft stop ends then."""
+    """Time at which a soft stop ends; 0 if none is under way."""
     signaled: set[int] = field(default_factory=set)
-    """Processes that were sent SIGTERM."""
+    """Pids of the processes that have been sent SIGTERM."""
 
 
 @dataclass(frozen=True)
 class SpareProcess:
-    """A process that has joined its groups, and waits for the request that it will
-    serve.
-    """
+    """A process that has joined its control groups and waits for a start request."""
 
     pid: int
     group: Group
@@ -106,14 +103,14 @@ class SpareProcess:
     """Socket over which it receives a request and the request's descriptors."""
 
     def drop(self) -> None:
-        self.request_socket.close()  # it then ends, if it has not yet
+        self.request_socket.close()  # upon which the process ends, if it has not yet
         self.group.remove()
 
 
 class Supervisor:
-    """Requests in, forks and signals out.
+    """Receives requests, and forks and signals sandboxes.
 
-    `enter` becomes a sandbox that needs no other program (`zygote`).
+    `enter` turns a fork into a sandbox that runs no other program (`zygote`).
     """
 
     def __init__(
@@ -138,11 +135,11 @@ class Supervisor:
         }
 
     def run(self) -> None:
-        """Serve until the owner's end of the socket closes; then end all."""
+        """Serve until the owner closes its end of the socket; then end all sandboxes."""
         wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        # from now on SIGTERM interrupts nothing, least of all the end
+        # From now on SIGTERM interrupts nothing, least of all the shutdown.
         signal.signal(signal.SIGTERM, self._asked_to_end)
         try:
             while not self._ending:
@@ -200,7 +197,7 @@ class Supervisor:
         spare, self._spare = self._spare, None
         try:
             spare = spare or self._fork_spare()
-            # Its files are in memory, too, and have their own limits.
+            # The sandbox's files are in memory too, and have limits of their own.
             most = limits["memory_bytes"] + limits["disk_bytes"] + SHM_BYTES
             spare.group.limit(memory_bytes=most, processes=limits["processes"])
             socket.send_fds(
@@ -229,15 +226,15 @@ class Supervisor:
         self._by_pid[pid] = record.id
 
     def _prepare(self) -> None:
-        """Keep a process ready for the next request: moving one into its groups takes
+        """Fork a process for the next request: moving a process into its groups takes
         longer than all other steps together.
         """
-        # then the next request tries again, and reports the error
+        # On failure the next request tries again, and reports the error.
         with contextlib.suppress(OSError):
             self._spare = self._fork_spare()
 
     def _fork_spare(self) -> SpareProcess:
-        """Raises OSError."""
+        """Fork a process that joins new groups. Raises OSError."""
         group, us = self._groups.make(str(next(self._numbers))), os.getpid()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -253,8 +250,8 @@ class Supervisor:
         return SpareProcess(pid, group, ours)
 
     def _ready(self, record: SandboxRecord, _: dict[str, Any]) -> None:
-        """The server has answered, and no command has run yet: what is there now is the
-        sandbox's own.
+        """Record the sandbox's own processes: its server has answered, and no command
+        has run yet.
         """
         own = [line for pid in family(record.pid) if (line := process(pid))]
         record.own = {line.pid: line.started for line in own}
@@ -294,8 +291,8 @@ class Supervisor:
         for record in [
             record for record in self._records.values() if record.reaped and record.contained
         ]:
-            # A PID namespace's init ends last: when the sandbox's own processes are
-            # gone, all are.
+            # The init of a PID namespace ends last: once the sandbox's own processes
+            # are gone, all are.
             self._finish(
                 record,
                 [
@@ -327,13 +324,13 @@ class Supervisor:
 
     def _processes(self, record: SandboxRecord, table: Table | None = None) -> list[Process]:
         table = table or Table.now()
-        found = table.below(record.seen)
-        record.seen = {process.pid: process.started for process in found}
-        return found
+        processes = table.below(record.seen)
+        record.seen = {process.pid: process.started for process in processes}
+        return processes
 
     def _terminate(self, record: SandboxRecord, processes: list[Process] | None = None) -> None:
-        """SIGTERM to its commands, once each; SIGKILL to all where none is left, or the
-        time is over.
+        """Send SIGTERM once to each of its commands. Send SIGKILL to all processes if
+        no command is left, or the grace period is over.
         """
         left = [each for each in processes or self._processes(record) if each.pid not in record.own]
         if not record.own or not left or time.monotonic() >= record.kill_at:
@@ -346,7 +343,7 @@ class Supervisor:
                 _signal(each.pid, signal.SIGCONT)
 
     def _end(self, record: SandboxRecord) -> None:
-        """SIGKILL: its first process; of one that is not contained, all."""
+        """Send SIGKILL to its first process and, unless it is contained, to all."""
         record.own = record.own or started(family(record.pid))
         left = [] if record.contained else self._processes(record)
         if not record.reaped:
@@ -362,7 +359,7 @@ class Supervisor:
                 return
             if pid == 0:
                 return
-            # it could not join its groups, or was killed
+            # The spare could not join its groups, or was killed.
             if self._spare is not None and pid == self._spare.pid:
                 self._spare.drop()
                 self._spare = None
@@ -377,8 +374,8 @@ class Supervisor:
                 self._next_poll = 0.0
 
     def _finish(self, record: SandboxRecord, left: list[int]) -> None:
-        """Kill what is left after the first process ended, and report the end of the
-        sandbox once nothing is left.
+        """Kill the processes that are left after the first one ended, and report the
+        end of the sandbox once none is left.
         """
         for pid in left:
             _signal(pid, signal.SIGKILL)
@@ -388,7 +385,7 @@ class Supervisor:
             self._send(id=record.id, event="gone", why=record.why)
 
     def _end_all(self) -> None:
-        """End all processes that we forked or adopted, and remove all groups."""
+        """Kill all processes that we forked or adopted, and remove all groups."""
         for _ in range(1000):
             for pid in family(os.getpid()) - {os.getpid()}:
                 _signal(pid, signal.SIGKILL)
@@ -407,7 +404,9 @@ class Supervisor:
         self._flush()
 
     def _flush(self) -> None:
-        """Never wait for an owner that does not read: the watch goes on."""
+        """Send queued messages without waiting for an owner that does not read, so that
+        polling continues.
+        """
         try:
             while self._unsent:
                 self._owner.send(self._unsent[0], socket.MSG_DONTWAIT)
@@ -415,14 +414,15 @@ class Supervisor:
         except BlockingIOError:
             pass
         except OSError:
-            self._unsent.clear()  # the owner is gone, which the next read sees
+            self._unsent.clear()  # the owner is gone, which the next read detects
 
     # --- in the forked process ---
 
     def _become(self, request_socket: socket.socket, parent: int, group: Group) -> None:
-        """Become a sandbox; never returns.
+        """Become a sandbox. Never returns.
 
-        The third descriptor has its description, which no other process has in memory.
+        The third descriptor received is a file with the private part of the request,
+        which no other process has in memory.
         """
         request: dict[str, Any] = {}
         try:
@@ -463,7 +463,7 @@ class Supervisor:
             try:
                 self._owner.send(signaled)
             except OSError:
-                # the descriptors are arranged already: the owner reads this one too
+                # The descriptors are arranged already: the owner reads stderr, too.
                 os.write(2, signaled)
         finally:
             os._exit(1)
@@ -475,10 +475,12 @@ class Supervisor:
 
 
 def _exceeded_limit(record: SandboxRecord, processes: list[Process], now: float) -> str:
-    """The limit that a sandbox is beyond, in words."""
+    """Return the reason for killing a sandbox that exceeds a limit; "" if it exceeds
+    none.
+    """
     if now >= record.ends_at:
         return OVERDUE
-    # the kernel does not count those of the host's root
+    # The kernel does not count the processes of the host's root.
     if len(processes) - len(record.own) > record.processes:
         return f"killed: it went beyond limits.processes ({len(processes)} of {record.processes})"
     if why := _beyond_memory(record):
@@ -486,8 +488,8 @@ def _exceeded_limit(record: SandboxRecord, processes: list[Process], now: float)
     cpu_s = sum(each.cpu_s for each in processes)
     if cpu_s > record.cpu_s:
         return f"killed: it went beyond limits.cpu_s ({cpu_s:.1f} of {record.cpu_s:.1f})"
-    # Pages that processes share count once, but to ask so takes long: first the sum
-    # that counts them often.
+    # Pages that processes share should count once, but that sum takes long to compute.
+    # The upper bound, which counts them repeatedly, is checked first.
     if sum(each.most_bytes for each in processes) > record.memory_bytes:
         used = sum(each.proportional_bytes(record.inherited.get(each.pid, 0)) for each in processes)
         if used > record.memory_bytes:
@@ -496,8 +498,8 @@ def _exceeded_limit(record: SandboxRecord, processes: list[Process], now: float)
 
 
 def _beyond_memory(record: SandboxRecord) -> str:
-    """Return why the sandbox must end, if the kernel killed a process of it for its
-    memory; else "".
+    """Return the reason for the sandbox's end if the kernel killed one of its processes
+    for its memory; else "".
     """
     return (
         "killed: it went beyond limits.memory_bytes, and the kernel ended a process"
@@ -507,16 +509,16 @@ def _beyond_memory(record: SandboxRecord) -> str:
 
 
 def _stopped(record: SandboxRecord, processes: list[Process]) -> str:
-    """Return why the sandbox must end, if code inside stopped its server, for which
-    calls would wait in vain; else "".
+    """Return the reason for killing a sandbox whose server was stopped by code inside,
+    since calls would wait in vain; else "".
     """
     stopped = any(each.stopped and record.own.get(each.pid) == each.started for each in processes)
     return "killed: its own server was stopped from inside" if stopped else ""
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
-    # Not permitted: a set-uid helper of a runtime, which ends with the process that
-    # started it.
+    # A PermissionError means a set-uid helper of a runtime, which ends with the process
+    # that started it.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 
@@ -549,8 +551,8 @@ def _limit(rlimits: dict[str, int] | None) -> None:
 
 
 def _arrange(channel: int, errors: int) -> None:
-    """0 and 1 are nothing, 2 the errors, 3 the channel, 4 the seccomp program; no other
-    descriptor is left.
+    """Make descriptors 0 and 1 /dev/null, 2 the error pipe, 3 the channel and 4 the
+    seccomp program; close all others.
     """
     program = os.memfd_create("seccomp", 0)
     os.write(program, bpf_filter())
@@ -566,17 +568,17 @@ def _arrange(channel: int, errors: int) -> None:
 
 
 def main() -> None:
-    """`SOCKET OWNER PLACE BASE KEPT`: serve SOCKET, whose other end process OWNER has;
-    mount roots at PLACE.
+    """Serve as the arguments `SOCKET OWNER PLACE BASE KEPT` say: process OWNER has the
+    other end of SOCKET, and roots are mounted at PLACE.
 
-    BASE and KEPT are folders that we remove when we end, so that a killed owner leaves
-    none. They are locked by descriptors that we have inherited and that no sandbox has.
+    BASE and KEPT are folders that the supervisor removes when it ends, so that a killed
+    owner leaves none. Descriptors that it inherits, and no sandbox has, lock them.
     """
     serve(_no_entrance)
 
 
 def serve(enter: Callable[[dict[str, Any]], None]) -> None:
-    """As `main`, with what becomes a sandbox."""
+    """Serve as `main` does, with `enter` for sandboxes that run no program."""
     fd, owner, place, base, kept = sys.argv[1:]
     reset_signals()
     os.umask(0o022)

@@ -1,8 +1,8 @@
-"""Files and folders that are made beside their final place, and the removal of those
-whose maker was killed.
+"""Temporary files and folders beside their final paths, and the removal of those whose
+owner was killed.
 
 Invariant: the process that makes them holds a lock on them, and only a process that
-gets that lock removes them: their maker is then dead. Their names contain the machine's
+gets that lock removes them: their owner is then dead. Their names contain the machine's
 name, because locks on a shared file system may not reach other machines.
 """
 
@@ -55,19 +55,19 @@ def temporary_file(place: Path) -> Iterator["tempfile._TemporaryFileWrapper[byte
 
 
 def lock(fd: int) -> bool:
-    """Lock what was just made; False if another process has removed it meanwhile as a
+    """Lock a new file or folder. Return False if another process has removed it as a
     leftover.
     """
-    # on a file system without locks, nothing is removed as a leftover
+    # On a file system without locks, nothing is removed as a leftover.
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_EX)
     return os.fstat(fd).st_nlink > 0
 
 
 def remove_leftovers(place: Path) -> None:
-    """Remove what killed processes on this machine left unfinished in `place`."""
+    """Remove temporary files and folders that killed processes left in `place`."""
     for path in place.glob(f"{_prefix()}*"):
-        # gone meanwhile, held by its maker, or not ours to remove
+        # It may be removed already, locked by its owner, or another user's.
         with contextlib.suppress(OSError):
             fd = os.open(path, _OPEN)
             try:

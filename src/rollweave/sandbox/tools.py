@@ -1,12 +1,12 @@
-"""The tools inside a sandbox as the host sees them: bash, IPython and an editor, with
+"""The host's interface to the tools inside a sandbox: bash, IPython and an editor, with
 typed results.
 
-Nothing that a sandbox sends is trusted: a reply of another shape is a `SandboxError`.
-Texts are UTF-8 with replacement characters where bytes are none, and without terminal
-escapes; beyond a bound their middle is left out, which they say. Calls of one `Bash` or
-`IPython` wait for each other; a cancelled call is interrupted inside. All of them raise
-the errors of `Channel.call`. After ProRL Agent's efficient tools (§3.2.3): a raw
-terminal, an interpreter in process, a Unix socket.
+A sandbox is not trusted: a reply of an unexpected shape is a `SandboxError`. Texts are
+UTF-8 with replacement characters for invalid bytes, and without terminal escapes; the
+middle of long texts is left out and marked. Calls of one `Bash` or `IPython` wait for
+each other; a cancelled call is interrupted inside. All of them raise the errors of
+`Channel.call`. The tools follow ProRL Agent's efficient tools (§3.2.3): a raw terminal,
+an interpreter in process, a Unix socket.
 """
 
 import asyncio
@@ -21,27 +21,29 @@ from rollweave.schema.errors import SandboxSpoiledError
 from rollweave.schema.text import valid
 
 OUTPUT_BYTES = 30_000
-"""Of a command's output: about 10,000 tokens."""
+"""Default maximum bytes of a command's output: about 10,000 tokens."""
 
 TIMEOUT_S = 60.0
-"""Of a command or cell."""
+"""Default maximum seconds of a command or cell."""
 
 BASH_SLACK_S = 20.0
-"""A reply may come that much after the time-out: the shell starts, is waited for,
-interrupted, killed, each with its bound.
+"""Seconds that a reply may be later than the timeout: starting, waiting for,
+interrupting and killing the shell are bounded each.
 """
 
 CELL_SLACK_S = 75.0
-"""The same of an interpreter, which starts slowly from a cold disk."""
+"""Seconds that an interpreter's reply may be later than the timeout; it starts slowly
+from a cold disk.
+"""
 
 EDIT_S = 30.0
-"""For a file: a slow disk."""
+"""Maximum seconds of an editor's action, with a slow disk."""
 
 ESCAPES = re.compile(
     r"\x1b(?:\[[0-?]*[ "
     r"-/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[PX^_][^\x1b]*\x1b\\|[ -/]*[0-~])"
 )
-"""Of terminals (ECMA-48): colours, movements, titles."""
+"""Terminal escapes (ECMA-48): colors, movements, titles."""
 
 T = TypeVar("T")
 
@@ -50,13 +52,13 @@ class Caller(Protocol):
     """A sandbox, or a channel into one."""
 
     async def call(self, action: str, body: bytes = b"", *, timeout_s: float, **args: Any) -> Reply:
-        """An action of its server, as `Channel.call`. Raises SandboxError."""
+        """Call an action of its server, as `Channel.call` does. Raises SandboxError."""
 
 
 class BashResult(Struct, frozen=True, kw_only=True):
-    """Of one command.
+    """The result of one command.
 
-    `restarted`: what the shell had in memory is lost, before this command or by it.
+    `restarted` says that the shell's state was lost, before this command or by it.
     """
 
     output: str
@@ -68,7 +70,7 @@ class BashResult(Struct, frozen=True, kw_only=True):
 
 
 class CellError(Struct, frozen=True, kw_only=True):
-    """An exception that a cell ended with."""
+    """The exception that ended a cell."""
 
     name: str
     message: str
@@ -76,11 +78,11 @@ class CellError(Struct, frozen=True, kw_only=True):
 
 
 class CellResult(Struct, frozen=True, kw_only=True):
-    """Of one cell: what it printed or displayed, the last expression's value as text,
-    its exception.
+    """The result of one cell: its output, the last expression's value as text, and its
+    exception.
 
-    `died`: the exit status of the interpreter, if the cell ended it. `restarted`: names
-    are lost, before this cell or by it.
+    `died` is the exit status of the interpreter if the cell ended it. `restarted` says
+    that names were lost, before this cell or by it.
     """
 
     output: str
@@ -95,7 +97,7 @@ class CellResult(Struct, frozen=True, kw_only=True):
 
 
 class Text(Struct, frozen=True, kw_only=True):
-    """Numbered lines of a file, of `lines` in all; or the names in a folder, with
+    """Numbered lines of a file that has `lines` of them; or the names in a folder, with
     `lines` 0.
     """
 
@@ -104,7 +106,7 @@ class Text(Struct, frozen=True, kw_only=True):
 
 
 class _Output(msgspec.Struct):
-    """What replies with output have in common, as it is sent."""
+    """The common fields of replies with output."""
 
     timed_out: bool
     restarted: bool
@@ -129,8 +131,8 @@ class _Lines(msgspec.Struct):
 
 
 class Bash:
-    """A shell that lives from command to command: its folder, variables, functions and
-    background jobs stay.
+    """A shell that persists between commands: it keeps its folder, variables, functions
+    and background jobs.
     """
 
     def __init__(self, sandbox: Caller) -> None:
@@ -152,20 +154,20 @@ class Bash:
                 slack_s=BASH_SLACK_S,
                 output_limit=output_bytes,
             )
-        found = _converted(reply, _Bash)
+        fields = _converted(reply, _Bash)
         return BashResult(
-            output=_joined(reply.body, found),
-            exit_code=found.rc,
-            timed_out=found.timed_out,
-            restarted=found.restarted,
-            dropped_bytes=found.dropped,
-            seconds=found.seconds,
+            output=_joined(reply.body, fields),
+            exit_code=fields.rc,
+            timed_out=fields.timed_out,
+            restarted=fields.restarted,
+            dropped_bytes=fields.dropped,
+            seconds=fields.seconds,
         )
 
 
 class IPython:
-    """An interpreter that lives from cell to cell: IPython where the sandbox has it,
-    plain Python elsewhere.
+    """An interpreter that persists between cells: IPython if the sandbox has it, else
+    plain Python.
     """
 
     def __init__(self, sandbox: Caller) -> None:
@@ -187,66 +189,65 @@ class IPython:
                 slack_s=CELL_SLACK_S,
                 output_limit=output_bytes,
             )
-        found = _converted(reply, _Cell)
-        error = found.error
+        fields = _converted(reply, _Cell)
+        error = fields.error
         if error is not None:
             error = CellError(
                 name=error.name, message=plain(error.message), traceback=plain(error.traceback)
             )
         return CellResult(
-            output=_joined(reply.body, found),
-            result=None if found.result is None else plain(found.result),
+            output=_joined(reply.body, fields),
+            result=None if fields.result is None else plain(fields.result),
             error=error,
-            died=found.died,
-            timed_out=found.timed_out,
-            restarted=found.restarted,
-            interpreter=found.interpreter,
-            dropped_bytes=found.dropped,
-            seconds=found.seconds,
+            died=fields.died,
+            timed_out=fields.timed_out,
+            restarted=fields.restarted,
+            interpreter=fields.interpreter,
+            dropped_bytes=fields.dropped,
+            seconds=fields.seconds,
         )
 
 
 class Editor:
-    """Text files (UTF-8).
+    """An editor of text files (UTF-8).
 
-    What breaks a rule raises SandboxRefusedError, and the file is as it was.
+    An edit that breaks a rule raises SandboxRefusedError and leaves the file unchanged.
     """
 
     def __init__(self, sandbox: Caller) -> None:
         self._sandbox = sandbox
 
     async def view(self, path: str, *, first: int = 1, last: int | None = None) -> Text:
-        """Lines `first` to `last`, 1-based and inclusive, with their numbers; of a
-        folder, the names two levels deep.
+        """Return lines `first` to `last`, 1-based and inclusive, with their numbers; of
+        a folder, the names two levels deep.
         """
         return await self._text("view", path=path, first=first, last=last)
 
     async def create(self, path: str, text: str, *, overwrite: bool = False) -> None:
-        """A new file; refused where one is, unless `overwrite`.
-
-        Its folders are made.
+        """Create a file and missing folders. An existing file is refused unless
+        `overwrite` is set.
         """
         await self._sandbox.call(
             "create", valid(text).encode(), timeout_s=EDIT_S, path=path, overwrite=overwrite
         )
 
     async def replace(self, path: str, old: str, new: str) -> Text:
-        """`old`, which must be in the file exactly once, becomes `new`.
+        """Replace `old`, which must occur exactly once, by `new`.
 
-        The lines around.
+        Returns the lines around the edit.
         """
         return await self._text("replace", path=path, old=old, new=new)
 
     async def insert(self, path: str, line: int, text: str) -> Text:
-        """`text` becomes lines of their own after line `line`; 0 is before the first.
+        """Insert `text` as separate lines after line `line`; 0 is before the first.
 
-        The lines around.
+        Returns the lines around the edit.
         """
         return await self._text("insert", valid(text).encode(), path=path, line=line)
 
     async def undo(self, path: str) -> None:
-        """Take back the last edit of the file, unless it was changed otherwise since; a
-        file that it created is removed.
+        """Undo the last edit of the file, unless it was changed by other means since; a
+        file that the edit created is removed.
         """
         await self._sandbox.call("undo", timeout_s=EDIT_S, path=path)
 
@@ -256,8 +257,8 @@ class Editor:
 
 
 def plain(text: str) -> str:
-    """Without terminal escapes, and with replacement characters for NULs, which no text
-    has.
+    """Return the text without terminal escapes, and with replacement characters for
+    NULs.
     """
     return ESCAPES.sub("", text).replace("\0", "\ufffd")
 
@@ -269,10 +270,11 @@ def _converted(reply: Reply, kind: type[T]) -> T:
         raise SandboxSpoiledError(f"the sandbox sent a reply of another shape: {error}") from error
 
 
-def _joined(body: bytes, found: _Output) -> str:
-    if not found.dropped:
+def _joined(body: bytes, fields: _Output) -> str:
+    if not fields.dropped:
         return plain(body.decode(errors="replace"))
     head, tail = (
-        plain(part.decode(errors="replace")) for part in (body[: found.split], body[found.split :])
+        plain(part.decode(errors="replace"))
+        for part in (body[: fields.split], body[fields.split :])
     )
-    return f"{head}\n[... {found.dropped} bytes left out ...]\n{tail}"
+    return f"{head}\n[... {fields.dropped} bytes left out ...]\n{tail}"

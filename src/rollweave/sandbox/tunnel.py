@@ -1,14 +1,14 @@
-"""Brings one HTTP service of the host's into a sandbox that has no network: the
-gateway, for an agent program inside.
+"""A tunnel from a sandbox without a network to one HTTP service of the host, such as
+the gateway for an agent program inside.
 
-`async with tunnel(sandbox, url) as inside_url`: who asks at `inside_url` within the
-sandbox is answered by what is at `url`. It works over the sandbox's channel, so with
-every back end, with sandboxes that wait in a pool, and without mounts or a network.
+`async with tunnel(sandbox, url) as inside_url`: requests to `inside_url` in the sandbox
+are forwarded to `url`. They travel over the sandbox's channel, so the tunnel works with
+every back end, with sandboxes from a pool, and without mounts or a network.
 
-Invariants: requests go to that one host and port, and to paths beneath that of `url`;
-nothing else that is request reaches it, and no header but those of a short list, either
-way. What the sandbox says is checked: one that breaks the protocol is killed. The
-request of a program that goes away is cancelled, so its generation ends. When the
+Invariants: requests go to that one host and port, to paths beneath that of `url`, and
+carry only headers of a short list, as do responses; all other requests are refused.
+Messages from the sandbox are checked, and a sandbox that breaks the protocol is killed.
+If a program disconnects, its request is cancelled, so its generation ends. When the
 context closes, or the sandbox ends, no task and no socket is left.
 """
 
@@ -39,57 +39,59 @@ from rollweave.schema.errors import (
 )
 
 MAX_IN_FLIGHT: Final = 16
-"""Requests under way: as many turns as a session of the gateway has at once."""
+"""Maximum number of requests in flight: as many turns as a session of the gateway may
+have at once.
+"""
 
 PENDING_BYTES: Final = 64 * MIB
-"""Of all requests of a sandbox that are under way."""
+"""Maximum total size in bytes of a sandbox's requests in flight."""
 
 POLL_S: Final = 30.0
-"""Seconds of one long poll. Its end is no event: the next one follows."""
+"""Maximum seconds of one long poll; the next one follows at once."""
 
 CALL_S: Final = 10.0
-"""Seconds for any other call: it waits for no program."""
+"""Maximum seconds of any other call, none of which waits for a program."""
 
 SLACK_S: Final = 60.0
-"""Seconds that a sandbox may be late: it may be frozen for a snapshot, or short of CPU.
-
-Then it is given up.
+"""Seconds that a reply may be late, because the sandbox is frozen for a snapshot or
+short of CPU, before the sandbox is given up.
 """
 
 CONNECT_S: Final = 5.0
-"""Seconds for the service to accept a connection."""
+"""Maximum seconds until the service accepts a connection."""
 
 RETRY_S: Final = 0.1
-"""Seconds before a call is tried again which the sandbox had no room for."""
+"""Seconds between attempts at a call that the sandbox has no capacity for."""
 
 RESPONSE_HEADERS: Final = ("cache-control", "content-type", "retry-after")
-"""Headers of answers that programs see."""
+"""Response headers that are forwarded to programs."""
 
 PATH = re.compile(r"(?:/[A-Za-z0-9._~:@-]+)*")
-"""Beneath that of the service.
+"""Allowed paths beneath that of the service.
 
-No escapes: they would be another way to write what is refused.
+Escapes are not allowed: they would be a second spelling of refused paths.
 """
 
 VALUE = re.compile(r"[\x20-\x7e\t]{0,8192}")
-"""Of a header."""
+"""Allowed values of headers."""
 
 _log = logging.getLogger(__name__)
 
 
 @contextlib.asynccontextmanager
 async def tunnel(sandbox: Sandbox, url: str) -> AsyncIterator[str]:
-    """Inside, the URL that is yielded is `url`. One at a time for each sandbox.
+    """Yield a URL that reaches `url` from inside the sandbox, which may have one tunnel
+    at a time.
 
-    Raises ValueError for a URL that is not plain http, SandboxError where the sandbox
-    cannot listen. A sandbox that ends meanwhile is heard of by whoever uses it.
+    Raises ValueError for a URL that is not plain http, SandboxError if the sandbox
+    cannot listen. The end of the sandbox is reported to its other callers, not here.
     """
     base = _checked(url)
     opened = await sandbox.call(
         "tunnel_open", timeout_s=CALL_S, slack_s=SLACK_S, max_in_flight=MAX_IN_FLIGHT
     )
-    # Nothing of the environment: no proxy, no netrc. No redirects, no cookies, and the
-    # body as it is.
+    # The session uses no proxy or netrc of the environment and no cookies, follows no
+    # redirects, and leaves bodies as they are.
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=MAX_IN_FLIGHT),
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -115,7 +117,9 @@ class _Opened(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """What `tunnel_next` tells. A first part has a method; `number` 0: no part."""
+    """A reply to `tunnel_next`: disconnected requests, and a part of a request unless
+    `number` is 0. The first part has a method.
+    """
 
     gone: list[int]
     number: int = 0
@@ -136,7 +140,7 @@ class _Request:
 
 
 class _Tunnel:
-    """One open tunnel. `run` serves it until it is cancelled, or the sandbox is gone."""
+    """One open tunnel, which `run` serves until it is cancelled or the sandbox is gone."""
 
     def __init__(self, sandbox: Sandbox, http: aiohttp.ClientSession, base: URL) -> None:
         self._sandbox, self._http, self._base = sandbox, http, base
@@ -153,7 +157,7 @@ class _Tunnel:
         except* SandboxSpoiledError as errors:
             self._sandbox.kill(spoiled=str(errors.exceptions[0]))
         except* SandboxLostError:
-            pass  # whoever uses the sandbox hears why
+            pass  # other callers of the sandbox get the reason
         except* SandboxError as errors:
             _log.warning(
                 "sandbox %s is killed, its tunnel failed: %s",
@@ -162,12 +166,12 @@ class _Tunnel:
             )
             self._sandbox.kill()
         except* Exception:
-            self._sandbox.kill()  # its programs would wait for ever
+            self._sandbox.kill()  # its programs would wait forever
             raise
 
     async def _serve(self, group: asyncio.TaskGroup) -> None:
         while True:
-            while len(self._tasks) >= 2 * MAX_IN_FLIGHT:  # the sandbox is slow to take answers
+            while len(self._tasks) >= 2 * MAX_IN_FLIGHT:  # the sandbox is slow to accept responses
                 await asyncio.wait(self._tasks.values(), return_when=asyncio.FIRST_COMPLETED)
             reply = await self.call("tunnel_next", timeout_s=POLL_S)
             event = _convert(reply, _Event)
@@ -180,7 +184,7 @@ class _Tunnel:
                 task.add_done_callback(functools.partial(self._done, request))
 
     def _cancel(self, number: int) -> None:
-        """The program is gone. It may have been answered meanwhile."""
+        """Cancel the request of a disconnected program, unless it is answered already."""
         if self._receiving is not None and self._receiving.number == number:
             self._pending_bytes -= len(self._receiving.body)
             self._receiving = None
@@ -195,7 +199,7 @@ class _Tunnel:
     def _part(self, event: _Event, body: bytes) -> _Request | None:
         """Return the request if this part completes it.
 
-        Raises SandboxSpoiledError for messages that no tunnel sends.
+        Raises SandboxSpoiledError for a part that breaks the protocol.
         """
         request = self._receiving
         if request is None:
@@ -263,7 +267,7 @@ class _Tunnel:
                 )
 
     def _refusal(self, request: _Request, beneath: str) -> tuple[int, str] | None:
-        """Status and reason, where a request is none for the service."""
+        """Return status and reason if a request must not reach the service."""
         if request.method not in METHODS:
             return 405, f"method must be one of {', '.join(METHODS)}, got {request.method:.20}"
         inside = request.target.startswith(self._prefix) and PATH.fullmatch(beneath)
@@ -284,9 +288,9 @@ class _Tunnel:
         await self.call("tunnel_answer", body, timeout_s=CALL_S, number=request.number, **args)
 
     async def call(self, action: str, body: bytes = b"", *, timeout_s: float, **args: Any) -> Reply:
-        """A call, tried again where the sandbox has no room for one.
+        """Call an action, again after `RETRY_S` if the sandbox has no capacity for it.
 
-        It may be late by much.
+        The reply may be late by `SLACK_S`.
         """
         tries = round(SLACK_S / RETRY_S)
         while True:
@@ -312,13 +316,13 @@ def _convert(reply: Reply, kind: type[T]) -> T:
 
 
 def _checked(url: str) -> URL:
-    found = URL(url, encoded=True)
+    parsed = URL(url, encoded=True)
     plain = (
-        found.scheme == "http"
-        and found.host
-        and not (found.user or found.raw_query_string or found.raw_fragment)
+        parsed.scheme == "http"
+        and parsed.host
+        and not (parsed.user or parsed.raw_query_string or parsed.raw_fragment)
     )
-    path = found.raw_path.rstrip("/")
+    path = parsed.raw_path.rstrip("/")
     if (
         not plain
         or not PATH.fullmatch(path)
@@ -327,7 +331,7 @@ def _checked(url: str) -> URL:
         raise ValueError(
             f"url must be http://HOST:PORT/PATH, of letters, digits and -._~:@, got {url!r}"
         )
-    return found
+    return parsed
 
 
 def _forwarded(headers: Mapping[str, str]) -> dict[str, str]:

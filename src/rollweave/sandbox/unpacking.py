@@ -10,8 +10,8 @@ no namespaces, the rest holds.
 Invariants, even without any of that: the kernel resolves only the last name of a path,
 in a folder that is held open, so no link is followed and nothing outside the folder is
 reached; no set-uid or set-gid file, device, FIFO or socket is made; what is written is
-bounded in bytes, entries and depth, whatever size the archive declares. Standard
-library alone.
+bounded in bytes, entries and depth, regardless of the size that the archive declares.
+Standard library alone.
 """
 
 import contextlib

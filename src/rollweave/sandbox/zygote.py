@@ -1,10 +1,11 @@
-"""Sandboxes without another program: forks of a process that has Python and the server
-loaded already.
+"""Sandboxes without a separate program: forks of a process that has loaded Python and
+the server.
 
-The supervisor itself is that process (`zygote_process`). So a Python sandbox is ready in
-milliseconds, and shares its interpreter's memory with its siblings. What it gives up
-against bubblewrap: siblings share the layout of their address space, and the code that
-makes the sandbox is ours alone. For the host's image only, whose interpreter is ours.
+The supervisor itself is that process (`zygote_process`). So a Python sandbox is ready
+in milliseconds, and shares its interpreter's memory with its siblings. The
+disadvantages compared with bubblewrap: siblings share the layout of their address
+space, and the code that makes the sandbox is ours alone. Only the host's image is
+supported, because its interpreter is ours.
 """
 
 from rollweave.sandbox.argv import UID, rlimits
@@ -50,7 +51,7 @@ class Zygote:
         }
         support = self._launcher.support
         root = root_of(spec, support=support, layers=layers)
-        # the server was loaded from there, and finds its files by it
+        # The server was loaded from that path, and finds its files by it.
         root["binds"].append((support, support))
         return await started(
             spec,

@@ -1,9 +1,9 @@
-"""The zygote: a supervisor whose forks become sandboxes by themselves, with all that it has
-imported.
+"""The zygote: a supervisor whose forks become sandboxes without another program, with
+all modules that it has imported.
 
-A fork has its root staged and its uid dropped by the supervisor. Here it makes all
-namespaces, mounts what is the kernel's, gives up every capability, and becomes two
-processes: an init, with which the PID namespace ends, and the server.
+The supervisor stages a fork's root and drops its uid. Here the fork makes all
+namespaces, mounts /proc, gives up every capability, and becomes two processes: an init,
+with which the PID namespace ends, and the server.
 
 Invariants: before the server reads its first byte there is no capability and no way to
 a new one, no mount but the sandbox's, no descriptor but the channel, no variable of
@@ -30,8 +30,8 @@ from rollweave.sandbox.stage import map_user
 from rollweave.sandbox.supervisor import serve
 
 CHANNEL = 3
-"""Where the supervisor leaves the server's socket; 4 is a seccomp program for runtimes that
-load one themselves.
+"""Descriptor of the server's socket; 4 is a seccomp program for runtimes that load one
+themselves.
 """
 
 _QUIET = kernel.MS_NOSUID | kernel.MS_NOEXEC
@@ -39,9 +39,9 @@ _SIOCSIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8914, 0x1, 0x40
 
 
 def enter(request: dict[str, Any], serve_calls: Callable[[list[str]], None]) -> NoReturn:
-    """Become the sandbox: this process waits for its init, whose child serves.
+    """Become the sandbox: this process waits for its init, whose child is the server.
 
-    Raises OSError before any of it runs.
+    Raises OSError before the init or the server runs.
     """
     inside = request["inside"]
     os.close(CHANNEL + 1)
@@ -90,7 +90,7 @@ def _mount(root: str) -> None:
 
 
 def _forget_host_files() -> None:
-    """What is open since before is the host's /dev/null: from here on it is ours."""
+    """Replace the descriptors of the host's /dev/null by those of the sandbox's own."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1):
         os.dup2(nothing, fd)
@@ -103,9 +103,9 @@ def _loopback_up() -> None:
 
 
 def _reap_until(server: int) -> NoReturn:
-    """An init's life: bury the orphans.
+    """Reap orphans, as an init must, until the server ends.
 
-    With our end all that is left in the PID namespace ends.
+    When the init then ends, all processes of the PID namespace end.
     """
     while True:
         pid, status = os.wait()
@@ -131,15 +131,15 @@ def _serve(inside: dict[str, Any], serve_calls: Callable[[list[str]], None]) -> 
 
 
 def main() -> None:
-    """As `supervisor.main`. The server is loaded from BASE, as it will run."""
+    """Serve as `supervisor.main` does, with the server loaded from BASE."""
     serve_calls = _loaded(f"{sys.argv[4]}/support/inside")
     gc.freeze()  # no garbage collection writes to the pages that forks share
     serve(lambda request: enter(request, serve_calls))
 
 
 def _loaded(folder: str) -> Callable[[list[str]], None]:
-    """The server's `main`, and IPython beside it where that is installed: elsewhere
-    cells are plain Python.
+    """Load the server, and IPython if it is installed; otherwise cells are plain
+    Python. Return the server's `main`.
     """
     runpy.run_path(f"{folder}/__main__.py", run_name="zygote")["load"]()
     package = next(
@@ -149,5 +149,5 @@ def _loaded(folder: str) -> Callable[[list[str]], None]:
     )
     with contextlib.suppress(ImportError):
         importlib.import_module(PRELOADED)
-    found: Callable[[list[str]], None] = importlib.import_module(f"{package}.server").main
-    return found
+    serve_calls: Callable[[list[str]], None] = importlib.import_module(f"{package}.server").main
+    return serve_calls

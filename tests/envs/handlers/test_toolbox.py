@@ -86,7 +86,7 @@ async def test_the_editor_edits_and_reports_failures() -> None:
     assert said[3] == "     2\tone\n     3\t2\n     4\tthree\n"
     assert said[5] == "one\n2\nthree"
     assert said[6] == "b.txt\n"
-    assert said[7].startswith("Refused: path must not be there yet")
+    assert said[7].startswith("Refused: path must not exist yet")
     assert said[8] == "Failed: No such file or directory: no/such"
     assert said[9].startswith("Refused: ")
     assert said[10] == "insert needs insert_line."

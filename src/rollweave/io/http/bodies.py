@@ -1,9 +1,9 @@
 """Read the body of a request within bounds on its size, on its size once it is
 inflated, and on time.
 
-Invariants: at most `most` bytes are held, of the body as sent and as inflated; a thread
-inflates it, not the event loop; nothing is read before the guard and the handler have
-admitted the request.
+Invariants: at most `most` bytes are buffered, of the body as sent and as inflated; it
+is inflated on a thread, not on the event loop; nothing is read before the guard and the
+handler have admitted the request.
 """
 
 import asyncio

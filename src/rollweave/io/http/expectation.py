@@ -1,5 +1,4 @@
-"""The header `Expect`: which values are accepted, and when the client is told to send
-the body.
+"""The header `Expect`: which values are accepted, and when `100 Continue` is sent.
 
 Invariants: a request is refused for its `Expect` only after the guard has admitted it,
 and by a text that repeats none of it; `100 Continue` is sent when the body is about to
@@ -24,7 +23,7 @@ def withhold(server: web.Server) -> None:
     make = server.request_factory
 
     def made(message: Any, *rest: Any) -> web.BaseRequest:
-        # For what is no HTTP, the headers are an empty dict.
+        # The headers of an invalid message are an empty dict.
         said = message.headers.getall("Expect") if "Expect" in message.headers else []
         if said:
             others = CIMultiDict(
@@ -50,10 +49,10 @@ async def check_expectation(request: web.Request, handler: Handler) -> web.Strea
 
 
 async def go_ahead(request: web.Request) -> None:
-    """Tell a client that waits for it to send the body."""
+    """Send `100 Continue` if the client waits for it."""
     if _expected(request) and not request.content.is_eof():
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # the answer has not begun
+        request.writer.output_size = 0  # the response has not begun
 
 
 def _expected(request: web.Request) -> list[str]:

@@ -24,8 +24,8 @@ from rollweave.schema.address import ip_address, split_host
 from rollweave.schema.errors import ConfigError
 
 OPEN = frozenset({"/health", "/ready"})
-"""Paths that require no token, for programs that start and watch servers: that a server
-runs is no secret.
+"""Paths that require no token, for programs that start and monitor servers: it is no
+secret that a server runs.
 """
 
 TOKEN_BYTES = 32
@@ -80,15 +80,15 @@ class Guard:
                 else None
             )
             headers = {name: request.headers.getall(name, []) for name in _READ}
-            found = self.objection(
+            refusal = self.objection(
                 request.path,
                 headers,
                 local=local[:2] if local else ("", 0),
                 has_body=request.body_exists,
                 target=request.raw_path,
             )
-            if found is not None:
-                raise Refused(*found)
+            if refusal is not None:
+                raise Refused(*refusal)
             return await handler(request)
 
         return check
@@ -104,7 +104,7 @@ class Guard:
     ) -> tuple[int, str] | None:
         """Return status and rule if the request is refused. `headers` has all values of
         those in `_READ`; `local` is the server's end of the connection, and `target`
-        what the request's first line asks for.
+        the target in the request's first line.
         """
         (host, *more), origins = headers["Host"] or [""], headers["Origin"]
         if more or not self._is_called(host.lower(), local):
@@ -139,9 +139,9 @@ class Guard:
         connection.
         """
         address, port = local
-        found = [f"{name}:{port}" for name in ("localhost", "127.0.0.1", "[::1]")]
+        loopback = [f"{name}:{port}" for name in ("localhost", "127.0.0.1", "[::1]")]
         return [
-            *found,
+            *loopback,
             *([] if _is_loopback(address) else [self._machine, "an IP address"]),
             *sorted(self._hosts),
         ]
@@ -181,8 +181,8 @@ def _authority(target: str) -> str:
 
 
 def _is_loopback(name: str) -> bool:
-    found = ip_address(name)
-    return found is not None and found.is_loopback
+    address = ip_address(name)
+    return address is not None and address.is_loopback
 
 
 # Tokens.
@@ -245,13 +245,13 @@ def read_token(path: Path) -> str:
     """
     try:
         with path.open("rb") as file:
-            found, content = os.fstat(file.fileno()), file.read(4096)
+            status, content = os.fstat(file.fileno()), file.read(4096)
     except OSError as error:
         raise ConfigError(
             f"{path} must be a file with the server's token: {error.strerror or error}"
         ) from error
-    if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077:
-        mode = stat.S_IMODE(found.st_mode)
+    if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
+        mode = stat.S_IMODE(status.st_mode)
         raise ConfigError(
             f"{path} must be a file that its owner alone may read (chmod 600), got mode {mode:o}"
         )

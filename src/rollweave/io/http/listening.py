@@ -1,5 +1,5 @@
-"""HTTP listeners: one way to open and close them, behind the guard, with deadlines and
-bounds.
+"""HTTP listeners, which are all opened and closed here, behind the guard, with
+deadlines and bounds.
 
 Invariants: a request reaches the application only through its guard (`guard.py`); only
 `bodies.py` reads and inflates a body; a connection without a whole request, and one
@@ -23,8 +23,8 @@ from rollweave.io.http.guard import Guard
 from rollweave.schema.errors import ConfigError
 
 BACKLOG = 128
-"""Connections that wait in the kernel, at most; so many are accepted before the first
-of them is looked at.
+"""Maximum number of connections that wait in the kernel; as many are accepted before
+the first of them is handled.
 """
 
 HEAD_S = 30.0
@@ -41,15 +41,17 @@ STALL_S = 60.0
 """Seconds after which a client that reads nothing of an answer is disconnected."""
 
 REJECTING = 64
-"""Connections over the bound that are told so at one time; still more are closed
-without a word.
+"""Maximum number of connections over the bound that wait for a refusal at the same
+time; more are closed without one.
 """
 
 REJECT_S = 2.0
-"""That such a one may take to ask and to hear it."""
+"""Maximum seconds that such a connection may take to send a request and read the
+refusal.
+"""
 
 RETRY_S = 1
-"""Seconds after which a client that was turned away may try again (Retry-After)."""
+"""Seconds after which a client that was refused may try again (Retry-After)."""
 
 FILES = 1 << 16
 """Maximum number of open files to ask the system for.
@@ -59,7 +61,9 @@ No more, because child programs may close every possible number.
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """False for what is no HTTP: whoever sent it is told, and it is no failure of ours."""
+    """Return False for invalid HTTP, which is reported to the client and is no failure
+    of the server.
+    """
     return not (
         record.exc_info and isinstance(record.exc_info[1], http_exceptions.HttpProcessingError)
     )
@@ -70,7 +74,7 @@ _LOG.addFilter(_is_ours)
 
 
 def check_address(host: str, port: int, *, names: str) -> None:
-    """Raise ConfigError if nothing can listen there, before anything else is started.
+    """Raise ConfigError if no server can listen there, before anything else is started.
 
     `names` are those of the settings.
     """
@@ -88,17 +92,17 @@ def check_address(host: str, port: int, *, names: str) -> None:
 
 
 def _cannot_listen(host: str, port: int, error: OSError, *, names: str) -> ConfigError:
-    """Say in one line what the system reported."""
-    # an unknown name has one of the resolver's negative numbers
+    """Return an error that gives the system's reason in one line."""
+    # Unknown names have the resolver's negative error numbers.
     known = error.errno is not None and error.errno > 0
-    words = (
+    reason = (
         os.strerror(error.errno)
         if known and error.errno is not None
         else error.strerror or str(error)
     )
     return ConfigError(
         f"{names} must be a free address of this machine, got {host}:{port}: "
-        f"{words[:1].lower()}{words[1:]}"
+        f"{reason[:1].lower()}{reason[1:]}"
     )
 
 
@@ -157,14 +161,14 @@ async def listening(
 
 
 class ConnectionTracker:
-    """Tracks the connections of `server`, and which of them have no whole request:
-    those make room for others.
+    """Tracks the connections of `server`, and which of them have no complete request:
+    these are closed to admit others.
     """
 
     def __init__(self, server: web.Server, most: int) -> None:
         self.server, self._most = server, most
         self.rejecting: set[ConnectionLimiter] = set()
-        self._idle: dict[str, dict[Connection, None]] = {}  # by peer; those idle longest first
+        self._idle: dict[str, dict[Connection, None]] = {}  # by peer, longest idle first
         handle = server.request_handler
 
         async def handled(request: web.BaseRequest) -> web.StreamResponse:
@@ -175,9 +179,9 @@ class ConnectionTracker:
         server.request_handler = handled
 
     def has_room(self) -> bool:
-        """True if one more is admitted.
+        """Return whether one more connection is admitted.
 
-        If needed, close one without a whole request, of the peer with the most.
+        If needed, close one without a complete request, of the peer with the most.
         """
         if len(self.server.connections) < self._most:
             return True
@@ -188,7 +192,7 @@ class ConnectionTracker:
         return True
 
     def refusal(self) -> bytes:
-        """Return a complete HTTP answer, sent without reading a request."""
+        """Return a complete HTTP response, which is sent without parsing the request."""
         error = {"type": "busy", "message": f"at most {self._most} connections may be open"}
         body = msgspec.json.encode({"error": error, "detail": error["message"]})
         head = (
@@ -211,7 +215,7 @@ class ConnectionTracker:
             self._idle.pop(connection.peer, None)
 
     def close(self) -> None:
-        """Stop waiting for connections that were turned away."""
+        """Close the connections that were refused."""
         for limiter in self.rejecting:
             limiter.close()
 
@@ -274,8 +278,8 @@ class Connection(web.RequestHandler):
         self._stall = asyncio.get_running_loop().call_later(STALL_S, self._check_stall)
 
     def _check_stall(self) -> None:
-        """Close the connection if the client has read nothing since the last check:
-        nothing is added meanwhile.
+        """Close the connection if the client has read nothing since the last check;
+        nothing is added to the buffer between checks.
         """
         assert self._stream is not None, "it writes"
         if self._stream.get_write_buffer_size() < self._buffered:
@@ -296,7 +300,7 @@ class Connection(web.RequestHandler):
 
 
 class ConnectionLimiter(asyncio.Protocol):
-    """Admits a new connection, or answers that it must try again later."""
+    """Admits a new connection, or asks the client to try again later."""
 
     def __init__(self, tracker: ConnectionTracker) -> None:
         self._tracker = tracker
@@ -317,10 +321,10 @@ class ConnectionLimiter(asyncio.Protocol):
             transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """It has asked for something.
+        """Send the refusal once the client has sent anything.
 
-        What else it says is read and dropped: to close before would take back the
-        answer.
+        Further data is read and dropped, because closing earlier could discard the
+        refusal.
         """
         if self._transport is not None and not self._answered:
             self._answered = True
@@ -331,7 +335,7 @@ class ConnectionLimiter(asyncio.Protocol):
         self._tracker.rejecting.discard(self)
 
     def close(self) -> None:
-        """Do not wait for it any longer."""
+        """Close the connection without waiting for the client."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -343,7 +347,7 @@ def _half_of_the_files() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        # some systems refuse the maximum that they report
+        # Some systems refuse the maximum that they report.
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             soft = wanted

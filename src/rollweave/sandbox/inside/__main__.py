@@ -1,8 +1,9 @@
-"""`python3 [-I] [-S] .../inside --fd N`: serve the connected socket N. Python 3.9,
-stdlib alone.
+"""`python3 [-I] [-S] .../inside --fd N` serves the connected socket N. Needs Python 3.9
+and its standard library alone.
 
-The folder becomes the package `inside` by its path, and leaves `sys.path`: no module of
-its parent or its own can shadow, or be shadowed by, what the agent's code imports.
+The folder becomes the package `inside` by its path and is removed from `sys.path`, so
+that no module in it or its parent can shadow, or be shadowed by, a module that the
+agent's code imports.
 """
 
 import importlib.util
@@ -11,7 +12,7 @@ import sys
 
 
 def load() -> None:
-    """Make `import inside` mean this folder, whatever it and its parents are called."""
+    """Make `import inside` mean this folder, regardless of its path."""
     here = os.path.dirname(os.path.abspath(__file__))
     spec = importlib.util.spec_from_file_location(
         "inside", f"{here}/__init__.py", submodule_search_locations=[here]

@@ -1,5 +1,5 @@
-"""What is read while no call is: output of background jobs, so that none of them blocks
-on a full pipe. Python 3.9, stdlib.
+"""Reads the output of background jobs while no call runs, so that none of them blocks
+on a full pipe. Needs Python 3.9 and its standard library alone.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 
 class BackgroundReader:
-    """File descriptors and what to do once they are readable.
+    """File descriptors, and a function for each that is called when it is readable.
 
-    `watch` and `unwatch` work while another thread waits.
+    `watch` and `unwatch` may be called while another thread waits.
     """
 
     def __init__(self) -> None:
@@ -20,23 +20,23 @@ class BackgroundReader:
         self._readers: dict[int, Callable[[], None]] = {}
 
     def watch(self, fd: int, read: Callable[[], None]) -> None:
-        """`read` is called, by whoever waits, when there is something; it must not
-        block.
+        """Have the waiting thread call `read`, which must not block, whenever `fd` is
+        readable.
         """
         self._readers[fd] = read
         self._epoll.register(fd, select.EPOLLIN)
 
     def unwatch(self, fd: int) -> None:
-        """A `read` that another thread is in may still finish.
+        """Stop watching `fd`; an unknown descriptor is ignored.
 
-        Unknown descriptors are ignored.
+        A call of `read` on another thread may still be running afterwards.
         """
         if self._readers.pop(fd, None) is not None:
             with contextlib.suppress(OSError):
                 self._epoll.unregister(fd)
 
     def wait(self, fd: int) -> None:
-        """Return when `fd`, which is watched, is readable; meanwhile read the others."""
+        """Read the other descriptors until `fd`, which is watched, is readable."""
         while True:
             happened = self._epoll.poll()
             for ready, _ in happened:

@@ -1,5 +1,5 @@
-"""What an action sees of the call it answers: checked arguments, a deadline, whether it
-should stop. Python 3.9, stdlib.
+"""The call that an action answers: checked arguments, a deadline, and a cancellation.
+Needs Python 3.9 and its standard library alone.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ import time
 from typing import Any
 
 Result = tuple[dict[str, Any], bytes]
-"""Fields of the reply, and its body."""
+"""The fields of a reply, and its body."""
 
 DEFAULT_LIMIT = 1 << 20
-"""Bytes of output kept where a call does not say."""
+"""Default number of bytes of output that are kept."""
 
 
 class Refused(Exception):
-    """The call breaks a rule; nothing was done."""
+    """The call breaks a rule, and nothing was done."""
 
 
 class Failed(Exception):
-    """The tool could not do what was asked."""
+    """The tool could not do the requested action."""
 
 
 class Stop:
-    """Tells a thread that polls file descriptors to end what it does: readable once
+    """Cancels the call of a thread that polls file descriptors: `fd` is readable once
     `set`. Belongs to one worker thread.
     """
 
@@ -35,7 +35,8 @@ class Stop:
         os.set_blocking(self._write, False)
 
     def set(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # set thousands of times
+        # the pipe is full, since it was set thousands of times
+        with contextlib.suppress(BlockingIOError):
             os.write(self._write, b"x")
 
     def clear(self) -> None:
@@ -133,7 +134,7 @@ class Deadline:
 
     @property
     def left_ms(self) -> float:
-        """Milliseconds, for `poll`: at least 0."""
+        """Milliseconds left, at least 0, for `poll`."""
         return max(0.0, (self._end - time.monotonic()) * 1000.0)
 
     @property

@@ -1,13 +1,13 @@
-"""`ipython`: one interpreter that lives from cell to cell, in a process that can be
-killed. Python 3.9, stdlib alone.
+"""`ipython`: one interpreter that persists from cell to cell, in a process that can be
+killed. Needs Python 3.9 and its standard library alone.
 
-The interpreter (`worker.py`) takes IPython where it is installed, and says so where it
-has to do without. Its standard output and error are one pipe, read here, so that what
-was printed is there even if the process is not.
+The interpreter (`worker.py`) uses IPython if it is installed, and reports if it is not.
+Its standard output and error are one pipe, read here, so that the output is available
+even if the process has died.
 
 Invariants: a cell has an empty standard input; when it runs out of time its process
-group is interrupted, then killed, and the reply says so; what the interpreter sends is
-bounded, and anything that is no answer to the cell ends it.
+group is interrupted, then killed, and the reply says so; messages from the interpreter
+are bounded, and any that does not answer the cell ends it.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ from .shell import SURROUNDINGS
 from .streams import BUSY_S, Child, Outbox, OutputBuffer, Tap, Watch, converse, has_ended
 
 START_S = 60.0
-"""For an interpreter to start: IPython is hundreds of files, from a cold disk."""
+"""Maximum seconds until an interpreter has started: IPython is hundreds of files, which
+may be read from a cold disk.
+"""
 
 RECEIVE_BYTES = 1 << 18
-"""Taken from the socket at once."""
+"""Maximum number of bytes read from the socket at once."""
 
 PRELOADED = "IPython.core.interactiveshell"
-"""Where this was imported before the server began, an interpreter is a fork of us:
-milliseconds, not a third of a second.
+"""Module that, if imported before the server began, lets an interpreter start as a fork
+of the server: in milliseconds, not a third of a second.
 """
 
 CELL_BYTES = 4 << 20
-"""Of the longest cell."""
+"""Maximum size of a cell in bytes."""
 
 _PR_SET_DUMPABLE = 4
 
@@ -54,13 +56,13 @@ class Cells:
         self._interpreter: _Interpreter | None = None
 
     def __call__(self, call: Call) -> Result:
-        """Run the cell; the body of the reply is the first `split` bytes printed, then
-        the last, `dropped` between.
+        """Run the cell. The body of the reply is the first `split` bytes printed, then
+        the last ones, with `dropped` bytes left out between them.
 
         `result` is the text of the last expression's value, or null; `error` has
-        `name`, `message` and `traceback`, or is null. `died`: the exit status, 128 and
-        the signal if that ended it, where the cell ended the interpreter, or null.
-        `restarted`: names and imports were lost, before this cell or by it.
+        `name`, `message` and `traceback`, or is null. `died` is the exit status if the
+        cell ended the interpreter (128 plus the number of a signal), else null.
+        `restarted` says that names and imports were lost, before this cell or by it.
         `interpreter` is `ipython` or `python`.
         """
         limit = call.integer("output_limit", DEFAULT_LIMIT, most=BODY_BYTES // 2)
@@ -73,7 +75,7 @@ class Cells:
             lost = self._retire(kept)
             if self._interpreter is None:
                 self._interpreter = _Interpreter(self._idle, call.stop)
-            deadline = call.deadline()  # a start is not the cell's
+            deadline = call.deadline()  # the start does not count as the cell's time
             kind = self._interpreter.kind
             answer, timed_out = self._interpreter.run(call.body, kept, deadline, call.stop)
             died = None
@@ -97,8 +99,8 @@ class Cells:
         }, kept.head + kept.tail
 
     def _retire(self, kept: OutputBuffer) -> bool:
-        """Put away an interpreter that has died since the last call; its last words
-        come first in this one. Did it?
+        """Discard an interpreter that has died since the last call, and put its last
+        output first in this call's. Return whether it had died.
         """
         if self._interpreter is None or not has_ended(self._interpreter.process):
             return False
@@ -109,7 +111,7 @@ class Cells:
 
 
 class _Interpreter:
-    """One process of `worker.py`."""
+    """A process that runs `worker.py`."""
 
     def __init__(self, idle: BackgroundReader, stop: Stop) -> None:
         self._socket, theirs = socket.socketpair()
@@ -129,7 +131,7 @@ class _Interpreter:
         self._watch = Watch(self.process)
         self._watch.on(reader, self._read)
         self._watch.on(self._socket.fileno(), self._listen)
-        self._sending = self._socket.dup()  # a watch knows one handler for a descriptor
+        self._sending = self._socket.dup()  # a watch has one handler for each descriptor
         self._cells = Outbox(self._watch, self._sending.fileno())
         self._decoder = FrameDecoder()
         self._answers: dict[int, dict[str, Any]] = {}
@@ -152,8 +154,8 @@ class _Interpreter:
     def run(
         self, cell: bytes, kept: OutputBuffer, deadline: Deadline, stop: Stop
     ) -> tuple[dict[str, Any] | None, bool]:
-        """The answer, or None if the interpreter has ended or must be; and whether the
-        cell ran out of time.
+        """Return the answer, or None if the interpreter has ended or must be ended; and
+        whether the cell ran out of time.
         """
         self._number += 1
         self.tap.open(kept)
@@ -164,9 +166,9 @@ class _Interpreter:
         return answer, timed_out
 
     def end(self) -> int:
-        """Kill what is left of the session, and close.
+        """Kill the rest of the session, and close.
 
-        The exit status, 128 and the signal if that ended it.
+        Returns the exit status, or 128 plus the number of the signal that ended it.
         """
         status = end_session(self.process)
         self._watch.close()
@@ -180,8 +182,8 @@ class _Interpreter:
             self._watch.off(self.tap.fd)
 
     def _listen(self) -> None:
-        """Garbage and the end of the stream are the interpreter's end: it is killed,
-        which the watch tells.
+        """Receive answers. Kill the interpreter on invalid data and at the end of the
+        stream; the watch then reports its end.
         """
         try:
             data = os.read(self._socket.fileno(), RECEIVE_BYTES)
@@ -225,8 +227,8 @@ def _spawn(sock: socket.socket, output: int) -> Child:
 
 
 def _show() -> None:
-    """Make the interpreter's files in /proc readable again, unlike the server's: the
-    cells are the agent's own.
+    """Make the interpreter's files in /proc readable again, unlike the server's: it
+    runs the agent's own code.
     """
     import ctypes
 
@@ -238,7 +240,7 @@ def _fork(sock: socket.socket, output: int) -> Child:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        for fd in map(int, os.listdir("/proc/self/fd")):  # the channel above all
+        for fd in map(int, os.listdir("/proc/self/fd")):  # most importantly the channel
             if fd > 2 and fd != sock.fileno():
                 with contextlib.suppress(OSError):
                     os.close(fd)

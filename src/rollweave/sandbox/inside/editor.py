@@ -1,10 +1,10 @@
-"""`view`, `create`, `replace`, `insert` and `undo`: text files as a model edits them.
-Python 3.9, stdlib alone.
+"""`view`, `create`, `replace`, `insert` and `undo`: the editing of text files by a
+model. Needs Python 3.9 and its standard library alone.
 
-Invariants: an edit is whole or not there (`files.store`); what is not UTF-8 is refused,
-not damaged, and line ends stay as they are; `undo` gives back the bytes that the last
-edit found, unless somebody else has changed the file since. Every reply to an edit
-shows the lines around it.
+Invariants: edits are atomic (`files.store`); a file that is not UTF-8 is refused, not
+damaged, and line ends stay as they are; `undo` restores the bytes before the last edit,
+unless the file was changed by other means since. Every reply to an edit shows the lines
+around it.
 """
 
 from __future__ import annotations
@@ -19,25 +19,27 @@ from .calls import Call, Refused, Result
 from .files import load, store
 
 FILE_BYTES = 8 << 20
-"""Of the largest file that is edited: more is not written by hand."""
+"""Maximum size in bytes of a file that is edited; larger files are not written by hand."""
 
 VIEW_CHARS = 200_000
-"""Of the longest view."""
+"""Maximum number of characters in a view."""
 
 AROUND = 4
-"""Lines shown before and after an edit."""
+"""Number of lines shown before and after an edit."""
 
 EDITS = 100
-"""That can be undone, over all files; they hold at most `UNDO_BYTES`."""
+"""Maximum number of edits, of all files, that can be undone; they have at most
+`UNDO_BYTES`.
+"""
 
 UNDO_BYTES = 64 << 20
 
 ENTRIES = 1000
-"""Of a folder's view."""
+"""Maximum number of entries in a folder's view."""
 
 
 class Editor:
-    """The actions of this module. They exclude each other."""
+    """The actions of this module, of which one runs at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,8 +47,8 @@ class Editor:
         self._held = 0
 
     def view(self, call: Call) -> Result:
-        """Lines `first` to `last` (1-based, inclusive) of a file with their numbers, or
-        names in a folder, two levels deep.
+        """Show lines `first` to `last` (1-based, inclusive) of a file with their
+        numbers, or the names in a folder, two levels deep.
         """
         path = call.text("path")
         if os.path.isdir(path):
@@ -62,8 +64,8 @@ class Editor:
         return {"lines": len(lines)}, _numbered(lines, first, last).encode()
 
     def create(self, call: Call) -> Result:
-        """A new file with the body as its text; one that is there is kept, and refused,
-        unless `overwrite`.
+        """Create a file with the body as its text. Refuse to replace an existing file
+        unless `overwrite` is set.
         """
         path = call.text("path")
         text = _decoded(call.body, "text")
@@ -72,12 +74,12 @@ class Editor:
             with contextlib.suppress(FileNotFoundError):
                 before = load(path, FILE_BYTES)[0]
             if before is not None and not call.flag("overwrite"):
-                raise Refused(f"path must not be there yet, unless overwrite is set: {path}")
+                raise Refused(f"path must not exist yet, unless overwrite is set: {path}")
             self._edit(path, before, call.body)
         return {"lines": len(_lines(text))}, b""
 
     def replace(self, call: Call) -> Result:
-        """`old` becomes `new`. It must be there exactly once."""
+        """Replace `old`, which must occur exactly once, by `new`."""
         path, old, new = call.text("path"), call.text("old"), call.text("new")
         if not old:
             raise Refused("old must not be empty")
@@ -95,7 +97,7 @@ class Editor:
             return self._around(path, text.count("\n", 0, at) + 1, new.count("\n") + 1)
 
     def insert(self, call: Call) -> Result:
-        """The body becomes lines of its own after line `line`; 0 is before the first."""
+        """Insert the body as separate lines after line `line`; 0 is before the first."""
         path = call.text("path")
         added = _decoded(call.body, "text")
         with self._lock:
@@ -116,7 +118,9 @@ class Editor:
             return self._around(path, line + 1, max(1, added.count("\n")))
 
     def undo(self, call: Call) -> Result:
-        """The file as it was before its last edit; gone, if that had created it."""
+        """Restore the file as it was before its last edit; remove it if that edit
+        created it.
+        """
         path = os.path.realpath(call.text("path"))
         with self._lock:
             last = next(
@@ -170,9 +174,9 @@ def _decoded(data: bytes, what: str, where: str = "") -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """With their ends.
+    """Split a text into lines, with their ends.
 
-    A line ends with a line feed alone: not with what `str.splitlines` takes for an end.
+    Only a line feed ends a line, unlike in `str.splitlines`.
     """
     lines = text.split("\n")
     last = lines.pop()
@@ -193,7 +197,7 @@ def _numbered(lines: list[str], first: int, last: int) -> str:
 
 
 def _occurrences(text: str, old: str) -> int:
-    """Overlapping ones count: which of them was meant is as unclear."""
+    """Count occurrences. Overlapping ones count, since they are just as ambiguous."""
     return len(_starts(text, old, most=1000))
 
 
@@ -202,19 +206,19 @@ def _where(text: str, old: str) -> str:
 
 
 def _starts(text: str, old: str, most: int) -> list[int]:
-    found: list[int] = []
+    positions: list[int] = []
     at = text.find(old)
-    while at >= 0 and len(found) < most:
-        found.append(at)
+    while at >= 0 and len(positions) < most:
+        positions.append(at)
         at = text.find(old, at + 1)
-    return found
+    return positions
 
 
 def _listing(path: str) -> str:
-    """Names below a folder, two levels deep; hidden ones are left out, and no link is
+    """Return the names below a folder, two levels deep, without hidden ones. No link is
     followed.
     """
-    found: list[str] = []
+    entries: list[str] = []
     queue = deque([(path, "", 0)])
     while queue:
         folder, prefix, depth = queue.popleft()
@@ -223,7 +227,7 @@ def _listing(path: str) -> str:
         except OSError as error:
             if not depth:
                 raise
-            found.append(f"{prefix} ({error.strerror})")
+            entries.append(f"{prefix} ({error.strerror})")
             continue
         for name in names:
             if name.startswith("."):
@@ -231,9 +235,9 @@ def _listing(path: str) -> str:
             inside = os.path.join(folder, name)
             with contextlib.suppress(FileNotFoundError):
                 is_folder = stat.S_ISDIR(os.lstat(inside).st_mode)
-                found.append(prefix + name + ("/" if is_folder else ""))
+                entries.append(prefix + name + ("/" if is_folder else ""))
                 if is_folder and depth == 0:
                     queue.append((inside, f"{prefix}{name}/", 1))
-            if len(found) >= ENTRIES:
-                return "\n".join([*sorted(found), f"... more than {ENTRIES} entries", ""])
-    return "\n".join([*sorted(found), ""])
+            if len(entries) >= ENTRIES:
+                return "\n".join([*sorted(entries), f"... more than {ENTRIES} entries", ""])
+    return "\n".join([*sorted(entries), ""])

@@ -1,9 +1,9 @@
-"""Whole regular files in and out, without falling into a trap that lies in wait at a
-path. Python 3.9, stdlib alone.
+"""Reading and writing whole regular files at paths that may be hostile.
+Needs Python 3.9 and its standard library alone.
 
-Invariants: nothing but a regular file is read or replaced, and opening blocks on
-nothing (a FIFO, a device); no more than the bound is read, whatever size is claimed; a
-write is whole or not there, and keeps the mode of what it replaces.
+Invariants: nothing but a regular file is read or replaced, and opening never blocks (on
+a FIFO, a device); no more than the bound is read, regardless of the declared size;
+writes are atomic, and keep the mode of the replaced file.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ CHUNK_BYTES = 1 << 20
 
 
 def load(path: str, limit: int) -> tuple[bytes, os.stat_result]:
-    """A regular file's bytes.
+    """Return a regular file's bytes and status.
 
-    Raises Refused for anything else and beyond `limit` bytes; OSError where it cannot
-    be read.
+    Raises Refused for anything else and for more than `limit` bytes; OSError if it
+    cannot be read.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise Refused(f"path must be a regular file, got {_kind(found.st_mode)}: {path}")
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise Refused(f"path must be a regular file, got {_kind(status.st_mode)}: {path}")
         parts: list[bytes] = []
         size = 0
-        # Never by its claimed size: that of /proc is 0, and a file may grow.
+        # The declared size is not used: files in /proc declare 0, and a file may grow.
         while data := os.read(fd, min(CHUNK_BYTES, limit + 1 - size)):
             parts.append(data)
             size += len(data)
             if size > limit:
                 raise Refused(
                     f"path must have at most {limit} bytes, got "
-                    f"{max(size, found.st_size)} or more: {path}"
+                    f"{max(size, status.st_size)} or more: {path}"
                 )
     finally:
         os.close(fd)
-    return b"".join(parts), found
+    return b"".join(parts), status
 
 
 def store(path: str, data: bytes, mode: int | None = None) -> None:
-    """Make or replace a regular file, whole or not at all; folders on the way are made.
+    """Make or replace a regular file atomically; missing parent folders are made.
 
     Raises Refused and OSError.
     """
@@ -62,7 +62,7 @@ def store(path: str, data: bytes, mode: int | None = None) -> None:
                 f"path must be a regular file, or nothing yet, got {_kind(there)}: {path}"
             )
         mode = stat.S_IMODE(there) if mode is None else mode
-    temporary = f"{folder}/.write-{os.urandom(8).hex()}"  # tempfile would take 5 ms of a start
+    temporary = f"{folder}/.write-{os.urandom(8).hex()}"  # importing tempfile takes 5 ms
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with open(fd, "wb") as file:
@@ -76,13 +76,13 @@ def store(path: str, data: bytes, mode: int | None = None) -> None:
 
 
 def read(call: Call) -> Result:
-    """`read`: the bytes of the regular file `path`, at most `limit` of them."""
-    data, found = load(call.text("path"), call.integer("limit", BODY_BYTES, most=BODY_BYTES))
-    return {"mode": stat.S_IMODE(found.st_mode)}, data
+    """`read`: return the bytes of the regular file `path`, at most `limit` of them."""
+    data, status = load(call.text("path"), call.integer("limit", BODY_BYTES, most=BODY_BYTES))
+    return {"mode": stat.S_IMODE(status.st_mode)}, data
 
 
 def write(call: Call) -> Result:
-    """`write`: the body becomes the file `path`, with permissions `mode` where given."""
+    """`write`: store the body as the file `path`, with permissions `mode` if given."""
     mode = None if call.absent("mode") else call.integer("mode", most=0o7777)
     store(call.text("path"), call.body, mode)
     return {}, b""

@@ -1,14 +1,14 @@
-"""Frames between host and sandbox: two 4-byte little-endian lengths (header, body),
-JSON object, raw bytes. Python 3.9, stdlib.
+"""Frames between host and sandbox: two 4-byte little-endian lengths (header, body), a
+JSON object, raw bytes. Needs Python 3.9 and its standard library alone.
 
 A request is `{"id": int, "action": str, ...}`; its reply has the same id and `"ok":
 true`, or `"ok": false`, an `error` and its `kind`: `timeout`, `refused` (the request
-breaks a rule) or `failed`. The action `cancel` asks that the call of its own id end
-soon; it has no reply itself.
+breaks a rule) or `failed`. The action `cancel` asks the call with the same id to end
+soon, and has no reply.
 
-Invariants: a decoder gives exactly the frames that were packed, in order, however the
-bytes were cut on the way; it holds no more than one unfinished frame, which is within
-the bounds; after a `FrameError` it gives nothing more.
+Invariants: a decoder returns exactly the frames that were packed, in order, regardless
+of how the stream was split; it buffers at most one incomplete frame, which is within
+the bounds; after a `FrameError` it returns nothing more.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from typing import Any
 LENGTHS = struct.Struct("<II")
 
 HEADER_BYTES = 4 << 20
-"""Of the largest header: a command line with room to spare."""
+"""Maximum size of a header in bytes, which a long command line fits easily."""
 
 BODY_BYTES = 64 << 20
-"""Of the largest body: a file of a repository; whole images travel otherwise."""
+"""Maximum size of a body in bytes, enough for a file of a repository; images travel by
+other ways.
+"""
 
 KINDS = ("timeout", "refused", "failed")
 
@@ -33,13 +35,13 @@ _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 class FrameError(ValueError):
-    """Bytes that are no frame, or a frame beyond the bounds."""
+    """The bytes are no frame, or the frame exceeds the bounds."""
 
 
 def pack(header: dict[str, Any], body: bytes = b"") -> bytes:
-    """One frame.
+    """Return a frame.
 
-    Raises FrameError for a header that is not JSON and beyond the bounds.
+    Raises FrameError for a header that is not JSON and for sizes beyond the bounds.
     """
     try:
         text = _encode(header).encode()
@@ -50,7 +52,9 @@ def pack(header: dict[str, Any], body: bytes = b"") -> bytes:
 
 
 class FrameDecoder:
-    """Cuts a stream of bytes into frames: `feed` it, then `take` until there is none."""
+    """Splits a stream of bytes into frames: `feed` it, then `take` until it returns
+    None.
+    """
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -60,9 +64,9 @@ class FrameDecoder:
         self._buffer += data
 
     def take(self) -> Frame | None:
-        """The next frame, or None until more is fed.
+        """Return the next frame, or None until more is fed.
 
-        Raises FrameError for what is none, now and at every later call.
+        Raises FrameError for invalid bytes, now and at every later call.
         """
         if self._broken:
             raise FrameError(self._broken)

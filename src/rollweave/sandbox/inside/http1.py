@@ -1,9 +1,11 @@
-"""HTTP/1.1 requests cut from a stream of bytes (RFC 9112). Python 3.9, stdlib alone.
+"""A decoder of HTTP/1.1 requests (RFC 9112). Needs Python 3.9 and its standard library
+alone.
 
-Invariants: a decoder gives exactly the requests that were sent, in order, however the
-bytes were cut on the way; what two readers could understand differently (two lengths, a
-bare newline, a folded header) is refused; no more is held than one request within the
-bounds and what was fed behind it; after a `BadRequest` nothing more is given.
+Invariants: a decoder returns exactly the requests that were sent, in order, regardless
+of how the stream was split; a request that two readers could understand differently
+(two lengths, a bare newline, a folded header) is refused; the buffer has at most one
+request within the bounds and the bytes that follow it; after a `BadRequest` nothing
+more is returned.
 """
 
 from __future__ import annotations
@@ -11,13 +13,13 @@ from __future__ import annotations
 import re
 
 HEAD_BYTES = 32 << 10
-"""Of the request line and all headers."""
+"""Maximum total size in bytes of the request line and all headers."""
 
 BODY_BYTES = 16 << 20
-"""As the gateway takes them."""
+"""Maximum size of a body in bytes, as in the gateway."""
 
 LINE_BYTES = 1 << 10
-"""Of a chunk's size with its extensions, and of a trailer."""
+"""Maximum size in bytes of a chunk-size line with its extensions, and of a trailer."""
 
 METHODS = ("GET", "POST")
 
@@ -27,7 +29,7 @@ _SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;.*)?", re.DOTALL)
 
 
 class BadRequest(ValueError):
-    """What was sent is no request that is taken here; `status` is HTTP's."""
+    """The request is invalid or not accepted here; `status` is the HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -35,9 +37,10 @@ class BadRequest(ValueError):
 
 
 class Request:
-    """`headers` are by lower-case name; what came twice is joined by commas.
+    """One request. `headers` has lower-case names; repeated values are joined by
+    commas.
 
-    `keep`: the connection may carry another one.
+    `keep` says that the connection may carry another request.
     """
 
     def __init__(self, method: str, target: str, headers: dict[str, str], keep: bool) -> None:
@@ -46,7 +49,7 @@ class Request:
 
 
 class RequestDecoder:
-    """`feed` it, then `take` until there is none."""
+    """Splits a stream into requests: `feed` it, then `take` until it returns None."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -57,23 +60,23 @@ class RequestDecoder:
         self._due = 0
         self._broken: BadRequest | None = None
         self.awaited = False
-        """The client sends the body only when it is told to (`Expect: 100-continue`)."""
+        """True if the client waits for `100 Continue` before it sends the body."""
 
     @property
     def held(self) -> int:
-        """Bytes."""
+        """Number of buffered bytes."""
         return len(self._buffer) + len(self._body)
 
     @property
     def begun(self) -> bool:
-        """Whether a part of a request is there."""
+        """True if a part of a request has arrived."""
         return self._request is not None or bool(self._buffer)
 
     def feed(self, data: bytes) -> None:
         self._buffer += data
 
     def take(self) -> Request | None:
-        """The next request, or None until more is fed.
+        """Return the next request, or None until more is fed.
 
         Raises BadRequest, now and at every later call.
         """
@@ -141,7 +144,7 @@ class RequestDecoder:
         return line
 
     def _head(self) -> bool:
-        while self._buffer.startswith(b"\r\n"):  # some clients end a body with one more
+        while self._buffer.startswith(b"\r\n"):  # some clients send one more after a body
             del self._buffer[:2]
         end = self._buffer.find(b"\r\n\r\n", 0, HEAD_BYTES)
         if end < 0:
@@ -164,7 +167,7 @@ class RequestDecoder:
         return True
 
     def _frame(self, headers: dict[str, str]) -> None:
-        """How long the body is."""
+        """Determine the length of the body."""
         coding, length = headers.get("transfer-encoding"), headers.get("content-length")
         if headers.get("content-encoding", "identity").lower() != "identity":
             raise BadRequest(415, "content-encoding must be identity")
@@ -183,7 +186,7 @@ class RequestDecoder:
 
 
 def _headers(lines: list[bytes]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    headers: dict[str, str] = {}
     for line in lines:
         header = _HEADER.fullmatch(line)
         if header is None:
@@ -192,8 +195,8 @@ def _headers(lines: list[bytes]) -> dict[str, str]:
             header.group(1).decode().lower(),
             header.group(2).decode("latin-1").strip(" \t"),
         )
-        found[name] = f"{found[name]}, {value}" if name in found else value
-    return found
+        headers[name] = f"{headers[name]}, {value}" if name in headers else value
+    return headers
 
 
 def _bound(count: int) -> None:

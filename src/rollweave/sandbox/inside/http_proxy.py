@@ -1,11 +1,12 @@
-"""The connections of programs that speak HTTP with us, and what is between them and the
-host. Python 3.9, stdlib alone.
+"""An HTTP proxy inside the sandbox: it accepts programs' connections, passes their
+requests to the host and the host's responses back. Needs Python 3.9 and its standard
+library alone.
 
-Invariants: connections, bodies, and all that is held are bounded; a request is sent
-out once, in parts, at most `max_in_flight` of them before any is answered; one whose program
-goes away meanwhile is reported as gone; who is silent amid a request, or does not read
-its answer, is left. Parts are small: the other calls of the channel never wait for a
-whole body.
+Invariants: connections, bodies and all buffered data are bounded; a request is passed
+on once, in parts, and at most `max_in_flight` requests are unanswered at a time; if its
+program disconnects, the request is reported as gone; a client that stalls in
+mid-request, or stops reading its response, is disconnected. Parts are small, so other
+calls on the channel never wait for a whole body.
 """
 
 from __future__ import annotations
@@ -26,27 +27,31 @@ from .calls import Deadline, Result, Stop
 from .http1 import BadRequest, Request, RequestDecoder
 
 CONNECTIONS = 256
-"""At once, or a quarter of the files that the server may open: further ones wait to be
-accepted.
+"""Maximum number of connections, if that is at most a quarter of the files that the
+server may open. Further connections wait to be accepted.
 """
 
 PART_BYTES = 1 << 20
-"""Of a body in one frame: a millisecond of the channel."""
+"""Maximum bytes of a body in one frame, which takes a millisecond of the channel."""
 
 RECEIVE_BYTES = 1 << 18
-"""Taken from a socket at once."""
+"""Maximum number of bytes read from a socket at once."""
 
 PENDING_BYTES = 64 << 20
-"""Of all requests that were not sent out yet."""
+"""Maximum total size in bytes of the requests that are not yet passed on."""
 
 AHEAD_BYTES = 1 << 16
-"""That a program may send behind a request which is not answered."""
+"""Maximum number of bytes that a program may send after an unanswered request."""
 
 STALL_S = 60.0
-"""Seconds for a request to be whole, for an answer to be read on, and between requests."""
+"""Maximum seconds until a request is complete, until more of a response is read, and
+between requests.
+"""
 
 LINGER_S = 2.0
-"""Seconds for a program to take notice of a last answer while it still sends."""
+"""Seconds for which a connection stays open after its last response, for a program that
+is still sending.
+"""
 
 FOREVER = float("inf")
 
@@ -57,13 +62,16 @@ FORWARDED_HEADERS = (
     "idempotency-key",
     "x-stainless-retry-count",
 )
-"""Headers that the host is reported: what says who asks, and whether it asks again."""
+"""Request headers that are passed to the host: those that identify the client, and a
+repeated request.
+"""
 
 
 class Connection:
     """One connection.
 
-    `number`: of its request that was sent out, at least in part; 0: none.
+    `number` is that of its request of which at least a part is passed on; 0 if there is
+    none. `sent` is the number of bytes of its body that are.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -82,10 +90,7 @@ class Connection:
 
 
 class ResponsePart:
-    """A part of an answer: the first has a `status`.
-
-    After an `abort` there will be no other one.
-    """
+    """A part of a response. The first has a `status`, and none follows an `abort`."""
 
     def __init__(
         self,
@@ -102,10 +107,7 @@ class ResponsePart:
 
 
 class HttpProxy:
-    """The listener, its connections, and what is between them and the host.
-
-    `tell` is for every thread.
-    """
+    """The listener and its connections. `send` may be called from any thread."""
 
     def __init__(self, max_in_flight: int) -> None:
         self._max_in_flight, self._active, self._count = max_in_flight, 0, 0
@@ -129,7 +131,7 @@ class HttpProxy:
         self.port: int = self._listener.getsockname()[1]
 
     def send(self, answer: ResponsePart) -> None:
-        """What the long poll shall send, now or when there is one again."""
+        """Queue a part of a response, which the current or next long poll sends."""
         with self._lock:
             if not self._closed:
                 self._answers.append(answer)
@@ -146,8 +148,8 @@ class HttpProxy:
                 sock.close()
 
     def next(self, deadline: Deadline, stop: Stop) -> Result:
-        """What there is to tell the host; nothing once the time is up or the call
-        should stop.
+        """Serve the connections until there is an event for the host, and return it; an
+        empty one once the time is up or the call is cancelled.
         """
         self._listen(True)
         self._selector.register(stop.fd, selectors.EVENT_READ)
@@ -155,9 +157,9 @@ class HttpProxy:
             while True:
                 self._send_responses()
                 self._drop_stalled()
-                found = self._event()
-                if found is not None:
-                    return found
+                event = self._event()
+                if event is not None:
+                    return event
                 past = deadline.past
                 for key, events in self._selector.select(self._wait_s(deadline)):
                     if key.data is None:
@@ -208,19 +210,18 @@ class HttpProxy:
             self._woken.recv(RECEIVE_BYTES)
 
     def _send_responses(self) -> None:
-        """Send what the host answered."""
+        """Send the queued parts of responses."""
         while self._answers:
             answer = self._answers.popleft()
             connection = self._in_flight.get(answer.number)
             if connection is None:
-                continue  # it has gone meanwhile
+                continue  # its program has disconnected
             if answer.abort:
                 self._drop(connection, notify=False)
                 continue
             keep = connection.request is not None and connection.request.keep
             if answer.status is not None:
-                # A part that is not the last has a length of its own, or ends with the
-                # connection.
+                # A response of several parts is chunked, or ends with the connection.
                 connection.chunked = keep and not answer.last
                 connection.out += _head(
                     answer.status, answer, chunked=connection.chunked, keep=keep
@@ -270,7 +271,7 @@ class HttpProxy:
             sock = self._listener.accept()[0]
         except BlockingIOError:
             return
-        except OSError:  # no descriptor is left: when one is closed, or at the next long poll
+        except OSError:  # out of descriptors: retry when one is closed, or at the next poll
             self._listen(False)
             return
         sock.setblocking(False)
@@ -306,7 +307,7 @@ class HttpProxy:
                 self._drop(connection)
 
     def _read_on(self, connection: Connection) -> None:
-        """Take the next request of a connection, if it is whole."""
+        """Take the next request of a connection if it is complete."""
         try:
             connection.request = connection.decoder.take()
             if (
@@ -369,8 +370,8 @@ class HttpProxy:
                 else now + STALL_S
             )
         elif connection.last:
-            # Closed at once, what it still sends would be answered by a reset, which
-            # takes our answer along.
+            # Closing at once would answer further data with a reset, which could
+            # discard our response.
             connection.until = now + LINGER_S
             with contextlib.suppress(OSError):
                 connection.socket.shutdown(socket.SHUT_WR)
@@ -391,9 +392,9 @@ class HttpProxy:
             self._drop(connection)
 
     def _drop(self, connection: Connection, *, notify: bool = True) -> None:
-        """Close a connection, unless it is.
+        """Close a connection, unless it is closed.
 
-        Its request is over, of which the host is notify if it does not know.
+        This ends its request, which is reported to the host if `notify` is true.
         """
         if connection not in self._connections:
             return

@@ -1,9 +1,9 @@
-"""Programs that are started, fed, bounded and, in time, killed by their process group.
-Python 3.9, stdlib alone.
+"""Starts programs, passes them input, bounds their output and time, and kills them by
+process group. Needs Python 3.9 and its standard library alone.
 
-Invariants: a program is a session of its own; no wait is without a deadline; what a
-grandchild does with an inherited pipe keeps nobody waiting once the program itself has
-ended; output beyond the bound is read and thrown away.
+Invariants: each program leads a separate session; every wait has a deadline; after a
+program has ended, a grandchild that keeps an inherited pipe open delays nothing; output
+beyond the bound is read and discarded.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _guard = threading.Lock()
 
 
 def reset_signals() -> None:
-    """Do as `rollweave.io.process_setup` does outside: no program that is started here
-    inherits an ignored or blocked signal.
+    """Reset signals as `rollweave.io.process_setup` does, so that no program that is
+    started here inherits an ignored or blocked one.
 
     The interpreter itself ignores SIGPIPE and SIGXFSZ; `subprocess` restores these.
     """
@@ -49,9 +49,7 @@ def reset_signals() -> None:
 
 
 def start(argv: list[str], **how: Any) -> subprocess.Popen[bytes]:
-    """A program in a session of its own, which `kill_all` knows until it is given to
-    `end`.
-    """
+    """Start a program in a new session, and register it for `kill_all` until `end`."""
     with _guard:
         process = subprocess.Popen(argv, start_new_session=True, **how)
         _alive[process.pid] = process
@@ -59,11 +57,11 @@ def start(argv: list[str], **how: Any) -> subprocess.Popen[bytes]:
 
 
 def fork(become: Callable[[], object]) -> Child:
-    """A fork of us, in a session of its own, in which `become` is called, and which
-    then ends. As `start` otherwise.
+    """Fork this process into a new session, call `become` there, and end it; register
+    it as `start` does.
 
-    Other threads of ours are not there in it, nor what locks they held: `become` must
-    need none of those.
+    The fork has no other threads of ours, and locks that they held stay locked:
+    `become` must need neither.
     """
     with _guard:
         pid = os.fork()
@@ -78,7 +76,7 @@ def fork(become: Callable[[], object]) -> Child:
 
 
 class Forked:
-    """A fork of ours, as `subprocess.Popen` has a program."""
+    """A forked process, with the interface of `subprocess.Popen` that is used here."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -91,9 +89,9 @@ class Forked:
 
 
 def end(process: Child) -> int:
-    """Reap a program, killed by its process group unless it has ended.
+    """Kill a program's process group unless the program has ended, and reap it.
 
-    Its exit status.
+    Returns its exit status.
     """
     with _guard:
         _alive.pop(process.pid, None)
@@ -103,9 +101,10 @@ def end(process: Child) -> int:
 
 
 def end_session(process: Child) -> int:
-    """Kill and reap a program and all of its session that is left: its background jobs.
+    """Kill and reap a program, and kill the rest of its session, such as background
+    jobs.
 
-    Its exit status.
+    Returns its exit status.
     """
     signal_group(process.pid, signal.SIGKILL)
     for pid in _session(process.pid):
@@ -115,9 +114,9 @@ def end_session(process: Child) -> int:
 
 
 def signal_group(group: int, number: int) -> None:
-    """A signal to a process group, if it is there.
+    """Send a signal to a process group, if it exists.
 
-    While its leader is an unreaped child of ours, it is no other's.
+    While its leader is an unreaped child of ours, its number cannot be reused.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
@@ -134,12 +133,12 @@ def kill_all() -> None:
 
 
 def _session(leader: int) -> list[int]:
-    """Processes whose session is that of `leader`: field 6 of /proc/PID/stat, after a
-    name that may hold anything.
+    """Return the processes whose session is that of `leader`: field 6 of
+    /proc/PID/stat, after a name that may contain any bytes.
     """
-    found: list[int] = []
+    pids: list[int] = []
     entries: list[str] = []
-    with contextlib.suppress(OSError):  # there may be no /proc
+    with contextlib.suppress(OSError):  # /proc may be missing
         entries = os.listdir("/proc")
     for entry in entries:
         if entry.isdigit():
@@ -148,14 +147,16 @@ def _session(leader: int) -> list[int]:
                 open(f"/proc/{entry}/stat", "rb") as file,
             ):
                 if int(file.read().rpartition(b")")[2].split()[3]) == leader:
-                    found.append(int(entry))
-    return found
+                    pids.append(int(entry))
+    return pids
 
 
 def execute(call: Call) -> Result:
-    """`exec`: run `argv` in `cwd`, with `env` added to ours and the body as standard
-    input; the body of the reply is `split` bytes of standard output, then standard
-    error, each cut after `output_limit` bytes. After `timeout_s` it is killed.
+    """`exec`: run `argv` in `cwd`, with `env` added to our environment and the body as
+    standard input; kill it after `timeout_s`.
+
+    The body of the reply is `split` bytes of standard output, then standard error, each
+    truncated after `output_limit` bytes.
     """
     argv, cwd, env = call.texts("argv"), call.optional("cwd"), call.mapping("env")
     if not argv:
@@ -202,8 +203,8 @@ def execute(call: Call) -> Result:
 
 
 def _gather(watch: Watch, stream: IO[bytes] | None, kept: OutputBuffer) -> Callable[[int], None]:
-    """Read a pipe whenever there is something; the function that is returned reads what
-    is there, up to so many bytes.
+    """Read a pipe whenever it is readable. Return a function that reads the available
+    data, up to a number of bytes.
     """
     assert stream is not None
     fd = stream.fileno()

@@ -1,11 +1,11 @@
-"""The action server: frames in, actions run, frames out, over one connected stream
-socket. Python 3.9, stdlib alone.
+"""The action server: it receives request frames over one connected stream socket, runs
+the actions, and sends reply frames. Needs Python 3.9 and its standard library alone.
 
-Threads take turns at reading: the one that has read a request lets the next one read
-and answers its own, so that no request is handed from thread to thread. Invariants:
-each request but `cancel` gets exactly one reply; an action that raises is a reply; at
-most `CALLS` run at once, more are refused; when the other end closes, or sends garbage,
-everything that was started here is killed and the process ends.
+Threads take turns at reading: a thread that has read a request lets the next one read
+and answers its own, so that no request is passed between threads. Invariants: each
+request but `cancel` gets exactly one reply; an exception in an action becomes a reply;
+at most `CALLS` calls run at once, and more are refused; when the other end closes, or
+sends invalid data, every program that was started here is killed and the process ends.
 """
 
 from __future__ import annotations
@@ -28,24 +28,21 @@ from .shell import Bash
 from .tunnel import Tunnel
 
 CALLS = 64
-"""Calls that run at once: each is a thread."""
+"""Maximum number of concurrent calls, each of which takes a thread."""
 
 RECEIVE_BYTES = 1 << 18
-"""Taken from the socket at once."""
+"""Maximum number of bytes read from the socket at once."""
 
 Action = Callable[[Call], Result]
 
 
 def ping(call: Call) -> Result:
-    """Answer with the body that was sent."""
+    """Reply with the body of the request."""
     return {"pid": os.getpid()}, call.body
 
 
 def actions(idle: BackgroundReader) -> dict[str, Action]:
-    """Everything this server can do, by name.
-
-    The tools among them keep their state here.
-    """
+    """Return the server's actions by name, with new state for the tools among them."""
     editor, tunnel = Editor(), Tunnel()
     return {
         "ping": ping,
@@ -84,7 +81,7 @@ class Server:
         self._over = threading.Event()
 
     def run(self) -> None:
-        """Return when the other end has closed, and all that was started is killed."""
+        """Serve until the other end closes, and then kill all programs."""
         self._hire()
         self._over.wait()
         kill_all()
@@ -105,16 +102,16 @@ class Server:
                 if call is None:
                     break
             if alone:
-                # no thread is to be had: then we read again when we have answered
+                # If no thread can be started, this one reads again after its answer.
                 with contextlib.suppress(RuntimeError):
                     self._hire()
             self._answer(call)
         stop.close()
 
     def _next(self, stop: Stop) -> Call | None:
-        """The next request to be answered, or None at the end.
+        """Return the next call to answer, or None at the end.
 
-        Cancellations and what is refused at once are dealt with.
+        Cancellations and requests that are refused at once are handled here.
         """
         while not self._over.is_set():
             frame = self._receive()
@@ -194,12 +191,13 @@ class Server:
 
 
 def main(argv: list[str]) -> None:
-    """Serve the socket that `--fd` names, then end, whatever threads still do.
+    """Serve the socket that `--fd` names, then end the process even if threads still
+    run.
 
-    With `--cells`, be the interpreter of cells.
+    With `--cells`, run the interpreter of cells instead.
     """
     reset_signals()
-    # argparse would take 3 ms of a start
+    # Importing argparse takes 3 ms.
     fd, cells = int(argv[argv.index("--fd") + 1]), "--cells" in argv
     os.set_inheritable(fd, False)
     with socket.socket(fileno=fd) as sock:

@@ -1,18 +1,17 @@
-"""`bash`: one shell that lives from call to call, on a pseudo-terminal of its own.
-Python 3.9, stdlib alone (no ptyprocess).
+"""`bash`: one shell that persists from call to call, on a separate pseudo-terminal.
+Needs Python 3.9 and its standard library alone (no ptyprocess).
 
-The shell reads its commands from a pipe, and tells each one's exit status on another
-pipe, under a name drawn for that call that the command never sees; what commands print
-goes to the terminal alone. So nothing that is printed can pass for the end of a
-command, an unclosed quote ends with its command, and there is no echo and no prompt to
-be told apart from output.
+The shell reads its commands from a pipe, and writes the exit status of each to another
+pipe, under a random name that the command never sees; the output of commands goes only
+to the terminal. So no output can be mistaken for the end of a command, an unclosed
+quote ends with its command, and there is no echo and no prompt to remove from output.
 
-Invariants: a command has an empty standard input, and reading the terminal gives its
-end at once; the terminal is as it was before each command, whatever one did to it. When
-a command runs out of time, its foreground group is interrupted, then killed, then the
-shell and its whole session are, and the reply says so: no stage waits longer than its
-constant. A background job that holds the terminal open delays nothing; what it prints
-between calls comes first in the next reply.
+Invariants: a command has an empty standard input, and reading the terminal returns end
+of file at once; the attributes of the terminal are restored before each command. When a
+command runs out of time, its foreground group is interrupted, then killed, then the
+shell and its whole session are killed, and the reply says so; no stage waits longer
+than its constant. A background job that keeps the terminal open delays nothing; its
+output between calls comes first in the next reply.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ from .processes import end_session, signal_group, start
 from .streams import BUSY_S, Outbox, OutputBuffer, Tap, Watch, converse, has_ended
 
 START_S = 10.0
-"""For a shell to start, on a machine that is very busy."""
+"""Maximum seconds until a shell has started, on a heavily loaded machine."""
 
 STATUS_BYTES = 4096
-"""OutputBuffer of what comes on the status pipe: a line of ours is much shorter."""
+"""Maximum number of bytes kept from the status pipe; one status line is much shorter."""
 
 COMMAND_BYTES = 1 << 20
-"""Of the longest command."""
+"""Maximum size of a command in bytes."""
 
 TERMINAL_FD = 250
-"""The terminal's number in the shell: far from those that a script picks."""
+"""File descriptor of the terminal in the shell, far from those that scripts choose."""
 
 SIZE = struct.pack("HHHH", 50, 160, 0, 0)
-"""Rows and columns that programs are told: wide enough that tables are not cut."""
+"""Rows and columns of the terminal, wide enough for tables."""
 
 SURROUNDINGS = {
     "TERM": "dumb",
@@ -58,16 +57,18 @@ SURROUNDINGS = {
     "PS1": "",
     "PS2": "",
 }
-"""Nothing asks, pages or colours."""
+"""Variables that keep programs from prompting, paging and coloring their output."""
 
 OPTIONS = "--norc --noprofile --noediting +H +o history -i"
-"""Interactive, because only then an interrupt ends the whole command but not the shell,
-and a foreground group is there to be killed; without history expansion, so that `!`
-means nothing.
+"""The shell's options: interactive, because only then does an interrupt end the whole
+command but not the shell, and is there a foreground group to kill; without history
+expansion, so that `!` is an ordinary character.
 """
 
 TERMINAL_HELD = f'exec "$0" {OPTIONS} {TERMINAL_FD}<>"$1"'
-"""Opening the terminal as leader of a session makes it the controlling one."""
+"""Script that opens the terminal, which becomes the controlling terminal because a
+session leader opens it.
+"""
 
 
 class Bash:
@@ -79,12 +80,12 @@ class Bash:
         self._terminal: _Terminal | None = None
 
     def __call__(self, call: Call) -> Result:
-        """Run the command; the body of the reply is the first `split` bytes of output,
-        then the last, `dropped` between.
+        """Run the command. The body of the reply is the first `split` bytes of output,
+        then the last ones, with `dropped` bytes left out between them.
 
-        `rc` is its exit status, 128 and the signal if that ended it. `restarted`: the
-        state of the shell was lost, before this command (it had been killed) or by it
-        (`exit`, `exec`, or it could not be interrupted).
+        `rc` is its exit status, or 128 plus the number of the signal that ended it.
+        `restarted` says that the shell's state was lost, before this command (the shell
+        had been killed) or by it (`exit`, `exec`, or it could not be interrupted).
         """
         if b"\0" in call.body or len(call.body) > COMMAND_BYTES:
             raise Refused(
@@ -99,7 +100,7 @@ class Bash:
             lost = self._retire(kept)
             if self._terminal is None:
                 self._terminal = _Terminal(self._idle, call.stop)
-            deadline = call.deadline()  # a start is not the command's
+            deadline = call.deadline()  # the start does not count as the command's time
             status, timed_out = self._terminal.run(call.body, kept, deadline, call.stop)
             if status is None:
                 status, lost = self._terminal.end(), True
@@ -114,8 +115,8 @@ class Bash:
         }, kept.head + kept.tail
 
     def _retire(self, kept: OutputBuffer) -> bool:
-        """Put away a shell that has died since the last call; its last words come first
-        in this one. Did it?
+        """Discard a shell that has died since the last call, and put its last output
+        first in this call's. Return whether it had died.
         """
         if self._terminal is None or not has_ended(self._terminal.process):
             return False
@@ -133,7 +134,7 @@ class _Terminal:
         self.tap = Tap(master, idle)
         self._attributes = _make_raw(self._slave)
         fcntl.ioctl(self._slave, termios.TIOCSWINSZ, SIZE)
-        self._told = b""
+        self._status_lines = b""
         self._status = 0
         try:
             self.process = start(
@@ -172,14 +173,14 @@ class _Terminal:
     def run(
         self, command: bytes, kept: OutputBuffer, deadline: Deadline, stop: Stop
     ) -> tuple[int | None, bool]:
-        """Its exit status, or None if the shell has ended or must be; and whether it
-        ran out of time.
+        """Return the command's exit status, or None if the shell has ended or must be
+        ended; and whether the command ran out of time.
         """
         name = os.urandom(16).hex().encode()
         if termios.tcgetattr(self._slave) != self._attributes:
             termios.tcsetattr(self._slave, termios.TCSANOW, self._attributes)
         self.tap.open(kept)
-        self._told = b""
+        self._status_lines = b""
         self._commands.send(_line(command, name, self._status))
         stages = [self._interrupt, self._kill]
         status, timed_out = converse(self._watch, lambda: self._find(name), deadline, stop, stages)
@@ -189,9 +190,10 @@ class _Terminal:
         return status, timed_out
 
     def end(self) -> int:
-        """Kill what is left of the session, and close.
+        """Kill the rest of the session, and close.
 
-        The exit status of the shell, 128 and the signal if that ended it.
+        Returns the shell's exit status, or 128 plus the number of the signal that ended
+        it.
         """
         status = end_session(self.process)
         self._watch.close()
@@ -203,18 +205,18 @@ class _Terminal:
         return status if status >= 0 else 128 - status
 
     def _listen(self) -> None:
-        told = os.read(self._statuses, STATUS_BYTES)
-        self._told = (self._told + told)[-STATUS_BYTES:]
-        if not told:  # the shell has become another program (`exec`), or is ending
+        data = os.read(self._statuses, STATUS_BYTES)
+        self._status_lines = (self._status_lines + data)[-STATUS_BYTES:]
+        if not data:  # the shell has become another program (`exec`), or is ending
             self._watch.off(self._statuses)
 
     def _find(self, name: bytes) -> int | None:
-        _, found, status = self._told.partition(b"\n" + name + b" ")
-        return int(status.partition(b"\n")[0]) if found and b"\n" in status else None
+        _, separator, status = self._status_lines.partition(b"\n" + name + b" ")
+        return int(status.partition(b"\n")[0]) if separator and b"\n" in status else None
 
     def _foreground(self) -> int:
-        """The process group that the terminal belongs to: the command's, or the shell's
-        own while it computes.
+        """Return the foreground process group of the terminal: the command's, or the
+        shell's own while it runs a builtin.
         """
         with contextlib.suppress(OSError):
             group = os.tcgetpgrp(self.tap.fd)
@@ -235,13 +237,13 @@ class _Terminal:
 
 
 def _line(command: bytes, name: bytes, before: int) -> bytes:
-    """What the shell reads: the command as one quoted word, then the report under a
-    name that it reads only afterwards.
+    """Return the shell's input: the command as one quoted word, then the report of its
+    status under a name that the shell reads only afterwards.
     """
     terminal = b"%d" % TERMINAL_FD
     return b"".join(
         (
-            b"(\\builtin exit %d)\n" % before if before else b"",  # so that `$?` lives on, too
+            b"(\\builtin exit %d)\n" % before if before else b"",  # so that `$?` persists, too
             b"\\builtin eval -- '",
             command.replace(b"'", b"'\\''"),
             b"' </dev/null >&" + terminal + b" 2>&" + terminal + b"\n",
@@ -251,8 +253,8 @@ def _line(command: bytes, name: bytes, before: int) -> bytes:
 
 
 def _make_raw(terminal: int) -> list[Any]:
-    """No echo, no translation, no signal characters, and reading gives the end of input
-    at once. The attributes set.
+    """Switch off echo, translation and signal characters, and let reading return end of
+    file at once. Return the attributes that are set.
     """
     attributes = termios.tcgetattr(terminal)
     attributes[0] = attributes[1] = attributes[3] = 0

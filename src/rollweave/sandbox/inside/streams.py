@@ -1,6 +1,5 @@
-"""Waiting for pipes and a child's end at once, and keeping the two ends of what comes.
-
-Python 3.9, stdlib alone.
+"""Waiting for pipes and a child's end at the same time, and keeping the first and last
+bytes of output. Needs Python 3.9 and its standard library alone.
 """
 
 from __future__ import annotations
@@ -18,33 +17,33 @@ from .calls import Deadline, Stop
 Answer = TypeVar("Answer")
 
 CHUNK_BYTES = 1 << 16
-"""Read at once: what a pipe holds."""
+"""Number of bytes read at once: the usual capacity of a pipe."""
 
 PIPE_BYTES = 1 << 20
-"""The most that a pipe or terminal can hold: read at an end, so that a grandchild which
-goes on writing keeps nobody.
+"""Maximum capacity of a pipe or terminal in bytes. No more is read after a command's
+end, so that a grandchild which keeps writing delays nothing.
 """
 
 STEP_BYTES = 1 << 20
-"""Read before time is looked at again."""
+"""Maximum number of bytes read before the deadline is checked again."""
 
 BETWEEN_BYTES = 1 << 16
-"""OutputBuffer of what comes between two calls: its end."""
+"""Maximum number of bytes kept of the output between two calls: its end."""
 
 BUSY_S = 5.0
-"""For a call whose caller has left to end: all its stages."""
+"""Maximum seconds until a cancelled call has ended, with all its stages."""
 
 STAGE_S = 1.0
-"""For a command to end after it was interrupted, and again after it was killed: time to
-tidy up.
+"""Seconds that a command has to end after it was interrupted, so that it can clean up,
+and again after it was killed.
 """
 
 BLIND_MS = 20.0
-"""Between looks whether a program has ended, where the system has no pidfd."""
+"""Milliseconds between checks for a program's end on systems without pidfd."""
 
 
 class Child(Protocol):
-    """A process that we started: a `subprocess.Popen`, or a fork."""
+    """A child process: a `subprocess.Popen`, or a fork."""
 
     @property
     def pid(self) -> int: ...
@@ -53,11 +52,13 @@ class Child(Protocol):
     def returncode(self) -> int | None: ...
 
     def wait(self) -> int:
-        """Reap it."""
+        """Reap the process; return its exit status."""
 
 
 def has_ended(process: Child) -> bool:
-    """Has a child of ours ended? It is not reaped, so that its number stays its own."""
+    """Return whether a child of ours has ended. It is not reaped, so that its number is
+    not reused.
+    """
     if process.returncode is not None:
         return True
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
@@ -66,7 +67,7 @@ def has_ended(process: Child) -> bool:
 class Watch:
     """Calls a handler for each descriptor that is ready.
 
-    `ended`: the child has; `stopped`: the call should stop.
+    `ended` says that the child has ended, `stopped` that the call was cancelled.
     """
 
     def __init__(self, process: Child) -> None:
@@ -86,7 +87,7 @@ class Watch:
         self._poll.register(fd, events)
 
     def off(self, fd: int) -> None:
-        """Unknown descriptors are ignored."""
+        """Stop watching `fd`; an unknown descriptor is ignored."""
         if self._handlers.pop(fd, None) is not None:
             self._poll.unregister(fd)
 
@@ -95,7 +96,7 @@ class Watch:
 
     @contextlib.contextmanager
     def until(self, stop: Stop) -> Iterator[None]:
-        """Within, `stopped` tells whether the call should stop."""
+        """Set `stopped` in this context once the call is cancelled."""
         self.stopped = False
         self.on(stop.fd, lambda: self._stop(stop))
         try:
@@ -104,7 +105,7 @@ class Watch:
             self.off(stop.fd)
 
     def wait(self, left_ms: float) -> None:
-        """Wait until something is ready, or the time is up, and handle it."""
+        """Wait until a descriptor is ready or the time is up, and call its handler."""
         blind = self._pidfd < 0
         for fd, _ in self._poll.poll(min(left_ms, BLIND_MS) if blind else left_ms):
             handler = self._handlers.get(fd)  # an earlier handler may have taken it off
@@ -156,14 +157,14 @@ class OutputBuffer:
 
     @property
     def dropped(self) -> int:
-        """Bytes that are in neither."""
+        """Number of bytes that are in neither."""
         return self._seen - len(self._head) - len(self.tail)
 
 
 def read_some(fd: int, kept: OutputBuffer, most: int) -> bool:
-    """Read what is there without blocking, until `most` bytes have come.
+    """Read the available data without blocking, until `most` bytes are read.
 
-    False at the end of the stream.
+    Returns False at the end of the stream.
     """
     while most > 0:
         try:
@@ -178,7 +179,7 @@ def read_some(fd: int, kept: OutputBuffer, most: int) -> bool:
 
 
 class Outbox:
-    """Writes into a pipe or socket as it takes it. Nobody minds if it is not read."""
+    """Writes into a pipe or socket without blocking; unread data is no error."""
 
     def __init__(self, watch: Watch, fd: int, sent: Callable[[], object] = lambda: None) -> None:
         os.set_blocking(fd, False)
@@ -186,9 +187,9 @@ class Outbox:
         self._unsent = memoryview(b"")
 
     def send(self, data: bytes) -> None:
-        """Replaces what was not sent yet.
+        """Send `data` instead of any unsent data.
 
-        `sent` is called when all is, or nobody will read it.
+        `sent` is called when all is sent, or the reader is gone.
         """
         self._unsent = memoryview(data)
         self._write()
@@ -200,7 +201,7 @@ class Outbox:
             self._unsent = self._unsent[os.write(self._fd, self._unsent) :]
         except BlockingIOError:
             return
-        except (BrokenPipeError, ConnectionResetError):  # the watch tells of the reader's end
+        except (BrokenPipeError, ConnectionResetError):  # the watch detects the reader's end
             self._unsent = self._unsent[:0]
         if not self._unsent:
             self._watch.off(self._fd)
@@ -208,8 +209,8 @@ class Outbox:
 
 
 class Tap:
-    """A descriptor that is read for the call that runs, and between calls for itself,
-    so that nobody blocks on it.
+    """A descriptor that is read for the current call and, between calls, in the
+    background, so that no writer blocks on it.
     """
 
     def __init__(self, fd: int, idle: BackgroundReader) -> None:
@@ -221,7 +222,7 @@ class Tap:
         self._resting = False
 
     def open(self, kept: OutputBuffer) -> None:
-        """A call begins: what came since the last one is the first that it gets."""
+        """Begin a call, whose output starts with the data since the last one."""
         self._idle.unwatch(self.fd)
         with self._lock:
             self._resting = False
@@ -229,20 +230,20 @@ class Tap:
             self._between, self._kept = OutputBuffer(0, BETWEEN_BYTES), kept
 
     def read(self) -> bool:
-        """What is there, or a part of it if that is much; False at the end of the
-        stream. To be called during a call.
+        """Read available data, at most `STEP_BYTES`, during a call. Returns False at
+        the end of the stream.
         """
         return read_some(self.fd, self._kept, STEP_BYTES)
 
     def rest(self) -> None:
-        """The call is over: what was written before is its own, what comes now is not."""
+        """End the call: data written so far belongs to it, later data to the next one."""
         read_some(self.fd, self._kept, PIPE_BYTES)
         with self._lock:
             self._kept, self._resting = self._between, True
         self._idle.watch(self.fd, self._trickle)
 
     def close(self) -> None:
-        """The last that was written goes to the call that runs."""
+        """Read the remaining data for the current call, and close."""
         read_some(self.fd, self._kept, PIPE_BYTES)
         os.close(self.fd)
 
@@ -254,20 +255,20 @@ class Tap:
 
 def converse(
     watch: Watch,
-    found: Callable[[], Answer | None],
+    poll_answer: Callable[[], Answer | None],
     deadline: Deadline,
     stop: Stop,
     stages: list[Callable[[], None]],
 ) -> tuple[Answer | None, bool]:
-    """Wait for an answer; where time runs out, go through `stages`, each of which has
-    `STAGE_S` to bring it about.
+    """Wait for an answer. When time runs out, run the `stages`, each of which has
+    `STAGE_S` to cause an answer.
 
-    The answer, or None where the child has ended or no stage is left; and whether time
-    ran out.
+    Returns the answer, or None if the child has ended or no stage is left; and whether
+    time ran out.
     """
     timed_out = False
     with watch.until(stop):
-        while (answer := found()) is None and not watch.ended:
+        while (answer := poll_answer()) is None and not watch.ended:
             watch.wait(deadline.left_ms)
             if deadline.past or watch.stopped:
                 timed_out, watch.stopped = True, False

@@ -1,10 +1,10 @@
-"""A door to one HTTP service outside, for programs in a sandbox without a network.
-Python 3.9, stdlib alone.
+"""The sandbox's end of a tunnel to one HTTP service outside, for programs in a sandbox
+without a network. Needs Python 3.9 and its standard library alone.
 
-The programs speak HTTP with a listener on the sandbox's own loopback (`desk.py`). The
-host asks with `tunnel_next`, a long poll, for what they want, and says with
-`tunnel_answer` what they get. All sockets are served by the thread of the long poll:
-there is no other one, and nothing is served unless the host asks.
+The programs speak HTTP with a listener on the sandbox's own loopback (`http_proxy.py`).
+The host receives their requests by `tunnel_next`, a long poll, and sends responses by
+`tunnel_answer`. The thread of the long poll serves all sockets, so nothing is served
+unless the host polls.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from .calls import Call, Refused, Result
 from .http_proxy import CONNECTIONS, HttpProxy, ResponsePart
 
 BUSY_S = 30.0
-"""Seconds for the long poll before to end: it does at once, if this machine has a
-moment for it.
+"""Maximum seconds until the previous long poll has ended; it ends at once unless the
+machine is overloaded.
 """
 
 
 class Tunnel:
-    """The actions. One tunnel may be open at a time."""
+    """The actions of this module. One tunnel may be open at a time."""
 
     def __init__(self) -> None:
         self._turn, self._opening = threading.Lock(), threading.Lock()
         self._proxy: HttpProxy | None = None
 
     def open(self, call: Call) -> Result:
-        """`tunnel_open`: listen; the `port`.
+        """`tunnel_open`: start to listen, and return the `port`.
 
-        At most `max_in_flight` requests are handed out and not answered.
+        At most `max_in_flight` requests are passed on and not yet answered.
         """
         max_in_flight = call.integer("max_in_flight", least=1, most=CONNECTIONS)
         with self._opening:
@@ -42,25 +42,25 @@ class Tunnel:
             return {"port": self._proxy.port}, b""
 
     def next(self, call: Call) -> Result:
-        """`tunnel_next`: wait until there is something: numbers of requests that are
-        `gone`, a part of a request.
+        """`tunnel_next`: wait for an event and return it: numbers of requests that are
+        `gone`, or a part of a request.
 
-        The first part of a request says its `method`, `target` and `headers`; `more`
-        says that there is another one.
+        The first part of a request has its `method`, `target` and `headers`; `more`
+        says that another part follows.
         """
         deadline = call.deadline()
         with self._exclusive():
             return self._opened().next(deadline, call.stop)
 
     def answer(self, call: Call) -> Result:
-        """`tunnel_answer`: a part of the answer to request `number`, the first with
-        `status` and `headers`.
+        """`tunnel_answer`: send a part of the response to request `number`, the first
+        with `status` and `headers`.
         """
         self._opened().send(_response_part(call))
         return {}, b""
 
     def close(self, call: Call) -> Result:
-        """`tunnel_close`: listen no more, and leave whoever waits."""
+        """`tunnel_close`: stop listening, and close all connections."""
         with self._exclusive():
             self._opened().close()
             self._proxy = None
@@ -74,7 +74,7 @@ class Tunnel:
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
         if not self._turn.acquire(timeout=BUSY_S):
-            raise Refused("the tunnel is asked by one call at a time")
+            raise Refused("the tunnel takes one call at a time")
         try:
             yield
         finally:

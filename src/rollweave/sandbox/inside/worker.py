@@ -1,7 +1,7 @@
 """The process that runs the agent's cells, one after another, with IPython if that can
-be imported. Python 3.9, stdlib alone.
+be imported. Needs Python 3.9 and its standard library alone.
 
-It gets a cell as a frame and answers with `result` and `error` (see `cells`).
+It receives a cell as a frame and answers with `result` and `error` (see `cells`).
 Invariants: every cell that returns is answered once; an interrupt is raised in the
 agent's code or not at all; texts in an answer are bounded.
 """
@@ -24,10 +24,10 @@ from typing import Any
 from .frames import FrameDecoder, pack
 
 TEXT_CHARS = 100_000
-"""Of a result, a message or a traceback: more is read by nobody."""
+"""Maximum number of characters of a result, a message or a traceback."""
 
 RECEIVE_BYTES = 1 << 18
-"""Taken from the socket at once."""
+"""Maximum number of bytes read from the socket at once."""
 
 Answer = dict[str, Any]
 
@@ -38,7 +38,7 @@ def serve(sock: socket.socket) -> None:
     sys.path.insert(0, "")
     sys.argv = [""]
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    # by lines, so that both and what programs print are in order
+    # Line buffering keeps both streams and the output of programs in order.
     for name, fd in (("stdout", 1), ("stderr", 2)):
         stream = open(  # noqa: SIM115 (it stays open)
             fd, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False
@@ -52,8 +52,8 @@ def serve(sock: socket.socket) -> None:
     for name in [
         name for name in sys.modules if name.partition(".")[0] == __name__.partition(".")[0]
     ]:
-        del sys.modules[name]  # the agent may have a package of that name; we have what we need
-    gc.freeze()  # what the imports have made stays, and need not be looked through again
+        del sys.modules[name]  # the agent may have a package of that name, and ours is loaded
+    gc.freeze()  # objects of the imports persist, and need no garbage collection
     decoder, us = FrameDecoder(), os.getpid()
     sock.sendall(pack({"id": 0, "interpreter": kind}))
     while data := sock.recv(RECEIVE_BYTES):
@@ -69,13 +69,13 @@ def serve(sock: socket.socket) -> None:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
                 sys.stderr.flush()
-            if os.getpid() != us:  # the cell forked and came back twice: there is one answer
+            if os.getpid() != us:  # the cell forked and returned twice, but there is one answer
                 os._exit(0)
             sock.sendall(pack({"id": header["id"], **answer}))
 
 
 class _Interrupts:
-    """SIGINT raises KeyboardInterrupt within, and does nothing outside."""
+    """A context in which SIGINT raises KeyboardInterrupt; outside it does nothing."""
 
     def __init__(self) -> None:
         self.__exit__()
@@ -84,13 +84,13 @@ class _Interrupts:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def __exit__(self, *_: object) -> None:
-        # not SIG_IGN, which programs that are started would inherit
+        # SIG_IGN would be inherited by started programs.
         signal.signal(signal.SIGINT, lambda *_: None)
 
 
 class Plain:
-    """Cells without IPython: the last expression's value is the result, names persist,
-    and there is no magic.
+    """Runs cells without IPython: the last expression's value is the result, names
+    persist, and there are no magic commands.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Plain:
     def run(self, cell: str) -> Answer:
         self._count += 1
         name = f"<cell {self._count}>"
-        # tracebacks quote it
+        # Tracebacks quote the cell.
         linecache.cache[name] = (len(cell), None, cell.splitlines(keepends=True), name)
         names = self._module.__dict__
         result = None
@@ -123,8 +123,8 @@ class Plain:
 
 
 def _ipython() -> Callable[[str], Answer]:
-    """A function that runs a cell in IPython: no colour, no history file, and what it
-    would print as Out and Error is told.
+    """Return a function that runs a cell in IPython, without color and history file,
+    and returns the result and error that IPython would print.
     """
     from IPython import version_info
     from IPython.core.interactiveshell import InteractiveShell
@@ -134,7 +134,7 @@ def _ipython() -> Callable[[str], Answer]:
     config.HistoryManager.enabled = False
     config.InteractiveShell.colors = "nocolor" if version_info[0] >= 9 else "NoColor"
     shell: Any = InteractiveShell.instance(config=config)
-    shell.display_formatter.active_types = ["text/plain"]  # nobody looks at pictures here
+    shell.display_formatter.active_types = ["text/plain"]  # images are of no use here
     results: list[str] = []
     errors: list[dict[str, str]] = []
     hook = shell.displayhook
@@ -144,7 +144,7 @@ def _ipython() -> Callable[[str], Answer]:
     shell._showtraceback = lambda _, error, lines: errors.append(
         {**_named(error), "traceback": _short("\n".join(lines))}
     )
-    # no terminal of its own: what a program prints goes where ours does
+    # Programs get no separate terminal; their output goes where ours does.
     shell.system = shell.system_raw
     shell.ask_exit = _leave
 
@@ -162,7 +162,7 @@ def _ipython() -> Callable[[str], Answer]:
 
 
 def _leave() -> None:
-    """`exit` ends the interpreter, and the next cell has a new one."""
+    """End the interpreter, as `exit` does; the next cell gets a new one."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -171,7 +171,7 @@ def _leave() -> None:
 def _described(error: BaseException, where: types.TracebackType | None) -> dict[str, str]:
     try:
         text = "".join(traceback.format_exception(type(error), error, where))
-    except BaseException:  # its own __str__ fails
+    except BaseException:  # __str__ of the agent's exception fails
         text = type(error).__name__
     return {**_named(error), "traceback": _short(text)}
 
@@ -179,7 +179,7 @@ def _described(error: BaseException, where: types.TracebackType | None) -> dict[
 def _named(error: BaseException) -> dict[str, str]:
     try:
         message = str(error)
-    except BaseException:  # the agent's own class
+    except BaseException:  # __str__ of the agent's exception fails
         message = ""
     return {"name": type(error).__name__, "message": _short(message)}
 
