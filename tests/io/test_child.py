@@ -1,4 +1,4 @@
-"""A child that nobody looks after any more is ended and reaped."""
+"""An abandoned child is ended and reaped."""
 
 import asyncio
 import contextlib
@@ -31,20 +31,20 @@ def start(tmp_path: Path) -> Child:
 
 
 def assert_reaped(pid: int) -> None:
-    """Not even a zombie is left."""
+    """No zombie is left either."""
     gc.collect()
     with pytest.raises(ChildProcessError):
         os.waitpid(pid, 0)
 
 
-def test_a_forgotten_child_ends_with_its_event_loop(tmp_path: Path) -> None:
+def test_an_unreferenced_child_ends_with_its_event_loop(tmp_path: Path) -> None:
     async def main() -> int:
         return start(tmp_path).pid
 
     assert_reaped(asyncio.run(main()))
 
 
-def test_a_loop_that_ends_while_a_child_is_being_reaped(tmp_path: Path) -> None:
+def test_a_loop_may_end_while_a_child_is_reaped(tmp_path: Path) -> None:
     async def main() -> int:
         child = start(tmp_path)
         child.kill()
@@ -73,7 +73,7 @@ asyncio.run(main())
 def test_a_child_that_is_still_importing_ends_with_its_parent(
     tmp_path: Path, stopped: bool
 ) -> None:
-    """Also where it is stopped, and would only hear of it when it goes on."""
+    """The child also ends if it is stopped and could not notice the end of its socket."""
     log = tmp_path / "log"
     command = [sys.executable, "-c", PARENT, str(log), "tests.engine.clients.endless_import"]
     env = {

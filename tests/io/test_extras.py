@@ -35,14 +35,14 @@ EDITABLE = json.dumps({"url": "file:///some/where%20else", "dir_info": {"editabl
         (EDITABLE, "pip install -e '/some/where else[wandb]'"),
     ],
 )
-def test_it_says_the_path_of_a_checkout_alone(
+def test_advice_names_the_path_of_a_checkout(
     record: str | None, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Installed(record))
     assert how_to_install("wandb") == advice
 
 
-def test_inside_the_checkout_it_is_a_dot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_advice_in_the_checkout_is_a_dot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     record = json.dumps({"url": tmp_path.as_uri(), "dir_info": {"editable": True}})
     monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Installed(record))
     monkeypatch.chdir(tmp_path)

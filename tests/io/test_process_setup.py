@@ -1,5 +1,5 @@
-"""No program of ours keeps ignored or blocked signals that it was started with, nor
-passes them on.
+"""No program of the package keeps signals ignored or blocked that its parent ignored or
+blocked, or passes them on.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ SHOW = ["grep", "-E", "SigBlk|SigIgn", "/proc/self/status"]
 
 @pytest.fixture
 def hostile() -> Iterator[None]:
-    """This process as some supervisor starts it."""
+    """Start this process as a supervisor that blocks and ignores signals does."""
     former = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     try:
@@ -59,7 +59,7 @@ def sets(status: str) -> tuple[set[int], set[int]]:
     return blocked, ignored
 
 
-def test_the_function_resets_all_but_what_it_is_told_to_keep(hostile: None) -> None:
+def test_reset_signals_resets_all_but_those_to_keep(hostile: None) -> None:
     code = f"""
 import signal, subprocess
 from rollweave.io.process_setup import reset_signals
@@ -80,8 +80,10 @@ subprocess.run({SHOW!r}, check=True)
         "from rollweave.cli.entry import main; main()",
     ],
 )
-def test_the_command_line_ends_by_sigint_however_it_was_started(hostile: None, begin: str) -> None:
-    """`rollweave … &` in a script; SIGHUP stays ignored, which is what `nohup` is for."""
+def test_sigint_ends_the_command_line_however_it_was_started(hostile: None, begin: str) -> None:
+    """A script runs `rollweave … &`; SIGHUP stays ignored, which is the purpose of
+    `nohup`.
+    """
     show = "typer.Typer.__call__ = lambda *_: print(open('/proc/self/status').read())"
     command = [sys.executable, "-c", f"import runpy, typer; {show}; {begin}"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
@@ -90,7 +92,7 @@ def test_the_command_line_ends_by_sigint_however_it_was_started(hostile: None, b
     assert ignored & set(IGNORED) == {signal.SIGHUP}
 
 
-async def test_child_processes_begin_with_defaults(hostile: None, tmp_path: Path) -> None:
+async def test_child_processes_start_with_default_signals(hostile: None, tmp_path: Path) -> None:
     """Engines, trainers, relays, predictors and environments: all are started by
     `spawn`.
     """
@@ -111,7 +113,7 @@ async def test_child_processes_begin_with_defaults(hostile: None, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_what_a_sandbox_runs_begins_with_defaults(hostile: None, name: str) -> None:
+async def test_programs_in_a_sandbox_start_with_default_signals(hostile: None, name: str) -> None:
     async with opened(name) as backend:
         sandbox = await backend.start(SPEC)
         found = await sandbox.exec(SHOW)
@@ -119,8 +121,8 @@ async def test_what_a_sandbox_runs_begins_with_defaults(hostile: None, name: str
         await sandbox.stop()
 
 
-async def test_what_the_server_inside_runs_begins_with_defaults(hostile: None) -> None:
-    """Also where no warden has started it."""
+async def test_programs_of_the_inner_server_start_with_default_signals(hostile: None) -> None:
+    """This also holds if no supervisor has started the server."""
     async with served() as channel:
         reply = await channel.call("exec", timeout_s=60.0, argv=SHOW)
         assert sets(reply.body.decode()) == (set(), set())

@@ -1,4 +1,6 @@
-"""Frames survive any cutting of the stream; garbage is refused, at once and for good."""
+"""Frames survive any split of the stream; invalid bytes are refused at once and for
+good.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -34,7 +36,7 @@ def framed(nouns: list[EngineCommand]) -> bytes:
 
 @settings(max_examples=examples(60))
 @given(st.lists(commands, max_size=8), st.data())
-def test_any_cutting_delivers_the_same_nouns(
+def test_any_split_delivers_the_same_structs(
     sent: list[EngineCommand], data: st.DataObject
 ) -> None:
     stream = framed(sent)
@@ -52,7 +54,7 @@ def test_byte_by_byte() -> None:
     assert [noun for byte in framed(sent) for noun in decoder.feed(bytes([byte]))] == sent
 
 
-def test_a_length_over_the_limit_is_refused_before_its_bytes_come_and_ever_after() -> None:
+def test_a_length_over_the_limit_is_refused_at_once_and_ever_after() -> None:
     decoder = FrameDecoder(limit=10)
     assert decoder.feed(b"".join(frame(b"x" * 10))) == [b"x" * 10]
     with pytest.raises(WireError, match="at most 10 bytes, got 11"):
@@ -70,7 +72,7 @@ def test_frames_before_a_bad_length_are_still_delivered() -> None:
 
 @settings(max_examples=examples(100))
 @given(st.binary(max_size=60))
-def test_garbage_raises_wire_error_and_nothing_else(garbage: bytes) -> None:
+def test_invalid_bytes_raise_only_wire_errors(garbage: bytes) -> None:
     decoder: Decoder[EngineCommand] = Decoder(EngineCommand, limit=1000)
     try:
         nouns = decoder.feed(garbage)
@@ -79,7 +81,7 @@ def test_garbage_raises_wire_error_and_nothing_else(garbage: bytes) -> None:
     assert all(isinstance(noun, EngineCommand) for noun in nouns)
 
 
-def test_a_noun_of_another_union_is_refused() -> None:
+def test_refuses_a_struct_of_another_union() -> None:
     decode = decoder_of(Abort)
     with pytest.raises(WireError, match="Invalid value"):
         decode(encode(Suspend()))

@@ -1,4 +1,4 @@
-"""Back ends to test, and images for them."""
+"""Back ends under test, and images for them."""
 
 import functools
 import os
@@ -21,7 +21,7 @@ NAMES = (*ISOLATING, "plain")
 
 @functools.cache
 def why_not(name: str) -> str:
-    """Why a back end cannot be tested here; empty where it can."""
+    """Return why a back end cannot be tested here; empty if it can."""
     if name == "plain":
         return ""
     if shutil.which("bwrap") is None:
@@ -69,7 +69,7 @@ async def opened(name: str) -> AsyncIterator[Backend]:
 
 @contextmanager
 def no_process_left() -> Iterator[None]:
-    """By a table, which holds while threads and processes of earlier tests come and go."""
+    """Use a table, which works while threads and processes of earlier tests end."""
     before = started(each.pid for each in _below_us())
     yield
     left = [each.pid for each in _below_us() if before.get(each.pid) != each.started]

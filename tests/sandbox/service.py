@@ -1,4 +1,4 @@
-"""Services for programs in a sandbox to ask, and programs that ask them."""
+"""Services that programs in a sandbox call, and programs that call them."""
 
 import asyncio
 import contextlib
@@ -13,9 +13,9 @@ from rollweave.sandbox.base import ExecResult, Sandbox
 
 @dataclass
 class Spy:
-    """A service that notes what reaches it: method, path, headers, body.
+    """A service that records the method, path, headers and body of requests.
 
-    It says `answer`; with `hold` it waits first.
+    It responds with `answer`, with `hold` only once `free` is set.
     """
 
     answer: bytes = b"yes"
@@ -52,7 +52,7 @@ class Spy:
 
 @contextlib.asynccontextmanager
 async def spied(spy: Spy) -> AsyncIterator[str]:
-    """Serve; its URL, below which is the path /s/mine/v1."""
+    """Serve, and yield the URL, below which is the path /s/mine/v1."""
     app = web.Application(client_max_size=1 << 26)
     app.router.add_route("*", "/{path:.*}", spy.handle)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
@@ -72,14 +72,14 @@ def door(url):
     return urllib.parse.urlsplit(url).port
 
 def raw(url, wire):
-    """What comes back for bytes, until the other side is done."""
+    """Send bytes; return all that the other side sends until it closes."""
     with socket.create_connection(("127.0.0.1", door(url))) as sock:
         sock.sendall(wire)
         sock.shutdown(socket.SHUT_WR) if wire.endswith(b"END") else None
         return b"".join(iter(lambda: sock.recv(65536), b""))
 
 def ask(url, path, method="GET", body=None, headers={}):
-    """Status, headers, body."""
+    """Send a request; return status, headers and body."""
     talk = http.client.HTTPConnection("127.0.0.1", door(url), timeout=100)
     talk.request(method, urllib.parse.urlsplit(url).path + path, body, headers)
     answer = talk.getresponse()
@@ -99,7 +99,7 @@ async def run(
 
 
 async def said(sandbox: Sandbox, source: str, *arguments: str) -> str:
-    """What a program that succeeds prints."""
+    """Return the output of a program, which must succeed."""
     result = await run(sandbox, source, *arguments)
     assert result.rc == 0, result.stderr.decode()
     return result.stdout.decode().strip()

@@ -1,5 +1,5 @@
-"""Golden command lines: a change of one is a change of what holds a sandbox, and is
-seen here.
+"""Golden command lines, so that every change of a sandbox's isolation is visible in
+review.
 """
 
 import pytest
@@ -16,7 +16,9 @@ PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
 
 
 def words(*lines: str, processes: int = 128) -> list[str]:
-    """Of a command line; `_` is a blank in a word, LIMITS what boot.py is told."""
+    """Parse a golden command line: `_` is a blank in a word, LIMITS the argument of
+    boot.py.
+    """
     limits = LIMITS.replace("128,", f"{processes},")
     return [
         limits if word == "LIMITS" else word.replace("_", " ")
@@ -75,6 +77,6 @@ def test_apptainer() -> None:
         (SandboxSpec(image="/a.sif", env={"A": "b,c"}), "without a comma"),
     ],
 )
-def test_what_apptainer_cannot_give_is_refused(spec: SandboxSpec, message: str) -> None:
+def test_refuses_specs_that_apptainer_does_not_support(spec: SandboxSpec, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         apptainer(spec, runtime="apptainer", support="/opt")

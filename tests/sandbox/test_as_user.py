@@ -1,4 +1,4 @@
-"""The same holds where we are a user and not root: roots are then mounted in user
+"""Isolation holds for a user other than root, too: roots are then mounted in user
 namespaces, and no uid is dropped.
 """
 
@@ -54,7 +54,7 @@ asyncio.run(main())
 
 
 @pytest.mark.timeout(240)
-def test_no_attack_escapes_from_a_users_sandbox() -> None:
+def test_no_attack_escapes_from_an_unprivileged_sandbox() -> None:
     needs("bubblewrap")
     argv = [
         "unshare",

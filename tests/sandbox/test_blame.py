@@ -1,5 +1,5 @@
-"""What the code in a sandbox does to its server is its own doing, and is found at once:
-no call waits for it in vain.
+"""An attack on a sandbox's server by the code inside is attributed to that code and
+detected at once, so that no call waits in vain.
 """
 
 from collections.abc import AsyncIterator
@@ -21,7 +21,7 @@ for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGNAL)
 """
-"""Signals all that it sees, but for itself."""
+"""Program that signals every process it sees except itself."""
 
 
 @pytest_asyncio.fixture(params=[name for name in NAMES if name != "plain"])
@@ -31,7 +31,9 @@ async def backend(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
 
 
 @pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP", "SIGTERM"])
-async def test_to_end_or_stop_its_server_is_the_agents_doing(backend: Backend, signal: str) -> None:
+async def test_killing_or_stopping_the_server_spoils_the_sandbox(
+    backend: Backend, signal: str
+) -> None:
     sandbox = await backend.start(SPEC)
     with pytest.raises(SandboxSpoiledError) as lost:
         await _twice(sandbox, python(SIGNALLED.replace("SIGNAL", signal)))
@@ -41,12 +43,12 @@ async def test_to_end_or_stop_its_server_is_the_agents_doing(backend: Backend, s
 
 
 async def _twice(sandbox: Sandbox, argv: list[str]) -> None:
-    """It may answer before it is found to be lost."""
+    """Call until the sandbox is found to be lost; it may answer before."""
     await sandbox.exec(argv)
     await sandbox.exec(["true"])
 
 
-async def test_what_we_end_is_no_doing_of_the_agents(backend: Backend) -> None:
+async def test_ending_a_sandbox_from_outside_does_not_spoil_it(backend: Backend) -> None:
     for end in ("kill", "stop"):
         sandbox = await backend.start(SPEC)
         if end == "kill":
@@ -59,7 +61,7 @@ async def test_what_we_end_is_no_doing_of_the_agents(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("depth", [101, 2_000])
-async def test_folders_that_are_too_deep_for_a_snapshot_are_the_agents_doing(
+async def test_folders_too_deep_for_a_snapshot_spoil_the_sandbox(
     backend: Backend, depth: int
 ) -> None:
     sandbox = await backend.start(SPEC)
@@ -73,7 +75,7 @@ async def test_folders_that_are_too_deep_for_a_snapshot_are_the_agents_doing(
     await sandbox.stop()
 
 
-async def test_a_surrogate_raised_in_a_cell_is_an_answer(backend: Backend) -> None:
+async def test_a_surrogate_raised_in_a_cell_is_answered(backend: Backend) -> None:
     sandbox = await backend.start(SPEC)
     found = await IPython(sandbox).run(r"raise ValueError('\ud800 \udcff')")
     assert found.error is not None
@@ -85,7 +87,7 @@ async def test_a_surrogate_raised_in_a_cell_is_an_answer(backend: Backend) -> No
     await sandbox.stop()
 
 
-async def test_words_that_are_no_text_go_in_and_come_out(backend: Backend) -> None:
+async def test_arguments_that_are_not_valid_text_round_trip(backend: Backend) -> None:
     sandbox = await backend.start(SPEC)
     assert (await Bash(sandbox).run("echo '\ud800'; touch $'\\377'; ls")).output.encode()
     await Editor(sandbox).create("a.txt", "\ud800\n")
@@ -104,5 +106,5 @@ async def test_words_that_are_no_text_go_in_and_come_out(backend: Backend) -> No
 
 
 async def trap(sandbox: Sandbox) -> None:
-    """A link whose target is no text, through something that is no folder."""
+    """Make a link with an invalid target, through a path that is not a folder."""
     assert (await sandbox.exec(["bash", "-c", r"ln -s $'/dev/null/\377/x' check.py"])).rc == 0

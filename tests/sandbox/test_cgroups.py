@@ -1,5 +1,5 @@
-"""Control groups: each sandbox has its own with its limits, they end with it, and where
-there are none the rest still holds.
+"""Control groups: each sandbox has limited groups that end with it, and without them
+all other limits hold.
 """
 
 import os
@@ -29,7 +29,9 @@ for start in range(0, len(area), 1 << 24):
     area.madvise(mmap.MADV_DONTNEED, start, 1 << 24)
 time.sleep(60)
 """
-"""Three times the limit of shared memory, of which no process maps more than 16 MiB."""
+"""Program that allocates three times the limit of shared memory, and maps at most 16
+MiB of it at a time.
+"""
 
 
 def needs_groups() -> None:
@@ -38,7 +40,9 @@ def needs_groups() -> None:
 
 
 def _groups_of(pid: int) -> dict[str, Path]:
-    """The folders of a process's groups, by controller, by what the kernel says."""
+    """Return the folders of a process's groups by controller, as the kernel reports
+    them.
+    """
     found: dict[str, Path] = {}
     for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
         _, names, path = line.split(":", 2)
@@ -52,12 +56,12 @@ def _groups_of(pid: int) -> dict[str, Path]:
 
 
 def _read(folder: Path, *names: str) -> int:
-    """Of the first file that there is: of version 2, or 1."""
+    """Return the number in the first file that exists, of version 2 or 1."""
     return next(int((folder / name).read_text()) for name in names if (folder / name).exists())
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_sandbox_and_its_branches_have_groups_with_its_limits_that_end_with_them(
+async def test_a_sandbox_and_its_branches_have_limited_groups_that_end_with_them(
     name: str,
 ) -> None:
     needs_groups()
@@ -78,7 +82,7 @@ async def test_a_sandbox_and_its_branches_have_groups_with_its_limits_that_end_w
 
 
 @pytest.mark.parametrize("name", ISOLATING)
-async def test_memory_that_only_the_kernel_counts_ends_a_sandbox_and_says_so(name: str) -> None:
+async def test_unmapped_memory_ends_a_sandbox_with_the_limit_as_reason(name: str) -> None:
     needs_groups()
     async with opened(name) as backend:
         sandbox = await backend.start(SandboxSpec(limits=LIMITS))
@@ -89,12 +93,14 @@ async def test_memory_that_only_the_kernel_counts_ends_a_sandbox_and_says_so(nam
 
 
 async def _twice(sandbox: Sandbox) -> None:
-    """A command that the kernel kills may be answered before its sandbox ends."""
+    """Run a command that the kernel kills, which may be answered before its sandbox
+    ends.
+    """
     for _ in range(2):
         await sandbox.exec(python(UNMAPPED), timeout_s=60.0)
 
 
-async def test_groups_of_a_supervisor_that_was_killed_are_removed() -> None:
+async def test_removes_the_groups_of_a_killed_supervisor() -> None:
     needs_groups()
     async with opened("zygote") as backend:
         sandbox = await backend.start(SandboxSpec())
@@ -107,7 +113,7 @@ async def test_groups_of_a_supervisor_that_was_killed_are_removed() -> None:
     assert not group.parent.exists()
 
 
-def test_those_of_a_dead_owner_are_removed_by_the_next_and_those_of_a_living_one_stay() -> None:
+def test_removes_stale_groups_and_keeps_those_of_a_live_owner() -> None:
     needs_groups()
     hold = (
         "import sys, time\nfrom rollweave.sandbox.cgroups import Groups\n"
@@ -128,7 +134,7 @@ def test_those_of_a_dead_owner_are_removed_by_the_next_and_those_of_a_living_one
 
 
 def has_ended(pid: int) -> bool:
-    """True once the process is a zombie or gone: its parent sees its end."""
+    """Return whether the process is a zombie or gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -136,7 +142,7 @@ def has_ended(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("name", ISOLATING)
-async def test_a_process_that_waits_to_become_a_sandbox_may_be_killed(name: str) -> None:
+async def test_a_killed_spare_process_is_replaced(name: str) -> None:
     async with opened(name) as backend:
         first = await backend.start(SandboxSpec())
         for _ in range(3):
@@ -182,7 +188,7 @@ asyncio.run(main())
 
 
 @pytest.mark.timeout(240)
-def test_where_there_are_no_groups_the_doctor_says_so_and_the_other_limits_hold() -> None:
+def test_without_groups_the_doctor_reports_it_and_other_limits_hold() -> None:
     if os.getuid() != 0:
         pytest.skip("only root can hide the control groups from a process")
     hidden = 'mount -t tmpfs none /sys/fs/cgroup && exec "$0" "$@"'
@@ -237,7 +243,7 @@ def _base(groups: Groups) -> Path:
     return Path(base)
 
 
-def test_version_2_beside_our_own_group_where_it_has_processes(tree: Version2) -> None:
+def test_version_2_uses_the_parent_of_a_group_with_processes(tree: Version2) -> None:
     tree.group("user.slice", has="cpu memory pids", gives="memory pids")
     tree.group("user.slice/session", has="memory pids", gives="")
     (tree.proc / "cgroup").write_text("0::/user.slice/session\n")
@@ -258,7 +264,7 @@ def test_version_2_beside_our_own_group_where_it_has_processes(tree: Version2) -
     assert not Path(tree.top, "user.slice", base).exists()
 
 
-def test_version_2_in_our_own_group_where_that_gives_its_controllers(tree: Version2) -> None:
+def test_version_2_uses_our_own_group_if_it_offers_controllers(tree: Version2) -> None:
     tree.group("box", has="memory pids", gives="memory pids")
     (tree.proc / "cgroup").write_text("1:name=systemd:/x\n0::/box\n")
     groups = Groups(str(tree.proc))
@@ -266,7 +272,7 @@ def test_version_2_in_our_own_group_where_that_gives_its_controllers(tree: Versi
     groups.close()
 
 
-def test_what_is_not_given_is_missing_and_why(tree: Version2) -> None:
+def test_missing_controllers_are_reported_with_reasons(tree: Version2) -> None:
     tree.group("", has="cpu pids", gives="pids")
     tree.group("box", has="pids", gives="")
     (tree.proc / "cgroup").write_text("0::/box\n")
@@ -276,7 +282,7 @@ def test_what_is_not_given_is_missing_and_why(tree: Version2) -> None:
     groups.close()
 
 
-def test_a_group_of_version_2_tells_its_own_limit_from_a_full_machine(tmp_path: Path) -> None:
+def test_version_2_distinguishes_its_limit_from_a_full_machine(tmp_path: Path) -> None:
     group = cgroups.Group({"memory": (2, str(tmp_path))})
     assert not group.out_of_memory()
     for events, own in (
@@ -288,7 +294,7 @@ def test_a_group_of_version_2_tells_its_own_limit_from_a_full_machine(tmp_path: 
         assert group.out_of_memory() is own
 
 
-def test_a_group_of_version_1_tells_its_own_limit_from_a_full_machine(tmp_path: Path) -> None:
+def test_version_1_distinguishes_its_limit_from_a_full_machine(tmp_path: Path) -> None:
     group = cgroups.Group({"memory": (1, str(tmp_path))})
     (tmp_path / "memory.limit_in_bytes").write_text(str(64 * MIB))
     for most, kills, own in (

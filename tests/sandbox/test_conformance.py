@@ -1,4 +1,4 @@
-"""One suite over the back ends: what every sandbox must do, whatever makes it."""
+"""One suite over all back ends, with the requirements of every sandbox."""
 
 import asyncio
 import gc
@@ -32,7 +32,7 @@ async def isolating(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
         yield made
 
 
-async def test_a_program_runs_and_its_result_is_whole(backend: Backend) -> None:
+async def test_a_program_runs_and_its_result_is_complete(backend: Backend) -> None:
     sandbox = await backend.start(SPEC)
     result = await sandbox.exec(["sh", "-c", "cat; echo err >&2; exit 3"], stdin=b"in\0\xff")
     assert (result.rc, result.stdout, result.stderr, result.timed_out, result.truncated) == (
@@ -46,7 +46,7 @@ async def test_a_program_runs_and_its_result_is_whole(backend: Backend) -> None:
     assert sandbox.ended == "stopped"
 
 
-async def test_files_go_in_and_come_out_and_commands_see_them(backend: Backend) -> None:
+async def test_files_round_trip_and_commands_see_them(backend: Backend) -> None:
     sandbox = await backend.start(SPEC)
     data = os.urandom(3 * MIB)
     home = (await sandbox.exec(["pwd"])).stdout.decode().strip()
@@ -62,21 +62,23 @@ async def test_files_go_in_and_come_out_and_commands_see_them(backend: Backend) 
         await sandbox.read(f"{home}/missing")
 
 
-async def test_what_takes_too_long_is_ended_and_the_sandbox_lives(backend: Backend) -> None:
+async def test_a_command_that_times_out_is_killed_and_the_sandbox_survives(
+    backend: Backend,
+) -> None:
     sandbox = await backend.start(SPEC)
     result = await sandbox.exec(["sh", "-c", "echo begun; sleep 100"], timeout_s=0.5)
     assert (result.timed_out, result.stdout) == (True, b"begun\n")
     assert (await sandbox.exec(["echo", "on"])).stdout == b"on\n"
 
 
-async def test_output_is_cut_at_the_limit(backend: Backend) -> None:
+async def test_output_is_truncated_at_the_limit(backend: Backend) -> None:
     sandbox = await backend.start(SandboxSpec(limits=Limits(output_bytes=2048)))
     result = await sandbox.exec(["head", "-c", "1000000", "/dev/zero"])
     assert result.truncated
     assert 0 < len(result.stdout) <= 2 * 2048
 
 
-async def test_nothing_of_our_environment_goes_in_but_what_was_given_does(
+async def test_only_given_environment_variables_are_passed_on(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("A_SECRET", "secret")
@@ -93,7 +95,7 @@ async def test_sandboxes_do_not_see_each_others_files(backend: Backend) -> None:
     assert (await other.exec(["ls"])).stdout == b""
 
 
-async def test_a_stop_asks_first_and_then_makes_sure(backend: Backend) -> None:
+async def test_a_stop_sends_sigterm_before_sigkill(backend: Backend) -> None:
     sandbox = await backend.start(SPEC)
     polite = asyncio.create_task(
         sandbox.exec(
@@ -114,7 +116,7 @@ async def test_a_stop_asks_first_and_then_makes_sure(backend: Backend) -> None:
         await sandbox.exec(["true"])
 
 
-async def test_a_stop_ends_what_ignores_it(backend: Backend) -> None:
+async def test_a_stop_kills_commands_that_ignore_sigterm(backend: Backend) -> None:
     sandbox = await backend.start(SPEC)
     deaf = asyncio.create_task(
         sandbox.exec(["sh", "-c", "trap '' TERM; echo up > up; while :; do sleep 0.01; done"])
@@ -130,7 +132,7 @@ async def test_a_stop_ends_what_ignores_it(backend: Backend) -> None:
 
 
 async def _up(sandbox: Sandbox) -> None:
-    """Return when a command under way has made the file `up`."""
+    """Wait until a running command has made the file `up`."""
     assert (
         await sandbox.exec(["sh", "-c", "until cat up 2> up.not; do sleep 0.01; done"])
     ).stdout == b"up\n"
@@ -148,7 +150,7 @@ def _tree(pid: int) -> dict[int, int]:
     return {line.pid: line.started for line in Table.now().below(started([pid]))}
 
 
-async def test_a_kill_ends_the_calls_under_way(backend: Backend) -> None:
+async def test_a_kill_ends_pending_calls(backend: Backend) -> None:
     sandbox = await backend.start(SPEC)
     running = [asyncio.create_task(sandbox.exec(["sleep", "100"])) for _ in range(3)]
     await sandbox.exec(["true"])
@@ -159,7 +161,7 @@ async def test_a_kill_ends_the_calls_under_way(backend: Backend) -> None:
     await sandbox.stop()
 
 
-async def test_a_killed_sandbox_does_nothing_more(backend: Backend) -> None:
+async def test_a_killed_sandbox_runs_no_further_call(backend: Backend) -> None:
     sandbox = await backend.start(SandboxSpec())
     sandbox.kill()
     with pytest.raises(SandboxLostError, match="killed"):
@@ -194,7 +196,7 @@ async def test_a_branch_begins_where_the_snapshot_was_taken(backend: Backend) ->
     assert (await first.exec(["cat", "a"])).stdout == b"changed\n"
 
 
-async def test_a_snapshot_of_some_paths_has_nothing_else(backend: Backend) -> None:
+async def test_a_snapshot_of_selected_paths_has_nothing_else(backend: Backend) -> None:
     first = await backend.start(SPEC)
     script = (
         "mkdir -p d/e f; echo 1 > a; echo 2 > d/e/b; echo 3 > d/c; echo 4 > f/x; ln -s ../d/c "
@@ -235,13 +237,15 @@ async def test_a_snapshot_of_some_paths_has_nothing_else(backend: Backend) -> No
             await first.snapshot(only=only, at=at)
 
 
-async def test_wall_time_ends_a_sandbox_and_says_so(backend: Backend) -> None:
+async def test_exceeding_wall_time_ends_a_sandbox_with_the_limit_as_reason(
+    backend: Backend,
+) -> None:
     sandbox = await backend.start(SandboxSpec(limits=Limits(wall_s=2.0)))
     with pytest.raises(SandboxLostError, match="wall_s"):
         await sandbox.exec(["sleep", "60"], timeout_s=60.0)
 
 
-async def test_cpu_time_of_all_processes_ends_a_sandbox_and_says_so(backend: Backend) -> None:
+async def test_exceeding_cpu_time_ends_a_sandbox_with_the_limit_as_reason(backend: Backend) -> None:
     sandbox = await backend.start(SandboxSpec(limits=Limits(cpu_s=1.5)))
     with pytest.raises(SandboxLostError, match="cpu_s"):
         await sandbox.exec(
@@ -249,7 +253,7 @@ async def test_cpu_time_of_all_processes_ends_a_sandbox_and_says_so(backend: Bac
         )
 
 
-async def test_closing_the_back_end_ends_all_and_later_starts_are_refused() -> None:
+async def test_closing_the_back_end_ends_its_sandboxes_and_refuses_starts() -> None:
     async with opened("plain") as made:
         sandbox = await made.start(SPEC)
         running = asyncio.create_task(sandbox.exec(["sleep", "100"]))
@@ -258,7 +262,7 @@ async def test_closing_the_back_end_ends_all_and_later_starts_are_refused() -> N
         await running
 
 
-async def test_a_cancelled_start_leaves_nothing(backend: Backend) -> None:
+async def test_a_cancelled_start_leaves_no_process(backend: Backend) -> None:
     await (await backend.start(SPEC)).stop()
     for turns in range(0, 40, 4):
         starting = asyncio.create_task(backend.start(SPEC))
@@ -270,7 +274,7 @@ async def test_a_cancelled_start_leaves_nothing(backend: Backend) -> None:
             await starting.result().stop()
 
 
-async def test_a_supervisor_that_is_killed_takes_its_sandboxes_along(isolating: Backend) -> None:
+async def test_the_sandboxes_of_a_killed_supervisor_end(isolating: Backend) -> None:
     sandbox = await isolating.start(SPEC)
     pid = sandbox.pid  # type: ignore[attr-defined]
     tree = _tree(pid)
@@ -287,7 +291,7 @@ def _wait_for_the_end_of(tree: dict[int, int]) -> None:
         time.sleep(0.01)
 
 
-async def test_who_one_is_inside(isolating: Backend) -> None:
+async def test_the_uid_inside_is_as_specified(isolating: Backend) -> None:
     agent = await isolating.start(SandboxSpec(hostname="box-1"))
     root = await isolating.start(SandboxSpec(fakeroot=True))
     assert (await agent.exec(["sh", "-c", "id -u; hostname; pwd"])).stdout.split() == [
@@ -302,7 +306,7 @@ async def test_who_one_is_inside(isolating: Backend) -> None:
     ).stdout.split()[0] == b"0"
 
 
-async def test_a_command_that_is_not_there_is_the_commands_failure(backend: Backend) -> None:
+async def test_a_missing_command_is_refused_and_the_sandbox_survives(backend: Backend) -> None:
     sandbox = await backend.start(SPEC)
     with pytest.raises(SandboxError):
         await sandbox.exec(["/no/such/program"])
@@ -323,7 +327,7 @@ async def test_a_command_that_is_not_there_is_the_commands_failure(backend: Back
         ({"limits": {"wall_s": 0.0}}, "limits.wall_s must be positive"),
     ],
 )
-def test_a_specification_that_cannot_be_is_refused(wrong: dict[str, object], message: str) -> None:
+def test_refuses_invalid_specifications(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         msgspec.convert(wrong, SandboxSpec)
 
@@ -339,7 +343,7 @@ async def test_tools_work_inside(backend: Backend) -> None:
         await asyncio.gather(cells.run("import time; time.sleep(60)"), sandbox.stop(grace_s=0.0))
 
 
-def test_a_back_end_that_is_forgotten_leaves_no_folder() -> None:
+def test_a_garbage_collected_back_end_leaves_no_folder() -> None:
     made = Plain()
     folders = [made._launcher._base, made._launcher._kept]
     assert left_of(folders) == folders
@@ -348,7 +352,7 @@ def test_a_back_end_that_is_forgotten_leaves_no_folder() -> None:
     assert left_of(folders) == []
 
 
-async def test_with_the_hosts_network_each_has_an_address_of_its_own(backend: Backend) -> None:
+async def test_sandboxes_on_the_hosts_network_have_separate_addresses(backend: Backend) -> None:
     """Two servers on the same port, found by their sandbox's name where there is an
     /etc/hosts of ours.
     """

@@ -1,8 +1,6 @@
-"""What is set before any program of an image, or of an agent, runs: limits, filter, and
-the choice of the OOM killer.
-
-A sandbox whose interpreter has been replaced by a program of the agent's tells what
-that program meets.
+"""Limits, filter and OOM priority are set before any program of an image or an agent
+runs. A branch whose interpreter the agent replaced by a program reports the settings
+that this program has.
 """
 
 import secrets
@@ -65,7 +63,7 @@ def _told(error: pytest.ExceptionInfo[SandboxError]) -> set[str]:
     return {line.strip() for line in lines if line.strip() in MET or "took" in line}
 
 
-async def test_an_image_meets_all_limits_with_its_first_program(
+async def test_all_limits_hold_for_the_first_program_of_an_image(
     tmp_path: Path, bubblewrap: Backend
 ) -> None:
     folder = image(tmp_path)
@@ -75,7 +73,7 @@ async def test_an_image_meets_all_limits_with_its_first_program(
     assert _told(told) == MET
 
 
-async def test_so_does_a_branch_whose_interpreter_the_agent_replaced(
+async def test_all_limits_hold_in_a_branch_with_a_replaced_interpreter(
     tmp_path: Path, bubblewrap: Backend
 ) -> None:
     folder = image(tmp_path)
@@ -113,7 +111,7 @@ async def test_the_server_of_a_branch_imports_nothing_that_the_agent_wrote(
 
 
 @pytest.mark.parametrize("name", ISOLATING)
-async def test_nor_from_where_an_editable_install_points(name: str) -> None:
+async def test_the_server_imports_nothing_from_an_editable_installs_folder(name: str) -> None:
     source = str(Path(rollweave.__file__).parent.parent)
     async with opened(name) as backend:
         sandbox = await backend.start(SandboxSpec())
@@ -125,8 +123,8 @@ async def test_nor_from_where_an_editable_install_points(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ISOLATING)
-async def test_the_server_and_all_that_it_starts_have_the_same_limits(name: str) -> None:
-    """Of whatever is inside by now: the server is the parent of a program that runs."""
+async def test_the_server_and_its_programs_have_the_same_limits(name: str) -> None:
+    """Return the limits of the server, the parent of a running program."""
     ask = "for who in $PPID self; do cat /proc/$who/limits /proc/$who/oom_score_adj; done"
     async with opened(name) as backend:
         sandbox = await backend.start(SandboxSpec(limits=LIMITS))
@@ -154,7 +152,7 @@ found
 
 
 @pytest.mark.parametrize("name", ISOLATING)
-async def test_nothing_of_what_others_were_given_lies_in_its_memory(name: str) -> None:
+async def test_memory_has_no_data_of_other_sandboxes(name: str) -> None:
     first, second = secrets.token_hex(8), secrets.token_hex(8)
     async with opened(name) as backend:
         for size in (1, 3, 10, 40, 200, 1000):  # each takes another way through the allocators

@@ -1,5 +1,5 @@
-"""Sandboxes over an image that is a folder: copy-on-write where overlayfs works, a copy
-where it does not; and Apptainer's contract.
+"""Sandboxes on an image that is a folder: copy-on-write where overlayfs works,
+otherwise a copy; and Apptainer's contract.
 """
 
 import os
@@ -22,7 +22,7 @@ FAKE = Path(__file__).with_name("fake_apptainer.py")
 
 @pytest.fixture(scope="module")
 def open_folder() -> Iterator[Path]:
-    """Where every user can come, which pytest's own folders are not."""
+    """Return a folder that every user can reach, unlike pytest's own."""
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o755)
         yield Path(name)
@@ -40,7 +40,7 @@ async def bubblewrap() -> AsyncIterator[Backend]:
         yield made
 
 
-async def test_what_is_written_stays_in_the_sandbox_and_its_branches(
+async def test_writes_stay_in_the_sandbox_and_its_branches(
     bubblewrap: Backend, folder: str
 ) -> None:
     spec = SandboxSpec(image=folder, workdir="/project")
@@ -62,9 +62,7 @@ def _project(folder: str) -> dict[str, str]:
     return {path.name: path.read_text() for path in Path(folder, "project").iterdir()}
 
 
-async def test_a_folder_that_is_replaced_hides_what_was_below_it(
-    bubblewrap: Backend, folder: str
-) -> None:
+async def test_a_replaced_folder_hides_the_layers_below(bubblewrap: Backend, folder: str) -> None:
     first = await bubblewrap.start(SandboxSpec(image=folder, workdir="/project"))
     await first.exec(["sh", "-c", "cd /; rm -r project"], cwd="/")
     await first.exec(
@@ -75,7 +73,7 @@ async def test_a_folder_that_is_replaced_hides_what_was_below_it(
     assert (await branch.exec(["ls", "/project"], cwd="/")).stdout == b"only\n"
 
 
-async def test_some_paths_of_an_image_are_taken_as_its_reader_sees_them(
+async def test_selected_paths_are_copied_as_the_union_shows_them(
     bubblewrap: Backend, folder: str
 ) -> None:
     first = await bubblewrap.start(SandboxSpec(image=folder, workdir="/project"))
@@ -99,7 +97,7 @@ async def test_some_paths_of_an_image_are_taken_as_its_reader_sees_them(
     assert (await replaced.exec(["ls", "/taken"], cwd="/")).stdout == b"only\n"
 
 
-async def test_links_in_a_snapshot_lead_nothing_of_ours_astray(
+async def test_links_in_a_snapshot_are_not_followed_outside(
     bubblewrap: Backend, folder: str, tmp_path: Path
 ) -> None:
     """The next start makes folders and files in what the last one left: /run, /tmp,
@@ -116,7 +114,7 @@ async def test_links_in_a_snapshot_lead_nothing_of_ours_astray(
     assert os.listdir(tmp_path) == []
 
 
-async def test_an_image_that_cannot_be_is_refused(bubblewrap: Backend, tmp_path: Path) -> None:
+async def test_refuses_invalid_images(bubblewrap: Backend, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="image must exist"):
         await bubblewrap.start(SandboxSpec(image=str(tmp_path / "missing")))
     (tmp_path / "empty").mkdir()
@@ -149,14 +147,16 @@ async def test_apptainers_contract(
     ).stdout == b"b c box False /home/agent 1000\n"
     await sandbox.write("/tmp/x", b"data")
     assert await sandbox.read("/tmp/x") == b"data"
-    with pytest.raises(SandboxError, match="no layer"):
+    with pytest.raises(SandboxError, match="no separate layer"):
         await sandbox.snapshot()
     await sandbox.stop()
     assert sandbox.ended == "stopped"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root's sandboxes have other uids")
-async def test_apptainer_by_root_needs_an_open_way(apptainer: Backend, tmp_path: Path) -> None:
+async def test_apptainer_as_root_needs_an_accessible_image(
+    apptainer: Backend, tmp_path: Path
+) -> None:
     os.chmod(tmp_path, 0o700)
     with pytest.raises(ValueError, match="image must be where every user can come"):
         await apptainer.start(SandboxSpec(image=tempfile.mkdtemp(dir=tmp_path)))
@@ -175,7 +175,7 @@ async def test_the_real_apptainer() -> None:
         await made.close()
 
 
-def test_a_back_end_that_is_not_there_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_back_end_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(SandboxError, match="apt-get install bubblewrap"):
         backend("bubblewrap")

@@ -1,5 +1,5 @@
-"""Images by content: builds, what is taken instead of a build, peers that lie, and
-archives that reach outside.
+"""Images by content: builds and their reuse, peers that send wrong bytes, and archives
+that reach outside.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def tree(place: Path) -> Path:
     return folder
 
 
-def test_one_content_has_one_digest_whatever_it_came_as(tmp_path: Path) -> None:
+def test_equal_contents_have_equal_digests(tmp_path: Path) -> None:
     images = images_at(tmp_path / "a")
     folder = tree(tmp_path)
     os.utime(folder / "sh", (1_000_000_000, 1_000_000_000), follow_symlinks=False)
@@ -55,7 +55,7 @@ def test_one_content_has_one_digest_whatever_it_came_as(tmp_path: Path) -> None:
 
 
 class _Liar(BaseHTTPRequestHandler):
-    """A peer that cuts an answer, or sends other bytes."""
+    """A peer that truncates a response, or sends wrong bytes."""
 
     torn = True
     asked = 0
@@ -83,9 +83,7 @@ def liar(request: pytest.FixtureRequest) -> Iterator[str]:
         thread.join()
 
 
-def test_an_image_comes_from_a_peer_and_one_that_lies_is_passed_over(
-    tmp_path: Path, liar: str
-) -> None:
+def test_fetches_from_peers_and_skips_those_with_wrong_bytes(tmp_path: Path, liar: str) -> None:
     digest = images_at(tmp_path / "a").add(tree(tmp_path))
     with BlobServer(tmp_path / "a" / "blobs") as honest:
         assert Path(
@@ -103,7 +101,7 @@ def test_an_image_comes_from_a_peer_and_one_that_lies_is_passed_over(
 
 
 class _Endless(BaseHTTPRequestHandler):
-    """A source that is never silent and never done."""
+    """A source that keeps sending and never ends."""
 
     chunk, over = b"x", threading.Event()
 
@@ -131,7 +129,7 @@ class _Endless(BaseHTTPRequestHandler):
         (b"", 0.3, "all sources together must send it within"),
     ],
 )
-def test_what_a_source_may_send_is_bounded(
+def test_bounds_bytes_and_seconds_of_a_source(
     tmp_path: Path, sent: bytes, limit_s: float, message: str
 ) -> None:
     class Handler(_Endless):
@@ -153,7 +151,7 @@ def test_what_a_source_may_send_is_bounded(
             Blobs(tmp_path, **limits)  # type: ignore[arg-type]
 
 
-def test_a_torn_blob_of_ours_is_fetched_again(tmp_path: Path) -> None:
+def test_a_damaged_local_blob_is_fetched_again(tmp_path: Path) -> None:
     digest = images_at(tmp_path / "a").add(tree(tmp_path))
     mine = images_at(tmp_path / "b")
     torn = tmp_path / "b" / "blobs" / digest
@@ -180,7 +178,7 @@ with images._new() as made, blobs.new() as blob:
 """
 
 
-def test_what_a_killed_process_left_unfinished_is_removed_and_what_is_being_made_is_not(
+def test_removes_leftovers_of_killed_processes_only(
     tmp_path: Path,
 ) -> None:
     killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False, timeout=60)
@@ -216,7 +214,7 @@ def test_a_peer_serves_blobs_and_nothing_else(tmp_path: Path) -> None:
 
 
 def _closed(sock: socket.socket) -> bool:
-    """Wait until the other end closes."""
+    """Wait until the other end closes the connection."""
     sock.settimeout(60)
     with contextlib.suppress(ConnectionError):
         while sock.recv(1024):
@@ -224,7 +222,7 @@ def _closed(sock: socket.socket) -> bool:
     return True
 
 
-def test_silent_and_slow_peers_keep_no_other_out_for_long(
+def test_stalled_and_slow_peers_do_not_block_others_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digest = images_at(tmp_path / "a").add(tree(tmp_path))
@@ -245,7 +243,7 @@ def test_silent_and_slow_peers_keep_no_other_out_for_long(
             assert _closed(slow)
 
 
-def test_recipes_are_templates_and_mistakes_are_told(tmp_path: Path) -> None:
+def test_recipes_are_templates_and_errors_are_reported(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
         'name = "a-{{ version }}"\nbase = "/b"\n[[copy]]\nsource = "x"\ntarget = "/y"\n'
@@ -260,7 +258,7 @@ def test_recipes_are_templates_and_mistakes_are_told(tmp_path: Path) -> None:
         Recipe(name="a", base="b", copy=(CopyStep(source="x", target="/../y"),))
 
 
-async def test_a_recipe_is_built_in_a_sandbox_and_taken_when_nothing_changed(
+async def test_a_recipe_is_built_in_a_sandbox_and_reused_if_unchanged(
     tmp_path: Path,
 ) -> None:
     needs("bubblewrap")

@@ -1,5 +1,5 @@
-"""bash through a channel: state that stays, ends that cannot be forged, and every way
-to get stuck, lost or loud.
+"""bash through a channel: its state persists, output cannot forge the end of a command,
+and no command can block the shell.
 """
 
 import asyncio
@@ -20,25 +20,25 @@ from tests.sandbox.serving import served, wait_for_end
 from tests.support.properties import examples
 
 SHORT_S = 0.4
-"""A time-out that is meant to run out."""
+"""Seconds of a timeout that is meant to expire."""
 
 
 @contextlib.asynccontextmanager
 async def shell(cwd: Path | None = None) -> AsyncIterator[Bash]:
-    """In `cwd`, or in a folder that a stray redirection may fill."""
+    """Run in `cwd`, or in a folder that a stray redirection may fill."""
     with tempfile.TemporaryDirectory() as folder:
         async with served(cwd=cwd or Path(folder)) as channel:
             yield Bash(channel)
 
 
 async def output(bash: Bash, command: str) -> str:
-    """Of a command that must end well, with the shell."""
+    """Return the output of a command that must succeed."""
     found = await bash.run(command)
     assert (found.timed_out, found.restarted, found.dropped_bytes) == (False, False, 0), found
     return found.output
 
 
-async def test_state_stays_from_command_to_command(tmp_path: Path) -> None:
+async def test_state_persists_between_commands(tmp_path: Path) -> None:
     async with shell() as bash:
         await output(
             bash,
@@ -54,7 +54,7 @@ async def test_state_stays_from_command_to_command(tmp_path: Path) -> None:
         assert await output(bash, "echo $?") == "0\n"
 
 
-async def test_there_is_no_echo_no_prompt_and_no_colour() -> None:
+async def test_output_has_no_echo_prompt_or_color() -> None:
     async with shell() as bash:
         assert (
             await output(bash, "PS1='$ '; PS2='> '; PROMPT_COMMAND='echo prompt'; echo a") == "a\n"
@@ -64,7 +64,7 @@ async def test_there_is_no_echo_no_prompt_and_no_colour() -> None:
         assert await output(bash, "echo $TERM; [ -t 1 ] && echo terminal") == "dumb\nterminal\n"
 
 
-async def test_it_reads_an_empty_input_and_an_empty_terminal() -> None:
+async def test_standard_input_and_terminal_are_empty() -> None:
     async with shell() as bash:
         assert await output(bash, "cat; read line; echo $?; cat < /dev/tty; echo end") == "1\nend\n"
         assert (
@@ -97,7 +97,7 @@ async def test_it_reads_an_empty_input_and_an_empty_terminal() -> None:
         "echo !$",
     ],
 )
-async def test_what_is_left_open_ends_with_its_command(command: str) -> None:
+async def test_unclosed_syntax_ends_with_its_command(command: str) -> None:
     async with shell() as bash:
         before = await bash.run(command)
         assert not before.timed_out
@@ -116,7 +116,7 @@ async def test_what_is_left_open_ends_with_its_command(command: str) -> None:
         max_size=5,
     )
 )
-def test_any_words_come_through_as_they_are(words: list[str]) -> None:
+def test_any_command_text_arrives_unchanged(words: list[str]) -> None:
     async def main() -> None:
         async with shell() as bash:
             for word in words:
@@ -129,7 +129,7 @@ def test_any_words_come_through_as_they_are(words: list[str]) -> None:
 @given(
     st.lists(st.text(alphabet="'\"`$(){}<>|&;\\#! \nab=~*", max_size=12), min_size=1, max_size=8)
 )
-def test_no_jumble_of_quotes_and_brackets_leaves_a_shell_that_does_not_answer(
+def test_no_mix_of_quotes_and_brackets_blocks_the_shell(
     jumble: list[str],
 ) -> None:
     async def main() -> None:
@@ -142,7 +142,7 @@ def test_no_jumble_of_quotes_and_brackets_leaves_a_shell_that_does_not_answer(
     asyncio.run(main())
 
 
-async def test_the_end_of_a_command_cannot_be_printed() -> None:
+async def test_output_cannot_forge_the_end_of_a_command() -> None:
     async with shell() as bash:
         # Everything that a command can see of how its end is told, sent down every way
         # that it has.
@@ -162,7 +162,7 @@ async def test_the_end_of_a_command_cannot_be_printed() -> None:
         assert not found.restarted
 
 
-async def test_a_status_of_an_earlier_command_does_not_end_a_later_one() -> None:
+async def test_the_status_of_an_earlier_command_does_not_end_a_later_one() -> None:
     async with shell() as bash:
         # A job that floods every descriptor of the shell that it can name, while other
         # commands run.
@@ -174,7 +174,7 @@ async def test_a_status_of_an_earlier_command_does_not_end_a_later_one() -> None
             assert (await bash.run(f"(exit {number})")).exit_code == number
 
 
-async def test_a_flood_keeps_its_head_and_its_tail() -> None:
+async def test_excessive_output_keeps_its_head_and_tail() -> None:
     async with shell() as bash:
         found = await bash.run(
             "echo first; head -c 50000000 /dev/zero | tr '\\0' x; echo; echo last; exit_code() { "
@@ -188,7 +188,7 @@ async def test_a_flood_keeps_its_head_and_its_tail() -> None:
         assert await output(bash, "echo after") == "after\n"
 
 
-async def test_output_within_the_bound_is_whole_and_beyond_it_exact() -> None:
+async def test_output_is_complete_up_to_the_bound_and_counted_beyond() -> None:
     async with shell() as bash:
         assert (await bash.run("printf 0123456789", output_bytes=10)).output == "0123456789"
         found = await bash.run("printf 0123456789A", output_bytes=10)
@@ -196,7 +196,7 @@ async def test_output_within_the_bound_is_whole_and_beyond_it_exact() -> None:
         assert (await bash.run("echo a", output_bytes=0)).output == "\n[... 2 bytes left out ...]\n"
 
 
-async def test_unicode_nuls_and_bytes_that_are_no_text() -> None:
+async def test_unicode_nuls_and_invalid_bytes() -> None:
     async with shell() as bash:
         assert await output(bash, "echo 'žluťoučký 🐴'") == "žluťoučký 🐴\n"
         assert await output(bash, r"printf 'a\0b\xff\r\n'") == "a\ufffdb\ufffd\r\n"
@@ -230,7 +230,7 @@ async def test_a_job_that_prints_between_commands_is_never_blocked(tmp_path: Pat
         )
 
 
-async def test_a_daemon_that_holds_the_terminal_delays_nothing(tmp_path: Path) -> None:
+async def test_a_daemon_that_keeps_the_terminal_open_delays_nothing(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pid")
     async with shell(tmp_path) as bash:
         await output(bash, "setsid sh -c 'echo $$ > pid; exec sleep 1000' &")
@@ -258,7 +258,7 @@ async def test_a_daemon_that_holds_the_terminal_delays_nothing(tmp_path: Path) -
         "read x < fifo",
     ],
 )
-async def test_out_of_time_it_is_interrupted_and_the_shell_lives(
+async def test_a_command_out_of_time_is_interrupted_and_the_shell_survives(
     command: str, tmp_path: Path
 ) -> None:
     os.mkfifo(tmp_path / "fifo")
@@ -272,7 +272,7 @@ async def test_out_of_time_it_is_interrupted_and_the_shell_lives(
         assert await output(bash, "echo $kept") == "1\n"
 
 
-async def test_what_ignores_the_interrupt_is_killed_and_the_shell_lives() -> None:
+async def test_a_command_that_ignores_the_interrupt_is_killed_and_the_shell_survives() -> None:
     async with shell() as bash:
         await output(bash, "kept=1")
         found = await bash.run(
@@ -283,7 +283,7 @@ async def test_what_ignores_the_interrupt_is_killed_and_the_shell_lives() -> Non
         assert (await bash.run("echo $kept")).output == "1\n"
 
 
-async def test_a_shell_that_ignores_the_interrupt_is_started_again_and_says_so() -> None:
+async def test_a_shell_that_ignores_the_interrupt_is_restarted() -> None:
     async with shell() as bash:
         await output(bash, "kept=1")
         found = await bash.run("trap '' INT; echo $$; while :; do :; done", timeout_s=SHORT_S)
@@ -305,7 +305,7 @@ async def test_a_shell_that_ignores_the_interrupt_is_started_again_and_says_so()
         ("kill -SEGV $$", 139),
     ],
 )
-async def test_a_shell_that_is_gone_is_replaced(command: str, code: int) -> None:
+async def test_a_shell_that_ended_is_replaced(command: str, code: int) -> None:
     async with shell() as bash:
         await output(bash, "kept=1")
         found = await bash.run(f"echo last words; {command}")
@@ -314,16 +314,14 @@ async def test_a_shell_that_is_gone_is_replaced(command: str, code: int) -> None
         assert await output(bash, "echo [$kept]") == "[]\n"
 
 
-async def test_a_shell_that_became_another_program_has_until_its_time_out() -> None:
+async def test_a_shell_that_became_another_program_may_run_until_its_timeout() -> None:
     async with shell() as bash:
         found = await bash.run("exec sleep 1000", timeout_s=SHORT_S)
         assert (found.timed_out, found.restarted, found.exit_code) == (True, True, 130)
         assert await output(bash, "echo new") == "new\n"
 
 
-async def test_a_shell_that_dies_between_commands_is_replaced_and_the_next_command_says_so() -> (
-    None
-):
+async def test_a_shell_that_dies_between_commands_is_replaced() -> None:
     async with shell() as bash:
         pid = int(await output(bash, "echo $$"))
         os.kill(pid, 9)
@@ -368,7 +366,7 @@ async def test_no_setting_silences_the_next_command(command: str) -> None:
         )
 
 
-async def test_two_commands_at_once_take_turns() -> None:
+async def test_concurrent_commands_take_turns() -> None:
     async with shell() as bash:
         found = await asyncio.gather(
             *(bash.run(f"n=$((n + 1)); echo {number}:$n") for number in range(20))
@@ -396,7 +394,7 @@ async def test_a_long_command() -> None:
             await bash.run("x" * ((1 << 20) + 1))
 
 
-async def test_what_asks_or_pages_does_not_wait() -> None:
+async def test_prompting_and_paging_programs_do_not_wait() -> None:
     async with shell() as bash:
         found = await bash.run(
             "python3 -c 'import getpass; getpass.getpass()' 2>&1 | tail -n 1; echo $PAGER"

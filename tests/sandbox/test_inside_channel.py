@@ -1,5 +1,5 @@
-"""The host's end, against peers that are slow, silent, gone or mad: every call ends,
-with a typed error where it must.
+"""The host's end of the channel, with slow, silent, lost and misbehaving peers: every
+call ends, with a typed error if it fails.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from tests.support.properties import examples
 
 
 class Connection:
-    """The other end of a channel, spoken by hand."""
+    """The other end of a channel, controlled by the test."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -59,7 +59,7 @@ def asked(
     return asyncio.create_task(channel.call(action, timeout_s=timeout_s, slack_s=0.0, **args))  # type: ignore[arg-type]
 
 
-async def test_calls_overlap_and_are_answered_in_any_order() -> None:
+async def test_concurrent_calls_are_answered_in_any_order() -> None:
     async with paired() as (channel, peer):
         calls = [asked(channel, number=number) for number in range(20)]
         requests = [(await peer.request())[0] for _ in calls]
@@ -86,7 +86,7 @@ async def test_the_limit_of_the_action_is_sent() -> None:
         ("new", SandboxError),
     ],
 )
-async def test_what_the_sandbox_says_is_raised(kind: str, error: type[Exception]) -> None:
+async def test_errors_of_the_sandbox_are_raised(kind: str, error: type[Exception]) -> None:
     async with paired() as (channel, peer):
         call = asked(channel)
         header, _ = await peer.request()
@@ -96,7 +96,7 @@ async def test_what_the_sandbox_says_is_raised(kind: str, error: type[Exception]
         assert type(caught.value) is error
 
 
-async def test_no_answer_in_time_and_then_a_late_one() -> None:
+async def test_a_call_times_out_and_its_late_reply_is_dropped() -> None:
     async with paired() as (channel, peer):
         with pytest.raises(SandboxTimeoutError, match=r"no answer to do within 0\.01 s"):
             await asked(channel, timeout_s=0.01)
@@ -108,7 +108,7 @@ async def test_no_answer_in_time_and_then_a_late_one() -> None:
         assert (await call).body == b"in time"
 
 
-async def test_a_cancelled_call_is_told_and_forgotten() -> None:
+async def test_a_cancelled_call_is_cancelled_inside() -> None:
     async with paired() as (channel, peer):
         call = asked(channel)
         await peer.request()
@@ -123,7 +123,7 @@ async def test_a_cancelled_call_is_told_and_forgotten() -> None:
         assert not channel.lost
 
 
-async def test_a_lost_peer_ends_all_calls_and_all_later_ones() -> None:
+async def test_a_lost_peer_ends_pending_and_later_calls() -> None:
     async with paired() as (channel, peer):
         calls = [asked(channel) for _ in range(3)]
         await peer.request()
@@ -159,14 +159,14 @@ async def test_closing_ends_calls() -> None:
         b"\xff" * 8,
     ],
 )
-async def test_what_is_no_answer_ends_the_channel(frame: bytes) -> None:
+async def test_an_invalid_reply_closes_the_channel(frame: bytes) -> None:
     async with paired() as (channel, peer):
         call = asked(channel)
         await peer.request()
         peer.socket.sendall(frame)
         with contextlib.suppress(SandboxLostError):
             await call
-        with pytest.raises(SandboxLostError, match=r"no reply of ours"):
+        with pytest.raises(SandboxLostError, match=r"sent an invalid reply"):
             await channel.call("do", timeout_s=20.0)
 
 
@@ -175,7 +175,7 @@ torn = st.integers(0, 70).map(lambda cut: pack({"id": 1, "ok": True}, b"x" * 50)
 
 @settings(max_examples=examples(60))
 @given(st.binary(max_size=100) | torn)
-def test_any_bytes_end_the_call_or_leave_it_waiting(data: bytes) -> None:
+def test_arbitrary_bytes_end_the_call_or_leave_it_pending(data: bytes) -> None:
     async def main() -> None:
         async with paired() as (channel, peer):
             call = asked(channel)
@@ -188,7 +188,7 @@ def test_any_bytes_end_the_call_or_leave_it_waiting(data: bytes) -> None:
     asyncio.run(main())
 
 
-async def test_a_peer_that_never_answers_is_given_up() -> None:
+async def test_a_peer_that_never_replies_is_given_up() -> None:
     async with paired() as (channel, peer):
 
         async def drain() -> None:
@@ -216,7 +216,7 @@ async def test_a_large_body_to_a_slow_reader_and_back() -> None:
         assert reply.body == body
 
 
-async def test_arguments_that_do_not_fit_are_a_value_error_and_the_channel_lives() -> None:
+async def test_arguments_too_large_raise_a_value_error_and_the_channel_survives() -> None:
     async with paired() as (channel, peer):
         with pytest.raises(ValueError, match="header must be JSON"):
             await channel.call("do", timeout_s=1.0, what={1})

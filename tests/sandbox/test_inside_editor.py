@@ -1,5 +1,5 @@
-"""The editor through a channel: each edit against an obvious reference, and every rule
-that keeps a file from harm.
+"""The editor through a channel: each edit is compared with a simple reference, and
+every rule that protects a file is tested.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ QUICKLY = settings(
 )
 
 
-async def test_view_numbers_the_lines_that_are_asked_for(tmp_path: Path) -> None:
+async def test_view_numbers_the_requested_lines(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("one\ntwo\nthree\n\nfive")
     async with served() as channel:
@@ -40,7 +40,7 @@ async def test_view_numbers_the_lines_that_are_asked_for(tmp_path: Path) -> None
             await editor.view(str(path), first=3, last=2)
 
 
-async def test_a_folder_is_shown_two_levels_deep_and_without_what_is_hidden(tmp_path: Path) -> None:
+async def test_a_folder_is_shown_two_levels_deep_without_hidden_names(tmp_path: Path) -> None:
     for name in ("b/c/deep", "a", ".hidden/x", "b/.git/y", "b/z"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
@@ -49,7 +49,7 @@ async def test_a_folder_is_shown_two_levels_deep_and_without_what_is_hidden(tmp_
         assert (await Editor(channel).view(str(tmp_path))).text == "a\nb/\nb/c/\nb/z\nlink\n"
 
 
-async def test_a_long_view_and_a_large_folder_end(tmp_path: Path) -> None:
+async def test_long_views_and_large_folders_are_truncated(tmp_path: Path) -> None:
     (tmp_path / "long").write_text("x" * 1000 + "\n" + "y\n" * 1_000_000)
     for number in range(1100):
         (tmp_path / f"{number}").touch()
@@ -60,7 +60,7 @@ async def test_a_long_view_and_a_large_folder_end(tmp_path: Path) -> None:
         assert (await Editor(channel).view(str(tmp_path))).text.endswith("more than 1000 entries\n")
 
 
-async def test_create_makes_folders_and_keeps_what_is_there(tmp_path: Path) -> None:
+async def test_create_makes_folders_and_keeps_existing_files(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b"
     async with served() as channel:
         editor = Editor(channel)
@@ -80,9 +80,7 @@ async def test_create_makes_folders_and_keeps_what_is_there(tmp_path: Path) -> N
 
 @QUICKLY
 @given(st.text("ab\n", max_size=12), st.text("ab\n", max_size=3), st.text("xy\n", max_size=3))
-def test_replace_is_done_exactly_where_it_is_clear(
-    tmp_path: Path, before: str, old: str, new: str
-) -> None:
+def test_replaces_exactly_one_occurrence(tmp_path: Path, before: str, old: str, new: str) -> None:
     async def main() -> None:
         path = tmp_path / "file"
         path.write_text(before)
@@ -156,7 +154,7 @@ async def test_an_edit_shows_the_lines_around(tmp_path: Path) -> None:
         assert "added" in (await editor.insert(str(path), 21, "added")).text
 
 
-async def test_replace_says_where_else_it_is(tmp_path: Path) -> None:
+async def test_replace_reports_the_lines_of_other_occurrences(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("a\nb\na\n")
     async with served() as channel:
@@ -179,7 +177,7 @@ async def test_line_ends_modes_and_links_are_kept(tmp_path: Path) -> None:
         assert path.read_bytes() == b"one\r\ntwo\r\n"
 
 
-async def test_what_is_no_text_is_refused_and_as_it_was(tmp_path: Path) -> None:
+async def test_a_file_that_is_not_text_is_refused_and_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"a\xff\n")
     async with served() as channel:
@@ -199,7 +197,7 @@ async def test_what_is_no_text_is_refused_and_as_it_was(tmp_path: Path) -> None:
             await editor.view(str(path))
 
 
-async def test_undo_goes_back_edit_by_edit_but_not_over_what_others_did(tmp_path: Path) -> None:
+async def test_undo_reverts_edits_but_not_changes_by_others(tmp_path: Path) -> None:
     path = tmp_path / "file"
     async with served() as channel:
         editor = Editor(channel)
@@ -217,7 +215,7 @@ async def test_undo_goes_back_edit_by_edit_but_not_over_what_others_did(tmp_path
             await editor.undo(str(tmp_path / "other"))
 
 
-async def test_what_cannot_be_undone_any_more_is_bounded(tmp_path: Path) -> None:
+async def test_the_undo_history_is_bounded(tmp_path: Path) -> None:
     async with served() as channel:
         editor = Editor(channel)
         for number in range(module.EDITS + 1):
@@ -227,7 +225,7 @@ async def test_what_cannot_be_undone_any_more_is_bounded(tmp_path: Path) -> None
         await editor.undo(str(tmp_path / "1"))
 
 
-async def test_edits_at_once_are_each_whole(tmp_path: Path) -> None:
+async def test_concurrent_edits_are_atomic(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("".join(f"<{number}>\n" for number in range(20)))
     async with served() as channel:
@@ -239,7 +237,7 @@ async def test_edits_at_once_are_each_whole(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
-async def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+async def test_a_missing_file(tmp_path: Path) -> None:
     async with served() as channel:
         with pytest.raises(SandboxError, match=r"No such file or directory: /"):
             await Editor(channel).view(str(tmp_path / "none"))

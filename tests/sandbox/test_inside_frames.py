@@ -1,5 +1,5 @@
-"""Frames: what was packed comes out, however it was cut; anything else is one typed
-error, for good.
+"""Frames round-trip regardless of how the stream is split; invalid bytes raise one
+typed error, for good.
 """
 
 import json
@@ -26,7 +26,7 @@ def drain(decoder: FrameDecoder) -> list[tuple[dict[str, object], bytes]]:
 
 
 @given(frames, st.lists(st.integers(1, 50), min_size=1))
-def test_frames_come_out_as_they_went_in(
+def test_frames_round_trip(
     sent: list[tuple[dict[str, object], int, bytes]], cuts: list[int]
 ) -> None:
     expected = [({**header, "id": number}, body) for header, number, body in sent]
@@ -41,7 +41,7 @@ def test_frames_come_out_as_they_went_in(
 
 
 @given(st.binary(max_size=300))
-def test_garbage_is_a_frame_error_or_an_unfinished_frame(data: bytes) -> None:
+def test_invalid_bytes_are_a_frame_error_or_an_incomplete_frame(data: bytes) -> None:
     decoder = FrameDecoder()
     decoder.feed(data)
     try:
@@ -67,7 +67,7 @@ def test_garbage_is_a_frame_error_or_an_unfinished_frame(data: bytes) -> None:
         b"[" * 100_000,
     ],
 )
-def test_headers_that_are_none(text: bytes) -> None:
+def test_refuses_invalid_headers(text: bytes) -> None:
     decoder = FrameDecoder()
     decoder.feed(struct.pack("<II", len(text), 0) + text)
     with pytest.raises(FrameError, match=r"header"):
@@ -77,7 +77,7 @@ def test_headers_that_are_none(text: bytes) -> None:
 @pytest.mark.parametrize(
     "lengths", [(HEADER_BYTES + 1, 0), (2, BODY_BYTES + 1), (0xFFFFFFFF, 0xFFFFFFFF)]
 )
-def test_a_length_beyond_its_bound_is_refused_before_anything_is_held(
+def test_a_length_beyond_its_bound_is_refused_before_buffering(
     lengths: tuple[int, int],
 ) -> None:
     decoder = FrameDecoder()
@@ -87,7 +87,7 @@ def test_a_length_beyond_its_bound_is_refused_before_anything_is_held(
 
 
 @pytest.mark.parametrize("header", [{"id": {1}}, {"id": float("nan")}, {"id": "x" * HEADER_BYTES}])
-def test_a_header_that_cannot_be_sent(header: dict[str, object]) -> None:
+def test_refuses_to_send_invalid_headers(header: dict[str, object]) -> None:
     with pytest.raises(FrameError):
         pack(header)
 

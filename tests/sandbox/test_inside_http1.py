@@ -1,5 +1,5 @@
-"""Requests as bytes: whatever was sent is what is understood, however it was cut; what
-is ambiguous is refused.
+"""Requests round-trip regardless of how the stream is split; ambiguous ones are
+refused.
 """
 
 import random
@@ -23,7 +23,7 @@ RESERVED = ("connection", "transfer-encoding", "content-length", "content-encodi
 
 @st.composite
 def sent(draw: st.DrawFn) -> tuple[bytes, tuple[str, str, dict[str, str], bytes]]:
-    """A request as bytes, and what it means."""
+    """A request as bytes, and its meaning."""
     method, target = (
         draw(st.sampled_from(["GET", "POST"])),
         "/" + draw(st.text("abc/?%.", max_size=12)),
@@ -60,7 +60,7 @@ def plain(request: Request) -> tuple[str, str, dict[str, str], bytes]:
 
 
 @given(st.lists(sent(), max_size=4), st.integers())
-def test_requests_come_out_as_they_went_in_however_they_were_cut(
+def test_requests_round_trip_regardless_of_splits(
     all_sent: list[tuple[bytes, object]], seed: int
 ) -> None:
     rng, decoder, found = random.Random(seed), RequestDecoder(), []
@@ -77,7 +77,7 @@ def test_requests_come_out_as_they_went_in_however_they_were_cut(
 
 
 @given(st.binary(max_size=200) | sent().map(lambda each: each[0][:-1] + b"\0"))
-def test_any_bytes_are_a_request_none_yet_or_refused(data: bytes) -> None:
+def test_arbitrary_bytes_are_a_request_incomplete_or_refused(data: bytes) -> None:
     decoder = RequestDecoder()
     decoder.feed(data)
     status = 0
@@ -121,7 +121,7 @@ def test_any_bytes_are_a_request_none_yet_or_refused(data: bytes) -> None:
         (b"GET /a HTTP/1.1\r\nA: " + b"x" * HEAD_BYTES, 431),
     ],
 )
-def test_what_is_refused(wire: bytes, status: int) -> None:
+def test_refuses_invalid_requests(wire: bytes, status: int) -> None:
     decoder = RequestDecoder()
     decoder.feed(wire)
     with pytest.raises(BadRequest) as caught:
@@ -129,7 +129,7 @@ def test_what_is_refused(wire: bytes, status: int) -> None:
     assert caught.value.status == status
 
 
-def test_who_keeps_the_connection_and_who_waits_to_be_told() -> None:
+def test_keep_alive_and_expect_headers() -> None:
     def head(line: bytes, *headers: bytes) -> RequestDecoder:
         decoder = RequestDecoder()
         decoder.feed(b"\r\n".join([line, *headers, b"", b""]))

@@ -1,6 +1,4 @@
-"""What the host is told of programs' requests, one long poll after the other, without a
-sandbox.
-"""
+"""The events that the proxy reports to the host in long polls, without a sandbox."""
 
 import contextlib
 import socket
@@ -15,7 +13,7 @@ GET = b"GET /a HTTP/1.1\r\nAuthorization: t\r\nX-Other: u\r\n\r\n"
 
 
 class Host:
-    """Asks a proxy, which the test's thread serves while it asks."""
+    """A client of a proxy, which the test's thread serves during calls."""
 
     def __init__(self, proxy: HttpProxy) -> None:
         self.proxy, self.stop = proxy, Stop()
@@ -24,7 +22,7 @@ class Host:
         return self.proxy.next(Deadline(timeout_s), self.stop)
 
     def quiet(self) -> bool:
-        """Whether there is nothing to tell, whatever has been sent so far."""
+        """Return whether there is no event, after all data sent so far."""
         return all(self.next(0.0) == ({"gone": []}, b"") for _ in range(20))
 
     def answer(
@@ -52,13 +50,13 @@ def opened(max_in_flight: int = 2) -> Iterator[Host]:
 
 
 def sent(host: Host, wire: bytes = GET) -> socket.socket:
-    """A program that has sent something."""
+    """Connect a program that has sent data."""
     sock = socket.create_connection(("127.0.0.1", host.proxy.port), timeout=20)
     sock.sendall(wire)
     return sock
 
 
-def test_so_many_are_handed_out_and_the_next_when_one_is_answered_or_gone() -> None:
+def test_limits_requests_in_flight() -> None:
     with opened(max_in_flight=2) as host:
         programs = [sent(host) for _ in range(4)]
         first = host.next()[0]
@@ -114,7 +112,7 @@ def test_a_large_body_comes_in_parts_and_ends_with_its_program() -> None:
             sock.close()
 
 
-def test_who_sends_on_and_on_amid_its_request_is_left() -> None:
+def test_a_client_that_sends_endlessly_is_disconnected() -> None:
     with opened() as host:
         sock = sent(host)
         assert host.next()[0]["number"] == 1
@@ -127,7 +125,7 @@ def test_who_sends_on_and_on_amid_its_request_is_left() -> None:
         sock.close()
 
 
-def test_an_abort_ends_the_connection_and_is_no_news() -> None:
+def test_an_abort_closes_the_connection_without_an_event() -> None:
     with opened() as host:
         sock = sent(host)
         host.answer(host.next()[0]["number"], b"half", last=False)
@@ -137,7 +135,7 @@ def test_an_abort_ends_the_connection_and_is_no_news() -> None:
         sock.close()
 
 
-def test_a_poll_that_should_stop_stops_and_takes_nothing_along() -> None:
+def test_a_cancelled_poll_loses_no_event() -> None:
     with opened() as host:
         host.stop.set()
         assert host.next(1000.0) == ({"gone": []}, b"")

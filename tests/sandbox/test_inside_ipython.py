@@ -1,5 +1,5 @@
-"""Cells through a channel, with IPython where it is installed and without: names that
-stay, typed ends, interrupts, deaths.
+"""Cells through a channel, with and without IPython: names persist, and errors,
+interrupts and deaths are reported.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from rollweave.schema.errors import SandboxRefusedError
 from tests.sandbox.serving import PRELOADED, served, wait_for_end
 
 SHORT_S = 0.4
-"""A time-out that is meant to run out."""
+"""Seconds of a timeout that is meant to expire."""
 
 
 @contextlib.asynccontextmanager
@@ -48,7 +48,7 @@ async def cells(
 
 
 async def well(cells: IPython, cell: str) -> CellResult:
-    """A cell that must end well, with its interpreter."""
+    """Run a cell that must succeed without a restart."""
     found = await cells.run(cell)
     assert (found.error, found.died, found.timed_out, found.restarted) == (
         None,
@@ -59,7 +59,7 @@ async def well(cells: IPython, cell: str) -> CellResult:
     return found
 
 
-async def test_names_stay_and_the_last_value_is_the_result(cells: IPython) -> None:
+async def test_names_persist_and_the_last_value_is_the_result(cells: IPython) -> None:
     assert (await well(cells, "import math\nx = 20\nx")).result == "20"
     assert (await well(cells, "x + int(math.sqrt(4))")).result == "22"
     assert (await well(cells, "y = 1")).result is None
@@ -68,7 +68,7 @@ async def test_names_stay_and_the_last_value_is_the_result(cells: IPython) -> No
     assert (await well(cells, "'žluťoučký 🐴'")).result == "'žluťoučký 🐴'"
 
 
-async def test_output_is_apart_from_the_result_and_comes_in_order(cells: IPython) -> None:
+async def test_output_is_separate_from_the_result_and_in_order(cells: IPython) -> None:
     found = await well(
         cells,
         "import sys, os\nprint('a')\nprint('b', file=sys.stderr)\nos.system('echo "
@@ -104,9 +104,7 @@ async def test_an_exception_has_a_name_a_message_and_a_traceback(cells: IPython)
         ("def f(): f()\nf()", "RecursionError"),
     ],
 )
-async def test_ends_that_are_errors_leave_the_interpreter(
-    cell: str, name: str, cells: IPython
-) -> None:
+async def test_the_interpreter_survives_errors(cell: str, name: str, cells: IPython) -> None:
     await well(cells, "kept = 1")
     found = await cells.run(cell)
     assert found.error is not None
@@ -123,7 +121,7 @@ async def test_ends_that_are_errors_leave_the_interpreter(
         "open('fifo').read()",
     ],
 )
-async def test_out_of_time_it_is_interrupted_and_names_stay(
+async def test_a_cell_out_of_time_is_interrupted_and_names_persist(
     cell: str, cells: IPython, tmp_path: Path
 ) -> None:
     os.mkfifo(tmp_path / "fifo")
@@ -133,7 +131,7 @@ async def test_out_of_time_it_is_interrupted_and_names_stay(
     assert (await well(cells, "kept")).result == "1"
 
 
-async def test_what_ignores_the_interrupt_is_killed_and_says_so(cells: IPython) -> None:
+async def test_a_cell_that_ignores_the_interrupt_is_killed(cells: IPython) -> None:
     cell = (
         "import os, signal\nsignal.signal(signal.SIGINT, "
         "signal.SIG_IGN)\nprint(os.getpid())\nwhile True: pass"
@@ -161,7 +159,7 @@ async def test_what_ignores_the_interrupt_is_killed_and_says_so(cells: IPython) 
         ),
     ],
 )
-async def test_an_interpreter_that_is_gone_is_replaced(
+async def test_an_interpreter_that_ended_is_replaced(
     cell: str, status: set[int], cells: IPython
 ) -> None:
     found = await cells.run(f"kept = 1\nprint('last words', flush=True)\n{cell}")
@@ -173,7 +171,7 @@ async def test_an_interpreter_that_is_gone_is_replaced(
     assert error.name == "NameError"
 
 
-async def test_it_dies_between_cells_and_the_next_one_says_so(cells: IPython) -> None:
+async def test_death_between_cells_is_reported_by_the_next_cell(cells: IPython) -> None:
     pid = int((await well(cells, "import os; os.getpid()")).result or 0)
     os.kill(pid, 9)
     await wait_for_end(pid)
@@ -181,12 +179,12 @@ async def test_it_dies_between_cells_and_the_next_one_says_so(cells: IPython) ->
     assert (found.result, found.restarted, found.died) == ("1", True, None)
 
 
-async def test_a_fork_that_comes_back_answers_once(cells: IPython) -> None:
+async def test_a_cell_that_forks_and_returns_twice_is_answered_once(cells: IPython) -> None:
     await cells.run("import os\npid = os.fork()\nif pid: os.waitpid(pid, 0)")
     assert (await well(cells, "1 + 1")).result == "2"
 
 
-async def test_floods_are_cut(cells: IPython) -> None:
+async def test_excessive_output_is_truncated(cells: IPython) -> None:
     found = await well(cells, "print('first'); print('x' * 50_000_000); print('last')")
     assert found.output.startswith("first\nxxx")
     assert found.output.endswith("xxx\nlast\n")
@@ -211,7 +209,7 @@ async def test_a_thread_that_prints_between_cells_is_never_blocked(
     assert (await cells.run("print('now')", output_bytes=1 << 20)).output.endswith("y\nnow\n")
 
 
-async def test_the_agents_modules_are_its_own(cells: IPython, tmp_path: Path) -> None:
+async def test_the_agents_modules_are_not_shadowed(cells: IPython, tmp_path: Path) -> None:
     (tmp_path / "frames.py").write_text("mine = 1\n")
     (tmp_path / "inside.py").write_text("mine = 2\n")
     assert (
@@ -219,7 +217,7 @@ async def test_the_agents_modules_are_its_own(cells: IPython, tmp_path: Path) ->
     ).result == "(1, 2, '__main__')"
 
 
-async def test_cells_at_once_take_turns(cells: IPython) -> None:
+async def test_concurrent_cells_take_turns(cells: IPython) -> None:
     await well(cells, "n = 0")
     found = await asyncio.gather(*(cells.run("n += 1; n") for _ in range(10)))
     assert [one.result for one in found] == [str(number) for number in range(1, 11)]
@@ -235,7 +233,7 @@ async def test_a_cancelled_cell_is_interrupted(cells: IPython, tmp_path: Path) -
     assert (await well(cells, "kept")).result == "1"
 
 
-async def test_what_only_ipython_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ipython_magic_and_display(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with interpreter("ipython", tmp_path, monkeypatch) as cells:
         assert (await well(cells, "display({'a': 1})\n2")).output == "{'a': 1}\n"
         assert (await well(cells, "!echo program")).output == "program\n"

@@ -1,5 +1,5 @@
-"""The action server as a process of an isolated Python without site packages: programs,
-files, traps, floods and ends.
+"""The action server, run by an isolated Python without site packages: programs, files,
+hostile paths, excessive output and shutdown.
 """
 
 import ast
@@ -69,12 +69,12 @@ async def test_a_program_without_input_has_an_empty_one() -> None:
         assert (await run(channel, "cat")).body == b""
 
 
-async def test_input_that_nobody_reads_is_no_failure() -> None:
+async def test_unread_input_is_no_failure() -> None:
     async with served() as channel:
         assert (await run(channel, "true", body=b"x" * (1 << 22))).header["rc"] == 0
 
 
-async def test_large_input_and_output_at_once() -> None:
+async def test_concurrent_large_input_and_output() -> None:
     async with served() as channel:
         data = os.urandom(1 << 22)
         reply = await run(channel, "cat", body=data, output_limit=1 << 22)
@@ -82,7 +82,7 @@ async def test_large_input_and_output_at_once() -> None:
         assert not reply.header["truncated"]
 
 
-async def test_a_flood_is_cut_and_does_not_stop_the_program() -> None:
+async def test_excessive_output_is_truncated_and_does_not_block_the_program() -> None:
     async with served() as channel:
         reply = await run(
             channel, "sh", "-c", "head -c 50000000 /dev/zero; echo end >&2", output_limit=100
@@ -91,7 +91,7 @@ async def test_a_flood_is_cut_and_does_not_stop_the_program() -> None:
         assert reply.header["truncated"]
 
 
-async def test_a_program_that_does_not_end_is_killed_with_its_children() -> None:
+async def test_a_program_that_times_out_is_killed_with_its_children() -> None:
     async with served() as channel:
         reply = await run(
             channel, "sh", "-c", "trap '' TERM INT; sleep 1000 & echo $!; sleep 1000", timeout_s=0.5
@@ -101,7 +101,7 @@ async def test_a_program_that_does_not_end_is_killed_with_its_children() -> None
         await wait_for_end(int(reply.body))
 
 
-async def test_a_grandchild_that_holds_the_pipe_keeps_nobody() -> None:
+async def test_a_grandchild_that_keeps_the_pipe_open_delays_nothing() -> None:
     async with served() as channel:
         reply = await run(channel, "sh", "-c", "sleep 1000 & echo $!", timeout_s=60.0)
         assert not reply.header["timed_out"]
@@ -142,14 +142,14 @@ async def test_a_grandchild_that_holds_the_pipe_keeps_nobody() -> None:
         ({"action": "bash", "output_limit": 1.5}, "output_limit must be an integer"),
     ],
 )
-async def test_what_breaks_a_rule_is_refused(args: dict[str, Any], rule: str) -> None:
+async def test_refuses_invalid_calls(args: dict[str, Any], rule: str) -> None:
     async with served() as channel:
         with pytest.raises(SandboxRefusedError, match=rule):
             await channel.call(**{"timeout_s": 20.0, **args})
         await channel.call("ping", timeout_s=20.0)
 
 
-async def test_what_cannot_be_done_says_why(tmp_path: Path) -> None:
+async def test_failures_give_a_reason(tmp_path: Path) -> None:
     async with served() as channel:
         for args in (
             {"action": "exec", "argv": ["/not/there"]},
@@ -159,7 +159,7 @@ async def test_what_cannot_be_done_says_why(tmp_path: Path) -> None:
                 await channel.call(timeout_s=20.0, **args)  # type: ignore[arg-type]
 
 
-async def test_files_come_and_go_whole(tmp_path: Path) -> None:
+async def test_files_are_read_and_written_atomically(tmp_path: Path) -> None:
     async with served() as channel:
         path, data = tmp_path / "new" / "folder" / "file", os.urandom(1 << 20)
         await channel.call("write", data, timeout_s=20.0, path=str(path), mode=0o700)
@@ -195,13 +195,13 @@ async def test_a_write_through_a_link_keeps_the_link(tmp_path: Path) -> None:
     assert (tmp_path / "link").is_symlink()
 
 
-async def test_many_calls_at_once() -> None:
+async def test_many_concurrent_calls() -> None:
     async with served() as channel:
         replies = await asyncio.gather(*(run(channel, "echo", str(number)) for number in range(40)))
         assert [int(reply.body) for reply in replies] == list(range(40))
 
 
-async def test_more_calls_than_it_answers_at_once_are_refused(tmp_path: Path) -> None:
+async def test_refuses_calls_beyond_the_concurrency_limit(tmp_path: Path) -> None:
     fifo = tmp_path / "gate"
     os.mkfifo(fifo)
     async with served() as channel:
@@ -233,7 +233,7 @@ async def test_a_cancelled_program_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["closed", "garbage"])
-async def test_at_its_end_nothing_that_it_started_is_left(how: str, tmp_path: Path) -> None:
+async def test_its_programs_end_with_the_server(how: str, tmp_path: Path) -> None:
     fifo = tmp_path / "pid"
     os.mkfifo(fifo)
     process, ours = start()
@@ -288,14 +288,14 @@ async def test_the_same_id_twice_is_refused_while_it_runs() -> None:
     assert process.wait(20) == 0
 
 
-async def test_no_answer_in_time_is_a_time_out_and_the_server_lives() -> None:
+async def test_a_late_reply_times_out_and_the_server_survives() -> None:
     async with served() as channel:
         with pytest.raises(SandboxTimeoutError):
             await channel.call("exec", timeout_s=0.0, slack_s=0.0, argv=["sleep", "1000"])
         await channel.call("ping", timeout_s=20.0)
 
 
-async def test_without_pidfd_every_end_is_seen() -> None:
+async def test_ends_are_detected_without_pidfd() -> None:
     async with served(code=BLIND) as channel:
         assert (await run(channel, "sh", "-c", "sleep 0.01; exit 3")).header["rc"] == 3
         assert (await run(channel, "sleep", "1000", timeout_s=0.2)).header["timed_out"]
@@ -308,7 +308,7 @@ async def test_without_pidfd_every_end_is_seen() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: str(path.name))
-def test_it_is_python_3_9_with_its_standard_library_alone(path: Path) -> None:
+def test_uses_python_3_9_and_its_standard_library_alone(path: Path) -> None:
     text = path.read_text()
     tree = ast.parse(text, feature_version=(3, 9))
     assert "Python 3.9" in (ast.get_docstring(tree) or "")

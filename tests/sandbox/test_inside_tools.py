@@ -1,5 +1,5 @@
-"""The host's side of the tools does not trust the other: a reply of another shape is a
-typed error, a text is plain.
+"""The host does not trust a sandbox's replies: an unexpected shape is a typed error,
+and texts are plain.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from rollweave.schema.errors import SandboxError
         },
     ],
 )
-async def test_a_reply_of_another_shape(fields: dict[str, object]) -> None:
+async def test_a_reply_of_an_unexpected_shape(fields: dict[str, object]) -> None:
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     channel = Channel(ours)
@@ -64,10 +64,10 @@ async def test_a_reply_of_another_shape(fields: dict[str, object]) -> None:
         ("[31m stays", "[31m stays"),
     ],
 )
-def test_escapes_go_and_text_stays(text: str, shown: str) -> None:
+def test_removes_escapes_and_keeps_text(text: str, shown: str) -> None:
     assert plain(text) == shown
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\x1b\0")))
-def test_what_has_no_escapes_is_as_it_was(text: str) -> None:
+def test_text_without_escapes_is_unchanged(text: str) -> None:
     assert plain(text) == text

@@ -1,5 +1,5 @@
-"""What a sandbox sees of rollweave where it is installed as a user has it: in a virtual
-environment, not from a checkout.
+"""The parts of rollweave that a sandbox sees if it is installed in a virtual
+environment, not as a checkout.
 """
 
 import json

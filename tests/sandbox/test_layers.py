@@ -1,4 +1,4 @@
-"""Copies of what was written by anybody, against what a reader of the two trees sees."""
+"""Copies of untrusted trees, compared with a reader's view of both trees."""
 
 import os
 import stat
@@ -20,7 +20,7 @@ TREES = st.recursive(
 
 
 def build(tree: object, path: Path) -> None:
-    """Bytes are files, strings links, dicts folders."""
+    """Build a tree: bytes are files, strings links, dicts folders."""
     if isinstance(tree, dict):
         path.mkdir(exist_ok=True)
         for name, below in tree.items():
@@ -54,7 +54,7 @@ def copied(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(50))
 @given(tree=st.dictionaries(NAMES, TREES, max_size=4))
-def test_a_copy_is_the_same_and_follows_no_link(
+def test_a_copy_is_equal_and_follows_no_link(
     tree: dict[str, object], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     place = tmp_path_factory.mktemp("copy")
@@ -83,7 +83,7 @@ def test_nothing_of_a_copy_raises_privileges_or_blocks(tmp_path: Path) -> None:
     assert os.listdir(target / "skipped") == []
 
 
-def test_holes_cost_nothing_and_bytes_are_bounded(tmp_path: Path) -> None:
+def test_holes_are_free_and_bytes_are_bounded(tmp_path: Path) -> None:
     source, target = tmp_path / "from", tmp_path / "to"
     source.mkdir()
     target.mkdir()

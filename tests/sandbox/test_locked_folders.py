@@ -40,7 +40,9 @@ asyncio.run(main())
 
 @contextlib.contextmanager
 def owner() -> Iterator[tuple["subprocess.Popen[str]", int, list[str]]]:
-    """Another process with two back ends, its first one's supervisor, and their folders."""
+    """Start another process with two back ends, and return the first one's supervisor
+    and their folders.
+    """
     with subprocess.Popen(
         [sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True
     ) as process:
@@ -55,7 +57,7 @@ def owner() -> Iterator[tuple["subprocess.Popen[str]", int, list[str]]]:
 
 @contextlib.contextmanager
 def ended(pid: int) -> Iterator[None]:
-    """Until this process, which is no child of ours, has ended."""
+    """Wait until a process that is no child of ours has ended."""
     fd = os.pidfd_open(pid)
     try:
         yield
@@ -72,7 +74,7 @@ async def gone(places: list[str]) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_a_killed_owner_leaves_nothing_beyond_the_next_start() -> None:
+async def test_the_next_start_removes_folders_of_a_killed_owner() -> None:
     async with opened("plain") as mine:
         living = [mine._launcher._base, mine._launcher._kept]  # type: ignore[attr-defined]
         with owner() as (process, supervisor, places), owner() as (_, _, others):
@@ -85,9 +87,7 @@ async def test_a_killed_owner_leaves_nothing_beyond_the_next_start() -> None:
             assert all(map(os.path.isdir, living))
 
 
-async def test_an_owner_that_is_killed_with_its_supervisor_leaves_nothing_beyond_the_next_start() -> (
-    None
-):
+async def test_the_next_start_removes_folders_of_an_owner_killed_with_its_supervisor() -> None:
     with owner() as (process, supervisor, places):
         process.send_signal(signal.SIGSTOP)  # it must not hear of its supervisor's end
         with ended(supervisor):
@@ -99,7 +99,7 @@ async def test_an_owner_that_is_killed_with_its_supervisor_leaves_nothing_beyond
             await gone(places)
 
 
-def test_what_is_locked_or_not_ours_stays(tmp_path: Path) -> None:
+def test_keeps_locked_and_foreign_folders(tmp_path: Path) -> None:
     mine, lock = create(str(tmp_path))
     dead = tmp_path / f"{PREFIX}dead"
     (dead / "place").mkdir(parents=True)
@@ -124,7 +124,7 @@ def test_what_is_locked_or_not_ours_stays(tmp_path: Path) -> None:
     assert not os.path.exists(mine)
 
 
-def test_what_another_user_made_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keeps_folders_of_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, lock = create(str(tmp_path))
     os.close(lock)
     with monkeypatch.context() as patch:
@@ -133,8 +133,8 @@ def test_what_another_user_made_stays(tmp_path: Path, monkeypatch: pytest.Monkey
     assert os.path.isdir(folder)
 
 
-def test_a_lock_lives_in_every_process_that_has_it(tmp_path: Path) -> None:
-    """The owner is gone, its supervisor cleans up: nothing else may."""
+def test_a_lock_lasts_while_any_process_has_it(tmp_path: Path) -> None:
+    """The owner is gone and its supervisor cleans up; no other process may."""
     folder, lock = create(str(tmp_path))
     heir = subprocess.Popen(
         [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(lock,)
@@ -148,10 +148,10 @@ def test_a_lock_lives_in_every_process_that_has_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["mkdtemp", "try_lock"])
-def test_a_folder_that_is_swept_while_it_is_made_is_made_again(
+def test_a_folder_removed_during_creation_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    """Between its creation and its lock it looks dead."""
+    """A new folder looks stale between its creation and its lock."""
     swept: list[str] = []
     where = tempfile if moment == "mkdtemp" else locked_folders
     former = getattr(where, moment)
@@ -172,7 +172,7 @@ def test_a_folder_that_is_swept_while_it_is_made_is_made_again(
     os.close(lock)
 
 
-def test_makers_and_sweepers_side_by_side(tmp_path: Path) -> None:
+def test_concurrent_creation_and_removal(tmp_path: Path) -> None:
     found: list[tuple[str, int]] = []
     over = threading.Event()
 

@@ -19,7 +19,7 @@ class _FakeSandbox:
 
 
 class _FakeBackend:
-    """Starts on demand of the test: `go` lets one more start."""
+    """A back end that starts one more sandbox for each `go`."""
 
     name = "fake"
 
@@ -47,7 +47,7 @@ def _let(backend: _FakeBackend, count: int) -> None:
         backend.go.release()
 
 
-async def test_each_is_given_out_once_and_replaced() -> None:
+async def test_each_sandbox_is_taken_once_and_replaced() -> None:
     backend = _FakeBackend()
     pool = Pool(backend, SPEC, size=3)
     _let(backend, 100)
@@ -65,7 +65,7 @@ async def test_each_is_given_out_once_and_replaced() -> None:
         await pool.take()
 
 
-async def test_one_that_ended_while_it_waited_is_not_given_out() -> None:
+async def test_a_sandbox_that_ended_while_waiting_is_not_taken() -> None:
     backend = _FakeBackend()
     pool = Pool(backend, SPEC, size=2)
     _let(backend, 100)
@@ -77,7 +77,7 @@ async def test_one_that_ended_while_it_waited_is_not_given_out() -> None:
     await pool.close()
 
 
-async def test_a_back_end_that_fails_is_heard_of_by_who_takes() -> None:
+async def test_take_raises_the_back_ends_failure() -> None:
     backend = _FakeBackend()
     backend.failing = True
     pool = Pool(backend, SPEC, size=2)
@@ -88,7 +88,7 @@ async def test_a_back_end_that_fails_is_heard_of_by_who_takes() -> None:
     await pool.close()
 
 
-async def test_closing_while_some_are_started_leaves_none() -> None:
+async def test_closing_during_starts_leaves_no_sandbox() -> None:
     backend = _FakeBackend()
     pool = Pool(backend, SPEC, size=4)
     _let(backend, 2)

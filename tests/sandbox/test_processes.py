@@ -1,4 +1,4 @@
-"""The processes of this machine: who descends from whom."""
+"""The processes of this machine and their parents."""
 
 import mmap
 import os
@@ -11,8 +11,8 @@ from rollweave.sandbox import processes
 from rollweave.sandbox.processes import Table, family, process, started
 
 
-def test_a_child_of_a_thread_is_seen_while_other_threads_end() -> None:
-    """The kernel lists children by thread, and hands those of one that ends to another."""
+def test_a_threads_child_is_listed_while_other_threads_end() -> None:
+    """The kernel lists children by thread, and reassigns those of a thread that ends."""
     done, here = threading.Event(), threading.Event()
     children: list[subprocess.Popen[bytes]] = []
 
@@ -63,7 +63,7 @@ def test_page_tables_count_as_memory() -> None:
     assert most >= used
 
 
-def test_of_a_process_that_hides_its_memory_all_counts_that_it_did_not_inherit(
+def test_hidden_memory_counts_unless_inherited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refused(*_: object) -> int:

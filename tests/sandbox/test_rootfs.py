@@ -1,5 +1,5 @@
-"""What programs load by themselves when they start cannot be what an agent wrote, in
-its sandbox or in a branch of it.
+"""Files that programs load automatically at their start cannot be written by an agent,
+in its sandbox or in a branch of it.
 """
 
 import json
@@ -23,7 +23,7 @@ async def isolating(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
         yield made
 
 
-def test_folders_that_interpreters_import_from_are_found_whether_they_exist_or_not(
+def test_finds_import_folders_whether_they_exist_or_not(
     tmp_path: Path,
 ) -> None:
     packages = tmp_path / "lib" / "python3.11" / "site-packages"
@@ -43,7 +43,7 @@ def test_folders_that_interpreters_import_from_are_found_whether_they_exist_or_n
     )
 
 
-def test_a_folder_is_sealed_unless_the_sandbox_has_it_or_an_agents_files_belong_there(
+def test_seals_folders_that_are_neither_present_nor_the_agents(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     inside = f"{sys.prefix}/lib/src"
@@ -97,7 +97,7 @@ for place in places:  # what cannot be written in may be moved out of the way
 """
 
 
-async def test_nothing_that_an_agent_left_is_loaded_in_a_branch(isolating: Backend) -> None:
+async def test_a_branch_loads_nothing_that_an_agent_wrote(isolating: Backend) -> None:
     """Where rollweave is installed for development, as it is for its tests, there is a
     folder to import from.
     """
@@ -119,7 +119,7 @@ async def test_nothing_that_an_agent_left_is_loaded_in_a_branch(isolating: Backe
     ).stdout == b""
 
 
-async def test_a_folder_is_sealed_around_what_is_mounted_in_it(
+async def test_a_folder_is_sealed_around_mounts_in_it(
     isolating: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An editable install of a flat layout: the folder of the virtual environment is

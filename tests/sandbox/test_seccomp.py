@@ -1,6 +1,4 @@
-"""The filter against its specification, run by a slow and obvious interpreter of
-classic BPF.
-"""
+"""The filter is compared with its specification by a simple interpreter of classic BPF."""
 
 import errno
 import re
@@ -63,7 +61,7 @@ HEADERS = {
 
 
 def run(program: bytes, *, arch: int, number: int, args: tuple[int, ...] = (0,) * 6) -> int:
-    """What the kernel would do with a call."""
+    """Interpret the filter as the kernel does for a call."""
     data = struct.pack("=IIQ6Q", number, arch, 0, *args)
     loaded, at = 0, 0
     while True:
@@ -128,7 +126,7 @@ INTERESTING = [
         *[st.sampled_from([*INTERESTING, *(2**32 + value for value in INTERESTING)])] * 6
     ),
 )
-def test_every_call_meets_the_fate_that_the_tables_name(
+def test_every_call_is_handled_as_the_tables_say(
     machine: str, number: int, args: tuple[int, ...]
 ) -> None:
     program = bpf_filter(machine)
@@ -173,7 +171,7 @@ def test_the_numbers_are_those_of_the_kernels_headers(machine: str) -> None:
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_values_that_the_filter_must_refuse(machine: str) -> None:
-    """Written out, not taken from the filter's own tables."""
+    """The values are listed here, not taken from the filter's own tables."""
     column = MACHINES.index(machine)
 
     def verdict(call: tuple[int, int], *args: int) -> int:
@@ -204,7 +202,7 @@ def test_a_machine_without_a_table_is_refused() -> None:
         bpf_filter("riscv64")
 
 
-def test_what_programs_need_is_allowed() -> None:
+def test_allows_calls_that_programs_need() -> None:
     for name in ("read", "openat", "execve", "futex", "socket(AF_INET)", "clone(SIGCHLD)"):
         number = {
             "read": 0,

@@ -1,5 +1,5 @@
-"""Programs in real sandboxes reach one service of the host's: OpenAI's client,
-attackers, and programs that end amid a call.
+"""Programs in real sandboxes reach one service of the host: OpenAI's client, attackers,
+and programs that end during a call.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ def talk(text, **more):
 
 @contextlib.asynccontextmanager
 async def sandboxed(name: str, spec: SandboxSpec = SPEC) -> AsyncIterator[Sandbox]:
-    """A sandbox. When it is stopped, no task of a tunnel is left."""
+    """Start a sandbox. When it is stopped, no task of a tunnel is left."""
     async with opened(name) as backend:
         sandbox = await backend.start(spec)
         yield sandbox
@@ -53,7 +53,7 @@ async def isolated(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
         yield made
 
 
-async def test_openais_client_talks_with_the_gateway(sandbox: Sandbox) -> None:
+async def test_openais_client_reaches_the_gateway(sandbox: Sandbox) -> None:
     async with (
         gateway(Script(["one", "two three"])) as (made, client),
         tunnel(sandbox, client.base_url) as url,
@@ -72,7 +72,7 @@ print(json.dumps([[m.id for m in client.models.list()], whole.choices[0].message
         assert len(made.close("s").sequences) == 2
 
 
-async def test_a_stream_shows_life_before_its_answer(sandbox: Sandbox) -> None:
+async def test_a_stream_begins_before_its_response_is_complete(sandbox: Sandbox) -> None:
     script = Script(hold=True)
     async with (
         gateway(script, keep_alive_s=0.05) as (_, client),
@@ -98,7 +98,7 @@ print(first.decode().strip(), b"[DONE]" in answer.read())
         assert await asking == ": the turn is in progress True"
 
 
-async def test_tools_work_while_programs_wait_and_more_wait_than_are_let_through(
+async def test_tools_work_while_more_programs_wait_than_are_served(
     sandbox: Sandbox,
 ) -> None:
     script = Script(hold=True)
@@ -143,7 +143,7 @@ async def test_a_program_that_is_killed_ends_its_generation(sandbox: Sandbox) ->
         assert made.close("s").sequences == ()
 
 
-async def test_a_sandbox_that_is_killed_ends_its_generations_and_the_relay(
+async def test_killing_a_sandbox_ends_its_generations_and_the_tunnel(
     sandbox: Sandbox,
 ) -> None:
     script = Script(hold=True)
@@ -161,7 +161,7 @@ async def test_a_sandbox_that_is_killed_ends_its_generations_and_the_relay(
         assert [type(each) for each in ended] == [SandboxLostError] * 2
 
 
-async def test_a_relay_that_closes_leaves_who_waits_and_another_may_open(sandbox: Sandbox) -> None:
+async def test_closing_a_tunnel_disconnects_clients_and_another_may_open(sandbox: Sandbox) -> None:
     script = Script(hold=True)
     source = """
 try:
@@ -185,7 +185,7 @@ except openai.APIConnectionError:
         assert late.stdout == b"left\n"
 
 
-async def test_a_snapshot_amid_a_call_and_a_relay_into_the_branch() -> None:
+async def test_a_snapshot_during_a_call_and_a_tunnel_into_the_branch() -> None:
     script = Script(hold=True)
     source = OPENAI + "print(talk('hi').choices[0].message.content)"
     for name in ISOLATING:
@@ -321,7 +321,7 @@ async def test_a_body_of_the_largest_size_passes_and_a_larger_one_does_not(
         assert len(spy.seen) == 1
 
 
-async def test_more_than_may_be_held_is_refused_and_the_rest_goes_on(isolated: Sandbox) -> None:
+async def test_requests_beyond_the_pending_bound_are_refused(isolated: Sandbox) -> None:
     spy = Spy(hold=True)
     source = """
 found = []
@@ -366,7 +366,7 @@ time.sleep(1000)
     [[], ["POST /s/mine/v1/a HTTP/1.1\r\nContent-Length: 9\r\n\r\nhalf"]],
     ids=["silent", "half"],
 )
-async def test_ten_thousand_connections_keep_nobody_from_asking(
+async def test_ten_thousand_connections_do_not_block_requests(
     isolated: Sandbox, wire: list[str]
 ) -> None:
     spy = Spy()
@@ -379,7 +379,7 @@ async def test_ten_thousand_connections_keep_nobody_from_asking(
     assert len(spy.seen) == 1
 
 
-async def test_who_does_not_read_its_answer_keeps_nobody(isolated: Sandbox) -> None:
+async def test_a_client_that_does_not_read_delays_no_other(isolated: Sandbox) -> None:
     spy = Spy(answer=b"x" * (8 * MIB))
     async with spied(spy) as service, tunnel(isolated, service) as url:
         source = """
@@ -392,7 +392,7 @@ print(len(ask(sys.argv[1], "/a")[2]))
         assert await said(isolated, source, url) == str(8 * MIB)
 
 
-async def test_a_service_that_breaks_off_or_is_not_there(isolated: Sandbox) -> None:
+async def test_a_service_that_disconnects_or_is_unreachable(isolated: Sandbox) -> None:
     spy = Spy()
     async with spied(spy) as service, tunnel(isolated, service) as url:
         source = """
@@ -414,7 +414,7 @@ print(ask(sys.argv[1], "/a")[2].decode())
         assert (status, json.loads(body)["error"]["type"]) == (502, "server_error")
 
 
-async def test_a_small_sandbox_has_a_relay_too() -> None:
+async def test_a_small_sandbox_can_have_a_tunnel() -> None:
     spy = Spy()
     limits = Limits(processes=8, memory_bytes=128 * MIB, files=32)
     async with (
@@ -437,14 +437,14 @@ async def test_a_small_sandbox_has_a_relay_too() -> None:
         "http://127.0.0.1:1/a%2fb",
     ],
 )
-async def test_a_url_that_is_none_of_ours(url: str) -> None:
+async def test_refuses_invalid_urls(url: str) -> None:
     with pytest.raises(ValueError, match="url must be http://HOST:PORT/PATH"):
         async with tunnel(Liar([]), url):
             pass
 
 
 class Liar:
-    """A sandbox whose server says whatever a test wants."""
+    """A sandbox whose server sends arbitrary messages of a test."""
 
     id, ready_s, ended = "liar", 0.0, ""
 
@@ -509,7 +509,7 @@ async def test_a_sandbox_that_breaks_the_protocol_is_killed(
         await asyncio.wait_for(liar.killed.wait(), 60)
 
 
-async def test_what_a_sandbox_says_is_filtered_on_the_host() -> None:
+async def test_the_host_filters_requests_of_a_sandbox() -> None:
     spy = Spy()
     headers = {
         "authorization": "a\r\nX-Evil: b",

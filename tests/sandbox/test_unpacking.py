@@ -1,5 +1,5 @@
-"""Archives that reach outside, never end, or are torn: what is unpacked is in its
-folder and its bounds, or nothing is.
+"""Archives that reach outside, never end, or are truncated: the result is complete,
+inside its folder and within its bounds, or nothing is left.
 """
 
 import gzip
@@ -117,9 +117,7 @@ def attack(place: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", [name for name in ATTACKS if name != "NUL"])
-def test_an_archive_that_reaches_outside_is_refused_and_leaves_nothing(
-    place: Path, name: str
-) -> None:
+def test_refuses_archives_that_reach_outside_and_leaves_nothing(place: Path, name: str) -> None:
     with pytest.raises(SandboxError, match=r"bad\.tar cannot be unpacked"):
         unpack(attack(place, name), place / "to", Bounds())
     assert untouched(place)
@@ -127,7 +125,7 @@ def test_an_archive_that_reaches_outside_is_refused_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("name", list(ATTACKS))
-def test_no_link_is_followed_by_a_process_that_is_not_confined_either(
+def test_an_unconfined_process_follows_no_link_either(
     place: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unpacking, "PATH_BYTES", 1 << 20)
@@ -166,7 +164,7 @@ def test_no_archive_changes_anything_outside(
     assert untouched(place)
 
 
-def test_what_raises_privileges_or_is_no_file_is_left_out(place: Path) -> None:
+def test_omits_members_that_raise_privileges_or_are_not_files(place: Path) -> None:
     raised, data = member("program", data=b"x")
     raised.mode = 0o7755
     raised.mtime = 1e300
@@ -261,7 +259,7 @@ def _zeros(path: Path, *, size: int) -> Path:
         ),
     ],
 )
-def test_what_goes_beyond_its_bounds_is_refused_and_leaves_nothing(
+def test_refuses_archives_beyond_the_bounds_and_leaves_nothing(
     tmp_path: Path, made: Callable[[Path], Path], bounds: Bounds, message: str
 ) -> None:
     path = made(tmp_path / "bomb.tar")
@@ -281,7 +279,7 @@ def test_what_goes_beyond_its_bounds_is_refused_and_leaves_nothing(
         (Bounds(depth=2), "at most bounds.depth = 2 names, got 3"),
     ],
 )
-def test_what_could_not_be_unpacked_is_not_packed(
+def test_does_not_pack_what_could_not_be_unpacked(
     tmp_path: Path, bounds: Bounds, message: str
 ) -> None:
     (tmp_path / "tree" / "a" / "b").mkdir(parents=True)
@@ -299,16 +297,14 @@ def test_what_could_not_be_unpacked_is_not_packed(
     ]
 
 
-def test_bounds_that_cannot_be() -> None:
+def test_refuses_invalid_bounds() -> None:
     for bounds in ({"bytes": 0}, {"members": -1}, {"depth": 0}, {"seconds": float("inf")}):
         with pytest.raises(ValueError, match="must be positive and finite"):
             Bounds(**bounds)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("compression", ["", ":gz", ":bz2", ":xz"])
-def test_whatever_is_torn_is_refused_and_what_is_whole_is_not(
-    tmp_path: Path, compression: str
-) -> None:
+def test_refuses_truncated_archives_only(tmp_path: Path, compression: str) -> None:
     path = tmp_path / "whole.tar"
     with tarfile.open(path, f"w{compression}") as out:  # type: ignore[call-overload]
         for made, data in (
@@ -362,7 +358,7 @@ unpacking.main()
         ("raise OSError('\\udcff')", "OSError: .udcff"),
     ],
 )
-def test_a_reader_that_an_archive_has_taken_over_is_bounded_too(
+def test_bounds_the_messages_of_a_compromised_reader(
     place: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
 ) -> None:
     def started(argv: list[str], **more: object) -> "subprocess.Popen[bytes]":
@@ -402,7 +398,7 @@ os._exit(0)
 """
 
 
-def test_the_process_that_reads_an_archive_has_nothing_but_its_folder(tmp_path: Path) -> None:
+def test_the_reading_process_can_access_only_its_folder(tmp_path: Path) -> None:
     needs("bubblewrap")
     (tmp_path / "to").mkdir()
     (tmp_path / "to" / "in").write_text("in")

@@ -126,7 +126,7 @@ class Blobs:
             failures.append(f"{source}: {why}")
         raise SandboxError(
             f"no blob {digest}: "
-            f"{'; '.join(failures) or 'it is not stored here, and no peer is configured'}"
+            f"{'; '.join(failures) or 'it is not stored here, and there is no peer to ask'}"
         )
 
     def _fetch(self, source: str, digest: str, ends_at: float) -> str | None:

@@ -1,4 +1,4 @@
-"""Bodies within their bounds: of bytes, of what they inflate to, of time."""
+"""Bodies are bounded in bytes, inflated bytes and time."""
 
 import asyncio
 import contextlib
@@ -79,7 +79,7 @@ NOISE = os.urandom(MOST)
         "gzip twice",
     ],
 )
-async def test_a_body_is_bounded_as_it_comes_and_as_it_is_inflated(
+async def test_bounds_bodies_as_sent_and_as_inflated(
     coding: str | None, sent: bytes, status: int
 ) -> None:
     async with served() as url, aiohttp.ClientSession() as session:
@@ -88,7 +88,7 @@ async def test_a_body_is_bounded_as_it_comes_and_as_it_is_inflated(
             assert found.status == status
 
 
-async def test_more_than_the_ratio_is_refused_although_it_is_within_the_bound() -> None:
+async def test_refuses_ratios_beyond_the_limit_within_the_bound() -> None:
     sent = gzip.compress(b" " * (2 * FREE_BYTES))
     assert len(sent) * RATIO < 2 * FREE_BYTES < MOST
     async with served() as url, asked(url, sent) as found:
@@ -99,7 +99,7 @@ async def test_more_than_the_ratio_is_refused_although_it_is_within_the_bound() 
         )
 
 
-async def test_it_is_inflated_by_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bodies_are_inflated_on_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     threads, inflated = [], bodies._inflated
     monkeypatch.setattr(
         bodies,
@@ -112,7 +112,7 @@ async def test_it_is_inflated_by_another_thread(monkeypatch: pytest.MonkeyPatch)
     assert threading.current_thread() not in threads
 
 
-async def test_what_does_not_come_in_time_is_refused() -> None:
+async def test_refuses_late_bodies() -> None:
     async with served(seconds=0.05) as url:
         host, _, port = url.removeprefix("http://").strip("/").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))

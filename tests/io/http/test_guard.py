@@ -1,5 +1,5 @@
-"""The guard: what a page in a browser, a stranger and a careless client may send, at
-every listener that we have.
+"""The guard refuses requests of web pages, of unauthorized and of careless clients, at
+every listener of the package.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ def verdict(
 @pytest.mark.parametrize(
     "host", ["localhost:8300", "127.0.0.1:8300", "127.8.8.8:8300", "[::1]:8300", "LOCALHOST:8300"]
 )
-def test_names_of_this_host_are_taken(host: str) -> None:
+def test_accepts_names_of_this_host(host: str) -> None:
     assert verdict(Guard(token=None), Host=[host]) == 200
 
 
@@ -81,7 +81,7 @@ def test_names_of_this_host_are_taken(host: str) -> None:
         ["localhost:8300:8300"],
     ],
 )
-def test_other_names_are_refused_on_the_loopback(hosts: list[str]) -> None:
+def test_refuses_other_names_on_the_loopback(hosts: list[str]) -> None:
     assert verdict(Guard(token=None), Host=hosts) == 421
 
 
@@ -95,9 +95,7 @@ def test_other_names_are_refused_on_the_loopback(hosts: list[str]) -> None:
         ("evil.com:8300", 421),
     ],
 )
-def test_on_a_network_addresses_in_digits_and_names_that_were_given_are_taken(
-    host: str, status: int
-) -> None:
+def test_accepts_ip_addresses_and_configured_names_on_a_network(host: str, status: int) -> None:
     assert (
         verdict(
             Guard(token=None, hosts=["gpu-7", "other:8300"]), local=("10.0.0.5", 8300), Host=[host]
@@ -110,13 +108,13 @@ def test_on_a_network_addresses_in_digits_and_names_that_were_given_are_taken(
     "origin",
     ["http://evil.com", "null", "", "http://localhost:3000", "https://localhost", "file://"],
 )
-def test_a_page_of_another_origin_is_refused_with_and_without_the_token(origin: str) -> None:
+def test_refuses_pages_of_other_origins_with_and_without_the_token(origin: str) -> None:
     for guard in (Guard(token=None), Guard(token=TOKEN)):
         assert verdict(guard, Origin=[origin], Authorization=[f"Bearer {TOKEN}"]) == 403
         assert verdict(guard, "/health", Origin=[origin]) == 403
 
 
-def test_our_own_origin_and_no_browser_are_taken() -> None:
+def test_accepts_our_own_origin_and_other_clients() -> None:
     assert (
         verdict(Guard(token=None), Origin=["http://localhost:8300"], Sec_Fetch_Site=["same-origin"])
         == 200
@@ -144,7 +142,7 @@ def test_a_body_must_be_json(kind: list[str]) -> None:
 
 
 @given(st.text(string.printable, min_size=1, max_size=40).map(str.strip).filter(bool), st.data())
-def test_a_token_is_compared_whole(token: str, data: st.DataObject) -> None:
+def test_compares_whole_tokens(token: str, data: st.DataObject) -> None:
     guard = Guard(token=token)
     assert verdict(guard, Authorization=[f"Bearer {token}"]) == 200
     place = data.draw(st.integers(0, len(token) - 1))
@@ -159,7 +157,7 @@ def test_a_token_is_compared_whole(token: str, data: st.DataObject) -> None:
 
 
 @given(st.text(string.ascii_letters + string.digits, min_size=1, max_size=40), st.data())
-def test_a_token_differs_from_the_same_in_other_case(token: str, data: st.DataObject) -> None:
+def test_tokens_are_case_sensitive(token: str, data: st.DataObject) -> None:
     other = "".join(data.draw(st.sampled_from((letter, letter.swapcase()))) for letter in token)
     for wanted, said in (
         (token, other),
@@ -176,9 +174,7 @@ def test_a_token_differs_from_the_same_in_other_case(token: str, data: st.DataOb
     st.text(string.ascii_letters + string.digits + ".-@:/#?_", max_size=20),
     st.text(string.ascii_letters + string.digits + ".-@:/#?_", max_size=20),
 )
-def test_an_origin_with_anything_before_or_after_our_host_is_another(
-    host: str, before: str, after: str
-) -> None:
+def test_refuses_origins_that_only_contain_our_host(host: str, before: str, after: str) -> None:
     for scheme in ("http", "https"):
         status = 200 if not before + after else 403
         assert (
@@ -206,7 +202,7 @@ def test_an_origin_with_anything_before_or_after_our_host_is_another(
         ("http:evil.com", 421),
     ],
 )
-def test_a_target_that_is_a_whole_address_must_be_of_our_host(target: str, status: int) -> None:
+def test_an_absolute_target_must_have_our_host(target: str, status: int) -> None:
     found = Guard(token=None).objection(
         "/v1/x", {**EMPTY, **HERE}, local=LOCAL, has_body=False, target=target
     )
@@ -227,7 +223,7 @@ def test_an_entry_for_an_ip_address_may_have_a_port() -> None:
 # Tokens that are kept.
 
 
-def test_a_token_is_made_once_and_for_its_owner_alone(tmp_path: Path) -> None:
+def test_a_token_is_created_once_and_readable_by_its_owner_alone(tmp_path: Path) -> None:
     path = tmp_path / "state" / "token"
     token = kept_token(path)
     assert len(token) >= 40
@@ -240,7 +236,7 @@ def test_a_token_is_made_once_and_for_its_owner_alone(tmp_path: Path) -> None:
     ("content", "mode", "words"),
     [("x" * 40, 0o644, "chmod 600"), ("short", 0o600, "16"), ("", 0o600, "16")],
 )
-def test_a_token_that_others_may_read_or_guess_is_refused(
+def test_refuses_tokens_that_others_may_read_or_guess(
     tmp_path: Path, content: str, mode: int, words: str
 ) -> None:
     path = tmp_path / "token"
@@ -250,7 +246,7 @@ def test_a_token_that_others_may_read_or_guess_is_refused(
         kept_token(path)
 
 
-def test_none_is_for_the_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_token_is_allowed_on_the_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ITS_TOKEN", "secret")
     assert given_token("ITS_TOKEN", no_token=False, host="0.0.0.0", named="x") == "secret"
     assert given_token(None, no_token=True, host="127.0.0.1", named="x") is None
@@ -294,7 +290,7 @@ ATTACKS = [
 
 
 @pytest.mark.parametrize(("method", "headers", "status"), ATTACKS)
-async def test_a_page_reaches_no_handler_and_is_told_nothing_of_cors(
+async def test_a_page_reaches_no_handler_and_gets_no_cors_headers(
     method: str, headers: dict[str, str], status: int
 ) -> None:
     async with served() as url, aiohttp.ClientSession() as session:
@@ -306,7 +302,7 @@ async def test_a_page_reaches_no_handler_and_is_told_nothing_of_cors(
             assert not [name for name in found.headers if name.lower().startswith("access-control")]
 
 
-async def test_a_body_without_the_token_is_not_even_read() -> None:
+async def test_a_body_without_the_token_is_not_read() -> None:
     async with served(TOKEN) as url:
         host, _, port = url.removeprefix("http://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -354,7 +350,7 @@ async def _exchange(url: str, request: bytes, body: bytes = b"") -> list[int]:
         ),
     ],
 )
-async def test_the_guard_comes_before_what_a_client_expects(
+async def test_the_guard_precedes_expectations(
     path: str, lines: bytes, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     head = (
@@ -366,7 +362,7 @@ async def test_the_guard_comes_before_what_a_client_expects(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-async def test_the_body_is_asked_for_once_the_request_is_admitted() -> None:
+async def test_sends_100_continue_once_the_request_is_admitted() -> None:
     lines = f"Host: HERE\r\nAuthorization: Bearer {TOKEN}\r\nContent-Type: {JSON}\r\n".encode()
     async with served(TOKEN) as url:
         for expected in (b"100-continue", b"100-Continue"):
@@ -380,14 +376,14 @@ async def test_the_body_is_asked_for_once_the_request_is_admitted() -> None:
         assert await _exchange(url, b"GET /v1/x HTTP/1.0\r\n" + old) == [200]
 
 
-async def test_what_is_no_http_is_answered() -> None:
+async def test_invalid_http_is_answered() -> None:
     async with served() as url:
         assert await _exchange(
             url, b"GET /\xff HTTP/1.1\r\nHost: HERE\r\nExpect: \xe9\r\n\r\n"
         ) == [400]
 
 
-async def test_a_target_of_another_host_is_refused_as_served() -> None:
+async def test_a_server_refuses_targets_of_other_hosts() -> None:
     async with served() as url:
         for target, status in (
             (b"http://evil.com/v1/x", 421),
@@ -399,7 +395,7 @@ async def test_a_target_of_another_host_is_refused_as_served() -> None:
             ]
 
 
-def test_no_module_listens_by_itself() -> None:
+def test_no_module_bypasses_the_listener() -> None:
     """Every server that acts goes through `listening`, whose `guard` must be given; the
     other gives blobs by digest.
     """

@@ -1,5 +1,5 @@
-"""Connections: those that say nothing, half of a request, or read nothing, are no
-burden to others.
+"""Connections that send nothing, send half a request, or read nothing do not burden
+other clients.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ async def connections(
 
 
 async def ended(one: socket.socket) -> bool:
-    """Wait for the other end to close it."""
+    """Wait until the other end closes the connection."""
     try:
         while await asyncio.get_running_loop().sock_recv(one, 1 << 16):
             pass
@@ -78,7 +78,7 @@ async def ended(one: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nHost: loc"])
-async def test_silent_connections_make_room_the_longest_idle_first(said: bytes) -> None:
+async def test_idle_connections_are_closed_for_new_ones_longest_idle_first(said: bytes) -> None:
     async with (
         served() as (_, url, port),
         aiohttp.ClientSession() as session,
@@ -91,7 +91,7 @@ async def test_silent_connections_make_room_the_longest_idle_first(said: bytes) 
             silent[-1].recv(1)
 
 
-async def test_no_request_that_is_under_way_makes_room() -> None:
+async def test_no_connection_with_a_request_in_flight_is_closed() -> None:
     async with served(most=3) as (held, url, port), aiohttp.ClientSession() as session:
         asked = [asyncio.create_task(session.get(url + "/held")) for _ in range(3)]
         for _ in asked:
@@ -114,7 +114,7 @@ async def test_no_request_that_is_under_way_makes_room() -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nHost: loc"])
-async def test_a_request_that_never_comes_ends_by_itself(
+async def test_a_connection_without_a_request_is_closed(
     monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
     monkeypatch.setattr(module, "HEAD_S", 0.05)
@@ -122,7 +122,7 @@ async def test_a_request_that_never_comes_ends_by_itself(
         assert await ended(one)
 
 
-async def test_a_client_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STALL_S", 0.05)
     dropped = asyncio.Event()
     monkeypatch.setattr(
@@ -136,7 +136,9 @@ async def test_a_client_that_reads_nothing_is_given_up(monkeypatch: pytest.Monke
             await dropped.wait()
 
 
-async def test_a_client_that_reads_slowly_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_reads_slowly_gets_the_whole_response(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "STALL_S", 0.5)
     async with (
         served() as (_, url, _),
