@@ -1,5 +1,5 @@
-"""A world in which trajectories do exactly what a table plans, and which leaves a run's
-journal and configuration behind.
+"""A world in which trajectories follow a table's plans, and which writes a run's
+journal and configuration.
 """
 
 from pathlib import Path
@@ -29,7 +29,7 @@ KINDS: list[tuple[StopReason, str]] = [
 
 
 class Table:
-    """Plans of every kind, each recognisable by its numbers."""
+    """Plans of every kind, each recognizable by its numbers."""
 
     def plan(self, *, index: int, member: int, attempt: int, seed: int) -> Plan:
         number = index * 31 + member * 7 + attempt * 3
@@ -48,7 +48,7 @@ class Table:
 
 
 class Scripted(World):
-    """A world in which trajectories do what a workload plans, and which writes the
+    """A world in which trajectories follow a workload's plans, and which writes the
     journal of a run.
     """
 
@@ -135,7 +135,7 @@ class Scripted(World):
                 super().execute(command)
 
     def ask(self, key: tuple[str, int], delay: float) -> None:
-        """The next turn, or the end."""
+        """Request the next turn, or end the trajectory."""
         plan, turn = self.doing[key], self.turns_of[key]
         before = plan.turns[:turn]
         tokens = plan.prompt_tokens + sum(
@@ -153,8 +153,8 @@ class Scripted(World):
         self.later(event, delay)
 
     def expected(self, name: str | None = None) -> list[list[list[Plan]]]:
-        """Plans of the training attempts that ended by themselves, by group, member and
-        attempt, in the order of launch.
+        """Return the plans of the training attempts that ended by themselves, by group,
+        member and attempt, in the order of launch.
         """
         groups: dict[str, dict[int, list[Plan]]] = {}
         for key, start in self.starts.items():

@@ -1,5 +1,5 @@
-"""Step times against hand arithmetic and against the slow sum, measured throughputs
-that were not fitted, and misfits.
+"""Step times against manual arithmetic and the slow sum, measured throughputs that were
+not fitted, and misfits.
 """
 
 import itertools
@@ -41,8 +41,7 @@ def looped(costs: EngineCosts, decode: int, context: int, steps: int) -> float:
     return sum(decode_step(costs, decode, context + i * decode) for i in range(steps))
 
 
-# --- one step
-# -----------------------------------------------------------------------------------------------------------------
+# One step.
 
 
 def test_a_small_batch_decodes_in_the_time_of_reading_weights_and_kv():
@@ -124,8 +123,7 @@ def test_more_work_never_takes_less_time(placement, work, more):
     assert 0 < small <= large * (1 + 1e-12)
 
 
-# --- many steps
-# ---------------------------------------------------------------------------------------------------------------
+# Many steps.
 
 
 @given(
@@ -182,26 +180,23 @@ def test_parts_of_a_run_of_steps_add_up():
     assert before + after == pytest.approx(whole, rel=1e-12)
 
 
-# --- against measurements that no constant was fitted to
-# ----------------------------------------------------------------------
+# Measurements to which no constant was fitted.
 
 
-def test_decoding_of_qwen3_30b_a3b_on_four_h20_is_near_sglang_s():
-    """InferSim's README: SGLang, world size 4, batch 100 a GPU, 4,096 tokens in and
-    2,048 out: 2,749 tokens/s a GPU.
+def test_decoding_of_qwen3_30b_a3b_on_four_h20_is_near_sglang():
+    """InferSim's README: SGLang, world size 4, batch 100 per GPU, 4,096 tokens in and
+    2,048 out: 2,749 tokens/s per GPU.
 
-    A roofline of whole steps is optimistic: it lets attention and experts overlap,
-    which layer after layer they cannot.
+    A roofline of entire steps is optimistic: it lets attention and experts overlap,
+    which they cannot within a layer.
     """
     costs = engine("h20", "qwen3-30b-a3b", tp=4)
     per_gpu = 100 / decode_step(costs, 400, 400 * (4096 + 1024))
     assert 2749 < per_gpu < 2 * 2749
 
 
-def test_prefill_of_qwen3_30b_a3b_on_h20_is_sglang_s():
-    """The measurement that ENGINE_COMPUTE is from: 16,594 tokens/s at 4,096-token
-    prompts.
-    """
+def test_prefill_of_qwen3_30b_a3b_on_h20_equals_sglang():
+    """The measurement behind ENGINE_COMPUTE: 16,594 tokens/s at 4,096-token prompts."""
     pairs = 4096 * 4097 // 2
     assert 4 * 4096 / prefill_step(
         engine("h20", "qwen3-30b-a3b"), 4 * 4096, 4 * pairs
@@ -216,18 +211,17 @@ def test_h800_prefills_faster_for_its_price_and_h20_decodes_faster():
     assert 6 / decode_step(h20, 32, 32 * 8192) > 2 / decode_step(h800, 32, 32 * 8192)
 
 
-# --- what fits
-# ----------------------------------------------------------------------------------------------------------------
+# Memory.
 
 
-def test_kv_capacity_is_what_weights_and_activations_leave():
+def test_kv_capacity_excludes_weights_and_activations():
     shape = model("qwen3-8b")
     left = 80 * 2**30 * 0.9 - shape.weight_bytes - 2e9
     assert engine().kv_tokens == int(left // shape.kv_bytes_per_token)
     assert engine(tp=2).kv_tokens > 2 * engine().kv_tokens
 
 
-def test_more_gpus_than_key_value_heads_hold_copies():
+def test_more_gpus_than_key_value_heads_store_copies():
     single = model("qwen3-30b-a3b").kv_bytes_per_token
     left = 8 * (80 * 2**30 * 0.9 - 2e9) - model("qwen3-30b-a3b").weight_bytes
     assert engine("h800", "qwen3-30b-a3b", 8).kv_tokens == pytest.approx(left / (2 * single), abs=1)
@@ -261,13 +255,13 @@ def test_the_models_of_the_papers_fit_as_the_papers_place_them(hardware):
         ("h800", "qwen2.5-7b", 7, "be a multiple of its 4 key-value heads, got 7"),
     ],
 )
-def test_an_engine_that_cannot_be_is_refused(hardware, shape, tp, words):
+def test_refuses_impossible_engines(hardware, shape, tp, words):
     with pytest.raises(ConfigError) as refused:
         engine(hardware, shape, tp)
     assert words in str(refused.value)
 
 
-def test_a_model_that_no_machine_holds_is_refused_as_such():
+def test_refuses_models_larger_than_a_machine():
     small = Gpu(
         name="small",
         bf16_flops=1e14,
@@ -284,8 +278,7 @@ def test_a_model_that_no_machine_holds_is_refused_as_such():
         EngineCost(gpu=small, model=model("qwen2.5-72b"), tp=8)
 
 
-# --- trainer
-# ------------------------------------------------------------------------------------------------------------------
+# Trainer.
 
 
 def trainer(gpus: int = 32, shape: str = "qwen3-8b", over: str = "rdma") -> TrainerCost:
@@ -348,7 +341,7 @@ def test_a_checkpoint_is_written_by_all_machines():
 @pytest.mark.parametrize(
     ("gpus", "shape", "least"), [(1, "qwen3-8b", 2), (0, "qwen2.5-7b", 2), (8, "qwen2.5-72b", 16)]
 )
-def test_a_trainer_that_cannot_hold_its_state_is_refused(gpus, shape, least):
+def test_refuses_trainers_without_memory_for_their_state(gpus, shape, least):
     with pytest.raises(
         ConfigError,
         match=rf"gpus must be at least {least} to train {shape} on "

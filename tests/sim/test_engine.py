@@ -1,12 +1,12 @@
 """The macro-step engine against the real planner: `engine/planner/batching` driven step
-by step, each step timed by the same cost.
+by step, with the same cost for each step.
 
-The reference knows tokens, the engine only counts of them. Where no prompt is shared
-the two agree exactly (to rounding), with ample and with tight KV; where a group shares
-its prompt they do so with ample KV. With both, the engine forgets which member's copy
-of a block was the first, which can move an eviction: there the ends must agree within 1
-% of the elapsed time. (Not every seed would: in a cache of some dozen blocks one block
-can decide who is admitted. Of 1,000 cases one is off.)
+The reference has tokens, the engine only counts. Without shared prompts the two agree
+exactly (up to rounding), with ample and with tight KV; with shared prompts they agree
+exactly with ample KV. With shared prompts and tight KV, the engine does not record
+which member's copy of a block was the first, which can move an eviction: there the ends
+must agree within 1 % of the elapsed time. (Not every seed would: in a cache of some
+dozen blocks one block can decide an admission. Of 1,000 cases one is off.)
 """
 
 import itertools
@@ -27,9 +27,9 @@ SIZE = 4
 
 @dataclass(frozen=True)
 class Linear:
-    """A cost that grows with everything.
+    """A cost that grows with every amount.
 
-    `kinked`: no closed form, so that nothing relies on evenly spaced steps.
+    With `kinked` it has no closed form, so that evenly spaced steps cannot be assumed.
     """
 
     kv_tokens: int
@@ -80,7 +80,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Case:
-    """What happens to one engine. `orders` are (when, what, trajectory or weights)."""
+    """The calls to one engine. `orders` are (time, kind, trajectory or weights)."""
 
     trajectories: tuple[Trajectory, ...]
     orders: tuple[tuple[float, str, str], ...] = ()
@@ -97,10 +97,10 @@ class Case:
 
 @dataclass
 class Outcome:
-    """`ends` of turns by (trajectory, turn), what the cache gave each, and the figures
-    of the engine.
+    """`ends` of turns by (trajectory, turn), their cached tokens, and the figures of
+    the engine.
 
-    `left`: tokens that an aborted turn had sampled.
+    `left` has the tokens that an aborted turn had sampled.
     """
 
     ends: dict[tuple[str, int], float] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class Outcome:
 
 
 class Agenda:
-    """Future calls by time, in the order in which they were made."""
+    """Future calls by time, in the order of insertion."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, str, Callable[[float], None]]] = []
@@ -123,8 +123,8 @@ class Agenda:
         return self._heap[0][0] if self._heap else None
 
     def until(self, now: float, *, kind: str = "") -> None:
-        """Make the calls up to `now`, of one kind if given: "turn" for what adds or
-        aborts one, "engine" for the rest.
+        """Make the calls up to `now`, of one kind if given: "turn" for adding or
+        aborting one, "engine" for the rest.
         """
         kept = []
         while self._heap and self._heap[0][0] <= now:
@@ -138,9 +138,9 @@ class Agenda:
 
 
 class Reference:
-    """One step after the other, with real tokens.
+    """An engine that runs step by step, with real tokens.
 
-    Orders take effect as a step ends; an aborted turn is not reported.
+    Orders take effect at the end of a step; an aborted turn is not reported.
     """
 
     def __init__(self, case: Case) -> None:
@@ -253,7 +253,7 @@ class Reference:
 class Macro:
     """The same case on the engine under test.
 
-    With `look_s` it is also asked between its events, which must change nothing.
+    With `look_s` it is also queried between its events, which must change nothing.
     """
 
     def __init__(self, case: Case, *, look_s: float = 0.0) -> None:
@@ -283,7 +283,7 @@ class Macro:
             while self.look_s and looked + self.look_s < now:
                 looked += self.look_s
                 assert self.engine.advance(looked) == []
-                for key, told in self.engine.told(looked).items():
+                for key, told in self.engine.reported_tokens(looked).items():
                     assert 0 <= told <= self.by_key[key].turns[self.at[key]].output
                 self.engine.check()
             # what arrives at the very end of a step is part of the next one
@@ -346,8 +346,8 @@ class Macro:
 
 
 def random_case(seed: str, *, tight: bool, shared: bool) -> Case:
-    """A small workload: groups or single trajectories of several turns, ranks, aborts,
-    loads, all kinds of batch.
+    """Return a small workload: groups or single trajectories of several turns, ranks,
+    aborts, loads, all kinds of batches.
     """
     random = Random(seed)
     ranks = random.choice([(0.0,), (0.0, 1.0, 2.0)])
@@ -415,7 +415,7 @@ def check_exact(case: Case, *, look_s: float) -> None:
 
 
 @pytest.mark.parametrize("tight", [False, True])
-def test_without_shared_prompts_it_is_the_planner_exactly(tight: bool) -> None:
+def test_without_shared_prompts_equals_the_planner_exactly(tight: bool) -> None:
     preempted = again = 0.0
     for number in range(80):
         case = random_case(f"single {number}", tight=tight, shared=False)
@@ -428,7 +428,7 @@ def test_without_shared_prompts_it_is_the_planner_exactly(tight: bool) -> None:
 
 
 @pytest.mark.parametrize("tight", [False, True])
-def test_an_aborted_turn_had_sampled_what_the_planner_says(tight: bool) -> None:
+def test_an_aborted_turn_has_sampled_as_in_the_planner(tight: bool) -> None:
     left: list[int] = []
     for number in range(60):
         case, random = random_case(f"aborted {number}", tight=tight, shared=False), Random(number)
@@ -443,7 +443,7 @@ def test_an_aborted_turn_had_sampled_what_the_planner_says(tight: bool) -> None:
     assert len(left) - left.count(0) > 20
 
 
-def test_with_shared_prompts_and_ample_kv_it_is_the_planner_exactly() -> None:
+def test_with_shared_prompts_and_ample_kv_equals_the_planner_exactly() -> None:
     for number in range(80):
         check_exact(
             random_case(f"group {number}", tight=False, shared=True),
@@ -500,7 +500,7 @@ def drain(one: SimEngine) -> list[Done]:
     return done
 
 
-def test_the_work_grows_with_events_and_not_with_tokens() -> None:
+def test_cost_grows_with_events_and_not_with_tokens() -> None:
     calls = []
     for output in (100, 20_000):
         Counting.calls = 0
@@ -525,7 +525,7 @@ def test_an_arrival_waits_for_the_end_of_the_running_step() -> None:
     assert (one.running, one.waiting) == (2, 0)
 
 
-def test_suspension_ends_the_running_step_and_nothing_follows_before_resume() -> None:
+def test_suspension_ends_the_running_step_and_blocks_until_resume() -> None:
     one = engine()
     one.add(0.0, Request(key="a", context_tokens=10, output_tokens=50))
     one.advance(0.1)
@@ -559,7 +559,7 @@ def test_an_aborted_turn_is_never_reported_and_its_key_is_free_at_once() -> None
     assert (one.next_at(), one.kv_used, one.running, one.waiting) == (None, 0, 0, 0)
 
 
-def test_an_engine_has_told_of_what_it_sampled_until_the_last_half_second_ended() -> None:
+def test_an_engine_reports_tokens_every_half_second() -> None:
     one = engine()
     one.add(0.0, Request(key="a", context_tokens=10, output_tokens=500))
     at: dict[float, int] = {}
@@ -568,16 +568,19 @@ def test_an_engine_has_told_of_what_it_sampled_until_the_last_half_second_ended(
         twin.add(0.0, Request(key="a", context_tokens=10, output_tokens=500))
         at[half] = twin.abort(half, "a") or 0
     assert at[2.5] > at[0.5] > 10
-    told = {hundredths / 100: one.told(hundredths / 100)["a"] for hundredths in range(50, 299)}
+    told = {
+        hundredths / 100: one.reported_tokens(hundredths / 100)["a"]
+        for hundredths in range(50, 299)
+    }
     for now, count in told.items():
         # the step under way, and the pace of a growing context
         assert abs(count - at[now // 0.5 * 0.5]) <= 2
     one.suspend(3.0)
     one.advance(3.1)
-    assert one.told(3.4)["a"] == one.told(3.1)["a"] == one.abort(3.4, "a")
+    assert one.reported_tokens(3.4)["a"] == one.reported_tokens(3.1)["a"] == one.abort(3.4, "a")
 
 
-def test_a_call_finds_what_was_due_before_it_done() -> None:
+def test_a_call_first_processes_earlier_steps() -> None:
     one = engine()
     one.add(0.0, Request(key="a", context_tokens=10, output_tokens=5))
     one.add(100.0, Request(key="b", context_tokens=10, output_tokens=5))
@@ -605,7 +608,7 @@ def test_a_call_finds_what_was_due_before_it_done() -> None:
         ),
     ],
 )
-def test_what_cannot_run_is_refused(request_: Request, message: str) -> None:
+def test_refuses_requests_that_cannot_run(request_: Request, message: str) -> None:
     one = engine(kv_tokens=43)
     one.add(0.0, Request(key="live", context_tokens=1, output_tokens=1))
     with pytest.raises(ValueError, match=message):

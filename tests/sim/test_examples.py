@@ -1,4 +1,4 @@
-"""The examples of simulated runs can be simulated as they are, from the root of the
+"""The examples of simulated runs can be simulated unchanged from the root of the
 repository.
 """
 

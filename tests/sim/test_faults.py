@@ -1,5 +1,5 @@
-"""The fault search: it finds nothing in our core, and it finds what cores with planted
-mistakes do.
+"""The fault search finds no violation in our core, and detects those of cores with
+planted bugs.
 """
 
 from typing import Any
@@ -14,10 +14,10 @@ from rollweave.schema.base import GroupId, TrajectoryId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import TRAINABLE
 from rollweave.sim import faults
-from rollweave.sim.books import Books
 from rollweave.sim.faults import Report, search
 from rollweave.sim.rollouts import Scored
-from rollweave.sim.scenarios import FLEET_KINDS, KINDS, MODES, rates, scenario
+from rollweave.sim.scenarios import FLEET_CHANGES, MODES, PROCESS_FAULTS, rates, scenario
+from rollweave.sim.trainer_oracle import TrainerOracle
 
 SEEDS = 50
 BLOCK = 10
@@ -27,20 +27,20 @@ BLOCK = 10
     "first",
     [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(BLOCK, SEEDS, BLOCK))],
 )
-def test_nothing_breaks(first: int) -> None:
+def test_no_seed_breaks_the_core(first: int) -> None:
     assert [
         report for seed in range(first, first + BLOCK) if (report := search(seed)).violation
     ] == []
 
 
-def test_a_seed_is_all_there_is_to_a_report() -> None:
-    """Worker processes hash strings otherwise than we do, and find the same."""
+def test_a_seed_determines_its_report() -> None:
+    """Worker processes hash strings differently and give the same reports."""
     reports = [search(seed) for seed in range(3)]
     assert list(searched(range(3), workers=2)) == reports
     assert len({report.events for report in reports}) == 3
 
 
-def test_every_mode_and_every_fault_comes_up() -> None:
+def test_every_mode_and_every_fault_occurs() -> None:
     assert {scenario(seed).rollout.mode for seed in range(SEEDS)} == set(MODES)
     seen = {kind for seed in (3, 5, 8, 9) for kind in search(seed).faults}
     others = {f"message {what}" for what in ("lost", "doubled", "delayed", "reordered")}
@@ -51,23 +51,23 @@ def test_every_mode_and_every_fault_comes_up() -> None:
         "reward fails",
         "reward hangs",
     }
-    assert set(KINDS) | others <= seen
+    assert set(PROCESS_FAULTS) | others <= seen
 
 
-def test_engines_join_and_leave_where_each_keeps_to_its_own_pace() -> None:
+def test_engines_join_and_leave_in_mode_decoupled() -> None:
     seeds = [seed for seed in range(SEEDS) if scenario(seed).rollout.mode == "decoupled"]
-    assert any(set(FLEET_KINDS) <= search(seed).faults.keys() for seed in seeds)
+    assert any(set(FLEET_CHANGES) <= search(seed).faults.keys() for seed in seeds)
 
 
 def calm() -> int:
-    """A seed of which nothing but a planted mistake can break a run."""
+    """Return a seed whose run only a planted bug can break."""
     return next(
         seed for seed in range(SEEDS) if rates(seed).until_s == 0 and rates(seed).stop_s is None
     )
 
 
 class Planted(Core):
-    """A core with a mistake in what it does."""
+    """A core with a planted bug."""
 
     def handle(self, now: float, event: e.Event) -> list[c.Command]:
         return [self.changed(command) for command in super().handle(now, event)]
@@ -100,7 +100,7 @@ class DeliversHalves(Planted):
 
 
 class LosesOne(Planted):
-    """A scored trajectory leaves every table but the account."""
+    """Removes a scored trajectory from every table but the account."""
 
     def handle(self, now: float, event: e.Event) -> list[c.Command]:
         commands = super().handle(now, event)
@@ -124,7 +124,7 @@ class NeverPublishes(Planted):
 
 
 class Moody(Planted):
-    """Decides by something that no journal holds."""
+    """Decides by state that no journal records."""
 
     handled = 0
 
@@ -137,8 +137,8 @@ class Moody(Planted):
 
 
 class CountsTwice(Planted):
-    """An attempt whose reward fails is counted at the end of its RUN stage, and again
-    at its own.
+    """Counts an attempt whose reward fails at the end of its RUN stage and again at its
+    own.
     """
 
     def handle(self, now: float, event: e.Event) -> list[c.Command]:
@@ -168,21 +168,21 @@ class Stumbles(Planted):
         (Stumbles, "KeyError: 'planted'"),
     ],
 )
-def test_a_planted_mistake_is_found(
+def test_detects_planted_bugs(
     core: type[Core], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(faults, "EVENTS", 2000)
     assert words in search(calm(), make_core=core).violation
 
 
-def books(initiated: int, **rollout: Any) -> tuple[Books, c.TrainStep]:
-    """Books over two trajectories of one group, launched under version `initiated`, and
-    the step that trains them.
+def oracle(initiated: int, **rollout: Any) -> tuple[TrainerOracle, c.TrainStep]:
+    """Return an oracle over two trajectories of one group, launched under version
+    `initiated`, and the step that trains them.
     """
     config = RunConfig.model_validate(
         {
             "tasks": [{"env": "frozenlake"}],
-            "run": {"name": "books"},
+            "run": {"name": "oracle"},
             "sim": {"model": "qwen3-8b"},
             "rollout": {"group_size": 2, "groups_per_step": 1, **rollout},
         }
@@ -192,39 +192,39 @@ def books(initiated: int, **rollout: Any) -> tuple[Books, c.TrainStep]:
         name="frozenlake", initiated=initiated, tokens=9, turns=1, reward=1.0, success=True
     )
     group = c.GroupRef(id=GroupId("g0"), name="frozenlake", trajectory_ids=members)
-    return Books(config, dict.fromkeys(members, scored)), c.TrainStep(
+    return TrainerOracle(config, dict.fromkeys(members, scored)), c.TrainStep(
         step=0, part=0, parts=1, groups=(group,)
     )
 
 
-def test_the_books_know_what_is_too_old() -> None:
+def test_the_oracle_detects_stale_trajectories() -> None:
     # of a lineage that was lost: one step away
-    kept, step = books(initiated=1, mode="bounded", alpha=1)
-    kept.asked(step)
-    kept, step = books(initiated=2, mode="bounded", alpha=1)
-    with pytest.raises(AssertionError, match="2 steps old where 1 are allowed"):
-        kept.asked(step)
+    kept, step = oracle(initiated=1, mode="bounded", alpha=1)
+    kept.on_command(step)
+    kept, step = oracle(initiated=2, mode="bounded", alpha=1)
+    with pytest.raises(AssertionError, match="2 steps old, at most 1 are allowed"):
+        kept.on_command(step)
 
 
-def test_the_books_forget_what_a_restored_trainer_lost() -> None:
-    kept, step = books(initiated=0)
-    kept.asked(step)
-    kept.said(e.StepTrained(epoch=0, step=0, part=0))
+def test_the_oracle_forgets_the_lost_lineage_of_a_restored_trainer() -> None:
+    kept, step = oracle(initiated=0)
+    kept.on_command(step)
+    kept.on_event(e.StepTrained(epoch=0, step=0, part=0))
     assert kept.trained == 2
     with pytest.raises(AssertionError, match=r"0\.0 at \(1, 0\)"):
-        kept.asked(step)
-    with pytest.raises(AssertionError, match="checkpoint 1 is asked for and does not exist"):
-        kept.asked(c.RestartTrainer(epoch=1, step=1, fallback=None, reason=""))
-    kept.said(e.TrainerReady(epoch=1, step=0))
+        kept.on_command(step)
+    with pytest.raises(AssertionError, match="checkpoint 1 to restore does not exist"):
+        kept.on_command(c.RestartTrainer(epoch=1, step=1, fallback=None, reason=""))
+    kept.on_event(e.TrainerReady(epoch=1, step=0))
     assert kept.trained == 0
-    kept.asked(step)
+    kept.on_command(step)
 
 
 def report(seed: int, violation: str = "", **faults: int) -> Report:
     return Report(seed=seed, mode="sync", violation=violation, error="", events=10, faults=faults)
 
 
-def test_figures_of_the_bench() -> None:
+def test_bench_figures() -> None:
     result = result_of(
         [
             report(0, **{"engine lost": 2}),

@@ -15,14 +15,14 @@ def test_h20_and_h800_are_as_rollart_table_2_prints_them():
     assert (h20.relative_cost, h800.relative_cost) == (1.0, 2.85)
 
 
-def test_every_name_finds_itself_in_any_case():
+def test_names_are_case_insensitive():
     assert {"h20", "h800", "h100", "h200", "a100"} <= set(GPUS)
     assert {"nvlink", "rdma", "ethernet", "pcie"} <= set(LINKS)
     assert all(gpu(name.upper()).name == name for name in GPUS)
     assert all(link(name.upper()).name == name for name in LINKS)
 
 
-def test_what_is_reached_is_less_than_what_is_published():
+def test_reachable_speed_is_below_the_published_one():
     assert all(0.5 < known.matmul_efficiency < 1 for known in GPUS.values())
 
 
@@ -38,7 +38,7 @@ def test_what_is_reached_is_less_than_what_is_published():
         ),
     ],
 )
-def test_an_unknown_name_is_refused_with_the_closest_one(find, wrong, words):
+def test_refuses_unknown_names_with_the_closest_one(find, wrong, words):
     with pytest.raises(ConfigError) as refused:
         find(wrong)
     assert all(word in str(refused.value) for word in words)

@@ -1,5 +1,5 @@
-"""Engines that join and leave a simulated run in mid-training: the contract is kept,
-and who joins works.
+"""Engines that join and leave a simulated run in mid-training: the contract holds, and
+new engines serve.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Kept:
 @pytest.mark.parametrize("relays", [0, 2])
 @pytest.mark.parametrize("mode", list(ModeName))
 def test_an_engine_joins_and_another_leaves(mode: ModeName, relays: int, tmp_path: Path) -> None:
-    """One joins after the first step, and the first one leaves once it serves."""
+    """One joins after the first step, and the first one leaves once the new one serves."""
     made = RunConfig.model_validate(
         {**config(tmp_path, mode=mode).model_dump(), "weights": {"relays": relays}}
     )

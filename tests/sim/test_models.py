@@ -58,7 +58,7 @@ def test_a_tied_head_is_counted_once():
     assert tied.active_parameters == tied.parameters
 
 
-def test_an_unknown_model_is_refused_with_the_closest_one():
+def test_refuses_unknown_models_with_the_closest_one():
     with pytest.raises(
         ConfigError,
         match=r"model must be one of .*qwen3-8b.*, got 'Qwen3-8' "

@@ -1,5 +1,5 @@
-"""The simulated predictor: the same numbers as the predictor itself, later by a
-constant, and the same every time.
+"""The simulated predictor gives the numbers of the real one, later by a constant and
+deterministically.
 """
 
 import random
@@ -14,12 +14,15 @@ from rollweave.schema.errors import ConfigError
 from rollweave.sim.clock import Clock
 from rollweave.sim.predictor import PREDICTION_S, SimPredictor
 from rollweave.train.lengths import build_regressor
-from tests.train.lengths.worlds import Told, trajectories
+from tests.train.lengths.worlds import Example, trajectories
 
 
-def ask(number: int, told: Told, turn: int) -> c.Predict:
+def ask(number: int, example: Example, turn: int) -> c.Predict:
     return c.Predict(
-        trajectory_id=TrajectoryId(f"t{number}"), attempt=1, turn=turn, context=told.contexts[turn]
+        trajectory_id=TrajectoryId(f"t{number}"),
+        attempt=1,
+        turn=turn,
+        context=example.contexts[turn],
     )
 
 
@@ -27,8 +30,8 @@ def over(number: int, tokens: int | None) -> c.Harvest:
     return c.Harvest(trajectory_id=TrajectoryId(f"t{number}"), attempt=1, output_tokens=tokens)
 
 
-class Desk:
-    """A simulated predictor with its clock, and what it posted when."""
+class Stage:
+    """A simulated predictor with its clock and its posted events by time."""
 
     def __init__(self, name: str = "ridge") -> None:
         self.clock = Clock()
@@ -44,92 +47,94 @@ class Desk:
             pass
 
 
-def test_an_answer_comes_the_latency_after_its_question() -> None:
-    desk = Desk()
-    (told,) = trajectories(1, seed=1)
-    desk.clock.after(1.0, lambda: desk.predictor.predict(ask(0, told, 0)))
-    desk.clock.after(1.1, lambda: desk.predictor.predict(ask(0, told, 1)))
-    desk.run()
+def test_an_answer_arrives_one_latency_after_its_question() -> None:
+    stage = Stage()
+    (example,) = trajectories(1, seed=1)
+    stage.clock.after(1.0, lambda: stage.predictor.predict(ask(0, example, 0)))
+    stage.clock.after(1.1, lambda: stage.predictor.predict(ask(0, example, 1)))
+    stage.run()
     ready = [
         e.PredictionReady(
             trajectory_id=TrajectoryId("t0"), attempt=1, turn=turn, remaining_tokens=PRIOR_TOKENS
         )
         for turn in (0, 1)
     ]
-    assert desk.posted == [(1.0 + PREDICTION_S, ready[0]), (1.1 + PREDICTION_S, ready[1])]
+    assert stage.posted == [(1.0 + PREDICTION_S, ready[0]), (1.1 + PREDICTION_S, ready[1])]
     assert 0.099 < PREDICTION_S < 0.28
 
 
 @pytest.mark.parametrize("name", ["ridge", "boosted", "prompt", "history"])
-def test_what_is_answered_together_is_what_would_be_answered_alone(name: str) -> None:
-    """Questions at random times, fits and ends between question and answer."""
+def test_batched_answers_equal_single_ones(name: str) -> None:
+    """Questions arrive at random times, with fits and ends between question and answer."""
     rng = random.Random(7)
-    desk, slow = Desk(name), ProgressivePredictor(lambda: build_regressor(name))
+    stage, slow = Stage(name), ProgressivePredictor(lambda: build_regressor(name))
     expected: list[float] = []
     fits: list[tuple[int, int]] = []
     for number, one in enumerate(trajectories(60, seed=1)):
         at = rng.uniform(0.0, 3.0) + number / 20
         for turn in range(len(one.contexts)):
-            desk.clock.at(at, lambda n=number, o=one, t=turn: desk.predictor.predict(ask(n, o, t)))  # type: ignore[misc]
-            desk.clock.at(
+            stage.clock.at(
+                at, lambda n=number, o=one, t=turn: stage.predictor.predict(ask(n, o, t))
+            )  # type: ignore[misc]
+            stage.clock.at(
                 at, lambda n=number, o=one, t=turn: expected.append(slow.predict(n, o.contexts[t]))
             )  # type: ignore[misc]
             at += rng.expovariate(20.0)
         tokens = one.tokens if rng.random() < 0.9 else None
-        desk.clock.at(at, lambda n=number, k=tokens: desk.predictor.harvest(over(n, k)))  # type: ignore[misc]
-        desk.clock.at(at, lambda n=number, k=tokens: slow.observe(n, k))  # type: ignore[misc]
+        stage.clock.at(at, lambda n=number, k=tokens: stage.predictor.harvest(over(n, k)))  # type: ignore[misc]
+        stage.clock.at(at, lambda n=number, k=tokens: slow.observe(n, k))  # type: ignore[misc]
     for step in range(1, 4):
-        desk.clock.at(step * 1.5, lambda n=step: desk.predictor.fit(c.FitPredictor(step=n)))  # type: ignore[misc]
-        desk.clock.at(step * 1.5, slow.fit)
-        desk.clock.at(step * 1.5, lambda: fits.append((slow.fits, len(expected))))
-    desk.run()
+        stage.clock.at(step * 1.5, lambda n=step: stage.predictor.fit(c.FitPredictor(step=n)))  # type: ignore[misc]
+        stage.clock.at(step * 1.5, slow.fit)
+        stage.clock.at(step * 1.5, lambda: fits.append((slow.fits, len(expected))))
+    stage.run()
     found = [
-        event.remaining_tokens for _, event in desk.posted if isinstance(event, e.PredictionReady)
+        event.remaining_tokens for _, event in stage.posted if isinstance(event, e.PredictionReady)
     ]
     assert len(found) == len(expected) == 360
     # until then statistics answer, as of the time of the answer
     unfitted = max(asked for count, asked in fits if count <= 1)
-    assert desk.predictor.predictor.fits == slow.fits >= 2
+    assert stage.predictor.predictor.fits == slow.fits >= 2
     assert found[unfitted:] == expected[unfitted:]
 
 
 def journal(name: str) -> list[tuple[float, e.Event]]:
-    desk = Desk(name)
+    stage = Stage(name)
     for number, one in enumerate(trajectories(80, seed=2)):
         for turn in range(len(one.contexts)):
-            desk.clock.at(
+            stage.clock.at(
                 number / 40 + turn / 7,
-                lambda n=number, o=one, t=turn: desk.predictor.predict(ask(n, o, t)),
+                lambda n=number, o=one, t=turn: stage.predictor.predict(ask(n, o, t)),
             )  # type: ignore[misc]
-        desk.clock.at(
-            number / 40 + 1.0, lambda n=number, o=one: desk.predictor.harvest(over(n, o.tokens))
+        stage.clock.at(
+            number / 40 + 1.0, lambda n=number, o=one: stage.predictor.harvest(over(n, o.tokens))
         )  # type: ignore[misc]
     for step in range(1, 4):
-        desk.clock.at(float(step), lambda n=step: desk.predictor.fit(c.FitPredictor(step=n)))  # type: ignore[misc]
-    desk.run()
-    return desk.posted
+        stage.clock.at(float(step), lambda n=step: stage.predictor.fit(c.FitPredictor(step=n)))  # type: ignore[misc]
+    stage.run()
+    return stage.posted
 
 
 @pytest.mark.parametrize("name", ["ridge", "boosted"])
-def test_the_same_commands_give_the_same_events_to_the_last_bit(name: str) -> None:
+def test_the_same_commands_give_bit_equal_events(name: str) -> None:
     assert journal(name) == journal(name)
 
 
-def test_one_that_is_lost_with_its_controller_answers_nothing_and_knows_nothing() -> None:
-    desk = Desk()
-    told = trajectories(1, seed=1)[0]
-    desk.predictor.predict(ask(0, told, 0))
-    desk.predictor.harvest(over(0, told.tokens))
-    desk.predictor.predict(ask(1, told, 0))
-    desk.predictor.drop()
-    desk.predictor.predict(ask(2, told, 0))
-    desk.run()
-    assert [(event.trajectory_id, event.remaining_tokens) for _, event in desk.posted] == [
+def test_a_lost_predictor_answers_nothing_and_restarts_empty() -> None:
+    stage = Stage()
+    example = trajectories(1, seed=1)[0]
+    stage.predictor.predict(ask(0, example, 0))
+    stage.predictor.harvest(over(0, example.tokens))
+    stage.predictor.predict(ask(1, example, 0))
+    stage.predictor.drop()
+    stage.predictor.predict(ask(2, example, 0))
+    stage.run()
+    assert [(event.trajectory_id, event.remaining_tokens) for _, event in stage.posted] == [
         ("t2", PRIOR_TOKENS)
     ]  # type: ignore[union-attr]
-    assert desk.predictor.predictor.pairs == 0
+    assert stage.predictor.predictor.pairs == 0
 
 
 def test_a_simulation_has_no_text_for_a_language_model() -> None:
     with pytest.raises(ConfigError, match="must not be lm in a simulation"):
-        Desk("lm")
+        Stage("lm")

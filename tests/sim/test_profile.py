@@ -1,5 +1,5 @@
-"""Prices that are fitted to measured steps: exact where the samples are, the best
-nonnegative ones where they are not.
+"""Prices fitted to measured steps: exact where the samples are, the best nonnegative
+ones elsewhere.
 """
 
 import json
@@ -81,7 +81,7 @@ def test_no_other_nonnegative_prices_fit_better(measured, column, step):
         assert error(moved) >= error(prices) * (1 - 1e-9) - 1e-12
 
 
-def test_more_work_never_costs_less_even_if_the_samples_say_so():
+def test_more_work_never_costs_less_even_where_samples_do():
     samples = [sample((0, 0, n, 10 * n), 0.01 / n) for n in (1, 2, 4, 8)] + [
         sample((64, 2080, 0, 0), 0.01)
     ]
@@ -158,7 +158,7 @@ def changed(**fields: object) -> str:
         (changed(seconds=0.0), "samples[0].seconds must be positive and finite, got 0.0"),
     ],
 )
-def test_a_bad_profile_is_refused_with_file_and_field(tmp_path, text, words):
+def test_refuses_bad_profiles_with_file_and_field(tmp_path, text, words):
     path = tmp_path / "profile.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ConfigError) as refused:
@@ -167,14 +167,14 @@ def test_a_bad_profile_is_refused_with_file_and_field(tmp_path, text, words):
     assert words in str(refused.value)
 
 
-def test_a_missing_profile_is_refused(tmp_path):
+def test_refuses_a_missing_profile(tmp_path):
     with pytest.raises(ConfigError, match="profile must be a readable file"):
         ProfileCost.from_json(tmp_path / "none.json")
 
 
-def test_noise_moves_no_fit_below_its_mean():
-    """Half of the samples took three times as long by chance: a step costs what it took
-    on average.
+def test_noise_moves_the_fit_not_below_the_mean():
+    """Half of the samples take three times as long by chance: a step costs their
+    average.
     """
     samples = [
         Sample(

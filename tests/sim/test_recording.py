@@ -1,5 +1,5 @@
-"""What a run did is read back from its journal exactly: every kind of end, no matter
-what the core cancelled in between.
+"""A run is read back exactly from its journal: every kind of end, with any
+cancellations in between.
 """
 
 import json
@@ -30,7 +30,7 @@ def one_domain(mode: str = "bounded") -> RunConfig:
 
 
 def rounded(groups: list[list[list[Plan]]]) -> list[list[list[Any]]]:
-    """Times as they can be told from sums of floats."""
+    """Round times to the precision of sums of floats."""
 
     def plain(plan: Plan) -> Any:
         return json.loads(
@@ -41,7 +41,7 @@ def rounded(groups: list[list[list[Plan]]]) -> list[list[list[Any]]]:
 
 
 @pytest.mark.parametrize("mode", ["sync", "bounded", "stream"])
-def test_a_run_is_read_back_as_it_was(mode: str, tmp_path: Path) -> None:
+def test_a_run_is_read_back_exactly(mode: str, tmp_path: Path) -> None:
     world = Scripted(one_domain(mode), tmp_path / "run")
     assert world.run().error == ""
     lived = world.expected()
@@ -52,7 +52,7 @@ def test_a_run_is_read_back_as_it_was(mode: str, tmp_path: Path) -> None:
         (plan.stop, plan.fails_in) for members in lived for attempts in members for plan in attempts
     }
     assert kinds == set(KINDS)
-    assert world.cancelled  # some were cut off, and are not among those
+    assert world.cancelled  # cut-off attempts are excluded
     assert max(len(attempts) for members in lived for attempts in members) > 1
     assert (
         workload(str(tmp_path / "run" / "journal.bin")).plan(index=1, member=0, attempt=0, seed=0)
@@ -60,7 +60,7 @@ def test_a_run_is_read_back_as_it_was(mode: str, tmp_path: Path) -> None:
     )
 
 
-def test_of_a_compacted_journal_what_began_after_it_is_read(tmp_path: Path) -> None:
+def test_reads_attempts_begun_after_a_compaction(tmp_path: Path) -> None:
     world = Scripted(one_domain("sync"), tmp_path / "run", compact_at=150)
     assert world.run().error == ""
     assert any(isinstance(event, e.EnvReady) for _, event in world.journal[:150])
@@ -68,7 +68,7 @@ def test_of_a_compacted_journal_what_began_after_it_is_read(tmp_path: Path) -> N
     assert rounded(read_run(tmp_path / "run").groups) == rounded(world.expected())
 
 
-def test_of_several_domains_one_must_be_named(tmp_path: Path) -> None:
+def test_a_run_of_several_domains_requires_a_domain(tmp_path: Path) -> None:
     world = Scripted(
         core_config("sync", rollout={"retries": 3, "min_members": 1}), tmp_path / "run"
     )
@@ -82,7 +82,7 @@ def test_of_several_domains_one_must_be_named(tmp_path: Path) -> None:
             workload(str(tmp_path / "run"), domain=wrong)
 
 
-def test_a_journal_that_cannot_be_trusted_is_refused(tmp_path: Path) -> None:
+def test_refuses_untrustworthy_journals(tmp_path: Path) -> None:
     run = tmp_path / "run"
     Scripted(one_domain("sync"), run).run()
     journal, settings = (run / "journal.bin").read_bytes(), (run / "config.toml").read_text()
@@ -98,7 +98,7 @@ def test_a_journal_that_cannot_be_trusted_is_refused(tmp_path: Path) -> None:
         workload(str(run))
     (run / "config.toml").write_text(settings)
     (run / "journal.bin").write_bytes(journal[:200] + b"?" + journal[201:])
-    with pytest.raises(ConfigError, match=r"must be a whole journal of this version: .* byte"):
+    with pytest.raises(ConfigError, match=r"must be a complete journal of this version: .* byte"):
         workload(str(run))
     (run / "journal.bin").write_bytes(journal[:400])
     with pytest.raises(
@@ -107,7 +107,7 @@ def test_a_journal_that_cannot_be_trusted_is_refused(tmp_path: Path) -> None:
         workload(str(run))
 
 
-def test_a_live_run_is_read_back_as_its_store_has_it(tmp_path: Path) -> None:
+def test_a_live_run_is_read_back_as_in_its_store(tmp_path: Path) -> None:
     config = whole.make_config(tmp_path, steps=2, options={"turns": 3})
     assert whole.run(config).error == ""
     directory = whole.run_dir(config)

@@ -1,5 +1,5 @@
-"""Simulated relays: the time of a chain, of its repair, and what a relay does not have
-it refuses.
+"""Simulated relays: the time of a chain and of its repair, and refusals of missing
+weights.
 """
 
 from typing import Any
@@ -48,7 +48,7 @@ class Stage:
         self, relay: int, source: int | None, weights_id: int = 0, *, base: int | None = None
     ) -> None:
         name = f"r{source}" if source is not None else None
-        self.relays.take(
+        self.relays.fetch(
             c.FetchWeights(
                 relay_id=f"r{relay}",
                 weights_id=weights_id,
@@ -73,8 +73,8 @@ class Stage:
 
 
 @given(relays=st.integers(1, 20))
-def test_a_chain_takes_what_the_formula_says(relays: int) -> None:
-    """Laminar App. C, where a chunk takes a hundredth of the whole."""
+def test_a_chain_takes_the_time_of_the_formula(relays: int) -> None:
+    """Laminar App. C, where a chunk takes a hundredth of the total."""
     stage = Stage(relays)
     for relay in range(relays):
         stage.take(relay, relay - 1 if relay else None)
@@ -84,7 +84,7 @@ def test_a_chain_takes_what_the_formula_says(relays: int) -> None:
 
 
 @given(relays=st.integers(3, 8), lost=st.integers(1, 6), at=st.floats(0.1, 9.9))
-def test_a_repair_sends_nothing_again(relays: int, lost: int, at: float) -> None:
+def test_a_repair_resends_no_bytes(relays: int, lost: int, at: float) -> None:
     lost = min(lost, relays - 2)
     stage = Stage(relays)
     for relay in range(relays):
@@ -104,11 +104,11 @@ def test_a_repair_sends_nothing_again(relays: int, lost: int, at: float) -> None
     at=st.floats(0.1, 9.9),
     seconds=st.floats(0.05, 4.9),
 )
-def test_a_relay_that_hangs_holds_up_itself_and_all_behind_it(
+def test_a_hanging_relay_delays_itself_and_all_relays_behind_it(
     relays: int, hung: int, at: float, seconds: float
 ) -> None:
-    """Nothing of what has come comes again; without a new source everybody behind it is
-    as late as it was silent.
+    """Received bytes are not sent again; without a new source all relays behind it are
+    late by the duration of its hang.
     """
     hung = min(hung, relays - 1)
     times = []
@@ -120,7 +120,7 @@ def test_a_relay_that_hangs_holds_up_itself_and_all_behind_it(
         stage.run(until=at)
         if pause:
             stage.relays.hang(f"r{hung}", pause)
-            stage.relays.hang(f"r{hung}", pause)  # no more than once at a time
+            stage.relays.hang(f"r{hung}", pause)  # at most one hang at a time
         stage.run()
         times.append({name: when - began for name, when in stage.held_at().items()})
         said = [
@@ -133,13 +133,13 @@ def test_a_relay_that_hangs_holds_up_itself_and_all_behind_it(
     assert late.keys() == quiet.keys()
     for relay in range(relays):
         name = f"r{relay}"
-        over = relay == 0 and hung == 0  # the master has read the trainer's memory before
+        over = relay == 0 and hung == 0  # the master has already read the trainer's memory
         expected = 0.0 if relay < hung or over or quiet[name] <= at else seconds
-        behind = 10.0 / CHUNKS * relays  # chunks that were on their way
+        behind = 10.0 / CHUNKS * relays  # chunks in transfer
         assert quiet[name] + expected - behind <= late[name] <= quiet[name] + expected + 1e-6
 
 
-def test_who_takes_from_another_does_not_wait_for_the_one_that_hangs() -> None:
+def test_a_relay_with_another_source_does_not_wait_for_a_hanging_one() -> None:
     stage = Stage(3)
     for relay in range(3):
         stage.take(relay, relay - 1 if relay else None)
@@ -155,7 +155,7 @@ def test_who_takes_from_another_does_not_wait_for_the_one_that_hangs() -> None:
     assert now == pytest.approx(5.0 + SILENT_S)
 
 
-def test_what_is_said_to_a_relay_that_hangs_it_hears_later() -> None:
+def test_a_hanging_relay_handles_commands_later() -> None:
     stage = Stage(2)
     stage.take(0, None)
     stage.run()
@@ -166,7 +166,7 @@ def test_what_is_said_to_a_relay_that_hangs_it_hears_later() -> None:
     assert stage.held_at()["r1"] - began == pytest.approx(12.0)
 
 
-def test_a_change_takes_its_share() -> None:
+def test_a_delta_takes_its_share_of_the_time() -> None:
     stage = Stage(2)
     stage.take(0, None, 0)
     stage.run()
@@ -179,7 +179,7 @@ def test_a_change_takes_its_share() -> None:
     assert stage.held_at()["r1"] - began == pytest.approx(10.0 * DELTA_SHARE)
 
 
-def test_what_is_not_there_is_refused() -> None:
+def test_refuses_weights_that_are_missing() -> None:
     stage = Stage(3)
     stage.take(1, 0)
     stage.take(2, None, 5, base=4)
@@ -191,7 +191,7 @@ def test_what_is_not_there_is_refused() -> None:
     assert not stage.relays.serves(EngineId("e1"), 0)
 
 
-def test_a_relay_that_comes_back_holds_nothing() -> None:
+def test_a_restarted_relay_has_no_weights() -> None:
     stage = Stage(1)
     stage.take(0, None)
     stage.run()

@@ -1,5 +1,5 @@
-"""Simulated engines read weights from checkpoints that are there, in the time that the
-drive needs, and from no others.
+"""Simulated engines read weights only from existing checkpoints, in the time that the
+drive needs.
 """
 
 from pathlib import Path
@@ -17,7 +17,9 @@ E0, E1 = EngineId("e0"), EngineId("e1")
 
 
 def begun(directory: Path) -> World:
-    """A run in mode decoupled whose engines have weights, and a first checkpoint."""
+    """Return a run in mode decoupled whose engines have weights, and a first
+    checkpoint.
+    """
     world = World(config(directory, mode="decoupled"), observer=SimMetrics())
     world.start()
     state = world.core.state
@@ -35,7 +37,7 @@ def load(world: World, engine_id: EngineId, step: int) -> None:
 
 
 def answers(world: World, count: int) -> list[tuple[float, Event]]:
-    """What becomes of loads, with the core looking away."""
+    """Return the answers to loads, without the core."""
     found: list[tuple[float, Event]] = []
     while len(found) < count:
         assert world.clock.step()
@@ -49,7 +51,7 @@ def answers(world: World, count: int) -> list[tuple[float, Event]]:
     return found
 
 
-def test_a_checkpoint_that_is_there_is_read_by_all_from_one_drive(tmp_path: Path) -> None:
+def test_all_engines_read_a_checkpoint_from_one_drive(tmp_path: Path) -> None:
     world = begun(tmp_path)
     assert world.trainer.checkpoints == {0}
     world.inbox.clear()
@@ -66,7 +68,7 @@ def test_a_checkpoint_that_is_there_is_read_by_all_from_one_drive(tmp_path: Path
     assert abs(second[0] - began - 2 * alone) < 1e-6
 
 
-def test_a_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_refuses_a_missing_checkpoint(tmp_path: Path) -> None:
     world = begun(tmp_path)
     world.inbox.clear()
     load(world, E0, 3)

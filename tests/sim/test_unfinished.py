@@ -1,5 +1,5 @@
-"""Turns that are stopped half-way in the simulated world: what goes on, what is lost
-with an engine, what the core is told.
+"""Interrupted turns in the simulated world: resumption, losses with an engine, and
+reports to the core.
 """
 
 from pathlib import Path
@@ -37,7 +37,7 @@ TURN, PROMPT = 1200, 40
 
 
 class Movable(Linear):
-    """KV of a token takes a tenth of a millisecond on its way."""
+    """The KV of a token takes a tenth of a millisecond to transfer."""
 
     def move_s(self, tokens: int) -> float:
         return 1e-4 * tokens
@@ -65,7 +65,7 @@ class Long:
 
 
 class Stage:
-    """One attempt before its first turn, and engines; a step takes some ten
+    """One attempt before its first turn, and engines; a step takes tens of
     milliseconds.
     """
 
@@ -120,7 +120,7 @@ class Stage:
         self.events.append((self.clock.now, event))
 
     def until(self, when: float) -> None:
-        """Let all happen until then."""
+        """Run until that time."""
         self.clock.at(when, lambda: None)
         while self.clock.now < when:
             self.fleet.settle()
@@ -152,7 +152,7 @@ class Stage:
         )
 
     def done(self) -> tuple[float, e.TurnDone]:
-        """When the turn is over, and what is said of it."""
+        """Return the end of the turn and its event."""
         while not (
             found := [(at, event) for at, event in self.events if isinstance(event, e.TurnDone)]
         ):
@@ -160,8 +160,8 @@ class Stage:
             assert self.clock.step()
         return found[0]
 
-    def told(self) -> list[tuple[float, int, int]]:
-        """What the core was told of the turn: when, by which try, how many tokens."""
+    def reports(self) -> list[tuple[float, int, int]]:
+        """Return the progress that the core received: time, dispatch, tokens."""
         found = [
             (at, event.turns) for at, event in self.events if isinstance(event, e.TurnsProgressed)
         ]
@@ -170,14 +170,14 @@ class Stage:
 
 
 def alone() -> float:
-    """Seconds of the uninterrupted turn."""
+    """Return the seconds of the uninterrupted turn."""
     stage = Stage()
     stage.start("e0", 0)
     return stage.done()[0] - 1.0
 
 
 def sampled_by(seconds: float) -> int:
-    """Tokens of it that are sampled after so long."""
+    """Return the tokens of it sampled after that time."""
     engine = SimEngine(cost=COST, slots=4, chunk_tokens=512, block_tokens=4, prefix_cache=True)
     engine.add(0.0, Request(key="a", context_tokens=PROMPT, output_tokens=TURN))
     found = engine.abort(seconds, "a")
@@ -185,7 +185,7 @@ def sampled_by(seconds: float) -> int:
     return found
 
 
-def test_a_turn_that_moves_goes_on_where_it_stood_and_computes_its_prompt_again() -> None:
+def test_a_moved_turn_resumes_and_recomputes_its_prompt() -> None:
     stage, whole = Stage(), alone()
     stage.start("e0", 0)
     stage.until(1.0 + whole / 2)
@@ -202,7 +202,7 @@ def test_a_turn_that_moves_goes_on_where_it_stood_and_computes_its_prompt_again(
     assert 0 < prefill_s < 0.1 * whole
 
 
-def test_a_turn_that_moves_with_its_kv_computes_nothing_again() -> None:
+def test_a_turn_moved_with_its_kv_recomputes_nothing() -> None:
     stage, whole = Stage(), alone()
     stage.start("e0", 0)
     stage.until(1.0 + whole / 2)
@@ -214,7 +214,7 @@ def test_a_turn_that_moves_with_its_kv_computes_nothing_again() -> None:
     stage.until(stage.clock.now + 1.0)
     (moved,) = [event for _, event in stage.events if isinstance(event, e.MigrationDone)]
     half = sampled_by(whole / 2)
-    # whole blocks; the last token has none
+    # full blocks; the last token has none
     assert PROMPT + half - 6 < moved.moved_tokens < PROMPT + half
     stage.start("e1", 1, resume=True)
     at, done = stage.done()
@@ -222,7 +222,7 @@ def test_a_turn_that_moves_with_its_kv_computes_nothing_again() -> None:
     assert (done.output_tokens, done.cached_tokens) == (TURN, PROMPT)
 
 
-def test_where_it_goes_on_at_the_same_engine_its_kv_is_there() -> None:
+def test_a_turn_resumed_on_the_same_engine_hits_its_kv() -> None:
     stage, whole = Stage(), alone()
     stage.start("e0", 0)
     stage.until(1.0 + whole / 2)
@@ -230,13 +230,11 @@ def test_where_it_goes_on_at_the_same_engine_its_kv_is_there() -> None:
     stage.start("e0", 1, resume=True)
     at, done = stage.done()
     assert at - 1.0 - whole < 0.1  # the last block, and the step that it was stopped in
-    assert done.cached_tokens == PROMPT  # of the prompt: what was sampled is none
+    assert done.cached_tokens == PROMPT  # of the prompt; sampled tokens are not in it
 
 
 @pytest.mark.parametrize(("keep_partial_turns", "resume"), [(True, False), (False, True)])
-def test_a_turn_that_begins_again_takes_its_whole_time(
-    keep_partial_turns: bool, resume: bool
-) -> None:
+def test_a_restarted_turn_takes_its_full_time(keep_partial_turns: bool, resume: bool) -> None:
     stage, whole = Stage(keep_partial_turns=keep_partial_turns), alone()
     stage.start("e0", 0)
     stage.until(1.0 + whole / 2)
@@ -247,7 +245,7 @@ def test_a_turn_that_begins_again_takes_its_whole_time(
 
 
 @pytest.mark.parametrize("late_s", [0.01, 0.25, 0.49])
-def test_a_lost_engine_loses_what_it_sampled_since_it_told_last(late_s: float) -> None:
+def test_a_lost_engine_loses_the_tokens_since_its_last_report(late_s: float) -> None:
     stage, whole = Stage(), alone()
     lost_at = 5.0 + late_s
     stage.start("e0", 0)
@@ -256,11 +254,11 @@ def test_a_lost_engine_loses_what_it_sampled_since_it_told_last(late_s: float) -
     stage.start("e1", 1, resume=True)
     at, done = stage.done()
     assert done.output_tokens == TURN
-    again_s = at - 1.0 - whole  # what was sampled twice, and the prompt
+    again_s = at - 1.0 - whole  # tokens sampled twice, and the prompt
     assert late_s - 0.02 < again_s < late_s + 0.1 * whole
 
 
-def test_a_turn_that_is_lost_again_and_again_loses_no_more_than_that_each_time() -> None:
+def test_a_repeatedly_lost_turn_loses_one_report_interval_each_time() -> None:
     stage, whole = Stage(engines=100), alone()
     lives = 0
     while True:
@@ -280,54 +278,54 @@ def test_a_turn_that_is_lost_again_and_again_loses_no_more_than_that_each_time()
     assert at - 1.0 - whole < lives * (PROGRESS_S + prefill_s)
 
 
-def test_the_core_is_told_of_the_turn_while_an_engine_is_at_it() -> None:
+def test_the_core_receives_progress_while_an_engine_generates() -> None:
     stage, whole = Stage(), alone()
     assert whole > 5 * REPORT_INTERVAL_S
     stage.start("e0", 0)
     half = 1.0 + whole / 2
     stage.until(half)
     stage.abort("e0", 0)
-    first = stage.told()
+    first = stage.reports()
     stage.start("e1", 1, resume=True)
     end, _ = stage.done()
-    told = stage.told()
-    assert [at for at, _, _ in told if at <= half] == pytest.approx(
+    reports = stage.reports()
+    assert [at for at, _, _ in reports if at <= half] == pytest.approx(
         [1.0 + REPORT_INTERVAL_S * n for n in range(2, len(first) + 2)]
     )
-    assert {number for _, number, _ in told} == {0, 1}
-    tokens = [count for _, _, count in told]
+    assert {number for _, number, _ in reports} == {0, 1}
+    tokens = [count for _, _, count in reports]
     assert tokens == sorted(tokens)
     assert max(tokens) < TURN
     for at, number, count in first:
         assert number == 0
         assert sampled_by(at - 1.0 - PROGRESS_S) - 3 <= count <= sampled_by(at - 1.0)
     stage.until(end + 3 * REPORT_INTERVAL_S)
-    assert stage.told() == told
+    assert stage.reports() == reports
 
 
-def test_nobody_looks_unless_turns_are_kept_and_none_are_told_that_nobody_has() -> None:
+def test_progress_is_reported_only_of_kept_turns_on_an_engine() -> None:
     stage = Stage(keep_partial_turns=False)
     stage.start("e0", 0)
     stage.done()
-    assert stage.told() == []
+    assert stage.reports() == []
     stage = Stage()
     stage.start("e0", 0)
     stage.until(4.0)
     stage.fleet.silence(EngineId("e0"))
-    before = len(stage.told())
+    before = len(stage.reports())
     stage.until(20.0)
-    assert len(stage.told()) == before
+    assert len(stage.reports()) == before
 
 
-# Whole runs.
+# Entire runs.
 
 RUN_TURN = 4000
 """Tokens of a turn: enough that many engines are killed in the middle of one."""
 
 
 class Resuming(World):
-    """Every turn that is tried again is resumed, as if all engines had the same
-    weights; which they have in `sync`.
+    """A run in which every repeated turn is resumed, as if all engines had the same
+    weights; in `sync` they have.
     """
 
     def __init__(self, made: RunConfig, *, resume: bool, kill_s: float) -> None:
@@ -344,19 +342,19 @@ class Resuming(World):
             execute(command)
 
         self.effects.execute = resuming  # type: ignore[method-assign]
-        self._journal = self  # judges what it is told
+        self._journal = self  # checks its events
         self.kill_s = kill_s
         self.clock.after(kill_s, self.kill)
 
     def append(self, now: float, event: Event, commands: Any) -> None:
-        """As a journal."""
+        """Record an event as a journal."""
         self.referee.watch([(now, event, list(commands))])
         if isinstance(event, e.TurnDone):
             assert event.output_tokens == RUN_TURN
             self.turns += 1
 
     def kill(self) -> None:
-        """Kill the next engine that is up."""
+        """Kill the next running engine."""
         if self.over is not None:
             return
         up = sorted(node.id for node in self.fleet.nodes.values() if node.engine is not None)
@@ -377,7 +375,7 @@ class Deaf:
         return
 
 
-def test_a_run_whose_engines_die_keeps_the_contract_and_loses_less_time() -> None:
+def test_a_run_with_dying_engines_keeps_the_contract_and_loses_less_time() -> None:
     made = config(Path("unused"), mode="sync", retries=1000)
     data = made.model_dump() | {"engines": [{"count": 8, "max_slots": 16}]}
     data["watchdog"] = {**data["watchdog"], "restarts": 1000}
@@ -387,7 +385,7 @@ def test_a_run_whose_engines_die_keeps_the_contract_and_loses_less_time() -> Non
         core = world.run()
         assert core.state.error == ""
         assert core.state.trainer.step == 4
-        # what is resumed is not counted twice
+        # resumed tokens are counted once
         assert core.state.counters.output_tokens == world.turns * RUN_TURN
         assert "TurnsProgressed" in world.referee.seen
         assert world.lost > 10

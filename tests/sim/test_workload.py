@@ -1,5 +1,5 @@
-"""Plans are the same however they are asked for, families keep what the papers say,
-traces are read strictly.
+"""Plans depend on their arguments alone, families have the papers' figures, and traces
+are read strictly.
 """
 
 import json
@@ -48,7 +48,7 @@ def plans_of(work: Workload, *, tasks: int, members: int, seed: int = 1) -> list
 PINNED = (244, [(86, 114), (302, 123), (110, 0)])
 
 
-def test_every_family_that_the_papers_use_is_there_and_names_its_source() -> None:
+def test_every_family_of_the_papers_exists_and_names_its_source() -> None:
     assert list(FAMILIES) == NAMES
     for name, family in FAMILIES.items():
         assert family.name == name
@@ -70,7 +70,7 @@ def test_a_plan_depends_on_its_arguments_alone(name: str) -> None:
     assert len({msgspec.json.encode(plan) for plan in first}) == len(keys)  # and on each of them
 
 
-def test_a_seed_gives_what_it_always_gave() -> None:
+def test_a_seed_gives_pinned_plans() -> None:
     plan = workload("tool-calling").plan(index=7, member=3, attempt=1, seed=11)
     assert (
         plan.prompt_tokens,
@@ -132,7 +132,7 @@ def test_plans_keep_the_bounds_of_their_family(name: str) -> None:
         (41, [(10, 5, 2.0), (10, 5, 2.0), (10, 0, 2.0)], StopReason.FINISHED),
     ],
 )
-def test_tokens_run_out_where_a_live_episode_would_stop(
+def test_a_plan_is_cut_where_a_live_episode_runs_out_of_tokens(
     room: int, kept: list[tuple[int, int, float]], stop: StopReason
 ) -> None:
     def always(value: float) -> families.LogNormal:
@@ -154,7 +154,7 @@ def test_tokens_run_out_where_a_live_episode_would_stop(
     assert plan.stop is stop
 
 
-def test_stated_means_and_tails_come_out() -> None:
+def test_draws_have_the_stated_means_and_tails() -> None:
     def env_s(name: str, tasks: int) -> list[float]:
         plans = [
             plan for group in plans_of(workload(name), tasks=tasks, members=4) for plan in group
@@ -183,7 +183,7 @@ def test_stated_means_and_tails_come_out() -> None:
     assert share == pytest.approx(7 / 60)  # RollArt §8
 
 
-def test_members_of_a_task_resemble_each_other_but_are_not_equal() -> None:
+def test_members_of_a_task_are_correlated_but_differ() -> None:
     pairs = [
         [math.log(outputs(plan)) for plan in group]
         for group in plans_of(workload("dapo-math"), tasks=1500, members=2)
@@ -198,7 +198,7 @@ def test_members_of_a_task_resemble_each_other_but_are_not_equal() -> None:
     )
 
 
-def test_resets_fail_and_hang_as_often_as_the_family_says() -> None:
+def test_resets_fail_and_hang_at_the_rates_of_the_family() -> None:
     family = msgspec.structs.replace(FAMILIES["swe"], init_error_rate=0.1, init_hang_rate=0.2)
     plans = [plan for group in plans_of(Drawn(family), tasks=500, members=4) for plan in group]
     share = {
@@ -226,7 +226,7 @@ def test_another_attempt_is_another_plan_of_the_same_task() -> None:
 # Names.
 
 
-def test_an_unknown_workload_is_one_clear_error(tmp_path: Path) -> None:
+def test_refuses_unknown_workloads_with_one_error(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=r"workload must be one of swe, .* got 'tool-caling'; "
@@ -236,7 +236,7 @@ def test_an_unknown_workload_is_one_clear_error(tmp_path: Path) -> None:
     for name in ("", "a" * 5000, "\0"):
         with pytest.raises(ConfigError, match="workload must be one of"):
             workload(name)
-    with pytest.raises(ConfigError, match=r"must hold a run's journal\.bin"):
+    with pytest.raises(ConfigError, match=r"must contain a run's journal\.bin"):
         workload(str(tmp_path))
     with pytest.raises(ConfigError, match="must be a readable text file"):
         workload(str(tmp_path / "none.jsonl"))
@@ -272,7 +272,7 @@ def test_a_line_is_a_plan(tmp_path: Path) -> None:
     )
 
 
-def test_failures_are_placed_where_their_stop_reason_says(tmp_path: Path) -> None:
+def test_the_stop_reason_places_a_failure(tmp_path: Path) -> None:
     stops = ["max_turns", "env_hang", "reward_error"]
     lines = [LINE | {"stop": stop, "success": False, "group": stop} for stop in stops] + [
         LINE | {"stop": "env_error", "turns": [], "group": 9}
@@ -308,7 +308,7 @@ def test_groups_members_and_attempts_are_taken_in_order_and_wrap_around(tmp_path
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 100])
-def test_lines_without_groups_are_used_evenly_and_not_twice_in_a_task(count: int) -> None:
+def test_ungrouped_lines_are_used_evenly_and_at_most_once_per_task(count: int) -> None:
     plans = [
         Plan(prompt_tokens=n + 1, init_s=0, turns=(), reward_s=0, reward=0, success=False)
         for n in range(count)
@@ -322,7 +322,7 @@ def test_lines_without_groups_are_used_evenly_and_not_twice_in_a_task(count: int
     assert all(len(set(group)) == min(count, members) for group in used)
 
 
-def test_few_tasks_use_nearly_all_lines_without_groups() -> None:
+def test_few_tasks_use_nearly_all_ungrouped_lines() -> None:
     plans = [
         Plan(prompt_tokens=n + 1, init_s=0, turns=(), reward_s=0, reward=0, success=False)
         for n in range(96)
@@ -382,7 +382,7 @@ def test_few_tasks_use_nearly_all_lines_without_groups() -> None:
         ({"tokens": 1}, "tokens is not a field, it must be one of prompt_tokens, init_s, turns"),
     ],
 )
-def test_a_bad_field_is_named_with_file_line_rule_and_value(
+def test_an_error_names_file_line_field_rule_and_value(
     tmp_path: Path, line: dict[str, Any], says: str
 ) -> None:
     file = trace(tmp_path, LINE, "", LINE | line)
@@ -408,7 +408,7 @@ def test_a_missing_field_is_named(tmp_path: Path, missing: str) -> None:
         ("", "must have a line"),
     ],
 )
-def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, says: str) -> None:
+def test_refuses_files_that_are_no_traces(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(ConfigError) as raised:
         workload(trace(tmp_path, text))
     assert says in str(raised.value)

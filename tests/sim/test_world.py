@@ -1,5 +1,5 @@
-"""The simulated world: the same seed gives the same bytes, other seeds others; modes
-keep their bounds; books balance.
+"""The simulated world is deterministic per seed; modes keep their bounds; accounts
+balance.
 """
 
 from pathlib import Path
@@ -75,15 +75,15 @@ def test_modes_keep_their_bounds(mode: str, tmp_path: Path) -> None:
     assert len(outcome.step_s) == 3
 
 
-def test_asynchrony_pays() -> None:
-    """Not a result, a sanity check: on one long-tailed workload, `sync` is the slowest
+def test_asynchronous_modes_are_faster_than_sync() -> None:
+    """A sanity check, not a result: on one long-tailed workload, `sync` is the slowest
     of all modes.
     """
     step_s = {mode: simulate(config(Path("unused"), mode=mode)).median_step_s for mode in MODES}
     assert max(step_s, key=lambda mode: step_s[mode]) == "sync"
 
 
-def test_what_a_run_leaves_is_read_like_a_live_one(tmp_path: Path) -> None:
+def test_a_run_directory_is_read_like_a_live_one(tmp_path: Path) -> None:
     made = config(tmp_path)
     with directory_of(made) as run:
         outcome = simulate(made, run=run)
@@ -113,7 +113,7 @@ def test_what_a_run_leaves_is_read_like_a_live_one(tmp_path: Path) -> None:
         ({"workloads": {"lake": "frozenlake"}}, "sim.workloads must name task domains"),
     ],
 )
-def test_what_cannot_be_is_told_before_anything_is_written(
+def test_refuses_impossible_settings_before_writing_files(
     sim: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     made = config(tmp_path, sim=sim)
@@ -122,7 +122,7 @@ def test_what_cannot_be_is_told_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_simulation_leaves_the_files_of_one_that_is_under_way(tmp_path: Path) -> None:
+def test_a_simulation_keeps_the_files_of_a_running_one(tmp_path: Path) -> None:
     made = config(tmp_path)
     with directory_of(made) as run:
         with pytest.raises(ConfigError, match="is in use"):
@@ -139,7 +139,7 @@ def test_colocated_is_for_sync_and_counts_its_gpus_once() -> None:
         config(Path("unused"), mode="bounded", sim={"colocated": True})
 
 
-def test_a_controller_that_takes_time_serves_one_event_after_another() -> None:
+def test_a_controller_with_latency_handles_events_sequentially() -> None:
     free = simulate(config(Path("unused")))
     slow = simulate(config(Path("unused"), sim={"controller_s": 0.5}))
     assert slow.summary.steps == free.summary.steps
@@ -149,14 +149,14 @@ def test_a_controller_that_takes_time_serves_one_event_after_another() -> None:
     ).summary.wall_s == pytest.approx(free.summary.wall_s, rel=0.2)
 
 
-def test_a_trajectory_that_no_engine_can_hold_is_refused(tmp_path: Path) -> None:
+def test_refuses_trajectories_that_fit_no_engine(tmp_path: Path) -> None:
     made = config(tmp_path)
     task = made.tasks[0].model_copy(update={"max_tokens": 1 << 22})
     with pytest.raises(ConfigError, match=r"tasks\.max_tokens must fit the KV cache"):
         costs_of(made.model_copy(update={"tasks": (task,)}))
 
 
-def test_prompts_without_room_end_the_run_with_the_reason(tmp_path: Path) -> None:
+def test_prompts_that_do_not_fit_end_the_run_with_the_reason(tmp_path: Path) -> None:
     line = (
         '{"prompt_tokens": 1000000, "init_s": 1, "turns": [[5, 5, 1]], "reward_s": 1, "reward": 1}'
     )
@@ -168,7 +168,7 @@ def test_prompts_without_room_end_the_run_with_the_reason(tmp_path: Path) -> Non
     assert outcome.summary.account.balanced
 
 
-def test_dynamic_sampling_ends_where_nothing_is_left_to_learn_from(tmp_path: Path) -> None:
+def test_dynamic_sampling_ends_without_informative_groups(tmp_path: Path) -> None:
     line = '{"prompt_tokens": 10, "init_s": 1, "turns": [[5, 5, 1]], "reward_s": 1, "reward": 1}'
     (tmp_path / "same.jsonl").write_text(line + "\n")
     same = {"workloads": {"webshop": str(tmp_path / "same.jsonl")}}

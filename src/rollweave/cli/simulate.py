@@ -77,7 +77,7 @@ def simulate(
     with directory_of(config) as run:
         with display(err, name=run.path.name, steps=config.run.steps) as progress:
             outcome = run_simulation(
-                config, run=run, tell=progress.line, costs=costs, work=workloads
+                config, run=run, on_metrics=progress.line, costs=costs, work=workloads
             )
         page = write_report(run)
     show(outcome, kv=_kv_text(config, costs))

@@ -1,14 +1,13 @@
-"""Who holds a slot and KV of a simulated engine, who decodes and whose prompt is
-computed: `engine/planner/batching` in counts.
+"""Slots, KV blocks and prompt computation of a simulated engine, in counts.
 
 The rules are those of `engine/planner/batching`, restated for turns whose tokens are
-only counted. What differs is the growth: a decoding turn is not touched as it gains
+only counted. The difference is growth: a decoding turn is not touched as it gains
 tokens. `clock` counts the engine's steps, a turn's length is its `base` plus the clock,
-a heap says whose last token comes first, and `_growing` how many turns need another
-block at which clock (modulo the block size).
+a heap orders turns by their last token, and `_growing` counts the turns that need
+another block at each clock (modulo the block size).
 
 Invariant (`check`): between `settle` and the step's end, every running turn has the
-blocks for its whole length; outside of that, a decoding one has them for all but its
+blocks for its full length; at other times, a decoding turn has them for all but its
 last token.
 """
 
@@ -23,8 +22,8 @@ from rollweave.sim.kv import Item, KvCounts, Segment, Turn
 class Batch:
     """The live turns of one engine.
 
-    `settle` before a step, `advance` by what was computed; turns come and go in
-    between.
+    Call `settle` before a step and `advance` with what was computed; turns are added
+    and removed in between.
     """
 
     def __init__(self, kv: KvCounts, *, slots: int) -> None:
@@ -35,31 +34,33 @@ class Batch:
         self.preemptions = 0
         self.clock = 0
         self.at = 0.0
-        """The time of what is done to turns now."""
+        """Time of the current change to the turns."""
         self.decoding = 0
         self.context = 0
-        """Tokens of all decoding turns, those that are computed next among them."""
-        self.learning = False
-        """Somebody waits whose group's prompt is being computed: every step may change
-        who runs.
+        """Tokens of all decoding turns, including those computed next."""
+        self.prompt_pending = False
+        """Whether a turn waits while its group's prompt is computed.
+
+        Every step may then change the running turns.
         """
         self._slots, self._size = slots, kv.block_tokens
-        self._paused: list[Item] = []  # waiting, with blocks
+        self._paused: list[Item] = []  # waiting turns that have blocks
         self._ends: list[tuple[int, float, int, Turn]] = []
         self._growing = [0] * kv.block_tokens
         self._grown = False
-        # decode the last token of the prompt that they compute for their group
+        # Turns that decode the last token of the prompt they compute for their group.
         self._tails: list[Turn] = []
 
     def could_run(self, turn: Turn) -> bool:
-        """Whether a turn that has just come may get a slot in the next step."""
+        """Return whether a newly arrived turn may get a slot in the next step."""
         return len(self.running) < self._slots or self.running[-1][2].rank < turn.rank
 
     # Steps.
 
     def settle(self, chunk: list[tuple[Turn, int]]) -> None:
-        """Settle slots and blocks for the next step; `chunk` is what the last one
-        computed of prompts.
+        """Assign slots and blocks for the next step.
+
+        `chunk` is the part of each prompt that the last step computed.
         """
         need = self._growing[self.clock % self._size]
         if need <= self.kv.free:
@@ -68,17 +69,19 @@ class Batch:
         else:
             self._grow_in_order()
         self._grown = True
-        self.learning = False
+        self.prompt_pending = False
         if self.waiting:
             self._admit()
-        for turn, _ in chunk:  # a last token of a prompt is computed like a decoded one
+        for turn, _ in chunk:  # a prompt's last token is decoded
             if turn.running and not turn.decoding and turn.length - turn.computed == 1:
-                _take_out(self.prefilling, turn)
+                _remove(self.prefilling, turn)
                 self._join(turn)
 
     def steps(self, most: int | None) -> int:
-        """For how many steps, `most` if given, the same turns can go on: until one of
-        them ends, or lacks a block.
+        """Return the number of steps, at most `most` if given, that keep the same
+        turns.
+
+        A turn that ends or lacks a block bounds it.
         """
         if self._tails:
             return 1
@@ -89,7 +92,9 @@ class Batch:
         return self._affordable(most)
 
     def _affordable(self, steps: int) -> int:
-        """How many of `steps` steps from now can be computed before a block is lacking."""
+        """Return how many of the next `steps` steps can be computed before a block is
+        lacking.
+        """
         free, size = self.kv.free, self._size
         if self.decoding * ((steps - 1) // size + 1) <= free:
             return steps
@@ -104,9 +109,9 @@ class Batch:
         return min(grown + 1, steps)
 
     def advance(self, steps: int, *, more: bool) -> None:
-        """All decoding turns gain `steps` tokens.
+        """Let all decoding turns gain `steps` tokens.
 
-        With `more` the same step comes next, and gets its blocks.
+        With `more`, the same step comes next and gets its blocks.
         """
         size, growing = self._size, self._growing
         cycles, rest = divmod(steps - (not more), size)
@@ -128,24 +133,25 @@ class Batch:
         self._tails.clear()
 
     def ended(self) -> Iterator[Turn]:
-        """The decoding turns that have just sampled their last token."""
+        """Yield the decoding turns that have just sampled their last token."""
         while self._ends and self._ends[0][0] <= self.clock:
             turn = heappop(self._ends)[3]
             if turn.decoding and turn.due == self.clock:
                 yield turn
 
     def sampled(self, turn: Turn) -> None:
-        """The prompt of `turn` is computed, and its first token sampled: it decodes if
-        that is not the last.
+        """Record that the prompt of `turn` is computed and its first token sampled.
+
+        The turn decodes unless that token is its last.
         """
-        _take_out(self.prefilling, turn)
+        _remove(self.prefilling, turn)
         turn.length += 1
         turn.left -= 1
         if turn.left:
             self._join(turn)
 
     def void(self) -> None:
-        """New weights: nobody has KV any more, and everybody waits again, in order."""
+        """Discard all KV for new weights and requeue every turn, in order."""
         for _, _, turn in [*self.running]:
             self._stop(turn)
             self.wait(turn)
@@ -159,25 +165,25 @@ class Batch:
     # Turns come and go.
 
     def wait(self, turn: Turn) -> None:
-        """`turn` waits for a slot from now on."""
+        """Queue `turn` for a slot from now on."""
         turn.queued_at = self.at
         insort(self.waiting, turn.item)
 
     def rerank(self, turn: Turn, rank: float) -> None:
-        """`turn`, which is live, has another rank from the next step on."""
+        """Give `turn`, which is live, another rank from the next step on."""
         queues = [
             queue
             for queue in (self.waiting, self.running, self.prefilling, self._paused)
             if _holds(queue, turn)
         ]
         for queue in queues:
-            _take_out(queue, turn)
+            _remove(queue, turn)
         turn.rank, turn.item = rank, (-rank, turn.item[1], turn)
         for queue in queues:
             insort(queue, turn.item)
 
     def _join(self, turn: Turn) -> None:
-        """`turn` decodes from the next step on."""
+        """Let `turn` decode from the next step on."""
         turn.decoding = True
         turn.base = turn.length - self.clock
         turn.due = self.clock + turn.left
@@ -187,19 +193,19 @@ class Batch:
         if turn.segment is not None and turn.segment.owner is turn:
             self._tails.append(turn)
         heappush(self._ends, (turn.due, turn.item[0], turn.item[1], turn))
-        if len(self._ends) > 64 + 2 * self.decoding:  # of turns that were stopped since
+        if len(self._ends) > 64 + 2 * self.decoding:  # entries of stopped turns
             self._ends = [end for end in self._ends if end[3].decoding and end[3].due == end[0]]
             heapify(self._ends)
 
     def _own(self, turn: Turn) -> int:
-        """Blocks that `turn` has for itself."""
+        """Return the number of blocks that belong to `turn` alone."""
         if turn.decoding:
             return self.kv.blocks_for(turn.base + self.clock - (not self._grown)) - turn.shared
         return turn.own
 
     def _stop(self, turn: Turn) -> None:
-        """`turn` gives up its slot and keeps its blocks."""
-        _take_out(self.running, turn)
+        """Take the slot of `turn`, which keeps its blocks."""
+        _remove(self.running, turn)
         turn.running = False
         if turn.decoding:
             turn.own = self._own(turn)
@@ -212,16 +218,16 @@ class Batch:
             self.context -= turn.length
             self._growing[(1 - turn.base) % self._size] -= 1
         elif turn.left:
-            _take_out(self.prefilling, turn)
+            _remove(self.prefilling, turn)
 
     def drop(self, turn: Turn) -> None:
-        """Forget `turn`, which keeps nothing but its prefix."""
+        """Forget `turn`, of which only the prefix is kept."""
         if turn.running:
             self._stop(turn)
         else:
-            _take_out(self.waiting, turn)
+            _remove(self.waiting, turn)
             if turn.own or turn.shared:
-                _take_out(self._paused, turn)
+                _remove(self._paused, turn)
         self.kv.release(turn)
 
     def _preempt(self, turn: Turn) -> None:
@@ -231,17 +237,18 @@ class Batch:
         self.preemptions += 1
 
     def _evict(self, turn: Turn) -> None:
-        """`turn` gives up its blocks, and its slot if it has one."""
+        """Take the blocks of `turn`, and its slot if it has one."""
         if turn.running:
             self._preempt(turn)
-        _take_out(self._paused, turn)
+        _remove(self._paused, turn)
         self.kv.release(turn)
 
     # Slots and blocks.
 
     def _grow_in_order(self) -> None:
-        """Give the decoding turns that need one a block, in order, from those after
-        them where none is free.
+        """Give a block to each decoding turn that needs one, in order.
+
+        Where none is free, it comes from the turns behind.
         """
         size, clock = self._size, self.clock
         for turn in [
@@ -249,7 +256,7 @@ class Batch:
             for _, _, turn in self.running
             if turn.decoding and (turn.base + clock - 1) % size == 0
         ]:
-            if not turn.running:  # an earlier one has just claimed its blocks
+            if not turn.running:  # an earlier turn has just claimed its blocks
                 continue
             if self._make_room(
                 1, merge(_after(turn, self._paused), _after(turn, self.running), reverse=True)
@@ -270,18 +277,18 @@ class Batch:
             hit = 0
             if self.kv.caching and not (turn.own or turn.shared):
                 hit, coming = self.kv.match(turn)
-                self.learning |= coming > 0
+                self.prompt_pending |= coming > 0
                 if coming and 2 * coming >= (turn.length - 1) // self._size - hit:
-                    continue  # at least half of the missing blocks will be shared: worth a wait
-            if not self._take(turn, hit, victim):
+                    continue  # at least half of the missing blocks will be shared
+            if not self._place(turn, hit, victim):
                 break
             if turn.cached < 0:
                 turn.cached = turn.computed
 
-    def _take(self, turn: Turn, hit: int, victim: Turn | None) -> bool:
+    def _place(self, turn: Turn, hit: int, victim: Turn | None) -> bool:
         """Give `turn` blocks and a slot (that of `victim`, if any).
 
-        False, and nothing has changed, where KV is short.
+        Returns False and changes nothing where KV is short.
         """
         running, kv = self.running, self.kv
         if turn.own or turn.shared:
@@ -293,8 +300,8 @@ class Batch:
         need = kv.blocks_for(turn.length) - turn.own - turn.shared
         spare = len(running) - (victim is not None)
         if kv.free < need + spare:
-            # Whoever may claim the blocks of lower ranks needs no spare: what it lacks
-            # later, it claims again.
+            # A turn that may claim the blocks of lower ranks needs no spare: it claims
+            # again what it lacks later.
             claims = not running or running[-1][2].rank < turn.rank
             lower = takewhile(lambda item: item[2].rank < turn.rank, reversed(running))
             victims = merge(_after(turn, self._paused), lower, reverse=True)
@@ -304,9 +311,9 @@ class Batch:
                 return False
         if victim is not None and victim.running:
             self._preempt(victim)
-        _take_out(self.waiting, turn)
+        _remove(self.waiting, turn)
         if paused:
-            _take_out(self._paused, turn)
+            _remove(self._paused, turn)
         kv.extend(turn, hit=hit if not paused else -1)
         turn.running = True
         turn.queue_s += self.at - turn.queued_at
@@ -320,7 +327,7 @@ class Batch:
     def _make_room(self, need: int, victims: Iterator[Item]) -> bool:
         """Evict `victims` until `need` blocks are free.
 
-        False, with nothing changed, if they do not suffice.
+        Returns False and changes nothing if they do not suffice.
         """
         free = self.kv.free
         if free >= need:
@@ -345,9 +352,9 @@ class Batch:
         return True
 
     def check(self, turns: list[Turn]) -> None:
-        """Assert the invariants of this module, given all turns that are live.
+        """Assert the invariants of this module, given all live turns.
 
-        For tests.
+        Only tests call this.
         """
         for turn in turns:
             turn.own = self._own(turn)
@@ -373,8 +380,8 @@ class Batch:
         assert sum(self._growing) == self.decoding, "growth is miscounted"
 
 
-def _take_out(queue: list[Item], turn: Turn) -> None:
-    """Remove `turn`, which is there, from a sorted queue."""
+def _remove(queue: list[Item], turn: Turn) -> None:
+    """Remove `turn`, which is present, from a sorted queue."""
     del queue[bisect_left(queue, turn.item)]
 
 
@@ -384,5 +391,5 @@ def _holds(queue: list[Item], turn: Turn) -> bool:
 
 
 def _after(turn: Turn, queue: list[Item]) -> Iterator[Item]:
-    """Who comes after `turn` in a sorted queue, the last first."""
+    """Return the items after `turn` in a sorted queue, the last first."""
     return takewhile(lambda item: item > turn.item, reversed(queue))

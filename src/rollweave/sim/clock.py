@@ -1,6 +1,6 @@
-"""The virtual clock: what happens later, in order of time and then of asking.
+"""The virtual clock: scheduled actions, ordered by time and then by insertion.
 
-Nothing here knows what time it really is.
+No wall clock is read here.
 """
 
 import heapq
@@ -19,7 +19,7 @@ class Clock:
         self._asked = 0
 
     def at(self, when: float, action: Action) -> int:
-        """Run `action` at `when` (now, where that is past).
+        """Schedule `action` at `when`, or now if that is past.
 
         Returns a ticket for `cancel`.
         """
@@ -32,11 +32,11 @@ class Clock:
         return self.at(self.now + seconds, action)
 
     def cancel(self, ticket: int) -> None:
-        """Forget an action. One that has run, or is forgotten already, is ignored."""
+        """Cancel an action. One that has run or is already cancelled is ignored."""
         self._actions.pop(ticket, None)
 
     def step(self) -> bool:
-        """Move to the next action and run it. False where nothing is left to happen."""
+        """Move to the next action and run it. Returns False where none is scheduled."""
         while self._heap:
             when, ticket = heapq.heappop(self._heap)
             action = self._actions.pop(ticket, None)

@@ -1,13 +1,14 @@
-"""What things cost in seconds: engine steps (`EngineCost`; from measurements:
-`sim/profile`) and training (`TrainerCost`).
+"""Costs in seconds: engine steps (`EngineCost`; from measurements: `sim/profile`) and
+training (`TrainerCost`).
 
-A step of an engine is a roofline: the longer of computing and reading memory, then the
+An engine step is a roofline: the longer of computation and memory reads, then the
 tensor-parallel all-reduces and a fixed overhead. While a batch only decodes, both sides
 grow linearly with the step's number, so that many steps have a closed form.
 
-What software reaches of the published hardware is stated below, once, for every
-experiment; none is fitted to a paper's result. InferSim is alibaba's simulator of LLM
-inference, whose constants its README compares with SGLang's measured throughput.
+The share of the published hardware that software reaches is stated below, once, for
+every experiment; no share is fitted to a paper's result. InferSim is Alibaba's
+simulator of LLM inference, whose constants its README compares with SGLang's measured
+throughput.
 """
 
 import math
@@ -19,33 +20,35 @@ from rollweave.sim.hardware import GPUS_PER_MACHINE, Gpu, Link, link
 from rollweave.sim.models import BF16, ModelShape
 
 ENGINE_COMPUTE = 0.85
-"""Of a GPU's reachable matmul speed, the share an engine's prefill keeps: SGLang with
+"""Share of a GPU's reachable matmul speed that an engine's prefill keeps: SGLang with
 Qwen3-30B-A3B on H20 computes 16,594 tokens/s (InferSim README), 79 % of the peak if
 prompts have the README's 4,096 tokens, where H20's matmuls reach 93 %.
 """
 
 HBM_EFFICIENCY = 0.8
-"""Of the published memory bandwidth: InferSim (`hardware/gpu.py`) for H20 and H800."""
+"""Share of the published memory bandwidth that is reached: InferSim (`hardware/gpu.py`)
+for H20 and H800.
+"""
 
 LINK_EFFICIENCY = 0.8
-"""Of a published link's bandwidth, NVLink and RDMA alike: InferSim (`hardware/gpu.py`);
-taken for all links.
+"""Share of a published link's bandwidth that is reached, NVLink and RDMA alike:
+InferSim (`hardware/gpu.py`); taken for all links.
 """
 
 MEMORY_FRACTION = 0.9
-"""Of a GPU's memory that an engine may use: the default `gpu_memory_utilization` of
-vLLM 0.9, Laminar's engine.
+"""Share of a GPU's memory that an engine may use: the default `gpu_memory_utilization`
+of vLLM 0.9, Laminar's engine.
 """
 
 ACTIVATION_BYTES = 2e9
-"""Of each GPU, kept for activations, workspaces and captured graphs: assumption."""
+"""Bytes of each GPU for activations, workspaces and captured graphs. Assumption."""
 
 STEP_OVERHEAD_S = 1e-3
-"""Scheduling, sampling and launching of one engine step: assumption."""
+"""Seconds of scheduling, sampling and launching one engine step. Assumption."""
 
 ALLREDUCE_LATENCY_S = 1e-5
-"""Of one all-reduce within a machine, however small: calculon's A100 system file
-(`networks[0].latency`).
+"""Seconds of one all-reduce within a machine, however small: calculon's A100 system
+file (`networks[0].latency`).
 """
 
 QUERY_TILE = 128
@@ -54,39 +57,43 @@ for head dimension 128.
 """
 
 TRAIN_MFU = 0.4
-"""Of the peak, in training, with all parallelism inside: Llama 3 reports 38-43 % on
-H100 (The Llama 3 Herd, Table 4).
+"""Share of the peak that training reaches, all parallelism included: Llama 3 reports
+38-43 % on H100 (The Llama 3 Herd, Table 4).
 """
 
 FABRIC = link("rdma")
-"""Between the trainer's machines, whatever way weights leave: InfiniBand in RollArt
-§7.1, ROSE §6 and Laminar §8.
+"""Link between the trainer's machines, independent of the weights' link: InfiniBand in
+RollArt §7.1, ROSE §6 and Laminar §8.
 """
 
 STATE_BYTES = 16
-"""Of training state per parameter: bf16 weight and gradient, float32 weight and two
-moments (ZeRO §3.1).
+"""Bytes of training state per parameter: bf16 weight and gradient, float32 weight and
+two moments (ZeRO §3.1).
 """
 
 OPTIMIZER_BYTES = 30
-"""Moved per parameter by Adam: float32 gradient, weight, two moments read; the last
-three and a bf16 weight written.
+"""Bytes that Adam moves per parameter: it reads the float32 gradient, weight and two
+moments, and writes the last three and a bf16 weight.
 """
 
 CHECKPOINT_BYTES = 14
-"""Saved per parameter: bf16 weight, float32 weight and two moments."""
+"""Bytes saved per parameter: bf16 weight, float32 weight and two moments."""
 
 CHECKPOINT_BYTES_PER_S = 4e9
-"""Written by each machine, to one NVMe drive, or read by it: assumption."""
+"""Bytes per second that each machine writes to, or reads from, one NVMe drive.
+Assumption.
+"""
 
 SAVED_WEIGHT_BYTES = 4
-"""Read per parameter by an engine that loads weights from a checkpoint: float32, as
+"""Bytes per parameter that an engine reads from a checkpoint: float32, as
 `train/checkpoint.py` writes them.
 """
 
 
 class EngineCosts(Protocol):
-    """What a simulated engine asks. `kv_tokens`: how many tokens' KV it holds."""
+    """The costs that a simulated engine needs. `kv_tokens` is the capacity of its KV
+    cache.
+    """
 
     @property
     def kv_tokens(self) -> int: ...
@@ -94,7 +101,7 @@ class EngineCosts(Protocol):
     def step_s(
         self, *, prefill_tokens: int, prefill_context: int, decode: int, decode_context: int
     ) -> float:
-        """Seconds of one step.
+        """Return the seconds of one step.
 
         `prefill_tokens` prompt tokens are computed, whose attention spans sum to
         `prefill_context`; `decode` sequences compute one token each, whose contexts sum
@@ -102,11 +109,14 @@ class EngineCosts(Protocol):
         """
 
     def move_s(self, tokens: int) -> float:
-        """Seconds in which the KV of `tokens` tokens reaches another such engine."""
+        """Return the seconds in which the KV of `tokens` tokens reaches another such
+        engine.
+        """
 
     def decode_s(self, *, decode: int, decode_context: int, steps: int) -> float:
-        """Seconds of `steps` steps that only decode, the summed context growing by
-        `decode` a step: the sum of `step_s`.
+        """Return the seconds of `steps` steps that only decode.
+
+        The summed context grows by `decode` a step: this is the sum of `step_s`.
         """
 
 
@@ -134,8 +144,8 @@ class EngineCost:
             raise ConfigError(_misfit(gpu, model, tp))
         compute = tp * gpu.bf16_flops * gpu.matmul_efficiency * ENGINE_COMPUTE
         memory = tp * gpu.hbm_bytes_per_s * HBM_EFFICIENCY
-        # Seconds per unit of work, the whole engine at it; the head is computed where a
-        # token is sampled, read in every step.
+        # Seconds per unit of work of the entire engine. The head is computed where a
+        # token is sampled and read in every step.
         self._prefill_token = 2 * model.layer_parameters / compute
         self._decode_token = 2 * (model.layer_parameters + model.head_parameters) / compute
         self._pair = model.attention_flops / compute
@@ -143,11 +153,11 @@ class EngineCost:
         self._experts = BF16 * model.expert_parameters / memory
         self._missed = 1 - model.experts_active / model.experts if model.experts else 0.0
         self._kv = _kv_bytes(model, tp) / memory
-        # Each GPU sends its heads' part over its own NIC, to a machine that may be
-        # another one (Heddle §5.3: GPUDirect RDMA).
+        # Each GPU sends the part of its heads over its own NIC, possibly to another
+        # machine (Heddle §5.3: GPUDirect RDMA).
         self._move_token = model.kv_bytes_per_token / _bytes_per_s(FABRIC, tp)
-        # A ring all-reduce sends 2 (tp - 1) / tp of the activations from each GPU, one
-        # direction of NVLink; two a layer.
+        # A ring all-reduce sends 2 (tp - 1) / tp of the activations from each GPU, in
+        # one direction of NVLink; each layer has two.
         reduces = 2 * model.layers if tp > 1 else 0
         sent = 2 * (tp - 1) / tp * model.hidden * BF16
         self._reduce_token = reduces * sent / (gpu.nvlink_bytes_per_s / 2 * LINK_EFFICIENCY)
@@ -158,7 +168,7 @@ class EngineCost:
     ) -> float:
         """See `EngineCosts`.
 
-        The KV that prefill reads is counted as if its tokens were one sequence's.
+        The KV that prefill reads is counted as if its tokens belonged to one sequence.
         """
         tokens = prefill_tokens + decode
         computing = (
@@ -189,28 +199,32 @@ class EngineCost:
         return FABRIC.latency_s + tokens * self._move_token
 
     def _weights(self, tokens: int) -> float:
-        """Seconds to read the weights that `tokens` use: of a layer's experts those
-        expected if each token draws evenly.
+        """Return the seconds to read the weights that `tokens` use.
 
-        Training balances the experts' load, which is why an even draw is taken.
+        Of a layer's experts, those are read that an even draw by each token is expected
+        to hit; training balances the experts' load, so an even draw is assumed.
         """
         return self._dense + self._experts * (1 - self._missed**tokens)
 
 
 def _splits(model: ModelShape, tp: int) -> bool:
-    """Whether heads can be shared out: more GPUs than key-value heads hold copies of
-    them (as in vLLM).
+    """Return whether attention heads divide among the GPUs.
+
+    More GPUs than key-value heads store copies of them (as in vLLM).
     """
     return model.heads % tp == 0 and (model.kv_heads % tp == 0 or tp % model.kv_heads == 0)
 
 
 def _kv_bytes(model: ModelShape, tp: int) -> int:
-    """Of one token on all GPUs of an engine, copies included."""
+    """Return the KV bytes of one token on all GPUs of an engine, copies included."""
     return model.kv_bytes_per_token * max(1, tp // model.kv_heads)
 
 
 def _kv_tokens(gpu: Gpu, model: ModelShape, tp: int) -> int:
-    """Tokens whose KV fits beside the weights; negative where not even those fit."""
+    """Return the tokens whose KV fits beside the weights.
+
+    A negative result means that the weights do not fit.
+    """
     free = gpu.hbm_bytes * MEMORY_FRACTION - model.weight_bytes / tp - ACTIVATION_BYTES
     return math.floor(free * tp / _kv_bytes(model, tp))
 
@@ -232,8 +246,9 @@ def _misfit(gpu: Gpu, model: ModelShape, tp: int) -> str:
 
 
 def _sum_of_max(one: tuple[float, float], other: tuple[float, float], steps: int) -> float:
-    """The sum over i < `steps` of the larger of two lines (value at 0, slope) at i;
-    they cross at most once.
+    """Return the sum over i < `steps` of the larger of two lines at i.
+
+    A line is its value at 0 and its slope; two lines cross at most once.
     """
     first, then = (one, other) if one >= other else (other, one)
     lead = steps
@@ -244,50 +259,50 @@ def _sum_of_max(one: tuple[float, float], other: tuple[float, float], steps: int
 
 
 def sum_of_line(line: tuple[float, float], start: int, end: int) -> float:
-    """The sum of a line at i in start .. end - 1."""
+    """Return the sum of a line at i in start .. end - 1."""
     return (end - start) * (line[0] + line[1] * (start + end - 1) / 2)
 
 
 class TrainerCosts(Protocol):
-    """What a simulated trainer, and the engines that take its weights, ask."""
+    """The costs that a simulated trainer, and the engines that fetch its weights, need."""
 
     def step_s(self, *, tokens: int, context: int) -> float:
-        """Seconds of one optimizer step on `tokens` tokens whose attention spans sum to
-        `context`.
+        """Return the seconds of one optimizer step on `tokens` tokens whose attention
+        spans sum to `context`.
         """
 
     def publish_s(self) -> float:
-        """Seconds until new weights can be taken."""
+        """Return the seconds until new weights can be fetched."""
 
     def load_s(self, *, engines: int, tp: int) -> float:
-        """Seconds in which an engine of `tp` GPUs takes them while `engines` do, itself
-        included.
+        """Return the seconds in which an engine of `tp` GPUs fetches them while
+        `engines` do, itself included.
         """
 
     def hop_s(self, *, share: float) -> float:
-        """Seconds in which a relay gets `share` of the bytes of new weights from one on
-        another machine.
+        """Return the seconds in which a relay receives `share` of the bytes of new
+        weights from another machine's relay.
         """
 
     def lag_s(self) -> float:
-        """Seconds that a relay is at least behind the one that it takes from: a chunk."""
+        """Return the minimum seconds by which a relay trails its source: one chunk."""
 
     def beside_s(self, *, engines: int, tp: int) -> float:
-        """Seconds in which an engine of `tp` GPUs takes them from its machine's relay,
-        while `engines` there do.
+        """Return the seconds in which an engine of `tp` GPUs fetches them from its
+        machine's relay, while `engines` there do.
         """
 
     def copy_s(self) -> float:
-        """Seconds to copy a checkpoint into the host's memory, for which training
-        waits.
+        """Return the seconds to copy a checkpoint into the host's memory, for which
+        training waits.
         """
 
     def checkpoint_s(self) -> float:
-        """Seconds to write the copy, for which training does not wait."""
+        """Return the seconds to write the copy, for which training does not wait."""
 
     def saved_s(self, *, engines: int) -> float:
-        """Seconds in which an engine loads weights from a checkpoint while `engines`
-        do, itself included.
+        """Return the seconds in which an engine loads weights from a checkpoint while
+        `engines` do, itself included.
         """
 
 
@@ -309,11 +324,11 @@ class TrainerCost:
         self._gpu, self._model, self._gpus, self._link = gpu, model, gpus, link
 
     def step_s(self, *, tokens: int, context: int) -> float:
-        """One optimizer step on `tokens` tokens whose attention spans sum to `context`,
-        gradients reduced and weights updated.
+        """Model one optimizer step with gradient reduction and weight update.
 
-        Forward and backward are three times the forward's FLOPs. Model-parallel
-        communication is inside TRAIN_MFU.
+        It has `tokens` tokens whose attention spans sum to `context`. Forward and
+        backward are three times the forward's FLOPs. Model-parallel communication is
+        inside TRAIN_MFU.
         """
         model = self._model
         flops = (
@@ -329,8 +344,10 @@ class TrainerCost:
         return computing + self._reduce_s() + update
 
     def publish_s(self, *, over: Link | None = None) -> float:
-        """Handing the weights, each GPU a shard, to one machine that passes them on
-        (Laminar §4.2); by the link, or `over`.
+        """Model each GPU sending its shard to one machine that forwards the weights
+        (Laminar §4.2).
+
+        They travel by the link, or by `over`.
         """
         way = over or self._link
         return way.latency_s + self._model.weight_bytes / _bytes_per_s(
@@ -338,11 +355,11 @@ class TrainerCost:
         )
 
     def load_s(self, *, engines: int, tp: int, over: Link | None = None) -> float:
-        """An engine of `tp` GPUs pulls the weights while `engines` do, itself included,
-        from one machine that holds them.
+        """Model an engine of `tp` GPUs pulling the weights from one machine while
+        `engines` do, itself included.
 
-        The slower of what the engine's GPUs receive and what that machine sends. An
-        engine beside a relay pulls `over` PCIe.
+        The time is the slower of what the engine's GPUs receive and what that machine
+        sends. An engine beside a relay pulls `over` PCIe.
         """
         way = over or self._link
         receiving = self._model.weight_bytes / _bytes_per_s(way, tp)
@@ -350,37 +367,40 @@ class TrainerCost:
         return way.latency_s + max(receiving, sending)
 
     def hop_s(self, *, share: float) -> float:
-        """By the fabric between machines, whatever way weights leave the trainer."""
+        """Use the fabric between machines, whichever link the weights leave the trainer
+        by.
+        """
         return FABRIC.latency_s + share * self._model.weight_bytes / _bytes_per_s(
             FABRIC, GPUS_PER_MACHINE
         )
 
     def lag_s(self) -> float:
-        """A chunk of Laminar's (§7)."""
+        """Use a chunk of Laminar's (§7)."""
         return FABRIC.latency_s + CHUNK_BYTES / _bytes_per_s(FABRIC, GPUS_PER_MACHINE)
 
     def beside_s(self, *, engines: int, tp: int) -> float:
-        """Over PCIe, from the memory of the host."""
+        """Use PCIe, from the memory of the host."""
         return self.load_s(engines=engines, tp=tp, over=link("pcie"))
 
     def copy_s(self) -> float:
-        """Model the copy over PCIe, by each GPU of its share."""
+        """Model each GPU copying its share over PCIe."""
         machines, way = math.ceil(self._gpus / GPUS_PER_MACHINE), link("pcie")
         per_machine = CHECKPOINT_BYTES * self._model.parameters / machines
         return way.latency_s + per_machine / _bytes_per_s(way, min(self._gpus, GPUS_PER_MACHINE))
 
     def checkpoint_s(self) -> float:
-        """Writing weights and optimizer state, each machine its share."""
+        """Model each machine writing its share of weights and optimizer state."""
         machines = math.ceil(self._gpus / GPUS_PER_MACHINE)
         return CHECKPOINT_BYTES * self._model.parameters / (machines * CHECKPOINT_BYTES_PER_S)
 
     def saved_s(self, *, engines: int) -> float:
-        """As if one drive had it all."""
+        """Assume that one drive has the entire checkpoint."""
         return engines * SAVED_WEIGHT_BYTES * self._model.parameters / CHECKPOINT_BYTES_PER_S
 
     def _reduce_s(self) -> float:
-        """A ring all-reduce of bf16 gradients between machines, each of which holds the
-        model once, a share on each GPU.
+        """Model a ring all-reduce of bf16 gradients between machines.
+
+        Each machine has the model once, with a share on each GPU.
         """
         machines = math.ceil(self._gpus / GPUS_PER_MACHINE)
         sent = 2 * (machines - 1) / machines * self._model.weight_bytes
@@ -388,5 +408,7 @@ class TrainerCost:
 
 
 def _bytes_per_s(link: Link, gpus: int) -> float:
-    """What `gpus` GPUs of one machine send or receive together over `link`."""
+    """Return the bytes per second that `gpus` GPUs of one machine send or receive
+    together over `link`.
+    """
     return (gpus if link.per_gpu else 1) * link.bytes_per_s * LINK_EFFICIENCY

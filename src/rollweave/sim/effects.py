@@ -73,7 +73,7 @@ class Effects:
             c.ResumeEngine: fleet.resume,
             c.RestartEngine: fleet.restart,
             c.RemoveEngine: fleet.remove,
-            c.FetchWeights: relays.take,
+            c.FetchWeights: relays.fetch,
             c.RestartRelay: relays.restart,
             c.RemoveRelay: relays.remove,
             c.TrainStep: trainer.train,

@@ -1,17 +1,17 @@
-"""A simulated engine that advances in macro-steps, so that its cost grows with what
-happens and not with tokens.
+"""A simulated engine that advances in macro-steps: its cost grows with events, not
+tokens.
 
 It follows the rules of `engine/planner/batching`: slots and KV by rank and arrival,
-chunked prefill beside all decodes, whole victims, prefixes kept for a later turn.
-Between two events the composition of a step is fixed, so a *run* of steps is planned at
-once: every decoding turn gains a token a step, a heap of finishing steps says which run
-ends first, and the cost model gives its seconds in closed form. A run ends where a turn
-finishes, a prompt is computed or its chunk changes, or KV runs out; whatever arrives in
-the middle of a step waits for the end of that step, as it does in a real engine.
+chunked prefill beside all decodes, eviction of entire turns, prefixes kept for a later
+turn. Between two events the composition of a step is fixed, so a *run* of steps is
+planned at once: every decoding turn gains a token a step, a heap of last steps gives
+the end of the run, and the cost model gives its seconds in closed form. A run ends
+where a turn finishes, a prompt is computed or its chunk changes, or KV runs out; a call
+in the middle of a step takes effect at the end of that step, as in a real engine.
 
-Invariants: `_at` is a step's end, and all state is as of then; of the run under way,
-`_left` steps remain, the last ends at `_end`. The engine has no time of its own: `now`
-never goes back, and what was due before is done before.
+Invariants: `_at` is a step's end, and all state is as of then; of the current run,
+`_left` steps remain, and the last ends at `_end`. The engine has no clock: `now` never
+decreases, and whatever was due earlier is done first.
 """
 
 import math
@@ -25,10 +25,10 @@ from rollweave.sim.kv import KvCounts, Request, Turn
 
 
 class Done(Struct, frozen=True, kw_only=True):
-    """A turn ended at `at`; the prefix cache gave `cached_tokens` of its context.
-    `version_id`: the weights loaded then.
+    """A turn that ended at `at`; the prefix cache gave `cached_tokens` of its context.
 
-    For `queue_s` seconds of its time on the engine it had no slot.
+    `version_id` is the version loaded then. For `queue_s` seconds of its time on the
+    engine it had no slot.
     """
 
     key: str
@@ -40,11 +40,11 @@ class Done(Struct, frozen=True, kw_only=True):
 
 
 class SimEngine:
-    """One engine, whose loaded weights are `weights_id` (-1: none yet). Times are
-    virtual seconds, in order of the calls.
+    """One engine, whose loaded weights are `weights_id` (-1: none yet).
 
-    `next_at` says when to call `advance`. Figures are as of the last step that had
-    ended at the last `advance`.
+    Times are virtual seconds, in order of the calls. `next_at` gives the time of the
+    next `advance`. Figures are as of the last step that had ended at the last
+    `advance`.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class SimEngine:
         prefix_cache: bool,
         kv_tokens: int | None = None,
     ) -> None:
-        """`kv_tokens` is the size of its KV cache in tokens; if unset, as many as the
-        cost model allows.
+        """`kv_tokens` is the size of the KV cache in tokens; if unset, the cost model's
+        limit.
         """
         if min(slots, chunk_tokens, block_tokens) < 1:
             raise ValueError(
@@ -77,13 +77,13 @@ class SimEngine:
         self._batch = Batch(kv, slots=slots)
         self._live: dict[str, Turn] = {}
         self._arrivals = 0
-        # The run under way.
+        # The current run of steps.
         self._at = 0.0
         self._left = 0
         self._end = 0.0
-        self._bounds: list[float] = []  # the ends of the steps left, where they prefill
+        self._bounds: list[float] = []  # ends of the remaining steps if they prefill
         self._chunk: list[tuple[Turn, int]] = []
-        # For the end of the step under way.
+        # Applied at the end of the current step.
         self._aborted: list[Turn] = []
         self._loading: int | None = None
         self._suspended = False
@@ -91,7 +91,7 @@ class SimEngine:
 
     @property
     def kv_used(self) -> int:
-        """Tokens that the held blocks have room for."""
+        """Return the token capacity of the blocks in use."""
         return self._batch.kv.held * self._batch.kv.block_tokens
 
     @property
@@ -106,13 +106,13 @@ class SimEngine:
     def preemptions(self) -> int:
         return self._batch.preemptions
 
-    # From outside.
+    # Requests and weights.
 
     def add(self, now: float, request: Request) -> None:
         """Queue a request.
 
-        Raises ValueError for a key that is live, bad counts, and what could not run
-        even alone.
+        Raises ValueError for a key that is live, for bad counts, and for a request that
+        could not run even alone.
         """
         self._run_until(now)
         kv = self._batch.kv
@@ -149,10 +149,10 @@ class SimEngine:
             self._cut(now)
 
     def abort(self, now: float, key: str) -> int | None:
-        """Forget a request: no Done will come of it, and its KV is free as the running
-        step ends.
+        """Abort a request: it yields no Done, and its KV is free as the running step
+        ends.
 
-        How many tokens it has sampled then, of those to sample; None where it is not
+        Returns the number of its output tokens sampled by then, or None where it is not
         live.
         """
         self._run_until(now)
@@ -167,11 +167,11 @@ class SimEngine:
             self._batch.drop(turn)
         return sampled
 
-    def told(self, now: float) -> dict[str, int]:
-        """How many tokens of each live request it had told when it last did: each
-        `PROGRESS_S`, and as it was suspended.
+    def reported_tokens(self, now: float) -> dict[str, int]:
+        """Return the tokens of each live request that the engine has reported.
 
-        Counted back from what is sampled now, at the pace of the step under way.
+        It reports every `PROGRESS_S` and when it is suspended; the count is derived from
+        the tokens sampled now, at the pace of the current step.
         """
         self._run_until(now)
         steps, batch, unsaid = self._steps_by(now), self._batch, 0
@@ -185,7 +185,7 @@ class SimEngine:
         }
 
     def rerank(self, now: float, key: str, rank: float) -> None:
-        """From the next step on. Unknown keys are ignored."""
+        """Change a request's rank from the next step on. Unknown keys are ignored."""
         self._run_until(now)
         turn = self._live.get(key)
         if turn is not None:
@@ -193,8 +193,9 @@ class SimEngine:
             self._cut(now)
 
     def export_kv(self, now: float, key: str, shared_key: str) -> int:
-        """Blocks of a trajectory's prefix that another engine can copy: all of a turn
-        that has just been aborted.
+        """Return the blocks of a trajectory's prefix that another engine can copy.
+
+        Of a turn that has just been aborted, these are all blocks.
         """
         self._run_until(now)
         for turn in self._aborted:
@@ -207,21 +208,22 @@ class SimEngine:
     def import_kv(self, now: float, key: str, shared_key: str, blocks: int) -> int:
         """Keep a prefix that another engine has computed under the same weights.
 
-        Returns how many blocks found room.
+        Returns the number of blocks that fit.
         """
         self._run_until(now)
         return self._batch.kv.insert(key, shared_key, blocks)
 
     def suspend(self, now: float) -> float:
-        """Compute nothing after the running step. Returns when that ends."""
+        """Compute nothing after the running step. Returns the time at which that ends."""
         self._run_until(now)
         self._suspended = True
         self._cut(now)
         return self._end if self._left else now
 
     def load(self, now: float, weights_id: int) -> None:
-        """New weights once the running step has ended: all KV is void, and what is in
-        flight is computed again.
+        """Load new weights once the running step has ended.
+
+        All KV is void, and turns in flight are computed again.
         """
         self._run_until(now)
         self._loading = weights_id
@@ -237,8 +239,8 @@ class SimEngine:
             self._at = max(self._at, now)
 
     def next_at(self) -> float | None:
-        """When `advance` next has something to report or to do; None while it is idle
-        or suspended.
+        """Return the time of the next report or work of `advance`; None while idle or
+        suspended.
         """
         if self._done:
             return self._done[0].at
@@ -247,7 +249,7 @@ class SimEngine:
         return self._at if self._live and not self._suspended else None
 
     def advance(self, now: float) -> list[Done]:
-        """Everything up to and including `now`, in order.
+        """Process everything up to and including `now`, in order.
 
         A step that would start at `now`, right after a turn has ended, is left for the
         next call: the turn that follows from this one may be part of it.
@@ -265,13 +267,13 @@ class SimEngine:
         done, self._done = self._done, []
         return done
 
-    # Time.
+    # Progress of time.
 
     def _startable(self, now: float) -> bool:
         return bool(self._live) and not self._suspended and self._at <= now
 
     def _run_until(self, now: float) -> None:
-        """Everything before `now`, for a call that `advance` did not come before."""
+        """Process everything before `now`, for a call that no `advance` preceded."""
         while self._end < now if self._left else self._at < now and self._startable(now):
             if self._left:
                 self._finish()
@@ -279,7 +281,7 @@ class SimEngine:
                 self._plan()
 
     def _step_end(self, step: int) -> float:
-        """When the `step`th of the steps left ends."""
+        """Return the end time of the `step`th remaining step."""
         if step == self._left:
             return self._end
         if self._bounds:
@@ -289,12 +291,12 @@ class SimEngine:
         )
 
     def _step_of(self, now: float) -> int:
-        """The first step left that ends at or after `now`, of those that are left."""
+        """Return the number of the first remaining step that ends at or after `now`."""
         if self._bounds:
             return min(bisect_left(self._bounds, now) + 1, self._left)
         low, start, high, end = 0, self._at, self._left, self._end
         tries = 0
-        # the ends are nearly evenly spaced: interpolate, and bisect should that not do
+        # The ends are nearly evenly spaced: interpolate, and bisect if that fails.
         while high - low > 1:
             tries += 1
             guess = (
@@ -311,7 +313,7 @@ class SimEngine:
         return high
 
     def _steps_by(self, now: float) -> int:
-        """How many of the steps left have ended by `now`."""
+        """Return how many of the remaining steps have ended by `now`."""
         if not self._left or now < self._at:
             return 0
         if now >= self._end:
@@ -321,7 +323,9 @@ class SimEngine:
         return self._step_of(math.nextafter(now, math.inf)) - 1
 
     def _sampled(self, turn: Turn, steps: int) -> int:
-        """Tokens of `turn` once `steps` of the steps left have ended."""
+        """Return the sampled tokens of `turn` once `steps` of the remaining steps have
+        ended.
+        """
         if turn.decoding:
             return turn.request.output_tokens - (turn.due - self._batch.clock - steps)
         computes = (
@@ -336,7 +340,7 @@ class SimEngine:
         )
 
     def _cut(self, now: float) -> None:
-        """End the run under way with the step that is being computed at `now`."""
+        """End the current run with the step that is being computed at `now`."""
         if self._left > 1:
             step = self._step_of(now)
             self._end = self._step_end(step)
@@ -344,7 +348,7 @@ class SimEngine:
             del self._bounds[step:]
 
     def _settle(self, now: float) -> None:
-        """Account for the steps of the run under way that have ended by `now`."""
+        """Account for the steps of the current run that have ended by `now`."""
         step = self._steps_by(now)
         if step:
             then = self._step_end(step)
@@ -357,7 +361,7 @@ class SimEngine:
     # A run of steps.
 
     def _plan(self) -> None:
-        """Settle slots and blocks, and plan the steps that compute the same as the next
+        """Assign slots and blocks, and plan the steps with the composition of the next
         one.
         """
         batch = self._batch
@@ -380,17 +384,17 @@ class SimEngine:
             )
 
     def _plan_prefill(self) -> None:
-        """Plan the steps in which the first prompt takes the whole chunk; just one
+        """Plan the steps in which the first prompt takes the entire chunk; one step
         where a prompt ends in it.
         """
         batch = self._batch
         first, count = self._chunk[0]
-        whole = (
+        limit = (
             1
-            if batch.learning or count < self._chunk_tokens
+            if batch.prompt_pending or count < self._chunk_tokens
             else (first.length - first.computed) // count
         )
-        self._left = batch.steps(whole)
+        self._left = batch.steps(limit)
         tokens = sum(count for _, count in self._chunk)
         spans = sum(count * turn.computed + count * (count + 1) // 2 for turn, count in self._chunk)
         end = self._at
@@ -405,9 +409,9 @@ class SimEngine:
         self._end = end
 
     def _compute(self, steps: int, *, more: bool) -> None:
-        """`steps` steps of the run are computed.
+        """Account for `steps` computed steps of the run.
 
-        With `more` the next one is part of the run and has its blocks.
+        With `more`, the next one is part of the run and has its blocks.
         """
         self.tokens += steps * self._batch.decoding
         self._batch.advance(steps, more=more)
@@ -421,8 +425,8 @@ class SimEngine:
             self._batch.kv.progress(turn)
 
     def _finish(self) -> None:
-        """The run has ended: report who is done, and do what waited for the end of the
-        step.
+        """End the run: report finished turns and apply the calls deferred to the end of
+        the step.
         """
         self._compute(self._left, more=False)
         self.busy_s += self._end - self._at
@@ -459,7 +463,7 @@ class SimEngine:
         )
 
     def _load(self) -> None:
-        """Void all KV: everybody waits again, in order."""
+        """Discard all KV and requeue every turn, in order."""
         assert self._loading is not None
         self.weights_id, self._loading = self._loading, None
         self._batch.at = self._at
@@ -469,6 +473,6 @@ class SimEngine:
     def check(self) -> None:
         """Assert the invariants of slots and KV, and that no request is lost.
 
-        For tests.
+        Only tests call this.
         """
         self._batch.check([*self._live.values(), *self._aborted])

@@ -1,11 +1,11 @@
-"""Task families: how many turns trajectories of a kind take, how long those are, and
-how long environments and rewards work.
+"""Task families: the turns of trajectories, their lengths, and the times of
+environments and rewards.
 
-Every number is a paper's, derived from a paper's as its sentence says, or marked
+Every number is a paper's, derived from a paper's as its docstring states, or marked
 "assumption". None is fitted to a result that a paper reports of its system. Where a
 figure's values are missing from our copy, the number is an assumption. Failures are
-those of `reset`, which is what RollArt counts; no paper gives a rate for `step`: such
-faults are injected, not drawn here.
+those of `reset`, which RollArt counts; no paper gives a rate for `step`: such faults
+are injected, not drawn here.
 """
 
 import math
@@ -14,8 +14,8 @@ from rollweave.schema.base import Struct
 
 
 class LogNormal(Struct, frozen=True, kw_only=True):
-    """`exp` of a normal variable with mean `mu` and deviation `sigma`, no more than
-    `high`. `mu = -inf` is always 0.
+    """The exponential of a normal variable with mean `mu` and deviation `sigma`, at
+    most `high`. `mu = -inf` is always 0.
     """
 
     mu: float
@@ -24,12 +24,12 @@ class LogNormal(Struct, frozen=True, kw_only=True):
 
 
 def around(median: float, *, sigma: float, high: float) -> LogNormal:
-    """By its median."""
+    """Return the distribution with this median."""
     return LogNormal(mu=math.log(median), sigma=sigma, high=high)
 
 
 def averaging(mean: float, *, sigma: float, high: float) -> LogNormal:
-    """By its mean before the cap."""
+    """Return the distribution with this mean before the cap."""
     return LogNormal(mu=math.log(mean) - sigma * sigma / 2, sigma=sigma, high=high)
 
 
@@ -37,13 +37,13 @@ NOTHING = LogNormal(mu=-math.inf, sigma=0.0, high=0.0)
 
 
 class Family(Struct, frozen=True, kw_only=True):
-    """One kind of task. Lengths are tokens, `turns` the least and the most of a
-    trajectory, evenly spread between them.
+    """One kind of task. Lengths are tokens; `turns` is the range of a trajectory's
+    turns, drawn uniformly.
 
-    `prompt` is one draw a task, `init_s` and `reward_s` one an attempt, `output`,
-    `observation` and `env_s` one a turn. `max_context` bounds a trajectory,
-    `max_response` what follows its prompt. With `answers` the last turn is an answer,
-    for which no tool is called. A reset fails at `init_error_rate`, or hangs at
+    `prompt` is drawn once per task, `init_s` and `reward_s` once per attempt, `output`,
+    `observation` and `env_s` once per turn. `max_context` bounds a trajectory,
+    `max_response` its part after the prompt. With `answers` the last turn is an answer,
+    which calls no tool. A reset fails at `init_error_rate`, or hangs at
     `init_hang_rate` until `init_timeout_s`.
     """
 
@@ -64,98 +64,101 @@ class Family(Struct, frozen=True, kw_only=True):
     init_timeout_s: float = 0.0
 
 
-# What the papers state.
+# Values stated by the papers.
 
 TAIL_SIGMA = math.log(10) / 2.326
-"""Laminar §2.2: the 99th percentile of output lengths is ten times the median; 2.326 is
-that of a normal variable.
+"""Spread of output lengths. Laminar §2.2: their 99th percentile is ten times the
+median; 2.326 is that of a normal variable.
 """
 
 ROLLART_CONTEXT = 32_768
-"""RollArt §7.1: tokens of context."""
+"""Maximum tokens of context (RollArt §7.1)."""
 
 HEDDLE_OUTPUT = 40_960
-"""Heddle §7: at most 40K tokens of output."""
+"""Maximum tokens of output, 40K (Heddle §7)."""
 
 LAMINAR_PROMPT, LAMINAR_RESPONSE = 2_048, 16_384
-"""Laminar §8: at most 2K tokens of input and 16K of output."""
+"""Maximum tokens of input, 2K, and of output, 16K (Laminar §8)."""
 
 LAMINAR_TOOL_CALLS = 8
-"""Laminar §8: tool calls of a trajectory, at most."""
+"""Maximum tool calls of a trajectory (Laminar §8)."""
 
 IO_S, IO_MAX_S = 0.02, 1.4
-"""RollArt §7.5: seconds of a call of an environment in another cluster, mean and
-greatest.
+"""Mean and maximum seconds of a call of an environment in another cluster (RollArt
+§7.5).
 """
 
 REWARD_IO_S, REWARD_IO_MAX_S = 0.01, 2.1
-"""RollArt §7.5: seconds of a call of a serverless reward, mean and greatest."""
+"""Mean and maximum seconds of a call of a serverless reward (RollArt §7.5)."""
 
 CODING_TOOL_S, SEARCH_TOOL_S, MATH_TOOL_S = (
     (0.46 + 0.41 + 0.45) / 3,
     (1.42 + 1.41 + 1.43) / 3,
     (0.051 + 0.046 + 0.054) / 3,
 )
-"""Heddle Table 1: mean seconds of a tool's execution, over its three models."""
+"""Mean seconds of a tool's execution, over three models (Heddle Table 1)."""
 
 SHELL_ACTION_S = 0.42
-"""ProRL Table 3: mean seconds of an action in a software engineering sandbox, full
-system.
+"""Mean seconds of an action in a software engineering sandbox, full system (ProRL Table
+3).
 """
 
 FROZENLAKE_PREFILL = 0.77
-"""ROSE §2.2: share of prefill among all tokens of FrozenLake (8B).
+"""Share of prefill among all tokens of FrozenLake with 8B (ROSE §2.2).
 
-We read it as each token counted once.
+We take each token as counted once.
 """
 
 SWE_BATCH = 128
-"""RollArt §3.1: trajectories of an iteration in which resets were measured."""
+"""Trajectories of an iteration in which resets were measured (RollArt §3.1)."""
 
 SWE_SLOWEST_INIT_S = 0.15 * 365.7
-"""RollArt Fig. 3: environment initialization is 15 % of an iteration of 365.7 s that
-has no failures.
+"""Seconds of the slowest environment initialization: 15 % of an iteration of 365.7 s
+without failures (RollArt Fig. 3).
 """
 
 SWE_INIT_MAX_S = 60.0
-"""RollArt §8: more than 99.99 % of the initializations take less than one minute."""
+"""Maximum seconds of an initialization: more than 99.99 % take less than one minute
+(RollArt §8).
+"""
 
 INIT_ERROR_RATE = 1e-4
-"""RollArt §8: more than 99.99 % of the resets succeed. We take the bound."""
+"""Share of failed resets. RollArt §8: more than 99.99 % succeed; we take the bound."""
 
 SWE_INIT_HANG_RATE = 1 - (1 - 7 / 60) ** (1 / SWE_BATCH)
-"""RollArt §8: long initialization failures in 7 of 60 iterations.
+"""Share of resets that hang. RollArt §8: long initialization failures in 7 of 60
+iterations.
 
 Their batch is not given: that of §3.1 (assumption).
 """
 
-# Assumptions. No paper, or only a figure that our copy lacks, says these.
+# Assumptions: no paper states these, or only a figure that our copy lacks.
 
 LONG_RESPONSE_SHARE = 0.1
-"""Assumption: where agents reason at length, the 99th percentile of the response is at
-its cap: the median is a tenth of it.
+"""Median of a long-reasoning response as a share of its cap. Assumption: the 99th
+percentile is at the cap, so the median is a tenth of it.
 """
 
 IO_SIGMA = 1.07
-"""Assumption: the greatest of about 10⁵ calls is 4.5 deviations out, so that greatest
-and mean are those of RollArt §7.5.
+"""Spread of I/O times. Assumption: the maximum of about 10⁵ calls lies 4.5 deviations
+out, so that maximum and mean are those of RollArt §7.5.
 """
 
 TOOL_SIGMA = 1.0
-"""Assumption: tools have a long tail (Heddle Fig. 2, Laminar Fig. 2, RollArt Fig. 5a;
-values not in text).
+"""Spread of tool times. Assumption: tools have a long tail (Heddle Fig. 2, Laminar Fig.
+2, RollArt Fig. 5a; values not in text).
 """
 
 TOOL_MAX_S = 60.0
-"""Assumption: a tool is stopped after a minute."""
+"""Maximum seconds of a tool call. Assumption."""
 
 EVEN_SIGMA, TEXT_SIGMA = 0.2, 0.5
-"""Assumption: spread of lengths that vary little (a rendered board) and moderately
-(prompts, pages, output of tools).
+"""Spread of lengths that vary little (a rendered board) and moderately (prompts, pages,
+output of tools). Assumption.
 """
 
 INIT_SIGMA = 0.5
-"""Assumption: spread of initialization times, without failures."""
+"""Spread of initialization times, without failures. Assumption."""
 
 SLOWEST_OF_BATCH = 2.5
 """Deviations by which the slowest of `SWE_BATCH` normal variables lies above their
@@ -163,14 +166,14 @@ median: expected value 2.6, rounded down.
 """
 
 INIT_TIMEOUT_S = 300.0
-"""Assumption: resets that hang are given up then.
+"""Seconds after which a hanging reset is abandoned. Assumption.
 
-RollArt §3.1 only says that the tail reaches hundreds of seconds.
+RollArt §3.1 only states that the tail reaches hundreds of seconds.
 """
 
 LIGHT_INIT_S, LIGHT_INIT_MAX_S = 0.5, 10.0
-"""Assumption: mean and greatest seconds until an environment without a container of its
-own is ready.
+"""Mean and maximum seconds until an environment without its own container is ready.
+Assumption.
 """
 
 SWE_PROMPT, WEB_PROMPT, GAME_PROMPT, MATH_PROMPT, CODING_PROMPT, SEARCH_PROMPT = (
@@ -181,19 +184,20 @@ SWE_PROMPT, WEB_PROMPT, GAME_PROMPT, MATH_PROMPT, CODING_PROMPT, SEARCH_PROMPT =
     800,
     300,
 )
-"""Assumption: median prompt tokens, instructions and tools included.
+"""Median prompt tokens, instructions and tools included. Assumption.
 
-RollArt §8: prompts of its production reach 12k.
+RollArt §8: prompts in production reach 12k.
 """
 
 PROMPT_MAX = 12_288
-"""RollArt §8: prompts reach 12k tokens.
+"""Maximum prompt tokens. RollArt §8: prompts reach 12k tokens.
 
 Assumption: elsewhere too, where nothing else is stated.
 """
 
 SWE_OUTPUT, WEB_OUTPUT, FROZENLAKE_OUTPUT, SEARCH_OUTPUT = 150, 120, 64, 150
-"""Assumption: mean output tokens of a turn where agents act often and say little."""
+"""Mean output tokens of a turn of agents that act often with short outputs. Assumption.
+"""
 
 SWE_OBSERVATION, WEB_OBSERVATION, CODING_OBSERVATION, SEARCH_OBSERVATION, MATH_OBSERVATION = (
     300,
@@ -202,48 +206,51 @@ SWE_OBSERVATION, WEB_OBSERVATION, CODING_OBSERVATION, SEARCH_OBSERVATION, MATH_O
     800,
     150,
 )
-"""Assumption: mean tokens of an observation."""
+"""Mean tokens of an observation. Assumption."""
 
 FROZENLAKE_OBSERVATION = FROZENLAKE_OUTPUT * FROZENLAKE_PREFILL / (1 - FROZENLAKE_PREFILL)
-"""From the assumed output and the share that ROSE states."""
+"""Mean tokens of an observation, from the assumed output and the share that ROSE
+states.
+"""
 
 TURN_MAX = 8_192
-"""Assumption: greatest tokens of an observation, and of a turn of an agent that acts
-often.
+"""Maximum tokens of an observation, and of a turn of an agent that acts often.
+Assumption.
 """
 
 CODING_TURNS, SEARCH_TURNS, MATH_TURNS = (2, 16), (4, 20), (1, 9)
-"""Assumption.
+"""Range of turns. Assumption.
 
-Heddle §7 says that search has shorter sequences and frequent steps; no numbers.
+Heddle §7 describes search as shorter sequences with frequent steps, without numbers.
 """
 
 WEB_STEP_S = 0.1
-"""Assumption: mean seconds of a shop's page.
+"""Mean seconds of a shop's page. Assumption.
 
-Games and their boards take none to speak of.
+Games and their boards take negligible time.
 """
 
 JUDGE_S, JUDGE_MAX_S = 2.0, 30.0
-"""Assumption: mean and greatest seconds of a verdict of RollArt's 7B reward model on a
-mathematical answer.
+"""Mean and maximum seconds of a verdict of RollArt's 7B reward model on a mathematical
+answer. Assumption.
 """
 
 TESTS_S, TESTS_MAX_S = 60.0, 300.0
-"""Assumption: mean and greatest seconds of a test suite; ProRL §3 says several minutes
+"""Mean and maximum seconds of a test suite. Assumption; ProRL §3 states several minutes
 at most.
 """
 
 
 def _long(cap: int, turns: tuple[int, int]) -> LogNormal:
-    """Output of a turn where agents reason at length: a response's median, shared by
-    the turns of the middle trajectory.
+    """Return the output of a turn of agents that reason at length.
+
+    The turns of the middle trajectory share the median of a response.
     """
     return around(cap * LONG_RESPONSE_SHARE / (sum(turns) / 2), sigma=TAIL_SIGMA, high=cap)
 
 
 def _short(mean: float) -> LogNormal:
-    """Output of a turn where agents act often."""
+    """Return the output of a turn of agents that act often."""
     return averaging(mean, sigma=TAIL_SIGMA, high=TURN_MAX)
 
 

@@ -1,11 +1,11 @@
-"""Deterministic fault simulation: everything goes wrong, at moments that a seed
-chooses, and the books must still balance.
+"""Deterministic fault simulation: faults at seeded moments, after which the accounts
+must still balance.
 
 A seed fixes the scenario (mode, sizes, workload) and every fault. After each event the
-core's invariants are checked, and `sim/books` checks what the trainer is asked for; at
-the end every started trajectory must be accounted for, and nothing may wait for ever.
-Messages are delayed, doubled, lost and, beyond what a connection does, overtaken by
-later ones of their sender.
+core's invariants are checked, and `sim/trainer_oracle` checks the commands to the
+trainer; at the end every started trajectory must be accounted for, and no component may
+wait forever. Messages are delayed, duplicated, lost and, beyond the behavior of a
+connection, overtaken by later ones of their sender.
 """
 
 import random
@@ -25,36 +25,36 @@ from rollweave.schema import events as e
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import DiskError
-from rollweave.sim.books import Books
 from rollweave.sim.scenarios import (
-    FLEET_KINDS,
-    KINDS,
-    LARGEST_FLEET,
-    RELAY_KINDS,
+    FLEET_CHANGES,
+    MAX_FLEET,
+    PROCESS_FAULTS,
+    RELAY_FAULTS,
     STORM_S,
-    Failing,
+    FaultyWorkload,
     rates,
     scenario,
 )
+from rollweave.sim.trainer_oracle import TrainerOracle
 from rollweave.sim.workload import Workload
 from rollweave.sim.world import StuckError, World, workloads_of
 
-EVENTS = 100_000
+MAX_EVENTS = 100_000
 """Events after which a run counts as endless: a scenario of ours has a hundredth of
 that without faults.
 """
 
-TIMES = 100
-"""How many times as many events as without faults a run of the user's configuration may
-have.
+MAX_EVENTS_RATIO = 100
+"""Maximum events of a run of the user's configuration, as a multiple of its events
+without faults.
 """
 
 
 class Report(Struct, frozen=True, kw_only=True):
-    """What a seed came to.
+    """The result of a seed.
 
-    `violation` is empty where all held; `error` is the run's own, where faults were too
-    many for it.
+    `violation` is empty where every check passed; `error` is the run's own, where it
+    did not survive its faults.
     """
 
     seed: int
@@ -68,25 +68,25 @@ class Report(Struct, frozen=True, kw_only=True):
 def search(
     seed: int, config: RunConfig | None = None, *, make_core: Callable[[RunConfig], Core] = Core
 ) -> Report:
-    """Run the scenario of `seed`, or `config` under the faults of `seed`, and say what
-    broke. Raises ConfigError and DiskError.
+    """Run the scenario of `seed`, or `config` under the faults of `seed`, and report
+    violations.
 
-    `make_core` stands in for the core under test.
+    `make_core` builds the core under test. Raises ConfigError and DiskError.
     """
-    storm_s, most = STORM_S, EVENTS
+    storm_s, max_events = STORM_S, MAX_EVENTS
     if config is None:
         config = scenario(seed)
     else:
-        quiet = World(config, observer=_Deaf())
+        quiet = World(config, observer=_NullObserver())
         quiet.run()
-        storm_s, most = 3 * quiet.clock.now, max(EVENTS, TIMES * quiet.events)
+        storm_s, max_events = 3 * quiet.clock.now, max(MAX_EVENTS, MAX_EVENTS_RATIO * quiet.events)
     with tempfile.TemporaryDirectory(prefix="rollweave-faults-") as scratch:
         chaos = Chaos(
             config,
             seed,
             Path(scratch) / "journal.bin",
             storm_s=storm_s,
-            most=most,
+            max_events=max_events,
             core=make_core(config),
         )
         violation = ""
@@ -96,7 +96,7 @@ def search(
             violation = str(error)
         except DiskError:
             raise
-        except Exception as error:  # whatever the core or its world raises is a bug of ours
+        except Exception as error:  # any exception of the core or its world is a bug
             at = traceback.extract_tb(error.__traceback__)[-1]
             violation = f"{type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno})"
         finally:
@@ -114,37 +114,44 @@ def search(
 class Chaos:
     """One run under faults.
 
-    Lives of the controller follow each other; the clock goes on.
+    The controller restarts repeatedly; the clock continues.
     """
 
     def __init__(
-        self, config: RunConfig, seed: int, journal: Path, *, storm_s: float, most: int, core: Core
+        self,
+        config: RunConfig,
+        seed: int,
+        journal: Path,
+        *,
+        storm_s: float,
+        max_events: int,
+        core: Core,
     ) -> None:
-        self._config, self._path, self._most = config, journal, most
+        self._config, self._path, self._max_events = config, journal, max_events
         self._random = random.Random(f"chaos/{seed}")
         self._rates = rates(seed, storm_s=storm_s)
         self.faults: Counter[str] = Counter()
         work: dict[str, Workload] = {
-            name: Failing(found, self._rates.env, self.faults)
-            for name, found in workloads_of(config).items()
+            name: FaultyWorkload(workload, self._rates.env, self.faults)
+            for name, workload in workloads_of(config).items()
         }
         self._journal = RunJournal(journal)
-        self._ready: dict[str, float] = {}  # sender → when its last message arrives
-        self._under_way: Counter[str] = Counter()  # sender → delayed messages that have not arrived
-        self._life = 0  # of the controller: what was said to an earlier one never arrives
-        self.world = World(config, observer=_Deaf(), journal=self._journal, work=work)
+        self._ready: dict[str, float] = {}  # sender → arrival time of its last message
+        self._in_flight: Counter[str] = Counter()  # sender → delayed messages in flight
+        self._life = 0  # of the controller; messages to an earlier one never arrive
+        self.world = World(config, observer=_NullObserver(), journal=self._journal, work=work)
         self.world.core = core
-        self._books = Books(config, self.world.rollouts.scored)
+        self._oracle = TrainerOracle(config, self.world.rollouts.scored)
         self._hook()
 
     def close(self) -> None:
         self._journal.close()
 
     def run(self) -> None:
-        """To the end.
+        """Run to the end.
 
-        Raises AssertionError, AccountError or StuckError for a violation, and whatever
-        a broken core raises.
+        Raises AssertionError, AccountError or StuckError for a violation, and any
+        exception of a broken core.
         """
         world = self.world
         world.start()
@@ -154,7 +161,7 @@ class Chaos:
             world.clock.at(self._rates.stop_s, lambda: world.inbox.append(e.StopRequested()))
         while world.over is None:
             world.step()
-            if world.events >= self._most:
+            if world.events >= self._max_events:
                 state = world.core.state
                 raise AssertionError(
                     f"no end after {world.events} events: {state.phase}, step {state.trainer.step}"
@@ -165,10 +172,10 @@ class Chaos:
         )
         if not world.over and not self.faults["message lost"]:
             kept = world.rollouts.scored.keys() - world.core.state.trajectories.keys()
-            # its score came after the end
-            kept = {found for found in kept if not self._under_way[f"trajectory_id/{found}"]}
+            # The score of a trajectory may arrive after the end.
+            kept = {key for key in kept if not self._in_flight[f"trajectory_id/{key}"]}
             assert not kept, f"the store keeps {sorted(kept)}, which the core has forgotten"
-        self._books.close(summary)
+        self._oracle.close(summary)
         self._replayed()
 
     def _hook(self) -> None:
@@ -176,11 +183,11 @@ class Chaos:
         deliver, execute = world.inbox.append, world.effects.execute
 
         def post(event: e.Event) -> None:
-            self._books.said(event)
+            self._oracle.on_event(event)
             self._send(event, deliver)
 
         def hooked(command: c.Command) -> None:
-            self._books.asked(command)
+            self._oracle.on_command(command)
             execute(command)
 
         world.post = post  # type: ignore[method-assign]
@@ -210,7 +217,7 @@ class Chaos:
         sender = _sender(event)
 
         def arrive() -> None:
-            self._under_way[sender] -= 1
+            self._in_flight[sender] -= 1
             if self._life == life:
                 deliver(event)
 
@@ -224,10 +231,10 @@ class Chaos:
             due += draw.expovariate(1 / 20.0)
         if draw.random() < rates.doubled:
             self.faults["message doubled"] += 1
-            self._under_way[sender] += 1
+            self._in_flight[sender] += 1
             self.world.clock.at(due + draw.expovariate(1 / 20.0), arrive)
         if due > now:
-            self._under_way[sender] += 1
+            self._in_flight[sender] += 1
             self.world.clock.at(due, arrive)
         else:
             deliver(event)
@@ -241,10 +248,14 @@ class Chaos:
         if self.world.over is not None or self.world.clock.now > self._rates.until_s:
             return
         relayed, planned = self._config.weights.relays > 0, self._config.allocation is not None
-        kinds = {**KINDS, **(RELAY_KINDS if relayed else {}), **({} if planned else FLEET_KINDS)}
+        kinds = {
+            **PROCESS_FAULTS,
+            **(RELAY_FAULTS if relayed else {}),
+            **({} if planned else FLEET_CHANGES),
+        }
         kind = self._random.choices(list(kinds), weights=list(kinds.values()))[0]
-        struck = self._strike_engine, self._change_fleet, self._strike_relay, self._strike_other
-        if any(strike(kind) for strike in struck):
+        handlers = self._strike_engine, self._change_fleet, self._strike_relay, self._strike_other
+        if any(strike(kind) for strike in handlers):
             self.faults[kind] += 1
         self._plan_next()
 
@@ -261,7 +272,7 @@ class Chaos:
             case "engine stalled":
                 fleet.stall(engine, draw.choice([5.0, 60.0, 1e6]))
             case "heartbeat lost":
-                fleet.doubt(engine, "no heartbeat")
+                fleet.suspect(engine, "no heartbeat")
             case "load refused":
                 fleet.refusals[engine] = draw.randint(1, 3)
             case _:
@@ -269,17 +280,17 @@ class Chaos:
         return True
 
     def _change_fleet(self, kind: str) -> bool:
-        """Somebody asks for one more engine, or for one less.
+        """Request one more engine, or one fewer.
 
-        That may be late, said twice, and refused.
+        The request may be late, duplicated and refused.
         """
         draw, state = self._random, self.world.core.state
-        if kind == "engine joins" and len(state.engines) < LARGEST_FLEET:
+        if kind == "engine joins" and len(state.engines) < MAX_FLEET:
             group, name = draw.randrange(len(self._config.engines)), next_id(state)
             if name is None:
                 return False
-            seat = e.EngineSlot(id=name, degree=self._config.engines[group].degree, group=group)
-            self.world.post(e.EngineRegistered(engine=seat))
+            slot = e.EngineSlot(id=name, degree=self._config.engines[group].degree, group=group)
+            self.world.post(e.EngineRegistered(engine=slot))
             return True
         if kind == "engine leaves" and state.engines:
             engine_id = draw.choice(list(state.engines))
@@ -289,7 +300,7 @@ class Chaos:
 
     def _strike_relay(self, kind: str) -> bool:
         draw, relays = self._random, self.world.relays
-        if kind not in RELAY_KINDS or not relays.nodes:
+        if kind not in RELAY_FAULTS or not relays.nodes:
             return False
         relay = draw.choice(list(relays.nodes))
         match kind:
@@ -324,8 +335,9 @@ class Chaos:
         return True
 
     def _restart_controller(self) -> None:
-        """The controller dies between two events and comes back from its journal; now
-        and then the store has lost something.
+        """Kill the controller between two events and restart it from its journal.
+
+        Sometimes the store has lost a trajectory.
         """
         world, draw = self.world, self._random
         self._journal.close()
@@ -343,7 +355,7 @@ class Chaos:
         world.revive(core, self._journal)
 
     def _replayed(self) -> Core:
-        """The core as its journal tells it, which must be the core as it is."""
+        """Return the core replayed from its journal, which must equal the current core."""
         replay = Replay(self._path, self._config)
         core = replay.finish()
         assert replay.differing == 0, f"a replay decides differently at {replay.differing} events"
@@ -351,8 +363,8 @@ class Chaos:
         return core
 
 
-class _Deaf:
-    """A listener for runs that nobody watches."""
+class _NullObserver:
+    """A run observer that ignores all reports."""
 
     def warned(self, command: c.Warn) -> None:
         pass
@@ -365,9 +377,9 @@ class _Deaf:
 
 
 def _sender(event: e.Event) -> str:
-    """Who says it: messages of one sender arrive in order."""
+    """Return the sender of an event: messages of one sender arrive in order."""
     for name in ("trajectory_id", "engine_id", "relay_id", "group_id"):
-        found = getattr(event, name, None)
-        if found is not None:
-            return f"{name}/{found}"
+        sender_id = getattr(event, name, None)
+        if sender_id is not None:
+            return f"{name}/{sender_id}"
     return "trainer"

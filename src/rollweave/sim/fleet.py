@@ -1,8 +1,8 @@
-"""The simulated engines of a run, as processes: they start, answer turns, take weights,
-are lost, and come back.
+"""The simulated engine processes of a run: they start, answer turns, load weights, are
+lost and restart.
 
-Invariant: commands and answers are those of `runtime/supervisors/engines.py`; what
-reaches an engine of an earlier epoch changes nothing.
+Invariant: commands and answers are those of `runtime/supervisors/engines.py`; a message
+to an engine of an earlier epoch changes nothing.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -22,20 +22,19 @@ from rollweave.sim.kv import Request
 from rollweave.sim.relays import SimRelays
 
 RESTART_S = 60.0
-"""Seconds until an engine that was started again is ready, without its weights.
-
-Assumption: process start and graph capture.
+"""Seconds until a restarted engine is ready, without its weights. Assumption: process
+start and graph capture.
 """
 
 PROFILE_CONTEXTS = (1024, 16384)
-"""Tokens of each context in the profile of an engine: about a prompt, and a long
-trajectory of an agent.
+"""Tokens of each context in an engine's profile: about a prompt, and a long trajectory
+of an agent.
 """
 
 
 @dataclass(slots=True)
 class Node:
-    """One engine and its place. `engine` is None while it starts."""
+    """One engine process. `engine` is None while it starts."""
 
     id: EngineId
     epoch: int
@@ -43,20 +42,20 @@ class Node:
     group: int = 0
     engine: SimEngine | None = None
     version: int = -1
-    ticket: int = 0  # of the next look at it
+    ticket: int = 0  # of its next wake-up
     lost: bool = False
     since: float = 0.0
-    suspended: bool = False  # by the core, until it says otherwise
-    pulling: bool = False  # weights
-    tickets: list[int] = field(default_factory=list)  # of a suspension, load or start under way
+    suspended: bool = False  # by the core, until it resumes the engine
+    loading: bool = False
+    tickets: list[int] = field(default_factory=list)  # of a suspension, load or start in progress
 
 
 class SimFleet:
-    """`settings` of each group of engines. `answered(engine_id, version, done)` is told
-    of every finished turn.
+    """The engines, with `settings` for each engine group.
 
-    `gone(engine_id, told)` is told of every engine that ends, with the tokens that it
-    had told of its turns.
+    `on_done(engine_id, version, done)` is called for every finished turn, and
+    `on_lost(engine_id, reported)` for every engine that ends, with the tokens that it
+    had reported of its turns.
     """
 
     def __init__(
@@ -80,18 +79,20 @@ class SimFleet:
         self._relays, self._trace = relays, trace
         self.nodes: dict[EngineId, Node] = {}
         self._changed: dict[EngineId, Node] = {}
-        self.checkpoints: Callable[[], Container[int]] = tuple  # steps that an engine can read now
-        self.refusals: dict[EngineId, int] = {}  # loads that an engine is to refuse
-        self.answered: Callable[[EngineId, int, Done], None] = lambda engine_id, version, done: None
-        self.gone: Callable[[EngineId, Mapping[str, int]], None] = lambda engine_id, told: None
+        self.checkpoints: Callable[[], Container[int]] = tuple  # steps that an engine can read
+        self.refusals: dict[EngineId, int] = {}  # loads that an engine must refuse
+        self.on_done: Callable[[EngineId, int, Done], None] = lambda engine_id, version, done: None
+        self.on_lost: Callable[[EngineId, Mapping[str, int]], None] = lambda engine_id, reported: (
+            None
+        )
 
-    # The life of an engine.
+    # Engine lifecycle.
 
-    def start(self, seats: Sequence[e.EngineSlot]) -> None:
-        """Start engines: at once, since a run's own beginning is not what is studied."""
-        for seat in seats:
-            self.nodes[seat.id] = node = Node(
-                id=seat.id, epoch=0, degree=seat.degree, group=seat.group
+    def start(self, slots: Sequence[e.EngineSlot]) -> None:
+        """Start engines immediately: a run's own beginning is not studied."""
+        for slot in slots:
+            self.nodes[slot.id] = node = Node(
+                id=slot.id, epoch=0, degree=slot.degree, group=slot.group
             )
             self._starting(node, 0.0)
 
@@ -112,29 +113,27 @@ class SimFleet:
         self._drop(self.nodes.pop(command.engine_id, None))
 
     def lose(self, engine_id: EngineId, error: str) -> None:
-        """The process dies. What it served fails with this one event."""
+        """Kill the process. The turns that it served fail with this one event."""
         node = self.nodes.get(engine_id)
         if node is not None and not node.lost:
             self.silence(engine_id)
             self._post(e.EngineLost(engine_id=engine_id, epoch=node.epoch, error=error))
 
     def silence(self, engine_id: EngineId) -> None:
-        """The process dies and nobody says so: what is asked of it from now on is not
-        answered.
-        """
+        """Kill the process without a report; later requests to it stay unanswered."""
         node = self.nodes.get(engine_id)
         if node is not None:
             self._drop(node)
             node.lost = True
 
-    def doubt(self, engine_id: EngineId, error: str) -> None:
-        """The process is well, and is believed to be lost."""
+    def suspect(self, engine_id: EngineId, error: str) -> None:
+        """Report a healthy process as lost."""
         node = self.nodes.get(engine_id)
         if node is not None and not node.lost:
             self._post(e.EngineLost(engine_id=engine_id, epoch=node.epoch, error=error))
 
     def stall(self, engine_id: EngineId, seconds: float) -> None:
-        """The engine computes nothing for a while, and answers nobody."""
+        """Let the engine compute and answer nothing for a while."""
         node = self.nodes.get(engine_id)
         if node is None or node.engine is None:
             return
@@ -150,7 +149,7 @@ class SimFleet:
         self._clock.after(seconds, over)
 
     def drop_all(self) -> None:
-        """The controller is gone, and its children with it."""
+        """End all engines, as the children of a lost controller."""
         for node in self.nodes.values():
             self._drop(node)
         self.nodes.clear()
@@ -169,17 +168,17 @@ class SimFleet:
         node = self.nodes.get(command.engine_id)
         if node is None or node.engine is None:
             return
-        node.pulling = True
+        node.loading = True
         node.since = self._clock.now
         if command.from_checkpoint is not None:
-            readers = sum(other.pulling for other in self.nodes.values())
+            readers = sum(other.loading for other in self.nodes.values())
             self._later(
                 node, self._trainer.saved_s(engines=readers), lambda: self._loaded(node, command)
             )
             return
         machine = self._relays.machine_of(node.id)
         together = sum(
-            other.pulling and self._relays.machine_of(other.id) == machine
+            other.loading and self._relays.machine_of(other.id) == machine
             for other in self.nodes.values()
         )
         cost = self._trainer.load_s if machine is None else self._trainer.beside_s
@@ -197,9 +196,9 @@ class SimFleet:
     # Turns.
 
     def generate(self, engine_id: EngineId, request: Request) -> bool:
-        """Queue a turn. False where there is no such engine.
+        """Queue a turn. Returns False where there is no such engine.
 
-        One that is lost answers nobody: the core will hear of it.
+        A lost engine does not answer: the core learns of its loss.
         """
         node = self.nodes.get(engine_id)
         if node is None or node.engine is None:
@@ -209,8 +208,8 @@ class SimFleet:
         return True
 
     def abort(self, engine_id: EngineId, key: str) -> int | None:
-        """How many tokens the turn has sampled as the running step ends; None where the
-        engine does not have it.
+        """Return the tokens that the turn has sampled when the running step ends, or
+        None for an unknown turn.
         """
         node = self.nodes.get(engine_id)
         if node is None or node.engine is None:
@@ -218,11 +217,13 @@ class SimFleet:
         self._touch(node)
         return node.engine.abort(self._clock.now, key)
 
-    def told(self) -> dict[EngineId, dict[str, int]]:
-        """How many tokens engines have told of their turns."""
+    def reported_tokens(self) -> dict[EngineId, dict[str, int]]:
+        """Return the tokens that engines have reported of their turns."""
         nodes = self.nodes.values()
         return {
-            node.id: node.engine.told(self._clock.now) for node in nodes if node.engine is not None
+            node.id: node.engine.reported_tokens(self._clock.now)
+            for node in nodes
+            if node.engine is not None
         }
 
     def rerank(self, engine_id: EngineId, key: str, rank: float) -> None:
@@ -234,7 +235,7 @@ class SimFleet:
     def migrate(self, command: c.Migrate, key: str, shared_key: str) -> None:
         """Copy a trajectory's KV between two engines.
 
-        Whatever changes either one on the way ends it with an error.
+        A change of either engine during the copy ends it with an error.
         """
         source, target = self.nodes.get(command.source), self.nodes.get(command.target)
         done = e.MigrationDone(
@@ -244,7 +245,7 @@ class SimFleet:
             moved_tokens=0,
         )
         if source is None or source.engine is None or target is None or target.engine is None:
-            self._post(msgspec.structs.replace(done, error="an engine is gone"))
+            self._post(msgspec.structs.replace(done, error="an engine is lost"))
             return
         begun, reader, writer = self._clock.now, source.engine, target.engine
         blocks, weights = reader.export_kv(begun, key, shared_key), reader.weights_id
@@ -258,18 +259,18 @@ class SimFleet:
                     msgspec.structs.replace(done, error="the engines have different weights")
                 )
             else:
-                found = writer.import_kv(self._clock.now, key, shared_key, blocks)
+                moved = writer.import_kv(self._clock.now, key, shared_key, blocks)
                 self._post(
                     msgspec.structs.replace(
-                        done, moved_tokens=found * self._settings(target.group).block_tokens
+                        done, moved_tokens=moved * self._settings(target.group).block_tokens
                     )
                 )
 
         self._clock.after(reader.cost.move_s(tokens), arrived)
 
     def settle(self) -> None:
-        """Look again at what changed since the last call: once for all the turns that
-        one event gave an engine.
+        """Reschedule engines changed since the last call: once for all turns that one
+        event gave an engine.
         """
         for node in self._changed.values():
             self._clock.cancel(node.ticket)
@@ -278,12 +279,12 @@ class SimFleet:
                 node.ticket = self._clock.at(due, lambda node=node: self._wake(node))  # type: ignore[misc]
         self._changed.clear()
 
-    # What happens.
+    # Internal events.
 
     def _wake(self, node: Node) -> None:
         assert node.engine is not None, "a lost engine has no ticket"
         for done in node.engine.advance(self._clock.now):
-            self.answered(node.id, node.version, done)
+            self.on_done(node.id, node.version, done)
         self._touch(node)
 
     def _starting(self, node: Node, seconds: float) -> None:
@@ -316,7 +317,7 @@ class SimFleet:
         self._post(e.EngineSuspended(engine_id=node.id, epoch=node.epoch))
 
     def _loaded(self, node: Node, command: c.LoadWeights) -> None:
-        node.pulling = False
+        node.loading = False
         assert node.engine is not None, "a lost engine has no ticket"
         step = command.from_checkpoint
         there = (
@@ -362,13 +363,13 @@ class SimFleet:
         for ticket in [node.ticket, *node.tickets]:
             self._clock.cancel(ticket)
         if node.engine is not None:
-            self.gone(node.id, node.engine.told(self._clock.now))
-        node.pulling, node.engine = False, None
+            self.on_lost(node.id, node.engine.reported_tokens(self._clock.now))
+        node.loading, node.engine = False, None
 
 
 def kv_room(cost: EngineCosts, settings: EngineConfig) -> int:
-    """Return the size of an engine's KV cache in tokens: what its GPUs can hold, but at
-    most `engines.kv_tokens` if changed.
+    """Return the size of an engine's KV cache in tokens: the capacity of its GPUs, but
+    at most `engines.kv_tokens` if changed.
 
     The default of `engines.kv_tokens` is meant for engines on a CPU and ignored for
     GPUs.
@@ -380,8 +381,9 @@ def kv_room(cost: EngineCosts, settings: EngineConfig) -> int:
 
 
 def _profile(cost: EngineCosts, slots: int, room: int) -> tuple[e.StepTime, ...]:
-    """What a live engine would have measured of itself: steps that decode 1, 2, 4, …
-    sequences, and as many as it has slots.
+    """Return the profile that a live engine would have measured of itself.
+
+    Its steps decode 1, 2, 4, … sequences, and as many as it has slots.
     """
     batches = sorted({*(1 << power for power in range(slots.bit_length())), slots})
     return tuple(

@@ -1,4 +1,4 @@
-"""GPUs and links, as their makers publish them; how much of it software reaches is in
+"""GPUs and links, as their makers publish them; the share that software reaches is in
 `sim/cost`.
 
 Sources: RollArt Table 2 for H20 and H800 (dense bf16 FLOP/s, memory, NVLink, relative
@@ -18,8 +18,7 @@ from rollweave.schema.errors import ConfigError
 
 GB = 1e9
 GIB = 2.0**30
-"""What a data sheet calls a GB of HBM: an "80 GB" H100 reports 81,559 MiB to
-nvidia-smi.
+"""Bytes of a data sheet's GB of HBM: an "80 GB" H100 reports 81,559 MiB to nvidia-smi.
 """
 
 GPUS_PER_MACHINE = 8
@@ -31,8 +30,8 @@ NVIDIA's HGX boards.
 class Gpu(Struct, frozen=True, kw_only=True):
     """One accelerator.
 
-    `nvlink_bytes_per_s` is as published, both directions together; `relative_cost` is
-    of H20 = 1.
+    `nvlink_bytes_per_s` is as published, the sum of both directions; `relative_cost` is
+    relative to H20 = 1.
     """
 
     name: str
@@ -45,9 +44,9 @@ class Gpu(Struct, frozen=True, kw_only=True):
 
 
 class Link(Struct, frozen=True, kw_only=True):
-    """A way between machines or devices, one direction.
+    """A link between machines or devices, in one direction.
 
-    `per_gpu`: every GPU has one of its own; otherwise all share one.
+    With `per_gpu`, every GPU has its own link; otherwise all GPUs share one.
     """
 
     name: str
@@ -109,10 +108,10 @@ LINKS = {
     for link in (
         # NVLink 4, one direction (NVIDIA H100 data sheet: 900 GB/s both).
         Link(name="nvlink", bytes_per_s=450 * GB, latency_s=2e-6, per_gpu=True),
-        # 400 Gb/s InfiniBand, one adapter a GPU (Laminar §8: 8 x 400 Gb/s a machine).
+        # 400 Gb/s InfiniBand, one adapter per GPU (Laminar §8: 8 x 400 Gb/s a machine).
         # Latency: assumption.
         Link(name="rdma", bytes_per_s=50 * GB, latency_s=5e-6, per_gpu=True),
-        # 200 Gb/s between clusters, shared by all who use it (RollArt §7.1, ROSE §6).
+        # 200 Gb/s between clusters, shared by all users (RollArt §7.1, ROSE §6).
         # Latency: assumption, one data centre.
         Link(name="ethernet", bytes_per_s=25 * GB, latency_s=1e-4, per_gpu=False),
         # Gen5 x16, one direction: 32 GT/s x 16 lanes at 128b/130b. Latency: assumption.
@@ -124,23 +123,23 @@ T = TypeVar("T")
 
 
 def gpu(name: str) -> Gpu:
-    """The GPU of that name, in any case. Raises ConfigError."""
+    """Return the GPU of that name, ignoring case. Raises ConfigError."""
     return named("gpu", name, GPUS)
 
 
 def link(name: str) -> Link:
-    """The link of that name, in any case. Raises ConfigError."""
+    """Return the link of that name, ignoring case. Raises ConfigError."""
     return named("link", name, LINKS)
 
 
 def named(field: str, name: str, known: Mapping[str, T]) -> T:
-    """What `known` has under `name`, in any case.
+    """Return the entry of `known` under `name`, ignoring case.
 
-    Raises ConfigError with `field`, the names that exist and the closest one.
+    Raises ConfigError with `field`, the known names and the closest one.
     """
-    found = known.get(name.lower())
-    if found is None:
+    entry = known.get(name.lower())
+    if entry is None:
         near = difflib.get_close_matches(name.lower(), list(known), n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise ConfigError(f"{field} must be one of {', '.join(sorted(known))}, got {name!r}{hint}")
-    return found
+    return entry

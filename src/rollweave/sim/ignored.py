@@ -1,4 +1,6 @@
-"""Which settings a simulation ignores, so that it can say so: it computes only time."""
+"""The settings that a simulation ignores, so that it can report them: it computes only
+time.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +9,7 @@ from rollweave.schema.config.root import SIMULATED_CONTEXT, RunConfig
 from rollweave.schema.config.sections import Section
 
 ALL = ()
-"""Stands for every field of a section."""
+"""All fields of a section."""
 
 IGNORED: dict[str, tuple[str, ...]] = {
     "run": ("sinks",),
@@ -32,9 +34,8 @@ IGNORED: dict[str, tuple[str, ...]] = {
     "sandbox": ALL,
     "serve": ALL,
 }
-"""Section → ignored fields.
-
-All others are honored, by the core, which is the real one, or by the cost models.
+"""Section → ignored fields. The core, which is the real one, or the cost models honor
+all others.
 """
 
 IGNORED_TASK = ("options", "isolation", "time_s", "warmup_weight")
@@ -42,24 +43,22 @@ IGNORED_ENGINE = ("deterministic",)
 
 
 def ignored(config: RunConfig) -> list[str]:
-    """Return the names of settings that were changed and that a simulation of `config`
-    ignores.
-    """
+    """Return the names of changed settings that a simulation of `config` ignores."""
     scratch = config.model.scratch
     simulated = scratch is not None and scratch.context == SIMULATED_CONTEXT
-    found = [] if simulated else ["model"]
+    names = [] if simulated else ["model"]
     for name, fields in IGNORED.items():
         section = getattr(config, name)
-        found += [
+        names += [
             f"{name}.{field}"
             for field in _changed(section, fields or tuple(type(section).model_fields))
         ]
     for index, task in enumerate(config.tasks):
-        found += [f"tasks.{index}.{field}" for field in _changed(task, IGNORED_TASK)]
+        names += [f"tasks.{index}.{field}" for field in _changed(task, IGNORED_TASK)]
     for index, group in enumerate(config.engines):
         where = f"engines.{index}" if len(config.engines) > 1 else "engines"
-        found += [f"{where}.{field}" for field in _changed(group, IGNORED_ENGINE)]
-    return found
+        names += [f"{where}.{field}" for field in _changed(group, IGNORED_ENGINE)]
+    return names
 
 
 def _changed(section: Section, fields: tuple[str, ...]) -> Iterator[str]:

@@ -1,15 +1,15 @@
-"""How many KV blocks of a simulated engine are held, and which finished prefixes can
-still be hit. Counts only, no contents.
+"""KV blocks in use on a simulated engine and finished prefixes that can still be hit,
+in counts.
 
-It stands in for `engine/planner/blocks`, whose keys are digests of real tokens. Here a
-prefix is known by name: a *segment* is a run of blocks that holds the start of one
-trajectory (its `key`) or the prompt that a group has in common (its `shared_key`).
+This module stands in for `engine/planner/blocks`, whose keys are digests of real
+tokens. Here a prefix is known by name: a *segment* is a run of blocks that stores the
+start of one trajectory (its `key`) or the common prompt of a group (its `shared_key`).
 
 Invariants: `held` plus the blocks of idle segments is at most `total`; the rest is
-blank. Blank blocks go first, then those of the segment that was released longest ago,
-its last block first, as the ledger does. Whoever uses a segment holds its first blocks;
-the rest of it is idle. New weights void everything: a segment always stems from the
-weights that are loaded.
+blank. Blank blocks are allocated first, then those of the segment that was released
+longest ago, its last block first, as in the ledger. A user of a segment holds its first
+blocks; the rest of it is idle. New weights void everything: a segment always stems from
+the loaded weights.
 """
 
 from collections import OrderedDict
@@ -21,8 +21,8 @@ class Request(Struct, frozen=True, kw_only=True):
     """One turn: `context_tokens` of prompt, of which the engine may know a prefix, and
     `output_tokens` to sample.
 
-    `key` names whose prefix it continues; its first `shared_tokens` are the same for
-    all requests of one `shared_key`.
+    `key` names the trajectory whose prefix it continues; its first `shared_tokens` are
+    the same for all requests of one `shared_key`.
     """
 
     key: str
@@ -34,11 +34,11 @@ class Request(Struct, frozen=True, kw_only=True):
 
 
 class Segment:
-    """`blocks` blocks of one prefix, after the `start` blocks before it; the first
-    `ready` are computed, `held` are in use.
+    """`blocks` blocks of one prefix, after the `start` blocks before it.
 
-    `users` counts the live turns that use that many of its blocks; `owner` is the one
-    that is computing the rest of it, if any.
+    The first `ready` are computed, `held` are in use. `users` counts the live turns
+    that use that many of its blocks; `owner` is the turn that is computing the rest of
+    it, if any.
     """
 
     __slots__ = ("blocks", "held", "name", "owner", "ready", "start", "users")
@@ -52,7 +52,9 @@ class Segment:
         self.owner: Turn | None = None
 
     def deepest(self, *, without: list[int]) -> int:
-        """How many blocks are in use once the users of `without` blocks have left."""
+        """Return the number of blocks in use after the users of `without` blocks have
+        left.
+        """
         return max(
             (depth for depth, count in self.users.items() if count > without.count(depth)),
             default=0,
@@ -95,19 +97,19 @@ class Turn:
         self.rank = request.rank
         self.item: Item = (-request.rank, arrival, self)
         self.common = common
-        """Blocks of the prompt that the group has in common."""
+        """Blocks of the group's common prompt."""
         self.length = request.context_tokens
         self.left = request.output_tokens
         self.computed = 0
         self.reached = 0
-        """The most tokens that were ever computed: what is computed again before that
-        is recomputation.
+        """Maximum tokens ever computed: computing tokens below it again is
+        recomputation.
         """
         self.cached = -1
         """Tokens that the prefix cache gave at the first admission; -1 before it."""
         self.queued_at = 0.0
         self.queue_s = 0.0
-        """Seconds in which it waited for a slot, as of its last admission."""
+        """Seconds spent waiting for a slot, as of the last admission."""
         self.running = False
         self.decoding = False
         self.base = self.due = 0
@@ -119,9 +121,9 @@ Item = tuple[float, int, Turn]
 
 
 class KvCounts:
-    """`total` blocks of `block_tokens` tokens.
+    """A cache of `total` blocks of `block_tokens` tokens.
 
-    With `caching` off nothing is kept, hit or shared.
+    With `caching` off, no block is kept, hit or shared.
     """
 
     def __init__(self, *, total: int, block_tokens: int, caching: bool) -> None:
@@ -136,14 +138,14 @@ class KvCounts:
 
     @property
     def free(self) -> int:
-        """Blocks that can be allocated now."""
+        """Return the number of blocks that can be allocated now."""
         return self.total - self.held
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
 
     def allocate(self, count: int) -> None:
-        """Hold `count` more blocks, at most `free`.
+        """Allocate `count` more blocks, at most `free`.
 
         Idle prefixes shrink where no blank block is left.
         """
@@ -160,8 +162,8 @@ class KvCounts:
                 self._busy(segment)
 
     def match(self, turn: Turn) -> tuple[int, int]:
-        """Blocks that `turn` can start from, and how many more of its group's prompt an
-        earlier turn is computing now.
+        """Return the blocks that `turn` can start from, and the number of its group's
+        prompt blocks that an earlier turn is computing now.
         """
         # the last token is computed anyway: it gives the logits
         useful = (turn.length - 1) // self.block_tokens
@@ -175,7 +177,7 @@ class KvCounts:
         return hit, 0
 
     def hold(self, turn: Turn, hit: int) -> None:
-        """Give `turn`, which has no blocks, the `hit` blocks that `match` found."""
+        """Give `turn`, which has no blocks, the `hit` blocks that `match` returned."""
         segment = self._common.get(turn.request.shared_key) if turn.common else None
         if segment is not None and hit and segment.ready:
             turn.segment = segment
@@ -189,11 +191,10 @@ class KvCounts:
         self.held += turn.own
 
     def extend(self, turn: Turn, *, hit: int) -> None:
-        """Give `turn`, which holds its `hit` blocks, the rest for its whole length; the
-        caller has made room.
+        """Give `turn`, which has its `hit` blocks, the rest for its full length.
 
-        Where nobody before it computes the rest of the group's prompt, `turn` does so
-        for all.
+        The caller has made room. Where no earlier turn computes the rest of the group's
+        prompt, `turn` does so for all.
         """
         need = self.blocks_for(turn.length) - turn.own - turn.shared
         self.allocate(need)
@@ -202,9 +203,9 @@ class KvCounts:
         turn.own += need
 
     def _compute_for_group(self, turn: Turn) -> int:
-        """Make `turn` the owner of its group's prompt, if that is up to it.
+        """Make `turn` the owner of its group's prompt where it may be.
 
-        Returns how many blocks became the group's.
+        Returns the number of blocks that became the group's.
         """
         segment = self._common.get(turn.request.shared_key)
         if segment is None:
@@ -218,7 +219,7 @@ class KvCounts:
             or (old is not None and (old.decoding or old.item < turn.item))
         ):
             return 0
-        if old is not None:  # it comes later, and computes a copy for itself
+        if old is not None:  # this turn is later and computes its own copy
             self._move(segment, old, ready)
             old.own += turn.common - ready
         if turn.segment is None:
@@ -230,8 +231,8 @@ class KvCounts:
         return turn.common - ready
 
     def progress(self, turn: Turn) -> None:
-        """More of `turn` was computed: what it computes for its group can be hit from
-        now on.
+        """Record progress of `turn`: the part that it computes for its group can be hit
+        from now on.
         """
         segment = turn.segment
         if segment is not None and segment.owner is turn:
@@ -240,8 +241,9 @@ class KvCounts:
                 segment.owner = None
 
     def release(self, turn: Turn) -> None:
-        """Take all blocks of `turn`, of which `computed` tokens are computed; full ones
-        stay as idle segments.
+        """Release all blocks of `turn`, of which `computed` tokens are computed.
+
+        Full blocks stay as idle segments.
         """
         self.held -= turn.own
         if self.caching:
@@ -288,7 +290,7 @@ class KvCounts:
                 del self._common[segment.name]
 
     def _move(self, segment: Segment, turn: Turn, depth: int) -> None:
-        """`turn` uses another number of its blocks."""
+        """Change the number of blocks that `turn` uses."""
         segment.users[turn.shared] -= 1
         if not segment.users[turn.shared]:
             del segment.users[turn.shared]
@@ -296,8 +298,8 @@ class KvCounts:
         turn.shared = depth
 
     def _busy(self, segment: Segment) -> None:
-        """No block of `segment` is idle any more; without any block and user it is
-        forgotten.
+        """Mark `segment` as without idle blocks; forget it if it has no blocks and no
+        users.
         """
         del self._idle[segment]
         if not segment.blocks and not segment.users:
@@ -306,9 +308,7 @@ class KvCounts:
                     del names[segment.name]
 
     def kept(self, key: str, shared_key: str) -> int:
-        """Blocks of the longest prefix of `key`'s trajectory that a turn of it could
-        start from now.
-        """
+        """Return the blocks of the longest cached prefix of `key`'s trajectory."""
         common, own = self._common.get(shared_key), self._kept.get(key)
         ready = common.ready if common is not None else 0
         return (
@@ -318,8 +318,10 @@ class KvCounts:
         )
 
     def insert(self, key: str, shared_key: str, blocks: int) -> int:
-        """Keep `blocks` blocks of `key`'s prefix that come from another engine, as far
-        as there is room. Returns how many.
+        """Keep `blocks` blocks of `key`'s prefix that another engine sent, as far as
+        they fit.
+
+        Returns the number kept.
         """
         former = self._kept.pop(key, None)
         if former is not None:
@@ -336,7 +338,7 @@ class KvCounts:
         return start + max(0, rest)
 
     def void(self) -> None:
-        """New weights: nothing is held or kept any more.
+        """Discard all blocks for new weights.
 
         The caller resets the turns.
         """

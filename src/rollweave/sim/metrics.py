@@ -1,5 +1,5 @@
 """`metrics.jsonl` of a simulated run: the lines of a live run, where meaningful, and
-how full the engines were.
+the engines' KV usage.
 
 The workload draws rewards and successes at random and nothing is learned, so no line
 contains them.
@@ -18,16 +18,18 @@ from rollweave.sim.world import World
 
 
 class SimMetrics:
-    """Gathers lines in `lines`, and appends them to `path` where one is given.
+    """Collects lines in `lines`, and appends them to `path` where one is given.
 
-    `watch` the world before it runs.
+    Call `watch` with the world before it runs.
     """
 
     def __init__(
-        self, path: Path | None = None, *, tell: Callable[[dict[str, Any]], None] | None = None
+        self, path: Path | None = None, *, on_line: Callable[[dict[str, Any]], None] | None = None
     ) -> None:
-        """`tell` hears every line. Raises DiskError, as all that writes."""
-        self._tell = tell
+        """`on_line` is called with every line. Raises DiskError, as do all methods that
+        write.
+        """
+        self._on_line = on_line
         self._file = AppendFile(path, keep=0) if path is not None else None
         self._world: World | None = None
         self._before: CounterSnapshot | None = None
@@ -39,10 +41,10 @@ class SimMetrics:
         self._world = world
         world.trainer.trained = self.trained
         self._before = CounterSnapshot.of(world.core.state, 0.0)
-        self.event("started", engines=len(world.seats), simulated=True)
+        self.event("started", engines=len(world.slots), simulated=True)
 
     def trained(self, command: c.TrainStep, seconds: float) -> None:
-        """A (mini-)batch is taken; with the last of a step its line is written."""
+        """Record a trained (mini-)batch; the last of a step writes the step's line."""
         if self._parts and self._parts[-1][0].step != command.step:
             self._parts.clear()
         self._parts.append((command, seconds))
@@ -66,8 +68,8 @@ class SimMetrics:
         self.lines.append(line)
         if self._file is not None:
             self._file.append(json.dumps(line).encode() + b"\n")
-        if self._tell is not None:
-            self._tell(line)
+        if self._on_line is not None:
+            self._on_line(line)
 
     def close(self) -> None:
         if self._file is not None:
@@ -109,7 +111,9 @@ class SimMetrics:
 
 
 def kv_used(world: World) -> float:
-    """Share of all engines' KV that live turns hold now; idle prefixes are not counted."""
+    """Return the share of all engines' KV that live turns use now, without idle
+    prefixes.
+    """
     engines = [node.engine for node in world.fleet.nodes.values() if node.engine is not None]
     total = sum(engine.kv_tokens for engine in engines)
     return sum(engine.kv_used for engine in engines) / total if total else 0.0

@@ -1,5 +1,5 @@
-"""Model shapes: what a model weighs, in parameters and bytes, from the `config.json`
-that Qwen publishes with its weights.
+"""Model shapes: parameters and bytes, from the `config.json` that Qwen publishes with
+its weights.
 
 Weights and KV are bf16. Norms, biases and the query and key norms of Qwen3 are left
 out: under 0.1 % of any model here.
@@ -9,14 +9,14 @@ from rollweave.schema.base import Struct
 from rollweave.sim.hardware import named
 
 BF16 = 2
-"""Bytes."""
+"""Bytes of a bf16 number."""
 
 
 class ModelShape(Struct, frozen=True, kw_only=True):
-    """A decoder with grouped-query attention and gated MLPs; with `experts`, all MLPs
-    are mixtures and `ffn` is unused.
+    """A decoder with grouped-query attention and gated MLPs.
 
-    `tied`: the output head is the embedding table.
+    With `experts`, all MLPs are mixtures and `ffn` is unused. With `tied`, the output
+    head is the embedding table.
     """
 
     name: str
@@ -34,7 +34,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """Return the number of all parameters."""
         return (
             self.dense_parameters
             + self.expert_parameters
@@ -43,29 +43,29 @@ class ModelShape(Struct, frozen=True, kw_only=True):
 
     @property
     def active_parameters(self) -> int:
-        """Those that one token uses, embedding and head included, as model cards count
-        them.
+        """Return the number of parameters that one token uses, embedding and head
+        included, as model cards count them.
         """
         return self.layer_parameters + (1 if self.tied else 2) * self.head_parameters
 
     @property
     def layer_parameters(self) -> int:
-        """Those of the layers that one token is multiplied with; looking up its
-        embedding multiplies nothing.
+        """Return the layer parameters that one token is multiplied with; an embedding
+        look-up multiplies none.
         """
         return self.dense_parameters + self.layers * self.experts_active * self._expert
 
     @property
     def head_parameters(self) -> int:
-        """The output head's, used only where a token is sampled; an embedding table has
-        as many.
+        """Return the output head's parameters, used only where a token is sampled; an
+        embedding table has as many.
         """
         return self.vocab * self.hidden
 
     @property
     def dense_parameters(self) -> int:
-        """Those of the layers that every token uses: attention, and the MLP or the
-        router.
+        """Return the layer parameters that every token uses: attention, and the MLP or
+        the router.
         """
         attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
         mlp = self.hidden * self.experts if self.experts else 3 * self.hidden * self.ffn
@@ -73,23 +73,23 @@ class ModelShape(Struct, frozen=True, kw_only=True):
 
     @property
     def expert_parameters(self) -> int:
-        """Those of all experts; 0 for a dense model."""
+        """Return the parameters of all experts; 0 for a dense model."""
         return self.layers * self.experts * self._expert
 
     @property
     def weight_bytes(self) -> int:
-        """In bf16."""
+        """Return the bytes of the weights in bf16."""
         return BF16 * self.parameters
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Key and value of one token in all layers, in bf16."""
+        """Return the bytes of one token's keys and values in all layers, in bf16."""
         return 2 * self.layers * self.kv_heads * self.head_dim * BF16
 
     @property
     def attention_flops(self) -> int:
-        """FLOPs of one query looking at one position, in all layers: a product with the
-        key and one with the value.
+        """Return the FLOPs of one query attending to one position in all layers: a
+        product with the key and one with the value.
         """
         return 4 * self.layers * self.heads * self.head_dim
 
@@ -156,5 +156,5 @@ MODELS = {
 
 
 def model(name: str) -> ModelShape:
-    """The model of that name, in any case. Raises ConfigError."""
+    """Return the model of that name, ignoring case. Raises ConfigError."""
     return named("model", name, MODELS)

@@ -1,10 +1,10 @@
-"""The predictor of the simulated world: the live one's `ProgressivePredictor`, with a
-modelled latency.
+"""The predictor of the simulated world: the live `ProgressivePredictor` with a modeled
+latency.
 
 Invariants: the same commands at the same times give the same events at the same times.
-Simulated trajectories hold no text, so plans are empty and regressors that read them
-have nothing to read. What is not modelled: fits take no simulated time, and happen
-between two predictions.
+Simulated trajectories have no text, so plans are empty and regressors that read text
+have no input. Fits are not modeled: they take no simulated time, and happen between two
+predictions.
 """
 
 import functools
@@ -18,15 +18,15 @@ from rollweave.sim.clock import Clock
 from rollweave.train.lengths import build_regressor
 
 PREDICTION_S = (0.103 + 0.15 + 0.26 + 0.099 + 0.15 + 0.27 + 0.104 + 0.16 + 0.28) / 9
-"""Heddle Table 1: seconds of a prediction by its regressor of 0.6B, mean over three
+"""Seconds of a prediction by Heddle's 0.6B regressor (Heddle Table 1): mean over three
 models and three tasks (0.10 to 0.28).
 """
 
 
 class SimPredictor:
-    """`name` is that of `rollout.predictor`.
+    """A predictor of the kind `rollout.predictor`, given as `name`.
 
-    Raises ConfigError for `lm`, which a simulation cannot have.
+    Raises ConfigError for `lm`, which needs text.
     """
 
     def __init__(self, *, clock: Clock, post: Callable[[e.Event], None], name: str) -> None:
@@ -38,50 +38,49 @@ class SimPredictor:
         self._clock, self._post = clock, post
         self._make = functools.partial(build_regressor, name)
         self.predictor = ProgressivePredictor(self._make)
-        self._asked: dict[int, Question] = {}  # not computed yet, by number
+        self._pending: dict[int, Question] = {}  # pending requests by number
         self._answers: dict[int, float] = {}
         self._number = 0
         self._life = 0
 
     def predict(self, command: c.Predict) -> None:
-        """Ask now; the answer comes `PREDICTION_S` later.
+        """Request a prediction; the answer arrives `PREDICTION_S` later.
 
-        What is asked until the first is due is computed at once.
+        Requests made before the first is due are computed together.
         """
         self._number += 1
         number, life = self._number, self._life
-        self._asked[number] = self.predictor.remember(
+        self._pending[number] = self.predictor.remember(
             (command.trajectory_id, command.attempt), command.context
         )
         self._clock.after(PREDICTION_S, lambda: self._due(command, number, life))
 
     def harvest(self, command: c.Harvest) -> None:
-        """An attempt is over."""
+        """Record a finished attempt."""
         self.predictor.observe((command.trajectory_id, command.attempt), command.output_tokens)
 
     def fit(self, command: c.FitPredictor) -> None:
-        """A step is trained.
+        """Refit after a training step.
 
-        Takes no simulated time; what was asked before is answered by the former
-        regressor.
+        A fit takes no simulated time; the previous regressor answers earlier requests.
         """
         del command
         self._compute()
         self.predictor.fit()
 
     def drop(self) -> None:
-        """The controller is lost, and its predictor with it: no answer comes, and the
-        next one has harvested nothing.
+        """Drop all state, as a child of a lost controller: no answer comes, and its
+        successor starts without harvest.
         """
         self._life += 1
-        self._asked.clear()
+        self._pending.clear()
         self._answers.clear()
         self.predictor = ProgressivePredictor(self._make)
 
     def _due(self, command: c.Predict, number: int, life: int) -> None:
         if life != self._life:
             return
-        if number in self._asked:
+        if number in self._pending:
             self._compute()
         self._post(
             e.PredictionReady(
@@ -93,9 +92,9 @@ class SimPredictor:
         )
 
     def _compute(self) -> None:
-        """All that is asked, in one product: for trees, a question alone costs as much
-        as hundreds.
+        """Compute all pending requests in one product: for trees, one alone costs as
+        much as hundreds.
         """
-        values = self.predictor.estimate(list(self._asked.values()))
-        self._answers.update(zip(self._asked, values, strict=True))
-        self._asked.clear()
+        values = self.predictor.estimate(list(self._pending.values()))
+        self._answers.update(zip(self._pending, values, strict=True))
+        self._pending.clear()

@@ -1,5 +1,4 @@
-"""The cost of an engine's steps as they were measured: a profile, and the few prices
-that are fitted to it.
+"""Measured costs of an engine's steps: a profile, and the few prices fitted to it.
 
 Invariant: a step with more work never costs less, however noisy the samples are.
 """
@@ -33,7 +32,7 @@ class Sample(Struct, frozen=True, kw_only=True):
 class Profile(Struct, frozen=True, kw_only=True):
     """A measured engine: the file that `ProfileCost.from_json` reads.
 
-    `subject` says what was measured, for people.
+    `subject` describes the measured engine for readers.
     """
 
     kv_tokens: int
@@ -45,9 +44,9 @@ class ProfileCost:
     """Step times fitted to measured ones: a constant and a price for each of the four
     amounts, none negative.
 
-    So a step with more work never costs less, however noisy the samples are. The fit
-    minimises relative errors, because most of a run's steps are short ones. Raises
-    ConfigError for samples that cannot be fitted.
+    So a step with more work never costs less. The fit minimizes relative errors,
+    because most of a run's steps are short. Raises ConfigError for samples that cannot
+    be fitted.
     """
 
     kv_tokens: int
@@ -98,7 +97,7 @@ class ProfileCost:
     def move_s(self, tokens: int) -> float:
         """See `EngineCosts`.
 
-        No profile has it; taken is what it must not exceed to be of use: computing the
+        No profile has it; assumed is its useful maximum: the seconds of computing the
         tokens again.
         """
         return tokens * self._prefill_token
@@ -122,18 +121,17 @@ def _check(sample: Sample, index: int) -> None:
 
 
 FIT_ROUNDS = 8
-"""Of weighing errors by what the round before has fitted: the weights settle within a
+"""Rounds of weighting errors by the previous round's fit: the weights converge within a
 few.
 """
 
 
 def _fit(rows: Sequence[tuple[int, ...]], seconds: Sequence[float]) -> list[float]:
-    """The nonnegative prices that minimise the errors of `rows @ prices` against
+    """Return the nonnegative prices that minimize the errors of `rows @ prices` against
     `seconds`, relative to the fitted seconds.
 
-    Errors relative to the measured seconds would weigh a sample less the slower it came
-    out by chance: noisy samples would be fitted below their mean. They are the first
-    round's.
+    Errors relative to the measured seconds would weight a sample by chance, so that
+    noisy samples would be fitted below their mean. Only the first round uses them.
     """
     amounts, measured = np.array(rows, dtype=np.float64), np.array(seconds)
     prices = _weighted_fit(amounts, measured, measured)
@@ -143,14 +141,14 @@ def _fit(rows: Sequence[tuple[int, ...]], seconds: Sequence[float]) -> list[floa
 
 
 def _weighted_fit(amounts: Array, measured: Array, scale: Array) -> Array:
-    """The nonnegative prices with the least squared errors, each divided by its
+    """Return the nonnegative prices with the least squared errors, each divided by its
     `scale`.
 
-    The best fit is the plain least squares fit of the columns that it uses, so with
+    The best fit is the plain least-squares fit of the columns that it uses, so with
     five columns all 32 choices are tried.
     """
     columns, wanted = amounts / scale[:, None], measured / scale
-    # comparable columns keep the least squares exact
+    # comparable columns keep the least-squares fit exact
     widths = columns.max(axis=0) + (columns.max(axis=0) == 0)
     columns /= widths
     best, least = np.zeros(len(widths)), math.inf

@@ -1,11 +1,11 @@
-"""A journal, read as what happened to every training attempt in it: when each of its
-stages and turns began and ended.
+"""A journal read as the timeline of every training attempt: start and end of its stages
+and turns.
 
-Times that no event tells (when INIT and EVAL began) are those of the commands
-`StartInit` and `StartEval`, which the core gives again when it is fed the journal; so
-reading needs the run's `config.toml` beside the journal, and refuses a journal on which
-today's core decides otherwise. Of a journal that a checkpoint has compacted, attempts
-that began before it are left out.
+Times that no event carries (the start of INIT and EVAL) are those of the commands
+`StartInit` and `StartEval`, which the core issues again when the journal is replayed;
+so reading needs the run's `config.toml` beside the journal, and rejects a journal on
+which the current core decides differently. Attempts that began before a compacted
+journal's checkpoint are left out.
 """
 
 from pathlib import Path
@@ -24,12 +24,12 @@ from rollweave.schema.work import Purpose, StopReason
 
 
 class Attempt(msgspec.Struct, kw_only=True):
-    """One attempt. Times are seconds of the run's clock, as the controller saw them;
-    None is what did not happen.
+    """One attempt. Times are seconds of the run's clock, as the controller observed
+    them; None marks an event that did not happen.
 
-    `asked` is time and context tokens of every turn's request, `said` time and output
-    tokens of its answer, `tokens` the length at the end. `stop` is how INIT and RUN
-    ended, `cut` why the attempt was cancelled after that.
+    `requests` has time and context tokens of every turn's request, `replies` time and
+    output tokens of its answer, `tokens` the final length. `stop` is the stop reason of
+    INIT and RUN, `cut` the reason of a later cancellation.
     """
 
     domain: str
@@ -38,8 +38,8 @@ class Attempt(msgspec.Struct, kw_only=True):
     number: int
     begun: float
     ready: float | None = None
-    asked: list[tuple[float, int]] = []
-    said: list[tuple[float, int]] = []
+    requests: list[tuple[float, int]] = []
+    replies: list[tuple[float, int]] = []
     ended: float | None = None
     stop: StopReason | None = None
     tokens: int = 0
@@ -55,28 +55,29 @@ Key = tuple[TrajectoryId, int]
 
 
 def read(path: Path) -> list[Attempt]:
-    """The training attempts of a run directory, or of the journal in it, as they began.
+    """Return the training attempts of a run directory, or of the journal in it, by
+    start time.
 
     Raises ConfigError.
     """
     journal = RunDir(path).journal if path.is_dir() else path
     if not journal.is_file():
-        raise ConfigError(f"workload: {path} must hold a run's {journal.name}, found none")
+        raise ConfigError(f"workload: {path} must contain a run's {journal.name}, got none")
     config = RunDir(journal.parent).config
     if not config.is_file():
         raise ConfigError(
-            f"workload: {journal} must have the run's {config.name} beside it, found none"
+            f"workload: {journal} must have the run's {config.name} beside it, got none"
         )
     try:
         return _attempts(journal, config)
     except (CorruptJournalError, msgspec.MsgspecError, OSError) as error:
         raise ConfigError(
-            f"workload: {journal} must be a whole journal of this version: {error}"
+            f"workload: {journal} must be a complete journal of this version: {error}"
         ) from error
 
 
 def _attempts(journal: Path, config: Path) -> list[Attempt]:
-    settings, found = load(config), dict[Key, Attempt]()
+    settings, attempts = load(config), dict[Key, Attempt]()
     replay = Replay(journal, settings, rules=rules_of(settings))
     for now, event, commands in replay:
         if replay.differing:
@@ -85,10 +86,10 @@ def _attempts(journal: Path, config: Path) -> list[Attempt]:
                 f"{replay.events} at {now:.3f} s does "
                 "not: it was recorded by other code, or with another configuration"
             )
-        _take(found, now, event)
+        _apply(attempts, now, event)
         for command in commands:
             if isinstance(command, StartInit) and command.purpose is Purpose.TRAIN:
-                found[command.trajectory_id, command.attempt] = Attempt(
+                attempts[command.trajectory_id, command.attempt] = Attempt(
                     domain=replay.core.state.groups[command.group_id].name,
                     group=command.group_id,
                     member=command.member,
@@ -96,14 +97,14 @@ def _attempts(journal: Path, config: Path) -> list[Attempt]:
                     begun=now,
                 )
             elif isinstance(command, StartEval):
-                scored = found.get((command.trajectory_id, command.attempt))
+                scored = attempts.get((command.trajectory_id, command.attempt))
                 if scored is not None:
                     scored.eval_begun = now
-    return list(found.values())
+    return list(attempts.values())
 
 
-def _take(found: dict[Key, Attempt], now: float, event: e.Event) -> None:
-    """Note the event with the attempt that it is about, if it is about one of ours."""
+def _apply(attempts: dict[Key, Attempt], now: float, event: e.Event) -> None:
+    """Apply the event to the attempt that it concerns, if that is in `attempts`."""
     if not isinstance(
         event,
         e.EnvReady
@@ -114,18 +115,18 @@ def _take(found: dict[Key, Attempt], now: float, event: e.Event) -> None:
         | e.RewardFailed,
     ):
         return
-    attempt = found.get((event.trajectory_id, event.attempt))
+    attempt = attempts.get((event.trajectory_id, event.attempt))
     if attempt is None:
         return
     match event:
         case e.EnvReady():
             attempt.ready = now
         case e.TurnRequested():
-            if event.turn == len(attempt.asked):
-                attempt.asked.append((now, event.context_tokens))
+            if event.turn == len(attempt.requests):
+                attempt.requests.append((now, event.context_tokens))
         case e.TurnDone():
-            if event.turn == len(attempt.said):
-                attempt.said.append((now, event.output_tokens))
+            if event.turn == len(attempt.replies):
+                attempt.replies.append((now, event.output_tokens))
         case e.TrajectoryEnded():
             if attempt.stop is None:
                 attempt.ended, attempt.stop, attempt.tokens = now, event.stop_reason, event.tokens

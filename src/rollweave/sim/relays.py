@@ -1,10 +1,10 @@
-"""The simulated relays: they take weights from each other in the time that the links
-between their machines need.
+"""The simulated relays, which fetch weights from each other in the time of the links
+between their machines.
 
 Invariants: commands and answers are those of `runtime/supervisors/relays.py`; a relay
-is never ahead of the one that it takes from, and ends at least a chunk after it
-(Laminar §4.2: a pipeline); what it has got so far is not sent again when its source is
-another; a relay that hangs does nothing, and nothing comes from it.
+is never ahead of its source, and ends at least a chunk after it (Laminar §4.2: a
+pipeline); bytes already received are not sent again by another source; a relay that
+hangs does nothing and sends nothing.
 """
 
 import math
@@ -20,44 +20,41 @@ from rollweave.sim.clock import Clock
 from rollweave.sim.cost import TrainerCosts
 
 SUSPECT_S = 0.6
-"""Seconds for which a relay may be silent until it is suspected (runtime/links/relay)."""
+"""Seconds of silence after which a relay is suspected (runtime/links/relay)."""
 
 SILENT_S = 5.0
-"""The same, until it counts as lost."""
+"""Seconds of silence after which a relay counts as lost."""
 
 RESTART_S = 5.0
-"""Seconds until a relay that was started again listens.
-
-Assumption: the start of a small process.
-"""
+"""Seconds until a restarted relay listens. Assumption: the start of a small process."""
 
 DELTA_SHARE = 108e6 / 14e9
-"""Bytes of a change for a byte of weights: PULSE's 108 MB for a 7B model's 14 GB, about
-1 % of whose elements have changed.
+"""Bytes of a delta per byte of weights: PULSE's 108 MB for a 7B model's 14 GB, about 1
+% of whose elements have changed.
 """
 
 
 @dataclass(slots=True)
 class Node:
-    """One relay and its machine.
+    """One relay process.
 
-    Of what it takes, `got` had come at `since`, and the rest takes `seconds` from then
-    on.
+    Of the current fetch, the share `received` had arrived at `since`, and the rest
+    takes `seconds` from then on.
     """
 
     id: str
     epoch: int
     up: bool = False
-    held: dict[int, float] = field(default_factory=dict)  # weights → since when
-    take: c.FetchWeights | None = None
-    got: float = 0.0  # share
+    versions: dict[int, float] = field(default_factory=dict)  # weights → time of arrival
+    fetch: c.FetchWeights | None = None
+    received: float = 0.0  # share of the fetch
     began: float = 0.0
     since: float = 0.0
     seconds: float = 0.0
-    waits: bool = False  # all that its source had has come
+    awaits_source: bool = False  # has received all that its source has
     ticket: int = 0
     hangs: bool = False
-    unheard: list[c.FetchWeights] = field(default_factory=list)  # what was said to it meanwhile
+    deferred: list[c.FetchWeights] = field(default_factory=list)  # commands during a hang
 
 
 class SimRelays:
@@ -80,12 +77,12 @@ class SimRelays:
             trace,
         )
         self.nodes: dict[str, Node] = {}
-        self.refusals: dict[str, int] = {}  # takes whose bytes are to come broken
+        self.refusals: dict[str, int] = {}  # fetches whose bytes arrive corrupted
 
-    # The life of a relay.
+    # Relay lifecycle.
 
     def start(self) -> None:
-        """Start all of them: at once, as engines."""
+        """Start all relays immediately, like engines."""
         for machine in range(self._machines):
             self._begin(Node(id=f"r{machine}", epoch=0), 0.0)
 
@@ -97,27 +94,25 @@ class SimRelays:
         self._drop(self.nodes.pop(command.relay_id, None))
 
     def lose(self, relay_id: str, error: str) -> None:
-        """The process dies, and the weights that it held with it."""
+        """Kill the process, and with it its stored weights."""
         node = self.nodes.get(relay_id)
         if node is not None and node.up:
             self.silence(relay_id)
             self._post(e.RelayLost(relay_id=relay_id, epoch=node.epoch, error=error))
 
     def silence(self, relay_id: str) -> None:
-        """The process dies and nobody says so: what is asked of it from now on is not
-        answered.
-        """
+        """Kill the process without a report; later commands to it stay unanswered."""
         self._drop(self.nodes.get(relay_id))
 
     def hang(self, relay_id: str, seconds: float) -> None:
-        """The process stands still for so long, or until it counts as lost.
+        """Let the process hang for that long, or until it counts as lost.
 
-        What it holds can be read.
+        Its stored weights stay readable.
         """
         node = self.nodes.get(relay_id)
         if node is None or not node.up or node.hangs:
             return
-        for other in (node, *self._takers(node)):
+        for other in (node, *self._fetchers(node)):
             self._pause(other)
         node.hangs = True
         suspected = seconds > SUSPECT_S
@@ -128,148 +123,159 @@ class SimRelays:
 
         def end() -> None:
             if self._still_hangs(node) and seconds >= SILENT_S:
-                self.lose(relay_id, f"said nothing for {SILENT_S:g} s")
+                self.lose(relay_id, f"no message for {SILENT_S:g} s")
             elif self._still_hangs(node):
                 node.hangs = False
                 if suspected:
                     self._post(e.RelayRecovered(relay_id=relay_id, epoch=node.epoch))
-                self._go_on_after(node)
+                self._resume_after_hang(node)
 
         if suspected:
             self._clock.after(SUSPECT_S, suspect)
         self._clock.after(min(seconds, SILENT_S), end)
 
     def drop_all(self) -> None:
-        """The controller is gone, and its children with it."""
+        """End all relays, as the children of a lost controller."""
         for node in self.nodes.values():
             self._drop(node)
         self.nodes.clear()
 
     def machine_of(self, engine_id: EngineId) -> int | None:
-        """The machine that the engine is on; None without relays."""
+        """Return the machine of the engine; None without relays."""
         return machine_of(engine_id, self._machines)
 
     def serves(self, engine_id: EngineId, weights_id: int) -> bool:
-        """The engine can read these weights: from its machine's relay, or without
-        relays from the trainer.
+        """Return whether the engine can read these weights, from its machine's relay
+        or, without relays, from the trainer.
         """
         machine = self.machine_of(engine_id)
         if machine is None:
             return True
         node = self.nodes.get(f"r{machine}")
-        return node is not None and weights_id in node.held
+        return node is not None and weights_id in node.versions
 
     # Weights.
 
-    def take(self, command: c.FetchWeights) -> None:
+    def fetch(self, command: c.FetchWeights) -> None:
         node = self.nodes.get(command.relay_id)
         if node is None or not node.up:
             return
         if node.hangs:
-            node.unheard.append(command)
+            node.deferred.append(command)
             return
-        former, now = node.take, self._clock.now
-        goes_on = former is not None and former.weights_id == command.weights_id
-        node.got = self._share(node) if goes_on else 0.0
-        if not goes_on:
+        former, now = node.fetch, self._clock.now
+        continues = former is not None and former.weights_id == command.weights_id
+        node.received = self._received_share(node) if continues else 0.0
+        if not continues:
             node.began = now
         self._clock.cancel(node.ticket)
-        node.held = {
-            held: since
-            for held, since in node.held.items()
-            if held in command.keep or held == command.base_id
+        node.versions = {
+            weights_id: since
+            for weights_id, since in node.versions.items()
+            if weights_id in command.keep or weights_id == command.base_id
         }
-        node.take, node.since, node.waits, node.seconds = command, now, False, math.inf
-        self._go_on(node)
+        node.fetch, node.since, node.awaits_source, node.seconds = command, now, False, math.inf
+        self._resume(node)
 
     def _pause(self, node: Node) -> None:
-        """From now on nothing comes."""
-        if node.take is not None:
+        """Receive nothing from now on."""
+        if node.fetch is not None:
             self._clock.cancel(node.ticket)
-            node.got, node.since, node.seconds = self._share(node), self._clock.now, math.inf
+            node.received, node.since, node.seconds = (
+                self._received_share(node),
+                self._clock.now,
+                math.inf,
+            )
 
-    def _go_on(self, node: Node) -> None:
-        """The rest of what it takes comes from now on, unless it stands still, or its
-        source does.
+    def _resume(self, node: Node) -> None:
+        """Receive the rest of the fetch from now on, unless the relay or its source
+        hangs.
         """
-        if node.take is None or node.waits or self._stands_still(node):
+        if node.fetch is None or node.awaits_source or self._is_hanging(node):
             return
-        node.since, node.seconds = self._clock.now, (1 - node.got) * self._whole_s(node.take)
-        node.ticket = self._clock.after(node.seconds, lambda: self._came(node))
+        node.since, node.seconds = (
+            self._clock.now,
+            (1 - node.received) * self._transfer_s(node.fetch),
+        )
+        node.ticket = self._clock.after(node.seconds, lambda: self._arrived(node))
 
-    def _go_on_after(self, node: Node) -> None:
-        """It hangs no more, or is gone."""
-        unheard, node.unheard = node.unheard, []
-        for command in unheard:
-            self.take(command)
-        for other in (node, *self._takers(node)):
+    def _resume_after_hang(self, node: Node) -> None:
+        """Resume the relay and its fetchers after a hang or a loss."""
+        deferred, node.deferred = node.deferred, []
+        for command in deferred:
+            self.fetch(command)
+        for other in (node, *self._fetchers(node)):
             if other.seconds == math.inf:
-                self._go_on(other)
+                self._resume(other)
 
-    def _stands_still(self, node: Node) -> bool:
+    def _is_hanging(self, node: Node) -> bool:
         source = (
-            self.nodes.get(node.take.source)
-            if node.take is not None and node.take.source is not None
+            self.nodes.get(node.fetch.source)
+            if node.fetch is not None and node.fetch.source is not None
             else None
         )
         return node.hangs or (source is not None and source.hangs)
 
-    def _takers(self, source: Node) -> list[Node]:
+    def _fetchers(self, source: Node) -> list[Node]:
         return [
             node
             for node in self.nodes.values()
-            if node.take is not None and node.take.source == source.id
+            if node.fetch is not None and node.fetch.source == source.id
         ]
 
     def _still_hangs(self, node: Node) -> bool:
         return node.hangs and self.nodes.get(node.id) is node
 
-    def _whole_s(self, command: c.FetchWeights) -> float:
-        """The trainer has handed them to the master already: that is what its
-        publication takes.
+    def _transfer_s(self, command: c.FetchWeights) -> float:
+        """Return the seconds of a full transfer.
+
+        From the trainer it takes none: the publication's time includes handing the
+        weights to the master.
         """
         if command.source is None:
             return 0.0
         return self._cost.hop_s(share=1.0 if command.base_id is None else DELTA_SHARE)
 
-    def _share(self, node: Node) -> float:
-        """How much of what it takes has come."""
+    def _received_share(self, node: Node) -> float:
+        """Return the share of the current fetch that has arrived."""
         if not node.seconds:
             return 1.0
-        return min(1.0, node.got + (1 - node.got) * (self._clock.now - node.since) / node.seconds)
+        return min(
+            1.0, node.received + (1 - node.received) * (self._clock.now - node.since) / node.seconds
+        )
 
-    def _came(self, node: Node) -> None:
-        """All has come that its source has.
+    def _arrived(self, node: Node) -> None:
+        """Handle the arrival of everything that the source has.
 
-        Where the source is still taking it too, the rest comes a chunk behind.
+        Where the source is still fetching, the rest arrives one chunk behind it.
         """
-        command = node.take
-        assert command is not None, "a relay that takes nothing has no ticket"
-        if self._stands_still(node):
+        command = node.fetch
+        assert command is not None, "a relay without a fetch has no ticket"
+        if self._is_hanging(node):
             self._pause(node)
             return
         source = self.nodes.get(command.source) if command.source is not None else None
-        if command.base_id is not None and command.base_id not in node.held:
-            self._refuse(node, command, "base", f"weights {command.base_id} are not here")
+        if command.base_id is not None and command.base_id not in node.versions:
+            self._refuse(node, command, "base", f"weights {command.base_id} are missing")
         elif self.refusals.get(node.id, 0) > 0:
             self.refusals[node.id] -= 1
             self._refuse(node, command, "broken", "the digest differs")
         elif command.source is None:
-            self._has(node, command)
-        elif source is not None and command.weights_id in source.held:
-            since = source.held[command.weights_id]
-            # else all of it was there from the start
+            self._finish(node, command)
+        elif source is not None and command.weights_id in source.versions:
+            since = source.versions[command.weights_id]
+            # A source that had all of it before adds no lag.
             due = since + self._cost.lag_s() if since > node.since else 0.0
             if self._clock.now < due:
-                node.ticket = self._clock.at(due, lambda: self._came(node))
+                node.ticket = self._clock.at(due, lambda: self._arrived(node))
             else:
-                self._has(node, command)
+                self._finish(node, command)
         elif (
             source is not None
-            and source.take is not None
-            and source.take.weights_id == command.weights_id
+            and source.fetch is not None
+            and source.fetch.weights_id == command.weights_id
         ):
-            node.waits = True
+            node.awaits_source = True
         else:
             self._refuse(
                 node,
@@ -278,21 +284,21 @@ class SimRelays:
                 f"{command.source} does not have weights {command.weights_id}",
             )
 
-    def _has(self, node: Node, command: c.FetchWeights) -> None:
-        node.held[command.weights_id] = self._clock.now
-        node.take = None
+    def _finish(self, node: Node, command: c.FetchWeights) -> None:
+        node.versions[command.weights_id] = self._clock.now
+        node.fetch = None
         if self._trace is not None:
-            name = f"take {command.weights_id} from {command.source or 'the trainer'}"
+            name = f"fetch {command.weights_id} from {command.source or 'the trainer'}"
             self._trace.span(RELAYS, node.id, name, node.began, self._clock.now)
         self._post(
             e.WeightsFetched(relay_id=node.id, epoch=node.epoch, weights_id=command.weights_id)
         )
-        self._let_go_on(node)
+        self._release_fetchers(node)
 
     def _refuse(
         self, node: Node, command: c.FetchWeights, reason: e.RefusalReason, error: str
     ) -> None:
-        node.take = None
+        node.fetch = None
         self._post(
             e.FetchFailed(
                 relay_id=node.id,
@@ -303,16 +309,14 @@ class SimRelays:
                 error=error,
             )
         )
-        self._let_go_on(node)
+        self._release_fetchers(node)
 
-    def _let_go_on(self, source: Node) -> None:
-        """Whoever waited for this one gets its last chunk next; or learns that it will
-        not come.
-        """
-        for node in self._takers(source):
-            if node.waits:
-                node.waits = False
-                node.ticket = self._clock.after(0.0, lambda node=node: self._came(node))  # type: ignore[misc]
+    def _release_fetchers(self, source: Node) -> None:
+        """Let relays that wait for this one receive its last chunk, or fail."""
+        for node in self._fetchers(source):
+            if node.awaits_source:
+                node.awaits_source = False
+                node.ticket = self._clock.after(0.0, lambda node=node: self._arrived(node))  # type: ignore[misc]
 
     def _begin(self, node: Node, seconds: float) -> None:
         self.nodes[node.id] = node
@@ -327,8 +331,8 @@ class SimRelays:
         if node is None:
             return
         self._clock.cancel(node.ticket)
-        node.up, node.take, node.waits, node.hangs = False, None, False, False
-        node.held.clear()
-        node.unheard.clear()
-        self._let_go_on(node)
-        self._go_on_after(node)
+        node.up, node.fetch, node.awaits_source, node.hangs = False, None, False, False
+        node.versions.clear()
+        node.deferred.clear()
+        self._release_fetchers(node)
+        self._resume_after_hang(node)

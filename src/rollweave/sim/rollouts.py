@@ -1,5 +1,5 @@
 """The simulated pipeline: environments, episodes and rewards of every attempt, as its
-workload's plan says.
+workload's plan defines them.
 
 Invariant: each command is answered as the live pipeline answers it
 (`rollout/pipeline.py`): by the same kinds of events, with the same stop reasons, and
@@ -30,9 +30,9 @@ Key = tuple[TrajectoryId, int]
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt under way.
+    """One attempt in progress.
 
-    `tokens` is the length of its context, `turn` the turn that is open or comes next.
+    `tokens` is the length of its context, `turn` the open or next turn.
     """
 
     start: c.StartInit
@@ -41,21 +41,20 @@ class Attempt:
     began: float
     tokens: int = 0
     turn: int = 0
-    ticket: int = 0  # of the environment or reward that works now
-    engine: EngineId | None = None  # that generates now
+    ticket: int = 0  # of the current work of the environment or reward
+    engine: EngineId | None = None  # the generating engine
     dispatch: int = 0
-    done: e.TurnDone | None = None  # the last answer
-    waits: bool = False  # for the open turn to be given to an engine
-    kept: int = 0  # tokens of the open turn that its engine goes on from, or its next one can
-    # tokens of the open turn's try that the core was told of; -1 before it was looked
-    # at
-    told: int = -1
-    asked: float = 0.0  # when the open turn was asked for, or the environment's part began
+    done: e.TurnDone | None = None  # the latest answer
+    awaits_engine: bool = False  # for an engine to receive the open turn
+    kept: int = 0  # tokens of the open turn from which its current or next engine continues
+    # tokens of the open turn's dispatch reported to the core; -1 before the first report
+    reported: int = -1
+    began_part: float = 0.0  # start of the open turn, or of the environment's work
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What the trainer needs to know of a scored trajectory."""
+    """The facts about a scored trajectory that the trainer needs."""
 
     name: str
     initiated: int
@@ -66,7 +65,7 @@ class Scored:
 
 
 class Rollouts:
-    """`work` is the workload of each task domain; `seed` the run's."""
+    """Runs attempts. `work` is the workload of each task domain; `seed` the run's."""
 
     def __init__(
         self,
@@ -80,9 +79,9 @@ class Rollouts:
         serverless: Serverless | None = None,
         keep_partial_turns: bool = False,
     ) -> None:
-        """`keep_partial_turns` as in `rollout/pipeline.py`."""
+        """`keep_partial_turns` is that of `rollout/pipeline.py`."""
         self._serverless, self._keeps_turns = serverless, keep_partial_turns
-        self._looking = False
+        self._reporting = False
         self._clock, self._post, self._fleet, self._work, self._seed = (
             clock,
             post,
@@ -94,11 +93,11 @@ class Rollouts:
         self._attempts: dict[TrajectoryId, Attempt] = {}
         self._by_key: dict[str, Attempt] = {}
         self.scored: dict[TrajectoryId, Scored] = {}
-        fleet.answered, fleet.gone = self._answered, self._gone
+        fleet.on_done, fleet.on_lost = self._on_turn_done, self._on_engine_lost
 
     @property
     def alive(self) -> int:
-        """Attempts for which an environment or a reward is held."""
+        """Return the number of attempts that occupy an environment or a reward."""
         return len(self._attempts)
 
     # Commands.
@@ -142,11 +141,11 @@ class Rollouts:
         # its answer was given, and has not arrived
         if command.turn < attempt.turn and attempt.done is not None:
             self._post(msgspec.structs.replace(attempt.done, dispatch=command.dispatch))
-            if attempt.waits:  # nor has what was asked for since
+            if attempt.awaits_engine:  # nor has what was began_part for since
                 self._ask(attempt)
             return
-        attempt.engine, attempt.dispatch, attempt.told = command.engine_id, command.dispatch, -1
-        attempt.waits = False
+        attempt.engine, attempt.dispatch, attempt.reported = command.engine_id, command.dispatch, -1
+        attempt.awaits_engine = False
         if not command.resume:
             attempt.kept = 0
         request = Request(
@@ -159,10 +158,10 @@ class Rollouts:
         )
         if not self._fleet.generate(command.engine_id, request):
             attempt.engine = None
-            self._post(_failed(command, "the engine is gone"))
-        elif self._keeps_turns and not self._looking:
-            self._looking = True
-            self._clock.after(REPORT_INTERVAL_S, self._look)
+            self._post(_failed(command, "the engine is on_lost"))
+        elif self._keeps_turns and not self._reporting:
+            self._reporting = True
+            self._clock.after(REPORT_INTERVAL_S, self._report_progress)
 
     def abort_turn(self, command: c.AbortTurn) -> None:
         attempt = self._find(command.trajectory_id, command.attempt)
@@ -170,7 +169,7 @@ class Rollouts:
             command.engine_id,
             command.dispatch,
         ):
-            self._left(attempt, self._fleet.abort(command.engine_id, attempt.key))
+            self._detach(attempt, self._fleet.abort(command.engine_id, attempt.key))
 
     def rerank(self, command: c.RerankTurn) -> None:
         attempt = self._find(command.trajectory_id, command.attempt)
@@ -207,7 +206,7 @@ class Rollouts:
                 )
             )
             return
-        attempt.asked = self._clock.now
+        attempt.began_part = self._clock.now
         hangs = attempt.plan.fails_in == "eval" and attempt.plan.stop is StopReason.REWARD_HANG
         wait = attempt.start.task.limits.step_s if hangs else attempt.plan.reward_s
         if self._serverless is not None:
@@ -234,21 +233,21 @@ class Rollouts:
             self.scored.pop(trajectory_id, None)
 
     def forget_all(self) -> None:
-        """The controller is lost, and with it everything in flight.
+        """Drop everything in flight, which is lost with the controller.
 
-        What was scored is in the store.
+        Scored trajectories stay in the store.
         """
         for attempt in list(self._attempts.values()):
             self._forget(attempt)
 
     # Unfinished turns.
 
-    def _left(self, attempt: Attempt, sampled: int | None) -> None:
-        """The open turn is with no engine any more, the last of which has sampled so
-        many tokens of it, where that is known.
+    def _detach(self, attempt: Attempt, sampled: int | None) -> None:
+        """Detach the open turn from its engine, which has sampled `sampled` of its
+        tokens, if known.
 
-        An engine that was stopped as it had sampled the last one would answer it; here
-        that one is sampled again.
+        A live engine that was stopped after the last token would answer the turn; here
+        that token is sampled again.
         """
         attempt.engine = None
         if self._keeps_turns and sampled is not None:
@@ -256,30 +255,30 @@ class Rollouts:
                 attempt.kept + sampled, attempt.plan.turns[attempt.turn].output_tokens - 1
             )
 
-    def _gone(self, engine_id: EngineId, told: Mapping[str, int]) -> None:
-        """The engine is lost, and with it what it had not told of its turns."""
-        for key, sampled in told.items():
+    def _on_engine_lost(self, engine_id: EngineId, reported: Mapping[str, int]) -> None:
+        """Detach the turns of a lost engine: unreported tokens are lost."""
+        for key, sampled in reported.items():
             attempt = self._by_key.get(key)
             if attempt is not None and attempt.engine == engine_id:
-                self._left(attempt, sampled)
+                self._detach(attempt, sampled)
 
-    def _look(self) -> None:
-        """Tell the core how far turns have come, as `rollout/progress.py` does."""
-        told = self._fleet.told()
-        news, self._looking = [], False
+    def _report_progress(self) -> None:
+        """Report the progress of turns to the core, as `rollout/progress.py` does."""
+        reported = self._fleet.reported_tokens()
+        progress, self._reporting = [], False
         for attempt in self._by_key.values():
             sampled = (
-                told.get(attempt.engine, {}).get(attempt.key)
+                reported.get(attempt.engine, {}).get(attempt.key)
                 if attempt.engine is not None
                 else None
             )
             if sampled is None:
                 continue
-            self._looking = True
+            self._reporting = True
             tokens = attempt.kept + sampled
-            if attempt.told >= 0 and tokens > max(attempt.told, attempt.kept):
-                attempt.told = tokens
-                news.append(
+            if attempt.reported >= 0 and tokens > max(attempt.reported, attempt.kept):
+                attempt.reported = tokens
+                progress.append(
                     e.TurnProgress(
                         trajectory_id=attempt.start.trajectory_id,
                         attempt=attempt.start.attempt,
@@ -288,13 +287,13 @@ class Rollouts:
                         output_tokens=tokens,
                     )
                 )
-            attempt.told = max(attempt.told, 0)
-        if news:
-            self._post(e.TurnsProgressed(turns=tuple(news)))
-        if self._looking:
-            self._clock.after(REPORT_INTERVAL_S, self._look)
+            attempt.reported = max(attempt.reported, 0)
+        if progress:
+            self._post(e.TurnsProgressed(turns=tuple(progress)))
+        if self._reporting:
+            self._clock.after(REPORT_INTERVAL_S, self._report_progress)
 
-    # What happens.
+    # Internal events.
 
     def _init_over(self, attempt: Attempt) -> None:
         self._span(attempt, "init", attempt.began)
@@ -310,7 +309,7 @@ class Rollouts:
             )
 
     def _ask(self, attempt: Attempt) -> None:
-        attempt.asked, attempt.waits = self._clock.now, True
+        attempt.began_part, attempt.awaits_engine = self._clock.now, True
         self._post(
             e.TurnRequested(
                 trajectory_id=attempt.start.trajectory_id,
@@ -320,13 +319,13 @@ class Rollouts:
             )
         )
 
-    def _answered(self, engine_id: EngineId, version: int, done: Done) -> None:
-        """An engine has finished a turn: the environment works now."""
+    def _on_turn_done(self, engine_id: EngineId, version: int, done: Done) -> None:
+        """Let the environment act on a turn that an engine has finished."""
         attempt = self._by_key.get(done.key)
         if attempt is None or attempt.engine != engine_id:
             return
         attempt.engine = None
-        self._span(attempt, f"turn {attempt.turn} {engine_id}", attempt.asked)
+        self._span(attempt, f"turn {attempt.turn} {engine_id}", attempt.began_part)
         attempt.done = e.TurnDone(
             trajectory_id=attempt.start.trajectory_id,
             attempt=attempt.start.attempt,
@@ -342,7 +341,7 @@ class Rollouts:
         plan = attempt.plan.turns[attempt.turn]
         attempt.tokens += plan.output_tokens
         attempt.turn += 1
-        attempt.asked = self._clock.now
+        attempt.began_part = self._clock.now
         last = attempt.turn == len(attempt.plan.turns)
         hangs = last and attempt.plan.fails_in == "run" and attempt.plan.stop is StopReason.ENV_HANG
         wait = attempt.start.task.limits.step_s if hangs else plan.env_s
@@ -351,7 +350,7 @@ class Rollouts:
         )
 
     def _env_over(self, attempt: Attempt, observation_tokens: int) -> None:
-        self._span(attempt, "step", attempt.asked)
+        self._span(attempt, "step", attempt.began_part)
         if attempt.turn < len(attempt.plan.turns):
             attempt.tokens += observation_tokens
             self._ask(attempt)
@@ -366,7 +365,7 @@ class Rollouts:
             )
 
     def _eval_over(self, attempt: Attempt) -> None:
-        self._span(attempt, "eval", attempt.asked)
+        self._span(attempt, "eval", attempt.began_part)
         start, plan = attempt.start, attempt.plan
         self._forget(attempt)
         if plan.fails_in == "eval":
@@ -428,7 +427,7 @@ class Rollouts:
 
 
 def _within(plan: Plan, limits: Limits) -> Plan:
-    """The plan as far as the task's limits on turns and tokens let it come."""
+    """Cut the plan to the task's limits on turns and tokens."""
     tokens, turns = plan.prompt_tokens, []
     for turn in plan.turns[: limits.max_turns]:
         room = min(limits.max_turn_tokens, limits.max_tokens - tokens)

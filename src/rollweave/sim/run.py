@@ -18,21 +18,21 @@ from rollweave.sim.workload import Workload
 from rollweave.sim.world import Costs, Journal, World, section
 
 SUFFIX = ".sim"
-"""Behind the run's name: a simulation does not take the directory of the run that it
-stands for.
+"""Suffix of the run's name: a simulation does not use the directory of the run that it
+simulates.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a simulated run came to. Seconds are the virtual clock's."""
+    """The result of a simulated run. Seconds are the virtual clock's."""
 
     summary: Summary
     lines: list[dict[str, Any]]
     events: int
     gpus: int
     engine_gpus: int
-    # share of the time of serverless reward instances in which they worked
+    # share of the time in which serverless reward instances worked
     rewards_used: float | None = None
 
     @property
@@ -41,9 +41,7 @@ class Outcome:
 
     @property
     def step_s(self) -> list[float]:
-        """Seconds between the starts of successive training steps, without the first:
-        it has nothing before it.
-        """
+        """Return the seconds between the starts of successive training steps."""
         starts = [float(line["at"]) for line in self.steps]
         return [after - before for before, after in itertools.pairwise(starts)]
 
@@ -53,13 +51,13 @@ class Outcome:
 
     @property
     def tokens_per_s(self) -> float:
-        """Sampled tokens a second over the whole run."""
+        """Return the sampled tokens per second over the entire run."""
         return self.summary.tokens / self.summary.wall_s if self.summary.wall_s else 0.0
 
     @property
     def trained_tokens_per_s(self) -> float:
-        """Tokens of trained trajectories a second, prompts and observations included,
-        from the second step on.
+        """Return the tokens of trained trajectories per second, prompts and
+        observations included, from the second step on.
         """
         tokens = sum(line["batch_tokens"] for line in self.steps[1:])
         return tokens / sum(self.step_s) if self.step_s else 0.0
@@ -68,9 +66,11 @@ class Outcome:
     def gpu_hours(self) -> float:
         return self.gpus * self.summary.wall_s / 3600
 
-    def idle(self, who: str) -> dict[str, float]:
-        """Shares of the time of `engines` or `trainer`, by what they did or waited for."""
-        seconds = self.summary.idle[who]
+    def idle(self, component: str) -> dict[str, float]:
+        """Return the shares of the time of `engines` or `trainer`, by activity or cause
+        of waiting.
+        """
+        seconds = self.summary.idle[component]
         total = sum(seconds.values())
         return {cause: value / total for cause, value in seconds.items()} if total else {}
 
@@ -79,18 +79,19 @@ def simulate(
     config: RunConfig,
     *,
     run: RunDir | None = None,
-    tell: Callable[[dict[str, Any]], None] | None = None,
+    on_metrics: Callable[[dict[str, Any]], None] | None = None,
     costs: Costs | None = None,
     work: dict[str, Workload] | None = None,
     watch: Journal | None = None,
 ) -> Outcome:
-    """Simulate `config`; into the directory `run` where one is given, else told to
-    `watch`; `tell` hears every line of metrics.
+    """Simulate `config` and return the outcome.
 
-    Raises ConfigError, DiskError, StuckError.
+    The run is recorded in the directory `run` if given, else `watch` receives its
+    journal; `on_metrics` is called with every line of metrics. Raises ConfigError,
+    DiskError, StuckError.
     """
     sim = section(config)
-    metrics = SimMetrics(run.metrics if run is not None else None, tell=tell)
+    metrics = SimMetrics(run.metrics if run is not None else None, on_line=on_metrics)
     # Success is drawn at random, not learned, so it ends nothing.
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"stop_at": None})})
     journal = RunJournal(run.journal) if run is not None else None
@@ -108,20 +109,20 @@ def simulate(
             sink.close()
     if run is not None:
         write_summary(run.summary, summary)
-    engines = sum(seat.degree for seat in world.seats)
+    engines = sum(slot.degree for slot in world.slots)
     return Outcome(
         summary=summary,
         lines=metrics.lines,
         events=world.events,
         gpus=max(engines, sim.trainer_gpus) if sim.colocated else engines + sim.trainer_gpus,
         engine_gpus=engines,
-        rewards_used=world.serverless.utilisation() if world.serverless is not None else None,
+        rewards_used=world.serverless.utilization() if world.serverless is not None else None,
     )
 
 
 def directory_of(config: RunConfig) -> RunDir:
-    """A fresh directory for the simulation of `config`: what a former one left there is
-    replaced.
+    """Return a fresh directory for the simulation of `config`, in which earlier results
+    are replaced.
     """
     named = config.model_copy(
         update={"run": config.run.model_copy(update={"name": config.run.name + SUFFIX})}

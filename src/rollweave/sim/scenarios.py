@@ -1,8 +1,8 @@
-"""What a seed of the fault search stands for: a small run whose every part a fault may
-meet, and how much goes wrong in it.
+"""The scenario of a seed of the fault search: a small run that exposes every component
+to faults, and the rates of the faults.
 
-Invariant: everything here follows from the seed alone, so that the seed is all that is
-needed to see a failure again.
+Invariant: everything here follows from the seed alone, so that the seed suffices to
+reproduce a failure.
 """
 
 import random
@@ -21,10 +21,10 @@ STORM_S = 900.0
 them.
 """
 
-STRIKES = 22.0
-"""Faults of processes in a storm of heat 1: about every 40 s in a scenario of ours."""
+FAULTS_PER_STORM = 22.0
+"""Process faults in a storm of heat 1: about one every 40 s in a scenario of ours."""
 
-KINDS = {
+PROCESS_FAULTS = {
     "engine lost": 4,
     "engine silent": 2,
     "engine stalled": 4,
@@ -37,48 +37,48 @@ KINDS = {
     "checkpoint damaged": 1,
     "controller lost": 2,
 }
-"""Faults of processes, by weight.
+"""Process faults, by weight.
 
-A silent process is gone and nobody says so; of an engine whose heartbeat is lost
-everybody believes that it is gone, and it works on.
+A silent process has ended without a report; an engine whose heartbeat is lost is
+reported as lost while it continues to work.
 """
 
-FLEET_KINDS = {"engine joins": 2, "engine leaves": 2}
-"""Where no plan decides which engines there are.
+FLEET_CHANGES = {"engine joins": 2, "engine leaves": 2}
+"""Weights of fleet changes, for runs in which no plan fixes the engines.
 
-No faults, but at no better moments.
+They are no faults, but strike at the same moments.
 """
 
-RELAY_KINDS = {"relay lost": 4, "relay silent": 2, "relay hangs": 4, "take refused": 3}
-"""The same as KINDS, in runs with relays."""
+RELAY_FAULTS = {"relay lost": 4, "relay silent": 2, "relay hangs": 4, "fetch refused": 3}
+"""Additional process faults of runs with relays, by weight."""
 
-LARGEST_FLEET = 6
-"""Engines beyond which none joins."""
+MAX_FLEET = 6
+"""Maximum number of engines up to which engines join."""
 
 MODES = ("sync", "one_step", "stream", "partial", "bounded", "decoupled")
-PACED = MODES[:-1]
-ALONE = 0.25
-"""Of all scenarios, those in mode decoupled."""
+COUPLED_MODES = MODES[:-1]
+DECOUPLED_SHARE = 0.25
+"""Share of scenarios in mode decoupled."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """How often what goes wrong: events of a seconds-long run, and shares of messages."""
+    """Rates of faults in a run of seconds, and shares of affected messages."""
 
-    until_s: float  # the storm passes: what is not over by then must end without further faults
+    until_s: float  # end of the faults; the rest of the run is free of them
     between_s: float  # mean seconds between two faults of processes
     lost: float  # share of messages that never arrive
     doubled: float
     delayed: float  # the sender's later messages wait behind it
     reordered: float  # the sender's later messages overtake it
     env: float  # share of attempts whose environment or reward fails, hangs or is slow
-    stop_s: float | None  # when the user asks for the end
+    stop_s: float | None  # time of the user's stop request
 
 
 def scenario(seed: int) -> RunConfig:
-    """A run of seconds on one core, with other sizes and another pacing for every seed."""
+    """Return a run of seconds on one core, with other sizes and modes for every seed."""
     draw = random.Random(f"scenario/{seed}")
-    mode = draw.choice(PACED)
+    mode = draw.choice(COUPLED_MODES)
     data: dict[str, Any] = {
         "run": {
             "name": f"faults-{seed}",
@@ -120,15 +120,15 @@ def scenario(seed: int) -> RunConfig:
     data["rollout"] |= data.pop("scheduling")
     if "allocation" in data:
         del data["engines"]["count"]
-    if (alone := random.Random(f"decoupled/{seed}")).random() < ALONE:
-        _decouple(data, alone)
+    if (decoupling := random.Random(f"decoupled/{seed}")).random() < DECOUPLED_SHARE:
+        _decouple(data, decoupling)
     data["weights"] = _weights(seed, most=data["engines"].get("count", 2))
     return RunConfig.model_validate(data)
 
 
 def _decouple(data: dict[str, Any], draw: random.Random) -> None:
-    """Make it a run in mode decoupled, which leaves no choice in some settings and
-    brings others.
+    """Turn the run into one of mode decoupled, which fixes some settings and adds
+    others.
     """
     for key in ("placement", "migration", "spare_groups"):
         data["rollout"].pop(key, None)
@@ -149,8 +149,10 @@ def _decouple(data: dict[str, Any], draw: random.Random) -> None:
 
 
 def _scheduling(seed: int) -> dict[str, Any]:
-    """Half of the runs schedule turns, as a run does by default; the others
-    trajectories, on fleets of any kind.
+    """Draw the scheduling settings.
+
+    Half of the runs schedule turns, the default; the others trajectories, on fleets of
+    any kind.
     """
     draw = random.Random(f"scheduling/{seed}")
     if draw.random() < 0.5:
@@ -173,18 +175,18 @@ def _scheduling(seed: int) -> dict[str, Any]:
 
 
 def _weights(seed: int, *, most: int) -> dict[str, Any]:
-    """Half of the runs have relays."""
+    """Draw the settings of weight transfer: half of the runs have relays."""
     draw = random.Random(f"weights/{seed}")
     return {"relays": min(most, draw.choice([0, 0, 0, 1, 2, 4])), "delta": draw.random() < 0.7}
 
 
 def rates(seed: int, *, storm_s: float = STORM_S) -> Rates:
-    """From quiet to absurd."""
+    """Return fault rates between none and extreme."""
     draw = random.Random(f"rates/{seed}")
     heat = draw.choice([0.0, 0.3, 1.0, 3.0])
     return Rates(
         until_s=storm_s if heat else 0.0,
-        between_s=storm_s / (STRIKES * heat) if heat else 0.0,
+        between_s=storm_s / (FAULTS_PER_STORM * heat) if heat else 0.0,
         lost=0.002 * heat,
         doubled=0.02 * heat,
         delayed=0.05 * heat,
@@ -194,9 +196,10 @@ def rates(seed: int, *, storm_s: float = STORM_S) -> Rates:
     )
 
 
-class Failing:
-    """A workload whose environments and rewards fail, hang or are slow now and then,
-    the same for the same attempt.
+class FaultyWorkload:
+    """A workload whose environments and rewards sometimes fail, hang or are slow.
+
+    The same attempt always has the same fault.
     """
 
     def __init__(self, inner: Workload, rate: float, faults: Counter[str]) -> None:
@@ -222,7 +225,7 @@ class Failing:
         return msgspec.structs.replace(plan, fails_in=where, stop=hang if hangs else raised)
 
     def _slow(self, plan: Plan, draw: random.Random) -> Plan:
-        """Everything takes longer, some of it too long."""
+        """Slow all parts of an attempt, some beyond their limits."""
         self._faults["environment slow"] += 1
 
         def slowed(seconds: float) -> float:

@@ -1,10 +1,10 @@
-"""Rewards on a serverless platform: instances start at need, serve one call at a time,
-and stop when they have been idle.
+"""Rewards on a serverless platform: instances start on demand, serve one call at a
+time, and stop after an idle period.
 """
 
 COLD_S = 2.7
 """Seconds that a first call waits for its instance: 2.2 to 3.2 s measured with Ray
-Serve 2.60 from zero, no model to load.
+Serve 2.60 from zero, without a model to load.
 """
 
 WARM_S = 0.0045
@@ -13,21 +13,20 @@ there.
 """
 
 KEEP_S = 60.0
-"""Seconds for which an idle instance is kept.
-
-Assumption: the shortest that common platforms let one choose.
+"""Seconds for which an idle instance is kept. Assumption: the shortest period that
+common platforms offer.
 """
 
 
 class Serverless:
-    """`call` in the order of time.
+    """A pool of instances; issue `call`s in the order of time.
 
-    `busy_s` over `alive_s` is how well the instances are used.
+    `busy_s` over `alive_s` is the utilization of the instances.
     """
 
     def __init__(self) -> None:
-        self._idle: list[float] = []  # when each idle instance became so, the latest last
-        self._ends: list[float] = []  # when running calls end
+        self._idle: list[float] = []  # start of each instance's idleness, ascending
+        self._ends: list[float] = []  # end times of running calls
         self.busy_s = self.alive_s = 0.0
         self.cold = self.warm = 0
 
@@ -55,9 +54,9 @@ class Serverless:
         self._ends.append(now + wait)
         return wait
 
-    def utilisation(self) -> float:
-        """Share of the instances' time in which they worked, each kept for `KEEP_S`
-        after its last call.
+    def utilization(self) -> float:
+        """Return the share of the instances' time in which they worked; each is kept
+        for `KEEP_S` after its last call.
         """
         alive = self.alive_s + KEEP_S * (len(self._idle) + len(self._ends))
         return self.busy_s / alive if alive else 0.0

@@ -1,7 +1,7 @@
-"""The simulated trainer: steps, publications and checkpoints take the time that their
-cost model says.
+"""The simulated trainer: steps, publications and checkpoints take the time of its cost
+model.
 
-Invariant: `checkpoints` are the steps that could be read: whole, and not pruned.
+Invariant: `checkpoints` are the readable steps: complete, and not pruned.
 """
 
 import math
@@ -17,24 +17,23 @@ from rollweave.sim.cost import TrainerCosts
 from rollweave.sim.rollouts import Scored
 
 RESTART_S = 120.0
-"""Seconds until a trainer that was started again has its checkpoint.
-
-Assumption: process start and reading of the shards.
+"""Seconds until a restarted trainer has its checkpoint. Assumption: process start and
+reading of the shards.
 """
 
 FORWARD_SHARE = 1 / 3
-"""Of a step's seconds, those of its forward pass: the backward pass has twice its
-FLOPs. The update's share is too much.
+"""Share of a step's seconds in its forward pass: the backward pass has twice its FLOPs.
+The update is counted in, which overestimates.
 """
 
 RATIO_SIGMA = 0.05
-"""Spread of the logarithm of a group's ratio for each version that it is old, and one
-for the engine's arithmetic. Assumed.
+"""Spread of the logarithm of a group's ratio per version of age, plus one for the
+engine's arithmetic. Assumption.
 """
 
 
 class SimTrainer:
-    """`scored` are the trajectories in the store."""
+    """A trainer process. `scored` are the trajectories in the store."""
 
     def __init__(
         self,
@@ -56,11 +55,11 @@ class SimTrainer:
         self._ticket = self._writing = 0
         self._alive = False
         self.checkpoints: set[int] = set()
-        self.refuse_step = self.refuse_save = self.refuse_restore = False  # the next one fails
+        self.refuse_step = self.refuse_save = self.refuse_restore = False  # the next command fails
         self.trained: Callable[[c.TrainStep, float], None] = lambda command, seconds: None
 
     def start(self, *, epoch: int = 0, step: int = 0, seconds: float = 0.0) -> None:
-        """A trainer process comes up at `step`."""
+        """Start a trainer process at `step`."""
         self._begin(e.TrainerReady(epoch=epoch, step=step), seconds)
 
     def restart(self, command: c.RestartTrainer) -> None:
@@ -80,7 +79,7 @@ class SimTrainer:
         )
 
     def measure(self, command: c.MeasureRatios) -> None:
-        """Ratios are drawn, the farther from 1 the older a group is."""
+        """Draw ratios: the older a group, the farther from 1."""
         ratios = tuple(
             e.GroupRatio(id=group.id, ratio=self._ratio(group, command.step))
             for group in command.groups
@@ -108,7 +107,7 @@ class SimTrainer:
         )
 
     def _refused(self, step: int) -> e.TrainFailed | None:
-        """What is said instead of an answer, once, where a fault asks for it."""
+        """Return the error that an injected fault answers with, once."""
         if not self.refuse_step:
             return None
         self.refuse_step = False
@@ -133,7 +132,7 @@ class SimTrainer:
         )
 
     def _write(self, command: c.SaveCheckpoint, event: e.Event) -> None:
-        """Write the checkpoint while the trainer does other work."""
+        """Write the checkpoint while the trainer continues."""
         start = self._clock.now
 
         def done() -> None:
@@ -153,13 +152,13 @@ class SimTrainer:
             }
 
     def lose(self, error: str) -> None:
-        """The process dies with whatever it was doing."""
+        """Kill the process with its current work."""
         if self._alive:
             self.drop()
             self._post(e.TrainerLost(epoch=self.epoch, error=error))
 
     def drop(self) -> None:
-        """The process ends without a word."""
+        """End the process without a report."""
         self._clock.cancel(self._ticket)
         self._clock.cancel(self._writing)
         self._alive = False
@@ -173,7 +172,7 @@ class SimTrainer:
         self, name: str, seconds: float, event: e.Event, then: Callable[[], None] = lambda: None
     ) -> None:
         if not self._alive:
-            return  # nobody is there to hear the command
+            return  # no process receives the command
         start = self._clock.now
 
         def done() -> None:

@@ -1,11 +1,10 @@
-"""What trajectories do in a simulated world: the plan of every attempt, before any
-scheduling.
+"""The behavior of trajectories in a simulated world: the plan of every attempt, before
+any scheduling.
 
-A workload is a family of tasks (`sim/families.py`), a JSONL trace, or a live run, of
-which the journal is read (`sim/recording.py`). Invariant: a plan depends on nothing but
-its arguments, so the order in which plans are asked for changes nothing. What
-scheduling decides is not in a plan: queueing, generation time, weight versions,
-cancellations.
+A workload is a family of tasks (`sim/families.py`), a JSONL trace, or a live run, whose
+journal is read (`sim/recording.py`). Invariant: a plan depends on its arguments alone,
+so the order of requests for plans changes nothing. The effects of scheduling are not in
+a plan: queueing, generation time, weight versions, cancellations.
 """
 
 import difflib
@@ -32,8 +31,8 @@ REWARD_FAILURES = frozenset({StopReason.REWARD_ERROR, StopReason.REWARD_HANG})
 
 
 class TurnPlan(Struct, frozen=True, kw_only=True):
-    """The agent says `output_tokens`, then the environment works for `env_s` seconds
-    and says `observation_tokens`.
+    """The agent generates `output_tokens`, then the environment works for `env_s`
+    seconds and returns `observation_tokens`.
     """
 
     output_tokens: int
@@ -43,11 +42,11 @@ class TurnPlan(Struct, frozen=True, kw_only=True):
 
 class Plan(Struct, frozen=True, kw_only=True):
     """One attempt. `fails_in` is the stage in which environment or reward fail, with
-    reason `stop`; "" where they do not.
+    reason `stop`; "" without a failure.
 
-    A stage that fails takes the seconds that it would have taken: `init_s`, the last
-    turn's `env_s`, or `reward_s`. A plan that fails in "init" has no turns, every other
-    one has at least one. What fails in "eval" has ended its turns as "finished".
+    A stage that fails takes its planned seconds: `init_s`, the last turn's `env_s`, or
+    `reward_s`. A plan that fails in "init" has no turns, every other one has at least
+    one. One that fails in "eval" has ended its turns as "finished".
     """
 
     prompt_tokens: int
@@ -61,26 +60,26 @@ class Plan(Struct, frozen=True, kw_only=True):
 
 
 class Workload(Protocol):
-    """Where plans come from."""
+    """A source of plans."""
 
     def plan(self, *, index: int, member: int, attempt: int, seed: int) -> Plan:
-        """Attempt `attempt` of member `member` of the group of task `index`, in a run
-        of seed `seed`.
+        """Return the plan of attempt `attempt` of member `member` of the group of task
+        `index`, in a run of seed `seed`.
         """
 
 
 def workload(name_or_path: str, *, domain: str | None = None) -> Workload:
-    """A family by its name, a `.jsonl` trace, or a run directory or the journal in it.
-    Raises ConfigError.
+    """Return the workload of a family's name, a `.jsonl` trace, or a run directory or
+    its journal.
 
-    Of a run of several task domains `domain` says which one.
+    `domain` selects the task domain of a run. Raises ConfigError.
     """
     if name_or_path in FAMILIES:
         return Drawn(FAMILIES[name_or_path])
     path = Path(name_or_path)
     if path.suffix == ".jsonl":
         return read_trace(path)
-    # which is False, where Path.exists raises, for what can be no path
+    # False for invalid paths, for which Path.exists raises
     if name_or_path and os.path.exists(path):
         return read_run(path, domain=domain)
     near = difflib.get_close_matches(name_or_path, FAMILIES, n=1)
@@ -93,22 +92,19 @@ def workload(name_or_path: str, *, domain: str | None = None) -> Workload:
 # Families.
 
 TASK_SHARE, MEMBER_SHARE = 0.5, 0.25
-"""Assumption: of a log length's variance half is the task's difficulty and a quarter
-the attempt's; the rest is the turn's.
-
-Heddle §4.1 says that lengths diverge within a group; the values of its Fig. 5 are not
-in our copy.
+"""Shares of a log length's variance. Assumption: half is the task's difficulty and a
+quarter the attempt's; the rest is the turn's. Heddle §4.1 states that lengths diverge
+within a group; the values of its Fig. 5 are not in our copy.
 """
 
 SUCCESS_RATE = 0.5
-"""Assumption: share of the attempts that end with reward 1; the others end with 0."""
+"""Share of the attempts that end with reward 1; the others end with 0. Assumption."""
 
 
 class Drawn:
     """Plans drawn from a family.
 
-    A task's difficulty is that of all members: hard ones are longer and fail more
-    often.
+    All members share a task's difficulty: hard tasks are longer and fail more often.
     """
 
     def __init__(self, family: Family) -> None:
@@ -160,9 +156,10 @@ class Drawn:
 def _turns(
     family: Family, rng: random.Random, count: int, room: int, level: float
 ) -> tuple[tuple[TurnPlan, ...], bool]:
-    """At most `count` turns within `room` tokens, and whether the tokens ran out.
+    """Return at most `count` turns within `room` tokens, and whether the tokens ran
+    out.
 
-    `level` moves the length of all outputs.
+    `level` shifts the length of all outputs.
     """
     gauss, exp = rng.gauss, math.exp
     out, seen, env = family.output, family.observation, family.env_s
@@ -194,8 +191,8 @@ def _turns(
 
 @functools.lru_cache(4096)
 def _task(name: str, seed: int, index: int) -> tuple[float, float]:
-    """What the members of a task share: its difficulty, and how long its prompt is,
-    both as a standard normal variable.
+    """Return a task's difficulty and prompt length, which its members share, as
+    standard normal variables.
     """
     rng = random.Random(f"{name}/{seed}/{index}")
     return rng.gauss(0.0, 1.0), rng.gauss(0.0, 1.0)
@@ -206,15 +203,15 @@ def _seconds(law: LogNormal, rng: random.Random) -> float:
 
 
 def _below(z: float) -> float:
-    """The share of a standard normal variable that lies below `z`; less than 1."""
+    """Return the share of a standard normal variable below `z`; less than 1."""
     return min(0.5 * (1.0 + math.erf(z / math.sqrt(2.0))), 1.0 - 1e-9)
 
 
-# What happened: traces and runs.
+# Recordings: traces and runs.
 
 
 class Recorded:
-    """Plans that happened.
+    """Plans of recorded attempts.
 
     `groups[g][m]` are the attempts of a member in their order; task, member and attempt
     wrap around.
@@ -231,7 +228,7 @@ class Recorded:
 
 
 class Ungrouped:
-    """Plans of which nobody knows what belongs together.
+    """Recorded plans without known groups.
 
     Members of a task are taken far apart, so that all are used evenly.
     """
@@ -244,7 +241,7 @@ class Ungrouped:
             for step in range(max(1, round(count * (math.sqrt(5) - 1) / 2)), count + 1)
             if math.gcd(step, count) == 1
         )
-        self._step = next(near, 1)  # the golden section leaves no two members close to each other
+        self._step = next(near, 1)  # steps of the golden section keep members apart
 
     def plan(self, *, index: int, member: int, attempt: int, seed: int) -> Plan:
         del attempt, seed
@@ -252,11 +249,11 @@ class Ungrouped:
 
 
 def read_run(path: Path, *, domain: str | None = None) -> Recorded:
-    """The training attempts of a live run. Raises ConfigError.
+    """Return the training attempts of a live run.
 
     Attempts that the run cut off (surplus, stale, out of active time, lost with a
-    process, under way at the end) are left out: nobody knows how they would have gone
-    on. Cutting off meets long trajectories more often than short ones.
+    process, unfinished at the end) are left out: their continuation is unknown. Cutting
+    off affects long trajectories more often than short ones. Raises ConfigError.
     """
     attempts = recording.read(path)
     domains = dict.fromkeys(attempt.domain for attempt in attempts)
@@ -283,9 +280,14 @@ def read_run(path: Path, *, domain: str | None = None) -> Recorded:
 
 
 def _plan_of(attempt: recording.Attempt) -> Plan | None:
-    """The attempt as a plan, None where the run cut it off."""
-    stop, ended, said = attempt.stop, attempt.ended, attempt.said
-    if stop is None or ended is None or attempt.cut is not None or len(said) != len(attempt.asked):
+    """Return the attempt as a plan, or None where the run cut it off."""
+    stop, ended, replies = attempt.stop, attempt.ended, attempt.replies
+    if (
+        stop is None
+        or ended is None
+        or attempt.cut is not None
+        or len(replies) != len(attempt.requests)
+    ):
         return None
     if stop in ENV_FAILURES and attempt.ready is None:
         return Plan(
@@ -298,7 +300,7 @@ def _plan_of(attempt: recording.Attempt) -> Plan | None:
             stop=stop,
             fails_in="init",
         )
-    if attempt.ready is None or not said or stop not in TRAINABLE | ENV_FAILURES:
+    if attempt.ready is None or not replies or stop not in TRAINABLE | ENV_FAILURES:
         return None
     fails_in: Stage = "run" if stop in ENV_FAILURES else ""
     reward_s = 0.0
@@ -309,9 +311,12 @@ def _plan_of(attempt: recording.Attempt) -> Plan | None:
         if attempt.reward_failed is not None:
             stop, fails_in = attempt.reward_failed, "eval"
     reward = attempt.reward or 0.0
-    follows = [*attempt.asked, (ended, max(attempt.tokens, attempt.asked[-1][1] + said[-1][1]))]
+    follows = [
+        *attempt.requests,
+        (ended, max(attempt.tokens, attempt.requests[-1][1] + replies[-1][1])),
+    ]
     return Plan(
-        prompt_tokens=attempt.asked[0][1],
+        prompt_tokens=attempt.requests[0][1],
         init_s=attempt.ready - attempt.begun,
         turns=tuple(
             TurnPlan(
@@ -320,7 +325,7 @@ def _plan_of(attempt: recording.Attempt) -> Plan | None:
                 env_s=max(0.0, at - answered),
             )
             for ((_, context), (at, length)), (answered, output) in zip(
-                pairwise(follows), said, strict=True
+                pairwise(follows), replies, strict=True
             )
         ),
         reward_s=reward_s,
@@ -332,7 +337,7 @@ def _plan_of(attempt: recording.Attempt) -> Plan | None:
 
 
 Rule = tuple[Callable[[Any], bool], str]
-"""Whether a value is right, and what it must be."""
+"""A predicate of valid values, and the requirement as text."""
 
 
 def _whole(least: int) -> Rule:
@@ -343,7 +348,7 @@ def _whole(least: int) -> Rule:
 
 
 def _number(value: Any) -> bool:
-    # not NaN, and no whole number that is no float
+    # neither NaN nor an integer beyond the range of floats
     return type(value) in (int, float) and -1e300 <= value <= 1e300
 
 
@@ -381,13 +386,14 @@ TURN: Mapping[str, Rule] = {
 
 
 def read_trace(path: Path) -> Workload:
-    """A trace: one JSON object a line, as `FIELDS` says; those of `OPTIONAL` may be
-    missing. Raises ConfigError.
+    """Return the plans of a trace: one JSON object per line with the fields of
+    `FIELDS`; those of `OPTIONAL` may be missing.
 
-    Lines of one `group` are the members of a group, those of one `member` of it its
-    attempts. `success` is by default whether the reward is positive, `stop` "finished".
-    With the stop reason of an environment's failure the last turn fails, without turns
-    the start does; with a reward's failure the reward fails.
+    Lines with one `group` are the members of a group, those with one `member` of it its
+    attempts. `success` defaults to whether the reward is positive, `stop` to
+    "finished". With the stop reason of an environment's failure the last turn fails, or
+    without turns the start; with a reward's failure the reward fails. Raises
+    ConfigError.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -399,11 +405,11 @@ def read_trace(path: Path) -> Workload:
         if not line.strip():
             continue
         where = f"{path}:{number}"
-        found = _fields(line, where)
-        plan, group = _plan_from(found, where), found.get("group")
-        if "member" in found and group is None:
+        record = _fields(line, where)
+        plan, group = _plan_from(record, where), record.get("group")
+        if "member" in record and group is None:
             raise ConfigError(
-                f"{where}: group must be given where member is, got member {found['member']}"
+                f"{where}: group must be given where member is, got member {record['member']}"
             )
         if loose if group is not None else groups:
             raise ConfigError(
@@ -414,7 +420,7 @@ def read_trace(path: Path) -> Workload:
         else:
             members = groups.setdefault(group, {})
             members.setdefault(
-                str(found["member"]) if "member" in found else f"line {number}", []
+                str(record["member"]) if "member" in record else f"line {number}", []
             ).append(plan)
     if not loose and not groups:
         raise ConfigError(f"workload: {path} must have a line for each trajectory, has none")
@@ -426,16 +432,16 @@ def read_trace(path: Path) -> Workload:
 
 
 def _fields(line: str, where: str) -> dict[str, Any]:
-    """The fields of one line, each by its rule."""
+    """Return the fields of one line, each checked by its rule."""
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{where}: line must be a JSON object: {error}, got {line:.60}"
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(record, dict):
         raise ConfigError(f"{where}: line must be a JSON object, got {line:.60}")
-    for name, value in found.items():
+    for name, value in record.items():
         if name not in FIELDS:
             raise ConfigError(
                 f"{where}: {name} is not a field, it must be one of "
@@ -443,15 +449,15 @@ def _fields(line: str, where: str) -> dict[str, Any]:
             )
         _obey(FIELDS[name], value, f"{where}: {name}")
     for name in FIELDS:
-        if name not in found and name not in OPTIONAL:
+        if name not in record and name not in OPTIONAL:
             raise ConfigError(f"{where}: {name} {FIELDS[name][1]}, got nothing")
-    for number, turn in enumerate(found["turns"]):
+    for number, turn in enumerate(record["turns"]):
         name = f"{where}: turns[{number}]"
         if not isinstance(turn, list) or len(turn) != len(TURN):
             raise ConfigError(f"{name} must be [{', '.join(TURN)}], got {turn!r:.60}")
         for (part, rule), value in zip(TURN.items(), turn, strict=True):
             _obey(rule, value, f"{name}, {part},")
-    return found
+    return record
 
 
 def _obey(rule: Rule, value: Any, name: str) -> None:
@@ -460,29 +466,29 @@ def _obey(rule: Rule, value: Any, name: str) -> None:
         raise ConfigError(f"{name} {must}, got {value!r:.60}")
 
 
-def _plan_from(found: Mapping[str, Any], where: str) -> Plan:
-    stop = StopReason(found.get("stop", StopReason.FINISHED))
+def _plan_from(record: Mapping[str, Any], where: str) -> Plan:
+    stop = StopReason(record.get("stop", StopReason.FINISHED))
     fails_in: Stage = ""
     if stop in ENV_FAILURES:
-        fails_in = "run" if found["turns"] else "init"
+        fails_in = "run" if record["turns"] else "init"
     elif stop in REWARD_FAILURES:
         fails_in = "eval"
-    if not found["turns"] and fails_in != "init":
+    if not record["turns"] and fails_in != "init":
         raise ConfigError(
             f"{where}: turns must have at least one turn unless the environment "
             "fails to start, got []"
         )
-    reward = float(found["reward"])
+    reward = float(record["reward"])
     return Plan(
-        prompt_tokens=found["prompt_tokens"],
-        init_s=float(found["init_s"]),
+        prompt_tokens=record["prompt_tokens"],
+        init_s=float(record["init_s"]),
         turns=tuple(
             TurnPlan(output_tokens=output, observation_tokens=observation, env_s=float(env_s))
-            for output, observation, env_s in found["turns"]
+            for output, observation, env_s in record["turns"]
         ),
-        reward_s=float(found["reward_s"]),
+        reward_s=float(record["reward_s"]),
         reward=reward,
-        success=found.get("success", reward > 0),
+        success=record.get("success", reward > 0),
         stop=stop,
         fails_in=fails_in,
     )

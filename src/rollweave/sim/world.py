@@ -1,5 +1,5 @@
-"""The simulated world: a virtual clock and a heap of what happens later drive the core,
-and its commands fill the heap again.
+"""The simulated world: a virtual clock and a heap of scheduled actions drive the core,
+whose commands schedule further actions.
 
 Invariants: the core is the production core, unchanged; the same configuration and seed
 give the same events at the same times, so that two journals are equal to the byte. No
@@ -38,28 +38,28 @@ from rollweave.train.lengths import check_installed
 
 
 class StuckError(RollweaveError):
-    """Nothing will ever happen again, and the run is not over: the core waits for ever.
+    """The run is not over and no action is scheduled: the core would wait forever.
 
-    A bug of ours.
+    This is a bug.
     """
 
 
 class Journal(Protocol):
-    """Who is told of every event: a run's own journal, or who measures."""
+    """A receiver of every event: a run's own journal, or a measuring client."""
 
     def append(self, now: float, event: e.Event, commands: Sequence[c.Command]) -> None:
-        """What the core decided on an event, before it is executed."""
+        """Record an event and the core's commands, before they are executed."""
 
 
 Costs = tuple[Mapping[int, EngineCosts], TrainerCosts]
-"""What engines cost, by their degree, and the trainer."""
+"""The cost models of the trainer and of engines by their degree."""
 
 
 class World:
-    """One simulated run. `run()` to the end, or `step()` by event; `core` and the parts
-    may be looked at in between.
+    """One simulated run: `run()` to the end, or `step()` by event.
 
-    Raises ConfigError for hardware, models, workloads or placements that cannot be.
+    `core` and the parts may be inspected in between. Raises ConfigError for impossible
+    hardware, models, workloads or placements.
     """
 
     def __init__(
@@ -73,7 +73,9 @@ class World:
         work: dict[str, Workload] | None = None,
         keep_partial_turns: bool = False,
     ) -> None:
-        """`keep_partial_turns` as in `rollout/pipeline.py`; mode decoupled always does."""
+        """`keep_partial_turns` is that of `rollout/pipeline.py`; mode decoupled always
+        keeps them.
+        """
         self.config = config
         self.core = Core(config, rules=rules_of(config))
         self.clock = Clock()
@@ -81,7 +83,7 @@ class World:
         self.events = 0
         self.over: str | None = None
         self._controller_s = section(config).controller_s
-        self._serving = False  # the controller works on the first event of the inbox
+        self._serving = False  # the controller is handling the first event of the inbox
         self._journal = journal
         engine_costs, trainer_cost = costs if costs is not None else costs_of(config)
         limits = {task.name: task.limits for task in config.tasks}
@@ -136,7 +138,7 @@ class World:
             observer=observer,
             finish=self._finish,
         )
-        self.seats = first_engines(config)
+        self.slots = first_engines(config)
         self.each_event: Callable[[], None] | None = None
         """Called after every event: tests and fault searches check the core here."""
 
@@ -144,13 +146,13 @@ class World:
         self.inbox.append(event)
 
     def start(self) -> None:
-        self.post(e.RunStarted(engines=self.seats, relays=self.config.weights.relays))
-        self.fleet.start(self.seats)
+        self.post(e.RunStarted(engines=self.slots, relays=self.config.weights.relays))
+        self.fleet.start(self.slots)
         self.relays.start()
         self.trainer.start()
 
     def revive(self, core: Core, journal: Journal) -> None:
-        """Restart the world after its controller was lost: only the store survives
+        """Restart the world after the loss of its controller: only the store survives
         (docs/decisions/0007).
         """
         self.core, self._journal = core, journal
@@ -170,24 +172,24 @@ class World:
         self.rollouts.forget_all()
         self.trainer.drop()
         self.predictor.drop()
-        self.seats = engines_to_start(self.config, core.state)
-        self.fleet.start(self.seats)
+        self.slots = engines_to_start(self.config, core.state)
+        self.fleet.start(self.slots)
         self.relays.start()
         self.post(
             e.WorldLost(
-                engines=self.seats, missing=tuple(missing), relays=self.config.weights.relays
+                engines=self.slots, missing=tuple(missing), relays=self.config.weights.relays
             )
         )
 
     def run(self) -> Core:
-        """To the end. Raises StuckError."""
+        """Run to the end. Raises StuckError."""
         self.start()
         while self.over is None:
             self.step()
         return self.core
 
     def step(self) -> None:
-        """Handle the next event, or let the next thing happen. Raises StuckError."""
+        """Handle the next event, or run the next action. Raises StuckError."""
         if self.inbox and not self._controller_s:
             self._handle(self.inbox.popleft())
             return
@@ -202,7 +204,7 @@ class World:
 
     def _served(self) -> None:
         self._serving = False
-        if self.inbox:  # else the controller was lost over it
+        if self.inbox:  # otherwise the controller was lost while handling it
             self._handle(self.inbox.popleft())
 
     def _handle(self, event: e.Event) -> None:
@@ -220,7 +222,7 @@ class World:
 
 
 def section(config: RunConfig) -> SimConfig:
-    """The [sim] section. Raises ConfigError where there is none."""
+    """Return the [sim] section. Raises ConfigError where there is none."""
     if config.sim is None:
         raise ConfigError(
             "sim must be given for a simulation ([sim] with at least `model`), got none"
@@ -229,14 +231,14 @@ def section(config: RunConfig) -> SimConfig:
 
 
 def costs_of(config: RunConfig) -> Costs:
-    """What engines and trainer cost. Raises ConfigError."""
+    """Return the costs of engines and trainer. Raises ConfigError."""
     sim = section(config)
     degrees = (
         config.allocation.degrees
         if config.allocation is not None
         else [group.degree for group in config.engines]
     )
-    with _told_as("model", "sim.model"):
+    with _renaming("model", "sim.model"):
         shape = model(sim.model)
     engines: dict[int, EngineCosts] = {}
     if sim.profile is not None:
@@ -248,7 +250,7 @@ def costs_of(config: RunConfig) -> Costs:
         engines[degrees[0]] = ProfileCost.from_json(sim.profile)
     else:
         key = "allocation.degrees" if config.allocation is not None else "engines.degree"
-        with _told_as("tp", key), _told_as("gpu", "sim.gpu"), _told_as("model", "sim.model"):
+        with _renaming("tp", key), _renaming("gpu", "sim.gpu"), _renaming("model", "sim.model"):
             engines |= {
                 degree: EngineCost(gpu=gpu(sim.gpu), model=shape, tp=degree) for degree in degrees
             }
@@ -262,9 +264,9 @@ def costs_of(config: RunConfig) -> Costs:
         )
     trainer_gpu = "sim.trainer_gpu" if sim.trainer_gpu else "sim.gpu"
     with (
-        _told_as("gpus", "sim.trainer_gpus"),
-        _told_as("gpu", trainer_gpu),
-        _told_as("link", "sim.link"),
+        _renaming("gpus", "sim.trainer_gpus"),
+        _renaming("gpu", trainer_gpu),
+        _renaming("link", "sim.link"),
     ):
         trainer = TrainerCost(
             gpu=gpu(sim.trainer_gpu or sim.gpu),
@@ -276,8 +278,8 @@ def costs_of(config: RunConfig) -> Costs:
 
 
 @contextmanager
-def _told_as(name: str, key: str) -> Iterator[None]:
-    """A complaint about the parameter `name` names the user's `key`."""
+def _renaming(name: str, key: str) -> Iterator[None]:
+    """Replace the parameter `name` by the user's `key` in an error."""
     try:
         yield
     except ConfigError as error:
@@ -288,19 +290,21 @@ def _told_as(name: str, key: str) -> Iterator[None]:
 
 
 def workloads_of(config: RunConfig) -> dict[str, Workload]:
-    """Workload by task domain. Raises ConfigError."""
+    """Return the workloads by task domain. Raises ConfigError."""
     sim = section(config)
     unknown = sorted(set(sim.workloads) - {task.name for task in config.tasks})
     if unknown:
         names = ", ".join(task.name for task in config.tasks)
         raise ConfigError(f"sim.workloads must name task domains ({names}), got {unknown[0]!r}")
-    found = {}
+    workloads = {}
     for task in config.tasks:
         key = (
             f"sim.workloads.{task.name}"
             if task.name in sim.workloads
             else f"tasks ({task.name}).env, the workload,"
         )
-        with _told_as("workload", key):
-            found[task.name] = workload(sim.workloads.get(task.name, task.env), domain=task.name)
-    return found
+        with _renaming("workload", key):
+            workloads[task.name] = workload(
+                sim.workloads.get(task.name, task.env), domain=task.name
+            )
+    return workloads

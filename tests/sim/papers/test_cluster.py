@@ -1,5 +1,5 @@
-"""Set-ups become runs as they say; what is measured of runs is what was asked for;
-workloads change in one thing alone.
+"""Set-ups become the described runs, measurements cover the requested steps, and
+workload changes are isolated.
 """
 
 import statistics
@@ -30,7 +30,7 @@ SMALL = Setup(
 
 
 class Failing:
-    """Every environment fails at its start."""
+    """A workload in which every environment fails at its start."""
 
     def plan(self, *, index: int, member: int, attempt: int, seed: int) -> Plan:
         plan = workload("gem-math").plan(index=index, member=member, attempt=attempt, seed=seed)
@@ -65,7 +65,7 @@ def test_a_set_up_is_a_run() -> None:
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step", "partial", "bounded"])
-def test_a_pace_is_of_so_many_full_steps(mode: str) -> None:
+def test_a_pace_is_measured_over_full_steps(mode: str) -> None:
     found = pace(SMALL.but(mode=mode), steps=2)
     starts = [line["at"] for line in found.outcome.steps]
     assert found.step_s == pytest.approx((starts[2] - starts[0]) / 2)
@@ -74,13 +74,13 @@ def test_a_pace_is_of_so_many_full_steps(mode: str) -> None:
     assert all(line["trajectories"] == SMALL.batch for line in found.outcome.steps)
 
 
-def test_more_engines_roll_out_sooner_and_the_same_again_takes_as_long() -> None:
+def test_more_engines_roll_out_faster_and_repetitions_are_equal() -> None:
     few = rollout_s(SMALL.but(rollout_gpus=1, batch=64), steps=2)
     assert few == rollout_s(SMALL.but(rollout_gpus=1, batch=64), steps=2)
     assert rollout_s(SMALL.but(rollout_gpus=8, batch=64), steps=2) < few
 
 
-def test_a_run_that_ends_early_is_no_result() -> None:
+def test_a_run_that_ends_early_gives_no_result() -> None:
     with pytest.raises(ExperimentError, match="without one scored trajectory"):
         pace(SMALL, steps=1, vary=lambda work: Failing())
 

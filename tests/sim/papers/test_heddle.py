@@ -1,5 +1,5 @@
-"""Heddle's experiments: the same batch whatever the workers, what a run's events tell
-of it, and rows with figures.
+"""Heddle's experiments: the same batch for all workers, measurements of a run's events,
+and rows with figures.
 """
 
 import pytest
@@ -49,19 +49,19 @@ def test_the_batch_does_not_depend_on_the_size_of_workers() -> None:
     assert free.slots >= free.batch
 
 
-def test_slots_are_what_is_asked_for() -> None:
+def test_slots_are_as_requested() -> None:
     assert SMALL.but(slots=32).setup.config(steps=1).engines[0].max_slots == 32
 
 
-def test_throughput_is_of_sampled_tokens_on_the_whole_cluster() -> None:
+def test_throughput_counts_sampled_tokens_of_the_entire_cluster() -> None:
     found = rollout(SMALL)
     mean = found.tokens_per_s * found.seconds / GPUS * SMALL.setup.rollout_gpus / SMALL.setup.batch
     assert 500 < mean < 40_960  # tokens of a response
 
 
-def test_a_rollout_does_not_depend_on_how_long_nothing_is_asked_of_the_engines() -> None:
-    """New weights do not reach all engines at once, and what comes before all have them
-    would go to the first.
+def test_a_rollout_does_not_depend_on_the_idle_time_before_it() -> None:
+    """New weights do not reach all engines at once, and earlier requests would go to
+    the first one.
     """
     late = measure(SMALL.setup, steps=SMALL.steps, ready_s=200.0)
     assert rollout(SMALL).seconds == pytest.approx(late.seconds, rel=0.01)
@@ -73,7 +73,7 @@ def test_the_core_decides_the_workers_within_the_same_gpus() -> None:
     assert sum(count * degree for count, degree in workers) == SMALL.setup.rollout_gpus
 
 
-# What events tell.
+# Measurements of events.
 
 
 def asked(member: str, turn: int) -> e.TurnRequested:
@@ -118,7 +118,7 @@ def begun(member: str) -> c.StartInit:
     )
 
 
-def test_the_longest_waits_in_the_core_and_on_engines_over_all_its_turns() -> None:
+def test_queueing_of_the_longest_sums_core_and_engines_over_all_turns() -> None:
     watch, timer = Watch(), e.TimerFired()
     watch.append(1.0, timer, [begun("long"), begun("short")])
     watch.append(2.0, asked("long", 0), [given("long", 0)])
@@ -137,7 +137,7 @@ def test_the_longest_waits_in_the_core_and_on_engines_over_all_its_turns() -> No
     assert watch.longest_queued_s(0) == pytest.approx(0.5 + 3.0 + 0.25)
 
 
-def test_engines_are_those_that_are_left() -> None:
+def test_the_fleet_is_that_of_the_remaining_engines() -> None:
     watch = Watch()
     seats = tuple(e.EngineSlot(id=EngineId(f"e{number}"), degree=1) for number in range(2))
     watch.append(
@@ -164,7 +164,7 @@ def test_every_row_has_a_figure(experiment: Experiment) -> None:
 
 
 @pytest.mark.slow
-def test_only_the_greatest_gain_is_published() -> None:
+def test_only_the_maximum_gain_is_published() -> None:
     published = [
         row.published
         for one in heddle.EXPERIMENTS

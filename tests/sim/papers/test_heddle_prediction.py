@@ -1,12 +1,12 @@
-"""Heddle's prediction: contexts are what the core would ask with, and later predictions
-are better ones.
+"""Heddle's prediction: contexts are those of the core's requests, and later predictions
+are better.
 """
 
 import pytest
 
 from rollweave.sim.papers.heddle_prediction import (
-    GO_ON,
     MEMBERS,
+    MIN_TURNS,
     QUICK,
     TASKS,
     TOKEN_S,
@@ -61,16 +61,16 @@ def test_history_remembers_the_members_of_an_earlier_epoch() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_what_is_known_later_is_predicted_better(task: str) -> None:
+def test_later_predictions_are_better(task: str) -> None:
     found = quality(task, SMALL)
-    assert list(found) == ["history", "prompt", *(f"after {turns}" for turns in range(GO_ON))]
+    assert list(found) == ["history", "prompt", *(f"after {turns}" for turns in range(MIN_TURNS))]
     assert found["after 0"].pearson < found["after 1"].pearson < found["after 2"].pearson
     assert found == quality(task, SMALL)
 
 
 def test_rows_are_our_own_and_the_text_is_missing() -> None:
     *rows, text = fig13(True)
-    assert len(rows) == len(TASKS) * 2 * (2 + GO_ON)
+    assert len(rows) == len(TASKS) * 2 * (2 + MIN_TURNS)
     assert len({row.row for row in rows}) == len(rows)
     assert all(row.own and row.published is None and row.ours is not None for row in rows)
     assert all(-1.0 <= (row.ours or 0.0) <= 1.0 for row in rows)

@@ -1,5 +1,5 @@
-"""Laminar's experiments: closed forms of weights on their way, Table 2, shares that
-keep the load.
+"""Laminar's experiments: closed forms of weight transfer, Table 2, shares that keep the
+load.
 """
 
 import statistics
@@ -36,7 +36,7 @@ def test_the_published_bounds_on_the_broadcast_hold() -> None:
     assert best <= (rows["72B to 127 relays"].ours or 0.0)
 
 
-def test_what_a_broadcast_to_two_machines_takes() -> None:
+def test_time_of_a_broadcast_to_two_machines() -> None:
     """A link of 8 x 400 Gb/s, 80 % of it, and 5 µs for each of 299 chunks of 32 MiB."""
     size = 10**10
     assert chain_s(size, 2) == pytest.approx(size / (0.8 * 8 * 50e9) + 299 * 5e-6)
@@ -46,7 +46,7 @@ def test_what_a_broadcast_to_two_machines_takes() -> None:
 @pytest.mark.parametrize(
     ("spread_s", "period_s"), [(0.0, 10.0), (2.0, 10.0), (10.0, 10.0), (25.0, 10.0)]
 )
-def test_the_mean_wait_is_that_of_engines_that_ask_at_any_time(
+def test_the_mean_wait_is_that_of_uniformly_distributed_requests(
     spread_s: float, period_s: float
 ) -> None:
     waits = [0.3 + max(0.0, spread_s - (step + 0.5) / 1000 * period_s) for step in range(1000)]
@@ -67,7 +67,7 @@ def test_waits_are_at_least_the_best_case() -> None:
         assert best - 2 < mean < best  # the average is near the best, as published
 
 
-def test_scaling_is_of_ends_alone() -> None:
+def test_scaling_uses_the_end_points_alone() -> None:
     points = [
         Point(
             gpus=gpus, tokens_per_s=speed, step_s=1.0, share=1, engines_busy=0.5, trainer_busy=0.5
@@ -79,7 +79,7 @@ def test_scaling_is_of_ends_alone() -> None:
 
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("name", list(SCALES))
-def test_placements_are_whole_and_fit(system: str, name: str) -> None:
+def test_placements_use_full_engines_and_fit(system: str, name: str) -> None:
     for gpus in SCALES[name]:
         training, rollout, tp = placement(name, system, gpus)
         assert (
@@ -139,14 +139,14 @@ def test_updates_cost_more_than_one() -> None:
     )
 
 
-def test_a_lost_machine_comes_back() -> None:
+def test_a_lost_machine_recovers() -> None:
     (row,) = laminar.fig16(True)
     assert row.ours is not None
     assert 60 < row.ours < 120  # the start of an engine, and its weights
     assert row.published == 252
 
 
-def test_an_engine_beside_a_relay_waits_for_nobody() -> None:
+def test_an_engine_beside_a_relay_does_not_wait_for_others() -> None:
     relayed = Relayed(shape=model("qwen2.5-32b"), gpus=128, share=8, updates=1)
     plain = TrainerCost(gpu=gpu("h800"), model=model("qwen2.5-32b"), gpus=128, link=link("rdma"))
     assert relayed.load_s(engines=16, tp=4) == plain.load_s(engines=1, tp=4, over=link("pcie"))
@@ -163,7 +163,7 @@ def test_laminar_is_the_mode_decoupled_with_its_concurrency() -> None:
 
 
 @pytest.mark.slow
-def test_inherent_staleness_is_of_those_that_ended_in_the_window() -> None:
+def test_inherent_staleness_counts_trajectories_ended_in_the_window() -> None:
     shares = staleness_shares(256, quick=True)
     assert sum(shares.values()) == pytest.approx(1.0)
     assert min(shares) >= 0
@@ -179,7 +179,7 @@ def test_engines_are_freed_by_repack_alone() -> None:
 
 
 @pytest.mark.slow
-def test_every_row_is_there_or_says_what_is_missing() -> None:
+def test_every_row_has_a_figure_or_names_the_missing_part() -> None:
     rows = [row for experiment in laminar.EXPERIMENTS for row in experiment.run(True)]
     for row in rows:
         if row.ours is None:

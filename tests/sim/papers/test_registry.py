@@ -1,5 +1,5 @@
-"""All experiments by name; each gives its own rows; wrong names are told; processes
-share the work and may die.
+"""All experiments by name: each gives its own rows, wrong names are refused, and worker
+processes may die.
 """
 
 import pytest
@@ -22,7 +22,9 @@ SLOW = frozenset(
         *(f"prorl-{one}" for one in ("fig5", "table3")),
     }
 )
-"""Of RollArt, ROSE and ProRL: two seconds of a processor or more in quick form."""
+"""Experiments of RollArt, ROSE and ProRL that take two processor seconds or more in
+quick form.
+"""
 
 
 def quick_ones() -> list[object]:
@@ -42,7 +44,7 @@ def test_names_and_papers_select() -> None:
 @pytest.mark.parametrize(
     ("name", "near"), [("rolart", "rollart"), ("rollart-fig44", "rollart-fig4"), ("zzz", "one of")]
 )
-def test_an_unknown_name_is_one_line_with_what_is_close(name: str, near: str) -> None:
+def test_refuses_unknown_names_in_one_line_with_close_ones(name: str, near: str) -> None:
     with pytest.raises(ConfigError) as problem:
         select([name])
     assert near in str(problem.value)
@@ -63,7 +65,7 @@ def test_an_experiment_gives_rows_of_its_own(name: str) -> None:
         assert not (row.own and row.published is not None), "no paper publishes our own variants"
 
 
-def test_processes_share_the_work_and_give_what_one_gives() -> None:
+def test_several_processes_give_the_results_of_one() -> None:
     chosen = select(["rollart-table3", "rollart-table4", "rollart-table5"])
     together = {done.experiment.name: done.rows for done in run(chosen, quick=True, processes=2)}
     alone = {done.experiment.name: done.rows for done in run(chosen, quick=True, processes=1)}
@@ -71,9 +73,9 @@ def test_processes_share_the_work_and_give_what_one_gives() -> None:
     assert all(alone.values())
 
 
-def test_a_process_that_dies_takes_one_experiment_with_it() -> None:
-    """A worker does not know the first of these, which is a bug of ours: it dies of it,
-    and another one goes on.
+def test_a_dying_process_fails_one_experiment() -> None:
+    """The first experiment is unknown to a worker, which is a bug that kills it;
+    another worker continues.
     """
     unknown = Experiment(name="rollart-none", title="None", source="None", run=lambda quick: [])
     done = {

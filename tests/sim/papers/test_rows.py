@@ -1,5 +1,5 @@
 """Rows and their tables: the ratio to a number or a range, missing rows kept, one form
-for people and one for programs.
+for readers and one for programs.
 """
 
 import json
@@ -35,7 +35,7 @@ EXPERIMENT = Experiment(
         (0.0, 3.0, None),
     ],
 )
-def test_ratio_is_to_the_nearer_end(
+def test_ratio_uses_the_nearer_end_of_a_range(
     published: Published, ours: float | None, ratio: float | None
 ) -> None:
     assert row(published, ours).ratio == ratio
@@ -60,7 +60,7 @@ def test_text_shows_every_row_with_its_note() -> None:
     assert texts[6] == ["a", "over", "b", "(ours", "alone)", "3.00×"]
 
 
-def test_markdown_counts_what_is_missing_and_keeps_its_columns() -> None:
+def test_markdown_counts_missing_rows_and_keeps_its_columns() -> None:
     page = as_markdown(
         [(EXPERIMENT, [row(note="this | that"), row(ours=None), row(None, own=True)])], quick=True
     )

@@ -1,1 +1,3 @@
-"""The papers' experiments on the simulated world, side by side with what was published."""
+"""The papers' experiments on the simulated world, side by side with the published
+results.
+"""

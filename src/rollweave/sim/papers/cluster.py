@@ -1,8 +1,8 @@
-"""A paper's set-up as a run on simulated GPUs, and what is measured of it.
+"""A paper's set-up as a run on simulated GPUs, and the measurements of the run.
 
-Invariants: what the papers leave open is decided here, once, for every experiment, and
-never by a result; what each of them states is in the experiment. Every run is fixed by
-its seed.
+Invariants: choices that the papers leave open are made here, once, for every
+experiment, and never by a result; the statements of each paper are in its experiment.
+The seed of a run fixes it.
 """
 
 import math
@@ -27,24 +27,24 @@ RollArt's engine (§7.1).
 """
 
 CHUNK_TOKENS = 2048
-"""Prompt tokens of an engine step at most: the default `max_num_batched_tokens` of vLLM
+"""Maximum prompt tokens of an engine step: the default `max_num_batched_tokens` of vLLM
 0.8 with chunked prefill.
 """
 
 FOREVER_S = 1e6
-"""For watchdogs and budgets of which the papers' experiments say nothing."""
+"""Seconds of watchdogs and budgets that the papers' experiments do not state."""
 
 
 class ExperimentError(RollweaveError):
-    """A simulated run did not come to its end."""
+    """A simulated run did not finish."""
 
 
 class Setup(Struct, frozen=True, kw_only=True):
-    """A cluster and what it trains. GPUs are counted, `tp` is an engine's share of
-    them; `batch` is trajectories of a step.
+    """A cluster and its training run. `tp` is the GPUs of an engine; `batch` counts
+    trajectories of a step.
 
-    `environments` are alive at once, as many as a batch where 0: no paper gives the
-    number (RollArt's E, §6.2).
+    `environments` are alive at once; 0 means as many as a batch, since no paper gives
+    the number (RollArt's E, §6.2).
     """
 
     model: str
@@ -63,13 +63,13 @@ class Setup(Struct, frozen=True, kw_only=True):
     link: str = "rdma"
     slots: int = SLOTS
     prefix_cache: bool = True
-    serverless: bool = False  # rewards
-    rollout: Mapping[str, Any] = {}  # further knobs of [rollout]
-    # of engines, as the core decides after each step; else all have `tp`
+    serverless: bool = False  # serverless rewards
+    rollout: Mapping[str, Any] = {}  # further settings of [rollout]
+    # degrees from which the core chooses after each step; if empty, all have `tp`
     degrees: tuple[int, ...] = ()
 
     def config(self, *, steps: int, seed: int = 0) -> RunConfig:
-        """The run, of `steps` steps. Raises ValueError."""
+        """Return the configuration of a run of `steps` steps. Raises ValueError."""
         alive = self.environments or self.batch
         return RunConfig.model_validate(
             {
@@ -111,8 +111,7 @@ class Setup(Struct, frozen=True, kw_only=True):
                         else {"count": self.rollout_gpus // self.tp, "degree": self.tp}
                     ),
                     "max_slots": self.slots,
-                    "kv_tokens": 1
-                    << 30,  # more than the GPUs have room for, so that they are the limit
+                    "kv_tokens": 1 << 30,  # above the capacity of the GPUs, which are the limit
                     "prefill_chunk_tokens": CHUNK_TOKENS,
                     "prefix_cache": self.prefix_cache,
                 },
@@ -130,13 +129,13 @@ class Setup(Struct, frozen=True, kw_only=True):
         )
 
     def but(self, **changes: Any) -> "Setup":
-        """The same with `changes`."""
+        """Return a copy with `changes`."""
         return msgspec.structs.replace(self, **changes)
 
 
 class Pace(Struct, frozen=True, kw_only=True):
-    """What a run keeps up: seconds of a step, and tokens of trained trajectories a
-    second, prompts included (RollArt §7.1).
+    """Sustained pace of a run: seconds of a step, and tokens of trained trajectories
+    per second, prompts included (RollArt §7.1).
     """
 
     step_s: float
@@ -147,11 +146,11 @@ class Pace(Struct, frozen=True, kw_only=True):
 def pace(
     setup: Setup, *, steps: int, seed: int = 0, vary: Callable[[Workload], Workload] | None = None
 ) -> Pace:
-    """The mean over `steps` steps. Raises ExperimentError.
+    """Return the mean over `steps` steps.
 
-    Left out are the first, which nothing precedes, and those at the end that fewer
-    rollouts overlap with, because what could not be trained on any more is not
-    launched.
+    Excluded are the first, which has no predecessor, and those at the end, which
+    overlap with fewer rollouts because rollouts that could not be trained on are not
+    launched. Raises ExperimentError.
     """
     ahead = (
         0
@@ -169,7 +168,8 @@ def pace(
 def rollout_s(
     setup: Setup, *, steps: int, vary: Callable[[Workload], Workload] | None = None
 ) -> float:
-    """Mean seconds from an empty cluster to a complete batch, over `steps` batches.
+    """Return the mean seconds from an empty cluster to a complete batch, over `steps`
+    batches.
 
     Raises ExperimentError.
     """
@@ -179,14 +179,14 @@ def rollout_s(
 def rollouts(
     setup: Setup, *, steps: int, vary: Callable[[Workload], Workload] | None = None
 ) -> list[float]:
-    """As `rollout_s`, of each batch."""
+    """Return the seconds of `rollout_s` for each batch."""
     return [float(first_step(setup, seed=seed, vary=vary).steps[0]["at"]) for seed in range(steps)]
 
 
 def first_step(
     setup: Setup, *, seed: int = 0, vary: Callable[[Workload], Workload] | None = None
 ) -> Outcome:
-    """One batch from an empty cluster. Raises ExperimentError."""
+    """Simulate one batch from an empty cluster. Raises ExperimentError."""
     return steps_of(setup, steps=1, seed=seed, vary=vary)
 
 
@@ -198,7 +198,7 @@ def steps_of(
     vary: Callable[[Workload], Workload] | None = None,
     watch: Journal | None = None,
 ) -> Outcome:
-    """So many steps of a run; `watch` is told of every event.
+    """Simulate this many steps of a run; `watch` receives every event.
 
     Raises ExperimentError.
     """
@@ -213,12 +213,12 @@ def _as_it_is(work: Workload) -> Workload:
     return work
 
 
-# What experiments change about a workload.
+# Changes of a workload.
 
 
 class GaussianSteps:
-    """Every call of the environment takes a normal number of seconds, not below 0
-    (RollArt Fig. 11b).
+    """Every call of the environment takes a normally distributed number of seconds, at
+    least 0 (RollArt Fig. 11b).
     """
 
     def __init__(self, work: Workload, *, mean_s: float, sigma_s: float) -> None:
@@ -269,10 +269,10 @@ class SlowStarts:
 
 
 def mean_of(count: int, what: str) -> str:
-    """For a note."""
+    """Describe a mean, for a note."""
     return f"one {what}" if count == 1 else f"mean of {count} {what}s"
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Of ratios."""
+    """Return the geometric mean of ratios."""
     return math.exp(statistics.fmean(map(math.log, values)))

@@ -1,13 +1,13 @@
-"""Heddle's experiments: rollout throughput and time by when, where and on how many GPUs
-a trajectory runs.
+"""Heddle's experiments: rollout throughput and time by scheduler, placement and GPUs of
+a worker.
 
-How well lengths are predicted is in `heddle_prediction.py`, what is run and measured in
-`heddle_runs.py`. Figures 12 to 16 are not in the text of our copy but for the greatest
-gain: other rows have nothing to be compared with.
+The quality of length prediction is in `heddle_prediction.py`, runs and measurements in
+`heddle_runs.py`. The text of our copy lacks Figures 12 to 16 except for the maximum
+gain: other rows have no published value.
 
-Invariants: the rows of a figure differ in nothing but what its section studies; the
-systems compared with get the same batch, GPUs and engine. Lengths are what
-`core/policy/predict` believes, after one step's training of its regressor.
+Invariants: the rows of a figure differ only in the subject of its section; the compared
+systems get the same batch, GPUs and engine. Lengths are the estimates of
+`core/policy/predict`, after one step's training of its regressor.
 """
 
 import functools
@@ -32,68 +32,66 @@ from rollweave.sim.papers.heddle_runs import (
 from rollweave.sim.papers.rows import Experiment, Row
 
 FULL_PARTS, FULL_STEPS = 4, 3
-"""A quarter of the cluster: 16 GPUs and 1,600 trajectories (32B: 800), so that all of
-Heddle takes minutes.
+"""Divisor of the cluster and steps of a full form: a quarter has 16 GPUs and 1,600
+trajectories (32B: 800), so that all of Heddle takes minutes.
 """
 
 QUICK_PARTS, QUICK_STEPS = 32, 2
 
 WIDE, QUICK_WIDE = 8, 2
-"""GPUs of a worker in Fix-8 (Heddle §7.4), and where the part of the cluster is too
-small for it.
+"""GPUs of a worker in Fix-8 (Heddle §7.4), and their number where the part of the
+cluster is too small.
 """
 
 SHORT_SLOTS = 32
-"""Slots of a worker in Fig. 14, for a third of its trajectories: with one for each
-there would be nothing to schedule. Ours.
+"""Slots of a worker in Fig. 14, for a third of its trajectories: with a slot for each,
+no scheduling would be needed. Our choice.
 """
 
 NOT_IN_TEXT = "figure not in text"
 
-Found = Mapping[str, Rollout]
-"""Rollouts by what they are called in a note."""
+Rollouts = Mapping[str, Rollout]
+"""Rollouts by their name in a note."""
 
 
 def study(
     quick: bool, cases: list[tuple[str, str]], ways: Callable[[Case], Mapping[str, Case]]
-) -> list[tuple[str, str, Found, str]]:
-    """For each task and model: the two, the rollouts of all `ways` of running it, and
-    their scale for a note.
+) -> list[tuple[str, str, Rollouts, str]]:
+    """Return for each task and model: both names, the rollouts of all `ways` to run it,
+    and their scale for a note.
     """
-    found: list[tuple[str, str, Found, str]] = []
+    studies: list[tuple[str, str, Rollouts, str]] = []
     for task, model in [("math", STUDIED)] if quick else cases:
         parts, steps = (QUICK_PARTS, QUICK_STEPS) if quick else (FULL_PARTS, FULL_STEPS)
         case = Case(task=task, model=model, system=OURS, parts=parts, steps=steps, tp=MODELS[model])
         runs = ways(case)
-        scale = next(iter(runs.values())).told()
-        found.append((task, model, {name: rollout(run) for name, run in runs.items()}, scale))
-    return found
+        scale = next(iter(runs.values())).describe()
+        studies.append((task, model, {name: rollout(run) for name, run in runs.items()}, scale))
+    return studies
 
 
-def speeds(found: Found) -> str:
-    """For a note."""
-    return "tokens/s: " + ", ".join(
-        f"{name} {one.tokens_per_s:,.0f}" for name, one in found.items()
-    )
+def speeds(runs: Rollouts) -> str:
+    """Describe the throughput of rollouts, for a note."""
+    return "tokens/s: " + ", ".join(f"{name} {one.tokens_per_s:,.0f}" for name, one in runs.items())
 
 
-def over(found: Found, name: str, *others: str) -> float:
-    """Throughput of `name` over that of the best of the `others`."""
-    return found[name].tokens_per_s / max(found[other].tokens_per_s for other in others)
+def over(runs: Rollouts, name: str, *others: str) -> float:
+    """Return the throughput of `name` over that of the best of the `others`."""
+    return runs[name].tokens_per_s / max(runs[other].tokens_per_s for other in others)
 
 
 # Fig. 12.
 
 BASELINES: Mapping[str, System] = {"Verl": VERL, "Verl*": HYBRID, "Slime": SLIME}
-"""Heddle §7: all go round robin, on workers of one size; Verl* leaves the cache beyond
-a load ratio of 32.
+"""The compared systems (Heddle §7): all schedule round robin, on workers of one size;
+Verl* ignores the cache beyond a load ratio of 32.
 """
 
 
 def fig12(quick: bool) -> list[Row]:
     """Rollout throughput over tasks and models."""
     row = functools.partial(Row, experiment="heddle-fig12")
-    found = study(
+    studies = study(
         quick,
         [(task, model) for task in TASKS for model in MODELS],
         lambda case: {
@@ -102,28 +100,28 @@ def fig12(quick: bool) -> list[Row]:
             "the paper's rules": case.but(system=PAPERS, adaptive=True),
         },
     )
-    gains = {f"{task} {model}": over(runs, "ours", *BASELINES) for task, model, runs, _ in found}
+    gains = {f"{task} {model}": over(runs, "ours", *BASELINES) for task, model, runs, _ in studies}
     what = (
         "longest first, our exact placement and allocation, migration where it gains; every step "
         "from the second on"
     )
     rows = [
         row(
-            row="Heddle over the best baseline, greatest",
+            row="Heddle over the best baseline, maximum",
             published=2.5,
             ours=max(gains.values()),
             note=f"{what}; at {max(gains, key=lambda name: gains[name])}, least "
             f"{min(gains.values()):.2f}; Figs. 15 and 16 "
-            "show what placement and allocation alone do of it; published: up to",
+            "show the share of placement and allocation alone; published: up to",
         )
     ]
     for name in BASELINES:
-        ratios = [over(runs, "ours", name) for *_, runs, _ in found]
+        ratios = [over(runs, "ours", name) for *_, runs, _ in studies]
         note = f"geometric mean, {min(ratios):.2f} to {max(ratios):.2f}; {NOT_IN_TEXT}"
         rows.append(
             row(row=f"Heddle over {name}", published=None, ours=geometric_mean(ratios), note=note)
         )
-    for task, model, runs, scale in found:
+    for task, model, runs, scale in studies:
         fleet = f"GPUs of a worker, ours: {runs['ours'].fleet}"
         for label, name in (
             ("ours", "ours"),
@@ -200,7 +198,9 @@ PLACEMENTS = {
     "ours, never moved": OURS.but(migration="never"),
     "ours, moved by rank": PAPERS,
 }
-"""The priority is Heddle's for all, as its ablations keep all else equal (§7)."""
+"""The compared placements. All use Heddle's priority, as its ablations keep all else
+equal (§7).
+"""
 
 
 def fig15(quick: bool) -> list[Row]:
@@ -221,7 +221,7 @@ def fig15(quick: bool) -> list[Row]:
         notes = {
             ("ours", "cache-aware"): f"{scale}; progressive priority for all; {speeds(runs)}; "
             f"{NOT_IN_TEXT}",
-            ("ours", "least load"): "which leaves the cache beyond a load ratio of 32; "
+            ("ours", "least load"): "which ignores the cache beyond a load ratio of 32; "
             f"{NOT_IN_TEXT}",
         }
         alone = {
@@ -229,7 +229,7 @@ def fig15(quick: bool) -> list[Row]:
             (
                 "ours",
                 *(f"{name}, round robin" for name in BASELINES),
-            ): "Verl, Verl* and Slime as they are",
+            ): "Verl, Verl* and Slime unchanged",
             ("ours, never moved", "cache-aware"): "no migration",
             ("ours, moved by rank", "cache-aware"): "the paper's migration, whenever the rank's "
             "worker differs",
@@ -254,9 +254,9 @@ def fig15(quick: bool) -> list[Row]:
 LINEAR = (
     "in our hardware model tensor parallelism scales almost linearly, so that wide workers lose "
     "no throughput to narrow ones, "
-    "and little is left to gain over them; what they lose where observations are long comes from "
+    "so that little is left to gain over them; where observations are long, they lose by "
     "the prompt tokens of a step, "
-    "as many for a wide worker as for a narrow one, of which the plan knows nothing"
+    "as many for a wide worker as for a narrow one, which the plan ignores"
 )
 
 

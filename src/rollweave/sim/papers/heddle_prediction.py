@@ -1,12 +1,12 @@
-"""Heddle Fig. 13: how well remaining lengths are predicted, before a trajectory's first
-turn and after one and two.
+"""Heddle Fig. 13: the quality of predicted remaining lengths, before a trajectory's
+first turn and after one and two.
 
-Batches of groups are drawn from the simulator's families; each is predicted by
-regressors that learned from those before it. Nothing is fitted to the paper. What it
-cannot show: simulated trajectories hold no text, so the plan of the first turn, which
-the paper's regressor reads, is empty, and a prompt is known by its length alone, which
-in the families says nothing of how hard its task is: who knows no more than that finds
-the longest by chance.
+Batches of groups are drawn from the simulator's families; regressors that learned from
+the earlier batches predict each. Nothing is fitted to the paper. Limits: simulated
+trajectories have no text, so the plan of the first turn, which the paper's regressor
+reads, is empty, and a prompt is known by its length alone, which in the families is
+independent of its task's difficulty: from that alone, the longest are predicted by
+chance.
 """
 
 import functools
@@ -31,16 +31,16 @@ MEMBERS = 16
 """Samples of a prompt (Heddle §7)."""
 
 SHARE = 0.1
-"""Of the longest trajectories. The paper's shares are missing from our copy."""
+"""Share of the longest trajectories. The paper's shares are missing from our copy."""
 
 TOKEN_S = 0.02
-"""Seconds of a token, the same for all: it decides which siblings have ended when a
-trajectory is asked about. Assumption.
+"""Seconds of a token, the same for all: it decides which siblings have ended at a
+prediction. Assumption.
 """
 
-GO_ON = 3
-"""Turns of the trajectories that are judged, at least: they all go on after the second,
-so that every row judges the same.
+MIN_TURNS = 3
+"""Minimum turns of the judged trajectories: all continue after the second turn, so that
+every row judges the same ones.
 """
 
 
@@ -55,11 +55,11 @@ FULL, QUICK = Batches(count=5, groups=100), Batches(count=3, groups=25)
 
 
 class Trajectory(NamedTuple):
-    """What a predictor is asked of one trajectory: contexts before each turn and after
-    the last, and its whole length.
+    """The inputs of predictions for one trajectory: contexts before each turn and after
+    the last, and its total length.
 
-    `recalled` is the context before the first turn of one who remembers the same
-    prompt's members of an earlier epoch.
+    `recalled` is the context before the first turn for a predictor that remembers the
+    same prompt's members of an earlier epoch.
     """
 
     contexts: Sequence[LengthContext]
@@ -68,15 +68,15 @@ class Trajectory(NamedTuple):
 
 
 class Quality(Struct, frozen=True, kw_only=True):
-    """Of predicted whole lengths, mean over batches."""
+    """Quality of predicted total lengths, mean over batches."""
 
     recall: float
     pearson: float
 
 
 def quality(task: str, batches: Batches, *, regressor: str = "ridge") -> dict[str, Quality]:
-    """Of `history`, `prompt`, and of `regressor` by turns: `after 0`, `after 1`, `after
-    2`.
+    """Return the quality of `history`, `prompt`, and of `regressor` by turns: `after
+    0`, `after 1`, `after 2`.
     """
     check_installed()
     ways: dict[str, tuple[str, Callable[[Trajectory], Sequence[LengthContext]]]] = {
@@ -84,7 +84,7 @@ def quality(task: str, batches: Batches, *, regressor: str = "ridge") -> dict[st
         "prompt": ("prompt", lambda one: one.contexts[:1]),
         "after": (regressor, lambda one: one.contexts),
     }
-    found: dict[str, list[tuple[float, float]]] = {}
+    measured: dict[str, list[tuple[float, float]]] = {}
     drawn = [
         list(trajectories_of(task, batches.groups * number, batches.groups))
         for number in range(batches.count)
@@ -94,7 +94,7 @@ def quality(task: str, batches: Batches, *, regressor: str = "ridge") -> dict[st
         for number, batch in enumerate(drawn):
             if number > 0:
                 for turns, answers in _answers(predictor, batch, asks).items():
-                    found.setdefault(f"{way} {turns}" if way == "after" else way, []).append(
+                    measured.setdefault(f"{way} {turns}" if way == "after" else way, []).append(
                         answers
                     )
             _learn(predictor, batch, asks)
@@ -103,7 +103,7 @@ def quality(task: str, batches: Batches, *, regressor: str = "ridge") -> dict[st
             recall=statistics.fmean(r for r, _ in measured),
             pearson=statistics.fmean(p for _, p in measured),
         )
-        for name, measured in found.items()
+        for name, measured in measured.items()
     }
 
 
@@ -112,19 +112,19 @@ def _answers(
     batch: Sequence[Trajectory],
     asks: Callable[[Trajectory], Sequence[LengthContext]],
 ) -> dict[int, tuple[float, float]]:
-    """Recall and correlation after 0, 1 and 2 turns, as far as is asked."""
-    judged = [one for one in batch if len(one.contexts) > GO_ON]
+    """Return recall and correlation after 0, 1 and 2 turns, as far as predicted."""
+    judged = [one for one in batch if len(one.contexts) > MIN_TURNS]
     whole = [one.tokens for one in judged]
-    found = {}
-    for turns in range(min(GO_ON, *(len(asks(one)) for one in judged))):
+    measured = {}
+    for turns in range(min(MIN_TURNS, *(len(asks(one)) for one in judged))):
         contexts = [asks(one)[turns] for one in judged]
         left = predictor.estimate([predictor.remember("judged", context) for context in contexts])
         guess = [
             context.output_tokens + tokens for context, tokens in zip(contexts, left, strict=True)
         ]
-        found[turns] = (recall_of_longest(guess, whole, SHARE), pearson(guess, whole))
+        measured[turns] = (recall_of_longest(guess, whole, SHARE), pearson(guess, whole))
     predictor.observe("judged", None)
-    return found
+    return measured
 
 
 def _learn(
@@ -140,7 +140,9 @@ def _learn(
 
 
 def trajectories_of(task: str, first: int, groups: int) -> Iterator[Trajectory]:
-    """The trajectories of `groups` groups, each as if it never waited for an engine."""
+    """Return the trajectories of `groups` groups, each as if it never waited for an
+    engine.
+    """
     work = workload(task)
     for index in range(first, first + groups):
         earlier, now = (
@@ -173,7 +175,8 @@ def trajectories_of(task: str, first: int, groups: int) -> Iterator[Trajectory]:
 def _contexts(
     task: str, plan: Plan, others: Sequence[tuple[float, int]]
 ) -> Iterator[LengthContext]:
-    """As the core asks: before the first turn, and at the end of each.
+    """Return the contexts of the core's predictions: before the first turn, and at the
+    end of each.
 
     `others` are the siblings' ends and lengths.
     """
@@ -219,20 +222,21 @@ LABELS = {
 
 
 def fig13(quick: bool) -> list[Row]:
-    """Precision of predicted whole lengths: recall of the longest tenth, correlation.
+    """Return the precision of predicted total lengths: recall of the longest tenth,
+    correlation.
 
-    No values in the text.
+    No values are in the text.
     """
     batches = QUICK if quick else FULL
     size = (
         f"mean of {batches.count - 1} batches of {batches.groups * MEMBERS:,}, of which those of "
-        f"{GO_ON} turns or more"
+        f"{MIN_TURNS} turns or more"
     )
     rows = []
     for task in TASKS:
-        for way, found in quality(task, batches).items():
+        for way, measured in quality(task, batches).items():
             label, note = LABELS[way]
-            for measure, value in (("recall", found.recall), ("Pearson", found.pearson)):
+            for measure, value in (("recall", measured.recall), ("Pearson", measured.pearson)):
                 row = f"{task}, {measure}: {label}"
                 rows.append(
                     Row(

@@ -1,10 +1,9 @@
-"""Heddle's cluster, the systems that it compares with, and what is measured of a run of
-theirs.
+"""Heddle's cluster, the compared systems, and the measurements of their runs.
 
-A run is synchronous training of a few steps. The first one teaches the predictor, and
-the allocation what lengths there are; it is measured for nobody. Of the later ones the
-rollout alone counts, from when the environments would be ready until the last reward,
-so neither training nor new weights nor engines that start anew are in it.
+A run is synchronous training of a few steps. The first one trains the predictor and
+gives the allocation its lengths; it is not measured. Of the later ones only the rollout
+counts, from the time when the environments would be ready until the last reward, so it
+contains neither training nor new weights nor restarting engines.
 """
 
 import functools
@@ -29,33 +28,33 @@ MEMBERS = 16
 """Samples of a prompt (Heddle §7)."""
 
 WORKER_BATCH = 100
-"""Trajectories on a worker of the baselines at once (Heddle §7.1); the global batch is
-that of all workers.
+"""Concurrent trajectories on a worker of the baselines (Heddle §7.1); the global batch
+is that of all workers.
 """
 
 MODELS = {"qwen3-8b": 1, "qwen3-14b": 1, "qwen3-32b": 2}
-"""GPUs of a baseline's worker (Heddle §7.1)."""
+"""Model → GPUs of a baseline's worker (Heddle §7.1)."""
 
 STUDIED = "qwen3-14b"
-"""The model of the ablations (Heddle §7.2 to 7.4)."""
+"""Model of the ablations (Heddle §7.2 to 7.4)."""
 
 TASKS = ("coding", "search", "math")
 
 DEGREES = (1, 2, 4, 8)
-"""GPUs of a worker that allocation chooses from, as far as the model fits: §6 leaves
-them open; up to those of a machine.
+"""GPUs of a worker among which allocation chooses, where the model fits: §6 leaves them
+open; at most those of a machine.
 """
 
 
 class System(Struct, frozen=True, kw_only=True):
-    """The knobs of [rollout] that Heddle's systems differ in."""
+    """The settings of [rollout] in which Heddle's systems differ."""
 
     priority: str
     placement: str
     migration: str = "never"
 
     def but(self, **changes: str) -> "System":
-        """The same with `changes`."""
+        """Return a copy with `changes`."""
         return msgspec.structs.replace(self, **changes)
 
 
@@ -66,16 +65,16 @@ OURS = System(priority="longest_first", placement="partition", migration="gain")
 PAPERS = OURS.but(placement="presorted", migration="rank")
 
 READY_S = 300.0
-"""No environment is ready before it: engines take their first weights one after the
-other, and whichever had them first would get whole groups, hard ones among them; and
-those of a new plan are started first. Taken off again.
+"""Seconds until the first environment is ready. Engines load their first weights one
+after the other, and the first one ready would get entire groups, hard ones among them;
+those of a new plan are started earlier. The seconds are subtracted again.
 """
 
 
 class Rollout(Struct, frozen=True, kw_only=True):
-    """Means over the measured steps: seconds, sampled tokens a second of the whole
-    cluster, seconds that the longest trajectory waited for a slot. `fleet` are the
-    engines at the end, by degree.
+    """Means over the measured steps: seconds, sampled tokens per second of the entire
+    cluster, and seconds that the longest trajectory waited for a slot. `fleet` are the
+    final engines by degree.
     """
 
     seconds: float
@@ -85,7 +84,7 @@ class Rollout(Struct, frozen=True, kw_only=True):
 
 
 class Watch:
-    """Notes by step when environments began to start, tokens of trajectories, and how
+    """Records by step when environments began to start, tokens of trajectories, and how
     long their turns waited.
     """
 
@@ -95,15 +94,15 @@ class Watch:
         self.queued: list[defaultdict[TrajectoryId, float]] = []
         self.engines: dict[EngineId, int] = {}
         self._over = True
-        self._asked: dict[TrajectoryId, float] = {}
+        self._requested: dict[TrajectoryId, float] = {}
 
     def append(self, now: float, event: e.Event, commands: Sequence[c.Command]) -> None:
-        """An event, and what the core made of it."""
+        """Record an event and the core's commands."""
         match event:
             case e.RunStarted():
-                self.engines = {seat.id: seat.degree for seat in event.engines}
+                self.engines = {slot.id: slot.degree for slot in event.engines}
             case e.TurnRequested():
-                self._asked[event.trajectory_id] = now
+                self._requested[event.trajectory_id] = now
             case e.TurnDone():
                 self.tokens[-1][event.trajectory_id] += event.output_tokens
                 self.queued[-1][event.trajectory_id] += event.queue_s
@@ -111,7 +110,7 @@ class Watch:
             match command:
                 case c.StartTurn():
                     self.queued[-1][command.trajectory_id] += (
-                        now - self._asked[command.trajectory_id]
+                        now - self._requested[command.trajectory_id]
                     )
                 case c.StartInit() if self._over:
                     self._over = False
@@ -126,17 +125,17 @@ class Watch:
                     del self.engines[command.engine_id]
 
     def longest_queued_s(self, step: int) -> float:
-        """Of the trajectory of the most tokens."""
+        """Return the queueing seconds of the trajectory of the most tokens."""
         tokens = self.tokens[step]
         return self.queued[step][max(tokens, key=lambda one: (tokens[one], one))]
 
 
 class Case(Struct, frozen=True, kw_only=True):
-    """A run: one of `parts` parts of the cluster with its part of the batch, `steps`
-    steps, of which the first is not measured.
+    """A run of one of `parts` parts of the cluster with its part of the batch.
 
-    Workers have `tp` GPUs, and a slot for each of their trajectories where `slots` is
-    0. `adaptive`: the core decides them.
+    The first of its `steps` steps is not measured. Workers have `tp` GPUs, or sizes
+    that the core decides if `adaptive`, and a slot for each of their trajectories where
+    `slots` is 0.
     """
 
     task: str
@@ -150,7 +149,7 @@ class Case(Struct, frozen=True, kw_only=True):
 
     @property
     def setup(self) -> Setup:
-        """The batch is the same for every `tp` (Heddle §7)."""
+        """Return the set-up. The batch is the same for every `tp` (Heddle §7)."""
         gpus = max(GPUS // self.parts, self.tp)
         batch = WORKER_BATCH * (gpus // MODELS[self.model]) // MEMBERS * MEMBERS
         degrees = (
@@ -158,7 +157,7 @@ class Case(Struct, frozen=True, kw_only=True):
             if self.adaptive
             else ()
         )
-        # Whatever the core gives to one of its workers has a slot there.
+        # Every trajectory that the core assigns to a worker has a slot there.
         slots = (
             WORKER_BATCH * max(degrees)
             if degrees
@@ -180,11 +179,11 @@ class Case(Struct, frozen=True, kw_only=True):
         )
 
     def but(self, **changes: Any) -> "Case":
-        """The same with `changes`."""
+        """Return a copy with `changes`."""
         return msgspec.structs.replace(self, **changes)
 
-    def told(self) -> str:
-        """Model and scale, for a note."""
+    def describe(self) -> str:
+        """Describe model and scale, for a note."""
         gpus = self.setup.rollout_gpus
         part = (
             f"{gpus} GPUs"
@@ -196,24 +195,25 @@ class Case(Struct, frozen=True, kw_only=True):
 
 @functools.cache
 def rollout(case: Case) -> Rollout:
-    """Raises ExperimentError."""
+    """Simulate the case. Raises ExperimentError."""
     return measure(case.setup, steps=case.steps)
 
 
 def measure(setup: Setup, *, steps: int, ready_s: float = READY_S) -> Rollout:
-    """`ready_s` is when environments are ready, and is not counted.
+    """Simulate a set-up whose environments are ready after `ready_s`, which is not
+    counted.
 
     Raises ExperimentError.
     """
     watch = Watch()
-    found = steps_of(
+    outcome = steps_of(
         setup,
         steps=steps,
         vary=lambda work: SlowStarts(work, rate=1.0, seconds=ready_s),
         watch=watch,
     )
     measured = range(1, steps)
-    seconds = [found.steps[step]["at"] - watch.begun[step] - ready_s for step in measured]
+    seconds = [outcome.steps[step]["at"] - watch.begun[step] - ready_s for step in measured]
     tokens = sum(sum(watch.tokens[step].values()) for step in measured)
     fleet = sorted(Counter(watch.engines.values()).items())
     return Rollout(

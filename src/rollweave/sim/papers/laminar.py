@@ -1,8 +1,8 @@
-"""Laminar's experiments: how training scales with GPUs, what staleness it meets, losing
-a machine. How weights move is in `laminar_weights`.
+"""Laminar's experiments: scaling of training with GPUs, staleness, and the loss of a
+machine.
 
-Laminar is our mode `decoupled`, with its placement, its concurrency and engines that
-take weights from a relay beside them.
+Weight transfer is in `laminar_weights`. Laminar is our mode `decoupled`, with its
+placement, its concurrency and engines that fetch weights from a relay beside them.
 """
 
 import functools
@@ -26,7 +26,7 @@ from rollweave.sim.papers.laminar_weights import fig14, fig19
 from rollweave.sim.papers.rows import Experiment, Published, Row
 
 OURS = (
-    "Laminar: our mode decoupled on its placement, 1,024 trajectories an engine, weights from a "
+    "Laminar: our mode decoupled on its placement, 1,024 trajectories per engine, weights from a "
     "relay beside it over PCIe"
 )
 
@@ -36,15 +36,15 @@ OVER = {
     "stream": (1.93, 4.06),
     "AReaL": (1.39, 1.81),
 }
-"""Laminar §8.1: its average and greatest speedup in Fig. 11."""
+"""Laminar's average and maximum speedup in Fig. 11 (Laminar §8.1)."""
 
 Curves = Mapping[tuple[str, str], Sequence[Point]]
-"""By system and model: its points in the order of their GPUs."""
+"""By system and model: its points in ascending order of GPUs."""
 
 
 def efficiency(points: Sequence[Point]) -> float:
-    """Strong scaling in per cent: throughput of the largest over the smallest, by what
-    the GPUs grew (Laminar §8.1).
+    """Return the strong scaling in percent: the ratio of throughputs of the largest and
+    smallest scale over the ratio of their GPUs (Laminar §8.1).
     """
     first, last = points[0], points[-1]
     return 100 * (last.tokens_per_s / first.tokens_per_s) / (last.gpus / first.gpus)
@@ -65,7 +65,7 @@ def _scales(name: str, *, quick: bool) -> Sequence[int]:
 
 
 def _ratios(curves: Curves, models: Sequence[str], other: str) -> list[tuple[int, float]]:
-    """GPUs and Laminar's throughput over the other system's, of every point."""
+    """Return for every point its GPUs and Laminar's throughput over the other system's."""
     return [
         (ours.gpus, ours.tokens_per_s / theirs.tokens_per_s)
         for name in models
@@ -76,14 +76,14 @@ def _ratios(curves: Curves, models: Sequence[str], other: str) -> list[tuple[int
 def _scaling(
     experiment: str, curves: Curves, published: Mapping[tuple[str, str], float]
 ) -> list[Row]:
-    """Strong scaling of every curve, with its throughputs."""
+    """Return a row of strong scaling for every curve, with its throughputs."""
     rows = []
     for (system, name), points in curves.items():
         line = ", ".join(f"{point.gpus}: {point.tokens_per_s:,.0f}" for point in points)
         parts = ", ".join(f"1/{point.share}" for point in points)
         busy = (
-            f"at the largest engines work {points[-1].engines_busy:.0%} of the time, the trainer "
-            f"{points[-1].trainer_busy:.0%}"
+            f"at the largest scale engines work {points[-1].engines_busy:.0%} of the time, "
+            f"the trainer {points[-1].trainer_busy:.0%}"
         )
         rows.append(
             Row(
@@ -113,7 +113,7 @@ def fig11(quick: bool) -> list[Row]:
         average, most = OVER[other]
         values = [ratio for _, ratio in ratios]
         rows.append(_over(name, f"over {other}, average", average, statistics.fmean(values), note))
-        rows.append(_over(name, f"over {other}, greatest", most, max(values), note))
+        rows.append(_over(name, f"over {other}, maximum", most, max(values), note))
     largest = [
         ratio
         for model_name in models
@@ -153,8 +153,9 @@ def fig11(quick: bool) -> list[Row]:
 
 
 def _elsewhere(experiment: str, task: str, name: str, curves: Curves) -> list[Row]:
-    """Laminar on the other placements of Table 2, at the largest scale: ours need not
-    be where Laminar's costs balance.
+    """Return rows of Laminar on the other placements of Table 2, at the largest scale.
+
+    Our costs need not balance where Laminar's do.
     """
     verl, rows = curves["verl", name][-1], []
     for placed in ("AReaL", "one-step"):
@@ -187,8 +188,8 @@ def fig12(quick: bool) -> list[Row]:
     values = [ratio for other in systems[:-1] for _, ratio in _ratios(curves, ("7B",), other)]
     rows = [
         _over(name, "over all baselines, average", 2.62, statistics.fmean(values), note),
-        _over(name, "over all baselines, least", 1.21, min(values), note),
-        _over(name, "over all baselines, greatest", 5.42, max(values), note),
+        _over(name, "over all baselines, minimum", 1.21, min(values), note),
+        _over(name, "over all baselines, maximum", 5.42, max(values), note),
     ]
     if not quick:
         rows += _scaling(name, curves, {("Laminar", "7B"): 46.5, ("stream", "7B"): 12.9})
@@ -199,7 +200,7 @@ def fig12(quick: bool) -> list[Row]:
 def fig10(quick: bool) -> list[Row]:
     """Inherent staleness.
 
-    Laminar met 4 at most in all settings; Fig. 10 may be of the throughput or the
+    Laminar observed at most 4 in all settings; Fig. 10 may be of the throughput or the
     convergence runs.
     """
     rows = []
@@ -209,7 +210,7 @@ def fig10(quick: bool) -> list[Row]:
     ):
         shares = staleness_shares(concurrency, quick=quick)
         note = (
-            f"{concurrency:,} trajectories an engine ({runs}); 7B on 64 GPUs; versions published "
+            f"{concurrency:,} trajectories per engine ({runs}); 7B on 64 GPUs; versions published "
             "from launch to end"
         )
         note += "; quick: 16 prompts" if quick else ""
@@ -217,7 +218,7 @@ def fig10(quick: bool) -> list[Row]:
         greatest = functools.partial(Row, experiment="laminar-fig10", unit="steps", note=note)
         rows += [
             greatest(
-                row=f"greatest inherent staleness, {concurrency:,} at once",
+                row=f"maximum inherent staleness, {concurrency:,} at once",
                 published=4,
                 ours=max(shares),
             ),
@@ -244,24 +245,24 @@ def fig15(quick: bool) -> list[Row]:
     alone, alone_without = (
         repacking(repack=repack, quick=quick, trainer=Instant) for repack in (True, False)
     )
-    note = f"{part}; {with_it.released} times an engine was freed"
+    note = f"{part}; {with_it.released} times repack freed an engine"
     return [
         Row(
             experiment=name,
             row="generation throughput with repack",
             published=1.26,
             ours=with_it.tokens_per_s / without.tokens_per_s,
-            note=f"{note}; trained tokens a second: {with_it.tokens_per_s:,.0f} and "
+            note=f"{note}; trained tokens per second: {with_it.tokens_per_s:,.0f} and "
             f"{without.tokens_per_s:,.0f}",
         ),
         Row(
             experiment=name,
-            row="generation throughput with repack, whatever the trainer takes",
+            row="generation throughput with repack, without the trainer's time",
             published=None,
             ours=alone.tokens_per_s / alone_without.tokens_per_s,
             note=f"{part}; the trainer takes no time, as it keeps engines waiting on this "
             "placement; "
-            f"{alone.tokens_per_s:,.0f} and {alone_without.tokens_per_s:,.0f} tokens a second",
+            f"{alone.tokens_per_s:,.0f} and {alone_without.tokens_per_s:,.0f} tokens per second",
             own=True,
         ),
         Row(
@@ -286,7 +287,7 @@ def fig15(quick: bool) -> list[Row]:
             published=0.69,
             ours=None,
             unit="s",
-            note="missing: what of it is planning and what is moving is not in text, and planning "
+            note="missing: the text does not divide it into planning and moving, and planning "
             "takes no time here",
         ),
     ]
@@ -298,7 +299,7 @@ def fig16(quick: bool) -> list[Row]:
     note = (
         f"one of eight engines, half the cluster and {'16' if quick else 'half the'} prompts; "
         "mode decoupled; "
-        f"{RESTART_S:.0f} s are our assumed start of an engine on the same machine; Laminar's "
+        f"{RESTART_S:.0f} s is our assumed start of an engine on the same machine; Laminar's "
         "includes allocating another"
     )
     rows = [

@@ -1,9 +1,9 @@
 """Laminar's throughput experiments as runs: its placements, all systems as our modes,
 and a share of the cluster at a time.
 
-A share is every n-th engine and every n-th prompt, beside the whole trainer, which
-takes n times the simulated batch. So engines and trainer have the load of the whole
-cluster; a share has fewer trajectories, of which the longest is a bit shorter.
+A share is every n-th engine and every n-th prompt, beside the complete trainer, which
+trains n times the simulated batch. So engines and trainer have the load of the complete
+cluster; a share has fewer trajectories, of which the longest is slightly shorter.
 """
 
 import itertools
@@ -25,32 +25,32 @@ from rollweave.sim.run import Outcome, simulate
 from rollweave.sim.world import World
 
 PROMPTS, MEMBERS = 512, 16
-"""Of a batch (Laminar §8): 8,192 trajectories."""
+"""Prompts of a batch and samples of a prompt (Laminar §8): 8,192 trajectories."""
 
 UPDATES = 16
 """Mini-batch updates of an iteration (Laminar §8)."""
 
 CONTEXT = 2_048 + 16_384
-"""Tokens of a trajectory (Laminar §8)."""
+"""Maximum tokens of a trajectory (Laminar §8)."""
 
 CONCURRENCY = 1_024
-"""Trajectories on an engine (Laminar App. A.3, of AReaL and Laminar).
-
+"""Concurrent trajectories on an engine (Laminar App. A.3, of AReaL and Laminar).
 Assumption for the others.
 """
 
 ALPHA = 4
-"""Laminar §8.2: the bound that AReaL suggests, here for the ∞ that §8.1 gives it."""
+"""Bound that AReaL suggests (Laminar §8.2), here for the ∞ that §8.1 gives it."""
 
 WARM, MEASURED = 10, 5
-"""Steps before those that are measured, and these, of Laminar (§8): at least so many,
-and each twice the batches that its engines hold together, since engines that begin
-together part only with time. The others are in step from the second on, or once their
-window is filled.
+"""Minimum numbers of warm-up and of measured steps of Laminar (§8). Both are at least
+twice the batches in flight on its engines, since engines that start together diverge
+slowly. The others are in step from the second on, or once their window is filled.
 """
 
-LEAST_ENGINES = 4
-"""Of a part of Laminar's cluster, where it has so many: repacking is among them."""
+MIN_ENGINES = 4
+"""Minimum engines of a part of Laminar's cluster, if it has so many: repacking works
+among them.
+"""
 
 MODELS = {"7B": "qwen2.5-7b", "32B": "qwen2.5-32b", "72B": "qwen2.5-72b"}
 SCALES = {
@@ -89,24 +89,23 @@ TRAINING_AND_ROLLOUT = {
 """GPUs for training and for rollout in the order of `SCALES` (Laminar Table 2)."""
 
 SHARES = {"dapo-math": 8, "tool-calling": 16}
-"""The cluster is divided into at most so many parts, by task; into four times as many
-in quick forms.
+"""Maximum number of parts of the cluster, by task; quick forms have four times as many.
 """
 
 
-LOOK_S = 5.0
-"""Between two looks at the KV in use."""
+SAMPLE_S = 5.0
+"""Seconds between two samples of the KV in use."""
 
 QUICK_PROMPTS = 16
-"""Of a step, in quick forms that do not take a smaller share."""
+"""Prompts of a step, in quick forms that do not take a smaller share."""
 
 
 class Point(Struct, frozen=True, kw_only=True):
-    """Throughput of a system on so many GPUs: tokens of trained trajectories a second,
+    """Throughput of a system at a scale: tokens of trained trajectories per second,
     prompts included (Laminar §8).
 
-    `share` is the part of the cluster that was simulated, `…_busy` the part of the
-    whole run that engines or trainer worked.
+    `share` is the simulated part of the cluster, `…_busy` the share of the run in which
+    engines or trainer worked.
     """
 
     gpus: int
@@ -118,8 +117,8 @@ class Point(Struct, frozen=True, kw_only=True):
 
 
 class Recovery(Struct, frozen=True, kw_only=True):
-    """`seconds` until every engine serves again; `slowdown` of the steps, None where it
-    was not looked at.
+    """`seconds` until every engine serves again; `slowdown` of the steps, None if not
+    measured.
     """
 
     seconds: float
@@ -127,8 +126,8 @@ class Recovery(Struct, frozen=True, kw_only=True):
 
 
 class Repacking(Struct, frozen=True, kw_only=True):
-    """Tokens of trained trajectories a second, the mean share of the KV in use, and how
-    often repack freed an engine.
+    """Tokens of trained trajectories per second, the mean share of the KV in use, and
+    how often repack freed an engine.
     """
 
     tokens_per_s: float
@@ -137,7 +136,7 @@ class Repacking(Struct, frozen=True, kw_only=True):
 
 
 class Sliced(TrainerCost):
-    """The trainer of the whole cluster beside one of `share` parts of its engines.
+    """The trainer of the complete cluster beside one of `share` parts of its engines.
 
     `updates` are those of one training step.
     """
@@ -147,21 +146,21 @@ class Sliced(TrainerCost):
         self._share, self._updates = share, updates
 
     def step_s(self, *, tokens: int, context: int) -> float:
-        """All parts train; every further update costs what a step costs beside its
-        tokens.
+        """Count the tokens of all parts; every further update adds a step's cost
+        without tokens.
         """
         whole = super().step_s(tokens=self._share * tokens, context=self._share * context)
         return whole + (self._updates - 1) * super().step_s(tokens=0, context=0)
 
     def load_s(self, *, engines: int, tp: int, over: Link | None = None) -> float:
-        """The engines of the other parts pull at the same time."""
+        """Let the engines of the other parts pull at the same time."""
         return super().load_s(engines=self._share * engines, tp=tp, over=over)
 
 
 class Relayed(Sliced):
-    """An engine takes weights from the relay beside it, whatever the others do (Laminar
-    §4.2). A broadcast takes less than half a second (`laminar_weights`), in which few
-    ask for what is on its way: that is left out.
+    """A trainer whose engines fetch weights from the relay beside them, independently
+    of each other (Laminar §4.2). A broadcast takes less than half a second
+    (`laminar_weights`), in which few engines request the weights: that is left out.
     """
 
     def load_s(self, *, engines: int, tp: int, over: Link | None = None) -> float:
@@ -169,16 +168,15 @@ class Relayed(Sliced):
 
 
 class Instant(Relayed):
-    """A trainer that keeps nobody waiting: what engines can do is then what is seen."""
+    """A trainer that takes no time, so that the engines' limits show."""
 
     def step_s(self, *, tokens: int, context: int) -> float:
         return 0.0
 
 
 def placement(name: str, system: str, gpus: int, *, placed: str = "") -> tuple[int, int, int]:
-    """GPUs for training, for rollout and of one engine (Laminar Table 2, App.
-
-    A.3); divided as for `placed` where given.
+    """Return the GPUs for training, for rollout and of one engine (Laminar Table 2,
+    App. A.3), divided as for `placed` where given.
     """
     tp = {"7B": 1 if system in ("AReaL", "Laminar") else 2, "32B": 4, "72B": 8}[name]
     if system == "verl":
@@ -188,7 +186,9 @@ def placement(name: str, system: str, gpus: int, *, placed: str = "") -> tuple[i
 
 
 def share_of(engines: int, most: int) -> int:
-    """Into how many parts, a power of two up to `most`, the engines can be divided."""
+    """Return the number of parts, a power of two up to `most`, into which the engines
+    can be divided.
+    """
     share = 1
     while 2 * share <= most and engines % (2 * share) == 0:
         share *= 2
@@ -198,7 +198,7 @@ def share_of(engines: int, most: int) -> int:
 def measure(
     task: str, name: str, system: str, gpus: int, *, quick: bool, placed: str = ""
 ) -> Point:
-    """One point of Figs. 11 and 12. Raises ExperimentError."""
+    """Measure one point of Figs. 11 and 12. Raises ExperimentError."""
     training, rollout, tp = placement(name, system, gpus, placed=placed)
     engines = rollout // tp
     share = _share(task, system, engines, quick=quick)
@@ -226,20 +226,20 @@ def measure(
 
 
 def _share(task: str, system: str, engines: int, *, quick: bool) -> int:
-    """Into how many parts the cluster is divided."""
+    """Return the number of parts into which the cluster is divided."""
     if quick:
         return share_of(engines, 4 * SHARES[task])
-    most = max(1, engines // LEAST_ENGINES) if system == "Laminar" else engines
+    most = max(1, engines // MIN_ENGINES) if system == "Laminar" else engines
     return share_of(engines, min(SHARES[task], most))
 
 
 def _window(system: str, engines: int, *, quick: bool) -> tuple[int, int, int]:
-    """Steps before those that are measured, these, and those after them, for which ever
-    less is begun.
+    """Return the numbers of warm-up steps, measured steps, and steps after them, for
+    which fewer and fewer rollouts start.
     """
     if system == "Laminar":
         held = math.ceil(engines * CONCURRENCY / (PROMPTS * MEMBERS))
-        # in quick forms too: what a few steps train varies
+        # in quick forms too: the tokens of a few steps vary
         return max(WARM, 2 * held), max(MEASURED, 2 * held), 1 + held
     window = {"verl": 0, "one-step": 1, "stream": 1}.get(system, ALPHA)
     return 1 + window if window > 1 else min(window, 1), 2 if quick or not window else 4, 1 + window
@@ -257,7 +257,9 @@ def config_of(
     concurrency: int = CONCURRENCY,
     repack: bool = True,
 ) -> RunConfig:
-    """A share of a system as a run; `concurrency` and `repack` are Laminar's."""
+    """Return a share of a system as a configuration; `concurrency` and `repack` are
+    Laminar's.
+    """
     training, rollout, tp = placement(name, system, gpus, placed=placed)
     engines, batch = rollout // tp // share, PROMPTS * MEMBERS // share
     alive = {
@@ -297,12 +299,12 @@ def _engine(shape: ModelShape, tp: int) -> EngineCosts:
     return EngineCost(gpu=gpu("h800"), model=shape, tp=tp)
 
 
-# Laminar alone: what its world looks like from inside.
+# Laminar alone, inspected during a run.
 
 
 class Part:
-    """A share of Laminar's cluster at work on the mathematical tasks, to be looked at
-    while it runs.
+    """A share of Laminar's cluster on the mathematical tasks, for inspection while it
+    runs.
     """
 
     def __init__(
@@ -342,18 +344,20 @@ class Part:
         return [line for line in self._metrics.lines if line["kind"] == "step"]
 
     def until(self, what: Callable[[], bool]) -> None:
-        """Raises ExperimentError where the run ends before."""
+        """Run until the condition holds. Raises ExperimentError where the run ends
+        before.
+        """
         while not what():
             if self.world.over is not None:
                 raise ExperimentError(f"the run ended early: {self.world.over}")
             self.world.step()
 
     def until_step(self, step: int) -> None:
-        """Until it begins."""
+        """Run until the step begins."""
         self.until(lambda: len(self.steps) > step)
 
-    def look_at(self, at: float) -> None:
-        """Until that time."""
+    def run_until(self, at: float) -> None:
+        """Run until that time."""
         self.until(lambda: self.world.clock.now >= at)
 
     def finish(self) -> None:
@@ -364,10 +368,10 @@ class Part:
 
 
 def staleness_shares(concurrency: int, *, quick: bool) -> dict[int, float]:
-    """Share of the trajectories by inherent staleness (Laminar §6): versions published
-    from launch to end.
+    """Return the shares of trajectories by inherent staleness (Laminar §6): versions
+    published from launch to end.
 
-    Of the 7B on 64 GPUs, after the warm-up.
+    The run is the 7B on 64 GPUs, after the warm-up.
     """
     warm, measured, after = _window("Laminar", placement("7B", "Laminar", 64)[1], quick=quick)
     part = Part(
@@ -382,7 +386,7 @@ def staleness_shares(concurrency: int, *, quick: bool) -> dict[int, float]:
 
 
 def repacking(*, repack: bool, quick: bool, trainer: type[Relayed] = Relayed) -> Repacking:
-    """The 32B on 128 GPUs (Laminar §8.4), with this trainer."""
+    """Simulate the 32B on 128 GPUs (Laminar §8.4), with this trainer."""
     share = 2
     warm, measured, after = _window(
         "Laminar", placement("32B", "Laminar", 128)[1] // 4, quick=quick
@@ -399,7 +403,7 @@ def repacking(*, repack: bool, quick: bool, trainer: type[Relayed] = Relayed) ->
     part.until_step(warm)
     used = []
     while len(part.steps) <= warm + measured:
-        part.look_at(part.world.clock.now + LOOK_S)
+        part.run_until(part.world.clock.now + SAMPLE_S)
         used.append(kv_used(part.world))
     lines = part.steps[warm : warm + measured + 1]
     seconds = float(lines[-1]["at"]) - float(lines[0]["at"])
@@ -412,11 +416,9 @@ def repacking(*, repack: bool, quick: bool, trainer: type[Relayed] = Relayed) ->
 
 
 def _fewer(config: RunConfig) -> RunConfig:
-    """With so few prompts a step, and trajectories an engine, that it is only for a
-    look.
-    """
+    """Reduce prompts of a step, and trajectories of an engine, for a quick form."""
     rollout = config.rollout
-    assert rollout.engine_batch is not None, "Laminar's is set"
+    assert rollout.engine_batch is not None, "Laminar has engine_batch"
     batch = max(1, rollout.engine_batch * QUICK_PROMPTS // rollout.groups_per_step)
     return config.model_copy(
         update={
@@ -430,11 +432,11 @@ def _fewer(config: RunConfig) -> RunConfig:
 # A machine fails.
 
 FAILS_IN = 2
-"""The step in which it does."""
+"""Step in which the machine fails."""
 
 
 def recover(*, quick: bool) -> Recovery:
-    """Of the 32B on 128 GPUs, a machine with an eighth of the engines is lost.
+    """Lose a machine with an eighth of the engines, of the 32B on 128 GPUs.
 
     Raises ExperimentError.
     """
@@ -445,8 +447,8 @@ def recover(*, quick: bool) -> Recovery:
     failing = part()
     failing.until_step(FAILS_IN)
     world = failing.world
-    lost, at = world.seats[0].id, world.clock.now
-    world.fleet.lose(lost, "the machine is gone")
+    lost, at = world.slots[0].id, world.clock.now
+    world.fleet.lose(lost, "the machine failed")
 
     def gone() -> bool:
         return world.core.state.engines[lost].status is not EngineStatus.SERVING
@@ -463,6 +465,6 @@ def recover(*, quick: bool) -> Recovery:
 
 
 def _step_s(steps: list[dict[str, Any]]) -> float:
-    """Mean seconds of the steps from that of the failure on."""
+    """Return the mean seconds of the steps from the failure on."""
     starts = [float(line["at"]) for line in steps if line["step"] >= FAILS_IN]
     return statistics.fmean(after - before for before, after in itertools.pairwise(starts))

@@ -1,7 +1,7 @@
-"""Laminar's experiments with weights on their way (§4, §8.3, App. C): closed forms over
+"""Laminar's experiments on weight transfer (§4, §8.3, App. C): closed forms over
 published links, without a run.
 
-The chain, its chunks and its repair are those that relays follow (`core/policy/relay`).
+The chain, its chunks and its repair are those of our relays (`core/policy/relay`).
 """
 
 from rollweave.core.policy.relay import broadcast_s, chunk_bytes, chunk_count
@@ -13,62 +13,66 @@ from rollweave.sim.papers.rows import Row
 from rollweave.sim.workload import workload
 
 RELAYS = 127
-"""Beside the master, on 1,024 GPUs (Laminar Fig. 19)."""
+"""Relays beside the master, on 1,024 GPUs (Laminar Fig. 19)."""
 
 GPUS = 512
-"""That train, and as many that roll out, at the largest scale of Fig. 14."""
+"""GPUs for training, and as many for rollouts, at the largest scale of Fig. 14."""
 
 SAMPLE = 64
-"""Groups of the workload by whose lengths a training step is reckoned."""
+"""Groups of the workload whose lengths give a training step's tokens."""
 
-WORDS = 2
-"""From the decision to mend a chain to the bytes: to the successor, and from it to its
-new source.
+REPAIR_MESSAGES = 2
+"""Messages from the decision to repair a chain to the first bytes: to the successor,
+and from it to its new source.
 """
 
 
 def machine_bytes_per_s() -> float:
-    """Between two machines, all adapters of each at work (Laminar §8: 8 x 400 Gb/s)."""
+    """Return the bytes per second between two machines with all adapters of each
+    (Laminar §8: 8 x 400 Gb/s).
+    """
     return GPUS_PER_MACHINE * link("rdma").bytes_per_s * LINK_EFFICIENCY
 
 
 def chunks_s(size: int, nodes: int, chunks: int) -> float:
-    """Of `size` bytes along a chain of machines, in so many chunks (App. C, eq. 1)."""
+    """Return the seconds of `size` bytes along a chain of machines, in that many chunks
+    (App. C, eq. 1).
+    """
     start_s, byte_s = link("rdma").latency_s, 1 / machine_bytes_per_s()
     return broadcast_s(size, nodes=nodes, chunks=chunks, start_s=start_s, byte_s=byte_s)
 
 
 def chain_s(size: int, nodes: int) -> float:
-    """In chunks of the bytes that relays use."""
+    """Return the chain's seconds with the chunk size of our relays."""
     start_s, byte_s = link("rdma").latency_s, 1 / machine_bytes_per_s()
     chunk = chunk_bytes(size, nodes=nodes, start_s=start_s, byte_s=byte_s)
     return chunks_s(size, nodes, -(-size // chunk))
 
 
 def best_chain_s(size: int, nodes: int) -> float:
-    """In as many chunks as are best (App. C.3)."""
+    """Return the chain's seconds with the optimal number of chunks (App. C.3)."""
     start_s, byte_s = link("rdma").latency_s, 1 / machine_bytes_per_s()
     return chunks_s(size, nodes, chunk_count(size, nodes=nodes, start_s=start_s, byte_s=byte_s))
 
 
 def repair_s(size: int, nodes: int) -> float:
-    """From the decision on until the successor has a chunk that the lost relay had not
-    passed on (§4.3).
+    """Return the seconds from the decision until the successor has a chunk that the
+    lost relay had not forwarded (§4.3).
     """
     start_s, byte_s = link("rdma").latency_s, 1 / machine_bytes_per_s()
     return (
-        WORDS * start_s
+        REPAIR_MESSAGES * start_s
         + start_s
         + byte_s * chunk_bytes(size, nodes=nodes, start_s=start_s, byte_s=byte_s)
     )
 
 
 def mean_wait_s(*, local_s: float, spread_s: float, period_s: float) -> float:
-    """Of an engine that asks at any time between two versions, `period_s` apart, for
-    the newest.
+    """Return the mean wait of an engine that requests the newest version at any time
+    between two versions, `period_s` apart.
 
-    For the first `spread_s` of it the version is on its way to the engine's machine:
-    who asks then waits for that too, for half of it on average. Then comes loading it
+    For the first `spread_s` the version is still on its way to the engine's machine: a
+    request then waits for the rest, on average half of it. Then the engine loads it
     from the machine's memory, `local_s`.
     """
     late = min(spread_s, period_s)
@@ -112,7 +116,7 @@ def fig19(quick: bool) -> list[Row]:
             published=(0.0, 1.0),
             ours=repair_s(size, RELAYS + 1),
             unit="s",
-            note="closed form: two words and a chunk that is sent again, as the loss is noticed "
+            note="closed form: two messages and a chunk that is sent again, as the loss is noticed "
             "instantly (§3.3); published as "
             "less than one second. `rollweave bench relay` measures ours from the kill on",
         ),
@@ -120,7 +124,7 @@ def fig19(quick: bool) -> list[Row]:
 
 
 def fig14(quick: bool) -> list[Row]:
-    """What an engine waits for new weights, from a relay beside it or from a global
+    """Wait of an engine for new weights, from a relay beside it or from a global
     synchronization.
     """
     return [
@@ -142,9 +146,9 @@ def _waits(size: str, tp: int, stall: float, *, quick: bool) -> list[Row]:
     mean = mean_wait_s(local_s=local, spread_s=spread, period_s=period)
     against = (
         f"a broadcast by all adapters at 80 % to {machines} machines, {at_once:.2f} s, is the "
-        "best that a global one could be; "
+        "optimum of a global one; "
         "the measured NCCL broadcast is far from that, and its seconds are not in text. Published "
-        "is the most of all sizes"
+        "is the maximum over all sizes"
     )
 
     def saved(row: str, seconds: float, other: float, published: float | None, note: str) -> Row:
@@ -167,7 +171,7 @@ def _waits(size: str, tp: int, stall: float, *, quick: bool) -> list[Row]:
             ours=cost.publish_s(),
             unit="s",
             note="weights over size of eight adapters; resharding and copies between host and GPU "
-            "are not modelled",
+            "are not modeled",
         ),
         saved(
             f"wait saved, best case, {size}, over a global broadcast",
@@ -181,8 +185,8 @@ def _waits(size: str, tp: int, stall: float, *, quick: bool) -> list[Row]:
             mean,
             at_once,
             37,
-            f"closed form: engines ask at any time of a step (the trainer's {period:.0f} s) and "
-            "wait for what is on its way "
+            f"closed form: engines request weights at any time of a step "
+            f"(the trainer's {period:.0f} s) and wait for those in transfer "
             f"({spread:.2f} s): {mean - local:.4f} s more than the best case; {against}",
         ),
         saved(
@@ -197,8 +201,10 @@ def _waits(size: str, tp: int, stall: float, *, quick: bool) -> list[Row]:
 
 
 def _period_s(cost: Sliced, *, groups: int) -> float:
-    """Of a training step on 8,192 trajectories of the mathematical tasks: versions
-    cannot follow each other sooner.
+    """Return the seconds of a training step on 8,192 trajectories of the mathematical
+    tasks.
+
+    Versions cannot follow each other faster.
     """
     plans = workload("dapo-math")
     lengths = [

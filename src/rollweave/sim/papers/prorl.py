@@ -1,4 +1,4 @@
-"""ProRL Agent's evaluation as far as the simulator can say: nodes (Fig. 5) and the
+"""ProRL Agent's evaluation as far as the simulator covers it: nodes (Fig. 5) and the
 speed of the shell (Table 3).
 
 Our copy is a digest. An instance is taken to be a task with its eight rollouts
@@ -14,9 +14,8 @@ INSTANCES, ROLLOUTS, NODE_GPUS = 32, 8, 8
 """Batch, rollouts of an instance, and the H100 of a node (Hyperparameters; Table 3)."""
 
 SLOW_ACTION_S = 0.78
-"""Table 3: mean seconds of an action without the efficient bash.
-
-The family's own mean is the full system's.
+"""Mean seconds of an action without the efficient bash (Table 3). The family's own mean
+is the full system's.
 """
 
 NODE = Setup(
@@ -32,19 +31,19 @@ NODE = Setup(
     mode="bounded",
     rollout={"dynamic_sampling": True},
 )
-"""DAPO with Qwen3-14B on SWE (Table 3). Assumptions: the trainer has GPUs of its own,
-so that rollouts alone set the pace; 32K tokens of context; engines on two GPUs, as
-RollArt's for 14B (§7.1); rollouts go on while a step trains (§3.4).
+"""DAPO with Qwen3-14B on SWE (Table 3). Assumptions: the trainer has its own GPUs, so
+that rollouts alone set the pace; 32K tokens of context; engines on two GPUs, as
+RollArt's for 14B (§7.1); rollouts continue while a step trains (§3.4).
 """
 
 
 def rate(found: Pace) -> float:
-    """Instances that were trained on, a second."""
+    """Return the trained instances per second."""
     return INSTANCES / found.step_s
 
 
 def table3(quick: bool) -> list[Row]:
-    """Action time, GPU utilisation and instances a second."""
+    """Action time, GPU utilization and instances per second."""
     shrink, steps = (4, 1) if quick else (1, 6)
     node = NODE.but(
         rollout_gpus=NODE_GPUS // shrink, trainer_gpus=32 // shrink, batch=NODE.batch // shrink
@@ -74,7 +73,7 @@ def table3(quick: bool) -> list[Row]:
             ),
             Row(
                 experiment="prorl-table3",
-                row=f"{name}, GPU utilisation",
+                row=f"{name}, GPU utilization",
                 published=used,
                 ours=busy,
                 unit="%",
@@ -97,7 +96,7 @@ def table3(quick: bool) -> list[Row]:
             "no clean-up",
             0.25,
             42.0,
-            "jobs that nobody needs any more and that go on; ours are always cancelled",
+            "obsolete jobs that continue; ours are always cancelled",
         ),
     ):
         rows += [
@@ -111,14 +110,14 @@ def table3(quick: bool) -> list[Row]:
             )
             for what, value, unit in (
                 ("throughput", instances, "instances/s"),
-                ("GPU utilisation", used, "%"),
+                ("GPU utilization", used, "%"),
             )
         ]
     return rows
 
 
 def fig5(quick: bool) -> list[Row]:
-    """Rollout throughput of SWE by nodes, the batch growing with them; the text says
+    """Rollout throughput of SWE by nodes, the batch growing with them; the text has
     "nearly linearly", without numbers.
     """
     shrink, steps, nodes = (4, 1, (1, 2)) if quick else (2, 2, (1, 2, 4))

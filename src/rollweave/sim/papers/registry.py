@@ -1,7 +1,7 @@
 """All experiments by name, in the order of the papers.
 
-Invariant: a name is one experiment's; the part before its first hyphen is its paper's,
-and stands for all of the paper's.
+Invariant: a name identifies one experiment; its part before the first hyphen names the
+paper, and selects all of the paper's experiments.
 """
 
 import difflib
@@ -21,8 +21,8 @@ PAPERS = tuple(dict.fromkeys(name.partition("-")[0] for name in EXPERIMENTS))
 
 
 def select(names: Sequence[str]) -> list[Experiment]:
-    """The experiments of these names or papers, once each, in their own order; all
-    where none is named. Raises ConfigError.
+    """Return the experiments of these names or papers, once each, in registry order;
+    all if none is named. Raises ConfigError.
     """
     for name in names:
         if name not in EXPERIMENTS and name not in PAPERS:

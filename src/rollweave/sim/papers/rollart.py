@@ -1,7 +1,7 @@
 """RollArt's evaluation (§3.1, §7.2, §7.3): modes, sizes, hardware, staleness bounds.
 
-Unless a function says otherwise: 128 GPUs, batches of 512 in groups of 8, 32K tokens of
-context, tasks drawn evenly, an engine on 1, 2 and 4 GPUs for Qwen3-8B/14B/32B, and
+Unless a function states otherwise: 128 GPUs, batches of 512 in groups of 8, 32K tokens
+of context, tasks drawn evenly, an engine on 1, 2 and 4 GPUs for Qwen3-8B/14B/32B, and
 where training has its own GPUs, 32 H800 (§7.1). SWE is trained with 32B alone.
 """
 
@@ -15,7 +15,7 @@ from rollweave.sim.papers.rows import Experiment, Published, Row
 CONTEXT, BATCH, GPUS, TRAINER_GPUS = 32_768, 512, 128, 32
 
 GAMES = ("webshop", "frozenlake", "gem-math", "gem-game")
-"""RollArt Table 1 without SWE."""
+"""Tasks of RollArt Table 1 without SWE."""
 
 MODELS = {"8B": ("qwen3-8b", 1), "14B": ("qwen3-14b", 2), "32B": ("qwen3-32b", 4)}
 """Shape and GPUs of an engine."""
@@ -32,10 +32,12 @@ DECODE_BOUND = (
     "and sampling takes over 90 % of an engine's time; without caching it computes 600k and is "
     "bound by compute"
 )
-"""Why FrozenLake prefers H20 here, where prefill is 77 % of its tokens (ROSE §2.2)."""
+"""Reason why FrozenLake prefers H20 here, where prefill is 77 % of its tokens (ROSE
+§2.2).
+"""
 
 QUICK = 4
-"""By which --quick divides GPUs and batch."""
+"""Divisor of GPUs and batch in quick forms."""
 
 
 def mixture(size: str) -> tuple[str, ...]:
@@ -43,8 +45,8 @@ def mixture(size: str) -> tuple[str, ...]:
 
 
 def base(size: str, *, shrink: int = 1) -> Setup:
-    """RollArt's cluster for a model, `shrink` times smaller, with separate rollout and
-    training.
+    """Return RollArt's cluster for a model, `shrink` times smaller, with separate
+    rollout and training.
     """
     model, tp = MODELS[size]
     return Setup(
@@ -59,15 +61,15 @@ def base(size: str, *, shrink: int = 1) -> Setup:
 
 
 def monolithic(setup: Setup) -> Setup:
-    """All GPUs for rollout and training in turn: Sync and Sync+ (§7.1, "a strengthened
-    monolithic baseline" in §1).
+    """Return a cluster that uses all GPUs for rollout and training in turn: Sync and
+    Sync+ (§7.1, "a strengthened monolithic baseline" in §1).
     """
     gpus = setup.rollout_gpus + setup.trainer_gpus
     return setup.but(rollout_gpus=gpus, trainer_gpus=gpus, colocated=True)
 
 
 def scale(shrink: int, steps: int) -> str:
-    """What is smaller than in the paper, for a note."""
+    """Describe the reductions against the paper, for a note."""
     smaller = f"GPUs and batch divided by {shrink}, " if shrink > 1 else ""
     return f"{smaller}{mean_of(steps, 'step')}"
 
@@ -77,7 +79,7 @@ def scale(shrink: int, steps: int) -> str:
 
 def fig4(quick: bool) -> list[Row]:
     """§3.1: Qwen3-8B/32K with prefix caching, two H800 or six H20, several batch sizes
-    (which are not in the text: ours).
+    (ours: the text has none).
     """
     steps, sizes = (2, (32, 128)) if quick else (5, (32, 64, 128, 256))
     h800 = Setup(
@@ -109,7 +111,7 @@ def fig4(quick: bool) -> list[Row]:
     row = functools.partial(Row, experiment="rollart-fig4")
     return [
         row(
-            row="FrozenLake, H800 time over H20 time, least",
+            row="FrozenLake, H800 time over H20 time, minimum",
             published=0.53,
             ours=min(lake.values()),
             note=f"{note}; {DECODE_BOUND}",
@@ -143,9 +145,9 @@ def fig4(quick: bool) -> list[Row]:
 
 
 def modes(setup: Setup, steps: int) -> dict[str, Pace]:
-    """The five systems of §7.1.
+    """Return the five systems of §7.1.
 
-    Sync steps its environments by batches and scores after the rollout, the others do
+    Sync steps its environments by batches and scores after the rollout; the others do
     neither.
     """
     alone = monolithic(setup)
@@ -167,7 +169,7 @@ STEPS_10B: tuple[tuple[str, str, Published], ...] = (
     ("RollArt", "AReaL", (1.22, 1.36)),
     ("RollArt", "Sync", (2.65, 4.58)),
 )
-"""§7.2, "Throughput Efficiency"."""
+"""Published step times (§7.2, "Throughput Efficiency")."""
 
 STEPS_10A: tuple[tuple[str, str, Published], ...] = (
     ("RollArt", "Sync+", 2.05),
@@ -175,11 +177,10 @@ STEPS_10A: tuple[tuple[str, str, Published], ...] = (
     ("RollArt", "AReaL", 1.31),
     ("One-off", "Sync+", 1.52),
 )
-"""§7.2, "Model Convergence": step times with 32B."""
+"""Published step times with 32B (§7.2, "Model Convergence")."""
 
 FIRST_DONE = (
-    "ours trains on the first groups that are done, and lets the long tail wait for a later step "
-    "or drops it"
+    "ours trains on the first complete groups, and defers the long tail to a later step or drops it"
 )
 
 
@@ -222,14 +223,14 @@ def fig10b(quick: bool, *, size: str) -> list[Row]:
 
 
 def _why(found: dict[str, Pace], ours: str, peer: str) -> Iterator[str]:
-    """Reasons why a row may miss."""
+    """Yield reasons why a row may miss."""
     if ours == "RollArt":
         yield NO_AFFINITY
     if ours in ("AReaL", "RollArt") and peer != "AReaL":
-        yield f"{FIRST_DONE} ({dropped(found[ours]):.0%} of the started)"
+        yield f"{FIRST_DONE} ({dropped(found[ours]):.0%} of the started trajectories)"
     if ours == "One-off":
         share = found[peer].outcome.idle("trainer")["busy"]
-        yield f"training is {share:.0%} of the time of our {peer}: little to overlap"
+        yield f"training is {share:.0%} of the time of our {peer}, which leaves little to overlap"
     if ours == "Sync+":
         yield (
             "our Sync has no GPUs set apart for judging, as theirs may have (no serverless rewards)"
@@ -237,15 +238,17 @@ def _why(found: dict[str, Pace], ours: str, peer: str) -> Iterator[str]:
 
 
 def dropped(found: Pace) -> float:
-    """Share of the trajectories started that were dropped, as too old in these runs."""
+    """Return the share of started trajectories that were dropped, in these runs as too
+    old.
+    """
     account = found.outcome.summary.account
     return float(sum(account.dropped.values()) / account.started)
 
 
 def fig10c(quick: bool) -> list[Row]:
-    """Qwen3-14B on 64, 96 and 128 H800, normalized to Sync+ on 64. Training has a
-    quarter of them (our reading of §7.1's 32 of 128); that RollArt's 1.33-2.08 are the
-    ends of its curve is our reading too.
+    """Qwen3-14B on 64, 96 and 128 H800, normalized to Sync+ on 64. By our reading,
+    training has a quarter of them (§7.1: 32 of 128), and RollArt's 1.33-2.08 are the
+    ends of its curve.
     """
     shrink, steps = (QUICK, 1) if quick else (1, 3)
     gpus = (64, 128) if quick else (64, 96, 128)
@@ -283,7 +286,7 @@ def fig10c(quick: bool) -> list[Row]:
 def fig13(quick: bool, *, size: str) -> list[Row]:
     """§7.3, R4: step time by the bound α.
 
-    As many environments as before, whatever α is.
+    The number of environments is the same for all α.
     """
     shrink, steps = (QUICK, 1) if quick else (2, 4)
     bounds = (2, 4) if quick else (2, 3, 4, 6)
@@ -294,8 +297,8 @@ def fig13(quick: bool, *, size: str) -> list[Row]:
     }
     note = scale(shrink, steps)
     why = (
-        f"{note}; with α=1, {dropped(one):.0%} of the started are dropped as too old, which "
-        "greater bounds save"
+        f"{note}; with α=1, {dropped(one):.0%} of the started trajectories are dropped as too "
+        "old, which larger bounds avoid"
     )
     row = functools.partial(Row, experiment=f"rollart-fig13-{size.lower()}")
     return [

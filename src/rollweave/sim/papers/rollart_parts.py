@@ -26,10 +26,10 @@ CONTEXT, MATH_CONTEXT = 32_768, 16_384
 MODELS = {"8B": ("qwen3-8b", 1), "14B": ("qwen3-14b", 2), "32B": ("qwen3-32b", 4)}
 
 ENV_MEAN_S = 10.0
-"""§7.3, R2: mean of the injected latency."""
+"""Mean seconds of the injected latency (§7.3, R2)."""
 
 JUDGES = 4
-"""§7.3, R3: GPUs of the local reward model."""
+"""GPUs of the local reward model (§7.3, R3)."""
 
 
 def fig11b(quick: bool) -> list[Row]:
@@ -37,7 +37,7 @@ def fig11b(quick: bool) -> list[Row]:
     batch-level stepping, step times.
 
     Our reading: batches of 512 from all tasks but SWE on 128 GPUs, synchronous, so that
-    stepping alone differs.
+    only stepping differs.
     """
     shrink, steps = (8, 1) if quick else (2, 2)
     setup = Setup(
@@ -70,7 +70,7 @@ def fig11b(quick: bool) -> list[Row]:
 
 
 def _judging_s(seed: int, *, groups: int, members: int) -> float:
-    """Seconds that one judging GPU needs for all verdicts of a batch."""
+    """Return the seconds that one judging GPU needs for all verdicts of a batch."""
     plans = workload("gem-math")
     return sum(
         plans.plan(index=index, member=member, attempt=0, seed=seed).reward_s
@@ -83,8 +83,8 @@ def fig12(quick: bool) -> list[Row]:
     """§7.3, R3: mathematical tasks with Qwen3-8B/16K on 16 H800, eight of them for
     training; batch 84.
 
-    Our reading: the three jobs' batches together, in groups of 4. Local: four GPUs roll
-    out and four judge; serverless: all eight roll out.
+    Our reading: 84 is the sum of the three jobs' batches, in groups of 4. Local: four
+    GPUs roll out and four judge; serverless: all eight roll out.
     """
     steps, groups, members = (3 if quick else 10), 21, 4
     local = Setup(
@@ -143,19 +143,19 @@ def fig12(quick: bool) -> list[Row]:
             note="the other reading of the text",
         ),
         row(
-            row="utilisation of judging GPUs, local",
+            row="utilization of judging GPUs, local",
             published=6.0,
             ours=100 * used,
             unit="%",
             note=one_by_one,
         ),
         row(
-            row="utilisation of judging GPUs, serverless",
+            row="utilization of judging GPUs, serverless",
             published=88.0,
             ours=100 * statistics.fmean(kept),
             unit="%",
-            note=f"an idle instance is kept for {KEEP_S:.0f} s (assumption), and nobody else "
-            "calls it",
+            note=f"an idle instance is kept for {KEEP_S:.0f} s (assumption), and has no other "
+            "caller",
         ),
     ]
 
@@ -164,7 +164,7 @@ def fig12(quick: bool) -> list[Row]:
 
 
 def trainer(size: str, *, over: str) -> TrainerCost:
-    """32 H800 train (§7.1)."""
+    """Return a trainer of 32 H800 (§7.1)."""
     return TrainerCost(gpu=gpu("h800"), model=model(MODELS[size][0]), gpus=32, link=link(over))
 
 
@@ -195,12 +195,12 @@ PUSH = {"8B": 32.4, "14B": 67.8, "32B": 127.3}
 PULL = {"8B": 6.2, "14B": 16.3, "32B": 29.7}
 NAIVE = {"8B": 38.6, "14B": 84.1, "32B": 157.0}
 EXPOSED = {"8B": 1.4, "14B": 5.1, "32B": 9.6}
-"""Table 4, seconds."""
+"""Published exposed seconds (Table 4)."""
 
 
 def transfer(size: str) -> tuple[float, float]:
-    """Seconds of the push into the store over Ethernet, and until all 96 GPUs' engines
-    have pulled from it over InfiniBand.
+    """Return the seconds of the push into the store over Ethernet, and until all 96
+    GPUs' engines have pulled from it over InfiniBand.
     """
     tp = MODELS[size][1]
     return trainer(size, over="ethernet").publish_s(), trainer(size, over="rdma").load_s(
@@ -211,7 +211,7 @@ def transfer(size: str) -> tuple[float, float]:
 def table4(quick: bool) -> list[Row]:
     """§7.4: the store is one machine beside the inference cluster; 96 GPUs roll out.
 
-    From the cost functions alone.
+    The cost functions alone give the rows.
     """
     rows = []
     for size in MODELS:
@@ -235,8 +235,8 @@ def table4(quick: bool) -> list[Row]:
                 row=f"{size} exposed pull",
                 published=EXPOSED[size],
                 ours=None,
-                note="to be built: pulling buckets while engines go on; ours are suspended for "
-                "the whole pull",
+                note="to be built: pulling buckets while engines continue; ours are suspended for "
+                "the entire pull",
             ),
         ]
     return rows
@@ -244,7 +244,7 @@ def table4(quick: bool) -> list[Row]:
 
 def fig14a(quick: bool) -> list[Row]:
     """§7.4: step time if rollouts wait for push and pull, over that of `bounded`, where
-    the push is hidden. SWE left out.
+    the push is hidden. SWE is left out.
     """
     shrink, steps = (4, 1) if quick else (2, 3)
     rows = []
@@ -282,8 +282,8 @@ def fig14b(quick: bool) -> list[Row]:
     """§7.4: rollout time of Qwen3-8B/32K on 32 H800, GEM-math, by groups and members
     launched beyond those needed.
 
-    How many are needed is not in the text: 32 groups of 8 (assumption). All that are
-    launched are alive at once.
+    The number needed is not in the text: 32 groups of 8 (assumption). All launched ones
+    are alive at once.
     """
     steps, groups, members = (3 if quick else 10), 32, 8
     setup = Setup(
@@ -313,16 +313,16 @@ def fig14b(quick: bool) -> list[Row]:
     rows = [
         Row(
             experiment="rollart-fig14b",
-            row="greatest speed-up of rollouts",
+            row="maximum speed-up of rollouts",
             published=1.62,
             ours=max(gains.values()),
-            note=f"{note}; how many the paper launches is not in the text, ours are up to twice "
+            note=f"{note}; the paper's number of launches is not in the text; ours are up to twice "
             "the groups and members",
         ),
         *(
             Row(
                 experiment="rollart-fig14b",
-                row=f"{more} groups, {extra} members more",
+                row=f"{more} more groups, {extra} more members",
                 published=None,
                 ours=gain,
                 note=note,
@@ -334,7 +334,7 @@ def fig14b(quick: bool) -> list[Row]:
     rows.append(
         Row(
             experiment="rollart-fig14b",
-            row="8 groups more, with slow starts",
+            row="8 more groups, with slow starts",
             published=None,
             ours=ill / seconds(8, 0, failing=True),
             note=f"{note}; the share of environments that RollArt §8 counts in production starts "

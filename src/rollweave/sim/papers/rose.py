@@ -1,7 +1,7 @@
-"""ROSE's evaluation as far as it is built: more GPUs for rollouts, and what prefix
-caching is worth (§2.2, App. E).
+"""ROSE's evaluation as far as it is built: more GPUs for rollouts, and the gain of
+prefix caching (§2.2, App. E).
 
-What ROSE does on GPUs that serve at the same time (§4) is not built: a borrowed GPU is
+ROSE's use of GPUs that serve at the same time (§4) is not built: a borrowed GPU is
 simulated as one of our own.
 """
 
@@ -11,10 +11,10 @@ from rollweave.sim.papers.cluster import Setup, mean_of, rollout_s
 from rollweave.sim.papers.rows import Experiment, Row
 
 CONTEXT = 32_768
-"""§6: Qwen3-8B/32k on FrozenLake."""
+"""Maximum tokens of Qwen3-8B/32k on FrozenLake (§6)."""
 
 AT_ONCE = 16
-"""§4.3 and App. A: trajectories of one GPU at once."""
+"""Concurrent trajectories of one GPU (§4.3 and App. A)."""
 
 FROZENLAKE = Setup(
     model="qwen3-8b",
@@ -26,16 +26,16 @@ FROZENLAKE = Setup(
     group_size=16,
     slots=AT_ONCE,
 )
-"""§6: batch 256 in groups of 16, eight GPUs for rollouts and eight for training, all
-H800.
+"""The set-up of §6: batch 256 in groups of 16, eight GPUs for rollouts and eight for
+training, all H800.
 """
 
 
 def fig1c(quick: bool) -> list[Row]:
     """§2.2: rollout time with and without prefix caching, groups of 8.
 
-    Between which numbers of GPUs it falls from 607 s to 435 s is not in the text: from
-    8 to 16, the cluster's size, is our reading.
+    The numbers of GPUs between which it falls from 607 s to 435 s are not in the text:
+    from 8 to 16, the cluster's size, is our reading.
     """
     steps = 1 if quick else 4
     setup = FROZENLAKE.but(group_size=8, slots=256)
@@ -71,17 +71,15 @@ def fig1c(quick: bool) -> list[Row]:
 
 
 def fig14(quick: bool) -> list[Row]:
-    """App.
-
-    E: rollout time of FrozenLake on eight dedicated GPUs and 4, 8 or 16 borrowed ones,
-    first five steps.
+    """App. E: rollout time of FrozenLake on eight dedicated GPUs and 4, 8 or 16
+    borrowed ones, first five steps.
     """
     published = {4: 1.26, 8: 1.45, 16: 1.69}
     steps, counts = (1, (8,)) if quick else (5, (4, 8, 16))
     alone = rollout_s(FROZENLAKE, steps=steps)
     note = (
-        f"{mean_of(steps, 'rollout')}; a borrowed GPU serves nobody else here, and has its "
-        "weights in time"
+        f"{mean_of(steps, 'rollout')}; a borrowed GPU has no other clients here, and its "
+        "weights arrive in time"
     )
     rows = [
         Row(
@@ -110,7 +108,9 @@ def fig14(quick: bool) -> list[Row]:
 
 
 TURN_WISE = {"turn-wise": (1.11, "least_load"), "turn-wise with affinity": (1.16, "affinity")}
-"""Table 3, 8B: published speed-up over pinned, and our placement that does it."""
+"""Published speed-up over pinned (Table 3, 8B), and our placement that corresponds to
+it.
+"""
 
 
 def table3(quick: bool) -> list[Row]:
@@ -125,8 +125,8 @@ def table3(quick: bool) -> list[Row]:
     note = (
         f"{mean_of(steps, 'rollout')}; eight dedicated GPUs without borrowed ones, {AT_ONCE} "
         "slots each; pinned "
-        "finds every prefix in its cache, while a turn-wise one whose engine is full goes where "
-        "its prefix is not"
+        "finds every prefix in its cache, while a turn-wise one whose engine is full moves to "
+        "one without its prefix"
     )
     missing = "to be built: an ALFWorld family (turns and lengths are in none of our papers)"
     row = functools.partial(Row, experiment="rose-table3")

@@ -1,8 +1,8 @@
-"""The form of a result: one row of an experiment, what was published, and what we get.
+"""The form of a result: one row of an experiment with the published value and ours.
 
 Invariant: `published` quotes the text of a paper (a number, or the two ends of a
-range); None where our copy does not state it. Nothing in the simulator is fitted to
-these numbers; a miss stays in the table with its reason in `note`.
+range); it is None where our copy does not state it. Nothing in the simulator is fitted
+to these numbers; a miss stays in the table with its reason in `note`.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ Published = float | tuple[float, float] | None
 
 
 class Row(Struct, frozen=True, kw_only=True):
-    """`ours` is None where the row is missing: `note` then says what has to be built
-    for it. `own` marks our own variants.
+    """One row. `ours` is None where the row is missing: `note` then names the missing
+    feature. `own` marks our own variants.
     """
 
     experiment: str
@@ -27,7 +27,9 @@ class Row(Struct, frozen=True, kw_only=True):
 
     @property
     def ratio(self) -> float | None:
-        """Ours over the published number; over the nearer end of a range, 1 inside it."""
+        """Return ours over the published number; over the nearer end of a range, 1
+        inside it.
+        """
         if self.ours is None or self.published is None:
             return None
         if isinstance(self.published, tuple):
@@ -38,8 +40,8 @@ class Row(Struct, frozen=True, kw_only=True):
 
 
 class Experiment(Struct, frozen=True, kw_only=True):
-    """`run(quick)` gives the rows; quick ones are smaller or fewer, and say so in their
-    notes.
+    """`run(quick)` returns the rows; quick ones are smaller or fewer, as their notes
+    state.
     """
 
     name: str

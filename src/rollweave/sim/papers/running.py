@@ -1,4 +1,4 @@
-"""Experiments in several processes, each result as it comes.
+"""Experiments in several processes, with each result as it arrives.
 
 Invariant: an experiment that fails, or whose process dies, is an outcome with an error
 and does not stop the others; no process outlives the iteration.
@@ -22,9 +22,9 @@ from rollweave.sim.papers.rows import Experiment, Row
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """`seconds` are of the processor.
+    """The outcome of an experiment. `seconds` are processor time.
 
-    `error` is empty where all went well, and `rows` then are all.
+    `error` is empty on success, and `rows` are then complete.
     """
 
     experiment: Experiment
@@ -34,12 +34,14 @@ class Finished:
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def run(experiments: Sequence[Experiment], *, quick: bool, processes: int) -> Iterator[Finished]:
-    """Results in the order in which they come. In this process where one is enough."""
+    """Yield results in the order in which they arrive, from this process where one is
+    enough.
+    """
     if min(processes, len(experiments)) <= 1:
         yield from (work(one.name, quick) for one in experiments)
         return
@@ -54,9 +56,9 @@ def run(experiments: Sequence[Experiment], *, quick: bool, processes: int) -> It
             for ready in wait(
                 [ours for ours, (_, experiment) in workers.items() if experiment is not None]
             ):
-                assert isinstance(ready, Connection), "the connections that we gave"
+                assert isinstance(ready, Connection), "only our connections are awaited"
                 process, experiment = workers[ready]
-                assert experiment is not None, "an idle worker is not waited for"
+                assert experiment is not None, "an idle worker is not awaited"
                 try:
                     rows, seconds, error = ready.recv()
                     finished = Finished(
@@ -83,7 +85,7 @@ def run(experiments: Sequence[Experiment], *, quick: bool, processes: int) -> It
 
 
 def work(name: str, quick: bool) -> Finished:
-    """One experiment, here."""
+    """Run one experiment in this process."""
     start, experiment = time.process_time(), EXPERIMENTS[name]
     rows: tuple[Row, ...] = ()
     error = ""
@@ -97,15 +99,15 @@ def work(name: str, quick: bool) -> Finished:
 
 
 def _start() -> tuple[Connection, SpawnProcess]:
-    """A worker and our end of its pipe.
+    """Start a worker and return it with our end of its pipe.
 
-    It imports this module afresh, whatever the parent holds.
+    It imports this module itself and inherits no state of the parent.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, os.getpid()), daemon=True)
     process.start()
-    theirs.close()  # so that the worker's death is the pipe's end
+    theirs.close()  # so that the worker's end closes the pipe
     return ours, process
 
 
@@ -124,9 +126,9 @@ def _next(
 
 
 def _serve(theirs: Connection, parent: int) -> None:
-    """A worker: experiments by name, until the parent goes.
+    """Run experiments by name in a worker until the parent ends.
 
-    An interruption is the parent's to handle.
+    The parent handles interruptions.
     """
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,5 +1,5 @@
-"""Results as text for people and as Markdown: experiment, row, published, ours, ratio,
-note. Missing rows stay in the table.
+"""Results as plain text and as Markdown: experiment, row, published, ours, ratio, note.
+Missing rows stay in the table.
 """
 
 import textwrap
@@ -11,7 +11,7 @@ from rollweave.sim.papers.rows import Experiment, Published, Row
 NOT_IN_TEXT, MISSING = "not in text", "missing"
 
 ROW_WIDTH = 58
-"""Columns for a row's name before its figures; longer ones push them to the right."""
+"""Columns for a row's name before its figures; longer names push them to the right."""
 
 
 def heading(experiment: Experiment) -> str:
@@ -19,7 +19,7 @@ def heading(experiment: Experiment) -> str:
 
 
 def as_text(experiment: Experiment, rows: Sequence[Row], *, width: int = 120) -> str:
-    """One experiment: a line a row, its note beneath."""
+    """Return one experiment as text: a line per row, its note beneath."""
     lines = [heading(experiment)]
     lines.append(f"  {'':{ROW_WIDTH}} {'published':>14} {'ours':>12} {'ratio':>7}")
     for row in rows:
@@ -32,8 +32,8 @@ def as_text(experiment: Experiment, rows: Sequence[Row], *, width: int = 120) ->
 
 
 def as_markdown(results: Sequence[tuple[Experiment, Sequence[Row]]], *, quick: bool) -> str:
-    """A page with a table for each experiment, and the rows that are missing or far off
-    counted above them.
+    """Return a page with a table for each experiment, below counts of missing and
+    distant rows.
     """
     rows = [row for _, found in results for row in found]
     missing = sum(row.ours is None for row in rows)
@@ -66,7 +66,7 @@ def as_markdown(results: Sequence[tuple[Experiment, Sequence[Row]]], *, quick: b
 
 
 def as_json(results: Sequence[tuple[Experiment, Sequence[Row]]]) -> dict[str, Any]:
-    """All rows as values. `ratio` is null where there is nothing to compare."""
+    """Return all rows as values. `ratio` is null without a published value or ours."""
     return {
         "rows": [
             {
@@ -104,7 +104,7 @@ def _unit(row: Row) -> str:
 
 
 def shown(value: Published) -> str:
-    """A number with three figures; a range by its ends."""
+    """Return a number with three figures, or a range by its ends."""
     if isinstance(value, tuple):
         return f"{shown(value[0])}-{shown(value[1])}"
     if value is None:
