@@ -1,5 +1,5 @@
-"""Checkpoints by time: when they are asked for, that training goes on beside them, and
-what a lost trainer is told to cost.
+"""Checkpoints by time: when they are requested, that training continues beside them,
+and the reported cost of a lost trainer.
 """
 
 import itertools
@@ -16,7 +16,9 @@ from tests.core.world import World
 
 
 class Timed(World):
-    """Each step takes 10 s, a checkpoint is copied at once and written in `write_s`."""
+    """A world in which each step takes 10 s, and a checkpoint is copied at once and
+    written in `write_s`.
+    """
 
     write_s = 1.0
     copies = True
@@ -59,7 +61,7 @@ def world(*, write_s: float = 1.0, steps: int = 30, **run: object) -> Timed:
     return made
 
 
-def test_by_default_no_more_than_half_a_minute_and_a_step_is_lost() -> None:
+def test_by_default_at_most_half_a_minute_and_a_step_are_lost() -> None:
     found = world()
     found.to_the_end()
     times = [at for at, _ in found.saves]
@@ -68,7 +70,7 @@ def test_by_default_no_more_than_half_a_minute_and_a_step_is_lost() -> None:
     assert all(30.0 <= gap <= 60.0 for gap in gaps), gaps
 
 
-def test_a_dear_checkpoint_is_made_seldom() -> None:
+def test_an_expensive_checkpoint_is_rare() -> None:
     found = world(write_s=5.0, steps=60)
     found.to_the_end()
     times = [at for at, _ in found.saves]
@@ -77,13 +79,13 @@ def test_a_dear_checkpoint_is_made_seldom() -> None:
     assert all(gap >= 5.0 / COST_SHARE for gap in gaps), gaps
 
 
-def test_none_by_time_where_none_is_wanted() -> None:
+def test_no_checkpoint_by_time_if_it_is_disabled() -> None:
     found = world(checkpoint_s=0)
     found.to_the_end()
     assert [step for _, step in found.saves] == [0, 30]
 
 
-def test_training_goes_on_while_a_checkpoint_is_written() -> None:
+def test_training_continues_while_a_checkpoint_is_written() -> None:
     found = world(write_s=60.0, steps=10)
     beside = set()
     while found.finish is None:
@@ -96,7 +98,7 @@ def test_training_goes_on_while_a_checkpoint_is_written() -> None:
     assert found.core.state.exported == 10
 
 
-def test_a_checkpoint_that_must_be_waits_for_the_one_that_is_being_written() -> None:
+def test_a_required_checkpoint_waits_for_the_one_being_written() -> None:
     found = world(write_s=25.0, steps=6, checkpoint_every=1)
     found.to_the_end()
     assert [step for _, step in found.saves] == list(range(7))
@@ -104,7 +106,7 @@ def test_a_checkpoint_that_must_be_waits_for_the_one_that_is_being_written() -> 
     assert all(after - before >= 25.0 for before, after in itertools.pairwise(times)), times
 
 
-def test_a_checkpoint_that_is_never_written_has_a_limit_and_a_name() -> None:
+def test_a_checkpoint_that_is_never_written_times_out_and_is_named() -> None:
     found = world(steps=4)
     while found.core.state.trainer.saving is None:
         found.step()
@@ -114,7 +116,7 @@ def test_a_checkpoint_that_is_never_written_has_a_limit_and_a_name() -> None:
     assert "stuck writing checkpoint 0 for" in found.warnings[0].message
 
 
-def test_a_lost_trainer_says_where_it_continues_and_what_it_costs() -> None:
+def test_the_loss_of_the_trainer_is_reported_with_its_cost() -> None:
     found = world(steps=12)
     while found.core.state.trainer.step < 8:
         found.step()
@@ -148,7 +150,7 @@ def test_a_stop_writes_the_export_that_a_checkpoint_by_time_lacks(copies: bool) 
     )
 
 
-def test_an_error_ends_the_run_once_the_checkpoint_is_written_and_no_sooner() -> None:
+def test_an_error_ends_the_run_only_after_the_checkpoint_is_written() -> None:
     found = world(write_s=90.0, checkpoint_every=3)
     trainer = found.core.state.trainer
     while not (trainer.saving and trainer.status is TrainerStatus.TRAINING):
@@ -187,8 +189,8 @@ def test_an_error_waits_no_longer_than_the_watchdog_for_a_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("hopeless", [True, False])
-def test_a_trainer_that_is_lost_for_good_is_not_waited_for(hopeless: bool) -> None:
-    """Though a checkpoint was being written."""
+def test_the_run_does_not_wait_for_a_trainer_lost_for_good(hopeless: bool) -> None:
+    """Even if a checkpoint was being written."""
     found = world(write_s=1e9)
     trainer = found.core.state.trainer
     while not (trainer.saving is not None and trainer.status is TrainerStatus.TRAINING):

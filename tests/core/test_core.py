@@ -1,5 +1,5 @@
-"""The core against a random world: whatever happens, invariants hold, the run ends, and
-every trajectory is accounted for.
+"""The core against a random world: invariants hold, the run ends, and every trajectory
+is accounted for.
 """
 
 from typing import Any, get_args, get_type_hints
@@ -90,10 +90,9 @@ def config(mode: str = "bounded", *, steps: int = 4, **sections: dict[str, objec
 )
 # an engine with more turns than slots beside one with a free slot
 @example(seed=7956, mode="one_step")
-def test_no_slot_is_free_beside_a_turn_that_waits(seed: int, mode: str) -> None:
-    """By gain.
-
-    Those whose contexts have no room, and those that this engine has failed, may wait.
+def test_no_slot_stays_free_while_a_turn_waits(seed: int, mode: str) -> None:
+    """With migration by gain. Turns whose contexts have no room, and those that this
+    engine has failed, may wait.
     """
     world = World(
         config(mode, rollout={"scheduling": "trajectory"}, engines={"count": 3, "max_slots": 2}),
@@ -272,10 +271,10 @@ def test_any_world_ends_accounted_for(
     failure=st.sampled_from([0.0, 0.02]),
     retries=st.integers(0, 3),
 )
-def test_a_long_run_repeats_nothing_and_keeps_nothing_for_ever(
+def test_a_long_run_repeats_nothing_and_leaks_nothing(
     seed: int, mode: str, steps: int, failure: float, retries: int
 ) -> None:
-    """What `World` checks at every command holds far beyond the first steps."""
+    """The checks of `World` at every command hold far beyond the first steps."""
     made = config(
         mode,
         steps=steps,
@@ -291,11 +290,13 @@ def test_a_long_run_repeats_nothing_and_keeps_nothing_for_ever(
 
 
 def test_a_turn_may_return_to_an_engine_when_all_have_failed_it() -> None:
-    """One engine is lost with a turn, the other one fails it: both are a last resort."""
+    """One engine is lost with a turn, and the other one fails it: both are a last
+    resort.
+    """
     World(config("bounded"), 7100, failure=0.1).run()
 
 
-def test_the_version_of_an_engine_is_kept_while_its_loads_fail() -> None:
+def test_the_version_of_an_engine_is_retained_while_its_loads_fail() -> None:
     made = config(
         "stream", rollout=SCHEDULINGS["heddle"], allocation=ALLOCATION, weights={"relays": 1}
     )
@@ -313,8 +314,8 @@ def test_the_version_of_an_engine_is_kept_while_its_loads_fail() -> None:
 def test_a_replayed_journal_gives_identical_commands(
     seed: int, mode: str, scheduling: str, cut: float
 ) -> None:
-    """Also where the replay begins with a snapshot in the middle: what is derived from
-    the state is derived as it was.
+    """A replay may also begin with a snapshot in the middle: derived tables are rebuilt
+    as they were.
     """
     made = config(mode, rollout=SCHEDULINGS[scheduling])
     world = World(made, seed, failure=0.03)
@@ -368,7 +369,7 @@ def test_the_controller_may_be_lost_at_any_event(
 
 
 def restart_controller(world: World) -> None:
-    """Everything in flight is gone; the core comes back from its snapshot."""
+    """Lose everything in flight; the core is restored from its snapshot."""
     world.heap.clear()
     world.timer = None
     world.finish = None
@@ -387,7 +388,7 @@ def restart_controller(world: World) -> None:
             world.join_relay(name)
 
 
-def test_a_domain_may_have_groups_of_its_own_size() -> None:
+def test_each_task_domain_may_have_its_group_size() -> None:
     world = World(config(tasks=[{"env": "a", "group_size": 5}, {"env": "b"}]), seed=53)
     world.run()
     steps = [
@@ -410,7 +411,7 @@ def test_a_snapshot_restores_an_equal_core() -> None:
 
 
 def until(world: World, kind: type[c.Command]) -> c.Command:
-    """Run until a command of this kind has been given, and return it."""
+    """Run until a command of this kind is emitted, and return it."""
     seen = len(world.commands)
     while True:
         world.step()
@@ -475,8 +476,8 @@ def test_a_silent_engine_is_restarted_and_counted() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_an_engine_that_answers_now_and_then_is_not_taken_for_a_silent_one(seed: int) -> None:
-    """`World` counts the turns in a row to which each engine gave no answer."""
+def test_an_engine_that_answers_sometimes_is_not_considered_silent(seed: int) -> None:
+    """`World` counts consecutive turns without an answer for each engine."""
     made = config(steps=12, engines={"count": 2}, watchdog={"restarts": 10_000})
     world = World(made, seed, hang=0.1)
     world.run()
@@ -493,7 +494,7 @@ def test_a_stuck_trainer_is_restarted_from_the_checkpoint() -> None:
     assert world.core.state.trainer.status is TrainerStatus.STARTING
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before_it() -> None:
+def test_after_a_damaged_checkpoint_the_one_before_it_is_used() -> None:
     world = World(config(steps=6), seed=3)
     world.start()
     while world.core.state.checkpoint != 4:
@@ -513,7 +514,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_it() -> None:
     assert len(everything) == len(set(everything)) == books.trained
 
 
-def test_no_checkpoint_that_can_be_read_ends_the_run_at_once() -> None:
+def test_the_run_ends_at_once_if_no_checkpoint_can_be_read() -> None:
     world = World(config(), seed=3)
     world.start()
     until(world, c.TrainStep)
@@ -524,7 +525,7 @@ def test_no_checkpoint_that_can_be_read_ends_the_run_at_once() -> None:
     assert world.core.account().in_flight == 0
 
 
-def test_an_evaluation_whose_weights_are_lost_holds_nobody_up() -> None:
+def test_an_evaluation_whose_weights_are_lost_blocks_nothing() -> None:
     world = World(config(steps=6, eval={"every": 2, "episodes": 2}), seed=3)
     world.start()
     while until(world, c.SaveCheckpoint).step != 2:  # type: ignore[attr-defined]
@@ -543,7 +544,7 @@ def test_an_evaluation_whose_weights_are_lost_holds_nobody_up() -> None:
     ]
 
 
-def test_a_turn_that_is_asked_for_twice_is_one_turn() -> None:
+def test_a_turn_requested_twice_is_one_turn() -> None:
     world = World(config(), seed=5)
     world.start()
     while not any(isinstance(event, e.TurnDone) for _, event in world.journal):
@@ -563,7 +564,7 @@ def test_a_turn_that_is_asked_for_twice_is_one_turn() -> None:
     assert len(world.core.snapshot()) == len(before)
 
 
-def test_the_core_knows_how_far_open_turns_have_come() -> None:
+def test_the_core_tracks_the_progress_of_open_turns() -> None:
     world = World(config(), seed=7)
     world.start()
     start = until(world, c.StartTurn)
@@ -595,7 +596,7 @@ def test_the_core_knows_how_far_open_turns_have_come() -> None:
     assert sampled() == 0  # no engine has KV of it
 
 
-def test_stale_work_is_cancelled_as_soon_as_it_is_doomed() -> None:
+def test_expired_work_is_cancelled_at_once() -> None:
     world = World(config("bounded", steps=6, rollout={"spare_groups": 3}), seed=17)
     world.run()
     dropped = world.core.account().dropped
@@ -609,7 +610,7 @@ def test_stale_work_is_cancelled_as_soon_as_it_is_doomed() -> None:
     assert any(command.reason == "stale" for command in cancels)
 
 
-def test_partial_lets_stale_work_end_and_trains_none_of_it() -> None:
+def test_mode_partial_lets_expired_work_finish_and_trains_none_of_it() -> None:
     world = World(config("partial", steps=6, rollout={"spare_groups": 3}), seed=17)
     world.run()
     assert world.core.account().dropped.get("stale", 0) > 0
@@ -623,7 +624,7 @@ def test_partial_lets_stale_work_end_and_trains_none_of_it() -> None:
     assert max(world.core.state.counters.staleness) <= 1
 
 
-def test_a_user_may_stop_a_run_and_take_it_up_again() -> None:
+def test_a_user_may_stop_a_run_and_continue_it() -> None:
     world = World(config(steps=6), seed=19)
     world.start()
     until(world, c.TrainStep)
@@ -656,7 +657,7 @@ def test_batch_level_stepping_waits_for_the_slowest() -> None:
             assert all(member.turn is not None for member in members)
 
 
-def test_members_that_fail_are_retried_then_the_group_goes_on_without_them() -> None:
+def test_members_that_fail_are_retried_before_the_group_continues_without_them() -> None:
     world = World(config(rollout={"group_size": 4, "retries": 1}), seed=31, failure=0.15)
     world.run(max_events=200_000)
     assert world.core.state.counters.retried
@@ -664,7 +665,7 @@ def test_members_that_fail_are_retried_then_the_group_goes_on_without_them() -> 
     assert min(sizes) >= 3 * 2
 
 
-def test_events_of_an_earlier_life_are_ignored() -> None:
+def test_events_of_an_earlier_epoch_are_ignored() -> None:
     world = World(config(), seed=37)
     world.start()
     until(world, c.StartTurn)
@@ -692,7 +693,7 @@ def test_events_of_an_earlier_life_are_ignored() -> None:
     assert before == after
 
 
-def test_pools_are_bounded_and_used() -> None:
+def test_pools_are_bounded_and_filled() -> None:
     world = World(config(steps=3), seed=41)
     world.start()
     most = 0
@@ -706,7 +707,7 @@ def test_pools_are_bounded_and_used() -> None:
     ]
 
 
-def test_environments_that_always_fail_end_the_run_with_their_words() -> None:
+def test_environments_that_always_fail_end_the_run_with_their_error() -> None:
     world = World(config(rollout={"retries": 1}), seed=43, failure=1.0)
     world.core.state.trainer.restarts = -(10**6)  # only the environments are to be at fault
     world.start()
@@ -723,7 +724,7 @@ def test_environments_that_always_fail_end_the_run_with_their_words() -> None:
     assert world.core.account().in_flight == 0
 
 
-def test_rewards_that_are_always_equal_are_told() -> None:
+def test_rewards_that_are_always_equal_are_reported() -> None:
     world = World(config(rollout={"dynamic_sampling": True}), seed=47)
     world.random.choice = lambda options: options[0]  # type: ignore[method-assign,assignment]
     world.start()
@@ -733,7 +734,7 @@ def test_rewards_that_are_always_equal_are_told() -> None:
 
 
 def test_an_attempt_whose_reward_fails_counts_once_under_its_last_reason() -> None:
-    """48 attempts gave 48 finished and 48 reward_error."""
+    """48 attempts once counted as 48 finished and 48 reward_error."""
 
     class Unrewarded(World):
         def execute(self, command: c.Command) -> None:

@@ -1,5 +1,5 @@
-"""Evaluations: the last weights are among them, the best is the best of them, and a
-target says that it ended the run.
+"""Evaluations: the last weights are evaluated, the best version is chosen among all,
+and a reached target is recorded as the end of the run.
 """
 
 import pytest
@@ -14,7 +14,9 @@ from tests.support.properties import examples
 
 
 class Judge(World):
-    """Environment `a` defines success, `b` gives rewards of any sign and defines none."""
+    """A world in which environment `a` defines success, and `b` gives rewards of any
+    sign without success.
+    """
 
     def score(self, trajectory_id: str) -> tuple[float, bool | None]:
         name = self.core.state.groups[self.core.state.trajectories[trajectory_id].group_id].name
@@ -52,7 +54,7 @@ def test_the_best_is_the_newest_of_the_best_and_the_last_weights_are_evaluated(
     assert world.evaluations[-1].version == best.version
 
 
-def test_without_periodic_evaluations_the_last_weights_are_the_result_and_no_best_is_claimed() -> (
+def test_without_periodic_evaluations_the_last_weights_are_the_result_and_there_is_no_best() -> (
     None
 ):
     world = World(config(steps=3), seed=2)
@@ -64,7 +66,7 @@ def test_without_periodic_evaluations_the_last_weights_are_the_result_and_no_bes
     )
 
 
-def test_what_could_not_be_evaluated_in_every_domain_is_not_the_best() -> None:
+def test_a_version_not_evaluated_in_every_domain_is_not_the_best() -> None:
     world = World(config(steps=2, eval={"every": 1, "episodes": 2}), seed=4)
     start, score = world.start, world.score
 
@@ -99,7 +101,7 @@ def test_what_could_not_be_evaluated_in_every_domain_is_not_the_best() -> None:
 
 
 @pytest.mark.parametrize("reached", [True, False])
-def test_a_target_says_which_evaluation_reached_it(reached: bool) -> None:
+def test_the_record_names_the_evaluation_that_reached_the_target(reached: bool) -> None:
     world = World(config(steps=30, eval={"every": 2, "stop_at": 0.5}), seed=23)
     world.score = lambda trajectory_id: (1.0, reached)  # type: ignore[method-assign]
     world.run()
@@ -109,7 +111,7 @@ def test_a_target_says_which_evaluation_reached_it(reached: bool) -> None:
     assert (world.core.state.trainer.step < 30) is reached
 
 
-def test_a_target_without_a_success_is_said_once_and_never_reached() -> None:
+def test_a_target_without_a_success_rate_is_reported_once_and_never_reached() -> None:
     world = World(config(steps=4, eval={"every": 1, "stop_at": 0.0}), seed=23)
     world.score = lambda trajectory_id: (1.0, None)  # type: ignore[method-assign]
     world.run()

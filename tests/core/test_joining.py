@@ -1,5 +1,5 @@
-"""Engines that come and go while a run trains: in every mode and phase, with relays,
-and over lives of the controller.
+"""Engines that join and leave while a run trains: in every mode and phase, with relays,
+and across restarts of the controller.
 """
 
 import pytest
@@ -25,9 +25,7 @@ def registered(name: EngineId | None, *, degree: int = 1, group: int = 0) -> e.E
 
 
 def restart(world: World) -> None:
-    """The controller is lost, and its world begins with the engines that it ought to
-    have.
-    """
+    """Lose the controller; its new world begins with the engines of `engines_to_start`."""
     world.heap.clear()
     world.timer, world.finish = None, None
     world.core = Core.restore(world.core.snapshot(), world.config)
@@ -52,11 +50,11 @@ def restart(world: World) -> None:
     relays=st.sampled_from([0, 0, 2]),
     kills=st.lists(st.integers(1, 300), max_size=2),
 )
-def test_any_run_whose_engines_come_and_go_ends_accounted_for(
+def test_any_run_whose_engines_join_and_leave_ends_accounted_for(
     seed: int, mode: str, scheduling: str, failure: float, relays: int, kills: list[int]
 ) -> None:
-    """The world never gives it an engine that it has not asked for, and `check` holds
-    after each event.
+    """The world never starts an engine that the core has not requested, and `check`
+    holds after each event.
     """
     run = {"rollout": SCHEDULINGS[scheduling], "eval": {"every": 2}, "weights": {"relays": relays}}
     world = World(
@@ -91,8 +89,8 @@ def test_any_run_whose_engines_come_and_go_ends_accounted_for(
     assert len(everything) == len(set(everything))
 
 
-def test_a_run_does_have_engines_that_come_and_go() -> None:
-    """Else the test above shows nothing."""
+def test_the_random_runs_do_have_engines_that_join_and_leave() -> None:
+    """Otherwise the test above would show nothing."""
     world = World(config("decoupled", steps=8), seed=2, restless=0.05)
     world.run()
     counters = world.core.state.counters
@@ -107,7 +105,7 @@ def test_a_run_does_have_engines_that_come_and_go() -> None:
 # Joining.
 
 
-def test_an_engine_that_joins_is_stale_until_loaded_and_gets_a_batch_of_its_own() -> None:
+def test_an_engine_that_joins_is_stale_until_loaded_and_launches_a_batch() -> None:
     hand = Hand(made(engines=1))
     state = hand.core.state
     hand.feed(registered(next_id(state)))
@@ -122,7 +120,7 @@ def test_an_engine_that_joins_is_stale_until_loaded_and_gets_a_batch_of_its_own(
     assert state.counters.engines_joined == 1
 
 
-def test_an_engine_that_joins_has_a_machine_that_lives() -> None:
+def test_an_engine_that_joins_is_on_a_machine_that_is_up() -> None:
     desk = Desk(3, restarts=0).up()
     desk.publish()
     for relay in ("r0", "r1", "r2"):
@@ -160,7 +158,7 @@ def test_an_engine_of_another_group_has_its_settings() -> None:
     )
 
 
-def test_where_a_plan_decides_nobody_else_does() -> None:
+def test_a_planned_fleet_refuses_joins_and_withdrawals() -> None:
     made_of = config("bounded", rollout={"scheduling": "trajectory"}, allocation=ALLOCATION)
     core = Core(made_of)
     core.handle(0.0, e.RunStarted(engines=first_engines(made_of)))
@@ -171,7 +169,7 @@ def test_where_a_plan_decides_nobody_else_does() -> None:
     assert not core.state.engines[E0].draining
 
 
-def test_an_engine_that_joins_while_the_trainer_is_down_begins_with_the_newest_checkpoint() -> None:
+def test_an_engine_that_joins_while_the_trainer_is_down_loads_the_newest_checkpoint() -> None:
     hand = Hand(made(run={"checkpoint_every": 1}))
     state = hand.core.state
     apart(hand)
@@ -207,7 +205,7 @@ def test_an_engine_may_join_for_the_final_evaluation() -> None:
 # Leaving.
 
 
-def test_an_engine_that_leaves_ends_what_it_began_and_nothing_else() -> None:
+def test_an_engine_that_leaves_finishes_only_what_it_launched() -> None:
     hand = Hand(made())
     mine = hand.on(E1)
     hand.feed(e.EngineWithdrawn(engine_id=E1, drain=True))
@@ -224,7 +222,7 @@ def test_an_engine_that_leaves_ends_what_it_began_and_nothing_else() -> None:
     assert state.trajectories[mine[0]].attempt == state.trajectories[mine[1]].attempt == 0
 
 
-def test_an_engine_that_is_to_leave_at_once_gives_its_turns_to_others() -> None:
+def test_an_engine_withdrawn_without_drain_gives_its_turns_to_others() -> None:
     hand = Hand(made())
     mine = hand.on(E1)
     hand.feed(e.EngineWithdrawn(engine_id=E1, drain=False))
@@ -235,7 +233,7 @@ def test_an_engine_that_is_to_leave_at_once_gives_its_turns_to_others() -> None:
     assert all(hand.core.state.trajectories[name].attempt == 0 for name in mine)
 
 
-def test_what_the_user_asked_for_is_no_failure_of_a_turn() -> None:
+def test_a_withdrawal_is_no_failure_of_a_turn() -> None:
     hand = Hand(made(rollout={"retries": 0}))
     mine = hand.on(E1)
     hand.feed(e.EngineWithdrawn(engine_id=E1, drain=False))
@@ -248,7 +246,7 @@ def test_what_the_user_asked_for_is_no_failure_of_a_turn() -> None:
     assert state.counters.watchdog == {}
 
 
-def test_what_a_lost_engine_leaves_goes_rather_to_one_that_stays() -> None:
+def test_trajectories_of_a_lost_engine_prefer_an_engine_that_stays() -> None:
     hand = Hand(made(engines=3))
     orphans = hand.on(E2)
     hand.feed(e.EngineWithdrawn(engine_id=E1, drain=True))
@@ -270,7 +268,7 @@ def test_the_last_engine_stays(drain: bool) -> None:
     assert engine is None or engine.leaving
 
 
-def test_whoever_is_to_leave_stays_where_all_others_are_lost() -> None:
+def test_a_leaving_engine_stays_if_all_others_are_lost() -> None:
     hand = Hand(made(watchdog={"restarts": 0}))
     hand.feed(e.EngineWithdrawn(engine_id=E1, drain=True))
     hand.lose(E0)
@@ -286,7 +284,7 @@ def test_whoever_is_to_leave_stays_where_all_others_are_lost() -> None:
 # Later lives.
 
 
-def test_later_lives_have_the_engines_that_were_asked_for() -> None:
+def test_restarted_worlds_have_the_registered_engines() -> None:
     made_of = config("bounded", engines={"count": 3})
     core = Core(made_of)
     core.handle(0.0, e.RunStarted(engines=first_engines(made_of)))
@@ -305,8 +303,8 @@ def test_later_lives_have_the_engines_that_were_asked_for() -> None:
     )
 
 
-def test_who_was_to_leave_when_the_controller_was_lost_has_left_for_good() -> None:
-    """Also in the life after the next one, and it is counted."""
+def test_an_engine_leaving_when_the_controller_was_lost_has_left_for_good() -> None:
+    """It is gone also in the world after the next one, and it is counted."""
     made_of = config("decoupled", engines={"count": 3})
     core = Core(made_of)
     core.handle(0.0, e.RunStarted(engines=first_engines(made_of)))

@@ -1,5 +1,5 @@
-"""Strategy `ratio`: the trainer measures what is in the buffer before a step that can
-choose, whatever happens meanwhile.
+"""Strategy `ratio`: the trainer measures the buffered groups before a step that has a
+choice, whatever fails in between.
 """
 
 import math
@@ -27,14 +27,14 @@ def by_ratio(*, groups: int = 1, **sections: dict[str, object]) -> RunConfig:
 
 
 def full(hand: Hand, count: int) -> list[GroupId]:
-    """Wait until so many groups are in the buffer, while the first step runs."""
+    """Wait until the buffer holds this many groups, while the first step runs."""
     while len(hand.core.state.buffer) < count:
         hand.end(hand.on(E0)[0])
     return list(hand.core.state.buffer)
 
 
 def next_one(hand: Hand) -> GroupId:
-    """Wait until another group has come."""
+    """Wait until another group has arrived."""
     before = set(hand.core.state.buffer)
     while not (new := hand.core.state.buffer.keys() - before):
         hand.end(hand.on(E0)[0])
@@ -42,7 +42,7 @@ def next_one(hand: Hand) -> GroupId:
 
 
 def answer(command: c.MeasureRatios, *ratios: float, epoch: int = 0) -> e.RatiosMeasured:
-    """The ratios of the groups that were asked for, in their order."""
+    """The ratios of the requested groups, in their order."""
     found = tuple(
         e.GroupRatio(id=ref.id, ratio=ratio)
         for ref, ratio in zip(command.groups, ratios, strict=True)
@@ -55,7 +55,7 @@ def asked(command: c.MeasureRatios) -> list[GroupId]:
 
 
 def measuring(count: int = 3, **sections: dict[str, object]) -> Hand:
-    """Step 0 is trained, and so many groups are measured for step 1."""
+    """Train step 0, and let this many groups be measured for step 1."""
     hand = Hand(by_ratio(**sections))
     waiting = full(hand, count)
     assert hand.measures == [], "the first step had no choice"
@@ -67,7 +67,7 @@ def measuring(count: int = 3, **sections: dict[str, object]) -> Hand:
     return hand
 
 
-def test_the_step_takes_what_is_nearest_to_one() -> None:
+def test_the_step_takes_the_ratios_nearest_to_one() -> None:
     hand = measuring(4)
     waiting = list(hand.core.state.buffer)
     hand.feed(answer(hand.measures[0], 3.0, 0.5, 1.5, 0.6))
@@ -94,7 +94,7 @@ def test_a_ratio_holds_for_one_version() -> None:
     assert len(hand.measures) == 2
 
 
-def test_what_arrives_meanwhile_waits_its_turn() -> None:
+def test_groups_that_arrive_during_a_measurement_wait() -> None:
     hand = measuring(3)
     waiting = full(hand, 5)
     hand.feed(answer(hand.measures[0], 20.0, 30.0, 40.0))
@@ -105,7 +105,7 @@ def test_what_arrives_meanwhile_waits_its_turn() -> None:
     assert asked(hand.measures[1]) == waiting[1:]
 
 
-def test_what_is_evicted_meanwhile_is_not_trained_on() -> None:
+def test_groups_evicted_during_a_measurement_are_not_trained_on() -> None:
     let_go: list[GroupId] = []
 
     def named(experiences: tuple[Experience, ...], version: int) -> list[GroupId]:
@@ -122,7 +122,7 @@ def test_what_is_evicted_meanwhile_is_not_trained_on() -> None:
     assert list(hand.core.state.buffer) == [third, fourth]
 
 
-def test_where_too_few_are_left_the_rest_is_measured_too() -> None:
+def test_if_too_few_are_left_the_rest_is_measured_too() -> None:
     let_go: list[GroupId] = []
 
     def named(experiences: tuple[Experience, ...], version: int) -> list[GroupId]:
@@ -144,7 +144,7 @@ def test_where_too_few_are_left_the_rest_is_measured_too() -> None:
     assert [ref.id for ref in hand.steps[1].groups] == [fifth, third]
 
 
-def test_a_lost_trainer_measures_anew_and_late_answers_count_for_nothing() -> None:
+def test_a_lost_trainer_measures_again_and_late_answers_are_ignored() -> None:
     hand = measuring(3)
     state, late = hand.core.state, answer(hand.measures[0], 1.0, 2.0, 3.0)
     hand.feed(e.TrainerLost(epoch=0, error="killed"))
@@ -174,7 +174,7 @@ def test_a_measurement_that_fails_restarts_the_trainer() -> None:
     assert len(hand.core.state.buffer) == 3
 
 
-def test_log_probs_that_are_no_numbers_end_the_run_and_name_the_groups() -> None:
+def test_nonfinite_log_probs_end_the_run_and_name_the_groups() -> None:
     hand = measuring(3)
     hand.feed(e.TrainFailed(epoch=0, step=1, error="log-probs of group g1: nan", nonfinite=True))
     assert hand.finish is not None
@@ -193,7 +193,7 @@ def test_a_measurement_that_takes_too_long_restarts_the_trainer() -> None:
     assert hand.restarts[0].reason == "stuck measuring for 51 s"
 
 
-def test_a_run_that_is_stopped_waits_for_the_answer() -> None:
+def test_a_stopped_run_waits_for_the_measurement() -> None:
     hand = measuring(3)
     hand.feed(e.StopRequested())
     assert hand.finish is None
@@ -203,7 +203,7 @@ def test_a_run_that_is_stopped_waits_for_the_answer() -> None:
     assert hand.core.account().buffered == 6
 
 
-def test_a_lost_controller_measures_anew() -> None:
+def test_a_lost_controller_measures_again() -> None:
     hand = measuring(3)
     hand.core = Core.restore(hand.core.snapshot(), by_ratio())
     hand.turns.clear()
@@ -216,7 +216,7 @@ def test_a_lost_controller_measures_anew() -> None:
     assert len(hand.steps) == 2
 
 
-def test_evaluations_and_measurements_do_not_hold_each_other_up() -> None:
+def test_evaluations_and_measurements_do_not_block_each_other() -> None:
     hand = Hand(by_ratio(eval={"every": 1, "episodes": 2}))
     state = hand.core.state
     full(hand, 3)
@@ -241,12 +241,12 @@ def test_other_strategies_measure_nothing(sample: str) -> None:
 
 
 class Judge(World):
-    """Chooses for itself, from what it answered, what each step must be of."""
+    """A world that derives, from its answers, what each step must consist of."""
 
     choices = 0
 
     def later(self, event: e.Event, delay: float | None = None) -> None:
-        """Training is slow, so that the buffer fills up."""
+        """Train slowly, so that the buffer fills up."""
         super().later(event, 20.0 if isinstance(event, e.StepTrained) else delay)
 
     def feed(self, event: e.Event) -> None:
@@ -323,8 +323,8 @@ def test_any_world_is_accounted_for_and_trained_by_ratio(
         assert sorted(world.trained) == list(range(6))
 
 
-def test_random_worlds_do_choose() -> None:
-    """Or the property above would say nothing."""
+def test_the_random_worlds_do_choose() -> None:
+    """Otherwise the property above would show nothing."""
     buffer = {"sample": "ratio", "groups": 8}
     rollout = {"mode": "decoupled", "groups_per_step": 1}
     worlds = [

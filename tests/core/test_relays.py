@@ -1,5 +1,5 @@
-"""Relays: who takes weights from whom, what a lost one leaves behind, and what engines
-may load.
+"""Relays: which relay fetches weights from which, what follows the loss of one, and
+what engines may load.
 """
 
 import msgspec
@@ -19,7 +19,7 @@ from tests.support.properties import examples
 
 
 class Desk:
-    """A core with `relays` machines of one engine each, told one thing after another."""
+    """A core with `relays` machines of one engine each, driven event by event."""
 
     def __init__(
         self, relays: int, *, restarts: int = 3, delta: bool = True, mode: str = "partial"
@@ -40,9 +40,8 @@ class Desk:
         return out
 
     def up(self) -> "Desk":
-        """Relays and trainer are ready, and the first weights are published.
-
-        Engines are not.
+        """Relays and trainer are ready, and the first weights are published. Engines
+        are not ready.
         """
         for relay in list(self.core.state.relays):
             self.tell(e.RelayJoined(relay_id=relay, epoch=0))
@@ -65,7 +64,9 @@ class Desk:
         )
 
     def publish_again(self) -> list[c.Command]:
-        """The trainer is lost and comes back: it publishes what it has, under a new id."""
+        """Lose the trainer and restart it: it publishes its version again, under a new
+        id.
+        """
         self.tell(e.TrainerLost(epoch=self.core.state.trainer.epoch, error="killed"))
         self.tell(e.TrainerReady(epoch=self.core.state.trainer.epoch, step=0))
         return self.publish()
@@ -115,7 +116,7 @@ class Desk:
 
 
 def ways(commands: list[c.Command]) -> dict[str, str | None]:
-    """Who is told to take, and from whom."""
+    """Which relays are commanded to fetch, and from which sources."""
     return {
         command.relay_id: command.source
         for command in commands
@@ -149,7 +150,7 @@ def test_published_weights_go_along_the_chain_at_once(relays: int) -> None:
     assert set(bases(found).values()) == {None}, "nobody has anything to begin from"
 
 
-def test_the_next_weights_travel_as_changes_where_both_ends_have_the_last() -> None:
+def test_the_next_weights_are_sent_as_changes_if_both_ends_have_the_last() -> None:
     desk = Desk(3).up()
     desk.publish()
     for relay in ("r0", "r1", "r2"):
@@ -165,7 +166,7 @@ def test_the_next_weights_travel_as_changes_where_both_ends_have_the_last() -> N
     assert bases(desk.publish_again()) == {"r0": None, "r2": 1, "r1": 1}
 
 
-def test_without_delta_all_is_whole() -> None:
+def test_without_delta_every_fetch_is_whole() -> None:
     desk = Desk(2, delta=False).up()
     desk.publish()
     desk.hold("r0", 0)
@@ -173,8 +174,8 @@ def test_without_delta_all_is_whole() -> None:
     assert bases(desk.publish_again()) == {"r0": None, "r1": None}
 
 
-def test_the_form_that_all_had_sooner_is_sent() -> None:
-    """Whole first, since nobody has a base; then changes; then whatever was quicker."""
+def test_the_faster_form_of_broadcast_is_used() -> None:
+    """Whole first, since there is no base; then changes; then the form that was faster."""
     desk = Desk(2).up()
     forms = []
     for seconds in (1.0, 3.0, 1.0, 1.0):
@@ -207,7 +208,7 @@ def test_only_the_successor_of_a_lost_relay_gets_another_source(
     assert desk.core.state.chain == list(successor.order)
 
 
-def test_a_relay_that_comes_back_stands_last_and_takes_the_newest() -> None:
+def test_a_restarted_relay_is_last_and_fetches_the_newest() -> None:
     desk = Desk(3).up()
     desk.publish()
     for relay in ("r0", "r1", "r2"):
@@ -229,7 +230,7 @@ def test_an_engine_loads_what_its_own_machine_holds() -> None:
     assert loads(desk.hold("r1", 0)) == [("e1", 0)]
 
 
-def test_an_engine_goes_on_with_what_it_has_while_its_relay_is_away() -> None:
+def test_an_engine_serves_its_weights_while_its_relay_is_down() -> None:
     desk = Desk(1).up()
     desk.publish()
     desk.engines_up()
@@ -249,7 +250,7 @@ def test_an_engine_goes_on_with_what_it_has_while_its_relay_is_away() -> None:
     assert any(isinstance(command, c.SuspendEngine) for command in desk.hold("r0", 1))
 
 
-def test_what_a_change_does_not_fit_is_followed_by_the_whole() -> None:
+def test_a_change_that_does_not_fit_is_followed_by_the_whole_version() -> None:
     desk = Desk(2).up()
     desk.publish()
     desk.hold("r0", 0)
@@ -259,7 +260,7 @@ def test_what_a_change_does_not_fit_is_followed_by_the_whole() -> None:
     assert (ways(found), bases(found)) == ({"r1": "r0"}, {"r1": None})
 
 
-def test_what_came_broken_is_taken_whole_from_one_that_has_it() -> None:
+def test_a_broken_change_is_fetched_whole_from_a_relay_that_has_it() -> None:
     desk = Desk(3).up()
     desk.publish()
     for relay in ("r0", "r1", "r2"):
@@ -270,14 +271,14 @@ def test_what_came_broken_is_taken_whole_from_one_that_has_it() -> None:
     assert (ways(found), bases(found)) == ({"r2": "r0"}, {"r2": None})
 
 
-def test_a_source_that_fails_one_relay_is_asked_again_only_after_a_look() -> None:
+def test_a_failed_source_is_retried_only_after_the_watchdogs_check() -> None:
     desk = Desk(2).up()
     desk.publish()
     assert ways(desk.refuse("r1", "source")) == {}
     assert ways(desk.wait(1.0)) == {"r1": "r0"}
 
 
-def test_a_lost_trainer_is_no_relays_fault() -> None:
+def test_the_loss_of_the_trainer_is_blamed_on_no_relay() -> None:
     desk = Desk(2).up()
     desk.publish()
     for _ in range(300):
@@ -308,7 +309,7 @@ def test_of_relays_that_wait_for_each_other_only_the_first_is_late() -> None:
     assert ways(found) == {"r2": "r0"}
 
 
-def test_a_take_that_was_overtaken_is_not_refused() -> None:
+def test_the_failure_of_an_outdated_fetch_is_ignored() -> None:
     desk = Desk(3).up()
     desk.publish()
     old = desk.relay("r2").fetches
@@ -330,7 +331,7 @@ def serving(desk: Desk, *relays: str) -> None:
                 )
 
 
-def test_a_relay_that_fails_again_and_again_takes_its_machine_along() -> None:
+def test_a_relay_that_fails_repeatedly_has_its_machine_evicted() -> None:
     desk = Desk(2, restarts=1).up()
     desk.publish()
     desk.engines_up()
@@ -349,7 +350,7 @@ def test_a_relay_that_fails_again_and_again_takes_its_machine_along() -> None:
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])
-def test_an_engine_that_fails_again_and_again_takes_its_machine_along_if_others_serve(
+def test_an_engine_that_fails_repeatedly_has_its_machine_evicted_if_others_serve(
     elsewhere: bool,
 ) -> None:
     desk = Desk(2, restarts=1).up()
@@ -369,7 +370,7 @@ def test_an_engine_that_fails_again_and_again_takes_its_machine_along_if_others_
     )
 
 
-def test_what_engines_have_is_kept() -> None:
+def test_versions_that_engines_have_are_retained() -> None:
     desk = Desk(2).up()
     desk.publish()
     desk.engines_up()
@@ -436,7 +437,7 @@ def test_any_world_with_relays_ends_accounted_for(
     seed=st.integers(0, 10_000),
     sick=st.sets(st.sampled_from(["r0", "r1", "r2"]), min_size=1, max_size=2),
 )
-def test_machines_whose_relays_never_live_are_given_up(seed: int, sick: set[str]) -> None:
+def test_machines_whose_relays_never_start_are_evicted(seed: int, sick: set[str]) -> None:
     world = World(config("bounded", engines={"count": 4}, weights={"relays": 3}), seed)
     world.sick = sick
     finish = world.run()
@@ -493,7 +494,7 @@ def test_a_replay_with_relays_gives_identical_commands(seed: int, cut: float) ->
     assert replayed.snapshot() == world.core.snapshot()
 
 
-def test_a_relay_has_its_time_from_when_its_source_is_done() -> None:
+def test_a_relays_timeout_starts_when_its_source_is_done() -> None:
     desk = Desk(2).up()
     desk.publish()
     desk.now += 50.0
@@ -502,7 +503,7 @@ def test_a_relay_has_its_time_from_when_its_source_is_done() -> None:
     assert any(isinstance(command, c.RestartRelay) for command in desk.wait(11.0))
 
 
-def test_a_relay_that_lives_from_one_version_to_the_next_is_forgiven() -> None:
+def test_failures_of_a_relay_that_survives_a_version_are_forgiven() -> None:
     desk = Desk(2, restarts=1).up()
     desk.publish()
     desk.lose("r1")
@@ -516,7 +517,7 @@ def test_a_relay_that_lives_from_one_version_to_the_next_is_forgiven() -> None:
     assert [type(command) for command in desk.lose("r1")] == [c.Warn, c.RestartRelay]
 
 
-def test_what_a_relay_has_is_what_changes_are_of_also_where_no_engine_has_it() -> None:
+def test_a_relays_newest_version_is_the_base_of_changes_even_if_no_engine_has_it() -> None:
     desk = Desk(2).up()
     desk.publish()
     desk.hold("r0", 0)
@@ -543,7 +544,7 @@ def test_a_relay_from_which_an_engine_cannot_load_is_restarted_with_it() -> None
     assert {c.RestartEngine, c.RestartRelay} <= found
 
 
-def test_a_source_that_is_said_to_have_it_and_does_not_serve_is_restarted_too() -> None:
+def test_a_source_that_should_have_the_version_and_fails_is_restarted_too() -> None:
     desk = Desk(2).up()
     desk.publish()
     desk.hold("r0", 0)
@@ -560,7 +561,7 @@ def test_a_source_that_is_said_to_have_it_and_does_not_serve_is_restarted_too() 
 # Relays that are silent for a moment.
 
 
-def test_who_takes_from_a_relay_that_hangs_goes_on_from_the_one_before_it_and_stays_there() -> None:
+def test_a_relay_whose_source_hangs_switches_to_the_one_before_it_and_stays_there() -> None:
     desk = Desk(4).up()
     desk.publish()
     assert ways(desk.suspect("r1")) == {"r2": "r0"}
@@ -571,7 +572,7 @@ def test_who_takes_from_a_relay_that_hangs_goes_on_from_the_one_before_it_and_st
     assert ways(desk.lose("r0")) == {"r1": None, "r2": "r1"}, "it is a source as any other"
 
 
-def test_whoever_stands_behind_a_master_that_hangs_takes_from_the_trainer() -> None:
+def test_the_relay_behind_a_hanging_master_fetches_from_the_trainer() -> None:
     desk = Desk(3).up()
     desk.publish()
     assert ways(desk.suspect("r0")) == {"r1": None}
@@ -584,7 +585,7 @@ def test_whoever_stands_behind_a_master_that_hangs_takes_from_the_trainer() -> N
     )
 
 
-def test_neighbours_that_hang_are_both_passed_by() -> None:
+def test_two_hanging_neighbors_are_both_skipped() -> None:
     desk = Desk(5).up()
     desk.publish()
     assert ways(desk.suspect("r2")) == {"r3": "r1"}
@@ -593,7 +594,7 @@ def test_neighbours_that_hang_are_both_passed_by() -> None:
     assert ways(desk.lose("r1")) == {}
 
 
-def test_when_all_hang_all_wait() -> None:
+def test_if_all_relays_hang_all_wait() -> None:
     desk = Desk(3).up()
     desk.publish()
     desk.hold("r0", 0)
@@ -605,7 +606,7 @@ def test_when_all_hang_all_wait() -> None:
     assert ways(desk.hear("r0")) == {}
 
 
-def test_who_has_no_other_source_waits_for_the_one_that_hangs() -> None:
+def test_a_relay_without_another_source_waits_for_the_hanging_one() -> None:
     desk = Desk(3).up()
     desk.publish()
     desk.hold("r0", 0)
@@ -621,7 +622,7 @@ def test_who_has_no_other_source_waits_for_the_one_that_hangs() -> None:
     assert ways(desk.hear("r0")) == {"r1": "r0"}
 
 
-def test_a_relay_that_comes_back_while_others_hang_takes_from_who_does_not() -> None:
+def test_a_relay_restarted_while_others_hang_fetches_from_a_responsive_one() -> None:
     desk = Desk(3).up()
     desk.publish()
     for relay in ("r0", "r1", "r2"):
@@ -643,7 +644,7 @@ def test_a_relay_that_stays_suspected_is_restarted() -> None:
     assert not desk.relay("r1").suspected, "that was said of its life before"
 
 
-def test_engines_go_on_with_the_memory_of_a_relay_that_hangs() -> None:
+def test_engines_load_from_the_memory_of_a_hanging_relay() -> None:
     desk = Desk(1).up()
     desk.publish()
     desk.hold("r0", 0)
@@ -651,7 +652,7 @@ def test_engines_go_on_with_the_memory_of_a_relay_that_hangs() -> None:
     assert loads(desk.engines_up()) == [("e0", 0)]
 
 
-def test_a_relay_to_which_nothing_comes_tries_each_other_source_once() -> None:
+def test_a_stalled_relay_tries_each_other_source_once() -> None:
     desk = Desk(4).up()
     desk.publish()
     assert ways(desk.stall("r1")) == {}, "the trainer is not for it, and all others stand behind"
@@ -666,14 +667,14 @@ def test_a_relay_to_which_nothing_comes_tries_each_other_source_once() -> None:
     assert ways(desk.stall("r3")) == {"r3": "r1"}, "these weights are others"
 
 
-def test_who_has_left_a_source_goes_back_where_there_is_no_other() -> None:
+def test_a_relay_returns_to_a_stalled_source_if_there_is_no_other() -> None:
     desk = Desk(3).up()
     desk.publish()
     assert ways(desk.stall("r2")) == {"r2": "r0"}
     assert ways(desk.lose("r0")) == {"r1": None, "r2": "r1"}
 
 
-def test_a_snapshot_from_before_there_was_suspicion_can_be_read() -> None:
+def test_a_snapshot_without_suspicion_fields_can_be_read() -> None:
     desk = Desk(2).up()
     old = msgspec.msgpack.decode(desk.core.snapshot())
     for relay in old["relays"].values():
@@ -682,8 +683,8 @@ def test_a_snapshot_from_before_there_was_suspicion_can_be_read() -> None:
 
 
 def may_give(desk: Desk, relay: str, wanted: int) -> list[str | None]:
-    """The rule, slowly: whoever is heard, and holds these weights or stands before it
-    and takes them; the trainer, where all that stand before it are silent.
+    """The rule, slowly: a responsive relay that holds these weights, or stands before
+    it and is fetching them; the trainer, if all relays before it are silent.
     """
     chain = desk.core.state.chain
     ahead = chain[: chain.index(relay)]
@@ -701,7 +702,7 @@ def may_give(desk: Desk, relay: str, wanted: int) -> list[str | None]:
 
 
 def step(desk: Desk, data: st.DataObject) -> list[c.Command]:
-    """Anything that may happen to relays."""
+    """Any event that may happen to relays."""
     name = data.draw(st.sampled_from(sorted(desk.core.state.relays)))
     relay = desk.relay(name)
     if relay.status is RelayStatus.STARTING:
@@ -737,7 +738,9 @@ def step(desk: Desk, data: st.DataObject) -> list[c.Command]:
 
 @settings(max_examples=examples(150))
 @given(relays=st.integers(1, 6), data=st.data())
-def test_whoever_can_takes_from_one_that_is_heard(relays: int, data: st.DataObject) -> None:
+def test_every_relay_that_can_fetches_from_a_responsive_one(
+    relays: int, data: st.DataObject
+) -> None:
     desk = Desk(relays, restarts=1000).up()
     desk.publish()
     for _ in range(data.draw(st.integers(1, 30))):
@@ -790,7 +793,7 @@ def test_whoever_can_takes_from_one_that_is_heard(relays: int, data: st.DataObje
 
 @settings(max_examples=examples(25))
 @given(relays=st.integers(2, 6), data=st.data())
-def test_all_get_the_weights_once_all_are_heard(relays: int, data: st.DataObject) -> None:
+def test_all_relays_get_the_weights_once_all_respond(relays: int, data: st.DataObject) -> None:
     desk = Desk(relays, restarts=1000).up()
     desk.publish()
     for _ in range(data.draw(st.integers(1, 20))):

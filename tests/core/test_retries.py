@@ -1,4 +1,6 @@
-"""What is tried again: a failure that may pass, and never the same bug a third time."""
+"""Retries: a failure that may pass is retried, and the same bug never runs a third
+time.
+"""
 
 import itertools
 
@@ -12,8 +14,8 @@ from tests.core.world import World
 
 
 class Broken(World):
-    """Every environment start of group g1 fails, in words that `words` gives; nothing
-    else does.
+    """A world in which every environment start of group g1 fails with the errors in
+    `words`; nothing else fails.
     """
 
     def __init__(self, reason: StopReason, words: str) -> None:
@@ -41,9 +43,7 @@ class Broken(World):
         (StopReason.ENV_HANG, "starting did not answer within 60 s", 6),
     ],
 )
-def test_the_same_failure_twice_is_not_tried_again(
-    reason: StopReason, words: str, tries: int
-) -> None:
+def test_the_same_failure_twice_is_not_retried(reason: StopReason, words: str, tries: int) -> None:
     world = Broken(reason, words)
     world.run()
     assert set(world.attempts.values()) == {tries}

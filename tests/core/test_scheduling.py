@@ -1,5 +1,5 @@
-"""When and where turns run, seen from outside the core: what was asked, what was given,
-and what it waited for.
+"""When and where turns run, seen from outside the core: what was requested, what was
+started, and what it waited for.
 """
 
 import itertools
@@ -19,7 +19,7 @@ SHORT = "g0.0"
 
 
 class Long(World):
-    """All trajectories are long but one, and the predictor knows it."""
+    """A world in which all trajectories but one are long, and the predictor knows it."""
 
     def __init__(
         self, *, turns: int = 200, tool_s: float = 0.2, seed: int = 1, **sections: object
@@ -90,9 +90,9 @@ ONE_SLOT = {
 }
 
 
-def test_a_short_trajectory_waits_for_the_long_ones_but_not_for_ever() -> None:
-    """Its turns are overtaken at most as often as the bound says, and the engine is
-    told to run what has waited so long.
+def test_a_short_trajectory_waits_for_long_ones_for_a_bounded_time() -> None:
+    """Its turns are overtaken at most as often as the bound allows, and the engine is
+    sent the rank of an overdue turn.
     """
     world = Long(**ONE_SLOT)
     assert world.run().error == ""
@@ -107,7 +107,7 @@ def test_a_short_trajectory_waits_for_the_long_ones_but_not_for_ever() -> None:
     assert world.core.state.counters.scheduling.overdue > 0
 
 
-def test_who_comes_first_is_served_first_without_priorities() -> None:
+def test_without_priorities_turns_run_in_order_of_launch() -> None:
     rollout = {
         "groups_per_step": 1,
         "group_size": 6,
@@ -127,7 +127,7 @@ def test_who_comes_first_is_served_first_without_priorities() -> None:
     assert times == sorted(times)
 
 
-def test_a_longer_one_takes_the_slot_and_the_victim_is_answered_all_the_same() -> None:
+def test_a_longer_trajectory_preempts_and_the_victim_is_still_answered() -> None:
     world = Long(**ONE_SLOT, turns=20, tool_s=6.0)
     assert world.run().error == ""
     counted = world.core.state.counters.scheduling
@@ -143,7 +143,7 @@ class Mute(Long):
 
 
 class Wild(Long):
-    """A predictor that answers with what no length can be."""
+    """A predictor whose answers cannot be lengths."""
 
     def predict(self, command: c.Predict) -> None:
         for remaining in (float("nan"), float("inf"), -5.0, 0.0):
@@ -157,9 +157,7 @@ class Wild(Long):
 
 @pytest.mark.parametrize("kind", [Mute, Wild])
 @pytest.mark.parametrize("placement", ["partition", "presorted"])
-def test_a_predictor_that_fails_changes_nothing_but_the_order(
-    kind: type[Long], placement: str
-) -> None:
+def test_a_failing_predictor_changes_only_the_order(kind: type[Long], placement: str) -> None:
     rollout = {
         "scheduling": "trajectory",
         "placement": placement,
@@ -188,10 +186,8 @@ class Huge(Long):
         )
 
 
-def test_a_prediction_beyond_all_bounds_is_one_of_a_long_trajectory() -> None:
-    """The context summed over so many tokens would be no number that a snapshot can
-    hold.
-    """
+def test_an_absurdly_large_prediction_counts_as_a_long_trajectory() -> None:
+    """The context summed over so many tokens would not fit into a snapshot's integers."""
     world = Huge(
         turns=6, rollout={"scheduling": "trajectory", "groups_per_step": 2, "group_size": 4}
     )
@@ -202,10 +198,9 @@ def test_a_prediction_beyond_all_bounds_is_one_of_a_long_trajectory() -> None:
     assert world.finish.error == ""
 
 
-def test_no_kv_is_kept_for_those_whose_environment_hangs() -> None:
-    """Two residents' environments work for minutes.
-
-    Their contexts leave no room for others', who run all the same.
+def test_no_kv_is_kept_for_trajectories_whose_environment_hangs() -> None:
+    """Two residents' environments work for minutes. Their contexts leave no room for
+    others, which run all the same.
     """
     hang_s = 60.0
 
@@ -248,8 +243,8 @@ def test_no_kv_is_kept_for_those_whose_environment_hangs() -> None:
     assert waited_s < hang_s / 4, "turns wait beside an engine that does nothing"
 
 
-def test_who_outlives_the_estimate_is_ranked_anew_in_the_midst_of_a_turn() -> None:
-    """Turns take a second for three tokens; one of a trajectory that is taken for short
+def test_a_turn_that_outruns_the_estimate_is_reranked_while_it_runs() -> None:
+    """Turns take a second for three tokens; one of a trajectory with a short estimate
     takes minutes.
     """
 
@@ -285,7 +280,7 @@ def test_who_outlives_the_estimate_is_ranked_anew_in_the_midst_of_a_turn() -> No
     assert ranks == sorted(set(ranks)), "it only rises"
 
 
-def test_a_turn_waits_for_its_moving_kv_and_that_is_counted() -> None:
+def test_a_turn_waits_for_its_migrating_kv_and_the_wait_is_counted() -> None:
     class Slow(Long):
         def execute(self, command: c.Command) -> None:
             if isinstance(command, c.Migrate):
@@ -316,7 +311,7 @@ def test_a_turn_waits_for_its_moving_kv_and_that_is_counted() -> None:
     assert world.core.account().trained == 12
 
 
-def test_a_transfer_that_nobody_answers_for_is_given_up() -> None:
+def test_a_transfer_without_an_answer_is_given_up() -> None:
     class Silent(Long):
         def execute(self, command: c.Command) -> None:
             if not isinstance(command, c.Migrate):
@@ -336,8 +331,8 @@ def test_a_transfer_that_nobody_answers_for_is_given_up() -> None:
     assert world.core.account().trained == 12
 
 
-def test_turns_move_on_when_their_engine_is_lost() -> None:
-    """What waits for an engine of its own waits for another one."""
+def test_turns_are_requeued_when_their_engine_is_lost() -> None:
+    """Turns that wait for a lost engine wait for another one."""
     rollout = {"scheduling": "trajectory", "groups_per_step": 2, "group_size": 6, "max_running": 12}
     world = Long(turns=8, rollout=rollout, engines={"count": 2, "max_slots": 1})
     world.start()

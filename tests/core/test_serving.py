@@ -1,4 +1,4 @@
-"""A core that serves: rollouts that others ask for, on engines that come and go, each
+"""A core that serves: submitted rollouts, on engines that join and leave, each
 delivered exactly once.
 """
 
@@ -27,8 +27,8 @@ SCHEDULINGS = ("turn", "trajectory")
 
 
 class Service(World):
-    """`asked` groups are submitted at random times; some members are cancelled; engines
-    are registered and withdrawn.
+    """A world in which `asked` groups are submitted at random times, some members are
+    cancelled, and engines are registered and withdrawn.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Service(World):
     failure=st.sampled_from([0.0, 0.05, 0.2]),
     cancels=st.sampled_from([0.0, 0.5]),
 )
-def test_whatever_is_asked_for_is_delivered_once(
+def test_every_submitted_rollout_is_delivered_once(
     seed: int, scheduling: str, failure: float, cancels: float
 ) -> None:
     world = Service(scheduling=scheduling, seed=seed, failure=failure, cancels=cancels)
@@ -153,9 +153,11 @@ def test_whatever_is_asked_for_is_delivered_once(
 
 @settings(max_examples=examples(30))
 @given(seed=st.integers(0, 2**16), scheduling=st.sampled_from(SCHEDULINGS), cut=st.integers(1, 400))
-def test_a_lost_world_goes_on_with_what_was_asked_for(seed: int, scheduling: str, cut: int) -> None:
-    """What nobody has taken yet is said again; what was under way starts again; nothing
-    is delivered twice if it was taken.
+def test_a_restarted_world_continues_the_submitted_rollouts(
+    seed: int, scheduling: str, cut: int
+) -> None:
+    """Unacknowledged results are delivered again; rollouts under way start again;
+    acknowledged ones are not delivered twice.
     """
     world = Service(scheduling=scheduling, seed=seed)
     world.start()
@@ -189,7 +191,7 @@ def test_a_lost_world_goes_on_with_what_was_asked_for(seed: int, scheduling: str
 
 
 @pytest.mark.parametrize("drain", [True, False])
-def test_an_end_drains_or_cancels(drain: bool) -> None:
+def test_stopping_drains_or_cancels(drain: bool) -> None:
     world = Service(asked=6, spread=3.0)
     world.start()
     while len(world.core.state.in_run) < 3 or len(world.core.state.groups) < 6:
@@ -207,7 +209,7 @@ def test_an_end_drains_or_cancels(drain: bool) -> None:
     )
 
 
-def test_engines_come_and_go_and_no_job_is_lost() -> None:
+def test_no_rollout_is_lost_when_engines_join_and_leave() -> None:
     world = Service(asked=30, spread=0.4, seed=3)
     world.start()
     rng, number = random.Random(5), 0
@@ -226,7 +228,7 @@ def test_engines_come_and_go_and_no_job_is_lost() -> None:
     assert number > 5
 
 
-def test_nothing_starts_without_an_engine_and_everything_once_there_is_one() -> None:
+def test_rollouts_start_once_there_is_an_engine() -> None:
     world = Service(asked=4)
     world.seats.clear()
     world.engine_epoch.clear()
@@ -242,8 +244,8 @@ def test_nothing_starts_without_an_engine_and_everything_once_there_is_one() -> 
 
 
 @pytest.mark.parametrize("engine", ["none", "never ready", "lost for ever"])
-def test_an_orderly_end_waits_for_no_engine_and_keeps_what_needs_one(engine: str) -> None:
-    """What is over by then is delivered; the rest is done by the next world, once."""
+def test_an_orderly_end_keeps_rollouts_that_need_an_engine(engine: str) -> None:
+    """Finished rollouts are delivered; the next world does the rest, once."""
     world = Service(asked=12, seed=7)
     if engine != "lost for ever":
         world.seats.clear()
@@ -286,7 +288,7 @@ def test_an_orderly_end_waits_for_no_engine_and_keeps_what_needs_one(engine: str
     assert {words[0].stop_reason for words in world.delivered.values()} == {StopReason.FINISHED}
 
 
-def test_a_rollout_that_was_under_way_whenever_the_world_was_lost_is_given_up() -> None:
+def test_a_rollout_under_way_in_too_many_lost_worlds_is_given_up() -> None:
     world = Service(asked=1)
     world.start()
     for life in range(WORLDS):
@@ -311,7 +313,7 @@ def test_a_rollout_that_was_under_way_whenever_the_world_was_lost_is_given_up() 
 
 
 class NeverWalked(dict[Any, Any]):
-    """A table that may be asked for what is in it, and is never walked through."""
+    """A table that may be queried, and must never be iterated over."""
 
     def __iter__(self) -> NoReturn:
         raise AssertionError("walked through")
@@ -319,9 +321,9 @@ class NeverWalked(dict[Any, Any]):
     values = items = keys = __iter__
 
 
-def test_a_look_at_the_deadlines_does_not_walk_through_what_waits() -> None:
-    """Else a night of waiting for an engine, which is written as a look a second,
-    replays for minutes.
+def test_checking_deadlines_does_not_walk_the_waiting_rollouts() -> None:
+    """Otherwise a night of waiting for an engine, journaled as a check a second, would
+    replay for minutes.
     """
     world = Service(asked=4)
     world.seats.clear()
@@ -337,8 +339,8 @@ def test_a_look_at_the_deadlines_does_not_walk_through_what_waits() -> None:
 
 
 def calls_with_busy_engines(engines: int) -> int:
-    """Calls of functions for an event that brings no slot, while turns wait for busy
-    engines.
+    """The number of function calls for an event that frees no slot, while turns wait
+    for busy engines.
     """
     core = Core(
         config("sync", rollout={"scheduling": "turn", "max_running": 200, "init_slots": 200})
@@ -370,11 +372,11 @@ def calls_with_busy_engines(engines: int) -> int:
     return calls
 
 
-def test_turns_that_wait_for_busy_engines_cost_nothing_by_engine() -> None:
+def test_turns_waiting_for_busy_engines_cost_nothing_for_each_engine() -> None:
     assert calls_with_busy_engines(50) == calls_with_busy_engines(1)
 
 
-def test_an_engine_that_joins_and_never_answers_is_removed_and_jobs_wait_for_another() -> None:
+def test_a_silent_engine_is_removed_and_rollouts_wait_for_another() -> None:
     world = Service(asked=3)
     world.start()
     while not world.engine_version:

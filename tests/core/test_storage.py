@@ -1,5 +1,5 @@
-"""What disks and stores lose, and what a trainer says of them: checkpoints that fail
-while in use, tokens that are gone.
+"""Losses of disks and stores, and the trainer's reports about them: checkpoints that
+fail while in use, tokens that are gone.
 """
 
 import heapq
@@ -23,8 +23,8 @@ def evaluating() -> World:
 
 
 def saving(world: World, step: int) -> None:
-    """Run until step `step` is to be saved, and lose that: the disk is full, and nobody
-    has said so yet.
+    """Run until step `step` is to be saved, and lose that: the disk is full, and the
+    failure has not been reported yet.
     """
     while True:
         command = until(world, c.SaveCheckpoint)
@@ -42,7 +42,7 @@ def fail_save(world: World, step: int) -> None:
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_what_has_no_checkpoint_is_not_the_best(killed: bool) -> None:
+def test_a_version_without_a_checkpoint_is_not_the_best(killed: bool) -> None:
     """The evaluation is over before its checkpoint fails, or is lost with its trainer."""
     world = evaluating()
     saving(world, 2)
@@ -61,7 +61,7 @@ def test_what_has_no_checkpoint_is_not_the_best(killed: bool) -> None:
     assert world.finish.error == ""
 
 
-def test_a_save_that_succeeds_at_the_second_try_is_no_failure() -> None:
+def test_a_save_that_succeeds_on_retry_is_no_failure() -> None:
     """The last step's own checkpoint fails, the final one of the same step does not."""
     world = World(config(steps=2), seed=3)
     world.start()
@@ -73,7 +73,7 @@ def test_a_save_that_succeeds_at_the_second_try_is_no_failure() -> None:
     assert world.finish.error == ""
 
 
-def test_what_the_store_lost_is_not_trained_on_again() -> None:
+def test_trajectories_that_the_store_lost_are_not_trained_on_again() -> None:
     """A trajectory of a trained step is gone when the controller comes back, and its
     step is trained again.
     """
@@ -101,8 +101,10 @@ def test_what_the_store_lost_is_not_trained_on_again() -> None:
 
 
 @pytest.mark.parametrize("kind", [e.CheckpointSaved, e.WeightsPublished])
-def test_what_the_trainer_says_twice_is_no_answer_to_a_later_question(kind: type[e.Event]) -> None:
-    """The second copy arrives while the trainer does the same thing for a later step."""
+def test_a_duplicate_answer_of_the_trainer_does_not_answer_a_later_command(
+    kind: type[e.Event],
+) -> None:
+    """The duplicate arrives while the trainer does the same for a later step."""
     world = World(config(steps=4, run={"checkpoint_every": 1}), seed=3)
     world.start()
     while not (first := [event for _, event in world.journal if isinstance(event, kind)]):
@@ -117,9 +119,9 @@ def test_what_the_trainer_says_twice_is_no_answer_to_a_later_question(kind: type
     assert world.finish.error == ""
 
 
-def test_a_score_that_comes_too_late_leaves_the_store() -> None:
-    """It was stored while the core was already cancelling it; nobody will ever ask for
-    it.
+def test_a_late_score_is_evicted_from_the_store() -> None:
+    """It was stored while the core was already cancelling the attempt, and will never
+    be used.
     """
     world = World(config(rollout={"spare_members": 1, "eval_slots": 8}), seed=3)
     world.start()

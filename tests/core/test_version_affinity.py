@@ -1,5 +1,5 @@
-"""Mode decoupled, by hand: engines begin and update alone, what they began keeps to its
-weights, the buffer chooses.
+"""Mode decoupled, driven by hand: engines launch and update independently, trajectories
+keep to their weights, and the buffer chooses.
 """
 
 import itertools
@@ -25,8 +25,8 @@ E0, E1, E2 = EngineId("e0"), EngineId("e1"), EngineId("e2")
 
 
 class Hand:
-    """A world that answers at once what is not studied, and leaves turns, transfers,
-    training and its restarts to the test.
+    """A world that at once answers everything but turns, transfers, training and its
+    restarts, which are left to the test.
     """
 
     def __init__(self, made: RunConfig, *, slots: int = 2, **rules: object) -> None:
@@ -162,7 +162,7 @@ class Hand:
         return [name for name, turn in self.turns.items() if turn.engine_id == engine_id]
 
     def done(self, trajectory_id: TrajectoryId, *, tokens: int = 3) -> None:
-        """Its turn is answered."""
+        """Answer its turn."""
         turn = self.turns.pop(trajectory_id)
         key = {"trajectory_id": trajectory_id, "attempt": turn.attempt}
         version = self.core.state.engines[turn.engine_id].version
@@ -177,23 +177,21 @@ class Hand:
         self.feed(done)
 
     def end(self, trajectory_id: TrajectoryId) -> None:
-        """Its turn is answered, and it is over."""
+        """Answer its turn, and end the trajectory."""
         attempt = self.turns[trajectory_id].attempt
         self.done(trajectory_id)
         key = {"trajectory_id": trajectory_id, "attempt": attempt}
         self.feed(e.TrajectoryEnded(**key, stop_reason=StopReason.FINISHED, turns=1, tokens=3))
 
     def train(self) -> None:
-        """The step under way is done."""
+        """Finish the step under way."""
         step = self.steps[-1]
         self.feed(
             e.StepTrained(epoch=self.core.state.trainer.epoch, step=step.step, part=step.part)
         )
 
     def train_without(self, held: list[TrajectoryId], *, version: int = 1) -> None:
-        """Others come to their end, and are trained on, until that version is
-        published.
-        """
+        """Finish and train on other trajectories, until that version is published."""
         while self.core.state.published_version < version:
             if self.steps and self.steps[-1].step == self.core.state.trainer.step:
                 self.train()
@@ -263,7 +261,7 @@ def made(
     )
 
 
-def test_an_engine_takes_new_weights_when_its_own_are_over_and_no_other_waits_for_it() -> None:
+def test_an_engine_updates_when_its_trajectories_are_over_without_waiting_for_others() -> None:
     hand = Hand(made())
     first, second = hand.on(E0), hand.on(E1)
     assert len(first) == len(second) == 2
@@ -285,7 +283,7 @@ def test_an_engine_takes_new_weights_when_its_own_are_over_and_no_other_waits_fo
 
 def tail(hand: Hand) -> tuple[TrajectoryId, TrajectoryId]:
     """Engines 0 and 1 are down to one trajectory each, of version 0, and version 1 is
-    there.
+    published.
     """
     left, right = hand.on(E0)[1], hand.on(E1)[1]
     state = hand.core.state
@@ -301,7 +299,7 @@ def tail(hand: Hand) -> tuple[TrajectoryId, TrajectoryId]:
     return left, right
 
 
-def test_repack_frees_an_engine_and_the_open_turn_goes_on_after_its_kv() -> None:
+def test_consolidation_frees_an_engine_and_the_open_turn_follows_its_kv() -> None:
     hand = Hand(made(engines=3))
     left, right = tail(hand)
     state = hand.core.state
@@ -322,7 +320,7 @@ def test_repack_frees_an_engine_and_the_open_turn_goes_on_after_its_kv() -> None
 
 
 @pytest.mark.parametrize("fate", ["refused", "source lost", "target lost"])
-def test_a_transfer_that_fails_leaves_nobody_behind(fate: str) -> None:
+def test_a_failed_transfer_leaves_no_trajectory_behind(fate: str) -> None:
     hand = Hand(made(engines=3))
     left, right = tail(hand)
     hand.wait(PERIOD_S)
@@ -346,7 +344,7 @@ def test_a_transfer_that_fails_leaves_nobody_behind(fate: str) -> None:
     )
 
 
-def test_engines_with_the_newest_weights_are_not_repacked() -> None:
+def test_engines_with_the_newest_weights_are_not_consolidated() -> None:
     hand = Hand(made(batch=4))
     for engine_id in (E0, E1):
         hand.end(hand.on(engine_id)[0])
@@ -355,7 +353,7 @@ def test_engines_with_the_newest_weights_are_not_repacked() -> None:
     assert hand.moves == []
 
 
-def test_what_a_lost_engine_leaves_goes_to_another_one_with_the_same_weights() -> None:
+def test_trajectories_of_a_lost_engine_go_to_another_one_with_the_same_weights() -> None:
     hand = Hand(made())
     orphans = hand.on(E0)
     hand.lose(E0)
@@ -365,7 +363,7 @@ def test_what_a_lost_engine_leaves_goes_to_another_one_with_the_same_weights() -
     assert set(hand.on(E1)) == set(orphans)
 
 
-def test_what_a_lost_engine_leaves_waits_until_its_version_is_loaded_again() -> None:
+def test_trajectories_of_a_lost_engine_wait_until_their_version_is_loaded_again() -> None:
     hand = Hand(made())
     state = hand.core.state
     hand.train_without(hand.on(E1))
@@ -386,8 +384,8 @@ def test_what_a_lost_engine_leaves_waits_until_its_version_is_loaded_again() -> 
 
 
 def apart(hand: Hand) -> list[TrajectoryId]:
-    """Engine 0 has version 1, engine 1 has version 0: those on engine 1, which alone
-    has it. A checkpoint holds version 0.
+    """Engine 0 has version 1, and engine 1 alone has version 0. A checkpoint holds
+    version 0. Return the trajectories on engine 1.
     """
     state = hand.core.state
     hand.train_without(hand.on(E1))
@@ -398,7 +396,7 @@ def apart(hand: Hand) -> list[TrajectoryId]:
     return hand.on(E1)
 
 
-def test_a_version_that_a_checkpoint_alone_holds_is_loaded_from_there() -> None:
+def test_a_version_only_in_a_checkpoint_is_loaded_from_there() -> None:
     hand = Hand(made())
     state = hand.core.state
     orphans = apart(hand)
@@ -413,7 +411,7 @@ def test_a_version_that_a_checkpoint_alone_holds_is_loaded_from_there() -> None:
     assert state.counters.retried == {}
 
 
-def test_a_version_that_memory_refuses_is_loaded_from_its_checkpoint() -> None:
+def test_a_version_that_fails_from_memory_is_loaded_from_its_checkpoint() -> None:
     hand = Hand(made())
     orphans = apart(hand)
     hand.refused = {0}
@@ -423,7 +421,7 @@ def test_a_version_that_memory_refuses_is_loaded_from_its_checkpoint() -> None:
     assert set(hand.on(E1)) == set(orphans)
 
 
-def test_a_damaged_checkpoint_is_tried_once_and_costs_no_engine() -> None:
+def test_a_damaged_checkpoint_is_tried_once_and_no_engine_is_blamed() -> None:
     hand = Hand(made())
     state = hand.core.state
     orphans = apart(hand)
@@ -437,7 +435,7 @@ def test_a_damaged_checkpoint_is_tried_once_and_costs_no_engine() -> None:
     assert state.counters.retried == {StopReason.ENGINE_FAILURE: len(orphans)}
 
 
-def test_what_is_read_after_its_checkpoint_has_changed_counts_for_nothing() -> None:
+def test_weights_read_from_a_changed_checkpoint_are_discarded() -> None:
     hand = Hand(made())
     state = hand.core.state
     orphans = apart(hand)
@@ -452,9 +450,7 @@ def test_what_is_read_after_its_checkpoint_has_changed_counts_for_nothing() -> N
     assert not set(orphans) & set(hand.on(E1))
 
 
-def test_a_checkpoint_covers_what_its_trainer_publishes_after_a_restart_and_until_it_is_pruned() -> (
-    None
-):
+def test_a_checkpoint_holds_the_version_republished_after_a_restart_until_it_is_pruned() -> None:
     hand = Hand(made(run={"checkpoint_every": 1}))
     state = hand.core.state
     hand.train_without([], version=2)
@@ -484,7 +480,7 @@ def test_a_checkpoint_stays_while_an_engine_reads_it() -> None:
     assert {state.trajectories[name].attempt for name in orphans} == {0}
 
 
-def test_worlds_in_which_everything_dies_read_checkpoints_that_hold_what_they_want() -> None:
+def test_random_worlds_read_only_checkpoints_that_hold_the_wanted_version() -> None:
     """The world asserts that a checkpoint has the numbers that were published, also
     after another lineage has written it.
     """
@@ -518,7 +514,7 @@ def test_worlds_in_which_everything_dies_read_checkpoints_that_hold_what_they_wa
     assert read > 3
 
 
-def test_a_version_that_nobody_has_any_more_means_a_new_attempt() -> None:
+def test_a_lost_version_means_a_new_attempt() -> None:
     hand = Hand(made())
     state = hand.core.state
     orphans = apart(hand)
@@ -532,7 +528,7 @@ def test_a_version_that_nobody_has_any_more_means_a_new_attempt() -> None:
     assert state.counters.retried == {StopReason.ENGINE_FAILURE: 2}
 
 
-def test_an_evaluation_waits_for_a_free_engine_and_training_does_not_wait_for_it() -> None:
+def test_an_evaluation_waits_for_a_free_engine_while_training_continues() -> None:
     hand = Hand(made(eval={"every": 2, "episodes": 3}))
     state = hand.core.state
     assert state.evaluation is not None
@@ -555,7 +551,7 @@ def test_an_evaluation_waits_for_a_free_engine_and_training_does_not_wait_for_it
 
 
 def finish_evaluation(hand: Hand) -> None:
-    """Its episodes first; others where they need their slots."""
+    """Finish its episodes first, and others where they need the slots."""
     state, before = hand.core.state, len(hand.evaluations)
     while len(hand.evaluations) == before:
         evaluated = [
@@ -566,7 +562,7 @@ def finish_evaluation(hand: Hand) -> None:
         hand.end(evaluated[0] if evaluated else hand.on(E0)[0])
 
 
-def test_the_bound_is_strict_where_one_is_set() -> None:
+def test_a_configured_staleness_bound_is_strict() -> None:
     hand = Hand(made(buffer={"max_age": 0}))
     state = hand.core.state
     slow = hand.on(E1)
@@ -582,7 +578,7 @@ def test_the_bound_is_strict_where_one_is_set() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["fifo", "newest"])
-def test_the_buffer_gives_what_its_strategy_says(strategy: str) -> None:
+def test_the_buffer_samples_by_its_strategy(strategy: str) -> None:
     hand = Hand(made(engines=1, batch=4, buffer={"sample": strategy, "groups": 8}))
     state = hand.core.state
     while len(state.buffer) < 3:
@@ -594,7 +590,7 @@ def test_the_buffer_gives_what_its_strategy_says(strategy: str) -> None:
     ]
 
 
-def test_a_function_of_the_users_evicts() -> None:
+def test_a_users_function_may_evict() -> None:
     seen: list[int] = []
 
     def evict_all(experiences: tuple[Experience, ...], version: int) -> list[GroupId]:
@@ -612,7 +608,7 @@ def test_a_function_of_the_users_evicts() -> None:
     assert hand.core.state.counters.dropped == {"evicted": 4}
 
 
-def test_a_function_of_the_users_that_fails_ends_the_run_with_its_name() -> None:
+def test_a_users_function_that_fails_ends_the_run_with_its_name() -> None:
     def broken(experiences: tuple[Experience, ...], version: int) -> list[GroupId]:
         raise KeyError("oops")
 
@@ -623,7 +619,7 @@ def test_a_function_of_the_users_that_fails_ends_the_run_with_its_name() -> None
     assert hand.finish.error == "buffer function mine:broken failed: KeyError: 'oops'"
 
 
-def test_a_function_of_the_users_that_leaves_the_program_does_not() -> None:
+def test_a_users_function_cannot_exit_the_program() -> None:
     def leaves(experiences: tuple[Experience, ...], version: int) -> list[GroupId]:
         raise SystemExit(7)
 
@@ -634,7 +630,7 @@ def test_a_function_of_the_users_that_leaves_the_program_does_not() -> None:
     assert hand.finish.error == "buffer function mine:leaves failed: SystemExit: 7"
 
 
-def test_a_function_of_the_users_that_names_groups_for_ever_is_stopped() -> None:
+def test_a_users_function_that_names_groups_endlessly_is_stopped() -> None:
     def endless(experiences: tuple[Experience, ...], version: int) -> Iterator[GroupId]:
         return itertools.repeat(experiences[0].id)
 
@@ -645,7 +641,7 @@ def test_a_function_of_the_users_that_names_groups_for_ever_is_stopped() -> None
     assert "a strategy must name each group once" in hand.finish.error
 
 
-def test_nothing_is_begun_beyond_the_places_of_the_buffer() -> None:
+def test_nothing_is_launched_beyond_the_buffers_capacity() -> None:
     hand = Hand(made(engines=1, batch=4, buffer={"groups": 3}))
     state = hand.core.state
     for _ in range(100):
@@ -659,7 +655,7 @@ def test_nothing_is_begun_beyond_the_places_of_the_buffer() -> None:
     assert state.active_groups, "steps have made room"
 
 
-def test_the_last_of_a_group_holds_no_place_for_its_siblings() -> None:
+def test_the_last_member_of_a_group_reserves_no_place_for_its_siblings() -> None:
     hand = Hand(made(engines=1, batch=6, buffer={"groups": 3}, rollout={"group_size": 4}), slots=6)
     state = hand.core.state
     stragglers: list[TrajectoryId] = []
@@ -680,7 +676,7 @@ def test_the_last_of_a_group_holds_no_place_for_its_siblings() -> None:
     assert len(state.active_groups) > 3
 
 
-def test_what_is_inherent_is_counted_at_the_end_of_a_rollout() -> None:
+def test_inherent_staleness_is_counted_at_the_end_of_a_rollout() -> None:
     hand = Hand(made())
     state = hand.core.state
     slow = hand.on(E1)[0]
@@ -693,7 +689,7 @@ def test_what_is_inherent_is_counted_at_the_end_of_a_rollout() -> None:
     )
 
 
-def test_settings_that_make_no_sense_are_refused() -> None:
+def test_contradictory_settings_are_refused() -> None:
     for sections, text in (
         (
             {"rollout": {"placement": "affinity"}},

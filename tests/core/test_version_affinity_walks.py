@@ -1,8 +1,8 @@
-"""What engines begin and take at their own pace is what a slow walk over everything
-says, one engine at a time.
+"""What engines launch and load independently equals a slow walk over everything, one
+engine at a time.
 
-The core walks over all engines at each event: what they decide together it works out
-once, and it looks at those with room.
+The core walks over all engines at each event: it computes once what they decide
+together, and checks only those with capacity.
 """
 
 from hypothesis import given, settings
@@ -135,8 +135,8 @@ def slow_somewhere(run: Run, weights_id: int) -> bool:
 
 
 def slow_other(run: Run, engine: Engine) -> int | None:
-    """Weights that nobody has and somebody waits for, the evaluation first, if the
-    engine can load them.
+    """Weights that are waited for and that no engine has, the evaluation's first, if
+    the engine can load them.
     """
     state = run.state
     waiting = sorted(

@@ -1,8 +1,8 @@
 """A world made of a heap of future events: it answers every command after a random
 delay, and fails in every way.
 
-It checks what a real world would suffer from: commands about things that do not exist,
-slots used twice, late answers.
+It checks what would break a real world: commands about things that do not exist, slots
+used twice, late answers.
 """
 
 import heapq

@@ -231,7 +231,7 @@ def test_a_trainer_that_can_never_start_is_started_once(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     fault(config, "refused")
     summary = run(config)
-    assert summary.error == "the trainer cannot go on: the fake warm-up is not finite"
+    assert summary.error == "the trainer cannot continue: the fake warm-up is not finite"
     assert "trainer_restarted" not in summary.watchdog
     assert_gone(config)
     (tmp_path / "model" / "refused").unlink()

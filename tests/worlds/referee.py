@@ -1,7 +1,7 @@
 """The contract between the core and any world, judged from a journal: what may answer a
 command, how often, and in which order.
 
-Written from the comments of `schema/commands.py`, without a look at either world.
+Written from the comments of `schema/commands.py`, independently of both worlds.
 """
 
 import math
@@ -26,9 +26,8 @@ OfEngine = e.EngineJoined | e.EngineSuspended | e.WeightsLoaded | e.WeightsLoadF
 
 
 class Referee:
-    """Feed it what happened, in order; it raises AssertionError for the first foul.
-
-    `owed()` is what was never answered.
+    """Feed it the events and commands in order; it raises AssertionError at the first
+    violation. `owed()` returns what was never answered.
     """
 
     def __init__(self) -> None:
@@ -60,7 +59,7 @@ class Referee:
         self.seen: set[str] = set()
 
     def owed(self) -> list[str]:
-        """Commands without their answer."""
+        """The commands without their answer."""
         work = [
             f"{stage} of {attempt}"
             for attempt, stage in self.stage.items()

@@ -105,9 +105,8 @@ def test_a_run_with_relays_keeps_the_contract(world: World, mode: str, tmp_path:
 
 @pytest.mark.parametrize("world", [live, simulated])
 def test_a_run_that_measures_ratios_keeps_the_contract(world: World, tmp_path: Path) -> None:
-    """The live trainer waits until there is a choice.
-
-    One engine: nothing is repacked.
+    """The live trainer waits until there is a choice. With one engine nothing is
+    consolidated.
     """
     make_model(tmp_path / "model")
     (tmp_path / "model" / "hold").write_text("14")
@@ -122,7 +121,7 @@ def test_a_run_that_measures_ratios_keeps_the_contract(world: World, tmp_path: P
     assert {"MeasureRatios", "RatiosMeasured", "StepTrained"} <= referee.seen
 
 
-def test_both_worlds_say_the_same_kinds_of_things(tmp_path: Path) -> None:
+def test_both_worlds_have_the_same_kinds_of_events_and_commands(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     # In step with training, so that nothing grows stale on a machine that is busy
@@ -136,8 +135,8 @@ def test_both_worlds_say_the_same_kinds_of_things(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [live, simulated])
-def test_work_that_is_cancelled_stops_once(world: World, tmp_path: Path) -> None:
-    """Spare members: the slowest of each group are cancelled, wherever they are."""
+def test_cancelled_work_stops_once(world: World, tmp_path: Path) -> None:
+    """With spare members: the slowest of each group are cancelled at any stage."""
     referee = judge(
         *world(tmp_path, "sync", rollout={"spare_members": 2, "spare_groups": 1, "max_running": 16})
     )

@@ -55,13 +55,13 @@ def _change(
 ) -> None:
     state = run.state
     groups = groups_of(run, works, degrees)
-    found = allocate_groups(groups, config.budget, degrees)
+    allocation = allocate_groups(groups, config.budget, degrees)
     now = [engine.degree for engine in state.engines.values()]
     if set(now) <= set(degrees) and len(now) <= len(works):
         before_s = place_groups(groups, sorted(now, reverse=True)).makespan_s
-        if found.makespan_s > (1 - MIN_GAIN) * before_s:
+        if allocation.makespan_s > (1 - MIN_GAIN) * before_s:
             return
-    wanted = Counter(found.degrees)
+    wanted = Counter(allocation.degrees)
     if wanted == Counter(now):
         return
     state.counters.scheduling.reallocations += 1

@@ -35,12 +35,16 @@ def queue_of(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> Eng
     """
     if not run.scheduling.homes:
         return None
-    home = trajectory.assigned_engine
+    assigned = trajectory.assigned_engine
     if run.independent_updates:
-        engine = run.state.engines.get(home) if home is not None and home not in avoid else None
+        engine = (
+            run.state.engines.get(assigned)
+            if assigned is not None and assigned not in avoid
+            else None
+        )
         if engine is None or not version_affinity.serves_version_of(engine, trajectory):
             version_affinity.assign(run, trajectory, avoid)
-    elif home is None or home in avoid or not is_usable(run, home):
+    elif assigned is None or assigned in avoid or not is_usable(run, assigned):
         trajectory.assigned_engine, trajectory.kv_resident = (
             _choose_engine(run, trajectory, avoid),
             False,

@@ -56,16 +56,16 @@ def _check_indices(run: Run) -> None:
     }
     assert not run.over, f"{run.over} are not settled"
     assert all(one.stage is not Stage.OVER for one in state.trajectories.values()), "OVER lasts"
-    found: dict[Stage, set[str]] = {stage: set() for stage in indices}
+    by_stage: dict[Stage, set[str]] = {stage: set() for stage in indices}
     for trajectory in state.trajectories.values():
-        if trajectory.stage in found:
-            found[trajectory.stage].add(trajectory.id)
+        if trajectory.stage in by_stage:
+            by_stage[trajectory.stage].add(trajectory.id)
         assert trajectory.id in state.groups[trajectory.group_id].members
         assert (trajectory.stage is Stage.CLOSING) == (trajectory.closing is not None), trajectory
         assert (trajectory.stage is Stage.SCORED) <= (trajectory.reward is not None), trajectory
     for stage, index in indices.items():
-        assert found[stage] == index.keys(), (
-            f"index of {stage}: {index.keys() ^ found[stage]} differ"
+        assert by_stage[stage] == index.keys(), (
+            f"index of {stage}: {index.keys() ^ by_stage[stage]} differ"
         )
 
 
@@ -140,7 +140,7 @@ def _check_groups(run: Run) -> None:
 
 def _check_measured(run: Run) -> None:
     """Assert that only groups in need of a ratio are measured, and that the trainer
-    does nothing else meanwhile.
+    does nothing else then.
     """
     trainer = run.state.trainer
     assert (trainer.status is TrainerStatus.MEASURING) == bool(trainer.measuring), trainer
@@ -169,18 +169,20 @@ def _check_affinity(run: Run) -> None:
             )
     for trajectory_id in (*state.in_init, *state.in_run):
         trajectory = state.trajectories[trajectory_id]
-        home = (
+        assigned = (
             state.engines.get(trajectory.assigned_engine)
             if trajectory.assigned_engine is not None
             else None
         )
-        if home is None:
+        if assigned is None:
             assert trajectory_id in state.unassigned, (
                 f"{trajectory} has no engine, and is not listed as unassigned"
             )
         else:
-            assert home.weights_id == trajectory.weights_id, f"{trajectory} is assigned to {home}"
-            assert home.status in (EngineStatus.SERVING, EngineStatus.SUSPENDING), home
+            assert assigned.weights_id == trajectory.weights_id, (
+                f"{trajectory} is assigned to {assigned}"
+            )
+            assert assigned.status in (EngineStatus.SERVING, EngineStatus.SUSPENDING), assigned
 
 
 def _check_weights(run: Run) -> None:

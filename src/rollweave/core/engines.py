@@ -75,22 +75,22 @@ def start(run: Run, begun: tuple[EngineSlot, ...]) -> None:
     """Record the engines that a new world starts. Engines that were leaving a former
     world have gone with it.
     """
-    state, configured = run.state, {seat.id for seat in membership.first_engines(run.config)}
+    state, configured = run.state, {slot.id for slot in membership.first_engines(run.config)}
     for engine in state.engines.values():
-        if engine.leaving and all(seat.id != engine.id for seat in begun):
+        if engine.leaving and all(slot.id != engine.id for slot in begun):
             _count_departure(state, engine)
     state.engines = {
-        seat.id: _engine(run, seat, joined=seat.id not in configured) for seat in begun
+        slot.id: _engine(run, slot, joined=slot.id not in configured) for slot in begun
     }
     state.withdrawn = [name for name in state.withdrawn if name not in state.engines]
     state.next_engine = max(
-        [state.next_engine, *(membership.number_of(seat.id) + 1 for seat in begun)]
+        [state.next_engine, *(membership.number_of(slot.id) + 1 for slot in begun)]
     )
     _membership_changed(run)
 
 
-def _engine(run: Run, seat: EngineSlot, *, joined: bool) -> Engine:
-    return Engine(id=seat.id, degree=seat.degree, group=seat.group, joined=joined, since=run.now)
+def _engine(run: Run, slot: EngineSlot, *, joined: bool) -> Engine:
+    return Engine(id=slot.id, degree=slot.degree, group=slot.group, joined=joined, since=run.now)
 
 
 def _membership_changed(run: Run) -> None:
@@ -135,7 +135,7 @@ def on_loaded(run: Run, event: WeightsLoaded) -> None:
         return
     step = engine.loading_step
     if step is not None and run.state.checkpointed_versions.get(event.weights_id) != step:
-        _unreadable(run, engine, step, "damaged, or written again meanwhile")
+        _unreadable(run, engine, step, "damaged, or written again in the meantime")
         return
     if engine.version >= 0:
         engine.restarts = (
@@ -316,27 +316,27 @@ def on_registered(run: Run, event: EngineRegistered) -> None:
 
     It is stale until it has loaded the newest weights available to it.
     """
-    state, seat = run.state, event.engine
+    state, slot = run.state, event.engine
     if state.serving:
-        refused = seat.id in state.engines or state.phase is not Phase.SERVING
+        refused = slot.id in state.engines or state.phase is not Phase.SERVING
     else:
         refused = bool(
-            membership.why_not_join(run.config, state, seat)
+            membership.why_not_join(run.config, state, slot)
         )  # or the event is a duplicate
     if refused:
         return
     state.counters.engines_joined += 1
-    add(run, seat, joined=True)
+    add(run, slot, joined=True)
 
 
-def add(run: Run, seat: EngineSlot, *, joined: bool = False) -> None:
+def add(run: Run, slot: EngineSlot, *, joined: bool = False) -> None:
     """Start this engine."""
     state = run.state
-    state.engines[seat.id] = _engine(run, seat, joined=joined)
+    state.engines[slot.id] = _engine(run, slot, joined=joined)
     if not state.serving:  # a service's engines are not numbered
-        state.next_engine = membership.number_of(seat.id) + 1
+        state.next_engine = membership.number_of(slot.id) + 1
     run.fleet_changed()
-    run.emit(StartEngine(engine_id=seat.id, degree=seat.degree, group=seat.group))
+    run.emit(StartEngine(engine_id=slot.id, degree=slot.degree, group=slot.group))
 
 
 def on_withdrawn(run: Run, event: EngineWithdrawn) -> None:
@@ -384,7 +384,7 @@ def remove_drained(run: Run) -> None:
                 engine,
                 "it was withdrawn"
                 if engine.leaving
-                else "the plan has no engine of its degree any more",
+                else "the plan no longer has an engine of its degree",
             )
 
 

@@ -100,11 +100,11 @@ def _draw(key: str) -> float:
 
 def _views(run: Run) -> list[Experience]:
     state = run.state
-    found = []
+    experiences = []
     for arrived, group_id in enumerate(state.buffer):
         group = state.groups[group_id]
         members = [state.trajectories[member] for member in group.chosen]
-        found.append(
+        experiences.append(
             Experience(
                 id=group_id,
                 arrived=arrived,
@@ -114,4 +114,4 @@ def _views(run: Run) -> list[Experience]:
                 ratio=ratio(run, group),
             )
         )
-    return found
+    return experiences

@@ -54,7 +54,7 @@ def launch(run: Run) -> None:
         spare_groups=rollout.spare_groups,
         last_step=run.config.run.steps,
     )
-    # Of a streamed step, mini-batches that are trained already need no groups any more.
+    # Of a streamed step, mini-batches that are trained already need no more groups.
     if run.mode.streamed and room > 0 and run.next_version() == state.trainer.step:
         begun = state.trainer.parts_done
         room -= sum(run.groups_in_minibatch(part) for part in range(begun)) + len(

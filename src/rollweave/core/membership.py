@@ -20,16 +20,16 @@ def first_engines(config: RunConfig) -> tuple[EngineSlot, ...]:
     So every degree that fits beside smaller ones is measured before the first plan.
     """
     if config.allocation is not None:
-        found = [(degree, 0) for degree in _initial_degrees(config.allocation)]
+        engines = [(degree, 0) for degree in _initial_degrees(config.allocation)]
     else:
-        found = [
+        engines = [
             (group.degree, place)
             for place, group in enumerate(config.engines)
             for _ in range(group.count)
         ]
     return tuple(
         EngineSlot(id=_name(number), degree=degree, group=group)
-        for number, (degree, group) in enumerate(found)
+        for number, (degree, group) in enumerate(engines)
     )
 
 
@@ -44,9 +44,9 @@ def engines_to_start(config: RunConfig, state: State) -> tuple[EngineSlot, ...]:
         return _planned(config, config.allocation, state)
     gone = {*state.withdrawn, *(engine.id for engine in state.engines.values() if engine.leaving)}
     configured = first_engines(config)
-    seats = [seat for seat in configured if seat.id not in gone]
+    slots = [slot for slot in configured if slot.id not in gone]
     taken, fresh = (
-        {seat.id for seat in configured},
+        {slot.id for slot in configured},
         itertools.count(max(state.next_engine, len(configured))),
     )
     for engine in state.engines.values():
@@ -54,8 +54,8 @@ def engines_to_start(config: RunConfig, state: State) -> tuple[EngineSlot, ...]:
             # the configuration may have grown
             name = engine.id if engine.id not in taken else _name(next(fresh))
             group = engine.group if engine.group < len(config.engines) else 0  # or shrunk
-            seats.append(EngineSlot(id=name, degree=config.engines[group].degree, group=group))
-    return tuple(seats) or configured
+            slots.append(EngineSlot(id=name, degree=config.engines[group].degree, group=group))
+    return tuple(slots) or configured
 
 
 def _planned(
@@ -67,21 +67,21 @@ def _planned(
         if not engine.draining
     ]
     new = enumerate(state.pending_degrees, start=state.next_engine)
-    seats = (*kept, *(EngineSlot(id=_name(number), degree=degree) for number, degree in new))
-    degrees = [seat.degree for seat in seats]
-    if not seats or sum(degrees) > allocation.budget or not set(degrees) <= set(allocation.degrees):
+    slots = (*kept, *(EngineSlot(id=_name(number), degree=degree) for number, degree in new))
+    degrees = [slot.degree for slot in slots]
+    if not slots or sum(degrees) > allocation.budget or not set(degrees) <= set(allocation.degrees):
         return first_engines(config)
-    return seats
+    return slots
 
 
 def _initial_degrees(allocation: AllocationConfig) -> list[int]:
-    left, found = allocation.budget, []
+    left, degrees = allocation.budget, []
     for degree in sorted(allocation.degrees):
         if degree <= left:
-            found.append(degree)
+            degrees.append(degree)
             left -= degree
     smallest = min(allocation.degrees)
-    return sorted([*found, *[smallest] * (left // smallest)], reverse=True)
+    return sorted([*degrees, *[smallest] * (left // smallest)], reverse=True)
 
 
 # Changes during a run.
@@ -100,7 +100,7 @@ def next_id(state: State) -> EngineId | None:
     return next((_name(number) for number in numbers if number % state.machines in alive), None)
 
 
-def why_not_join(config: RunConfig, state: State, seat: EngineSlot) -> str:
+def why_not_join(config: RunConfig, state: State, slot: EngineSlot) -> str:
     """The reason why this engine cannot join a training run; "" if it can."""
     if state.phase is Phase.FINISHED:
         return "the run is over"
@@ -109,15 +109,15 @@ def why_not_join(config: RunConfig, state: State, seat: EngineSlot) -> str:
             "[allocation] decides which engines there are: resume the run with a larger "
             "allocation.budget"
         )
-    if seat.group >= len(config.engines):
+    if slot.group >= len(config.engines):
         return (
             f"there are {len(config.engines)} groups of engines, numbered from 0, and no group "
-            f"{seat.group}"
+            f"{slot.group}"
         )
-    if number_of(seat.id) < state.next_engine:
-        return f"{seat.id} was the name of another engine"
-    if state.machines and f"r{machine_of(seat.id, state.machines)}" not in state.relays:
-        return f"the machine of {seat.id} was given up"
+    if number_of(slot.id) < state.next_engine:
+        return f"{slot.id} was the name of another engine"
+    if state.machines and f"r{machine_of(slot.id, state.machines)}" not in state.relays:
+        return f"the machine of {slot.id} was given up"
     return ""
 
 

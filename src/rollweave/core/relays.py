@@ -105,7 +105,7 @@ def on_fetch_failed(run: Run, event: FetchFailed) -> None:
         return
     run.warn(
         relay.id,
-        f"weights {event.weights_id} not taken ({event.reason}): {event.error}",
+        f"weights {event.weights_id} not fetched ({event.reason}): {event.error}",
         count="take_refused",
     )
     source = run.state.relays.get(relay.source or "")
@@ -263,11 +263,13 @@ def check_timeouts(run: Run) -> None:
             and relay.id not in waiting
             and waited > limits.weights_s
         ):
-            restart(run, relay, f"weights {relay.fetching} not taken within {limits.weights_s:g} s")
+            restart(
+                run, relay, f"weights {relay.fetching} not fetched within {limits.weights_s:g} s"
+            )
         elif (
             relay.suspected_since is not None and run.now - relay.suspected_since > limits.weights_s
         ):
-            restart(run, relay, f"not heard for {limits.weights_s:g} s")
+            restart(run, relay, f"silent for {limits.weights_s:g} s")
         elif relay.starved_since is not None and run.now - relay.starved_since > limits.weights_s:
             if relay.failed_source in state.relays:  # either of the two may be at fault
                 state.relays[

@@ -278,7 +278,7 @@ class Trainer(msgspec.Struct):
     step: int = 0  # steps trained; the version of the weights that the trainer holds
     parts_done: int = 0  # mini-batches of the current step that are trained
     batch: list[GroupId] = []
-    measuring: list[GroupId] = []  # they stay in the buffer, and may be evicted meanwhile
+    measuring: list[GroupId] = []  # they stay in the buffer, and may be evicted during it
     since: float = 0.0
     restarts: int = 0
     saving: int | None = None  # step of the checkpoint that is being copied or written

@@ -147,10 +147,10 @@ def take_batch(run: Run) -> None:
     _enter(run, TrainerStatus.TRAINING)
 
 
-def _refs(found: list[Group]) -> tuple[GroupRef, ...]:
+def _refs(batch: list[Group]) -> tuple[GroupRef, ...]:
     return tuple(
         GroupRef(id=group.id, name=group.name, trajectory_ids=tuple(group.chosen))
-        for group in found
+        for group in batch
     )
 
 
@@ -166,12 +166,12 @@ def on_measured(run: Run, event: RatiosMeasured) -> None:
         or (event.epoch, event.step, event.part) != expected
     ):
         return
-    if [found.id for found in event.ratios] != trainer.measuring:
+    if [measured.id for measured in event.ratios] != trainer.measuring:
         return  # a duplicate of an earlier answer
-    for found in event.ratios:
-        if found.id in state.buffer:
-            group = state.groups[found.id]
-            group.ratio, group.ratio_weights_id = found.ratio, state.published_id
+    for measured in event.ratios:
+        if measured.id in state.buffer:
+            group = state.groups[measured.id]
+            group.ratio, group.ratio_weights_id = measured.ratio, state.published_id
     _enter(run, TrainerStatus.IDLE)
 
 
@@ -397,7 +397,7 @@ def on_lost(run: Run, event: TrainerLost) -> None:
         return
     run.state.trainer.saving = None  # a checkpoint that was being written is lost with its trainer
     if event.hopeless:
-        run.state.error = run.state.error or f"the trainer cannot go on: {event.error}"
+        run.state.error = run.state.error or f"the trainer cannot continue: {event.error}"
     else:
         restart(run, f"lost: {event.error}")
 

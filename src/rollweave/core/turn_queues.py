@@ -50,54 +50,54 @@ class TurnQueues:
         """Add a turn that is queued, or requeued with another rank or key. Its former
         entry becomes stale.
         """
-        lane, turn = _lane(trajectory)
+        key, turn = _key_of(trajectory)
         heapq.heappush(
-            self._heaps.setdefault(lane, []),
+            self._heaps.setdefault(key, []),
             (-turn.rank, turn.tiebreak, trajectory.id, turn.arrival),
         )
-        self._arrivals.setdefault(lane, deque()).append((turn.arrival, trajectory.id))
+        self._arrivals.setdefault(key, deque()).append((turn.arrival, trajectory.id))
         self._entries += 1
 
-    def first(self, state: State, lane: QueueKey) -> TrajectoryId | None:
+    def first(self, state: State, key: QueueKey) -> TrajectoryId | None:
         """The turn of the highest rank, and of the lowest tiebreak among equal ranks."""
-        heap = self._heaps.get(lane)
+        heap = self._heaps.get(key)
         while heap:
             rank, _, trajectory_id, arrival = heap[0]
-            if _waits(state, trajectory_id, arrival, lane, -rank):
+            if _waits(state, trajectory_id, arrival, key, -rank):
                 return trajectory_id
             heapq.heappop(heap)
             self._entries -= 1
-        self._heaps.pop(lane, None)
-        self._arrivals.pop(lane, None)
+        self._heaps.pop(key, None)
+        self._arrivals.pop(key, None)
         return None
 
-    def waiting(self, state: State, lane: QueueKey) -> list[TrajectoryId]:
+    def waiting(self, state: State, key: QueueKey) -> list[TrajectoryId]:
         """All turns of this queue."""
-        entries = self._heaps.get(lane, [])
+        entries = self._heaps.get(key, [])
         return [
-            name for rank, _, name, arrival in entries if _waits(state, name, arrival, lane, -rank)
+            name for rank, _, name, arrival in entries if _waits(state, name, arrival, key, -rank)
         ]
 
-    def oldest(self, state: State, lane: QueueKey) -> TrajectoryId | None:
+    def oldest(self, state: State, key: QueueKey) -> TrajectoryId | None:
         """The turn that was queued first."""
-        arrivals = self._arrivals.get(lane)
+        arrivals = self._arrivals.get(key)
         while arrivals:
             arrival, trajectory_id = arrivals[0]
-            if _waits(state, trajectory_id, arrival, lane, None):
+            if _waits(state, trajectory_id, arrival, key, None):
                 return trajectory_id
             arrivals.popleft()
         return None
 
 
-def _lane(trajectory: Trajectory) -> tuple[QueueKey, Turn]:
+def _key_of(trajectory: Trajectory) -> tuple[QueueKey, Turn]:
     assert trajectory.turn is not None, "a queued turn is open"
     return (trajectory.turn.queue, trajectory.kv_resident), trajectory.turn
 
 
 def _waits(
-    state: State, trajectory_id: TrajectoryId, arrival: int, lane: QueueKey, rank: float | None
+    state: State, trajectory_id: TrajectoryId, arrival: int, key: QueueKey, rank: float | None
 ) -> bool:
     if state.turn_queue.get(trajectory_id) != arrival:
         return False
-    now, turn = _lane(state.trajectories[trajectory_id])
-    return now == lane and (rank is None or turn.rank == rank)
+    now, turn = _key_of(state.trajectories[trajectory_id])
+    return now == key and (rank is None or turn.rank == rank)

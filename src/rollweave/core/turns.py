@@ -88,10 +88,10 @@ def on_withdrawn(run: Run, event: TurnWithdrawn) -> None:
 
 
 def on_progressed(run: Run, event: TurnsProgressed) -> None:
-    for told in event.turns:
-        _, turn = _open_turn(run, told)
+    for progress in event.turns:
+        _, turn = _open_turn(run, progress)
         if turn is not None:
-            turn.output_tokens = told.output_tokens
+            turn.output_tokens = progress.output_tokens
 
 
 def on_prediction(run: Run, event: PredictionReady) -> None:
@@ -166,7 +166,7 @@ def fail(run: Run, trajectory: Trajectory, error: str) -> None:
 def fail_all(run: Run, engine: Engine, error: str, *, abort: bool) -> None:
     """Fail every turn on this engine.
 
-    With `abort` the world is told to discard their answers.
+    With `abort` the world discards their answers.
     """
     for trajectory_id in list(engine.active):
         trajectory = run.state.trajectories[trajectory_id]
@@ -176,7 +176,7 @@ def fail_all(run: Run, engine: Engine, error: str, *, abort: bool) -> None:
 
 
 def time_out(run: Run, engine: Engine, trajectory: Trajectory) -> None:
-    """Fail a turn that the watchdog has found late."""
+    """Fail a turn that is late."""
     _abort(run, engine, trajectory)
     fail(run, trajectory, f"no answer within {run.config.watchdog.turn_s:g} s")
 
@@ -248,9 +248,9 @@ def requeue(run: Run, trajectory: Trajectory) -> None:
     """
     turn = trajectory.turn
     assert turn is not None, "an open turn is queued"
-    lane = assignment.queue_of(run, trajectory, turn.avoid)
-    if lane != turn.queue:
-        turn.queue, turn.given_at_enqueue = lane, _turns_given(run, lane)
+    queue = assignment.queue_of(run, trajectory, turn.avoid)
+    if queue != turn.queue:
+        turn.queue, turn.given_at_enqueue = queue, _turns_given(run, queue)
     if turn.rank < overdue_rank(turn.arrival):
         turn.rank = turn_priority.rank_of(run, trajectory, turn)
     run.turn_queues.add(trajectory)
@@ -316,7 +316,7 @@ def _steal_turn(run: Run, engine_id: EngineId) -> bool:
 
     Return False if it cannot run that turn.
     """
-    lanes = [
+    queues = [
         (other, resident)
         for other in run.turn_queues.engines
         if other != engine_id
@@ -324,8 +324,8 @@ def _steal_turn(run: Run, engine_id: EngineId) -> bool:
     ]
     ready = [
         t
-        for lane in lanes
-        if (t := _next_in(run, lane)) is not None
+        for queue in queues
+        if (t := _next_in(run, queue)) is not None
         and t.turn is not None
         and engine_id not in t.turn.avoid
     ]
@@ -366,9 +366,9 @@ def _start_next(run: Run, waited_for: EngineId | None) -> bool:
 
     Return False if there is none.
     """
-    found = [_next_in(run, (waited_for, resident)) for resident in (True, False)]
+    heads = [_next_in(run, (waited_for, resident)) for resident in (True, False)]
     ready = sorted(
-        (trajectory for trajectory in found if trajectory is not None), key=_dispatch_key
+        (trajectory for trajectory in heads if trajectory is not None), key=_dispatch_key
     )
     for trajectory in ready:
         turn = trajectory.turn
@@ -389,13 +389,13 @@ def _dispatch_key(trajectory: Trajectory) -> tuple[float, float, TrajectoryId]:
     return (-trajectory.turn.rank, trajectory.turn.tiebreak, trajectory.id)
 
 
-def _next_in(run: Run, lane: QueueKey) -> Trajectory | None:
+def _next_in(run: Run, queue: QueueKey) -> Trajectory | None:
     """The turn of this queue that runs next.
 
     One that was overtaken too often goes first.
     """
-    state, waited_for = run.state, lane[0]
-    oldest = run.turn_queues.oldest(state, lane)
+    state, waited_for = run.state, queue[0]
+    oldest = run.turn_queues.oldest(state, queue)
     if oldest is None:
         return None
     turn = state.trajectories[oldest].turn
@@ -408,7 +408,7 @@ def _next_in(run: Run, lane: QueueKey) -> Trajectory | None:
         turn.rank = overdue_rank(turn.arrival)
         state.counters.scheduling.overdue += 1
         run.turn_queues.add(state.trajectories[oldest])
-    first = run.turn_queues.first(state, lane)
+    first = run.turn_queues.first(state, queue)
     return state.trajectories[first] if first is not None else None
 
 
@@ -441,10 +441,12 @@ def _assigned_or_free_engine(run: Run, trajectory: Trajectory, turn: Turn) -> En
     """
     if turn.queue in turn.avoid and not run.independent_updates and _has_alternative(run, turn):
         requeue(run, trajectory)  # its engine failed it when there was no alternative
-    home = run.fleet.loads.get(turn.queue) if turn.queue is not None else None
-    fits = home is not None and assignment.fits_in_kv(run, trajectory, run.state.engines[home.id])
-    if home is not None and fits and home.active < home.slots:
-        return home.id
+    assigned = run.fleet.loads.get(turn.queue) if turn.queue is not None else None
+    fits = assigned is not None and assignment.fits_in_kv(
+        run, trajectory, run.state.engines[assigned.id]
+    )
+    if assigned is not None and fits and assigned.active < assigned.slots:
+        return assigned.id
     if run.scheduling.migration == "gain" and run.fleet.free:
         free = [load.id for load in run.fleet.loads.values() if load.active < load.slots]
         idlest = assignment.least_loaded(
@@ -453,8 +455,8 @@ def _assigned_or_free_engine(run: Run, trajectory: Trajectory, turn: Turn) -> En
         if idlest is not None and assignment.fits_in_kv(run, trajectory, idlest):
             _reassign(run, trajectory, turn, idlest.id)
             return idlest.id
-    if home is not None and fits and home.runs(turn.rank, preempts=run.scheduling.preempts):
-        return home.id
+    if assigned is not None and fits and assigned.runs(turn.rank, preempts=run.scheduling.preempts):
+        return assigned.id
     return None
 
 

@@ -103,9 +103,11 @@ def buffer_limit(run: Run) -> int:
 def engine_for(run: Run, purpose: Purpose) -> Engine | None:
     """The engine that launches a trajectory now: the emptiest one that may."""
     batches = _batch_sizes(run)
-    found = _taking_episodes(run) if purpose is Purpose.EVAL else _launching(run)
+    candidates = _taking_episodes(run) if purpose is Purpose.EVAL else _launching(run)
     return min(
-        found, key=lambda engine: assigned_count(run, engine) / batches[engine.id], default=None
+        candidates,
+        key=lambda engine: assigned_count(run, engine) / batches[engine.id],
+        default=None,
     )
 
 
@@ -241,9 +243,9 @@ def awaited_weights(run: Run) -> int | None:
     )
     return next(
         (
-            found
-            for found in (*evaluated, *bound)
-            if weights.is_obtainable(run, found) and not is_loaded_or_loading(run, found)
+            awaited
+            for awaited in (*evaluated, *bound)
+            if weights.is_obtainable(run, awaited) and not is_loaded_or_loading(run, awaited)
         ),
         None,
     )
@@ -278,11 +280,11 @@ def assign(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId] = ()) -> 
     """Assign the trajectory to the emptiest engine with its weights, preferably none of
     `avoid` and none that leaves; or mark it as unassigned.
     """
-    found = [
+    engines = [
         engine for engine in run.state.engines.values() if serves_version_of(engine, trajectory)
     ]
-    rather = [engine for engine in found if engine.id not in avoid] or found
-    wanted = [engine for engine in rather if not engine.leaving] or rather
+    preferred = [engine for engine in engines if engine.id not in avoid] or engines
+    wanted = [engine for engine in preferred if not engine.leaving] or preferred
     trajectory.kv_resident = False
     trajectory.assigned_engine = (
         min(wanted, key=lambda engine: assigned_count(run, engine) / batch_size(run, engine)).id
@@ -345,10 +347,10 @@ def _unassigned(run: Run) -> list[Trajectory]:
     listed = [
         state.trajectories[member] for member in state.unassigned if member in state.trajectories
     ]
-    found = [
+    unassigned = [
         one
         for one in listed
         if one.assigned_engine is None and one.stage in (Stage.INIT, Stage.RUN)
     ]
-    state.unassigned = {trajectory.id: None for trajectory in found}
-    return found
+    state.unassigned = {trajectory.id: None for trajectory in unassigned}
+    return unassigned

@@ -33,22 +33,20 @@ def needed(run: Run) -> tuple[int, ...]:
     Of the retained ones, ascending, the newest MAX_VERSIONS.
     """
     state = run.state
-    found = {state.published_id}
+    ids = {state.published_id}
     for engine in state.engines.values():
-        found |= {engine.weights_id, engine.loading_id}
+        ids |= {engine.weights_id, engine.loading_id}
     for relay in state.relays.values():
-        found |= {
+        ids |= {
             relay.fetching,
             relay.base if relay.base is not None else -1,
             *relay.versions[-1:],
         }
     if run.independent_updates:
-        found |= {
-            state.trajectories[member].weights_id for member in (*state.in_init, *state.in_run)
-        }
+        ids |= {state.trajectories[member].weights_id for member in (*state.in_init, *state.in_run)}
         if state.evaluation is not None:
-            found.add(state.evaluation.weights_id)
-    return tuple(sorted(found & {*state.retained_versions, state.published_id} - {-1}))[
+            ids.add(state.evaluation.weights_id)
+    return tuple(sorted(ids & {*state.retained_versions, state.published_id} - {-1}))[
         -MAX_VERSIONS:
     ]
 
@@ -137,17 +135,17 @@ def newest(run: Run, engine: Engine) -> int | None:
     state = run.state
     if state.machines:
         relay = relay_of(run, engine)
-        found = (
+        in_memory = (
             next((held for held in reversed(relay.versions) if held in state.retained_versions), -1)
             if relay is not None
             else -1
         )
     else:
-        found = state.published_id if state.published_id in state.retained_versions else -1
+        in_memory = state.published_id if state.published_id in state.retained_versions else -1
     saved = (
         max(state.checkpointed_versions, default=-1)
         if state.published_id not in state.retained_versions
         else -1
     )
-    newest = max(found, saved if saved >= engine.weights_id else -1)
+    newest = max(in_memory, saved if saved >= engine.weights_id else -1)
     return newest if newest >= 0 else None
