@@ -79,10 +79,12 @@ def _batch(run: Run) -> list[tuple[int, int]]:
     """
     rollout, state = run.config.rollout, run.state
     works = []
-    for name, known in state.lengths.items():
-        context, growth = state.prompt_tokens.get(name, 0.0), state.context_growth.get(name, 1.0)
+    for stats in state.domains.values():
+        context = stats.prompt_tokens or 0.0
+        growth = 1.0 if stats.context_growth is None else stats.context_growth
         works += [
-            (length, round(occupied(length, context=context, growth=growth))) for length in known
+            (length, round(occupied(length, context=context, growth=growth)))
+            for length in stats.lengths
         ]
     works.sort(reverse=True)
     count = min(len(works), rollout.groups_per_step * rollout.group_size)

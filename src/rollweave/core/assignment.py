@@ -93,9 +93,9 @@ def fits_in_kv(run: Run, trajectory: Trajectory, engine: Engine) -> bool:
         or (turn is not None and turn.rank >= overdue_rank(turn.arrival))
     ):
         return True
-    name = run.state.groups[trajectory.group_id].name
-    turn_s = run.state.turn_s.get(name, 0.0)
-    if run.state.tool_s.get(name, 0.0) > turn_s:
+    stats = run.domain_of(trajectory)
+    turn_s = stats.turn_s or 0.0
+    if (stats.tool_s or 0.0) > turn_s:
         return True
     before, room = (
         run.length_index.ahead_of(trajectory, engine.id),

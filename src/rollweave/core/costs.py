@@ -69,7 +69,7 @@ def _shortest(profile: Sequence[StepTime]) -> list[StepTime]:
 
 def recent_lengths(run: Run) -> list[int]:
     """Sampled tokens of the newest finished trajectories of all task domains."""
-    return [length for known in run.state.lengths.values() for length in known]
+    return [length for stats in run.state.domains.values() for length in stats.lengths]
 
 
 def rate_of(engine: Engine) -> Rate:

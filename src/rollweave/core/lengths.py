@@ -42,13 +42,11 @@ def begin_attempt(run: Run, trajectory: Trajectory) -> None:
     trajectory.tool_s = 0.0
     trajectory.kv_resident = False
     trajectory.prediction_requested_for = trajectory.predicted_at_turn = -1
-    name = run.state.groups[trajectory.group_id].name
-    known = run.state.lengths.get(name)
-    mean = (
-        run.state.length_sums[name] / len(known)
-        if known
-        else run.state.first_lengths.get(name, 1.0)
-    )
+    stats = run.domain_of(trajectory)
+    if stats.lengths:
+        mean = stats.length_sum / len(stats.lengths)
+    else:
+        mean = 1.0 if stats.predicted_length is None else stats.predicted_length
     _set_estimate(run, trajectory, mean)
 
 
@@ -58,34 +56,32 @@ def learn_prompt(run: Run, trajectory: Trajectory, prompt_tokens: int) -> None:
     """
     trajectory.prompt_tokens = trajectory.context_tokens = prompt_tokens
     if prompt_tokens:
-        _update_mean(
-            run.state.prompt_tokens, run.state.groups[trajectory.group_id].name, prompt_tokens
-        )
+        stats = run.domain_of(trajectory)
+        stats.prompt_tokens = _mean(stats.prompt_tokens, prompt_tokens)
 
 
 def learn_request(run: Run, trajectory: Trajectory, context_tokens: int) -> None:
     """Learn from a requested turn, and request a prediction: the environment's answer
     is the most informative moment before a turn.
     """
+    stats = run.domain_of(trajectory)
     if trajectory.turns_requested:
         step_s = run.now - trajectory.since
         trajectory.tool_s += step_s
-        _update_mean(run.state.tool_s, run.state.groups[trajectory.group_id].name, step_s)
+        stats.tool_s = _mean(stats.tool_s, step_s)
     if not trajectory.prompt_tokens:
         learn_prompt(run, trajectory, context_tokens)
     trajectory.context_tokens = context_tokens
-    trajectory.kv_demand = context_tokens + round(
-        run.state.turn_tokens.get(run.state.groups[trajectory.group_id].name, 0.0)
-    )
+    trajectory.kv_demand = context_tokens + round(stats.turn_tokens or 0.0)
     run.reindex(trajectory)
     _request_prediction(run, trajectory)
 
 
 def learn_turn(run: Run, trajectory: Trajectory, output_tokens: int, turn_s: float) -> None:
     """Learn from a turn that is over, after `turn_s` in a slot."""
-    name = run.state.groups[trajectory.group_id].name
-    _update_mean(run.state.turn_s, name, turn_s)
-    _update_mean(run.state.turn_tokens, name, output_tokens)
+    stats = run.domain_of(trajectory)
+    stats.turn_s = _mean(stats.turn_s, turn_s)
+    stats.turn_tokens = _mean(stats.turn_tokens, output_tokens)
     trajectory.output_tokens += output_tokens
     trajectory.last_output_tokens = output_tokens
     trajectory.context_tokens += output_tokens
@@ -104,8 +100,9 @@ def learn_prediction(run: Run, trajectory: Trajectory, event: PredictionReady) -
     trajectory.predicted_at_turn = event.turn
     _set_estimate(run, trajectory, event.remaining_tokens)
     run.state.partition.predictions += 1
-    name = run.state.groups[trajectory.group_id].name
-    _update_mean(run.state.first_lengths, name, trajectory.output_tokens + trajectory.estimate)
+    stats = run.domain_of(trajectory)
+    length = trajectory.output_tokens + trajectory.estimate
+    stats.predicted_length = _mean(stats.predicted_length, length)
     return True
 
 
@@ -121,9 +118,9 @@ def revise_outrun(run: Run) -> list[Trajectory]:
         return []
     revised = []
     speeds = {
-        name: run.state.turn_tokens.get(name, 0.0) / seconds
-        for name, seconds in run.state.turn_s.items()
-        if seconds
+        name: (stats.turn_tokens or 0.0) / stats.turn_s
+        for name, stats in run.state.domains.items()
+        if stats.turn_s
     }
     for trajectory_id in run.state.in_run:
         trajectory = run.state.trajectories[trajectory_id]
@@ -145,16 +142,12 @@ def finish_attempt(run: Run, trajectory: Trajectory, *, finished: bool) -> None:
     """
     group = run.state.groups[trajectory.group_id]
     if finished and trajectory.output_tokens and group.purpose is Purpose.TRAIN:
-        known = run.state.lengths.setdefault(group.name, [])
-        known.append(trajectory.output_tokens)
-        gone = known.pop(0) if len(known) > KEPT_LENGTHS else 0
-        sums = run.state.length_sums
-        sums[group.name] = sums.get(group.name, 0) + trajectory.output_tokens - gone
-        _update_mean(
-            run.state.context_growth,
-            group.name,
-            _context_growth(trajectory) / trajectory.output_tokens,
-        )
+        stats = run.domain_of(trajectory)
+        stats.lengths.append(trajectory.output_tokens)
+        gone = stats.lengths.pop(0) if len(stats.lengths) > KEPT_LENGTHS else 0
+        stats.length_sum += trajectory.output_tokens - gone
+        growth = _context_growth(trajectory) / trajectory.output_tokens
+        stats.context_growth = _mean(stats.context_growth, growth)
     if trajectory.prediction_requested_for >= 0:
         run.emit(
             Harvest(
@@ -173,9 +166,9 @@ def _context_growth(trajectory: Trajectory) -> int:
     return max(0, trajectory.context_tokens - trajectory.prompt_tokens)
 
 
-def _update_mean(means: dict[str, float], name: str, value: float) -> None:
-    before = means.get(name, value)
-    means[name] = before + MEAN_WEIGHT * (value - before)
+def _mean(mean: float | None, value: float) -> float:
+    """The running mean after a new value."""
+    return value if mean is None else mean + MEAN_WEIGHT * (value - mean)
 
 
 def _set_estimate(run: Run, trajectory: Trajectory, tokens: float) -> None:
@@ -185,7 +178,8 @@ def _set_estimate(run: Run, trajectory: Trajectory, tokens: float) -> None:
     if not (run.scheduling.predicts or run.scheduling.homes):
         return  # estimates are not used
     trajectory.estimate = round(max(1.0, min(tokens, MAX_ESTIMATE)))
-    growth = run.state.context_growth.get(run.state.groups[trajectory.group_id].name, 1.0)
+    known = run.domain_of(trajectory).context_growth
+    growth = 1.0 if known is None else known
     trajectory.kv_token_steps = round(
         occupied(trajectory.estimate, context=trajectory.context_tokens, growth=growth)
     )

@@ -101,7 +101,6 @@ def _is_worthwhile(run: Run, trajectory: Trajectory, source: Engine, target: Eng
     left = next((-key[0] for key in own.remaining if key[1] != trajectory.id), 0)
     there = max(other.longest, trajectory.estimate)
     work, held = trajectory.estimate, trajectory.kv_token_steps
-    name = run.state.groups[trajectory.group_id].name
     transfer_s = trajectory.context_tokens * run.state.migration_token_s
     return worth_it(
         _seconds(
@@ -114,7 +113,7 @@ def _is_worthwhile(run: Run, trajectory: Trajectory, source: Engine, target: Eng
             (other.longest, other.tokens, other.occupied),
             (there, other.tokens + work, other.occupied + held),
         ),
-        exposed_s=max(0.0, transfer_s - run.state.tool_s.get(name, 0.0)),
+        exposed_s=max(0.0, transfer_s - (run.domain_of(trajectory).tool_s or 0.0)),
     )
 
 

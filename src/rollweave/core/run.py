@@ -12,7 +12,7 @@ from rollweave.core.policy.experience import Rule
 from rollweave.core.policy.modes import Mode, preset
 from rollweave.core.policy.scheduling import Scheduling, scheduling
 from rollweave.core.policy.staleness import acceptable
-from rollweave.core.state import Phase, State, TrainerStatus, Trajectory
+from rollweave.core.state import DomainStats, Phase, State, TrainerStatus, Trajectory
 from rollweave.core.turn_queues import TurnQueues
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import Command, Warn
@@ -70,6 +70,11 @@ class Run:
         watchdog = self.state.counters.watchdog
         watchdog[count] = watchdog.get(count, 0) + 1
         self.emit(Warn(component=component, message=message))
+
+    def domain_of(self, trajectory: Trajectory) -> DomainStats:
+        """The statistics of the trajectory's task domain."""
+        name = self.state.groups[trajectory.group_id].name
+        return self.state.domains.setdefault(name, DomainStats())
 
     def next_version(self) -> int:
         """The version at which the next mini-batch to be taken will be trained: the

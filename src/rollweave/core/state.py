@@ -374,6 +374,22 @@ class Counters(msgspec.Struct):
     scheduling: SchedulingCounters = msgspec.field(default_factory=SchedulingCounters)
 
 
+class DomainStats(msgspec.Struct):
+    """Lengths and times of a task domain's trajectories.
+
+    Means are running means (`core/lengths`) and None before the first value.
+    """
+
+    lengths: list[int] = []  # sampled tokens of the newest finished trajectories
+    length_sum: int = 0  # sum of `lengths`
+    predicted_length: float | None = None  # mean; used as long as none has finished
+    context_growth: float | None = None  # tokens of context for each sampled one
+    prompt_tokens: float | None = None
+    turn_tokens: float | None = None  # sampled tokens of a turn
+    turn_s: float | None = None  # seconds of a turn on its engine
+    tool_s: float | None = None  # seconds of an environment's step
+
+
 class Idle(msgspec.Struct):
     """Seconds of the engines (summed) and of the trainer by what they did or waited
     for, since the run began.
@@ -413,18 +429,7 @@ class State(msgspec.Struct):
     migrations: dict[int, Migration] = {}
     next_migration: int = 0
     migration_token_s: float = 0.0  # mean seconds for the transfer of a token's KV
-    # mean predicted length by task domain, for as long as none has finished
-    first_lengths: dict[str, float] = {}
-    # sampled tokens of the newest finished trajectories, by task domain
-    lengths: dict[str, list[int]] = {}
-    length_sums: dict[str, int] = {}  # of these
-    context_growth: dict[
-        str, float
-    ] = {}  # tokens of context for each sampled one, by task domain, of late
-    prompt_tokens: dict[str, float] = {}  # mean, by task domain
-    turn_tokens: dict[str, float] = {}  # mean sampled tokens of a turn, by task domain
-    turn_s: dict[str, float] = {}  # mean seconds of a turn on its engine, by task domain
-    tool_s: dict[str, float] = {}  # mean seconds of an environment's step, by task domain
+    domains: dict[str, DomainStats] = {}  # by task domain
     next_engine: int = 0
     pending_degrees: list[int] = []  # degrees of planned engines that the fleet lacks
     withdrawn: list[EngineId] = []  # configured engines that are gone for good, in later worlds too
