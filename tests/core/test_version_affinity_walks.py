@@ -28,7 +28,7 @@ class Judged(World):
     def feed(self, event: e.Event) -> None:
         super().feed(event)
         run = self.core._run
-        if run.independent_updates:
+        if not run.pacing.interchangeable:
             compare(run)
             self.compared += 1
 

@@ -8,7 +8,6 @@ of these clears it.
 import math
 from collections.abc import Iterable, Sequence
 
-from rollweave.core import version_affinity
 from rollweave.core.costs import groups_of, rate_of
 from rollweave.core.policy.migration import retarget
 from rollweave.core.policy.placement import place_groups
@@ -35,22 +34,17 @@ def queue_of(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> Eng
     """
     if not run.scheduling.homes:
         return None
-    assigned = trajectory.assigned_engine
-    if run.independent_updates:
-        engine = (
-            run.state.engines.get(assigned)
-            if assigned is not None and assigned not in avoid
-            else None
-        )
-        if engine is None or not version_affinity.serves_version_of(engine, trajectory):
-            version_affinity.assign(run, trajectory, avoid)
-    elif assigned is None or assigned in avoid or not is_usable(run, assigned):
-        trajectory.assigned_engine, trajectory.kv_resident = (
-            _choose_engine(run, trajectory, avoid),
-            False,
-        )
-        run.reindex(trajectory)
+    run.pacing.assign(run, trajectory, avoid)
     return trajectory.assigned_engine
+
+
+def assign_usable(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> None:
+    """Assign the trajectory to another engine unless its own is usable."""
+    assigned = trajectory.assigned_engine
+    if assigned is None or assigned in avoid or not is_usable(run, assigned):
+        trajectory.assigned_engine = _choose_engine(run, trajectory, avoid)
+        trajectory.kv_resident = False
+        run.reindex(trajectory)
 
 
 def is_usable(run: Run, engine_id: EngineId) -> bool:

@@ -147,7 +147,7 @@ def _check_measured(run: Run) -> None:
     assert len(trainer.measuring) == len(set(trainer.measuring)), trainer
     assert not (trainer.measuring and trainer.batch), trainer
     assert not trainer.measuring or (
-        run.independent_updates and run.config.buffer.sample == "ratio"
+        run.pacing.samples_buffer and run.config.buffer.sample == "ratio"
     ), trainer
     for group in run.state.groups.values():
         assert (group.ratio is None) == (group.ratio_weights_id < 0), group
@@ -159,7 +159,7 @@ def _check_affinity(run: Run) -> None:
     """Assert that a trajectory's turns are only on engines with the weights that it
     began with.
     """
-    if not run.independent_updates:
+    if run.pacing.interchangeable:
         return
     state = run.state
     for engine in state.engines.values():
@@ -234,7 +234,7 @@ def _check_fleet(run: Run) -> None:
     leaving = [engine for engine in engines if engine.leaving]
     assert not leaving or remaining_engines(state, leaving[0]), f"all engines leave: {leaving}"
     for engine in leaving:
-        assert run.independent_updates or engine.draining, f"{engine} takes turns"
+        assert not run.pacing.interchangeable or engine.draining, f"{engine} takes turns"
         assert engine.status is not EngineStatus.STARTING or not engine.active, engine
 
 

@@ -20,13 +20,13 @@ PERIOD_S = 5.0
 
 def check_due(run: Run) -> None:
     """Run if the period is over."""
-    if run.independent_updates and run.now - run.state.consolidated_at >= PERIOD_S:
+    if run.pacing.consolidates and run.now - run.state.consolidated_at >= PERIOD_S:
         run_now(run)
 
 
 def run_now(run: Run) -> None:
     """Plan, and begin to move."""
-    if not run.independent_updates or not run.config.rollout.repack:
+    if not run.pacing.consolidates or not run.config.rollout.repack:
         return
     state = run.state
     state.consolidated_at = run.now

@@ -30,6 +30,7 @@ from rollweave.core import (
 )
 from rollweave.core.accounting import Account, account
 from rollweave.core.checks import check
+from rollweave.core.pacing import IndependentPacing, SharedPacing
 from rollweave.core.policy.experience import Rule
 from rollweave.core.run import Run
 from rollweave.core.state import Phase, State
@@ -53,7 +54,13 @@ class Core:
         *,
         rules: Mapping[str, Rule] | None = None,
     ) -> None:
-        self._run = Run(config, state if state is not None else State(), rules or {})
+        self._run = Run(
+            config,
+            state if state is not None else State(),
+            rules or {},
+            shared=SharedPacing(),
+            independent=IndependentPacing(),
+        )
 
     @classmethod
     def restore(

@@ -12,14 +12,12 @@ from collections.abc import Mapping
 from rollweave.core import (
     assignment,
     costs,
-    evaluation,
     membership,
     trajectories,
     turns,
     version_affinity,
     weights,
 )
-from rollweave.core.policy.modes import update_now
 from rollweave.core.policy.relay import repair
 from rollweave.core.policy.retry import Failover, failover
 from rollweave.core.run import Run
@@ -121,8 +119,7 @@ def on_suspended(run: Run, event: EngineSuspended) -> None:
     engine = find(run, event.engine_id, event.epoch)
     if engine is None or engine.status is not EngineStatus.SUSPENDING:
         return
-    other = version_affinity.wanted_weights(run, engine) if run.independent_updates else None
-    _load(run, engine, weights.newest(run, engine) if other is None else other)
+    _load(run, engine, run.pacing.wanted_weights(run, engine))
 
 
 def on_loaded(run: Run, event: WeightsLoaded) -> None:
@@ -148,8 +145,7 @@ def on_loaded(run: Run, event: WeightsLoaded) -> None:
     engine.peak_kv = None
     _enter(run, engine, EngineStatus.SERVING)
     run.emit(ResumeEngine(engine_id=engine.id))
-    if run.independent_updates:
-        _reassign(run)
+    _reassign(run)
 
 
 def on_load_failed(run: Run, event: WeightsLoadFailed) -> None:
@@ -171,15 +167,15 @@ def on_load_failed(run: Run, event: WeightsLoadFailed) -> None:
         if relay is not None and event.weights_id in relay.versions:
             relay.restart_reason = f"{engine.id} cannot load from it"
         restart(run, engine, f"weights refused {MAX_LOAD_FAILURES} times: {event.error}")
-    elif run.independent_updates:
+    elif run.pacing.reloads_newest:
+        _load(run, engine, weights.newest(run, engine))
+    else:
         if event.weights_id != run.state.published_id:
             run.state.retained_versions.pop(
                 event.weights_id, None
             )  # older versions are not sent again
         _make_stale(run, engine)
         _reassign(run)
-    else:
-        _load(run, engine, weights.newest(run, engine))
 
 
 def _reassign(run: Run) -> None:
@@ -254,8 +250,7 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
     engine.consecutive_timeouts = engine.load_failures = 0
     _enter(run, engine, EngineStatus.STARTING)
     assignment.engines_changed(run)
-    if run.independent_updates:
-        version_affinity.unassign_engine(run, engine)
+    run.pacing.unassign_engine(run, engine)
     turns.requeue_from(run, engine)
     command = RestartEngine(
         engine_id=engine.id,
@@ -372,11 +367,7 @@ def remove_drained(run: Run) -> None:
             engine.leaving = engine.draining = False
             _membership_changed(run)
             continue
-        if (
-            engine.leaving
-            and not engine.draining
-            and not (run.independent_updates and version_affinity.is_bound(run, engine))
-        ):
+        if engine.leaving and not engine.draining and run.pacing.may_drain(run, engine):
             drain(run, engine)
         if engine.draining and not engine.active:
             remove(
@@ -404,8 +395,7 @@ def remove(run: Run, engine: Engine, reason: str) -> None:
     if engine.leaving:
         _count_departure(state, engine)
     _membership_changed(run)
-    if run.independent_updates:
-        version_affinity.unassign_engine(run, engine)
+    run.pacing.unassign_engine(run, engine)
     turns.requeue_from(run, engine)
     run.emit(RemoveEngine(engine_id=engine.id, reason=reason))
 
@@ -418,44 +408,8 @@ def _count_departure(state: State, engine: Engine) -> None:
 
 
 def update(run: Run) -> None:
-    """Make engines load the newest weights that they can: stale ones at once, serving
-    ones when the mode allows it.
-    """
-    state = run.state
-    if run.independent_updates and (state.retained_versions or state.checkpointed_versions):
-        _update_independently(run)
-        return
-    if not state.retained_versions:
-        return  # nothing is published yet, or its holders are gone
-    if run.fleet.weights_ids <= {state.published_id}:
-        return
-    outdated = [
-        engine
-        for engine in state.engines.values()
-        if engine.status in (EngineStatus.STALE, EngineStatus.SERVING)
-        and not engine.draining
-        and weights.newest(run, engine) not in (None, engine.weights_id)
-    ]
-    held = evaluation.holds_weights(run)
-    may_update = not held and update_now(
-        run.mode,
-        batch_ready=len(state.buffer) >= run.config.rollout.groups_per_step,
-        in_flight=len(state.active_groups),
-        too_old=not run.admits_training(),
-    )
-    for engine in outdated:
-        newest = weights.newest(run, engine)
-        if engine.status is EngineStatus.STALE and not _is_held_back(run, newest):
-            _load(run, engine, newest)
-        elif engine.status is EngineStatus.SERVING and may_update:
-            _enter(run, engine, EngineStatus.SUSPENDING)
-            run.emit(SuspendEngine(engine_id=engine.id))
-
-
-def _update_independently(run: Run) -> None:
-    """Make each engine whose trajectories are over load the weights wanted of it."""
-    evaluation.abandon_if_lost(run)
-    for engine, target in version_affinity.updates(run):
+    """Make engines load the weights that the mode's pacing wants of them."""
+    for engine, target in run.pacing.updates(run):
         if engine.status is EngineStatus.STALE:
             _load(run, engine, target)
         else:
@@ -463,22 +417,8 @@ def _update_independently(run: Run) -> None:
             run.emit(SuspendEngine(engine_id=engine.id))
 
 
-def _is_held_back(run: Run, weights_id: int | None) -> bool:
-    """True if these weights are of another version than that of an evaluation that has
-    started.
-    """
-    if run.independent_updates or weights_id is None or not evaluation.holds_weights(run):
-        return False
-    state = run.state
-    assert state.evaluation is not None, "an evaluation that holds weights is under way"
-    return (
-        state.retained_versions.get(weights_id, state.checkpointed_versions.get(weights_id))
-        != state.evaluation.version
-    )
-
-
 def _load(run: Run, engine: Engine, weights_id: int | None) -> None:
-    if _is_held_back(run, weights_id):
+    if run.pacing.holds_back(run, weights_id):
         assert run.state.evaluation is not None, "an evaluation holds it back"
         (_resume if engine.version == run.state.evaluation.version else _make_stale)(run, engine)
     elif (
@@ -519,7 +459,7 @@ def _make_stale(run: Run, engine: Engine) -> None:
     With independent updates it no longer counts as having weights.
     """
     engine.loading_id = -1
-    if run.independent_updates:
+    if not run.pacing.stale_keeps_version:
         engine.version = engine.weights_id = -1
     _enter(run, engine, EngineStatus.STALE)
 

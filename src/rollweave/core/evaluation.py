@@ -93,11 +93,7 @@ def abandon_if_superseded(run: Run, published: int) -> None:
     published version, and the trainer has lost the evaluated one.
     """
     evaluation = run.state.evaluation
-    if (
-        run.independent_updates
-        and evaluation is not None
-        and weights.is_obtainable(run, evaluation.weights_id)
-    ):
+    if evaluation is not None and run.pacing.can_still_evaluate(run, evaluation.weights_id):
         return  # an engine loads them when it is free
     if evaluation is not None and not evaluation.started and evaluation.version != published:
         run.warn(
@@ -126,7 +122,7 @@ def advance(run: Run) -> None:
             if engine.version >= 0 or engine.status is loads
         ]
         met = [engine for engine in serving if engine.version == evaluation.version]
-        if not met or (not run.independent_updates and met != with_weights):
+        if not met or (met != with_weights and not run.pacing.evaluates_on_one_engine):
             return
         evaluation.started = True
     while evaluation.to_draw and len(evaluation.pending) < run.config.rollout.max_running:

@@ -23,7 +23,7 @@ FUNCTION_MARK = ":"
 def choose_batch(run: Run, wanted: int) -> list[GroupId]:
     """The groups of the next (mini-)batch: `wanted` of them, or none."""
     state, name = run.state, run.config.buffer.sample
-    if not run.independent_updates or name == "fifo":
+    if not run.pacing.samples_buffer or name == "fifo":
         return list(state.buffer)[:wanted]
     trainer = state.trainer
     moment = f"{run.config.run.seed}/{trainer.epoch}/{trainer.step}/{trainer.parts_done}"
@@ -46,7 +46,7 @@ def unmeasured(run: Run, wanted: int) -> list[GroupId]:
     """
     state = run.state
     if (
-        not run.independent_updates
+        not run.pacing.samples_buffer
         or run.config.buffer.sample != "ratio"
         or len(state.buffer) <= wanted
     ):
@@ -67,7 +67,7 @@ def surplus(run: Run) -> list[GroupId]:
     the user's function names.
     """
     state, name = run.state, run.config.buffer.evict
-    if not run.independent_updates or not state.buffer:
+    if not run.pacing.samples_buffer or not state.buffer:
         return []
     most = version_affinity.buffer_limit(run)
     if len(state.buffer) <= most and FUNCTION_MARK not in name:

@@ -6,15 +6,13 @@ dropped for a named reason, cancelled, buffered or in flight. Only scored member
 complete groups enter the buffer; a dropped group takes all its members with it.
 """
 
-from rollweave.core import attempts, experience, lengths, trajectories, version_affinity
+from rollweave.core import attempts, experience, lengths, trajectories
 from rollweave.core.policy.mixture import next_domain
 from rollweave.core.policy.redundancy import (
     Verdict,
-    capacity,
     group_verdict,
     is_barren,
     is_spent,
-    pool_room,
 )
 from rollweave.core.policy.staleness import acceptable
 from rollweave.core.run import Run
@@ -37,50 +35,9 @@ STOP_REASONS = frozenset(reason.value for reason in StopReason)
 
 
 def launch(run: Run) -> None:
-    """Draw training groups as far as the mode's window and the spare groups allow."""
-    state, rollout = run.state, run.config.rollout
-    version = run.serving_version()
-    if version is None or not run.admits_training():
-        return
-    if run.independent_updates:
-        _draw(run, _pool_room(run))
-        return
-    assert run.mode.window is not None, "only mode decoupled has no window"
-    room = capacity(
-        window=run.mode.window,
-        serving_version=version,
-        next_version=run.next_version(),
-        groups_per_step=rollout.groups_per_step,
-        spare_groups=rollout.spare_groups,
-        last_step=run.config.run.steps,
-    )
-    # Of a streamed step, mini-batches that are trained already need no more groups.
-    if run.mode.streamed and room > 0 and run.next_version() == state.trainer.step:
-        begun = state.trainer.parts_done
-        room -= sum(run.groups_in_minibatch(part) for part in range(begun)) + len(
-            state.trainer.batch
-        )
-    _draw(run, room - len(state.active_groups) - len(state.buffer))
-
-
-def _pool_room(run: Run) -> int:
-    state, rollout = run.state, run.config.rollout
-    size = min(run.group_sizes.values())
-    drawing = sum(
-        state.groups[group_id].status is GroupStatus.DRAWING for group_id in state.active_groups
-    )
-    return pool_room(
-        seats=version_affinity.free_capacity(run),
-        waiting=len(state.init_queue) + drawing * size,
-        running=len(state.in_init) + len(state.in_run),
-        group_size=size,
-        active=len(state.active_groups),
-        buffered=len(state.buffer),
-        places=version_affinity.buffer_capacity(run),
-        next_version=run.next_version(),
-        groups_per_step=rollout.groups_per_step,
-        last_step=run.config.run.steps,
-    )
+    """Draw as many training groups as the mode's pacing has room for."""
+    if run.admits_training():
+        _draw(run, run.pacing.room(run))
 
 
 def _draw(run: Run, count: int) -> None:

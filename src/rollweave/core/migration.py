@@ -254,7 +254,7 @@ def _end(run: Run, m: Migration, moved_tokens: int, error: str) -> list[Trajecto
         trajectory.migration = None
         trajectory.assigned_engine = _engine_after(run, m, moved=not error)
         run.reindex(trajectory)
-        if run.independent_updates:
+        if not run.pacing.interchangeable:
             # the target may have other weights by now
             assignment.queue_of(run, trajectory, ())
         if trajectory.turn is not None:

@@ -20,7 +20,7 @@ each only once for the same weights: a slow link is not left again and again.
 from bisect import insort
 from collections.abc import Mapping
 
-from rollweave.core import engines, version_affinity, weights
+from rollweave.core import engines, weights
 from rollweave.core.policy.relay import repair, sends_changes
 from rollweave.core.policy.retry import Failover, failover
 from rollweave.core.run import Run
@@ -235,9 +235,9 @@ def _missing_version(run: Run, relay: Relay) -> int | None:
     state = run.state
     if state.published_id in state.retained_versions and state.published_id not in relay.versions:
         return state.published_id
-    if not run.independent_updates or relay.suspected or not _is_chain_head(run, relay):
+    if relay.suspected or not _is_chain_head(run, relay):
         return None
-    other = version_affinity.awaited_weights(run)
+    other = run.pacing.awaited_weights(run)
     if other not in state.retained_versions:
         return None  # only a checkpoint has them, or nothing waits for them
     return other if not any(other in one.versions for one in state.relays.values()) else None

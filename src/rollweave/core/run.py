@@ -3,22 +3,22 @@ the commands emitted while one event is handled.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from rollweave.core.fleet import Fleet
 from rollweave.core.length_index import LengthIndex
 from rollweave.core.policy.experience import Rule
 from rollweave.core.policy.modes import Mode, preset
 from rollweave.core.policy.scheduling import Scheduling, scheduling
-from rollweave.core.policy.staleness import acceptable
-from rollweave.core.state import DomainStats, Phase, State, TrainerStatus, Trajectory
+from rollweave.core.state import DomainStats, Engine, Phase, State, TrainerStatus, Trajectory
 from rollweave.core.turn_queues import TurnQueues
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import Command, Warn
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import TaskConfig
-from rollweave.schema.work import StopReason
+from rollweave.schema.work import Purpose, StopReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +31,83 @@ class AttemptOver:
     repeated: bool = False
 
 
+class Pacing(Protocol):
+    """How engines and trajectories keep pace with the trainer (`core/pacing`)."""
+
+    interchangeable: bool
+    """True if any engine can run any turn: trajectories are not bound to weights."""
+    samples_buffer: bool
+    """True if the strategies of [buffer] choose and evict groups."""
+    consolidates: bool
+    """True if tails of batches are moved together (`core/consolidation`)."""
+    loads_checkpoints: bool
+    """True if engines load older versions from checkpoints."""
+    evaluates_on_one_engine: bool
+    """True if one engine that serves the version is enough to start an evaluation."""
+    reloads_newest: bool
+    """True if an engine whose load failed loads the newest weights at once."""
+    stale_keeps_version: bool
+    """True if an engine that can load nothing still counts as having its version."""
+
+    def admits(self, run: "Run", version: int) -> bool:
+        """True if a later step could train on a trajectory launched at `version` now."""
+
+    def room(self, run: "Run") -> int:
+        """The number of training groups to draw now; none if negative."""
+
+    def launch_version(self, run: "Run", trajectory: Trajectory, purpose: Purpose) -> int | None:
+        """Launch the trajectory; return the version, or None if no engine takes it."""
+
+    def takes_episodes(self, run: "Run") -> bool:
+        """True if an engine takes episodes of the evaluation now."""
+
+    def next_queued(self, run: "Run") -> TrajectoryId | None:
+        """The next queued trajectory while no episode is to be launched."""
+
+    def assign(self, run: "Run", trajectory: Trajectory, avoid: Sequence[EngineId]) -> None:
+        """Assign the trajectory to another engine if it cannot keep its own."""
+
+    def unassign_engine(self, run: "Run", engine: Engine) -> None:
+        """Unassign trajectories that cannot stay with an engine that lost its weights."""
+
+    def may_drain(self, run: "Run", engine: Engine) -> bool:
+        """True if a leaving engine may drain now."""
+
+    def wanted_weights(self, run: "Run", engine: Engine) -> int | None:
+        """The weights that a suspended engine is to load; None if there are none."""
+
+    def updates(self, run: "Run") -> Iterator[tuple[Engine, int | None]]:
+        """The stale and serving engines that are to load other weights now."""
+
+    def holds_back(self, run: "Run", weights_id: int | None) -> bool:
+        """True if an evaluation that has started forbids engines to load these weights."""
+
+    def can_still_evaluate(self, run: "Run", weights_id: int) -> bool:
+        """True if engines can load these weights although newer ones are published."""
+
+    def awaited_weights(self, run: "Run") -> int | None:
+        """Older weights that a relay should fetch because they are waited for."""
+
+    def bound_weights(self, run: "Run") -> set[int]:
+        """Weights to which trajectories or an evaluation are bound."""
+
+
 class Run:
     """Handling an event walks over `state`, and appends the commands that follow to
     `out`.
     """
 
-    def __init__(self, config: RunConfig, state: State, rules: Mapping[str, Rule]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        state: State,
+        rules: Mapping[str, Rule],
+        *,
+        shared: Pacing,
+        independent: Pacing,
+    ) -> None:
         self.config = config
+        self._shared, self._independent = shared, independent
         self.rules = rules
         self.state = state
         self.now = 0.0
@@ -91,11 +161,9 @@ class Run:
         return trainer.step + step_is_full
 
     @property
-    def independent_updates(self) -> bool:
-        """True in training if each engine updates its weights independently
-        (`core/version_affinity`).
-        """
-        return self.mode.alone and not self.state.serving
+    def pacing(self) -> Pacing:
+        """The pacing of the mode; a service always shares one pace."""
+        return self._independent if self.mode.alone and not self.state.serving else self._shared
 
     @property
     def fleet(self) -> Fleet:
@@ -147,12 +215,12 @@ class Run:
         """True if a later step could train on a trajectory that is launched now, under
         the engines' version.
         """
-        version, next_version = self.serving_version(), self.next_version()
+        version = self.serving_version()
         return (
             self.training
             and version is not None
-            and next_version < self.config.run.steps
-            and (self.independent_updates or acceptable(version, next_version, self.mode.window))
+            and self.next_version() < self.config.run.steps
+            and self.pacing.admits(self, version)
         )
 
     def groups_in_minibatch(self, part: int) -> int:

@@ -116,7 +116,7 @@ def take_batch(run: Run) -> None:
     if (
         state.evaluation is not None
         and not state.evaluation.started
-        and not run.independent_updates
+        and not run.pacing.evaluates_on_one_engine
     ):
         return  # engines must load the version to be evaluated before there is a newer one
     wanted = run.groups_in_minibatch(trainer.parts_done)

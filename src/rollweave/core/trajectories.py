@@ -6,7 +6,7 @@ world reports that the stage is over. A cancelled attempt keeps its slot while i
 closes, so what the world holds never exceeds the pools.
 """
 
-from rollweave.core import attempts, lengths, migration, version_affinity
+from rollweave.core import attempts, lengths, migration
 from rollweave.core.attempts import find, move, release_turn
 from rollweave.core.policy.staleness import staleness
 from rollweave.core.run import Run
@@ -157,7 +157,7 @@ def start_inits(run: Run) -> None:
         trajectory = state.trajectories[first]
         group = state.groups[trajectory.group_id]
         assert group.task is not None, "members are made when the task is known"
-        version = _launch_version(run, trajectory, group.purpose)
+        version = run.pacing.launch_version(run, trajectory, group.purpose)
         if version is None:
             return
         trajectory.initiated, trajectory.launched_at = version, run.now
@@ -186,19 +186,6 @@ def start_inits(run: Run) -> None:
         )
 
 
-def _launch_version(run: Run, trajectory: Trajectory, purpose: Purpose) -> int | None:
-    """The version under which an engine launches the trajectory now; None if no engine
-    does.
-    """
-    if not run.independent_updates:
-        return run.serving_version()
-    engine = version_affinity.engine_for(run, purpose)
-    if engine is None:
-        return None
-    version_affinity.launch_on(run, trajectory, engine)
-    return engine.version
-
-
 def _count_inherent(run: Run, trajectory: Trajectory) -> None:
     if run.state.groups[trajectory.group_id].purpose is Purpose.TRAIN:
         age = staleness(trajectory.initiated, run.state.published_version)
@@ -212,23 +199,14 @@ def _first_to_start(run: Run) -> TrajectoryId | None:
     """
     state = run.state
     evaluating = state.evaluation is not None and state.evaluation.started
-    if (
-        evaluating
-        and run.independent_updates
-        and version_affinity.engine_for(run, Purpose.EVAL) is None
-    ):
+    if evaluating and not run.pacing.takes_episodes(run):
         evaluating = False  # no engine takes its episodes now; others need not wait for that
     for trajectory_id in state.init_queue if evaluating else ():
         if state.groups[state.trajectories[trajectory_id].group_id].purpose is Purpose.EVAL:
             return trajectory_id
     if not state.serving and not run.admits_training():
         return None
-    if not run.independent_updates:
-        return next(iter(state.init_queue), None)
-    queued = (state.trajectories[trajectory_id] for trajectory_id in state.init_queue)
-    return next(
-        (one.id for one in queued if state.groups[one.group_id].purpose is not Purpose.EVAL), None
-    )
+    return run.pacing.next_queued(run)
 
 
 def start_evals(run: Run) -> None:

@@ -103,7 +103,7 @@ def on_prediction(run: Run, event: PredictionReady) -> None:
         trajectory.assigned_engine
     )  # its order in the KV of that engine may have changed
     if trajectory.id in run.state.turn_queue:
-        if trajectory.turns_requested <= 1 and not run.independent_updates:
+        if trajectory.turns_requested <= 1 and run.pacing.interchangeable:
             trajectory.assigned_engine = None  # no engine has KV of it yet
             run.reindex(trajectory)
         requeue(run, trajectory)
@@ -348,7 +348,7 @@ def _reassign(run: Run, trajectory: Trajectory, turn: Turn, engine_id: EngineId)
 
 def _assign_waiting(run: Run) -> None:
     """Assign the queued turns that had no engine when they were queued."""
-    if run.independent_updates:  # each waits for an engine with its own weights
+    if not run.pacing.interchangeable:  # each waits for an engine with its own weights
         for waiting in run.turn_queues.waiting(run.state, (None, False)):
             if assignment.queue_of(run, run.state.trajectories[waiting], ()) is not None:
                 requeue(run, run.state.trajectories[waiting])
@@ -439,7 +439,7 @@ def _assigned_or_free_engine(run: Run, trajectory: Trajectory, turn: Turn) -> En
     Computing a context again costs less than waiting for the end of another turn, or
     making another one wait.
     """
-    if turn.queue in turn.avoid and not run.independent_updates and _has_alternative(run, turn):
+    if turn.queue in turn.avoid and run.pacing.interchangeable and _has_alternative(run, turn):
         requeue(run, trajectory)  # its engine failed it when there was no alternative
     assigned = run.fleet.loads.get(turn.queue) if turn.queue is not None else None
     fits = assigned is not None and assignment.fits_in_kv(
@@ -481,7 +481,8 @@ def _start_turn(run: Run, trajectory: Trajectory, turn: Turn, chosen: EngineId) 
             engine_id=chosen,
             rank=turn.rank,
             dispatch=turn.dispatch,
-            resume=run.independent_updates,  # it was sampled under this engine's weights alone
+            # then it was sampled only under weights that this engine serves, too
+            resume=not run.pacing.interchangeable,
         )
     )
 

@@ -87,7 +87,7 @@ def _period_s(run: Run) -> float:
         *(task.step_s for task in run.tasks.values()),
     ]
     period = max(MIN_PERIOD_S, min(waits) / CHECKS_PER_LIMIT)
-    return min(period, consolidation.PERIOD_S) if run.independent_updates else period
+    return min(period, consolidation.PERIOD_S) if run.pacing.consolidates else period
 
 
 def _check_engine(run: Run, engine: Engine) -> None:

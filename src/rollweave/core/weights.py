@@ -42,10 +42,7 @@ def needed(run: Run) -> tuple[int, ...]:
             relay.base if relay.base is not None else -1,
             *relay.versions[-1:],
         }
-    if run.independent_updates:
-        ids |= {state.trajectories[member].weights_id for member in (*state.in_init, *state.in_run)}
-        if state.evaluation is not None:
-            ids.add(state.evaluation.weights_id)
+    ids |= run.pacing.bound_weights(run)
     return tuple(sorted(ids & {*state.retained_versions, state.published_id} - {-1}))[
         -MAX_VERSIONS:
     ]
@@ -81,7 +78,7 @@ def mark_checkpointed(run: Run, step: int, weights_id: int) -> None:
     """Record that the checkpoint of this step holds these weights. A `weights_id` of -1
     means that they were not published.
     """
-    if run.independent_updates and weights_id >= 0:
+    if run.pacing.loads_checkpoints and weights_id >= 0:
         run.state.checkpointed_versions[weights_id] = step
 
 

@@ -1,0 +1,215 @@
+"""The two kinds of pacing: how engines and trajectories keep pace with the trainer.
+
+In every mode but decoupled engines share one pace: all load the same version when the
+mode allows it, and any engine can run any turn. In mode decoupled each engine updates
+independently (`core/version_affinity`), and trajectories are bound to their weights.
+The other sub-machines ask `run.pacing` and never which mode it is.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from rollweave.core import assignment, evaluation, version_affinity, weights
+from rollweave.core.policy.modes import update_now
+from rollweave.core.policy.redundancy import capacity, pool_room
+from rollweave.core.policy.staleness import acceptable
+from rollweave.core.run import Run
+from rollweave.core.state import Engine, EngineStatus, GroupStatus, Trajectory
+from rollweave.schema.base import EngineId, TrajectoryId
+from rollweave.schema.work import Purpose
+
+
+class SharedPacing:
+    """All engines load the same version, when the mode allows it."""
+
+    interchangeable = True
+    samples_buffer = False
+    consolidates = False
+    loads_checkpoints = False
+    evaluates_on_one_engine = False
+    reloads_newest = True
+    stale_keeps_version = True
+
+    def admits(self, run: Run, version: int) -> bool:
+        return acceptable(version, run.next_version(), run.mode.window)
+
+    def room(self, run: Run) -> int:
+        """As many groups as the mode's window and the spare groups allow."""
+        state, rollout, version = run.state, run.config.rollout, run.serving_version()
+        assert run.mode.window is not None, "only mode decoupled has no window"
+        assert version is not None, "a mode that admits training has weights"
+        room = capacity(
+            window=run.mode.window,
+            serving_version=version,
+            next_version=run.next_version(),
+            groups_per_step=rollout.groups_per_step,
+            spare_groups=rollout.spare_groups,
+            last_step=run.config.run.steps,
+        )
+        # Of a streamed step, mini-batches that are trained already need no more groups.
+        if run.mode.streamed and room > 0 and run.next_version() == state.trainer.step:
+            done = range(state.trainer.parts_done)
+            room -= sum(run.groups_in_minibatch(part) for part in done) + len(state.trainer.batch)
+        return room - len(state.active_groups) - len(state.buffer)
+
+    def launch_version(self, run: Run, trajectory: Trajectory, purpose: Purpose) -> int | None:
+        return run.serving_version()
+
+    def takes_episodes(self, run: Run) -> bool:
+        return True
+
+    def next_queued(self, run: Run) -> TrajectoryId | None:
+        return next(iter(run.state.init_queue), None)
+
+    def assign(self, run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> None:
+        assignment.assign_usable(run, trajectory, avoid)
+
+    def unassign_engine(self, run: Run, engine: Engine) -> None:
+        """Its trajectories keep their assignment until their turns are requeued."""
+
+    def may_drain(self, run: Run, engine: Engine) -> bool:
+        return True
+
+    def wanted_weights(self, run: Run, engine: Engine) -> int | None:
+        return weights.newest(run, engine)
+
+    def updates(self, run: Run) -> Iterator[tuple[Engine, int | None]]:
+        """Stale engines at once, serving ones when the mode allows it."""
+        state = run.state
+        if not state.retained_versions:
+            return  # nothing is published yet, or its holders are gone
+        if run.fleet.weights_ids <= {state.published_id}:
+            return
+        outdated = [
+            engine
+            for engine in state.engines.values()
+            if engine.status in (EngineStatus.STALE, EngineStatus.SERVING)
+            and not engine.draining
+            and weights.newest(run, engine) not in (None, engine.weights_id)
+        ]
+        held = evaluation.holds_weights(run)
+        may_update = not held and update_now(
+            run.mode,
+            batch_ready=len(state.buffer) >= run.config.rollout.groups_per_step,
+            in_flight=len(state.active_groups),
+            too_old=not run.admits_training(),
+        )
+        for engine in outdated:
+            newest = weights.newest(run, engine)
+            if engine.status is EngineStatus.STALE:
+                if not self.holds_back(run, newest):
+                    yield engine, newest
+            elif may_update:
+                yield engine, newest
+
+    def holds_back(self, run: Run, weights_id: int | None) -> bool:
+        if weights_id is None or not evaluation.holds_weights(run):
+            return False
+        state = run.state
+        assert state.evaluation is not None, "an evaluation that holds weights is under way"
+        version = state.retained_versions.get(
+            weights_id, state.checkpointed_versions.get(weights_id)
+        )
+        return version != state.evaluation.version
+
+    def can_still_evaluate(self, run: Run, weights_id: int) -> bool:
+        return False
+
+    def awaited_weights(self, run: Run) -> int | None:
+        return None
+
+    def bound_weights(self, run: Run) -> set[int]:
+        return set()
+
+
+class IndependentPacing:
+    """Each engine loads other weights when what it has launched is over."""
+
+    interchangeable = False
+    samples_buffer = True
+    consolidates = True
+    loads_checkpoints = True
+    evaluates_on_one_engine = True
+    reloads_newest = False
+    stale_keeps_version = False
+
+    def admits(self, run: Run, version: int) -> bool:
+        return True
+
+    def room(self, run: Run) -> int:
+        """As many groups as fill the free capacity of engines and buffer."""
+        state, rollout = run.state, run.config.rollout
+        size = min(run.group_sizes.values())
+        drawing = sum(
+            state.groups[group_id].status is GroupStatus.DRAWING for group_id in state.active_groups
+        )
+        return pool_room(
+            seats=version_affinity.free_capacity(run),
+            waiting=len(state.init_queue) + drawing * size,
+            running=len(state.in_init) + len(state.in_run),
+            group_size=size,
+            active=len(state.active_groups),
+            buffered=len(state.buffer),
+            places=version_affinity.buffer_capacity(run),
+            next_version=run.next_version(),
+            groups_per_step=rollout.groups_per_step,
+            last_step=run.config.run.steps,
+        )
+
+    def launch_version(self, run: Run, trajectory: Trajectory, purpose: Purpose) -> int | None:
+        engine = version_affinity.engine_for(run, purpose)
+        if engine is None:
+            return None
+        version_affinity.launch_on(run, trajectory, engine)
+        return engine.version
+
+    def takes_episodes(self, run: Run) -> bool:
+        return version_affinity.engine_for(run, Purpose.EVAL) is not None
+
+    def next_queued(self, run: Run) -> TrajectoryId | None:
+        """Episodes of an evaluation wait for an engine with its weights."""
+        state = run.state
+        queued = (state.trajectories[trajectory_id] for trajectory_id in state.init_queue)
+        return next(
+            (one.id for one in queued if state.groups[one.group_id].purpose is not Purpose.EVAL),
+            None,
+        )
+
+    def assign(self, run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> None:
+        assigned = trajectory.assigned_engine
+        if assigned is not None and assigned not in avoid:
+            engine = run.state.engines.get(assigned)
+            if engine is not None and version_affinity.serves_version_of(engine, trajectory):
+                return
+        version_affinity.assign(run, trajectory, avoid)
+
+    def unassign_engine(self, run: Run, engine: Engine) -> None:
+        version_affinity.unassign_engine(run, engine)
+
+    def may_drain(self, run: Run, engine: Engine) -> bool:
+        return not version_affinity.is_bound(run, engine)
+
+    def wanted_weights(self, run: Run, engine: Engine) -> int | None:
+        wanted = version_affinity.wanted_weights(run, engine)
+        return weights.newest(run, engine) if wanted is None else wanted
+
+    def updates(self, run: Run) -> Iterator[tuple[Engine, int | None]]:
+        """Each engine whose trajectories are over, with the weights wanted of it."""
+        if run.state.retained_versions or run.state.checkpointed_versions:
+            evaluation.abandon_if_lost(run)
+            yield from version_affinity.updates(run)
+
+    def holds_back(self, run: Run, weights_id: int | None) -> bool:
+        return False
+
+    def can_still_evaluate(self, run: Run, weights_id: int) -> bool:
+        return weights.is_obtainable(run, weights_id)
+
+    def awaited_weights(self, run: Run) -> int | None:
+        return version_affinity.awaited_weights(run)
+
+    def bound_weights(self, run: Run) -> set[int]:
+        state = run.state
+        bound = {state.trajectories[one].weights_id for one in (*state.in_init, *state.in_run)}
+        if state.evaluation is not None:
+            bound.add(state.evaluation.weights_id)
+        return bound
