@@ -31,7 +31,7 @@ class World:
         hang: float = 0.0,
         restless: float = 0.0,
     ) -> None:
-        """`restless`: by how many events that share engines are asked for, and
+        """`restless`: the share of events after which an engine is registered or
         withdrawn.
         """
         self.config, self.restless = config, restless
@@ -44,8 +44,8 @@ class World:
         self.timer: float | None = None
         self.relay_epoch: dict[str, int] = {}
         self.relay_has: dict[str, set[int]] = {}  # whole, in its memory
-        self.told: dict[str, set[int]] = {}  # of which the core has heard
-        self.takes: dict[str, c.FetchWeights] = {}  # under way
+        self.told: dict[str, set[int]] = {}  # versions reported to the core
+        self.takes: dict[str, c.FetchWeights] = {}  # fetches under way
         self.begin_relays()
         self.sick: set[str] = set()  # relays that die as soon as they are up
         self.taken: list[c.FetchWeights] = []
@@ -56,21 +56,21 @@ class World:
         self.trained_versions: list[tuple[int, int]] = []
         self.initiated: dict[str, int] = {}
         self.seats = {str(seat.id): seat.degree for seat in first_engines(config)}
-        self.names = {*self.seats}  # of all engines that there ever were
+        self.names = {*self.seats}  # of all engines that ever existed
         self.engine_epoch: dict[str, int] = dict.fromkeys(self.seats, 0)
         self.engine_version: dict[str, int] = {}
         self.trainer_epoch = 0
         self.trainer_step = 0
         self.checkpoints: dict[int, int] = {}  # step → the numbers that it holds
-        self.numbers = 0  # that the trainer has: each (mini-)batch makes others
+        self.numbers = 0  # of the trainer's weights: each (mini-)batch changes them
         self.batches = 0
         self.published: dict[int, int] = {}  # weights id → numbers
         self.version_of: dict[int, int] = {}  # weights id → version
         # engine → weights ids that it had, has, and was to load since
         self.loads: dict[str, list[int]] = {}
-        # turn → the engine and the try that it is with
+        # turn → its engine and dispatch
         self.open: dict[tuple[str, int, int], tuple[str, int]] = {}
-        self.silent: dict[str, int] = {}  # engine → its turns in a row without an answer
+        self.silent: dict[str, int] = {}  # engine → consecutive turns without an answer
         self.failed_on: dict[tuple[str, int, int], list[str]] = {}  # turn → engines that failed it
         # turn → engines that it was with, also those lost since
         self.tried_on: dict[tuple[str, int, int], set[str]] = {}
@@ -79,7 +79,7 @@ class World:
         self.turns_of: dict[tuple[str, int], int] = {}
         self.handled = 0
         self.lost_worlds = 0
-        self.mute: set[str] = set()  # engines that take turns and never answer
+        self.mute: set[str] = set()  # engines that never answer turns
         self.stuck_trainer = False
         self.damaged_checkpoint = False  # a restarted trainer cannot read the newest checkpoint
 
@@ -117,7 +117,7 @@ class World:
         )
 
     def begin_relays(self) -> int:
-        """All relays of a new world: so many."""
+        """Begin all relays of a new world; return their number."""
         names = [f"r{number}" for number in range(self.config.weights.relays)]
         self.relay_epoch = dict.fromkeys(names, 0)
         self.relay_has, self.told = {name: set() for name in names}, {name: set() for name in names}
@@ -166,8 +166,8 @@ class World:
             self.execute(command)
 
     def change_fleet(self) -> None:
-        """One more engine, or one less; what is asked for may be refused, or said
-        twice.
+        """Register one more engine, or withdraw one; the request may be refused, or
+        sent twice.
         """
         state = self.core.state
         if self.random.random() < 0.5 and len(state.engines) < 5:
@@ -199,8 +199,8 @@ class World:
             self.feed(event)
 
     def arrives(self, event: e.WeightsFetched | e.FetchFailed) -> bool:
-        """A take is over; unless another has overtaken it, its source has not got so
-        far, or lacks it.
+        """True if a fetch is over; false if a newer one has replaced it, or its source
+        has not received or lacks the version.
         """
         take = self.takes.get(event.relay_id)
         if self.relay_epoch.get(event.relay_id) != event.epoch:
@@ -350,12 +350,12 @@ class World:
                 self.execute_plant(command)
 
     def score(self, trajectory_id: str) -> tuple[float, bool | None]:
-        """Reward of an attempt, and its success where its environment defines one."""
+        """The reward of an attempt, and its success if its environment defines one."""
         reward = self.random.choice([0.0, 1.0])
         return reward, reward > 0
 
     def note_failure(self, event: e.TurnFailed) -> None:
-        """The turn failed on the engine that it is with, unless the answer is late."""
+        """Note that the turn failed on its engine, unless the answer is late."""
         turn = (event.trajectory_id, event.attempt, event.turn)
         engine_id, dispatch = self.open.get(turn, ("", -1))
         if dispatch == event.dispatch:
@@ -363,8 +363,8 @@ class World:
             del self.open[turn]
 
     def check_retry(self, command: c.StartTurn) -> None:
-        """A turn is tried again at most so often, and not where it failed while a new
-        engine could take it.
+        """Assert that a turn is retried within the limit, and not where it failed while
+        another engine could take it.
 
         An engine that was lost with the turn has failed it too, whether or not it has
         restarted since. An evaluation's turns run on engines that have its version.
@@ -394,8 +394,8 @@ class World:
         self.tried_on.setdefault(turn, set()).add(command.engine_id)
 
     def check_kept(self, command: c.PublishWeights) -> None:
-        """Kept are versions that an engine has or takes, that trajectories in flight
-        began with, and what relays pass on.
+        """Assert that the retained versions include those that an engine has or loads,
+        that trajectories in flight began with, and that relays pass on.
 
         An engine has its former version until a load succeeds, however many loads fail
         before.
@@ -424,9 +424,8 @@ class World:
             self.later(event, self.random.expovariate(1 / self.spread))
 
     def next_turn(self, trajectory_id: str, attempt: int, after: float | None = None) -> None:
-        """The episode asks for a turn, or ends.
-
-        Late or doubled requests are what a real world may produce too.
+        """The episode requests a turn, or ends. Requests may be late or doubled, as in
+        a real world.
         """
         turn = self.turns_of[trajectory_id, attempt]
         key = {"trajectory_id": trajectory_id, "attempt": attempt}
@@ -614,7 +613,7 @@ class World:
                 raise AssertionError(f"nobody executes {command}")
 
     def take(self, command: c.FetchWeights) -> None:
-        """Let go of what nobody needs, and get there, or not."""
+        """Release the versions that are not to be kept, and finish the fetch, or fail."""
         name, kept = command.relay_id, {*command.keep, command.base_id}
         assert name in self.relay_epoch, f"{command} of a relay that is gone"
         assert command.source is None or command.source in self.relay_epoch, (
@@ -653,7 +652,9 @@ class World:
             self.later(e.FetchStalled(**key, source=command.source))
 
     def doubt_relay(self, name: str) -> None:
-        """It is silent for a while; of what is said of it the second may come first."""
+        """The relay is silent for a while; the two reports of it may arrive in either
+        order.
+        """
         key = {"relay_id": name, "epoch": self.relay_epoch[name]}
         self.later(e.RelaySuspected(**key))
         self.later(e.RelayRecovered(**key), self.random.expovariate(1 / (3 * self.spread)))
