@@ -377,7 +377,8 @@ def restart_controller(world: World) -> None:
     world.engine_epoch = dict.fromkeys(world.engine_epoch, 0)
     world.engine_version.clear()
     seats = tuple(
-        e.EngineSlot(id=EngineId(name), degree=degree) for name, degree in world.seats.items()
+        e.EngineSlot(id=EngineId(name), degree=degree)
+        for name, degree in world.engine_degrees.items()
     )
     relays = world.begin_relays()
     world.feed(e.WorldLost(engines=seats, relays=relays))
@@ -467,7 +468,7 @@ def test_a_lost_engine_fails_its_turns_and_they_run_elsewhere() -> None:
 
 def test_a_silent_engine_is_restarted_and_counted() -> None:
     world = World(config(engines={"count": 1}), seed=11)
-    world.mute = {"e0"}
+    world.silent_engines = {"e0"}
     world.start()
     restart = until(world, c.RestartEngine)
     assert isinstance(restart, c.RestartEngine)

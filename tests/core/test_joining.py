@@ -13,7 +13,7 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from tests.core.test_core import ALLOCATION, MODES, SCHEDULINGS, config
-from tests.core.test_relays import Desk
+from tests.core.test_relays import Driver
 from tests.core.test_version_affinity import E0, E1, E2, Hand, apart, made
 from tests.core.world import World
 from tests.support.properties import examples
@@ -30,8 +30,8 @@ def restart(world: World) -> None:
     world.timer, world.finish = None, None
     world.core = Core.restore(world.core.snapshot(), world.config)
     seats = engines_to_start(world.config, world.core.state)
-    world.seats = {str(seat.id): seat.degree for seat in seats}
-    world.engine_epoch = dict.fromkeys(world.seats, 0)
+    world.engine_degrees = {str(seat.id): seat.degree for seat in seats}
+    world.engine_epoch = dict.fromkeys(world.engine_degrees, 0)
     world.engine_version.clear()
     world.feed(e.WorldLost(engines=seats, relays=world.begin_relays()))
     if world.finish is None:
@@ -121,25 +121,25 @@ def test_an_engine_that_joins_is_stale_until_loaded_and_launches_a_batch() -> No
 
 
 def test_an_engine_that_joins_is_on_a_machine_that_is_up() -> None:
-    desk = Desk(3, restarts=0).up()
-    desk.publish()
+    driver = Driver(3, restarts=0).up()
+    driver.publish()
     for relay in ("r0", "r1", "r2"):
-        desk.hold(relay, 0)
-    desk.engines_up()
+        driver.hold(relay, 0)
+    driver.engines_up()
     for engine in ("e0", "e1", "e2"):
-        desk.tell(e.WeightsLoaded(engine_id=EngineId(engine), epoch=0, version=0, weights_id=0))
-    desk.tell(e.RelayLost(relay_id="r0", epoch=0, error="killed"))
-    state = desk.core.state
+        driver.send(e.WeightsLoaded(engine_id=EngineId(engine), epoch=0, version=0, weights_id=0))
+    driver.send(e.RelayLost(relay_id="r0", epoch=0, error="killed"))
+    state = driver.core.state
     assert list(state.engines) == [EngineId("e1"), EngineId("e2")]
-    assert desk.tell(registered(EngineId("e3"))) == [], "e3 would be on machine 0"
+    assert driver.send(registered(EngineId("e3"))) == [], "e3 would be on machine 0"
     assert next_id(state) == "e4"
     started = [
         command
-        for command in desk.tell(registered(EngineId("e4")))
+        for command in driver.send(registered(EngineId("e4")))
         if isinstance(command, c.StartEngine)
     ]
     assert [command.engine_id for command in started] == ["e4"]
-    (load,) = desk.tell(
+    (load,) = driver.send(
         e.EngineJoined(engine_id=EngineId("e4"), epoch=0, max_slots=3, kv_total_tokens=9)
     )
     assert isinstance(load, c.LoadWeights)

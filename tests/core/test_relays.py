@@ -18,7 +18,7 @@ from tests.core.world import World
 from tests.support.properties import examples
 
 
-class Desk:
+class Driver:
     """A core with `relays` machines of one engine each, driven event by event."""
 
     def __init__(
@@ -32,34 +32,34 @@ class Desk:
         )
         self.config, self.core, self.now, self.published = made, Core(made), 0.0, -1
         seats = tuple(e.EngineSlot(id=EngineId(f"e{number}")) for number in range(relays))
-        self.tell(e.RunStarted(engines=seats, relays=relays))
+        self.send(e.RunStarted(engines=seats, relays=relays))
 
-    def tell(self, event: e.Event) -> list[c.Command]:
+    def send(self, event: e.Event) -> list[c.Command]:
         out = self.core.handle(self.now, event)
         self.core.check()
         return out
 
-    def up(self) -> "Desk":
+    def up(self) -> "Driver":
         """Relays and trainer are ready, and the first weights are published. Engines
         are not ready.
         """
         for relay in list(self.core.state.relays):
-            self.tell(e.RelayJoined(relay_id=relay, epoch=0))
-        self.tell(e.TrainerReady(epoch=0, step=0))
+            self.send(e.RelayJoined(relay_id=relay, epoch=0))
+        self.send(e.TrainerReady(epoch=0, step=0))
         return self
 
     def engines_up(self) -> list[c.Command]:
         return [
             command
             for engine in list(self.core.state.engines)
-            for command in self.tell(
+            for command in self.send(
                 e.EngineJoined(engine_id=engine, epoch=0, max_slots=3, kv_total_tokens=9)
             )
         ]
 
     def publish(self) -> list[c.Command]:
         trainer, weights_id = self.core.state.trainer, self.core.state.next_weights_id - 1
-        return self.tell(
+        return self.send(
             e.WeightsPublished(epoch=trainer.epoch, version=trainer.step, weights_id=weights_id)
         )
 
@@ -67,25 +67,25 @@ class Desk:
         """Lose the trainer and restart it: it publishes its version again, under a new
         id.
         """
-        self.tell(e.TrainerLost(epoch=self.core.state.trainer.epoch, error="killed"))
-        self.tell(e.TrainerReady(epoch=self.core.state.trainer.epoch, step=0))
+        self.send(e.TrainerLost(epoch=self.core.state.trainer.epoch, error="killed"))
+        self.send(e.TrainerReady(epoch=self.core.state.trainer.epoch, step=0))
         return self.publish()
 
     def hold(self, relay: str, weights_id: int) -> list[c.Command]:
         epoch = self.relay(relay).epoch
-        return self.tell(e.WeightsFetched(relay_id=relay, epoch=epoch, weights_id=weights_id))
+        return self.send(e.WeightsFetched(relay_id=relay, epoch=epoch, weights_id=weights_id))
 
     def lose(self, relay: str) -> list[c.Command]:
-        return self.tell(e.RelayLost(relay_id=relay, epoch=self.relay(relay).epoch, error="killed"))
+        return self.send(e.RelayLost(relay_id=relay, epoch=self.relay(relay).epoch, error="killed"))
 
     def join(self, relay: str) -> list[c.Command]:
-        return self.tell(e.RelayJoined(relay_id=relay, epoch=self.relay(relay).epoch))
+        return self.send(e.RelayJoined(relay_id=relay, epoch=self.relay(relay).epoch))
 
     def suspect(self, relay: str) -> list[c.Command]:
-        return self.tell(e.RelaySuspected(relay_id=relay, epoch=self.relay(relay).epoch))
+        return self.send(e.RelaySuspected(relay_id=relay, epoch=self.relay(relay).epoch))
 
     def hear(self, relay: str) -> list[c.Command]:
-        return self.tell(e.RelayRecovered(relay_id=relay, epoch=self.relay(relay).epoch))
+        return self.send(e.RelayRecovered(relay_id=relay, epoch=self.relay(relay).epoch))
 
     def stall(self, relay: str) -> list[c.Command]:
         found = self.relay(relay)
@@ -93,7 +93,7 @@ class Desk:
         event = e.FetchStalled(
             relay_id=relay, epoch=found.epoch, weights_id=found.fetching, source=found.source
         )
-        return self.tell(event)
+        return self.send(event)
 
     def refuse(self, relay: str, reason: str) -> list[c.Command]:
         found = self.relay(relay)
@@ -105,11 +105,11 @@ class Desk:
             reason=reason,  # type: ignore[arg-type]
             error="no luck",
         )
-        return self.tell(event)
+        return self.send(event)
 
     def wait(self, seconds: float) -> list[c.Command]:
         self.now += seconds
-        return self.tell(e.TimerFired())
+        return self.send(e.TimerFired())
 
     def relay(self, name: str) -> Relay:
         return self.core.state.relays[name]
@@ -142,8 +142,8 @@ def loads(commands: list[c.Command]) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("relays", [1, 2, 5])
 def test_published_weights_go_along_the_chain_at_once(relays: int) -> None:
-    desk = Desk(relays).up()
-    found = desk.publish()
+    driver = Driver(relays).up()
+    found = driver.publish()
     assert ways(found) == {
         f"r{number}": f"r{number - 1}" if number else None for number in range(relays)
     }
@@ -151,42 +151,42 @@ def test_published_weights_go_along_the_chain_at_once(relays: int) -> None:
 
 
 def test_the_next_weights_are_sent_as_changes_if_both_ends_have_the_last() -> None:
-    desk = Desk(3).up()
-    desk.publish()
+    driver = Driver(3).up()
+    driver.publish()
     for relay in ("r0", "r1", "r2"):
-        desk.hold(relay, 0)
-    assert bases(desk.publish_again()) == {"r0": None, "r1": 0, "r2": 0}, (
+        driver.hold(relay, 0)
+    assert bases(driver.publish_again()) == {"r0": None, "r1": 0, "r2": 0}, (
         "the master has the trainer's memory"
     )
     for relay in ("r0", "r1", "r2"):
-        desk.hold(relay, 1)
-    desk.lose("r1")
-    desk.join("r1")
-    desk.hold("r1", 1)
-    assert bases(desk.publish_again()) == {"r0": None, "r2": 1, "r1": 1}
+        driver.hold(relay, 1)
+    driver.lose("r1")
+    driver.join("r1")
+    driver.hold("r1", 1)
+    assert bases(driver.publish_again()) == {"r0": None, "r2": 1, "r1": 1}
 
 
 def test_without_delta_every_fetch_is_whole() -> None:
-    desk = Desk(2, delta=False).up()
-    desk.publish()
-    desk.hold("r0", 0)
-    desk.hold("r1", 0)
-    assert bases(desk.publish_again()) == {"r0": None, "r1": None}
+    driver = Driver(2, delta=False).up()
+    driver.publish()
+    driver.hold("r0", 0)
+    driver.hold("r1", 0)
+    assert bases(driver.publish_again()) == {"r0": None, "r1": None}
 
 
 def test_the_faster_form_of_broadcast_is_used() -> None:
     """Whole first, since there is no base; then changes; then the form that was faster."""
-    desk = Desk(2).up()
+    driver = Driver(2).up()
     forms = []
     for seconds in (1.0, 3.0, 1.0, 1.0):
-        found = desk.publish() if not forms else desk.publish_again()
+        found = driver.publish() if not forms else driver.publish_again()
         forms.append("whole" if bases(found)["r1"] is None else "changes")
-        weights_id = desk.core.state.published_id
-        desk.hold("r0", weights_id)
-        desk.wait(seconds)
-        desk.hold("r1", weights_id)
+        weights_id = driver.core.state.published_id
+        driver.hold("r0", weights_id)
+        driver.wait(seconds)
+        driver.hold("r1", weights_id)
     assert forms == ["whole", "changes", "whole", "whole"]
-    assert desk.core.state.broadcast_s == {"whole": 1.0, "changes": 3.0}
+    assert driver.core.state.broadcast_s == {"whole": 1.0, "changes": 3.0}
 
 
 @settings(max_examples=examples(60))
@@ -194,156 +194,158 @@ def test_the_faster_form_of_broadcast_is_used() -> None:
 def test_only_the_successor_of_a_lost_relay_gets_another_source(
     relays: int, data: st.DataObject
 ) -> None:
-    desk = Desk(relays).up()
-    desk.publish()
+    driver = Driver(relays).up()
+    driver.publish()
     chain = [f"r{number}" for number in range(relays)]
     for relay in chain[: data.draw(st.integers(0, relays - 1))]:
-        desk.hold(relay, 0)
+        driver.hold(relay, 0)
     lost = data.draw(st.sampled_from(chain))
     successor = repair(chain, lost)
     waits = (
-        successor.relay is not None and desk.relay(successor.relay).status is RelayStatus.FETCHING
+        successor.relay is not None and driver.relay(successor.relay).status is RelayStatus.FETCHING
     )
-    assert ways(desk.lose(lost)) == ({successor.relay: successor.source} if waits else {})
-    assert desk.core.state.chain == list(successor.order)
+    assert ways(driver.lose(lost)) == ({successor.relay: successor.source} if waits else {})
+    assert driver.core.state.chain == list(successor.order)
 
 
 def test_a_restarted_relay_is_last_and_fetches_the_newest() -> None:
-    desk = Desk(3).up()
-    desk.publish()
+    driver = Driver(3).up()
+    driver.publish()
     for relay in ("r0", "r1", "r2"):
-        desk.hold(relay, 0)
-    desk.lose("r0")
-    assert ways(desk.join("r0")) == {"r0": "r2"}
-    assert desk.core.state.chain == ["r1", "r2", "r0"]
-    assert ways(desk.publish_again()) == {"r1": None, "r2": "r1"}, (
+        driver.hold(relay, 0)
+    driver.lose("r0")
+    assert ways(driver.join("r0")) == {"r0": "r2"}
+    assert driver.core.state.chain == ["r1", "r2", "r0"]
+    assert ways(driver.publish_again()) == {"r1": None, "r2": "r1"}, (
         "r0 is still busy with the weights before"
     )
-    assert ways(desk.hold("r0", 0)) == {"r0": "r2"}
+    assert ways(driver.hold("r0", 0)) == {"r0": "r2"}
 
 
 def test_an_engine_loads_what_its_own_machine_holds() -> None:
-    desk = Desk(2).up()
-    desk.publish()
-    assert loads(desk.engines_up()) == []
-    assert loads(desk.hold("r0", 0)) == [("e0", 0)]
-    assert loads(desk.hold("r1", 0)) == [("e1", 0)]
+    driver = Driver(2).up()
+    driver.publish()
+    assert loads(driver.engines_up()) == []
+    assert loads(driver.hold("r0", 0)) == [("e0", 0)]
+    assert loads(driver.hold("r1", 0)) == [("e1", 0)]
 
 
 def test_an_engine_serves_its_weights_while_its_relay_is_down() -> None:
-    desk = Desk(1).up()
-    desk.publish()
-    desk.engines_up()
-    desk.hold("r0", 0)
-    desk.tell(e.WeightsLoaded(engine_id=EngineId("e0"), epoch=0, version=0, weights_id=0))
-    desk.publish_again()
-    suspended = desk.hold("r0", 1)
+    driver = Driver(1).up()
+    driver.publish()
+    driver.engines_up()
+    driver.hold("r0", 0)
+    driver.send(e.WeightsLoaded(engine_id=EngineId("e0"), epoch=0, version=0, weights_id=0))
+    driver.publish_again()
+    suspended = driver.hold("r0", 1)
     assert any(isinstance(command, c.SuspendEngine) for command in suspended)
-    desk.lose("r0")
-    found = desk.tell(e.EngineSuspended(engine_id=EngineId("e0"), epoch=0))
+    driver.lose("r0")
+    found = driver.send(e.EngineSuspended(engine_id=EngineId("e0"), epoch=0))
     assert [type(command) for command in found if not isinstance(command, c.DrawTask)] == [
         c.ResumeEngine
     ]
-    engine = desk.core.state.engines[EngineId("e0")]
+    engine = driver.core.state.engines[EngineId("e0")]
     assert (engine.status, engine.weights_id) == (EngineStatus.SERVING, 0)
-    desk.join("r0")
-    assert any(isinstance(command, c.SuspendEngine) for command in desk.hold("r0", 1))
+    driver.join("r0")
+    assert any(isinstance(command, c.SuspendEngine) for command in driver.hold("r0", 1))
 
 
 def test_a_change_that_does_not_fit_is_followed_by_the_whole_version() -> None:
-    desk = Desk(2).up()
-    desk.publish()
-    desk.hold("r0", 0)
-    desk.hold("r1", 0)
-    desk.publish_again()
-    found = desk.refuse("r1", "base")
+    driver = Driver(2).up()
+    driver.publish()
+    driver.hold("r0", 0)
+    driver.hold("r1", 0)
+    driver.publish_again()
+    found = driver.refuse("r1", "base")
     assert (ways(found), bases(found)) == ({"r1": "r0"}, {"r1": None})
 
 
 def test_a_broken_change_is_fetched_whole_from_a_relay_that_has_it() -> None:
-    desk = Desk(3).up()
-    desk.publish()
+    driver = Driver(3).up()
+    driver.publish()
     for relay in ("r0", "r1", "r2"):
-        desk.hold(relay, 0)
-    desk.publish_again()
-    desk.hold("r0", 1)
-    found = desk.refuse("r2", "broken")  # r1, before it, is still taking
+        driver.hold(relay, 0)
+    driver.publish_again()
+    driver.hold("r0", 1)
+    found = driver.refuse("r2", "broken")  # r1, before it, is still taking
     assert (ways(found), bases(found)) == ({"r2": "r0"}, {"r2": None})
 
 
 def test_a_failed_source_is_retried_only_after_the_watchdogs_check() -> None:
-    desk = Desk(2).up()
-    desk.publish()
-    assert ways(desk.refuse("r1", "source")) == {}
-    assert ways(desk.wait(1.0)) == {"r1": "r0"}
+    driver = Driver(2).up()
+    driver.publish()
+    assert ways(driver.refuse("r1", "source")) == {}
+    assert ways(driver.wait(1.0)) == {"r1": "r0"}
 
 
 def test_the_loss_of_the_trainer_is_blamed_on_no_relay() -> None:
-    desk = Desk(2).up()
-    desk.publish()
+    driver = Driver(2).up()
+    driver.publish()
     for _ in range(300):
-        if desk.relay("r0").fetching >= 0:
-            desk.refuse("r0", "source")
-        assert not any(isinstance(command, c.RestartRelay) for command in desk.wait(1.0))
-    assert [relay.restarts for relay in desk.core.state.relays.values()] == [0, 0]
+        if driver.relay("r0").fetching >= 0:
+            driver.refuse("r0", "source")
+        assert not any(isinstance(command, c.RestartRelay) for command in driver.wait(1.0))
+    assert [relay.restarts for relay in driver.core.state.relays.values()] == [0, 0]
 
 
 def test_a_relay_that_always_refuses_is_restarted() -> None:
-    desk = Desk(2).up()
-    desk.publish()
-    desk.hold("r0", 0)
+    driver = Driver(2).up()
+    driver.publish()
+    driver.hold("r0", 0)
     restarted: list[c.Command] = []
     for _ in range(70):
-        if desk.relay("r1").fetching >= 0:
-            desk.refuse("r1", "room")
-        restarted += [command for command in desk.wait(1.0) if isinstance(command, c.RestartRelay)]
+        if driver.relay("r1").fetching >= 0:
+            driver.refuse("r1", "room")
+        restarted += [
+            command for command in driver.wait(1.0) if isinstance(command, c.RestartRelay)
+        ]
     assert [command.relay_id for command in restarted] == ["r1"]  # type: ignore[union-attr]
 
 
 def test_of_relays_that_wait_for_each_other_only_the_first_is_late() -> None:
-    desk = Desk(3).up()
-    desk.publish()
-    desk.hold("r0", 0)
-    found = desk.wait(61.0)
+    driver = Driver(3).up()
+    driver.publish()
+    driver.hold("r0", 0)
+    found = driver.wait(61.0)
     assert [command.relay_id for command in found if isinstance(command, c.RestartRelay)] == ["r1"]
     assert ways(found) == {"r2": "r0"}
 
 
 def test_the_failure_of_an_outdated_fetch_is_ignored() -> None:
-    desk = Desk(3).up()
-    desk.publish()
-    old = desk.relay("r2").fetches
-    desk.lose("r1")
-    assert desk.relay("r2").source == "r0"
+    driver = Driver(3).up()
+    driver.publish()
+    old = driver.relay("r2").fetches
+    driver.lose("r1")
+    assert driver.relay("r2").source == "r0"
     late = e.FetchFailed(
         relay_id="r2", epoch=0, weights_id=0, try_number=old, reason="source", error="r1 is gone"
     )
-    assert ways(desk.tell(late)) == {}
-    assert desk.relay("r2").source == "r0"
+    assert ways(driver.send(late)) == {}
+    assert driver.relay("r2").source == "r0"
 
 
-def serving(desk: Desk, *relays: str) -> None:
+def serving(driver: Driver, *relays: str) -> None:
     for relay in relays:
-        for command in desk.hold(relay, 0):
+        for command in driver.hold(relay, 0):
             if isinstance(command, c.LoadWeights):
-                desk.tell(
+                driver.send(
                     e.WeightsLoaded(engine_id=command.engine_id, epoch=0, version=0, weights_id=0)
                 )
 
 
 def test_a_relay_that_fails_repeatedly_has_its_machine_evicted() -> None:
-    desk = Desk(2, restarts=1).up()
-    desk.publish()
-    desk.engines_up()
-    serving(desk, "r0", "r1")
-    assert [type(command) for command in desk.lose("r1")] == [c.Warn, c.RestartRelay]
-    found = desk.lose("r1")
+    driver = Driver(2, restarts=1).up()
+    driver.publish()
+    driver.engines_up()
+    serving(driver, "r0", "r1")
+    assert [type(command) for command in driver.lose("r1")] == [c.Warn, c.RestartRelay]
+    found = driver.lose("r1")
     assert [command.relay_id for command in found if isinstance(command, c.RemoveRelay)] == ["r1"]
     assert [command.engine_id for command in found if isinstance(command, c.RemoveEngine)] == ["e1"]
     assert not any(isinstance(command, c.Finish) for command in found)
     # an error would wait for it
-    desk.tell(e.CheckpointSaved(epoch=desk.core.state.trainer.epoch, step=0))
-    last = [*desk.lose("r0"), *desk.lose("r0")]
+    driver.send(e.CheckpointSaved(epoch=driver.core.state.trainer.epoch, step=0))
+    last = [*driver.lose("r0"), *driver.lose("r0")]
     assert next(command.error for command in last if isinstance(command, c.Finish)).startswith(
         "no engine is left"
     )
@@ -353,14 +355,14 @@ def test_a_relay_that_fails_repeatedly_has_its_machine_evicted() -> None:
 def test_an_engine_that_fails_repeatedly_has_its_machine_evicted_if_others_serve(
     elsewhere: bool,
 ) -> None:
-    desk = Desk(2, restarts=1).up()
-    desk.publish()
-    desk.engines_up()
-    serving(desk, "r0", *(["r1"] if elsewhere else []))
+    driver = Driver(2, restarts=1).up()
+    driver.publish()
+    driver.engines_up()
+    serving(driver, "r0", *(["r1"] if elsewhere else []))
     found = [
         command
         for epoch in (0, 1)
-        for command in desk.tell(
+        for command in driver.send(
             e.EngineLost(engine_id=EngineId("e0"), epoch=epoch, error="killed")
         )
     ]
@@ -371,16 +373,16 @@ def test_an_engine_that_fails_repeatedly_has_its_machine_evicted_if_others_serve
 
 
 def test_versions_that_engines_have_are_retained() -> None:
-    desk = Desk(2).up()
-    desk.publish()
-    desk.engines_up()
-    serving(desk, "r0", "r1")
-    found = desk.publish_again()
+    driver = Driver(2).up()
+    driver.publish()
+    driver.engines_up()
+    serving(driver, "r0", "r1")
+    found = driver.publish_again()
     assert [command.keep for command in found if isinstance(command, c.FetchWeights)] == [
         (0,),
         (0,),
     ]
-    asked = desk.tell(e.TrainerLost(epoch=1, error="killed")) + desk.tell(
+    asked = driver.send(e.TrainerLost(epoch=1, error="killed")) + driver.send(
         e.TrainerReady(epoch=2, step=0)
     )
     assert [command.keep for command in asked if isinstance(command, c.PublishWeights)] == [(0, 1)]
@@ -429,7 +431,7 @@ def test_any_world_with_relays_ends_accounted_for(
         assert finish.error == "" or "checkpoint" in finish.error
     if not finish.error:
         assert sorted(world.trained) == [0, 1, 2, 3]
-        assert world.taken
+        assert world.all_fetches
 
 
 @settings(max_examples=examples(25))
@@ -439,7 +441,7 @@ def test_any_world_with_relays_ends_accounted_for(
 )
 def test_machines_whose_relays_never_start_are_evicted(seed: int, sick: set[str]) -> None:
     world = World(config("bounded", engines={"count": 4}, weights={"relays": 3}), seed)
-    world.sick = sick
+    world.dying_relays = sick
     finish = world.run()
     assert finish.error == ""
     removed = {
@@ -495,36 +497,36 @@ def test_a_replay_with_relays_gives_identical_commands(seed: int, cut: float) ->
 
 
 def test_a_relays_timeout_starts_when_its_source_is_done() -> None:
-    desk = Desk(2).up()
-    desk.publish()
-    desk.now += 50.0
-    desk.hold("r0", 0)
-    assert not any(isinstance(command, c.RestartRelay) for command in desk.wait(50.0))
-    assert any(isinstance(command, c.RestartRelay) for command in desk.wait(11.0))
+    driver = Driver(2).up()
+    driver.publish()
+    driver.now += 50.0
+    driver.hold("r0", 0)
+    assert not any(isinstance(command, c.RestartRelay) for command in driver.wait(50.0))
+    assert any(isinstance(command, c.RestartRelay) for command in driver.wait(11.0))
 
 
 def test_failures_of_a_relay_that_survives_a_version_are_forgiven() -> None:
-    desk = Desk(2, restarts=1).up()
-    desk.publish()
-    desk.lose("r1")
-    desk.join("r1")
-    desk.hold("r0", 0)
-    desk.hold("r1", 0)
-    assert desk.relay("r1").restarts == 1, "the first may be the last"
-    desk.publish_again()
-    desk.hold("r0", 1)
-    desk.hold("r1", 1)
-    assert [type(command) for command in desk.lose("r1")] == [c.Warn, c.RestartRelay]
+    driver = Driver(2, restarts=1).up()
+    driver.publish()
+    driver.lose("r1")
+    driver.join("r1")
+    driver.hold("r0", 0)
+    driver.hold("r1", 0)
+    assert driver.relay("r1").restarts == 1, "the first may be the last"
+    driver.publish_again()
+    driver.hold("r0", 1)
+    driver.hold("r1", 1)
+    assert [type(command) for command in driver.lose("r1")] == [c.Warn, c.RestartRelay]
 
 
 def test_a_relays_newest_version_is_the_base_of_changes_even_if_no_engine_has_it() -> None:
-    desk = Desk(2).up()
-    desk.publish()
-    desk.hold("r0", 0)
-    desk.hold("r1", 0)
-    found = [command for command in desk.publish_again() if isinstance(command, c.FetchWeights)]
+    driver = Driver(2).up()
+    driver.publish()
+    driver.hold("r0", 0)
+    driver.hold("r1", 0)
+    found = [command for command in driver.publish_again() if isinstance(command, c.FetchWeights)]
     assert [command.keep for command in found] == [(0,), (0,)]
-    asked = desk.tell(e.TrainerLost(epoch=1, error="killed")) + desk.tell(
+    asked = driver.send(e.TrainerLost(epoch=1, error="killed")) + driver.send(
         e.TrainerReady(epoch=2, step=0)
     )
     published = next(command for command in asked if isinstance(command, c.PublishWeights))
@@ -534,26 +536,26 @@ def test_a_relays_newest_version_is_the_base_of_changes_even_if_no_engine_has_it
 
 
 def test_a_relay_from_which_an_engine_cannot_load_is_restarted_with_it() -> None:
-    desk = Desk(1).up()
-    desk.publish()
-    desk.engines_up()
-    assert loads(desk.hold("r0", 0)) == [("e0", 0)]
+    driver = Driver(1).up()
+    driver.publish()
+    driver.engines_up()
+    assert loads(driver.hold("r0", 0)) == [("e0", 0)]
     failed = e.WeightsLoadFailed(engine_id=EngineId("e0"), epoch=0, weights_id=0, error="not there")
-    assert loads(desk.tell(failed)) == [("e0", 0)]
-    found = {type(command) for command in desk.tell(failed)}
+    assert loads(driver.send(failed)) == [("e0", 0)]
+    found = {type(command) for command in driver.send(failed)}
     assert {c.RestartEngine, c.RestartRelay} <= found
 
 
 def test_a_source_that_should_have_the_version_and_fails_is_restarted_too() -> None:
-    desk = Desk(2).up()
-    desk.publish()
-    desk.hold("r0", 0)
+    driver = Driver(2).up()
+    driver.publish()
+    driver.hold("r0", 0)
     restarted: list[str] = []
     for _ in range(70):
-        if desk.relay("r1").fetching >= 0:
-            desk.refuse("r1", "source")
+        if driver.relay("r1").fetching >= 0:
+            driver.refuse("r1", "source")
         restarted += [
-            command.relay_id for command in desk.wait(1.0) if isinstance(command, c.RestartRelay)
+            command.relay_id for command in driver.wait(1.0) if isinstance(command, c.RestartRelay)
         ]
     assert sorted(restarted) == ["r0", "r1"]
 
@@ -562,154 +564,158 @@ def test_a_source_that_should_have_the_version_and_fails_is_restarted_too() -> N
 
 
 def test_a_relay_whose_source_hangs_switches_to_the_one_before_it_and_stays_there() -> None:
-    desk = Desk(4).up()
-    desk.publish()
-    assert ways(desk.suspect("r1")) == {"r2": "r0"}
-    assert (desk.core.state.chain, desk.relay("r1").source) == (["r0", "r1", "r2", "r3"], "r0"), (
-        "it keeps its place"
-    )
-    assert ways(desk.hear("r1")) == {}
-    assert ways(desk.lose("r0")) == {"r1": None, "r2": "r1"}, "it is a source as any other"
+    driver = Driver(4).up()
+    driver.publish()
+    assert ways(driver.suspect("r1")) == {"r2": "r0"}
+    assert (driver.core.state.chain, driver.relay("r1").source) == (
+        ["r0", "r1", "r2", "r3"],
+        "r0",
+    ), "it keeps its place"
+    assert ways(driver.hear("r1")) == {}
+    assert ways(driver.lose("r0")) == {"r1": None, "r2": "r1"}, "it is a source as any other"
 
 
 def test_the_relay_behind_a_hanging_master_fetches_from_the_trainer() -> None:
-    desk = Desk(3).up()
-    desk.publish()
-    assert ways(desk.suspect("r0")) == {"r1": None}
-    assert ways(desk.hear("r0")) == {}
-    assert [desk.relay(relay).source for relay in desk.core.state.chain] == [None, None, "r1"]
-    for relay in desk.core.state.chain:
-        desk.hold(relay, 0)
-    assert ways(desk.publish_again()) == {"r0": None, "r1": "r0", "r2": "r1"}, (
+    driver = Driver(3).up()
+    driver.publish()
+    assert ways(driver.suspect("r0")) == {"r1": None}
+    assert ways(driver.hear("r0")) == {}
+    assert [driver.relay(relay).source for relay in driver.core.state.chain] == [None, None, "r1"]
+    for relay in driver.core.state.chain:
+        driver.hold(relay, 0)
+    assert ways(driver.publish_again()) == {"r0": None, "r1": "r0", "r2": "r1"}, (
         "the master is what it was"
     )
 
 
 def test_two_hanging_neighbors_are_both_skipped() -> None:
-    desk = Desk(5).up()
-    desk.publish()
-    assert ways(desk.suspect("r2")) == {"r3": "r1"}
-    assert ways(desk.suspect("r1")) == {"r3": "r0"}, "r2 is silent itself: it goes on as it is"
-    assert ways(desk.hear("r2")) == {"r2": "r0"}
-    assert ways(desk.lose("r1")) == {}
+    driver = Driver(5).up()
+    driver.publish()
+    assert ways(driver.suspect("r2")) == {"r3": "r1"}
+    assert ways(driver.suspect("r1")) == {"r3": "r0"}, "r2 is silent itself: it goes on as it is"
+    assert ways(driver.hear("r2")) == {"r2": "r0"}
+    assert ways(driver.lose("r1")) == {}
 
 
 def test_if_all_relays_hang_all_wait() -> None:
-    desk = Desk(3).up()
-    desk.publish()
-    desk.hold("r0", 0)
+    driver = Driver(3).up()
+    driver.publish()
+    driver.hold("r0", 0)
     for relay in ("r2", "r1", "r0"):
-        assert ways(desk.suspect(relay)) == {}
-    assert ways(desk.wait(1.0)) == {}
-    assert ways(desk.hear("r2")) == {"r2": None}
-    assert ways(desk.hear("r1")) == {"r1": None}
-    assert ways(desk.hear("r0")) == {}
+        assert ways(driver.suspect(relay)) == {}
+    assert ways(driver.wait(1.0)) == {}
+    assert ways(driver.hear("r2")) == {"r2": None}
+    assert ways(driver.hear("r1")) == {"r1": None}
+    assert ways(driver.hear("r0")) == {}
 
 
 def test_a_relay_without_another_source_waits_for_the_hanging_one() -> None:
-    desk = Desk(3).up()
-    desk.publish()
-    desk.hold("r0", 0)
-    desk.hold("r1", 0)
-    desk.publish_again()
-    desk.refuse("r0", "source")  # the trainer is gone
-    assert desk.relay("r1").fetching == -1
-    desk.wait(1.0)
-    assert (desk.relay("r0").source, desk.relay("r1").source) == (None, "r0")
-    desk.suspect("r0")
-    assert desk.relay("r1").source is None
-    desk.refuse("r1", "source")
-    assert ways(desk.hear("r0")) == {"r1": "r0"}
+    driver = Driver(3).up()
+    driver.publish()
+    driver.hold("r0", 0)
+    driver.hold("r1", 0)
+    driver.publish_again()
+    driver.refuse("r0", "source")  # the trainer is gone
+    assert driver.relay("r1").fetching == -1
+    driver.wait(1.0)
+    assert (driver.relay("r0").source, driver.relay("r1").source) == (None, "r0")
+    driver.suspect("r0")
+    assert driver.relay("r1").source is None
+    driver.refuse("r1", "source")
+    assert ways(driver.hear("r0")) == {"r1": "r0"}
 
 
 def test_a_relay_restarted_while_others_hang_fetches_from_a_responsive_one() -> None:
-    desk = Desk(3).up()
-    desk.publish()
+    driver = Driver(3).up()
+    driver.publish()
     for relay in ("r0", "r1", "r2"):
-        desk.hold(relay, 0)
-    desk.lose("r0")
-    desk.suspect("r2")
-    assert ways(desk.join("r0")) == {"r0": "r1"}
+        driver.hold(relay, 0)
+    driver.lose("r0")
+    driver.suspect("r2")
+    assert ways(driver.join("r0")) == {"r0": "r1"}
 
 
 def test_a_relay_that_stays_suspected_is_restarted() -> None:
-    desk = Desk(2).up()
-    desk.suspect("r1")
-    desk.suspect("r1")
-    assert not any(isinstance(command, c.RestartRelay) for command in desk.wait(60.0))
-    found = desk.wait(0.1)
+    driver = Driver(2).up()
+    driver.suspect("r1")
+    driver.suspect("r1")
+    assert not any(isinstance(command, c.RestartRelay) for command in driver.wait(60.0))
+    found = driver.wait(0.1)
     assert [command.relay_id for command in found if isinstance(command, c.RestartRelay)] == ["r1"]
-    assert not desk.relay("r1").suspected
-    desk.tell(e.RelaySuspected(relay_id="r1", epoch=0))
-    assert not desk.relay("r1").suspected, "that was said of its life before"
+    assert not driver.relay("r1").suspected
+    driver.send(e.RelaySuspected(relay_id="r1", epoch=0))
+    assert not driver.relay("r1").suspected, "that was said of its life before"
 
 
 def test_engines_load_from_the_memory_of_a_hanging_relay() -> None:
-    desk = Desk(1).up()
-    desk.publish()
-    desk.hold("r0", 0)
-    desk.suspect("r0")
-    assert loads(desk.engines_up()) == [("e0", 0)]
+    driver = Driver(1).up()
+    driver.publish()
+    driver.hold("r0", 0)
+    driver.suspect("r0")
+    assert loads(driver.engines_up()) == [("e0", 0)]
 
 
 def test_a_stalled_relay_tries_each_other_source_once() -> None:
-    desk = Desk(4).up()
-    desk.publish()
-    assert ways(desk.stall("r1")) == {}, "the trainer is not for it, and all others stand behind"
-    assert ways(desk.stall("r3")) == {"r3": "r1"}
-    assert ways(desk.stall("r3")) == {"r3": "r0"}
-    assert ways(desk.stall("r3")) == {}, "a slow link is better than none"
+    driver = Driver(4).up()
+    driver.publish()
+    assert ways(driver.stall("r1")) == {}, "the trainer is not for it, and all others stand behind"
+    assert ways(driver.stall("r3")) == {"r3": "r1"}
+    assert ways(driver.stall("r3")) == {"r3": "r0"}
+    assert ways(driver.stall("r3")) == {}, "a slow link is better than none"
     late = e.FetchStalled(relay_id="r3", epoch=0, weights_id=0, source="r2")
-    assert ways(desk.tell(late)) == {}, "it has left r2 before"
+    assert ways(driver.send(late)) == {}, "it has left r2 before"
     for relay in ("r0", "r1", "r2", "r3"):
-        desk.hold(relay, 0)
-    desk.publish_again()
-    assert ways(desk.stall("r3")) == {"r3": "r1"}, "these weights are others"
+        driver.hold(relay, 0)
+    driver.publish_again()
+    assert ways(driver.stall("r3")) == {"r3": "r1"}, "these weights are others"
 
 
 def test_a_relay_returns_to_a_stalled_source_if_there_is_no_other() -> None:
-    desk = Desk(3).up()
-    desk.publish()
-    assert ways(desk.stall("r2")) == {"r2": "r0"}
-    assert ways(desk.lose("r0")) == {"r1": None, "r2": "r1"}
+    driver = Driver(3).up()
+    driver.publish()
+    assert ways(driver.stall("r2")) == {"r2": "r0"}
+    assert ways(driver.lose("r0")) == {"r1": None, "r2": "r1"}
 
 
 def test_a_snapshot_without_suspicion_fields_can_be_read() -> None:
-    desk = Desk(2).up()
-    old = msgspec.msgpack.decode(desk.core.snapshot())
+    driver = Driver(2).up()
+    old = msgspec.msgpack.decode(driver.core.snapshot())
     for relay in old["relays"].values():
         del relay["suspected_since"], relay["stalled_sources"]
-    assert Core.restore(msgspec.msgpack.encode(old), desk.config).snapshot() == desk.core.snapshot()
+    assert (
+        Core.restore(msgspec.msgpack.encode(old), driver.config).snapshot()
+        == driver.core.snapshot()
+    )
 
 
-def may_give(desk: Desk, relay: str, wanted: int) -> list[str | None]:
+def may_give(driver: Driver, relay: str, wanted: int) -> list[str | None]:
     """The rule, slowly: a responsive relay that holds these weights, or stands before
     it and is fetching them; the trainer, if all relays before it are silent.
     """
-    chain = desk.core.state.chain
+    chain = driver.core.state.chain
     ahead = chain[: chain.index(relay)]
     givers: list[str | None] = [
         other
         for other in chain
         if other != relay
-        and not desk.relay(other).suspected
+        and not driver.relay(other).suspected
         and (
-            wanted in desk.relay(other).versions
-            or (other in ahead and desk.relay(other).fetching == wanted)
+            wanted in driver.relay(other).versions
+            or (other in ahead and driver.relay(other).fetching == wanted)
         )
     ]
-    return [*givers, None] if all(desk.relay(other).suspected for other in ahead) else givers
+    return [*givers, None] if all(driver.relay(other).suspected for other in ahead) else givers
 
 
-def step(desk: Desk, data: st.DataObject) -> list[c.Command]:
+def step(driver: Driver, data: st.DataObject) -> list[c.Command]:
     """Any event that may happen to relays."""
-    name = data.draw(st.sampled_from(sorted(desk.core.state.relays)))
-    relay = desk.relay(name)
+    name = data.draw(st.sampled_from(sorted(driver.core.state.relays)))
+    relay = driver.relay(name)
     if relay.status is RelayStatus.STARTING:
-        return desk.join(name)
+        return driver.join(name)
     deeds = ["lose", "hear" if relay.suspected else "suspect", "publish", "wait"]
     if relay.fetching >= 0 and not relay.suspected:
-        has = relay.source is None or relay.fetching in desk.relay(relay.source).versions
+        has = relay.source is None or relay.fetching in driver.relay(relay.source).versions
         deeds += [
             "refuse",
             *(["stall"] if relay.source is not None else []),
@@ -717,23 +723,23 @@ def step(desk: Desk, data: st.DataObject) -> list[c.Command]:
         ]
     match data.draw(st.sampled_from(deeds)):
         case "lose":
-            return desk.lose(name)
+            return driver.lose(name)
         case "hear":
-            return desk.hear(name)
+            return driver.hear(name)
         case "suspect":
-            return desk.suspect(name)
+            return driver.suspect(name)
         case "publish":
-            return desk.publish_again()
+            return driver.publish_again()
         case "hold":
-            return desk.hold(name, relay.fetching)
+            return driver.hold(name, relay.fetching)
         case "stall":
-            return desk.stall(name)
+            return driver.stall(name)
         case "refuse":
-            return desk.refuse(
+            return driver.refuse(
                 name, data.draw(st.sampled_from(["source", "base", "broken", "room"]))
             )
         case _:
-            return desk.wait(1.0)
+            return driver.wait(1.0)
 
 
 @settings(max_examples=examples(150))
@@ -741,33 +747,33 @@ def step(desk: Desk, data: st.DataObject) -> list[c.Command]:
 def test_every_relay_that_can_fetches_from_a_responsive_one(
     relays: int, data: st.DataObject
 ) -> None:
-    desk = Desk(relays, restarts=1000).up()
-    desk.publish()
+    driver = Driver(relays, restarts=1000).up()
+    driver.publish()
     for _ in range(data.draw(st.integers(1, 30))):
         before = {
             name: (relay.fetching, relay.source, relay.epoch)
-            for name, relay in desk.core.state.relays.items()
+            for name, relay in driver.core.state.relays.items()
         }
-        found = [command for command in step(desk, data) if isinstance(command, c.FetchWeights)]
-        state = desk.core.state
+        found = [command for command in step(driver, data) if isinstance(command, c.FetchWeights)]
+        state = driver.core.state
         for command in found:
-            assert command.source in may_give(desk, command.relay_id, command.weights_id), command
+            assert command.source in may_give(driver, command.relay_id, command.weights_id), command
             taking, source, epoch = before[command.relay_id]
             if (taking, epoch) == (
                 command.weights_id,
-                desk.relay(command.relay_id).epoch,
+                driver.relay(command.relay_id).epoch,
             ) and source != command.source:
-                relay = desk.relay(command.relay_id)
-                assert source not in may_give(desk, relay.id, taking) or source in [
+                relay = driver.relay(command.relay_id)
+                assert source not in may_give(driver, relay.id, taking) or source in [
                     *relay.refused_sources,
                     *relay.stalled_sources,
                 ]
         for name in state.chain:
-            relay = desk.relay(name)
+            relay = driver.relay(name)
             wanted = relay.fetching if relay.fetching >= 0 else state.published_id
             better = [
                 other
-                for other in may_give(desk, name, wanted)
+                for other in may_give(driver, name, wanted)
                 if other not in relay.refused_sources
             ]
             if relay.fetching < 0 and wanted not in relay.versions:
@@ -775,17 +781,17 @@ def test_every_relay_that_can_fetches_from_a_responsive_one(
             elif (
                 relay.fetching >= 0
                 and relay.source is not None
-                and desk.relay(relay.source).suspected
+                and driver.relay(relay.source).suspected
             ):
                 assert relay.suspected or not better, f"{name} could take from {better}"
         for name in state.chain:
             seen = [name]
             while (
-                (last := desk.relay(seen[-1])).fetching >= 0
+                (last := driver.relay(seen[-1])).fetching >= 0
                 and last.source is not None
                 and last.source not in seen
             ):
-                if last.fetching in desk.relay(last.source).versions:
+                if last.fetching in driver.relay(last.source).versions:
                     break
                 seen.append(last.source)
             assert last.fetching < 0 or last.source not in seen, f"they wait for each other: {seen}"
@@ -794,21 +800,21 @@ def test_every_relay_that_can_fetches_from_a_responsive_one(
 @settings(max_examples=examples(25))
 @given(relays=st.integers(2, 6), data=st.data())
 def test_all_relays_get_the_weights_once_all_respond(relays: int, data: st.DataObject) -> None:
-    desk = Desk(relays, restarts=1000).up()
-    desk.publish()
+    driver = Driver(relays, restarts=1000).up()
+    driver.publish()
     for _ in range(data.draw(st.integers(1, 20))):
-        step(desk, data)
-    for name in sorted(desk.core.state.relays):
-        if desk.relay(name).status is RelayStatus.STARTING:
-            desk.join(name)
-        desk.hear(name)
-    state = desk.core.state
+        step(driver, data)
+    for name in sorted(driver.core.state.relays):
+        if driver.relay(name).status is RelayStatus.STARTING:
+            driver.join(name)
+        driver.hear(name)
+    state = driver.core.state
     for _ in range(3 * relays):
-        desk.wait(1.0)
+        driver.wait(1.0)
         for name in state.chain:
-            relay = desk.relay(name)
+            relay = driver.relay(name)
             if relay.fetching >= 0 and (
-                relay.source is None or relay.fetching in desk.relay(relay.source).versions
+                relay.source is None or relay.fetching in driver.relay(relay.source).versions
             ):
-                desk.hold(name, relay.fetching)
-    assert all(state.published_id in desk.relay(name).versions for name in state.chain)
+                driver.hold(name, relay.fetching)
+    assert all(state.published_id in driver.relay(name).versions for name in state.chain)

@@ -43,8 +43,8 @@ class Service(World):
         rollout = {"scheduling": scheduling, "init_slots": 3, "max_running": 8, "eval_slots": 2}
         super().__init__(config("sync", rollout=rollout, watchdog={"restarts": 100}), seed, **knobs)
         self.delivered: dict[str, list[c.Deliver]] = {}
-        self.taken: set[str] = set()
-        self.takes = True
+        self.acknowledged: set[str] = set()
+        self.acknowledges = True
         self.expected: set[str] = set()
         for number in range(asked):
             self.submit(f"r{number}", self.random.uniform(0, 30), cancels)
@@ -66,7 +66,8 @@ class Service(World):
 
     def start(self) -> None:
         seats = tuple(
-            e.EngineSlot(id=EngineId(name), degree=degree) for name, degree in self.seats.items()
+            e.EngineSlot(id=EngineId(name), degree=degree)
+            for name, degree in self.engine_degrees.items()
         )
         self.feed(e.RunStarted(engines=seats, serving=True))
         for name in self.engine_epoch:
@@ -88,7 +89,7 @@ class Service(World):
         super().feed(event)
 
     def register(self, name: str) -> None:
-        self.seats[name], self.engine_epoch[name] = 1, 0
+        self.engine_degrees[name], self.engine_epoch[name] = 1, 0
         self.feed(e.EngineRegistered(engine=e.EngineSlot(id=EngineId(name))))
         self.join(name)
 
@@ -96,8 +97,8 @@ class Service(World):
         match command:
             case c.Deliver():
                 self.delivered.setdefault(command.trajectory_id, []).append(command)
-                if self.takes:
-                    self.taken.add(command.trajectory_id)
+                if self.acknowledges:
+                    self.acknowledged.add(command.trajectory_id)
                     self.later(e.RolloutAcknowledged(trajectory_id=command.trajectory_id))
             case c.StartEngine():
                 pass  # by `register`
@@ -161,7 +162,7 @@ def test_a_restarted_world_continues_the_submitted_rollouts(
     """
     world = Service(scheduling=scheduling, seed=seed)
     world.start()
-    world.takes = bool(seed % 2)
+    world.acknowledges = bool(seed % 2)
     for _ in range(cut):
         if world.heap or world.timer is not None:
             world.step()
@@ -170,14 +171,14 @@ def test_a_restarted_world_continues_the_submitted_rollouts(
     later = [event for *_, event in world.heap if isinstance(event, e.RolloutsSubmitted)]
     world.core = Core.restore(world.core.snapshot(), world.config)
     world.heap.clear()
-    world.takes, before = (
+    world.acknowledges, before = (
         True,
         Counter({name: len(words) for name, words in world.delivered.items()}),
     )
     world.engine_version.clear()
-    seats = tuple(e.EngineSlot(id=EngineId(name)) for name in world.seats)
+    seats = tuple(e.EngineSlot(id=EngineId(name)) for name in world.engine_degrees)
     world.feed(e.WorldLost(engines=seats))
-    for name in world.seats:
+    for name in world.engine_degrees:
         world.engine_epoch[name] = 0
         world.join(name)
     for event in later:
@@ -230,7 +231,7 @@ def test_no_rollout_is_lost_when_engines_join_and_leave() -> None:
 
 def test_rollouts_start_once_there_is_an_engine() -> None:
     world = Service(asked=4)
-    world.seats.clear()
+    world.engine_degrees.clear()
     world.engine_epoch.clear()
     world.start()
     while len(world.core.state.groups) < 4:
@@ -248,7 +249,7 @@ def test_an_orderly_end_keeps_rollouts_that_need_an_engine(engine: str) -> None:
     """Finished rollouts are delivered; the next world does the rest, once."""
     world = Service(asked=12, seed=7)
     if engine != "lost for ever":
-        world.seats.clear()
+        world.engine_degrees.clear()
         world.engine_epoch.clear()
     world.start()
     while len(world.core.state.groups) < 4 or (
@@ -260,7 +261,7 @@ def test_an_orderly_end_keeps_rollouts_that_need_an_engine(engine: str) -> None:
     world.heap = [entry for entry in world.heap if not isinstance(entry[2], e.RolloutsSubmitted)]
     heapq.heapify(world.heap)
     if engine == "lost for ever":
-        for name in world.seats:
+        for name in world.engine_degrees:
             world.feed(e.EngineWithdrawn(engine_id=EngineId(name), drain=False))
     world.close(drain=True)
     assert (world.now > world.config.watchdog.start_s) == (engine == "never ready"), (
@@ -299,9 +300,11 @@ def test_a_rollout_under_way_in_too_many_lost_worlds_is_given_up() -> None:
         world.core, before = Core.restore(world.core.snapshot(), world.config), len(world.warnings)
         world.heap.clear()
         world.feed(
-            e.WorldLost(engines=tuple(e.EngineSlot(id=EngineId(name)) for name in world.seats))
+            e.WorldLost(
+                engines=tuple(e.EngineSlot(id=EngineId(name)) for name in world.engine_degrees)
+            )
         )
-        for name in world.seats:
+        for name in world.engine_degrees:
             world.engine_epoch[name] = 0
             world.join(name)
         given_up = [
@@ -326,7 +329,7 @@ def test_checking_deadlines_does_not_walk_the_waiting_rollouts() -> None:
     replay for minutes.
     """
     world = Service(asked=4)
-    world.seats.clear()
+    world.engine_degrees.clear()
     world.engine_epoch.clear()
     world.start()
     while len(world.core.state.groups) < 4:
@@ -381,7 +384,7 @@ def test_a_silent_engine_is_removed_and_rollouts_wait_for_another() -> None:
     world.start()
     while not world.engine_version:
         world.step()
-    for name in world.seats:
+    for name in world.engine_degrees:
         while name in world.core.state.engines:
             engine = world.core.state.engines[EngineId(name)]
             if engine.status is EngineStatus.SERVING:

@@ -44,20 +44,20 @@ class World:
         self.timer: float | None = None
         self.relay_epoch: dict[str, int] = {}
         self.relay_has: dict[str, set[int]] = {}  # whole, in its memory
-        self.told: dict[str, set[int]] = {}  # versions reported to the core
-        self.takes: dict[str, c.FetchWeights] = {}  # fetches under way
+        self.reported_versions: dict[str, set[int]] = {}  # versions reported to the core
+        self.fetches: dict[str, c.FetchWeights] = {}  # fetches under way
         self.begin_relays()
-        self.sick: set[str] = set()  # relays that die as soon as they are up
-        self.taken: list[c.FetchWeights] = []
+        self.dying_relays: set[str] = set()  # relays that die as soon as they are up
+        self.all_fetches: list[c.FetchWeights] = []
         self.finish: c.Finish | None = None
         self.journal: list[tuple[float, e.Event]] = []
         self.commands: list[list[c.Command]] = []
         self.trained: dict[int, list[str]] = {}
         self.trained_versions: list[tuple[int, int]] = []
         self.initiated: dict[str, int] = {}
-        self.seats = {str(seat.id): seat.degree for seat in first_engines(config)}
-        self.names = {*self.seats}  # of all engines that ever existed
-        self.engine_epoch: dict[str, int] = dict.fromkeys(self.seats, 0)
+        self.engine_degrees = {str(seat.id): seat.degree for seat in first_engines(config)}
+        self.names = {*self.engine_degrees}  # of all engines that ever existed
+        self.engine_epoch: dict[str, int] = dict.fromkeys(self.engine_degrees, 0)
         self.engine_version: dict[str, int] = {}
         self.trainer_epoch = 0
         self.trainer_step = 0
@@ -70,7 +70,7 @@ class World:
         self.loads: dict[str, list[int]] = {}
         # turn → its engine and dispatch
         self.open: dict[tuple[str, int, int], tuple[str, int]] = {}
-        self.silent: dict[str, int] = {}  # engine → consecutive turns without an answer
+        self.unanswered_turns: dict[str, int] = {}  # engine → consecutive turns without an answer
         self.failed_on: dict[tuple[str, int, int], list[str]] = {}  # turn → engines that failed it
         # turn → engines that it was with, also those lost since
         self.tried_on: dict[tuple[str, int, int], set[str]] = {}
@@ -79,7 +79,7 @@ class World:
         self.turns_of: dict[tuple[str, int], int] = {}
         self.handled = 0
         self.lost_worlds = 0
-        self.mute: set[str] = set()  # engines that never answer turns
+        self.silent_engines: set[str] = set()  # engines that never answer turns
         self.stuck_trainer = False
         self.damaged_checkpoint = False  # a restarted trainer cannot read the newest checkpoint
 
@@ -90,7 +90,7 @@ class World:
             e.RunStarted(
                 engines=tuple(
                     e.EngineSlot(id=EngineId(name), degree=degree)
-                    for name, degree in self.seats.items()
+                    for name, degree in self.engine_degrees.items()
                 ),
                 relays=len(self.relay_epoch),
             )
@@ -110,7 +110,7 @@ class World:
                 max_slots=self.config.engines[0].max_slots,
                 kv_total_tokens=200 if self.config.rollout.mode is ModeName.DECOUPLED else 9,
                 profile=tuple(
-                    e.StepTime(batch=batch, seconds=(1 + 0.1 * batch) / self.seats[name])
+                    e.StepTime(batch=batch, seconds=(1 + 0.1 * batch) / self.engine_degrees[name])
                     for batch in (1, 4, 16)
                 ),
             )
@@ -120,13 +120,16 @@ class World:
         """Begin all relays of a new world; return their number."""
         names = [f"r{number}" for number in range(self.config.weights.relays)]
         self.relay_epoch = dict.fromkeys(names, 0)
-        self.relay_has, self.told = {name: set() for name in names}, {name: set() for name in names}
-        self.takes.clear()
+        self.relay_has, self.reported_versions = (
+            {name: set() for name in names},
+            {name: set() for name in names},
+        )
+        self.fetches.clear()
         return len(names)
 
     def join_relay(self, name: str) -> None:
         self.later(e.RelayJoined(relay_id=name, epoch=self.relay_epoch[name]))
-        if name in self.sick:
+        if name in self.dying_relays:
             self.lose_relay(name)
 
     def lose_relay(self, name: str) -> None:
@@ -146,7 +149,7 @@ class World:
                 (event.trajectory_id, event.attempt, event.turn), ("", -1)
             )
             if dispatch == event.dispatch:
-                self.silent[engine_id] = 0
+                self.unanswered_turns[engine_id] = 0
         elif isinstance(event, e.TurnFailed):
             self.note_failure(event)
         elif isinstance(event, e.WeightsLoaded):
@@ -202,23 +205,23 @@ class World:
         """True if a fetch is over; false if a newer one has replaced it, or its source
         has not received or lacks the version.
         """
-        take = self.takes.get(event.relay_id)
+        take = self.fetches.get(event.relay_id)
         if self.relay_epoch.get(event.relay_id) != event.epoch:
             return True  # of an earlier life: late news
         if take is None or take.weights_id != event.weights_id:
             return False
         if isinstance(event, e.WeightsFetched) and take.source is not None:
-            from_ = self.takes.get(take.source)
+            from_ = self.fetches.get(take.source)
             if from_ is not None and from_.weights_id == take.weights_id:
                 self.later(event)
                 return False
             if take.weights_id not in self.relay_has.get(take.source, ()):
                 self.refuse(take, "source")
                 return False
-        del self.takes[event.relay_id]
+        del self.fetches[event.relay_id]
         if isinstance(event, e.WeightsFetched):
             self.relay_has[event.relay_id].add(event.weights_id)
-            self.told[event.relay_id].add(event.weights_id)
+            self.reported_versions[event.relay_id].add(event.weights_id)
         return True
 
     def refuse(self, take: c.FetchWeights, reason: str) -> None:
@@ -281,7 +284,7 @@ class World:
                     "turn": command.turn,
                     "dispatch": command.dispatch,
                 }
-                if command.engine_id in self.mute:
+                if command.engine_id in self.silent_engines:
                     pass
                 elif self.fails():
                     self.later(e.TurnFailed(**key, error="broken"))
@@ -341,7 +344,9 @@ class World:
             case c.Warn():
                 self.warnings.append(command)
                 if "no answer within" in command.message:
-                    self.silent[command.component] = self.silent.get(command.component, 0) + 1
+                    self.unanswered_turns[command.component] = (
+                        self.unanswered_turns.get(command.component, 0) + 1
+                    )
             case c.RecordEvaluation():
                 self.evaluations.append(command)
             case c.Finish():
@@ -471,9 +476,9 @@ class World:
                         f"{command} of a checkpoint that holds {found}"
                     )
                     assert command.version == command.from_checkpoint
-                elif self.told:
-                    machine = f"r{int(command.engine_id[1:]) % len(self.told)}"
-                    assert command.weights_id in self.told[machine], (
+                elif self.reported_versions:
+                    machine = f"r{int(command.engine_id[1:]) % len(self.reported_versions)}"
+                    assert command.weights_id in self.reported_versions[machine], (
                         f"{command} of what {machine} does not hold"
                     )
                 self.loads.setdefault(command.engine_id, []).append(command.weights_id)
@@ -496,7 +501,7 @@ class World:
                         )
                     )
             case c.RestartEngine():
-                silent = self.silent.pop(command.engine_id, 0)
+                silent = self.unanswered_turns.pop(command.engine_id, 0)
                 assert "turns in a row" not in command.reason or silent >= STRIKES_BEFORE_RESTART, (
                     f"{command} of {silent}"
                 )
@@ -505,12 +510,12 @@ class World:
             case c.StartEngine():
                 assert command.engine_id not in self.names, "an engine id is used again"
                 self.names.add(command.engine_id)
-                self.seats[command.engine_id] = command.degree
+                self.engine_degrees[command.engine_id] = command.degree
                 self.engine_epoch[command.engine_id] = 0
                 self.join(command.engine_id)
             case c.RemoveEngine():
                 self.engine_version.pop(command.engine_id, None)
-                del self.seats[command.engine_id], self.engine_epoch[command.engine_id]
+                del self.engine_degrees[command.engine_id], self.engine_epoch[command.engine_id]
             case c.TrainStep():
                 assert command.step == self.trainer_step
                 if self.stuck_trainer:
@@ -619,7 +624,7 @@ class World:
         assert command.source is None or command.source in self.relay_epoch, (
             f"{command} from a relay that is gone"
         )
-        assert command.base_id is None or command.base_id in self.told[name], (
+        assert command.base_id is None or command.base_id in self.reported_versions[name], (
             f"{command} on a base that it never had"
         )
         state = self.core.state
@@ -631,9 +636,9 @@ class World:
                 f"{command} from a relay that is suspected"
             )
         self.relay_has[name] &= kept
-        self.told[name] &= kept
-        self.taken.append(command)
-        self.takes[name] = command
+        self.reported_versions[name] &= kept
+        self.all_fetches.append(command)
+        self.fetches[name] = command
         if self.fails():
             self.refuse(command, self.random.choice(["source", "base", "broken", "room"]))
         else:
@@ -660,5 +665,5 @@ class World:
         self.later(e.RelayRecovered(**key), self.random.expovariate(1 / (3 * self.spread)))
 
     def forget_relay(self, name: str) -> None:
-        self.relay_has[name], self.told[name] = set(), set()
-        self.takes.pop(name, None)
+        self.relay_has[name], self.reported_versions[name] = set(), set()
+        self.fetches.pop(name, None)
