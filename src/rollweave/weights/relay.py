@@ -337,19 +337,7 @@ class Relay:
         channel: Channel | None = None
         try:
             channel = stalls.channel = await self._transport.connect(source)
-            ranges = (
-                ((writer.contiguous, manifest.nbytes),)
-                if manifest.nbytes > writer.contiguous
-                else ()
-            )
-            request = Request(
-                weights_id=manifest.weights_id,
-                digest=manifest.digest,
-                nbytes=manifest.nbytes,
-                ranges=ranges,
-                base=base.identity if base is not None else None,
-            )
-            await channel.send(request)
+            await channel.send(_request(writer, base))
             while writer.contiguous < manifest.nbytes:
                 message, checksum = await channel.receive(allocate)
                 match message:
@@ -491,3 +479,15 @@ def _supersedes(later: FetchVersion, command: FetchVersion) -> bool:
     bytes.
     """
     return later.manifest.digest == command.manifest.digest
+
+
+def _request(writer: VersionWriter, base: StoredVersion | None) -> Request:
+    """The request for all bytes that the writer lacks, as changes of `base` if given."""
+    manifest, done = writer.manifest, writer.contiguous
+    return Request(
+        weights_id=manifest.weights_id,
+        digest=manifest.digest,
+        nbytes=manifest.nbytes,
+        ranges=((done, manifest.nbytes),) if manifest.nbytes > done else (),
+        base=base.identity if base is not None else None,
+    )
