@@ -168,7 +168,7 @@ def _context_growth(trajectory: Trajectory) -> int:
 
 def _mean(mean: float | None, value: float) -> float:
     """The running mean after a new value."""
-    return value if mean is None else mean + MEAN_WEIGHT * (value - mean)
+    return float(value) if mean is None else mean + MEAN_WEIGHT * (value - mean)
 
 
 def _set_estimate(run: Run, trajectory: Trajectory, tokens: float) -> None:
