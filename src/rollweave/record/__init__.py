@@ -1,3 +1,3 @@
-"""What a run writes down, in whichever world it happens: its directory, journal, trace,
-metrics of a step, summary.
+"""The files that a run writes, in either world: its directory, journal, trace, step
+metrics and summary.
 """

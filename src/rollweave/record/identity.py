@@ -1,4 +1,4 @@
-"""The identity of a run and of the model that it began with: the file `run.json`.
+"""The identity of a run and of its initial model: the file `run.json`.
 
 Invariants: the id in the file is that of the journal's first event, so a journal of
 another run is recognized; the digests of the model's files are compared whenever the
@@ -72,11 +72,11 @@ def changed_files(directory: Path, known: dict[str, tuple[int, str]]) -> list[st
     phrase for each file that differs.
     """
     try:
-        found = model_digests(directory)
+        digests = model_digests(directory)
     except OSError as error:
         return [f"{directory} cannot be read: {error}"]
-    names = sorted(known.keys() | found.keys())
-    pairs = [(name, known.get(name), found.get(name)) for name in names]
+    names = sorted(known.keys() | digests.keys())
+    pairs = [(name, known.get(name), digests.get(name)) for name in names]
     return [
         f"{directory / name} {_difference(before, now)}"
         for name, before, now in pairs

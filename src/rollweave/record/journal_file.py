@@ -1,4 +1,4 @@
-"""The journal: `(now, event)` records appended to a file of checksummed records
+"""The journal's file: `(now, event)` records appended to a file of checksummed records
 (`record/record_file.py`).
 
 A file is a header, at most one snapshot, then records. Invariants: when `append`
@@ -23,7 +23,9 @@ from rollweave.schema.packing import packed
 T = TypeVar("T")
 
 SCHEMA_VERSION = 2
-"""Goes up when an event changes so that older journals no longer decode."""
+"""Version of the events' schema. It increases when an event changes so that older
+journals no longer decode.
+"""
 
 SNAPSHOT, RECORD = 1, 2
 REMEDY = (
@@ -47,27 +49,29 @@ def journal_format(version: int = SCHEMA_VERSION) -> RecordFormat:
 class JournalReader(Generic[T]):
     """The snapshot and the records of a journal whose events are of type `kind`.
 
-    Reads the file once, up to its torn tail.
+    It reads the file once, up to its torn tail.
     """
 
     def __init__(self, path: str | Path, kind: Any, *, version: int = SCHEMA_VERSION) -> None:
-        """Raises FileNotFoundError, and CorruptJournalError for a file that is no
-        journal of this schema version.
+        """Open the journal. Raises FileNotFoundError, and CorruptJournalError if the
+        file is not a journal of this schema version.
         """
         self._path = Path(path)
         self._decode = msgspec.msgpack.Decoder(tuple[float, kind]).decode
         self._format = journal_format(version)
 
     def snapshot(self) -> bytes | None:
-        """The snapshot that the journal starts from, None where it starts from nothing."""
+        """Return the snapshot that the journal starts from; None if it starts from an
+        empty state.
+        """
         for raw in self._format.scan(self._path):
             return raw.payload if raw.kind == SNAPSHOT else None
         return None
 
     def __iter__(self) -> Iterator[tuple[float, T]]:
-        """Every whole `(now, event)`, in order.
+        """Yield every complete `(now, event)`, in order.
 
-        Raises CorruptJournalError at the first that is damaged before the tail.
+        Raises CorruptJournalError at the first one that is damaged before the tail.
         """
         for raw in self._format.scan(self._path):
             if raw.kind != RECORD:
@@ -84,43 +88,43 @@ class JournalReader(Generic[T]):
 class JournalWriter:
     """Appends to a journal.
 
-    `append` writes through to the operating system, without a buffer of ours; `sync` to
-    the disk.
+    `append` writes through to the operating system, without a buffer in this process;
+    `sync` writes to the disk.
     """
 
     def __init__(self, path: str | Path, *, version: int = SCHEMA_VERSION) -> None:
-        """Open or create; a torn tail is cut off.
+        """Open or create the file, and cut off a torn tail.
 
         Raises CorruptJournalError, and DiskError.
         """
         self.path = Path(path)
         self._format = journal_format(version)
-        whole = self._format.whole_bytes(self.path)
-        self.torn = max(0, (self.path.stat().st_size if self.path.exists() else 0) - whole)
-        """Bytes of an incomplete last record that were cut off: its writer was killed."""
-        self._file = AppendFile(self.path, keep=whole, header=self._format.header)
+        complete = self._format.complete_bytes(self.path)
+        self.torn = max(0, (self.path.stat().st_size if self.path.exists() else 0) - complete)
+        """Number of bytes of an incomplete last record, cut off because its writer died."""
+        self._file = AppendFile(self.path, keep=complete, header=self._format.header)
 
     @property
     def size(self) -> int:
-        """Bytes written, all of them whole records."""
+        """Number of bytes written, all of them complete records."""
         return self._file.size
 
     def append(self, now: float, event: object) -> None:
-        """Append one record. Raises DiskError; the journal then is as it was before."""
+        """Append one record. Raises DiskError, and the journal is then unchanged."""
         self._file.append(self._format.record(RECORD, packed((now, event)), self._file.size))
 
     def sync(self) -> None:
-        """Return when everything that was appended would survive a power loss.
+        """Return once all appended records would survive a power loss.
 
         Raises DiskError.
         """
         self._file.sync()
 
     def rotate(self, snapshot: bytes) -> None:
-        """Go on in a new file that starts with `snapshot` and takes this one's name,
+        """Continue in a new file that starts with `snapshot` and replaces this one
         atomically.
 
-        Raises DiskError, and the journal then goes on as it is.
+        Raises DiskError, and the journal then continues unchanged.
         """
         content = self._format.header
         content += self._format.record(SNAPSHOT, snapshot, len(content))

@@ -1,7 +1,7 @@
 """Files of checksummed records: a header with magic and version, then appended records,
 each with its own head.
 
-Every byte is checked: the header is compared whole, a record's length and kind have a
+Every byte is checked: the whole header is compared, a record's length and kind have a
 checksum that also covers its offset, and its payload has a digest. Invariants: a file
 that is cut off at any byte, or ends in space that a power loss left unwritten, reads as
 its complete records; damage anywhere else raises `CorruptJournalError` with file,
@@ -26,7 +26,7 @@ HEAD = struct.Struct("<IB3xIQ")
 class Record:
     """One record.
 
-    `offset` is where its head begins, `end` where the next record begins.
+    Its head begins at `offset`, and the next record at `end`.
     """
 
     offset: int
@@ -39,8 +39,8 @@ class Record:
 class RecordFormat:
     """One kind of file.
 
-    `remedy` completes the error for a damaged file: what a user can do, with {path} and
-    {offset}.
+    `remedy` completes the error for a damaged file with what a user can do; it may use
+    {path} and {offset}.
     """
 
     name: str
@@ -69,13 +69,13 @@ class RecordFormat:
         data = path.read_bytes()
         if self._is_torn_header(data):
             return
-        magic, found = HEADER.unpack_from(data) if len(data) >= HEADER.size else (b"", 0)
+        magic, version = HEADER.unpack_from(data) if len(data) >= HEADER.size else (b"", 0)
         if magic != self.magic:
             raise self.damaged(path, 0, f"is not {self.name} at byte 0")
-        if found != self.version:
+        if version != self.version:
             raise CorruptJournalError(
                 f"{path}: schema version must be {self.version}, got "
-                f"{found} (byte {len(self.magic)})"
+                f"{version} (byte {len(self.magic)})"
             )
         offset, view = HEADER.size, memoryview(data)
         while offset + HEAD.size <= len(data):
@@ -97,7 +97,7 @@ class RecordFormat:
             yield Record(offset=offset, end=end, kind=kind, payload=data[start:end])
             offset = end
 
-    def whole_bytes(self, path: Path) -> int:
+    def complete_bytes(self, path: Path) -> int:
         """Return the length of the header and all complete records; 0 without a file or
         a complete header. Raises as `scan`.
         """

@@ -1,10 +1,10 @@
 """The directory of one run, and the right to write to it.
 
 Invariants: at most one controller holds a run directory, by advisory locks that end
-with its process. One is on the directory itself, which cannot be deleted or replaced
-without its content; one is on the file `lock` in it, for file systems that lock only
-files. A fresh run never writes into a directory with content; the names of all files
-inside are defined only here.
+with its process. One lock is on the directory itself, which cannot be deleted or
+replaced without its content; the other is on the file `lock` in it, for file systems
+that lock only files. A fresh run never writes into a directory with content; the names
+of all files inside are defined only here.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from rollweave.schema.config.loading import dumps
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 
-REPLACED = 100
-"""Maximum number of tries to lock a file that other processes keep replacing."""
+MAX_LOCK_ATTEMPTS = 100
+"""Maximum number of attempts to lock a file that other processes keep replacing."""
 
 
 class RunDir:
-    """Paths below `runs/<name>`. `claim` takes the lock; `release` gives it back."""
+    """Paths below `runs/<name>`. `claim` takes the lock; `release` frees it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,14 +51,14 @@ class RunDir:
     def claim(
         cls, config: RunConfig, *, resume: bool, replace: Sequence[str] = (), to_clear: bool = False
     ) -> Self:
-        """Make or take over the run's directory; the files `replace` of a former run
-        are deleted once the lock is ours.
+        """Create or take over the run's directory; the files `replace` of a former run
+        are deleted once the lock is held.
 
-        Raises `ConfigError` where it is in use, read-only, or not as `resume` expects,
-        and where it has a directory in a file's place (which `to_clear` allows, if it
-        is not that of the lock); `DiskError` where it cannot be written.
+        Raises `ConfigError` if it is in use, read-only, or not as `resume` expects, and
+        if it has a directory in a file's place (which `to_clear` allows, except for the
+        lock); `DiskError` if it cannot be written.
         """
-        # whatever becomes of the working directory
+        # The working directory may change later.
         run = cls((Path(config.run.dir) / config.run.name).absolute())
         if resume and not run.config.exists():
             raise ConfigError(f"--resume: {run.path} must hold a run, found no config.toml")
@@ -81,11 +81,11 @@ class RunDir:
             run._take_lock()
             for name in replace:
                 (run.path / name).unlink(missing_ok=True)
-        if not resume and run.holds_something():
+        if not resume and run.has_content():
             run.release()
             if run.config.exists():
                 raise ConfigError(
-                    f"run.name: {run.path} holds a run already; go on with "
+                    f"run.name: {run.path} holds a run already; continue it with "
                     "--resume, or choose another name"
                 )
             raise ConfigError(
@@ -97,7 +97,7 @@ class RunDir:
             run.checkpoints.mkdir(exist_ok=True)
         return run
 
-    def holds_something(self) -> bool:
+    def has_content(self) -> bool:
         """True if a run has written here: anything except the lock, a token and empty
         directories.
         """
@@ -130,7 +130,7 @@ class RunDir:
         _must_be_writable(self.path)
 
     def _appended(self) -> Iterator[Path]:
-        """Files that grow with the run, if they are there."""
+        """Yield the existing files that grow with the run."""
         files = (self.lock, self.journal, self.metrics, self.trace, *self.logs.glob("*.log"))
         return (file for file in files if file.exists())
 
@@ -155,7 +155,7 @@ class RunDir:
         except OSError:
             self.release()
             raise
-        with contextlib.suppress(OSError):  # a full disk: the lock holds without our name
+        with contextlib.suppress(OSError):  # on a full disk the lock holds without our process id
             os.ftruncate(self._fds[-1], 0)
             os.pwrite(self._fds[-1], f"{os.getpid()}\n".encode(), 0)
 
@@ -178,7 +178,7 @@ def _locked(path: Path, flags: int, *, optional: bool = False) -> int:
     Raises BlockingIOError if another process has the lock, and OSError. With
     `optional`, the descriptor has no lock where the file system cannot lock such files.
     """
-    for _ in range(REPLACED):
+    for _ in range(MAX_LOCK_ATTEMPTS):
         fd = os.open(path, flags | os.O_CLOEXEC, 0o644)
         try:
             try:
@@ -188,18 +188,18 @@ def _locked(path: Path, flags: int, *, optional: bool = False) -> int:
             except OSError:
                 if not optional:
                     raise
-            if _names(path, fd):
+            if _is_same_file(path, fd):
                 return fd
         except BaseException:
             os.close(fd)
             raise
-        # it was replaced between opening and locking: the lock would be on a file
-        # without a name
+        # It was replaced between opening and locking, so the lock would be on a file
+        # without a name.
         os.close(fd)
-    raise OSError(errno.ESTALE, "was replaced again and again while it was being locked", str(path))
+    raise OSError(errno.ESTALE, "was replaced repeatedly while it was being locked", str(path))
 
 
-def _names(path: Path, fd: int) -> bool:
+def _is_same_file(path: Path, fd: int) -> bool:
     """True if `path` is still the file behind `fd`."""
     try:
         named = path.stat()

@@ -1,5 +1,5 @@
-"""What one training step added to the core's counters: the part of a step's line in
-`metrics.jsonl` that every world has.
+"""The changes of the core's counters in one training step: the part of a step's line in
+`metrics.jsonl` that both worlds have.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from rollweave.core.state import State
 
 
 class CounterSnapshot:
-    """Counters of the core at one moment, to tell what one step added."""
+    """The core's counters at one moment; the difference of two shows what a step added."""
 
     def __init__(
         self,
@@ -33,6 +33,7 @@ class CounterSnapshot:
 
     @classmethod
     def of(cls, state: State, at: float) -> "CounterSnapshot":
+        """Take a snapshot of `state` at time `at`."""
         counters = state.counters
         counts = {
             "turns": counters.turns,
@@ -58,7 +59,7 @@ class CounterSnapshot:
         )
 
     def since(self, before: "CounterSnapshot") -> dict[str, Any]:
-        """What happened between `before` and now."""
+        """Return what was counted between `before` and this snapshot."""
         wall_s = max(1e-9, self.at - before.at)
         added = {name: count - before.counts[name] for name, count in self.counts.items()}
         inherent = {

@@ -1,14 +1,14 @@
-"""The trajectory store: every ended attempt with its tokens, on disk, before any event
-speaks of it.
+"""The trajectory store: every ended attempt with its tokens, on disk before any event
+reports it.
 
-Append-only segment files of checksummed records (`record/record_file.py`). Invariants: a
-record is either complete or cut off as the torn tail of the newest segment; only
-`discard` removes anything else, and damage is an error that names file, place and
-remedy; `get` returns what was appended, with its score. Memory holds an index of
-places, never tokens: `forget` shrinks the index, the files keep everything for
-`rollweave trace`. The file `floor` has the number of the oldest segment that the index
-referred to when the newest segment began: opening the store reads only the segments
-from there on.
+It consists of append-only segment files of checksummed records
+(`record/record_file.py`). Invariants: a record is either complete or cut off as the
+torn tail of the newest segment; only `discard` removes anything else, and damage is an
+error with file, place and remedy; `get` returns what was appended, with its score.
+Memory holds an index of places, never tokens: `forget` shrinks the index, the files
+keep everything for `rollweave trace`. The file `floor` holds the number of the oldest
+segment that the index referred to when the newest segment began: opening the store
+reads only the segments from there on.
 """
 
 import os
@@ -38,13 +38,13 @@ SEGMENT = RecordFormat(
     "out again if they are still needed",
 )
 SEGMENT_BYTES = 64 << 20
-"""A new segment begins beyond this size: small enough to copy or delete by hand, large
-enough to be few.
+"""Number of bytes beyond which a new segment begins: small enough to copy or delete by
+hand, large enough that segments are few.
 """
 
 
 class StoreError(RollweaveError):
-    """A trajectory that should be in the store is not there."""
+    """A trajectory that should be in the store is missing."""
 
 
 class Ended(TaggedStruct, frozen=True, kw_only=True):
@@ -94,7 +94,7 @@ _Ended = msgspec.msgpack.Decoder(Ended)
 
 @dataclass(slots=True)
 class StoredAttempt:
-    """Where an attempt lies, and its score once it has one."""
+    """The place of an attempt, and its score once it has one."""
 
     trajectory_id: TrajectoryId
     attempt: int
@@ -123,11 +123,11 @@ def _segments(directory: Path) -> list[int]:
     return sorted(int(path.stem) for path in directory.glob("*.bin") if path.stem.isdecimal())
 
 
-def _scan(directory: Path, number: int, found: list[StoredAttempt | Scored]) -> int:
-    """Add the keys of a segment's complete records to `found`; return the length of
-    that part (0 without a header).
+def _scan(directory: Path, number: int, keys: list[StoredAttempt | Scored]) -> int:
+    """Add the keys of a segment's complete records to `keys`; return the length of that
+    part (0 without a header).
 
-    Raises CorruptJournalError for damage; `found` then has the records before it.
+    Raises CorruptJournalError for damage; `keys` then has the records before it.
     """
     path = _segment_path(directory, number)
     end = SEGMENT.header_bytes(path)
@@ -139,7 +139,7 @@ def _scan(directory: Path, number: int, found: list[StoredAttempt | Scored]) -> 
                 f"{path}: record at byte {record.offset} does not decode: {error}"
             ) from error
         if isinstance(key, Scored):
-            found.append(key)
+            keys.append(key)
         else:
             entry = StoredAttempt(
                 trajectory_id=key.trajectory.id,
@@ -151,12 +151,12 @@ def _scan(directory: Path, number: int, found: list[StoredAttempt | Scored]) -> 
                 offset=record.end - len(record.payload),
                 nbytes=len(record.payload),
             )
-            found.append(entry)
+            keys.append(entry)
         end = record.end
     return end
 
 
-def _must_be_whole(path: Path, end: int) -> None:
+def _must_be_complete(path: Path, end: int) -> None:
     """Raise CorruptJournalError for an older segment that ends in the middle of a
     record: it was complete once.
     """
@@ -165,8 +165,8 @@ def _must_be_whole(path: Path, end: int) -> None:
 
 
 def _read(directory: Path, entry: StoredAttempt) -> Trajectory:
-    """Raises OSError, and CorruptJournalError for a record that is not what was
-    written.
+    """Read an attempt. Raises OSError, and CorruptJournalError for a record that
+    differs from what was written.
     """
     path = _segment_path(directory, entry.segment)
     start = entry.offset - HEAD.size
@@ -209,13 +209,13 @@ def _with_score(trajectory: Trajectory, score: Scored | None) -> Trajectory:
 
 
 class TrajectoryStore:
-    """Writes and finds trajectories of one run.
+    """Writes and finds the trajectories of one run.
 
-    One process at a time; calls must not overlap.
+    Only one process may use it at a time; calls must not overlap.
     """
 
     def __init__(self, directory: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
-        """Open `directory`, which is made if absent. Cut off the torn tail of the
+        """Open `directory`, which is created if absent. Cut off the torn tail of the
         newest segment, and count it in `torn`.
 
         Raises `CorruptJournalError` if anything else is damaged, before it changes
@@ -230,27 +230,27 @@ class TrajectoryStore:
         numbers = _segments(directory)
         self._segment = numbers[-1] if numbers else 0
         self.torn = 0
-        """Bytes of an incomplete last record that were cut off: its writer was killed."""
-        whole, floor = 0, _floor(self._floor)
+        """Number of bytes of an incomplete last record, cut off because its writer died."""
+        end_of_newest, floor = 0, _floor(self._floor)
         expected = range(floor, max([floor, *numbers]) + 1)
         self.absent = [
             _segment_path(directory, number).name for number in expected if number not in numbers
         ]
-        """Segments from the floor on that are not there."""
+        """Names of the missing segments from the floor on."""
         for number in [number for number in numbers if number >= floor or number == self._segment]:
-            found: list[StoredAttempt | Scored] = []
-            end = _scan(directory, number, found)
-            self._enter(found)
+            keys: list[StoredAttempt | Scored] = []
+            end = _scan(directory, number, keys)
+            self._enter(keys)
             path = _segment_path(directory, number)
             if number == self._segment:
-                whole, self.torn = end, path.stat().st_size - end
+                end_of_newest, self.torn = end, path.stat().st_size - end
             else:
-                _must_be_whole(path, end)
-        self._file = self._open(self._segment, whole)
+                _must_be_complete(path, end)
+        self._file = self._open(self._segment, end_of_newest)
 
     def append(self, record: Ended) -> None:
-        """Write an ended attempt; it replaces earlier attempts of the same trajectory
-        in the index. Raises `DiskError`.
+        """Write an ended attempt, which replaces earlier attempts of the same
+        trajectory in the index. Raises `DiskError`.
         """
         trajectory = record.trajectory
         payload = packed(record)
@@ -267,9 +267,9 @@ class TrajectoryStore:
         )
 
     def score(self, record: Scored) -> None:
-        """Write the score of the attempt that was appended last.
+        """Write the score of the trajectory's newest attempt.
 
-        Raises `StoreError` for an attempt that is not there, and `DiskError`.
+        Raises `StoreError` for any other attempt, and `DiskError`.
         """
         entry = self._index.get(record.trajectory_id)
         if entry is None or entry.attempt != record.attempt:
@@ -280,43 +280,44 @@ class TrajectoryStore:
         entry.score = record
 
     def find(self, ids: Iterable[TrajectoryId]) -> list[StoredAttempt]:
-        """Where the newest attempt of each lies.
+        """Return the place of each trajectory's newest attempt.
 
-        Raises `StoreError` for one that is not there.
+        Raises `StoreError` for one that is missing.
         """
-        found = []
+        attempts = []
         for trajectory_id in ids:
             entry = self._index.get(trajectory_id)
             if entry is None:
                 raise StoreError(f"trajectory {trajectory_id} is not in the store")
-            found.append(entry)
-        return found
+            attempts.append(entry)
+        return attempts
 
     def read(self, entries: Iterable[StoredAttempt]) -> list[Trajectory]:
-        """The trajectories themselves, with their scores.
+        """Read the trajectories, with their scores.
 
-        May run on another thread than the rest.
+        This may run on another thread than the other methods.
         """
         return [_read(self._directory, entry) for entry in entries]
 
     def get(self, ids: Iterable[TrajectoryId]) -> list[Trajectory]:
-        """`find` and `read` in one."""
+        """Find and read trajectories."""
         return self.read(self.find(ids))
 
     def scored_attempt(self, trajectory_id: TrajectoryId) -> int | None:
-        """The attempt of which the store holds tokens and a reward, or None."""
+        """Return the attempt of which the store holds tokens and a reward, or None."""
         entry = self._index.get(trajectory_id)
         if entry is None or entry.score is None or entry.score.reward is None:
             return None
         return entry.attempt
 
     def forget(self, ids: Sequence[TrajectoryId]) -> None:
-        """Take these from the index; their records stay on disk."""
+        """Remove these trajectories from the index; their records stay on disk."""
         for trajectory_id in ids:
             self._index.pop(trajectory_id, None)
 
     def discard(self, kept: Collection[int]) -> None:
-        """Delete segments of which nothing is in the index, but those in `kept`.
+        """Delete the segments below the oldest one in the index, except those in
+        `kept`.
 
         Raises `DiskError`.
         """
@@ -329,16 +330,16 @@ class TrajectoryStore:
                 path.unlink(missing_ok=True)
 
     def _oldest(self) -> int:
-        """The segment from which on something is in the index."""
+        """Return the oldest segment that the index refers to."""
         return min((entry.segment for entry in self._index.values()), default=self._segment)
 
     @property
     def segment(self) -> int:
-        """Number of the segment that is written now."""
+        """Number of the segment that is currently written."""
         return self._segment
 
     def ids(self) -> list[TrajectoryId]:
-        """Trajectories in the index."""
+        """Return the trajectories in the index."""
         return list(self._index)
 
     def __len__(self) -> int:
@@ -348,7 +349,7 @@ class TrajectoryStore:
         return trajectory_id in self._index
 
     def sync(self) -> None:
-        """Force what was written to the disk itself. Raises `DiskError`."""
+        """Force all written records to the disk. Raises `DiskError`."""
         self._file.sync()
 
     def close(self) -> None:
@@ -360,8 +361,8 @@ class TrajectoryStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _enter(self, found: Iterable[StoredAttempt | Scored]) -> None:
-        for key in found:
+    def _enter(self, keys: Iterable[StoredAttempt | Scored]) -> None:
+        for key in keys:
             if isinstance(key, StoredAttempt):
                 self._index[key.trajectory_id] = key
                 continue
@@ -384,11 +385,11 @@ class TrajectoryStore:
 
 
 class TrajectoryReader:
-    """Reads the store of a run, also of one that is being written: every attempt, in
-    the order in which they ended.
+    """Reads the store of a run, even while it is being written: every attempt, in the
+    order in which they ended.
 
-    `damaged` says where records are not whole, one line a segment: they and those
-    behind them in it are not among `entries`.
+    `damaged` names incomplete or damaged records, one line per segment: these records
+    and the following ones in the segment are not in `entries`.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -398,14 +399,14 @@ class TrajectoryReader:
         last: dict[tuple[TrajectoryId, int], StoredAttempt] = {}
         numbers = _segments(directory)
         for number in numbers:
-            found: list[StoredAttempt | Scored] = []
+            keys: list[StoredAttempt | Scored] = []
             try:
-                end = _scan(directory, number, found)
+                end = _scan(directory, number, keys)
                 if number != numbers[-1]:  # a running controller may still append to the newest
-                    _must_be_whole(_segment_path(directory, number), end)
+                    _must_be_complete(_segment_path(directory, number), end)
             except CorruptJournalError as error:
                 self.damaged.append(error.problem)
-            for key in found:
+            for key in keys:
                 if isinstance(key, StoredAttempt):
                     self.entries.append(key)
                     last[key.trajectory_id, key.attempt] = key
@@ -413,5 +414,5 @@ class TrajectoryReader:
                     last[key.trajectory_id, key.attempt].score = key
 
     def load(self, entry: StoredAttempt) -> Trajectory:
-        """The attempt with its tokens and score."""
+        """Return the attempt with its tokens and score."""
         return _read(self._directory, entry)

@@ -1,4 +1,4 @@
-"""What a run came to: `summary.json`, and the account that must balance."""
+"""The result of a run: `summary.json`, and the account that must balance."""
 
 import json
 from collections.abc import Mapping
@@ -54,13 +54,13 @@ class Summary(Struct, frozen=True, kw_only=True):
 
 
 class AccountError(RollweaveError):
-    """A trajectory is unaccounted for: a bug of ours."""
+    """A trajectory is unaccounted for, which is a bug of Rollweave."""
 
 
 def summarize(core: Core, *, evaluation: dict[str, Any] | None, wall_s: float) -> Summary:
-    """The summary of a core that has finished.
+    """Return the summary of a core that has finished.
 
-    Raises `AccountError` where the books do not balance.
+    Raises `AccountError` if the account does not balance.
     """
     state, counters, account = core.state, core.state.counters, core.account()
     if not account.balanced or account.in_flight:
@@ -116,7 +116,7 @@ def headline_figures(
 
 
 def cut_turns_line(cut: Mapping[str, int], turns: int) -> str:
-    """Say in one line for people how many turns were cut; "" if none was."""
+    """Return one line for people on how many turns were cut; "" if none was."""
     total = sum(cut.values())
     if not total:
         return ""
@@ -130,8 +130,8 @@ def write_summary(path: Path, summary: Summary) -> None:
 
 
 def outcome_line(summary: Summary) -> str:
-    """What came of a run as one line for people: of one that only evaluated, its
-    episodes; else its account.
+    """Return the outcome of a run as one line for people: its episodes if it only
+    evaluated, else its account.
     """
     if summary.account.started or not summary.eval_episodes:
         return account_line(summary.account)
@@ -140,8 +140,8 @@ def outcome_line(summary: Summary) -> str:
 
 
 def scheduling_line(counted: Mapping[str, float]) -> str:
-    """What scheduling by trajectory did, as one line for people; "" where nobody was
-    asked for lengths and nothing moved.
+    """Return what scheduling by trajectory did as one line for people; "" if no lengths
+    were predicted and no turn moved.
     """
     asked, moved, failed = (
         counted.get("predictions", 0),
@@ -167,7 +167,7 @@ def scheduling_line(counted: Mapping[str, float]) -> str:
 
 
 def account_line(account: Account) -> str:
-    """The account as one line for people."""
+    """Return the account as one line for people."""
     dropped = sum(account.dropped.values())
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(account.dropped.items()))
     text = (

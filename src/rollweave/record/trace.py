@@ -1,10 +1,10 @@
-"""Spans of the run's life as `trace.json`, for Perfetto or chrome://tracing, and for
+"""Spans of the run's life as `trace.json`, for Perfetto, chrome://tracing and
 `rollweave report`.
 
-Invariants: written as it happens, one event a line, so that a killed run leaves a
-readable trace (viewers accept the missing end); bounded: beyond `limit` events further
-ones are counted and not written, or, where the newest matter, the trace begins anew and
-the former part stays beside it.
+Invariants: the trace is written as events happen, one event per line, so that a killed
+run leaves a readable trace (viewers accept the missing end). It is bounded: beyond
+`limit` events, further ones are counted and not written; with `renew`, which keeps the
+newest events, a new trace begins and the former part stays beside it.
 """
 
 import contextlib
@@ -16,15 +16,17 @@ from rollweave.schema.errors import DiskError
 from rollweave.schema.packing import as_json
 
 LIMIT = 500_000
-"""Events in one trace: about 60 MB, what a viewer still opens."""
+"""Maximum number of events in one trace: about 60 MB, which a viewer still opens."""
 
 SERVICE_LIMIT = 100_000
-"""Events in one part of a service's trace: 12 MB, and as many of the part before."""
+"""Maximum number of events in one part of a service's trace: 12 MB, and as much for the
+previous part.
+"""
 
 OPENING = b"[\n"
 
 BUFFER_LINES = 256
-"""Lines gathered before they are written."""
+"""Number of lines buffered before they are written."""
 
 ENGINES, ENVIRONMENTS, TRAINER, CONTROLLER, RELAYS = 1, 2, 3, 4, 5
 """Process rows of the viewer."""
@@ -39,13 +41,13 @@ ROWS = {
 
 
 class Trace:
-    """Appends spans. Times are seconds of the run's clock."""
+    """Appends spans. Times are in seconds of the run's clock."""
 
     def __init__(self, path: Path, *, limit: int = LIMIT, renew: bool = False) -> None:
-        """Open `path`, going on after what an earlier life wrote. `renew`: a full one
-        becomes `*.old.json`, and another begins.
+        """Open `path`, and continue after the events of an earlier life. With `renew`,
+        a full trace becomes `*.old.json`, and another begins.
 
-        Raises DiskError, as all that writes.
+        Raises DiskError, as do all methods that write.
         """
         self._path, self._limit, self._renew = path, limit, renew
         self._lines: list[bytes] = []
@@ -56,8 +58,8 @@ class Trace:
         self._lanes: dict[tuple[int, str], int] = {}
         self._free: dict[int, list[int]] = {}
         self._next: dict[int, int] = {}
-        self._written, whole = _whole_events(self._path)
-        self._file = AppendFile(self._path, keep=whole, header=OPENING)
+        self._written, kept = _complete_events(self._path)
+        self._file = AppendFile(self._path, keep=kept, header=OPENING)
         if self._written == 0:
             for process, name in ROWS.items():
                 self._meta("process_name", process, 0, name)
@@ -65,7 +67,7 @@ class Trace:
     def span(
         self, row: int, lane: str, name: str, start: float, end: float, **arguments: Any
     ) -> None:
-        """One box from `start` to `end` on the line `lane` of `row`."""
+        """Append one box from `start` to `end` on the line `lane` of `row`."""
         self._make_room()
         event = {
             "name": name,
@@ -80,7 +82,7 @@ class Trace:
         self._put(event)
 
     def instant(self, row: int, lane: str, name: str, at: float) -> None:
-        """A mark."""
+        """Append a mark."""
         self._make_room()
         self._put(
             {
@@ -94,15 +96,13 @@ class Trace:
         )
 
     def release(self, row: int, lane: str) -> None:
-        """The line is over; another may take its place, so that a long run does not
-        have thousands of lines.
-        """
+        """Free the line for reuse, so that a long run does not have thousands of lines."""
         number = self._lanes.pop((row, lane), None)
         if number is not None:
             self._free.setdefault(row, []).append(number)
 
     def flush(self) -> None:
-        """Hand what was gathered to the operating system."""
+        """Write the buffered lines to the operating system."""
         lines = b"".join(self._lines)
         self._lines.clear()
         self._file.append(lines)
@@ -110,7 +110,7 @@ class Trace:
     def close(self) -> None:
         """Write the end.
 
-        The file is valid JSON from then on, unless the disk refuses: viewers accept the
+        The file is valid JSON from then on unless the disk fails; viewers accept the
         missing end.
         """
         with contextlib.suppress(DiskError):
@@ -119,7 +119,7 @@ class Trace:
         self._file.close()
 
     def _make_room(self) -> None:
-        """For an event, and the name of its line."""
+        """Make room for an event and the name of its line."""
         if self._renew and self._written > self._limit - 2:
             self.close()
             with writing(self._path):
@@ -153,8 +153,8 @@ class Trace:
             self.flush()
 
 
-def _whole_events(path: Path) -> tuple[int, int]:
-    """How many events a former trace has, and the bytes that they take: without a torn
+def _complete_events(path: Path) -> tuple[int, int]:
+    """Return the number of events in an existing trace, and their bytes, without a torn
     last line and the closing bracket.
     """
     events, end = 0, 0

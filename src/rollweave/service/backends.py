@@ -69,9 +69,9 @@ def backend_factory(config: RunConfig) -> BackendFactory:
             spec,
             start_s=START_S,
             encode_text=encode_text,
-            failed=failed,
+            on_retry=failed,
             reference=reference,
-            noted=noted,
+            on_warning=noted,
             hosts=hosts,
         )
 

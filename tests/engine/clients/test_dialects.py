@@ -246,7 +246,7 @@ def test_what_cannot_be_said_is_refused(speaker: Dialect, field: str) -> None:
     request = GenerateRequest(
         id="x", tokens=(1,), sampling=msgspec.convert({"max_tokens": 2, **values}, Sampling)
     )
-    with pytest.raises(EngineError, match=rf"sampling\.{field} cannot be said"):
+    with pytest.raises(EngineError, match=rf"sampling\.{field} cannot be expressed"):
         speaker.encode(request)
 
 
@@ -380,8 +380,16 @@ BROKEN = [
         changed(VLLM_ANSWER, *CHOICE, "logprobs", "content", 1, "logprob", to=0.5),
         "log-prob of its token 1",
     ),
-    (Vllm(), changed(VLLM_ANSWER, *CHOICE, "weight_versions", 1, "start", to=0), "contiguous"),
-    (Vllm(), changed(VLLM_ANSWER, *CHOICE, "weight_versions", 1, "end", to=3), "cover 3 of 2"),
+    (
+        Vllm(),
+        changed(VLLM_ANSWER, *CHOICE, "weight_versions", 1, "start", to=0),
+        "must cover its 2 tokens in order",
+    ),
+    (
+        Vllm(),
+        changed(VLLM_ANSWER, *CHOICE, "weight_versions", 1, "end", to=3),
+        "must cover its 2 tokens in order",
+    ),
     (Vllm(), changed(VLLM_ANSWER, *CHOICE, "token_ids", to=["9", 2]), "Expected `int`"),
     (Vllm(), {"error": {"message": "no"}}, "required field `choices`"),
     (Vllm(), "yes", "Expected `object`"),

@@ -317,9 +317,9 @@ async def no_http(exchange: Exchange) -> None:
 
 GOOD = {"response_ids": [6, 7, 8], "logprobs": [-1, -1, -1]}
 FAULTS = [
-    (reset, "serves on, but its answer to /generate broke off"),
-    (no_http, "serves on, but its answer to /generate broke off"),
-    (claims(GOOD, length=500), "serves on, but its answer to /generate broke off"),
+    (reset, "is still there, but its answer to /generate broke off"),
+    (no_http, "is still there, but its answer to /generate broke off"),
+    (claims(GOOD, length=500), "is still there, but its answer to /generate broke off"),
     (claims(b'{"response_ids": [6, 7'), "cannot be read"),
     (claims(b"\xff\xfe"), "cannot be read"),
     (claims(b'{"response_ids": [6], "logprobs": [NaN]}'), "cannot be read"),

@@ -102,7 +102,7 @@ async def served(model: Path) -> AsyncIterator[Served]:
         "engine e0", in_thread(spec, EngineLoop, model_ready=present), start_s=60.0, reply_s=20.0
     )
     app = EngineServer(
-        engine, model="tiny", text=Letters(), read_s=0.5, most_requests=MOST
+        engine, model="tiny", text=Letters(), read_s=0.5, max_requests=MOST
     ).application()
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await engine.ready()

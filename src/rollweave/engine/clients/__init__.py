@@ -1,3 +1,3 @@
-"""Clients of engines behind one protocol, and the child processes that engines and
-trainers live in.
+"""Clients of engines behind one protocol, for engines in threads, child processes and
+behind HTTP.
 """

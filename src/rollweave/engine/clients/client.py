@@ -1,7 +1,7 @@
-"""The one implementation of `EngineBackend`: matches replies to calls, over any link.
+"""The one implementation of `EngineBackend` over a link: matches replies to calls.
 
-Invariant: a waiter is either in exactly one of the tables here or done; a lost engine
-empties all tables.
+Invariant: a waiter is either in exactly one of the tables here or done; the loss of the
+engine empties all tables.
 """
 
 import asyncio
@@ -49,11 +49,11 @@ from rollweave.schema.weights import WeightManifest
 T = TypeVar("T")
 
 CLOSE_S = 3.0
-"""Seconds that an engine has to end by itself: one step and its clean-up."""
+"""Maximum seconds that an engine gets to end by itself: one step and its clean-up."""
 
 OpenLink = Callable[[Callable[[EngineReply], None], Callable[[str], None]], EngineLink]
-"""Start an engine: takes what to call with each reply, and what to call once when the
-engine is gone.
+"""Starts an engine. The arguments are called with each reply, and once when the engine
+is gone.
 """
 
 
@@ -70,11 +70,11 @@ class EngineClient:
         self._lost: asyncio.Future[str] = self._loop.create_future()
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._generating: dict[str, asyncio.Future[GenerateResult]] = {}
-        self._heard: dict[str, OnTokens] = {}
+        self._on_tokens: dict[str, OnTokens] = {}
         self._suspending: deque[asyncio.Future[Suspended]] = deque()
         self._loading: deque[asyncio.Future[Loaded | LoadFailed]] = deque()
         self._sampling: deque[asyncio.Future[EngineStats]] = deque()
-        self._moving: dict[str, asyncio.Future[KvExported | KvImported | KvRefused]] = {}
+        self._kv_waiters: dict[str, asyncio.Future[KvExported | KvImported | KvRefused]] = {}
         self._numbers = itertools.count()
         self._fatal = ""
         self._link = open_link(self._on_reply, self._on_lost)
@@ -84,10 +84,10 @@ class EngineClient:
         return self._lost
 
     async def ready(self) -> Ready:
-        return await self._answer(asyncio.shield(self._ready), self._start_s, "become ready")
+        return await self._within(asyncio.shield(self._ready), self._start_s, "become ready")
 
     def generate(
-        self, request: GenerateRequest, heard: OnTokens | None = None
+        self, request: GenerateRequest, on_tokens: OnTokens | None = None
     ) -> asyncio.Future[GenerateResult]:
         waiter: asyncio.Future[GenerateResult] = self._loop.create_future()
         if self._lost.done():
@@ -100,19 +100,19 @@ class EngineClient:
             )
         else:
             self._generating[request.id] = waiter
-            if heard is not None:
-                self._heard[request.id] = heard
-            waiter.add_done_callback(lambda done: self._cancelled(request.id, done))
-            self._link.send(Add(request=request, stream=heard is not None))
+            if on_tokens is not None:
+                self._on_tokens[request.id] = on_tokens
+            waiter.add_done_callback(lambda done: self._on_done(request.id, done))
+            self._link.send(Add(request=request, stream=on_tokens is not None))
         return waiter
 
-    def _cancelled(self, request_id: str, waiter: asyncio.Future[GenerateResult]) -> None:
+    def _on_done(self, request_id: str, waiter: asyncio.Future[GenerateResult]) -> None:
         if waiter.cancelled() and self._generating.get(request_id) is waiter:
             self._forget(request_id)
             self._link.send(Abort(id=request_id))
 
     def _forget(self, request_id: str) -> asyncio.Future[GenerateResult] | None:
-        self._heard.pop(request_id, None)
+        self._on_tokens.pop(request_id, None)
         return self._generating.pop(request_id, None)
 
     def abort(self, request_id: str) -> None:
@@ -124,12 +124,12 @@ class EngineClient:
             self._link.send(Rerank(id=request_id, rank=rank))
 
     async def export_kv(self, tokens: Sequence[int], over: KvTransport) -> KvManifest:
-        reply = await self._move(ExportKv(id=self._new_id(), tokens=tuple(tokens), over=over))
+        reply = await self._request_kv(ExportKv(id=self._new_id(), tokens=tuple(tokens), over=over))
         assert isinstance(reply, KvExported), reply
         return reply.manifest
 
     async def import_kv(self, tokens: Sequence[int], manifest: KvManifest) -> int:
-        reply = await self._move(
+        reply = await self._request_kv(
             ImportKv(id=self._new_id(), tokens=tuple(tokens), manifest=manifest)
         )
         assert isinstance(reply, KvImported), reply
@@ -138,15 +138,15 @@ class EngineClient:
     def release_kv(self, export_id: str) -> None:
         self._link.send(ReleaseKv(id=export_id))
 
-    async def _move(self, command: ExportKv | ImportKv) -> KvExported | KvImported:
-        self._must_live()
+    async def _request_kv(self, command: ExportKv | ImportKv) -> KvExported | KvImported:
+        self._raise_if_lost()
         waiter: asyncio.Future[KvExported | KvImported | KvRefused] = self._loop.create_future()
-        self._moving[command.id] = waiter
+        self._kv_waiters[command.id] = waiter
         self._link.send(command)
         try:
             reply = await waiter
         finally:
-            self._moving.pop(command.id, None)
+            self._kv_waiters.pop(command.id, None)
         if isinstance(reply, KvRefused):
             raise KvError(reply.error)
         return reply
@@ -155,45 +155,45 @@ class EngineClient:
         return f"kv{next(self._numbers)}"
 
     async def suspend(self) -> Suspended:
-        return await self._ask(Suspend(), self._suspending, "suspend")
+        return await self._request(Suspend(), self._suspending, "suspend")
 
     def resume(self) -> None:
         self._link.send(Resume())
 
     async def load(self, weights: WeightManifest | LoadCheckpoint) -> None:
         command = weights if isinstance(weights, LoadCheckpoint) else Load(manifest=weights)
-        reply = await self._ask(command, self._loading, "load weights")
+        reply = await self._request(command, self._loading, "load weights")
         if isinstance(reply, LoadFailed):
             raise WeightsError(reply.error)
 
     async def stats(self) -> EngineStats:
-        return await self._ask(Stats(), self._sampling, "report its state")
+        return await self._request(Stats(), self._sampling, "report its state")
 
     async def close(self) -> None:
         if not self._lost.done():
             self._link.send(Shutdown())
             await asyncio.wait([self._lost], timeout=CLOSE_S)
         self._link.kill()
-        await self._link.joined()
+        await self._link.wait_closed()
 
     def kill(self) -> None:
         self._link.kill()
 
-    async def _ask(
+    async def _request(
         self,
         command: Suspend | Load | LoadCheckpoint | Stats,
         table: deque[asyncio.Future[T]],
         what: str,
     ) -> T:
-        self._must_live()
+        self._raise_if_lost()
         waiter: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        # a waiter that is cancelled stays, so that its reply is not taken for the next
-        # one's
+        # A cancelled waiter stays queued, so that its reply is not matched to the next
+        # one.
         table.append(waiter)
         self._link.send(command)
-        return await self._answer(waiter, self._reply_s, what)
+        return await self._within(waiter, self._reply_s, what)
 
-    async def _answer(self, waiter: asyncio.Future[T], limit_s: float, what: str) -> T:
+    async def _within(self, waiter: asyncio.Future[T], limit_s: float, what: str) -> T:
         try:
             async with asyncio.timeout(limit_s):
                 return await waiter
@@ -203,49 +203,52 @@ class EngineClient:
                 f"{self._name} did not {what} within {limit_s:g} s and was killed"
             ) from None
 
-    def _must_live(self) -> None:
+    def _raise_if_lost(self) -> None:
         if self._lost.done():
             raise EngineLostError(self._lost.result())
 
     def _on_reply(self, reply: EngineReply) -> None:
         match reply:
             case Generated(result=result):
-                self._generated(result)
-            case Progress(pieces=pieces):
-                for piece in pieces:
-                    heard, waiter = self._heard.get(piece.id), self._generating.get(piece.id)
-                    if heard is not None and waiter is not None and not waiter.done():
-                        heard(piece)
+                self._on_generated(result)
+            case Progress(pieces=deltas):
+                for delta in deltas:
+                    on_tokens, waiter = (
+                        self._on_tokens.get(delta.id),
+                        self._generating.get(delta.id),
+                    )
+                    if on_tokens is not None and waiter is not None and not waiter.done():
+                        on_tokens(delta)
             case Suspended():
-                _give(self._suspending.popleft() if self._suspending else None, reply)
+                _resolve(self._suspending.popleft() if self._suspending else None, reply)
             case Loaded() | LoadFailed():
-                _give(self._loading.popleft() if self._loading else None, reply)
+                _resolve(self._loading.popleft() if self._loading else None, reply)
             case Sampled(stats=stats):
-                _give(self._sampling.popleft() if self._sampling else None, stats)
+                _resolve(self._sampling.popleft() if self._sampling else None, stats)
             case KvExported() | KvImported() | KvRefused():
-                self._moved(reply)
+                self._on_kv_reply(reply)
             case Ready():
-                _give(self._ready, reply)
+                _resolve(self._ready, reply)
             case EngineFatal(error=error):
                 self._fatal = error
                 self._link.kill()
             case _:
                 assert_never(reply)
 
-    def _generated(self, result: GenerateResult) -> None:
+    def _on_generated(self, result: GenerateResult) -> None:
         waiter = self._forget(result.id)
         if waiter is None or waiter.done():
-            return  # cancelled, and forgotten here
+            return  # the caller cancelled it, and it is forgotten here
         if result.finish is FinishReason.ERROR:
             waiter.set_exception(EngineError(result.error or "the engine gave no reason"))
         else:
             waiter.set_result(result)
 
-    def _moved(self, reply: KvExported | KvImported | KvRefused) -> None:
-        waiter = self._moving.get(reply.id)
-        _give(waiter, reply)
+    def _on_kv_reply(self, reply: KvExported | KvImported | KvRefused) -> None:
+        waiter = self._kv_waiters.get(reply.id)
+        _resolve(waiter, reply)
         if waiter is None and isinstance(reply, KvExported):
-            self.release_kv(reply.manifest.id)  # who wanted it has given up
+            self.release_kv(reply.manifest.id)  # the requester has given up
 
     def _on_lost(self, reason: str) -> None:
         if self._lost.done():
@@ -255,20 +258,20 @@ class EngineClient:
         waiters: list[asyncio.Future[Any]] = [
             self._ready,
             *self._generating.values(),
-            *self._moving.values(),
+            *self._kv_waiters.values(),
         ]
         for waiter in [*waiters, *self._suspending, *self._loading, *self._sampling]:
             if not waiter.done():
                 waiter.set_exception(error)
-                waiter.exception()  # whoever still waits sees it; nobody has to
+                waiter.exception()  # mark it as retrieved: it may have no waiter
         self._generating.clear()
-        self._heard.clear()
+        self._on_tokens.clear()
         self._suspending.clear()
         self._loading.clear()
         self._sampling.clear()
-        self._moving.clear()
+        self._kv_waiters.clear()
 
 
-def _give(waiter: asyncio.Future[T] | None, value: T) -> None:
+def _resolve(waiter: asyncio.Future[T] | None, value: T) -> None:
     if waiter is not None and not waiter.done():
         waiter.set_result(value)

@@ -1,13 +1,13 @@
-"""What engines behind HTTP are asked and how they answer: one class a dialect, bytes
-in, bytes out, no I/O.
+"""The requests and responses of engines behind HTTP: one class per dialect, bytes in,
+bytes out, no I/O.
 
-Invariants: every sampling parameter is said, never left to a server's default (vLLM's
-completions take theirs from the checkpoint's generation_config.json, which may hold a
-repetition penalty); what a dialect cannot say is refused with `EngineError` and never
-dropped; a token's id is the server's, never made from text, except by a dialect that
-was required to (`encode_text`). An answer that is not what the dialect promises raises
-`ResponseError`. Ranks are not passed on, except to our own server: elsewhere they need a
-scheduling policy that servers refuse or ignore when they run without it.
+Invariants: every sampling parameter is sent, never left to a server's default (vLLM's
+completions take their defaults from the checkpoint's generation_config.json, which may
+hold a repetition penalty); parameters that a dialect cannot express are refused with
+`EngineError` and never dropped; token ids are the server's, never derived from text,
+unless the dialect is configured to (`encode_text`). A response that violates the
+dialect raises `ResponseError`. Ranks are sent to Rollweave servers only: elsewhere they
+need a scheduling policy, without which servers refuse or ignore them.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,60 +38,66 @@ from rollweave.schema.serving import (
 )
 
 SEED_BITS = (1 << 63) - 1
-"""vLLM takes a seed as a signed 64-bit integer; ours are of any size."""
+"""Mask of the bits of a seed that are sent: vLLM takes a signed 64-bit integer, and
+ours may have any size.
+"""
 
 NOT_A_LOGPROB = -9999.0
-"""What vLLM puts in the place of a log-prob that is -inf, NaN or unknown: never one of
-a token that was sampled.
+"""The value that vLLM returns for a log-prob that is -inf, NaN or unknown: never that
+of a sampled token.
 """
 
 ABOVE_ZERO = 1e-3
-"""How far rounding may lift a log-prob over 0."""
+"""Maximum by which rounding may lift a log-prob above 0."""
 
-VLLM_ALONE: dict[str, Any] = {
+VLLM_ONLY: dict[str, Any] = {
     "top_k": 0,
     "min_p": 0.0,
     "repetition_penalty": 1.0,
     "stop_token_ids": (),
     "allowed_token_ids": None,
 }
-"""What vLLM has beyond OpenAI, with the values that change nothing."""
+"""The fields that vLLM adds to OpenAI's, with their neutral values."""
 
 T = TypeVar("T")
 
 
 class Dialect(Protocol):
-    """One way of speaking.
+    """One HTTP API.
 
-    Paths begin with a slash; an empty one means that the server has no such thing.
+    Paths begin with a slash; an empty path means that the server has no such endpoint.
     """
 
     generate_path: str
     ready_path: str
     stats_path: str
     keeps_time: bool
-    """The server ends a request itself when its `budget_s` is used up, and tells how
-    long it took.
+    """Whether the server ends a request itself when its `budget_s` is used up, and
+    reports how long it took.
     """
     resumes: bool
-    """The server goes on with a turn that was begun; what it resumes is part of its
+    """Whether the server resumes a turn; the resumed tokens are then part of its
     answer.
     """
 
     def encode(self, request: GenerateRequest) -> bytes:
-        """The body of the POST. Raises `EngineError` for what cannot be said."""
+        """Return the body of the POST. Raises `EngineError` for parameters that the
+        dialect lacks.
+        """
 
     def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
-        """The answer to `request`. Raises `ResponseError`."""
+        """Return the result of `request`. Raises `ResponseError`."""
 
     def abort(self, request_id: str) -> tuple[str, bytes] | None:
-        """Path and body of the POST that makes the server answer `request_id` now; None
-        where only hanging up stops it.
+        """Return path and body of the POST that makes the server answer `request_id`
+        now; None if only disconnecting stops it.
         """
 
 
 class Rollweave:
-    """Our own (`engine/clients/server.py`): the nouns themselves, as JSON."""
+    """The dialect of Rollweave's server (`engine/clients/server.py`): the structs
+    themselves, as JSON.
+    """
 
     generate_path, ready_path, stats_path = (
         "/rollweave/v1/generate",
@@ -104,8 +110,8 @@ class Rollweave:
         return as_json(request)
 
     def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
-        """Versions of an engine that has only its checkpoint (-1) become 0, as
-        everywhere where no version is required.
+        """Decode a result. The version of an engine that serves only its checkpoint
+        (-1) becomes 0, as for all servers that report none.
         """
         result = parse(body, GenerateResult)
         spans = tuple(
@@ -128,18 +134,18 @@ class Vllm:
         self._model = model or None
 
     def encode(self, request: GenerateRequest) -> bytes:
-        said = {
+        body_fields = {
             "request_id": request.id,
             "model": self._model,
             "token_ids": request.tokens,
             "sampling_params": {**_vllm_sampling(request.sampling), "logprobs": 0},
             "stream": False,
         }
-        return as_json(said)
+        return as_json(body_fields)
 
     def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
         answer = parse(body, VllmResponse)
-        choice = _only(answer.choices)
+        choice = _single(answer.choices)
         content = choice.logprobs.content if choice.logprobs is not None else None
         tokens = required(choice.token_ids, "choices[0].token_ids")
         entries = required(content, "choices[0].logprobs.content")
@@ -157,7 +163,7 @@ class Vllm:
         )
 
     def abort(self, request_id: str) -> tuple[str, bytes] | None:
-        """The prefix is vLLM's; an id without it is ignored in silence."""
+        """vLLM's ids have a prefix; it silently ignores an id without it."""
         return "/inference/v1/abort_requests", as_json(
             {"request_ids": [f"generate-tokens-{request_id}"]}
         )
@@ -166,7 +172,7 @@ class Vllm:
 class Completions:
     """OpenAI's completions with vLLM's `return_token_ids`.
 
-    With `encode_text`, servers without it: text, encoded by us.
+    With `encode_text`, the server may lack it: the text is tokenized here.
     """
 
     generate_path, ready_path, stats_path = "/v1/completions", "", ""
@@ -178,29 +184,33 @@ class Completions:
         self._model, self._encode_text = model, encode_text
 
     def encode(self, request: GenerateRequest) -> bytes:
-        said: dict[str, Any] = {
+        body_fields: dict[str, Any] = {
             "prompt": request.tokens,
             **_vllm_sampling(request.sampling),
             "n": 1,
             "stream": False,
         }
         if self._model:
-            said["model"] = self._model
+            body_fields["model"] = self._model
         if self._encode_text is None:
-            said |= {"logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
+            body_fields |= {
+                "logprobs": 0,
+                "return_token_ids": True,
+                "return_tokens_as_token_ids": True,
+            }
         else:
             # A server other than vLLM may refuse fields that OpenAI lacks, even if
             # neutral.
-            said = {
+            body_fields = {
                 name: value
-                for name, value in said.items()
-                if name not in VLLM_ALONE or value != VLLM_ALONE[name]
+                for name, value in body_fields.items()
+                if name not in VLLM_ONLY or value != VLLM_ONLY[name]
             }
-        return as_json(said)
+        return as_json(body_fields)
 
     def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
         answer = parse(body, CompletionResponse)
-        choice = _only(answer.choices)
+        choice = _single(answer.choices)
         finish = _finish(choice.finish_reason)
         if self._encode_text is not None:
             tokens: Sequence[int] = self._encode_text(choice.text)
@@ -227,7 +237,7 @@ class Completions:
 class Sglang:
     """SGLang's native `/generate`.
 
-    Its seeds count only where it runs with `--enable-deterministic-inference`.
+    It honors seeds only if it runs with `--enable-deterministic-inference`.
     """
 
     generate_path, ready_path, stats_path = "/generate", "", ""
@@ -235,7 +245,7 @@ class Sglang:
 
     def encode(self, request: GenerateRequest) -> bytes:
         sampling = request.sampling
-        _only_can(sampling, "sglang", "allowed")
+        _refuse_fields(sampling, "sglang", "allowed")
         params: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -249,14 +259,14 @@ class Sglang:
             "stop": sampling.stop,
             "sampling_seed": sampling.seed & SEED_BITS,
         }
-        said = {
+        body_fields = {
             "rid": request.id,
             "input_ids": request.tokens,
             "sampling_params": params,
             "return_logprob": True,
             "stream": False,
         }
-        return as_json(said)
+        return as_json(body_fields)
 
     def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
         answer = parse(body, SglangResponse)
@@ -285,15 +295,16 @@ class Sglang:
         )
 
     def abort(self, request_id: str) -> tuple[str, bytes] | None:
-        """SGLang aborts every request whose id begins so: ids must be of one length."""
+        """SGLang aborts every request whose id has this prefix, so ids must have equal
+        lengths.
+        """
         return "/abort_request", as_json({"rid": request_id})
 
 
 class Prorl:
-    """What ProRL's clients run.
+    """The API of ProRL's servers.
 
-    It knows no stop tokens, so the answer is cut after the first: what follows was
-    never said.
+    It has no stop tokens, so the answer is cut after the first one.
     """
 
     generate_path, ready_path, stats_path = "/generate", "", ""
@@ -301,8 +312,8 @@ class Prorl:
 
     def encode(self, request: GenerateRequest) -> bytes:
         sampling = request.sampling
-        _only_can(sampling, "prorl", "allowed", "stop")
-        said: dict[str, Any] = {
+        _refuse_fields(sampling, "prorl", "allowed", "stop")
+        body_fields: dict[str, Any] = {
             "prompt_ids": request.tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -310,11 +321,13 @@ class Prorl:
             "max_tokens": sampling.max_tokens,
         }
         if sampling.top_k:
-            said["top_k"] = sampling.top_k
-        return as_json(said)
+            body_fields["top_k"] = sampling.top_k
+        return as_json(body_fields)
 
     def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
-        """No reason is required: less than what was asked for is a stop."""
+        """Decode a result. The response has no finish reason: fewer tokens than
+        requested mean a stop.
+        """
         answer = parse(body, ProrlResponse)
         if len(answer.logprobs) != len(answer.response_ids):
             raise ResponseError(
@@ -343,11 +356,11 @@ class Prorl:
 def dialect(
     name: DialectName, *, model: str = "", encode_text: Callable[[str], Sequence[int]] | None = None
 ) -> Dialect:
-    """The dialect of this name. `model` is the served model's name where the dialect
-    says one.
+    """Return the dialect of this name. `model` is the name of the served model, if the
+    dialect sends one.
 
-    With `encode_text`, the server may give text alone; only completions can, and their
-    results are marked.
+    With `encode_text`, the server may return text alone; only completions support that,
+    and their results are marked.
     """
     if encode_text is not None:
         if name != "completions":
@@ -367,7 +380,7 @@ def dialect(
 
 
 def check(request: GenerateRequest, result: GenerateResult, *, vocab: int) -> None:
-    """Raise `ResponseError` where a result cannot be the continuation of `request` by a
+    """Raise `ResponseError` if a result cannot be the continuation of `request` by a
     model of `vocab` tokens.
     """
     tokens, logprobs = result.tokens, result.logprobs
@@ -380,9 +393,7 @@ def check(request: GenerateRequest, result: GenerateResult, *, vocab: int) -> No
     if result.resumed_tokens:
         given = request.resumed.tokens if request.resumed is not None else ()
         if result.resumed_tokens != len(given) or tokens[: len(given)] != given:
-            raise ResponseError(
-                f"it went on from other tokens than the {len(given)} that it was given"
-            )
+            raise ResponseError(f"it resumed other tokens than the {len(given)} that it was given")
     if not tokens and result.finish in (FinishReason.STOP, FinishReason.LENGTH):
         raise ResponseError("it gave no token")
     if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
@@ -398,15 +409,15 @@ def check(request: GenerateRequest, result: GenerateResult, *, vocab: int) -> No
         )
 
 
-def _only(choices: Sequence[T]) -> T:
+def _single(choices: Sequence[T]) -> T:
     if len(choices) != 1:
         raise ResponseError(f"its answer must have 1 choice, got {len(choices)}")
     return choices[0]
 
 
 def _vllm_sampling(sampling: Sampling) -> dict[str, Any]:
-    """vLLM's names are those of its completions too; everything is said, since its
-    defaults are the checkpoint's.
+    """Return the fields of vLLM's APIs. All are sent, since the defaults are the
+    checkpoint's.
     """
     return {
         "temperature": sampling.temperature,
@@ -424,11 +435,11 @@ def _vllm_sampling(sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def _only_can(sampling: Sampling, name: str, *fields: str) -> None:
+def _refuse_fields(sampling: Sampling, name: str, *fields: str) -> None:
     for field in fields:
         if getattr(sampling, field):
             raise EngineError(
-                f"sampling.{field} cannot be said in the dialect {name}, got "
+                f"sampling.{field} cannot be expressed in the dialect {name}, got "
                 f"{getattr(sampling, field)!r:.100}"
             )
 
@@ -448,7 +459,7 @@ def _finish(reason: str | None) -> FinishReason:
 
 
 def _version(label: str | int | None) -> int:
-    """A server's label of its weights as a version: 0 where it is not a number."""
+    """Convert a server's label of its weights to a version: 0 if it is not a number."""
     text = str(label)
     return int(text) if text.isdecimal() and len(text) < 19 else 0
 

@@ -1,12 +1,12 @@
-"""An engine that is somewhere else, behind HTTP: `EngineBackend` but for weights and
-KV, which are its owner's.
+"""An engine behind HTTP: `EngineBackend` except for weights and KV, which belong to its
+owner.
 
 Invariants: every call is answered exactly once or raises, and all raise
-`EngineLostError` once the engine is lost (`transport.py` says when); nothing of a
-result is believed before it is checked (`dialects.check`), nor are log-probs that are
-not those of the request's sampling (`probe.py`); a request that is cancelled, aborted
-or out of time leaves no connection behind, which stops the generation at any server
-that watches its clients.
+`EngineLostError` once the engine is lost (see `transport.py`); every result is checked
+before it is used (`dialects.check`), and log-probs are refused that do not match the
+request's sampling (`probe.py`); a request that is cancelled, aborted or out of time
+leaves no connection behind, which stops the generation at any server that watches its
+clients.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from rollweave.engine.clients.probe import (
     Logprobs,
     exact_probe,
     inexactness,
-    kind_of,
+    logprobs_kind,
     objection,
     probes,
 )
@@ -57,18 +57,18 @@ after the first; None if unknown.
 """
 
 ABORT_S = 2.0
-"""Seconds that a server has to answer an aborted request with what there is, before we
-hang up.
+"""Maximum seconds that a server gets to answer an aborted request with the tokens so
+far, before we disconnect.
 """
 
 
 class HttpSpec(Struct, frozen=True, kw_only=True):
-    """Where an engine is, and what cannot be asked of it.
+    """The address of an engine, and what it cannot be asked.
 
-    `vocab` is the size of the model's vocabulary. `slots` bounds the requests under
-    way, `kv_tokens` is for planning; our own server reports both itself. `token` is the
-    server's bearer token, if it requires one. `text_only` admits a server without token
-    ids, for evaluation alone.
+    `vocab` is the size of the model's vocabulary. `slots` bounds the concurrent
+    requests, `kv_tokens` is for planning; a Rollweave server reports both itself.
+    `token` is the server's bearer token, if it requires one. `text_only` admits a
+    server without token ids, for evaluation alone.
     """
 
     name: str
@@ -90,10 +90,10 @@ class HttpSpec(Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class _Call:
-    """A request under way.
+    """A request in progress.
 
-    `wire_id` is its id at the server: fresh, and as long as all others. `stop` says why
-    it must end.
+    `wire_id` is its id at the server: unique, and as long as all others. `stop` holds
+    the reason to end it early.
     """
 
     wire_id: str
@@ -104,14 +104,15 @@ class _Call:
 
 
 class HttpEngine:
-    """`EngineBackend`. `start_s` bounds `ready`; `reply_s` connecting, a health check
-    and a sample.
+    """`EngineBackend`. `start_s` bounds `ready`; `reply_s` bounds connecting, a health
+    check and a sample.
 
     `check_s` is the time between health checks, `body_s` bounds the time between an
-    answer's first byte and its last. `encode_text` makes tokens of the text of a server
-    that is `text_only`. `failed` is called after each failed try to reach a server that
-    has not answered yet. With `reference`, `noted` is called if the server's log-probs
-    are not those of the checkpoint in float32. Connects to `hosts` only; None: to any.
+    answer's first byte and its last. `encode_text` tokenizes the text of a server that
+    is `text_only`. `on_retry` is called after each failed attempt to reach a server
+    that has not answered yet. With `reference`, `on_warning` is called if the server's
+    log-probs are not those of the checkpoint in float32. Connects to `hosts` only; None
+    admits all.
     """
 
     def __init__(
@@ -123,16 +124,16 @@ class HttpEngine:
         check_s: float = 5.0,
         body_s: float = BODY_S,
         encode_text: Callable[[str], Sequence[int]] | None = None,
-        failed: OnRetry = lambda reason, tries, next_s: None,
+        on_retry: OnRetry = lambda reason, tries, next_s: None,
         reference: Reference | None = None,
-        noted: Callable[[str], None] = lambda text: None,
+        on_warning: Callable[[str], None] = lambda text: None,
         hosts: Hosts | None = None,
     ) -> None:
         if spec.text_only is not (encode_text is not None):
-            raise ValueError("encode_text must be given exactly where spec.text_only is true")
+            raise ValueError("encode_text must be given if and only if spec.text_only is true")
         self._spec, self._start_s, self._reply_s, self._check_s = spec, start_s, reply_s, check_s
-        self._name, self._failed = spec.name, failed
-        self._reference, self._noted = reference, noted
+        self._name, self._on_retry = spec.name, on_retry
+        self._reference, self._on_warning = reference, on_warning
         self._dialect = dialect(spec.dialect, model=spec.model, encode_text=encode_text)
         self._loop = asyncio.get_running_loop()
         self._wire = Transport(
@@ -142,11 +143,11 @@ class HttpEngine:
         self._calls: dict[str, _Call] = {}
         self._slots = asyncio.Semaphore(spec.slots)
         self._logprobs = Logprobs.UNKNOWN
-        self._born = time.monotonic()
+        self._started_at = time.monotonic()
         self._prompt_tokens = self._cached_tokens = self._output_tokens = self._version = (
             self._running
         ) = 0
-        self._life = self._loop.create_task(self._live(), name=f"watch {spec.name}")
+        self._watcher = self._loop.create_task(self._watch(), name=f"watch {spec.name}")
         self.lost.add_done_callback(lambda _: self._fail_all())
 
     @property
@@ -155,26 +156,25 @@ class HttpEngine:
 
     @property
     def logprobs(self) -> Logprobs:
-        """What the server's log-probs are of, as its probe told."""
+        """What the server's log-probs are of, as the probe found."""
         return self._logprobs
 
     async def ready(self) -> Ready:
         """Wait until the server is healthy and has answered a probe. A server that
         cannot serve training is lost at once.
 
-        Its version is that of weights which are there already: 0 where the server tells
-        none.
+        The version is that of its current weights: 0 if the server reports none.
         """
         return await asyncio.shield(self._ready)
 
     def generate(
-        self, request: GenerateRequest, heard: OnTokens | None = None
+        self, request: GenerateRequest, on_tokens: OnTokens | None = None
     ) -> asyncio.Future[GenerateResult]:
-        """As the protocol says, but connections race: nothing is promised of the order
-        of requests.
+        """As in the protocol, except that connections race: the order of requests is
+        not kept.
 
-        Nothing is heard of a turn before it ends. Servers other than ours go on with
-        one that was unextended_result as `resuming.py` says.
+        No tokens are reported before the turn ends. Servers other than Rollweave's
+        resume a turn as described in `resuming.py`.
         """
         call = _Call(uuid4().hex, self._loop.create_future(), self._loop.create_future())
         if self.lost.done():
@@ -196,16 +196,16 @@ class HttpEngine:
     def abort(self, request_id: str) -> None:
         call = self._calls.get(request_id)
         if call is not None:
-            _give(call.stop, FinishReason.ABORTED)
+            _resolve(call.stop, FinishReason.ABORTED)
 
     def rerank(self, request_id: str, rank: float) -> None:
-        """Nothing: a rank is said with the request, or never."""
+        """Do nothing: the rank is sent with the request only."""
 
     async def stats(self) -> EngineStats:
-        """The server's own sample where it gives one; else what passed through here,
-        with no word of its KV.
+        """Return the server's sample if it provides one, else the requests and tokens
+        of this client, without KV.
         """
-        self._wire.must_live()
+        self._wire.raise_if_lost()
         if self._dialect.stats_path:
             return parse(await self._wire.get(self._dialect.stats_path), EngineStats)
         return EngineStats(
@@ -217,87 +217,87 @@ class HttpEngine:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             output_tokens=self._output_tokens,
-            uptime_s=time.monotonic() - self._born,
+            uptime_s=time.monotonic() - self._started_at,
         )
 
     async def suspend(self) -> Suspended:
-        self._not_ours(EngineError, "suspended")
+        self._refuse(EngineError, "suspended")
 
     def resume(self) -> None:
-        """Nothing: it was never suspended."""
+        """Do nothing: it was never suspended."""
 
     async def load(self, weights: WeightManifest | LoadCheckpoint) -> None:
-        self._not_ours(WeightsError, "given weights")
+        self._refuse(WeightsError, "given weights")
 
     async def export_kv(self, tokens: Sequence[int], over: KvTransport) -> KvManifest:
-        self._not_ours(KvError, "asked for its KV")
+        self._refuse(KvError, "asked for its KV")
 
     async def import_kv(self, tokens: Sequence[int], manifest: KvManifest) -> int:
-        self._not_ours(KvError, "given KV")
+        self._refuse(KvError, "given KV")
 
     def release_kv(self, export_id: str) -> None:
-        """Nothing: none was exported."""
+        """Do nothing: no KV was exported."""
 
     async def close(self) -> None:
-        """End our side. The server is its owner's."""
+        """Close this client. The server belongs to its owner."""
         tasks = [call.task for call in self._calls.values() if call.task is not None]
         self.kill()
-        await asyncio.gather(self._life, *tasks, return_exceptions=True)
-        await self._wire.closed()
+        await asyncio.gather(self._watcher, *tasks, return_exceptions=True)
+        await self._wire.wait_closed()
 
     def kill(self) -> None:
-        self._wire.lose("killed")
-        self._life.cancel()
-        self._wire.hang_up()
+        self._wire.mark_lost("killed")
+        self._watcher.cancel()
+        self._wire.disconnect()
 
-    # One request.
+    # One request
 
     async def _serve(self, call: _Call, request: GenerateRequest) -> None:
-        """Answer the call, whatever happens."""
+        """Answer the call in every case."""
         work = self._loop.create_task(
-            self._continued(call, request), name=f"{self._name} {request.id} at work"
+            self._generate(call, request), name=f"{self._name} {request.id} at work"
         )
         try:
             either: set[asyncio.Future[Any]] = {work, call.stop}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not work.done() and call.sent:
-                await self._hurry(call, work)
+                await self._request_abort(call, work)
             if work.done():
                 result = work.result()
                 if call.stop.done() and result.finish is FinishReason.ABORTED:
                     result = msgspec.structs.replace(result, finish=call.stop.result())
             else:
                 result = unextended_result(request, call.stop.result())
-            _give(call.answer, result)
+            _resolve(call.answer, result)
         except EngineError as error:
             _fail(call.answer, error)
         except (
             Exception
-        ) as error:  # a bug of ours is this request's failure, not a request that waits for ever
+        ) as error:  # a bug of ours must fail this request, not leave it waiting forever
             _fail(call.answer, EngineError(f"{self._name}: {type(error).__name__}: {error}"))
         finally:
-            work.cancel()  # which hangs up
+            work.cancel()  # disconnects
             await asyncio.wait({work})
 
-    async def _hurry(self, call: _Call, work: asyncio.Task[GenerateResult]) -> None:
-        """Have the server answer now with what it has, if it can; it gets a while to do
-        so.
+    async def _request_abort(self, call: _Call, work: asyncio.Task[GenerateResult]) -> None:
+        """Ask the server to answer now with the tokens so far, if it can, and give it
+        time to do so.
         """
-        asked = self._dialect.abort(call.wire_id)
-        if asked is None:
+        message = self._dialect.abort(call.wire_id)
+        if message is None:
             return
         with contextlib.suppress(EngineError, BusyError, TimeoutError):
             async with asyncio.timeout(self._reply_s):
-                await self._wire.post_once(*asked)
+                await self._wire.post_once(*message)
         await asyncio.wait({work}, timeout=ABORT_S)
 
-    async def _continued(self, call: _Call, request: GenerateRequest) -> GenerateResult:
-        """The checked answer to a request, with the caller's id, and our times where
-        the server tells none.
+    async def _generate(self, call: _Call, request: GenerateRequest) -> GenerateResult:
+        """Return the checked answer to a request, with the caller's id, and with our
+        times if the server reports none.
         """
         asked = self._loop.time()
         await asyncio.shield(self._ready)
-        if why := objection(self._logprobs, request.sampling) or self._beyond(request):
+        if why := objection(self._logprobs, request.sampling) or self._token_error(request):
             raise EngineError(f"{self._name}: {why}")
         rest = (
             request
@@ -311,10 +311,12 @@ class HttpEngine:
             self._running += 1
             budget = None
             if rest.budget_s and not self._dialect.keeps_time:
-                budget = self._loop.call_later(rest.budget_s, _give, call.stop, FinishReason.TIME)
+                budget = self._loop.call_later(
+                    rest.budget_s, _resolve, call.stop, FinishReason.TIME
+                )
             try:
                 call.sent = True
-                result, took_s = await self._asked(wired)
+                result, took_s = await self._post_checked(wired)
             finally:
                 self._running -= 1
                 if budget is not None:
@@ -336,10 +338,10 @@ class HttpEngine:
         )
         return merged_result(request, result) if len(rest.tokens) > len(request.tokens) else result
 
-    def _beyond(self, request: GenerateRequest) -> str:
-        """What is wrong with the request's token ids, or "".
+    def _token_error(self, request: GenerateRequest) -> str:
+        """Return what is wrong with the request's token ids, or "".
 
-        One beyond the vocabulary kills vLLM with all that it runs.
+        A token id beyond the vocabulary crashes vLLM with all of its requests.
         """
         resumed = request.resumed.tokens if request.resumed is not None else ()
         tokens, vocab = (*request.tokens, *resumed, *request.sampling.allowed), self._spec.vocab
@@ -349,8 +351,8 @@ class HttpEngine:
             return "tokens must have at least one token, got none"
         return f"tokens must be in [0, {vocab}), got {min(tokens)} to {max(tokens)}"
 
-    async def _asked(self, request: GenerateRequest) -> tuple[GenerateResult, float]:
-        """The checked answer, and the seconds that it took."""
+    async def _post_checked(self, request: GenerateRequest) -> tuple[GenerateResult, float]:
+        """Return the checked answer, and the seconds that it took."""
         body, took_s = await self._wire.post(
             self._dialect.generate_path, self._dialect.encode(request)
         )
@@ -361,14 +363,14 @@ class HttpEngine:
             raise ResponseError(f"{self._name}: {error}") from error
         return result, took_s
 
-    # From the first health check to the loss.
+    # From the first health check to the loss
 
-    async def _live(self) -> None:
+    async def _watch(self) -> None:
         try:
             async with asyncio.timeout(self._start_s):
-                ready = await self._started()
+                ready = await self._start()
         except TimeoutError:
-            self._wire.lose(f"was not ready within {self._start_s:g} s: {self._wire.trouble}")
+            self._wire.mark_lost(f"was not ready within {self._start_s:g} s: {self._wire.trouble}")
             return
         except EngineLostError:
             return
@@ -378,54 +380,56 @@ class HttpEngine:
                 if self._spec.dialect == "completions"
                 else ""
             )
-            self._wire.lose(f"cannot be used in the dialect {self._spec.dialect}: {error}{hint}")
+            self._wire.mark_lost(
+                f"cannot be used in the dialect {self._spec.dialect}: {error}{hint}"
+            )
             return
-        _give(self._ready, ready)
+        _resolve(self._ready, ready)
         while not self.lost.done():
             await asyncio.sleep(self._check_s)
-            await self._wire.examine()
+            await self._wire.confirm_health()
 
-    async def _started(self) -> Ready:
-        """Wait for health, and probe."""
-        await self._wire.risen(self._failed)
+    async def _start(self) -> Ready:
+        """Wait until the server is healthy, and probe it."""
+        await self._wire.wait_healthy(self._on_retry)
         first, second = probes(self._spec.vocab)
-        cold, _ = await self._asked(first)
-        hot = cold if cold.text_only else (await self._asked(second))[0]
-        self._logprobs = kind_of(cold, hot)
+        greedy, _ = await self._post_checked(first)
+        hot = greedy if greedy.text_only else (await self._post_checked(second))[0]
+        self._logprobs = logprobs_kind(greedy, hot)
         if (
             self._reference is not None
-            and not cold.text_only
-            and not (cold.versions and cold.versions[-1].version > 0)
+            and not greedy.text_only
+            and not (greedy.versions and greedy.versions[-1].version > 0)
         ):
-            # a later version has other weights than the checkpoint
-            await self._compare(self._reference)
+            # A later version has other weights than the checkpoint.
+            await self._compare_with_reference(self._reference)
         slots, kv_tokens = self._spec.slots, self._spec.kv_tokens
         if self._dialect.ready_path:
-            told = parse(await self._wire.get(self._dialect.ready_path), Ready)
+            ready = parse(await self._wire.get(self._dialect.ready_path), Ready)
             return msgspec.structs.replace(
-                told, version=max(0, told.version), max_slots=min(slots, told.max_slots)
+                ready, version=max(0, ready.version), max_slots=min(slots, ready.max_slots)
             )
-        self._version = cold.versions[-1].version if cold.versions else 0
+        self._version = greedy.versions[-1].version if greedy.versions else 0
         return Ready(
             version=self._version, kv_total_tokens=kv_tokens, max_slots=slots, max_context=kv_tokens
         )
 
-    async def _compare(self, reference: Reference) -> None:
-        """Note log-probs that differ from the checkpoint's: a trainer would correct for
-        rounding, not for staleness.
+    async def _compare_with_reference(self, reference: Reference) -> None:
+        """Warn if log-probs differ from the checkpoint's: a trainer would correct for
+        rounding as if it were staleness.
         """
         request = exact_probe(self._spec.vocab)
         try:
-            result, _ = await self._asked(request)
+            result, _ = await self._post_checked(request)
         except ResponseError as error:
-            self._noted(f"its log-probs cannot be compared with the checkpoint's: {error}")
+            self._on_warning(f"its log-probs cannot be compared with the checkpoint's: {error}")
             return
         ours = await reference(request.tokens, result.tokens)
         if ours is not None and (text := inexactness(result.logprobs, ours)):
-            self._noted(text)
+            self._on_warning(text)
 
     def _fail_all(self) -> None:
-        """The engine is lost: so is everything that waits for it."""
+        """Fail all waiters, because the engine is lost."""
         waiters: list[asyncio.Future[Any]] = [
             self._ready,
             *(call.answer for call in self._calls.values()),
@@ -433,22 +437,22 @@ class HttpEngine:
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_exception(EngineLostError(self.lost.result()))
-                waiter.exception()  # whoever still waits sees it; nobody has to
+                waiter.exception()  # mark it as retrieved: it may have no waiter
 
     def _forget(self, request_id: str, call: _Call) -> None:
-        """The call is answered, or not wanted any more: end what still runs for it."""
+        """End the work for a call that was answered or cancelled."""
         del self._calls[request_id]
         if call.task is not None:
             call.task.cancel()
 
-    def _not_ours(self, kind: type[Exception], what: str) -> NoReturn:
-        self._wire.must_live()
+    def _refuse(self, kind: type[Exception], what: str) -> NoReturn:
+        self._wire.raise_if_lost()
         raise kind(
             f"{self._name} cannot be {what} from here: an engine behind HTTP has an owner elsewhere"
         )
 
 
-def _give(waiter: asyncio.Future[T], value: T) -> None:
+def _resolve(waiter: asyncio.Future[T], value: T) -> None:
     if not waiter.done():
         waiter.set_result(value)
 

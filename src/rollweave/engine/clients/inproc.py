@@ -1,6 +1,6 @@
 """An engine in a thread of this process: for debugging, and for tests.
 
-It shares the interpreter, and cannot be killed hard.
+It shares the interpreter, and cannot be killed by force.
 """
 
 import asyncio
@@ -15,14 +15,14 @@ from rollweave.schema.serving import EngineCommand, EngineReply, EngineSpec, Shu
 T = TypeVar("T")
 
 JOIN_S = 5.0
-"""Seconds that the thread has to finish the step that it is in."""
+"""Maximum seconds that the thread gets to finish its current step."""
 
 
 class LoopLike(Protocol):
-    """The engine's loop, as `engine/loop.py` has it."""
+    """The interface of the engine's loop (`engine/loop.py`)."""
 
     def post(self, command: EngineCommand) -> None:
-        """Hand over a command, from any thread."""
+        """Queue a command, from any thread."""
 
     def run(self) -> None:
         """Serve until `Shutdown`, on the calling thread."""
@@ -62,7 +62,7 @@ class ThreadLink:
             self._engine.post(Shutdown())
             self._loop.call_soon(self._on_lost, "killed")
 
-    async def joined(self) -> None:
+    async def wait_closed(self) -> None:
         if self._thread.ident is not None:
             await asyncio.to_thread(self._thread.join, JOIN_S)
 
@@ -86,14 +86,14 @@ class ThreadLink:
             self._on_reply(reply)
 
     def _call(self, function: Callable[[T], None], argument: T) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens any more
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(function, argument)
 
 
 def in_thread(
     spec: EngineSpec, make_loop: MakeLoop, *, model_ready: asyncio.Future[None]
 ) -> OpenLink:
-    """How `EngineClient` starts an engine in a thread of this process, once
+    """Return how `EngineClient` starts an engine in a thread of this process, once
     `model_ready` is done.
     """
     return lambda on_reply, on_lost: ThreadLink(spec, make_loop, model_ready, on_reply, on_lost)

@@ -1,15 +1,15 @@
-"""What an engine behind HTTP is asked before it is trusted: two tiny generations that
-tell what its log-probs mean.
+"""Probes an engine behind HTTP before its results are trusted: two tiny generations
+show which distribution its log-probs are of.
 
-A log-prob that is trained on must be the one with which the token was sampled: at the
-request's temperature, before top-k and top-p cut the distribution
-(`schema.serving.Sampling`). Servers differ: SGLang gives those, vLLM by default those
-at temperature 1, with `--logprobs-mode processed_logprobs` those after the cuts. The
-difference is silent, so it is measured: the most probable tokens once at temperature 0,
-and once more as the only ones left by `top_k = 1` at temperature 2.
+A log-prob used in training must be the one with which the token was sampled: at the
+request's temperature, before top-k and top-p truncate the distribution
+(`schema.serving.Sampling`). Servers differ: SGLang returns those, vLLM by default those
+at temperature 1, and with `--logprobs-mode processed_logprobs` those after truncation.
+The difference is silent, so it is measured: the most probable tokens are generated once
+at temperature 0, and once more at temperature 2, where `top_k = 1` leaves only them.
 
-Where the checkpoint is at hand, a third generation is compared with what its weights
-give in float32: vLLM by default computes a float32 checkpoint in bfloat16, in which
+If the checkpoint is available, a third generation is compared with the log-probs of its
+weights in float32: vLLM by default computes a float32 checkpoint in bfloat16, in which
 about half of all log-probs are off by more than `EXACT`.
 """
 
@@ -20,15 +20,17 @@ from itertools import takewhile
 from rollweave.schema.serving import GenerateRequest, GenerateResult, Sampling
 
 HOT = 2.0
-"""Temperature of the second generation: at it, the most probable tokens are clearly
+"""Temperature of the second generation, at which the most probable tokens are clearly
 less probable than at 1.
 """
 
 TOKENS = 8
-"""Tokens of a probe: enough that not all are certain, few enough to cost nothing."""
+"""Number of tokens in a probe: enough that not all are certain, few enough to cost
+nothing.
+"""
 
 NOISE = 0.02
-"""How far the log-probs of one token may lie apart between two batches, in half
+"""Maximum difference of the log-probs of one token between two batches, in half
 precision.
 """
 
@@ -48,22 +50,22 @@ OTHER_WEIGHTS = 0.5
 
 
 class Logprobs(enum.Enum):
-    """What a server's log-probs are of."""
+    """The distribution that a server's log-probs are of."""
 
     SAMPLED = "the distribution at the request's temperature"
     RAW = "the distribution at temperature 1"
     CUT = "what top-k and top-p left of the distribution"
-    UNKNOWN = "a distribution that a probe could not tell"
-    NONE = "nothing: the server gives text only"
+    UNKNOWN = "a distribution that a probe could not identify"
+    NONE = "nothing: the server returns text only"
 
 
 def probes(vocab: int) -> tuple[GenerateRequest, GenerateRequest]:
-    """The two generations, of a model of `vocab` tokens."""
+    """Return the first two generations, for a model of `vocab` tokens."""
     tokens = tuple(number % vocab for number in (3, 1, 4, 1, 5))
-    cold = Sampling(temperature=0.0, max_tokens=TOKENS)
+    greedy = Sampling(temperature=0.0, max_tokens=TOKENS)
     hot = Sampling(temperature=HOT, top_k=1, max_tokens=TOKENS)
     return (
-        GenerateRequest(id="probe-cold", tokens=tokens, sampling=cold),
+        GenerateRequest(id="probe-greedy", tokens=tokens, sampling=greedy),
         GenerateRequest(id="probe-hot", tokens=tokens, sampling=hot),
     )
 
@@ -91,30 +93,32 @@ def inexactness(theirs: Sequence[float], ours: Sequence[float]) -> str:
     if not off:
         return ""
     mean = sum(apart) / len(apart)
-    found = (
+    difference = (
         f"{off} of {len(apart)} probed log-probs are off by more than {EXACT:g} (the largest by "
         f"{max(apart):.2g})"
     )
     if mean > OTHER_WEIGHTS:
-        return f"{found}: it has other weights than the checkpoint"
+        return f"{difference}: it has other weights than the checkpoint"
     return (
-        f"{found}: it computes in less than float32, or its weights have changed since; vLLM "
+        f"{difference}: it computes in less than float32, or its weights have changed since; vLLM "
         "computes a float32 checkpoint "
         "in bfloat16 unless it is started with --dtype float32"
     )
 
 
-def kind_of(cold: GenerateResult, hot: GenerateResult) -> Logprobs:
-    """What the two answers tell, over the tokens that they share."""
-    if cold.text_only:
+def logprobs_kind(greedy: GenerateResult, hot: GenerateResult) -> Logprobs:
+    """Classify a server's log-probs by the two results, over the tokens that they
+    share.
+    """
+    if greedy.text_only:
         return Logprobs.NONE
     shared = sum(
         1
         for _ in takewhile(
-            lambda pair: pair[0] == pair[1], zip(cold.tokens, hot.tokens, strict=False)
+            lambda pair: pair[0] == pair[1], zip(greedy.tokens, hot.tokens, strict=False)
         )
     )
-    at_1, at_hot, noise = _sum(cold.logprobs, shared), _sum(hot.logprobs, shared), NOISE * shared
+    at_1, at_hot, noise = _sum(greedy.logprobs, shared), _sum(hot.logprobs, shared), NOISE * shared
     if at_1 >= -2 * noise:
         return Logprobs.UNKNOWN  # no token is shared, or all are certain at any temperature
     if abs(at_hot - at_1) <= noise:
@@ -125,28 +129,29 @@ def kind_of(cold: GenerateResult, hot: GenerateResult) -> Logprobs:
 
 
 def objection(kind: Logprobs, sampling: Sampling) -> str:
-    """Why the log-probs of such a request would not be those that it is sampled with,
-    or "".
+    """Return why the log-probs of such a request would not be those with which it is
+    sampled; "" if they are.
     """
-    whole = sampling.top_p == 1 and not sampling.top_k and not sampling.allowed
-    plain = sampling.temperature in (0.0, 1.0)
+    untruncated = sampling.top_p == 1 and not sampling.top_k and not sampling.allowed
+    unscaled = sampling.temperature in (0.0, 1.0)
     match kind:
-        case Logprobs.RAW if not plain:
+        case Logprobs.RAW if not unscaled:
             return (
-                f"{_says(kind)}, so sampling.temperature must be 0 or 1, got {sampling.temperature}"
+                f"{_prefix(kind)}, so sampling.temperature must be 0 or 1, "
+                f"got {sampling.temperature}"
             )
-        case Logprobs.CUT if not whole:
-            return f"{_says(kind)}, so sampling must have no top_p, top_k or allowed"
-        case Logprobs.UNKNOWN if not (plain and whole):
+        case Logprobs.CUT if not untruncated:
+            return f"{_prefix(kind)}, so sampling must have no top_p, top_k or allowed"
+        case Logprobs.UNKNOWN if not (unscaled and untruncated):
             return (
-                f"{_says(kind)}, so sampling must be at temperature 0 or 1, without top_p, top_k "
+                f"{_prefix(kind)}, so sampling must be at temperature 0 or 1, without top_p, top_k "
                 "or allowed"
             )
         case _:
             return ""
 
 
-def _says(kind: Logprobs) -> str:
+def _prefix(kind: Logprobs) -> str:
     return f"its log-probs are of {kind.value}"
 
 

@@ -1,4 +1,4 @@
-"""An engine in a child process: its words are frames over the socket pair that
+"""An engine in a child process: its messages are frames over the socket pair that
 `io/child.py` opens.
 """
 
@@ -15,7 +15,7 @@ _decode = decoder_of(EngineReply)
 
 
 class ProcessLink:
-    """`EngineLink` to `python -m module`, which takes an `EngineSpec` as its first
+    """`EngineLink` to `python -m module`, which receives an `EngineSpec` as its first
     frame.
     """
 
@@ -46,7 +46,7 @@ class ProcessLink:
     def kill(self) -> None:
         self._child.kill()
 
-    async def joined(self) -> None:
+    async def wait_closed(self) -> None:
         await self._child.gone()
 
     def _on_frame(self, payload: bytes) -> None:
@@ -61,9 +61,9 @@ def in_process(
     env: Mapping[str, str],
     model_ready: asyncio.Future[None],
 ) -> OpenLink:
-    """How `EngineClient` starts an engine as a child process.
+    """Return how `EngineClient` starts an engine as a child process.
 
-    The process begins at once, and takes seconds to import what it needs; it loads its
+    The process starts at once and takes seconds to import its modules; it loads its
     model once `model_ready` is done.
     """
     return lambda on_reply, on_lost: ProcessLink(

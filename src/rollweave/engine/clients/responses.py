@@ -1,8 +1,8 @@
-"""The answers of servers of several dialects, as far as we read them: what else they
-hold is skipped.
+"""Responses of servers in several dialects, as far as they are read here: other fields
+are skipped.
 
-An answer that is not of its form raises `ResponseError` with the place, also for NaN,
-which JSON does not have.
+A malformed response raises `ResponseError` with the place, as does NaN, which JSON does
+not have.
 """
 
 from typing import TypeVar
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class ResponseError(EngineError):
-    """A server's answer is not what its dialect promises."""
+    """A server's response violates its dialect."""
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -98,7 +98,7 @@ class ProrlResponse(msgspec.Struct, frozen=True):
 
 
 def parse(body: bytes, kind: type[T]) -> T:
-    """A body of this kind.
+    """Decode a body of this kind.
 
     Raises `ResponseError`, also for NaN, which JSON does not have.
     """
@@ -109,9 +109,11 @@ def parse(body: bytes, kind: type[T]) -> T:
 
 
 def required(value: T | None, where: str) -> T:
-    """What the server has to tell. Raises `ResponseError` where it is missing."""
+    """Return a value that the server must provide. Raises `ResponseError` if it is
+    missing.
+    """
     if value is None:
         raise ResponseError(
-            f"its answer has no {where}: the server tells no token ids or log-probs"
+            f"its answer has no {where}: the server returns no token ids or log-probs"
         )
     return value

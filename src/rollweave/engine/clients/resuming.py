@@ -1,10 +1,11 @@
-"""Goes on with a turn at a server that knows of none that was unextended_result: the beginning is
-sent as if it belonged to the prompt.
+"""Resumes a turn at a server that cannot resume: the tokens so far are sent as part of
+the prompt.
 
-Where that would not be the same turn it is unextended_result again: a stop string may lie across
-the border, where no such server sees it, and a server of text has no tokens to go on
-from. The rest gets a seed of its own, since a server draws from a seed's beginning:
-with the turn's own, it would repeat the draws of what is resumed.
+The turn is started over if that would not yield the same turn: a stop string may lie
+across the boundary, where such a server does not see it, and a text-only server has no
+tokens to continue from. The rest gets a different seed, since a server draws from the
+beginning of a seed: with the turn's seed, it would repeat the draws of the resumed
+tokens.
 """
 
 import msgspec
@@ -13,16 +14,16 @@ from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import FinishReason, GenerateRequest, GenerateResult, VersionSpan
 
 MIN_BUDGET_S = 1e-3
-"""Of a budget that is used up: 0 would be none."""
+"""Budget in seconds that is sent if the budget is used up: 0 would mean no budget."""
 
 
 def remaining_request(
     request: GenerateRequest, *, text_only: bool
 ) -> GenerateRequest | FinishReason:
-    """What to ask the server for, without `resumed`; or how the turn has ended with
-    that.
+    """Return the request for the server, without `resumed`; or the finish reason if the
+    resumed tokens already end the turn.
 
-    Raises EngineError for what cannot be the beginning of this turn.
+    Raises EngineError if they cannot be the beginning of this turn.
     """
     resumed, sampling = request.resumed, request.sampling
     if resumed is None:
@@ -55,7 +56,9 @@ def remaining_request(
 
 
 def merged_result(request: GenerateRequest, rest: GenerateResult) -> GenerateResult:
-    """The whole turn: what `request` resumes, if anything, and the rest."""
+    """Return the result of the whole turn: the tokens that `request` resumes, if any,
+    and the rest.
+    """
     resumed = request.resumed
     if resumed is None:
         return rest
@@ -77,7 +80,7 @@ def merged_result(request: GenerateRequest, rest: GenerateResult) -> GenerateRes
 
 
 def unextended_result(request: GenerateRequest, finish: FinishReason) -> GenerateResult:
-    """The turn as it was unextended_result: nothing came to it."""
+    """Return a result with only the tokens that `request` resumes."""
     return merged_result(
         request, GenerateResult(id=request.id, tokens=(), logprobs=(), versions=(), finish=finish)
     )

@@ -1,11 +1,11 @@
-"""Serves an engine over HTTP: in our own words, as OpenAI's completions with token ids,
-and as ProRL's clients ask.
+"""Serves an engine over HTTP: in Rollweave's own dialect, as OpenAI's completions with
+token ids, and in ProRL's dialect.
 
-Invariants: token ids and log-probs leave as the engine gave them; a field that would
-change the sampling and that the engine cannot honor is refused (400), never dropped; a
-client that hangs up, or that a limit cuts off, leaves no generation behind; what the
-engine has under way is bounded (429). The guard in front of it decides which requests
-are admitted.
+Invariants: token ids and log-probs are returned exactly as the engine gave them; a
+field that would change the sampling and that the engine cannot honor is refused (400),
+never dropped; a client that disconnects, or that a limit cuts off, leaves no generation
+behind; the number of requests in flight is bounded (429). The guard in front of the
+server decides which requests are admitted.
 """
 
 import secrets
@@ -24,16 +24,17 @@ from rollweave.schema.packing import as_json
 from rollweave.schema.serving import FinishReason, GenerateRequest, GenerateResult, Sampling
 
 MAX_REQUESTS = 1024
-"""Requests under way: twenty times what an engine serves at once.
+"""Maximum number of requests in flight: twenty times the number that an engine serves
+at once.
 
-More would only wait, and clients may go elsewhere.
+More would only wait, and clients may choose another engine.
 """
 
 REQUEST_BYTES = 64 << 20
-"""Of the longest request: a prompt of ten million tokens."""
+"""Maximum number of bytes in a request: a prompt of ten million tokens."""
 
 RETRY_S = 1
-"""What a client that was refused for the load is asked to wait."""
+"""Seconds that a client should wait after it was refused because of the load."""
 
 T = TypeVar("T")
 Fields = TypeVar("Fields", bound=msgspec.Struct)
@@ -41,13 +42,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class TextCodec(Protocol):
-    """The checkpoint's tokenizer, where it has one."""
+    """The checkpoint's tokenizer, if it has one."""
 
     def encode(self, text: str) -> Sequence[int]:
-        """Tokens of a prompt."""
+        """Return the tokens of a prompt."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of an answer."""
+        """Return the text of an answer."""
 
 
 class _Abort(msgspec.Struct, frozen=True):
@@ -66,8 +67,8 @@ class _Prorl(msgspec.Struct, frozen=True):
 
 
 class _Completion(msgspec.Struct, frozen=True):
-    """The fields of OpenAI's `/v1/completions`, and of vLLM's additions to it, that are
-    honored.
+    """The supported fields of OpenAI's `/v1/completions`, and of vLLM's additions to
+    it.
     """
 
     prompt: tuple[int, ...] | str
@@ -98,27 +99,27 @@ class EngineServer:
         model: str,
         text: TextCodec | None = None,
         read_s: float = BODY_S,
-        most_requests: int = MAX_REQUESTS,
+        max_requests: int = MAX_REQUESTS,
     ) -> None:
         self._engine, self._model, self._text = engine, model, text
-        self._read_s, self._most_requests = read_s, most_requests
-        self._under_way = 0
+        self._read_s, self._max_requests = read_s, max_requests
+        self._in_flight = 0
 
     def application(self) -> web.Application:
-        """Serve it with `handler_cancellation`: without it, a client that hangs up
-        would be served on.
+        """Return the application. Serve it with `handler_cancellation`, without which
+        generation continues after a client disconnects.
         """
-        app = web.Application(middlewares=[_reported])
+        app = web.Application(middlewares=[_errors_as_json])
         app.add_routes(
             [
                 web.get("/health", self._health),
                 web.get("/v1/models", self._models),
                 web.get("/rollweave/v1/ready", self._ready),
                 web.get("/rollweave/v1/stats", self._stats),
-                web.post("/rollweave/v1/generate", self._own),
+                web.post("/rollweave/v1/generate", self._rollweave),
                 web.post("/rollweave/v1/abort", self._abort),
                 web.post("/v1/completions", self._completion),
-                web.post("/generate", self._prorl),
+                web.post("/generate", self._prorl_generate),
             ]
         )
         return app
@@ -142,14 +143,14 @@ class EngineServer:
     async def _stats(self, _: web.Request) -> web.Response:
         return _json(await self._engine.stats())
 
-    async def _own(self, request: web.Request) -> web.Response:
-        return _json(await self._generated(await self._read(request, GenerateRequest)))
+    async def _rollweave(self, request: web.Request) -> web.Response:
+        return _json(await self._generate(await self._read(request, GenerateRequest)))
 
     async def _abort(self, request: web.Request) -> web.Response:
         self._engine.abort((await self._read(request, _Abort)).id)
         return _json({})
 
-    async def _prorl(self, request: web.Request) -> web.Response:
+    async def _prorl_generate(self, request: web.Request) -> web.Response:
         asked = await self._read_honored(request, _Prorl)
         sampling = Sampling(
             temperature=asked.temperature,
@@ -158,7 +159,7 @@ class EngineServer:
             max_tokens=asked.max_tokens,
             seed=_seed(asked.seed),
         )
-        result = await self._generated(
+        result = await self._generate(
             GenerateRequest(id=_new_id(), tokens=asked.prompt_ids, sampling=sampling)
         )
         return _json({"response_ids": result.tokens, "logprobs": result.logprobs})
@@ -192,7 +193,7 @@ class EngineServer:
             allowed=asked.allowed_token_ids or (),
             seed=_seed(asked.seed),
         )
-        result = await self._generated(
+        result = await self._generate(
             GenerateRequest(id=_new_id(), tokens=prompt, sampling=sampling)
         )
         return _json(self._as_completion(asked, result, prompt_tokens=len(prompt)))
@@ -203,7 +204,7 @@ class EngineServer:
         count = len(result.tokens)
         choice: dict[str, Any] = {
             "index": 0,
-            "text": self._shown(asked, result.tokens) if self._text is not None else "",
+            "text": self._visible_text(asked, result.tokens) if self._text is not None else "",
             "logprobs": None,
             "finish_reason": "abort"
             if result.finish is FinishReason.ABORTED
@@ -238,9 +239,9 @@ class EngineServer:
             "usage": usage,
         }
 
-    def _shown(self, asked: _Completion, tokens: Sequence[int]) -> str:
-        """The text before the stop text or the stop token, as OpenAI's clients expect
-        it.
+    def _visible_text(self, asked: _Completion, tokens: Sequence[int]) -> str:
+        """Return the text before the stop text or the stop token, as OpenAI's clients
+        expect it.
         """
         assert self._text is not None, "a server without a tokenizer shows no text"
         ended = bool(tokens) and tokens[-1] in (asked.stop_token_ids or ())
@@ -255,7 +256,7 @@ class EngineServer:
     async def _read_honored(self, request: web.Request, kind: type[Fields]) -> Fields:
         """Return the fields that `kind` has.
 
-        Raises EngineError for another field that asks for something.
+        Raises EngineError for any other field with a non-neutral value.
         """
         fields = await self._read(request, dict[str, Any])
         honored = set(kind.__struct_fields__)
@@ -273,20 +274,20 @@ class EngineServer:
             await body_of(request, most=REQUEST_BYTES, seconds=self._read_s), type=kind
         )
 
-    async def _generated(self, request: GenerateRequest) -> GenerateResult:
-        """Cancelled with its handler, which cancels it at the engine."""
-        if self._under_way >= self._most_requests:
+    async def _generate(self, request: GenerateRequest) -> GenerateResult:
+        """Generate. Cancelling the handler cancels the request at the engine."""
+        if self._in_flight >= self._max_requests:
             raise web.HTTPTooManyRequests(headers={"Retry-After": str(RETRY_S)})
-        self._under_way += 1
+        self._in_flight += 1
         try:
             return await self._engine.generate(request)
         finally:
-            self._under_way -= 1
+            self._in_flight -= 1
 
 
 @web.middleware
-async def _reported(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every failure as JSON: `detail` says what is wrong."""
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Return every failure as JSON, with its description in `detail`."""
     try:
         return await handler(request)
     except EngineLostError as error:
@@ -315,5 +316,5 @@ def _new_id() -> str:
 
 
 def _seed(seed: int | None) -> int:
-    """Who names no seed wants another answer each time."""
+    """Return the seed, or a random one if none is given."""
     return secrets.randbits(63) if seed is None else seed

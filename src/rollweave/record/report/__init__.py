@@ -1,3 +1,1 @@
-"""The report of one run as a page: reads the run directory, draws, and knows nothing of
-running.
-"""
+"""The report of one run as an HTML page, drawn from the files of its run directory."""

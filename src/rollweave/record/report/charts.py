@@ -1,4 +1,4 @@
-"""The charts of a report: which figures, in which colours."""
+"""The charts of a report: which figures are drawn, in which colors."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,7 +35,9 @@ TRAINER_CAUSES = {
     "starting": "--gray",
 }
 COLUMNS = 80
-"""Columns of a chart over steps: more would be thinner than a pixel on a small screen."""
+"""Maximum number of columns in a chart over steps: more would be thinner than a pixel
+on a small screen.
+"""
 
 SIGNALS = {
     "loss": "loss",
@@ -55,10 +57,10 @@ def learning_curve(data: RunData) -> str:
     Training is drawn as lines (thin: each step; thick: smoothed), held-out evaluations
     as dots, of the reward only where success is not defined.
     """
-    colours = dict(_coloured(data.tasks))
+    colors = dict(_colored(data.tasks))
     legend = "".join(
-        f'<li><i style="background:var({colour})"></i>{escape(task)}</li>'
-        for task, colour in colours.items()
+        f'<li><i style="background:var({color})"></i>{escape(task)}</li>'
+        for task, color in colors.items()
     )
     note = (
         '<li class="dim">line: training batches, at the sampling temperature · dots: held-out '
@@ -106,19 +108,17 @@ def _curves(
         parts = [frame.axes(x_label="training step", y_format=lambda value: f"{value:.0%}")]
     else:
         parts = [frame.axes(x_label="training step", y_ticks=3)]
-    for task, colour in _coloured(data.tasks):
+    for task, color in _colored(data.tasks):
         of_task = points.get(task, [])
         smooth = smoothed([y for _, y in of_task], max(1, len(of_task) // 20))
         parts.append(
-            path(frame, of_task, f'stroke="var({colour})" stroke-width="1" stroke-opacity=".28"')
+            path(frame, of_task, f'stroke="var({color})" stroke-width="1" stroke-opacity=".28"')
         )
         parts.append(
-            path(
-                frame, [(x, y) for (x, _), y in zip(of_task, smooth, strict=True)], _stroke(colour)
-            )
+            path(frame, [(x, y) for (x, _), y in zip(of_task, smooth, strict=True)], _stroke(color))
         )
         labels = [f"{task} at step {x}: {y:.3f} held out" for x, y in marks.get(task, [])]
-        style = f'fill="var({colour})" stroke="var(--page)" stroke-width="1.5"'
+        style = f'fill="var({color})" stroke="var(--page)" stroke-width="1.5"'
         parts.append(dots(frame, marks.get(task, []), style, labels))
     return frame.wrap(*parts, title="success by task" if share else "training reward by task")
 
@@ -132,19 +132,19 @@ def evaluation_chart(data: RunData) -> str:
         return ""
     frame = Frame(x=(0, max(line["at"] for line in data.evaluations)), y=(0, 1), height=200)
     parts = [frame.axes(x_label="seconds", y_format=lambda value: f"{value:.0%}")]
-    for task, colour in _coloured(data.tasks):
+    for task, color in _colored(data.tasks):
         marks = [
             (line["at"], line["success"][task])
             for line in data.evaluations
             if task in line["success"]
         ]
         labels = [f"{task} after {x:.0f} s: {y:.3f}" for x, y in marks]
-        parts.append(path(frame, marks, _stroke(colour)))
+        parts.append(path(frame, marks, _stroke(color)))
         parts.append(
             dots(
                 frame,
                 marks,
-                f'fill="var({colour})" stroke="var(--page)" stroke-width="1.5"',
+                f'fill="var({color})" stroke="var(--page)" stroke-width="1.5"',
                 labels,
             )
         )
@@ -152,14 +152,14 @@ def evaluation_chart(data: RunData) -> str:
 
 
 def idle_over_steps(data: RunData) -> str:
-    """Shares of engines' and trainer's time by cause, step by step."""
+    """Draw the shares of the engines' and the trainer's time by cause, step by step."""
     if len(data.steps) < 2:
         return ""
     figures = []
-    for who, colours in (("engines", ENGINE_CAUSES), ("trainer", TRAINER_CAUSES)):
+    for who, colors in (("engines", ENGINE_CAUSES), ("trainer", TRAINER_CAUSES)):
         steps, columns = _binned(data.steps, who)
         chart = stacked_over(
-            columns, colours, x=steps, label="training step", title=f"{who} by cause over steps"
+            columns, colors, x=steps, label="training step", title=f"{who} by cause over steps"
         )
         figures.append(
             f"<figure>{chart}<figcaption>{who.capitalize()} over training</figcaption></figure>"
@@ -168,7 +168,7 @@ def idle_over_steps(data: RunData) -> str:
 
 
 def signals(data: RunData) -> str:
-    """Small charts of what the trainer reports."""
+    """Draw small charts of the trainer's metrics."""
     figures = []
     for name, title in SIGNALS.items():
         points = [
@@ -200,7 +200,9 @@ def signals(data: RunData) -> str:
 def _binned(
     steps: Sequence[Mapping[str, Any]], who: str
 ) -> tuple[list[float], list[dict[str, float]]]:
-    """Seconds by cause in at most `COLUMNS` bins of steps, and each bin's first step."""
+    """Return the seconds by cause in at most `COLUMNS` bins of steps, and each bin's
+    first step.
+    """
     count = min(COLUMNS, len(steps))
     firsts, columns = [], []
     for index in range(count):
@@ -214,11 +216,11 @@ def _binned(
     return firsts, columns
 
 
-def _coloured(tasks: Sequence[str]) -> list[tuple[str, str]]:
+def _colored(tasks: Sequence[str]) -> list[tuple[str, str]]:
     return [(task, TASK_COLOURS[index % len(TASK_COLOURS)]) for index, task in enumerate(tasks)]
 
 
-def _stroke(colour: str) -> str:
+def _stroke(color: str) -> str:
     return (
-        f'stroke="var({colour})" stroke-width="2.2" stroke-linejoin="round" stroke-linecap="round"'
+        f'stroke="var({color})" stroke-width="2.2" stroke-linejoin="round" stroke-linecap="round"'
     )

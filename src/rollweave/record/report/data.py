@@ -1,7 +1,7 @@
-"""Reads what a run wrote about itself, whole or killed in the middle.
+"""Reads the files of a run, also of one that is running or was killed.
 
-Invariants: needs only `metrics.jsonl`; what else is missing or damaged leaves its part
-of the report out. Lines that are torn or not of our making are ignored.
+Invariants: only `metrics.jsonl` is required; if another file is missing or damaged, its
+part of the report is left out. Lines that are torn or foreign are ignored.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from rollweave.schema.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A box of the trace; seconds of the run's clock."""
+    """A box of the trace, in seconds of the run's clock."""
 
     row: int
     lane: int
@@ -29,29 +29,31 @@ class Span:
 
     @property
     def kind(self) -> str:
-        """The first word: `turn`, `init`, `step`, `eval`, `train`, `publish`, `load`…"""
+        """The first word of the name: `turn`, `init`, `step`, `eval`, `train`,
+        `publish`, `load`…
+        """
         return self.name.split(" ", 1)[0]
 
     @property
     def engine(self) -> str:
-        """Of a turn: the engine that answered."""
+        """The engine that answered a turn; empty for other spans."""
         parts = self.name.split(" ")
         return parts[2] if parts[0] == "turn" and len(parts) > 2 else ""
 
 
 @dataclass(slots=True)
 class RunData:
-    """Everything that a report shows."""
+    """The content of a report."""
 
     name: str
     steps: list[dict[str, Any]] = field(default_factory=list)
-    # steps of lineages that were lost with their trainers
+    # steps that were lost with their trainers
     lost: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[dict[str, Any]] = field(default_factory=list)
     best: int | None = None
     lives: int = 0
-    simulated: bool = False  # nothing was learned: rewards are drawn
+    simulated: bool = False  # rewards are drawn, nothing is learned
     summary: dict[str, Any] | None = None
     config: str = ""
     spans: list[Span] = field(default_factory=list)
@@ -59,14 +61,14 @@ class RunData:
 
     @property
     def tasks(self) -> list[str]:
-        """Task domains in the order in which they came."""
+        """Task domains in order of appearance."""
         names = [name for line in [*self.steps, *self.evaluations] for name in line["reward"]]
         return list(dict.fromkeys(names))
 
     @property
     def measures(self) -> dict[str, str]:
-        """Task domain → its measure: "success" if its environment has reported success
-        in any line, else "reward".
+        """The measure of each task domain: "success" if its environment has reported
+        success in any line, else "reward".
         """
         lines = [*self.steps, *self.evaluations]
         return {
@@ -81,8 +83,8 @@ class RunData:
         return float(self.steps[-1]["at"]) if self.steps else 0.0
 
     def staleness(self) -> Counter[int]:
-        """Trained trajectories by steps between the weights that started them and the
-        step.
+        """Count trained trajectories by the number of steps between the weights that
+        started them and the step.
         """
         ages: Counter[int] = Counter()
         for line in self.steps:
@@ -91,7 +93,9 @@ class RunData:
         return ages
 
     def inherent_staleness(self) -> Counter[int]:
-        """Trajectories by versions published while they were rolled out (Laminar §6)."""
+        """Count trajectories by the number of versions published during their rollout
+        (Laminar §6).
+        """
         return Counter(
             {int(age): int(count) for age, count in self._counted("inherent_staleness").items()}
         )
@@ -102,15 +106,15 @@ class RunData:
         )
 
     def idle(self, who: str) -> dict[str, float]:
-        """Seconds of `engines` or `trainer` by what they did or waited for."""
+        """Return the seconds of `engines` or `trainer` by activity or cause of waiting."""
         return self._counted("idle", who)
 
     def _counted(self, *names: str) -> dict[str, float]:
-        """What was counted over the whole run, also for what was lost: as in its
-        summary; without one, up to its last step.
+        """Return totals of the whole run, including lost steps: those of the summary,
+        or without one those up to the last step.
 
-        Lines add up to less than the summary where a controller was killed: what it did
-        after its last step is in none.
+        The lines add up to less than the summary if a controller was killed: they lack
+        what it did after its last step.
         """
         if self.summary is not None and names[0] in self.summary:
             return _under(self.summary, names)
@@ -121,12 +125,12 @@ class RunData:
 
 
 def read_run(run: RunDir) -> RunData:
-    """Read the run's files. Raises ConfigError where there is nothing to report."""
+    """Read the run's files. Raises ConfigError if there is nothing to report."""
     if not run.metrics.exists():
         raise ConfigError(f"{run.path} must hold metrics.jsonl, found none yet")
     data = RunData(name=run.path.resolve().name)
     for line in _json_lines(run.metrics):
-        _sort_in(data, line)
+        _add_line(data, line)
     if run.summary.exists():
         data.summary = next(_objects([run.summary.read_text(errors="replace")]), None)
     if run.config.is_file():
@@ -136,7 +140,7 @@ def read_run(run: RunDir) -> RunData:
     return data
 
 
-def _sort_in(data: RunData, line: dict[str, Any]) -> None:
+def _add_line(data: RunData, line: dict[str, Any]) -> None:
     match line.get("kind"):
         case "step":
             while data.steps and data.steps[-1]["step"] >= line["step"]:
@@ -167,7 +171,7 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _objects(texts: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Those of the texts that are JSON objects."""
+    """Yield the texts that are JSON objects."""
     for text in texts:
         try:
             value = json.loads(text)
@@ -178,10 +182,10 @@ def _objects(texts: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def _read_trace(path: Path, data: RunData) -> None:
-    """Boxes and lane names of `trace.json`, which has one event a line."""
+    """Read boxes and lane names of `trace.json`, which has one event per line."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for event in _objects(line.rstrip().rstrip(",") for line in file):
-            with contextlib.suppress(KeyError, TypeError):  # not an event of ours
+            with contextlib.suppress(KeyError, TypeError):  # a foreign event
                 _read_event(event, data)
 
 

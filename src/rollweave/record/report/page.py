@@ -1,5 +1,5 @@
-"""The report's page: sections of text, tables and charts in one HTML file that asks the
-network for nothing.
+"""The report's page: sections of text, tables and charts in one HTML file that loads
+nothing from the network.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ from rollweave.record.rundir import RunDir
 from rollweave.record.summary import cut_turns_line, headline_figures
 
 TABLE_ROWS = 200
-"""Steps listed: of a longer run every so-manieth, and the last."""
+"""Maximum number of rows: a longer run lists every n-th step and the last."""
 
 
 def write_report(run: RunDir) -> Path:
@@ -37,7 +37,7 @@ def write_report(run: RunDir) -> Path:
 
 
 def render(data: RunData) -> str:
-    """The page."""
+    """Return the page as HTML."""
     sections: list[tuple[str, str, Callable[[RunData], str]]] = [
         ("Learning", "learning", _learning),
         ("Where the time went", "time", _time),
@@ -159,10 +159,10 @@ def _learning(data: RunData) -> str:
 
 
 def _rate(line: Mapping[str, Any], task: str) -> str:
-    found = headline_figures(line["success"], line["reward"]).get(task)
-    if found is None:
+    figure = headline_figures(line["success"], line["reward"]).get(task)
+    if figure is None:
         return ""
-    kind, value = found
+    kind, value = figure
     note = (
         f"of {line['episodes'][task]}"
         if kind == "success"
@@ -189,22 +189,22 @@ LEGENDS = {
     "environment": "waiting for environments",
     "stragglers": "waiting for turns on other engines",
     "reward": "waiting for rewards",
-    "window": "nothing to begin: enough is on its way",
-    "weights": "taking new weights",
+    "window": "nothing to start: enough trajectories are in flight",
+    "weights": "loading new weights",
     "starting": "starting and warm-up",
     "batch": "waiting for a batch",
-    "measuring": "measuring what is in the buffer",
+    "measuring": "measuring the buffered trajectories",
     "publishing": "publishing weights",
     "saving": "saving a checkpoint",
     "evaluation": "final evaluation and end",
 }
 
 
-def _legend(colours: Mapping[str, str], values: Mapping[str, float]) -> str:
+def _legend(colors: Mapping[str, str], values: Mapping[str, float]) -> str:
     items = "".join(
-        f'<li><i style="background:var({colour})"></i>{escape(LEGENDS.get(cause, cause))} '
+        f'<li><i style="background:var({color})"></i>{escape(LEGENDS.get(cause, cause))} '
         f"<b>{values[cause]:.1f} s</b></li>"
-        for cause, colour in colours.items()
+        for cause, color in colors.items()
         if values.get(cause, 0) >= 0.05
     )
     return f'<ul class="legend">{items}</ul>'
@@ -219,11 +219,11 @@ def _staleness(data: RunData) -> str:
             _ages(ages),
             "steps between launch and training",
             "--blue",
-            "Staleness of what was trained on",
+            "Staleness of trained trajectories",
         ),
         (
             _ages(data.inherent_staleness()),
-            "versions published meanwhile",
+            "versions published during the rollout",
             "--blue",
             "Inherent staleness of rollouts",
         ),
@@ -234,9 +234,9 @@ def _staleness(data: RunData) -> str:
     names = {name.replace("_", " "): float(count) for name, count in shown.items()}
     figures.append((names, "why trajectories ended", "--green", "Stop reasons"))
     drawn = [
-        f"<figure>{bars(values, label=label, colour=colour)}"
+        f"<figure>{bars(values, label=label, color=color)}"
         f"<figcaption>{caption}</figcaption></figure>"
-        for values, label, colour, caption in figures
+        for values, label, color, caption in figures
         if values
     ]
     return f'<div class="pair">{"".join(drawn)}</div>'
@@ -250,14 +250,13 @@ def _timeline(data: RunData) -> str:
     whole = timeline.overview(data)
     if not whole:
         return ""
-    look, window = timeline.close_look(data)
+    look, window = timeline.close_up(data)
     kinds = "".join(
         f'<li><i style="background:var({timeline.KINDS[kind]})"></i>{name}</li>'
         for kind, name in timeline.NAMES.items()
     )
     near = (
-        f'<h3>A close look <span class="dim">{window}</span></h3>{look}<ul '
-        f'class="legend">{kinds}</ul>'
+        f'<h3>Close-up <span class="dim">{window}</span></h3>{look}<ul class="legend">{kinds}</ul>'
         if look
         else ""
     )
@@ -289,7 +288,7 @@ def _accounting(data: RunData) -> str:
     verdict = (
         "every trajectory is accounted for"
         if parts == account["started"]
-        else "the books do not balance"
+        else "the account does not balance"
     )
     extra = [
         [f"{what}: {name.replace('_', ' ')}", number(count)]
@@ -301,8 +300,7 @@ def _accounting(data: RunData) -> str:
     if cut := cut_turns_line(data.summary.get("cut_turns", {}), data.summary.get("turns", 0)):
         note += f'<p class="error">{escape(cut)}</p>'
     more = (
-        "<h3>Retries, the watchdog, and engines that came and "
-        f"went</h3>{_table(['what', 'count'], extra)}"
+        f"<h3>Retries, watchdog, and engines joined and left</h3>{_table(['what', 'count'], extra)}"
         if extra
         else ""
     )
@@ -373,7 +371,7 @@ def _folded(summary: str, body: str) -> str:
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Cells are markup already."""
+    """Return a table. Cells are markup already."""
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     return (

@@ -1,6 +1,6 @@
-"""Charts as inline SVG, coloured by the page's CSS variables.
+"""Charts as inline SVG, colored by the page's CSS variables.
 
-Small functions from numbers to markup; no state.
+Small functions from numbers to markup, without state.
 """
 
 import html
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 Points = Sequence[tuple[float, float]]
 
 WIDTH = 960
-"""User units across a full-width chart; the page scales it."""
+"""Width of a full-width chart in user units; the page scales it."""
 
 
 def escape(text: object) -> str:
@@ -18,7 +18,7 @@ def escape(text: object) -> str:
 
 
 def number(value: float) -> str:
-    """A number for people: `1,234`, `0.25`, `3.1e-05`."""
+    """Format a number for people: `1,234`, `0.25`, `3.1e-05`."""
     if value == 0:
         return "0"
     size = abs(value)
@@ -30,7 +30,7 @@ def number(value: float) -> str:
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round values from `low` to `high`, about `count` of them."""
+    """Return about `count` round values from `low` to `high`."""
     if not high > low:
         return [low]
     raw = (high - low) / max(1, count)
@@ -41,7 +41,7 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 class Frame:
-    """Axes: maps values to places and draws ticks. `x` and `y` are (low, high)."""
+    """Axes: maps values to positions and draws ticks. `x` and `y` are (low, high)."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Frame:
         return "".join(parts)
 
     def wrap(self, *parts: str, title: str) -> str:
-        """The finished chart; `title` is read to those who cannot see it."""
+        """Return the finished chart; screen readers read `title`."""
         body = "".join(parts)
         return (
             f'<svg viewBox="0 0 {self.width} {self.height}" role="img" '
@@ -113,7 +113,7 @@ def _widened(bounds: tuple[float, float]) -> tuple[float, float]:
 
 
 def path(frame: Frame, points: Points, style: str) -> str:
-    """A line through the points."""
+    """Draw a line through the points."""
     if not points:
         return ""
     places = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in points)
@@ -121,7 +121,7 @@ def path(frame: Frame, points: Points, style: str) -> str:
 
 
 def area(frame: Frame, points: Points, style: str) -> str:
-    """The area under the points."""
+    """Draw the area under the points."""
     if not points:
         return ""
     floor = frame.bottom
@@ -133,7 +133,7 @@ def area(frame: Frame, points: Points, style: str) -> str:
 
 
 def dots(frame: Frame, points: Points, style: str, labels: Sequence[str]) -> str:
-    """A mark on each point; hovering shows its label."""
+    """Draw a mark on each point; hovering shows its label."""
     return "".join(
         f'<circle cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="4" '
         f"{style}><title>{escape(label)}</title></circle>"
@@ -142,7 +142,7 @@ def dots(frame: Frame, points: Points, style: str, labels: Sequence[str]) -> str
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """Mean over the last `window` values."""
+    """Return the mean over the last `window` values."""
     out, total = [], 0.0
     for index, value in enumerate(values):
         total += value
@@ -153,9 +153,9 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
 
 
 def bars(
-    values: Mapping[str, float], *, label: str, colour: str, height: int = 220, width: int = 460
+    values: Mapping[str, float], *, label: str, color: str, height: int = 220, width: int = 460
 ) -> str:
-    """Upright bars with their numbers, for histograms."""
+    """Draw vertical bars with their values, for histograms."""
     total, most = sum(values.values()) or 1, max(values.values(), default=1) or 1
     frame = Frame(
         x=(0, max(1, len(values))), y=(0, most * 1.12), width=width, height=height, left=12
@@ -167,15 +167,15 @@ def bars(
     slot = (frame.right - frame.left) / max(1, len(values))
     wide = min(64.0, slot * 0.7)
     for index, (name, value) in enumerate(values.items()):
-        centre, top = frame.x(index + 0.5), frame.y(value)
+        center, top = frame.x(index + 0.5), frame.y(value)
         parts.append(
-            f'<rect x="{centre - wide / 2:.1f}" y="{top:.1f}" width="{wide:.1f}" '
+            f'<rect x="{center - wide / 2:.1f}" y="{top:.1f}" width="{wide:.1f}" '
             f'height="{frame.bottom - top:.1f}" rx="3" '
-            f'fill="var({colour})"><title>{escape(name)}: {number(value)} '
+            f'fill="var({color})"><title>{escape(name)}: {number(value)} '
             f"({value / total:.1%})</title></rect>"
-            f'<text class="value" x="{centre:.1f}" y="{top - 5:.1f}" '
+            f'<text class="value" x="{center:.1f}" y="{top - 5:.1f}" '
             f'text-anchor="middle">{value / total:.0%}</text>'
-            f'<text class="tick" x="{centre:.1f}" y="{frame.bottom + 17}" '
+            f'<text class="tick" x="{center:.1f}" y="{frame.bottom + 17}" '
             f'text-anchor="middle">{escape(name)}</text>'
         )
     parts.append(
@@ -186,9 +186,9 @@ def bars(
 
 
 def stacked(
-    rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], *, width: int = WIDTH
+    rows: Mapping[str, Mapping[str, float]], colors: Mapping[str, str], *, width: int = WIDTH
 ) -> str:
-    """One lying bar a row, each filling the width, parts by share."""
+    """Draw one horizontal bar per row; each fills the width, divided by share."""
     height, left = 34, 84
     parts = []
     for index, (name, values) in enumerate(rows.items()):
@@ -199,14 +199,14 @@ def stacked(
             f'text-anchor="end">{escape(name)}</text>'
         )
         x = float(left)
-        for cause in [cause for cause in colours if values.get(cause)]:
+        for cause in [cause for cause in colors if values.get(cause)]:
             share = values[cause] / total
             wide = share * (width - left)
             text = f"{name}: {cause} {values[cause]:.1f} s ({share:.1%})"
             parts.append(
                 f'<rect x="{x:.1f}" y="{y}" width="{max(0.0, wide - 1.5):.1f}" height="{height}" '
                 'rx="3" '
-                f'fill="var({colours[cause]})"><title>{escape(text)}</title></rect>'
+                f'fill="var({colors[cause]})"><title>{escape(text)}</title></rect>'
             )
             if wide > 7.6 * len(f"{cause} {share:.0%}") + 18:
                 parts.append(
@@ -223,25 +223,27 @@ def stacked(
 
 def stacked_over(
     columns: Sequence[Mapping[str, float]],
-    colours: Mapping[str, str],
+    colors: Mapping[str, str],
     *,
     x: Sequence[float],
     label: str,
     title: str,
 ) -> str:
-    """Shares over the run: one column a step (or a bin of steps), parts by share."""
+    """Draw shares over the run: one column per step (or bin of steps), divided by
+    share.
+    """
     width = WIDTH // 2 - 10
     frame = Frame(x=(0, max(1, len(columns))), y=(0, 1), width=width, height=180)
     wide = (frame.right - frame.left) / max(1, len(columns))
     parts = []
     for index, values in enumerate(columns):
         total, base = sum(values.values()), 0.0
-        for cause in [cause for cause in colours if total and values.get(cause)]:
+        for cause in [cause for cause in colors if total and values.get(cause)]:
             share = values[cause] / total
             top = frame.y(base + share)
             parts.append(
                 f'<rect x="{frame.left + index * wide:.2f}" y="{top:.1f}" width="{wide + 0.3:.2f}" '
-                f'height="{frame.y(base) - top:.1f}" fill="var({colours[cause]})" '
+                f'height="{frame.y(base) - top:.1f}" fill="var({colors[cause]})" '
                 'shape-rendering="crispEdges">'
                 f"<title>{escape(label)} {number(x[index])}: {escape(cause)} "
                 f"{share:.0%}</title></rect>"

@@ -1,8 +1,8 @@
-"""The Gantt of a run: how busy everything was over the whole run, and a close look at a
-few seconds of it.
+"""The Gantt chart of a run: the load over the whole run, and a close-up of a few
+seconds of it.
 
-The overview bins time, so that it is exact in sum however long the run; the close look
-shows boxes as they were, in a window around the middle of training that holds at most
+The overview bins time, so that its sums are exact for a run of any length; the close-up
+shows individual boxes in a window around the middle of training that holds at most
 `MAX_BOXES` of them.
 """
 
@@ -15,7 +15,9 @@ from rollweave.record.trace import ENGINES, ENVIRONMENTS, TRAINER
 BINS = 240
 MAX_BOXES = 2400
 MAX_LANES = 36
-"""Environment slots in the close look; further ones are left out and counted."""
+"""Maximum number of environment slots in the close-up; further ones are counted and
+left out.
+"""
 
 LEFT = 116
 LANE = 13
@@ -42,11 +44,13 @@ NAMES = {
 
 
 def busy_bins(spans: Iterable[Span], *, start: float, end: float, bins: int = BINS) -> list[float]:
-    """Mean number of spans open in each of `bins` equal parts of `[start, end)`."""
+    """Return the mean number of open spans in each of `bins` equal parts of `[start,
+    end)`.
+    """
     width = (end - start) / bins
-    found = [0.0] * bins
+    load = [0.0] * bins
     if width <= 0:
-        return found
+        return load
     for span in spans:
         low, high = max(span.start, start), min(span.end, end)
         if high <= low:
@@ -54,13 +58,13 @@ def busy_bins(spans: Iterable[Span], *, start: float, end: float, bins: int = BI
         first, last = int((low - start) / width), min(bins - 1, int((high - start) / width))
         for index in range(first, last + 1):
             left = start + index * width
-            found[index] += max(0.0, min(high, left + width) - max(low, left)) / width
-    return found
+            load[index] += max(0.0, min(high, left + width) - max(low, left)) / width
+    return load
 
 
 def overview(data: RunData) -> str:
-    """Rows of filled curves over the whole run: each engine's turns, environments by
-    what they do, the trainer.
+    """Draw rows of filled curves over the whole run: the turns of each engine,
+    environments by activity, and the trainer.
     """
     spans = data.spans
     end = max((span.end for span in spans), default=0.0)
@@ -80,7 +84,7 @@ def overview(data: RunData) -> str:
     rows.append(("trainer", "--green", busy_bins(training, start=0, end=end)))
     height, gap = 44, 12
     parts = []
-    for index, (name, colour, values) in enumerate(rows):
+    for index, (name, color, values) in enumerate(rows):
         floor = (index + 1) * (height + gap)
         most = max(max(values), 1e-9)
         places = " ".join(
@@ -89,7 +93,7 @@ def overview(data: RunData) -> str:
         )
         parts.append(
             f'<line class="grid" x1="{LEFT}" x2="{WIDTH}" y1="{floor}" y2="{floor}"/>'
-            f'<polygon points="{LEFT},{floor} {places} {WIDTH},{floor}" fill="var({colour})" '
+            f'<polygon points="{LEFT},{floor} {places} {WIDTH},{floor}" fill="var({color})" '
             'fill-opacity=".75"/>'
             f'<text class="name" x="{LEFT - 12}" y="{floor - 16}" '
             f'text-anchor="end">{escape(name)}</text>'
@@ -101,8 +105,10 @@ def overview(data: RunData) -> str:
     return _svg(bottom + 36, parts, "load of engines, environments and trainer over the run")
 
 
-def close_look(data: RunData) -> tuple[str, str]:
-    """A chart of a short window, box by box, and a sentence that says which."""
+def close_up(data: RunData) -> tuple[str, str]:
+    """Draw a short window, box by box, and return the chart with a sentence that
+    describes the window.
+    """
     window = choose_window(data.spans)
     if window is None:
         return "", ""
@@ -130,8 +136,8 @@ def close_look(data: RunData) -> tuple[str, str]:
 
 
 def choose_window(spans: Sequence[Span]) -> tuple[float, float] | None:
-    """The longest window around the middle of training that holds at most `MAX_BOXES`
-    spans, of eight steps at most.
+    """Return the longest window around the middle of training that holds at most
+    `MAX_BOXES` spans, of eight steps at most.
     """
     training = sorted(
         (span for span in spans if span.row == TRAINER and span.kind == "train"),
@@ -162,18 +168,18 @@ def _box(span: Span, index: int, start: float, end: float) -> str:
         LEFT + (max(start, min(end, at)) - start) / (end - start) * (WIDTH - LEFT)
         for at in (span.start, span.end)
     )
-    colour = KINDS.get(span.kind, "--gray")
+    color = KINDS.get(span.kind, "--gray")
     return (
         f'<rect x="{left:.1f}" y="{index * LANE + 1}" width="{max(0.6, right - left):.1f}" '
         f'height="{LANE - 2}" '
-        f'fill="var({colour})"><title>{escape(span.name)}: {span.end - span.start:.3f} '
+        f'fill="var({color})"><title>{escape(span.name)}: {span.end - span.start:.3f} '
         "s</title></rect>"
     )
 
 
 def _lane_names(lanes: Sequence[tuple[int, int, str]]) -> str:
-    """The first environment slot is named for all of them: forty labels would only be
-    noise.
+    """Draw the lanes' names. Only the first environment slot is labeled: forty labels
+    would be noise.
     """
     parts, named = [], False
     for index, (row, _, name) in enumerate(lanes):

@@ -116,7 +116,7 @@ def _run_directory(config: RunConfig, *, resume: bool, fresh: bool, deep: bool) 
         yield from (ok("--resume", f"changed since: {line}") for line in begun.changes)
         yield from (warn("--resume", doubt.message) for doubt in begun.doubts)
         return
-    occupied = run.holds_something()
+    occupied = run.has_content()
     if occupied and not fresh:
         yield fail(
             "run.name",
