@@ -52,6 +52,10 @@ def over(number: int, tokens: int | None) -> Harvest:
     return Harvest(trajectory_id=TrajectoryId(f"t{number}"), attempt=0, output_tokens=tokens)
 
 
+WAIT_S = 240.0
+"""Seconds after which a test gives up; a busy machine starts processes slowly."""
+
+
 class Bench:
     """A supervisor, the events and warnings that it sends, and the links that it
     opened.
@@ -82,11 +86,11 @@ class Bench:
         self.supervisor.predict(command, command.context)
 
     async def answer(self) -> PredictionReady:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WAIT_S):
             return await self.posted.get()
 
     async def warning(self) -> str:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WAIT_S):
             warned = await self.warnings.get()
         assert warned.component == "predictor"
         return warned.message
@@ -248,7 +252,7 @@ async def test_a_predictor_that_hangs_for_too_long_is_replaced(start: Open) -> N
     bench = start("odd", "mute", silent_s=0.2)
     bench.ask(0)
     assert "no report for 0.2 s, killed" in await bench.warning()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         while len(bench.links) < 2:  # noqa: ASYNC110 (the start has no event)
             await asyncio.sleep(0.01)
     assert bench.supervisor.stats().lost == 1
@@ -305,7 +309,7 @@ async def test_a_predictor_that_always_fails_is_given_up(
 async def test_invalid_answers_are_not_posted(start: Open, kind: str) -> None:
     bench = start("odd", kind)
     bench.ask(0)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         while not bench.supervisor.stats().lost:  # noqa: ASYNC110 (a lost request has no event)
             await asyncio.sleep(0.01)
     assert bench.posted.empty()
