@@ -1,5 +1,5 @@
 """Tiny random checkpoints, an oracle (transformers' full forward), and a synchronous
-way to drive an engine's loop.
+driver of an engine's loop.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -61,9 +61,9 @@ LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 
 def build(kind: str, *, seed: int = 0, **changes: Any) -> torch.nn.Module:
-    """A random model.
+    """Return a random model.
 
-    Norm weights and biases are randomised too, so that a dropped one shows.
+    Norm weights and biases are randomized too, so that a missing one shows.
     """
     torch.manual_seed(seed)
     sizes = SIZES | changes
@@ -103,7 +103,7 @@ def spec(model: str, **changes: Any) -> EngineSpec:
 def oracle_logprobs(
     model: torch.nn.Module, tokens: Iterable[int], *, temperature: float = 1.0
 ) -> torch.Tensor:
-    """[tokens, vocab]: row i is the distribution after tokens[: i + 1]."""
+    """Return [tokens, vocab], where row i is the distribution after tokens[: i + 1]."""
     logits = model(torch.tensor([list(tokens)])).logits[0].float()
     return torch.log_softmax(logits / (temperature or 1.0), dim=-1)
 
@@ -124,8 +124,8 @@ def logprob_error(
     *,
     temperature: float = 1.0,
 ) -> float:
-    """Largest difference between the result's log-probs and those of a full forward
-    pass of `model`.
+    """Return the largest difference between the result's log-probs and those of a full
+    forward pass of `model`.
     """
     prompt = list(prompt)
     rows = oracle_logprobs(model, [*prompt, *result.tokens], temperature=temperature)
@@ -176,8 +176,8 @@ def drive(
     """Run an engine on this thread until every request is answered. `at[n]` are further
     commands before its n-th step.
 
-    A `Stats` command is answered between any two steps, so its answer is the clock: no
-    sleeping, no second thread.
+    A `Stats` command is answered between any two steps, so its answer is the clock:
+    there is no sleeping and no second thread.
     """
     later = dict(at or {})
     expected = len(list(requests := list(requests)))

@@ -1,4 +1,4 @@
-"""Stop strings, found as they complete, over tokens that hold parts of words and parts
+"""Stop strings are detected as they complete, over tokens that hold parts of words and
 of characters.
 """
 
@@ -53,7 +53,7 @@ def test_stops_at_the_token_that_completes_the_string(
     assert first_stop(tokenizer, text, stop) == found
 
 
-def test_a_checkpoint_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+def test_missing_tokenizer_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"tokenizer\.json does not exist"):
         load_tokenizer(tmp_path)
 

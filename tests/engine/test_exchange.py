@@ -1,5 +1,5 @@
-"""KV that moves between engines: what follows is what it would have been, and what does
-not fit is refused, with the reason.
+"""KV that moves between engines yields the tokens of one that stays, and incompatible
+KV is refused with the reason.
 """
 
 import asyncio
@@ -148,7 +148,7 @@ def assert_same(found: Sequence[GenerateResult], wanted: Sequence[GenerateResult
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
-async def test_requests_of_both_engines_are_not_affected(start: Start) -> None:
+async def test_migration_does_not_affect_requests_of_either_engine(start: Start) -> None:
     """Trajectories move to and fro while both engines decode others, of which one
     preempts and is preempted.
     """
@@ -172,7 +172,7 @@ async def test_requests_of_both_engines_are_not_affected(start: Start) -> None:
 
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED])
-async def test_a_trajectory_that_moves_is_the_one_that_stays(
+async def test_migrated_trajectory_equals_one_that_stays(
     start: Start, over: KvTransport, sampling: dict[str, Any]
 ) -> None:
     home, a, b = await start(), await start(), await start()
@@ -202,9 +202,9 @@ async def in_small_chunks(source: EngineClient, context: Sequence[int]) -> KvMan
     return msgspec.structs.replace(again, chunk_blocks=1, digests=digests)
 
 
-async def test_what_is_there_already_is_not_asked_for(start: Start) -> None:
-    """Somebody who began with the same prompt left it in the target's cache: only the
-    rest is fetched.
+async def test_cached_chunks_are_not_fetched(start: Start) -> None:
+    """The target has cached the same prompt for another request: only the rest is
+    fetched.
     """
     source, target = await start(), await start()
     (said,) = await converse([source], over=None)
@@ -221,7 +221,7 @@ async def test_what_is_there_already_is_not_asked_for(start: Start) -> None:
     assert await target.import_kv(context, nothing) == 48
 
 
-async def test_what_was_there_is_evicted_while_the_rest_comes(start: Start) -> None:
+async def test_cached_blocks_evicted_during_the_fetch(start: Start) -> None:
     source, target = await start(), await start(kv_tokens=64)
     (said,) = await converse([source], over=None)
     context = [*PROMPT, *said.tokens]
@@ -236,7 +236,7 @@ async def test_what_was_there_is_evicted_while_the_rest_comes(start: Start) -> N
     await assert_untouched(target)
 
 
-async def test_a_context_that_is_not_in_the_cache_is_not_exported(start: Start) -> None:
+async def test_uncached_context_is_not_exported(start: Start) -> None:
     engine, forgetful = await start(), await start(prefix_cache=False)
     for tokens in ([], PROMPT[: BLOCK - 1], PROMPT):
         with pytest.raises(KvError, match="no part of the context is cached"):
@@ -323,8 +323,8 @@ async def exported(engine: EngineClient, over: KvTransport = "shm") -> KvManifes
 
 
 async def settled(ask: Callable[[], Awaitable[Any]], wanted: Any) -> None:
-    """Ask until the answer is `wanted`, or of that kind: what was let go is gone a
-    moment later, on the side thread.
+    """Ask until the answer is `wanted`, or of that type: exports are freed a moment
+    later, on the side thread.
     """
     async with asyncio.timeout(20):
         while True:
@@ -337,7 +337,7 @@ async def settled(ask: Callable[[], Awaitable[Any]], wanted: Any) -> None:
 
 
 async def assert_untouched(engine: EngineClient) -> None:
-    """The prompt is computed from its first token, and goes on as ever."""
+    """Assert that the prompt is computed from its first token, with the usual result."""
     result = await engine.generate(request("check", PROMPT, seed=2, max_tokens=6))
     assert (result.cached_tokens, result.finish) == (0, FinishReason.LENGTH)
 
@@ -369,7 +369,7 @@ async def assert_untouched(engine: EngineClient) -> None:
         ({"where": KvPort(host="127.0.0.1", port=1, secret=bytes(32))}, "127.0.0.1:1: "),
     ],
 )
-async def test_a_manifest_that_does_not_fit_is_refused(
+async def test_incompatible_manifest_is_refused(
     start: Start, changes: dict[str, Any], error: str
 ) -> None:
     source, target = await start(), await start()
@@ -397,7 +397,7 @@ async def test_an_engine_of_another_kind_refuses(
         await source.import_kv(PROMPT, await exported(target))
 
 
-async def test_the_kv_of_other_tokens_is_refused(start: Start) -> None:
+async def test_kv_of_other_tokens_is_refused(start: Start) -> None:
     source, target = await start(), await start()
     manifest = await exported(source)
     with pytest.raises(KvError, match="other tokens"):
@@ -414,7 +414,7 @@ async def test_a_model_of_the_same_shape_and_other_weights_is_another(
 
 
 @pytest.mark.parametrize("place", [0, 1, 1000, -1])
-async def test_a_flipped_bit_is_found(start: Start, place: int) -> None:
+async def test_flipped_bit_is_detected(start: Start, place: int) -> None:
     source, target = await start(), await start()
 
     def flipped(payload: bytes) -> bytes:
@@ -438,7 +438,7 @@ async def test_a_flipped_bit_is_found(start: Start, place: int) -> None:
     await assert_untouched(target)
 
 
-async def test_a_payload_that_is_cut_short_is_found(start: Start) -> None:
+async def test_truncated_payload_is_detected(start: Start) -> None:
     source, target = await start(), await start()
     manifest = await exported(source)
     fd = os.memfd_create("cut")
@@ -461,7 +461,7 @@ async def test_a_payload_that_is_cut_short_is_found(start: Start) -> None:
     await assert_untouched(target)
 
 
-async def test_a_payload_in_small_pieces_is_whole(start: Start) -> None:
+async def test_payload_in_small_pieces_is_complete(start: Start) -> None:
     source, target = await start(), await start()
     manifest = await exported(source, "tcp")
     where = await relay(
@@ -470,7 +470,7 @@ async def test_a_payload_in_small_pieces_is_whole(start: Start) -> None:
     assert await target.import_kv(PROMPT, msgspec.structs.replace(manifest, where=where)) == 40
 
 
-async def test_what_is_exported_cannot_be_changed(start: Start) -> None:
+async def test_export_is_immutable(start: Start) -> None:
     manifest = await exported(await start())
     assert isinstance(manifest.where, KvMemory)
     fd = os.open(manifest.where.path, os.O_RDWR)
@@ -486,7 +486,7 @@ async def test_what_is_exported_cannot_be_changed(start: Start) -> None:
         os.close(fd)
 
 
-async def test_an_address_that_is_not_ours_gives_nothing_away(start: Start) -> None:
+async def test_export_at_a_foreign_address_leaks_nothing(start: Start) -> None:
     source, target = await start(kv_host="192.0.2.1"), await start()
     for _ in range(2 * MAX_EXPORTS):
         with pytest.raises(KvError, match="OSError"):
@@ -497,7 +497,7 @@ async def test_an_address_that_is_not_ours_gives_nothing_away(start: Start) -> N
 # Secrets.
 
 
-async def test_a_connection_gets_nothing_without_the_secret_and_something_once(
+async def test_secret_is_required_and_valid_once(
     start: Start,
 ) -> None:
     engine = await start()
@@ -520,7 +520,7 @@ async def test_a_connection_gets_nothing_without_the_secret_and_something_once(
     await settled(lambda: fetched(manifest), b"")
 
 
-async def test_those_who_say_nothing_or_too_little_keep_nobody_out(start: Start) -> None:
+async def test_silent_connections_do_not_block_others(start: Start) -> None:
     source, target = await start(), await start()
     manifest = await exported(source, "tcp")
     port = manifest.where
@@ -533,10 +533,10 @@ async def test_those_who_say_nothing_or_too_little_keep_nobody_out(start: Start)
         writer.close()
 
 
-async def test_a_source_that_sends_no_end_of_it_does_not_hold_the_target_for_ever(
+async def test_source_that_never_finishes_does_not_block_the_target(
     start: Start,
 ) -> None:
-    """The target ends with its import under way; nothing of it is left."""
+    """The target ends during its import; nothing of the import is left."""
     source, target = await start(), await start()
     manifest = await exported(source, "tcp")
     stuck, go_on = asyncio.Event(), asyncio.Event()
@@ -561,7 +561,7 @@ async def test_a_source_that_sends_no_end_of_it_does_not_hold_the_target_for_eve
 # Weights.
 
 
-async def test_kv_of_other_weights_is_never_taken(
+async def test_kv_of_other_weights_is_never_imported(
     start: Start, model: torch.nn.Module, publisher: Publisher
 ) -> None:
     source, target, home = await start(), await start(), await start()
@@ -587,7 +587,7 @@ async def test_kv_of_other_weights_is_never_taken(
     )
 
 
-async def test_weights_that_change_while_kv_is_on_its_way(
+async def test_weights_change_during_a_transfer(
     start: Start, model: torch.nn.Module, publisher: Publisher
 ) -> None:
     source, target = await start(), await start()
@@ -601,7 +601,7 @@ async def test_weights_that_change_while_kv_is_on_its_way(
     await assert_untouched(target)
 
 
-async def test_numbers_that_are_not_finite_stay_where_they_are(
+async def test_nonfinite_kv_is_not_exported(
     start: Start, model: torch.nn.Module, publisher: Publisher
 ) -> None:
     engine = await start()
@@ -618,7 +618,7 @@ async def test_numbers_that_are_not_finite_stay_where_they_are(
 # Room.
 
 
-async def test_a_suspended_engine_gives_and_takes(start: Start) -> None:
+async def test_suspended_engine_exports_and_imports(start: Start) -> None:
     source, target = await start(), await start()
     await exported(source)
     await source.suspend()
@@ -649,7 +649,7 @@ async def test_exports_are_bounded_in_bytes(start: Start) -> None:
     assert (await source.export_kv(PROMPT, "shm")).tokens == 40
 
 
-async def test_who_gives_up_waiting_for_an_export_leaves_none_behind(start: Start) -> None:
+async def test_cancelled_export_is_freed(start: Start) -> None:
     source = await start()
     await exported(source)
     for _ in range(3 * MAX_EXPORTS):

@@ -1,5 +1,5 @@
-"""What imports do to a cache that has little room, whatever else is in it: against the
-content that every key must have.
+"""Imports into a cache with little room, compared with the content that every key must
+have.
 """
 
 import queue
@@ -121,7 +121,7 @@ contexts = st.lists(st.integers(0, 1), max_size=14)
     before=st.lists(st.tuples(contexts, st.booleans()), max_size=5),
     moved=st.lists(contexts, min_size=1, max_size=3),
 )
-def test_an_import_takes_what_there_is_room_for_and_no_more(
+def test_import_fills_the_available_room(
     room: int, before: list[tuple[list[int], bool]], moved: list[list[int]]
 ) -> None:
     with caches(40, room) as (source, target):
@@ -161,7 +161,7 @@ def test_an_import_takes_what_there_is_room_for_and_no_more(
 
 
 @pytest.mark.parametrize("over", ["shm", "tcp"])
-def test_an_export_that_nobody_releases_is_dropped_by_itself(over: KvTransport) -> None:
+def test_unreleased_export_expires(over: KvTransport) -> None:
     tokens = list(range(8))
     source, target = Cache(8, keep_s=0.0), Cache(8)
     try:

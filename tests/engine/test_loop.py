@@ -1,5 +1,5 @@
-"""The engine against transformers' forward pass: tokens, log-probs, and that nothing
-that happens to a batch changes them.
+"""The engine agrees with transformers' forward pass in tokens and log-probs, whatever
+else its batch does.
 """
 
 import threading
@@ -108,7 +108,7 @@ def publish(publisher: Publisher, model: torch.nn.Module, *, version: int) -> We
 
 
 def baseline(path: str, *, count: int, **sampling: Any) -> dict[int, GenerateResult]:
-    """Every prompt alone, in an engine of its own."""
+    """Run every prompt alone, in a separate engine."""
     return {
         i: drive(
             spec(path), [request("x", p, max_tokens=count, **({"seed": i} | sampling))]
@@ -124,7 +124,7 @@ def check_versions(
     *,
     temperature: float = 1.0,
 ) -> None:
-    """Each token's log-prob is that of the version which its span names, given all
+    """Assert that each token's log-prob is that of the version in its span, given all
     tokens before it.
     """
     rows = {
@@ -146,7 +146,7 @@ def check_versions(
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_greedy_tokens_and_logprobs_are_transformers(name: str, tmp_path: Path) -> None:
+def test_greedy_tokens_and_logprobs_match_transformers(name: str, tmp_path: Path) -> None:
     kind, changes = KINDS[name]
     model = build(kind, **changes)
     path = save(model, tmp_path)
@@ -195,7 +195,7 @@ def test_logprobs_are_those_at_the_sampling_temperature(
 # Whatever happens to a batch, a request's tokens and log-probs stay what they are.
 
 
-def test_neither_neighbours_nor_chunks_nor_slots_change_the_tokens(
+def test_tokens_do_not_depend_on_neighbors_chunks_or_slots(
     model: torch.nn.Module, path: str
 ) -> None:
     alone = baseline(path, count=24)
@@ -214,7 +214,7 @@ def test_neither_neighbours_nor_chunks_nor_slots_change_the_tokens(
             assert logprob_error(model, prompt, result) <= TOLERANCE
 
 
-def test_the_same_stream_gives_the_same_tokens_and_another_seed_others(path: str) -> None:
+def test_tokens_are_determined_by_the_seed(path: str) -> None:
     def run(offset: int) -> list[tuple[int, ...]]:
         requests = [
             request(str(i), PROMPTS[i % 5], seed=i + offset, max_tokens=12) for i in range(20)
@@ -246,8 +246,8 @@ def test_preemption_keeps_tokens_and_recomputes_nothing(model: torch.nn.Module, 
 
 
 def test_time_without_a_slot_is_queueing_also_after_a_preemption(path: str) -> None:
-    """One slot, one token a second: "low" begins, "high" takes its slot, and "mid"
-    waits for that one.
+    """There are one slot and one token per second: "low" starts, "high" takes its slot,
+    and "mid" waits for that one.
     """
     high = Add(request=request("high", PROMPTS[0], rank=2.0, max_tokens=4))
     mid = Add(request=request("mid", PROMPTS[3], rank=1.0, max_tokens=3))
@@ -263,7 +263,7 @@ def test_time_without_a_slot_is_queueing_also_after_a_preemption(path: str) -> N
 
 
 def test_a_budget_counts_the_time_in_a_slot_alone(path: str) -> None:
-    """Each has a budget of 5 seconds, and each waits for longer: in the queue,
+    """Each request has a budget of 5 seconds, and waits longer than that: in the queue,
     preempted, or while the engine is suspended.
     """
     clock = Seconds()
@@ -293,7 +293,7 @@ def test_a_budget_counts_the_time_in_a_slot_alone(path: str) -> None:
         )
 
 
-def test_who_is_done_in_time_is_not_cut(path: str) -> None:
+def test_request_within_its_budget_is_not_cut(path: str) -> None:
     requests = [
         msgspec.structs.replace(request(str(n), PROMPTS[0], max_tokens=n), budget_s=4.0)
         for n in (1, 5, 6)
@@ -306,7 +306,7 @@ def test_who_is_done_in_time_is_not_cut(path: str) -> None:
     }
 
 
-def test_aborting_neighbours_changes_nothing_and_gives_what_they_have(
+def test_aborted_neighbors_return_their_tokens_and_change_nothing(
     model: torch.nn.Module, path: str
 ) -> None:
     alone = baseline(path, count=24)
@@ -321,7 +321,7 @@ def test_aborting_neighbours_changes_nothing_and_gives_what_they_have(
     assert 0 < len(outcome.results["1"].tokens) < len(outcome.results["3"].tokens) < 24
 
 
-def test_an_abort_before_the_first_step_gives_an_empty_result(path: str) -> None:
+def test_abort_before_the_first_step_yields_an_empty_result(path: str) -> None:
     requests = [request(str(i), PROMPTS[0], max_tokens=4) for i in range(3)]
     result = drive(spec(path, max_slots=1), requests, at={0: [Abort(id="2")]}).results["2"]
     assert (result.finish, result.tokens, result.versions) == (FinishReason.ABORTED, (), ())
@@ -378,7 +378,7 @@ def test_an_update_in_flight_is_piecewise_the_two_models(
     assert outcome.stats[-1].version == 3
 
 
-def test_updates_come_one_after_another(
+def test_consecutive_weight_updates(
     model: torch.nn.Module, other: torch.nn.Module, path: str, publisher: Publisher
 ) -> None:
     loads = {
@@ -395,7 +395,7 @@ def test_updates_come_one_after_another(
         )
 
 
-def test_a_load_that_does_not_match_leaves_everything_as_it_was(
+def test_mismatched_load_changes_nothing(
     model: torch.nn.Module, other: torch.nn.Module, path: str, publisher: Publisher
 ) -> None:
     good = publish(publisher, other, version=1)
@@ -437,7 +437,7 @@ def test_a_load_that_does_not_match_leaves_everything_as_it_was(
 @pytest.mark.parametrize(
     "fate", ["whole", "flipped", "truncated", "of another step", "of another model", "gone"]
 )
-def test_weights_are_loaded_from_a_checkpoint_whole_or_not_at_all(
+def test_checkpoint_load_is_atomic(
     model: torch.nn.Module, other: torch.nn.Module, path: str, tmp_path: Path, fate: str
 ) -> None:
     saved = tmp_path / "c"
@@ -479,7 +479,7 @@ def test_state_dicts_of_every_architecture_load(
     check_versions(PROMPTS[1], outcome.results["x"], {-1: old, 1: new})
 
 
-def test_weights_that_are_not_finite_are_errors_and_leave_no_trace(
+def test_nonfinite_weights_are_errors_and_leave_no_trace(
     model: torch.nn.Module, other: torch.nn.Module, path: str, publisher: Publisher
 ) -> None:
     poison = {
@@ -503,7 +503,7 @@ def test_weights_that_are_not_finite_are_errors_and_leave_no_trace(
 # The prefix cache.
 
 
-def test_turns_hit_the_blocks_of_the_turns_before(model: torch.nn.Module, path: str) -> None:
+def test_turns_hit_the_blocks_of_earlier_turns(model: torch.nn.Module, path: str) -> None:
     context = PROMPTS[3]
     engine = spec(path)
     reached = 0
@@ -528,7 +528,7 @@ def test_turns_hit_the_blocks_of_the_turns_before(model: torch.nn.Module, path: 
     )
 
 
-def test_after_an_update_the_prefix_is_computed_anew(
+def test_prefix_is_recomputed_after_an_update(
     model: torch.nn.Module, other: torch.nn.Module, path: str, publisher: Publisher
 ) -> None:
     def add(name: str) -> Add:
@@ -585,7 +585,7 @@ def test_allowed_tokens_only_and_their_plain_logprobs(model: torch.nn.Module, pa
         assert logprob_error(model, PROMPTS[1 if name == "free" else 0], results[name]) <= TOLERANCE
 
 
-def test_what_cannot_be_served_is_refused_with_the_reason(path: str) -> None:
+def test_invalid_requests_are_refused_with_the_reason(path: str) -> None:
     long = [1] * 511
     requests = [
         request("twice", PROMPTS[0], max_tokens=30),
@@ -635,7 +635,7 @@ def test_the_context_is_bounded_by_the_kv_cache(path: str) -> None:
     assert len(outcome.results["y"].tokens) == 4
 
 
-def test_what_breaks_the_loop_is_said(tmp_path: Path) -> None:
+def test_failure_of_the_loop_is_reported(tmp_path: Path) -> None:
     replies: list[EngineReply] = []
     EngineLoop(spec(str(tmp_path / "nothing")), replies.append).run()
     assert len(replies) == 1
@@ -662,7 +662,7 @@ def test_an_idle_engine_sleeps_until_another_thread_posts(path: str) -> None:
 # Deterministic mode.
 
 
-def test_deterministic_results_are_bit_equal_whatever_the_batch(
+def test_deterministic_results_do_not_depend_on_the_batch(
     model: torch.nn.Module, path: str
 ) -> None:
     engine = {"deterministic": True}

@@ -1,5 +1,5 @@
-"""What an engine measures of itself before it serves: complete, plausible, and without
-a trace in it.
+"""The profile that an engine measures before it serves is complete and plausible, and
+leaves no trace.
 """
 
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_every_batch_is_measured_and_nothing_is_left_behind(
         assert runner.mirror.keys[0].numel() == 0
 
 
-def test_an_engine_tells_its_profile_and_serves_as_if_it_had_none(path: str) -> None:
+def test_engine_reports_its_profile_and_serves_as_without_one(path: str) -> None:
     plain, measured = (
         drive(spec(path, profile=profile), [request("x", [3, 1, 4], seed=1, max_tokens=12)])
         for profile in (False, True)

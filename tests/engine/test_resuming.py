@@ -1,5 +1,5 @@
-"""A turn that goes on where an engine was lost is the turn that would have been; what
-is told on the way is its beginning.
+"""A turn resumed after the loss of an engine equals the uninterrupted turn, and its
+progress reports are its beginning.
 """
 
 import json
@@ -53,14 +53,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def whole(path: str) -> list[GenerateResult]:
-    """Each prompt's uninterrupted turn."""
+    """Run each prompt's uninterrupted turn."""
     asked = [request(str(i), p, seed=i, max_tokens=WHOLE) for i, p in enumerate(PROMPTS)]
     results = drive(spec(path, deterministic=True), asked).results
     return [results[str(i)] for i in range(len(PROMPTS))]
 
 
 def cut(result: GenerateResult, count: int, **changes: Any) -> PartialOutput:
-    """The first `count` tokens."""
+    """Return the first `count` tokens."""
     spans = (VersionSpan(start=0, end=count, version=result.versions[0].version),)
     parts: dict[str, Any] = {
         "tokens": result.tokens[:count],
@@ -78,7 +78,7 @@ def pieces(outcome: Outcome) -> list[TokenDelta]:
     return [piece for progress in outcome.of(Progress) for piece in progress.pieces]
 
 
-def test_wherever_it_was_cut_the_turn_goes_on_bit_for_bit(
+def test_resumed_turn_is_bit_identical_wherever_it_was_cut(
     path: str, whole: list[GenerateResult]
 ) -> None:
     asked = [
@@ -101,11 +101,11 @@ def test_wherever_it_was_cut_the_turn_goes_on_bit_for_bit(
 
 @settings(max_examples=examples(12))
 @given(st.lists(st.integers(1, 6), max_size=6), st.integers(0, len(PROMPTS) - 1))
-def test_a_chain_of_lost_engines_loses_what_was_not_told_and_changes_nothing(
+def test_chain_of_lost_engines_loses_only_unreported_tokens(
     path: str, whole: list[GenerateResult], lives: list[int], i: int
 ) -> None:
-    """Each engine lives for so many steps, a second each, and tells of every one; then
-    the next goes on.
+    """Each engine lives for a number of steps, one second each, and reports each one;
+    then the next engine resumes the turn.
     """
     asked = request("x", PROMPTS[i], seed=i, max_tokens=WHOLE)
     tokens: tuple[int, ...] = ()
@@ -136,7 +136,7 @@ def test_a_chain_of_lost_engines_loses_what_was_not_told_and_changes_nothing(
     raise AssertionError("the last engine lives for long enough")
 
 
-def test_spans_go_on_and_another_version_begins_its_own(
+def test_spans_continue_and_a_new_version_starts_a_span(
     path: str, whole: list[GenerateResult]
 ) -> None:
     results = {}
@@ -155,7 +155,9 @@ def test_spans_go_on_and_another_version_begins_its_own(
     )
 
 
-def test_what_ends_the_turn_already_samples_nothing(path: str, whole: list[GenerateResult]) -> None:
+def test_resumed_tokens_that_end_the_turn_sample_nothing(
+    path: str, whole: list[GenerateResult]
+) -> None:
     tokens = whole[0].tokens
     stop = tokens[6]
     first = tokens.index(stop) + 1
@@ -203,8 +205,8 @@ def test_what_ends_the_turn_already_samples_nothing(path: str, whole: list[Gener
     assert "not be more than the 2 of the whole turn" in errors["room"]
 
 
-def test_a_stop_string_is_seen_across_the_border(path: str) -> None:
-    """Of "a" and "b" alone; the turn stops at "ab", wherever it is cut."""
+def test_stop_string_across_the_boundary(path: str) -> None:
+    """Only "a" and "b" are allowed; the turn stops at "ab", wherever it is cut."""
     sampling: dict[str, Any] = {"allowed": (4, 5), "stop": ("ab",), "max_tokens": 30, "seed": 3}
     free = drive(spec(path, deterministic=True), [request("x", PROMPTS[0], **sampling)]).results[
         "x"
@@ -219,9 +221,7 @@ def test_a_stop_string_is_seen_across_the_border(path: str) -> None:
         assert (result.tokens, result.finish) == (free.tokens, FinishReason.STOP)
 
 
-def test_an_id_that_is_live_is_refused_though_its_turn_has_ended_already(
-    path: str, whole: list[GenerateResult]
-) -> None:
+def test_live_id_is_refused_even_for_an_ended_turn(path: str, whole: list[GenerateResult]) -> None:
     ended = Add(request=resuming(request("x", PROMPTS[0], max_tokens=4), cut(whole[0], 4)))
     outcome = drive(spec(path), [request("x", PROMPTS[0], max_tokens=9)], at={3: [ended]})
     assert [result.finish for result in outcome.answers] == [
@@ -246,7 +246,7 @@ def test_an_id_that_is_live_is_refused_though_its_turn_has_ended_already(
         {"generate_s": float("nan")},
     ],
 )
-def test_a_partial_that_does_not_fit_itself_is_none(changes: dict[str, Any]) -> None:
+def test_inconsistent_partial_output_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must"):
         PartialOutput(
             **(
@@ -263,10 +263,10 @@ def test_a_partial_that_does_not_fit_itself_is_none(changes: dict[str, Any]) -> 
         msgspec.json.decode(sent, type=PartialOutput)
 
 
-def test_the_budget_counts_what_the_resumed_part_took(
-    path: str, whole: list[GenerateResult]
-) -> None:
-    """Of 8 seconds 5 are gone: a step a second, the last one begins in the eighth."""
+def test_budget_includes_the_resumed_part(path: str, whole: list[GenerateResult]) -> None:
+    """Of 8 seconds, 5 are used up. With one step per second, the last one starts in the
+    eighth.
+    """
     asked = resuming(request("x", PROMPTS[0], max_tokens=WHOLE), cut(whole[0], 4, generate_s=5.0))
     result = drive(
         spec(path), [msgspec.structs.replace(asked, budget_s=8.0)], clock=Seconds()
@@ -283,7 +283,7 @@ def test_the_budget_counts_what_the_resumed_part_took(
 
 
 def grown(told: Sequence[TokenDelta]) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """What the pieces of one request come to; each fits the one before."""
+    """Concatenate the deltas of one request, each of which continues the one before."""
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     for piece in told:
@@ -297,7 +297,7 @@ def grown(told: Sequence[TokenDelta]) -> tuple[tuple[int, ...], tuple[float, ...
     return tokens, logprobs
 
 
-def test_pieces_are_the_beginning_of_the_result_and_none_follows_it(path: str) -> None:
+def test_deltas_are_the_beginning_of_the_result_and_none_follows_it(path: str) -> None:
     adds: list[EngineCommand] = [
         Add(request=request(str(i), p, seed=i, max_tokens=4 + 5 * i), stream=i != 2)
         for i, p in enumerate(PROMPTS * 2)
@@ -320,9 +320,9 @@ def test_pieces_are_the_beginning_of_the_result_and_none_follows_it(path: str) -
             )
 
 
-def test_one_message_tells_of_all_and_not_more_often_than_it_must(path: str) -> None:
-    """A step takes a fifth of a second: every third step is told, that is after half a
-    second.
+def test_one_message_reports_all_requests_at_the_interval(path: str) -> None:
+    """A step takes a fifth of a second, so every third step is reported, which is after
+    half a second.
     """
 
     class Fifths(Seconds):
@@ -338,8 +338,8 @@ def test_one_message_tells_of_all_and_not_more_often_than_it_must(path: str) -> 
     assert sizes == [[4, 4, 4], [3, 3, 3], [3, 3, 3]]
 
 
-def test_who_is_suspended_is_told_of_to_the_last_token(path: str) -> None:
-    """Time stands still, so that nothing is told by itself."""
+def test_suspension_reports_all_tokens(path: str) -> None:
+    """Time stands still, so nothing is reported by the interval."""
     add = Add(request=request("x", PROMPTS[0], max_tokens=12), stream=True)
     at: dict[int, Sequence[EngineCommand]] = {0: [add], 5: [Suspend()], 7: [Resume()]}
 
@@ -359,9 +359,7 @@ def test_who_is_suspended_is_told_of_to_the_last_token(path: str) -> None:
     assert kinds == [Progress, Suspended, Generated]
 
 
-def test_only_what_is_new_is_told_of_a_turn_that_was_resumed(
-    path: str, whole: list[GenerateResult]
-) -> None:
+def test_resumed_tokens_are_not_reported_again(path: str, whole: list[GenerateResult]) -> None:
     asked = resuming(request("x", PROMPTS[0], max_tokens=WHOLE), cut(whole[0], 7))
     outcome = drive(spec(path), [], at={0: [Add(request=asked, stream=True)]}, clock=Seconds())
     told = pieces(outcome)

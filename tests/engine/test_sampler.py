@@ -1,5 +1,5 @@
-"""The sampler against its definition: distributions, cuts, masks, and randomness that
-depends on seed and position alone.
+"""The sampler agrees with its definition: distributions, truncation, masks, and
+randomness that depends on seed and position alone.
 """
 
 from typing import Any
@@ -119,7 +119,7 @@ def test_a_masked_row_never_leaves_its_mask_even_if_that_is_improbable() -> None
     assert max(logprobs) < -50
 
 
-def test_a_row_that_is_not_finite_is_marked_and_spoils_no_other() -> None:
+def test_nonfinite_row_is_marked_and_affects_no_other() -> None:
     source = logits(3)
     clean, _ = draw(source, [1, 1, 1], [Sampling(seed=i) for i in range(3)])
     source[1, 4] = float("nan")

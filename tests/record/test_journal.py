@@ -1,5 +1,5 @@
-"""The journal of a run replays to the decisions that were taken, also after it was
-compacted, and notices when it does not.
+"""The journal of a run replays to the recorded decisions, also after compaction, and
+detects differences.
 """
 
 from pathlib import Path
@@ -37,7 +37,7 @@ EVENTS: list[Event] = [
 
 
 def live(path: Path, *, compact_after: int | None = None) -> Core:
-    """What a pump does."""
+    """Run the core as the pump does."""
     core = Core(CONFIG)
     with RunJournal(path) as journal:
         for number, event in enumerate(EVENTS):
@@ -49,7 +49,7 @@ def live(path: Path, *, compact_after: int | None = None) -> Core:
     return core
 
 
-def test_a_replay_ends_where_the_run_stood(tmp_path: Path) -> None:
+def test_replay_reaches_the_state_of_the_run(tmp_path: Path) -> None:
     core = live(tmp_path / "journal.bin")
     replay = Replay(tmp_path / "journal.bin", CONFIG)
     handled = list(replay)
@@ -68,7 +68,7 @@ def test_a_compacted_journal_replays_from_its_snapshot(tmp_path: Path) -> None:
     assert (replay.events, replay.differing) == (len(EVENTS) - 3, 0)
 
 
-def test_a_journal_knows_what_it_began_with(tmp_path: Path) -> None:
+def test_initial_and_appended_bytes(tmp_path: Path) -> None:
     core = live(tmp_path / "journal.bin")
     with RunJournal(tmp_path / "journal.bin") as journal:
         assert (journal.initial_bytes, journal.appended_bytes) == (journal.size, 0)
@@ -78,7 +78,7 @@ def test_a_journal_knows_what_it_began_with(tmp_path: Path) -> None:
         assert (journal.initial_bytes, journal.appended_bytes) == (journal.size, 0)
 
 
-def test_other_decisions_are_noticed(tmp_path: Path) -> None:
+def test_different_decisions_are_detected(tmp_path: Path) -> None:
     live(tmp_path / "journal.bin")
     changed = CONFIG.model_copy(update={"eval": CONFIG.eval.model_copy(update={"every": 1})})
     replay = Replay(tmp_path / "journal.bin", changed)
@@ -86,7 +86,7 @@ def test_other_decisions_are_noticed(tmp_path: Path) -> None:
     assert replay.differing == 1  # what follows the first publication
 
 
-def test_digests_tell_commands_apart() -> None:
+def test_digests_distinguish_commands() -> None:
     some = [ResumeEngine(engine_id=EngineId("e0")), SetTimer(at=1.0)]
     assert digest(some) == digest(list(some))
     assert len({digest([]), digest(some), digest(some[::-1]), digest([SetTimer(at=2.0)])}) == 4

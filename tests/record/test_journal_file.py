@@ -1,5 +1,5 @@
-"""A journal cut anywhere opens as its whole records; damage before the tail is named;
-rotation is all or nothing.
+"""A journal cut at any byte opens as its complete records; damage before the tail is an
+error; rotation is atomic.
 """
 
 import errno
@@ -35,8 +35,8 @@ journals = st.lists(st.tuples(st.floats(0, 1e6), events), min_size=1, max_size=4
 
 
 def write(path: Path, records: Records, *, snapshot: bytes | None = None) -> list[int]:
-    """Write a fresh journal; returns the offset at which each record ends, the header's
-    first.
+    """Write a fresh journal; return the offset at which each record ends, starting with
+    the header's.
     """
     path.unlink(missing_ok=True)
     with JournalWriter(path) as writer:
@@ -62,7 +62,7 @@ SAMPLE: Records = [
 
 @settings(max_examples=examples(40))
 @given(journals)
-def test_what_was_appended_is_read(
+def test_appended_records_are_read(
     tmp_path_factory: pytest.TempPathFactory, records: Records
 ) -> None:
     path = tmp_path_factory.mktemp("journal") / "journal.bin"
@@ -72,7 +72,7 @@ def test_what_was_appended_is_read(
 
 
 @pytest.mark.parametrize("snapshot", [None, b"", b"state of the core"])
-def test_cut_at_every_byte_it_opens_as_its_whole_records_and_goes_on(
+def test_journal_cut_at_any_byte_opens_as_its_complete_records(
     tmp_path: Path, snapshot: bytes | None
 ) -> None:
     path = tmp_path / "journal.bin"
@@ -93,7 +93,7 @@ def test_cut_at_every_byte_it_opens_as_its_whole_records_and_goes_on(
             assert read(path) == [*SAMPLE[:whole], (9.0, StopRequested())]
 
 
-def test_a_flipped_byte_anywhere_is_named_with_what_to_do(tmp_path: Path) -> None:
+def test_flipped_byte_is_reported_with_a_remedy(tmp_path: Path) -> None:
     path = tmp_path / "journal.bin"
     ends = write(path, SAMPLE, snapshot=b"snap")
     content = path.read_bytes()
@@ -118,7 +118,7 @@ def test_a_flipped_byte_anywhere_is_named_with_what_to_do(tmp_path: Path) -> Non
             assert path.read_bytes() == damaged
 
 
-def test_a_writer_says_how_much_it_cut_off(tmp_path: Path) -> None:
+def test_writer_reports_the_torn_bytes(tmp_path: Path) -> None:
     path = tmp_path / "journal.bin"
     ends = write(path, SAMPLE)
     path.write_bytes(path.read_bytes()[:-3])
@@ -128,7 +128,7 @@ def test_a_writer_says_how_much_it_cut_off(tmp_path: Path) -> None:
         assert writer.torn == 0
 
 
-def test_records_that_changed_places_are_damage(tmp_path: Path) -> None:
+def test_swapped_records_are_damage(tmp_path: Path) -> None:
     path = tmp_path / "journal.bin"
     first, second, third, fourth = write(path, SAMPLE)
     content = path.read_bytes()
@@ -152,7 +152,7 @@ def test_another_schema_version_or_another_file_is_refused(tmp_path: Path) -> No
         JournalWriter(path)
 
 
-def test_a_record_of_another_type_is_named(tmp_path: Path) -> None:
+def test_record_of_another_type_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "journal.bin"
     with JournalWriter(path) as writer:
         writer.append(0.0, TimerFired())
@@ -190,7 +190,7 @@ def test_a_failed_rotation_leaves_the_journal_as_it_was(tmp_path: Path) -> None:
     assert read(path) == SAMPLE[:2]
 
 
-def test_a_full_disk_leaves_whole_records(tmp_path: Path) -> None:
+def test_full_disk_leaves_complete_records(tmp_path: Path) -> None:
     path = tmp_path / "journal.bin"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with JournalWriter(path) as writer:

@@ -1,4 +1,4 @@
-"""A run directory belongs to one controller, whatever becomes of the files in it."""
+"""A run directory belongs to one controller, whatever happens to the files in it."""
 
 import fcntl
 import os
@@ -46,7 +46,7 @@ def replace(lock: Path) -> None:
 
 @pytest.mark.parametrize("tamper", [remove, replace])
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_lock_file_that_is_gone_lets_nobody_in(
+def test_deleted_lock_file_admits_no_other_controller(
     tmp_path: Path, tamper: object, resume: bool
 ) -> None:
     assert callable(tamper)
@@ -59,7 +59,7 @@ def test_a_lock_file_that_is_gone_lets_nobody_in(
     RunDir.claim(made, resume=True).release()
 
 
-def test_the_lock_dies_with_its_process(tmp_path: Path) -> None:
+def test_lock_ends_with_its_process(tmp_path: Path) -> None:
     made = config(tmp_path)
     command = [sys.executable, "-c", HOLDER, CONFIG.replace("[run]", f'[run]\ndir = "{tmp_path}"')]
     with subprocess.Popen(
@@ -75,10 +75,10 @@ def test_the_lock_dies_with_its_process(tmp_path: Path) -> None:
     RunDir.claim(made, resume=False).release()
 
 
-def test_a_file_system_that_does_not_lock_directories_is_locked_by_the_file(
+def test_file_lock_suffices_if_directories_cannot_be_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As NFS does: it locks only what is open for writing."""
+    """NFS behaves like this: it locks only files that are open for writing."""
     real = fcntl.flock
 
     def flock(fd: int, operation: int) -> None:
@@ -96,7 +96,7 @@ def test_a_file_system_that_does_not_lock_directories_is_locked_by_the_file(
     RunDir.claim(made, resume=False).release()
 
 
-def test_a_lock_on_a_file_that_was_replaced_meanwhile_is_taken_anew(
+def test_lock_is_retaken_if_the_file_was_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = config(tmp_path)
@@ -130,7 +130,7 @@ def tree(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_directory_in_the_place_of_a_file_is_named_and_nothing_is_changed(
+def test_directory_in_place_of_a_file_is_reported_and_nothing_changes(
     tmp_path: Path, name: str
 ) -> None:
     made = config(tmp_path)
@@ -151,7 +151,7 @@ def test_a_directory_in_the_place_of_a_file_is_named_and_nothing_is_changed(
 
 
 @pytest.mark.parametrize("name", ["trajectories", "checkpoints", "logs"])
-def test_a_file_in_the_place_of_a_directory_is_named(tmp_path: Path, name: str) -> None:
+def test_file_in_place_of_a_directory_is_reported(tmp_path: Path, name: str) -> None:
     made = config(tmp_path)
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
@@ -166,10 +166,10 @@ def test_a_file_in_the_place_of_a_directory_is_named(tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize("name", ["", "journal.bin", "logs/e0.log"])
-def test_what_cannot_be_written_is_named_and_nothing_is_changed(
+def test_unwritable_paths_are_reported_and_nothing_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Permissions do not stop the superuser, so the system's answer is replaced."""
+    """Permissions do not stop the superuser, so the system call is replaced."""
     made = config(tmp_path)
     with RunDir.claim(made, resume=False) as run:
         run.write_config(made)

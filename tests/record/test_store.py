@@ -1,4 +1,4 @@
-"""The trajectory store keeps what was appended, whatever the last write was torn to."""
+"""The trajectory store keeps all appended records, wherever the last write was torn."""
 
 from pathlib import Path
 
@@ -69,7 +69,7 @@ def scored(name: str, attempt: int = 0, reward: float | None = 1.0) -> Scored:
     )
 
 
-def test_what_was_appended_comes_back_with_its_score(tmp_path: Path) -> None:
+def test_appended_attempts_are_read_with_their_scores(tmp_path: Path) -> None:
     with TrajectoryStore(tmp_path) as store:
         record = ended("g0.0")
         store.append(record)
@@ -95,7 +95,7 @@ def test_a_failed_score_replaces_the_stop_reason(tmp_path: Path) -> None:
         assert store.scored_attempt(TrajectoryId("g0.0")) is None
 
 
-def test_a_new_attempt_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+def test_new_attempt_replaces_the_old_one(tmp_path: Path) -> None:
     with TrajectoryStore(tmp_path) as store:
         store.append(ended("g0.0", tokens=(1, 2)))
         store.append(ended("g0.0", attempt=1, tokens=(3, 4)))
@@ -105,7 +105,7 @@ def test_a_new_attempt_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
         assert store.get([TrajectoryId("g0.0")])[0].sequences[0].tokens == (3, 4)
 
 
-def test_what_is_forgotten_stays_on_disk(tmp_path: Path) -> None:
+def test_forgotten_trajectories_stay_on_disk(tmp_path: Path) -> None:
     with TrajectoryStore(tmp_path) as store:
         store.append(ended("g0.0"))
         store.forget([TrajectoryId("g0.0"), TrajectoryId("never-there")])
@@ -134,7 +134,7 @@ def test_the_reader_sees_every_attempt_with_its_own_score(tmp_path: Path) -> Non
     assert reader.load(reader.entries[2]).stop_reason is StopReason.ENV_HANG
 
 
-def test_a_reopened_store_goes_on(tmp_path: Path) -> None:
+def test_reopened_store_continues(tmp_path: Path) -> None:
     with TrajectoryStore(tmp_path, segment_bytes=1) as store:
         store.append(ended("g0.0"))
         store.score(scored("g0.0"))
@@ -168,9 +168,9 @@ def test_an_older_segment_that_ends_in_the_middle_of_a_record_is_refused(tmp_pat
     assert "was cut off" in TrajectoryReader(tmp_path).damaged[0]
 
 
-def test_every_flipped_byte_is_named_and_nothing_is_removed(tmp_path: Path) -> None:
-    """In the newest segment and in an older one: header, lengths, checks, digests and
-    payloads alike.
+def test_every_flipped_byte_is_reported_and_nothing_is_removed(tmp_path: Path) -> None:
+    """The byte is in the newest segment or an older one: header, lengths, checksums,
+    digests and payloads alike.
     """
     with TrajectoryStore(tmp_path, segment_bytes=300) as store:
         for name in ("a", "b", "c", "d"):
@@ -203,7 +203,7 @@ def test_every_flipped_byte_is_named_and_nothing_is_removed(tmp_path: Path) -> N
         path.write_bytes(content)
 
 
-def test_a_damaged_segment_that_is_put_aside_leaves_the_others(tmp_path: Path) -> None:
+def test_moving_a_damaged_segment_away_keeps_the_others(tmp_path: Path) -> None:
     with TrajectoryStore(tmp_path, segment_bytes=1) as store:
         for name in ("a", "b", "c"):
             store.append(ended(name))
@@ -234,9 +234,9 @@ def test_a_damaged_floor_hides_nothing(tmp_path: Path) -> None:
                 assert {"b", "c", "d", "e"} <= set(store.ids())
 
 
-def test_segments_of_which_nothing_is_needed_are_deleted(tmp_path: Path) -> None:
-    """Not those that somebody keeps, nor any behind the oldest that is in the index:
-    scores may lie there.
+def test_unneeded_segments_are_deleted(tmp_path: Path) -> None:
+    """Segments that are kept stay, as do all after the oldest in the index, which may
+    hold scores.
     """
     with TrajectoryStore(tmp_path, segment_bytes=1) as store:  # a segment a record
         for name in "abcdef":
@@ -254,9 +254,9 @@ def test_segments_of_which_nothing_is_needed_are_deleted(tmp_path: Path) -> None
         assert store.ids() == ["g"]
 
 
-def test_what_was_forgotten_is_not_read_again(tmp_path: Path) -> None:
-    """Opening takes time by what is in the index, not by what ever was: an older file
-    may even be damaged.
+def test_forgotten_segments_are_not_read_again(tmp_path: Path) -> None:
+    """The time to open depends on the index, not on the history: an older file may even
+    be damaged.
     """
     with TrajectoryStore(tmp_path, segment_bytes=1) as store:
         for number in range(8):
@@ -273,11 +273,11 @@ def test_what_was_forgotten_is_not_read_again(tmp_path: Path) -> None:
 
 @settings(max_examples=examples(100))
 @given(steps=st.lists(st.tuples(st.sampled_from("asfro"), st.integers(0, 5)), max_size=40))
-def test_a_store_opened_again_has_all_that_was_not_forgotten(
+def test_reopened_store_has_all_unforgotten_trajectories(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]
 ) -> None:
-    """Whatever was appended (a), scored (s), forgotten (f), discarded (r), in whatever
-    lives (o).
+    """The operations are append (a), score (s), forget (f), discard (r) and reopen (o),
+    in any order.
     """
     directory = tmp_path_factory.mktemp("store")
     store, known = (
@@ -307,7 +307,7 @@ def test_a_store_opened_again_has_all_that_was_not_forgotten(
     store.close()
 
 
-def test_a_record_that_is_not_what_was_written_is_not_read(tmp_path: Path) -> None:
+def test_altered_record_is_not_read(tmp_path: Path) -> None:
     with TrajectoryStore(tmp_path) as store:
         store.append(ended("a", tokens=(1, 2, 3, 4)))
         path = tmp_path / "000000.bin"
@@ -325,7 +325,7 @@ def test_a_record_that_is_not_what_was_written_is_not_read(tmp_path: Path) -> No
 
 @settings(max_examples=examples(60))
 @given(data=st.data())
-def test_any_truncation_keeps_exactly_the_whole_records(
+def test_truncation_keeps_exactly_the_complete_records(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     directory = tmp_path_factory.mktemp("store")

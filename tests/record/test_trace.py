@@ -10,7 +10,7 @@ def events(path: Path) -> list[dict[str, object]]:
     return [event for event in json.loads(path.read_text()) if event]
 
 
-def test_spans_have_microseconds_and_their_own_lines(tmp_path: Path) -> None:
+def test_spans_have_microseconds_and_separate_lines(tmp_path: Path) -> None:
     trace = Trace(tmp_path / "trace.json")
     trace.span(TRAINER, "trainer", "train 0", 1.0, 1.5, groups=4)
     trace.span(ENVIRONMENTS, "g0.0/0", "init", 0.0, 0.25)
@@ -24,7 +24,7 @@ def test_spans_have_microseconds_and_their_own_lines(tmp_path: Path) -> None:
     assert spans[0]["pid"] != spans[1]["pid"]
 
 
-def test_a_line_that_is_over_is_used_again(tmp_path: Path) -> None:
+def test_released_line_is_reused(tmp_path: Path) -> None:
     trace = Trace(tmp_path / "trace.json")
     for number in range(5):
         trace.span(ENVIRONMENTS, f"g{number}", "init", 0.0, 1.0)
@@ -36,7 +36,7 @@ def test_a_line_that_is_over_is_used_again(tmp_path: Path) -> None:
     assert lines == {1, 2}
 
 
-def test_a_killed_run_goes_on_after_its_last_whole_line(tmp_path: Path) -> None:
+def test_killed_run_continues_after_its_last_complete_line(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     trace = Trace(path)
     trace.span(TRAINER, "trainer", "first", 0.0, 1.0)

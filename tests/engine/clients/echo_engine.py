@@ -1,10 +1,10 @@
-"""A fake engine's loop, without a model: counts up from the last prompt token. Also a
-process of its own.
+"""A fake engine's loop without a model: it counts up from the last prompt token. It
+also runs as a process.
 
 A prompt that begins with HOLD is answered only when it is aborted; so is one with TELL,
-of whose turn the first `TOLD` tokens are told before; one with REFUSE is answered by an
-error; with CRASH the engine dies; with DEAF it takes no further command. Weights whose
-digest is "bad" are refused. While suspended, answers wait. Its KV is made of the
+of whose turn the first `TOLD` tokens are reported before; one with REFUSE is answered
+by an error; with CRASH the engine dies; with DEAF it takes no further command. Weights
+whose digest is "bad" are refused. While suspended, answers wait. Its KV consists of the
 prompts that it has answered, and has weights 0.
 """
 
@@ -60,7 +60,7 @@ TOLD = 3
 
 
 class EchoLoop:
-    """`LoopLike`."""
+    """A `LoopLike` without a model."""
 
     def __init__(self, spec: EngineSpec, reply: Callable[[EngineReply], None]) -> None:
         self._spec, self._reply = spec, reply
@@ -195,7 +195,7 @@ class EchoLoop:
             self._reply(Progress(pieces=(piece,)))
 
     def _said(self, request: GenerateRequest, finish: FinishReason, *, more: int) -> GenerateResult:
-        """What the turn resumes, and `more` tokens, as far as it may."""
+        """Return the resumed tokens and `more` tokens, within the limits."""
         given = request.resumed.tokens if request.resumed is not None else ()
         first, end = (
             request.tokens[-1] % 40 + 2,
@@ -213,14 +213,14 @@ class EchoLoop:
         )
 
     def _cached_of(self, tokens: tuple[int, ...]) -> int:
-        """Tokens of the longest prefix that is cached."""
+        """Return the number of tokens of the longest cached prefix."""
         return max(
             (len(known) for known in self._cached if tokens[: len(known)] == known), default=0
         )
 
 
 def kv_manifest(id: str, tokens: int) -> KvManifest:
-    """Of KV that is nowhere."""
+    """Return a manifest of KV that does not exist."""
     return KvManifest(
         id=id, tokens=tokens, key=b"", weights_id=0, model="", layout="", dtype="", layers=1, kv_heads=1, head_dim=1,
         block_tokens=1, chunk_blocks=1, nbytes=0, digests=(), where=KvMemory(path="/nowhere"),
@@ -228,7 +228,7 @@ def kv_manifest(id: str, tokens: int) -> KvManifest:
 
 
 def take_fault(model: str, name: str) -> bool:
-    """True once for each fault that a test has laid into the model's directory."""
+    """Return True once for each fault that a test has placed in the model's directory."""
     try:
         (Path(model) / name).unlink()
     except OSError:
@@ -237,7 +237,9 @@ def take_fault(model: str, name: str) -> bool:
 
 
 def sign_in(model: str) -> None:
-    """Tell the test our process id, and when the kernel started us: ids are used again."""
+    """Report the process id to the test, with the kernel's start time, since ids are
+    reused.
+    """
     if Path(model).is_dir():
         _, began = process_state(os.getpid())
         with (Path(model) / "pids").open("a") as file:
@@ -245,7 +247,9 @@ def sign_in(model: str) -> None:
 
 
 def process_state(pid: int) -> tuple[str, int]:
-    """State and start, in ticks of the kernel; "gone" where there is no such process."""
+    """Return the state and the start in ticks of the kernel; "gone" if there is no such
+    process.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

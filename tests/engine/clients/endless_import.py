@@ -1,4 +1,4 @@
-"""A child whose imports never end."""
+"""A child process whose imports never end."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""A child that does nothing until it is killed."""
+"""A child process that does nothing until it is killed."""
 
 import signal
 

@@ -1,5 +1,5 @@
-"""One suite for every backend: in a thread, in a process, over HTTP, with the fake
-engine and with ours.
+"""One suite for every backend: in a thread, in a process and over HTTP, with the fake
+and the embedded engine.
 """
 
 import asyncio
@@ -54,8 +54,8 @@ Connect = Callable[..., EngineBackend]
 
 
 def tiny_checkpoint(directory: Path, **changes: object) -> Path:
-    """A random Qwen3-shaped checkpoint of a few thousand parameters, written without
-    transformers; `changes` of its config.
+    """Write a random Qwen3-shaped checkpoint of a few thousand parameters without
+    transformers; `changes` apply to its config.
     """
     import torch
     from safetensors.torch import save_file
@@ -106,20 +106,19 @@ def environment() -> dict[str, str]:
 KINDS = ("fake in a thread", "fake in a process", "ours in a thread", "ours in a process")
 QUICK = KINDS[:3]
 FAKES = KINDS[:2]
-"""Our engine in a process takes seconds to import; one test of it shows that the two
-halves meet.
+"""The backends with the fake engine. The embedded engine in a process takes seconds to
+import; one test of it covers the connection.
 """
 HTTP = ("fake over HTTP", "ours over HTTP")
-"""An engine in a thread, served to a client.
-
-Its weights and KV, and whether it works, are nothing that the client decides.
+"""An engine in a thread, served to a client, which controls neither its weights and KV
+nor its suspension.
 """
 
 
 def over_http(engine: EngineClient) -> HttpEngine:
-    """A client of a server of `engine`.
+    """Return a client of a server of `engine`.
 
-    The server begins at once; who asks before it listens waits.
+    The server starts at once; a request before it listens waits.
     """
     place = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{place.getsockname()[1]}"
@@ -143,7 +142,7 @@ def over_http(engine: EngineClient) -> HttpEngine:
 
 @pytest.fixture
 async def connect(tmp_path: Path, model: Path) -> AsyncIterator[Connect]:
-    """Starts engines, and ends them all."""
+    """Start engines, and end all of them."""
     made: list[EngineClient | HttpEngine] = []
 
     def start(
@@ -264,7 +263,7 @@ async def test_abort_answers_and_cancel_forgets(connect: Connect, kind: str) -> 
 
 
 def begun(result: GenerateResult, count: int) -> PartialOutput:
-    """The first `count` tokens of a turn, all of one version."""
+    """Return the first `count` tokens of a turn, all of one version."""
     spans = (msgspec.structs.replace(result.versions[0], end=count),)
     return PartialOutput(
         tokens=result.tokens[:count],
@@ -275,7 +274,7 @@ def begun(result: GenerateResult, count: int) -> PartialOutput:
 
 
 @pytest.mark.parametrize("kind", KINDS + HTTP)
-async def test_a_turn_that_was_begun_goes_on(connect: Connect, kind: str) -> None:
+async def test_partial_turn_is_resumed(connect: Connect, kind: str) -> None:
     client = connect(kind)
     await client.ready()
     whole = await client.generate(request("whole", 5, 6, count=9))
@@ -301,9 +300,9 @@ async def test_a_turn_that_was_begun_goes_on(connect: Connect, kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_turn_is_heard_of_while_it_comes(connect: Connect, kind: str) -> None:
-    """Ours tells all that it has as it is suspended: in the midst of both turns, or
-    they are asked for again.
+async def test_tokens_are_reported_during_the_turn(connect: Connect, kind: str) -> None:
+    """The embedded engine reports all sampled tokens when it is suspended: during both
+    turns, or they are repeated.
     """
     client, heard, others = connect(kind), list[TokenDelta](), list[TokenDelta]()
     await client.ready()
@@ -346,8 +345,8 @@ async def test_a_turn_is_heard_of_while_it_comes(connect: Connect, kind: str) ->
     assert all(piece.id == "r2" and piece.start >= len(tokens) for piece in others)
 
 
-async def test_what_is_told_too_late_or_of_nobody_is_not_heard() -> None:
-    """A link that says what it likes."""
+async def test_late_or_unknown_deltas_are_ignored() -> None:
+    """The link sends arbitrary replies."""
     said: list[Callable[[EngineReply], None]] = []
 
     class Link:
@@ -393,7 +392,7 @@ async def test_what_is_told_too_late_or_of_nobody_is_not_heard() -> None:
 
 
 @pytest.mark.parametrize("kind", QUICK)
-async def test_bad_weights_are_refused_and_the_engine_serves_on(
+async def test_bad_weights_are_refused_and_the_engine_still_serves(
     connect: Connect, kind: str
 ) -> None:
     client = connect(kind)
@@ -416,9 +415,7 @@ async def test_good_weights_mark_the_tokens(connect: Connect, kind: str) -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("over", ["shm", "tcp"])
-async def test_kv_moves_and_the_next_turn_finds_it(
-    connect: Connect, kind: str, over: KvTransport
-) -> None:
+async def test_next_turn_hits_migrated_kv(connect: Connect, kind: str, over: KvTransport) -> None:
     source, target = connect(kind), connect(kind)
     await asyncio.gather(source.ready(), target.ready())
     tokens = tuple(range(2, 42))
@@ -433,9 +430,7 @@ async def test_kv_moves_and_the_next_turn_finds_it(
 
 
 @pytest.mark.parametrize("kind", QUICK)
-async def test_kv_that_is_refused_raises_and_the_engine_serves_on(
-    connect: Connect, kind: str
-) -> None:
+async def test_refused_kv_raises_and_the_engine_still_serves(connect: Connect, kind: str) -> None:
     client = connect(kind)
     await client.ready()
     with pytest.raises(KvError, match="cache"):
@@ -446,7 +441,7 @@ async def test_kv_that_is_refused_raises_and_the_engine_serves_on(
     assert (await client.generate(request("r0", 5))).id == "r0"
 
 
-async def test_an_engine_that_is_lost_fails_the_kv_that_it_was_to_move(connect: Connect) -> None:
+async def test_lost_engine_fails_pending_kv_transfers(connect: Connect) -> None:
     client = connect("fake in a process")
     await client.ready()
     deaf = client.generate(request("r0", DEAF))
@@ -476,7 +471,7 @@ async def test_a_rank_may_change_at_any_time(connect: Connect, kind: str) -> Non
 
 @pytest.mark.parametrize("kind", HTTP)
 async def test_engines_over_http_refuse_abort_forget_and_end(connect: Connect, kind: str) -> None:
-    """What the tests above and below show of others, without suspending."""
+    """This covers without suspension what the other tests show of other backends."""
     client = connect(kind)
     await client.ready()
     with pytest.raises(EngineError):
@@ -549,7 +544,7 @@ async def test_close_is_orderly_and_may_be_repeated(connect: Connect, kind: str)
 
 
 @pytest.mark.parametrize("kind", FAKES)
-async def test_a_crash_is_a_loss_with_its_reason(connect: Connect, kind: str) -> None:
+async def test_crash_is_a_loss_with_the_reason(connect: Connect, kind: str) -> None:
     client = connect(kind)
     await client.ready()
     with pytest.raises(EngineLostError, match="the fake engine crashed"):
@@ -557,14 +552,14 @@ async def test_a_crash_is_a_loss_with_its_reason(connect: Connect, kind: str) ->
 
 
 @pytest.mark.parametrize("kind", QUICK)
-async def test_an_engine_that_cannot_start_says_why(connect: Connect, kind: str) -> None:
+async def test_failed_start_is_reported_with_the_reason(connect: Connect, kind: str) -> None:
     client = connect(kind, broken=True)
     with pytest.raises(EngineLostError, match="cannot start" if "fake" in kind else "broken"):
         await client.ready()
 
 
 @pytest.mark.parametrize("kind", FAKES)
-async def test_an_engine_that_does_not_answer_is_killed(connect: Connect, kind: str) -> None:
+async def test_unresponsive_engine_is_killed(connect: Connect, kind: str) -> None:
     client = connect(kind, reply_s=0.3)
     await client.ready()
     deaf = client.generate(request("r0", DEAF))

@@ -1,5 +1,5 @@
-"""Golden requests and answers of every dialect: the forms are those of vLLM 0.32,
-SGLang 0.5.23 and ProRL's public clients.
+"""Golden requests and answers of every dialect, in the formats of vLLM 0.32, SGLang
+0.5.23 and ProRL's public clients.
 """
 
 import json
@@ -144,7 +144,7 @@ def whole(version: int) -> tuple[VersionSpan, ...]:
 
 
 def changed(answer: Any, *path: str | int, to: object) -> Any:
-    """A copy of `answer` with the value at `path` replaced."""
+    """Return a copy of `answer` with the value at `path` replaced."""
     copy = json.loads(json.dumps(answer))
     place = copy
     for step in path[:-1]:
@@ -156,7 +156,7 @@ def changed(answer: Any, *path: str | int, to: object) -> Any:
 # What is asked.
 
 
-def test_vllm_is_told_every_parameter() -> None:
+def test_vllm_receives_every_parameter() -> None:
     assert said(Vllm("m")) == {
         "request_id": "ab12",
         "model": "m",
@@ -188,7 +188,7 @@ def test_completions_ask_for_token_ids() -> None:
     assert Completions().abort("ab12") is None
 
 
-def test_completions_of_text_ask_for_nothing_that_is_vllms_alone() -> None:
+def test_text_completions_omit_fields_of_vllm() -> None:
     asked = said(Completions("m", encode_text=lambda text: [1]))
     assert {
         "logprobs",
@@ -201,7 +201,7 @@ def test_completions_of_text_ask_for_nothing_that_is_vllms_alone() -> None:
     assert "top_k" not in said(Completions("m", encode_text=lambda text: [1]), SPEECH)
 
 
-def test_sglang_is_told_every_parameter() -> None:
+def test_sglang_receives_every_parameter() -> None:
     params = {
         name: value
         for name, value in VLLM_SAMPLING.items()
@@ -221,7 +221,7 @@ def test_sglang_is_told_every_parameter() -> None:
     assert (path, json.loads(body)) == ("/abort_request", {"rid": "ab12"})
 
 
-def test_prorl_is_asked_as_its_clients_ask() -> None:
+def test_prorl_request_matches_its_clients() -> None:
     asked = {
         "prompt_ids": [5, 6, 7],
         "temperature": 0.7,
@@ -234,14 +234,14 @@ def test_prorl_is_asked_as_its_clients_ask() -> None:
     assert "top_k" not in said(Prorl(), GenerateRequest(id="x", tokens=(1,)))
 
 
-def test_our_own_is_the_request_itself() -> None:
+def test_rollweave_sends_the_request_itself() -> None:
     assert msgspec.json.decode(Rollweave().encode(SPEECH), type=GenerateRequest) == SPEECH
 
 
 @pytest.mark.parametrize(
     ("speaker", "field"), [(Sglang(), "allowed"), (Prorl(), "allowed"), (Prorl(), "stop")]
 )
-def test_what_cannot_be_said_is_refused(speaker: Dialect, field: str) -> None:
+def test_unsupported_parameters_are_refused(speaker: Dialect, field: str) -> None:
     values = {"allowed": (8,)} if field == "allowed" else {"stop": ("END",)}
     request = GenerateRequest(
         id="x", tokens=(1,), sampling=msgspec.convert({"max_tokens": 2, **values}, Sampling)
@@ -294,7 +294,7 @@ def test_completions_answer() -> None:
     assert (result.versions, result.text_only) == (whole(0), False)
 
 
-def test_text_alone_is_marked() -> None:
+def test_text_only_results_are_marked() -> None:
     bare = changed(COMPLETION_ANSWER, "choices", 0, "token_ids", to=None)
     result = heard(
         Completions(encode_text=lambda text: [len(text)]),
@@ -346,7 +346,7 @@ def test_prorl_is_cut_after_the_first_stop_token() -> None:
     assert heard(Prorl(), full).finish is FinishReason.LENGTH
 
 
-def test_our_own_answers_with_the_result_itself() -> None:
+def test_rollweave_returns_the_result_itself() -> None:
     result = GenerateResult(
         id="ab12",
         tokens=(9, 2),
@@ -455,7 +455,9 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("speaker", "answer", "reason"), BROKEN)
-def test_what_is_no_answer_says_why(speaker: Dialect, answer: object, reason: str) -> None:
+def test_malformed_answers_raise_with_the_reason(
+    speaker: Dialect, answer: object, reason: str
+) -> None:
     with pytest.raises(ResponseError, match=reason):
         heard(speaker, answer)
 
@@ -463,7 +465,7 @@ def test_what_is_no_answer_says_why(speaker: Dialect, answer: object, reason: st
 @given(
     st.sampled_from([Vllm(), Completions(), Sglang(), Prorl(), Rollweave()]), st.binary(max_size=60)
 )
-def test_bytes_of_any_kind_are_an_error_of_ours(speaker: Dialect, body: bytes) -> None:
+def test_arbitrary_bytes_raise_response_errors(speaker: Dialect, body: bytes) -> None:
     with pytest.raises(ResponseError):
         speaker.decode(REQUEST, body)
 

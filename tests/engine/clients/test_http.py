@@ -1,6 +1,4 @@
-"""An engine behind HTTP against real servers that fail in every way that servers fail
-in.
-"""
+"""An engine behind HTTP, tested with real servers that fail in all the ways of servers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -45,9 +43,9 @@ def spec(url: str, **values: Any) -> HttpSpec:
 async def connected(
     wire: Wire, *, start_s: float = 20.0, **values: Any
 ) -> AsyncIterator[HttpEngine]:
-    """An engine that is ready.
+    """Return an engine that is ready.
 
-    It is not checked regularly, so that a test decides when it is examined.
+    It has no regular health checks, so that a test decides when it is checked.
     """
     limits = {name: values.pop(name) for name in ("reply_s", "check_s", "body_s") if name in values}
     engine = HttpEngine(spec(wire.url, **values), start_s=start_s, **{"check_s": 1000.0, **limits})
@@ -63,7 +61,7 @@ async def hang(exchange: Exchange) -> None:
 
 
 def first(once: Handle, then: Handle = FINE) -> Handle:
-    """`once` for the first request, `then` for all others."""
+    """Handle the first request by `once`, and all others by `then`."""
     handles = iter([once])
 
     async def handle(exchange: Exchange) -> None:
@@ -75,7 +73,7 @@ def first(once: Handle, then: Handle = FINE) -> Handle:
 # What goes well.
 
 
-async def test_it_is_asked_and_answers() -> None:
+async def test_request_and_answer() -> None:
     async with serving(FINE) as wire, connected(wire, slots=7, kv_tokens=700) as engine:
         ready = await engine.ready()
         assert (ready.version, ready.max_slots, ready.max_context, ready.kv_total_tokens) == (
@@ -99,7 +97,7 @@ async def test_it_is_asked_and_answers() -> None:
         )
 
 
-async def test_a_server_that_comes_up_late_is_waited_for() -> None:
+async def test_late_server_is_awaited() -> None:
     wire = Wire(FINE, FINE)
     await wire.start()
     wire.die()
@@ -114,7 +112,7 @@ async def test_a_server_that_comes_up_late_is_waited_for() -> None:
         wire.die()
 
 
-async def test_no_more_than_its_slots_are_under_way_and_health_gets_through() -> None:
+async def test_concurrency_is_bounded_by_slots_except_for_health_checks() -> None:
     most, now, full = 0, 0, asyncio.Event()
 
     async def slow(exchange: Exchange) -> None:
@@ -139,7 +137,7 @@ async def test_no_more_than_its_slots_are_under_way_and_health_gets_through() ->
         assert not engine.lost.done()
 
 
-async def test_what_is_its_owners_raises_clearly() -> None:
+async def test_operations_of_the_owner_raise() -> None:
     weights = WeightManifest(version=1, weights_id=1, location="", tensors=(), nbytes=0, digest="")
     async with serving(FINE) as wire, connected(wire) as engine:
         with pytest.raises(EngineError, match="cannot be suspended from here"):
@@ -163,7 +161,7 @@ async def test_what_is_its_owners_raises_clearly() -> None:
 # Being ended.
 
 
-async def test_cancelling_hangs_up() -> None:
+async def test_cancellation_disconnects() -> None:
     gone = asyncio.Event()
 
     async def watch(exchange: Exchange) -> None:
@@ -180,7 +178,7 @@ async def test_cancelling_hangs_up() -> None:
         assert (await engine.generate(request())).id == "r0"  # the id is free again
 
 
-async def test_aborting_answers_at_once_with_nothing_where_the_server_cannot_be_told() -> None:
+async def test_abort_without_server_support_returns_at_once_with_no_tokens() -> None:
     async with serving(hang) as wire, connected(wire) as engine:
         answer = engine.generate(request())
         await wire.arrived.wait()
@@ -200,7 +198,7 @@ def sglang(tokens: list[int], reason: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ending", ["abort", "budget"])
-async def test_a_server_that_can_be_told_answers_with_what_there_is(ending: str) -> None:
+async def test_abort_with_server_support_returns_the_tokens_so_far(ending: str) -> None:
     told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def probed(exchange: Exchange) -> None:
@@ -252,7 +250,7 @@ async def test_a_request_that_waits_for_a_slot_can_be_aborted() -> None:
         ((5,), (100,), "5 to 100"),
     ],
 )
-async def test_tokens_that_would_kill_a_server_are_never_sent(
+async def test_invalid_token_ids_are_never_sent(
     tokens: tuple[int, ...], allowed: tuple[int, ...], rule: str
 ) -> None:
     async with serving(FINE) as wire, connected(wire) as engine:
@@ -297,7 +295,7 @@ async def test_a_killed_engine_fails_everything_pending_and_later() -> None:
 
 
 def claims(body: object, **values: Any) -> Handle:
-    """An answer, and then the end of the connection."""
+    """Send an answer, then close the connection."""
 
     async def handle(exchange: Exchange) -> None:
         exchange.send(body, **values)
@@ -333,7 +331,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "reason"), FAULTS)
-async def test_a_request_that_fails_says_why_and_the_next_one_is_served(
+async def test_failed_request_raises_with_the_reason_and_the_next_is_served(
     fault: Handle, reason: str
 ) -> None:
     async with serving(first(fault)) as wire, connected(wire) as engine:
@@ -346,7 +344,7 @@ async def test_a_request_that_fails_says_why_and_the_next_one_is_served(
 
 
 @pytest.mark.parametrize("status", [429, 503])
-async def test_a_busy_server_is_asked_again_when_it_says(status: int) -> None:
+async def test_busy_server_is_retried_after_its_pause(status: int) -> None:
     async with (
         serving(first(claims({}, status=status, Retry_After="0"))) as wire,
         connected(wire) as engine,
@@ -355,14 +353,14 @@ async def test_a_busy_server_is_asked_again_when_it_says(status: int) -> None:
         assert len(wire.seen) == 2
 
 
-async def test_a_server_that_stays_busy_is_given_up_for_this_request() -> None:
+async def test_request_fails_at_a_server_that_stays_busy() -> None:
     async with serving(claims({}, status=429, Retry_After="0")) as wire, connected(wire) as engine:
         with pytest.raises(EngineError, match="too busy: status 429, asked 5 times"):
             await engine.generate(request())
         assert not engine.lost.done()
 
 
-async def test_an_answer_that_trickles_is_cut_off() -> None:
+async def test_slow_answer_is_cut_off() -> None:
     async def trickle(exchange: Exchange) -> None:
         exchange.writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
         while not exchange.reader.at_eof():
@@ -375,7 +373,7 @@ async def test_an_answer_that_trickles_is_cut_off() -> None:
             await engine.generate(request())
 
 
-async def test_a_server_that_is_gone_in_the_middle_of_a_turn_is_lost() -> None:
+async def test_server_that_ends_during_a_turn_is_lost() -> None:
     async with serving(hang) as wire, connected(wire) as engine:
         answers = [engine.generate(request(f"r{number}")) for number in range(5)]
         await wire.arrived.wait()
@@ -387,7 +385,7 @@ async def test_a_server_that_is_gone_in_the_middle_of_a_turn_is_lost() -> None:
 
 
 @pytest.mark.parametrize("ill", ["health fails", "health hangs"])
-async def test_a_server_that_ails_is_lost_after_several_checks(ill: str) -> None:
+async def test_unhealthy_server_is_lost_after_several_checks(ill: str) -> None:
     async with serving(hang) as wire, connected(wire, check_s=0.02, reply_s=0.2) as engine:
         pending = engine.generate(request())
         await wire.arrived.wait()
@@ -402,7 +400,7 @@ async def test_a_server_that_ails_is_lost_after_several_checks(ill: str) -> None
 # Being ready.
 
 
-async def test_nobody_there_is_said_in_time() -> None:
+async def test_absent_server_is_reported_in_time() -> None:
     async with serving(FINE) as wire:
         url = wire.url
     engine = HttpEngine(spec(url), start_s=0.3)
@@ -455,7 +453,7 @@ async def test_a_server_that_cannot_serve_training_is_refused(
             await engine.close()
 
 
-async def test_text_alone_is_served_where_it_is_asked_for_and_marked() -> None:
+async def test_text_only_is_served_on_request_and_marked() -> None:
     answer = claims({"choices": [{"text": "hi", "finish_reason": "stop"}]})
     encode: Callable[[str], list[int]] = lambda text: [ord(letter) % 100 for letter in text]  # noqa: E731
     async with serving(answer, probed=answer) as wire:
@@ -484,7 +482,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("cold", "hot", "kind", "sampling", "reason"), KINDS)
-async def test_logprobs_that_are_not_those_of_the_sampling_are_never_taken(
+async def test_logprobs_of_another_distribution_are_refused(
     cold: float, hot: float, kind: Logprobs, sampling: dict[str, Any], reason: str
 ) -> None:
     model = prorl(cold=cold, hot=hot)
@@ -509,6 +507,6 @@ async def test_logprobs_that_are_not_those_of_the_sampling_are_never_taken(
         ({"slots": 0}, "slots"),
     ],
 )
-def test_what_makes_no_sense_is_refused(values: dict[str, Any], rule: str) -> None:
+def test_invalid_spec_is_refused(values: dict[str, Any], rule: str) -> None:
     with pytest.raises(ValueError, match=rule):
         spec(**{"url": "http://x", **values})

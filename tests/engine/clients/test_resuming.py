@@ -1,4 +1,4 @@
-"""Going on with a turn at servers that know of none that was unextended_result."""
+"""Turns are resumed at servers that cannot resume."""
 
 import asyncio
 from typing import Any
@@ -42,7 +42,7 @@ def spec(url: str) -> HttpSpec:
 
 
 async def answered(asked: GenerateRequest) -> tuple[GenerateResult, list[Any]]:
-    """The answer of a model that counts, and what it was asked."""
+    """Return the answer of a model that counts, and the requests that it received."""
     async with serving(prorl(hot=-1.5)) as wire:
         engine = HttpEngine(spec(wire.url), check_s=1000.0)
         try:
@@ -51,7 +51,7 @@ async def answered(asked: GenerateRequest) -> tuple[GenerateResult, list[Any]]:
             await engine.close()
 
 
-async def test_the_rest_is_asked_for_with_a_longer_prompt_and_another_seed() -> None:
+async def test_rest_is_requested_with_a_longer_prompt_and_another_seed() -> None:
     result, (asked,) = await answered(request(partial(6, 7, generate_s=3.0)))
     assert (asked["prompt_ids"], asked["max_tokens"], asked["seed"]) == ([5, 6, 7], 4, 42)
     assert result.tokens == (6, 7, 8, 9, 10, 11)
@@ -69,7 +69,7 @@ async def test_the_rest_is_asked_for_with_a_longer_prompt_and_another_seed() -> 
         (partial(6, 7), {"stop_token_ids": (7,)}, FinishReason.STOP),
     ],
 )
-async def test_what_has_ended_already_is_not_asked_for(
+async def test_ended_turn_is_not_requested(
     resumed: PartialOutput, sampling: Any, finish: FinishReason
 ) -> None:
     result, asked = await answered(request(resumed, **sampling))
@@ -77,16 +77,14 @@ async def test_what_has_ended_already_is_not_asked_for(
 
 
 @pytest.mark.parametrize(("count", "stop_token_ids"), [(1, ()), (6, (6,))])
-async def test_what_cannot_be_the_beginning_is_refused(
-    count: int, stop_token_ids: tuple[int, ...]
-) -> None:
+async def test_impossible_beginning_is_refused(count: int, stop_token_ids: tuple[int, ...]) -> None:
     with pytest.raises(EngineError, match=r"resumed\.tokens must end where the turn stops"):
         await answered(request(partial(6, 7), count=count, stop_token_ids=stop_token_ids))
     with pytest.raises(EngineError, match=r"must be in \[0, 100\), got 5 to 100"):
         await answered(request(partial(6, 100)))
 
 
-def test_a_stop_string_or_text_alone_begins_the_turn_again() -> None:
+def test_stop_strings_and_text_only_restart_the_turn() -> None:
     asked = request(partial(6, 7), stop=("end",))
     assert remaining_request(asked, text_only=False) == msgspec.structs.replace(asked, resumed=None)
     asked = request(partial(6, 7))
@@ -94,7 +92,7 @@ def test_a_stop_string_or_text_alone_begins_the_turn_again() -> None:
     assert remaining_request(request(None), text_only=False) == request(None)
 
 
-async def test_what_is_left_of_the_budget_bounds_the_rest_and_the_beginning_is_kept() -> None:
+async def test_remaining_budget_bounds_the_rest_and_the_beginning_is_kept() -> None:
     async def hang(exchange: Exchange) -> None:
         await exchange.hung_up()
 
@@ -117,10 +115,8 @@ async def test_what_is_left_of_the_budget_bounds_the_rest_and_the_beginning_is_k
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.lists(st.integers(0, 3), max_size=8))
-def test_spans_are_joined_as_if_they_had_been_one_turns(
-    before: list[int], after: list[int]
-) -> None:
-    """Against the version of each token, one by one."""
+def test_spans_are_merged_as_those_of_one_turn(before: list[int], after: list[int]) -> None:
+    """The reference is the version of each token."""
 
     def spans(versions: list[int]) -> tuple[VersionSpan, ...]:
         return tuple(

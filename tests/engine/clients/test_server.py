@@ -1,5 +1,5 @@
-"""Our engine behind our server behind our client: token for token what it gives in
-process, and gone when it is not wanted.
+"""The embedded engine behind its HTTP server and client: the tokens are those in
+process, and cancelled work ends.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Served:
-    """An engine in a thread, and where it is served."""
+    """An engine in a thread, and the address at which it is served."""
 
     def __init__(self, engine: EngineClient, url: str) -> None:
         self.engine, self.url = engine, url
@@ -76,7 +76,7 @@ class Served:
             await engine.close()
 
     async def until(self, meets: Callable[[EngineStats], bool]) -> EngineStats:
-        """The engine's state, as soon as it is so."""
+        """Return the engine's state once it satisfies the condition."""
         while not meets(stats := await self.engine.stats()):
             continue
         return stats
@@ -122,7 +122,7 @@ SAMPLINGS = [
 
 
 @pytest.mark.parametrize("dialect", OURS)
-async def test_it_is_the_engine_token_for_token(served: Served, dialect: DialectName) -> None:
+async def test_served_tokens_equal_the_engine_s(served: Served, dialect: DialectName) -> None:
     async with served.remote(dialect) as remote:
         assert remote.logprobs is Logprobs.SAMPLED
         requests = [
@@ -145,7 +145,7 @@ async def test_it_is_the_engine_token_for_token(served: Served, dialect: Dialect
         assert {result.finish for result in there} == {FinishReason.LENGTH, FinishReason.STOP}
 
 
-async def test_what_the_engine_tells_of_itself_arrives(served: Served) -> None:
+async def test_ready_and_stats_are_forwarded(served: Served) -> None:
     async with served.remote() as remote:
         here, there = await served.engine.ready(), await remote.ready()
         assert there == msgspec.structs.replace(here, version=0)
@@ -168,8 +168,8 @@ async def test_what_the_engine_tells_of_itself_arrives(served: Served) -> None:
 
 
 @pytest.mark.parametrize("dialect", OURS)
-async def test_hanging_up_stops_the_generation(served: Served, dialect: DialectName) -> None:
-    """While it is suspended, the engine cannot have come to the end by itself."""
+async def test_disconnecting_stops_the_generation(served: Served, dialect: DialectName) -> None:
+    """While it is suspended, the engine cannot have finished the request by itself."""
     async with served.remote(dialect) as remote:
         await served.engine.suspend()
         answer = remote.generate(
@@ -182,7 +182,7 @@ async def test_hanging_up_stops_the_generation(served: Served, dialect: DialectN
         assert (await remote.generate(GenerateRequest(id="r0", tokens=(5,)))).id == "r0"
 
 
-async def test_a_generation_under_way_is_stopped_too(served: Served) -> None:
+async def test_running_generation_is_stopped(served: Served) -> None:
     async with served.remote() as remote:
         before = (await served.engine.stats()).output_tokens
         answer = remote.generate(
@@ -198,7 +198,7 @@ async def test_a_generation_under_way_is_stopped_too(served: Served) -> None:
             await served.until(lambda stats: stats.running == 0)
 
 
-async def test_aborting_brings_back_what_there_is(served: Served) -> None:
+async def test_abort_returns_the_tokens_so_far(served: Served) -> None:
     async with served.remote() as remote:
         await served.engine.suspend()
         answer = remote.generate(
@@ -211,7 +211,7 @@ async def test_aborting_brings_back_what_there_is(served: Served) -> None:
         served.engine.resume()
 
 
-async def test_text_is_served_where_there_is_a_tokenizer(served: Served) -> None:
+async def test_text_is_served_with_a_tokenizer(served: Served) -> None:
     asked = {
         "model": "tiny",
         "prompt": "abc",
@@ -242,7 +242,7 @@ async def test_text_is_served_where_there_is_a_tokenizer(served: Served) -> None
         ({"stop_token_ids": [ord("o")]}, "hell"),
     ],
 )
-async def test_text_ends_before_what_stops_it(stop: dict[str, Any], shown: str) -> None:
+async def test_text_ends_before_the_stop(stop: dict[str, Any], shown: str) -> None:
     class Speaker:
         async def generate(self, request: GenerateRequest) -> GenerateResult:
             tokens = tuple(map(ord, "hello"))
@@ -267,7 +267,7 @@ async def test_text_ends_before_what_stops_it(stop: dict[str, Any], shown: str) 
     assert (choice["text"], len(choice["token_ids"])) == (shown, 5)
 
 
-async def test_fields_that_ask_for_nothing_change_nothing(served: Served) -> None:
+async def test_neutral_fields_change_nothing(served: Served) -> None:
     asked = {"prompt": [5], "max_tokens": 6, "seed": 1, "return_token_ids": True}
     plain = (await served.post("/v1/completions", asked))[1]["choices"]
     nothing = {name: values[0] for name, values in NEUTRAL.items() if values}
@@ -276,7 +276,7 @@ async def test_fields_that_ask_for_nothing_change_nothing(served: Served) -> Non
     assert (status, answer.get("choices")) == (200, plain)
 
 
-async def test_who_names_no_seed_gets_another_answer_each_time(served: Served) -> None:
+async def test_requests_without_a_seed_differ(served: Served) -> None:
     answers = [
         await served.post("/generate", {"prompt_ids": [5], "max_tokens": 12}) for _ in range(4)
     ]
@@ -350,7 +350,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("path", "body", "status", "reason"), REFUSED)
-async def test_what_cannot_be_done_is_refused_with_its_reason(
+async def test_unsupported_requests_are_refused_with_the_reason(
     served: Served, path: str, body: object, status: int, reason: str
 ) -> None:
     told, answer = await served.post(path, body)
@@ -358,7 +358,7 @@ async def test_what_cannot_be_done_is_refused_with_its_reason(
     assert reason in answer["detail"]
 
 
-async def test_too_many_requests_are_told_to_come_again(served: Served) -> None:
+async def test_too_many_requests_are_refused_with_a_retry_time(served: Served) -> None:
     async with served.remote() as remote:
         await served.engine.suspend()
         waiting = [
@@ -372,7 +372,7 @@ async def test_too_many_requests_are_told_to_come_again(served: Served) -> None:
         assert len(await asyncio.gather(*waiting, late)) == MOST + 1
 
 
-async def test_a_client_that_never_ends_its_request_is_cut_off(served: Served) -> None:
+async def test_unfinished_request_is_cut_off(served: Served) -> None:
     host, port = served.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
@@ -380,7 +380,7 @@ async def test_a_client_that_never_ends_its_request_is_cut_off(served: Served) -
     writer.close()
 
 
-async def test_an_engine_that_is_lost_is_said_so_and_its_clients_lose_it(served: Served) -> None:
+async def test_lost_engine_is_reported_and_lost_to_its_clients(served: Served) -> None:
     async with served.remote(check_s=0.05) as remote:
         await served.engine.suspend()
         pending = remote.generate(GenerateRequest(id="r0", tokens=(5,)))

@@ -1,5 +1,5 @@
-"""A real vLLM, where `ROLLWEAVE_VLLM_PYTHON` names an interpreter that has it: it does
-what the golden answers promise.
+"""A real vLLM, if `ROLLWEAVE_VLLM_PYTHON` names an interpreter that has it, behaves as
+the golden answers.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ LONG = Sampling(max_tokens=480)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads of 32 are the smallest that vLLM takes."""
+    """Return a checkpoint with heads of 32, the smallest that vLLM accepts."""
     changes = {
         "model_type": "qwen3",
         "head_dim": 32,
@@ -75,7 +75,7 @@ async def remote(server: VllmServer, dialect: DialectName) -> AsyncIterator[Http
         await engine.close()
 
 
-async def test_it_speaks_both_dialects_and_is_missed_when_it_is_gone(
+async def test_both_dialects_work_and_the_loss_is_noticed(
     model: Path, ours: EngineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # minutes of a C++ compiler in the first request
@@ -99,8 +99,8 @@ async def test_it_speaks_both_dialects_and_is_missed_when_it_is_gone(
 
 
 async def agrees(engine: HttpEngine, ours: EngineClient, *, partial: bool) -> None:
-    """Greedily the same tokens and log-probs; sampled ones that are checked; an end
-    when it is asked for.
+    """Assert the same greedy tokens and log-probs, valid sampled ones, and an end on
+    request.
     """
     assert engine.logprobs is Logprobs.RAW
     for stops in ((), tuple(range(0, 128, 5))):

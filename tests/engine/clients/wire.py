@@ -1,5 +1,5 @@
-"""A real HTTP server on the loopback whose every byte a test decides, and a model that
-it can pretend to have.
+"""A real HTTP server on the loopback interface whose every byte is decided by the test,
+and a model that it can imitate.
 """
 
 import asyncio
@@ -12,12 +12,12 @@ from typing import Any
 Handle = Callable[["Exchange"], Awaitable[None]]
 
 HANG = 0
-"""A health that is never told."""
+"""A health check that is never answered."""
 
 
 @dataclass
 class Exchange:
-    """One request, and the connection that it came on."""
+    """One request, and its connection."""
 
     path: str
     body: bytes
@@ -31,9 +31,10 @@ class Exchange:
     def send(
         self, body: object, *, status: int = 200, length: int | None = None, **headers: str
     ) -> None:
-        """An answer; `length` is what it claims, if that is not the truth.
+        """Send an answer; `length` is the claimed length, if it differs from the real
+        one.
 
-        Bytes go as they are, else as JSON.
+        Bytes are sent as they are, other values as JSON.
         """
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         lines = [
@@ -44,7 +45,7 @@ class Exchange:
         self.writer.write(("\r\n".join(lines) + "\r\n\r\n").encode() + data)
 
     async def hung_up(self) -> None:
-        """Return when the client has closed the connection."""
+        """Return once the client has closed the connection."""
         while await self.reader.read(1 << 16):
             pass
 
@@ -53,8 +54,8 @@ class Exchange:
 class Wire:
     """A server.
 
-    `handle` answers what is not a health check or a probe; `probed` answers probes,
-    `health` gives a status.
+    `handle` answers requests other than health checks and probes; `probed` answers
+    probes, `health` gives a status.
     """
 
     handle: Handle
@@ -63,7 +64,7 @@ class Wire:
     port: int = 0
     seen: list[Exchange] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    """A request that is no probe has come."""
+    """Wait for a request that is not a probe."""
     _writers: set[asyncio.StreamWriter] = field(default_factory=set)
     _server: asyncio.Server | None = None
 
@@ -76,7 +77,7 @@ class Wire:
         self.port = self._server.sockets[0].getsockname()[1]
 
     def die(self) -> None:
-        """As if the process were killed: nothing listens, every connection is reset."""
+        """Imitate a killed process: nothing listens, every connection is reset."""
         assert self._server is not None
         self._server.close()
         for writer in self._writers:
@@ -114,7 +115,7 @@ class Wire:
 async def serving(
     handle: Handle, *, probed: Handle | None = None, health: int = 200
 ) -> AsyncIterator[Wire]:
-    """A server that is up, and gone afterwards."""
+    """Run a server for the duration of the context."""
     wire = Wire(handle, probed or prorl(hot=-1.5), health)
     await wire.start()
     try:
@@ -124,9 +125,9 @@ async def serving(
 
 
 def prorl(*, cold: float = -0.5, hot: float = -0.5) -> Handle:
-    """A model in ProRL's dialect that counts: token n follows n - 1.
+    """Imitate a model in ProRL's dialect that counts: token n follows n - 1.
 
-    Its log-probs at temperature 0, and at any other.
+    The arguments are its log-probs at temperature 0, and at any other.
     """
 
     async def handle(exchange: Exchange) -> None:

@@ -1,5 +1,5 @@
-"""The planner against an obvious reference, and the memory that its plans would write,
-checked token by token.
+"""The planner agrees with a plain reference, and the memory that its plans would write
+is checked token by token.
 """
 
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ def entry(id: str, tokens: list[int], *, output: int = 8, rank: float = 0.0) -> 
 
 @dataclass
 class World:
-    """Executes plans: memory holds, for each (block, offset), the weights and the whole
-    prefix that its KV stands for.
+    """Executes plans. Its memory holds, for each (block, offset), the weights and the
+    whole prefix that the KV represents.
     """
 
     batcher: Batcher
@@ -133,7 +133,7 @@ def test_rerank_preempts_and_unknown_ids_are_ignored() -> None:
     assert names(world.batcher.running) == ["b"]
 
 
-def test_prefill_is_cut_to_the_budget_and_decoding_goes_on_beside_it() -> None:
+def test_prefill_is_limited_by_the_budget_while_others_decode() -> None:
     world = World(batcher(slots=3, chunk=8))
     world.add(entry("short", [1, 2, 3], output=20))
     world.step()
@@ -147,7 +147,7 @@ def test_prefill_is_cut_to_the_budget_and_decoding_goes_on_beside_it() -> None:
     assert [(one.id, count) for one, count in plan.prefill] == [("long", 4), ("next", 4)]
 
 
-def test_a_plan_says_what_its_step_computes() -> None:
+def test_plan_reports_the_work_of_its_step() -> None:
     planner = batcher(slots=3, chunk=16)
     planner.add(entry("a", list(range(4))))
     first = planner.plan()
@@ -163,7 +163,7 @@ def test_a_plan_says_what_its_step_computes() -> None:
     assert planner.plan().work == (4, 17 + 18 + 19 + 20, 1, 6)
 
 
-def test_what_could_never_fit_is_refused_and_what_just_fits_finishes() -> None:
+def test_too_large_request_is_refused_and_one_that_just_fits_finishes() -> None:
     world = World(batcher(blocks=3))
     with pytest.raises(
         ValueError,
@@ -219,7 +219,7 @@ def test_after_an_update_everything_is_recomputed_and_nothing_old_is_hit() -> No
 
 
 def reference_running(running: list[Entry], waiting: list[Entry], slots: int) -> set[str]:
-    """Who runs where KV is plentiful, by the words of the rules."""
+    """Return which requests run if KV is plentiful, by the rules as documented."""
     runs, waits = list(running), list(waiting)
     while waits:
         best = min(waits, key=lambda one: (-one.rank, one.arrival))
@@ -301,8 +301,8 @@ def test_any_history_finishes_and_every_token_reads_its_own_kv(seed: int) -> Non
 @settings(max_examples=examples(40))
 @given(st.integers(6, 14), st.integers(2, 6), st.integers(2, 8))
 def test_scarce_kv_does_not_thrash(blocks: int, slots: int, count: int) -> None:
-    """Equals under pressure: what is computed in all stays within a small multiple of
-    what would be computed without it.
+    """With equal ranks and scarce KV, the computed tokens stay within a small multiple
+    of those with plentiful KV.
     """
     world = World(batcher(blocks=blocks, slots=slots, chunk=32, caching=False))
     for index in range(count):
@@ -311,7 +311,7 @@ def test_scarce_kv_does_not_thrash(blocks: int, slots: int, count: int) -> None:
     assert world.computed <= 3 * count * 20
 
 
-def test_the_highest_rank_is_never_held_up_by_the_memory_of_lower_ones() -> None:
+def test_highest_rank_never_waits_for_memory_of_lower_ranks() -> None:
     world = World(batcher(blocks=6, slots=4))
     for name in "abc":
         world.add(entry(name, [ord(name)] * 7, output=10))

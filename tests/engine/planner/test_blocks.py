@@ -1,4 +1,4 @@
-"""The ledger against an obvious model: free blocks as a list from least to most
+"""The ledger agrees with a plain model: free blocks as a list from least to most
 recently released, content as a dict.
 """
 
@@ -16,7 +16,7 @@ SIZE = 4
 
 @dataclass
 class Model:
-    """Which keys live where, by searching. `idle` is in the order of release."""
+    """Finds where each key lives by searching. `idle` is in the order of release."""
 
     refs: dict[int, int] = field(default_factory=dict)
     content: dict[int, Key] = field(default_factory=dict)
@@ -52,7 +52,7 @@ def test_old_weights_are_never_hit() -> None:
     ledger.check()
 
 
-def test_idle_blocks_are_hit_until_forgotten_least_recently_released_first() -> None:
+def test_idle_blocks_are_evicted_least_recently_released_first() -> None:
     ledger = BlockLedger(blocks=3, block_tokens=SIZE)
     keys = ledger.keys(list(range(12)))
     blocks = ledger.allocate(3)

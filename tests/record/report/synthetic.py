@@ -1,5 +1,5 @@
-"""A small run directory, made by the real writers, of a run that never happened: for
-reports and traces.
+"""A small run directory, written by the real writers, of a fictitious run: for reports
+and traces.
 """
 
 import math
@@ -190,8 +190,8 @@ class _Writer:
         )
 
     def _sequence(self, step: int) -> TokenSequence:
-        """A prompt, a turn that a weight update cuts in two, an observation and a last
-        turn.
+        """Return a prompt, a turn that a weight update splits, an observation and a
+        last turn.
         """
         prompt, turn = self._tokens(" at=a1 up=wall"), self._tokens("go<down>")
         seen, last = self._tokens(" at=a1"), self._tokens("<right>")

@@ -1,4 +1,4 @@
-"""A run that was damaged is still reported: what cannot be read is left out."""
+"""A damaged run is still reported: unreadable parts are left out."""
 
 import json
 from collections import Counter
@@ -22,7 +22,7 @@ def run(tmp_path: Path) -> RunDir:
     [b"", b"{", b"3\n[1]\nnull\n", b"\xff\xfe[", b'{"kind": "new"}\n{"ph": "X"}\n{"ph": "M"}\n'],
 )
 @pytest.mark.parametrize("name", ["metrics", "summary", "trace", "config"])
-def test_a_damaged_file_leaves_its_part_out(run: RunDir, name: str, rubbish: bytes) -> None:
+def test_damaged_file_is_left_out(run: RunDir, name: str, rubbish: bytes) -> None:
     path: Path = getattr(run, name)
     path.write_bytes(rubbish)
     assert write_report(run).exists()
@@ -33,9 +33,9 @@ def test_good_lines_around_bad_ones_count(run: RunDir) -> None:
     assert [line["step"] for line in read_run(run).steps] == [0, 1, 2]
 
 
-def test_what_is_counted_over_the_whole_run_is_what_its_summary_says(run: RunDir) -> None:
-    """Also where lines add up to less: a controller that was killed had done more than
-    its last line said.
+def test_totals_are_those_of_the_summary(run: RunDir) -> None:
+    """This holds even if the lines add up to less, because a killed controller had done
+    more than its last line says.
     """
     summary = json.loads(run.summary.read_text())
     summary["inherent_staleness"] = {"0": 7, "3": 2}
@@ -47,7 +47,7 @@ def test_what_is_counted_over_the_whole_run_is_what_its_summary_says(run: RunDir
     assert found.idle("trainer") == summary["idle"]["trainer"]
 
 
-def test_without_a_summary_what_was_lost_counts_too(run: RunDir) -> None:
+def test_totals_without_a_summary_include_lost_steps(run: RunDir) -> None:
     run.summary.unlink()
     lines = run.metrics.read_bytes().splitlines(keepends=True)
     (again,) = [line for line in lines if b'"step": 2' in line and b'"kind": "step"' in line]

@@ -1,4 +1,4 @@
-"""The arithmetic behind the charts, against the obvious way to do it."""
+"""The arithmetic behind the charts agrees with plain references."""
 
 import math
 
@@ -73,7 +73,7 @@ def test_bins_hold_all_the_time_of_all_spans(made: list[Span], bins: int) -> Non
         assert value == pytest.approx(covered / (end / bins), abs=1e-6)
 
 
-def test_the_close_look_is_in_the_middle_of_training_and_bounded() -> None:
+def test_close_up_is_in_the_middle_of_training_and_bounded() -> None:
     training = [Span(TRAINER, 1, f"train {step}.0", float(step), step + 0.5) for step in range(100)]
     dense = [
         Span(ENVIRONMENTS, 1, "turn 0 e0", at / 1000, at / 1000 + 0.001) for at in range(100_000)

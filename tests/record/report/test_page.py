@@ -1,4 +1,4 @@
-"""The report: whole, self-contained, and true to the files that it was made from."""
+"""The report is complete, self-contained, and agrees with the files of the run."""
 
 import json
 import re
@@ -17,7 +17,7 @@ VOID = {"meta", "br", "hr", "img", "input", "link"}
 
 
 class Balance(HTMLParser):
-    """Raises where a tag is closed that is not open; notes what asks the network."""
+    """Raises if a closed tag is not open; records references to the network."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Balance(HTMLParser):
 
 
 def checked(page: str) -> str:
-    """The page's text, after its structure was checked."""
+    """Return the page's text after a check of its structure."""
     parser = Balance()
     parser.feed(page)
     parser.close()
@@ -61,7 +61,7 @@ def run(tmp_path: Path) -> RunDir:
     return write_run(tmp_path / "made-up")
 
 
-def test_a_finished_run_is_told_with_the_numbers_of_its_files(run: RunDir) -> None:
+def test_finished_run_is_reported_with_the_figures_of_its_files(run: RunDir) -> None:
     path = write_report(run)
     assert path == run.path / "report.html"
     text = checked(path.read_text())
@@ -85,7 +85,7 @@ def test_a_finished_run_is_told_with_the_numbers_of_its_files(run: RunDir) -> No
     assert 'env = "frozenlake"' in text
 
 
-def test_a_run_that_was_killed_is_reported_as_far_as_it_came(tmp_path: Path) -> None:
+def test_killed_run_is_reported_up_to_its_end(tmp_path: Path) -> None:
     run = write_run(tmp_path / "killed", steps=15, finished=False)
     with run.metrics.open("a") as file:
         file.write('{"kind": "step", "step": 15, "succ')
@@ -96,7 +96,7 @@ def test_a_run_that_was_killed_is_reported_as_far_as_it_came(tmp_path: Path) -> 
     assert "Accounting" not in text
 
 
-def test_a_run_that_failed_says_why(tmp_path: Path) -> None:
+def test_failed_run_shows_its_error(tmp_path: Path) -> None:
     run = write_run(tmp_path / "failed", steps=2, error="NaN loss in <batch> 2")
     text = checked(render(read_run(run)))
     assert "failed" in text
@@ -119,7 +119,7 @@ def test_a_run_that_has_barely_begun(tmp_path: Path, lines: list[str]) -> None:
     assert "not finished" in checked(render(read_run(RunDir(tmp_path))))
 
 
-def test_no_run_is_an_error(tmp_path: Path) -> None:
+def test_missing_run_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"must hold metrics\.jsonl"):
         read_run(RunDir(tmp_path))
 
@@ -138,7 +138,7 @@ def test_steps_of_a_lost_lineage_are_not_counted_twice(run: RunDir) -> None:
     assert data.lives == 2
 
 
-def test_what_defines_no_success_is_measured_by_its_reward(run: RunDir) -> None:
+def test_domains_without_success_are_measured_by_reward(run: RunDir) -> None:
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     for line in lines:
         if "success" in line:
@@ -161,7 +161,7 @@ def test_what_defines_no_success_is_measured_by_its_reward(run: RunDir) -> None:
     assert ": success" not in text
 
 
-def test_cut_turns_are_told(run: RunDir) -> None:
+def test_cut_turns_are_reported(run: RunDir) -> None:
     summary = json.loads(run.summary.read_text()) | {"turns": 50, "cut_turns": {"frozenlake": 5}}
     assert "cut at max_turn_tokens" not in checked(render(read_run(run)))
     run.summary.write_text(json.dumps(summary))
@@ -170,7 +170,7 @@ def test_cut_turns_are_told(run: RunDir) -> None:
     )
 
 
-def test_an_early_end_is_told(run: RunDir) -> None:
+def test_early_end_is_reported(run: RunDir) -> None:
     summary = json.loads(run.summary.read_text()) | {
         "ended_by": "eval.stop_at was reached at step 30"
     }
@@ -180,7 +180,7 @@ def test_an_early_end_is_told(run: RunDir) -> None:
     )
 
 
-def test_what_a_user_names_cannot_break_the_page(tmp_path: Path) -> None:
+def test_user_supplied_names_are_escaped(tmp_path: Path) -> None:
     run = write_run(tmp_path / "odd", steps=3)
     run.metrics.write_text(run.metrics.read_text().replace("frozenlake", "<b>&'"))
     text = checked(render(read_run(run)))
