@@ -1,4 +1,4 @@
-"""Benches: measure and compare in one run.
+"""Benchmarks: each measures and compares in one run.
 
-Each gives figures and the conditions under which they hold.
+Each returns figures and the conditions under which they hold.
 """

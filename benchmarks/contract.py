@@ -1,8 +1,7 @@
-"""What a bench gives: named figures, and the conditions without which they mean
-nothing.
+"""The result of a bench: named figures, and the conditions that give them meaning.
 
-Invariant: a figure that could not be measured is None, and `conditions` says why under
-the figure's name.
+Invariant: a figure that could not be measured is None, and `conditions` has the reason
+under the figure's name.
 """
 
 import json
@@ -21,11 +20,11 @@ PROMISES = (
     "mixed_versions",
     "leftovers",
 )
-"""Figures that have to be 0: else the bench has failed."""
+"""Figures that must be 0: otherwise the bench has failed."""
 
 
 class Result(Struct, frozen=True, kw_only=True):
-    """Of one bench. `conditions` is JSON."""
+    """The result of one bench. `conditions` is JSON."""
 
     bench: str
     figures: dict[str, Figure]
@@ -33,12 +32,12 @@ class Result(Struct, frozen=True, kw_only=True):
 
     @property
     def broken(self) -> list[str]:
-        """Promises that do not hold."""
+        """Return the promises that do not hold."""
         return [promise for promise in PROMISES if self.figures.get(promise)]
 
 
 def json_line(result: Result, machine: dict[str, Any]) -> str:
-    """The one line of JSON that ends a bench's output."""
+    """Return the line of JSON that ends a bench's output."""
     return json.dumps(
         {
             "bench": result.bench,

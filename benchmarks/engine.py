@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.contract import Figure, Result
 from benchmarks.harness import Harness, ProcessHarness
-from benchmarks.subjects import Subject, kv_bytes, prompt, random_model, requests_of, subjects
+from benchmarks.models import ModelCase, kv_bytes, model_cases, prompt, random_model, requests_of
 from benchmarks.vllm_peer import MISSING, PeerError, VllmServer, conditions_of, interpreter
 from rollweave.engine.planner.batching import StepWork
 from rollweave.schema.base import EngineId
@@ -86,7 +86,7 @@ PEERS = {
 class Case:
     """One model under test. `vllm` is None where `missing` says why."""
 
-    subject: Subject
+    subject: ModelCase
     model: Any
     spec: EngineSpec
     scratch: Path
@@ -101,14 +101,14 @@ def bench_engine(*, quick: bool) -> Result:
     torch.set_num_threads(THREADS)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     return compare(
-        subjects(quick=quick),
+        model_cases(quick=quick),
         turns=TURNS_QUICK if quick else TURNS,
         python=interpreter(),
         eager=quick,
     )
 
 
-def compare(chosen: Sequence[Subject], *, turns: int, python: str | None, eager: bool) -> Result:
+def compare(chosen: Sequence[ModelCase], *, turns: int, python: str | None, eager: bool) -> Result:
     """All figures of `chosen`; `turns` turns of the first in two batch sizes; against
     the vLLM of `python`, compiled unless `eager`.
 
@@ -156,12 +156,12 @@ def compare(chosen: Sequence[Subject], *, turns: int, python: str | None, eager:
     return Result(bench="engine", figures=figures, conditions=conditions)
 
 
-def _named(subject: Subject, values: dict[str, Any]) -> dict[str, Any]:
+def _named(subject: ModelCase, values: dict[str, Any]) -> dict[str, Any]:
     return {f"{name}_{subject.name}": value for name, value in values.items()}
 
 
 def _case(
-    subject: Subject, scratch: Path, python: str | None, stack: ExitStack, *, eager: bool
+    subject: ModelCase, scratch: Path, python: str | None, stack: ExitStack, *, eager: bool
 ) -> Case:
     """Save the model, and let its server start."""
     model = random_model(subject)
@@ -285,7 +285,7 @@ def _transformers_rate(model: Any, requests: Sequence[GenerateRequest], output: 
     return len(requests) * output / elapsed
 
 
-def _conversation(engine: Harness, subject: Subject) -> float:
+def _conversation(engine: Harness, subject: ModelCase) -> float:
     """Share of the prompt tokens of a 20-turn conversation that come from the prefix
     cache.
     """
@@ -301,7 +301,7 @@ def _conversation(engine: Harness, subject: Subject) -> float:
     return cached / asked
 
 
-def batch_changes(spec: EngineSpec, subject: Subject, turns: int) -> tuple[int, float]:
+def batch_changes(spec: EngineSpec, subject: ModelCase, turns: int) -> tuple[int, float]:
     """Run short turns, every other one greedy, in a wide batch and in a narrow one that
     lacks KV.
 

@@ -1,8 +1,8 @@
-"""Bench `faults`: many seeds of the fault search on all cores, and how many of them
-broke something.
+"""Bench `faults`: many seeds of the fault search on all cores, with the number of
+violations.
 
-Each worker process is killed with the bench. A seed that fails says the one command
-that shows it again.
+Each worker process is killed with the bench. A failing seed is reported with the
+command that reproduces it.
 """
 
 import multiprocessing
@@ -21,11 +21,11 @@ from rollweave.sim.scenarios import STORM_S
 SEEDS = 1000
 QUICK_SEEDS = 20
 TOLD_EVERY = 100
-"""Seeds between two lines that say how far the bench is."""
+"""Seeds between two lines of progress."""
 
 
 def bench_faults(*, seeds: int | None, quick: bool, say: Callable[[str], None]) -> Result:
-    """Figures `seeds`, `faults` and `faults_…` by kind, `violations`, `events`,
+    """Return figures `seeds`, `faults` and `faults_…` by kind, `violations`, `events`,
     `seeds_per_s`.
     """
     count = seeds if seeds is not None else QUICK_SEEDS if quick else SEEDS
@@ -47,7 +47,9 @@ def bench_faults(*, seeds: int | None, quick: bool, say: Callable[[str], None]) 
 
 
 def result_of(reports: Sequence[Report], *, seconds: float, workers: int) -> Result:
-    """Conditions name the seeds that failed, and why runs ended early."""
+    """Return the result; its conditions name the failed seeds, and why runs ended
+    early.
+    """
     kinds: Counter[str] = Counter()
     for report in reports:
         kinds.update(report.faults)
@@ -78,7 +80,7 @@ def result_of(reports: Sequence[Report], *, seconds: float, workers: int) -> Res
 
 
 def searched(seeds: Sequence[int], *, workers: int) -> Iterator[Report]:
-    """The report of each seed, in order.
+    """Yield the report of each seed, in order.
 
     Workers are fresh interpreters that end with this one.
     """
@@ -95,8 +97,8 @@ def searched(seeds: Sequence[int], *, workers: int) -> Iterator[Report]:
 
 
 def _die_with(parent: int) -> None:
-    """End this worker when the bench ends, however that ends; Ctrl-C is for the bench
-    alone.
+    """End this worker when the bench ends, however that happens; Ctrl-C is for the
+    bench alone.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with(parent)

@@ -1,5 +1,5 @@
-"""Our engine with blocking calls: on a thread, where every command can be given, and in
-a child process as a run has it.
+"""Our engine with blocking calls: on a thread, with all commands, and in a child
+process as in a run.
 """
 
 import asyncio
@@ -32,7 +32,9 @@ from rollweave.schema.serving import (
 )
 
 PATIENCE_S = 600.0
-"""Longest wait for one reply; a hung engine then raises instead of hanging the bench."""
+"""Maximum seconds to wait for one reply; a hung engine then raises instead of hanging
+the bench.
+"""
 
 Reply = TypeVar("Reply", bound=EngineReply)
 
@@ -41,12 +43,12 @@ class Harness:
     """An engine's loop on a thread."""
 
     ready: Ready
-    """What the engine said of itself."""
+    """Return the engine's description of itself."""
 
     def __init__(
         self, spec: EngineSpec, *, watch: Callable[[StepWork, float], None] | None = None
     ) -> None:
-        """`watch` is told of every step, on the engine's thread."""
+        """`watch` is called with every step, on the engine's thread."""
         self._replies: queue.Queue[EngineReply] = queue.Queue()
         self._loop = EngineLoop(spec, self._replies.put, watch=watch)
         self._done: dict[str, GenerateResult] = {}
@@ -66,7 +68,7 @@ class Harness:
             self._loop.post(command)
 
     def expect(self, kind: type[Reply]) -> Reply:
-        """The next reply of this kind; results that come first are kept.
+        """Return the next reply of this kind; earlier results are kept.
 
         Raises EngineError for a failing or silent engine.
         """
@@ -89,7 +91,7 @@ class Harness:
         return self.expect(Sampled).stats
 
     def results(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
-        """The results of requests that were added.
+        """Return the results of added requests.
 
         Raises EngineError for one that is an error.
         """
@@ -111,7 +113,7 @@ class Harness:
 class ProcessHarness:
     """The engine in a child process, over the same backend as in a run.
 
-    Belongs to the thread that enters it.
+    It belongs to the thread that enters it.
     """
 
     def __init__(self, spec: EngineSpec, *, log: Path) -> None:
@@ -134,7 +136,7 @@ class ProcessHarness:
             self._runner.close()
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
-        """Raises EngineError where the engine refuses or is lost."""
+        """Generate. Raises EngineError where the engine refuses or is lost."""
         return self._runner.run(self._generate(requests))
 
     async def _open(self) -> EngineClient:

@@ -1,8 +1,8 @@
-"""What the core takes to decide on a turn, at the size of a large cluster: the core
-alone, timed, in the simulated world.
+"""Time of the core's decisions on a turn, at the size of a large cluster: the core
+alone, in the simulated world.
 
-A turn is three events, whose handling is added up: it is asked for (is there a slot,
-and whose?), it is done, and the prediction of what is left comes (rank, partition,
+A turn is three events, whose handling is summed: its request (is there a slot, and on
+which engine?), its end, and the prediction of the remaining length (rank, partition,
 migration).
 """
 
@@ -20,9 +20,7 @@ from rollweave.sim.world import World
 TRAJECTORIES, ENGINES, SLOTS = 10_000, 256, 32
 MEMBERS = 16
 TURNS, QUICK_TURNS = 40_000, 4_000
-"""Turns that are measured; as many trajectories as are under way have had their first
-one before.
-"""
+"""Measured turns; before them, each concurrent trajectory has had its first one."""
 
 CONDITION = (
     "handling of a turn's events (asked for, done, prediction) by the core alone, scheduling "
@@ -33,7 +31,7 @@ CONDITION = (
 
 
 class TimedCore(Core):
-    """Notes the seconds of every event about a turn, by turn."""
+    """Records the seconds of every event about a turn, by turn."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -74,7 +72,7 @@ def config(*, trajectories: int = TRAJECTORIES, engines: int = ENGINES) -> RunCo
 
 
 def router_figures(*, quick: bool) -> dict[str, float | int | list[float] | None]:
-    """Microseconds of a turn."""
+    """Return the microseconds of a turn."""
     found = sorted(turn_seconds(config(), turns=QUICK_TURNS if quick else TURNS))
     return {
         "router_us_10000x256": 1e6 * statistics.median(found),
@@ -84,9 +82,7 @@ def router_figures(*, quick: bool) -> dict[str, float | int | list[float] | None
 
 
 def turn_seconds(made: RunConfig, *, turns: int) -> list[float]:
-    """Seconds of each of some `turns` turns, once as many have been taken as
-    trajectories are under way.
-    """
+    """Return the seconds of each of `turns` turns, after the warm-up."""
     metrics = SimMetrics()
     world = World(made, observer=metrics)
     world.core = core = TimedCore(made)

@@ -1,6 +1,4 @@
-"""Runs a configuration for a bench, in a directory that is thrown away, and reads how
-long what took.
-"""
+"""Run a configuration for a bench in a temporary directory, and measure its parts."""
 
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -25,7 +23,8 @@ EXAMPLES = "examples"
 class Measured:
     """One finished run.
 
-    `ready_s` is when the trainer was up and warmed up, in seconds from the run's start.
+    `ready_s` is the time at which the trainer was up and warmed up, in seconds from the
+    run's start.
     """
 
     summary: Summary
@@ -34,12 +33,12 @@ class Measured:
 
     @property
     def trained_s(self) -> float:
-        """When the last training step ended."""
+        """Return the end of the last training step."""
         return float(self.data.steps[-1]["at"]) if self.data.steps else self.ready_s
 
     def reached_s(self, success: float) -> float | None:
-        """Seconds from readiness to the first periodic evaluation in which every task
-        had `success`; None if none had.
+        """Return the seconds from readiness to the first periodic evaluation in which
+        every task had `success`; None if none had.
         """
         for line in self.data.evaluations:
             if not line["final"] and line["success"] and min(line["success"].values()) >= success:
@@ -48,7 +47,7 @@ class Measured:
 
 
 def example(name: str) -> Path:
-    """A configuration of the repository.
+    """Return a configuration of the repository.
 
     Raises ConfigError where the bench is not run from a clone.
     """
@@ -62,7 +61,7 @@ def example(name: str) -> Path:
 
 
 def measure(config: Path, overrides: Sequence[str]) -> Measured:
-    """Train as `config` says, and throw the directory away.
+    """Train as configured, and delete the directory.
 
     Raises RollweaveError where the run fails or is stopped.
     """
@@ -74,7 +73,7 @@ def measure(config: Path, overrides: Sequence[str]) -> Measured:
 def recorded(
     config: Path, overrides: Sequence[str]
 ) -> Iterator[tuple[RunConfig, RunDir, Measured]]:
-    """As `measure`, with the directory still there.
+    """Train like `measure`, and keep the directory.
 
     Raises RollweaveError where the run fails or is stopped.
     """
@@ -103,9 +102,7 @@ def trained(
 
 
 def shares(seconds: dict[str, float]) -> dict[str, float]:
-    """Seconds by cause as shares of their sum, from the moment on when things had
-    started.
-    """
+    """Return seconds by cause as shares of their sum, from readiness on."""
     running = {cause: value for cause, value in seconds.items() if cause != "starting"}
     total = sum(running.values())
     return {cause: round(value / total, 4) for cause, value in running.items()} if total else {}

@@ -1,8 +1,7 @@
-"""Bench `sim`: how fast one RL step on many GPUs is simulated, and in how much memory.
+"""Bench `sim`: time and memory of simulating one RL step on many GPUs.
 
-Every size runs in a process of its own, because the peak of a process's memory never
-falls. `python -m benchmarks.sim GPUS LAYOUT` is that process: it prints one line of
-JSON.
+Every size runs in its own process, because the peak of a process's memory never falls.
+`python -m benchmarks.sim GPUS LAYOUT` is that process: it prints one line of JSON.
 """
 
 import json
@@ -20,13 +19,13 @@ GROUPS, MEMBERS = 512, 16
 """Prompts of a step and trajectories of a prompt (Laminar §8): 8,192 trajectories."""
 
 TOOL_CALLS = 8
-"""Of one trajectory, at most (Laminar §8)."""
+"""Maximum tool calls of one trajectory (Laminar §8)."""
 
 LAYOUTS = {
     "machines": ("qwen2.5-72b", 8, {64: (32, 32), 256: (128, 128), 1024: (768, 256)}),
     "single": ("qwen2.5-7b", 1, {64: (40, 24), 256: (192, 64), 1024: (768, 256)}),
 }
-"""Model, GPUs of an engine, and by GPUs in all those for training and rollout.
+"""Model, GPUs of an engine, and by total GPUs those for training and rollout.
 `machines`: Laminar Table 2, its 72B. `single`: an engine on each GPU, Laminar Table 2's
 7B up to its 256 GPUs, and then the same 256 rollout GPUs as the 72B.
 """
@@ -35,11 +34,11 @@ QUICK = 64
 """GPUs of the quick form."""
 
 LIMIT_S = 1800.0
-"""Of one process; a bench that hangs is an error."""
+"""Maximum seconds of one process; a bench that hangs is an error."""
 
 
 def config(gpus: int, layout: str) -> RunConfig:
-    """One step of bounded training on the tool-calling task."""
+    """Return one step of bounded training on the tool-calling task."""
     model, engine_gpus, splits = LAYOUTS[layout]
     training, rollout = splits[gpus]
     task = {
@@ -73,7 +72,7 @@ def config(gpus: int, layout: str) -> RunConfig:
 
 
 def measure(gpus: int, layout: str) -> dict[str, Any]:
-    """Simulate the step. `peak_mb` is None where the system does not tell it."""
+    """Simulate the step. `peak_mb` is None where the system does not report it."""
     made = config(gpus, layout)
     start, computed = time.perf_counter(), time.process_time()
     outcome = simulate(made)
@@ -89,7 +88,7 @@ def measure(gpus: int, layout: str) -> dict[str, Any]:
 
 
 def bench_sim(*, quick: bool) -> Result:
-    """Figures by layout, a list each, by size.
+    """Return figures by layout, a list each, by size.
 
     Raises RuntimeError where a simulation fails.
     """
@@ -141,8 +140,8 @@ def _in_process(gpus: int, layout: str) -> dict[str, Any]:
 
 
 def _peak_mb() -> float | None:
-    """Of this process since its program began; `ru_maxrss` would count the parent from
-    which it was forked.
+    """Return the peak memory of this process since its program began; `ru_maxrss` would
+    count the parent from which it was forked.
     """
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()

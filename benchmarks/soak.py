@@ -1,12 +1,12 @@
-"""Bench `soak`: a run whose processes are killed all the time, beside the same run left
-in peace.
+"""Bench `soak`: a run whose processes are killed continually, beside an undisturbed
+one.
 
 Engines and trainer learn FrozenLake in mode decoupled, with relays, all as real
-processes. In every round an engine is killed (or, in every fourth, stopped for good:
-SIGSTOP), in every other one a relay too; once the trainer; and the controller, which is
-resumed. A round comes when its time has come and a step was trained since the one
-before. With the last round the controller is killed again, is resumed with a few steps
-more to go, and has to end by itself.
+processes. Every round kills an engine (or, in every fourth, stops it for good:
+SIGSTOP), every other one also a relay; once the trainer; and the controller, which is
+resumed. A round begins when its time has come and a step was trained since the previous
+one. The last round kills the controller again, resumes it with a few more steps, and it
+must end by itself.
 
 Promises, whose breach makes the bench fail: `unaccounted`, `trained_twice`,
 `mixed_versions`, `leftovers` are 0.
@@ -25,22 +25,22 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contract import Figure, Result
+from benchmarks.run_under_test import ENGINE, RELAY, TRAINER, RunUnderTest
 from benchmarks.runs import conditions_of, example
-from benchmarks.trial import ENGINE, RELAY, TRAINER, Trial
 from rollweave.record.report.data import read_run
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 
 UNBOUNDED = 1_000_000
-"""Steps of a run that is told later when to end."""
+"""Steps of a run whose end is set later."""
 
 PATIENCE_S = 900.0
-"""Limit to the time until a step is trained, and until a run with a few steps to go has
-ended, however busy the machine.
+"""Maximum seconds until a step is trained, and until a run with a few remaining steps
+has ended, on a busy machine.
 """
 
 STOP_EVERY, RELAY_EVERY = 4, 2
-"""Rounds."""
+"""Rounds between stops of an engine and between kills of a relay."""
 
 CONFIG = "frozenlake_fixed.toml"
 ALWAYS = (
@@ -55,11 +55,11 @@ ALWAYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How long it lasts. The trainer is killed in round `trainer_at`, the controller in
-    those of `controller_at`.
+    """Length of the bench. The trainer is killed in round `trainer_at`, the controller
+    in those of `controller_at`.
 
     Steps are trained until the last round, and `more` after it; with `peace` the same
-    run goes beside it, in peace.
+    run is repeated undisturbed beside it.
     """
 
     settings: tuple[str, ...]
@@ -107,15 +107,15 @@ QUICK = Size(
 
 @dataclass(slots=True)
 class Kills:
-    """What was killed, by kind; and how many steps had been trained before each round."""
+    """Killed processes by kind, and the number of steps trained before each round."""
 
     counts: Counter[str] = field(default_factory=Counter)
     trained: list[int] = field(default_factory=list)
 
 
 def bench_soak(*, quick: bool, say: Callable[[str], None]) -> Result:
-    """Figures as the promises, `killed_…` by kind, `steps`, `success`; and of the run
-    in peace the same with its name.
+    """Return figures: the promises, `killed_…` by kind, `steps`, `success`; and the
+    same of the undisturbed run under its name.
     """
     return soak(QUICK if quick else FULL, say=say)
 
@@ -129,31 +129,29 @@ def soak(size: Size, *, say: Callable[[str], None]) -> Result:
     settings = [*ALWAYS, *size.settings, f'run.dir="{scratch}"']
     with ExitStack() as stack:
         names = ("killed", "peace") if size.peace else ("killed",)
-        trials = [
-            stack.enter_context(Trial(_endless(path, [*settings, f"run.name={name}"])))
+        runs = [
+            stack.enter_context(RunUnderTest(_endless(path, [*settings, f"run.name={name}"])))
             for name in names
         ]
-        killed = trials[0]
-        for trial in trials:
-            trial.live()
-        for trial in trials:
-            trial.wait(lambda trial=trial: trial.trained, PATIENCE_S, "the first step")  # type: ignore[misc]
+        killed = runs[0]
+        for run in runs:
+            run.live()
+        for run in runs:
+            run.wait(lambda run=run: run.trained, PATIENCE_S, "the first step")  # type: ignore[misc]
         say("training")
-        began, before = time.monotonic(), [trial.reached for trial in trials]
+        began, before = time.monotonic(), [run.reached for run in runs]
         kills = Kills()
         for number in range(1, size.rounds + 1):
-            _wait_for_round(trials, began + number * size.every_s, kills)
+            _wait_for_round(runs, began + number * size.every_s, kills)
             _strike(killed, number, size, kills, say)
         seconds = time.monotonic() - began
-        rates = [
-            (trial.reached - first) / seconds for trial, first in zip(trials, before, strict=True)
-        ]
+        rates = [(run.reached - first) / seconds for run, first in zip(runs, before, strict=True)]
         if size.peace:
-            trials[1].kill()
+            runs[1].kill()
         summaries = []
-        for trial in trials:  # one after the other, and from here on in peace
-            trial.live(steps=trial.reached + size.more)
-            summaries.append(trial.finish(PATIENCE_S))
+        for run in runs:  # one after the other, and from here on in peace
+            run.live(steps=run.reached + size.more)
+            summaries.append(run.finish(PATIENCE_S))
         figures, conditions = _measured(killed, summaries[0], kills)
     figures["steps_per_s"] = round(rates[0], 3)
     figures["soaked_s"] = round(seconds, 1)
@@ -179,19 +177,21 @@ def soak(size: Size, *, say: Callable[[str], None]) -> Result:
 
 
 def _endless(path: Path, settings: list[str]) -> RunConfig:
-    """The configuration of a run that does not end when it has learned all."""
+    """Return the configuration of a run that does not end on success."""
     config = load(path, settings)
     return config.model_copy(update={"eval": config.eval.model_copy(update={"stop_at": None})})
 
 
-def _wait_for_round(trials: list[Trial], due: float, kills: Kills) -> None:
-    """Wait until its time has come, and a step was trained since the round before."""
-    killed = trials[0]
+def _wait_for_round(runs: list[RunUnderTest], due: float, kills: Kills) -> None:
+    """Wait until the round's time has come, and a step was trained since the previous
+    one.
+    """
+    killed = runs[0]
     before = kills.trained[-1] if kills.trained else 0
 
     def come() -> bool:
-        for trial in trials[1:]:
-            trial.look()
+        for run in runs[1:]:
+            run.look()
         return time.monotonic() >= due and killed.trained > before
 
     killed.wait(
@@ -202,8 +202,10 @@ def _wait_for_round(trials: list[Trial], due: float, kills: Kills) -> None:
     kills.trained.append(killed.trained)
 
 
-def _strike(run: Trial, number: int, size: Size, kills: Kills, say: Callable[[str], None]) -> None:
-    """Round `number`: kill whom it is for."""
+def _strike(
+    run: RunUnderTest, number: int, size: Size, kills: Kills, say: Callable[[str], None]
+) -> None:
+    """Kill the processes of round `number`."""
     rng = random.Random(f"soak {number}")
     wanted = [("engines_stopped", ENGINE) if number % STOP_EVERY == 0 else ("engines", ENGINE)]
     if number % RELAY_EVERY == 0:
@@ -225,7 +227,7 @@ def _strike(run: Trial, number: int, size: Size, kills: Kills, say: Callable[[st
 
 
 def _measured(
-    run: Trial, summary: dict[str, Any], kills: Kills
+    run: RunUnderTest, summary: dict[str, Any], kills: Kills
 ) -> tuple[dict[str, Figure], dict[str, Any]]:
     lineage = run.lineage()
     ids = lineage.ids
@@ -272,7 +274,7 @@ def unaccounted(account: dict[str, Any], *, trained: int) -> int:
 
 
 def _success(summary: dict[str, Any]) -> float:
-    """Of the task with the least."""
+    """Return the success of the worst task."""
     return float(min(summary["success_rate"].values(), default=0.0))
 
 

@@ -5,7 +5,7 @@ vLLM has requirements of its own, so it lives in an environment of its own:
 `ROLLWEAVE_VLLM_PYTHON` names the interpreter. Invariants: whatever cannot be measured
 is a `PeerError` whose text is the reason; a server is never waited for without a limit;
 it and its children are killed and reaped when we leave it, however we leave it, and
-gone with us if we are killed (`guard.py`).
+gone with us if we are killed (`subprocess_guard.py`).
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks import guard
+from benchmarks import subprocess_guard
 from rollweave.io.child import log_tail
 from rollweave.schema.errors import RollweaveError
 from rollweave.schema.serving import GenerateRequest
@@ -116,7 +116,14 @@ class VllmServer:
             raise PeerError(f"{self._python!r} is not a program that can be run")
         self._place = _place()
         self.port = int(self._place.getsockname()[1])
-        command = [os.path.abspath(program), "-I", guard.__file__, "-m", MODULE, *self._options()]
+        command = [
+            os.path.abspath(program),
+            "-I",
+            subprocess_guard.__file__,
+            "-m",
+            MODULE,
+            *self._options(),
+        ]
         # Another interpreter has nothing to do with our module path; what it compiles
         # and its sockets' files are thrown away.
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -144,7 +151,7 @@ class VllmServer:
         fail.
         """
         assert self._process.stdin is not None
-        self._process.stdin.close()  # the guard does the rest, as it would if we were killed
+        self._process.stdin.close()  # the guard kills the rest
         self._process.wait()
         self._senders.shutdown()
         self._place.close()

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.contract import Result
 from benchmarks.engine import COMPARED, CONCURRENCY, changes, compare
-from benchmarks.subjects import Subject, subjects
+from benchmarks.models import ModelCase, model_cases
 from rollweave.schema.serving import FinishReason, GenerateResult
 
 from .fakes import fake_python
@@ -29,9 +29,9 @@ EXACTNESS = [
 ]
 
 
-def small() -> Subject:
-    return Subject(
-        name="small", config=subjects(quick=True)[0].config, prompt=24, output=6, repeats=1
+def small() -> ModelCase:
+    return ModelCase(
+        name="small", config=model_cases(quick=True)[0].config, prompt=24, output=6, repeats=1
     )
 
 

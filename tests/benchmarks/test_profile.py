@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.models import model_cases, random_model
 from benchmarks.profile import Measurement, bench_profile, fit_figures, fitted, sample_of
-from benchmarks.subjects import random_model, subjects
-from benchmarks.truth import Computed, grid_of
+from benchmarks.sim_fidelity import Computed, grid_of
 from rollweave.engine.planner.batching import StepWork
 from rollweave.sim.profile import Profile, ProfileCost, Sample
 from rollweave.sim.workload import Plan, Recorded, TurnPlan
 
 
 def test_a_profile_is_what_simulations_read(tmp_path: Path) -> None:
-    random_model(subjects(quick=True)[0]).save_pretrained(tmp_path / "model")
+    random_model(model_cases(quick=True)[0]).save_pretrained(tmp_path / "model")
     result = bench_profile(tmp_path / "out" / "profile.json", tmp_path / "model", quick=True)
     cost = ProfileCost.from_json(tmp_path / "out" / "profile.json")
     assert cost.kv_tokens == 65536

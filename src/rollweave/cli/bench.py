@@ -29,7 +29,7 @@ BENCHES = {
     "longtail": "learning:bench_learning",
     "modes": "modes:bench_modes",
     "sim": "sim:bench_sim",
-    "truth": "truth:bench_truth",
+    "truth": "sim_fidelity:bench_truth",
     "faults": "faults:bench_faults",
     "placement": "placement:bench_placement",
     "scheduling": "scheduling:bench_scheduling",

@@ -1,8 +1,8 @@
-"""Bench `truth`: does a simulation say how long a run on this machine takes?
+"""Bench `truth`: does a simulation predict the duration of a run on this machine?
 
 FrozenLake is trained live; then the engine's step times are measured, and the run is
 simulated: its own configuration, its journal as workload, the measured engine, and a
-trainer that takes what this run's trainer took. Nothing is fitted to it.
+trainer with the times of this run's trainer. Nothing is fitted to it.
 """
 
 import os
@@ -67,7 +67,7 @@ checkpoints would compact the journal.
 QUICK = ("run.steps=4", "warmup.steps=5")
 SEEDS = 3
 REPEATS, QUICK_REPEATS = 10, 2
-"""Of each work, where the engine is measured."""
+"""Repeats of each work in the measurement of the engine."""
 
 BUSY = 2
 """Processes that compute beside an engine while a run trains: the controller and the
@@ -75,7 +75,7 @@ trainer.
 """
 
 CALLS = 100
-"""Single turns from which the way to an engine's process and back is measured."""
+"""Single turns from which the round trip to an engine's process is measured."""
 
 CONDITIONS = {
     "ratio_wall": "simulated over live, from the first weights on an engine to the end of the "
@@ -109,8 +109,8 @@ class Simulated(Struct, frozen=True, kw_only=True):
 
 
 def bench_truth(*, seeds: int | None, quick: bool, say: Callable[[str], None]) -> Result:
-    """Figures are lists by seed, live and simulated, and the medians of their ratios;
-    `_wide` those of the wide model.
+    """Return lists of figures by seed, live and simulated, and the medians of their
+    ratios; `_wide` has those of the wide model.
     """
     path = example(CONFIG)
     overrides = (*OVERRIDES, *QUICK) if quick else OVERRIDES
@@ -208,7 +208,7 @@ def simulate_again(
     profile: Path,
     controller_s: float = 0.0,
 ) -> Simulated:
-    """The recorded run once more, on the virtual clock."""
+    """Repeat the recorded run on the virtual clock."""
     # The shape and the GPUs of [sim] play no part: both costs are given.
     made = config.model_copy(
         update={"sim": SimConfig(model="qwen3-8b", profile=str(profile), controller_s=controller_s)}
@@ -229,8 +229,8 @@ def simulate_again(
 
 
 def grid_of(work: Recorded, *, slots: int, repeats: int) -> Grid:
-    """Turns as those of a run: the engine's step times depend on more than the amounts
-    that a profile knows of.
+    """Return turns like those of a run: the engine's step times depend on more than the
+    amounts in a profile.
     """
     plans = [
         plan for members in work.groups for attempts in members for plan in attempts if plan.turns
@@ -255,10 +255,10 @@ def grid_of(work: Recorded, *, slots: int, repeats: int) -> Grid:
 
 
 class Computed:
-    """A recorded workload whose environments and rewards the controller computes: their
-    time is in its seconds for an event.
+    """A recorded workload whose environments and rewards the controller computes.
 
-    `turn_s` is added to every turn: the way to the engine's process and back.
+    Their time is in its seconds for an event. `turn_s` is added to every turn: the
+    round trip to the engine's process.
     """
 
     def __init__(self, work: Workload, *, turn_s: float) -> None:
@@ -271,7 +271,7 @@ class Computed:
 
 
 def _computing(measured: Measured) -> float:
-    """Between the engines' first figures and their last."""
+    """Return the share of computing between the engines' first and last figures."""
     found = [line["engines"] for line in measured.data.steps if line["engines"]]
     if len(found) < 2:
         return 0.0
@@ -287,7 +287,7 @@ def _computing(measured: Measured) -> float:
 
 
 def _sampling(config: RunConfig, run: RunDir) -> Sampling:
-    """How the run samples; nothing ends a turn but its length."""
+    """Return the run's sampling; only its length ends a turn."""
     codec = ChatCodec.from_directory(run.model)
     words = TaskSource(config).allowed_words(config.tasks[0].name)
     return Sampling(
@@ -298,8 +298,8 @@ def _sampling(config: RunConfig, run: RunDir) -> Sampling:
 
 
 def _call_s(spec: EngineSpec, sampling: Sampling, *, log: Path) -> float:
-    """The mean of what a turn takes beyond the engine's own time: to its process and
-    back.
+    """Return the mean time of a turn beyond the engine's own: the round trip to its
+    process.
     """
     found: list[float] = []
     with ExitStack() as stack:
@@ -318,13 +318,13 @@ def _call_s(spec: EngineSpec, sampling: Sampling, *, log: Path) -> float:
 
 
 def _beside() -> int:
-    """Other processes that compute while the engine is measured: as many as compute in
-    a run, and no more than other cores.
+    """Return the number of other computing processes during the measurement: as in a
+    run, at most the other cores.
     """
     return max(0, min(BUSY, (os.cpu_count() or 1) - 1))
 
 
 def _cpu_s() -> float:
-    """This process's: in a run it is the controller."""
+    """Return the CPU seconds of this process, which in a run is the controller."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime

@@ -1,9 +1,9 @@
-"""A run in a process of its own, whose processes may be killed: `rollweave train`,
-killed and resumed, and what is left of it.
+"""A training run as a process whose children may be killed: `rollweave train`, killed
+and resumed, and its remains.
 
-Invariants: only processes that this run's own controllers have started are touched;
-whatever ends us ends the run; every journal of every life is kept, so that all that was
-ever trained can be told afterwards.
+Invariants: only processes started by this run's own controllers are signalled; the end
+of this process ends the run; every journal of every controller is kept, so that all
+training can be reconstructed.
 """
 
 import contextlib
@@ -36,24 +36,26 @@ ENGINE, RELAY, TRAINER = (
 )
 
 LOOK_S = 0.1
-"""Seconds between two looks at the run: less than a controller takes to begin another
-journal twice.
+"""Seconds between two inspections of the run: too few for a controller to begin two
+journals.
 """
 
 VANISH_S = 60.0
-"""Seconds that children have to end after their controller: far more than the kernel's
+"""Seconds in which children must end after their controller: far more than the kernel's
 signal takes.
 """
 
 START_S = 300.0
-"""Seconds until there is a process of a kind that the run cannot do without."""
+"""Seconds until a required kind of process exists."""
 
 TAIL_LINES = 20
 """Lines of its output that an error quotes."""
 
 
-class Trial:
-    """One run, life after life. As a context it leaves no controller behind."""
+class RunUnderTest:
+    """One run with its successive controllers. As a context it leaves no controller
+    behind.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -81,7 +83,9 @@ class Trial:
     # Its lives.
 
     def live(self, *, steps: int | None = None) -> None:
-        """Begin, or resume after a kill; with `steps` it is to end after so many."""
+        """Start the run, or resume it after a kill; with `steps` it ends after that
+        many.
+        """
         resume = self._process is not None
         settings = [] if steps is None else [f"run.steps={steps}"]
         self.config = load(self._given, settings)
@@ -112,14 +116,13 @@ class Trial:
         return self._process.pid
 
     def children(self, module: str = "rollweave.") -> list[int]:
-        """As `children_of`, of this life's controller."""
+        """Return `children_of` the current controller."""
         return children_of(self.pid, module)
 
     def strike(
         self, module: str, number: signal.Signals, choose: Callable[[list[int]], int]
     ) -> None:
-        """Send the signal to one of the processes of `module`, as soon as there is one.
-
+        """Send the signal to one of the processes of `module`, once there is one.
         Raises RollweaveError as `wait`.
         """
 
@@ -134,13 +137,15 @@ class Trial:
         self.wait(struck, START_S, f"a process of {module}")
 
     def kill(self) -> None:
-        """SIGKILL for the controller alone: all others have to follow by themselves."""
+        """Send SIGKILL to the controller alone: all other processes must follow by
+        themselves.
+        """
         self.look()
         os.kill(self.pid, signal.SIGKILL)
         self._over()
 
     def finish(self, limit_s: float) -> dict[str, Any]:
-        """Wait until it ends by itself; its summary.
+        """Wait until the run ends by itself, and return its summary.
 
         Raises RollweaveError where it fails, or does not end in time.
         """
@@ -155,7 +160,7 @@ class Trial:
         return summary
 
     def wait(self, found: Callable[[], object], limit_s: float, what: str) -> None:
-        """Look until this holds.
+        """Inspect the run until the condition holds.
 
         Raises RollweaveError where the run ends before, and at the limit.
         """
@@ -185,7 +190,7 @@ class Trial:
     # What it says of itself.
 
     def look(self) -> None:
-        """Keep the journal that is written now, whatever takes its place."""
+        """Keep the current journal, even if another replaces it."""
         self._steps.read()
         with contextlib.suppress(FileNotFoundError):
             inode = self.run.journal.stat().st_ino
@@ -197,47 +202,47 @@ class Trial:
 
     @property
     def trained(self) -> int:
-        """Steps trained so far, those included that were lost and trained again."""
+        """Return the steps trained so far, including those lost and trained again."""
         return self._steps.count
 
     @property
     def reached(self) -> int:
-        """Steps that it has come to."""
+        """Return the number of the run's current step."""
         return self._steps.last + 1
 
     def lineage(self) -> "Lineage":
-        """What was trained, from the journals of all lives."""
+        """Return the training recorded in the journals of all controllers."""
         found = Lineage()
         for path, config in self._journals:
             found.take(Replay(path, config, rules=rules_of(config)))
         return found
 
     def mixed_versions(self) -> int:
-        """Attempts in which weights of more than one version speak."""
+        """Return the attempts that contain tokens of more than one version."""
         reader = TrajectoryReader(self.run.trajectories)
         return sum(len(versions_of(reader.load(entry).sequences)) > 1 for entry in reader.entries)
 
 
 class Lineage:
-    """Which trajectories each step of the surviving lineage was trained on: the last
-    that was said of a step holds.
+    """The trajectories of each step of the surviving lineage: the last record of a step
+    holds.
     """
 
     def __init__(self) -> None:
         self._asked: dict[tuple[int, int], tuple[TrajectoryId, ...]] = {}
         self._trained: dict[tuple[int, int], tuple[TrajectoryId, ...]] = {}
         self.differing = 0
-        """Events that are decided otherwise when they are replayed."""
+        """Events that a replay decides differently."""
 
     def take(self, replay: Replay) -> None:
-        """Read one journal, which goes on where the one before ended."""
+        """Read one journal, which continues the one before."""
         for _, event, commands in replay:
             self.hear(event, commands)
         self.differing += replay.differing
         replay.core.check()
 
     def hear(self, event: Event, commands: Sequence[Command]) -> None:
-        """One event and what was decided then."""
+        """Record one event and its commands."""
         if isinstance(event, StepTrained):
             self._trained[event.step, event.part] = self._asked[event.step, event.part]
         for command in commands:
@@ -247,7 +252,7 @@ class Lineage:
 
     @property
     def ids(self) -> list[TrajectoryId]:
-        """Of all steps, in their order."""
+        """Return the trajectories of all steps, in their order."""
         return [member for place in sorted(self._trained) for member in self._trained[place]]
 
 
@@ -260,9 +265,7 @@ class Steps:
         """How many there are, and the number of the last."""
 
     def read(self) -> None:
-        """Take in what was written since; a line that is not whole yet is left for
-        later.
-        """
+        """Read the lines written since; an incomplete line is left for later."""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._offset)
             whole, newline, _ = file.read().rpartition(b"\n")
@@ -274,20 +277,20 @@ class Steps:
 
 
 def versions_of(sequences: Sequence[TokenSequence]) -> set[int]:
-    """The versions of the weights that speak in these."""
+    """Return the weight versions of these tokens."""
     segments = [segment for sequence in sequences for segment in sequence.segments]
     return {segment.version for segment in segments if segment.kind is SegmentKind.OUTPUT}
 
 
 def _die_with() -> None:
-    """Asked of the kernel by the controller to be: to end when we do, however that is."""
+    """Let the kernel end the future controller when this process ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def children_of(controller: int, module: str = "rollweave.") -> list[int]:
-    """Processes of `module` that this controller has started, also when it is gone:
-    their command line has its id.
+    """Return the processes of `module` that this controller started, even if it has
+    ended: their command line has its id.
     """
     found = []
     for entry in Path("/proc").iterdir():

@@ -1,4 +1,4 @@
-"""The models that the engine bench runs, and the requests that it sends.
+"""Models and requests of the engine bench.
 
 Weights and prompts are random, from fixed seeds.
 """
@@ -13,9 +13,9 @@ from rollweave.schema.serving import GenerateRequest, Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
-    """One model, and how long its runs are: prompts of `prompt` tokens on average,
-    `output` tokens each, `repeats` runs.
+class ModelCase:
+    """One model and its run lengths: prompts of `prompt` tokens on average, `output`
+    tokens each, `repeats` runs.
     """
 
     name: str
@@ -25,12 +25,12 @@ class Subject:
     repeats: int
 
 
-def subjects(*, quick: bool) -> list[Subject]:
-    """A model of the demo's size (hidden 64, 2 layers) and one of 100 million
+def model_cases(*, quick: bool) -> list[ModelCase]:
+    """Return a model of the demo's size (hidden 64, 2 layers) and one of 100 million
     parameters.
 
-    Heads are 32 wide at least, where the demo has 16: vLLM's attention on a CPU knows
-    no narrower ones.
+    Heads are at least 32 wide, where the demo has 16: vLLM's attention on a CPU
+    supports no narrower ones.
     """
     tiny = {
         "vocab_size": 512,
@@ -53,14 +53,14 @@ def subjects(*, quick: bool) -> list[Subject]:
         "max_position_embeddings": 4096,
     }
     return [
-        Subject(
+        ModelCase(
             name="tiny",
             config=tiny,
             prompt=64,
             output=64 if quick else 128,
             repeats=3 if quick else 7,
         ),
-        Subject(
+        ModelCase(
             name="100m",
             config=large,
             prompt=32 if quick else 64,
@@ -70,7 +70,7 @@ def subjects(*, quick: bool) -> list[Subject]:
     ]
 
 
-def random_model(subject: Subject) -> Any:
+def random_model(subject: ModelCase) -> Any:
     torch.manual_seed(0)
     rope: Any = {"rope_type": "default", "rope_theta": 10000.0}
     settings: dict[str, Any] = {
@@ -83,8 +83,8 @@ def random_model(subject: Subject) -> Any:
     return model.eval()
 
 
-def kv_bytes(subject: Subject, tokens: int) -> int:
-    """Bytes of `tokens` cached tokens in float32."""
+def kv_bytes(subject: ModelCase, tokens: int) -> int:
+    """Return the bytes of `tokens` cached tokens in float32."""
     sizes = subject.config
     return (
         tokens
@@ -96,10 +96,10 @@ def kv_bytes(subject: Subject, tokens: int) -> int:
     )
 
 
-def prompt(subject: Subject, seed: int, *, length: int | None = None) -> tuple[int, ...]:
-    """Token ids that no other seed shares a block of.
+def prompt(subject: ModelCase, seed: int, *, length: int | None = None) -> tuple[int, ...]:
+    """Return token ids that share no block with any other seed's.
 
-    Lengths vary by half around the subject's.
+    Lengths vary by half around the model case's.
     """
     generator = torch.Generator().manual_seed(seed)
     count = length or int(
@@ -110,8 +110,8 @@ def prompt(subject: Subject, seed: int, *, length: int | None = None) -> tuple[i
     )
 
 
-def requests_of(subject: Subject, count: int, seed: int) -> list[GenerateRequest]:
-    """`count` requests that nobody has sent before, unless with this seed."""
+def requests_of(subject: ModelCase, count: int, seed: int) -> list[GenerateRequest]:
+    """Return `count` requests that are unique to this seed."""
     sampling = Sampling(temperature=1.0, max_tokens=subject.output, seed=seed)
     return [
         GenerateRequest(

@@ -1,10 +1,10 @@
-"""Runs a command of another interpreter as long as whoever started us holds our
-standard input open.
+"""Run a command of another interpreter for as long as the parent holds our standard
+input open.
 
-Invariants: the command has a process group of its own, and nothing of that group is
-left when we end; we end when the command does, or when the other end of our standard
-input closes, which it does however our parent ends. Run as a file by an interpreter
-that need not have this package, so only the standard library is here.
+Invariants: the command has its own process group, and no process of that group survives
+our end; we end when the command does, or when the other end of our standard input
+closes, which happens however our parent ends. This file runs in an interpreter that
+need not have this package, so it uses the standard library only.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ import threading
 import time
 
 GRACE_S = 5.0
-"""Seconds that the command has to clear up what it shares (files in /dev/shm), and then
-again its children.
+"""Seconds for the command to clean up shared files (in /dev/shm), and again for its
+children.
 """
 
 
 def main() -> None:
-    """`python guard.py *arguments`: run `python *arguments`, and end with its exit
-    status (128 and the signal's number).
+    """Run `python *arguments` and exit with its status (128 plus the signal's number):
+    `python subprocess_guard.py *arguments`.
     """
     command = [sys.executable, *sys.argv[1:]]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -44,7 +44,7 @@ def _end_with_input(group: int) -> None:
 
 
 def _signalled(group: int, number: signal.Signals) -> bool:
-    """Send a signal to all of the group; False where nobody is left of it."""
+    """Send a signal to the entire group. Returns False for an empty group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, number)
         return True

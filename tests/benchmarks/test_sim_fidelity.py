@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.measured import read_timings
-from benchmarks.truth import simulate_again
+from benchmarks.sim_fidelity import simulate_again
 from rollweave.schema.config.loading import load
 from rollweave.sim.profile import Profile, Sample
 from rollweave.sim.workload import read_run
