@@ -76,7 +76,7 @@ def test_a_plain_step_that_never_returns_blocks_only_its_trajectory(tmp_path: Pa
         line["message"] for line in lines(config, "warning") if line["component"] == "environment"
     ]
     assert warned.startswith(
-        "step of environment tests.runtime.game:Blocking was given up and has not returned"
+        "step of environment tests.runtime.game:Blocking was abandoned and has not returned"
     )
     assert replay(config).differing == 0
 

@@ -83,16 +83,16 @@ class Calculator:
             right = int(answer[1]) == _result(self._question)
             return Step(reward=float(right), done=True, success=right)
         call = _CALL.fullmatch(action)
-        asked = (int(call[1]), call[2], int(call[3])) if call is not None else None
+        request = (int(call[1]), call[2], int(call[3])) if call is not None else None
         if (
-            asked is None
-            or max(asked[0], asked[2]) > self._largest
-            or asked[1] not in self._operators
+            request is None
+            or max(request[0], request[2]) > self._largest
+            or request[1] not in self._operators
         ):
             return Step.of(" error", role="tool", reward=INVALID_REWARD, state_key=" error")
-        exact = asked == self._question and not self._called
+        exact = request == self._question and not self._called
         self._called = self._called or exact
-        text = f" result {_result(asked)}"
+        text = f" result {_result(request)}"
         return Step.of(text, role="tool", reward=CALL_REWARD if exact else 0.0, state_key=text)
 
     @classmethod
@@ -131,7 +131,7 @@ class Calculator:
             index=rng.getrandbits(32), seed=rng.getrandbits(32), split=Split.TRAIN, options=options
         )
         env = cls(**options)
-        said = list(env.reset(task).messages)
+        messages = list(env.reset(task).messages)
         left, operator, right = env._question
         solves, known = rng.random() < env._answers, [left, right]
         for turn in range(TRANSCRIPT_TURNS):
@@ -147,10 +147,10 @@ class Calculator:
             else:
                 action = f"<answer> {known[-1] if solves else rng.choice(known)}</answer>"
             step = env.step(action)
-            said += [Message(role="assistant", content=action), *step.messages]
+            messages += [Message(role="assistant", content=action), *step.messages]
             if step.done:
                 break
-        return said
+        return messages
 
     def _draw(self, rng: random.Random) -> tuple[int, str, int]:
         return (

@@ -160,14 +160,14 @@ class FrozenLake:
             index=rng.getrandbits(32), seed=rng.getrandbits(32), split=Split.TRAIN, options=options
         )
         env = cls(**options)
-        said = list(env.reset(task).messages)
+        messages = list(env.reset(task).messages)
         for _ in range(TRANSCRIPT_TURNS):
             action = f"<{rng.choice(DIRECTIONS)}>"
             step = env.step(action)
-            said += [Message(role="assistant", content=action), *step.messages]
+            messages += [Message(role="assistant", content=action), *step.messages]
             if step.done:
                 break
-        return said
+        return messages
 
 
 @functools.lru_cache(64)

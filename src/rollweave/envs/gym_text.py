@@ -95,11 +95,11 @@ class GymText:
 
     def _parsed(self, action: str) -> Any:
         """Return the environment's action; None for a message that is none."""
-        space, words = self._env.action_space, action.strip()
+        space, text = self._env.action_space, action.strip()
         if isinstance(space, Text):
-            return next((text for text in (action, words) if space.contains(text)), None)
+            return next((each for each in (action, text) if space.contains(each)), None)
         assert isinstance(space, Discrete), "checked when it was made"
         if self._actions:
-            return int(space.start) + self._actions.index(words) if words in self._actions else None
+            return int(space.start) + self._actions.index(text) if text in self._actions else None
         number = _NUMBER.fullmatch(action)
         return int(number[1]) if number is not None and space.contains(int(number[1])) else None

@@ -99,14 +99,14 @@ class Nim:
             index=rng.getrandbits(32), seed=rng.getrandbits(32), split=Split.TRAIN, options=options
         )
         env = cls(**options)
-        said = list(env.reset(task).messages)
+        messages = list(env.reset(task).messages)
         for _ in range(TRANSCRIPT_TURNS):
             action = rng.choice(cls._moves())
             step = env.step(action)
-            said += [Message(role="assistant", content=action), *step.messages]
+            messages += [Message(role="assistant", content=action), *step.messages]
             if step.done:
                 break
-        return said
+        return messages
 
     @classmethod
     def _moves(cls) -> list[str]:

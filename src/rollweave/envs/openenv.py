@@ -152,12 +152,12 @@ class OpenEnv:
         """Close the session, within `CLOSE_S` seconds."""
         await self._line.close()
 
-    def _made(self, words: str) -> dict[str, Any]:
+    def _made(self, message: str) -> dict[str, Any]:
         """Return the action. Raises _RefusedError for a message that is none."""
         if self._action != JSON:
-            return _filled(self._action, words)  # type: ignore[no-any-return]
+            return _filled(self._action, message)  # type: ignore[no-any-return]
         try:
-            made = json.loads(words)
+            made = json.loads(message)
         except (ValueError, RecursionError) as error:
             raise _RefusedError(f"it must be a JSON object: {error}") from error
         if not isinstance(made, dict):
@@ -207,7 +207,7 @@ class OpenEnv:
                 f"options.observe must name fields of the observation ({', '.join(observation)}), "
                 f"got {unknown[0]!r}"
             )
-        return _FIELD.sub(lambda found: _text(observation[found[1]]), self._observe)
+        return _FIELD.sub(lambda match: _text(observation[match[1]]), self._observe)
 
 
 class _Socket:
@@ -307,28 +307,28 @@ async def _bounded(answer: aiohttp.ClientResponse, where: str) -> bytes:
 
 def _parsed(raw: str | bytes, where: str) -> dict[str, Any]:
     try:
-        found = json.loads(raw, parse_constant=_no_constant)
+        value = json.loads(raw, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise EnvError(
             f"{where} was answered with what is no JSON: {error}: {_short(raw)}"
         ) from error
-    if not isinstance(found, dict):
-        raise EnvError(f"{where} must be answered with a JSON object, got {_short(found)}")
-    return found
+    if not isinstance(value, dict):
+        raise EnvError(f"{where} must be answered with a JSON object, got {_short(value)}")
+    return value
 
 
 def _no_constant(name: str) -> Never:
     raise ValueError(f"JSON has no {name}")
 
 
-def _filled(template: Any, words: str) -> Any:
+def _filled(template: Any, message: str) -> Any:
     """Return the template with the message in each of its texts."""
     if isinstance(template, str):
-        return template.replace(TEXT, words)
+        return template.replace(TEXT, message)
     if isinstance(template, Mapping):
-        return {name: _filled(value, words) for name, value in template.items()}
+        return {name: _filled(value, message) for name, value in template.items()}
     return (
-        [_filled(value, words) for value in template]
+        [_filled(value, message) for value in template]
         if isinstance(template, list | tuple)
         else template
     )

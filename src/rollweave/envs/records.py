@@ -105,14 +105,14 @@ def _record(line: str, field: str) -> dict[str, Any]:
 
 
 @functools.lru_cache(16)
-def _rows(path: str, field: str, option: str, split: Split, whole: bool) -> tuple[int, ...]:
+def _rows(path: str, field: str, option: str, split: Split, undivided: bool) -> tuple[int, ...]:
     """Return the rows of a split's records.
 
-    With `whole` the file is not divided; its held-out records serve both held-out
+    With `undivided` the file is not divided; its held-out records serve both held-out
     splits.
     """
     file_records = records(path, field, option)
-    if whole:
+    if undivided:
         return tuple(range(len(file_records)))
     prompts = (record[field] if field else record for record in file_records)
     return tuple(

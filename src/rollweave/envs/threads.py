@@ -99,7 +99,7 @@ class EnvThreads:
         if (count := self.abandoned.total()) >= MAX_ABANDONED:
             most, _ = self.abandoned.most_common(1)[0]
             raise EnvError(
-                f"at most {MAX_ABANDONED} calls of environments may be left behind, got {count}, "
+                f"at most {MAX_ABANDONED} calls of environments may be abandoned, got {count}, "
                 f"most of them in {most}; "
                 'isolation = "process" ends calls that do not return'
             )
@@ -116,7 +116,7 @@ class EnvThreads:
         self.abandoned[what] += 1
         count = self.abandoned.total()
         self.on_abandoned(
-            f"{what} was given up and has not returned: its thread is left behind ({count} so "
+            f"{what} was abandoned and has not returned: its thread is lost ({count} so "
             "far); "
             'isolation = "process" ends such calls'
         )

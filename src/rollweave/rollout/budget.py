@@ -50,13 +50,13 @@ class Budget:
             env_s=self.env_s,
         )
 
-    def charge_turn(self, asked_at: float, generate_s: float) -> None:
-        """Charge a turn that was requested at `asked_at` and is answered now.
+    def charge_turn(self, requested_at: float, generate_s: float) -> None:
+        """Charge a turn that was requested at `requested_at` and is answered now.
 
         The part of it that was not generation was queueing.
         """
         self.generate_s += generate_s
-        self.queue_s += max(0.0, self._clock() - asked_at - generate_s)
+        self.queue_s += max(0.0, self._clock() - requested_at - generate_s)
 
     async def run_limited(
         self, call: Awaitable[T], *, hang: StopReason, failure: StopReason, what: str

@@ -254,7 +254,7 @@ class EnvEpisode:
 
         Return the agent's message, and whether the trajectory ran out of tokens in it.
         """
-        number, asked = conversation.turns, self._clock()
+        number, requested_at = conversation.turns, self._clock()
         sampling = _sampling(
             self._sampling,
             max_tokens=min(room, self._limits.max_turn_tokens),
@@ -263,7 +263,7 @@ class EnvEpisode:
         answer = await port.turn(number, conversation.tokens, sampling)
         result = answer.result
         self._engine = answer.engine_id
-        self._budget.charge_turn(asked, result.generate_s)
+        self._budget.charge_turn(requested_at, result.generate_s)
         text = conversation.add_turn(
             result.tokens,
             result.logprobs,

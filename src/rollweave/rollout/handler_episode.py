@@ -335,9 +335,9 @@ class HandlerEpisode:
             assert self._port is not None, "turns are taken in run"
             number = self._turns_requested
             self._turns_requested += 1
-            asked = self._clock()
-            self._budget.env_s += asked - self._working_since
-            self._port.record_span(f"step {number}", self._working_since, asked)
+            requested_at = self._clock()
+            self._budget.env_s += requested_at - self._working_since
+            self._port.record_span(f"step {number}", self._working_since, requested_at)
             if self._deadline is not None:
                 self._deadline.reschedule(None)
             try:
@@ -350,19 +350,19 @@ class HandlerEpisode:
             except asyncio.CancelledError:
                 # Charge the time, or an agent that requests turns and abandons them
                 # would never run out of it.
-                self._budget.env_s += self._clock() - asked
+                self._budget.env_s += self._clock() - requested_at
                 raise
             finally:
                 self._rearm()
-            return self._accept(answer.result, answer.engine_id, asked, len(tokens))
+            return self._accept(answer.result, answer.engine_id, requested_at, len(tokens))
 
     def _accept(
-        self, result: GenerateResult, engine: str, asked: float, context: int
+        self, result: GenerateResult, engine: str, requested_at: float, context: int
     ) -> GenerateResult:
         if result.text_only:
             raise EngineError("the engine returns text only: a handler's turns need tokens")
         self._engine = engine
-        self._budget.charge_turn(asked, result.generate_s)
+        self._budget.charge_turn(requested_at, result.generate_s)
         if not self.turns:
             self.prompt_tokens, self.plan = context, result.tokens[:PLAN_TOKENS]
         self.turns += 1

@@ -38,7 +38,7 @@ def boxed_answer(text: str) -> str | None:
     r"""Return the content of the last `\boxed{…}`; None if there is none, or its brace is
     not closed.
     """
-    starts = [found.end() for found in _BOXED.finditer(text)]
+    starts = [match.end() for match in _BOXED.finditer(text)]
     depth = 1
     for place in range(starts[-1], len(text)) if starts else ():
         depth += {"{": 1, "}": -1}.get(text[place], 0)

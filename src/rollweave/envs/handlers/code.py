@@ -120,13 +120,13 @@ class Code(SandboxHandler):
             else []
         )
         try:
-            said = await converse(
+            messages = await converse(
                 agent, prompt(self._problem, tools, self._calls), tools, calls=self._calls
             )
         except LimitError:
             await self._collect("")
             raise
-        replies = [message.content for message in said if message.role == "assistant"]
+        replies = [message.content for message in messages if message.role == "assistant"]
         await self._collect(replies[-1])
 
     async def eval(self) -> Score:
@@ -190,16 +190,16 @@ class Code(SandboxHandler):
         try:
             await sandbox.write(FILE, program.encode(errors="replace"))
             for given in self._problem.cases(self._seed, self._cases):
-                found = await sandbox.exec(
+                result = await sandbox.exec(
                     [python_of(SPEC), "-I", FILE], stdin=given.encode(), timeout_s=self._timeout_s
                 )
-                output = found.stdout.decode(errors="replace")
+                output = result.stdout.decode(errors="replace")
                 self._passed.append(
-                    found.rc == 0
-                    and not found.timed_out
+                    result.rc == 0
+                    and not result.timed_out
                     and same_output(output, self._problem.answer(given))
                 )
-                if found.timed_out or not (self._partial or self._passed[-1]):
+                if result.timed_out or not (self._partial or self._passed[-1]):
                     # Stop after a timeout: all cases must fit into the time of a stage.
                     break
         finally:

@@ -103,21 +103,21 @@ def documents(path: str) -> tuple[Document, ...]:
             f"options.corpus must have at most {MOST_BYTES} bytes, {path!r} has {size}"
         )
     if folder:
-        found = [
+        collected = [
             Document(title=str(file.relative_to(place)), text=text)
             for file, text in zip(files, read, strict=True)
         ]
     else:
-        found = [
+        collected = [
             _record(path, number, line)
             for number, line in enumerate(read[0].split("\n"), 1)
             if line.strip()
         ]
-    if not any(document.text.strip() for document in found):
+    if not any(document.text.strip() for document in collected):
         raise ConfigError(
             f"options.corpus must have documents (.txt, .md, or lines of JSON), {path!r} has none"
         )
-    return tuple(found)
+    return tuple(collected)
 
 
 def _record(path: str, number: int, line: str) -> Document:

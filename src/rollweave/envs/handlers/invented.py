@@ -65,7 +65,7 @@ class Element:
     name: str
     molar: float  # g/mol
     half_life_h: int
-    found: int  # year
+    described: int  # year
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Mineral:
     hardness: float
     melting: int  # °C
     planet: Planet
-    found: int  # year
+    described: int  # year
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def world(seed: int) -> World:
             hardness=_round(rng, 1, 10, 1),
             melting=rng.randint(300, 3200),
             planet=rng.choice(planets),
-            found=rng.randint(*YEARS),
+            described=rng.randint(*YEARS),
         )
         for density in densities
     )
@@ -137,22 +137,22 @@ def world(seed: int) -> World:
         )
         for _ in range(16)
     )
-    told = [
+    articles = [
         *(_about_planet(rng, planet) for planet in planets),
         *(_about_element(rng, element) for element in elements),
         *(_about_mineral(rng, mineral) for mineral in minerals),
         *(_about_compound(rng, compound) for compound in compounds),
     ]
-    rng.shuffle(told)
-    return World(planets, elements, minerals, compounds, tuple(told))
+    rng.shuffle(articles)
+    return World(planets, elements, minerals, compounds, tuple(articles))
 
 
 def question(of: World, rng: random.Random) -> Question:
     """Return a question about a world. Its answer is a number, or the name of a
     mineral.
     """
-    asked, answer = rng.choice(KINDS)(of, rng)
-    return Question(question=asked, answer=answer if isinstance(answer, str) else f"{answer:.9g}")
+    text, answer = rng.choice(KINDS)(of, rng)
+    return Question(question=text, answer=answer if isinstance(answer, str) else f"{answer:.9g}")
 
 
 def cube_mass(of: World, rng: random.Random) -> tuple[str, float]:
@@ -166,42 +166,42 @@ def cube_mass(of: World, rng: random.Random) -> tuple[str, float]:
 def densest(of: World, rng: random.Random) -> tuple[str, str]:
     some = rng.sample(of.minerals, 3)
     first, second, third = (mineral.name for mineral in some)
-    asked = f"Which mineral is the densest: {first}, {second} or {third}? Answer with its name."
-    return asked, max(some, key=lambda mineral: mineral.density).name
+    text = f"Which mineral is the densest: {first}, {second} or {third}? Answer with its name."
+    return text, max(some, key=lambda mineral: mineral.density).name
 
 
 def weight(of: World, rng: random.Random) -> tuple[str, float]:
     mineral, volume = rng.choice(of.minerals), rng.randint(50, 5000)
-    asked = (
+    text = (
         f"A block of {mineral.name} has a volume of {volume} cm³. What does it weigh, in newtons, "
         "where it is mined?"
     )
-    return asked, mineral.density * volume / 1000 * mineral.planet.gravity
+    return text, mineral.density * volume / 1000 * mineral.planet.gravity
 
 
 def days(of: World, rng: random.Random) -> tuple[str, float]:
     mineral = rng.choice(of.minerals)
-    asked = (
+    text = (
         f"How many of its own days does one year have on the planet where {mineral.name} is "
         "mined? Give a decimal."
     )
-    return asked, mineral.planet.year_h / mineral.planet.day_h
+    return text, mineral.planet.year_h / mineral.planet.day_h
 
 
 def fall(of: World, rng: random.Random) -> tuple[str, float]:
     planet, height = rng.choice(of.planets), rng.randint(5, 2000)
-    asked = (
+    text = (
         f"How many seconds does a stone fall, from rest and without air, {height} m down to the "
         f"ground of {planet.name}?"
     )
-    return asked, math.sqrt(2 * height / planet.gravity)
+    return text, math.sqrt(2 * height / planet.gravity)
 
 
 def decay(of: World, rng: random.Random) -> tuple[str, float]:
     element, grams = rng.choice(of.elements), rng.randint(5, 500)
     hours = rng.randint(element.half_life_h // 3, 4 * element.half_life_h)
-    asked = f"How many grams of {element.name} are left of {grams} g after {hours} hours?"
-    return asked, grams * 0.5 ** (hours / element.half_life_h)
+    text = f"How many grams of {element.name} are left of {grams} g after {hours} hours?"
+    return text, grams * 0.5 ** (hours / element.half_life_h)
 
 
 def warming(of: World, rng: random.Random) -> tuple[str, float]:
@@ -220,11 +220,11 @@ def moles(of: World, rng: random.Random) -> tuple[str, float]:
 def atoms(of: World, rng: random.Random) -> tuple[str, float]:
     compound, grams = rng.choice(of.compounds), rng.randint(10, 900)
     element, count = rng.choice(compound.parts)
-    asked = (
+    text = (
         f"How many atoms of {element.name} are in {grams} g of {compound.name}? (Avogadro's "
         "number is 6.022e23.)"
     )
-    return asked, grams / _molar(compound) * count * AVOGADRO
+    return text, grams / _molar(compound) * count * AVOGADRO
 
 
 def extraction(of: World, rng: random.Random) -> tuple[str, float]:
@@ -238,11 +238,11 @@ def extraction(of: World, rng: random.Random) -> tuple[str, float]:
 
 def years_between(of: World, rng: random.Random) -> tuple[str, float]:
     element, mineral = rng.choice(of.elements), rng.choice(of.minerals)
-    asked = (
+    text = (
         f"How many years lie between the first descriptions of {element.name} and of "
         f"{mineral.name}?"
     )
-    return asked, abs(element.found - mineral.found)
+    return text, abs(element.described - mineral.described)
 
 
 KINDS: tuple[Callable[[World, random.Random], tuple[str, float | str]], ...] = (
@@ -265,50 +265,50 @@ def _element(rng: random.Random, name: str) -> Element:
 
 
 def _about_planet(rng: random.Random, planet: Planet) -> Document:
-    told = [
+    facts = [
         f"Bodies fall on {planet.name} with an acceleration of {planet.gravity} m/s².",
         f"A day of {planet.name} takes {planet.day_h} hours.",
         f"It goes once around its star, which is its year, in {planet.year_h} hours.",
         f"{planet.name} has {planet.moons} known moons.",
     ]
     return _article(
-        rng, planet.name, f"{planet.name} is a rocky planet with a thin atmosphere.", told
+        rng, planet.name, f"{planet.name} is a rocky planet with a thin atmosphere.", facts
     )
 
 
 def _about_element(rng: random.Random, element: Element) -> Document:
-    told = [
+    facts = [
         f"Its molar mass is {element.molar} g/mol.",
         f"{element.name} decays with a half-life of {element.half_life_h} hours.",
-        f"It was first described in {element.found}.",
+        f"It was first described in {element.described}.",
     ]
-    return _article(rng, element.name, f"{element.name} is a radioactive element.", told)
+    return _article(rng, element.name, f"{element.name} is a radioactive element.", facts)
 
 
 def _about_mineral(rng: random.Random, mineral: Mineral) -> Document:
-    told = [
+    facts = [
         f"Its density is {mineral.density} g/cm³.",
         f"On the scratch scale it has a hardness of {mineral.hardness}.",
         f"{mineral.name} melts at {mineral.melting} °C.",
         f"It is mined on {mineral.planet.name} and nowhere else.",
-        f"It was first described in {mineral.found}.",
+        f"It was first described in {mineral.described}.",
     ]
-    return _article(rng, mineral.name, f"{mineral.name} is a mineral.", told)
+    return _article(rng, mineral.name, f"{mineral.name} is a mineral.", facts)
 
 
 def _about_compound(rng: random.Random, compound: Compound) -> Document:
     (first, many), (second, more) = compound.parts
-    told = [
+    facts = [
         f"A molecule has {many} of {first.name} and {more} of {second.name}, by number of atoms.",
         f"Its specific heat capacity is {compound.heat} J/(g·K).",
         f"{compound.name} is extracted from {compound.mineral.name}, of whose mass it makes up "
         f"{compound.share} %.",
     ]
-    return _article(rng, compound.name, f"{compound.name} is a compound of two elements.", told)
+    return _article(rng, compound.name, f"{compound.name} is a compound of two elements.", facts)
 
 
-def _article(rng: random.Random, title: str, opening: str, told: list[str]) -> Document:
-    return Document(title=title, text=" ".join([opening, *rng.sample(told, len(told))]))
+def _article(rng: random.Random, title: str, opening: str, facts: list[str]) -> Document:
+    return Document(title=title, text=" ".join([opening, *rng.sample(facts, len(facts))]))
 
 
 def _round(rng: random.Random, least: float, most: float, places: int) -> float:

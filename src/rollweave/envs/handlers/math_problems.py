@@ -36,8 +36,8 @@ def modular_power(rng: random.Random, level: int) -> Problem:
 def congruences(rng: random.Random, level: int) -> Problem:
     moduli = _coprime(rng, level + 1)
     number = rng.randrange(math.prod(moduli))
-    told = ", ".join(f"{number % modulus} modulo {modulus}" for modulus in moduli)
-    return Problem(f"What is the smallest non-negative integer that is {told}?", str(number))
+    text = ", ".join(f"{number % modulus} modulo {modulus}" for modulus in moduli)
+    return Problem(f"What is the smallest non-negative integer that is {text}?", str(number))
 
 
 def linear_system(rng: random.Random, level: int) -> Problem:
@@ -58,9 +58,9 @@ def linear_system(rng: random.Random, level: int) -> Problem:
             f"({factor * scale}){name}" for factor, name in zip(row, names, strict=True)
         )
         equations.append(f"{left} = {right * scale}")
-    asked = ", ".join(names)
+    unknowns = ", ".join(names)
     return Problem(
-        f"Solve the system {'; '.join(equations)}. Give the solution as ({asked}).",
+        f"Solve the system {'; '.join(equations)}. Give the solution as ({unknowns}).",
         _tuple(solution),
     )
 
@@ -72,8 +72,8 @@ def divisible(rng: random.Random, level: int) -> Problem:
     both = sum(bound // math.lcm(third, one) for one in (first, second)) - bound // math.lcm(
         first, second, third
     )
-    asked = f"divisible by {first} or by {second}, but not by {third}"
-    return Problem(f"How many integers from 1 to {bound} are {asked}?", str(either - both))
+    condition = f"divisible by {first} or by {second}, but not by {third}"
+    return Problem(f"How many integers from 1 to {bound} are {condition}?", str(either - both))
 
 
 def lattice_paths(rng: random.Random, level: int) -> Problem:
@@ -156,9 +156,9 @@ def change(rng: random.Random, level: int) -> Problem:
     for coin in coins:
         for total in range(coin, amount + 1):
             ways[total] += ways[total - coin]
-    told = ", ".join(map(str, coins))
+    text = ", ".join(map(str, coins))
     return Problem(
-        f"In how many ways can {amount} be paid with coins of {told}? Their order does not matter.",
+        f"In how many ways can {amount} be paid with coins of {text}? Their order does not matter.",
         str(ways[amount]),
     )
 
@@ -169,13 +169,17 @@ def dice(rng: random.Random, level: int) -> Problem:
     ways = {0: 1}
     for _ in range(count):
         more: dict[int, int] = {}
-        for total, found in ways.items():
+        for total, number in ways.items():
             for face in range(1, sides + 1):
-                more[total + face] = more.get(total + face, 0) + found
+                more[total + face] = more.get(total + face, 0) + number
         ways = more
-    likely = Fraction(sum(found for total, found in ways.items() if total >= target), sides**count)
-    asked = f"{count} fair dice with the faces 1 to {sides} show at least {target} in sum"
-    return Problem(f"What is the probability that {asked}? Give an exact fraction.", str(likely))
+    likely = Fraction(
+        sum(number for total, number in ways.items() if total >= target), sides**count
+    )
+    condition = f"{count} fair dice with the faces 1 to {sides} show at least {target} in sum"
+    return Problem(
+        f"What is the probability that {condition}? Give an exact fraction.", str(likely)
+    )
 
 
 def roots(rng: random.Random, level: int) -> Problem:
@@ -196,10 +200,10 @@ def roots(rng: random.Random, level: int) -> Problem:
     terms = " + ".join(
         f"({factor})x^{degree - place}" for place, factor in enumerate([lead, *rest])
     )
-    asked = (
+    condition = (
         f"the sum of the powers r^{power} over all complex roots r, with multiplicity, of {terms}"
     )
-    return Problem(f"What is {asked}? Give an exact fraction.", str(sums[power]))
+    return Problem(f"What is {condition}? Give an exact fraction.", str(sums[power]))
 
 
 def digits(rng: random.Random, level: int) -> Problem:

@@ -107,23 +107,31 @@ def own_question(options: Options, *, index: int, seed: int, split: Split) -> Qu
 
     Raises ConfigError.
     """
-    asked, right = options.get("question", "question"), options.get("answer", "answer")
-    file, row = draw_record(
-        options["path"], options.get("held_out", ""), asked, index=index, seed=seed, split=split
+    question_key, answer_key = (
+        options.get("question", "question"),
+        options.get("answer", "answer"),
     )
-    record = records(file, asked)[row]
-    question, answer = record[asked], record.get(right)
+    file, row = draw_record(
+        options["path"],
+        options.get("held_out", ""),
+        question_key,
+        index=index,
+        seed=seed,
+        split=split,
+    )
+    record = records(file, question_key)[row]
+    question, answer = record[question_key], record.get(answer_key)
     number = isinstance(answer, int | float) and not isinstance(answer, bool)
     if not isinstance(question, str) or not (
         number or (isinstance(answer, str) and answer.strip())
     ):
         raise ConfigError(
-            f"{file}: every record must have {asked!r} as text and {right!r} as text or number, "
-            f"got {record!r:.200}"
+            f"{file}: every record must have {question_key!r} as text and {answer_key!r} as text "
+            f"or number, got {record!r:.200}"
         )
     answer = str(answer)
     if len(answer) > MAX_CHARS:
         raise ConfigError(
-            f"{file}: {right!r} must have at most {MAX_CHARS} characters, got {len(answer)}"
+            f"{file}: {answer_key!r} must have at most {MAX_CHARS} characters, got {len(answer)}"
         )
     return Question(question=question, answer=boxed_answer(answer) or answer)

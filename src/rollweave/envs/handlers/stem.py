@@ -108,9 +108,9 @@ class Stem(QuestionHandler):
         rng = random.Random(mix(seed, split, index))
         while True:
             place = mix(seed, split, "world", rng.randrange(WORLDS))
-            asked = invented_question(world(place), rng)
-            if split_of(asked.question) is split:
-                return new_task(question=asked.question, answer=asked.answer, world=place)
+            drawn = invented_question(world(place), rng)
+            if split_of(drawn.question) is split:
+                return new_task(question=drawn.question, answer=drawn.answer, world=place)
 
 
 def _check(options: Options) -> None:

@@ -263,7 +263,7 @@ class Session:
             if self._tools is not None and chat.reads_calls and chat.one_call
             else ()
         )
-        asked = (
+        overrides = (
             {}
             if self._pinned
             else {
@@ -281,7 +281,7 @@ class Session:
             stop=(*self._codec.stop, *base.stop, *chat.stop, *one_call),
             # Two calls of the same prompt are two samples, and the same two whenever
             # the session is repeated.
-            **{"seed": mix(base.seed, call.number), **asked},
+            **{"seed": mix(base.seed, call.number), **overrides},
         )
 
     async def _take_turn(self, turn: Turn, chat: ChatRequest, sampling: Sampling) -> None:
