@@ -125,8 +125,7 @@ async def test_an_abandoned_call_is_counted_and_its_environment_never_called_aga
     env = await given_up(gate, of)
     assert of.threads.abandoned == {f"step of environment {HERE}Plain": 1}
     assert said[0].startswith(
-        f"step of environment {HERE}Plain was abandoned and has not "
-        "returned: its thread is lost"
+        f"step of environment {HERE}Plain was abandoned and has not returned: its thread is lost"
     )
     with pytest.raises(EnvError, match="is not called again: a call of it has not returned"):
         await env.step("a")

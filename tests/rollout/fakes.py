@@ -63,7 +63,7 @@ def codec() -> ChatCodec:
 CODEC = codec()
 
 
-def words(text: str, *, end: bool = True) -> tuple[int, ...]:
+def reply_tokens(text: str, *, end: bool = True) -> tuple[int, ...]:
     """Return the tokens that an engine samples for `text`."""
     tokens = CODEC._encode(text)
     return (*tokens, 1) if end else tokens
@@ -93,7 +93,7 @@ class ScriptedEnv:
     def __init__(self, script: Script, log: list[str]) -> None:
         self._script, self._log = script, log
         self._steps = iter(script.steps)
-        self.held = True
+        self.is_open = True
 
     async def reset(self, task: Task) -> Observation:
         self._log.append("reset")
@@ -106,11 +106,11 @@ class ScriptedEnv:
     async def close(self) -> None:
         self._log.append("close")
         await _play(self._script.close)
-        self.held = False
+        self.is_open = False
 
     def kill(self) -> None:
         self._log.append("kill")
-        self.held = False
+        self.is_open = False
 
 
 class ScriptedEnvProvider:
@@ -129,7 +129,9 @@ class ScriptedEnvProvider:
         return self.envs[-1]
 
     async def score(self, episode: Episode, *, seed: int) -> Score:
-        assert not any(env.held for env in self.envs), "the environment is freed before the reward"
+        assert not any(env.is_open for env in self.envs), (
+            "the environment is freed before the reward"
+        )
         self.scored.append(episode)
         self.log.append(f"score {sum(episode.rewards)} after {list(episode.actions())}")
         return await _play(self.script.score)  # type: ignore[no-any-return]
@@ -161,7 +163,7 @@ class OneWordEngine:
         return self._lost
 
     def generate(
-        self, request: GenerateRequest, heard: OnTokens | None = None
+        self, request: GenerateRequest, on_tokens: OnTokens | None = None
     ) -> asyncio.Future[GenerateResult]:
         self.requests.append(request)
         return asyncio.ensure_future(self._generate(request))
@@ -172,7 +174,7 @@ class OneWordEngine:
             answer = await _play(self.answer)
         finally:
             self.live -= 1
-        return said(answer, request.id) if isinstance(answer, str) else answer  # type: ignore[no-any-return]
+        return engine_result(answer, request.id) if isinstance(answer, str) else answer  # type: ignore[no-any-return]
 
     async def ready(self) -> Ready:
         return Ready(version=-1, kv_total_tokens=1000, max_slots=8, max_context=1000)
@@ -212,11 +214,11 @@ class OneWordEngine:
             self._lost.set_result("killed")
 
 
-def said(
+def engine_result(
     text: str, id: str = "r", *, finish: FinishReason = FinishReason.STOP, version: int = 3
 ) -> GenerateResult:
     """Return an engine's answer."""
-    tokens = words(text, end=finish is FinishReason.STOP)
+    tokens = reply_tokens(text, end=finish is FinishReason.STOP)
     spans = (VersionSpan(start=0, end=len(tokens), version=version),)
     return GenerateResult(
         id=id,

@@ -34,7 +34,7 @@ from rollweave.schema.events import (
 )
 from rollweave.schema.serving import FinishReason, Sampling
 from rollweave.schema.work import Blame, SegmentKind, StopReason, Trajectory
-from tests.rollout.fakes import CODEC, TRAJECTORY, Harness, said, words
+from tests.rollout.fakes import CODEC, TRAJECTORY, Harness, engine_result, reply_tokens
 
 GO = Message(role="user", content="go")
 ON = Message(role="user", content="on")
@@ -67,10 +67,10 @@ class Foreign(BaseException):
 
 
 def nested(levels: int) -> list[Any]:
-    found: list[Any] = []
+    value: list[Any] = []
     for _ in range(levels - 1):
-        found = [found]
-    return found
+        value = [value]
+    return value
 
 
 STUBBORN: list[asyncio.Future[None]] = []
@@ -205,16 +205,16 @@ async def test_names_a_first_prompt_that_does_not_fit(
 async def test_a_handler_sees_that_a_turn_was_cut(
     store: TrajectoryStore, listener: GatewayListener
 ) -> None:
-    heard: list[Message] = []
+    replies: list[Message] = []
 
     async def listen(agent: Agent) -> None:
-        heard.append(await agent.chat([GO]))
-        heard.append(await agent.chat([GO, heard[0], ON], max_tokens=2))
+        replies.append(await agent.chat([GO]))
+        replies.append(await agent.chat([GO, replies[0], ON], max_tokens=2))
 
     made = harness(store, listener, Played(on_run=listen), max_turn_tokens=4)
-    made.engine.answer = said("righ", finish=FinishReason.LENGTH)
+    made.engine.answer = engine_result("righ", finish=FinishReason.LENGTH)
     _, trajectory = await ended(made, store)
-    assert [message.finish_reason for message in heard] == ["length", "length"]
+    assert [message.finish_reason for message in replies] == ["length", "length"]
     cut = [event.cut for event in made.events if isinstance(event, TurnDone)]
     assert cut == [True, False], "the second limit is the handler's"
     (sequence,) = trajectory.sequences
@@ -234,10 +234,12 @@ async def test_a_complete_attempt(store: TrajectoryStore, listener: GatewayListe
     (trajectory,) = store.get([TRAJECTORY])
     assert json.loads(trajectory.result) == {"patch": "+1"}
     (sequence,) = trajectory.sequences
-    told = [("user", "go"), ("assistant", "hi"), ("user", "on"), ("assistant", "hi")]
-    text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in told)
+    reported = [("user", "go"), ("assistant", "hi"), ("user", "on"), ("assistant", "hi")]
+    text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in reported)
     assert CODEC.decode(sequence.tokens) == text.removesuffix("\n")
-    assert [sequence.tokens[turn.start : turn.end] for turn in sequence.turns] == [words("hi")] * 2
+    assert [sequence.tokens[turn.start : turn.end] for turn in sequence.turns] == [
+        reply_tokens("hi")
+    ] * 2
     assert sequence.versions() == (3, 3)
     assert handler.log == ["init", "run", "close", "eval", "result"]
     await made.idle()
@@ -377,7 +379,7 @@ async def test_the_budget_runs_out_in_a_turn(
     store: TrajectoryStore, listener: GatewayListener
 ) -> None:
     made = harness(store, listener, Played())
-    made.engine.answer = said("h", finish=FinishReason.TIME)
+    made.engine.answer = engine_result("h", finish=FinishReason.TIME)
     over = await made.play()
     assert over.stop_reason is StopReason.TIME_BUDGET
 
@@ -390,7 +392,7 @@ async def test_a_handler_cannot_ignore_a_stop(
             await agent.chat([GO])
 
     made = harness(store, listener, Played(on_run=run))
-    made.engine.answer = said("h", finish=FinishReason.TIME)
+    made.engine.answer = engine_result("h", finish=FinishReason.TIME)
     assert (await made.play()).stop_reason is StopReason.TIME_BUDGET
 
 
@@ -398,7 +400,7 @@ async def test_a_handler_cannot_ignore_a_stop(
 async def test_turns_and_context_are_limited(
     store: TrajectoryStore, listener: GatewayListener, lets_pass: bool
 ) -> None:
-    told: list[Exception] = []
+    reported: list[Exception] = []
 
     async def run(agent: Agent) -> None:
         messages = [GO]
@@ -406,7 +408,7 @@ async def test_turns_and_context_are_limited(
             while True:
                 messages += [await agent.chat(messages), ON]
         except LimitError as error:
-            told.append(error)
+            reported.append(error)
             if lets_pass:
                 raise
 
@@ -418,7 +420,7 @@ async def test_turns_and_context_are_limited(
     over, trajectory = await ended(made, store)
     assert over.stop_reason is StopReason.MAX_TOKENS
     assert all(len(sequence.tokens) <= 100 for sequence in trajectory.sequences)
-    assert len(told) == 2
+    assert len(reported) == 2
 
 
 async def test_an_agent_that_shortens_its_context_finishes(
@@ -489,12 +491,12 @@ async def test_exceptions_of_a_cancelled_stage_are_retrieved(
         finally:
             raise SystemExit(3)
 
-    told: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
     over = await harness(store, listener, Played(on_init=init), step_s=0.01).play()
     assert over.stop_reason is StopReason.ENV_HANG
     gc.collect()
-    assert told == []
+    assert reported == []
 
 
 async def test_a_handler_may_attribute_a_failure_to_the_agent(

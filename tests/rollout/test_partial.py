@@ -55,7 +55,7 @@ def logprobs_of(tokens: tuple[int, ...]) -> tuple[float, ...]:
     return tuple(-token / 100 for token in tokens)
 
 
-def piece(start: int, end: int, *, version: int = 3, id: str = "r", **changes: Any) -> TokenDelta:
+def delta(start: int, end: int, *, version: int = 3, id: str = "r", **changes: Any) -> TokenDelta:
     tokens = TRUTH[start:end]
     parts: dict[str, Any] = {
         "tokens": tokens,
@@ -69,20 +69,20 @@ def piece(start: int, end: int, *, version: int = 3, id: str = "r", **changes: A
 def result(
     end: int, *, finish: FinishReason = FinishReason.ABORTED, version: int = 3, **changes: Any
 ) -> GenerateResult:
-    whole = piece(0, end, version=version)
+    complete = delta(0, end, version=version)
     parts: dict[str, Any] = {
-        name: getattr(whole, name) for name in ("tokens", "logprobs", "versions", "generate_s")
+        name: getattr(complete, name) for name in ("tokens", "logprobs", "versions", "generate_s")
     }
     return GenerateResult(id="r", finish=finish, **(parts | changes))
 
 
 def partial(end: int) -> PartialOutput:
-    whole = piece(0, end)
+    complete = delta(0, end)
     return PartialOutput(
-        tokens=whole.tokens,
-        logprobs=whole.logprobs,
-        versions=whole.versions,
-        generate_s=whole.generate_s,
+        tokens=complete.tokens,
+        logprobs=complete.logprobs,
+        versions=complete.versions,
+        generate_s=complete.generate_s,
     )
 
 
@@ -90,30 +90,30 @@ def partial(end: int) -> PartialOutput:
 
 
 @given(st.lists(st.tuples(st.integers(0, 19), st.integers(0, 6), st.integers(2, 3)), max_size=12))
-def test_deltas_in_any_order_are_a_prefix_or_nothing(told: list[tuple[int, int, int]]) -> None:
+def test_deltas_in_any_order_are_a_prefix_or_nothing(reported: list[tuple[int, int, int]]) -> None:
     """Deltas may be lost, repeated or reordered: once one does not begin where the last
     one ended, nothing can be resumed.
     """
     known, versions, broken = PartialTurn(), list[int](), False
-    for start, count, version in told:
+    for start, count, version in reported:
         end = min(start + count, len(TRUTH))
         broken = broken or start != len(versions)
-        known.append(piece(start, end, version=version, generate_s=0.0))
+        known.append(delta(start, end, version=version, generate_s=0.0))
         if not broken:
             versions += [version] * (end - start)
-        found = known.partial
+        output = known.partial
         if broken or not versions:
-            assert (found, len(known)) == (None, 0)
+            assert (output, len(known)) == (None, 0)
         else:
-            assert found is not None
-            assert found.tokens == TRUTH[: len(versions)]
-            assert found.logprobs == logprobs_of(found.tokens)
+            assert output is not None
+            assert output.tokens == TRUTH[: len(versions)]
+            assert output.logprobs == logprobs_of(output.tokens)
             assert [
-                span.version for span in found.versions for _ in range(span.end - span.start)
+                span.version for span in output.versions for _ in range(span.end - span.start)
             ] == versions
             assert all(
                 one.version != other.version
-                for one, other in zip(found.versions, found.versions[1:], strict=False)
+                for one, other in zip(output.versions, output.versions[1:], strict=False)
             )
 
 
@@ -130,10 +130,10 @@ def test_deltas_in_any_order_are_a_prefix_or_nothing(told: list[tuple[int, int, 
 )
 def test_an_inconsistent_delta_discards_the_partial_turn(changes: dict[str, Any]) -> None:
     known = PartialTurn()
-    known.append(piece(0, 2))
-    known.append(piece(2, 4, **changes))
+    known.append(delta(0, 2))
+    known.append(delta(2, 4, **changes))
     assert known.partial is None
-    known.append(piece(2, 4))
+    known.append(delta(2, 4))
     assert known.partial is None, "what is broken stays so"
 
 
@@ -143,7 +143,7 @@ def test_an_inconsistent_delta_discards_the_partial_turn(changes: dict[str, Any]
         (result(7), 7),
         (result(4), 4),
         (result(9, finish=FinishReason.STOP), 9),  # it ended as it was aborted: that is all of it
-        (result(3), 0),  # less than was told
+        (result(3), 0),  # less than was reported
         (result(7, tokens=(1, *TRUTH[1:7])), 0),
         (result(7, logprobs=(-1.0, *logprobs_of(TRUTH[1:7]))), 0),
         (result(7, logprobs=()), 0),
@@ -157,7 +157,7 @@ def test_the_answer_to_an_abort_replaces_the_partial_turn_or_discards_it(
     answer: GenerateResult, kept: int
 ) -> None:
     known = PartialTurn(partial(2))
-    known.append(piece(2, 4))
+    known.append(delta(2, 4))
     known.finish(answer)
     assert known.partial == (partial(kept) if kept else None)
 
@@ -174,11 +174,11 @@ class Puppet(OneWordEngine):
         self.aborted: list[str] = []
 
     def generate(
-        self, request: GenerateRequest, heard: OnTokens | None = None
+        self, request: GenerateRequest, on_tokens: OnTokens | None = None
     ) -> asyncio.Future[GenerateResult]:
-        assert heard is not None
+        assert on_tokens is not None
         future: asyncio.Future[GenerateResult] = asyncio.get_running_loop().create_future()
-        self.calls.append((request, future, heard))
+        self.calls.append((request, future, on_tokens))
         return future
 
     def abort(self, request_id: str) -> None:
@@ -256,24 +256,24 @@ class Stage:
         return [event for event in self.events if isinstance(event, kind)]
 
 
-async def turned(rounds: int = 4) -> None:
+async def settle(rounds: int = 4) -> None:
     """Let callbacks run."""
     for _ in range(rounds):
         await asyncio.sleep(0)
 
 
-async def asked() -> tuple[Stage, Puppet, Puppet]:
+async def streaming_turn() -> tuple[Stage, Puppet, Puppet]:
     """Return a stage whose turn is with the first engine, which has reported four
     tokens.
     """
     stage = Stage()
     stage.ask()
-    await turned()
+    await settle()
     assert [type(event) for event in stage.events] == [TurnRequested]
     stage.start("e0", 0)
     first: Puppet = stage.engines["e0"]
-    first.calls[0][2](piece(0, 2))
-    first.calls[0][2](piece(2, 4))
+    first.calls[0][2](delta(0, 2))
+    first.calls[0][2](delta(2, 4))
     return stage, first, stage.engines["e1"]
 
 
@@ -294,11 +294,11 @@ async def test_a_lost_engine_loses_only_unreported_tokens(resume: bool, at_once:
     """This also holds if the core dispatches the turn before its owner learns of the
     loss.
     """
-    stage, first, second = await asked()
+    stage, first, second = await streaming_turn()
     first.calls[0][1].set_exception(EngineLostError("killed"))
     if not at_once:
-        await turned()
-    first.calls[0][2](piece(4, 6))  # from beyond
+        await settle()
+    first.calls[0][2](delta(4, 6))  # from beyond
     stage.start("e1", 1, resume=resume)
     assert second.resumed == (partial(6) if resume else None)
     assert stage.of(TurnFailed) == []
@@ -307,12 +307,12 @@ async def test_a_lost_engine_loses_only_unreported_tokens(resume: bool, at_once:
 
 @pytest.mark.parametrize("order", ["answered first", "started first"])
 async def test_an_aborted_turn_resumes_from_all_sampled_tokens(order: str) -> None:
-    stage, first, second = await asked()
+    stage, first, second = await streaming_turn()
     stage.abort("e0", 0)
     assert first.aborted == [first.calls[0][0].id]
     if order == "started first":
         stage.start("e1", 1, resume=True)
-        await turned()
+        await settle()
         assert second.calls == []
         stage.turns.rerank(
             RerankTurn(
@@ -325,31 +325,31 @@ async def test_an_aborted_turn_resumes_from_all_sampled_tokens(order: str) -> No
             )
         )
     first.calls[0][1].set_result(result(7))
-    await turned()
+    await settle()
     if order == "answered first":
         stage.start("e1", 1, resume=True)
     assert second.resumed == partial(7)
     assert second.calls[0][0].rank == (9.0 if order == "started first" else 0.0)
     assert stage.turns.known_context == PROMPT + TRUTH[:7]
-    second.calls[0][2](piece(7, 9))
+    second.calls[0][2](delta(7, 9))
     await finished(stage, second, 7)
 
 
 async def test_an_abort_without_an_answer_times_out() -> None:
-    stage, first, second = await asked()
+    stage, first, second = await streaming_turn()
     stage.turns.abort_s = 0.01
     stage.abort("e0", 0)
     stage.start("e1", 1, resume=True)
     await asyncio.wait({first.calls[0][1]})
     assert first.calls[0][1].cancelled()
-    await turned()
+    await settle()
     assert second.resumed == partial(4)
     await finished(stage, second, 4)
 
 
 @pytest.mark.parametrize("how", ["lost", "refused", "cancelled", "nonsense"])
 async def test_after_any_answer_to_an_abort_the_turn_resumes_or_restarts(how: str) -> None:
-    stage, first, second = await asked()
+    stage, first, second = await streaming_turn()
     stage.abort("e0", 0)
     stage.start("e1", 1, resume=True)
     future = first.calls[0][1]
@@ -361,29 +361,29 @@ async def test_after_any_answer_to_an_abort_the_turn_resumes_or_restarts(how: st
         future.cancel()
     else:
         future.set_result(result(7, tokens=tuple(range(7))))
-    await turned()
+    await settle()
     kept = 4 if how in ("lost", "cancelled") else 0
     assert second.resumed == (partial(kept) if kept else None)
     await finished(stage, second, kept)
 
 
 async def test_a_restarted_turn_does_not_wait_for_the_abort() -> None:
-    stage, first, second = await asked()
+    stage, first, second = await streaming_turn()
     stage.abort("e0", 0)
     stage.start("e1", 1)
     assert second.resumed is None
-    await turned()
+    await settle()
     assert first.calls[0][1].cancelled()
     await finished(stage, second, 0)
 
 
 async def test_an_abort_cancels_a_waiting_start() -> None:
-    stage, first, second = await asked()
+    stage, first, second = await streaming_turn()
     stage.abort("e0", 0)
     stage.start("e1", 1, resume=True)
     stage.abort("e1", 1)
     first.calls[0][1].set_result(result(7))
-    await turned()
+    await settle()
     assert second.calls == []
     stage.start("e0", 2, resume=True)
     assert first.resumed == partial(7)
@@ -395,13 +395,13 @@ async def test_an_abort_cancels_a_waiting_start() -> None:
 @pytest.mark.parametrize("asks", [False, True])
 async def test_an_answer_that_crosses_an_abort_is_repeated(asks: bool) -> None:
     """So is the attempt's next request, if any: the core has received neither."""
-    stage, first, second = await asked()
+    stage, first, second = await streaming_turn()
     first.calls[0][1].set_result(result(20, finish=FinishReason.LENGTH))
     assert stage.task is not None
     await stage.task
     if asks:
         following = asyncio.get_running_loop().create_task(stage.turns.turn(1, PROMPT, Sampling()))
-        await turned()
+        await settle()
     stage.abort("e0", 0)
     stage.events.clear()
     stage.start("e1", 1, resume=True)
@@ -415,7 +415,7 @@ async def test_an_answer_that_crosses_an_abort_is_repeated(asks: bool) -> None:
 
 
 async def test_an_answer_that_is_not_consumed_yet_is_not_requested_again() -> None:
-    stage, first, second = await asked()
+    stage, first, second = await streaming_turn()
     first.calls[0][1].set_result(result(20, finish=FinishReason.LENGTH))
     await asyncio.sleep(0)
     assert stage.turns._open is not None
@@ -425,12 +425,12 @@ async def test_an_answer_that_is_not_consumed_yet_is_not_requested_again() -> No
 
 
 async def test_a_refused_turn_restarts() -> None:
-    stage, first, second = await asked()
+    stage, first, second = await streaming_turn()
     first.calls[0][1].set_exception(EngineLostError("killed"))
-    await turned()
+    await settle()
     stage.start("e1", 1, resume=True)
     second.calls[0][1].set_exception(EngineError("resumed.tokens must end where the turn stops"))
-    await turned()
+    await settle()
     assert [failed.dispatch for failed in stage.of(TurnFailed)] == [1]
     stage.start("e1", 2, resume=True)
     assert second.resumed is None
@@ -450,12 +450,12 @@ async def test_a_refused_turn_restarts() -> None:
     ],
 )
 async def test_an_inconsistent_answer_fails_the_turn(answer: GenerateResult, kept: int) -> None:
-    stage, first, second = await asked()
+    stage, first, second = await streaming_turn()
     first.calls[0][1].set_exception(EngineLostError("killed"))
-    await turned()
+    await settle()
     stage.start("e1", 1, resume=True)
     second.calls[0][1].set_result(answer)
-    await turned()
+    await settle()
     assert len(stage.of(TurnFailed)) == 1
     stage.start("e0", 2, resume=True)
     assert first.resumed == (partial(kept) if kept else None)
@@ -463,9 +463,9 @@ async def test_an_inconsistent_answer_fails_the_turn(answer: GenerateResult, kep
 
 
 async def test_a_missing_engine_fails_the_dispatch_and_keeps_the_partial_turn() -> None:
-    stage, first, second = await asked()
+    stage, first, second = await streaming_turn()
     first.calls[0][1].set_exception(EngineLostError("killed"))
-    await turned()
+    await settle()
     gone = stage.engines.pop("e1")
     stage.start("e1", 1, resume=True)
     assert [failed.error for failed in stage.of(TurnFailed)] == ["the engine is gone"]
@@ -477,7 +477,7 @@ async def test_a_missing_engine_fails_the_dispatch_and_keeps_the_partial_turn() 
 
 @pytest.mark.parametrize("when", ["generating", "leaving", "waiting to start"])
 async def test_an_ended_attempt_releases_everything(when: str) -> None:
-    stage, first, second = await asked()
+    stage, first, second = await streaming_turn()
     if when != "generating":
         stage.abort("e0", 0)
     if when == "waiting to start":
@@ -486,35 +486,37 @@ async def test_an_ended_attempt_releases_everything(when: str) -> None:
     stage.turns.ending = True
     stage.task.cancel()
     await asyncio.wait({stage.task})
-    await turned()
+    await settle()
     assert first.calls[0][1].cancelled()
     assert second.calls == []
     assert stage.progress._turns == {}
 
 
-# What the core is told.
+# What the core is reported.
 
 
 async def test_long_turns_are_reported_periodically() -> None:
     stage = Stage()
     stage.ask()
-    await turned()
+    await settle()
     stage.start("e0", 0)
-    _, future, heard = stage.engines["e0"].calls[0]
-    heard(piece(0, 2))
+    _, future, on_tokens = stage.engines["e0"].calls[0]
+    on_tokens(delta(0, 2))
     stage.progress.report()
     assert stage.of(TurnsProgressed) == []  # not long yet
-    heard(piece(2, 4))
-    heard(piece(4, 6))
+    on_tokens(delta(2, 4))
+    on_tokens(delta(4, 6))
     stage.progress.report()
     stage.progress.report()
-    told = TurnProgress(trajectory_id=TRAJECTORY, attempt=0, turn=0, dispatch=0, output_tokens=6)
+    reported = TurnProgress(
+        trajectory_id=TRAJECTORY, attempt=0, turn=0, dispatch=0, output_tokens=6
+    )
     # once, for nothing came to it
-    assert stage.of(TurnsProgressed) == [TurnsProgressed(turns=(told,))]
-    heard(piece(6, 8))
+    assert stage.of(TurnsProgressed) == [TurnsProgressed(turns=(reported,))]
+    on_tokens(delta(6, 8))
     stage.progress.report()
     assert len(stage.of(TurnsProgressed)) == 2
-    heard(piece(8, 10))
+    on_tokens(delta(8, 10))
     future.set_result(result(20, finish=FinishReason.LENGTH))
     assert stage.task is not None
     await stage.task
@@ -526,23 +528,23 @@ async def test_long_turns_are_reported_periodically() -> None:
 async def test_a_turn_without_an_engine_is_not_reported() -> None:
     stage = Stage()
     stage.ask()
-    await turned()
+    await settle()
     stage.start("e0", 0)
-    _, future, heard = stage.engines["e0"].calls[0]
-    heard(piece(0, 2))
+    _, future, on_tokens = stage.engines["e0"].calls[0]
+    on_tokens(delta(0, 2))
     stage.progress.report()
     stage.abort("e0", 0)
-    heard(piece(2, 4))
+    on_tokens(delta(2, 4))
     stage.progress.report()
     assert stage.of(TurnsProgressed) == []
     future.set_result(result(5))
-    await turned()
+    await settle()
     stage.start("e1", 1, resume=True)
-    stage.engines["e1"].calls[0][2](piece(5, 9))
+    stage.engines["e1"].calls[0][2](delta(5, 9))
     stage.progress.report()
     stage.progress.report()
     (event,) = stage.of(TurnsProgressed)
-    assert [(told.dispatch, told.output_tokens) for told in event.turns] == [(1, 9)]
+    assert [(reported.dispatch, reported.output_tokens) for reported in event.turns] == [(1, 9)]
     await finished(stage, stage.engines["e1"], 5)
 
 
@@ -578,26 +580,26 @@ async def engine_of(tmp_path: Path) -> AsyncIterator[Callable[[str], EngineClien
 
 
 class Watched:
-    """An engine that reports when it has streamed its turn `times` times; `told` is set
+    """An engine that reports when it has streamed its turn `times` times; `reported` is set
     then.
     """
 
     def __init__(self, engine: EngineClient, times: int) -> None:
         self.engine, self.left = engine, times
-        self.told = asyncio.Event()
+        self.reported = asyncio.Event()
 
     def generate(
-        self, request: GenerateRequest, heard: OnTokens | None = None
+        self, request: GenerateRequest, on_tokens: OnTokens | None = None
     ) -> asyncio.Future[GenerateResult]:
-        assert heard is not None
-        tell = heard
+        assert on_tokens is not None
+        forward = on_tokens
 
         def listen(each: TokenDelta) -> None:
             if self.left:
-                tell(each)
+                forward(each)
                 self.left -= 1
                 if not self.left:
-                    self.told.set()
+                    self.reported.set()
 
         return self.engine.generate(request, listen)
 
@@ -616,23 +618,23 @@ async def test_a_turn_resumed_after_losses_equals_the_uninterrupted_one(
     doomed = [engine_of("process") for _ in range(2)]
     last = engine_of("thread")
     await asyncio.gather(*(client.ready() for client in (*doomed, last)))
-    whole = await last.generate(GenerateRequest(id="whole", tokens=PROMPT, sampling=sampling))
+    complete = await last.generate(GenerateRequest(id="complete", tokens=PROMPT, sampling=sampling))
     stage = Stage()
     stage.ask(sampling)
-    await turned()
+    await settle()
     kept = 0
     for number, client in enumerate(doomed):
         watched = Watched(client, number + 1)
         stage.engines["e0"] = watched
         stage.start("e0", number, resume=number > 0)
         async with asyncio.timeout(60):
-            await watched.told.wait()
+            await watched.reported.wait()
         if end == "killed":
             client.kill()
             await client.lost
         else:
             stage.abort("e0", number)
-        await turned()
+        await settle()
         assert stage.turns._open is not None
         assert kept < len(stage.turns._open.partial_turn) < LONG
         kept = len(stage.turns._open.partial_turn)
@@ -641,11 +643,11 @@ async def test_a_turn_resumed_after_losses_equals_the_uninterrupted_one(
     assert stage.task is not None
     answer = (await stage.task).result
     assert (answer.tokens, answer.logprobs, answer.finish) == (
-        whole.tokens,
-        whole.logprobs,
-        whole.finish,
+        complete.tokens,
+        complete.logprobs,
+        complete.finish,
     )
-    assert answer.versions == whole.versions == (VersionSpan(start=0, end=LONG, version=3),)
+    assert answer.versions == complete.versions == (VersionSpan(start=0, end=LONG, version=3),)
     assert kept <= answer.resumed_tokens < LONG
     (done,) = stage.of(TurnDone)
     assert (done.output_tokens, done.dispatch) == (LONG, 2)

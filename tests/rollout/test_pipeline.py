@@ -36,7 +36,16 @@ from rollweave.schema.work import (
     Task,
     Trajectory,
 )
-from tests.rollout.fakes import CODEC, ENGINE, LOST, TRAJECTORY, Harness, Script, said, words
+from tests.rollout.fakes import (
+    CODEC,
+    ENGINE,
+    LOST,
+    TRAJECTORY,
+    Harness,
+    Script,
+    engine_result,
+    reply_tokens,
+)
 
 
 @pytest.fixture
@@ -76,13 +85,15 @@ async def test_a_complete_attempt(store: TrajectoryStore) -> None:
     (trajectory,) = store.get([TRAJECTORY])
     assert (trajectory.reward, trajectory.success, trajectory.blame) == (1.5, True, Blame.NONE)
     (sequence,) = trajectory.sequences
-    said = [("user", "go"), ("assistant", "hi"), ("user", "on"), ("assistant", "hi")]
-    text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in said)
+    transcript = [("user", "go"), ("assistant", "hi"), ("user", "on"), ("assistant", "hi")]
+    text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in transcript)
     assert CODEC.decode(sequence.tokens) == text.removesuffix("\n")
-    assert [sequence.tokens[turn.start : turn.end] for turn in sequence.turns] == [words("hi")] * 2
+    assert [sequence.tokens[turn.start : turn.end] for turn in sequence.turns] == [
+        reply_tokens("hi")
+    ] * 2
     assert [(turn.reward, turn.state_key) for turn in sequence.turns] == [(0.5, "a"), (1.0, "b")]
     assert sequence.versions() == (3, 3)
-    assert sequence.output_mask().count(True) == 2 * len(words("hi"))
+    assert sequence.output_mask().count(True) == 2 * len(reply_tokens("hi"))
     assert ended.tokens == len(sequence.tokens)
     assert harness.provider.log == [
         "open",
@@ -151,7 +162,7 @@ async def test_sampling_seeds_depend_on_run_trajectory_attempt_and_turn(
             Script(steps=[Step()]),
             StopReason.ENV_ERROR,
             "answer to turn 0",
-        ),  # not done, and nothing said
+        ),  # not done, and no messages
         (Script(close=None), StopReason.FINISHED, ""),
         (Script(close=OSError("busy")), StopReason.FINISHED, ""),
     ],
@@ -163,7 +174,7 @@ async def test_every_behavior_of_an_environment_has_a_typed_stop_reason(
     ended = await harness.play()
     assert ended.stop_reason is reason
     assert error in ended.error
-    assert not any(env.held for env in harness.provider.envs)
+    assert not any(env.is_open for env in harness.provider.envs)
     await harness.idle()
     entry = TrajectoryReader(store._directory).entries[-1]
     assert TrajectoryReader(store._directory).load(entry).stop_reason is reason
@@ -182,7 +193,7 @@ async def test_limits_end_a_trajectory_and_blame_the_agent(store: TrajectoryStor
 
 async def test_a_turn_cut_by_the_token_limit_is_not_stepped(store: TrajectoryStore) -> None:
     harness = Harness(store, max_tokens=60, max_turn_tokens=128)
-    harness.engine.answer = said("x" * 10, finish=FinishReason.LENGTH)
+    harness.engine.answer = engine_result("x" * 10, finish=FinishReason.LENGTH)
     ended = await harness.play()
     assert ended.stop_reason is StopReason.MAX_TOKENS
     assert harness.provider.log == ["open", "reset", "close"]
@@ -195,7 +206,7 @@ async def test_a_turn_cut_by_its_own_limit_is_marked_counted_and_reported(
     store: TrajectoryStore,
 ) -> None:
     cut = Harness(store, max_turn_tokens=4)
-    cut.engine.answer = said("righ", finish=FinishReason.LENGTH)
+    cut.engine.answer = engine_result("righ", finish=FinishReason.LENGTH)
     ended = await cut.play()
     assert (ended.stop_reason, ended.turns) == (StopReason.FINISHED, 2)
     assert cut.provider.log == ["open", "reset", "step righ (cut)", "step righ (cut)", "close"]
@@ -210,9 +221,9 @@ async def test_a_turn_cut_by_its_own_limit_is_marked_counted_and_reported(
         "",
         "length",
     ]
-    whole = Harness(store, max_turn_tokens=4)
-    await whole.play()
-    assert [event.cut for event in whole.events if isinstance(event, TurnDone)] == [False, False]
+    uncut = Harness(store, max_turn_tokens=4)
+    await uncut.play()
+    assert [event.cut for event in uncut.events if isinstance(event, TurnDone)] == [False, False]
     (trajectory,) = store.get([TRAJECTORY])
     assert [span.finish_reason for span in trajectory.sequences[0].turns] == ["stop", "stop"]
 
@@ -224,7 +235,7 @@ async def test_the_time_budget_excludes_queueing(
     ended = await harness.play()
     assert (ended.stop_reason, harness.pipeline.active_attempts) == (StopReason.TIME_BUDGET, 0)
     harness = Harness(store, time_s=0.2)
-    harness.engine.answer = said("too slow", finish=FinishReason.TIME)
+    harness.engine.answer = engine_result("too slow", finish=FinishReason.TIME)
     ended = await harness.play()
     assert (ended.stop_reason, ended.turns) == (StopReason.TIME_BUDGET, 0)
     assert ended.error == "the active time ran out in turn 0"
@@ -249,7 +260,9 @@ async def test_time_in_the_engines_queue_is_reported_and_not_active(
     store: TrajectoryStore,
 ) -> None:
     harness = Harness(store, time_s=30.0)
-    harness.engine.answer = msgspec.structs.replace(said("hi"), queue_s=100.0, generate_s=20.0)
+    harness.engine.answer = msgspec.structs.replace(
+        engine_result("hi"), queue_s=100.0, generate_s=20.0
+    )
     ended = await harness.play()
     budgets = [request.budget_s for request in harness.engine.requests]
     assert budgets[0] - budgets[1] == pytest.approx(20.0, abs=5.0)  # and what the environment took
@@ -274,8 +287,8 @@ async def test_a_failed_turn_is_reported_and_dispatched_again(store: TrajectoryS
                 id="r", tokens=(), logprobs=(), versions=(), finish=FinishReason.ABORTED
             ),
             GenerateResult(id="r", tokens=(1,), logprobs=(), versions=(), finish=FinishReason.STOP),
-            said("hi", version=-1),
-            msgspec.structs.replace(said("hi"), text_only=True),
+            engine_result("hi", version=-1),
+            msgspec.structs.replace(engine_result("hi"), text_only=True),
         ],
         1,
     ):
@@ -297,7 +310,7 @@ async def test_text_only_results_may_be_evaluated(store: TrajectoryStore) -> Non
     await harness.until(EnvReady)
     harness.run()
     await harness.until(TurnRequested)
-    harness.engine.answer = msgspec.structs.replace(said("hi"), text_only=True)
+    harness.engine.answer = msgspec.structs.replace(engine_result("hi"), text_only=True)
     harness.turn(0, 0)
     await harness.until(TurnDone)
     harness.pipeline.cancel(cancel())
@@ -368,7 +381,7 @@ async def test_the_context_is_what_the_engine_has_processed(store: TrajectorySto
     )
     await harness.play()
     first, second = harness.engine.requests
-    one, two = (*first.tokens, *words("hi")), (*second.tokens, *words("hi"))
+    one, two = (*first.tokens, *reply_tokens("hi")), (*second.tokens, *reply_tokens("hi"))
     assert seen == [None, one, one, two, None]
     assert second.tokens[: len(one)] == one
     assert harness.pipeline.context_of(TRAJECTORY, 1) is None
@@ -457,7 +470,7 @@ async def test_cancellation_at_any_await_releases_everything(
     await harness.idle()
     assert ended.stop_reason is (StopReason.FINISHED if stage == "closing" else StopReason.STALE)
     assert harness.engine.live == 0
-    assert not any(env.held for env in harness.provider.envs)
+    assert not any(env.is_open for env in harness.provider.envs)
     assert harness.pipeline.active_attempts == 0
     assert sum(isinstance(event, TrajectoryEnded) for event in harness.events) == 1
     entries = TrajectoryReader(store._directory).entries
@@ -480,17 +493,17 @@ async def test_no_attempt_generates_beyond_its_cancellation(
     harness.init(attempt)
     await harness.until(EnvReady)
     harness.run(attempt)
-    asked = 0
+    requests = 0
     for turn in range(turns + 1):
-        await harness.until(TurnRequested, after=asked)
-        asked = len(harness.events)
+        await harness.until(TurnRequested, after=requests)
+        requests = len(harness.events)
         if turn < turns:
             harness.turn(turn, attempt=attempt)
     for number in range(tries):
         harness.engine.answer = EngineError("broken")
         harness.turn(turns, dispatch=number, attempt=attempt)
-        await harness.until(TurnFailed, after=asked)
-        asked = len(harness.events)
+        await harness.until(TurnFailed, after=requests)
+        requests = len(harness.events)
     harness.engine.answer = None
     harness.turn(turns, dispatch=tries, attempt=attempt)
     await reached(lambda: harness.engine.live == 1)
@@ -517,12 +530,12 @@ async def test_cancelling_an_unknown_attempt_is_answered(store: TrajectoryStore)
     assert (await harness.until(TrajectoryEnded)).stop_reason is StopReason.STALE
 
 
-@pytest.mark.parametrize("begun", [False, True])
-async def test_cancelling_an_evaluation(store: TrajectoryStore, begun: bool) -> None:
+@pytest.mark.parametrize("started", [False, True])
+async def test_cancelling_an_evaluation(store: TrajectoryStore, started: bool) -> None:
     harness = Harness(store, Script(score=None))
     await harness.play()
     harness.eval()
-    if begun:
+    if started:
         await reached(lambda: "score" in harness.provider.log[-1])
     seen = len(harness.events)
     harness.pipeline.cancel(cancel(StopReason.SURPLUS))
@@ -750,7 +763,7 @@ async def test_a_bug_in_one_score_ends_only_that_attempt(store: TrajectoryStore)
 async def test_a_request_that_cannot_be_sent_fails_only_its_turn(store: TrajectoryStore) -> None:
     harness = Harness(store)
 
-    def refuses(request: object, heard: object = None) -> asyncio.Future[GenerateResult]:
+    def refuses(request: object, on_tokens: object = None) -> asyncio.Future[GenerateResult]:
         raise ValueError("a frame must not be longer")
 
     harness.engine.generate = refuses  # type: ignore[method-assign,assignment]

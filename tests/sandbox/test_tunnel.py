@@ -122,7 +122,7 @@ print(answers.count("hello"))
         assert (await bash.run("echo $((6 * 7))")).output == "42\n"
         assert (await sandbox.exec(["echo", "on"])).stdout == b"on\n"
         assert (
-            len(script.asked) == MAX_IN_FLIGHT
+            len(script.requests) == MAX_IN_FLIGHT
         )  # the gateway refuses no call for being one too many
         first.cancel()
         await asyncio.wait_for(script.cancelled.get(), 60)

@@ -416,7 +416,7 @@ async def test_refuses_a_folder_that_cannot_be_copied(tmp_path: Path) -> None:
     made = Sandboxes("plain")
     for folder, message in (
         (tmp_path / "none", "must be a folder"),
-        (tmp_path, "files and folders alone"),
+        (tmp_path, "only files and folders"),
     ):
         (tmp_path / "link").exists() or (tmp_path / "link").symlink_to("/etc/passwd")
         with pytest.raises(ConfigError, match=message):

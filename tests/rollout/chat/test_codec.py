@@ -104,8 +104,8 @@ def test_a_regular_template_gives_the_tokens_of_the_complete_rendering(
     name: str, first: str, turns: list[tuple[str, str, str]]
 ) -> None:
     of = codec(name)
-    said = [say("user", first)]
-    conversation = Conversation(of, said)
+    messages = [say("user", first)]
+    conversation = Conversation(of, messages)
     closing = encode(CLOSING[name])
     for content, ending, answer in turns:
         end = {"whole end": closing, "stop token": closing[:1], "cut off": []}[ending]
@@ -114,9 +114,9 @@ def test_a_regular_template_gives_the_tokens_of_the_complete_rendering(
             conversation.add_turn(sampled, [-1.0] * len(sampled), spans(len(sampled), 0)) == content
         )
         conversation.observe([say("user", answer)])
-        said += [say("assistant", content), say("user", answer)]
-        assert conversation.tokens == whole(name, said, prompt=True)
-        assert list(conversation.messages) == said
+        messages += [say("assistant", content), say("user", answer)]
+        assert conversation.tokens == whole(name, messages, prompt=True)
+        assert list(conversation.messages) == messages
 
 
 def test_a_trimming_template_changes_no_sampled_token() -> None:
@@ -368,22 +368,24 @@ def test_words_of_a_grammar_are_single_tokens() -> None:
 
 @pytest.mark.parametrize("name", sorted(CLOSING))
 def test_a_scripted_conversation_has_the_tokens_of_its_rendering(name: str) -> None:
-    said = [
+    messages = [
         say("user", "a"),
         say("assistant", "the user"),
         say("user", "b"),
         say("assistant", "x"),
         say("user", "end"),
     ]
-    sequence = tokenize_transcript(codec(name), said)
-    assert sequence.tokens == whole(name, said, prompt=False)
+    sequence = tokenize_transcript(codec(name), messages)
+    assert sequence.tokens == whole(name, messages, prompt=False)
     outputs = [s for s in sequence.segments if s.kind is SegmentKind.OUTPUT]
     closing = CLOSING[name] if name == "plain" else CLOSING[name].strip()
     assert [codec(name).decode(sequence.tokens[s.start : s.end]) for s in outputs] == [
         f"the user{closing}",
         f"x{closing}",
     ]
-    assert tokenize_transcript(codec(name), said[:2]).tokens == sequence.tokens[: outputs[0].end]
+    assert (
+        tokenize_transcript(codec(name), messages[:2]).tokens == sequence.tokens[: outputs[0].end]
+    )
 
 
 @pytest.mark.parametrize(

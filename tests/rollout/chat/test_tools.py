@@ -43,34 +43,34 @@ def test_parses_calls(
     indent: int | None,
     closed: bool,
 ) -> None:
-    said = before + between.join(
+    source = before + between.join(
         written(name, arguments, indent=indent) for name, arguments in wanted
     )
-    agent = Hermes().parse(said if closed else said.removesuffix("</tool_call>"))
+    agent = Hermes().parse(source if closed else source.removesuffix("</tool_call>"))
     assert [(call.name, json.loads(call.arguments)) for call in agent.tool_calls] == wanted
     assert agent.content == (before + between * (len(wanted) - 1)).strip()
 
 
 @given(st.lists(text | st.sampled_from([*MARKS, CALL, '{"name":', "}"]), max_size=8).map("".join))
-def test_parsing_any_text_loses_nothing(said: str) -> None:
-    agent = Hermes().parse(said)
+def test_parsing_any_text_loses_nothing(source: str) -> None:
+    agent = Hermes().parse(source)
     if not agent.tool_calls:
-        assert agent.content == said
+        assert agent.content == source
         return
     # What is not in the content is so many whole calls; the last one may lack its
     # closing mark.
-    calls, gone = len(agent.tool_calls), Counter("".join(said.split()))
+    calls, gone = len(agent.tool_calls), Counter("".join(source.split()))
     gone.subtract("".join(agent.content.split()))
     least = Counter(MARKS[0] * calls + MARKS[1] * (calls - 1))
     assert gone >= least
     # else pieces may have come together to other calls
-    if said.count('{"name":') == said.count(CALL):
+    if source.count('{"name":') == source.count(CALL):
         least += Counter("".join(CALL.split()) * calls)
         assert gone in (least, least + Counter(MARKS[1]))
 
 
 @pytest.mark.parametrize(
-    "said",
+    "source",
     [
         "<tool_call>",
         "<tool_call>\nadd(2, 3)\n</tool_call>",
@@ -88,15 +88,15 @@ def test_parsing_any_text_loses_nothing(said: str) -> None:
         '<tool_call>{"name": "a", "arguments": {}}</tool_call><tool_call>{"name"</tool_call>',
     ],
 )
-def test_a_malformed_call_makes_all_text_content(said: str) -> None:
-    agent = Hermes().parse(said)
-    assert agent.content == said
+def test_a_malformed_call_makes_all_text_content(source: str) -> None:
+    agent = Hermes().parse(source)
+    assert agent.content == source
     assert agent.tool_calls == ()
 
 
 def test_a_mark_within_an_argument_is_text() -> None:
-    said = written("say", {"text": "</tool_call><tool_call>"})
-    (call,) = Hermes().parse(said).tool_calls
+    source = written("say", {"text": "</tool_call><tool_call>"})
+    (call,) = Hermes().parse(source).tool_calls
     assert json.loads(call.arguments) == {"text": "</tool_call><tool_call>"}
 
 

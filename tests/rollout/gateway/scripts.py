@@ -23,7 +23,7 @@ def encode(text: str) -> tuple[int, ...]:
     return tuple(bpe().encode(text, add_special_tokens=False).ids)
 
 
-def spoken(
+def engine_result(
     tokens: Sequence[int], *, finish: FinishReason = FinishReason.STOP, version: int = 0
 ) -> GenerateResult:
     return GenerateResult(
@@ -45,7 +45,7 @@ class Script:
     texts: list[str | GenerateResult | Exception] = field(default_factory=lambda: ["hello"])
     codec: ChatCodec = CODEC
     hold: bool = False
-    asked: list[tuple[str, tuple[int, ...], Sampling]] = field(default_factory=list)
+    requests: list[tuple[str, tuple[int, ...], Sampling]] = field(default_factory=list)
     started: asyncio.Queue[None] = field(default_factory=asyncio.Queue)
     free: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Queue[None] = field(default_factory=asyncio.Queue)
@@ -53,8 +53,8 @@ class Script:
     async def __call__(
         self, session: str, tokens: tuple[int, ...], sampling: Sampling
     ) -> GenerateResult:
-        what = self.texts[min(len(self.asked), len(self.texts) - 1)]
-        self.asked.append((session, tokens, sampling))
+        what = self.texts[min(len(self.requests), len(self.texts) - 1)]
+        self.requests.append((session, tokens, sampling))
         self.started.put_nowait(None)
         if self.hold:
             try:
@@ -64,7 +64,11 @@ class Script:
                 raise
         if isinstance(what, Exception):
             raise what
-        return what if isinstance(what, GenerateResult) else spoken(self.codec.encode_turn(what))
+        return (
+            what
+            if isinstance(what, GenerateResult)
+            else engine_result(self.codec.encode_turn(what))
+        )
 
 
 @dataclass

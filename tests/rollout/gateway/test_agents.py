@@ -60,13 +60,13 @@ async def test_the_agents_sdk_runs_unchanged_and_a_model_learns_from_the_recordi
 ) -> None:
     directory = checkpoint(tmp_path)
     script = Script([CALL, "It is 5."], codec=ChatCodec.from_directory(directory))
-    said, added, shown = await run(script, directory)
-    assert (said, added, len(shown.turns)) == ("It is 5.", [(2, 3)], 2)
+    answer, added, shown = await run(script, directory)
+    assert (answer, added, len(shown.turns)) == ("It is 5.", [(2, 3)], 2)
     assert teach(directory, [shown]) < 0.01
     async with engine(directory) as tiny:
         for streamed in (False, True):
-            said, added, lived = await run(Turns(tiny), directory, streamed=streamed)
-            assert (said, added) == ("It is 5.", [(2, 3)])
+            answer, added, lived = await run(Turns(tiny), directory, streamed=streamed)
+            assert (answer, added) == ("It is 5.", [(2, 3)])
             # Token for token what it was shown: prompts, the call, the tool's answer,
             # the last word.
             assert lived.tokens == shown.tokens

@@ -28,7 +28,19 @@ from rollweave.schema.work import SegmentKind
 from tests.rollout.chat.chats import codec
 from tests.support.properties import examples
 
-from .scripts import CALL, CHAT, CODEC, END, TOOL, Client, Script, ask, encode, gateway, spoken
+from .scripts import (
+    CALL,
+    CHAT,
+    CODEC,
+    END,
+    TOOL,
+    Client,
+    Script,
+    ask,
+    encode,
+    engine_result,
+    gateway,
+)
 
 USER = {"role": "user", "content": "hi"}
 ARGUMENTS = {"a": 2, "b": 3}
@@ -98,14 +110,14 @@ async def test_a_tool_conversation_is_one_sequence_and_parallel_calls_have_uniqu
         assert body["choices"][0]["message"]["content"] == "5"
         (sequence,) = made.sequences("s")
         assert len(sequence.turns) == 2
-        assert script.asked[1][1][: len(script.asked[0][1])] == script.asked[0][1]
+        assert script.requests[1][1][: len(script.requests[0][1])] == script.requests[0][1]
 
 
 async def test_editing_the_history_opens_another_sequence() -> None:
     async with gateway(Script(["one", "two", "three"])) as (made, client):
         await client.post(ask())
-        said = {"role": "assistant", "content": "one"}
-        await client.post({"model": "m", "messages": [USER, said, USER]})
+        answer = {"role": "assistant", "content": "one"}
+        await client.post({"model": "m", "messages": [USER, answer, USER]})
         edited = {"role": "assistant", "content": "won"}
         await client.post({"model": "m", "messages": [USER, edited, USER]})
         first, second = made.sequences("s")
@@ -133,14 +145,14 @@ async def test_tool_choice() -> None:
                 "add",
                 ARGUMENTS,
             )
-        assert CODEC.decode(script.asked[0][1]).endswith("assistant\n<tool_call>\n")
-        assert CODEC.decode(script.asked[1][1]).endswith(
+        assert CODEC.decode(script.requests[0][1]).endswith("assistant\n<tool_call>\n")
+        assert CODEC.decode(script.requests[1][1]).endswith(
             '<tool_call>\n{"name": "add", "arguments":'
         )
         _, body = await client.post(ask(tools=[TOOL], tool_choice="none"))
         assert body["choices"][0]["message"]["content"] == CALL
         _, body = await client.post(ask(tools=[TOOL], parallel_tool_calls=False))
-        assert script.asked[-1][2].stop == ("</tool_call>",)
+        assert script.requests[-1][2].stop == ("</tool_call>",)
         assert body["choices"][0]["finish_reason"] == "tool_calls"
         status, body = await client.post(
             ask(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "sub"}})
@@ -204,8 +216,8 @@ async def test_a_stream_of_calls() -> None:
 
 
 async def test_a_stop_text_across_tokens_is_recorded_but_not_shown() -> None:
-    said = (*encode("one user"), *encode(" tw"))
-    async with gateway(Script([spoken(said)])) as (made, client):
+    sampled = (*encode("one user"), *encode(" tw"))
+    async with gateway(Script([engine_result(sampled)])) as (made, client):
         body = ask(stop=["ser t", "zzz"])
         completion_chunks, _ = await events(client, body)
         assert (
@@ -217,12 +229,12 @@ async def test_a_stop_text_across_tokens_is_recorded_but_not_shown() -> None:
         _, answer = await client.post(ask(stop="one"))
         assert answer["choices"][0]["message"]["content"] == ""
         (sequence, *_) = made.sequences("s")
-        assert sequence.tokens[sequence.turns[0].start :] == said
+        assert sequence.tokens[sequence.turns[0].start :] == sampled
 
 
 async def test_finish_reasons_and_sampling_parameters() -> None:
-    cut = spoken(encode("hel"), finish=FinishReason.LENGTH)
-    script = Script([cut, spoken(encode("hel"), finish=FinishReason.TIME), "a"])
+    cut = engine_result(encode("hel"), finish=FinishReason.LENGTH)
+    script = Script([cut, engine_result(encode("hel"), finish=FinishReason.TIME), "a"])
     limits = SessionLimits(turn_tokens=50)
     base = Sampling(temperature=0.7, top_k=9, seed=5)
     async with gateway(script, session={"limits": limits, "sampling": base}) as (_, client):
@@ -239,7 +251,7 @@ async def test_finish_reasons_and_sampling_parameters() -> None:
         await client.post(ask(**more))
         await client.post(ask(max_tokens=1000))
         await client.post(ask(max_tokens=7, max_completion_tokens=12))
-    samplings = [sampling for _, _, sampling in script.asked]
+    samplings = [sampling for _, _, sampling in script.requests]
     assert (samplings[0].temperature, samplings[0].top_k, samplings[0].max_tokens) == (0.7, 9, 50)
     assert samplings[0].seed != samplings[1].seed
     assert samplings[2] == Sampling(
@@ -260,7 +272,7 @@ async def test_pinned_sampling_overrides_the_client() -> None:
         script, session={"sampling": Sampling(temperature=1.0, top_k=5), "pinned": True}
     ) as (_, client):
         assert (await client.post(ask(temperature=0.1, top_p=0.2, top_k=1, seed=3)))[0] == 200
-    sampling = script.asked[0][2]
+    sampling = script.requests[0][2]
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 5)
     assert sampling.seed != 3
 
@@ -332,7 +344,7 @@ async def test_bounds_the_tokens_of_a_session() -> None:
     enough = len(encode("hello")) + 2
     async with gateway(script, session={"limits": SessionLimits(tokens=enough)}) as (_, client):
         assert [(await client.post(ask(text)))[0] for text in "abc"] == [200, 200, 429]
-    assert [sampling.max_tokens for _, _, sampling in script.asked] == [enough, 1]
+    assert [sampling.max_tokens for _, _, sampling in script.requests] == [enough, 1]
 
 
 # What clients send.
@@ -501,17 +513,17 @@ def test_each_request_field_is_in_one_table_and_documented() -> None:
 
 
 async def test_a_stop_token_ends_the_turn_and_is_recorded_but_not_shown() -> None:
-    said = encode("one two")
-    script = Script([spoken(said), spoken(encode("é")[:2])])
+    sampled = encode("one two")
+    script = Script([engine_result(sampled), engine_result(encode("é")[:2])])
     async with gateway(script) as (made, client):
-        _, answer = await client.post(ask(stop_token_ids=[said[-1]], top_k=7))
-        assert answer["choices"][0]["message"]["content"] == CODEC.decode(said[:-1])
-        assert script.asked[0][2].stop_token_ids == (*CODEC.stop_token_ids, said[-1])
-        assert script.asked[0][2].top_k == 7
+        _, answer = await client.post(ask(stop_token_ids=[sampled[-1]], top_k=7))
+        assert answer["choices"][0]["message"]["content"] == CODEC.decode(sampled[:-1])
+        assert script.requests[0][2].stop_token_ids == (*CODEC.stop_token_ids, sampled[-1])
+        assert script.requests[0][2].top_k == 7
         (sequence,) = made.sequences("s")
-        assert sequence.tokens[sequence.turns[0].start :] == said
+        assert sequence.tokens[sequence.turns[0].start :] == sampled
         await client.post(ask("again", top_k=-1))
-        assert script.asked[1][2].top_k == 0
+        assert script.requests[1][2].top_k == 0
 
 
 async def test_unsupported_fields_get_status_400() -> None:
@@ -521,7 +533,7 @@ async def test_unsupported_fields_get_status_400() -> None:
             status, answer = await client.post(body)
             assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
             assert "must be" in answer["error"]["message"]
-        assert not script.asked
+        assert not script.requests
 
 
 def test_accepts_fields_without_effect() -> None:
@@ -542,12 +554,12 @@ def test_accepts_fields_without_effect() -> None:
         "audio": None,
         "function_call": None,
     }
-    told = {
+    sent = {
         "role": "developer",
         "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "kind"}],
     }
     parsed = parse_chat(
-        json.dumps(ask() | neutral | {"messages": [told, USER, echoed, USER]}).encode()
+        json.dumps(ask() | neutral | {"messages": [sent, USER, echoed, USER]}).encode()
     )
     assert [(message.role, message.content) for message in parsed.messages][:3:2] == [
         ("system", "be kind"),
@@ -627,9 +639,9 @@ def test_any_json_is_parsed_or_refused(change: dict[str, Any]) -> None:
         (EngineLostError("gone"), 503),
         (EngineError("refused"), 503),
         (ZeroDivisionError("oops"), 500),
-        (spoken((), finish=FinishReason.ERROR), 503),
-        (spoken(encode("a"), finish=FinishReason.ABORTED), 503),
-        (spoken(()), 503),
+        (engine_result((), finish=FinishReason.ERROR), 503),
+        (engine_result(encode("a"), finish=FinishReason.ABORTED), 503),
+        (engine_result(()), 503),
     ],
 )
 async def test_a_failed_turn_is_an_error_and_counts_as_no_call(what: Any, status: int) -> None:
@@ -691,7 +703,7 @@ async def test_a_disconnected_client_stops_the_generation(stream: bool) -> None:
 
 async def test_an_interrupted_answer_is_sent_again_and_counts_once() -> None:
     tokens = encode("a\n") * 10_000
-    script = Script([spoken((*tokens, END)), "other"])
+    script = Script([engine_result((*tokens, END)), "other"])
     body = json.dumps(ask(stream=True, logprobs=True)).encode()
     async with gateway(script) as (made, client):
         # Some 6 MB, which is more than both ends of this connection hold: the gateway
@@ -713,7 +725,7 @@ async def test_an_interrupted_answer_is_sent_again_and_counts_once() -> None:
             assert (await response.text()).endswith("data: [DONE]\n\n")
         (sequence,) = made.sequences("s")
         assert sequence.tokens[sequence.turns[0].start :] == (*tokens, END)
-        assert len(script.asked) == 1
+        assert len(script.requests) == 1
 
 
 async def test_a_retry_joins_the_turn_in_progress_and_counts_once() -> None:
@@ -729,7 +741,7 @@ async def test_a_retry_joins_the_turn_in_progress_and_counts_once() -> None:
         script.free.set()
         bodies = [(await task)[1] for task in (first, again, *named)]
         assert bodies[0]["id"] == bodies[1]["id"] != bodies[2]["id"] == bodies[3]["id"]
-        assert len(script.asked) == 2
+        assert len(script.requests) == 2
         late = (await client.post(ask(), **{"X-Stainless-Retry-Count": "2"}))[1]
         assert late["id"] == bodies[0]["id"]
         assert sum(len(sequence.turns) for sequence in made.sequences("s")) == 2

@@ -56,12 +56,12 @@ async def test_a_conversation_is_one_sequence_whose_logprobs_are_those_of_the_mo
             answer = await openai.chat.completions.create(
                 messages=[{"role": "user", "content": "apart"}], logprobs=True, **SHORT
             )
-        told, apart = made.close("s").sequences
-    assert len(told.turns) == 4
-    assert logprob_error(directory, told) < 1e-4
+        main, apart = made.close("s").sequences
+    assert len(main.turns) == 4
+    assert logprob_error(directory, main) < 1e-4
     assert answer.choices[0].logprobs is not None
-    said = [entry.logprob for entry in answer.choices[0].logprobs.content or ()]
-    assert said == pytest.approx([value for value in apart.logprobs if value][: len(said)])
+    logprobs = [entry.logprob for entry in answer.choices[0].logprobs.content or ()]
+    assert logprobs == pytest.approx([value for value in apart.logprobs if value][: len(logprobs)])
 
 
 async def test_a_stream_adds_up_to_the_answer(directory: Path) -> None:
@@ -150,12 +150,12 @@ async def test_concurrent_sessions_are_separate(directory: Path) -> None:
         served(Turns(tiny), directory, *names) as (made, url, access),
     ):
         clients = [client(url, access[name]) for name in names]
-        told = await asyncio.gather(
+        histories = await asyncio.gather(
             *(converse(each, 3, start=name) for each, name in zip(clients, names, strict=True))
         )
         for each in clients:
             await each.close()
-        for name, history in zip(names, told, strict=True):
+        for name, history in zip(names, histories, strict=True):
             (sequence,) = made.close(name).sequences
             assert len(sequence.turns) == 3
             assert logprob_error(directory, sequence) < 1e-4
@@ -205,7 +205,7 @@ async def test_accepts_the_clients_default_fields_and_honors_or_refuses_others(
     directory: Path,
 ) -> None:
     """Users send the fields of vLLM and SGLang by `extra_body`."""
-    asked: Any = {"messages": [{"role": "user", "content": "q"}], "seed": 1, **SHORT}
+    request: Any = {"messages": [{"role": "user", "content": "q"}], "seed": 1, **SHORT}
     async with (
         engine(directory) as tiny,
         served(Turns(tiny), directory, "s") as (made, url, access),
@@ -213,21 +213,21 @@ async def test_accepts_the_clients_default_fields_and_honors_or_refuses_others(
         openai = client(url, access["s"])
         async with openai:
             plain = await openai.chat.completions.create(
-                **asked, store=False, user="u", modalities=["text"], verbosity="medium"
+                **request, store=False, user="u", modalities=["text"], verbosity="medium"
             )
             first = made.sequences("s")[0]
             token = first.tokens[first.turns[0].start]
             cut = await openai.chat.completions.create(
-                **asked, extra_body={"stop_token_ids": [token], "top_k": -1}
+                **request, extra_body={"stop_token_ids": [token], "top_k": -1}
             )
             with pytest.raises(
                 BadRequestError,
                 match=r"min_p must be 0 or null: it is not "
                 r"supported, got 0\.1",
             ):
-                await openai.chat.completions.create(**asked, extra_body={"min_p": 0.1})
+                await openai.chat.completions.create(**request, extra_body={"min_p": 0.1})
             with pytest.raises(BadRequestError, match="reasoning_effort must be null"):
-                await openai.chat.completions.create(**asked, reasoning_effort="low")
+                await openai.chat.completions.create(**request, reasoning_effort="low")
     assert plain.usage is not None
     assert cut.usage is not None
     assert (cut.choices[0].message.content, cut.usage.completion_tokens) == ("", 1)

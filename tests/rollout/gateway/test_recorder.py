@@ -68,7 +68,7 @@ class Program:
     lost: list[tuple[Call, tuple[Message, ...], str]] = field(default_factory=list)
     got: list[Call] = field(default_factory=list)
     prompts: dict[Call, tuple[int, ...]] = field(default_factory=dict)
-    said: list[tuple[tuple[Message, ...], Call]] = field(default_factory=list)
+    exchanged: list[tuple[tuple[Message, ...], Call]] = field(default_factory=list)
     keys: "itertools.count[int]" = field(default_factory=itertools.count)
 
     def ask(self, history: tuple[Message, ...]) -> None:
@@ -85,7 +85,7 @@ class Program:
             return
         words = Message(role="assistant", content=text)
         self.recorder.answer(call, result(ids, mark=1.0 + call.number, cut=len(ids) // 2), words)
-        self.said.append(((*history, words), call))
+        self.exchanged.append(((*history, words), call))
         if fate == "lost":
             self.recorder.lose(call)
             self.lost.append((call, (*history, words), key))
@@ -106,7 +106,9 @@ class Program:
         of the call where it ends, the longest one; and after it, or from the start, the
         agent's messages are tokens that were sampled in some call.
         """
-        ended = [(len(told), call) for told, call in self.said if same(told, history[: len(told)])]
+        ended = [
+            (len(past), call) for past, call in self.exchanged if same(past, history[: len(past)])
+        ]
         longest = max((length for length, _ in ended), default=0)
         if not longest:
             return self.pieces(prompt, (), history)
@@ -131,7 +133,7 @@ class Program:
         known = [
             place
             for place, m in enumerate(rest)
-            if m.role == "assistant" and any(same(t[-1:], (m,)) for t, _ in self.said)
+            if m.role == "assistant" and any(same(t[-1:], (m,)) for t, _ in self.exchanged)
         ]
         known = [place for place in known if words or place]
         gap = rest[: known[0]] if known else rest
@@ -147,8 +149,8 @@ class Program:
             and self.pieces(
                 prompt, call.message_tokens, rest[known[0] + 1 :], at + len(call.message_tokens)
             )
-            for told, call in self.said
-            if same(told[-1:], (message,))
+            for past, call in self.exchanged
+            if same(past[-1:], (message,))
         )
 
     def take(self, call: Call, history: tuple[Message, ...]) -> None:
@@ -171,17 +173,17 @@ def reference(program: Program) -> list[list[tuple[int, bool, float, int]]]:
     """Return (token, output?, log-prob, version) of each position of each sequence,
     from calls in the order of their delivery.
     """
-    found: list[list[tuple[int, bool, float, int]]] = []
+    sequences: list[list[tuple[int, bool, float, int]]] = []
     for call in program.got:
         prompt = program.prompts[call]
         best: list[tuple[int, bool, float, int]] | None = None
-        for sequence in found:
+        for sequence in sequences:
             tokens = [place[0] for place in sequence]
             if list(prompt[: len(tokens)]) == tokens and (best is None or len(tokens) > len(best)):
                 best = sequence
         if best is None:
             best = []
-            found.append(best)
+            sequences.append(best)
         best += [(token, False, 0.0, -1) for token in prompt[len(best) :]]
         assert call.result is not None
         for span in call.result.versions:
@@ -189,7 +191,7 @@ def reference(program: Program) -> list[list[tuple[int, bool, float, int]]]:
                 best.append(
                     (call.result.tokens[place], True, call.result.logprobs[place], span.version)
                 )
-    return found
+    return sequences
 
 
 def flat(sequence: TokenSequence) -> list[tuple[int, bool, float, int]]:
@@ -328,8 +330,10 @@ def test_prompts_contain_sampled_tokens_not_retokenized_text() -> None:
 
 def test_two_calls_on_one_prefix_share_no_output() -> None:
     recorder = SessionRecorder(OF)
-    said = speak(recorder, recorder.begin("1", [user("q")]), "a", mark=1.0)
-    left, right = (recorder.begin(key, [user("q"), said, user(key)]) for key in ("left", "right"))
+    exchanged = speak(recorder, recorder.begin("1", [user("q")]), "a", mark=1.0)
+    left, right = (
+        recorder.begin(key, [user("q"), exchanged, user(key)]) for key in ("left", "right")
+    )
     speak(recorder, right, "b", mark=2.0)
     prompt = left.prompt
     speak(recorder, left, "c", mark=3.0)
@@ -343,8 +347,8 @@ def test_two_calls_on_one_prefix_share_no_output() -> None:
 def test_equal_samples_of_one_prompt_are_two_calls_that_continue() -> None:
     recorder = SessionRecorder(OF)
     calls = [recorder.begin(key, [user("q")]) for key in ("1", "2")]
-    said = [speak(recorder, call, "a") for call in calls]
-    for key, message in zip("34", said, strict=True):
+    exchanged = [speak(recorder, call, "a") for call in calls]
+    for key, message in zip("34", exchanged, strict=True):
         speak(recorder, recorder.begin(key, [user("q"), message, user("same")]), "b")
     one, other = recorder.sequences()
     assert one == other
@@ -355,7 +359,7 @@ def test_a_repeated_request_counts_once() -> None:
     recorder = SessionRecorder(OF)
     call = recorder.begin("1", [user("q")])
     assert recorder.begin("1", [user("q")], repeated=True) is call  # still under way
-    other = recorder.begin("1", [user("q")])  # not said to be a repetition: another sample
+    other = recorder.begin("1", [user("q")])  # not exchanged to be a repetition: another sample
     assert other is not call
     recorder.drop(other)
     message = Message(role="assistant", content="a")
@@ -421,8 +425,8 @@ def test_a_forced_prefix_is_part_of_the_message_but_no_output() -> None:
 
 def test_different_tools_make_a_different_context() -> None:
     recorder = SessionRecorder(OF)
-    said = speak(recorder, recorder.begin("1", [user("q")], ('{"a": 1}',)), "a")
-    speak(recorder, recorder.begin("2", [user("q"), said, user("r")], ('{"b": 1}',)), "b")
+    exchanged = speak(recorder, recorder.begin("1", [user("q")], ('{"a": 1}',)), "a")
+    speak(recorder, recorder.begin("2", [user("q"), exchanged, user("r")], ('{"b": 1}',)), "b")
     assert len(recorder.sequences()) == 2
 
 
@@ -469,10 +473,10 @@ def test_a_conversation_that_ends_with_the_agent_continues_with_a_turn() -> None
     recorder = SessionRecorder(OF)
     call = recorder.begin("1", [user("q")])
     prompt = call.prompt
-    said = speak(recorder, call, "a")
-    again = recorder.begin("2", [user("q"), said])
+    exchanged = speak(recorder, call, "a")
+    again = recorder.begin("2", [user("q"), exchanged])
     assert again.prompt == (*prompt, *encode("a<|im_end|>\n<|im_start|>assistant\n"))
     twice = speak(recorder, again, "b")
-    speak(recorder, recorder.begin("3", [user("q"), said, twice, user("r")]), "c")
+    speak(recorder, recorder.begin("3", [user("q"), exchanged, twice, user("r")]), "c")
     (sequence,) = recorder.sequences()
     assert len(sequence.turns) == 3

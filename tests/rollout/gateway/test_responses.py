@@ -21,7 +21,7 @@ from rollweave.rollout.gateway.responses import (
 from rollweave.schema.serving import FinishReason
 from tests.support.properties import examples
 
-from .scripts import CALL, CODEC, END, encode, spoken
+from .scripts import CALL, CODEC, END, encode, engine_result
 
 words = st.sampled_from(
     ["one", "é🙂", CALL, "<tool_call>", "</tool_call>", " \n", "stop", "<|eot|>"]
@@ -40,7 +40,7 @@ def reply_of(
     finish: FinishReason,
     stop_tokens: tuple[int, ...] = (),
 ) -> ChatReply:
-    result = spoken(sampled, finish=finish)
+    result = engine_result(sampled, finish=finish)
     hermes = Hermes() if tools else None
     message, shown = read_turn(
         CODEC, hermes, result, number=7, forced=forced, stop=stop, stop_tokens=stop_tokens
@@ -98,12 +98,12 @@ def test_a_stream_adds_up_to_the_complete_response(
     ask = ChatRequest(model="m", messages=(), logprobs=True, include_usage=True)
     stream = list(completion_chunks(reply, ask, forced=forced))
     body = json.loads(json.dumps(completion(reply, ask)))
-    said = put_together(json.loads(json.dumps(stream)))
+    assembled = put_together(json.loads(json.dumps(stream)))
     message = body["choices"][0]["message"]
-    assert said["content"] == (message["content"] or "")
+    assert assembled["content"] == (message["content"] or "")
     calls = [{"id": call["id"], **call["function"]} for call in message.get("tool_calls", ())]
-    assert said["calls"] == calls
-    # What is shown is what was said up to the stop text; with calls, less the calls and
+    assert assembled["calls"] == calls
+    # What is shown is what was assembled up to the stop text; with calls, less the calls and
     # the space around.
     text = CODEC.text(sampled)
     if cut:
