@@ -123,7 +123,7 @@ class Pipeline:
         self._rolled_out: dict[Key, _Attempt] = {}
         self._evaluations: dict[Key, _Evaluation] = {}
         self._waiting_limit = waiting_limit
-        self._telling = ProgressReporter(post) if keep_partial_turns else None
+        self._progress = ProgressReporter(post) if keep_partial_turns else None
 
     @property
     def active_attempts(self) -> int:
@@ -166,7 +166,7 @@ class Pipeline:
             clock=self._clock,
             spans=self._spans,
             budget_s=lambda: episode.budget_s,
-            progress=self._telling,
+            progress=self._progress,
         )
         attempt = self._attempts[key] = _Attempt(
             command=command, episode=episode, turns=turns, run_allowed=asyncio.Event()
