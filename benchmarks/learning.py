@@ -1,8 +1,8 @@
-"""Benches `demo`, `fixed`, `multitask` and `longtail`: does an example learn, from
-every seed, and how long does it take?
+"""Benches `demo`, `fixed`, `multitask` and `longtail`: whether an example learns from
+every seed, and in what time.
 
-`longtail` trains its example in two ways, interleaved: turns scheduled one by one, and
-by trajectory.
+`longtail` trains its example in two ways, interleaved: with turns scheduled
+individually, and by trajectory.
 """
 
 import statistics
@@ -56,7 +56,7 @@ QUICK = ("run.steps=12", "eval.final_episodes=64")
 def bench_learning(
     name: str, *, seeds: int | None, quick: bool, say: Callable[[str], None]
 ) -> Result:
-    """Train the example of goal `name` once a seed.
+    """Train the example of goal `name` once per seed.
 
     Figures by way, lists by seed: `success` of the task furthest below its target,
     `success_TASK` and `success_before_rl_TASK` where there are several tasks (else
@@ -103,8 +103,8 @@ def bench_learning(
 
 
 def training_ratio(ours: list[Measured], theirs: list[Measured]) -> float:
-    """Seconds of training, without what comes before it, of ours over theirs: the
-    median over seeds.
+    """Return the ratio of seconds of training, without earlier phases: the median over
+    seeds.
     """
     pairs = zip(ours, theirs, strict=True)
     return statistics.median(
@@ -131,7 +131,7 @@ def figures_of(goal: Goal, runs: list[Measured], *, quick: bool) -> dict[str, Fi
 
 
 def reached(goal: Goal, run: Measured) -> bool:
-    """Whether every task has its target, in time."""
+    """Return whether every task reached its target in time."""
     rates = run.summary.success_rate
     return run.trained_s <= goal.limit_s and all(
         rates[task] >= target for task, target in goal.targets.items()

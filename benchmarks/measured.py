@@ -1,9 +1,9 @@
-"""What a recorded run took, read from its journal: its pace, and the times of its
-trainer as costs for a simulation of it.
+"""Timings of a recorded run, read from its journal: its pace, and its trainer's times
+as costs for a simulation.
 
-Times are the controller's: from the event on which it gave a command to the event that
-answers it, the waiting for a busy controller included. The journals of both worlds are
-read, and must be whole: no checkpoint has compacted them.
+Times are the controller's: from the event on which it issued a command to the event
+that answers it, including the wait for a busy controller. Journals of both worlds are
+supported, and must be complete: not compacted by a checkpoint.
 """
 
 import statistics
@@ -25,9 +25,9 @@ class Timings(msgspec.Struct, kw_only=True):
     """Seconds, in the order of a run. `trained` is tokens and seconds of every
     (mini-)batch.
 
-    `ready_at` is when the first engine had its first weights, `ended_at` when the last
-    step was trained; `tokens` were sampled in between. `prepared` is from each
-    attempt's start of RUN to its first turn.
+    `ready_at` is the time of the first engine's first weights, `ended_at` the end of
+    the last step; `tokens` were sampled in between. `prepared` is from each attempt's
+    start of RUN to its first turn.
     """
 
     ready_at: float | None = None
@@ -44,7 +44,7 @@ class Timings(msgspec.Struct, kw_only=True):
 
     @property
     def wall_s(self) -> float:
-        """Raises ConfigError where no step was trained."""
+        """Return the run's seconds. Raises ConfigError where no step was trained."""
         if self.ready_at is None or self.ended_at is None:
             raise ConfigError("the run must have trained a step, it has trained none")
         return self.ended_at - self.ready_at
@@ -57,7 +57,7 @@ class Timings(msgspec.Struct, kw_only=True):
 def read_timings(journal: Path, config: RunConfig) -> Timings:
     """Read the journal of a run of `config`.
 
-    Raises ConfigError for one that was compacted, CorruptJournalError.
+    Raises ConfigError for a compacted one, CorruptJournalError.
     """
     replay, reader = Replay(journal, config, rules=rules_of(config)), _Reader()
     replay.observe(reader)
@@ -66,7 +66,7 @@ def read_timings(journal: Path, config: RunConfig) -> Timings:
 
 
 class _Reader:
-    """Keeps when what was asked for, until the answer comes."""
+    """Keeps the time of each request until its answer arrives."""
 
     def __init__(self) -> None:
         self.timings = Timings()
@@ -123,7 +123,7 @@ class _Reader:
 
 
 def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Constant and slope, neither negative, with the least squared errors."""
+    """Return constant and slope, neither negative, with the least squared errors."""
     if not points:
         raise ConfigError("a recorded trainer must have trained a step, it has trained none")
     mean_x, mean_y = statistics.fmean(x for x, _ in points), statistics.fmean(y for _, y in points)
@@ -138,12 +138,12 @@ def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 class MeasuredTrainer:
-    """The trainer of a recorded run: a line through its steps, medians of all else (0
-    for what it never did).
+    """The trainer of a recorded run: a line through its steps, medians of all other
+    times (0 without samples).
     """
 
     def __init__(self, timings: Timings) -> None:
-        """Raises ConfigError where the run has trained nothing."""
+        """Raises ConfigError where the run has trained no step."""
         self.constant, self.per_token = fit_line(timings.trained)
         self._publish_s, self._load_s, self._save_s, self._copy_s = (
             statistics.median(seconds) if seconds else 0.0
@@ -153,8 +153,7 @@ class MeasuredTrainer:
     def step_s(self, *, tokens: int, context: int) -> float:
         """See `TrainerCosts`.
 
-        Attention is in the price of a token: steps of one run have much the same
-        lengths.
+        Attention is in the price of a token: steps of one run have similar lengths.
         """
         del context
         return self.constant + self.per_token * tokens
@@ -163,12 +162,12 @@ class MeasuredTrainer:
         return self._publish_s
 
     def load_s(self, *, engines: int, tp: int) -> float:
-        """As it was, for any number of engines."""
+        """Use the recorded time, for any number of engines."""
         del engines, tp
         return self._load_s
 
     def hop_s(self, *, share: float) -> float:
-        """As an engine's load of all of it: relays were not recorded by themselves."""
+        """Use the time of an engine's full load: relays were not recorded separately."""
         return share * self._load_s
 
     def lag_s(self) -> float:
@@ -184,5 +183,5 @@ class MeasuredTrainer:
         return max(0.0, self._save_s - self._copy_s)
 
     def saved_s(self, *, engines: int) -> float:
-        """As writing it: reading was seldom recorded."""
+        """Use the time of writing: reading was seldom recorded."""
         return engines * self._save_s

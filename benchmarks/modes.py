@@ -1,5 +1,4 @@
-"""Bench `modes`: what each pacing costs on one long-tailed environment, to the same
-success.
+"""Bench `modes`: cost of each mode on one long-tailed environment, to the same success.
 
 The environment's answers get an injected log-normal latency with a heavy tail, so that
 a synchronous step waits for its slowest trajectory. Runs are interleaved: every mode
@@ -44,8 +43,8 @@ EVALUATION = (
     f"eval.stop_at={TARGET}",
 )
 ENGINES = ("engines.count=4", "engines.max_slots=16")
-"""As many slots as the example's one engine has: engines that take weights alone need
-others that go on meanwhile.
+"""Engines with as many slots as the example's one engine: an engine that loads weights
+alone needs others that continue meanwhile.
 """
 
 COMMON = (*LATENCY, *EVALUATION, *ENGINES, "run.steps=100", "run.name=modes")
@@ -53,8 +52,8 @@ QUICK = ("run.steps=4", "eval.every=0", "warmup.steps=5")
 
 
 def bench_modes(*, seeds: int | None, quick: bool, say: Callable[[str], None]) -> Result:
-    """Figures by mode: `wall_s_…` to the target (median over seeds), `step_s_…`, idle,
-    staleness, success; `…_over_sync`.
+    """Return figures by mode: `wall_s_…` to the target (median over seeds), `step_s_…`,
+    idle, staleness, success; `…_over_sync`.
     """
     path = example(CONFIG)
     chosen = {name: MODES[name] for name in QUICK_MODES} if quick else MODES
@@ -88,8 +87,8 @@ def bench_modes(*, seeds: int | None, quick: bool, say: Callable[[str], None]) -
 def figures_of(
     name: str, runs: list[Measured], conditions: dict[str, Any], *, quick: bool
 ) -> dict[str, Figure]:
-    """Figures of one mode from its runs, one a seed; says in `conditions` why one is
-    missing.
+    """Return the figures of one mode from its runs, one per seed; `conditions` names
+    the reason for a missing one.
     """
     reached = [run.reached_s(TARGET) for run in runs]
     times = [seconds for seconds in reached if seconds is not None]
@@ -143,7 +142,7 @@ def _said(run: Measured, *, quick: bool) -> str:
 
 
 def ratio(above: Figure, below: Figure) -> float | None:
-    """`above / below`, None where one of them was not measured."""
+    """Return `above / below`, or None where one of them was not measured."""
     if not isinstance(above, int | float) or not isinstance(below, int | float) or not below:
         return None
     return round(above / below, 4)

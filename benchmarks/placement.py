@@ -1,5 +1,5 @@
-"""Bench `placement`: where trajectories run and how many GPUs each worker gets: exact,
-by Heddle's program, by its annealing.
+"""Bench `placement`: assignment of trajectories to workers and of GPUs to workers:
+exact, by Heddle's program, by its annealing.
 
 Lengths are drawn from the simulator's families of Heddle's three tasks, step times are
 those of its 14B model on its GPUs (`sim/cost`), and the paper has 64 GPUs and 6,400
@@ -37,10 +37,10 @@ from rollweave.sim.models import MODELS
 from rollweave.sim.workload import workload
 
 MODEL, GPU = "qwen3-14b", "h100"
-"""Heddle §7: 8B, 14B and 32B on NVIDIA Hopper; the one in the middle."""
+"""Model and GPU. Heddle §7: 8B, 14B and 32B on NVIDIA Hopper; the middle one."""
 
 DEGREES = (1, 2, 4, 8)
-"""To choose from: the powers of two of a machine."""
+"""Degrees to choose from: the powers of two of a machine."""
 
 DOMAINS = ("coding", "search", "math")
 MEMBERS = 16
@@ -57,22 +57,22 @@ CASES = (
 )
 QUICK = ((256, 16), (6_400, 64))
 PAPER = (6_400, 64)
-"""Trajectories and GPUs."""
+"""Trajectories and GPUs of the paper."""
 
 MAX_SLOTS = 1024
-"""Sequences that an engine decodes at once, where its memory holds more (vLLM's
-greatest default).
+"""Maximum sequences that an engine decodes at once, where its memory permits more
+(vLLM's maximum default).
 """
 
 ROUNDS = 5
 
 PROGRAM_S = 1e-9
-"""Of the paper's program for each worker and pair of positions, as measured: whether it
-can be afforded is known before.
+"""Seconds of the paper's program per worker and pair of positions, as measured: they
+predict whether it is affordable.
 """
 
 AFFORDED_S, AFFORDED_QUICK_S = 120.0, 5.0
-"""For all rounds of the paper's program on one case."""
+"""Maximum seconds for all rounds of the paper's program on one case."""
 
 CHUNK = 16
 """Trajectories that the aggregated program does not divide: those shorter than the mean
@@ -81,8 +81,8 @@ length.
 
 
 class Draw(Struct, frozen=True, kw_only=True):
-    """Trajectories of one task: lengths in sampled tokens, and what engines of each
-    degree cost them.
+    """Trajectories of one task: lengths in sampled tokens, and their costs on engines
+    of each degree.
     """
 
     lengths: list[float]
@@ -106,9 +106,9 @@ class Draw(Struct, frozen=True, kw_only=True):
 
 @functools.cache
 def draw(domain: str, count: int) -> Draw:
-    """`count` trajectories of a family.
+    """Draw `count` trajectories of a family.
 
-    Every sequence of a batch is taken to have the mean context of a sampled token.
+    Every sequence of a batch is assumed to have the mean context of a sampled token.
     """
     family = workload(domain)
     plans = [
@@ -167,7 +167,7 @@ Placing = Callable[[Sequence[int]], Placement]
 
 
 class Watched:
-    """A placement inside annealing, each of its runs timed."""
+    """A placement inside annealing, with each of its runs timed."""
 
     def __init__(self, placing: Placing) -> None:
         self.runs = Timed()
@@ -182,11 +182,11 @@ class Watched:
 
 
 Contenders = dict[str, Callable[[int], Any]]
-"""Called with the round's number."""
+"""Functions that are called with the round's number."""
 
 
 def timed(contenders: Contenders, rounds: int) -> dict[str, Timed]:
-    """Runs them all; they take turns."""
+    """Run all contenders in turns."""
     found = {name: Timed() for name in contenders}
     for number in range(rounds):
         for name, run in contenders.items():
@@ -197,8 +197,8 @@ def timed(contenders: Contenders, rounds: int) -> dict[str, Timed]:
 
 
 def bench_placement(*, quick: bool) -> Result:
-    """Times of all cases; for the paper's case also how annealing spends its time, and
-    what a simulation makes of the plans.
+    """Return times of all cases; for the paper's case also how annealing spends its
+    time, and a simulation of the plans.
     """
     if quick:
         return measured(QUICK, PAPER, rounds=ROUNDS, slow_rounds=1, afforded_s=AFFORDED_QUICK_S)
@@ -213,9 +213,9 @@ def measured(
     slow_rounds: int,
     afforded_s: float,
 ) -> Result:
-    """The bench on these (trajectories, GPUs).
+    """Run the bench on these (trajectories, GPUs).
 
-    `slow_rounds`: of annealing over the paper's program.
+    `slow_rounds` are those of annealing over the paper's program.
     """
     figures: dict[str, Figure] = {}
     conditions: dict[str, Any] = {
@@ -252,9 +252,9 @@ def measured(
 def _case(
     count: int, gpus: int, rounds: int, figures: dict[str, Figure], conditions: dict[str, Any]
 ) -> list[float]:
-    """Times of one case.
+    """Measure one case.
 
-    Returns how much slower than the exact allocation every annealed one is.
+    Returns how much slower every annealed allocation is than the exact one.
     """
     suffix = f"_{count}_{gpus}"
     times: dict[str, list[float]] = {}
@@ -319,8 +319,8 @@ def _program(
     figures: dict[str, Figure],
     conditions: dict[str, Any],
 ) -> None:
-    """The paper's program (eq. 3) on homogeneous workers, if it can be afforded: its
-    time by that of `place`.
+    """Run the paper's program (eq. 3) on homogeneous workers, if affordable: its time
+    over that of `place`.
     """
     name = f"dp_over_exact_{count}_{gpus}"
     expected_s = rounds * PROGRAM_S * count**2 * gpus / 2
@@ -352,7 +352,7 @@ def _program(
 def _annealings(
     count: int, gpus: int, rounds: int, figures: dict[str, Figure], conditions: dict[str, Any]
 ) -> None:
-    """The exact allocation beside annealing as the paper has it, over its aggregated
+    """Run the exact allocation beside the paper's annealing, over its aggregated
     program, and over our own placement.
     """
     drawn = draw(DOMAINS[0], count)
@@ -394,8 +394,8 @@ def _annealings(
 def _simulations(
     count: int, gpus: int, figures: dict[str, Figure], conditions: dict[str, Any]
 ) -> None:
-    """By task: eq. 2, and what a simulation makes of the same plans in which batches
-    shrink as members end.
+    """Return by task: eq. 2, and a simulation of the same plans in which batches shrink
+    as members end.
     """
     rows: dict[str, list[float]] = {}
 

@@ -1,12 +1,12 @@
 """Measures the step times of the embedded engine for one model: the `Profile` with
 which `sim.profile` simulates it.
 
-Two kinds of work, each for several batch sizes and lengths: conversations that begin
-together, whose next turns find most of their context in the prefix cache; and
-conversations whose turns come while others decode. Of every kind of step in them
+There are two kinds of work, each for several batch sizes and lengths: conversations
+that begin together, whose next turns find most of their context in the prefix cache;
+and conversations whose turns arrive while others decode. For every kind of step in them
 (prefill, decode, both) a sample is the mean of its amounts and of its seconds: the fit
-is linear, so means lose nothing, and totals are what a simulation is to predict, so
-what delays some of the steps belongs to them.
+is linear, so means lose no information, and totals are what a simulation predicts, so
+delays of some steps belong to them.
 """
 
 import itertools
@@ -39,15 +39,15 @@ from rollweave.train.scratch import build_checkpoint
 from rollweave.weights.checkpoint import read_shape
 
 DEMO = "frozenlake.toml"
-"""Its model is measured where none is named, and its `[engines]` are those of every
-profile.
+"""Configuration whose model is measured by default, and whose `[engines]` are those of
+every profile.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """What is measured: conversations at once, tokens of their prompts, of a turn, and
-    of an environment's answer to it.
+    """The measured work: concurrent conversations, tokens of their prompts, of a turn,
+    and of an environment's answer to it.
     """
 
     batches: tuple[int, ...] = (1, 4, 16, 64)
@@ -60,19 +60,19 @@ class Grid:
 QUICK = Grid(batches=(1, 8), prompts=(16, 128), repeats=1)
 
 Step = tuple[StepWork, float]
-"""What a step computed, and its seconds."""
+"""The amounts that a step computed, and its seconds."""
 
 TURNS = 3
-"""Of each conversation."""
+"""Turns of each conversation."""
 
 PARTS = 3
-"""In which turns come while others decode."""
+"""Parts in which turns arrive while others decode."""
 
 SPIN = (
     "import os, sys, threading\nthreading.Thread(target=lambda: (sys.stdin.read(), "
     "os._exit(0))).start()\nwhile True: pass"
 )
-"""A process that computes until our end of its standard input closes, however we end."""
+"""Program that computes until our end of its standard input closes, however we end."""
 
 
 def bench_profile(path: Path, model: Path | None, *, quick: bool) -> Result:
@@ -109,7 +109,7 @@ def bench_profile(path: Path, model: Path | None, *, quick: bool) -> Result:
 
 
 def spec_of(config: RunConfig, model: Path) -> EngineSpec:
-    """The engine that a run of `config` has."""
+    """Return the engine spec of a run of `config`."""
     engines = config.engines[0]
     return EngineSpec(
         id=EngineId("profile"),
@@ -128,9 +128,10 @@ def spec_of(config: RunConfig, model: Path) -> EngineSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """`core_share`: of the steps' seconds those in which a core was ours.
+    """A profile's samples. `core_share` is the share of the steps' seconds in which a
+    core was ours.
 
-    Well below 1 on a machine that others use too.
+    It is well below 1 on a machine that other processes use.
     """
 
     profile: Profile
@@ -138,7 +139,7 @@ class Measurement:
 
 
 class Steps:
-    """Gathers what the engine's thread says of its steps.
+    """Collects the steps that the engine's thread reports.
 
     `cpu_s` is that thread's, at the end of the last one.
     """
@@ -201,7 +202,7 @@ def measure_profile(
 
 
 def sample_of(steps: Sequence[Step]) -> Sample:
-    """The mean of steps of one kind."""
+    """Return the mean of steps of one kind."""
     means = [
         round(statistics.fmean(column))
         for column in zip(*(amounts for amounts, _ in steps), strict=True)
@@ -216,7 +217,7 @@ def sample_of(steps: Sequence[Step]) -> Sample:
 
 
 def fitted(profile: Profile) -> list[float]:
-    """Seconds that the fitted cost has for each sample.
+    """Return the fitted seconds of each sample.
 
     Raises ConfigError where there is no fit.
     """
@@ -233,8 +234,8 @@ def fitted(profile: Profile) -> list[float]:
 
 
 def fit_figures(measured: Measurement) -> dict[str, float]:
-    """How well the linear cost describes the engine, and whether the engine had a core
-    to itself.
+    """Return how well the linear cost describes the engine, and whether the engine had
+    a core to itself.
     """
     samples, costs = measured.profile.samples, fitted(measured.profile)
     return {
@@ -256,7 +257,7 @@ FIT_CONDITIONS = {
 
 
 class Talk:
-    """Conversations of random tokens, which no two have in common."""
+    """Conversations of random tokens that share no prefix."""
 
     def __init__(self, engine: Harness, vocabulary: int, grid: Grid, sampling: Sampling) -> None:
         self._engine, self._vocabulary, self._grid, self._sampling = (
@@ -269,12 +270,12 @@ class Talk:
         self._numbers = itertools.count()
 
     def said(self, count: int) -> tuple[int, ...]:
-        """That many tokens that nobody has said before."""
+        """Return that many unused random tokens."""
         return tuple(torch.randint(self._vocabulary, (count,), generator=self._random).tolist())
 
     def turn(self, contexts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """One turn of each together: contexts with what the agent said, and an answer
-        to it.
+        """Run one turn of each together: contexts with the agent's output, and an
+        answer to it.
         """
         results = self._engine.generate(self._requests(contexts, self._grid.output))
         return [
@@ -285,7 +286,7 @@ class Talk:
     def overlapping(
         self, these: Sequence[tuple[int, ...]], those: Sequence[tuple[int, ...]]
     ) -> None:
-        """`these` decode while the turns of `those` come and go, in three parts."""
+        """Decode `these` while the turns of `those` arrive and end, in three parts."""
         first = self._requests(these, PARTS * self._grid.output)
         self._engine.post(*(Add(request=request) for request in first))
         for part in range(PARTS):
@@ -301,8 +302,8 @@ class Talk:
 
 
 def together(talk: Talk, count: int, prompt: int) -> None:
-    """`count` conversations begin with `prompt` tokens each, and all speak at the same
-    time.
+    """Run `count` conversations that begin with `prompt` tokens each and generate at
+    the same time.
     """
     contexts = [talk.said(prompt) for _ in range(count)]
     for _ in range(TURNS):
@@ -310,7 +311,7 @@ def together(talk: Talk, count: int, prompt: int) -> None:
 
 
 def apart(talk: Talk, count: int, prompt: int) -> None:
-    """Half of the conversations speak, and the turns of the others come in between."""
+    """Run half of the conversations, while the turns of the others arrive in between."""
     contexts = talk.turn([talk.said(prompt) for _ in range(count)])
     talk.overlapping(contexts[: count // 2], contexts[count // 2 :])
 
@@ -319,8 +320,8 @@ Work = Callable[[Talk, int, int], None]
 
 
 def _cells(engine: Harness, spec: EngineSpec, grid: Grid) -> Iterator[tuple[Work, int, int]]:
-    """Work, conversations and prompt tokens of everything that is measured, as far as
-    the engine has room for it.
+    """Return work, conversations and prompt tokens of every measurement that fits the
+    engine.
     """
     for count, prompt, work in itertools.product(grid.batches, grid.prompts, (together, apart)):
         most = prompt + (TURNS + 1) * grid.output + TURNS * grid.observation
@@ -346,7 +347,7 @@ def _shown(sample: Sample) -> float:
 
 @contextmanager
 def spinning() -> Iterator[None]:
-    """Another process computes."""
+    """Let other processes compute."""
     with subprocess.Popen([sys.executable, "-I", "-c", SPIN], stdin=subprocess.PIPE) as process:
         try:
             yield

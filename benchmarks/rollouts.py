@@ -1,8 +1,8 @@
-"""What a recorded run's rollouts took, step by step, read from its journal; and what
-its trajectories said.
+"""Timings of a recorded run's rollouts, step by step, read from its journal; and the
+tokens of its trajectories.
 
-For synchronous runs: all trajectories of a step begin and end between two training
-steps. The journal must be whole.
+Only synchronous runs are supported: all trajectories of a step begin and end between
+two training steps. The journal must be complete.
 """
 
 import math
@@ -22,18 +22,18 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 
 LOGPROB_TOLERANCE = 1e-4
-"""By which log-probs of equal tokens may differ, as engines' batches do (docs of
-`engines.deterministic`).
+"""Maximum difference of log-probs of equal tokens, as engines' batches cause it (docs
+of `engines.deterministic`).
 """
 
 
 class Rollout(Struct, frozen=True, kw_only=True):
-    """Of one training step. `makespan_s` is from the first turn that an engine was
-    given to the last trajectory's end.
+    """The rollout of one training step. `makespan_s` is from the first turn that an
+    engine received to the last trajectory's end.
 
-    `tail_queue_s` is what the turns of the trajectory with the most sampled tokens
-    waited for a slot, in the core and on its engine; `tail_tokens` and `tail_turns` are
-    that trajectory's, `tokens` and `turns` of all, `queue_s` of all turns too.
+    `tail_queue_s` is the wait for a slot of the turns of the trajectory with the most
+    sampled tokens, in the core and on its engine; `tail_tokens` and `tail_turns` are
+    that trajectory's, `tokens`, `turns` and `queue_s` those of all.
     """
 
     makespan_s: float
@@ -44,8 +44,8 @@ class Rollout(Struct, frozen=True, kw_only=True):
     tokens: int
     turns: int
     predictions: tuple[tuple[float, int], ...]
-    """(predicted, true) tokens that were yet to be sampled, for those before the second
-    turn and later.
+    """Return (predicted, true) remaining tokens, for predictions before the second and
+    later turns.
     """
 
 
@@ -60,9 +60,9 @@ class _Taken(msgspec.Struct):
 
 
 def read_rollouts(journal: Path, config: RunConfig) -> list[Rollout]:
-    """One for each training step.
+    """Return one rollout for each training step.
 
-    Raises ConfigError for a compacted journal and for one that replays otherwise.
+    Raises ConfigError for a compacted journal and for one whose replay differs.
     """
     replay, reader = Replay(journal, config, rules=rules_of(config)), _Reader()
     replay.observe(reader)
@@ -136,14 +136,14 @@ class _Reader:
 
 
 class Spoken(Struct, frozen=True, kw_only=True):
-    """Tokens and log-probs of a trajectory's sequences, one after the other."""
+    """Tokens and log-probs of a trajectory's sequences, concatenated."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
 
 
 def read_spoken(run: RunDir) -> dict[TrajectoryId, Spoken]:
-    """Of all trajectories that ended, by their last attempt."""
+    """Return the tokens of all ended trajectories, by their last attempt."""
     return dict(_spoken(TrajectoryReader(run.trajectories)))
 
 
@@ -156,8 +156,8 @@ def _spoken(reader: TrajectoryReader) -> Iterator[tuple[TrajectoryId, Spoken]]:
 
 
 def mismatches(ours: Mapping[TrajectoryId, Spoken], theirs: Mapping[TrajectoryId, Spoken]) -> int:
-    """Trajectories that are not in both, or whose tokens differ, or any log-prob by
-    more than `LOGPROB_TOLERANCE`.
+    """Return the trajectories that are not in both, or whose tokens differ, or any
+    log-prob by more than `LOGPROB_TOLERANCE`.
     """
     return sum(not _equal(ours.get(key), theirs.get(key)) for key in {**ours, **theirs})
 
@@ -172,6 +172,6 @@ def _equal(one: Spoken | None, other: Spoken | None) -> bool:
 
 
 def furthest(one: Spoken, other: Spoken) -> float:
-    """The greatest difference between log-probs of equal tokens."""
+    """Return the maximum difference between log-probs of equal tokens."""
     pairs = zip(one.logprobs, other.logprobs, strict=True)
     return max((abs(mine - its) for mine, its in pairs), default=0.0)

@@ -49,22 +49,24 @@ WAYS: Mapping[str, Mapping[str, str]] = {
     "rank": {"scheduling": "trajectory", "migration": "rank"},
     OURS: {"scheduling": "trajectory"},
 }
-"""Four priorities on one placement; then, all by longest_first: two placements that
-ignore lengths, Heddle's partition and migration, our partition with Heddle's migration,
-and ours.
+"""Scheduling variants: four priorities on one placement; then, all by longest_first:
+two placements that ignore lengths, Heddle's partition and migration, our partition with
+Heddle's migration, and ours.
 """
 
 PRIORITIES = ("fcfs", "round_robin", "shortest_first")
 MIGRATING = ("paper", "rank", OURS)
 PROGRESSIVE = "longest_first"
 UNMOVED = "fcfs"
-"""Whose tokens are compared with those of trajectories that moved: it never migrates."""
+"""Variant that never migrates, whose tokens are compared with those of migrated
+trajectories.
+"""
 
 QUICK_WAYS = (UNMOVED, OURS)
 
 
 class Size(Struct, frozen=True, kw_only=True):
-    """How much is run: `learned` steps that only teach, then `measured` ones, of
+    """Length of a bench: `learned` steps that only teach, then `measured` ones, of
     `groups` groups.
     """
 
@@ -85,8 +87,8 @@ MEMBERS = 16
 
 
 def config(way: str, size: Size, *, seed: int, directory: str) -> RunConfig:
-    """Two engines with four slots each for all trajectories of a step, whose contexts
-    are more than the KV caches hold.
+    """Return two engines with four slots each for all trajectories of a step, whose
+    contexts exceed the KV caches.
     """
     count = size.groups * MEMBERS
     return RunConfig.model_validate(
@@ -119,7 +121,7 @@ def config(way: str, size: Size, *, seed: int, directory: str) -> RunConfig:
 
 
 class Run(Struct, frozen=True, kw_only=True):
-    """One way with one seed.
+    """One variant with one seed.
 
     `rollouts` and `lines` (of metrics.jsonl) are those of the measured steps, `spoken`
     of all.
@@ -130,7 +132,7 @@ class Run(Struct, frozen=True, kw_only=True):
     spoken: dict[TrajectoryId, Spoken]
 
     def counted(self, name: str) -> float:
-        """Of what scheduling did, a step's mean."""
+        """Return the mean of a scheduling counter per step."""
         return statistics.fmean(line["scheduling"][name] for line in self.lines)
 
 
@@ -237,7 +239,7 @@ def _prediction_figures(ours: Sequence[Run]) -> dict[str, Figure]:
 
 
 def over(theirs: Sequence[Run], ours: Sequence[Run], name: str) -> float | None:
-    """The median of theirs over ours, step by step; None where ours is 0."""
+    """Return the median of theirs over ours, step by step; None where ours is 0."""
     pairs = list(zip(_all(theirs, name), _all(ours, name), strict=True))
     return (
         round(statistics.median(one / other for one, other in pairs), 4)
@@ -255,7 +257,7 @@ def _mean(runs: Sequence[Run], name: str) -> float:
 
 
 def _prefix_hit(runs: Sequence[Run]) -> float:
-    """Of all tokens of prompts, those that the engine of the turn had computed already."""
+    """Return the share of prompt tokens that the turn's engine had already computed."""
     lines = [line for run in runs for line in run.lines]
     return float(
         sum(line["cached_tokens"] for line in lines) / sum(line["context_tokens"] for line in lines)
@@ -263,7 +265,7 @@ def _prefix_hit(runs: Sequence[Run]) -> float:
 
 
 def _real_step_s(run: Run) -> float:
-    """What engines took for a step on average, without the pace."""
+    """Return the mean seconds of an engine's step, without the pace."""
     engines = run.lines[-1]["engines"].values()
     return float(
         sum(stats["busy_s"] for stats in engines) / sum(stats["steps"] for stats in engines)
