@@ -156,7 +156,9 @@ class HttpEngine:
 
     @property
     def logprobs(self) -> Logprobs:
-        """What the server's log-probs are of, as the probe found."""
+        """The distribution that the server's log-probs are of, as measured by the
+        probe.
+        """
         return self._logprobs
 
     async def ready(self) -> Ready:

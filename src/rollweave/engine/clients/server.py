@@ -261,9 +261,9 @@ class EngineServer:
         fields = await self._read(request, dict[str, Any])
         honored = set(kind.__struct_fields__)
         others = {name: value for name, value in fields.items() if name not in honored}
-        found = refused_field(others)
-        if found is not None:
-            name, rule = found
+        refused = refused_field(others)
+        if refused is not None:
+            name, rule = refused
             raise EngineError(f"{name} {rule}, got {others[name]!r:.100}")
         return msgspec.convert(
             {name: value for name, value in fields.items() if name in honored}, kind

@@ -1,3 +1,3 @@
-"""What the embedded engine runs next: continuous batching and the blocks of its KV
+"""Plans the steps of the embedded engine: continuous batching and the blocks of its KV
 cache.
 """

@@ -97,7 +97,7 @@ def _curves(
         task: [(line["step"], line[kind][task]) for line in data.evaluations if task in line[kind]]
         for task in dotted
     }
-    values = [y for found in (points, marks) for of_task in found.values() for _, y in of_task]
+    values = [y for figures in (points, marks) for of_task in figures.values() for _, y in of_task]
     if not values:
         return ""
     share = kind == "success"
