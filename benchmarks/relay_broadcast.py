@@ -1,6 +1,5 @@
-"""How long a chain of relays takes (Laminar §4.2, App.
-
-C), beside the formula, one sender for all, and gloo's broadcast.
+"""Duration of a broadcast along a chain of relays (Laminar §4.2, App. C), beside the
+formula, one sender for all, and gloo's broadcast.
 """
 
 import statistics
@@ -14,7 +13,7 @@ from rollweave.core.policy.relay import broadcast_s, chunk_bytes
 from rollweave.schema.weights import WeightManifest
 
 FIT_CHUNKS = (4, 64)
-"""In which the versions of the fit are cut: few, and many."""
+"""Numbers of chunks of the versions for the fit: few, and many."""
 
 Sample = tuple[int, int, float]
 """Bytes, chunks, and seconds from one relay to the next."""
@@ -87,7 +86,7 @@ class Times:
     gloo: dict[int, list[float]] = field(default_factory=dict)
     chunks: dict[int, int] = field(default_factory=dict)
     cpu_s: dict[int, list[float]] = field(default_factory=dict)
-    """On a core, of all relays together during a chain's broadcast."""
+    """CPU seconds of all relays together during a chain's broadcast."""
 
 
 async def measure(
@@ -100,7 +99,7 @@ async def measure(
     rounds: int,
     say: Callable[[str], None],
 ) -> Times:
-    """Each way in turn, for each number of relays."""
+    """Measure each way in turn, for each number of relays."""
     times = Times(manifest.nbytes)
     for number in range(rounds):
         say(f"broadcasts, round {number + 1} of {rounds}")
@@ -123,8 +122,8 @@ async def measure(
 
 
 def figures(times: Times, link: Link) -> dict[str, Figure]:
-    """`time_over_formula` is the worst over the numbers of relays, the other two ratios
-    are those of the most relays.
+    """Return figures: `time_over_formula` is the maximum over the numbers of relays,
+    the other two ratios are those of the largest number.
     """
     chained, starred, glooed = _medians(times.chain), _medians(times.star), _medians(times.gloo)
     over_formula: dict[int, float] = {}

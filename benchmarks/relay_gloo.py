@@ -40,7 +40,7 @@ class Ranks(Struct, frozen=True, kw_only=True):
 
 
 class Send(Struct, frozen=True, kw_only=True):
-    """Broadcast so many bytes from rank 0 to the others of the group of `size`."""
+    """Broadcast that many bytes from rank 0 to the others of the group of `size`."""
 
     size: int
     nbytes: int
@@ -55,7 +55,7 @@ class Sent(Struct, frozen=True, kw_only=True):
 
 
 class Gloo:
-    """The peer, as a bench has it. Made by `start`; `close` ends it."""
+    """The peer of a bench. `start` creates it; `close` ends it."""
 
     def __init__(self, network: Network, sizes: Sequence[int], logs: Path, *, hosts: int) -> None:
         self._answers: asyncio.Queue[float | str] = asyncio.Queue()
@@ -76,11 +76,11 @@ class Gloo:
         self._child.send(encode(ranks))
 
     async def ready(self) -> None:
-        """Raises WeightsError where a rank does not start."""
+        """Wait until all ranks run. Raises WeightsError where a rank does not start."""
         await self._answer()
 
     async def broadcast(self, size: int, nbytes: int) -> float:
-        """Seconds. Raises WeightsError."""
+        """Broadcast and return the seconds. Raises WeightsError."""
         self._child.send(encode(Send(size=size, nbytes=nbytes)))
         return await self._answer()
 
@@ -93,7 +93,7 @@ class Gloo:
 
 
 def main() -> None:
-    """Hold the ranks, and pass on what each broadcast took."""
+    """Run the ranks, and report the seconds of each broadcast."""
     parent = Parent.from_arguments()
     ranks = decoder_of(Ranks)(parent.receive())
     decode = decoder_of(Send)

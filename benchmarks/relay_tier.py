@@ -1,5 +1,5 @@
-"""Relays on hosts of a `Network`, each a process as a run has it, told what a
-controller would tell them.
+"""Relays on hosts of a `Network`, each a process as in a run, with a controller's
+commands.
 
 Invariants: relay `r<i>` is on host i; every broadcast is of a version that no relay
 has; processes end with the context.
@@ -30,7 +30,7 @@ from rollweave.schema.weights import (
 
 
 class Tier:
-    """So many relays, from the first host on."""
+    """Relays on the first hosts."""
 
     def __init__(
         self,
@@ -51,17 +51,17 @@ class Tier:
         self._last_id = 0
 
     def next_id(self) -> int:
-        """A weights id that no relay has seen."""
+        """Return a weights id that no relay has seen."""
         self._last_id += 1
         return self._last_id
 
     def version(self, manifest: WeightManifest) -> WeightManifest:
-        """The same bytes under such an id."""
+        """Return the same bytes under a new id."""
         weights_id = self.next_id()
         return msgspec.structs.replace(manifest, weights_id=weights_id, version=weights_id)
 
     def cpu_s(self) -> float:
-        """Seconds that all relays together have been on a core."""
+        """Return the CPU seconds of all relays together."""
         ticks = 0
         for link in self.links:
             fields = Path(f"/proc/{link.pid}/stat").read_text().rpartition(")")[2].split()
@@ -107,7 +107,7 @@ class Tier:
 
 
 def checked(relay: int, answer: FetchReply | None) -> VersionFetched:
-    """Raises WeightsError for anything else."""
+    """Check the type of an answer. Raises WeightsError for any other."""
     if isinstance(answer, VersionFetched):
         return answer
     raise WeightsError(
@@ -121,13 +121,13 @@ def chain(relays: int) -> list[int | None]:
 
 
 def star(relays: int) -> list[int | None]:
-    """One sender: all take from the master."""
+    """Return one source for all: the master."""
     return [None, *(0 for _ in range(relays - 1))]
 
 
 @contextlib.asynccontextmanager
 async def tier(network: Network, hosts: Sequence[int], logs: Path) -> AsyncIterator[Tier]:
-    """Relays on these hosts. Raises WeightsError where one does not start."""
+    """Start relays on these hosts. Raises WeightsError where one does not start."""
     opened: list[ProcessRelay] = []
     suspected, stalled = ([asyncio.Event() for _ in hosts] for _ in range(2))
 

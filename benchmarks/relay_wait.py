@@ -26,12 +26,12 @@ from rollweave.schema.weights import FetchVersion, WeightManifest
 from rollweave.weights.publication import Publication, publish, read_tensors
 
 KEEP = 2
-"""Publications that the trainer keeps, so that a load under way can end."""
+"""Publications that the trainer keeps, so that a running load can end."""
 
 
 @dataclass
 class Waits:
-    """Seconds: of each update of an engine; of those, where its host had the version
+    """Seconds of each update of an engine; of those for which its host had the version
     already; of each publication.
     """
 
@@ -42,7 +42,7 @@ class Waits:
 
 @dataclass
 class _World:
-    """The trainer's tensors, what has been published, and what each relay has."""
+    """The trainer's tensors, its publications, and the versions of each relay."""
 
     tier: Tier
     tensors: dict[str, torch.Tensor]
@@ -168,7 +168,7 @@ def _load(own: dict[str, torch.Tensor], manifest: WeightManifest) -> None:
 
 
 def payload(nbytes: int, tensors: int) -> dict[str, torch.Tensor]:
-    """So many bytes of bfloat16 in so many tensors."""
+    """Return bfloat16 tensors of the given total size."""
     generator = torch.Generator().manual_seed(0)
     count = nbytes // (2 * tensors)
     return {
@@ -180,8 +180,8 @@ def payload(nbytes: int, tensors: int) -> dict[str, torch.Tensor]:
 def figures(
     found: Waits, together: Sequence[float], chain_s: float, nbytes: int
 ) -> dict[str, Figure]:
-    """`together` are the waits of a global synchronisation; `chain_s` would be one by
-    the chain.
+    """Return figures; `together` are the waits of a global synchronization, `chain_s`
+    one by the chain.
     """
     load = statistics.median(found.cached) if found.cached else 0.0
     stall, sync = statistics.median(found.stalls), statistics.median(together) if together else None

@@ -1,9 +1,9 @@
-"""Bench `sandbox`: how soon a sandbox is ready, how many live at once and at what cost,
-and whether anything gets out of one.
+"""Bench `sandbox`: start time of a sandbox, number of concurrent ones and their cost,
+and escapes.
 
-The back ends take turns in one run. Ready means: its Python server, inside, has
-answered. Figures without a suffix are of the default back end, others end in its name;
-`attacks` and `escapes` count over all.
+The back ends take turns in one run. A sandbox is ready when its Python server, inside,
+has answered. Figures without a suffix are of the default back end, others end in its
+name; `attacks` and `escapes` count over all.
 """
 
 import asyncio
@@ -28,12 +28,12 @@ ISOLATING = (DEFAULT, "zygote")
 
 ROUNDS, QUICK_ROUNDS = 100, 20
 WARM_UP = 3
-"""Rounds before those that are measured."""
+"""Rounds before the measured ones."""
 
 CONCURRENT, QUICK_CONCURRENT = 200, 40
 
 POOL = 4
-"""Sandboxes that a pool keeps warm while one after the other is taken."""
+"""Sandboxes that a pool keeps warm while they are taken one after the other."""
 
 ATTACKS_AT_ONCE = 2
 
@@ -46,12 +46,12 @@ FIGURES = (
     "concurrent_s",
     "mb_each",
 )
-"""Of each back end."""
+"""Figures of each back end."""
 
 
 @dataclass
 class Measured:
-    """Of one back end."""
+    """Measurements of one back end."""
 
     ready_ms: list[float] = field(default_factory=list)
     cell_ms: list[float] = field(default_factory=list)
@@ -63,9 +63,9 @@ class Measured:
 
 
 def bench_sandbox(*, quick: bool) -> Result:
-    """Measure every isolating back end that is installed.
+    """Measure every installed isolating back end.
 
-    One that is not has null figures, with the reason.
+    A missing one has null figures, with the reason.
     """
     os.environ[BAIT] = "1"
     return asyncio.run(_bench(quick=quick))

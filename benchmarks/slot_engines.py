@@ -60,8 +60,8 @@ PLAIN_TOKENS = 16
 
 
 class Slots:
-    """Some slots, first come, first served; `busy_s` is the sum of the seconds for
-    which each was taken.
+    """Slots served first come, first served; `busy_s` is the sum of the seconds for
+    which each was occupied.
     """
 
     def __init__(self, count: int) -> None:
@@ -77,7 +77,7 @@ class Slots:
         return self._busy_s
 
     async def hold(self, seconds: float) -> tuple[float, float]:
-        """Have a slot for so long. Seconds waited for it, and had."""
+        """Occupy a slot for that long. Returns the seconds waited and occupied."""
         asked = time.monotonic()
         async with self._free:
             began = time.monotonic()
@@ -138,7 +138,7 @@ class PacedEngine:
         """Who aborts hangs up, too, which cancels; there are no partial answers here."""
 
     async def stats(self) -> EngineStats:
-        """`busy_s` are slot-seconds here."""
+        """Return statistics; `busy_s` are slot-seconds here."""
         running = sum(part.taken for part in self._parts)
         return EngineStats(
             version=0,
@@ -150,13 +150,13 @@ class PacedEngine:
         )
 
     def rerank(self, request_id: str, rank: float) -> None:
-        """Nothing: first come, first served."""
+        """Do nothing: turns are served first come, first served."""
 
     async def suspend(self) -> Suspended:
         self._has_none(EngineError, "steps to stop")
 
     def resume(self) -> None:
-        """Nothing: it was never suspended."""
+        """Do nothing: the engine is never suspended."""
 
     async def load(self, weights: WeightManifest | LoadCheckpoint) -> None:
         self._has_none(WeightsError, "weights")
@@ -168,7 +168,7 @@ class PacedEngine:
         self._has_none(KvError, "KV")
 
     def release_kv(self, export_id: str) -> None:
-        """Nothing: none was exported."""
+        """Do nothing: no KV is exported."""
 
     async def close(self) -> None:
         self.kill()
@@ -182,7 +182,7 @@ class PacedEngine:
 
 
 def place(tokens: Sequence[int], count: int) -> int:
-    """Which of `count` engines a conversation has: the same for all its turns."""
+    """Return the engine, of `count`, of a conversation: the same for all its turns."""
     return _digest(tokens[:KEY_TOKENS]) % count
 
 
@@ -191,8 +191,8 @@ def _digest(tokens: Sequence[int]) -> int:
 
 
 def said(request: GenerateRequest) -> tuple[tuple[int, ...], FinishReason]:
-    """A turn's tokens: any of those allowed, and a stop token at the end if there is
-    room.
+    """Return a turn's tokens: any of those allowed, and a stop token at the end if it
+    fits.
     """
     sampling, draw = request.sampling, random.Random(_digest(request.tokens))
     words = [token for token in sampling.allowed if token not in sampling.stop_token_ids] or range(

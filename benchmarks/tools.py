@@ -31,15 +31,15 @@ from rollweave.sandbox.channel import Channel
 from rollweave.sandbox.tools import Bash, IPython
 
 CALLS, QUICK_CALLS = 500, 60
-"""Of each contender."""
+"""Calls of each contender."""
 
 BLOCK = 10
-"""Calls of one contender before the next has its turn."""
+"""Calls of one contender before the next takes its turn."""
 
 COMMAND, CELL = "echo hi", "1+1"
 
 PEER_S = 60.0
-"""For a peer to answer or start: far longer than any takes."""
+"""Maximum seconds for a peer to answer or start: far longer than any takes."""
 
 CONDITIONS = {
     "bash_over_tmux": "tmux by ours from end to end, output included; tmux's output is not "
@@ -54,12 +54,12 @@ CONDITIONS = {
 }
 
 Contender = Callable[[], list[float]]
-"""Milliseconds of each of `BLOCK` calls."""
+"""Returns the milliseconds of each of `BLOCK` calls."""
 
 
 def bench_tools(*, quick: bool) -> Result:
-    """Times of all contenders that are installed; the others are None, with what is
-    missing.
+    """Return times of all installed contenders; the others are None, with the missing
+    program.
     """
     conditions: dict[str, Any] = dict(CONDITIONS)
     with contextlib.ExitStack() as stack:
@@ -80,8 +80,8 @@ def bench_tools(*, quick: bool) -> Result:
 
 
 def take_turns(contenders: dict[str, Contender], calls: int) -> dict[str, list[float]]:
-    """Milliseconds of at least `calls` calls of each, in blocks; the first block of
-    each is a warm-up that does not count.
+    """Return the milliseconds of at least `calls` calls of each, in blocks; the first
+    block of each is an uncounted warm-up.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(1 + -(-calls // BLOCK)):
@@ -93,7 +93,7 @@ def take_turns(contenders: dict[str, Contender], calls: int) -> dict[str, list[f
 
 
 def figures(times: dict[str, list[float]]) -> dict[str, Figure]:
-    """Medians, and how much faster ours are; None for what was not measured."""
+    """Return medians, and our speed-up; None for missing measurements."""
     medians = {name: statistics.median(found) for name, found in times.items()}
     names = ("bash", "pty", "tmux", "spawn", "ping", "ipython", "jupyter")
     found: dict[str, Figure] = {f"{name}_ms": medians.get(name) for name in names}
@@ -119,7 +119,7 @@ def _timed(call: Callable[[], object]) -> list[float]:
 
 @contextlib.contextmanager
 def _ours() -> Iterator[dict[str, Contender]]:
-    """A server outside of any sandbox, and what we have through it."""
+    """Start a server outside of any sandbox, with our clients."""
     folder = Path(inside.__file__).parent
     mine, theirs = socket.socketpair()
     with theirs:
@@ -139,7 +139,7 @@ def _ours() -> Iterator[dict[str, Contender]]:
 
 
 class _Tools:
-    """Blocks of calls in one event loop that lives from block to block."""
+    """Blocks of calls in one event loop that persists between blocks."""
 
     def __init__(self, runner: asyncio.Runner, sock: socket.socket) -> None:
         self._runner = runner
@@ -154,7 +154,7 @@ class _Tools:
         return self._runner.run(self._bash_block())
 
     def pty(self) -> list[float]:
-        """Of the very calls that `bash` has just made."""
+        """Return the part of the calls that `bash` has just made."""
         return self._pty_ms
 
     def ping(self) -> list[float]:
@@ -209,7 +209,7 @@ def _spawn() -> None:
 
 @contextlib.contextmanager
 def _tmux() -> Iterator[Contender]:
-    """A server of our own, on a socket of our own.
+    """Start a separate tmux server on a private socket.
 
     Raises FileNotFoundError where tmux is not installed.
     """
@@ -236,7 +236,7 @@ def _tmux() -> Iterator[Contender]:
 
 @contextlib.contextmanager
 def _jupyter() -> Iterator[Contender]:
-    """A kernel of our own.
+    """Start a kernel.
 
     Raises FileNotFoundError where jupyter_client or ipykernel is not installed.
     """
