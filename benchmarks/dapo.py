@@ -24,10 +24,10 @@ GROUPS, MEMBERS = 32, 8
 """Informative prompts of a step, and attempts at each."""
 
 SLOTS = 2 * GROUPS
-"""Prompts rolled out at once."""
+"""Prompts rolled out concurrently."""
 
 INFORMATIVE = 0.5
-"""Chance that a group's rewards differ."""
+"""Probability that a group's rewards differ."""
 
 SIGMA = 1.0
 """Of the log-normal time of a rollout, whose median is the unit: of 256 rollouts the
@@ -35,7 +35,7 @@ slowest takes about 16 of it.
 """
 
 TRAIN_S = 4.0
-"""Of a training step, in that unit."""
+"""Duration of a training step, in that unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Group:
 
 
 def groups(seed: int) -> Iterator[Group]:
-    """The same in every way."""
+    """Draw the groups, which are the same in every way."""
     rng = random.Random(seed)
     while True:
         times = tuple(rng.lognormvariate(0.0, SIGMA) for _ in range(MEMBERS))
@@ -84,8 +84,8 @@ Way = Callable[[int, int], Run]
 
 
 def in_rounds(size: int) -> Way:
-    """Batch by batch: `size` prompts, wait for all, filter; again until the batch is
-    full. Surplus is dropped.
+    """Run batch by batch: roll out `size` prompts, wait for all, filter; repeat until
+    the batch is full. Surplus is dropped.
     """
 
     def run(seed: int, steps: int) -> Run:
@@ -105,8 +105,8 @@ def in_rounds(size: int) -> Way:
 
 
 def replenished(seed: int, steps: int) -> Run:
-    """A prompt that is over is replaced until the batch is full; then the step waits
-    for the rest, and drops it.
+    """Replace each finished prompt until the batch is full; then the step waits for the
+    rest, and drops it.
     """
     drawn, found = groups(seed), Run()
     for _ in range(steps):
@@ -181,7 +181,7 @@ WAYS: dict[str, Way] = {
     "carried": asynchronous(1),
     "carried_4": asynchronous(4),
 }
-"""The last three are the policy with a staleness of 0, 1 and 4."""
+"""The compared ways. The last three are the policy with a staleness of 0, 1 and 4."""
 
 
 def bench_dapo(*, quick: bool, say: Callable[[str], None]) -> Result:
@@ -198,7 +198,7 @@ def bench_dapo(*, quick: bool, say: Callable[[str], None]) -> Result:
 
 
 def simulated(*, quick: bool) -> tuple[dict[str, Figure], dict[str, str]]:
-    """Figures and conditions of the virtual clock."""
+    """Return figures and conditions of the virtual clock."""
     seeds, steps = (3, 20) if quick else (9, 100)
     figures: dict[str, Figure] = {}
     found = {name: [way(seed, steps) for seed in range(seeds)] for name, way in WAYS.items()}

@@ -27,7 +27,9 @@ from rollweave.weights.delta import apply, encode, plan
 from rollweave.weights.delta_body import FORMS, Array, differences_of
 
 COO_POSITION_BYTES = 4
-"""An int32 a change, beside the new element: what sparse updates usually are."""
+"""Bytes of a position in the usual form of sparse updates: an int32 per change, beside
+the new element.
+"""
 
 LR, STD, BETA1, BETA2, EPS = 1e-6, 0.02, 0.9, 0.999, 1e-8
 
@@ -152,7 +154,9 @@ def bench_delta(*, quick: bool, say: Callable[[str], None]) -> Result:
 
 
 def figures_of(versions: Versions, found: Measured) -> dict[str, float]:
-    """Ratios are ours over theirs for bytes, and over memcpy's for speeds."""
+    """Return figures. Ratios are ours over theirs for bytes, and over memcpy's for
+    speeds.
+    """
     changed = int(np.count_nonzero(versions.base != versions.new))
     coo = changed * (COO_POSITION_BYTES + versions.new.itemsize)
     values = {
@@ -247,7 +251,7 @@ def adam_update(rng: np.random.Generator, size: Size) -> tuple[Versions, Version
 
 
 def adam(rng: np.random.Generator, weight: Array, steps: int) -> Iterator[Array]:
-    """`weight` after each step (Kingma & Ba 2015, Algorithm 1)."""
+    """Return `weight` after each step (Kingma & Ba 2015, Algorithm 1)."""
     rows, columns = weight.shape
     scale = np.exp(rng.normal(0, 1, (rows, 1)) + rng.normal(0, 1, (1, columns))).astype(np.float32)
     mean, square = np.zeros_like(weight), np.zeros_like(weight)
@@ -279,7 +283,7 @@ def own_update(rate: float, settings: tuple[str, ...]) -> Versions:
 
 
 def masked(rng: np.random.Generator, count: int, density: float) -> Versions:
-    """bfloat16 in which elements at random are a float further or nearer."""
+    """Return bfloat16 in which random elements are one float higher or lower."""
     base = bfloat16(rng.standard_normal(count, np.float32) * np.float32(STD))
     new = base.copy()
     where = np.flatnonzero(rng.random(count, np.float32) < density)
@@ -288,7 +292,9 @@ def masked(rng: np.random.Generator, count: int, density: float) -> Versions:
 
 
 def bfloat16(values: Array) -> Array:
-    """float32 to the bits of bfloat16, rounded to nearest even. No NaN."""
+    """Convert float32 to the bits of bfloat16, rounded to nearest even. NaN is not
+    supported.
+    """
     bits = values.view(np.uint32)
     rounded: Array = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return rounded

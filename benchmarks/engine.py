@@ -47,16 +47,16 @@ from rollweave.weights.publication import Publisher
 
 CONCURRENCY = (1, 16, 64)
 COMPARED = 16
-"""Concurrent requests at which the peers are measured too."""
+"""Numbers of concurrent requests at which the peers are measured too."""
 
 THREADS = 1
-"""Of each engine: what a run gives its processes."""
+"""Threads of each engine, as in the processes of a run."""
 
 KV_TOKENS = 32768
-"""Of each engine: more than 64 requests need."""
+"""KV tokens of each engine: more than 64 requests need."""
 
 TURNS, TURNS_QUICK = 10_000, 300
-"""Short turns of the first model that are run in two batch sizes."""
+"""Short turns of the first model that run in two batch sizes."""
 
 WIDE, NARROW = 64, 7
 """Their batch sizes."""
@@ -67,10 +67,10 @@ so that running ones are evicted.
 """
 
 TURN_PROMPT, TURN_OUTPUT = 32, 12
-"""Their tokens, the prompt's on average."""
+"""Tokens of prompt (on average) and output of a short turn."""
 
 TURNS_AT_ONCE = 500
-"""Turns that an engine gets together: many times a batch."""
+"""Turns that an engine receives together: many times a batch."""
 
 SPARED = "one thread and float32 everywhere; the peers are spared log-probs"
 PEERS = {
@@ -95,8 +95,8 @@ class Case:
 
 
 def bench_engine(*, quick: bool) -> Result:
-    """Tokens/s, ratios to peers, cache hits, log-prob error, and whether a batch
-    changes what its requests get.
+    """Return tokens/s, ratios to peers, cache hits, log-prob error, and whether a batch
+    changes the results of its requests.
     """
     torch.set_num_threads(THREADS)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -163,7 +163,7 @@ def _named(subject: ModelCase, values: dict[str, Any]) -> dict[str, Any]:
 def _case(
     subject: ModelCase, scratch: Path, python: str | None, stack: ExitStack, *, eager: bool
 ) -> Case:
-    """Save the model, and let its server start."""
+    """Save the model, and start its server."""
     model = random_model(subject)
     model.save_pretrained(scratch)
     spec = EngineSpec(
@@ -193,15 +193,15 @@ def _await_vllm(case: Case, conditions: dict[str, Any]) -> None:
 
 
 def _checked(case: Case) -> dict[str, Figure]:
-    """What needs no clock: cache hits and log-prob error."""
+    """Return the figures that need no clock: cache hits and log-prob error."""
     with Harness(case.spec) as engine:
         hits = _conversation(engine, case.subject)
     return {"prefix_hit_rate": hits, "logprob_error_max": _worst_logprob(case)}
 
 
 def _speed(case: Case) -> dict[str, Figure]:
-    """Output tokens per second, prefill included: medians of the repeats, as are the
-    ratios of each repeat's rates.
+    """Return output tokens per second, prefill included: medians of the repeats, as are
+    the ratios of each repeat's rates.
     """
     rates: dict[str, list[float]] = {}
     seeds = itertools.count(1)
@@ -286,8 +286,8 @@ def _transformers_rate(model: Any, requests: Sequence[GenerateRequest], output: 
 
 
 def _conversation(engine: Harness, subject: ModelCase) -> float:
-    """Share of the prompt tokens of a 20-turn conversation that come from the prefix
-    cache.
+    """Return the share of the prompt tokens of a 20-turn conversation that come from
+    the prefix cache.
     """
     context = prompt(subject, 7, length=subject.prompt)
     asked = cached = 0
@@ -328,8 +328,8 @@ def batch_changes(spec: EngineSpec, subject: ModelCase, turns: int) -> tuple[int
 
 
 def changes(these: Sequence[GenerateResult], those: Sequence[GenerateResult]) -> tuple[int, float]:
-    """How many results differ in a token, and the greatest difference of a log-prob
-    among the others.
+    """Return how many results differ in a token, and the maximum difference of a
+    log-prob among the others.
     """
     same = [
         (one, other) for one, other in zip(these, those, strict=True) if one.tokens == other.tokens
@@ -341,8 +341,8 @@ def changes(these: Sequence[GenerateResult], those: Sequence[GenerateResult]) ->
 
 
 def _worst_logprob(case: Case) -> float:
-    """Largest log-prob error against full forward passes, in a batch that is preempted,
-    aborted, suspended and updated.
+    """Return the maximum log-prob error against full forward passes, in a batch that is
+    preempted, aborted, suspended and updated.
     """
     model, subject, spec = case.model, case.subject, case.spec
     updated = copy.deepcopy(model)
