@@ -143,13 +143,13 @@ class IndependentPacing:
             state.groups[group_id].status is GroupStatus.DRAWING for group_id in state.active_groups
         )
         return pool_room(
-            seats=version_affinity.free_capacity(run),
+            free_capacity=version_affinity.free_capacity(run),
             waiting=len(state.init_queue) + drawing * size,
             running=len(state.in_init) + len(state.in_run),
             group_size=size,
             active=len(state.active_groups),
             buffered=len(state.buffer),
-            places=version_affinity.buffer_capacity(run),
+            buffer_capacity=version_affinity.buffer_capacity(run),
             next_version=run.next_version(),
             groups_per_step=rollout.groups_per_step,
             last_step=run.config.run.steps,

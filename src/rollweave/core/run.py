@@ -163,7 +163,11 @@ class Run:
     @property
     def pacing(self) -> Pacing:
         """The pacing of the mode; a service always shares one pace."""
-        return self._independent if self.mode.alone and not self.state.serving else self._shared
+        return (
+            self._independent
+            if self.mode.independent_updates and not self.state.serving
+            else self._shared
+        )
 
     @property
     def fleet(self) -> Fleet:

@@ -29,9 +29,9 @@ class Update(enum.Enum):
     AT_ONCE = "at_once"
     # when the next batch is complete, so that nothing is in flight (one-step)
     ROLLED_OUT = "rolled_out"
-    # each by itself, when what it has begun is over: no trajectory meets two versions
+    # each engine by itself, when its batch is done: no trajectory meets two versions
     # (Laminar §3)
-    ALONE = "alone"
+    INDEPENDENT = "independent"
 
 
 class Mode(Struct, frozen=True, kw_only=True):
@@ -41,11 +41,11 @@ class Mode(Struct, frozen=True, kw_only=True):
     streamed: bool = False
 
     @property
-    def alone(self) -> bool:
-        """Each engine takes weights by itself, and a trajectory keeps to engines that
-        have those that it began with.
+    def independent_updates(self) -> bool:
+        """Whether each engine takes weights by itself, and a trajectory stays on engines
+        that have the weights it started with.
         """
-        return self.update is Update.ALONE
+        return self.update is Update.INDEPENDENT
 
 
 def preset(name: ModeName, alpha: int, max_age: int | None = None) -> Mode:
@@ -66,7 +66,7 @@ def preset(name: ModeName, alpha: int, max_age: int | None = None) -> Mode:
         case ModeName.BOUNDED:
             return Mode(window=alpha, update=Update.AT_ONCE)
         case ModeName.DECOUPLED:
-            return Mode(window=max_age, update=Update.ALONE, aborts=False)
+            return Mode(window=max_age, update=Update.INDEPENDENT, aborts=False)
 
 
 def update_now(mode: Mode, *, batch_ready: bool, in_flight: int, too_old: bool) -> bool:
@@ -74,7 +74,7 @@ def update_now(mode: Mode, *, batch_ready: bool, in_flight: int, too_old: bool) 
     `core/version_affinity` decides.)
 
     `in_flight` counts training groups that are not complete yet. `too_old`: nothing
-    launched under the engines' version could be trained on any more, so waiting would
+    launched under the engines' version could still be trained on, so waiting would
     wait for ever.
     """
     if too_old:
@@ -84,5 +84,5 @@ def update_now(mode: Mode, *, batch_ready: bool, in_flight: int, too_old: bool) 
             return True
         case Update.ROLLED_OUT:
             return batch_ready or in_flight == 0
-        case Update.ALONE:
+        case Update.INDEPENDENT:
             return False

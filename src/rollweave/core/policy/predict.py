@@ -137,7 +137,7 @@ class ProgressivePredictor:
                     f"rows, got {found.shape}"
                 )
             values: list[float] = found.tolist()
-        except Exception:  # whatever a regressor does, a run goes on
+        except Exception:  # whatever a regressor does, the run continues
             values = [math.nan] * len(questions)
         return [
             max(1.0, value) if math.isfinite(value) else self._replaced(question.context)

@@ -62,31 +62,30 @@ def capacity(
 
 def pool_room(
     *,
-    seats: int,
+    free_capacity: int,
     waiting: int,
     running: int,
     group_size: int,
     active: int,
     buffered: int,
-    places: int,
+    buffer_capacity: int,
     next_version: int,
     groups_per_step: int,
     last_step: int,
 ) -> int:
-    """Groups to draw where each engine begins what it can (Laminar §3.2): as many as
-    fill the `seats` that are free.
+    """Return how many groups to draw if each engine starts what it can (Laminar §3.2): as
+    many as fill the `free_capacity`, in trajectories.
 
-    `waiting` trajectories are there for them already. The experience buffer has
-    `places`, for groups that are `buffered` and for what is on its way, counted by its
-    trajectories: where training is slower than rolling out, more would only get stale,
-    and the last of a long-tailed group holds no place for its siblings. None is drawn
-    that no step is left for.
+    `waiting` trajectories will take part of it. The experience buffer has room for
+    `buffer_capacity` groups: those that are `buffered` and those in flight, counted by
+    their trajectories. If training is slower than rollouts, more would only become stale.
+    Since trajectories are counted, the last member of a long-tailed group reserves nothing
+    for its siblings. No group is drawn that no remaining step could train on.
     """
-    wanted = -(-max(0, seats - waiting) // group_size)
-    free = places - buffered - -(-(waiting + running) // group_size)
-    return max(
-        0, min(wanted, free, (last_step - next_version) * groups_per_step - active - buffered)
-    )
+    wanted = -(-max(0, free_capacity - waiting) // group_size)
+    free = buffer_capacity - buffered - -(-(waiting + running) // group_size)
+    left = (last_step - next_version) * groups_per_step - active - buffered
+    return max(0, min(wanted, free, left))
 
 
 class Verdict(enum.Enum):

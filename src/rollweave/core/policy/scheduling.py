@@ -40,7 +40,7 @@ class Scheduling(Struct, frozen=True, kw_only=True):
 
     @property
     def homes(self) -> bool:
-        """A trajectory has an engine of its own, for which its turns wait even where
+        """Whether a trajectory is bound to an engine, for which its turns wait even if
         another one is free.
         """
         return self.placement == "pinned" or self.by_rank
