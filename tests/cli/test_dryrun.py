@@ -409,14 +409,14 @@ class TestModelPath:
         file = model / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-100])
         ((_, detail),) = self.examine(tmp_path, model)
-        assert "model.safetensors must be a whole safetensors file" in detail
+        assert "model.safetensors must be a complete safetensors file" in detail
 
     def test_refuses_an_index_that_names_a_missing_file(self, tmp_path: Path, model: Path) -> None:
         (model / "model.safetensors.index.json").write_text(
             '{"weight_map": {"lm_head.weight": "model-2.safetensors"}}'
         )
         ((_, detail),) = self.examine(tmp_path, model)
-        assert "model-2.safetensors must be a whole safetensors file" in detail
+        assert "model-2.safetensors must be a complete safetensors file" in detail
 
     @pytest.mark.parametrize(
         ("changes", "words"),

@@ -248,7 +248,7 @@ def test_trains_evaluates_and_reports(tmp_path: Path) -> None:
     code, _, errors = invoke("eval", "small", "--inproc")
     assert code == 2
     (line,) = errors
-    assert "model.safetensors must be a whole safetensors file" in line
+    assert "model.safetensors must be a complete safetensors file" in line
 
 
 @pytest.mark.parametrize(

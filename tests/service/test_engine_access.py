@@ -133,7 +133,7 @@ async def test_admits_a_metadata_address_only_as_an_entry(
     with pytest.raises(EngineError):
         await asyncio.wait_for(wire.get("/"), 30)
     assert "not among the hosts" in wire.trouble
-    await wire.closed()
+    await wire.wait_closed()
 
 
 async def test_checks_the_resolved_addresses_of_a_name_on_connection() -> None:
@@ -145,7 +145,7 @@ async def test_checks_the_resolved_addresses_of_a_name_on_connection() -> None:
     with pytest.raises(EngineError):
         await asyncio.wait_for(wire.get("/"), 30)
     assert "not among the hosts" in wire.trouble
-    await wire.closed()
+    await wire.wait_closed()
     # the name itself is admitted
     await check_engine_host(Hosts.parse((host,), field="x"), f"http://{host}:1")
 

@@ -159,8 +159,8 @@ class Stumbles(Planted):
 @pytest.mark.parametrize(
     ("core", "words"),
     [
-        (TrainsTwice, "was trained in step 0, and is again in"),
-        (DeliversHalves, "is half delivered"),
+        (TrainsTwice, "was trained in step 0 and again in"),
+        (DeliversHalves, "is delivered in part"),
         (LosesOne, "unaccounted"),
         (NeverPublishes, "no end after 2000 events"),
         (Moody, "a replay decides differently at 1 events"),
@@ -171,7 +171,7 @@ class Stumbles(Planted):
 def test_detects_planted_bugs(
     core: type[Core], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(faults, "EVENTS", 2000)
+    monkeypatch.setattr(faults, "MAX_EVENTS", 2000)
     assert words in search(calm(), make_core=core).violation
 
 

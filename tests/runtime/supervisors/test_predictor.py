@@ -274,8 +274,8 @@ async def test_an_idle_predictor_may_be_silent(start: Open) -> None:
     ("kind", "expected"),
     [
         ("crash", "exit status 3"),
-        ("garbage", "no frame of ours"),
-        ("noise", "no frame of ours"),
+        ("garbage", "sent an invalid frame"),
+        ("noise", "sent an invalid frame"),
         ("boast", "report.processed must be from 0 to 1"),
         ("stillborn", "cannot start"),
     ],
