@@ -3,8 +3,9 @@ a circle, and functions stay short.
 """
 
 import ast
+import graphlib
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import grimp
@@ -41,38 +42,13 @@ def test_a_circle_is_found() -> None:
     assert circles(imports) == [{"b", "c"}]
 
 
-def circles(imports: dict[str, set[str]]) -> list[set[str]]:
-    """The strongly connected components of more than one module (Tarjan)."""
-    number: dict[str, int] = {}
-    lowest: dict[str, int] = {}
-    stack: list[str] = []
-    found = []
-    for start in sorted(imports):
-        if start in number:
-            continue
-        number[start] = lowest[start] = len(number)
-        stack.append(start)
-        work = [(start, iter(sorted(imports[start])))]
-        while work:
-            module, following = work[-1]
-            for other in following:
-                if other not in number:
-                    number[other] = lowest[other] = len(number)
-                    stack.append(other)
-                    work.append((other, iter(sorted(imports.get(other, ())))))
-                    break
-                if other in stack:
-                    lowest[module] = min(lowest[module], number[other])
-            else:
-                work.pop()
-                if work:
-                    lowest[work[-1][0]] = min(lowest[work[-1][0]], lowest[module])
-                if lowest[module] == number[module]:
-                    component = set(stack[stack.index(module) :])
-                    del stack[stack.index(module) :]
-                    if len(component) > 1:
-                        found.append(component)
-    return found
+def circles(imports: Mapping[str, Collection[str]]) -> list[set[str]]:
+    """The modules of a circle of imports, if there is one."""
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as error:
+        return [set(error.args[1])]
+    return []
 
 
 def test_every_package_has_a_layer(graph: grimp.ImportGraph) -> None:
