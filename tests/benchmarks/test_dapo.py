@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from benchmarks.dapo import GROUPS, SLOTS, TRAIN_S, WAYS, groups, in_rounds
-from benchmarks.dapo_live import live_figures
+from benchmarks.dapo.bench import GROUPS, SLOTS, TRAIN_S, WAYS, groups, in_rounds
+from benchmarks.dapo.live import live_figures
 
 STEPS = 6
 

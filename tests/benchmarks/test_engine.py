@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks.contract import Result
-from benchmarks.engine import COMPARED, CONCURRENCY, changes, compare
-from benchmarks.models import ModelCase, model_cases
+from benchmarks.engine.bench import COMPARED, CONCURRENCY, changes, compare
+from benchmarks.engine.models import ModelCase, model_cases
 from rollweave.schema.serving import FinishReason, GenerateResult
 
 from .fakes import fake_python

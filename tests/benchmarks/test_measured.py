@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.measured import MeasuredTrainer, Timings, fit_line, read_timings
+from benchmarks.sim.measured_trainer import MeasuredTrainer, Timings, fit_line, read_timings
 from rollweave.record.journal import RunJournal
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from benchmarks.contract import Result
-from benchmarks.placement import CASES, DEGREES, DOMAINS, PAPER, QUICK, draw, measured, timed
+from benchmarks.placement.bench import CASES, DEGREES, DOMAINS, PAPER, QUICK, draw, measured, timed
 from rollweave.cli.bench import bench
 from rollweave.schema.errors import ConfigError
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.models import model_cases, random_model
-from benchmarks.profile import Measurement, bench_profile, fit_figures, fitted, sample_of
-from benchmarks.sim_fidelity import Computed, grid_of
+from benchmarks.engine.models import model_cases, random_model
+from benchmarks.engine.profile import Measurement, bench_profile, fit_figures, fitted, sample_of
+from benchmarks.sim.fidelity import Computed, grid_of
 from rollweave.engine.planner.batching import StepWork
 from rollweave.sim.profile import Profile, ProfileCost, Sample
 from rollweave.sim.workload import Plan, Recorded, TurnPlan

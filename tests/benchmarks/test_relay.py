@@ -18,15 +18,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from benchmarks import relay_broadcast, relay_links, relay_wait
-from benchmarks.relay import PREFIX, QUICK, Size, bench_relay, workspace
-from benchmarks.relay_broadcast import FIT_CHUNKS, Link, Times, fit
-from benchmarks.relay_links import crossing, growing_figures, redrawn
-from benchmarks.relay_net import Network
-from benchmarks.relay_repair import Fault, repaired
-from benchmarks.relay_store import WAYS, Pair, Run, _rest, clusters, layers, model_of, published
-from benchmarks.relay_tier import chain, star
-from benchmarks.relay_wait import Waits, payload
+from benchmarks.relay import broadcast as relay_broadcast
+from benchmarks.relay import links as relay_links
+from benchmarks.relay import waiting as relay_wait
+from benchmarks.relay.bench import PREFIX, QUICK, Size, bench_relay, workspace
+from benchmarks.relay.broadcast import FIT_CHUNKS, Link, Times, fit
+from benchmarks.relay.links import crossing, growing_figures, redrawn
+from benchmarks.relay.network import Network
+from benchmarks.relay.repair import Fault, repaired
+from benchmarks.relay.store import WAYS, Pair, Run, _rest, clusters, layers, model_of, published
+from benchmarks.relay.tier import chain, star
+from benchmarks.relay.waiting import Waits, payload
 from rollweave.cli.bench import bench
 from rollweave.core.policy.relay import broadcast_s
 from rollweave.schema.errors import ConfigError
@@ -249,8 +251,8 @@ def test_hosts_reach_each_other_and_home_is_as_it_was() -> None:
 KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from benchmarks.relay_net import Network
-from benchmarks.relay_tier import tier
+from benchmarks.relay.network import Network
+from benchmarks.relay.tier import tier
 
 async def main(net):
     async with tier(net, range(2), Path(sys.argv[1])) as made:

@@ -11,12 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.long_tasks import MOST_TURNS, SPOKEN, LongTask
-from benchmarks.paced_engine import TOKENS, Pace, Pacer
-from benchmarks.rollouts import LOGPROB_TOLERANCE, Rollout, Spoken, mismatches, read_rollouts
-from benchmarks.router import config as router_config
-from benchmarks.router import turn_seconds
-from benchmarks.scheduling import (
+from benchmarks.scheduling.bench import (
     FULL,
     MIGRATING,
     OURS,
@@ -29,6 +24,17 @@ from benchmarks.scheduling import (
     figures_of,
     over,
 )
+from benchmarks.scheduling.long_tasks import MOST_TURNS, SPOKEN, LongTask
+from benchmarks.scheduling.paced_engine import TOKENS, Pace, Pacer
+from benchmarks.scheduling.rollouts import (
+    LOGPROB_TOLERANCE,
+    Rollout,
+    Spoken,
+    mismatches,
+    read_rollouts,
+)
+from benchmarks.scheduling.router import config as router_config
+from benchmarks.scheduling.router import turn_seconds
 from rollweave.cli.bench import bench
 from rollweave.core.policy.scheduling import scheduling
 from rollweave.engine.planner.batching import StepWork

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import service_scaling
-from benchmarks.bash_env import (
+from benchmarks.service import scaling as service_scaling
+from benchmarks.service.ablations import JOBS, WANTED, WAYS, Round, Trainer, Way, figures_of
+from benchmarks.service.bash_env import (
     BOXES,
     COMMANDS,
     DIGITS,
@@ -23,10 +24,9 @@ from benchmarks.bash_env import (
     command_of,
     project,
 )
-from benchmarks.service import added
-from benchmarks.service_ablations import JOBS, WANTED, WAYS, Round, Trainer, Way, figures_of
-from benchmarks.service_process import Child
-from benchmarks.slot_engines import KEY_TOKENS, Slots, place, said
+from benchmarks.service.bench import added
+from benchmarks.service.process import Child
+from benchmarks.service.slot_engines import KEY_TOKENS, Slots, place, said
 from rollweave.cli.bench import bench
 from rollweave.engine.clients.http import HttpEngine, HttpSpec
 from rollweave.engine.clients.probe import Logprobs
@@ -115,7 +115,7 @@ def test_conversations_are_spread() -> None:
 @pytest.fixture(scope="module")
 def engines() -> Iterator[dict[str, Any]]:
     with Child(
-        "benchmarks.slot_engines", "--engines", "2", "--slots", "1", "--token-ms", "1"
+        "benchmarks.service.slot_engines", "--engines", "2", "--slots", "1", "--token-ms", "1"
     ) as child:
         yield json.loads(child.said)
 
@@ -144,7 +144,7 @@ async def test_they_pass_for_engines(engines: dict[str, Any]) -> None:
 
 def test_a_child_that_does_not_begin_is_an_error() -> None:
     with (
-        Child("benchmarks.slot_engines") as child,
+        Child("benchmarks.service.slot_engines") as child,
         pytest.raises(RuntimeError, match="slot_engines ended with 2 before it was ready"),
     ):
         _ = child.said

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.measured import read_timings
-from benchmarks.sim_fidelity import simulate_again
+from benchmarks.sim.fidelity import simulate_again
+from benchmarks.sim.measured_trainer import read_timings
 from rollweave.schema.config.loading import load
 from rollweave.sim.profile import Profile, Sample
 from rollweave.sim.workload import read_run

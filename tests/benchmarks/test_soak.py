@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.contract import Result
-from benchmarks.run_under_test import Lineage, Steps, versions_of
-from benchmarks.soak import QUICK, soak, unaccounted
+from benchmarks.soak.bench import QUICK, soak, unaccounted
+from benchmarks.soak.run_under_test import Lineage, Steps, versions_of
 from rollweave.cli.bench import bench
 from rollweave.schema.base import GroupId, TrajectoryId
 from rollweave.schema.commands import GroupRef, TrainStep

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import faults as bench
+from benchmarks.sim import faults as bench
 from rollweave.cli import faults
 from rollweave.cli.faults import replay_command
 from rollweave.schema.config.root import RunConfig

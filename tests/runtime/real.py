@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from benchmarks.run_under_test import children_of
+from benchmarks.soak.run_under_test import children_of
 from rollweave.cli import main as cli
 from rollweave.core.core import Core
 from rollweave.core.state import EngineStatus, TrainerStatus

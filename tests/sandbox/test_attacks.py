@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from benchmarks.attacks import BAIT, Outcome, attacks_here, attempt
+from benchmarks.sandbox.attacks import BAIT, Outcome, attacks_here, attempt
 
 from .sandboxes import ISOLATING, opened
 

@@ -166,8 +166,8 @@ ATTACKS = (
 
 WITHOUT = f"""
 import asyncio
-from benchmarks.attacks import attacks_here, attempt
-from benchmarks.attack_programs import COUNTED_BY_GROUPS
+from benchmarks.sandbox.attacks import attacks_here, attempt
+from benchmarks.sandbox.attack_programs import COUNTED_BY_GROUPS
 from rollweave.cli.doctor import _sandbox_limits
 from rollweave.sandbox.cgroups import unbounded
 from rollweave.sandbox.registry import backend

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults import result_of, searched
+from benchmarks.sim.faults import result_of, searched
 from rollweave.core.core import Core
 from rollweave.schema import commands as c
 from rollweave.schema import events as e

@@ -22,24 +22,24 @@ if TYPE_CHECKING:
     from benchmarks.contract import Figure, Result
 
 BENCHES = {
-    "engine": "engine:bench_engine",
+    "engine": "engine.bench:bench_engine",
     "demo": "learning:bench_learning",
     "fixed": "learning:bench_learning",
     "multitask": "learning:bench_learning",
     "longtail": "learning:bench_learning",
     "modes": "modes:bench_modes",
-    "sim": "sim:bench_sim",
-    "truth": "sim_fidelity:bench_truth",
-    "faults": "faults:bench_faults",
-    "placement": "placement:bench_placement",
-    "scheduling": "scheduling:bench_scheduling",
-    "service": "service:bench_service",
-    "dapo": "dapo:bench_dapo",
+    "sim": "sim.bench:bench_sim",
+    "truth": "sim.fidelity:bench_truth",
+    "faults": "sim.faults:bench_faults",
+    "placement": "placement.bench:bench_placement",
+    "scheduling": "scheduling.bench:bench_scheduling",
+    "service": "service.bench:bench_service",
+    "dapo": "dapo.bench:bench_dapo",
     "tools": "tools:bench_tools",
-    "sandbox": "sandbox:bench_sandbox",
+    "sandbox": "sandbox.bench:bench_sandbox",
     "delta": "delta:bench_delta",
-    "relay": "relay:bench_relay",
-    "soak": "soak:bench_soak",
+    "relay": "relay.bench:bench_relay",
+    "soak": "soak.bench:bench_soak",
 }
 """Benchmark → the function in `benchmarks/` that runs it, as `module:function`."""
 
@@ -112,7 +112,7 @@ def _benchmark(module: str) -> ModuleType:
 
 
 def _profile(path: Path, model: Path | None, *, quick: bool) -> "Result":
-    result: Result = _benchmark("profile").bench_profile(path, model, quick=quick)
+    result: Result = _benchmark("engine.profile").bench_profile(path, model, quick=quick)
     return result
 
 

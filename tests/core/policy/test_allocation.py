@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.heddle_baselines import anneal, place_dp
+from benchmarks.placement.heddle_baselines import anneal, place_dp
 from rollweave.core.policy.allocation import Allocation, allocate
 from rollweave.core.policy.interference import CostTable
 from rollweave.core.policy.placement import (

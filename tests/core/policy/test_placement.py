@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.heddle_baselines import place_dp
+from benchmarks.placement.heddle_baselines import place_dp
 from rollweave.core.policy.interference import CostTable
 from rollweave.core.policy.placement import (
     EXACT_STATES,

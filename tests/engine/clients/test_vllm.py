@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.vllm_peer import VARIABLE, VllmServer
+from benchmarks.engine.vllm_server import VARIABLE, VllmServer
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.http import HttpEngine, HttpSpec
 from rollweave.engine.clients.inproc import in_thread

@@ -1,0 +1,1 @@
+"""Bench `dapo`: asynchronous DAPO, simulated and live."""

@@ -1,0 +1,1 @@
+"""Bench `engine` and the measurement of engine profiles."""

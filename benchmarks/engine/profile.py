@@ -1,0 +1,355 @@
+"""Measures the step times of the embedded engine for one model: the `Profile` with
+which `sim.profile` simulates it.
+
+There are two kinds of work, each for several batch sizes and lengths: conversations
+that begin together, whose next turns find most of their context in the prefix cache;
+and conversations whose turns arrive while others decode. For every kind of step in them
+(prefill, decode, both) a sample is the mean of its amounts and of its seconds: the fit
+is linear, so means lose no information, and totals are what a simulation predicts, so
+delays of some steps belong to them.
+"""
+
+import itertools
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from benchmarks.contract import Result
+from benchmarks.engine.harness import Harness
+from benchmarks.runs import example
+from rollweave.engine.planner.batching import StepWork
+from rollweave.envs.tasks import TaskSource
+from rollweave.io.disk import replace_file, writing
+from rollweave.schema.base import EngineId
+from rollweave.schema.config.loading import load
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.serving import Add, EngineSpec, GenerateRequest, Sampling
+from rollweave.sim.profile import Profile, ProfileCost, Sample
+from rollweave.train.scratch import build_checkpoint
+from rollweave.weights.checkpoint import read_shape
+
+DEMO = "frozenlake.toml"
+"""Configuration whose model is measured by default, and whose `[engines]` are those of
+every profile.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """The measured work: concurrent conversations, tokens of their prompts, of a turn,
+    and of an environment's answer to it.
+    """
+
+    batches: tuple[int, ...] = (1, 4, 16, 64)
+    prompts: tuple[int, ...] = (16, 128, 448)
+    output: int = 8
+    observation: int = 12
+    repeats: int = 3
+
+
+QUICK = Grid(batches=(1, 8), prompts=(16, 128), repeats=1)
+
+Step = tuple[StepWork, float]
+"""The amounts that a step computed, and its seconds."""
+
+TURNS = 3
+"""Turns of each conversation."""
+
+PARTS = 3
+"""Parts in which turns arrive while others decode."""
+
+SPIN = (
+    "import os, sys, threading\nthreading.Thread(target=lambda: (sys.stdin.read(), "
+    "os._exit(0))).start()\nwhile True: pass"
+)
+"""Program that computes until our end of its standard input closes, however we end."""
+
+
+def bench_profile(path: Path, model: Path | None, *, quick: bool) -> Result:
+    """Measure the model in directory `model`, or the demo's, and write the profile to
+    `path`. Raises ConfigError, DiskError.
+    """
+    config = load(example(DEMO), [])
+    with tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch:
+        directory = (
+            model.absolute() if model is not None else _demo_model(config, Path(scratch) / "model")
+        )
+        subject = str(model) if model is not None else f"the random model of {DEMO}"
+        measured = measure_profile(
+            spec_of(config, directory), QUICK if quick else Grid(), subject=subject
+        )
+    profile = measured.profile
+    with writing(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
+    return Result(
+        bench="profile",
+        figures={
+            "samples": len(profile.samples),
+            **fit_figures(measured),
+            "decode_s": [_shown(s) for s in profile.samples if not s.prefill_tokens],
+            "prefill_s": [_shown(s) for s in profile.samples if not s.decode],
+        },
+        conditions={
+            "profile": f"{path}: use it as sim.profile",
+            "subject": profile.subject,
+            **FIT_CONDITIONS,
+        },
+    )
+
+
+def spec_of(config: RunConfig, model: Path) -> EngineSpec:
+    """Return the engine spec of a run of `config`."""
+    engines = config.engines[0]
+    return EngineSpec(
+        id=EngineId("profile"),
+        model=str(model),
+        dtype=config.model.dtype,
+        device=config.model.device,
+        threads=engines.degree,
+        max_slots=engines.max_slots,
+        kv_tokens=engines.kv_tokens,
+        block_tokens=engines.block_tokens,
+        prefill_chunk_tokens=engines.prefill_chunk_tokens,
+        prefix_cache=engines.prefix_cache,
+        deterministic=engines.deterministic,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """A profile's samples. `core_share` is the share of the steps' seconds in which a
+    core was ours.
+
+    It is well below 1 on a machine that other processes use.
+    """
+
+    profile: Profile
+    core_share: float
+
+
+class Steps:
+    """Collects the steps that the engine's thread reports.
+
+    `cpu_s` is that thread's, at the end of the last one.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[Step] = []
+        self.cpu_s = 0.0
+
+    def add(self, amounts: StepWork, seconds: float) -> None:
+        self.found.append((amounts, seconds))
+        self.cpu_s = time.thread_time()
+
+
+def measure_profile(
+    spec: EngineSpec, grid: Grid, *, subject: str, sampling: Sampling | None = None, beside: int = 0
+) -> Measurement:
+    """Measure while `beside` other processes compute.
+
+    Raises ConfigError for an unusable model, EngineError.
+    """
+    torch.set_num_threads(spec.threads)
+    vocabulary = read_shape(Path(spec.model)).vocab
+    # which nobody can say: every turn has its length
+    spec = msgspec.structs.replace(spec, eos_token_ids=(vocabulary,))
+    steps, kinds = Steps(), dict[tuple[object, ...], list[Step]]()
+    with ExitStack() as stack:
+        for _ in range(beside):
+            stack.enter_context(spinning())
+        engine = stack.enter_context(Harness(spec, watch=steps.add))
+        talk = Talk(engine, vocabulary, grid, sampling or Sampling())
+        cells = list(_cells(engine, spec, grid))
+        if not cells:
+            raise ConfigError(
+                f"model: {spec.model} must have room for a prompt of "
+                f"{grid.prompts[0]} tokens and {TURNS} turns"
+            )
+        before_s = 0.0
+        for repeat in range(-1, grid.repeats):
+            for work, count, prompt in cells:
+                steps.found.clear()
+                work(talk, count, prompt)
+                engine.stats()  # answered after the last step has been noted
+                for step in steps.found if repeat >= 0 else ():  # the first round warms up
+                    kind = (
+                        work.__name__,
+                        count,
+                        prompt,
+                        bool(step[0].prefill_tokens),
+                        bool(step[0].decode),
+                    )
+                    kinds.setdefault(kind, []).append(step)
+            if repeat < 0:
+                before_s = steps.cpu_s
+        kv_tokens = engine.ready.kv_total_tokens
+    total_s = sum(seconds for found in kinds.values() for _, seconds in found)
+    profile = Profile(
+        kv_tokens=kv_tokens, samples=tuple(map(sample_of, kinds.values())), subject=subject
+    )
+    return Measurement(profile=profile, core_share=min(1.0, (steps.cpu_s - before_s) / total_s))
+
+
+def sample_of(steps: Sequence[Step]) -> Sample:
+    """Return the mean of steps of one kind."""
+    means = [
+        round(statistics.fmean(column))
+        for column in zip(*(amounts for amounts, _ in steps), strict=True)
+    ]
+    return Sample(
+        prefill_tokens=means[0],
+        prefill_context=means[1],
+        decode=means[2],
+        decode_context=means[3],
+        seconds=statistics.fmean(seconds for _, seconds in steps),
+    )
+
+
+def fitted(profile: Profile) -> list[float]:
+    """Return the fitted seconds of each sample.
+
+    Raises ConfigError where there is no fit.
+    """
+    cost = ProfileCost(samples=profile.samples, kv_tokens=profile.kv_tokens)
+    return [
+        cost.step_s(
+            prefill_tokens=s.prefill_tokens,
+            prefill_context=s.prefill_context,
+            decode=s.decode,
+            decode_context=s.decode_context,
+        )
+        for s in profile.samples
+    ]
+
+
+def fit_figures(measured: Measurement) -> dict[str, float]:
+    """Return how well the linear cost describes the engine, and whether the engine had
+    a core to itself.
+    """
+    samples, costs = measured.profile.samples, fitted(measured.profile)
+    return {
+        "fit_error_median": statistics.median(
+            abs(cost / s.seconds - 1) for cost, s in zip(costs, samples, strict=True)
+        ),
+        "fit_over_measured": sum(costs) / sum(s.seconds for s in samples),
+        "core_share": measured.core_share,
+    }
+
+
+FIT_CONDITIONS = {
+    "fit_error_median": "of the linear cost that sim.profile fits, against each sample",
+    "fit_over_measured": "the fitted seconds of all samples over the measured ones; the fit "
+    "weighs relative errors",
+    "core_share": "CPU seconds of the engine's thread over the seconds of its steps: below 1 the "
+    "machine was shared",
+}
+
+
+class Talk:
+    """Conversations of random tokens that share no prefix."""
+
+    def __init__(self, engine: Harness, vocabulary: int, grid: Grid, sampling: Sampling) -> None:
+        self._engine, self._vocabulary, self._grid, self._sampling = (
+            engine,
+            vocabulary,
+            grid,
+            sampling,
+        )
+        self._random = torch.Generator().manual_seed(0)
+        self._numbers = itertools.count()
+
+    def said(self, count: int) -> tuple[int, ...]:
+        """Return that many unused random tokens."""
+        return tuple(torch.randint(self._vocabulary, (count,), generator=self._random).tolist())
+
+    def turn(self, contexts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Run one turn of each together: contexts with the agent's output, and an
+        answer to it.
+        """
+        results = self._engine.generate(self._requests(contexts, self._grid.output))
+        return [
+            (*context, *result.tokens, *self.said(self._grid.observation))
+            for context, result in zip(contexts, results, strict=True)
+        ]
+
+    def overlapping(
+        self, these: Sequence[tuple[int, ...]], those: Sequence[tuple[int, ...]]
+    ) -> None:
+        """Decode `these` while the turns of `those` arrive and end, in three parts."""
+        first = self._requests(these, PARTS * self._grid.output)
+        self._engine.post(*(Add(request=request) for request in first))
+        for part in range(PARTS):
+            self._engine.generate(self._requests(those[part::PARTS], self._grid.output))
+        self._engine.results(first)
+
+    def _requests(self, contexts: Sequence[tuple[int, ...]], output: int) -> list[GenerateRequest]:
+        sampling = msgspec.structs.replace(self._sampling, max_tokens=output)
+        return [
+            GenerateRequest(id=str(next(self._numbers)), tokens=context, sampling=sampling)
+            for context in contexts
+        ]
+
+
+def together(talk: Talk, count: int, prompt: int) -> None:
+    """Run `count` conversations that begin with `prompt` tokens each and generate at
+    the same time.
+    """
+    contexts = [talk.said(prompt) for _ in range(count)]
+    for _ in range(TURNS):
+        contexts = talk.turn(contexts)
+
+
+def apart(talk: Talk, count: int, prompt: int) -> None:
+    """Run half of the conversations, while the turns of the others arrive in between."""
+    contexts = talk.turn([talk.said(prompt) for _ in range(count)])
+    talk.overlapping(contexts[: count // 2], contexts[count // 2 :])
+
+
+Work = Callable[[Talk, int, int], None]
+
+
+def _cells(engine: Harness, spec: EngineSpec, grid: Grid) -> Iterator[tuple[Work, int, int]]:
+    """Return work, conversations and prompt tokens of every measurement that fits the
+    engine.
+    """
+    for count, prompt, work in itertools.product(grid.batches, grid.prompts, (together, apart)):
+        most = prompt + (TURNS + 1) * grid.output + TURNS * grid.observation
+        fits = (
+            most < engine.ready.max_context
+            and count * (most + spec.block_tokens) <= engine.ready.kv_total_tokens
+        )
+        if fits and count <= spec.max_slots and (work is together or count > 1):
+            yield work, count, prompt
+
+
+def _demo_model(config: RunConfig, path: Path) -> Path:
+    assert config.model.scratch is not None, "the demo begins from scratch"
+    build_checkpoint(
+        path, scratch=config.model.scratch, words=TaskSource(config).words(), seed=config.run.seed
+    )
+    return path
+
+
+def _shown(sample: Sample) -> float:
+    return round(sample.seconds, 6)
+
+
+@contextmanager
+def spinning() -> Iterator[None]:
+    """Let other processes compute."""
+    with subprocess.Popen([sys.executable, "-I", "-c", SPIN], stdin=subprocess.PIPE) as process:
+        try:
+            yield
+        finally:
+            process.kill()

@@ -1,0 +1,1 @@
+"""Bench `placement`: exact placement and Heddle's searches."""

@@ -1,0 +1,1 @@
+"""Bench `relay`: weight broadcasts between hosts."""

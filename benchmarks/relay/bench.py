@@ -1,0 +1,326 @@
+"""Bench `relay`: new weights on their way to many hosts, whole or as changes, and what
+stands still meanwhile.
+
+Hosts are network namespaces of this machine, with links as slow as `tc` makes them, so
+that links and not cores are what is measured; relays, gloo's ranks, the store and its
+clients are processes on them (Laminar §4, §8.3, App. C; ROSE §6.3; RollArt §7.4).
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.contract import Figure, Result
+from benchmarks.delta import QUICK as DELTA
+from benchmarks.delta import Versions, adam, bfloat16
+from benchmarks.relay import broadcast as relay_broadcast
+from benchmarks.relay import links as relay_links
+from benchmarks.relay import repair as relay_repair
+from benchmarks.relay import waiting as relay_wait
+from benchmarks.relay.gloo import Gloo
+from benchmarks.relay.network import Network
+from benchmarks.relay.store import clusters, layers
+from benchmarks.relay.tier import tier
+from rollweave.core.policy.relay import chunk_bytes
+from rollweave.schema.weights import WeightManifest
+from rollweave.weights.publication import publish
+
+PREFIX = "rollweave-bench-relay-"
+"""Of a directory for logs; the process's id follows.
+
+What a killed bench has left of it goes at the next start.
+"""
+
+TENSORS = 32
+"""Of the payload."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How much is measured: `nbytes` over links of `mbits` to so many `relays`; the
+    rest are rounds, and seconds.
+    """
+
+    relays: tuple[int, ...]
+    mbits: float
+    nbytes: int
+    rounds: int
+    fits: int
+    repairs: int
+    publications: int
+    period_s: float
+    links: relay_links.Plan
+
+
+FULL = Size(
+    relays=(2, 4, 8, 16),
+    mbits=100.0,
+    nbytes=8 << 20,
+    rounds=5,
+    fits=5,
+    repairs=5,
+    publications=12,
+    period_s=5.0,
+    links=relay_links.Plan(
+        hidden=512,
+        rates=(10.0, 30.0, 100.0, 300.0, 1000.0),
+        reference=100.0,
+        crossed=(100.0, 1000.0),
+        fractions=relay_links.FRACTIONS,
+        rounds=5,
+        bucket_bytes=2 << 20,
+    ),
+)
+QUICK = Size(
+    relays=(2, 4),
+    mbits=200.0,
+    nbytes=4 << 20,
+    rounds=3,
+    fits=3,
+    repairs=1,
+    publications=3,
+    period_s=2.0,
+    links=relay_links.Plan(
+        hidden=384,
+        rates=(30.0, 1000.0),
+        reference=30.0,
+        crossed=(1000.0,),
+        fractions=(0.01, 1.0),
+        rounds=1,
+        bucket_bytes=2 << 20,
+    ),
+)
+
+
+def bench_relay(
+    *, quick: bool, say: Say, size: Size | None = None, network: Network | None = None
+) -> Result:
+    """`size` and `network` are for those who test this."""
+    size = size or (QUICK if quick else FULL)
+    with workspace() as logs, network or Network(max(*size.relays, 5)) as net:
+        return asyncio.run(_measure(size, net, logs, say))
+
+
+async def _measure(size: Size, net: Network, logs: Path, say: Say) -> Result:
+    conditions = _conditions(size, net)
+    if not net.why_not:
+        net.limit(size.mbits)
+    figures: dict[str, Figure] = {}
+    with publish(
+        relay_wait.payload(size.nbytes, TENSORS), version=1, weights_id=1, directory=logs
+    ) as whole:
+        figures |= await _broadcasts(size, net, logs, whole.manifest, say)
+        figures |= await _repairs(size, net, logs, whole.manifest, say)
+    if net.why_not:
+        missing = (
+            "repair_cut_s",
+            "gain_all",
+            "crossover",
+            "push_s",
+            "accumulated_pull_s",
+            "exposed_pull_s",
+            "naive_s",
+        )
+        figures |= dict.fromkeys(missing)
+        conditions |= dict.fromkeys(missing, net.why_not)
+    else:
+        found, why = await _links(size.links, net, logs, say)
+        figures |= found
+        conditions |= why
+    if figures["link_mb_per_s"] is None:
+        unknown = ("link_mb_per_s", "time_over_formula", "curve_time_over_formula")
+        conditions |= dict.fromkeys(
+            unknown, "a larger version took no longer from one relay to the next: cores, not a link"
+        )
+    shown = {name: _rounded(value) for name, value in figures.items()}
+    return Result(bench="relay", figures=shown, conditions=conditions)
+
+
+async def _broadcasts(
+    size: Size, net: Network, logs: Path, manifest: WeightManifest, say: Say
+) -> dict[str, Figure]:
+    """Broadcasts and waiting."""
+    most = max(size.relays)
+    gloo = Gloo(net, size.relays, logs, hosts=most)
+    say(f"{most} relays and as many ranks of gloo start")
+    try:
+        async with tier(net, range(most), logs) as relays:
+            await gloo.ready()
+            small = publish(
+                relay_wait.payload(size.nbytes // 4, TENSORS),
+                version=1,
+                weights_id=1,
+                directory=logs,
+            )
+            async with tier(net, range(2), logs) as others:
+                with small:
+                    both = [(others, small.manifest), (relays, manifest)]
+                    link = await relay_broadcast.measure_link(both, size.fits)
+            times = await relay_broadcast.measure(
+                relays, gloo, manifest, link, relays=size.relays, rounds=size.rounds, say=say
+            )
+            figures = relay_broadcast.figures(times, link)
+            chunk = chunk_bytes(size.nbytes, nodes=most, start_s=link.start_s, byte_s=link.byte_s)
+            say(f"{most} engines take weights while training goes on")
+            waited = await relay_wait.waits(
+                relays,
+                relay_wait.payload(size.nbytes, TENSORS),
+                logs,
+                engines=most,
+                chunk_bytes=chunk,
+                publications=size.publications,
+                period_s=size.period_s,
+            )
+            together = times.gloo[most]
+            figures |= relay_wait.figures(
+                waited, together, statistics.median(times.chain[most]), size.nbytes
+            )
+            return figures
+    finally:
+        await gloo.close()
+
+
+async def _repairs(
+    size: Size, net: Network, logs: Path, manifest: WeightManifest, say: Say
+) -> dict[str, Figure]:
+    """A relay in the middle, and the master, are killed, or hang; one in the middle is
+    cut off.
+    """
+    relays = _repaired(size)
+    figures: dict[str, Figure] = {"repair_cut_s": None}
+    repeated = 0
+    faults: list[tuple[str, int, relay_repair.Fault]] = [
+        ("repair", relays // 2, "killed"),
+        ("repair_master", 0, "killed"),
+        ("repair_hang", relays // 2, "hangs"),
+        ("repair_master_hang", 0, "hangs"),
+        ("repair_cut", relays // 2, "cut"),
+    ]
+    for name, victim, fault in faults[: -1 if net.why_not else None]:
+        found = []
+        for number in range(size.repairs):
+            say(f"{name.replace('_', ', ')}: {number + 1} of {size.repairs}")
+            found.append(
+                await relay_repair.repaired(
+                    net, manifest, logs, relays=relays, victim=victim, fault=fault
+                )
+            )
+        figures[f"{name}_s"] = statistics.median(one.repair_s for one in found)
+        figures[f"{name}_worst_s"] = max(one.repair_s for one in found)
+        figures[f"{name}_known_s"] = statistics.median(one.known_s for one in found)
+        figures[f"{name}_whole_s"] = statistics.median(one.whole_s for one in found)
+        repeated += sum(one.repeated_bytes for one in found)
+    return figures | {"repair_repeated_bytes": repeated}
+
+
+async def _links(
+    plan: relay_links.Plan, net: Network, logs: Path, say: Say
+) -> tuple[dict[str, Figure], dict[str, Any]]:
+    say("an Adam update of one layer")
+    update = _update(plan.hidden)
+    async with clusters(net, logs) as made:
+        found = await relay_links.ablation(made, update, plan, logs, say)
+        grown = await relay_links.growing(made, plan, logs, say)
+    crossings, why = relay_links.growing_figures(grown, plan)
+    changed = float(np.mean(update.base != update.new))
+    return relay_links.figures(found, plan) | crossings | {"update_changed": changed}, why
+
+
+def _update(hidden: int) -> Versions:
+    """The last of some steps of Adam, in bfloat16, as bench `delta` makes them."""
+    rng = np.random.default_rng(0)
+    before, after = [], []
+    for shape in layers(hidden, 1).values():
+        weight = rng.normal(0, 0.02, shape) if len(shape) > 1 else np.ones((1, *shape))
+        last = list(adam(rng, weight.astype(np.float32), DELTA.steps))[-2:]
+        before.append(last[0].ravel())
+        after.append(last[1].ravel())
+    return Versions(bfloat16(np.concatenate(before)), bfloat16(np.concatenate(after)))
+
+
+def _repaired(size: Size) -> int:
+    """Relays of the chain that is repaired: one in the middle has a successor."""
+    return max(3, min(8, max(size.relays)))
+
+
+def _conditions(size: Size, net: Network) -> dict[str, Any]:
+    links = size.links
+    where = (
+        net.why_not
+        or "network namespaces on one machine, joined by a bridge; tc tbf limits each host's "
+        "link to "
+        f"{size.mbits:g} Mbit/s up and down, or as said"
+    )
+    return {
+        "hosts": where,
+        "payload": f"{size.nbytes >> 20} MiB of bfloat16 in {TENSORS} tensors",
+        "broadcast": "told to all at once, until the last has verified it; one relay a host, "
+        f"relays {list(size.relays)}, the "
+        f"master among them; chain, star and gloo in turn, medians of {size.rounds}",
+        "time_over_formula": "worst over the numbers of relays; T_start and T_byte from versions "
+        "of two sizes in "
+        f"{list(relay_broadcast.FIT_CHUNKS)} chunks over one hop, same run; `link_fixed_ms`, "
+        "which a broadcast costs besides, "
+        "is not in the formula",
+        "time_over_gloo": "of the most relays, as is time_over_star; gloo broadcasts one tensor "
+        "into memory, without a digest",
+        "repair": f"chain of {_repaired(size)}, SIGKILL when the successor has "
+        f"{relay_repair.PART:.0%}; until its "
+        "second chunk after the new source was named, since the first may have been on its way; "
+        "`known`: until the controller "
+        "knew",
+        "repair_hang": "the same with SIGSTOP: known by its silence alone, for which it is "
+        "suspected, and keeps its process",
+        "repair_cut": "the same with its link down: known to its successor, to which nothing comes",
+        "repair_master": "its successor reads what it lacks from the trainer's memory, which all "
+        "hosts here share",
+        "wait": f"an engine a relay; it wants weights each {0.5 * size.period_s:g} to "
+        f"{1.5 * size.period_s:g} s, published "
+        f"every {size.period_s:g} s, {size.publications} times; global: gloo to all, who stop for "
+        "it",
+        "trainer_stall_s": "of its thread: a copy into shared memory with its digest; over_send: "
+        "that and gloo to all",
+        "links": "2 trainer ranks with a link each, a store, 2 engine hosts, all three of which "
+        "have "
+        f"{relay_links.FAST_MBITS:g} Mbit/s; one layer of width {links.hidden}; FSDP of 2 to TP "
+        "of 2; buckets of "
+        f"{links.bucket_bytes >> 20} MiB; gains at {links.reference:g} Mbit/s; medians of "
+        f"{links.rounds}. The gather of "
+        "batch is a copy in memory. Sparse sends equal halves by whole blocks, and each engine's "
+        "host takes all changes",
+        "crossover": "elements at random are drawn anew; the whole is sent by shards; each "
+        "fraction and speed in turn",
+        "push_s": f"Table 4 of RollArt, at {links.reference:g} Mbit/s: async over one link; no "
+        "rollout to hide behind, so that "
+        "what is hidden is behind the push alone; naive_s is batch's",
+    }
+
+
+@contextlib.contextmanager
+def workspace() -> Iterator[Path]:
+    """A directory that goes with us. Those of dead processes go first."""
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        owner = path.name.removeprefix(PREFIX).partition("-")[0]
+        if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(path, ignore_errors=True)
+    with tempfile.TemporaryDirectory(
+        prefix=f"{PREFIX}{os.getpid()}-", ignore_cleanup_errors=True
+    ) as made:
+        yield Path(made)
+
+
+def _rounded(value: Figure) -> Figure:
+    if isinstance(value, list):
+        return [float(f"{item:.4g}") for item in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value

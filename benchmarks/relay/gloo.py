@@ -1,0 +1,158 @@
+"""torch.distributed's gloo as a peer: `python -m benchmarks.relay.gloo` holds one
+process a rank, each on its own host.
+
+torch is imported once, and ranks are forked from there. Invariants: ranks end with this
+process, and it ends with ours.
+"""
+
+import asyncio
+import multiprocessing
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from benchmarks.relay.network import Network, enter
+from benchmarks.relay.peer import PATIENCE_S, answered
+from rollweave.io.boot import die_with
+from rollweave.io.child import spawn
+from rollweave.io.parent import Parent
+from rollweave.io.wire import decoder_of, encode
+from rollweave.runtime.links.relay import ONE_THREAD
+from rollweave.schema.base import Struct
+
+PORT = 29400
+"""Of rank 0's store, on a host where nobody else listens."""
+
+
+class Ranks(Struct, frozen=True, kw_only=True):
+    """What the ranks are: `paths` of their hosts, the `address` of the first, the
+    `interface` of all. Groups of `sizes`.
+    """
+
+    paths: tuple[str, ...]
+    address: str
+    port: int
+    interface: str
+    sizes: tuple[int, ...]
+
+
+class Send(Struct, frozen=True, kw_only=True):
+    """Broadcast that many bytes from rank 0 to the others of the group of `size`."""
+
+    size: int
+    nbytes: int
+
+
+class Sent(Struct, frozen=True, kw_only=True):
+    """Seconds from rank 0's start, after a barrier, until the last rank has all. 0 at
+    first: ready.
+    """
+
+    seconds: float
+
+
+class Gloo:
+    """The peer of a bench. `start` creates it; `close` ends it."""
+
+    def __init__(self, network: Network, sizes: Sequence[int], logs: Path, *, hosts: int) -> None:
+        self._answers: asyncio.Queue[float | str] = asyncio.Queue()
+        self._decode = decoder_of(Sent)
+        self._child = spawn(
+            name="gloo",
+            module="benchmarks.relay.gloo",
+            log=logs / "gloo.log",
+            env=ONE_THREAD,
+            on_frame=lambda payload: self._answers.put_nowait(self._decode(payload).seconds),
+            on_gone=self._answers.put_nowait,
+        )
+        paths = tuple(network.path(host) for host in range(hosts))
+        address, port = network.address(0), PORT if not network.why_not else 0
+        ranks = Ranks(
+            paths=paths, address=address, port=port, interface=network.interface, sizes=tuple(sizes)
+        )
+        self._child.send(encode(ranks))
+
+    async def ready(self) -> None:
+        """Wait until all ranks run. Raises WeightsError where a rank does not start."""
+        await self._answer()
+
+    async def broadcast(self, size: int, nbytes: int) -> float:
+        """Broadcast and return the seconds. Raises WeightsError."""
+        self._child.send(encode(Send(size=size, nbytes=nbytes)))
+        return await self._answer()
+
+    async def close(self) -> None:
+        self._child.kill()
+        await self._child.gone()
+
+    async def _answer(self) -> float:
+        return await answered(self._answers, "gloo")
+
+
+def main() -> None:
+    """Run the ranks, and report the seconds of each broadcast."""
+    parent = Parent.from_arguments()
+    ranks = decoder_of(Ranks)(parent.receive())
+    decode = decoder_of(Send)
+    import torch.distributed as dist  # before the ranks are forked
+
+    assert dist.is_gloo_available(), "torch is built with gloo on every system that has namespaces"
+    fork = multiprocessing.get_context("fork")
+    port = ranks.port or _free_port()
+    pipes: list[Connection] = []
+    for rank in range(len(ranks.paths)):
+        ours, theirs = fork.Pipe()
+        fork.Process(
+            target=_rank, args=(rank, ranks, port, theirs, os.getpid()), daemon=True
+        ).start()
+        theirs.close()
+        pipes.append(ours)
+    for pipe in pipes:
+        pipe.recv()
+    parent.send(encode(Sent(seconds=0.0)))
+    while True:
+        send = decode(parent.receive())
+        for pipe in pipes[: send.size]:
+            pipe.send((send.size, send.nbytes))
+        times = [pipe.recv() for pipe in pipes[: send.size]]
+        parent.send(encode(Sent(seconds=max(stop for _, stop in times) - times[0][0])))
+
+
+def _rank(rank: int, ranks: Ranks, port: int, pipe: Connection, parent_pid: int) -> None:
+    die_with(parent_pid)
+    enter(ranks.paths[rank])
+    os.environ["GLOO_SOCKET_IFNAME"] = ranks.interface
+    import torch
+    import torch.distributed as dist
+
+    patience = timedelta(seconds=PATIENCE_S)
+    world = len(ranks.paths)
+    where = f"tcp://{ranks.address}:{port}"
+    dist.init_process_group(
+        "gloo", init_method=where, rank=rank, world_size=world, timeout=patience
+    )
+    groups = {size: dist.new_group(list(range(size)), timeout=patience) for size in ranks.sizes}
+    pipe.send(None)
+    tensors: dict[int, torch.Tensor] = {}
+    while True:
+        size, nbytes = pipe.recv()
+        tensor = tensors.setdefault(nbytes, torch.full((nbytes,), rank, dtype=torch.uint8))
+        dist.barrier(groups[size])
+        start = time.monotonic()
+        dist.broadcast(tensor, 0, group=groups[size])
+        pipe.send((start, time.monotonic()))
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""A remote store over links of many speeds: ROSE's Figure 10, where changes stop being
+worth it, and RollArt's Table 4.
+"""
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.contract import Figure
+from benchmarks.delta import STD, Versions, bfloat16
+from benchmarks.relay.store import WAYS, Clusters, Pair, Run, layers, model_of, published
+from rollweave.weights.delta_body import Array
+
+Say = Callable[[str], None]
+
+FAST_MBITS = 1000.0
+"""Of the store's link and those of the engines' hosts: what this machine's cores can
+move.
+"""
+
+FRACTIONS = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0)
+"""Of the elements that are another number in the next version."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is measured. `crossed` are the speeds at which changes grow."""
+
+    hidden: int
+    rates: tuple[float, ...]
+    reference: float
+    crossed: tuple[float, ...]
+    fractions: tuple[float, ...]
+    rounds: int
+    bucket_bytes: int
+
+
+async def ablation(
+    clusters: Clusters, update: Versions, plan: Plan, directory: Path, say: Say
+) -> dict[tuple[float, str], list[Run]]:
+    """Each way over each speed, in turn."""
+    found: dict[tuple[float, str], list[Run]] = {}
+    with _pair(update, plan.hidden, directory) as pair:
+        for number in range(plan.rounds):
+            for rate in plan.rates:
+                say(
+                    f"weights between clusters at {rate:g} Mbit/s, round {number + 1} of "
+                    f"{plan.rounds}"
+                )
+                for way in WAYS:
+                    found.setdefault((rate, way), []).append(
+                        await _run(clusters, way, pair, plan, rate)
+                    )
+    return found
+
+
+async def growing(
+    clusters: Clusters, plan: Plan, directory: Path, say: Say
+) -> dict[tuple[float, float], list[float]]:
+    """Time of changes over time of the whole, by speed and by the fraction that has
+    changed; in turn.
+    """
+    found: dict[tuple[float, float], list[float]] = {}
+    rng = np.random.default_rng(0)
+    count = sum(math.prod(shape) for shape in layers(plan.hidden, 1).values())
+    for fraction in plan.fractions:
+        say(f"{fraction:.1%} changed")
+        with _pair(redrawn(rng, count, fraction), plan.hidden, directory) as pair:
+            for rate in plan.crossed:
+                for _ in range(plan.rounds):
+                    whole = await _run(clusters, "shard", pair, plan, rate)
+                    sparse = await _run(clusters, "sparse", pair, plan, rate)
+                    found.setdefault((rate, fraction), []).append(sparse.seconds / whole.seconds)
+    return found
+
+
+async def _run(clusters: Clusters, way: str, pair: Pair, plan: Plan, rate: float) -> Run:
+    clusters.slow(rate, FAST_MBITS)
+    if way == "sparse":
+        await clusters.prepare(pair, bucket_bytes=plan.bucket_bytes)
+    return await clusters.run(
+        way, pair, model_of(pair.new, plan.hidden), bucket_bytes=plan.bucket_bytes
+    )
+
+
+@contextmanager
+def _pair(versions: Versions, hidden: int, directory: Path) -> Iterator[Pair]:
+    shapes = layers(hidden, 1)
+    with (
+        published(versions.base, shapes, directory) as base,
+        published(versions.new, shapes, directory) as new,
+    ):
+        yield Pair(base.manifest, new.manifest)
+
+
+def redrawn(rng: np.random.Generator, count: int, fraction: float) -> Versions:
+    """bfloat16 of which so many elements, at random, are drawn anew: their differences
+    are as hard to tell as can be.
+    """
+    base, other = (
+        bfloat16(rng.standard_normal(count, np.float32) * np.float32(STD)) for _ in range(2)
+    )
+    where = rng.random(count, np.float32) < fraction
+    new: Array = np.where(where, other, base)
+    return Versions(base, new)
+
+
+def crossing(fractions: Sequence[float], ratios: Sequence[float]) -> float | None:
+    """The first fraction at which the ratio is 1, between two measured ones by their
+    logarithms; None: it never is.
+    """
+    for number, ratio in enumerate(ratios):
+        if ratio >= 1:
+            if number == 0:
+                return fractions[0]
+            low, high = math.log(ratios[number - 1]), math.log(ratio)
+            part = -low / (high - low)
+            return math.exp(
+                math.log(fractions[number - 1]) * (1 - part) + math.log(fractions[number]) * part
+            )
+    return None
+
+
+def figures(found: dict[tuple[float, str], list[Run]], plan: Plan) -> dict[str, Figure]:
+    """Gains are of a step over the one before it, at the reference speed; `pull_hidden`
+    is what the push alone hides.
+    """
+    seconds = {key: statistics.median(run.seconds for run in runs) for key, runs in found.items()}
+    at = {way: seconds[plan.reference, way] for way in WAYS}
+    costs = [run.cost for run in found[plan.reference, "async"] if run.cost is not None]
+    naive = [run.cost for run in found[plan.reference, "batch"] if run.cost is not None]
+    pull, exposed = (
+        statistics.median(getattr(cost, name) for cost in costs)
+        for name in ("accumulated_pull_s", "exposed_pull_s")
+    )
+    gains = {f"gain_{way}": at[before] / at[way] for before, way in itertools.pairwise(WAYS)}
+    curves = {f"curve_{way}_s": [seconds[rate, way] for rate in plan.rates] for way in WAYS}
+    return {
+        **gains,
+        "gain_all": at["batch"] / at["sparse"],
+        "ablation_s": list(at.values()),
+        "push_s": statistics.median(cost.push_s for cost in costs),
+        "accumulated_pull_s": pull,
+        "exposed_pull_s": exposed,
+        "naive_s": statistics.median(cost.naive_s for cost in naive),
+        "pull_hidden": 1 - exposed / pull if pull else None,
+        "sparse_over_whole_bytes": found[plan.reference, "sparse"][0].sent_bytes
+        / found[plan.reference, "shard"][0].sent_bytes,
+        "mismatches": sum(run.mismatches for runs in found.values() for run in runs),
+        "curve_mbits": list(plan.rates),
+        **curves,
+        "curve_sparse_over_shard": [
+            seconds[rate, "sparse"] / seconds[rate, "shard"] for rate in plan.rates
+        ],
+    }
+
+
+def growing_figures(
+    found: dict[tuple[float, float], list[float]], plan: Plan
+) -> tuple[dict[str, Figure], dict[str, Any]]:
+    """The crossings, and why there is none."""
+    shown: dict[str, Figure] = {"curve_fractions": list(plan.fractions)}
+    why: dict[str, Any] = {}
+    for rate in plan.crossed:
+        ratios = [statistics.median(found[rate, fraction]) for fraction in plan.fractions]
+        name = f"crossover_{rate:g}_mbits"
+        shown[name] = crossing(plan.fractions, ratios)
+        shown[f"curve_sparse_over_whole_{rate:g}_mbits"] = ratios
+        if shown[name] is None:
+            why[name] = f"changes are sooner up to {plan.fractions[-1]:.0%} changed"
+    return shown, why

@@ -1,0 +1,217 @@
+"""A host's process around a remote store: the store itself, a trainer rank that pushes,
+or an engine's rank that pulls.
+
+`python -m benchmarks.relay.peer`, held by `Peer`. What is pulled is compared with what
+was published: all hosts of a bench are one machine, and can open its memory.
+"""
+
+import asyncio
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from benchmarks.relay.network import Network
+from rollweave.io.child import spawn
+from rollweave.io.parent import Parent
+from rollweave.io.wire import decoder_of, encode
+from rollweave.runtime.links.relay import ONE_THREAD
+from rollweave.schema.base import TaggedStruct
+from rollweave.schema.errors import WeightsError
+from rollweave.schema.weights import RelayAddress, WeightManifest
+from rollweave.weights.memory import read_payload
+from rollweave.weights.protocol import Base
+from rollweave.weights.pushpull import DeltaBase, Transfer, pull, push
+from rollweave.weights.remote import RemoteStore
+from rollweave.weights.tcp import transport_of
+
+Range = tuple[int, int]
+
+T = TypeVar("T")
+
+PATIENCE_S = 300.0
+"""For one order: the whole version over the slowest link."""
+
+
+class Serve(TaggedStruct, frozen=True, kw_only=True):
+    """Be a store, and listen on `host`. Answered by `Serving`."""
+
+    host: str
+
+
+class PushPart(TaggedStruct, frozen=True, kw_only=True):
+    """Send `ranges` of a version in memory of this machine to a store; with `base` as
+    changes since it.
+    """
+
+    address: RelayAddress
+    manifest: WeightManifest
+    ranges: tuple[Range, ...]
+    bucket_bytes: int
+    base: WeightManifest | None = None
+
+
+class PullPart(TaggedStruct, frozen=True, kw_only=True):
+    """Read `ranges` of a version from a store."""
+
+    address: RelayAddress
+    manifest: WeightManifest
+    ranges: tuple[Range, ...]
+
+
+class Serving(TaggedStruct, frozen=True, kw_only=True):
+    address: RelayAddress
+
+
+class Moved(TaggedStruct, frozen=True, kw_only=True):
+    """When what has travelled, as (start, stop, bytes), and when all of it was known to
+    be right.
+
+    `mismatches`: bytes of ranges that are not what was published.
+    """
+
+    transfers: tuple[tuple[float, float, int], ...]
+    done: float
+    mismatches: int = 0
+
+
+Order = Serve | PushPart | PullPart
+Answer = Serving | Moved
+
+
+async def answered(answers: "asyncio.Queue[T | str]", who: str) -> T:
+    """The next answer of a child, whose loss is a text among them.
+
+    Raises WeightsError.
+    """
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            answer = await answers.get()
+    except TimeoutError:
+        raise WeightsError(f"{who} did not answer in {PATIENCE_S:g} s") from None
+    if isinstance(answer, str):
+        raise WeightsError(f"{who}: {answer}")
+    return answer
+
+
+class Peer:
+    """The process, on a host. One order at a time."""
+
+    def __init__(self, network: Network, host: int, name: str, logs: Path) -> None:
+        self._answers: asyncio.Queue[Answer | str] = asyncio.Queue()
+        decode: Any = decoder_of(Answer)
+        with network.inside(host):
+            self._child = spawn(
+                name=name,
+                module="benchmarks.relay.peer",
+                log=logs / f"{name}.log",
+                env=ONE_THREAD,
+                on_frame=lambda payload: self._answers.put_nowait(decode(payload)),
+                on_gone=self._answers.put_nowait,
+            )
+
+    async def serve(self, host: str) -> RelayAddress:
+        """Raises WeightsError, as all here."""
+        answer = await self._ask(Serve(host=host))
+        assert isinstance(answer, Serving)
+        return answer.address
+
+    async def move(self, order: PushPart | PullPart) -> Moved:
+        answer = await self._ask(order)
+        assert isinstance(answer, Moved)
+        return answer
+
+    async def close(self) -> None:
+        self._child.kill()
+        await self._child.gone()
+
+    async def _ask(self, order: Order) -> Answer:
+        self._child.send(encode(order))
+        return await answered(self._answers, self._child.name)
+
+
+async def _serve(parent: Parent) -> None:
+    orders: asyncio.Queue[Order] = asyncio.Queue()
+    loop, decode = asyncio.get_running_loop(), decoder_of(Order)
+
+    def heard(payload: bytes) -> None:
+        loop.call_soon_threadsafe(orders.put_nowait, decode(payload))
+
+    parent.listen(heard)
+    stores = []
+    while True:
+        order = await orders.get()
+        match order:
+            case Serve(host=host):
+                store = RemoteStore(transport_of("tcp", host=host))
+                stores.append(store)
+                parent.send(encode(Serving(address=await store.listen(host))))
+            case PushPart():
+                moved = await _push(order)
+                parent.send(encode(Moved(transfers=(moved,), done=time.monotonic())))
+            case PullPart():
+                parent.send(encode(await _pull(order)))
+
+
+async def _push(order: PushPart) -> Transfer:
+    payload, since = _payload(order.manifest), None
+    if order.base is not None:
+        base = _payload(order.base)
+        name = Base(weights_id=order.base.weights_id, digest=order.base.digest)
+        since = DeltaBase(name, lambda part: base[part])
+    return await push(
+        transport_of("tcp", host=""),
+        order.address,
+        order.manifest,
+        lambda part: payload[part],
+        ranges=order.ranges,
+        since=since,
+        bucket_bytes=order.bucket_bytes,
+    )
+
+
+async def _pull(order: PullPart) -> Moved:
+    into = memoryview(bytearray(order.manifest.nbytes))
+    moved = await pull(
+        transport_of("tcp", host=""),
+        order.address,
+        order.manifest,
+        order.ranges,
+        lambda start, stop: into[start:stop],
+    )
+    done = time.monotonic()
+    return Moved(
+        transfers=tuple(moved),
+        done=done,
+        mismatches=_mismatches(into, _payload(order.manifest), order.ranges),
+    )
+
+
+def _mismatches(found: memoryview, published: memoryview, ranges: Sequence[Range]) -> int:
+    """Bytes of ranges that differ anywhere."""
+    return sum(stop - start for start, stop in ranges if found[start:stop] != published[start:stop])
+
+
+def _payload(manifest: WeightManifest) -> memoryview:
+    return memoryview(
+        read_payload(
+            manifest.location, manifest.nbytes, where=f"weights version {manifest.version}"
+        )
+    )
+
+
+def main() -> None:
+    """Obey until our parent is gone."""
+    try:
+        asyncio.run(_serve(Parent.from_arguments()))
+    except Exception:
+        traceback.print_exc(file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""How long a chain stands still when a relay of it dies, hangs or loses its link during
+a broadcast (Laminar §4.3).
+"""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.relay.network import Network
+from benchmarks.relay.tier import Tier, chain, checked, tier
+from rollweave.core.policy import relay as policy
+from rollweave.core.policy.relay import LEAST_CHUNK_BYTES
+from rollweave.schema.errors import WeightsError
+from rollweave.schema.weights import (
+    FetchReply,
+    FetchVersion,
+    RelayAddress,
+    WeightManifest,
+)
+from rollweave.weights.protocol import Raw, RawRanges, Request
+from rollweave.weights.tcp import transport_of
+
+Fault = Literal["killed", "hangs", "cut"]
+
+CHUNK_BYTES = LEAST_CHUNK_BYTES
+"""As the controller has them cut on links like these."""
+
+PART = 0.4
+"""Of the version that the successor has when its source dies."""
+
+PATIENCE_S = 60.0
+"""For anything here."""
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """Seconds from the death, or from when it stood still: until the controller knew,
+    until the successor had a chunk from its new source, until all had the version.
+    `repeated_bytes` came twice.
+    """
+
+    known_s: float
+    repair_s: float
+    whole_s: float
+    repeated_bytes: int
+
+
+@dataclass
+class Arrivals:
+    """When a relay came to have each chunk."""
+
+    times: list[float] = field(default_factory=list)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def reach(self, count: int) -> float:
+        """When it had so many. Raises WeightsError."""
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while len(self.times) < count:
+                    self.news.clear()
+                    await self.news.wait()
+        except TimeoutError:
+            raise WeightsError(
+                f"a relay had {len(self.times)} chunks after {PATIENCE_S:g} s, not {count}"
+            ) from None
+        return self.times[count - 1]
+
+
+async def watch(address: RelayAddress, manifest: WeightManifest, arrivals: Arrivals) -> None:
+    """Ask a relay for the first byte of each chunk, which it gives away as soon as the
+    chunk is there.
+    """
+    channel = await transport_of("tcp", host="").connect(address)
+    try:
+        ranges = tuple((start, start + 1) for start in range(0, manifest.nbytes, CHUNK_BYTES))
+        await channel.send(
+            Request(
+                weights_id=manifest.weights_id,
+                digest=manifest.digest,
+                nbytes=manifest.nbytes,
+                ranges=ranges,
+            )
+        )
+        while len(arrivals.times) < len(ranges):
+            word, _ = await channel.receive(lambda _, nbytes: memoryview(bytearray(nbytes)))
+            if isinstance(word, Raw | RawRanges):
+                count = len(word.ranges) if isinstance(word, RawRanges) else 1
+                arrivals.times += [time.monotonic()] * count
+                arrivals.news.set()
+    finally:
+        channel.close()
+
+
+async def repaired(
+    network: Network,
+    manifest: WeightManifest,
+    logs: Path,
+    *,
+    relays: int,
+    victim: int,
+    fault: Fault = "killed",
+) -> Repaired:
+    """Start a chain, and do this to relay `victim` once its successor has a part.
+
+    Raises WeightsError.
+    """
+    async with tier(network, range(relays), logs) as made:
+        version, arrivals = made.version(manifest), Arrivals()
+        watching = asyncio.create_task(watch(made.addresses[victim + 1], version, arrivals))
+        try:
+            return await _repaired(
+                made,
+                version,
+                arrivals,
+                victim=victim,
+                strike=lambda: strike(network, made, victim, fault),
+            )
+        except TimeoutError:
+            raise WeightsError(
+                f"a chain without relay r{victim} was not whole after {PATIENCE_S:g} s"
+            ) from None
+        finally:
+            if fault == "cut":
+                network.join(victim)
+            elif not made.links[victim].lost.done():
+                os.kill(made.links[victim].pid, signal.SIGCONT)
+            watching.cancel()
+            await asyncio.wait([watching])
+
+
+def strike(network: Network, made: Tier, victim: int, fault: Fault) -> None:
+    if fault == "cut":
+        network.cut(victim)
+    else:
+        os.kill(made.links[victim].pid, signal.SIGSTOP if fault == "hangs" else signal.SIGKILL)
+
+
+async def _repaired(
+    made: Tier,
+    version: WeightManifest,
+    arrivals: Arrivals,
+    *,
+    victim: int,
+    strike: Callable[[], None],
+) -> Repaired:
+    order = [f"r{number}" for number in range(len(made.links))]
+    after = victim + 1
+
+    def take(relay: int, source: int | None) -> "asyncio.Future[FetchReply | None]":
+        return made.links[relay].fetch(
+            FetchVersion(manifest=version, source=made.source(source), chunk_bytes=CHUNK_BYTES)
+        )
+
+    taking = [take(relay, source) for relay, source in enumerate(chain(len(made.links)))]
+    await arrivals.reach(max(1, int(PART * version.nbytes / CHUNK_BYTES)))
+    died = time.monotonic()
+    made.stalled[after].clear()  # what was before does not count
+    strike()
+    async with asyncio.timeout(PATIENCE_S):
+        doubts = [
+            asyncio.ensure_future(event.wait())
+            for event in (made.suspected[victim], made.stalled[after])
+        ]
+        signs: list[asyncio.Future[Any]] = [made.links[victim].lost, taking[after], *doubts]
+        await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
+        for doubt in doubts:
+            doubt.cancel()
+    known = time.monotonic()
+    plan = policy.repair(order, order[victim])
+    assert plan.relay == order[after], "only its successor takes from another source"
+    source = order.index(plan.source) if plan.source is not None else None
+    had = len(arrivals.times)
+    taking[after] = take(after, source)
+    # The first chunk that comes now may still be one of the dead relay's; the second is
+    # not. Where links are so fast that all have come already, nothing stands still
+    # after the controller knows.
+    going_on = max(known, await arrivals.reach(min(had + 2, -(-version.nbytes // CHUNK_BYTES))))
+    async with asyncio.timeout(PATIENCE_S):
+        taken = [
+            checked(relay, await taking[relay]) for relay in range(len(order)) if relay != victim
+        ]
+    whole = time.monotonic()
+    # Who takes from memory receives nothing.
+    repeated = sum(max(0, found.nbytes - version.nbytes) for found in taken)
+    return Repaired(known - died, going_on - died, whole - died, repeated)

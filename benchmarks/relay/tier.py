@@ -1,0 +1,152 @@
+"""Relays on hosts of a `Network`, each a process as in a run, with a controller's
+commands.
+
+Invariants: relay `r<i>` is on host i; every broadcast is of a version that no relay
+has; processes end with the context.
+"""
+
+import asyncio
+import contextlib
+import functools
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.relay.network import Network
+from rollweave.runtime.links.relay import ProcessRelay, in_process
+from rollweave.schema.errors import WeightsError
+from rollweave.schema.weights import (
+    FetchReply,
+    FetchVersion,
+    RelayAddress,
+    RelaySpec,
+    VersionFetched,
+    VersionStalled,
+    WeightManifest,
+)
+
+
+class Tier:
+    """Relays on the first hosts."""
+
+    def __init__(
+        self,
+        links: Sequence[ProcessRelay],
+        addresses: Sequence[RelayAddress],
+        suspected: Sequence[asyncio.Event],
+        stalled: Sequence[asyncio.Event],
+    ) -> None:
+        """Events are set while a relay is suspected, and once nothing has come to it
+        from its source for a moment.
+        """
+        self.links, self.addresses, self.suspected, self.stalled = (
+            list(links),
+            list(addresses),
+            suspected,
+            stalled,
+        )
+        self._last_id = 0
+
+    def next_id(self) -> int:
+        """Return a weights id that no relay has seen."""
+        self._last_id += 1
+        return self._last_id
+
+    def version(self, manifest: WeightManifest) -> WeightManifest:
+        """Return the same bytes under a new id."""
+        weights_id = self.next_id()
+        return msgspec.structs.replace(manifest, weights_id=weights_id, version=weights_id)
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds of all relays together."""
+        ticks = 0
+        for link in self.links:
+            fields = Path(f"/proc/{link.pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])  # utime, stime
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def source(self, relay: int | None) -> RelayAddress | None:
+        return None if relay is None else self.addresses[relay]
+
+    async def broadcast(
+        self,
+        manifest: WeightManifest,
+        sources: Sequence[int | None],
+        *,
+        chunk_bytes: int,
+        base_id: int | None = None,
+    ) -> float:
+        """Seconds in which relay i has a version from relay `sources[i]`, or from
+        memory, all told at once.
+
+        Raises WeightsError where one fails.
+        """
+        keep = () if base_id is None else (base_id,)
+        started = time.monotonic()
+        answers = await asyncio.gather(
+            *(
+                link.fetch(
+                    FetchVersion(
+                        manifest=manifest,
+                        source=self.source(source),
+                        chunk_bytes=chunk_bytes,
+                        base_id=base_id,
+                        keep=keep,
+                    )
+                )
+                for link, source in zip(self.links, sources, strict=False)
+            )
+        )
+        seconds = time.monotonic() - started
+        for number, answer in enumerate(answers):
+            checked(number, answer)
+        return seconds
+
+
+def checked(relay: int, answer: FetchReply | None) -> VersionFetched:
+    """Check the type of an answer. Raises WeightsError for any other."""
+    if isinstance(answer, VersionFetched):
+        return answer
+    raise WeightsError(
+        f"relay r{relay}: {answer.error if answer is not None else 'no answer: lost, or overtaken'}"
+    )
+
+
+def chain(relays: int) -> list[int | None]:
+    """Return the source of each relay in a chain (Laminar §4.2); None is the trainer."""
+    return [None, *range(relays - 1)]
+
+
+def star(relays: int) -> list[int | None]:
+    """Return one source for all: the master."""
+    return [None, *(0 for _ in range(relays - 1))]
+
+
+@contextlib.asynccontextmanager
+async def tier(network: Network, hosts: Sequence[int], logs: Path) -> AsyncIterator[Tier]:
+    """Start relays on these hosts. Raises WeightsError where one does not start."""
+    opened: list[ProcessRelay] = []
+    suspected, stalled = ([asyncio.Event() for _ in hosts] for _ in range(2))
+
+    def mark(number: int, silent: bool) -> None:
+        (suspected[number].set if silent else suspected[number].clear)()
+
+    def stop(number: int, word: VersionStalled) -> None:
+        stalled[number].set()
+
+    try:
+        for number, host in enumerate(hosts):
+            with network.inside(host):
+                spec = RelaySpec(id=f"r{number}", host=network.address(host))
+                link = in_process(logs=logs)(
+                    spec, functools.partial(mark, number), functools.partial(stop, number)
+                )
+            assert isinstance(link, ProcessRelay), "in_process makes processes"
+            opened.append(link)
+        ready = [await link.ready() for link in opened]
+        yield Tier(opened, [found.address for found in ready], suspected, stalled)
+    finally:
+        await asyncio.gather(*(link.close() for link in opened))

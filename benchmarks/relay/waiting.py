@@ -1,0 +1,202 @@
+"""How long engines wait for new weights (Laminar Fig. 14), and the trainer to hand them
+on, while training goes on.
+
+With relays an engine takes weights when it wants them, from memory of its host: its
+wait ends with the load, and begins when it asks, whether the version is on its host yet
+or still on the chain. With a global synchronisation all engines stop at each
+publication until gloo has brought it to all; that they have to wait for the slowest to
+stop is not counted.
+"""
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import torch
+
+from benchmarks.contract import Figure
+from benchmarks.relay.tier import Tier, chain, checked
+from rollweave.schema.weights import FetchVersion, WeightManifest
+from rollweave.weights.publication import Publication, publish, read_tensors
+
+KEEP = 2
+"""Publications that the trainer keeps, so that a running load can end."""
+
+
+@dataclass
+class Waits:
+    """Seconds of each update of an engine; of those for which its host had the version
+    already; of each publication.
+    """
+
+    engines: list[float] = field(default_factory=list)
+    cached: list[float] = field(default_factory=list)
+    stalls: list[float] = field(default_factory=list)
+
+
+@dataclass
+class _World:
+    """The trainer's tensors, its publications, and the versions of each relay."""
+
+    tier: Tier
+    tensors: dict[str, torch.Tensor]
+    directory: Path
+    pool: ThreadPoolExecutor
+    found: Waits = field(default_factory=Waits)
+    newest: int = 0
+    held: dict[int, WeightManifest] = field(default_factory=dict)
+    news: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    def has(self, relay: int, version: int) -> bool:
+        return relay in self.held and self.held[relay].weights_id >= version
+
+
+async def waits(
+    tier: Tier,
+    tensors: dict[str, torch.Tensor],
+    directory: Path,
+    *,
+    engines: int,
+    chunk_bytes: int,
+    publications: int,
+    period_s: float,
+) -> Waits:
+    """A trainer publishes every `period_s`; engine i loads from relay i, at moments of
+    its own. Raises WeightsError.
+    """
+    rng = random.Random(0)
+    with ThreadPoolExecutor(engines + 1) as pool:
+        world = _World(tier, tensors, directory, pool)
+        tasks = [
+            asyncio.create_task(_engine(world, relay, period_s, random.Random(rng.random())))
+            for relay in range(engines)
+        ]
+        tasks.append(
+            asyncio.create_task(_train(world, engines, chunk_bytes, publications, period_s))
+        )
+        try:
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:  # training, unless something has failed
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+    return world.found
+
+
+async def _train(
+    world: _World, relays: int, chunk_bytes: int, publications: int, period_s: float
+) -> None:
+    loop = asyncio.get_running_loop()
+    opened: list[Publication] = []
+    try:
+        for _ in range(publications):
+            until = time.monotonic() + period_s
+            publication, stall = await loop.run_in_executor(world.pool, _published, world)
+            world.found.stalls.append(stall)
+            opened.append(publication)
+            keep = (world.newest,) if world.newest else ()
+            world.newest = publication.manifest.weights_id
+            word = FetchVersion(manifest=publication.manifest, keep=keep, chunk_bytes=chunk_bytes)
+            await asyncio.gather(
+                *(_taken(world, relay, word, source) for relay, source in enumerate(chain(relays)))
+            )
+            await asyncio.sleep(max(0.0, until - time.monotonic()))
+            while len(opened) > KEEP:
+                opened.pop(0).close()
+    finally:
+        for publication in opened:
+            publication.close()
+
+
+async def _taken(world: _World, relay: int, word: FetchVersion, source: int | None) -> None:
+    answer = await world.tier.links[relay].fetch(
+        msgspec.structs.replace(word, source=world.tier.source(source))
+    )
+    manifest = checked(relay, answer).manifest
+    async with world.news:
+        world.held[relay] = manifest
+        world.news.notify_all()
+
+
+async def _engine(world: _World, relay: int, period_s: float, rng: random.Random) -> None:
+    """Whenever it wants weights and there are new ones, wait for its host to have them,
+    and load them.
+    """
+    own = {name: torch.zeros_like(tensor) for name, tensor in world.tensors.items()}
+    has = 0
+    loop = asyncio.get_running_loop()
+    while True:
+        await asyncio.sleep(rng.uniform(0.5, 1.5) * period_s)
+        wanted, asked = world.newest, time.monotonic()
+        if wanted == has:
+            continue
+        cached = world.has(relay, wanted)
+        async with world.news:
+            while not world.has(relay, wanted):
+                await world.news.wait()
+            manifest = world.held[relay]
+        await loop.run_in_executor(world.pool, _load, own, manifest)
+        has = manifest.weights_id
+        seconds = time.monotonic() - asked
+        world.found.engines.append(seconds)
+        if cached:
+            world.found.cached.append(seconds)
+
+
+def _published(world: _World) -> tuple[Publication, float]:
+    """The next version, and for how long the trainer's thread was held."""
+    version = world.tier.next_id()
+    began = time.monotonic()
+    publication = publish(
+        world.tensors, version=version, weights_id=version, directory=world.directory
+    )
+    return publication, time.monotonic() - began
+
+
+def _load(own: dict[str, torch.Tensor], manifest: WeightManifest) -> None:
+    """As an engine does: verify everything, then put it in place."""
+    for name, tensor in read_tensors(manifest).items():
+        own[name].copy_(tensor)
+
+
+def payload(nbytes: int, tensors: int) -> dict[str, torch.Tensor]:
+    """Return bfloat16 tensors of the given total size."""
+    generator = torch.Generator().manual_seed(0)
+    count = nbytes // (2 * tensors)
+    return {
+        f"w{number}": torch.randn(count, generator=generator).to(torch.bfloat16)
+        for number in range(tensors)
+    }
+
+
+def figures(
+    found: Waits, together: Sequence[float], chain_s: float, nbytes: int
+) -> dict[str, Figure]:
+    """Return figures; `together` are the waits of a global synchronization, `chain_s`
+    one by the chain.
+    """
+    load = statistics.median(found.cached) if found.cached else 0.0
+    stall, sync = statistics.median(found.stalls), statistics.median(together) if together else None
+    mean, best = statistics.mean(found.engines), min(found.engines)
+    return {
+        "wait_mean_s": mean,
+        "wait_best_s": best,
+        "wait_global_s": sync,
+        "wait_mean_over_global": mean / statistics.mean(together) if together else None,
+        "wait_best_over_global": best / min(together) if together else None,
+        "wait_mean_over_chain_for_all": mean / (chain_s + load),
+        "wait_updates": len(found.engines),
+        "wait_cached": len(found.cached) / len(found.engines),
+        "trainer_stall_s": stall,
+        "trainer_stall_worst_s": max(found.stalls),
+        "trainer_stall_over_send": stall / (stall + sync) if sync is not None else None,
+        "trainer_stall_gb_per_s": nbytes / stall / 1e9,
+    }

@@ -1,0 +1,1 @@
+"""Bench `sandbox`: start times and attacks."""

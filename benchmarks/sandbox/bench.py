@@ -1,0 +1,202 @@
+"""Bench `sandbox`: start time of a sandbox, number of concurrent ones and their cost,
+and escapes.
+
+The back ends take turns in one run. A sandbox is ready when its Python server, inside,
+has answered. Figures without a suffix are of the default back end, others end in its
+name; `attacks` and `escapes` count over all.
+"""
+
+import asyncio
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.contract import Figure, Result
+from benchmarks.sandbox.attacks import ATTACKS, BAIT, Outcome, attacks_here, attempt
+from rollweave.sandbox.base import Backend, Sandbox, SandboxSpec
+from rollweave.sandbox.pool import Pool
+from rollweave.sandbox.processes import Table, started
+from rollweave.sandbox.registry import backend
+from rollweave.sandbox.tools import IPython
+from rollweave.schema.errors import SandboxError
+
+DEFAULT = "bubblewrap"
+ISOLATING = (DEFAULT, "zygote")
+
+ROUNDS, QUICK_ROUNDS = 100, 20
+WARM_UP = 3
+"""Rounds before the measured ones."""
+
+CONCURRENT, QUICK_CONCURRENT = 200, 40
+
+POOL = 4
+"""Sandboxes that a pool keeps warm while they are taken one after the other."""
+
+ATTACKS_AT_ONCE = 2
+
+FIGURES = (
+    "ready_ms_p50",
+    "ready_ms_p95",
+    "cell_ms_p50",
+    "pool_ms_p50",
+    "concurrent",
+    "concurrent_s",
+    "mb_each",
+)
+"""Figures of each back end."""
+
+
+@dataclass
+class Measured:
+    """Measurements of one back end."""
+
+    ready_ms: list[float] = field(default_factory=list)
+    cell_ms: list[float] = field(default_factory=list)
+    pool_ms: list[float] = field(default_factory=list)
+    concurrent: int = 0
+    concurrent_s: float = 0.0
+    mb_each: float = 0.0
+    outcomes: list[Outcome] = field(default_factory=list)
+
+
+def bench_sandbox(*, quick: bool) -> Result:
+    """Measure every installed isolating back end.
+
+    A missing one has null figures, with the reason.
+    """
+    os.environ[BAIT] = "1"
+    return asyncio.run(_bench(quick=quick))
+
+
+async def _bench(*, quick: bool) -> Result:
+    opened: dict[str, Backend] = {}
+    conditions: dict[str, Any] = {
+        "ready_ms": "from the request until the server inside has answered; back ends take turns, "
+        "one sandbox at a time",
+        "cell_ms": "from the request until the interpreter inside has answered its first cell, 1 "
+        "+ 1",
+        "pool_ms": f"the same, taken from a pool of {POOL} that is full",
+        "mb_each": "proportional set size of a sandbox's processes, all alive at once; its files, "
+        "in memory too, come on top",
+        "attacks": _tried(),
+        "uid": "own uids, given by root" if os.getuid() == 0 else "our own",
+    }
+    try:
+        for name in ISOLATING:
+            try:
+                opened[name] = backend(name)
+                await (await opened[name].start(SandboxSpec())).stop(grace_s=0.0)
+            except SandboxError as error:
+                conditions[name] = f"not measured: {error}"
+        measured = {name: Measured() for name in opened if name not in conditions}
+        live = {name: opened[name] for name in measured}
+        await _ready(live, measured, rounds=QUICK_ROUNDS if quick else ROUNDS)
+        for name, made in live.items():
+            await _concurrent(made, measured[name], count=QUICK_CONCURRENT if quick else CONCURRENT)
+            measured[name].outcomes = await _attacked(made)
+    finally:
+        for made in opened.values():
+            await made.close()
+    escapes = {
+        f"{name}: {o.attack}": o.said
+        for name, found in measured.items()
+        for o in found.outcomes
+        if o.escaped
+    }
+    return Result(
+        bench="sandbox", figures=_figures(measured, len(escapes)), conditions=conditions | escapes
+    )
+
+
+def _tried() -> str:
+    here = attacks_here()
+    left_out = ", ".join(attack for attack in ATTACKS if attack not in here)
+    return f"{len(here)} different ones on each back end" + (
+        f"; no control groups here to hold: {left_out}" if left_out else ""
+    )
+
+
+async def _ready(live: dict[str, Backend], measured: dict[str, Measured], *, rounds: int) -> None:
+    for number in range(WARM_UP + rounds):
+        for name, made in live.items():
+            began = time.perf_counter()
+            sandbox = await made.start(SandboxSpec())
+            cell = await IPython(sandbox).run("1 + 1")
+            if number >= WARM_UP and cell.result == "2":
+                measured[name].ready_ms.append(1e3 * sandbox.ready_s)
+                measured[name].cell_ms.append(1e3 * (time.perf_counter() - began))
+            await sandbox.stop(grace_s=0.0)
+    for name, made in live.items():
+        pool = Pool(made, SandboxSpec(), size=POOL)
+        for _ in range(rounds):
+            await pool.filled()
+            began = time.perf_counter()
+            sandbox = await pool.take()
+            await sandbox.call("ping", timeout_s=10.0)
+            measured[name].pool_ms.append(1e3 * (time.perf_counter() - began))
+            await sandbox.stop(grace_s=0.0)
+        await pool.close()
+
+
+async def _concurrent(made: Backend, measured: Measured, *, count: int) -> None:
+    """Start all at once; each must run a command while all others live."""
+    began = time.perf_counter()
+    results = await asyncio.gather(
+        *(made.start(SandboxSpec()) for _ in range(count)), return_exceptions=True
+    )
+    measured.concurrent_s = time.perf_counter() - began
+    living: list[Any] = [sandbox for sandbox in results if not isinstance(sandbox, BaseException)]
+    try:
+        answers = await asyncio.gather(*(_answers(sandbox) for sandbox in living))
+        measured.concurrent = sum(answers)
+        measured.mb_each = _used_mb([sandbox.pid for sandbox in living]) / max(1, len(living))
+    finally:
+        await asyncio.gather(*(sandbox.stop(grace_s=0.0) for sandbox in living))
+
+
+async def _answers(sandbox: Sandbox) -> bool:
+    try:
+        return (await sandbox.exec(["echo", "hi"], timeout_s=60.0)).stdout == b"hi\n"
+    except SandboxError:
+        return False
+
+
+def _used_mb(pids: Sequence[int]) -> float:
+    return sum(each.proportional_bytes() for each in Table.now().below(started(pids))) / 1e6
+
+
+async def _attacked(made: Backend) -> list[Outcome]:
+    room = asyncio.Semaphore(ATTACKS_AT_ONCE)
+
+    async def one(attack: str) -> Outcome:
+        async with room:
+            return await attempt(made, attack)
+
+    return await asyncio.gather(*(one(attack) for attack in attacks_here()))
+
+
+def _figures(measured: dict[str, Measured], escapes: int) -> dict[str, Figure]:
+    figures: dict[str, Figure] = {}
+    for name in ISOLATING:
+        suffix = "" if name == DEFAULT else f"_{name}"
+        found = measured.get(name)
+        own: tuple[Figure, ...] = (None,) * len(FIGURES)
+        if found is not None:
+            p95 = statistics.quantiles(found.ready_ms, n=20)[-1]
+            pool = statistics.median(found.pool_ms)
+            cell = statistics.median(found.cell_ms)
+            own = (
+                statistics.median(found.ready_ms),
+                p95,
+                cell,
+                pool,
+                found.concurrent,
+                found.concurrent_s,
+                found.mb_each,
+            )
+        figures |= {f"{figure}{suffix}": value for figure, value in zip(FIGURES, own, strict=True)}
+    tried = sum(len(found.outcomes) for found in measured.values())
+    return figures | {"attacks": tried or None, "escapes": escapes if tried else None}

@@ -1,0 +1,1 @@
+"""Bench `scheduling`: routing, priorities and migration on a paced engine."""

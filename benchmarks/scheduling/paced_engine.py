@@ -1,0 +1,117 @@
+"""A paced engine: `python -m benchmarks.scheduling.paced_engine`, in the place of
+`runtime/entrypoints/engine`, for benches on few cores.
+
+Real tokens from a real engine, whose steps are padded to what a large one would take:
+two engines that share two cores with everything else then wait for the modelled GPU
+instead of for each other. Invariants: a step's results leave when its padded time is
+over; the profile that the engine says of itself is the padded one.
+"""
+
+import os
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from rollweave.engine.loop import EngineLoop
+from rollweave.engine.planner.batching import StepWork
+from rollweave.io.parent import Parent
+from rollweave.io.wire import decoder_of, encode
+from rollweave.schema.events import StepTime
+from rollweave.schema.serving import (
+    EngineCommand,
+    EngineReply,
+    EngineSpec,
+    FinishReason,
+    Generated,
+    Ready,
+)
+from rollweave.sim.cost import EngineCost
+from rollweave.sim.hardware import gpu
+from rollweave.sim.models import model
+
+GPU, MODEL = "h100", "qwen3-14b"
+"""What is modelled: Heddle's ablations (§7.2, §7.3)."""
+
+TOKENS = 40
+"""Tokens of the modelled engine that one of ours stands for; time runs so much faster.
+
+A turn of 12 tokens is one of 480.
+"""
+
+
+class Pace:
+    """Seconds of a step: those of `TOKENS` steps of the modelled engine, on contexts
+    `TOKENS` times as long, by `TOKENS`.
+
+    So prompt tokens cost as they are, and attention to a context `TOKENS` times as
+    much.
+    """
+
+    def __init__(self) -> None:
+        self.cost = EngineCost(gpu=gpu(GPU), model=model(MODEL), tp=1)
+
+    def step_s(self, amounts: StepWork) -> float:
+        return self.cost.step_s(
+            prefill_tokens=amounts.prefill_tokens,
+            prefill_context=TOKENS * amounts.prefill_context,
+            decode=amounts.decode,
+            decode_context=TOKENS * amounts.decode_context,
+        )
+
+    def padded(self, point: StepTime) -> StepTime:
+        """A measured step as it will be when it is paced."""
+        modelled = self.step_s(StepWork(0, 0, point.batch, point.batch * point.context))
+        return msgspec.structs.replace(point, seconds=max(point.seconds, modelled))
+
+
+class Pacer:
+    """Stands between an engine's loop and whom it replies to.
+
+    Its methods are called on the loop's thread.
+    """
+
+    def __init__(
+        self, reply: Callable[[EngineReply], None], *, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._reply, self._sleep, self._pace = reply, sleep, Pace()
+        self._held: list[EngineReply] = []
+
+    def reply(self, word: EngineReply) -> None:
+        """What a step sampled to its end waits for the end of the step; all else
+        happens between steps.
+        """
+        if isinstance(word, Generated) and word.result.finish in (
+            FinishReason.STOP,
+            FinishReason.LENGTH,
+        ):
+            self._held.append(word)
+        elif isinstance(word, Ready):
+            self._reply(
+                msgspec.structs.replace(word, profile=tuple(map(self._pace.padded, word.profile)))
+            )
+        else:
+            self._reply(word)
+
+    def watch(self, amounts: StepWork, seconds: float) -> None:
+        """A step was computed in `seconds`."""
+        self._sleep(max(0.0, self._pace.step_s(amounts) - seconds))
+        for word in self._held:
+            self._reply(word)
+        self._held.clear()
+
+
+def main() -> None:
+    """As `runtime/entrypoints/engine.main`."""
+    parent = Parent.from_arguments()
+    spec = decoder_of(EngineSpec)(parent.receive())
+    decode = decoder_of(EngineCommand)
+    pacer = Pacer(lambda word: parent.send(encode(word)))
+    engine = EngineLoop(spec, pacer.reply, watch=pacer.watch)
+    parent.listen(lambda payload: engine.post(decode(payload)))
+    engine.run()
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)

@@ -1,0 +1,1 @@
+"""Bench `service`: rollouts over HTTP."""

@@ -1,0 +1,333 @@
+"""Ablations of the rollout service, as in ProRL Agent's Table 3: load balancing,
+efficient bash, clean-up of stale jobs.
+
+Agents run real bash commands in sandboxes; engines have a known pace (`slot_engines`),
+so that the share of their slots that is used is exact. A trainer in the manner of DAPO
+asks for `JOBS` rollouts a step, takes the first `WANTED`, and goes on to its next step.
+What is ablated:
+
+- `no_balancing`: each conversation stays with the engine that its hash picks, however
+  long that one's queue;
+- `no_bash`: the same commands through tmux;
+- `no_cleanup`: rollouts that nobody waits for any more are not cancelled, and run to
+  their end.
+
+Invariants: all ways have the same tasks and conversations in the same order; they take
+turns, round by round; ratios are of the same round.
+"""
+
+import asyncio
+import contextlib
+import json
+import math
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import aiohttp
+import msgspec
+
+from benchmarks.contract import Figure
+from benchmarks.service.bash_env import BACKEND, project
+from benchmarks.service.process import Child, started
+from rollweave.schema.base import Struct
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.service import EngineRequest, RolloutRequest, RolloutStatus
+from rollweave.schema.serving import EngineStats
+from rollweave.schema.work import TRAINABLE
+from rollweave.service.client import RolloutClient
+
+ENGINES, SLOTS, TOKEN_MS = 4, 2, 10.0
+"""A turn of 14 tokens or so takes 150 ms: ten times as fast as large models, so that
+commands weigh as much as there.
+"""
+
+JOBS, WANTED = 24, 17
+"""Rollouts of a step, and how many of them are wanted: 70 %."""
+
+ROOM_S = 60.0
+"""For rollouts that were cancelled to be gone."""
+
+
+class Way(Struct, frozen=True, kw_only=True):
+    """`terminal` names the handler, `balanced` says which engines the service knows,
+    `cancels` what the trainer does.
+    """
+
+    terminal: str = "shell"
+    balanced: bool = True
+    cancels: bool = True
+
+
+FULL = "full"
+
+WAYS = {
+    FULL: Way(),
+    "no_balancing": Way(balanced=False),
+    "no_bash": Way(terminal="tmux"),
+    "no_cleanup": Way(cancels=False),
+}
+
+
+class Size(Struct, frozen=True, kw_only=True):
+    """Of each way: `steps` measured ones in each of `rounds`, after one that warms up."""
+
+    rounds: int
+    steps: int
+
+
+class Round(Struct, frozen=True, kw_only=True):
+    """What was measured.
+
+    Seconds of slots: those of turns of wanted rollouts, and all.
+    """
+
+    seconds: float
+    jobs: int
+    turns: int
+    action_s: float
+    wanted_slot_s: float
+    slot_s: float
+
+    @property
+    def jobs_per_s(self) -> float:
+        return self.jobs / self.seconds
+
+    @property
+    def action_ms(self) -> float:
+        return 1e3 * self.action_s / self.turns
+
+    @property
+    def utilisation(self) -> float:
+        return self.slot_s / (ENGINES * SLOTS * self.seconds)
+
+    @property
+    def useful_utilisation(self) -> float:
+        return self.wanted_slot_s / (ENGINES * SLOTS * self.seconds)
+
+
+FIGURES = ("jobs_per_s", "action_ms", "utilisation", "useful_utilisation")
+
+
+def ablations(
+    model: Path, scratch: Path, size: Size, say: Callable[[str], None]
+) -> dict[str, list[Round]]:
+    """Rounds by way, as many of each; without tmux there are none of `no_bash`."""
+    ways = {
+        name: way for name, way in WAYS.items() if way.terminal != "tmux" or shutil.which("tmux")
+    }
+    with contextlib.ExitStack() as stack:
+        arguments = ("--engines", str(ENGINES), "--slots", str(SLOTS), "--token-ms", str(TOKEN_MS))
+        served = stack.enter_context(Child("benchmarks.service.slot_engines", *arguments))
+        services = {
+            balanced: stack.enter_context(
+                started(_config(scratch / f"balanced-{balanced}", model), sandboxes=True)
+            )
+            for balanced in (True, False)
+        }
+        addresses = {balanced: service.said for balanced, service in services.items()}
+        return asyncio.run(_rounds(ways, addresses, json.loads(served.said), size, say))
+
+
+def _config(directory: Path, model: Path) -> RunConfig:
+    """As many environments at once as there are slots."""
+    env, limits = (
+        "benchmarks.service.bash_env:BashEnv",
+        {"max_turns": 30, "max_tokens": 2000, "max_turn_tokens": 64},
+    )
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "ablations", "dir": str(directory)},
+            "model": {"path": str(model)},
+            "tasks": [
+                {"env": env, "tag": name, "options": {"terminal": name}, **limits}
+                for name in ("shell", "tmux")
+            ],
+            "rollout": dict.fromkeys(("max_running", "init_slots", "eval_slots"), ENGINES * SLOTS),
+            "serve": {"port": 0, "engines": "registered"},
+        }
+    )
+
+
+async def _rounds(
+    ways: Mapping[str, Way],
+    addresses: Mapping[bool, str],
+    engines: Mapping[str, Any],
+    size: Size,
+    say: Callable[[str], None],
+) -> dict[str, list[Round]]:
+    found: dict[str, list[Round]] = {name: [] for name in ways}
+    async with RolloutClient(addresses[True]) as balanced, RolloutClient(addresses[False]) as fixed:
+        for address in engines["engines"]:
+            await balanced.register(
+                EngineRequest(address=address, dialect="rollweave", slots=SLOTS)
+            )
+        await fixed.register(
+            EngineRequest(address=engines["fixed"], dialect="rollweave", slots=ENGINES * SLOTS)
+        )
+        for number in range(size.rounds):
+            for name, way in ways.items():
+                trainer = Trainer(balanced if way.balanced else fixed, way, engines["fixed"], name)
+                found[name].append(await trainer.round(number, size.steps))
+            say(
+                ", ".join(
+                    f"{name} {rounds[-1].jobs_per_s:.2f} jobs/s" for name, rounds in found.items()
+                )
+            )
+    return found
+
+
+class Asked(Protocol):
+    """What a trainer wants of a `RolloutClient` of one service."""
+
+    async def rollout(self, request: RolloutRequest) -> RolloutStatus:
+        """Once all is done. Cancelling the call cancels the rollout."""
+
+    async def health(self) -> dict[str, dict[str, Any]]:
+        """By address."""
+
+
+class Trainer:
+    """`stats` is where all engines are one, which tells of all their slots."""
+
+    def __init__(self, client: Asked, way: Way, stats: str, name: str) -> None:
+        self._client, self._way, self._stats, self._name = client, way, stats, name
+        self._left: set[asyncio.Task[RolloutStatus]] = set()
+
+    async def round(self, number: int, steps: int) -> Round:
+        first = number * (steps + 1)
+        try:
+            await self._step(first)
+            began, before = time.perf_counter(), await self._slot_s()
+            wanted = [
+                status
+                for step in range(first + 1, first + 1 + steps)
+                for status in await self._step(step)
+            ]
+            seconds, slot_s = time.perf_counter() - began, await self._slot_s() - before
+        finally:
+            await self._cancel(self._left)
+            await self._quiet()
+        results = [
+            member.result
+            for status in wanted
+            for member in status.members
+            if member.result is not None
+        ]
+        return Round(
+            seconds=seconds,
+            jobs=len(results),
+            turns=sum(len(sequence.turns) for result in results for sequence in result.sequences),
+            action_s=sum(result.timing.env_s for result in results),
+            wanted_slot_s=sum(result.timing.generate_s for result in results),
+            slot_s=slot_s,
+        )
+
+    async def _step(self, step: int) -> list[RolloutStatus]:
+        """The first rollouts of a step that are done."""
+        requests = [
+            RolloutRequest(
+                handler=self._way.terminal, payload=project(number), id=f"{self._name}-{number}"
+            )
+            for number in range(step * JOBS, (step + 1) * JOBS)
+        ]
+        waiting = {asyncio.ensure_future(self._client.rollout(request)) for request in requests}
+        wanted: list[RolloutStatus] = []
+        while len(wanted) < WANTED:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            wanted += [task.result() for task in done]
+        if self._way.cancels:
+            await self._cancel(waiting)
+        else:
+            self._left |= waiting
+        for status in wanted:
+            if any(member.stop_reason not in TRAINABLE for member in status.members):
+                raise RuntimeError(f"a rollout of {self._name} failed: {status.members[0].result}")
+        return wanted[:WANTED]
+
+    async def _cancel(self, tasks: set[asyncio.Task[RolloutStatus]]) -> None:
+        """Waiting ends, and the client asks the service to end the rollout."""
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _quiet(self) -> None:
+        """Return when nothing of this way is under way any more: the next one has the
+        cores and the engines to itself.
+        """
+        async with asyncio.timeout(ROOM_S):
+            while await self._under_way():  # noqa: ASYNC110 (another process says it)
+                await asyncio.sleep(0.05)
+
+    async def _under_way(self) -> int:
+        (health,) = (await self._client.health()).values()
+        return int(health["init"] + health["run"])
+
+    async def _slot_s(self) -> float:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"{self._stats}/rollweave/v1/stats") as answer,
+        ):
+            return msgspec.json.decode(await answer.read(), type=EngineStats).busy_s
+
+
+def figures_of(
+    rounds: Mapping[str, Sequence[Round]], conditions: dict[str, Any]
+) -> dict[str, Figure]:
+    """Medians over rounds, by way; and by how much the whole has more throughput than
+    without each part, round by round.
+    """
+    figures: dict[str, Figure] = {
+        f"{figure}_{name}": statistics.median(getattr(one, figure) for one in found)
+        if found
+        else None
+        for name in WAYS
+        for found in (rounds.get(name, ()),)
+        for figure in FIGURES
+    }
+    ratios: list[float] = []
+    for name in WAYS:
+        if name == FULL:
+            continue
+        pairs = list(zip(rounds[FULL], rounds.get(name, ()), strict=False))
+        ratio = (
+            statistics.median(full.jobs_per_s / one.jobs_per_s for full, one in pairs)
+            if pairs
+            else None
+        )
+        figures[f"ablation_ratio_{name.removeprefix('no_')}"] = ratio
+        if ratio is None:
+            conditions[f"ablation_ratio_{name.removeprefix('no_')}"] = (
+                "tmux is not installed: `apt-get install tmux`"
+            )
+        else:
+            ratios.append(ratio)
+    figures["ablation_ratio"] = math.prod(ratios) ** (1 / len(ratios))
+    return figures
+
+
+def conditions_of(size: Size) -> dict[str, Any]:
+    """What the figures mean."""
+    return {
+        "ablations": f"{size.rounds} rounds by turns, {size.steps} steps each after one that "
+        f"warms up; a step asks for {JOBS} "
+        f"rollouts and goes on when {WANTED} are done; {ENGINES * SLOTS} environments at once",
+        "ablation_agents": "each turn is a bash command in a sandbox of its own, 1 to 24 turns, "
+        "log-normal, median 4 "
+        f"(benchmarks/service/bash_env.py); back end {BACKEND}, from a warm pool",
+        "ablation_engines": f"{ENGINES} of {SLOTS} slots, {TOKEN_MS:g} ms a token, log-normal "
+        "turns (median 12 tokens); "
+        "prompts take no time, which favours neither way of routing "
+        "(benchmarks/service/slot_engines.py)",
+        "no_balancing": "each conversation's turns go to the engine that its hash picks",
+        "no_bash": "tmux in the sandbox: send-keys, wait-for, capture-pane in one process; no "
+        "polling",
+        "no_cleanup": "whoever asked goes on without cancelling what it no longer needs",
+        "utilisation": "slots taken, of all; useful_utilisation counts turns of rollouts that "
+        "were wanted",
+        "ablation_ratio": "throughput of wanted rollouts, full over without; medians of rounds; "
+        "geometric mean of the three",
+    }

@@ -1,0 +1,350 @@
+"""Bench `service`: what asking over HTTP costs beside asking the same pipeline in the
+same process, how many rollouts it holds, what its parts are worth
+(`service_ablations`), and what more processes give (`service_scaling`).
+
+For the door: one service, one embedded engine, the frozen lake. Rounds of equal
+rollouts, by turns through the service's object and through a client in another process,
+many under way at once and one after the other; then as many at once as `HELD`, in
+environments that take their time. Invariant: both ways use one pipeline, one core and
+one engine, so that what differs between them is the door.
+"""
+
+import asyncio
+import multiprocessing
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from benchmarks.contract import Figure, Result
+from benchmarks.runs import trained
+from benchmarks.service import ablations as service_ablations
+from benchmarks.service import scaling as service_scaling
+from rollweave.engine.clients.transport import OnRetry
+from rollweave.runtime.launch import Programs
+from rollweave.schema.base import Struct
+from rollweave.schema.commands import Warn
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.service import EngineRequest, RolloutRequest, RolloutStatus
+from rollweave.service import launch
+from rollweave.service.client import RolloutClient
+from rollweave.service.service import Service
+
+T = TypeVar("T")
+
+Ask = Callable[[RolloutRequest], Coroutine[Any, Any, RolloutStatus]]
+
+HELD = 500
+"""Rollouts at once (ProRL's users run that many containers on a node)."""
+
+CONCURRENT = 64
+"""Rollouts under way in a round."""
+
+SIGMA = 0.25
+"""Of the logarithm of a step's latency while they are held: a long tail would only make
+the bench longer.
+"""
+
+
+class Size(Struct, frozen=True, kw_only=True):
+    """Rollouts of a round: `jobs` of them `CONCURRENT` at once, `alone` one after the
+    other.
+
+    `held` are held at once, in environments whose steps take `held_step_s` in the
+    median.
+    """
+
+    rounds: int
+    jobs: int
+    alone: int
+    held: int
+    held_step_s: float
+    ablations: service_ablations.Size
+    scaling: service_scaling.Size
+
+
+FULL = Size(
+    rounds=6,
+    jobs=512,
+    alone=64,
+    held=HELD,
+    held_step_s=3.0,
+    ablations=service_ablations.Size(rounds=7, steps=4),
+    scaling=service_scaling.Size(
+        processes=service_scaling.PROCESSES, rounds=3, each=48, saturated=512
+    ),
+)
+QUICK = Size(
+    rounds=1,
+    jobs=96,
+    alone=16,
+    held=100,
+    held_step_s=0.4,
+    ablations=service_ablations.Size(rounds=1, steps=1),
+    scaling=service_scaling.Size(processes=(1, 2), rounds=1, each=16, saturated=96),
+)
+
+
+def bench_service(*, quick: bool, say: Callable[[str], None]) -> Result:
+    """Figures of the door: `jobs_per_s`, `jobs_per_s_in_process`,
+    `added_latency_ms_p50`, `…_p99`, `concurrent_held`; and those of `service_ablations`
+    and `service_scaling`.
+    """
+    size = QUICK if quick else FULL
+    conditions = conditions_of(size)
+    with tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch:
+        model = _model(Path(scratch))
+        figures = _door(model, Path(scratch), size, say)
+        rounds = service_ablations.ablations(
+            model, Path(scratch) / "ablations", size.ablations, say
+        )
+        figures |= service_ablations.figures_of(rounds, conditions)
+        rates = service_scaling.scaling(model, Path(scratch) / "scaling", size.scaling, say)
+        figures |= service_scaling.figures_of(rates, conditions)
+    return Result(bench="service", figures=figures, conditions=conditions)
+
+
+def conditions_of(size: Size) -> dict[str, Any]:
+    """What the figures mean."""
+    door = {
+        "jobs_per_s": f"{size.rounds} rounds of {size.jobs} each way, by turns, {CONCURRENT} "
+        "under way; a rollout is up to 6 "
+        "turns of 6 tokens",
+        "added_latency": "difference of the same percentile of both ways' latencies, from the "
+        "question to the result, at that "
+        f"load, which saturates two cores; …_alone: {size.alone} of a round one after the other",
+        "engine": "one embedded engine process with 32 slots, a random model of hidden 32, which "
+        "takes most of the time",
+        "concurrent_held": "most at once in INIT or RUN, as /health says; steps take "
+        f"{size.held_step_s:g} s in the median",
+    }
+    return (
+        door
+        | service_ablations.conditions_of(size.ablations)
+        | service_scaling.conditions_of(size.scaling)
+    )
+
+
+def _door(model: Path, scratch: Path, size: Size, say: Callable[[str], None]) -> dict[str, Figure]:
+    with _Running(_config(scratch / "rounds", model)) as running:
+        found = _rounds(running, size, say)
+    with _Running(
+        _config(scratch / "held", model, held=size.held, step_s=size.held_step_s)
+    ) as running:
+        most, seconds = running.call(lambda: _hold(running, size.held))
+    say(f"held {most} at once, done in {seconds:.1f} s")
+    inside, outside = found[INSIDE], found[HTTP]
+    figures: dict[str, Figure] = {
+        "jobs_per_s": statistics.median(outside.rates),
+        "jobs_per_s_in_process": statistics.median(inside.rates),
+        "throughput_over_in_process": statistics.median(outside.rates)
+        / statistics.median(inside.rates),
+        "latency_ms_p50": 1e3 * statistics.median(outside.loaded_s),
+        "latency_alone_ms_p50": 1e3 * statistics.median(outside.alone_s),
+        "concurrent_held": most,
+    }
+    for name, ours, theirs in (
+        ("added_latency", inside.loaded_s, outside.loaded_s),
+        ("added_latency_alone", inside.alone_s, outside.alone_s),
+    ):
+        figures |= {
+            f"{name}_ms_p{share}": 1e3 * added(ours, theirs, share / 100) for share in (50, 99)
+        }
+    return figures
+
+
+def added(ours: Sequence[float], theirs: Sequence[float], share: float) -> float:
+    """By how much that percentile of theirs is above ours; as many of each."""
+    pairs = list(zip(sorted(ours), sorted(theirs), strict=True))
+    mine, its = pairs[int(share * (len(pairs) - 1))]
+    return its - mine
+
+
+def _config(directory: Path, model: Path, *, held: int = 0, step_s: float = 0.0) -> RunConfig:
+    slots = max(held, CONCURRENT)
+    limits = {"max_turns": 6, "max_tokens": 300, "max_turn_tokens": 6}
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "service", "dir": str(directory)},
+            "model": {"path": str(model)},
+            "tasks": [{"env": "frozenlake", "tag": "lake", "options": {"maps": "fixed"}, **limits}],
+            "rollout": dict.fromkeys(("max_running", "init_slots", "eval_slots"), slots),
+            "engines": {"count": 1, "max_slots": 32, "kv_tokens": 16384},
+            "faults": {"latency_s": step_s, "latency_sigma": SIGMA},
+            "serve": {"port": 0},
+        }
+    )
+
+
+def _model(directory: Path) -> Path:
+    """Random weights with a tokenizer of the lake's words: a run of no steps leaves
+    them behind.
+    """
+    made = _config(directory, directory).model_dump(mode="json", exclude_none=True)
+    made["tasks"].append({"env": "benchmarks.service.bash_env:BashEnv", "tag": "bash"})
+    made |= {
+        "model": {
+            "scratch": {
+                "hidden": 32,
+                "layers": 1,
+                "heads": 2,
+                "kv_heads": 1,
+                "ffn": 64,
+                "context": 2048,
+            }
+        }
+    }
+    made["run"] |= {"name": "model", "steps": 0, "checkpoint_every": 0}
+    made |= {"eval": {"final_episodes": 0}}
+    run, _ = trained(RunConfig.model_validate(made))
+    return run.model
+
+
+class _Running:
+    """A service in a thread; `call` runs a coroutine on its loop."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._up = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="service")
+        self._error: BaseException | None = None
+
+    def _serve(self) -> None:
+        try:
+            launch.serve(
+                self._config,
+                observer=self,
+                make_backend=_nobody,
+                programs=Programs(),
+                on_service=self._on_service,
+                no_token=True,
+            )
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._up.set()
+
+    def _on_service(self, service: Service) -> None:
+        self.service, self.loop = service, asyncio.get_running_loop()
+
+    def on_ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
+        self.address, self._stop = address, stop
+        self._up.set()
+
+    def on_warning(self, command: Warn) -> None:
+        raise AssertionError(f"nothing ails here: {command}")
+
+    def on_stopping(self, drain: bool) -> None:
+        """Nobody asks."""
+
+    def __enter__(self) -> "_Running":
+        self._thread.start()
+        self._up.wait()
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop(False)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        return asyncio.run_coroutine_threadsafe(make(), self.loop).result()
+
+    async def ask(self, request: RolloutRequest) -> RolloutStatus:
+        """In process."""
+        (found,) = await self.service.rollouts.submit([request])
+        while found.state != "done":
+            found = await self.service.rollouts.wait(found.id, 60.0)
+        return found
+
+
+INSIDE, HTTP = "in process", "http"
+
+
+@dataclass
+class Found:
+    """Of one way: rollouts a second of each round, and seconds of each rollout, many at
+    once and alone.
+    """
+
+    rates: list[float] = field(default_factory=list)
+    loaded_s: list[float] = field(default_factory=list)
+    alone_s: list[float] = field(default_factory=list)
+
+
+def _rounds(running: _Running, size: Size, say: Callable[[str], None]) -> dict[str, Found]:
+    found = {INSIDE: Found(), HTTP: Found()}
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as outside:
+        ways: dict[str, Callable[[str, int, int], list[float]]] = {
+            INSIDE: lambda name, jobs, at_once: running.call(
+                lambda: _round(running.ask, name, jobs, at_once)
+            ),
+            HTTP: lambda name, jobs, at_once: outside.submit(
+                _round_outside, running.address, name, jobs, at_once
+            ).result(),
+        }
+        for way, ask in ways.items():
+            ask(f"{way[0]}-warm", CONCURRENT, CONCURRENT)
+        for number in range(size.rounds):
+            for way, ask in ways.items():
+                began = time.perf_counter()
+                found[way].loaded_s += ask(f"{way[0]}{number}", size.jobs, CONCURRENT)
+                found[way].rates.append(size.jobs / (time.perf_counter() - began))
+            for way, ask in ways.items():
+                found[way].alone_s += ask(f"{way[0]}{number}-alone", size.alone, 1)
+            say(", ".join(f"{way} {one.rates[-1]:.0f} rollouts/s" for way, one in found.items()))
+    return found
+
+
+def _round_outside(address: str, name: str, jobs: int, at_once: int) -> list[float]:
+    """A round by a client that is a process of its own, as a trainer is."""
+
+    async def run() -> list[float]:
+        async with RolloutClient(address) as client:
+            return await _round(client.rollout, name, jobs, at_once)
+
+    return asyncio.run(run())
+
+
+async def _round(ask: Ask, name: str, jobs: int, at_once: int) -> list[float]:
+    room, taken = asyncio.Semaphore(at_once), []
+
+    async def one(number: int) -> None:
+        async with room:
+            began = time.perf_counter()
+            status = await ask(RolloutRequest(handler="lake", index=number, id=f"{name}-{number}"))
+            taken.append(time.perf_counter() - began)
+            assert status.state == "done", status
+
+    await asyncio.gather(*(one(number) for number in range(jobs)))
+    return taken
+
+
+async def _hold(running: _Running, count: int) -> tuple[int, float]:
+    """The most that are under way at once, and seconds until all are done."""
+    most, began = 0, time.perf_counter()
+    async with RolloutClient(running.address) as client:
+        asked = [
+            asyncio.ensure_future(client.rollout(RolloutRequest(handler="lake", index=number)))
+            for number in range(count)
+        ]
+        while not all(task.done() for task in asked):
+            health = await client.health()
+            most = max(most, sum(found["init"] + found["run"] for found in health.values()))
+            await asyncio.wait(asked, timeout=0.2)
+        await asyncio.gather(*asked)
+    return most, time.perf_counter() - began
+
+
+def _nobody(
+    request: EngineRequest, name: str, failed: OnRetry, noted: Callable[[str], None]
+) -> NoReturn:
+    raise AssertionError(f"nobody registers engines here: {name} at {request.address}")

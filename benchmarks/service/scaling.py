@@ -1,0 +1,197 @@
+"""Throughput by number of service processes, over the same engines, with one client
+that spreads its rollouts over them.
+
+Two ways. As nodes: each process may hold `SEATS` environments, which take their time,
+and the engines have room; so processes are what there is too little of, until the cores
+are. Saturated: environments and engines take no time, so that it is the cores from the
+beginning. Invariant: all numbers of processes take turns, round by round.
+"""
+
+import asyncio
+import contextlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contract import Figure
+from benchmarks.service.process import Child, started
+from rollweave.schema.base import Struct
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.service import EngineRequest, RolloutRequest
+from rollweave.service.client import RolloutClient
+
+PROCESSES = (1, 2, 4)
+
+ENGINES, SLOTS = 2, 256
+
+SEATS, STEP_S, TOKEN_MS = 16, 0.2, 5.0
+"""Of nodes: environments of a process, the time of each of their steps, and that of a
+token.
+"""
+
+PER_PROCESS = 32
+"""Rollouts under way for each process: more than have room there, so that none waits
+for the client.
+"""
+
+WARM_UP = 8
+"""Rollouts for each process, before the rounds."""
+
+TURNS, TURN_TOKENS = 6, 6
+
+
+class Kind(Struct, frozen=True, kw_only=True):
+    """`seats` are the environments that a process may hold."""
+
+    seats: int
+    step_s: float
+    token_ms: float
+
+
+KINDS = {
+    "": Kind(seats=SEATS, step_s=STEP_S, token_ms=TOKEN_MS),
+    "saturated_": Kind(seats=2 * PER_PROCESS, step_s=0.0, token_ms=0.0),
+}
+"""By what the figures' names have before the number."""
+
+
+class Size(Struct, frozen=True, kw_only=True):
+    """`processes` of `PROCESSES`, and of a round: rollouts for each process as nodes,
+    rollouts in all where saturated.
+    """
+
+    processes: tuple[int, ...]
+    rounds: int
+    each: int
+    saturated: int
+
+
+Rates = Mapping[int, Sequence[float]]
+"""Rollouts a second of each round, by number of processes."""
+
+
+def scaling(model: Path, scratch: Path, size: Size, say: Callable[[str], None]) -> dict[str, Rates]:
+    """By kind."""
+    found: dict[str, Rates] = {}
+    for prefix, kind in KINDS.items():
+        with contextlib.ExitStack() as stack:
+            arguments = (
+                "--engines",
+                str(ENGINES),
+                "--slots",
+                str(SLOTS),
+                "--token-ms",
+                str(kind.token_ms),
+            )
+            served = stack.enter_context(Child("benchmarks.service.slot_engines", *arguments))
+            configs = [
+                _config(scratch / f"{prefix}{number}", model, kind)
+                for number in range(max(size.processes))
+            ]
+            services = [stack.enter_context(started(config)) for config in configs]
+            addresses, engines = (
+                [service.said for service in services],
+                json.loads(served.said)["engines"],
+            )
+            jobs = {
+                count: size.saturated if prefix else count * size.each for count in size.processes
+            }
+            found[prefix] = asyncio.run(_rounds(addresses, engines, size.rounds, jobs))
+        told = ", ".join(
+            f"{count} processes {statistics.median(rates):.0f}"
+            for count, rates in found[prefix].items()
+        )
+        say(f"{prefix.removesuffix('_') or 'nodes'}: {told} jobs/s")
+    return found
+
+
+def _config(directory: Path, model: Path, kind: Kind) -> RunConfig:
+    limits = {"max_turns": TURNS, "max_tokens": 300, "max_turn_tokens": TURN_TOKENS}
+    lake = {
+        "env": "frozenlake",
+        "tag": "lake",
+        "options": {"maps": "fixed", "grammar": True},
+        **limits,
+    }
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "node", "dir": str(directory)},
+            "model": {"path": str(model)},
+            "tasks": [lake],
+            "rollout": dict.fromkeys(("max_running", "init_slots", "eval_slots"), kind.seats),
+            "faults": {"latency_s": kind.step_s, "latency_sigma": 0.0},
+            "serve": {"port": 0, "engines": "registered"},
+        }
+    )
+
+
+async def _rounds(
+    addresses: Sequence[str], engines: Sequence[str], rounds: int, jobs: Mapping[int, int]
+) -> Rates:
+    """`jobs` of a round, by number of processes."""
+    found: dict[int, list[float]] = {count: [] for count in jobs}
+    async with contextlib.AsyncExitStack() as stack:
+        clients = {
+            count: await stack.enter_async_context(RolloutClient(addresses[:count]))
+            for count in jobs
+        }
+        for address in engines:
+            await clients[max(jobs)].register(
+                EngineRequest(address=address, dialect="rollweave", slots=SLOTS)
+            )
+        for number in range(rounds + 1):
+            for count, client in clients.items():
+                asked = jobs[count] if number else count * WARM_UP
+                rate = await _round(client, f"{count}-{number}", asked, count * PER_PROCESS)
+                if number:  # the first round warms up
+                    found[count].append(rate)
+    return found
+
+
+async def _round(client: RolloutClient, name: str, jobs: int, under_way: int) -> float:
+    """Rollouts a second."""
+    room = asyncio.Semaphore(under_way)
+
+    async def one(number: int) -> None:
+        async with room:
+            status = await client.rollout(
+                RolloutRequest(handler="lake", index=number, id=f"{name}-{number}")
+            )
+            assert all(
+                member.result is not None and not member.result.error for member in status.members
+            ), status
+
+    began = time.perf_counter()
+    await asyncio.gather(*map(one, range(jobs)))
+    return jobs / (time.perf_counter() - began)
+
+
+def figures_of(found: Mapping[str, Rates], conditions: dict[str, Any]) -> dict[str, Figure]:
+    """Medians over rounds."""
+    figures: dict[str, Figure] = {}
+    for prefix, by_count in found.items():
+        for count in PROCESSES:
+            rates, name = by_count.get(count), f"jobs_per_s_{prefix}{count}"
+            figures[name] = statistics.median(rates) if rates else None
+            if not rates:
+                conditions[name] = (
+                    "not measured: so many processes take long to start; without --quick they are"
+                )
+    return figures
+
+
+def conditions_of(size: Size) -> dict[str, Any]:
+    return {
+        "jobs_per_s_1": f"by number of service processes, {size.rounds} rounds by turns of "
+        f"{size.each} rollouts for each "
+        f"process, {PER_PROCESS} of them under way, one client for all; a process has room for "
+        f"{SEATS} environments, whose "
+        f"steps take {STEP_S:g} s, up to {TURNS} turns of {TURN_TOKENS} tokens; engines have "
+        f"room, {TOKEN_MS:g} ms a token",
+        "jobs_per_s_saturated_1": f"{size.saturated} rollouts a round, environments and engines "
+        "that take no time: what is "
+        "measured are the machine's cores, which services, engines and client share",
+    }

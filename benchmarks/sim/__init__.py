@@ -1,0 +1,1 @@
+"""Benches of the simulator: its speed, its fidelity and fault search."""

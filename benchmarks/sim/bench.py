@@ -1,0 +1,155 @@
+"""Bench `sim`: time and memory of simulating one RL step on many GPUs.
+
+Every size runs in its own process, because the peak of a process's memory never falls.
+`python -m benchmarks.sim.bench GPUS LAYOUT` is that process: it prints one line of JSON.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contract import Figure, Result
+from rollweave.schema.config.root import RunConfig
+from rollweave.sim.run import simulate
+
+GROUPS, MEMBERS = 512, 16
+"""Prompts of a step and trajectories of a prompt (Laminar §8): 8,192 trajectories."""
+
+TOOL_CALLS = 8
+"""Maximum tool calls of one trajectory (Laminar §8)."""
+
+LAYOUTS = {
+    "machines": ("qwen2.5-72b", 8, {64: (32, 32), 256: (128, 128), 1024: (768, 256)}),
+    "single": ("qwen2.5-7b", 1, {64: (40, 24), 256: (192, 64), 1024: (768, 256)}),
+}
+"""Model, GPUs of an engine, and by total GPUs those for training and rollout.
+`machines`: Laminar Table 2, its 72B. `single`: an engine on each GPU, Laminar Table 2's
+7B up to its 256 GPUs, and then the same 256 rollout GPUs as the 72B.
+"""
+
+QUICK = 64
+"""GPUs of the quick form."""
+
+LIMIT_S = 1800.0
+"""Maximum seconds of one process; a bench that hangs is an error."""
+
+
+def config(gpus: int, layout: str) -> RunConfig:
+    """Return one step of bounded training on the tool-calling task."""
+    model, engine_gpus, splits = LAYOUTS[layout]
+    training, rollout = splits[gpus]
+    task = {
+        "env": "tool-calling",
+        "max_turns": TOOL_CALLS + 1,
+        "max_tokens": 18_432,
+        "max_turn_tokens": 16_384,
+    }
+    return RunConfig.model_validate(
+        {
+            "run": {"name": f"sim-{gpus}-{layout}", "steps": 1},
+            "sim": {"model": model, "gpu": "h800", "trainer_gpus": training},
+            "tasks": [task | {"step_s": 600.0, "time_s": 1e6}],
+            "rollout": {
+                "groups_per_step": GROUPS,
+                "group_size": MEMBERS,
+                "max_running": GROUPS * MEMBERS,
+                "init_slots": GROUPS * MEMBERS,
+                "eval_slots": GROUPS * MEMBERS,
+            },
+            "engines": {
+                "count": rollout // engine_gpus,
+                "degree": engine_gpus,
+                "max_slots": 1024,
+                "prefill_chunk_tokens": 8192,
+            },
+            "eval": {"final_episodes": 0},
+            "watchdog": {"start_s": 1e4, "turn_s": 1e5, "weights_s": 1e4, "train_s": 1e5},
+        }
+    )
+
+
+def measure(gpus: int, layout: str) -> dict[str, Any]:
+    """Simulate the step. `peak_mb` is None where the system does not report it."""
+    made = config(gpus, layout)
+    start, computed = time.perf_counter(), time.process_time()
+    outcome = simulate(made)
+    wall_s = time.perf_counter() - start
+    return {
+        "wall_s": wall_s,
+        "cpu_s": time.process_time() - computed,
+        "events": outcome.events,
+        "peak_mb": _peak_mb(),
+        "trained": outcome.summary.account.trained,
+        "error": outcome.summary.error,
+    }
+
+
+def bench_sim(*, quick: bool) -> Result:
+    """Return figures by layout, a list each, by size.
+
+    Raises RuntimeError where a simulation fails.
+    """
+    figures: dict[str, Figure] = {}
+    conditions: dict[str, Any] = {
+        "step": f"one step of mode bounded, {GROUPS} prompts x {MEMBERS} of family tool-calling, "
+        f"up to {TOOL_CALLS} calls each",
+        "wall_s": "the simulation on one core, without starting Python; events are those that the "
+        "core handled",
+        "peak_mb": "greatest resident memory of the process, Python and packages included",
+    }
+    for layout, (model, engine_gpus, splits) in LAYOUTS.items():
+        sizes = [size for size in splits if not quick or size == QUICK]
+        found = [_in_process(size, layout) for size in sizes]
+        suffix = "" if layout == "machines" else f"_{layout}"
+        figures[f"gpus{suffix}"] = [float(size) for size in sizes]
+        figures[f"events_per_s{suffix}"] = [one["events"] / one["wall_s"] for one in found]
+        figures[f"wall_s{suffix}"] = [one["wall_s"] for one in found]
+        figures[f"cpu_s{suffix}"] = [one["cpu_s"] for one in found]
+        peaks = [one["peak_mb"] for one in found]
+        figures[f"peak_mb{suffix}"] = None if None in peaks else peaks
+        if None in peaks:
+            conditions[f"peak_mb{suffix}"] = "not measured: this system has no /proc/self/status"
+        engines = [splits[size][1] // engine_gpus for size in sizes]
+        conditions[f"engines{suffix}"] = (
+            f"{engines} of {engine_gpus} H800 each, {model}; the rest of the GPUs trains"
+        )
+    return Result(bench="sim", figures=figures, conditions=conditions)
+
+
+def _in_process(gpus: int, layout: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.sim.bench", str(gpus), layout]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"simulating {gpus} GPUs failed: {done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if found["error"] or found["trained"] != GROUPS * MEMBERS:
+        raise RuntimeError(
+            f"simulating {gpus} GPUs trained {found['trained']} trajectories: {found['error']}"
+        )
+    return found
+
+
+def _peak_mb() -> float | None:
+    """Return the peak memory of this process since its program began; `ru_maxrss` would
+    count the parent from which it was forked.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    found = next((line.split()[1] for line in lines if line.startswith("VmHWM:")), None)
+    return int(found) / 1024 if found is not None else None
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(measure(int(sys.argv[1]), sys.argv[2])) + "\n")

@@ -1,0 +1,1 @@
+"""Bench `soak`: a run whose processes are killed."""

@@ -1,0 +1,302 @@
+"""Bench `soak`: a run whose processes are killed continually, beside an undisturbed
+one.
+
+Engines and trainer learn FrozenLake in mode decoupled, with relays, all as real
+processes. Every round kills an engine (or, in every fourth, stops it for good:
+SIGSTOP), every other one also a relay; once the trainer; and the controller, which is
+resumed. A round begins when its time has come and a step was trained since the previous
+one. The last round kills the controller again, resumes it with a few more steps, and it
+must end by itself.
+
+Promises, whose breach makes the bench fail: `unaccounted`, `trained_twice`,
+`mixed_versions`, `leftovers` are 0.
+"""
+
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contract import Figure, Result
+from benchmarks.runs import conditions_of, example
+from benchmarks.soak.run_under_test import ENGINE, RELAY, TRAINER, RunUnderTest
+from rollweave.record.report.data import read_run
+from rollweave.schema.config.loading import load
+from rollweave.schema.config.root import RunConfig
+
+UNBOUNDED = 1_000_000
+"""Steps of a run whose end is set later."""
+
+PATIENCE_S = 900.0
+"""Maximum seconds until a step is trained, and until a run with a few remaining steps
+has ended, on a busy machine.
+"""
+
+STOP_EVERY, RELAY_EVERY = 4, 2
+"""Rounds between stops of an engine and between kills of a relay."""
+
+CONFIG = "frozenlake_fixed.toml"
+ALWAYS = (
+    f"run.steps={UNBOUNDED}",
+    "run.checkpoint_every=5",
+    "engines.max_slots=16",
+    "rollout.mode=decoupled",
+    "weights.relays=2",
+    "trainer.final_lr=1",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Length of the bench. The trainer is killed in round `trainer_at`, the controller
+    in those of `controller_at`.
+
+    Steps are trained until the last round, and `more` after it; with `peace` the same
+    run is repeated undisturbed beside it.
+    """
+
+    settings: tuple[str, ...]
+    rounds: int
+    every_s: float
+    trainer_at: int
+    controller_at: tuple[int, ...]
+    more: int
+    peace: bool
+
+
+FULL = Size(
+    settings=(
+        "engines.count=4",
+        "trainer.lr=2e-3",
+        "faults.latency_s=0.1",
+        "eval.every=10",
+        "eval.episodes=32",
+    ),
+    rounds=40,
+    every_s=30.0,
+    trainer_at=14,
+    controller_at=(27, 40),
+    more=20,
+    peace=True,
+)
+QUICK = Size(
+    settings=(
+        "engines.count=3",
+        "warmup.steps=10",
+        "faults.latency_s=0.02",
+        "watchdog.turn_s=20",
+        "watchdog.weights_s=20",
+        "eval.every=0",
+        "eval.final_episodes=64",
+    ),
+    rounds=8,
+    every_s=5.0,
+    trainer_at=4,
+    controller_at=(8,),
+    more=5,
+    peace=False,
+)
+
+
+@dataclass(slots=True)
+class Kills:
+    """Killed processes by kind, and the number of steps trained before each round."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    trained: list[int] = field(default_factory=list)
+
+
+def bench_soak(*, quick: bool, say: Callable[[str], None]) -> Result:
+    """Return figures: the promises, `killed_…` by kind, `steps`, `success`; and the
+    same of the undisturbed run under its name.
+    """
+    return soak(QUICK if quick else FULL, say=say)
+
+
+def soak(size: Size, *, say: Callable[[str], None]) -> Result:
+    """Raises RollweaveError where a run does not go on, and then leaves its directory
+    behind, as where a promise is broken.
+    """
+    scratch = Path(tempfile.mkdtemp(prefix="rollweave-soak-"))
+    path = example(CONFIG)
+    settings = [*ALWAYS, *size.settings, f'run.dir="{scratch}"']
+    with ExitStack() as stack:
+        names = ("killed", "peace") if size.peace else ("killed",)
+        runs = [
+            stack.enter_context(RunUnderTest(_endless(path, [*settings, f"run.name={name}"])))
+            for name in names
+        ]
+        killed = runs[0]
+        for run in runs:
+            run.live()
+        for run in runs:
+            run.wait(lambda run=run: run.trained, PATIENCE_S, "the first step")  # type: ignore[misc]
+        say("training")
+        began, before = time.monotonic(), [run.reached for run in runs]
+        kills = Kills()
+        for number in range(1, size.rounds + 1):
+            _wait_for_round(runs, began + number * size.every_s, kills)
+            _strike(killed, number, size, kills, say)
+        seconds = time.monotonic() - began
+        rates = [(run.reached - first) / seconds for run, first in zip(runs, before, strict=True)]
+        if size.peace:
+            runs[1].kill()
+        summaries = []
+        for run in runs:  # one after the other, and from here on in peace
+            run.live(steps=run.reached + size.more)
+            summaries.append(run.finish(PATIENCE_S))
+        figures, conditions = _measured(killed, summaries[0], kills)
+    figures["steps_per_s"] = round(rates[0], 3)
+    figures["soaked_s"] = round(seconds, 1)
+    if size.peace:
+        figures |= {
+            "steps_peace": summaries[1]["steps"],
+            "success_peace": _success(summaries[1]),
+            "steps_per_s_peace": round(rates[1], 3),
+            "steps_over_peace": round(rates[0] / rates[1], 3),
+        }
+    else:
+        conditions["steps_over_peace"] = "not measured: --quick has no run in peace"
+    result = Result(
+        bench="soak",
+        figures=figures,
+        conditions=conditions | _conditions(size, path, settings[:-1]),
+    )
+    if result.broken:
+        say(f"broken: {', '.join(result.broken)}; {scratch} has the run")
+    else:
+        shutil.rmtree(scratch)
+    return result
+
+
+def _endless(path: Path, settings: list[str]) -> RunConfig:
+    """Return the configuration of a run that does not end on success."""
+    config = load(path, settings)
+    return config.model_copy(update={"eval": config.eval.model_copy(update={"stop_at": None})})
+
+
+def _wait_for_round(runs: list[RunUnderTest], due: float, kills: Kills) -> None:
+    """Wait until the round's time has come, and a step was trained since the previous
+    one.
+    """
+    killed = runs[0]
+    before = kills.trained[-1] if kills.trained else 0
+
+    def come() -> bool:
+        for run in runs[1:]:
+            run.look()
+        return time.monotonic() >= due and killed.trained > before
+
+    killed.wait(
+        come,
+        max(0.0, due - time.monotonic()) + PATIENCE_S,
+        f"a step after round {len(kills.trained)}",
+    )
+    kills.trained.append(killed.trained)
+
+
+def _strike(
+    run: RunUnderTest, number: int, size: Size, kills: Kills, say: Callable[[str], None]
+) -> None:
+    """Kill the processes of round `number`."""
+    rng = random.Random(f"soak {number}")
+    wanted = [("engines_stopped", ENGINE) if number % STOP_EVERY == 0 else ("engines", ENGINE)]
+    if number % RELAY_EVERY == 0:
+        wanted.append(("relays", RELAY))
+    if number == size.trainer_at:
+        wanted.append(("trainer", TRAINER))
+    for kind, module in wanted:
+        run.strike(
+            module, signal.SIGSTOP if kind == "engines_stopped" else signal.SIGKILL, rng.choice
+        )
+    struck = [kind for kind, _ in wanted]
+    if number in size.controller_at:
+        run.kill()
+        struck.append("controller")
+    kills.counts.update(struck)
+    say(f"round {number} at step {run.reached}: {', '.join(struck)}")
+    if number in size.controller_at and number < size.rounds:
+        run.live()
+
+
+def _measured(
+    run: RunUnderTest, summary: dict[str, Any], kills: Kills
+) -> tuple[dict[str, Figure], dict[str, Any]]:
+    lineage = run.lineage()
+    ids = lineage.ids
+    figures: dict[str, Figure] = {
+        "unaccounted": unaccounted(summary["account"], trained=len(ids)),
+        "trained_twice": len(ids) - len(set(ids)),
+        "mixed_versions": run.mixed_versions(),
+        "leftovers": run.leftovers,
+        "killed_engines": kills.counts["engines"],
+        "stopped_engines": kills.counts["engines_stopped"],
+        "killed_relays": kills.counts["relays"],
+        "killed_trainer": kills.counts["trainer"],
+        "killed_controller": kills.counts["controller"],
+        "rounds_survived": sum(before < run.trained for before in kills.trained),
+        "replayed_otherwise": lineage.differing,
+        "steps": summary["steps"],
+        "steps_lost": run.trained - summary["steps"],
+        "success": _success(summary),
+    }
+    first = next((line for line in read_run(run.run).evaluations if line["step"] == 0), None)
+    conditions = {
+        "success_before_rl": min(first["success"].values())
+        if first is not None
+        else "not measured",
+        "account": summary["account"],
+        "watchdog": summary["watchdog"],
+        "retried": summary["retried"],
+        "stop_reasons": summary["stop_reasons"],
+    }
+    return figures, conditions
+
+
+def unaccounted(account: dict[str, Any], *, trained: int) -> int:
+    """Trajectories that were started and of which nothing is said at the end, and those
+    said to be trained and were not.
+    """
+    ends = (
+        account["trained"]
+        + sum(account["dropped"].values())
+        + account["cancelled"]
+        + account["buffered"]
+    )
+    return int(abs(account["started"] - ends) + abs(account["trained"] - trained))
+
+
+def _success(summary: dict[str, Any]) -> float:
+    """Return the success of the worst task."""
+    return float(min(summary["success_rate"].values(), default=0.0))
+
+
+def _conditions(size: Size, path: Path, settings: list[str]) -> dict[str, Any]:
+    return {
+        **conditions_of(path, settings),
+        "rounds": f"{size.rounds}, every {size.every_s:g} s, and not before a step was trained "
+        "since the last: an engine each "
+        f"(every {STOP_EVERY}th time it is stopped), a relay every {RELAY_EVERY}nd; the trainer "
+        f"in round {size.trainer_at}, "
+        f"the controller in {', '.join(map(str, size.controller_at))}",
+        "unaccounted": "started - (trained + dropped + cancelled + buffered); and what was "
+        "trained by the account and not by "
+        "the journals of all lives, or the other way round",
+        "trained_twice": "trajectories in more than one step of the surviving lineage, from the "
+        "journals of all lives",
+        "mixed_versions": "attempts in the store, trained on or not, in which more than one "
+        "version of the weights speaks",
+        "leftovers": "processes that outlived their controller; what is shared is in memory that "
+        "goes with its processes",
+        "steps_lost": "steps trained again, because the trainer or the controller went back to a "
+        "checkpoint",
+        "success": "greedy, held-out, of the best checkpoint, at the end",
+        "peace": "the same at the same time, and nothing is killed until the end",
+    }

@@ -1,0 +1,304 @@
+"""A training run as a process whose children may be killed: `rollweave train`, killed
+and resumed, and its remains.
+
+Invariants: only processes started by this run's own controllers are signalled; the end
+of this process ends the run; every journal of every controller is kept, so that all
+training can be reconstructed.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from rollweave.envs.rules import rules_of
+from rollweave.io.boot import PR_SET_PDEATHSIG
+from rollweave.record.journal import Replay
+from rollweave.record.rundir import RunDir
+from rollweave.record.store import TrajectoryReader
+from rollweave.schema.base import TrajectoryId
+from rollweave.schema.commands import Command, TrainStep
+from rollweave.schema.config.loading import dumps, load
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.errors import RollweaveError
+from rollweave.schema.events import Event, StepTrained
+from rollweave.schema.work import SegmentKind, TokenSequence
+
+ENGINE, RELAY, TRAINER = (
+    f"rollweave.runtime.entrypoints.{name}" for name in ("engine", "relay", "trainer")
+)
+
+LOOK_S = 0.1
+"""Seconds between two inspections of the run: too few for a controller to begin two
+journals.
+"""
+
+VANISH_S = 60.0
+"""Seconds in which children must end after their controller: far more than the kernel's
+signal takes.
+"""
+
+START_S = 300.0
+"""Seconds until a required kind of process exists."""
+
+TAIL_LINES = 20
+"""Lines of its output that an error quotes."""
+
+
+class RunUnderTest:
+    """One run with its successive controllers. As a context it leaves no controller
+    behind.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.run = RunDir((Path(config.run.dir) / config.run.name).absolute())
+        self.leftovers = 0
+        """Processes that outlived their controller."""
+        self._given = self.run.path.with_suffix(".toml")
+        self._said = self.run.path.with_suffix(".out")
+        self._kept = self.run.path.with_suffix(".journals")
+        self._journals: list[tuple[Path, RunConfig]] = []
+        self._inode = -1
+        self._steps = Steps(self.run.metrics)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self._kept.mkdir(parents=True)
+        self._given.write_text(dumps(self.config))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    # Its lives.
+
+    def live(self, *, steps: int | None = None) -> None:
+        """Start the run, or resume it after a kill; with `steps` it ends after that
+        many.
+        """
+        resume = self._process is not None
+        settings = [] if steps is None else [f"run.steps={steps}"]
+        self.config = load(self._given, settings)
+        command = [sys.executable, "-m", "rollweave.cli.main", "train", str(self._given)]
+        command += [word for setting in settings for word in ("--set", setting)] + (
+            ["--resume"] if resume else []
+        )
+        # and not what is installed, if that is another checkout
+        ours = str(Path(__file__).parents[2] / "src")
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, (ours, os.environ.get("PYTHONPATH")))),
+        }
+        with self._said.open("ab") as said:
+            self._process = subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+                preexec_fn=_die_with,
+            )
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "it lives"
+        return self._process.pid
+
+    def children(self, module: str = "rollweave.") -> list[int]:
+        """Return `children_of` the current controller."""
+        return children_of(self.pid, module)
+
+    def strike(
+        self, module: str, number: signal.Signals, choose: Callable[[list[int]], int]
+    ) -> None:
+        """Send the signal to one of the processes of `module`, once there is one.
+        Raises RollweaveError as `wait`.
+        """
+
+        def struck() -> bool:
+            # it has ended meanwhile, and another is about to start
+            with contextlib.suppress(ProcessLookupError):
+                if victims := self.children(module):
+                    os.kill(choose(victims), number)
+                    return True
+            return False
+
+        self.wait(struck, START_S, f"a process of {module}")
+
+    def kill(self) -> None:
+        """Send SIGKILL to the controller alone: all other processes must follow by
+        themselves.
+        """
+        self.look()
+        os.kill(self.pid, signal.SIGKILL)
+        self._over()
+
+    def finish(self, limit_s: float) -> dict[str, Any]:
+        """Wait until the run ends by itself, and return its summary.
+
+        Raises RollweaveError where it fails, or does not end in time.
+        """
+        self.wait(
+            lambda: self._process is not None and self._process.poll() is not None, limit_s, "end"
+        )
+        self._over()
+        if self._process is None or self._process.returncode != 0:
+            raise RollweaveError(self._failure("the run failed"))
+        self.look()
+        summary: dict[str, Any] = json.loads(self.run.summary.read_text())
+        return summary
+
+    def wait(self, found: Callable[[], object], limit_s: float, what: str) -> None:
+        """Inspect the run until the condition holds.
+
+        Raises RollweaveError where the run ends before, and at the limit.
+        """
+        until = time.monotonic() + limit_s
+        while not found():
+            self.look()
+            if self._process is not None and self._process.poll() is not None and not found():
+                raise RollweaveError(self._failure(f"the run ended before this came: {what}"))
+            if time.monotonic() > until:
+                raise RollweaveError(
+                    self._failure(f"this did not come within {limit_s:g} s: {what}")
+                )
+            time.sleep(LOOK_S)
+
+    def _over(self) -> None:
+        assert self._process is not None, "it lived"
+        self._process.wait()
+        until = time.monotonic() + VANISH_S
+        while (left := self.children()) and time.monotonic() < until:
+            time.sleep(LOOK_S)
+        self.leftovers += len(left)
+
+    def _failure(self, what: str) -> str:
+        tail = "\n".join(self._said.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+        return f"{what}; its directory is {self.run.path}; it said at the end:\n{tail}"
+
+    # What it says of itself.
+
+    def look(self) -> None:
+        """Keep the current journal, even if another replaces it."""
+        self._steps.read()
+        with contextlib.suppress(FileNotFoundError):
+            inode = self.run.journal.stat().st_ino
+            if inode != self._inode:
+                copy = self._kept / f"{len(self._journals):04d}.bin"
+                os.link(self.run.journal, copy)
+                self._inode = copy.stat().st_ino
+                self._journals.append((copy, self.config))
+
+    @property
+    def trained(self) -> int:
+        """Return the steps trained so far, including those lost and trained again."""
+        return self._steps.count
+
+    @property
+    def reached(self) -> int:
+        """Return the number of the run's current step."""
+        return self._steps.last + 1
+
+    def lineage(self) -> "Lineage":
+        """Return the training recorded in the journals of all controllers."""
+        found = Lineage()
+        for path, config in self._journals:
+            found.take(Replay(path, config, rules=rules_of(config)))
+        return found
+
+    def mixed_versions(self) -> int:
+        """Return the attempts that contain tokens of more than one version."""
+        reader = TrajectoryReader(self.run.trajectories)
+        return sum(len(versions_of(reader.load(entry).sequences)) > 1 for entry in reader.entries)
+
+
+class Lineage:
+    """The trajectories of each step of the surviving lineage: the last record of a step
+    holds.
+    """
+
+    def __init__(self) -> None:
+        self._asked: dict[tuple[int, int], tuple[TrajectoryId, ...]] = {}
+        self._trained: dict[tuple[int, int], tuple[TrajectoryId, ...]] = {}
+        self.differing = 0
+        """Events that a replay decides differently."""
+
+    def take(self, replay: Replay) -> None:
+        """Read one journal, which continues the one before."""
+        for _, event, commands in replay:
+            self.hear(event, commands)
+        self.differing += replay.differing
+        replay.core.check()
+
+    def hear(self, event: Event, commands: Sequence[Command]) -> None:
+        """Record one event and its commands."""
+        if isinstance(event, StepTrained):
+            self._trained[event.step, event.part] = self._asked[event.step, event.part]
+        for command in commands:
+            if isinstance(command, TrainStep):
+                ids = tuple(member for group in command.groups for member in group.trajectory_ids)
+                self._asked[command.step, command.part] = ids
+
+    @property
+    def ids(self) -> list[TrajectoryId]:
+        """Return the trajectories of all steps, in their order."""
+        return [member for place in sorted(self._trained) for member in self._trained[place]]
+
+
+class Steps:
+    """Follows the steps of a growing `metrics.jsonl`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+        self.count, self.last = 0, -1
+        """How many there are, and the number of the last."""
+
+    def read(self) -> None:
+        """Read the lines written since; an incomplete line is left for later."""
+        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
+            file.seek(self._offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+            self._offset += len(whole) + len(newline)
+            for line in whole.splitlines():
+                said = json.loads(line)
+                if said["kind"] == "step":
+                    self.count, self.last = self.count + 1, said["step"]
+
+
+def versions_of(sequences: Sequence[TokenSequence]) -> set[int]:
+    """Return the weight versions of these tokens."""
+    segments = [segment for sequence in sequences for segment in sequence.segments]
+    return {segment.version for segment in segments if segment.kind is SegmentKind.OUTPUT}
+
+
+def _die_with() -> None:
+    """Let the kernel end the future controller when this process ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def children_of(controller: int, module: str = "rollweave.") -> list[int]:
+    """Return the processes of `module` that this controller started, even if it has
+    ended: their command line has its id.
+    """
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            place = words.index(b"-m") + 1
+            if words[place + 2] == str(controller).encode() and words[place].decode().startswith(
+                module
+            ):
+                found.append(int(entry.name))
+    return sorted(found)

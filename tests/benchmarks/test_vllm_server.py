@@ -1,0 +1,162 @@
+"""The server of a peer: started, awaited within a limit, asked, and gone with all that
+it started, however it ends.
+"""
+
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from benchmarks.engine.vllm_server import VARIABLE, PeerError, VllmServer, interpreter
+from rollweave.schema.serving import GenerateRequest, Sampling
+
+from .fakes import fake_python
+
+REQUESTS = [
+    GenerateRequest(id=str(i), tokens=(1, 2, 3), sampling=Sampling(max_tokens=5)) for i in range(4)
+]
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from benchmarks.engine.vllm_server import VllmServer
+with VllmServer(sys.argv[1], sys.argv[2], kv_bytes=1, eager=True, scratch=Path(sys.argv[2]), concurrency=1) as server:
+    server.wait_ready()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def server(tmp_path: Path, behaviour: str = "") -> VllmServer:
+    return VllmServer(
+        fake_python(tmp_path, behaviour),
+        str(tmp_path),
+        kv_bytes=1,
+        eager=True,
+        scratch=tmp_path,
+        concurrency=4,
+    )
+
+
+def test_nobody_else_comes_to_the_port_before_the_server_does(tmp_path: Path) -> None:
+    """That takes tens of seconds, and the system gives out ports all the time."""
+    with server(tmp_path) as peer, socket.socket() as other:
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", peer.port))
+        assert peer.wait_ready() == "0.0-fake"
+
+
+def await_gone(*locks: Path) -> None:
+    """Return once nobody holds these locks: a process that ends lets go of them."""
+    for lock in locks:
+        with lock.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def assert_gone(tmp_path: Path, peer: VllmServer) -> None:
+    """The guard is reaped, the server and its child have ended."""
+    with pytest.raises(ChildProcessError):
+        os.waitpid(peer.pid, 0)
+    await_gone(tmp_path / "server.lock", tmp_path / "child.lock")
+
+
+def test_it_starts_answers_and_is_gone(tmp_path: Path) -> None:
+    with server(tmp_path) as peer:
+        assert peer.wait_ready() == "0.0-fake"
+        peer.generate(REQUESTS)
+        peer.generate(REQUESTS)
+    assert_gone(tmp_path, peer)
+
+
+def test_a_failure_or_ctrl_c_while_it_serves_leaves_nothing(tmp_path: Path) -> None:
+    peer = server(tmp_path)
+
+    def interrupted() -> None:
+        with peer:
+            peer.wait_ready()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert_gone(tmp_path, peer)
+
+
+def test_leaving_it_ends_the_requests_under_way(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "asked")
+    with ThreadPoolExecutor(1) as pool:
+        with server(tmp_path, "hangs") as peer:
+            peer.wait_ready()
+            answers = pool.submit(peer.generate, REQUESTS[:1])
+            (tmp_path / "asked").read_bytes()  # the request has arrived
+        with pytest.raises(PeerError, match="did not answer /inference/v1/generate"):
+            answers.result()
+    assert_gone(tmp_path, peer)
+
+
+def test_it_is_killed_with_us(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, fake_python(tmp_path), str(tmp_path)], check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    await_gone(tmp_path / "server.lock", tmp_path / "child.lock")
+
+
+def test_a_crash_at_the_start_is_said_with_its_last_words(tmp_path: Path) -> None:
+    with (
+        pytest.raises(
+            PeerError,
+            match=r"exit status 1 before it was ready.*\nno kernel for heads "
+            r"of 16",
+        ),
+        server(tmp_path, "crashes") as peer,
+    ):
+        peer.wait_ready()
+
+
+def test_it_is_awaited_for_so_long_only(tmp_path: Path) -> None:
+    with (
+        pytest.raises(PeerError, match=r"was not ready in 0\.5 s"),
+        server(tmp_path, "never_ready") as peer,
+    ):
+        peer.wait_ready(0.5)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(peer.pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reason"),
+    [
+        ("dies", "did not answer"),
+        ("refuses", "status 400.*no such thing"),
+        ("short", "gave 4 tokens instead of 5"),
+    ],
+)
+def test_requests_that_fail_are_a_reason(tmp_path: Path, behaviour: str, reason: str) -> None:
+    with server(tmp_path, behaviour) as peer:
+        peer.wait_ready()
+        with pytest.raises(PeerError, match=reason):
+            peer.generate(REQUESTS)
+    assert_gone(tmp_path, peer)
+
+
+def test_what_is_no_program_is_said(tmp_path: Path) -> None:
+    nobody = VllmServer(
+        str(tmp_path / "none"),
+        str(tmp_path),
+        kv_bytes=1,
+        eager=True,
+        scratch=tmp_path,
+        concurrency=1,
+    )
+    with pytest.raises(PeerError, match="not a program"), nobody:
+        pass
+
+
+def test_the_environment_names_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "/somewhere/python")
+    assert interpreter() == "/somewhere/python"
