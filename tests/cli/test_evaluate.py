@@ -47,6 +47,11 @@ def test_refuses_an_infinite_temperature(tmp_path: Path) -> None:
         made(tmp_path, temperature=math.inf)
 
 
+def test_refuses_more_episodes_than_there_are_tasks(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"--episodes must be at most 1000000, got 1{20 * '0'}"):
+        made(tmp_path, episodes=10**20)
+
+
 @pytest.mark.parametrize(("rate", "count"), [(0.0, 10), (0.5, 10), (0.93, 200), (1.0, 200)])
 def test_the_interval_solves_wilsons_equation(rate: float, count: int) -> None:
     """The ends of the interval are those p that differ from the rate by 1.96 standard

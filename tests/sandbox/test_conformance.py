@@ -62,6 +62,17 @@ async def test_files_round_trip_and_commands_see_them(backend: Backend) -> None:
         await sandbox.read(f"{home}/missing")
 
 
+async def test_data_beyond_the_limit_is_refused_and_the_sandbox_survives(
+    backend: Backend,
+) -> None:
+    sandbox = await backend.start(SandboxSpec())
+    with pytest.raises(SandboxRefusedError, match=r"write: body must have at most 67108864 bytes"):
+        await sandbox.write("big", bytes((64 << 20) + 1))
+    with pytest.raises(SandboxRefusedError, match=r"exec: body must have at most 67108864 bytes"):
+        await sandbox.exec(["cat"], stdin=bytes((64 << 20) + 1))
+    assert (await sandbox.exec(["ls"])).stdout == b""
+
+
 async def test_a_command_that_times_out_is_killed_and_the_sandbox_survives(
     backend: Backend,
 ) -> None:

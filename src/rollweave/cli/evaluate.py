@@ -16,7 +16,12 @@ from rollweave.runtime.preflight import dryrun
 from rollweave.runtime.preflight.checks import human_seconds, must_pass
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import EvalConfig, ModelConfig, WarmupConfig
+from rollweave.schema.config.sections import (
+    EVAL_EPISODES,
+    EvalConfig,
+    ModelConfig,
+    WarmupConfig,
+)
 from rollweave.schema.errors import ConfigError, RollweaveError
 
 DIRECTORY = "evaluations"
@@ -78,6 +83,8 @@ def evaluation_config(
         raise ConfigError(
             "--episodes must be given for a run that configures no evaluation episodes, got none"
         )
+    if count > EVAL_EPISODES:
+        raise ConfigError(f"--episodes must be at most {EVAL_EPISODES}, got {count}")
     section = trained.run.model_copy(
         update={
             "name": f"step-{step}-t{warmth:g}-n{count}",

@@ -13,9 +13,10 @@ from rollweave.core.policy.selection import is_better, measure, reaches
 from rollweave.core.run import Run
 from rollweave.core.state import EngineStatus, Evaluation, Group, GroupStatus, Stage, Trajectory
 from rollweave.schema.commands import MarkBest, RecordEvaluation
+from rollweave.schema.config.sections import EVAL_EPISODES
 from rollweave.schema.work import Purpose, StopReason
 
-FINAL_TASKS_FROM = 1_000_000
+FINAL_TASKS_FROM = EVAL_EPISODES
 """Index of the final evaluation's first task: the periodic evaluations, which choose
 the checkpoint, never see these.
 """

@@ -210,7 +210,7 @@ class Sandbox(Protocol):
         """
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Replace a file. Raises SandboxError."""
+        """Replace a file, with at most 64 MiB of data. Raises SandboxError."""
 
     async def snapshot(self, *, only: Sequence[str] = (), at: str = "") -> Snapshot:
         """Store the writes so far, while commands are paused. Raises SandboxError,

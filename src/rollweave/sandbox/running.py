@@ -13,12 +13,18 @@ import msgspec
 
 from rollweave.sandbox.base import MIB, ExecResult, SandboxSpec, Snapshot, check_taken
 from rollweave.sandbox.channel import Channel, Reply
+from rollweave.sandbox.inside.frames import FrameError
 from rollweave.sandbox.launcher import CLOSED, SUPERVISOR_GONE, Launcher, SandboxHandle
 from rollweave.sandbox.layers import Copy, LayerError, copy_selected
 from rollweave.sandbox.rootfs import layers_of
 from rollweave.sandbox.stage import ensure_folder
 from rollweave.sandbox.supervisor import ENDED, KILLED, OVERDUE, STOPPED
-from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxSpoiledError
+from rollweave.schema.errors import (
+    SandboxError,
+    SandboxLostError,
+    SandboxRefusedError,
+    SandboxSpoiledError,
+)
 
 START_S = 20.0
 """Maximum seconds until a server answers: an interpreter's start on a loaded machine."""
@@ -83,6 +89,8 @@ class RunningSandbox:
         try:
             if not self._killed:  # a killed sandbox may still live for a moment
                 return await self._channel.call(action, body, timeout_s=timeout_s, **args)
+        except FrameError as error:  # nothing was sent
+            raise SandboxRefusedError(f"{action}: {error}") from error
         except SandboxLostError as error:
             # The socket ends a moment before its process is reaped, which gives the
             # reason. A server that broke the protocol is killed.

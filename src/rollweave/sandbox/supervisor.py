@@ -39,6 +39,9 @@ from rollweave.sandbox.stage import Root, stage
 MESSAGE_BYTES = 1 << 17
 """Maximum size of a request in bytes."""
 
+UNREAD_REQUESTS = 16
+"""Maximum number of requests kept until a spare process has read them."""
+
 TICK_S = 0.1
 """Seconds between two checks of the resources that the sandboxes use."""
 
@@ -91,6 +94,8 @@ class SandboxRecord:
     """Time at which a soft stop ends; 0 if none is under way."""
     signaled: set[int] = field(default_factory=set)
     """Pids of the processes that have been sent SIGTERM."""
+    unread: "UnreadRequest | None" = None
+    """Its start request until its process, which was forked in advance, has read it."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,31 @@ class SpareProcess:
     def drop(self) -> None:
         self.request_socket.close()  # upon which the process ends, if it has not yet
         self.group.remove()
+
+
+@dataclass(frozen=True)
+class UnreadRequest:
+    """A start request that was sent to a spare process, which acknowledges it before it
+    acts on it. If the process is killed before, another one can take the request.
+    """
+
+    request: dict[str, Any]
+    fds: list[int]
+    acknowledgment: socket.socket
+
+    def close(self) -> None:
+        self.acknowledgment.close()
+        for fd in self.fds:
+            os.close(fd)
+
+    def acknowledged(self) -> bool:
+        """Return whether the process has read the request. To be called when the socket
+        is readable, or the process has ended.
+        """
+        try:
+            return bool(self.acknowledgment.recv(1, socket.MSG_DONTWAIT))
+        except OSError:  # nothing was sent, or the process ended with the request unread
+            return False
 
 
 class Supervisor:
@@ -144,11 +174,19 @@ class Supervisor:
         try:
             while not self._ending:
                 owner = self._owner.fileno()
+                unread = {
+                    record.unread.acknowledgment.fileno(): record
+                    for record in self._records.values()
+                    if record.unread is not None
+                }
                 readable, _, _ = select.select(
-                    [owner, wake_r], [owner] if self._unsent else [], [], self._pause()
+                    [owner, wake_r, *unread], [owner] if self._unsent else [], [], self._pause()
                 )
                 if wake_r in readable:
                     os.read(wake_r, 4096)
+                for fd in readable:
+                    if fd in unread:
+                        self._read_acknowledgment(unread[fd])
                 if owner in readable and not self._receive():
                     return
                 self._reap()
@@ -191,25 +229,39 @@ class Supervisor:
                 why=f"at most {UIDS_EACH} sandboxes may live at once",
             )
             return
-        uid = self._free_uid() if os.getuid() == 0 and request["drop"] else None
-        limits = request["limits"]
         self._reap()  # a spare may have ended
         spare, self._spare = self._spare, None
+        if spare is None or not self._launch(request, fds, spare):
+            self._launch(request, fds, None)
+
+    def _launch(self, request: dict[str, Any], fds: list[int], spare: SpareProcess | None) -> bool:
+        """Send the request to the spare process, or to a new one. Return False if the
+        spare has ended; the end of a new one is reported.
+        """
+        uid = self._free_uid() if os.getuid() == 0 and request["drop"] else None
+        limits = request["limits"]
+        receiver = spare
         try:
-            spare = spare or self._fork_spare()
+            receiver = receiver or self._fork_spare()
             # The sandbox's files are in memory too, and have limits of their own.
             most = limits["memory_bytes"] + limits["disk_bytes"] + SHM_BYTES
-            spare.group.limit(memory_bytes=most, processes=limits["processes"])
+            receiver.group.limit(memory_bytes=most, processes=limits["processes"])
             socket.send_fds(
-                spare.request_socket, [json.dumps({**request, "uid": uid}).encode()], fds
+                receiver.request_socket, [json.dumps({**request, "uid": uid}).encode()], fds
             )
         except OSError as error:
-            if spare is not None:
-                spare.drop()
-            self._send(id=request["id"], event="gone", why=f"no process with its limits: {error}")
-            return
-        spare.request_socket.close()
-        pid, group = spare.pid, spare.group
+            if receiver is not None:
+                receiver.drop()
+            if spare is None:
+                why = f"no process with its limits: {error}"
+                self._send(id=request["id"], event="gone", why=why)
+            return False
+        unread = None
+        if spare is not None and self._unread() < UNREAD_REQUESTS:
+            unread = UnreadRequest(request, [os.dup(fd) for fd in fds], receiver.request_socket)
+        else:
+            receiver.request_socket.close()
+        pid, group = receiver.pid, receiver.group
         record = SandboxRecord(
             id=request["id"],
             pid=pid,
@@ -221,9 +273,26 @@ class Supervisor:
             ends_at=time.monotonic() + limits["wall_s"],
             group=group,
             seen={pid: begun.started} if (begun := process(pid)) else {},
+            unread=unread,
         )
         self._records[record.id] = record
         self._by_pid[pid] = record.id
+        return True
+
+    def _unread(self) -> int:
+        return sum(record.unread is not None for record in self._records.values())
+
+    def _read_acknowledgment(self, record: SandboxRecord) -> None:
+        if record.unread is not None and record.unread.acknowledged():
+            record.unread.close()
+            record.unread = None
+
+    def _relaunch(self, record: SandboxRecord, unread: UnreadRequest) -> None:
+        """Send the request of a process that ended before it read it to a new one."""
+        del self._records[record.id]
+        record.group.remove()
+        self._launch(unread.request, unread.fds, None)
+        unread.close()
 
     def _prepare(self) -> None:
         """Fork a process for the next request: moving a process into its groups takes
@@ -365,6 +434,10 @@ class Supervisor:
                 self._spare = None
             record = self._records.get(self._by_pid.pop(pid, ""))
             if record is not None:  # else an orphan that we adopted
+                self._read_acknowledgment(record)
+                if record.unread is not None and not record.why:
+                    self._relaunch(record, record.unread)
+                    continue
                 record.reaped = True
                 record.why = (
                     record.why
@@ -381,6 +454,8 @@ class Supervisor:
             _signal(pid, signal.SIGKILL)
         record.removed_by = record.removed_by or time.monotonic() + REMOVE_S
         if not left and (record.group.remove() or time.monotonic() >= record.removed_by):
+            if record.unread is not None:
+                record.unread.close()
             del self._records[record.id]
             self._send(id=record.id, event="gone", why=record.why)
 
@@ -427,6 +502,9 @@ class Supervisor:
         request: dict[str, Any] = {}
         try:
             _leave_supervisor(parent)
+            for record in self._records.values():
+                if record.unread is not None:
+                    record.unread.close()  # the descriptors of another sandbox
             group.join()
             _prefer_for_oom_kill()
             asked, fds, _, _ = socket.recv_fds(request_socket, MESSAGE_BYTES, 4)
@@ -434,6 +512,8 @@ class Supervisor:
                 os._exit(0)
             request = json.loads(asked)
             request |= json.loads(os.pread(fds[2], os.fstat(fds[2]).st_size, 0))
+            with contextlib.suppress(ConnectionError):  # the supervisor need not wait for it
+                request_socket.send(b".", socket.MSG_NOSIGNAL)
             uid = request["uid"]
             root = request.get("root")
             writes, whole = stage(Root(**root), self._place, uid) if root else (None, True)

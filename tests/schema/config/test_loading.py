@@ -200,6 +200,8 @@ def test_files_that_are_no_toml(tmp_path: Path) -> None:
         load(tmp_path / "nowhere.toml")
     with pytest.raises(ConfigError, match="config must be a readable text file"):
         load("null\0byte.toml")
+    with pytest.raises(ConfigError, match="config must have at most 1048576 bytes, got more"):
+        load("/dev/zero")
     assert problems("= 3")[0].startswith("my.toml: config must be valid TOML")
 
 

@@ -18,6 +18,9 @@ from pydantic_core import ErrorDetails
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 
+FILE_BYTES = 1 << 20
+"""Maximum size of a configuration file in bytes."""
+
 OVERRIDES = "--set"
 SHOWN = 60
 """Maximum number of characters of a wrong value that an error quotes."""
@@ -54,10 +57,14 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     file = Path(path)
     try:
+        with file.open("rb") as source:  # it may be a pipe or a device
+            data = source.read(FILE_BYTES + 1)
         # some editors begin a file with a byte order mark
-        text = file.read_text(encoding="utf-8-sig")
+        text = data.decode("utf-8-sig")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: config must be a readable text file: {error}") from error
+    if len(data) > FILE_BYTES:
+        raise ConfigError(f"{file}: config must have at most {FILE_BYTES} bytes, got more")
     return loads(text, overrides, name=str(file))
 
 

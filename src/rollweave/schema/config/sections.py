@@ -16,12 +16,18 @@ from rollweave.schema.work import Limits
 
 # Strict: `true` is no number, nor is a number in quotes. Whole numbers pass as floats.
 Flag = Annotated[bool, Field(strict=True)]
-PositiveInt = Annotated[int, Field(ge=1, strict=True)]
-Count = Annotated[int, Field(ge=0, strict=True)]
+# Whole numbers fit into 64 bits, as journals and messages require.
+PositiveInt = Annotated[int, Field(ge=1, lt=2**63, strict=True)]
+Count = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]  # torch takes no larger one
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 Share = Annotated[float, Field(ge=0, le=1, strict=True)]
+
+EVAL_EPISODES = 1_000_000
+"""Maximum episodes of a task domain in one evaluation. The tasks of periodic and final
+evaluations are drawn from separate ranges of this size.
+"""
 
 
 def matching(pattern: str, rule: str) -> AfterValidator:
@@ -447,10 +453,10 @@ class EvalConfig(Section):
         description="Steps between held-out evaluations, which choose the checkpoint `best`; the "
         "last step always has one. 0: only the final one.",
     )
-    episodes: Count = Field(
+    episodes: Annotated[Count, Field(le=EVAL_EPISODES)] = Field(
         64, description="Episodes of each task domain in a periodic evaluation."
     )
-    final_episodes: Count = Field(
+    final_episodes: Annotated[Count, Field(le=EVAL_EPISODES)] = Field(
         200, description="Episodes of each task domain in the final evaluation; 0: none."
     )
     temperature: NotNegative = Field(
