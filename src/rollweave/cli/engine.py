@@ -3,7 +3,6 @@
 import asyncio
 import os
 import re
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from rollweave.engine.clients.process import in_process
 from rollweave.engine.clients.server import EngineServer, TextCodec
 from rollweave.io.http.guard import Guard, given_token, kept_token
 from rollweave.io.http.listening import check_address, listening
+from rollweave.io.locked_folders import temporary_folder
 from rollweave.runtime.preflight.machine import gpu_memory
 from rollweave.runtime.signals import on_ending_signals
 from rollweave.schema.address import check_names
@@ -128,10 +128,10 @@ async def _serve(spec: EngineSpec, access: Access, token: str | None, notice: st
     model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     model_ready.set_result(None)
     with (
-        tempfile.TemporaryDirectory(prefix="rollweave-engine-") as scratch,
+        temporary_folder("rollweave-engines-") as scratch,
         on_ending_signals(ending.cancel),
     ):
-        log = Path(scratch) / "engine.log"
+        log = scratch / "engine.log"
         link = in_process(
             spec,
             module="rollweave.runtime.entrypoints.engine",

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rollweave.sandbox.locked_folders import try_lock
+from rollweave.io.locked_folders import try_lock
 
 CONTROLLERS = ("memory", "pids")
 

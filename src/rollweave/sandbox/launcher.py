@@ -24,14 +24,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from rollweave.io import locked_folders
 from rollweave.package import DIRECTORY
-from rollweave.sandbox import locked_folders
 from rollweave.sandbox.cgroups import remove_all_stale
 from rollweave.schema.errors import SandboxError, SandboxLostError
 
 HERE = Path(__file__).parent
 
 SUPERVISOR = "rollweave.sandbox.supervisor"
+
+PREFIX = "rollweave-sandboxes-"
+"""Prefix of the names of a launcher's folders."""
 
 MESSAGE_BYTES = 1 << 17
 """Maximum size of a message in bytes: as much as is read at once."""
@@ -114,7 +117,9 @@ class Launcher:
             "/run" if os.getuid() == 0 else tempfile.gettempdir(),
             tempfile.gettempdir(),
         )
-        (self._base, lock), (self._kept, other) = map(locked_folders.create, self._parents)
+        (self._base, lock), (self._kept, other) = (
+            locked_folders.create(parent, PREFIX) for parent in self._parents
+        )
         self._locks = (lock, other)
         os.chmod(self._base, 0o711)
         # A launcher that is never closed, or never opened, leaves no folder behind.
@@ -227,7 +232,7 @@ class Launcher:
     async def _open(self) -> None:
         loop = asyncio.get_running_loop()
         for parent in dict.fromkeys(self._parents):
-            await asyncio.to_thread(locked_folders.remove_stale, parent)
+            await asyncio.to_thread(locked_folders.remove_stale, parent, PREFIX)
         await asyncio.to_thread(_populate, Path(self._base))
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = await loop.run_in_executor(self._thread, self._spawn, theirs)

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import queue
 import random
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from rollweave.envs.handlers.base import AgentHandler, Endpoint, Job, LimitError
 from rollweave.envs.handlers.sandboxes import Sandboxes
 from rollweave.envs.registry import check_options, is_handler, resolve
 from rollweave.envs.tasks import TaskSource
+from rollweave.io.locked_folders import temporary_folder
 from rollweave.rollout.handler_episode import declared
 from rollweave.runtime.preflight.checks import Check, fail, ok
 from rollweave.schema.base import Struct
@@ -213,11 +213,9 @@ def _first_observation(config: RunConfig, task: TaskConfig, drawn: Task) -> Obse
         finally:
             await source.close()
 
-    with tempfile.TemporaryDirectory(prefix="rollweave-dry-run-") as logs:
+    with temporary_folder("rollweave-dry-runs-") as logs:
         limit_s = PATIENCE_S + task.step_s
-        return _guarded(
-            lambda: asyncio.run(reset(Path(logs))), limit_s, "an environment must be reset"
-        )
+        return _guarded(lambda: asyncio.run(reset(logs)), limit_s, "an environment must be reset")
 
 
 class _DryRunError(RollweaveError):

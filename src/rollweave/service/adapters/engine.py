@@ -8,9 +8,7 @@ its version; an update that the engine refuses leaves its weights unchanged.
 import asyncio
 import contextlib
 import secrets
-import tempfile
 from collections.abc import Iterable
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -22,6 +20,7 @@ from rollweave.engine.clients.process import in_process
 from rollweave.engine.clients.server import EngineServer
 from rollweave.io.http.guard import TOKEN_BYTES, Guard
 from rollweave.io.http.listening import listening
+from rollweave.io.locked_folders import temporary_folder
 from rollweave.schema.serving import EngineSpec
 from rollweave.schema.weights import WeightManifest
 from rollweave.service.loop import LoopThread
@@ -84,9 +83,7 @@ class TrainedEngine:
         self._loop.call(self._load(manifest))
 
     async def _open(self) -> None:
-        scratch = Path(
-            self._stack.enter_context(tempfile.TemporaryDirectory(prefix="rollweave-engine-"))
-        )
+        scratch = self._stack.enter_context(temporary_folder("rollweave-engines-"))
         self._publisher = Publisher(scratch)
         self._stack.callback(self._publisher.close)
         model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -5,7 +5,8 @@ A folder is locked (`flock`) as long as a process of its owner has it open. The 
 releases the lock when the last of them has ended, however it ends, so no process id has
 to be stored or compared. A folder that is not locked is removed.
 
-Invariant: only its owner removes a folder that `create` returned. Standard library alone.
+Invariant: only its owner removes a folder that `create` returned. Every folder with a
+prefix comes from here. Standard library alone.
 """
 
 import contextlib
@@ -13,18 +14,31 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
-PREFIX = "rollweave-sandboxes-"
-"""Prefix of our folders' names."""
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """Make a folder for temporary files, after the removal of stale ones with the same
+    prefix, and remove it afterwards. Raises OSError.
+    """
+    parent = tempfile.gettempdir()
+    remove_stale(parent, prefix)
+    folder, lock = create(parent, prefix)
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
 
 
-def create(parent: str) -> tuple[str, int]:
-    """Make a folder in `parent`; return it with the descriptor that locks it.
-
-    Raises OSError.
+def create(parent: str, prefix: str) -> tuple[str, int]:
+    """Make a folder in `parent`, whose name begins with `prefix`; return it with the
+    descriptor that locks it. Raises OSError.
     """
     while True:
-        folder = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
+        folder = tempfile.mkdtemp(prefix=prefix, dir=parent)
         with contextlib.suppress(FileNotFoundError):  # removed before it was locked
             lock = try_lock(folder)
             if lock is not None:
@@ -33,11 +47,13 @@ def create(parent: str) -> tuple[str, int]:
                 os.close(lock)
 
 
-def remove_stale(parent: str) -> None:
-    """Remove our user's folders in `parent` whose owners are dead."""
+def remove_stale(parent: str, prefix: str) -> None:
+    """Remove our user's folders in `parent` whose names begin with `prefix` and whose
+    owners are dead.
+    """
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
-            if entry.name.startswith(PREFIX):
+            if entry.name.startswith(prefix):
                 with contextlib.suppress(OSError):
                     _remove_if_dead(entry.path)
 

@@ -17,10 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.sandbox import locked_folders
-from rollweave.sandbox.locked_folders import PREFIX, create, remove_stale
+from rollweave.io import locked_folders
+from rollweave.io.locked_folders import create, remove_stale, temporary_folder
+from tests.sandbox.sandboxes import SPEC, opened
 
-from .sandboxes import SPEC, opened
+PREFIX = "rollweave-tests-"
 
 OWNER = """
 import asyncio, json, sys
@@ -99,8 +100,33 @@ async def test_the_next_start_removes_folders_of_an_owner_killed_with_its_superv
             await gone(places)
 
 
+def test_a_temporary_folder_is_removed_with_those_of_killed_owners(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    hold = (
+        "import sys, tempfile, time\nfrom rollweave.io.locked_folders import temporary_folder\n"
+        "tempfile.tempdir = sys.argv[1]\n"
+        f"with temporary_folder({PREFIX!r}) as folder:\n"
+        "    print(folder, flush=True)\n    time.sleep(100)"
+    )
+    command = [sys.executable, "-c", hold, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        try:
+            assert owner.stdout is not None
+            theirs = Path(owner.stdout.readline().strip())
+            with temporary_folder(PREFIX) as ours:
+                assert (ours.is_dir(), theirs.is_dir()) == (True, True)
+            assert (ours.exists(), theirs.is_dir()) == (False, True)
+        finally:
+            owner.kill()
+    assert theirs.is_dir()
+    with temporary_folder(PREFIX):
+        assert not theirs.exists()
+
+
 def test_keeps_locked_and_foreign_folders(tmp_path: Path) -> None:
-    mine, lock = create(str(tmp_path))
+    mine, lock = create(str(tmp_path), PREFIX)
     dead = tmp_path / f"{PREFIX}dead"
     (dead / "place").mkdir(parents=True)
     for name in ("another", "rollweave-sandbox-old"):
@@ -109,7 +135,7 @@ def test_keeps_locked_and_foreign_folders(tmp_path: Path) -> None:
     (target / "precious").mkdir(parents=True)
     (tmp_path / f"{PREFIX}link").symlink_to(target)
     (tmp_path / f"{PREFIX}file").write_text("")
-    remove_stale(str(tmp_path))
+    remove_stale(str(tmp_path), PREFIX)
     assert not dead.exists()
     assert os.path.isdir(mine)
     assert (target / "precious").is_dir()
@@ -120,30 +146,30 @@ def test_keeps_locked_and_foreign_folders(tmp_path: Path) -> None:
         f"{PREFIX}file",
     }
     os.close(lock)
-    remove_stale(str(tmp_path))
+    remove_stale(str(tmp_path), PREFIX)
     assert not os.path.exists(mine)
 
 
 def test_keeps_folders_of_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, lock = create(str(tmp_path))
+    folder, lock = create(str(tmp_path), PREFIX)
     os.close(lock)
     with monkeypatch.context() as patch:
         patch.setattr(locked_folders.os, "getuid", lambda: os.geteuid() + 1)
-        remove_stale(str(tmp_path))
+        remove_stale(str(tmp_path), PREFIX)
     assert os.path.isdir(folder)
 
 
 def test_a_lock_lasts_while_any_process_has_it(tmp_path: Path) -> None:
     """The owner is gone and its supervisor cleans up; no other process may."""
-    folder, lock = create(str(tmp_path))
+    folder, lock = create(str(tmp_path), PREFIX)
     heir = subprocess.Popen(
         [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(lock,)
     )
     os.close(lock)
-    remove_stale(str(tmp_path))
+    remove_stale(str(tmp_path), PREFIX)
     assert os.path.isdir(folder)
     heir.communicate(b"\n")
-    remove_stale(str(tmp_path))
+    remove_stale(str(tmp_path), PREFIX)
     assert not os.path.exists(folder)
 
 
@@ -160,13 +186,13 @@ def test_a_folder_removed_during_creation_is_created_again(
         if moment == "mkdtemp":
             found = former(*arguments, **more)
         monkeypatch.setattr(where, moment, former)
-        remove_stale(str(tmp_path))
+        remove_stale(str(tmp_path), PREFIX)
         swept.extend(os.listdir(tmp_path))
         return found if moment == "mkdtemp" else former(*arguments, **more)
 
     monkeypatch.setattr(where, moment, hurried)
-    folder, lock = create(str(tmp_path))
-    remove_stale(str(tmp_path))
+    folder, lock = create(str(tmp_path), PREFIX)
+    remove_stale(str(tmp_path), PREFIX)
     assert swept == []
     assert os.listdir(tmp_path) == [os.path.basename(folder)]
     os.close(lock)
@@ -178,10 +204,10 @@ def test_concurrent_creation_and_removal(tmp_path: Path) -> None:
 
     def sweeps() -> None:
         while not over.is_set():
-            remove_stale(str(tmp_path))
+            remove_stale(str(tmp_path), PREFIX)
 
     def makes() -> None:
-        found.extend(create(str(tmp_path)) for _ in range(200))
+        found.extend(create(str(tmp_path), PREFIX) for _ in range(200))
 
     sweepers = [threading.Thread(target=sweeps) for _ in range(2)]
     makers = [threading.Thread(target=makes) for _ in range(2)]
