@@ -115,6 +115,11 @@ def check_sums(
 ) -> None:
     ratios = [math.exp(logprob - behavior) for logprob, _, behavior, *_ in rows]
     assert sums["count"] == len(rows)
+    assert sums["advantage_abs"] == pytest.approx(sum(abs(row[3]) for row in rows))
+    assert sums["entropy"] == pytest.approx(sum(row[1] for row in rows))
+    differences = [reference - logprob for logprob, *_, reference in rows]
+    divergence = sum(math.exp(d) - d - 1 for d in differences) if algorithm.kl else 0.0
+    assert sums["kl_reference"] == pytest.approx(divergence)
     assert sums["ratio"] == pytest.approx(sum(ratios))
     assert sums["ratio_squared"] == pytest.approx(sum(r * r for r in ratios))
     assert sums["chi2"] == pytest.approx(sum((r - 1) ** 2 for r in ratios))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +18,17 @@ def test_health_changes_only_after_checks_in_a_row(checks: list[bool]) -> None:
         run = checks[max(0, at + 1 - needed) : at + 1]
         agreed = len(run) == needed and all(check is good for check in run)
         assert health.observe(good) is (good if agreed else before)
+
+
+def test_one_check_may_be_enough() -> None:
+    health = Hysteresis(down_after=1, up_after=1)
+    assert [health.observe(good) for good in (True, False, True)] == [True, False, True]
+
+
+@pytest.mark.parametrize("needed", [{"down_after": 0}, {"up_after": 0}])
+def test_a_change_needs_at_least_one_check(needed: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be at least 1"):
+        Hysteresis(**needed)
 
 
 HOSTS = st.sampled_from(["h1", "h2", "h3", "h4"])

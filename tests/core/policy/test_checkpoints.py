@@ -14,7 +14,7 @@ COST_SHARE = 1 / 20
 """Stated anew: what the knob's sentence promises."""
 
 
-@given(every_s=st.floats(0.1, 1e6), last_s=seconds, since_s=seconds)
+@given(every_s=st.floats(0.001, 1e6), last_s=seconds, since_s=seconds)
 def test_writing_takes_its_share_at_most_and_waits_no_longer_than_that_asks(
     every_s: float, last_s: float, since_s: float
 ) -> None:
@@ -28,6 +28,12 @@ def test_writing_takes_its_share_at_most_and_waits_no_longer_than_that_asks(
 @given(last_s=seconds, since_s=seconds)
 def test_none_is_due_where_none_is_wanted(last_s: float, since_s: float) -> None:
     assert not checkpoint_is_due(since_s, every_s=0.0, last_s=last_s)
+
+
+def test_a_checkpoint_may_be_due_several_times_a_second() -> None:
+    assert checkpoint_is_due(0.5, every_s=0.5, last_s=0.025)
+    assert not checkpoint_is_due(0.4, every_s=0.5, last_s=0.0)
+    assert not checkpoint_is_due(0.5, every_s=0.5, last_s=0.026)
 
 
 @pytest.mark.parametrize(

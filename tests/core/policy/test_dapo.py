@@ -212,6 +212,7 @@ def test_groups_that_fail_without_end_are_told() -> None:
     dapo.ended(dapo.begun(), [1.0])
     assert not dapo.hopeless()
     for _ in range(100):
+        assert not dapo.hopeless()
         dapo.ended(dapo.begun(), [1.0, 1.0])
     assert "nothing is left to learn from" in dapo.hopeless()
 
@@ -221,6 +222,8 @@ def test_groups_that_fail_without_end_are_told() -> None:
     [
         ({"groups": 0}, "groups must be at least 1, got 0"),
         ({"group_size": 1}, "group_size must be at least 2, got 1"),
+        ({"under_way": 0}, "under_way must be at least 1, got 0"),
+        ({"min_members": 1}, "min_members must be at least 2, got 1"),
         ({"min_members": 9}, r"min_members must be at most group_size \(4\), got 9"),
         ({"staleness": -1}, "staleness must be at least 0, got -1"),
     ],
@@ -230,8 +233,16 @@ def test_a_rule_that_cannot_be_is_refused(fields: dict[str, int], message: str) 
         DapoRule(**{"groups": 2, "group_size": 4, "under_way": 4, "staleness": 1, **fields})
 
 
+def test_the_least_rule_is_accepted() -> None:
+    least = {"groups": 1, "group_size": 2, "under_way": 1, "staleness": 0, "min_members": 2}
+    rule = DapoRule(**least)
+    assert {name: getattr(rule, name) for name in least} == least
+
+
 def test_versions_do_not_go_back() -> None:
     dapo = Dapo(DapoRule(groups=1, group_size=2, under_way=1, staleness=1))
+    with pytest.raises(ValueError, match="version must not go back below 0, got -1"):
+        dapo.ask(-1)
     dapo.ask(3)
     with pytest.raises(ValueError, match="version must not go back below 3, got 2"):
         dapo.ask(2)

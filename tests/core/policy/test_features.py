@@ -88,6 +88,27 @@ def test_the_columns_that_are_named_hold_what_they_say() -> None:
     assert (found[NUMBERS:] == 0).all()
 
 
+def test_numbers_are_lengths_what_siblings_leave_and_logarithms() -> None:
+    """A trajectory of 2 turns and 60 tokens, whose siblings took 90 on average."""
+    found = row(context(reward=0.25), None)[:NUMBERS].tolist()
+    assert found[1:13] == pytest.approx(
+        [2, 60, 90, 120, 30, 60, 20, 30, 30 / 3, 60 / 3, 0.25, 1.0], rel=1e-6
+    )
+    logarithms = [found[0], *found[13:]]
+    numbers = [100, 2, 60, 20, 30, 7, 0.5, 3, 90, 120, 30, 60]
+    assert [math.expm1(value) for value in logarithms] == pytest.approx(numbers, rel=1e-5)
+
+
+def test_a_trajectory_that_is_longer_than_its_siblings_leaves_nothing_of_theirs() -> None:
+    found = row(context(output_tokens=200), None)[:NUMBERS].tolist()
+    assert found[5:7] == found[22:24] == [0.0, 0.0]
+
+
+def test_before_its_first_turn_a_trajectory_has_no_mean() -> None:
+    found = row(context(turn=0, output_tokens=0, last_output_tokens=0), None)[:NUMBERS].tolist()
+    assert [found[index] for index in (1, 2, 7, 8, 9, 10, 13, 14, 15, 16)] == [0.0] * 10
+
+
 def test_siblings_of_whom_none_has_ended_say_nothing() -> None:
     alone = row(context(siblings=0, sibling_mean=0.0, sibling_longest=0), 1)
     assert (row(context(siblings=0, sibling_mean=33.0, sibling_longest=44), 1) == alone).all()

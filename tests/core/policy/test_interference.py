@@ -48,6 +48,7 @@ def test_a_table_gives_seconds_by_degree_and_size() -> None:
         ({}, "at least one degree, got none"),
         ({0: [1.0]}, "degree must be at least 1, got 0"),
         ({1: []}, r"seconds\[1\] must have at least one group size"),
+        ({1: [[1.0, 2.0]]}, r"seconds\[1\] must have at least one group size, got shape"),
         ({1: [1.0, 0.0]}, r"seconds\[1\] must be finite and positive, got 0.0 for group size 2"),
         ({1: [math.nan]}, r"seconds\[1\] must be finite and positive, got nan"),
         ({2: [1.0, math.inf]}, r"seconds\[2\] must be finite and positive, got inf"),
@@ -108,6 +109,11 @@ def test_step_times_go_on_as_straight_lines() -> None:
     assert fitted[0] == fitted[1]
 
 
+def test_beyond_the_largest_batch_the_slope_is_that_of_the_upper_half() -> None:
+    measured = [StepTime(batch=b, seconds=s) for b, s in [(1, 1.0), (5, 2.0), (7, 3.0), (9, 10.0)]]
+    assert step_times(measured, largest=12)[8:].tolist() == [10.0, 12.0, 14.0, 16.0]
+
+
 @pytest.mark.parametrize(
     ("measured", "words"),
     [
@@ -117,6 +123,8 @@ def test_step_times_go_on_as_straight_lines() -> None:
             "two different batches to reach a batch of 4",
         ),
         ([StepTime(batch=0, seconds=1.0)], "batches of at least 1"),
+        ([StepTime(batch=1, seconds=0.0)], "finite positive seconds"),
+        ([StepTime(batch=1, seconds=math.inf)], "finite positive seconds"),
         ([StepTime(batch=1, seconds=-1.0)], "finite positive seconds"),
     ],
 )
@@ -214,6 +222,18 @@ def test_long_queues_are_nearly_those_of_every_member(
     )
     before = max(table.at(1, smaller) for smaller in range(1, size))
     assert table.at(1, size) == pytest.approx(max(followed, before), rel=0.5 / FILLINGS)
+
+
+def test_a_group_of_more_than_all_trajectories_takes_each_several_times() -> None:
+    profile = {1: affine([1, 4])}
+    table = tabulate(profile, lengths=[4, 8], slots={1: 4}, largest=4)
+    twice = simulated_s([(1, [8, 8, 4, 4])], profile=profile, slots={1: 4})
+    assert table.at(1, 4) == pytest.approx(twice / 8)
+
+
+def test_the_smallest_table_has_one_size() -> None:
+    table = tabulate({1: affine([1, 4])}, lengths=[4, 8], slots={1: 4}, largest=1)
+    assert (table.largest, table.at(1, 1)) == (1, 10.5)
 
 
 @pytest.mark.parametrize(
