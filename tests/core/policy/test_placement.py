@@ -127,6 +127,24 @@ def test_the_least_makespan_is_exact_to_the_bit(
     assert problem.least(in_order(workers), known=known) == known
 
 
+@settings(max_examples=examples(100))
+@given(
+    st.floats(1.0, 4.0),
+    st.lists(st.integers(0, 3), min_size=2, max_size=10),
+    st.floats(1.0, 4.0),
+    st.lists(st.integers(0, 2), min_size=10, max_size=10),
+)
+def test_a_worker_reaches_the_last_end_within_the_bound(
+    length: float, gaps: list[int], second: float, rises: list[int]
+) -> None:
+    groups = ByTable(steps(length, gaps), CostTable({2: steps(second, rises)}))
+    costs = [groups.seconds(2, 0, end) for end in range(1, groups.total + 1)]
+    for bound in {near for cost in costs for near in (math.nextafter(cost, 0.0), cost)}:
+        beyond = [cost for cost in costs if cost > bound]
+        within = len(costs) - len(beyond)
+        assert groups.reach(2, 0, bound) == (within, min(beyond, default=math.inf))
+
+
 def test_a_fast_worker_of_many_need_not_come_first() -> None:
     """It takes four of the shorter ones within the time in which the slow one ends the
     longest.
@@ -172,6 +190,10 @@ def test_beyond_the_limits_a_placement_does_not_say_that_it_is_exact() -> None:
     assert not found.exact
     check(found, lengths, many, cost)
     assert found.makespan_s <= place_dp(lengths, many, cost).makespan_s
+    just = [1] * 63 + [2] * 63
+    assert EXACT_STATES == (63 + 1) ** 2
+    assert place(lengths[:126], just, cost).exact
+    assert not place(lengths[:127], [*just, 1], cost).exact
     kinds = list(range(1, ORDERED_KINDS + 2)) * 3
     found = place(lengths, kinds, cost)
     assert not found.exact
@@ -235,6 +257,8 @@ def test_what_cannot_be_placed_is_refused(
 def test_products_must_be_finite_and_chunks_positive() -> None:
     with pytest.raises(ValueError, match="finite products"):
         place([1e300, 1e-300], [1, 1], CostTable({1: [1e10, 1e10]}))
+    with pytest.raises(ValueError, match="finite products"):
+        place([1e300, 1e-300], [1, 2], CostTable({1: [1.0, 1.0], 2: [1e10, 1e10]}))
     with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
         place_dp([1.0], [1], FLAT, chunk=0)
 

@@ -162,6 +162,12 @@ def test_a_move_pays_where_the_later_engine_ends_clearly_earlier() -> None:
     assert not worth_it((100.0, 90.0), (10.0, 20.0), exposed_s=10.0)
     assert not worth_it((100.0, 90.0), (99.0, 105.0), exposed_s=0.0)
     assert not worth_it((100.0, 100.0 - 50 * GAIN), (10.0, 20.0), exposed_s=0.0)
+    assert worth_it((50.0, 10.0), (100.0, 60.0), exposed_s=0.0), "the target is the later one"
+
+
+def test_a_move_that_saves_just_its_cost_does_not_pay() -> None:
+    assert not worth_it((100.0, 0.0), (0.0, 92.0), exposed_s=3.0)
+    assert worth_it((100.0, 0.0), (0.0, 91.9), exposed_s=3.0)
 
 
 REQUESTS = st.lists(
