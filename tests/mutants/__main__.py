@@ -57,7 +57,9 @@ TESTS = (
 )
 SAMPLE = 400
 BUDGET_S = 120.0
-"""Maximum processor time of the tests of one mutant, in seconds."""
+"""Processor time of the tests of one mutant, in seconds, after which no further test
+starts.
+"""
 MEMORY = 4 << 30
 """Maximum number of bytes that the tests of a mutant may allocate."""
 
@@ -132,9 +134,10 @@ class Result:
 class Runner:
     """The pytest plugin that runs mutants in place of the tests."""
 
-    def __init__(self, mutants: Sequence[Mutant], jobs: int, cache: Path) -> None:
+    def __init__(self, mutants: Sequence[Mutant], jobs: int, budget_s: float, cache: Path) -> None:
         self._mutants = mutants
         self._jobs = jobs
+        self._budget_s = budget_s
         self._cache = cache
         self._failed: str | None = None
         self._kills: dict[str, collections.Counter[str]] = collections.defaultdict(
@@ -266,7 +269,7 @@ class Runner:
             except (ValueError, SyntaxError) as error:
                 killed_by = f"not a program: {error}"
             for name in self._order(mutant):
-                if killed_by or time.process_time() - begin > BUDGET_S:
+                if killed_by or time.process_time() - begin > self._budget_s:
                     break
                 item = self._items[name]
                 path.write_text(json.dumps([name, time.process_time() - begin, count]))
@@ -344,6 +347,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", help="a part of the path below src/rollweave")
     parser.add_argument("--tests", nargs="*", default=TESTS, help="test files and folders")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds per mutant")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     everything = all_mutants()
@@ -354,7 +358,7 @@ def main() -> int:
     tried = [mutant for mutant in drawn if mutant.key not in known]
     print(f"{len(drawn)} of {len(mutants)} mutants, {len(drawn) - len(tried)} of them explained")
     sys.stdout.flush()
-    runner = Runner(tried, arguments.jobs, ROOT / ".mutants")
+    runner = Runner(tried, arguments.jobs, arguments.budget, ROOT / ".mutants")
     options = ["-p", "no:randomly", "-p", "no:cacheprovider", "-m", "not slow", "-s", "--tb=no"]
     pytest.main([*options, *arguments.tests], plugins=[runner])
     return report(runner.results, len(tried))

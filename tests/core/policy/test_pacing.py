@@ -128,6 +128,12 @@ def test_each_domain_gets_its_share(weights: list[float], count: int) -> None:
         assert abs(drawn.get(name, 0) - count * weight / sum(weights)) < len(weights)
 
 
+def test_a_domain_without_groups_lags_like_one_with_none() -> None:
+    assert next_domain([("a", 1.0), ("b", 1.0)], {"b": 0}) == "a"
+    assert next_domain([("a", 1.0), ("b", 1.0)], {"a": 1}) == "b"
+    assert next_domain([("a", 1.0), ("b", 3.0)], {}) == "b"
+
+
 loads = st.lists(
     st.tuples(st.integers(0, 4), st.integers(1, 4), st.integers(0, 9)), min_size=0, max_size=5
 ).map(
