@@ -289,12 +289,14 @@ class Runner:
             for code in _code_objects(module):
                 if code.co_qualname == mutant.mutation.function:
                     place = str(path), code.co_firstlineno, code.co_qualname
-                    for function in self._functions.get(place, []):
+                    for function in self._functions[place]:
                         function.__code__ = code
 
     def _wait(self, running: dict[int, tuple[Mutant, Path, float]]) -> None:
         pid, status = os.waitpid(-1, 0)
         mutant, path, begin = running.pop(pid)
+        if os.WIFEXITED(status) and status:
+            sys.exit(f"could not try {mutant}")
         killed_by, cpu_s, tests = json.loads(path.read_text())
         if os.WIFSIGNALED(status):
             killed_by = f"{killed_by} ({signal.Signals(os.WTERMSIG(status)).name})"
@@ -326,12 +328,13 @@ def _address_space() -> int:
 
 
 def _functions_by_place() -> Mapping[tuple[str, int, str], Sequence[types.FunctionType]]:
+    gc.unfreeze()  # frozen objects are not listed
     places = collections.defaultdict(list)
     for found in gc.get_objects():
-        if isinstance(found, types.FunctionType):
+        if type(found) is types.FunctionType:  # some proxies warn if asked for their class
             code = found.__code__
             places[code.co_filename, code.co_firstlineno, code.co_qualname].append(found)
-    return places
+    return dict(places)
 
 
 def _code_objects(code: types.CodeType) -> Iterator[types.CodeType]:
