@@ -91,6 +91,13 @@ class Stage:
         return [event for line in lines if (event := json.loads(line.rstrip(",")))["ph"] == "X"]
 
 
+def shared_memory() -> list[str]:
+    """Return the names in shared memory, except for another library's semaphores, which
+    other processes of this machine may have.
+    """
+    return sorted(name for name in os.listdir("/dev/shm") if not name.startswith("sem.loky-"))
+
+
 @asynccontextmanager
 async def staged(
     make: Callable[[EngineSlot, int], Any], path: Path, **options: Any
@@ -98,7 +105,7 @@ async def staged(
     """Run a supervisor while its engines live, and check that engines in processes
     leave nothing behind.
     """
-    files, shared = len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))
+    files, shared = len(os.listdir("/proc/self/fd")), shared_memory()
     stage = Stage(make, path, **options)
     async with stage.tasks:
         try:
@@ -109,7 +116,7 @@ async def staged(
             await stage.engines.close()
             stage.tasks.cancel_all()
     stage.trace.close()
-    assert sorted(os.listdir("/dev/shm")) == shared
+    assert shared_memory() == shared
     for _ in range(100):  # the tests' own connections take iterations of the event loop to close
         if len(os.listdir("/proc/self/fd")) <= files:
             break

@@ -51,7 +51,7 @@ def start(
 def wait_for_all(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
     """Return the exit status, output and errors of each rank."""
     try:
-        said = [rank.communicate(timeout=100) for rank in ranks]
+        said = [rank.communicate(timeout=240) for rank in ranks]
         return [(rank.returncode, out, err) for rank, (out, err) in zip(ranks, said, strict=True)]
     finally:
         for rank in ranks:

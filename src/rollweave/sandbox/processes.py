@@ -36,6 +36,16 @@ class Process:
         """
         return self.resident_bytes + self.virtual_bytes // ENTRIES_PER_TABLE
 
+    def table_bytes(self) -> int:
+        """Return the memory of its page tables, which no other process shares.
+
+        It costs little, however many pages there are.
+        """
+        try:
+            return _kilobytes(f"/proc/{self.pid}/status", "VmPTE:", 0)
+        except OSError:
+            return 0
+
     def proportional_bytes(self, inherited_bytes: int = 0) -> int:
         """Return resident memory, in which a page that n processes map counts 1/n, plus
         page tables.
@@ -45,8 +55,8 @@ class Process:
         """
         resident = self.resident_bytes - inherited_bytes
         try:
-            tables = _kilobytes(f"/proc/{self.pid}/status", "VmPTE:", 0)
-            return _kilobytes(f"/proc/{self.pid}/smaps_rollup", "Pss:", resident) + tables
+            pages = _kilobytes(f"/proc/{self.pid}/smaps_rollup", "Pss:", resident)
+            return pages + _kilobytes(f"/proc/{self.pid}/status", "VmPTE:", 0)
         except (FileNotFoundError, ProcessLookupError):
             return 0
         except OSError:
