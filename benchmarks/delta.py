@@ -1,11 +1,11 @@
 """Bench `delta`: bytes and speed of weight deltas.
 
-Of an Adam update at a large model's scale, of consecutive checkpoints of trainings of
-our own, and of masks of growing density.
+The payloads are an Adam update at a large model's scale, consecutive checkpoints of our
+own trainings, and masks of growing density.
 
-Every delta is applied, and every element compared with what it was made from: what
-differs is `mismatches`. Speeds are those of one thread, by the time that it had a core,
-over copies of the same payload that take turns with them.
+Every delta is applied, and every element compared with the original; `mismatches`
+counts differences. Speeds are those of one thread, by its CPU time, over copies of the
+same payload, which alternate with them.
 """
 
 import statistics
@@ -27,8 +27,8 @@ from rollweave.weights.delta import apply, encode, plan
 from rollweave.weights.delta_body import FORMS, Array, differences_of
 
 COO_POSITION_BYTES = 4
-"""Bytes of a position in the usual form of sparse updates: an int32 per change, beside
-the new element.
+"""Bytes of a position in the usual format of sparse updates: an int32 for each change,
+beside the new element.
 """
 
 LR, STD, BETA1, BETA2, EPS = 1e-6, 0.02, 0.9, 0.999, 1e-8
@@ -46,9 +46,9 @@ OWN_RATES = {"_own_1e6": 1e-6, "_own_2e3": 2e-3}
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How much is measured.
+    """Extent of the bench.
 
-    Of `steps` of Adam the last is the update; `own` are settings of our training.
+    The last of `steps` steps of Adam is the update; `own` are settings of our training.
     """
 
     rounds: int
@@ -113,9 +113,10 @@ class Measured:
 
 
 def bench_delta(*, quick: bool, say: Callable[[str], None]) -> Result:
-    """Figures without a suffix are of the Adam update in bfloat16, `_smaller` of the
-    way for slow links, `_fp32` of the same update in float32, `_own_…` of a training of
-    ours at that learning rate; `curve_…` are lists by density.
+    """Return figures. Those without a suffix are of the Adam update in bfloat16,
+    `_smaller` of the codec for slow links, `_fp32` of the same update in float32,
+    `_own_…` of a training of ours at that learning rate; `curve_…` are lists by
+    density.
     """
     size = QUICK if quick else FULL
     rng = np.random.default_rng(0)
@@ -154,8 +155,8 @@ def bench_delta(*, quick: bool, say: Callable[[str], None]) -> Result:
 
 
 def figures_of(versions: Versions, found: Measured) -> dict[str, float]:
-    """Return figures. Ratios are ours over theirs for bytes, and over memcpy's for
-    speeds.
+    """Return figures. Ratios of bytes are ours over those of the alternative, ratios of
+    speed over memcpy's.
     """
     changed = int(np.count_nonzero(versions.base != versions.new))
     coo = changed * (COO_POSITION_BYTES + versions.new.itemsize)
@@ -213,8 +214,9 @@ def measure(versions: Versions, *, rounds: int, smaller: bool = False) -> Measur
 
 
 def entropy(versions: Versions) -> float:
-    """Bytes a change below which no code goes that knows neither the base nor what is
-    likely: positions at random, and the differences by how often each occurs.
+    """Return the bytes for each change below which no code can go that knows neither
+    the base nor the distribution of positions: positions at random, and differences by
+    their frequencies.
     """
     where = np.flatnonzero(versions.base != versions.new)
     _, counts = np.unique(
@@ -229,11 +231,11 @@ def entropy(versions: Versions) -> float:
 
 
 def adam_update(rng: np.random.Generator, size: Size) -> tuple[Versions, Versions]:
-    """The last step of Adam on float32 weights, as they are published in bfloat16, and
-    as they are.
+    """Return the last step of Adam on float32 weights, both as published in bfloat16
+    and in float32.
 
-    Gradients have no mean, scales over decades from row to row and from column to
-    column, and tails heavier than a normal's.
+    Gradients have mean 0, scales that differ by decades between rows and between
+    columns, and heavier tails than a normal distribution.
     """
     before, after = [], []
     for _ in range(size.layers):
@@ -266,9 +268,7 @@ def adam(rng: np.random.Generator, weight: Array, steps: int) -> Iterator[Array]
 
 
 def own_update(rate: float, settings: tuple[str, ...]) -> Versions:
-    """The last two checkpoints of a run, a step apart, as they are published in
-    bfloat16.
-    """
+    """Return the last two checkpoints of a run, a step apart, as published in bfloat16."""
     with recorded(
         example(OWN), [*settings, *OWN_ALWAYS, f"trainer.lr={rate}", "run.name=delta"]
     ) as (_, run, _):

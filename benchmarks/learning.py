@@ -1,5 +1,5 @@
 """Benches `demo`, `fixed`, `multitask` and `longtail`: whether an example learns from
-every seed, and in what time.
+every seed, and how long it takes.
 
 `longtail` trains its example in two ways, interleaved: with turns scheduled
 individually, and by trajectory.

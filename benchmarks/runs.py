@@ -61,7 +61,7 @@ def example(name: str) -> Path:
 
 
 def measure(config: Path, overrides: Sequence[str]) -> Measured:
-    """Train as configured, and delete the directory.
+    """Train as configured, and delete the run's directory.
 
     Raises RollweaveError where the run fails or is stopped.
     """
@@ -73,7 +73,7 @@ def measure(config: Path, overrides: Sequence[str]) -> Measured:
 def recorded(
     config: Path, overrides: Sequence[str]
 ) -> Iterator[tuple[RunConfig, RunDir, Measured]]:
-    """Train like `measure`, and keep the directory.
+    """Train like `measure`, and keep the run's directory for the context.
 
     Raises RollweaveError where the run fails or is stopped.
     """

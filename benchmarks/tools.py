@@ -1,11 +1,11 @@
-"""Bench `tools`: what one tool call costs an agent, beside the ways that it is usually
-done. ProRL Agent §3.2.3.
+"""Bench `tools`: the cost of one tool call to an agent, beside the usual ways of making
+it (ProRL Agent §3.2.3).
 
-A command is `echo hi`, a cell is `1+1`. Ours go the whole way: from the host through
+A command is `echo hi`, a cell is `1+1`. Our calls are end to end: from the host through
 the channel to the server, its shell or interpreter, and back with the output; `pty` is
-the part from the server's receiving the command to its having all output. The peers:
-tmux (`send-keys`, and `wait-for` until the command has signalled: its output is not
-even fetched), a new `bash -c`, a Jupyter kernel through jupyter_client. All take turns
+the part from the server's receipt of the command until it has all output. The peers are
+tmux (`send-keys`, and `wait-for` until the command has signaled: its output is not even
+fetched), a new `bash -c`, and a Jupyter kernel through jupyter_client. All take turns
 in small blocks in one run; figures are medians, in milliseconds.
 """
 
@@ -54,7 +54,7 @@ CONDITIONS = {
 }
 
 Contender = Callable[[], list[float]]
-"""Returns the milliseconds of each of `BLOCK` calls."""
+"""A function that returns the milliseconds of each of `BLOCK` calls."""
 
 
 def bench_tools(*, quick: bool) -> Result:
@@ -80,8 +80,8 @@ def bench_tools(*, quick: bool) -> Result:
 
 
 def take_turns(contenders: dict[str, Contender], calls: int) -> dict[str, list[float]]:
-    """Return the milliseconds of at least `calls` calls of each, in blocks; the first
-    block of each is an uncounted warm-up.
+    """Return the milliseconds of at least `calls` calls of each contender, in blocks;
+    the first block of each is an uncounted warm-up.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(1 + -(-calls // BLOCK)):

@@ -1,11 +1,11 @@
 """Bench `dapo`: what asynchronous DAPO saves against DAPO batch by batch (ProRL §3.4),
 on rollouts with a long tail.
 
-On a virtual clock: rollouts take drawn times, training takes a fixed one, and
-`core/policy/dapo.py` decides as it does for a live trainer; `dapo_live` measures a real
-service. Invariant: every way draws the same prompts, with the same times and outcomes,
-on equally many slots, and a slot is never faster for being alone. So what differs is
-who waits for whom.
+On a virtual clock, rollouts take random times, training takes a fixed one, and
+`core/policy/dapo.py` decides as it does for a live trainer; `live` measures a real
+service. Invariant: all variants draw the same prompts, with the same times and
+outcomes, on equally many slots, and a slot is never faster for being alone. So they
+differ only in what waits for what.
 """
 
 import heapq
@@ -30,8 +30,8 @@ INFORMATIVE = 0.5
 """Probability that a group's rewards differ."""
 
 SIGMA = 1.0
-"""Of the log-normal time of a rollout, whose median is the unit: of 256 rollouts the
-slowest takes about 16 of it.
+"""Sigma of the log-normal time of a rollout, whose median is the unit of time: of 256
+rollouts the slowest takes about 16.
 """
 
 TRAIN_S = 4.0
@@ -50,12 +50,12 @@ class Group:
         return max(self.times)
 
     def work(self, seconds: float = math.inf) -> float:
-        """Seconds of rollout until then."""
+        """Return the seconds of rollout until then."""
         return math.fsum(min(time, seconds) for time in self.times)
 
 
 def groups(seed: int) -> Iterator[Group]:
-    """Draw the groups, which are the same in every way."""
+    """Draw the groups, which are the same in every variant."""
     rng = random.Random(seed)
     while True:
         times = tuple(rng.lognormvariate(0.0, SIGMA) for _ in range(MEMBERS))
@@ -64,8 +64,8 @@ def groups(seed: int) -> Iterator[Group]:
 
 @dataclass(slots=True)
 class Run:
-    """Of some steps: seconds in all, those that the trainer waited, those of rollouts,
-    and the groups trained on.
+    """Measurements of several steps: seconds in all, those for which the trainer
+    waited, those of rollouts, and the groups trained on.
     """
 
     seconds: float = 0.0
@@ -80,7 +80,7 @@ class Run:
 
 
 Way = Callable[[int, int], Run]
-"""Of a seed and a number of steps."""
+"""A variant: a function of a seed and a number of steps."""
 
 
 def in_rounds(size: int) -> Way:
@@ -130,8 +130,8 @@ def replenished(seed: int, steps: int) -> Run:
 
 
 def asynchronous(staleness: int) -> Way:
-    """By the policy: groups begin and are stopped as it says, also while the trainer
-    trains.
+    """Run by the policy: groups begin and are stopped as it decides, also while the
+    trainer trains.
     """
 
     def run(seed: int, steps: int) -> Run:
@@ -181,12 +181,12 @@ WAYS: dict[str, Way] = {
     "carried": asynchronous(1),
     "carried_4": asynchronous(4),
 }
-"""The compared ways. The last three are the policy with a staleness of 0, 1 and 4."""
+"""Compared variants. The last three are the policy with a staleness of 0, 1 and 4."""
 
 
 def bench_dapo(*, quick: bool, say: Callable[[str], None]) -> Result:
-    """By way `step_s`, `waited_s`, `speedup` over rounds, `useful`, `length`, `stale`;
-    and `live_…` of a real service.
+    """Return by variant `step_s`, `waited_s`, `speedup` over rounds, `useful`,
+    `length`, `stale`; and the `live_…` figures of a real service.
     """
     figures, conditions = simulated(quick=quick)
     figures |= live_figures(quick=quick, say=say)

@@ -1,10 +1,10 @@
-"""The live half of bench `dapo`: batches from a real service over HTTP, by rounds and
+"""The live half of bench `dapo`: batches from a real service over HTTP, in rounds and
 by the policy.
 
-Nim against an opponent that errs, played by a random model that knows the moves: a
-group's rewards differ or not by chance. Each step of the environment takes a log-normal
-time, which is the long tail. The trainer sleeps. Invariant: every way asks one service
-for the same tasks, by turns.
+The task is Nim against an opponent that makes mistakes, played by a random model that
+knows the moves: whether a group's rewards differ is chance. Each step of the
+environment takes a log-normal time, which makes the long tail. The trainer sleeps.
+Invariant: all variants request the same tasks from one service, in turn.
 """
 
 import asyncio
@@ -33,19 +33,20 @@ from rollweave.service.client import RolloutClient
 GROUPS, MEMBERS = 8, 4
 UNDER_WAY = 2 * GROUPS
 LATENCY_S, SIGMA = 0.05, 1.2
-"""Of a step of the environment: median, and sigma of its logarithm.
-
-A game has a few.
+"""Latency of a step of the environment: median, and sigma of its logarithm. A game has
+a few steps.
 """
 
 TRAIN_S = 0.25
 
 FULL, QUICK = (5, 6), (1, 1)
-"""Turns of each way, and steps of a turn."""
+"""Rounds of each variant, and training steps of a round."""
 
 
 def live_figures(*, quick: bool, say: Callable[[str], None]) -> dict[str, Figure]:
-    """By way `live_step_s` and `live_speedup` over rounds, medians of the turns."""
+    """Return `live_step_s` and `live_speedup` over rounds by variant: medians over the
+    rounds.
+    """
     turns, steps = QUICK if quick else FULL
     ways = {"rounds": _rounds(GROUPS), "rounds_oversampled": _rounds(UNDER_WAY)}
     ways |= {"early": _policy(0), "carried": _policy(1), "carried_4": _policy(4)}
@@ -78,7 +79,7 @@ def live_conditions(*, quick: bool) -> str:
 
 
 Way = Callable[[RolloutClient, Iterator[RolloutRequest], int], Any]
-"""Coroutine of a client, tasks and steps."""
+"""A coroutine that trains with a client, on these tasks, for so many steps."""
 
 
 async def _timed(way: Way, address: str, turn: int, steps: int) -> float:
@@ -132,7 +133,9 @@ def _policy(staleness: int) -> Way:
 
 @contextmanager
 def _served(directory: Path) -> Iterator[str]:
-    """Its address. In a thread: it waits more than it computes."""
+    """Yield the address of a service. It runs in a thread, since it waits more than it
+    computes.
+    """
     observer = _Observer()
     config = _config(directory, {"path": str(_model(directory))})
     given = {"observer": observer, "make_backend": _nobody, "no_token": True}
@@ -157,7 +160,7 @@ class _Observer:
         raise AssertionError(f"nothing ails here: {command}")
 
     def on_stopping(self, drain: bool) -> None:
-        """Nobody asks."""
+        """Do nothing: no caller needs it."""
 
 
 def _config(directory: Path, model: dict[str, Any], **sections: Any) -> RunConfig:
@@ -179,9 +182,7 @@ def _config(directory: Path, model: dict[str, Any], **sections: Any) -> RunConfi
 
 
 def _model(directory: Path) -> Path:
-    """Random weights with a tokenizer of the game's words: a run of no steps leaves
-    them behind.
-    """
+    """Write random weights and a tokenizer of the game's words, by a run of no steps."""
     scratch = {
         "scratch": {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "ffn": 64, "context": 512}
     }

@@ -69,8 +69,8 @@ WIDE, NARROW = 64, 7
 """Their batch sizes."""
 
 NARROW_KV_TOKENS, NARROW_BLOCK_TOKENS = 160, 4
-"""Of the narrow batch: for about half of its requests, who grow by several blocks each,
-so that running ones are evicted.
+"""KV and block size of the narrow batch: enough for about half of its requests, which
+grow by several blocks each, so that running ones are evicted.
 """
 
 TURN_PROMPT, TURN_OUTPUT = 32, 12
@@ -116,10 +116,10 @@ def bench_engine(*, quick: bool) -> Result:
 
 
 def compare(chosen: Sequence[ModelCase], *, turns: int, python: str | None, eager: bool) -> Result:
-    """All figures of `chosen`; `turns` turns of the first in two batch sizes; against
-    the vLLM of `python`, compiled unless `eager`.
+    """Return all figures of `chosen`, and of `turns` turns of the first model in two
+    batch sizes. vLLM is that of the interpreter `python`, compiled unless `eager`.
 
-    vLLM's servers start while what needs no clock is measured. Raises EngineError where
+    vLLM's servers start during the checks that need no clock. Raises EngineError where
     our engine fails.
     """
     figures: dict[str, Figure] = {}
@@ -312,8 +312,8 @@ def batch_changes(spec: EngineSpec, subject: ModelCase, turns: int) -> tuple[int
     """Run short turns, every other one greedy, in a wide batch and in a narrow one that
     lacks KV.
 
-    How many differ in a token, and the greatest change of a log-prob in the others.
-    Raises EngineError where nothing was recomputed.
+    Returns how many differ in a token, and the maximum difference of a log-prob in the
+    others. Raises EngineError where no turn was recomputed.
     """
     short = replace(subject, prompt=TURN_PROMPT, output=TURN_OUTPUT)
     tight = msgspec.structs.replace(
@@ -370,8 +370,8 @@ def _worst_logprob(case: Case) -> float:
     decoded = 0
 
     def interfere(amounts: StepWork, seconds: float) -> None:
-        """Between two steps, on the engine's own thread: however busy the machine is,
-        it happens in the midst of the work.
+        """Interfere between two steps, on the engine's own thread, so that it happens
+        during the work however busy the machine is.
         """
         nonlocal decoded
         before, decoded = decoded, decoded + amounts.decode

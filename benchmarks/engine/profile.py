@@ -60,7 +60,7 @@ class Grid:
 QUICK = Grid(batches=(1, 8), prompts=(16, 128), repeats=1)
 
 Step = tuple[StepWork, float]
-"""The amounts that a step computed, and its seconds."""
+"""Amounts that a step computed, and its seconds."""
 
 TURNS = 3
 """Turns of each conversation."""
@@ -72,7 +72,9 @@ SPIN = (
     "import os, sys, threading\nthreading.Thread(target=lambda: (sys.stdin.read(), "
     "os._exit(0))).start()\nwhile True: pass"
 )
-"""Program that computes until our end of its standard input closes, however we end."""
+"""Program that computes until our end of its standard input closes, which happens
+however this process ends.
+"""
 
 
 def bench_profile(path: Path, model: Path | None, *, quick: bool) -> Result:
@@ -128,8 +130,8 @@ def spec_of(config: RunConfig, model: Path) -> EngineSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """A profile's samples. `core_share` is the share of the steps' seconds in which a
-    core was ours.
+    """A profile's samples. `core_share` is the share of the steps' seconds in which the
+    engine's thread had a core.
 
     It is well below 1 on a machine that other processes use.
     """
@@ -274,8 +276,8 @@ class Talk:
         return tuple(torch.randint(self._vocabulary, (count,), generator=self._random).tolist())
 
     def turn(self, contexts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Run one turn of each together: contexts with the agent's output, and an
-        answer to it.
+        """Run one turn of each conversation together; the contexts then grow by the
+        agent's output and an answer to it.
         """
         results = self._engine.generate(self._requests(contexts, self._grid.output))
         return [

@@ -1,10 +1,10 @@
-"""Run a command of another interpreter for as long as the parent holds our standard
-input open.
+"""Run a command of another interpreter for as long as the parent holds this process's
+standard input open.
 
 Invariants: the command has its own process group, and no process of that group survives
-our end; we end when the command does, or when the other end of our standard input
-closes, which happens however our parent ends. This file runs in an interpreter that
-need not have this package, so it uses the standard library only.
+this process; this process ends when the command does, or when the other end of its
+standard input closes, which happens however the parent ends. This file runs in an
+interpreter that may lack this package, so it uses the standard library only.
 """
 
 import contextlib

@@ -1,11 +1,11 @@
-"""vLLM as a peer of the engine bench: its server as a child process on the loopback,
-asked with tokens, answering with tokens.
+"""vLLM as a peer of the engine bench: its server as a child process on the loopback
+interface, with tokens in requests and responses.
 
-vLLM has requirements of its own, so it lives in an environment of its own:
-`ROLLWEAVE_VLLM_PYTHON` names the interpreter. Invariants: whatever cannot be measured
-is a `PeerError` whose text is the reason; a server is never waited for without a limit;
-it and its children are killed and reaped when we leave it, however we leave it, and
-gone with us if we are killed (`subprocess_guard.py`).
+vLLM has conflicting requirements, so it lives in a separate environment:
+`ROLLWEAVE_VLLM_PYTHON` names the interpreter. Invariants: every failure is a
+`PeerError` whose text is the reason; every wait for a server has a limit; the server
+and its children are killed and reaped when the context ends, and end with this process
+if it is killed (`subprocess_guard.py`).
 """
 
 import contextlib
@@ -35,29 +35,32 @@ MISSING = (
 )
 
 START_S = 600.0
-"""Limit to a server's start: about 25 s on a quiet machine, 200 s on a loaded one where
-it compiles.
+"""Maximum seconds until a server is ready: it takes about 25 s on a quiet machine, and
+200 s on a loaded one where it compiles.
 """
 
 ANSWER_S = 600.0
-"""Limit to one answer; a hung server then raises instead of hanging the bench."""
+"""Maximum seconds for one response; a hung server then raises instead of hanging the
+bench.
+"""
 
 POLL_S = 0.2
-"""Between two questions whether the server is ready, which takes tens of seconds."""
+"""Seconds between two checks whether the server is ready, which takes tens of seconds.
+"""
 
 TAIL_LINES = 6
-"""Lines of the server's output that a reason quotes."""
+"""Number of lines of the server's output that a reason quotes."""
 
 HOST = "127.0.0.1"
 MODULE = "vllm.entrypoints.openai.api_server"
 OPTIONS = ("--enable-scale-out", "--skip-tokenizer-init", "--distributed-executor-backend", "uni")
-"""Tokens only, and the model in the engine's own process: for small models on a CPU
-twice as fast as the default.
+"""Options of the server: tokens only, and the model in the engine's own process, which
+for small models on a CPU is twice as fast as the default.
 """
 
 EAGER = "--enforce-eager"
-"""Starts sooner; compiled, the default, is about a third faster on the tiny model, and
-needs a C++ compiler.
+"""Option without compilation: the server starts sooner. The default, compiled, is about
+a third faster on the tiny model, and needs a C++ compiler.
 """
 
 ENVIRONMENT = {
@@ -67,10 +70,9 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-"""One thread, as every other engine has, left to the system to place; nothing is sent
-to or fetched from anywhere.
-
-Without `VLLM_ENABLE_V1_MULTIPROCESSING=0` the option `uni` is overruled on a CPU.
+"""Environment of the server: one thread, as every other engine has, which the system
+places; no network access. Without `VLLM_ENABLE_V1_MULTIPROCESSING=0` the option `uni`
+is overruled on a CPU.
 """
 
 
@@ -79,8 +81,8 @@ class PeerError(RollweaveError):
 
 
 def interpreter() -> str | None:
-    """The interpreter that has vLLM: what the environment names, else our own if vLLM
-    is there, else None.
+    """Return the interpreter that has vLLM: the one that the environment names, else
+    our own if it has vLLM, else None.
     """
     return os.environ.get(VARIABLE) or (sys.executable if find_spec("vllm") is not None else None)
 
@@ -101,7 +103,7 @@ class VllmServer:
         scratch: Path,
         concurrency: int,
     ) -> None:
-        """`scratch` is a directory for its log and what it would cache.
+        """Prepare a server. `scratch` is a directory for its log and its caches.
 
         At most `concurrency` requests are sent at a time.
         """
@@ -110,7 +112,9 @@ class VllmServer:
         self._senders = ThreadPoolExecutor(concurrency, thread_name_prefix="vllm-peer")
 
     def __enter__(self) -> Self:
-        """Start, without waiting. Raises PeerError where there is no such program."""
+        """Start the server, without waiting. Raises PeerError where there is no such
+        program.
+        """
         program = shutil.which(self._python)
         if program is None:
             raise PeerError(f"{self._python!r} is not a program that can be run")
@@ -147,9 +151,7 @@ class VllmServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Kill the server and what it started, reap it, and let the requests under way
-        fail.
-        """
+        """Kill the server and its children, reap it, and let the running requests fail."""
         assert self._process.stdin is not None
         self._process.stdin.close()  # the guard kills the rest
         self._process.wait()
@@ -161,7 +163,7 @@ class VllmServer:
         return self._process.pid
 
     def wait_ready(self, limit_s: float = START_S) -> str:
-        """Wait until the server answers; its version.
+        """Wait until the server responds, and return its version.
 
         Raises PeerError where it ends or is not ready in time.
         """
@@ -183,15 +185,15 @@ class VllmServer:
             return False
 
     def generate(self, requests: Sequence[GenerateRequest]) -> None:
-        """Have all requests continued at once, to their full length.
+        """Complete all requests concurrently, to their full length.
 
-        Raises PeerError where one is not.
+        Raises PeerError where one fails.
         """
         list(self._senders.map(self._continue, requests))
 
     def _continue(self, request: GenerateRequest) -> None:
-        """No seed, since seeded rows are sampled one by one there, and no log-probs:
-        the peer is spared both.
+        """Complete one request, without a seed, since vLLM samples seeded rows one by
+        one, and without log-probs: the peer is spared both.
         """
         wanted = request.sampling.max_tokens
         sampling = {
@@ -224,7 +226,7 @@ class VllmServer:
     def _ask(
         self, method: str, path: str, body: str | None = None, *, timeout_s: float
     ) -> tuple[int, bytes]:
-        """Status and body of one answer. Raises OSError or HTTPException."""
+        """Return status and body of one response. Raises OSError or HTTPException."""
         with contextlib.closing(
             http.client.HTTPConnection(HOST, self.port, timeout=timeout_s)
         ) as connection:
@@ -268,7 +270,7 @@ def options(eager: bool) -> list[str]:
 
 
 def conditions_of(version: str, *, eager: bool) -> dict[str, Any]:
-    """How the servers ran."""
+    """Return how the servers ran."""
     return {
         "version": version,
         "compiled": not eager,
@@ -278,8 +280,8 @@ def conditions_of(version: str, *, eager: bool) -> dict[str, Any]:
 
 
 def _place() -> socket.socket:
-    """A free port, held until the server comes, tens of seconds later: who asks for any
-    port does not get it.
+    """Reserve a free port until the server binds it, tens of seconds later: no process
+    that requests any port gets it.
     """
     place = socket.socket()
     place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the server's has this too

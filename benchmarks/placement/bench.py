@@ -1,11 +1,11 @@
 """Bench `placement`: assignment of trajectories to workers and of GPUs to workers:
-exact, by Heddle's program, by its annealing.
+exact, by Heddle's dynamic program, and by its annealing.
 
 Lengths are drawn from the simulator's families of Heddle's three tasks, step times are
 those of its 14B model on its GPUs (`sim/cost`), and the paper has 64 GPUs and 6,400
 trajectories (100 on each). All contenders get the same lengths and cost table and take
-turns on one core; times are medians, and of the three tasks the slowest. Figures end in
-_TRAJECTORIES_GPUS.
+turns on one core. Times are medians; of the three tasks, the slowest is reported.
+Figures end in _TRAJECTORIES_GPUS.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Heddle's own algorithms for placement and allocation, to compare ours with: the dynamic
+"""Heddle's own algorithms for placement and allocation, as baselines: the dynamic
 program of eq. 3 and the simulated annealing of Alg. 2 (§6.2).
 """
 
@@ -23,13 +23,16 @@ from rollweave.core.policy.placement import (
 )
 
 COOLING, COLDEST = 0.95, 1e-3
-"""Of the temperature: kept after each iteration, and the share of the first one at
-which annealing ends. The paper's values are not in our copy; these make 135 iterations,
-as many as its placements of 0.037 s fit into its 5.0 s (Heddle Table 2).
+"""Factor of the temperature after each iteration, and the share of the first
+temperature at which annealing ends. The paper's values are not in our copy; these make
+135 iterations, as many as its placements of 0.037 s fit into its 5.0 s (Heddle Table
+2).
 """
 
 Transition = tuple[Counter[int], Counter[int]]
-"""Workers of these degrees become workers of those, of the same sum."""
+"""Degrees of the workers that are replaced, and of those that replace them, with the
+same sum.
+"""
 
 
 def place_dp(
@@ -40,12 +43,13 @@ def place_dp(
     below: float = 0.0,
     chunk: int = 1,
 ) -> Placement:
-    """The paper's dynamic program (eq. 3), in O(n² workers): the baseline and the
-    oracle of `place`.
+    """Place by the paper's dynamic program (eq. 3), in O(n² workers): the baseline and
+    the oracle of `place`.
 
     Workers take the list in descending degree (§6.2), so it is exact for equal degrees.
     Trajectories shorter than `below` tokens are aggregated into runs of `chunk`, which
-    are not divided; `loss` bounds what that costs. Raises ValueError as `place` does.
+    are not divided; `loss` bounds the resulting error. Raises ValueError as `place`
+    does.
     """
     check_workers(len(lengths), workers)
     if chunk < 1:
@@ -83,12 +87,12 @@ def _dynamic_program(
     degrees: Sequence[int],
     cost: CostTable,
 ) -> tuple[float, npt.NDArray[np.intp]]:
-    """dp[j][i] = min over k of max(dp[j-1][k], heads[k] * seconds(cuts[i] - cuts[k])):
-    its last value, and every k chosen.
+    """Solve dp[j][i] = min over k of max(dp[j-1][k], heads[k] * seconds(cuts[i] -
+    cuts[k])).
 
-    `heads` [m] are the lengths at the first m of `cuts` [m+1]. chosen[j][i] is where
-    worker j starts if it ends at cut i; i if it is empty. All workers of a column are
-    computed together.
+    Returns the last value and every chosen k. `heads` [m] are the lengths at the first
+    m of `cuts` [m+1]. chosen[j][i] is where worker j starts if it ends at cut i, and i
+    if it is empty. All workers of a column are computed together.
     """
     items = len(heads)
     rows = {degree: np.asarray(cost.row(degree)) for degree in degrees}
@@ -119,13 +123,13 @@ def _dynamic_program(
 def _loss(
     ordered: npt.NDArray[np.float64], long: int, chunk: int, makespan_s: float, row: Sequence[float]
 ) -> float:
-    """How much greater `makespan_s` is for aggregating from position `long`, at most,
-    by workers of this row of the table.
+    """Bound by how much aggregating from position `long` on raises `makespan_s`, for
+    workers of this row of the table.
 
     Move every cut of the best partition to the end of its run: a group that ends among
-    the aggregated gets `chunk` - 1 members more at most. One of those costs
-    `makespan_s` or more (or nothing is lost), which a group that starts late must be
-    large for, and a large group gets little dearer.
+    the aggregated trajectories then gets at most `chunk` - 1 more members. Such a
+    member costs `makespan_s` or more (or nothing is lost), for which a group that
+    starts late must be large, and a large group's cost grows little.
     """
     seconds = np.asarray(row[: len(ordered)])
     more = np.minimum(np.arange(len(ordered)) + chunk - 1, len(ordered) - 1)
@@ -146,14 +150,14 @@ def anneal(
     *,
     placing: Callable[[Sequence[int]], Placement] | None = None,
 ) -> Allocation:
-    """The paper's sort-initialised simulated annealing (Alg. 2, of which our copy has
-    the prose of §6.2 only).
+    """Allocate by the paper's sort-initialized simulated annealing (Alg. 2, of which
+    our copy has the prose of §6.2 only).
 
     Workers start with random degrees and take the sorted list in descending degree.
-    Each iteration redistributes, splits or merges; a faster allocation is always taken,
-    a slower one with probability exp(-more / temperature); the temperature starts at
-    the first makespan. `placing` places on workers in the order given: our fast search
-    over that order where None. Errors as `allocate`.
+    Each iteration redistributes, splits or merges. A faster allocation is always
+    accepted, a slower one with probability exp(-difference / temperature). The
+    temperature starts at the first makespan. `placing` places on workers in the order
+    given; None means our fast search over that order. Raises as `allocate` does.
     """
     moves = by_budget(gpus, degrees)
     transitions = _transitions(sorted(set(degrees)))
@@ -179,7 +183,9 @@ def anneal(
 
 
 def _random_start(moves: Moves, rng: np.random.Generator) -> list[int]:
-    """Degrees drawn one after another until all GPUs are used, in descending order."""
+    """Draw degrees one after another until all GPUs are used, and return them in
+    descending order.
+    """
     drawn: list[int] = []
     used = 0
     while moves[used]:
@@ -189,10 +195,10 @@ def _random_start(moves: Moves, rng: np.random.Generator) -> list[int]:
 
 
 def _transitions(kinds: Sequence[int]) -> list[list[Transition]]:
-    """All there are of each sort: redistribution, split, merge.
+    """Return all transitions of each kind: redistribution, split, merge.
 
-    Three workers redistribute their GPUs, because two powers of two have a sum of their
-    own.
+    Redistribution takes three workers, because the sum of two powers of two determines
+    them.
     """
     found: list[list[Transition]] = []
     for takes, gives in ((3, 3), (1, 2), (2, 1)):
@@ -213,8 +219,8 @@ def _transitions(kinds: Sequence[int]) -> list[list[Transition]]:
 def _perturbed(
     now: list[int], transitions: list[list[Transition]], rng: np.random.Generator
 ) -> list[int]:
-    """After a random transition of a random sort, of those that `now` has workers for;
-    `now` itself where there are none.
+    """Apply a random transition of a random kind, among those possible for the workers
+    of `now`. Returns `now` itself where there is none.
     """
     workers = Counter(now)
     possible = [

@@ -1,9 +1,10 @@
-"""Bench `relay`: new weights on their way to many hosts, whole or as changes, and what
-stands still meanwhile.
+"""Bench `relay`: broadcasts of new weights to many hosts, in full or as deltas, and the
+waiting that they cause.
 
-Hosts are network namespaces of this machine, with links as slow as `tc` makes them, so
-that links and not cores are what is measured; relays, gloo's ranks, the store and its
-clients are processes on them (Laminar §4, §8.3, App. C; ROSE §6.3; RollArt §7.4).
+Hosts are network namespaces of this machine. `tc` limits the speed of their links, so
+that the bench measures links and not cores. Relays, gloo's ranks, the store and its
+clients are processes on these hosts (Laminar §4, §8.3, App. C; ROSE §6.3; RollArt
+§7.4).
 """
 
 import asyncio
@@ -35,21 +36,20 @@ from rollweave.schema.weights import WeightManifest
 from rollweave.weights.publication import publish
 
 PREFIX = "rollweave-bench-relay-"
-"""Of a directory for logs; the process's id follows.
-
-What a killed bench has left of it goes at the next start.
+"""Prefix of the log directory's name; the process's id follows. The next start removes
+the directories of benches that were killed.
 """
 
 TENSORS = 32
-"""Of the payload."""
+"""Number of tensors in the payload."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How much is measured: `nbytes` over links of `mbits` to so many `relays`; the
-    rest are rounds, and seconds.
+    """Extent of the bench: `nbytes` over links of `mbits` to each number of `relays`.
+    The other fields are numbers of rounds, and seconds.
     """
 
     relays: tuple[int, ...]
@@ -106,7 +106,7 @@ QUICK = Size(
 def bench_relay(
     *, quick: bool, say: Say, size: Size | None = None, network: Network | None = None
 ) -> Result:
-    """`size` and `network` are for those who test this."""
+    """Run the bench. Only tests pass `size` and `network`."""
     size = size or (QUICK if quick else FULL)
     with workspace() as logs, network or Network(max(*size.relays, 5)) as net:
         return asyncio.run(_measure(size, net, logs, say))
@@ -150,7 +150,7 @@ async def _measure(size: Size, net: Network, logs: Path, say: Say) -> Result:
 async def _broadcasts(
     size: Size, net: Network, logs: Path, manifest: WeightManifest, say: Say
 ) -> dict[str, Figure]:
-    """Broadcasts and waiting."""
+    """Measure broadcasts, and how long engines wait for them."""
     most = max(size.relays)
     gloo = Gloo(net, size.relays, logs, hosts=most)
     say(f"{most} relays and as many ranks of gloo start")
@@ -194,8 +194,8 @@ async def _broadcasts(
 async def _repairs(
     size: Size, net: Network, logs: Path, manifest: WeightManifest, say: Say
 ) -> dict[str, Figure]:
-    """A relay in the middle, and the master, are killed, or hang; one in the middle is
-    cut off.
+    """Kill and suspend a relay in the middle and the master, and cut off one in the
+    middle.
     """
     relays = _repaired(size)
     figures: dict[str, Figure] = {"repair_cut_s": None}
@@ -238,7 +238,9 @@ async def _links(
 
 
 def _update(hidden: int) -> Versions:
-    """The last of some steps of Adam, in bfloat16, as bench `delta` makes them."""
+    """Return the last of several steps of Adam in bfloat16, as bench `delta` makes
+    them.
+    """
     rng = np.random.default_rng(0)
     before, after = [], []
     for shape in layers(hidden, 1).values():
@@ -250,7 +252,9 @@ def _update(hidden: int) -> Versions:
 
 
 def _repaired(size: Size) -> int:
-    """Relays of the chain that is repaired: one in the middle has a successor."""
+    """Return the number of relays in the chain that is repaired: enough that a relay in
+    the middle has a successor.
+    """
     return max(3, min(8, max(size.relays)))
 
 
@@ -309,7 +313,7 @@ def _conditions(size: Size, net: Network) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def workspace() -> Iterator[Path]:
-    """A directory that goes with us. Those of dead processes go first."""
+    """Yield a temporary directory, after removing those of dead processes."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         owner = path.name.removeprefix(PREFIX).partition("-")[0]
         if owner.isdecimal() and not Path(f"/proc/{owner}").exists():

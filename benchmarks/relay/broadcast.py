@@ -16,14 +16,13 @@ FIT_CHUNKS = (4, 64)
 """Numbers of chunks of the versions for the fit: few, and many."""
 
 Sample = tuple[int, int, float]
-"""Bytes, chunks, and seconds from one relay to the next."""
+"""Bytes, chunks, and the seconds from one relay to the next."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """One hop: `start_s` a chunk and `byte_s` a byte (T_start and T_byte of App.
-
-    C), and what a broadcast costs at all.
+    """Cost of one hop: `start_s` for each chunk, `byte_s` for each byte (T_start and
+    T_byte of App. C), and `fixed_s` for the broadcast itself.
     """
 
     start_s: float
@@ -32,8 +31,8 @@ class Link:
 
 
 def fit(samples: Sequence[Sample]) -> Link:
-    """From two sizes, each in two counts of chunks, any number of times: slopes between
-    medians, none below 0.
+    """Fit a link to samples of two sizes, each in two counts of chunks, repeated any
+    number of times. Slopes are those between medians, and at least 0.
 
     Raises ValueError for other samples.
     """
@@ -63,8 +62,8 @@ def fit(samples: Sequence[Sample]) -> Link:
 
 
 async def measure_link(versions: Sequence[tuple[Tier, WeightManifest]], rounds: int) -> Link:
-    """The link between the first two relays, from versions of two sizes, each with
-    relays of its own: those have one model.
+    """Measure the link between the first two relays from versions of two sizes. Each
+    size has its own relays, since a relay serves a single model.
     """
     samples = []
     for _ in range(rounds):

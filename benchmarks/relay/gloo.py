@@ -1,8 +1,8 @@
-"""torch.distributed's gloo as a peer: `python -m benchmarks.relay.gloo` holds one
-process a rank, each on its own host.
+"""torch.distributed's gloo as a peer: `python -m benchmarks.relay.gloo` runs one
+process for each rank, each on its own host.
 
 torch is imported once, and ranks are forked from there. Invariants: ranks end with this
-process, and it ends with ours.
+process, which ends with its parent.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ from rollweave.runtime.links.relay import ONE_THREAD
 from rollweave.schema.base import Struct
 
 PORT = 29400
-"""Of rank 0's store, on a host where nobody else listens."""
+"""Port of rank 0's store, on a host on which nothing else listens."""
 
 
 class Ranks(Struct, frozen=True, kw_only=True):
-    """What the ranks are: `paths` of their hosts, the `address` of the first, the
-    `interface` of all. Groups of `sizes`.
+    """Description of the ranks: the `paths` of their hosts, the `address` of the first
+    and the `interface` of all. They form groups of `sizes`.
     """
 
     paths: tuple[str, ...]
@@ -40,22 +40,24 @@ class Ranks(Struct, frozen=True, kw_only=True):
 
 
 class Send(Struct, frozen=True, kw_only=True):
-    """Broadcast that many bytes from rank 0 to the others of the group of `size`."""
+    """Request: broadcast so many bytes from rank 0 to the other ranks of the group of
+    `size`.
+    """
 
     size: int
     nbytes: int
 
 
 class Sent(Struct, frozen=True, kw_only=True):
-    """Seconds from rank 0's start, after a barrier, until the last rank has all. 0 at
-    first: ready.
+    """Reply: seconds from rank 0's start, after a barrier, until the last rank has
+    received all bytes. The first reply is 0 and means ready.
     """
 
     seconds: float
 
 
 class Gloo:
-    """The peer of a bench. `start` creates it; `close` ends it."""
+    """The peer as a bench uses it. `start` creates it; `close` ends it."""
 
     def __init__(self, network: Network, sizes: Sequence[int], logs: Path, *, hosts: int) -> None:
         self._answers: asyncio.Queue[float | str] = asyncio.Queue()

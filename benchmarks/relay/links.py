@@ -1,5 +1,5 @@
-"""A remote store over links of many speeds: ROSE's Figure 10, where changes stop being
-worth it, and RollArt's Table 4.
+"""A remote store over links of many speeds: ROSE's Figure 10, the point at which deltas
+stop paying off, and RollArt's Table 4.
 """
 
 import itertools
@@ -21,17 +21,19 @@ from rollweave.weights.delta_body import Array
 Say = Callable[[str], None]
 
 FAST_MBITS = 1000.0
-"""Of the store's link and those of the engines' hosts: what this machine's cores can
-move.
+"""Speed of the store's link and of those of the engines' hosts: what this machine's
+cores can move.
 """
 
 FRACTIONS = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0)
-"""Of the elements that are another number in the next version."""
+"""Fractions of the elements that differ in the next version."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is measured. `crossed` are the speeds at which changes grow."""
+    """Extent of the measurement. `crossed` are the speeds at which growing deltas are
+    sent.
+    """
 
     hidden: int
     rates: tuple[float, ...]
@@ -45,7 +47,7 @@ class Plan:
 async def ablation(
     clusters: Clusters, update: Versions, plan: Plan, directory: Path, say: Say
 ) -> dict[tuple[float, str], list[Run]]:
-    """Each way over each speed, in turn."""
+    """Measure each variant over each speed, in turn."""
     found: dict[tuple[float, str], list[Run]] = {}
     with _pair(update, plan.hidden, directory) as pair:
         for number in range(plan.rounds):
@@ -64,8 +66,8 @@ async def ablation(
 async def growing(
     clusters: Clusters, plan: Plan, directory: Path, say: Say
 ) -> dict[tuple[float, float], list[float]]:
-    """Time of changes over time of the whole, by speed and by the fraction that has
-    changed; in turn.
+    """Return the time of a delta over that of the full version, by speed and by the
+    changed fraction, in turn.
     """
     found: dict[tuple[float, float], list[float]] = {}
     rng = np.random.default_rng(0)
@@ -101,8 +103,8 @@ def _pair(versions: Versions, hidden: int, directory: Path) -> Iterator[Pair]:
 
 
 def redrawn(rng: np.random.Generator, count: int, fraction: float) -> Versions:
-    """bfloat16 of which so many elements, at random, are drawn anew: their differences
-    are as hard to tell as can be.
+    """Return bfloat16 in which so many random elements are drawn anew: their
+    differences are as hard to compress as possible.
     """
     base, other = (
         bfloat16(rng.standard_normal(count, np.float32) * np.float32(STD)) for _ in range(2)
@@ -113,8 +115,8 @@ def redrawn(rng: np.random.Generator, count: int, fraction: float) -> Versions:
 
 
 def crossing(fractions: Sequence[float], ratios: Sequence[float]) -> float | None:
-    """The first fraction at which the ratio is 1, between two measured ones by their
-    logarithms; None: it never is.
+    """Return the first fraction at which the ratio is 1, interpolated between two
+    measured ones by their logarithms, or None if it never is.
     """
     for number, ratio in enumerate(ratios):
         if ratio >= 1:
@@ -129,8 +131,8 @@ def crossing(fractions: Sequence[float], ratios: Sequence[float]) -> float | Non
 
 
 def figures(found: dict[tuple[float, str], list[Run]], plan: Plan) -> dict[str, Figure]:
-    """Gains are of a step over the one before it, at the reference speed; `pull_hidden`
-    is what the push alone hides.
+    """Return figures. A gain is that of a variant over the one before it, at the
+    reference speed; `pull_hidden` is the part that the push alone hides.
     """
     seconds = {key: statistics.median(run.seconds for run in runs) for key, runs in found.items()}
     at = {way: seconds[plan.reference, way] for way in WAYS}
@@ -165,7 +167,7 @@ def figures(found: dict[tuple[float, str], list[Run]], plan: Plan) -> dict[str, 
 def growing_figures(
     found: dict[tuple[float, float], list[float]], plan: Plan
 ) -> tuple[dict[str, Figure], dict[str, Any]]:
-    """The crossings, and why there is none."""
+    """Return the crossings, and the reasons for those that are missing."""
     shown: dict[str, Figure] = {"curve_fractions": list(plan.fractions)}
     why: dict[str, Any] = {}
     for rate in plan.crossed:

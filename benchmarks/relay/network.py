@@ -1,10 +1,10 @@
-"""Hosts on one machine: a network namespace each, wired to a bridge, with links as slow
-as one likes.
+"""Hosts on one machine: a network namespace each, connected to a bridge by links whose
+speed can be limited.
 
-Invariants: namespaces have no name and are held by descriptors of this process alone,
-and links live in them, so that nothing is left however this process ends, by SIGKILL
-even; nothing is ever made in the namespace that we came from. Where they cannot be made
-(not root, no `ip` or `tc`) all hosts are loopback, and nothing is slow.
+Invariants: namespaces have no name and are referred to by descriptors of this process
+alone, and links live in them, so that nothing remains however this process ends, even
+by SIGKILL; nothing is ever created in the original namespace. Where namespaces cannot
+be created (without root, `ip` or `tc`) all hosts are loopback, and no link is limited.
 """
 
 import contextlib
@@ -18,19 +18,19 @@ from typing import Self
 CLONE_NEWNET = 0x40000000  # <linux/sched.h>
 
 SWITCH = "10.77.0.1"
-"""Address of whoever started this: the controller."""
+"""Address of the process that started the hosts: the controller."""
 
 LIMIT_S = 0.1
-"""Seconds of a link's traffic that wait before a packet is dropped."""
+"""Maximum seconds of a link's traffic that are queued before a packet is dropped."""
 
 BURST_S, LEAST_BURST = 0.002, 128 << 10
-"""What may pass at once, in seconds of the link's rate, and at least in bytes: a packet
-before segmentation has 64 KiB.
+"""Burst that may pass at once: seconds at the link's rate, and minimum bytes, since a
+packet before segmentation has 64 KiB.
 """
 
 
 class Network:
-    """`hosts` hosts, from `__enter__` on; the thread that enters is then on the switch
+    """`hosts` hosts, from `__enter__` on. The thread that enters is then on the switch
     that joins them, until `__exit__`.
     """
 
@@ -59,18 +59,18 @@ class Network:
         self._unwind()
 
     def address(self, host: int) -> str:
-        """Where processes of this host listen."""
+        """Return the address at which processes of this host listen."""
         return "127.0.0.1" if self.why_not else f"10.77.{1 + host // 250}.{1 + host % 250}"
 
     @property
     def interface(self) -> str:
-        """Name of every host's link."""
+        """Return the name of every host's link."""
         return "lo" if self.why_not else "eth0"
 
     @contextlib.contextmanager
     def inside(self, host: int) -> Iterator[None]:
-        """This thread is on that host: sockets made now, and processes started now,
-        stay there.
+        """Move this thread to that host: sockets created and processes started in this
+        context stay there.
         """
         if self.why_not:
             yield
@@ -82,20 +82,20 @@ class Network:
             _enter(self._switch)
 
     def path(self, host: int) -> str:
-        """A file by which any process of ours can enter the host (setns); empty on
-        loopback.
+        """Return a file through which any child process can enter the host (setns);
+        empty on loopback.
         """
         return "" if self.why_not else f"/proc/{os.getpid()}/fd/{self._spaces[host]}"
 
     def cut(self, host: int) -> None:
-        """Nothing gets to this host or from it any more.
+        """Disconnect this host.
 
         Raises RuntimeError on loopback.
         """
         self._link(host, "down")
 
     def join(self, host: int) -> None:
-        """It is reached again."""
+        """Reconnect this host."""
         self._link(host, "up")
 
     def _link(self, host: int, state: str) -> None:
@@ -104,8 +104,8 @@ class Network:
         _run("ip", [f"link set h{host} {state}"])
 
     def limit(self, mbits: float | None, hosts: Iterable[int] | None = None) -> None:
-        """So many megabits a second, from now on, up and down for each of these hosts
-        (all); None: as fast as it goes.
+        """Limit the links of these hosts (default: all) to so many megabits a second up
+        and down; None removes the limit.
 
         Raises RuntimeError on loopback.
         """
@@ -165,7 +165,7 @@ def _discipline(device: str, mbits: float | None) -> str:
 
 
 def _run(tool: str, lines: list[str]) -> None:
-    """Commands of `ip` or `tc`, on the host where this thread is. Raises OSError."""
+    """Run commands of `ip` or `tc` on the host where this thread is. Raises OSError."""
     done = subprocess.run(
         [tool, "-batch", "-"],
         input="\n".join(lines) + "\n",
@@ -185,7 +185,7 @@ def _current() -> int:
 
 
 def _new(back: int) -> int:
-    """A network of its own. This thread is in `back` again afterwards.
+    """Create a network namespace. This thread is in `back` again afterwards.
 
     Raises OSError.
     """
@@ -209,7 +209,7 @@ def _enter(space: int) -> None:
 
 
 def enter(path: str) -> None:
-    """This thread is on the host of that `Network.path` from now on. Raises OSError."""
+    """Move this thread to the host of that `Network.path`. Raises OSError."""
     if path:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

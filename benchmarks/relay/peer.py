@@ -1,8 +1,8 @@
 """A host's process around a remote store: the store itself, a trainer rank that pushes,
 or an engine's rank that pulls.
 
-`python -m benchmarks.relay.peer`, held by `Peer`. What is pulled is compared with what
-was published: all hosts of a bench are one machine, and can open its memory.
+`Peer` starts it as `python -m benchmarks.relay.peer`. Pulled bytes are compared with
+the published ones: all hosts of a bench are one machine, and can open its memory.
 """
 
 import asyncio
@@ -33,18 +33,18 @@ Range = tuple[int, int]
 T = TypeVar("T")
 
 PATIENCE_S = 300.0
-"""For one order: the whole version over the slowest link."""
+"""Maximum seconds for one request: the full version over the slowest link."""
 
 
 class Serve(TaggedStruct, frozen=True, kw_only=True):
-    """Be a store, and listen on `host`. Answered by `Serving`."""
+    """Request: act as a store, and listen on `host`. `Serving` is the reply."""
 
     host: str
 
 
 class PushPart(TaggedStruct, frozen=True, kw_only=True):
-    """Send `ranges` of a version in memory of this machine to a store; with `base` as
-    changes since it.
+    """Request: send `ranges` of a version in memory of this machine to a store, with
+    `base` as a delta against it.
     """
 
     address: RelayAddress
@@ -55,7 +55,7 @@ class PushPart(TaggedStruct, frozen=True, kw_only=True):
 
 
 class PullPart(TaggedStruct, frozen=True, kw_only=True):
-    """Read `ranges` of a version from a store."""
+    """Request: read `ranges` of a version from a store."""
 
     address: RelayAddress
     manifest: WeightManifest
@@ -67,10 +67,10 @@ class Serving(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Moved(TaggedStruct, frozen=True, kw_only=True):
-    """When what has travelled, as (start, stop, bytes), and when all of it was known to
-    be right.
+    """Reply: the transfers, as (start, stop, bytes), and the time at which all of it
+    was verified.
 
-    `mismatches`: bytes of ranges that are not what was published.
+    `mismatches` counts the bytes of ranges that differ from what was published.
     """
 
     transfers: tuple[tuple[float, float, int], ...]
@@ -83,7 +83,7 @@ Answer = Serving | Moved
 
 
 async def answered(answers: "asyncio.Queue[T | str]", who: str) -> T:
-    """The next answer of a child, whose loss is a text among them.
+    """Return the next reply of a child. A lost child's reply is an error text.
 
     Raises WeightsError.
     """
@@ -98,7 +98,7 @@ async def answered(answers: "asyncio.Queue[T | str]", who: str) -> T:
 
 
 class Peer:
-    """The process, on a host. One order at a time."""
+    """The process, on a host. It handles one request at a time."""
 
     def __init__(self, network: Network, host: int, name: str, logs: Path) -> None:
         self._answers: asyncio.Queue[Answer | str] = asyncio.Queue()
@@ -114,7 +114,7 @@ class Peer:
             )
 
     async def serve(self, host: str) -> RelayAddress:
-        """Raises WeightsError, as all here."""
+        """Start serving. Like all methods here, raises WeightsError."""
         answer = await self._ask(Serve(host=host))
         assert isinstance(answer, Serving)
         return answer.address
@@ -191,7 +191,7 @@ async def _pull(order: PullPart) -> Moved:
 
 
 def _mismatches(found: memoryview, published: memoryview, ranges: Sequence[Range]) -> int:
-    """Bytes of ranges that differ anywhere."""
+    """Return the bytes of ranges that contain any difference."""
     return sum(stop - start for start, stop in ranges if found[start:stop] != published[start:stop])
 
 
@@ -204,7 +204,7 @@ def _payload(manifest: WeightManifest) -> memoryview:
 
 
 def main() -> None:
-    """Obey until our parent is gone."""
+    """Handle requests until the parent is gone."""
     try:
         asyncio.run(_serve(Parent.from_arguments()))
     except Exception:

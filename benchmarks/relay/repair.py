@@ -1,5 +1,5 @@
-"""How long a chain stands still when a relay of it dies, hangs or loses its link during
-a broadcast (Laminar §4.3).
+"""How long a chain stalls when one of its relays dies, hangs or loses its link during a
+broadcast (Laminar §4.3).
 """
 
 import asyncio
@@ -28,20 +28,20 @@ from rollweave.weights.tcp import transport_of
 Fault = Literal["killed", "hangs", "cut"]
 
 CHUNK_BYTES = LEAST_CHUNK_BYTES
-"""As the controller has them cut on links like these."""
+"""Size of a chunk, as the controller chooses it on links like these."""
 
 PART = 0.4
-"""Of the version that the successor has when its source dies."""
+"""Share of the version that the successor has when its source fails."""
 
 PATIENCE_S = 60.0
-"""For anything here."""
+"""Maximum seconds for any single wait of this module."""
 
 
 @dataclass(frozen=True)
 class Repaired:
-    """Seconds from the death, or from when it stood still: until the controller knew,
-    until the successor had a chunk from its new source, until all had the version.
-    `repeated_bytes` came twice.
+    """Seconds from the failure until the controller knew of it, until the successor had
+    a chunk from its new source, and until all relays had the version. `repeated_bytes`
+    were received twice.
     """
 
     known_s: float
@@ -52,13 +52,13 @@ class Repaired:
 
 @dataclass
 class Arrivals:
-    """When a relay came to have each chunk."""
+    """Times at which a relay received each chunk."""
 
     times: list[float] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def reach(self, count: int) -> float:
-        """When it had so many. Raises WeightsError."""
+        """Return the time at which it had so many chunks. Raises WeightsError."""
         try:
             async with asyncio.timeout(PATIENCE_S):
                 while len(self.times) < count:
@@ -72,8 +72,8 @@ class Arrivals:
 
 
 async def watch(address: RelayAddress, manifest: WeightManifest, arrivals: Arrivals) -> None:
-    """Ask a relay for the first byte of each chunk, which it gives away as soon as the
-    chunk is there.
+    """Ask a relay for the first byte of each chunk, which it serves as soon as it has
+    the chunk.
     """
     channel = await transport_of("tcp", host="").connect(address)
     try:
@@ -105,7 +105,8 @@ async def repaired(
     victim: int,
     fault: Fault = "killed",
 ) -> Repaired:
-    """Start a chain, and do this to relay `victim` once its successor has a part.
+    """Start a chain, and inflict the fault on relay `victim` once its successor has a
+    part of the version.
 
     Raises WeightsError.
     """

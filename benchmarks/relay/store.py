@@ -1,11 +1,11 @@
-"""Weights between clusters through a remote store: what each step of ROSE's engine
-brings (§6.3, Fig. 10).
+"""Weights between clusters through a remote store: the gain of each of ROSE's steps
+(§6.3, Fig. 10).
 
-Two trainer ranks, each with a slow link of its own, a store, and two engine ranks on
-hosts near it. `WAYS` add up: `batch` gathers, sends the whole from one rank, and pulls
-the whole afterwards; `async` pulls each bucket once it is there; `shard` has each rank
-send its own shard, and each engine pull its own; `sparse` sends what has changed, which
-each engine's relay takes.
+There are two trainer ranks, each with its own slow link, a store, and two engine ranks
+on hosts near it. The variants in `WAYS` build on one another: `batch` gathers the
+version, sends all of it from one rank, and pulls it afterwards; `async` pulls each
+bucket as soon as the store has it; `shard` has each rank send its shard and each engine
+pull its shard; `sparse` sends deltas, which each engine's relay fetches.
 """
 
 import asyncio
@@ -33,17 +33,17 @@ from rollweave.weights.shards import Fsdp, TensorParallel, plan
 WAYS = ("batch", "async", "shard", "sparse")
 
 RANKS = 2
-"""That train, and that serve."""
+"""Number of ranks that train, and of ranks that serve."""
 
 SENDERS, STORE, RECEIVERS = (0, 1), 2, (3, 4)
-"""Their hosts."""
+"""Hosts of the trainer ranks, of the store and of the engine ranks."""
 
 HEAD_DIM = 64
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A version and the one before it, in memory of this machine."""
+    """A version and its predecessor, in memory of this machine."""
 
     base: WeightManifest
     new: WeightManifest
@@ -51,8 +51,8 @@ class Pair:
 
 @dataclass(frozen=True)
 class Run:
-    """Seconds from the first byte until every engine has what it needs, and bytes that
-    crossed the slow links.
+    """Seconds from the first byte until every engine has what it needs, and the bytes
+    that crossed the slow links.
     """
 
     seconds: float
@@ -62,7 +62,7 @@ class Run:
 
 
 class Clusters:
-    """The hosts of both clusters and their processes. Made by `clusters`."""
+    """The hosts of both clusters and their processes. `clusters` creates it."""
 
     def __init__(
         self, network: Network, peers: Sequence[Peer], store: RelayAddress, relays: Tier
@@ -78,7 +78,7 @@ class Clusters:
 
     def slow(self, mbits: float | None, fast: float | None) -> None:
         """Limit the trainer ranks' links to `mbits`, and those of the store and the
-        engines to `fast`. Nothing on loopback.
+        engines to `fast`. Does nothing on loopback.
         """
         if not self._network.why_not and self._speeds != (mbits, fast):
             self._network.limit(mbits, SENDERS)
@@ -86,10 +86,7 @@ class Clusters:
             self._speeds = (mbits, fast)
 
     async def run(self, way: str, pair: Pair, model: Model, *, bucket_bytes: int) -> Run:
-        """One version's way.
-
-        The caller has seen to it that links are as they shall be.
-        """
+        """Transfer one version by one variant. The caller has set the links' speeds."""
         new = self._named(pair.new)
         if way == "sparse":
             return await self._sparse(new, pair, bucket_bytes)
@@ -125,7 +122,7 @@ class Clusters:
         )
 
     async def prepare(self, pair: Pair, *, bucket_bytes: int) -> None:
-        """The store, from its own host, and the engines' relays have the base."""
+        """Give the base to the store, from its own host, and to the engines' relays."""
         base = self._named(pair.base)
         whole = ((0, base.nbytes),)
         await self._keeper.move(
@@ -135,7 +132,7 @@ class Clusters:
         self._base = base
 
     async def _sparse(self, new: WeightManifest, pair: Pair, bucket_bytes: int) -> Run:
-        """After `prepare`."""
+        """Send a delta. `prepare` must have run."""
         base, halves = self._base, split_payload(new, RANKS, bucket_bytes=bucket_bytes)
         started = time.monotonic()
         pushes, _ = await asyncio.gather(
@@ -190,7 +187,7 @@ class Clusters:
 
 @contextlib.asynccontextmanager
 async def clusters(network: Network, logs: Path) -> AsyncIterator[Clusters]:
-    """Both clusters' processes. Raises WeightsError where one does not start."""
+    """Start both clusters' processes. Raises WeightsError where one does not start."""
     peers: list[Peer] = []
     try:
         for name, host in (
@@ -210,7 +207,9 @@ async def clusters(network: Network, logs: Path) -> AsyncIterator[Clusters]:
 
 
 def layers(hidden: int, count: int) -> dict[str, tuple[int, ...]]:
-    """Shapes by name, in hidden widths as Qwen3-0.6B has them; no embedding."""
+    """Return shapes by name, in hidden widths as Qwen3-0.6B has them; without an
+    embedding.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in range(count):
         for name, rows, columns in (
@@ -237,7 +236,7 @@ def published(
     shapes: dict[str, tuple[int, ...]],
     directory: Path,
 ) -> Publication:
-    """These elements of bfloat16 in memory, in the shapes' order."""
+    """Publish these elements of bfloat16 in memory, in the shapes' order."""
     flat, start, tensors = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16), 0, {}
     for name, shape in shapes.items():
         count = int(np.prod(shape))
@@ -250,8 +249,8 @@ def published(
 
 
 def _gather(manifest: WeightManifest) -> None:
-    """What one rank lacks, copied from the other's memory: a link within the training
-    cluster is not modelled.
+    """Copy what one rank lacks from the other's memory: no link within the training
+    cluster is modeled.
     """
     payload = read_payload(manifest.location, manifest.nbytes, where="the other rank's shard")
     np.frombuffer(payload, np.uint8, manifest.nbytes // RANKS).copy()
@@ -262,12 +261,14 @@ def _transfers(moved: Sequence[Moved]) -> list[Transfer]:
 
 
 def _spans(ranges: Sequence[tuple[int, int]]) -> tuple[Range, ...]:
-    """(offset, bytes) as (start, stop)."""
+    """Convert (offset, bytes) to (start, stop)."""
     return tuple((offset, offset + nbytes) for offset, nbytes in ranges)
 
 
 def _rest(nbytes: int, parts: Sequence[Range]) -> list[Range]:
-    """What of a payload is in none of these parts, which do not overlap."""
+    """Return the ranges of a payload that none of these parts covers. Parts do not
+    overlap.
+    """
     found, end = [], 0
     for start, stop in (*sorted(parts), (nbytes, nbytes)):
         if start > end:

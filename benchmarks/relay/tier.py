@@ -39,8 +39,8 @@ class Tier:
         suspected: Sequence[asyncio.Event],
         stalled: Sequence[asyncio.Event],
     ) -> None:
-        """Events are set while a relay is suspected, and once nothing has come to it
-        from its source for a moment.
+        """`suspected` events are set while a relay is suspected, `stalled` ones once
+        its source has sent it nothing for a moment.
         """
         self.links, self.addresses, self.suspected, self.stalled = (
             list(links),
@@ -79,8 +79,8 @@ class Tier:
         chunk_bytes: int,
         base_id: int | None = None,
     ) -> float:
-        """Seconds in which relay i has a version from relay `sources[i]`, or from
-        memory, all told at once.
+        """Return the seconds until every relay i has a version from relay `sources[i]`,
+        or from memory. All requests are sent at once.
 
         Raises WeightsError where one fails.
         """
@@ -121,7 +121,7 @@ def chain(relays: int) -> list[int | None]:
 
 
 def star(relays: int) -> list[int | None]:
-    """Return one source for all: the master."""
+    """Return the same source for all: the master."""
     return [None, *(0 for _ in range(relays - 1))]
 
 

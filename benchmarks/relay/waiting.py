@@ -1,10 +1,10 @@
-"""How long engines wait for new weights (Laminar Fig. 14), and the trainer to hand them
-on, while training goes on.
+"""How long engines wait for new weights (Laminar Fig. 14), and how long publication
+holds up the trainer, while training continues.
 
-With relays an engine takes weights when it wants them, from memory of its host: its
-wait ends with the load, and begins when it asks, whether the version is on its host yet
-or still on the chain. With a global synchronisation all engines stop at each
-publication until gloo has brought it to all; that they have to wait for the slowest to
+With relays, an engine fetches weights when it wants them, from its host's memory: its
+wait begins with its request, whether the version is on its host yet or still on the
+chain, and ends with the load. With global synchronization all engines stop at each
+publication until gloo has brought it to all of them. The wait for the slowest engine to
 stop is not counted.
 """
 
@@ -26,13 +26,13 @@ from rollweave.schema.weights import FetchVersion, WeightManifest
 from rollweave.weights.publication import Publication, publish, read_tensors
 
 KEEP = 2
-"""Publications that the trainer keeps, so that a running load can end."""
+"""Number of publications that the trainer keeps, so that a running load can end."""
 
 
 @dataclass
 class Waits:
-    """Seconds of each update of an engine; of those for which its host had the version
-    already; of each publication.
+    """Seconds of each update of an engine; of the updates whose version was already on
+    the host; of each publication.
     """
 
     engines: list[float] = field(default_factory=list)
@@ -67,8 +67,9 @@ async def waits(
     publications: int,
     period_s: float,
 ) -> Waits:
-    """A trainer publishes every `period_s`; engine i loads from relay i, at moments of
-    its own. Raises WeightsError.
+    """Publish every `period_s`, while engine i loads from relay i at random moments.
+
+    Raises WeightsError.
     """
     rng = random.Random(0)
     with ThreadPoolExecutor(engines + 1) as pool:
@@ -127,8 +128,8 @@ async def _taken(world: _World, relay: int, word: FetchVersion, source: int | No
 
 
 async def _engine(world: _World, relay: int, period_s: float, rng: random.Random) -> None:
-    """Whenever it wants weights and there are new ones, wait for its host to have them,
-    and load them.
+    """At random moments, if there is a new version, wait until the host has it, and
+    load it.
     """
     own = {name: torch.zeros_like(tensor) for name, tensor in world.tensors.items()}
     has = 0
@@ -152,7 +153,9 @@ async def _engine(world: _World, relay: int, period_s: float, rng: random.Random
 
 
 def _published(world: _World) -> tuple[Publication, float]:
-    """The next version, and for how long the trainer's thread was held."""
+    """Publish the next version. Returns it and the seconds for which the trainer's
+    thread was held up.
+    """
     version = world.tier.next_id()
     began = time.monotonic()
     publication = publish(
@@ -162,7 +165,7 @@ def _published(world: _World) -> tuple[Publication, float]:
 
 
 def _load(own: dict[str, torch.Tensor], manifest: WeightManifest) -> None:
-    """As an engine does: verify everything, then put it in place."""
+    """Load as an engine does: verify everything, then put it in place."""
     for name, tensor in read_tensors(manifest).items():
         own[name].copy_(tensor)
 

@@ -1,6 +1,6 @@
 """Programs that attack the sandbox they run in (`benchmarks/sandbox/attacks`).
 
-Each says itself whether it got out: `held` or `escaped`.
+Each prints as its verdict whether it got out: `held` or `escaped`.
 """
 
 PRELUDE = """
@@ -16,9 +16,7 @@ def refused(name, x86, arm, *args):
     if got >= 0 or ctypes.get_errno() not in (errno.EPERM, errno.ENOSYS):
         escaped(f"{name} gave {got}, errno {ctypes.get_errno()}")
 """
-"""What they have in common, after the names that `attacks.Scene` gives to what can be
-reached.
-"""
+"""Common beginning of all programs, after the names that `attacks.Scene` defines."""
 
 PROGRAMS: dict[str, str] = {
     "fork bomb": """
@@ -321,7 +319,7 @@ for number in (250, 521, 425, 272):
 held()
 """,
 }
-"""By name."""
+"""Programs by name of the attack."""
 
 COUNTED_BY_GROUPS = frozenset(
     ("shared memory that no process maps any longer", "buffers of sockets")

@@ -1,11 +1,11 @@
-"""Attacks on a sandbox, each tried for real and bounded, so that one which succeeds
-does no harm.
+"""Attacks on a sandbox. Each is carried out for real, and bounded, so that one which
+succeeds does no harm.
 
-An attack is a program that runs inside, or something that the host does to what a
-program inside has prepared. A program says itself whether it got out, by the first word
-of its last line: `held` or `escaped`. One that says neither is our error and counts as
-an escape, unless the sandbox was ended for going beyond a limit. The holes were found
-by review of other sandboxes.
+An attack is a program that runs inside, or an action of the host on what a program
+inside has prepared. A program reports whether it got out by the first word of its last
+line: `held` or `escaped`. A program without a verdict is our error and counts as an
+escape, unless the sandbox was ended for exceeding a limit. The holes were found by
+review of other sandboxes.
 """
 
 import asyncio
@@ -36,19 +36,19 @@ LIMITS = Limits(
     wall_s=120.0,
     output_bytes=64 * 1024,
 )
-"""Of a sandbox under attack: small, so that bombs are small."""
+"""Limits of a sandbox under attack: small, so that bombs are small."""
 
 TIME_S = 30.0
-"""For one program: the longest is the memory bomb, which holds what it has for three
-seconds.
+"""Maximum seconds for one program: the longest is the memory bomb, which keeps its
+memory for three seconds.
 """
 
 BAIT = "ROLLWEAVE_BAIT"
-"""A variable of the host, which nobody inside may see."""
+"""A variable of the host's environment, which must not be visible inside."""
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    """Of one attack."""
+    """Outcome of one attack."""
 
     attack: str
     escaped: bool
@@ -57,7 +57,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Scene:
-    """What the host has ready to be reached."""
+    """Targets on the host that an attack tries to reach."""
 
     port: int
     abstract: str
@@ -66,7 +66,7 @@ class Scene:
     bait: "subprocess.Popen[bytes]"
 
     def prelude(self) -> str:
-        """Names that programs inside use."""
+        """Return the definitions of the names that programs inside use."""
         values = {
             "PORT": self.port,
             "ABSTRACT": "\0" + self.abstract,
@@ -81,7 +81,9 @@ class Scene:
 
 
 async def _killing(sandbox: Sandbox, scene: Scene) -> str:
-    """All that it can signal: its server goes, the host's processes stay."""
+    """Signal every process: the sandbox's own server ends, the host's processes must
+    not.
+    """
     pids = [scene.bait.pid, os.getpid()]
     try:
         for program in (
@@ -95,7 +97,7 @@ async def _killing(sandbox: Sandbox, scene: Scene) -> str:
 
 
 async def _links(sandbox: Sandbox, scene: Scene) -> str:
-    """The host reads what is a link to a file of the host."""
+    """Let the host read links to a file of the host."""
     await _shell(
         sandbox,
         f"mkdir -p d; ln -s {scene.secret_path} link; ln -s "
@@ -118,7 +120,7 @@ async def _links(sandbox: Sandbox, scene: Scene) -> str:
 
 
 async def _fifos(sandbox: Sandbox, scene: Scene) -> str:
-    """The host reads what would block it, or never end."""
+    """Let the host read files that would block it, or never end."""
     await _shell(sandbox, "mkfifo fifo; ln -s /dev/zero zero")
     for path in (f"{HOME}/fifo", f"{HOME}/zero", "/dev/zero", "/proc/kmsg", "/dev/tty"):
         try:
@@ -132,7 +134,7 @@ async def _fifos(sandbox: Sandbox, scene: Scene) -> str:
 
 
 async def _flood(sandbox: Sandbox, scene: Scene) -> str:
-    """Output without end."""
+    """Print output without end."""
     result = await _shell(sandbox, "head -c 200000000 /dev/zero; head -c 200000000 /dev/zero >&2")
     got = len(result.stdout) + len(result.stderr)
     return (
@@ -141,8 +143,8 @@ async def _flood(sandbox: Sandbox, scene: Scene) -> str:
 
 
 async def _orphans(sandbox: Sandbox, scene: Scene) -> str:
-    """Processes that leave their parents, ignore every signal, and are there when the
-    sandbox is stopped.
+    """Start processes that leave their parents, ignore every signal, and still run when
+    the sandbox is stopped.
     """
     mark = f"orphan-{secrets.token_hex(8)}"
     await _shell(
@@ -163,7 +165,7 @@ ACTS: dict[str, Callable[[Sandbox, Scene], Awaitable[str]]] = {
     "output without end": _flood,
     "orphans": _orphans,
 }
-"""What the host takes part in, by name."""
+"""Attacks in which the host takes part, by name."""
 
 ATTACKS = (*PROGRAMS, *ACTS)
 
@@ -180,7 +182,7 @@ def attacks_here() -> tuple[str, ...]:
 
 
 async def attempt(backend: Backend, attack: str) -> Outcome:
-    """Try one attack, in a sandbox of its own."""
+    """Carry out one attack, in a new sandbox."""
     with _scene() as scene:
         said = await _attempt(backend, attack, scene)
     return Outcome(attack=attack, escaped=not said.startswith("held"), said=said)

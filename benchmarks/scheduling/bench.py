@@ -1,12 +1,12 @@
-"""Bench `scheduling`: what scheduling whole trajectories gains on a long-tailed
+"""Bench `scheduling`: the gain from scheduling whole trajectories on a long-tailed
 workload (Heddle §7.2, §7.3), live.
 
-Several paced engines as processes, tools with injected latency, several synchronous
-steps: the first teach the predictor of lengths, the later ones are measured. Every way
-to schedule gets the same tasks, samples and latencies: engines are deterministic and
-nothing is learned, so all ways have the same trajectories, and ratios are of the same
-step of the same seed. Runs are interleaved: every way once, then every way again with
-the next seed.
+Several paced engines run as processes, tools have an injected latency, and there are
+several synchronous steps: the first ones teach the predictor of lengths, the later ones
+are measured. All variants get the same tasks, samples and latencies: engines are
+deterministic and nothing is learned, so all variants have the same trajectories, and
+ratios are of the same step of the same seed. Runs are interleaved: every variant once,
+then every variant again with the next seed.
 """
 
 import os
@@ -78,8 +78,8 @@ class Size(Struct, frozen=True, kw_only=True):
 
 FULL = Size(groups=4, learned=4, measured=3, seeds=2)
 QUICK = Size(groups=2, learned=1, measured=1, seeds=1)
-"""Full: from the fourth step on predictions of this workload are good; a step of all
-ways takes about a minute.
+"""Short form of the bench. In the full one, predictions of this workload are good from
+the fourth step on; a step of all variants takes about a minute.
 """
 
 MEMBERS = 16
@@ -137,8 +137,8 @@ class Run(Struct, frozen=True, kw_only=True):
 
 
 def bench_scheduling(*, quick: bool, say: Callable[[str], None]) -> Result:
-    """Figures by way (`…_WAY`) and of its makespan and tail over ours; and the core's
-    own cost.
+    """Return figures by variant (`…_WAY`), and its makespan and tail over ours; and the
+    core's own cost.
     """
     size, ways = (QUICK, QUICK_WAYS) if quick else (FULL, tuple(WAYS))
     runs: dict[str, list[Run]] = {way: [] for way in ways}
@@ -241,7 +241,7 @@ def _prediction_figures(ours: Sequence[Run]) -> dict[str, Figure]:
 
 
 def over(theirs: Sequence[Run], ours: Sequence[Run], name: str) -> float | None:
-    """Return the median of theirs over ours, step by step; None where ours is 0."""
+    """Return the median of their seconds over ours, step by step; None where ours is 0."""
     pairs = list(zip(_all(theirs, name), _all(ours, name), strict=True))
     return (
         round(statistics.median(one / other for one, other in pairs), 4)
@@ -267,7 +267,7 @@ def _prefix_hit(runs: Sequence[Run]) -> float:
 
 
 def _real_step_s(run: Run) -> float:
-    """Return the mean seconds of an engine's step, without the pace."""
+    """Return the mean seconds of an engine's step, without padding."""
     engines = run.lines[-1]["engines"].values()
     return float(
         sum(stats["busy_s"] for stats in engines) / sum(stats["steps"] for stats in engines)

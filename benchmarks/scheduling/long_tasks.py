@@ -1,11 +1,11 @@
-"""The workload of bench `scheduling`: tasks of a few turns, and now and then of dozens,
-with as many tokens in each turn.
+"""The workload of bench `scheduling`: tasks of a few turns, and occasionally of dozens,
+with equally many tokens in each turn.
 
 Nothing is learned here: every episode has reward 1, so all advantages are 0.
-Invariants: how many turns an episode has depends on the task and on the words of its
+Invariants: the number of an episode's turns depends on the task and on the words of its
 first turn alone, so that members of a group differ, and equal samples give equal
-episodes, whatever engine ran them in whatever order. What is seen of the length is what
-agents see: a prompt that is longer for harder tasks, and after each turn how many tests
+episodes, independent of engine and order. What is visible of the length is what agents
+see: a longer prompt for harder tasks, and after each turn the number of tests that
 still fail, both with noise.
 """
 
@@ -18,23 +18,25 @@ from rollweave.schema.work import Task
 
 MEDIAN_TURNS = 2.5
 TASK_SIGMA, MEMBER_SIGMA = 0.9, 0.5
-"""Of the logarithm of the turns, between tasks and between members of a group:
+"""Sigma of the logarithm of the turns, between tasks and between members of a group:
 assumptions. The longest of 64 has about ten times the median.
 """
 
 MOST_TURNS = 40
 
 NOISE = 0.5
-"""Sigma of the logarithm by which prompt and failing tests are off."""
+"""Sigma of the logarithm of the noise in prompts and failing tests."""
 
 SPOKEN = tuple(f" say{index}" for index in range(48))
-"""What the agent may say; so many that it seldom says nothing, which ends a turn."""
+"""Words that the agent may sample: so many that it seldom samples an empty turn, which
+ends it.
+"""
 
 READ = (" task", " part", " passed", " failed")
 
 
 class LongTask:
-    """A prompt of 8 to 48 words; each answer has 4 to 16."""
+    """An environment with a prompt of 8 to 48 words, and 4 to 16 words in each answer."""
 
     def __init__(self) -> None:
         self._task_turns = 0.0
@@ -67,7 +69,7 @@ class LongTask:
 
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
-        """How hard it is: log-normal."""
+        """Make a task whose difficulty is log-normal."""
         own = mix(seed, split, index)
         return new_task(seed=own, turns=MEDIAN_TURNS * _off(random.Random(own), TASK_SIGMA))
 
@@ -81,5 +83,5 @@ class LongTask:
 
 
 def _off(rng: random.Random, sigma: float) -> float:
-    """A factor with median 1."""
+    """Return a random factor with median 1."""
     return math.exp(rng.gauss(0.0, sigma))

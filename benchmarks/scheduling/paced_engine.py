@@ -1,10 +1,10 @@
 """A paced engine: `python -m benchmarks.scheduling.paced_engine`, in the place of
 `runtime/entrypoints/engine`, for benches on few cores.
 
-Real tokens from a real engine, whose steps are padded to what a large one would take:
-two engines that share two cores with everything else then wait for the modelled GPU
-instead of for each other. Invariants: a step's results leave when its padded time is
-over; the profile that the engine says of itself is the padded one.
+It samples real tokens with a real engine, whose steps are padded to the time that a
+large one would take: two engines that share two cores with all other processes then
+wait for the modeled GPU instead of for each other. Invariants: a step's results leave
+when its padded time is over; the profile that the engine reports is the padded one.
 """
 
 import os
@@ -31,20 +31,19 @@ from rollweave.sim.hardware import gpu
 from rollweave.sim.models import model
 
 GPU, MODEL = "h100", "qwen3-14b"
-"""What is modelled: Heddle's ablations (§7.2, §7.3)."""
+"""Modeled hardware and model: those of Heddle's ablations (§7.2, §7.3)."""
 
 TOKENS = 40
-"""Tokens of the modelled engine that one of ours stands for; time runs so much faster.
-
-A turn of 12 tokens is one of 480.
+"""Number of tokens of the modeled engine that one of ours stands for, and the factor by
+which time is sped up. A turn of 12 tokens is one of 480.
 """
 
 
 class Pace:
-    """Seconds of a step: those of `TOKENS` steps of the modelled engine, on contexts
-    `TOKENS` times as long, by `TOKENS`.
+    """Duration of a step: that of `TOKENS` steps of the modeled engine, on contexts
+    `TOKENS` times as long, divided by `TOKENS`.
 
-    So prompt tokens cost as they are, and attention to a context `TOKENS` times as
+    So prompt tokens keep their cost, and attention to a context costs `TOKENS` times as
     much.
     """
 
@@ -60,13 +59,13 @@ class Pace:
         )
 
     def padded(self, point: StepTime) -> StepTime:
-        """A measured step as it will be when it is paced."""
+        """Return a measured step with its paced duration."""
         modelled = self.step_s(StepWork(0, 0, point.batch, point.batch * point.context))
         return msgspec.structs.replace(point, seconds=max(point.seconds, modelled))
 
 
 class Pacer:
-    """Stands between an engine's loop and whom it replies to.
+    """Delays the replies of an engine's loop.
 
     Its methods are called on the loop's thread.
     """
@@ -78,8 +77,8 @@ class Pacer:
         self._held: list[EngineReply] = []
 
     def reply(self, word: EngineReply) -> None:
-        """What a step sampled to its end waits for the end of the step; all else
-        happens between steps.
+        """Hold back a completed request until the end of its step. All other replies
+        happen between steps and pass.
         """
         if isinstance(word, Generated) and word.result.finish in (
             FinishReason.STOP,
@@ -94,7 +93,7 @@ class Pacer:
             self._reply(word)
 
     def watch(self, amounts: StepWork, seconds: float) -> None:
-        """A step was computed in `seconds`."""
+        """Pad a step that was computed in `seconds`, and send its results."""
         self._sleep(max(0.0, self._pace.step_s(amounts) - seconds))
         for word in self._held:
             self._reply(word)
@@ -102,7 +101,7 @@ class Pacer:
 
 
 def main() -> None:
-    """As `runtime/entrypoints/engine.main`."""
+    """Run like `runtime/entrypoints/engine.main`."""
     parent = Parent.from_arguments()
     spec = decoder_of(EngineSpec)(parent.receive())
     decode = decoder_of(EngineCommand)

@@ -31,9 +31,9 @@ class Rollout(Struct, frozen=True, kw_only=True):
     """The rollout of one training step. `makespan_s` is from the first turn that an
     engine received to the last trajectory's end.
 
-    `tail_queue_s` is the wait for a slot of the turns of the trajectory with the most
-    sampled tokens, in the core and on its engine; `tail_tokens` and `tail_turns` are
-    that trajectory's, `tokens`, `turns` and `queue_s` those of all.
+    `tail_tokens` and `tail_turns` are those of the trajectory with the most sampled
+    tokens; `tail_queue_s` is how long its turns waited for a slot, in the core and on
+    its engine. `tokens`, `turns` and `queue_s` are those of all trajectories.
     """
 
     makespan_s: float
@@ -50,7 +50,7 @@ class Rollout(Struct, frozen=True, kw_only=True):
 
 
 class _Taken(msgspec.Struct):
-    """Of one trajectory."""
+    """Measurements of one trajectory."""
 
     tokens: int = 0
     turns: int = 0

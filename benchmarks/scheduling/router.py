@@ -20,7 +20,9 @@ from rollweave.sim.world import World
 TRAJECTORIES, ENGINES, SLOTS = 10_000, 256, 32
 MEMBERS = 16
 TURNS, QUICK_TURNS = 40_000, 4_000
-"""Measured turns; before them, each concurrent trajectory has had its first one."""
+"""Numbers of measured turns. Before them, each concurrent trajectory has had its first
+turn.
+"""
 
 CONDITION = (
     "handling of a turn's events (asked for, done, prediction) by the core alone, scheduling "

@@ -1,19 +1,19 @@
 """Ablations of the rollout service, as in ProRL Agent's Table 3: load balancing,
-efficient bash, clean-up of stale jobs.
+efficient bash, cancellation of stale jobs.
 
-Agents run real bash commands in sandboxes; engines have a known pace (`slot_engines`),
-so that the share of their slots that is used is exact. A trainer in the manner of DAPO
-asks for `JOBS` rollouts a step, takes the first `WANTED`, and goes on to its next step.
-What is ablated:
+Agents run real bash commands in sandboxes. Engines have a known pace (`slot_engines`),
+so that the used share of their slots is exact. A trainer in the manner of DAPO requests
+`JOBS` rollouts a step, takes the first `WANTED`, and continues with its next step. The
+ablations:
 
-- `no_balancing`: each conversation stays with the engine that its hash picks, however
-  long that one's queue;
-- `no_bash`: the same commands through tmux;
-- `no_cleanup`: rollouts that nobody waits for any more are not cancelled, and run to
-  their end.
+- `no_balancing`: each conversation stays with the engine that its hash selects, however
+  long that engine's queue is;
+- `no_bash`: the same commands run through tmux;
+- `no_cleanup`: rollouts that are no longer wanted are not cancelled, and run to their
+  end.
 
-Invariants: all ways have the same tasks and conversations in the same order; they take
-turns, round by round; ratios are of the same round.
+Invariants: all variants have the same tasks and conversations in the same order; they
+take turns, round by round; ratios are of the same round.
 """
 
 import asyncio
@@ -41,20 +41,20 @@ from rollweave.schema.work import TRAINABLE
 from rollweave.service.client import RolloutClient
 
 ENGINES, SLOTS, TOKEN_MS = 4, 2, 10.0
-"""A turn of 14 tokens or so takes 150 ms: ten times as fast as large models, so that
-commands weigh as much as there.
+"""Engines, slots of each, and milliseconds of a token. A turn of about 14 tokens takes
+150 ms: ten times as fast as with large models, so that commands weigh as much as there.
 """
 
 JOBS, WANTED = 24, 17
 """Rollouts of a step, and how many of them are wanted: 70 %."""
 
 ROOM_S = 60.0
-"""For rollouts that were cancelled to be gone."""
+"""Maximum seconds until cancelled rollouts have ended."""
 
 
 class Way(Struct, frozen=True, kw_only=True):
-    """`terminal` names the handler, `balanced` says which engines the service knows,
-    `cancels` what the trainer does.
+    """One variant. `terminal` names the handler, `balanced` tells whether the service
+    knows each engine, `cancels` whether the trainer cancels.
     """
 
     terminal: str = "shell"
@@ -73,16 +73,18 @@ WAYS = {
 
 
 class Size(Struct, frozen=True, kw_only=True):
-    """Of each way: `steps` measured ones in each of `rounds`, after one that warms up."""
+    """Extent of each variant: `steps` measured steps in each of `rounds` rounds, after
+    one warm-up step.
+    """
 
     rounds: int
     steps: int
 
 
 class Round(Struct, frozen=True, kw_only=True):
-    """What was measured.
+    """Measurements of one round.
 
-    Seconds of slots: those of turns of wanted rollouts, and all.
+    Slot-seconds are counted twice: those of turns of wanted rollouts, and all.
     """
 
     seconds: float
@@ -115,7 +117,9 @@ FIGURES = ("jobs_per_s", "action_ms", "utilisation", "useful_utilisation")
 def ablations(
     model: Path, scratch: Path, size: Size, say: Callable[[str], None]
 ) -> dict[str, list[Round]]:
-    """Rounds by way, as many of each; without tmux there are none of `no_bash`."""
+    """Return rounds by variant, equally many of each. Without tmux there are none of
+    `no_bash`.
+    """
     ways = {
         name: way for name, way in WAYS.items() if way.terminal != "tmux" or shutil.which("tmux")
     }
@@ -133,7 +137,7 @@ def ablations(
 
 
 def _config(directory: Path, model: Path) -> RunConfig:
-    """As many environments at once as there are slots."""
+    """Return a configuration with as many concurrent environments as slots."""
     env, limits = (
         "benchmarks.service.bash_env:BashEnv",
         {"max_turns": 30, "max_tokens": 2000, "max_turn_tokens": 64},
@@ -181,17 +185,21 @@ async def _rounds(
 
 
 class Asked(Protocol):
-    """What a trainer wants of a `RolloutClient` of one service."""
+    """The part of a service's `RolloutClient` that a trainer needs."""
 
     async def rollout(self, request: RolloutRequest) -> RolloutStatus:
-        """Once all is done. Cancelling the call cancels the rollout."""
+        """Return the results once all are done. Cancelling the call cancels the
+        rollout.
+        """
 
     async def health(self) -> dict[str, dict[str, Any]]:
-        """By address."""
+        """Return the health by address."""
 
 
 class Trainer:
-    """`stats` is where all engines are one, which tells of all their slots."""
+    """A trainer of one variant. `stats` is the address at which all engines are one,
+    whose statistics cover all their slots.
+    """
 
     def __init__(self, client: Asked, way: Way, stats: str, name: str) -> None:
         self._client, self._way, self._stats, self._name = client, way, stats, name
@@ -227,7 +235,7 @@ class Trainer:
         )
 
     async def _step(self, step: int) -> list[RolloutStatus]:
-        """The first rollouts of a step that are done."""
+        """Return the rollouts of a step that finish first."""
         requests = [
             RolloutRequest(
                 handler=self._way.terminal, payload=project(number), id=f"{self._name}-{number}"
@@ -249,13 +257,13 @@ class Trainer:
         return wanted[:WANTED]
 
     async def _cancel(self, tasks: set[asyncio.Task[RolloutStatus]]) -> None:
-        """Waiting ends, and the client asks the service to end the rollout."""
+        """Cancel the wait, upon which the client asks the service to end the rollout."""
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _quiet(self) -> None:
-        """Return when nothing of this way is under way any more: the next one has the
+        """Return when no rollout of this variant is running: the next variant has the
         cores and the engines to itself.
         """
         async with asyncio.timeout(ROOM_S):
@@ -277,8 +285,8 @@ class Trainer:
 def figures_of(
     rounds: Mapping[str, Sequence[Round]], conditions: dict[str, Any]
 ) -> dict[str, Figure]:
-    """Medians over rounds, by way; and by how much the whole has more throughput than
-    without each part, round by round.
+    """Return medians over rounds by variant, and the throughput of the full service
+    over that without each part, round by round.
     """
     figures: dict[str, Figure] = {
         f"{figure}_{name}": statistics.median(getattr(one, figure) for one in found)
@@ -310,7 +318,7 @@ def figures_of(
 
 
 def conditions_of(size: Size) -> dict[str, Any]:
-    """What the figures mean."""
+    """Return the meaning of the figures."""
     return {
         "ablations": f"{size.rounds} rounds by turns, {size.steps} steps each after one that "
         f"warms up; a step asks for {JOBS} "

@@ -1,15 +1,15 @@
-"""The agent of bench `service`'s ablations: every turn is a real bash command in a
-sandbox of its own.
+"""The agent of bench `service`'s ablations: every turn is a real bash command in the
+episode's sandbox.
 
-A task is a small project to look at, change and run; `project` gives its payload. How
-many turns it takes is the task's (log-normal, a long tail), the first word of a turn
-picks the command. Invariants: an episode holds one sandbox, taken from a warm pool,
-until it is closed; commands are the same whatever terminal runs them; one that fails
+A task is a small project to inspect, change and run; `project` returns its payload. The
+task determines the number of turns (log-normal, with a long tail); the first word of a
+turn selects the command. Invariants: an episode has one sandbox, taken from a warm
+pool, until it is closed; commands do not depend on the terminal; a command that fails
 ends the attempt with an error.
 
-`terminal` is `shell`, the sandbox's own (`sandbox/tools.Bash`), or `tmux`, as agents'
-terminals are usually driven: keys are sent to it, its end is waited for (not polled
-for, which would cost more), and the screen is fetched.
+`terminal` is `shell`, the sandbox's own (`sandbox/tools.Bash`), or `tmux`, driven as
+agents usually drive terminals: send keys, wait for the end of the command (by a signal;
+polling would cost more), and fetch the screen.
 """
 
 import contextlib
@@ -29,14 +29,16 @@ from rollweave.schema.work import Task
 TerminalName = Literal["shell", "tmux"]
 
 WARM = 8
-"""Sandboxes that wait to be taken."""
+"""Number of sandboxes that the pool keeps ready."""
 
 BACKEND = "zygote"
-"""The quickest to start: this is not what is compared."""
+"""Back end of the sandboxes: the one that starts fastest, since back ends are not
+compared here.
+"""
 
 MEDIAN_TURNS, SIGMA, MOST_TURNS = 4.0, 0.8, 24
-"""The longest of two dozen tasks has about five times the median: uneven, as agents'
-tasks are.
+"""Log-normal distribution of the turns, and their maximum. The longest of two dozen
+tasks has about five times the median: uneven, as agents' tasks are.
 """
 
 COMMAND_S = 30.0
@@ -58,7 +60,7 @@ COMMANDS = {
     " compare": "diff -u p/m_1.py p/m_2.py | cat",
     " run": "cd p && python3 -S -c 'import m_5; print(m_5.area_5(2))'; cd ..",
 }
-"""What an agent's first word does."""
+"""Command for each first word of a turn."""
 
 DIGITS = tuple(f" d{digit}" for digit in range(10))
 NUMBER_DIGITS = 9
@@ -67,11 +69,11 @@ READ = (" task", " done", " output")
 
 class Terminal(Protocol):
     async def run(self, command: str) -> str:
-        """What the command printed. Raises SandboxError."""
+        """Return the command's output. Raises SandboxError."""
 
 
 class ShellTerminal:
-    """Ours."""
+    """The sandbox's own shell."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self._bash = Bash(sandbox)
@@ -84,8 +86,8 @@ class ShellTerminal:
 
 
 class TmuxTerminal:
-    """A tmux server in the sandbox; each command is three calls of its client, in one
-    process that we start.
+    """A tmux server in the sandbox. Each command takes three calls of its client, in
+    one process.
     """
 
     _TMUX = "tmux -S /tmp/tmux -f /dev/null"
@@ -123,7 +125,9 @@ TERMINALS: dict[TerminalName, type[ShellTerminal] | type[TmuxTerminal]] = {
 
 
 class Boxes:
-    """The sandboxes of a process that serves: `opened` once, around all episodes."""
+    """The sandboxes of a serving process. `opened` is entered once, around all
+    episodes.
+    """
 
     def __init__(self) -> None:
         self._pool: Pool | None = None
@@ -150,7 +154,9 @@ BOXES = Boxes()
 
 
 class BashEnv:
-    """Reward 1 for every task that is gone through to its end."""
+    """An environment whose reward is 1 for every task that is worked through to its
+    end.
+    """
 
     def __init__(self, *, terminal: TerminalName = "shell") -> None:
         self._kind = TERMINALS[terminal]
@@ -191,12 +197,12 @@ class BashEnv:
 
 
 def project(number: int) -> dict[str, int]:
-    """Task number `number`, as a payload."""
+    """Return the payload of task `number`."""
     turns = MEDIAN_TURNS * math.exp(random.Random(mix("project", number)).gauss(0.0, SIGMA))
     return {"number": number, "turns": min(MOST_TURNS, max(1, round(turns)))}
 
 
 def command_of(action: str) -> str:
-    """The command of an agent's words."""
+    """Return the command that an agent's words select."""
     word = " " + next(iter(action.split()), "")
     return COMMANDS.get(word, COMMANDS[" list"])

@@ -1,12 +1,12 @@
-"""Bench `service`: what asking over HTTP costs beside asking the same pipeline in the
-same process, how many rollouts it holds, what its parts are worth
-(`service_ablations`), and what more processes give (`service_scaling`).
+"""Bench `service`: the cost of HTTP beside calls to the same pipeline in the same
+process, the number of concurrent rollouts, the value of its parts (`ablations`), and
+the gain from more processes (`scaling`).
 
-For the door: one service, one embedded engine, the frozen lake. Rounds of equal
-rollouts, by turns through the service's object and through a client in another process,
-many under way at once and one after the other; then as many at once as `HELD`, in
-environments that take their time. Invariant: both ways use one pipeline, one core and
-one engine, so that what differs between them is the door.
+For the cost of HTTP there are one service, one embedded engine, and the frozen lake.
+Rounds of equal rollouts alternate between the service's object and a client in another
+process, first many concurrently, then one after the other. Then `HELD` rollouts run at
+once, in slow environments. Invariant: both variants use the same pipeline, core and
+engine, so that they differ in HTTP alone.
 """
 
 import asyncio
@@ -40,23 +40,24 @@ T = TypeVar("T")
 Ask = Callable[[RolloutRequest], Coroutine[Any, Any, RolloutStatus]]
 
 HELD = 500
-"""Rollouts at once (ProRL's users run that many containers on a node)."""
+"""Number of concurrent rollouts in the last part (ProRL's users run that many
+containers on a node).
+"""
 
 CONCURRENT = 64
-"""Rollouts under way in a round."""
+"""Number of concurrent rollouts in a round."""
 
 SIGMA = 0.25
-"""Of the logarithm of a step's latency while they are held: a long tail would only make
-the bench longer.
+"""Sigma of the logarithm of a step's latency in the last part: a long tail would only
+make the bench longer.
 """
 
 
 class Size(Struct, frozen=True, kw_only=True):
-    """Rollouts of a round: `jobs` of them `CONCURRENT` at once, `alone` one after the
-    other.
+    """Extent of the bench: a round has `jobs` rollouts, `CONCURRENT` of them at once,
+    and `alone` rollouts one after the other.
 
-    `held` are held at once, in environments whose steps take `held_step_s` in the
-    median.
+    `held` run at once, in environments whose steps take `held_step_s` in the median.
     """
 
     rounds: int
@@ -91,9 +92,9 @@ QUICK = Size(
 
 
 def bench_service(*, quick: bool, say: Callable[[str], None]) -> Result:
-    """Figures of the door: `jobs_per_s`, `jobs_per_s_in_process`,
-    `added_latency_ms_p50`, `…_p99`, `concurrent_held`; and those of `service_ablations`
-    and `service_scaling`.
+    """Return the figures of HTTP: `jobs_per_s`, `jobs_per_s_in_process`,
+    `added_latency_ms_p50`, `…_p99`, `concurrent_held`; and those of `ablations` and
+    `scaling`.
     """
     size = QUICK if quick else FULL
     conditions = conditions_of(size)
@@ -110,7 +111,7 @@ def bench_service(*, quick: bool, say: Callable[[str], None]) -> Result:
 
 
 def conditions_of(size: Size) -> dict[str, Any]:
-    """What the figures mean."""
+    """Return the meaning of the figures."""
     door = {
         "jobs_per_s": f"{size.rounds} rounds of {size.jobs} each way, by turns, {CONCURRENT} "
         "under way; a rollout is up to 6 "
@@ -159,7 +160,9 @@ def _door(model: Path, scratch: Path, size: Size, say: Callable[[str], None]) ->
 
 
 def added(ours: Sequence[float], theirs: Sequence[float], share: float) -> float:
-    """By how much that percentile of theirs is above ours; as many of each."""
+    """Return by how much that percentile of their seconds exceeds that of ours; both
+    have equally many.
+    """
     pairs = list(zip(sorted(ours), sorted(theirs), strict=True))
     mine, its = pairs[int(share * (len(pairs) - 1))]
     return its - mine
@@ -182,9 +185,7 @@ def _config(directory: Path, model: Path, *, held: int = 0, step_s: float = 0.0)
 
 
 def _model(directory: Path) -> Path:
-    """Random weights with a tokenizer of the lake's words: a run of no steps leaves
-    them behind.
-    """
+    """Write random weights and a tokenizer of the lake's words, by a run of no steps."""
     made = _config(directory, directory).model_dump(mode="json", exclude_none=True)
     made["tasks"].append({"env": "benchmarks.service.bash_env:BashEnv", "tag": "bash"})
     made |= {
@@ -206,7 +207,7 @@ def _model(directory: Path) -> Path:
 
 
 class _Running:
-    """A service in a thread; `call` runs a coroutine on its loop."""
+    """A service in a thread; `call` runs a coroutine on its event loop."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -240,7 +241,7 @@ class _Running:
         raise AssertionError(f"nothing ails here: {command}")
 
     def on_stopping(self, drain: bool) -> None:
-        """Nobody asks."""
+        """Do nothing: no caller needs it."""
 
     def __enter__(self) -> "_Running":
         self._thread.start()
@@ -259,7 +260,7 @@ class _Running:
         return asyncio.run_coroutine_threadsafe(make(), self.loop).result()
 
     async def ask(self, request: RolloutRequest) -> RolloutStatus:
-        """In process."""
+        """Run a rollout in process."""
         (found,) = await self.service.rollouts.submit([request])
         while found.state != "done":
             found = await self.service.rollouts.wait(found.id, 60.0)
@@ -271,8 +272,8 @@ INSIDE, HTTP = "in process", "http"
 
 @dataclass
 class Found:
-    """Of one way: rollouts a second of each round, and seconds of each rollout, many at
-    once and alone.
+    """Measurements of one variant: rollouts a second of each round, and the seconds of
+    each rollout, concurrent and alone.
     """
 
     rates: list[float] = field(default_factory=list)
@@ -305,7 +306,7 @@ def _rounds(running: _Running, size: Size, say: Callable[[str], None]) -> dict[s
 
 
 def _round_outside(address: str, name: str, jobs: int, at_once: int) -> list[float]:
-    """A round by a client that is a process of its own, as a trainer is."""
+    """Run a round by a client in another process, as a trainer is."""
 
     async def run() -> list[float]:
         async with RolloutClient(address) as client:
@@ -329,7 +330,9 @@ async def _round(ask: Ask, name: str, jobs: int, at_once: int) -> list[float]:
 
 
 async def _hold(running: _Running, count: int) -> tuple[int, float]:
-    """The most that are under way at once, and seconds until all are done."""
+    """Return the maximum number of concurrent rollouts, and the seconds until all are
+    done.
+    """
     most, began = 0, time.perf_counter()
     async with RolloutClient(running.address) as client:
         asked = [

@@ -1,9 +1,9 @@
-"""A rollout service as a process of its own: `python -m benchmarks.service.process
-CONFIG [--sandboxes]`.
+"""A rollout service as a process: `python -m benchmarks.service.process CONFIG
+[--sandboxes]`.
 
-The service that `rollweave serve` starts, around which the sandboxes of `bash_env` are
-open. The first line of its output is its address; it ends at once when its standard
-input does. `Child` is how a bench holds it, and other processes that behave so.
+It runs the service that `rollweave serve` starts, with the sandboxes of `bash_env` open
+around it. The first line of its output is its address. It ends as soon as its standard
+input does. `Child` runs this process, and others with the same protocol, for a bench.
 """
 
 import argparse
@@ -25,15 +25,15 @@ from rollweave.service.backends import backend_factory
 from rollweave.service.service import Service
 
 END_S = 30.0
-"""For a child to end after its input has: a service stops its sandboxes and writes what
-it knows.
+"""Maximum seconds for a child to end after its input has: a service stops its sandboxes
+and writes its state.
 """
 
 
 class Child:
-    """A process that says one line when it is ready.
+    """A process that prints one line when it is ready.
 
-    It begins and ends with the context, and ends with us.
+    It begins and ends with the context, and ends with this process.
     """
 
     def __init__(self, module: str, *arguments: str) -> None:
@@ -48,7 +48,8 @@ class Child:
 
     @functools.cached_property
     def said(self) -> str:
-        """Its line. Waits for it, so that several may start at once.
+        """Wait for the process's line and return it. Several processes may start
+        concurrently.
 
         Raises RuntimeError where it ends without one.
         """
@@ -70,7 +71,7 @@ class Child:
 
 @contextlib.contextmanager
 def started(config: RunConfig, *, sandboxes: bool = False) -> Iterator[Child]:
-    """A service of this configuration; its address is what it `said`."""
+    """Start a service of this configuration; its line is its address."""
     directory = Path(config.run.dir)
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / "given.toml"
@@ -90,7 +91,7 @@ class _Observer:
         print(f"{command.component}: {command.message}", file=sys.stderr, flush=True)
 
     def on_stopping(self, drain: bool) -> None:
-        """Nobody asks."""
+        """Do nothing: no caller needs it."""
 
 
 def _end_with_input(stop: Callable[[bool], None]) -> None:
@@ -120,7 +121,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 async def _sandboxes() -> None:
-    """Open until the loop ends, which cancels this and waits for it."""
+    """Keep the sandboxes open until the event loop ends, which cancels this task and
+    waits for it.
+    """
     async with BOXES.opened():
         await asyncio.Event().wait()
 

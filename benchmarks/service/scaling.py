@@ -1,10 +1,11 @@
 """Throughput by number of service processes, over the same engines, with one client
 that spreads its rollouts over them.
 
-Two ways. As nodes: each process may hold `SEATS` environments, which take their time,
-and the engines have room; so processes are what there is too little of, until the cores
-are. Saturated: environments and engines take no time, so that it is the cores from the
-beginning. Invariant: all numbers of processes take turns, round by round.
+There are two workloads. `nodes`: each process may run `SEATS` environments, which are
+slow, and the engines have capacity; so processes are the bottleneck, until the cores
+are. `saturated`: environments and engines take no time, so that the cores are the
+bottleneck from the beginning. Invariant: all numbers of processes take turns, round by
+round.
 """
 
 import asyncio
@@ -28,13 +29,13 @@ PROCESSES = (1, 2, 4)
 ENGINES, SLOTS = 2, 256
 
 SEATS, STEP_S, TOKEN_MS = 16, 0.2, 5.0
-"""Of nodes: environments of a process, the time of each of their steps, and that of a
-token.
+"""For workload `nodes`: environments of a process, seconds of each of their steps, and
+milliseconds of a token.
 """
 
 PER_PROCESS = 32
-"""Rollouts under way for each process: more than have room there, so that none waits
-for the client.
+"""Concurrent rollouts for each process: more than it has capacity for, so that it never
+waits for the client.
 """
 
 WARM_UP = 8
@@ -44,7 +45,7 @@ TURNS, TURN_TOKENS = 6, 6
 
 
 class Kind(Struct, frozen=True, kw_only=True):
-    """`seats` are the environments that a process may hold."""
+    """One workload. `seats` is the number of environments that a process may run."""
 
     seats: int
     step_s: float
@@ -55,12 +56,14 @@ KINDS = {
     "": Kind(seats=SEATS, step_s=STEP_S, token_ms=TOKEN_MS),
     "saturated_": Kind(seats=2 * PER_PROCESS, step_s=0.0, token_ms=0.0),
 }
-"""By what the figures' names have before the number."""
+"""Workloads by the prefix of their figures' names, which the number of processes
+follows.
+"""
 
 
 class Size(Struct, frozen=True, kw_only=True):
-    """`processes` of `PROCESSES`, and of a round: rollouts for each process as nodes,
-    rollouts in all where saturated.
+    """Extent of the bench: numbers of processes, `processes` of `PROCESSES`; and the
+    rollouts of a round, for each process in `nodes`, in all in `saturated`.
     """
 
     processes: tuple[int, ...]
@@ -74,7 +77,7 @@ Rates = Mapping[int, Sequence[float]]
 
 
 def scaling(model: Path, scratch: Path, size: Size, say: Callable[[str], None]) -> dict[str, Rates]:
-    """By kind."""
+    """Return rates by workload."""
     found: dict[str, Rates] = {}
     for prefix, kind in KINDS.items():
         with contextlib.ExitStack() as stack:
@@ -131,7 +134,7 @@ def _config(directory: Path, model: Path, kind: Kind) -> RunConfig:
 async def _rounds(
     addresses: Sequence[str], engines: Sequence[str], rounds: int, jobs: Mapping[int, int]
 ) -> Rates:
-    """`jobs` of a round, by number of processes."""
+    """Run rounds of `jobs` rollouts, and return their rates by number of processes."""
     found: dict[int, list[float]] = {count: [] for count in jobs}
     async with contextlib.AsyncExitStack() as stack:
         clients = {
@@ -152,7 +155,7 @@ async def _rounds(
 
 
 async def _round(client: RolloutClient, name: str, jobs: int, under_way: int) -> float:
-    """Rollouts a second."""
+    """Return the rollouts a second of one round."""
     room = asyncio.Semaphore(under_way)
 
     async def one(number: int) -> None:
@@ -170,7 +173,7 @@ async def _round(client: RolloutClient, name: str, jobs: int, under_way: int) ->
 
 
 def figures_of(found: Mapping[str, Rates], conditions: dict[str, Any]) -> dict[str, Figure]:
-    """Medians over rounds."""
+    """Return medians over rounds."""
     figures: dict[str, Figure] = {}
     for prefix, by_count in found.items():
         for count in PROCESSES:

@@ -1,16 +1,16 @@
-"""Engines of known pace, as a process: `python -m benchmarks.service.slot_engines --engines 4
---slots 2 --token-ms 10`.
+"""Engines of known pace, as a process: `python -m benchmarks.service.slot_engines
+--engines 4 --slots 2 --token-ms 10`.
 
-They answer over the same HTTP server as a real engine, with words of no meaning: a turn
-takes a slot for its tokens' time, so that what part of all slots is used is known to
-the millisecond, and costs next to no CPU. Its first line of output is JSON: the
-engines' addresses, and one more, `fixed`, at which all of them are one engine that
-gives every turn of a conversation to the same engine, however long that one's queue:
-load balancing switched off. It ends when its standard input does.
+They answer over the same HTTP server as a real engine, with random words. A turn
+occupies a slot for its tokens' time, so that the used share of all slots is known to
+the millisecond, and costs almost no CPU. The first line of output is JSON: the engines'
+addresses, and another one, `fixed`, at which all of them are one engine that gives
+every turn of a conversation to the same engine, however long that engine's queue is:
+load balancing switched off. The process ends when its standard input does.
 
-Invariants: an engine has at most `slots` turns at once, the others wait in order; a
+Invariants: an engine has at most `slots` concurrent turns, the others wait in order; a
 turn's tokens depend on its context alone, so that equal tasks have equal conversations,
-whoever asks and in whatever order; prompts take no time.
+independent of client and order; prompts take no time.
 """
 
 import argparse
@@ -46,11 +46,11 @@ from rollweave.schema.serving import (
 from rollweave.schema.weights import WeightManifest
 
 MEDIAN_TOKENS, SIGMA = 12.0, 0.6
-"""Of a turn, log-normal; at most what the request allows."""
+"""Log-normal distribution of a turn's tokens; a request may lower their maximum."""
 
 KEY_TOKENS = 14
-"""First tokens of a conversation, by which it is known again: those of `bash_env`'s
-prompts to the end of the task's number.
+"""Number of a conversation's first tokens that identify it: those of `bash_env`'s
+prompts up to the end of the task's number.
 """
 
 CONTEXT_TOKENS = 1 << 20
@@ -94,9 +94,9 @@ class Slots:
 
 
 class PacedEngine:
-    """`EngineBackend` as far as its server asks.
+    """The part of `EngineBackend` that its server needs.
 
-    Over several `Slots`, each conversation has those that its hash picks.
+    Over several `Slots`, a conversation's hash selects its slots.
     """
 
     def __init__(self, parts: Sequence[Slots], *, token_s: float) -> None:
@@ -135,7 +135,9 @@ class PacedEngine:
         )
 
     def abort(self, request_id: str) -> None:
-        """Who aborts hangs up, too, which cancels; there are no partial answers here."""
+        """Do nothing: a client that aborts also disconnects, which cancels the turn;
+        there are no partial answers here.
+        """
 
     async def stats(self) -> EngineStats:
         """Return statistics; `busy_s` are slot-seconds here."""
@@ -182,7 +184,7 @@ class PacedEngine:
 
 
 def place(tokens: Sequence[int], count: int) -> int:
-    """Return the engine, of `count`, of a conversation: the same for all its turns."""
+    """Return which of `count` engines a conversation uses: the same for all its turns."""
     return _digest(tokens[:KEY_TOKENS]) % count
 
 
@@ -191,8 +193,8 @@ def _digest(tokens: Sequence[int]) -> int:
 
 
 def said(request: GenerateRequest) -> tuple[tuple[int, ...], FinishReason]:
-    """Return a turn's tokens: any of those allowed, and a stop token at the end if it
-    fits.
+    """Return a turn's tokens: random ones of those allowed, and a stop token at the end
+    if it fits.
     """
     sampling, draw = request.sampling, random.Random(_digest(request.tokens))
     words = [token for token in sampling.allowed if token not in sampling.stop_token_ids] or range(

@@ -21,7 +21,7 @@ from rollweave.sim.scenarios import STORM_S
 SEEDS = 1000
 QUICK_SEEDS = 20
 TOLD_EVERY = 100
-"""Seeds between two lines of progress."""
+"""Number of seeds between two lines of progress."""
 
 
 def bench_faults(*, seeds: int | None, quick: bool, say: Callable[[str], None]) -> Result:

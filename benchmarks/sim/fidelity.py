@@ -264,8 +264,8 @@ def grid_of(work: Recorded, *, slots: int, repeats: int) -> Grid:
 class Computed:
     """A recorded workload whose environments and rewards the controller computes.
 
-    Their time is in its seconds for an event. `turn_s` is added to every turn: the
-    round trip to the engine's process.
+    Their time is part of the controller's seconds for an event. `turn_s` is added to
+    every turn: the round trip to the engine's process.
     """
 
     def __init__(self, work: Workload, *, turn_s: float) -> None:

@@ -22,12 +22,12 @@ from rollweave.schema.errors import ConfigError
 
 
 class Timings(msgspec.Struct, kw_only=True):
-    """Seconds, in the order of a run. `trained` is tokens and seconds of every
+    """Seconds, in the order of the run. `trained` holds tokens and seconds of every
     (mini-)batch.
 
-    `ready_at` is the time of the first engine's first weights, `ended_at` the end of
-    the last step; `tokens` were sampled in between. `prepared` is from each attempt's
-    start of RUN to its first turn.
+    `ready_at` is the time at which the first engine had its first weights, `ended_at`
+    the end of the last step; `tokens` were sampled in between. `prepared` is from each
+    attempt's start of RUN to its first turn.
     """
 
     ready_at: float | None = None
@@ -123,7 +123,7 @@ class _Reader:
 
 
 def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Return constant and slope, neither negative, with the least squared errors."""
+    """Return constant and slope, neither negative, that minimize the squared errors."""
     if not points:
         raise ConfigError("a recorded trainer must have trained a step, it has trained none")
     mean_x, mean_y = statistics.fmean(x for x, _ in points), statistics.fmean(y for _, y in points)
@@ -153,7 +153,8 @@ class MeasuredTrainer:
     def step_s(self, *, tokens: int, context: int) -> float:
         """See `TrainerCosts`.
 
-        Attention is in the price of a token: steps of one run have similar lengths.
+        The price of a token includes attention, since steps of one run have similar
+        lengths.
         """
         del context
         return self.constant + self.per_token * tokens

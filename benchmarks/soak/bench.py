@@ -2,14 +2,14 @@
 one.
 
 Engines and trainer learn FrozenLake in mode decoupled, with relays, all as real
-processes. Every round kills an engine (or, in every fourth, stops it for good:
-SIGSTOP), every other one also a relay; once the trainer; and the controller, which is
-resumed. A round begins when its time has come and a step was trained since the previous
-one. The last round kills the controller again, resumes it with a few more steps, and it
-must end by itself.
+processes. Every round kills an engine (every fourth round suspends it forever instead:
+SIGSTOP), every other round also kills a relay. The trainer is killed once, and so is
+the controller, which is resumed. A round begins when its time has come and a step was
+trained since the previous one. The last round kills the controller again and resumes it
+with a few more steps, and the run must end by itself.
 
-Promises, whose breach makes the bench fail: `unaccounted`, `trained_twice`,
-`mixed_versions`, `leftovers` are 0.
+`unaccounted`, `trained_twice`, `mixed_versions` and `leftovers` must be 0: otherwise
+the bench fails.
 """
 
 import random
@@ -58,8 +58,8 @@ class Size:
     """Length of the bench. The trainer is killed in round `trainer_at`, the controller
     in those of `controller_at`.
 
-    Steps are trained until the last round, and `more` after it; with `peace` the same
-    run is repeated undisturbed beside it.
+    Steps are trained until the last round, and `more` after it. With `peace` an
+    undisturbed run takes place at the same time.
     """
 
     settings: tuple[str, ...]
@@ -121,8 +121,10 @@ def bench_soak(*, quick: bool, say: Callable[[str], None]) -> Result:
 
 
 def soak(size: Size, *, say: Callable[[str], None]) -> Result:
-    """Raises RollweaveError where a run does not go on, and then leaves its directory
-    behind, as where a promise is broken.
+    """Run the bench.
+
+    Raises RollweaveError where a run stops making progress, and then keeps its
+    directory, as it does where a promise is broken.
     """
     scratch = Path(tempfile.mkdtemp(prefix="rollweave-soak-"))
     path = example(CONFIG)
@@ -261,8 +263,8 @@ def _measured(
 
 
 def unaccounted(account: dict[str, Any], *, trained: int) -> int:
-    """Trajectories that were started and of which nothing is said at the end, and those
-    said to be trained and were not.
+    """Return the number of started trajectories without a recorded end, plus those
+    recorded as trained that were not.
     """
     ends = (
         account["trained"]

@@ -1,7 +1,7 @@
 """A training run as a process whose children may be killed: `rollweave train`, killed
-and resumed, and its remains.
+and resumed, and what it leaves on disk.
 
-Invariants: only processes started by this run's own controllers are signalled; the end
+Invariants: only processes started by this run's own controllers are signaled; the end
 of this process ends the run; every journal of every controller is kept, so that all
 training can be reconstructed.
 """
@@ -36,20 +36,20 @@ ENGINE, RELAY, TRAINER = (
 )
 
 LOOK_S = 0.1
-"""Seconds between two inspections of the run: too few for a controller to begin two
+"""Seconds between two inspections of the run: too short for a controller to begin two
 journals.
 """
 
 VANISH_S = 60.0
-"""Seconds in which children must end after their controller: far more than the kernel's
-signal takes.
+"""Maximum seconds for children to end after their controller: far more than the
+kernel's signal takes.
 """
 
 START_S = 300.0
-"""Seconds until a required kind of process exists."""
+"""Maximum seconds until a required kind of process exists."""
 
 TAIL_LINES = 20
-"""Lines of its output that an error quotes."""
+"""Number of lines of its output that an error quotes."""
 
 
 class RunUnderTest:
@@ -224,8 +224,8 @@ class RunUnderTest:
 
 
 class Lineage:
-    """The trajectories of each step of the surviving lineage: the last record of a step
-    holds.
+    """The trajectories of each step of the surviving lineage: a step that was trained
+    again counts as trained the last time.
     """
 
     def __init__(self) -> None:
