@@ -305,10 +305,8 @@ def conditions(size: Size, cases: dict[str, Versions]) -> dict[str, Any]:
     return {
         "elements": elements,
         "adam": f"bfloat16 of float32 weights (normal, {STD:g}; norms 1) before and after step "
-        f"{size.steps} of Adam at {LR:g}, "
-        f"betas {BETA1:g} and {BETA2:g}, made-up gradients of heavy tails and uneven scales; "
-        f"{size.layers} layers of width "
-        f"{size.hidden}, no embedding",
+        f"{size.steps} of Adam at {LR:g}, betas {BETA1:g} and {BETA2:g}, made-up gradients of "
+        f"heavy tails and uneven scales; {size.layers} layers of width {size.hidden}, no embedding",
         "own": f"the last two checkpoints, a step apart, of {Path(OWN).stem} with "
         f"{', '.join(size.own)}, in bfloat16",
         "curve": f"{size.masked:,} bfloat16 elements, those at random one float up or down; "

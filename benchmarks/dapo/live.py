@@ -71,10 +71,8 @@ def live_conditions(*, quick: bool) -> str:
     turns, steps = QUICK if quick else FULL
     return (
         f"one service over HTTP, Nim, {GROUPS} groups of {MEMBERS}, {UNDER_WAY} groups at once "
-        f"(rounds: {GROUPS}), a step of "
-        f"the environment {LATENCY_S:g} s in the median (sigma {SIGMA:g}), training {TRAIN_S:g} s "
-        "of sleep; "
-        f"{turns} turns of {steps} steps each way"
+        f"(rounds: {GROUPS}), a step of the environment {LATENCY_S:g} s in the median (sigma "
+        f"{SIGMA:g}), training {TRAIN_S:g} s of sleep; {turns} turns of {steps} steps each way"
     )
 
 

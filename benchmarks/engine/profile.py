@@ -175,8 +175,8 @@ def measure_profile(
         cells = list(_cells(engine, spec, grid))
         if not cells:
             raise ConfigError(
-                f"model: {spec.model} must have room for a prompt of "
-                f"{grid.prompts[0]} tokens and {TURNS} turns"
+                f"model: {spec.model} must have room for a prompt of {grid.prompts[0]} tokens and "
+                f"{TURNS} turns"
             )
         before_s = 0.0
         for repeat in range(-1, grid.repeats):

@@ -226,8 +226,7 @@ def measured(
         "times": f"one core, medians of {rounds}, of the tasks the slowest; from a list of "
         "lengths to the answer, table given",
         "exact": "allocate: degrees, sizes and placement at once; place: homogeneous workers of "
-        "degree 1; "
-        "place_mixed: the fleet that allocate chose; table: tabulate",
+        "degree 1; place_mixed: the fleet that allocate chose; table: tabulate",
         "anneal": "Alg. 2 with our search over its descending order as placement; its schedule is "
         "assumed (core/policy/allocation)",
     }
@@ -380,11 +379,10 @@ def _annealings(
     figures["anneal_program_ms"] = found["anneal"].ms
     figures["dp_aggregated_loss_max"] = max(one.loss for one in inner["anneal"].runs.results)
     conditions["speedup_over_anneal"] = (
-        f"{count} trajectories, {gpus} GPUs, task {DOMAINS[0]}, {rounds} rounds; Alg. 2 with eq. "
-        "3 as placement, trajectories "
-        f"shorter than the mean in runs of {CHUNK}; the paper reports 0.036-0.038 s a placement "
-        "and 5.0 s in all, on another "
-        "machine; dp_aggregated_loss_max is a proven bound"
+        f"{count} trajectories, {gpus} GPUs, task {DOMAINS[0]}, {rounds} rounds; Alg. 2 with eq. 3 "
+        f"as placement, trajectories shorter than the mean in runs of {CHUNK}; the paper reports "
+        "0.036-0.038 s a placement and 5.0 s in all, on another machine; dp_aggregated_loss_max is "
+        "a proven bound"
     )
     conditions["speedup_over_anneal_our_search"] = (
         "Alg. 2 with our own search as placement, as in anneal_ms"
@@ -425,7 +423,6 @@ def _simulations(
     figures |= dict(sorted(rows.items()))
     conditions["simulated_s"] = (
         f"tasks {', '.join(DOMAINS)}; {count} trajectories, {gpus} GPUs; tokens only, no tools; "
-        "dealt: the sorted list dealt "
-        "out in turn; spread: exact on a table from even samples of all lengths, whose eq. 2 is "
-        "not that of the others"
+        "dealt: the sorted list dealt out in turn; spread: exact on a table from even samples of "
+        "all lengths, whose eq. 2 is not that of the others"
     )

@@ -262,52 +262,43 @@ def _conditions(size: Size, net: Network) -> dict[str, Any]:
     links = size.links
     where = (
         net.why_not
-        or "network namespaces on one machine, joined by a bridge; tc tbf limits each host's "
-        "link to "
-        f"{size.mbits:g} Mbit/s up and down, or as said"
+        or "network namespaces on one machine, joined by a bridge; tc tbf limits each host's link "
+        f"to {size.mbits:g} Mbit/s up and down, or as said"
     )
     return {
         "hosts": where,
         "payload": f"{size.nbytes >> 20} MiB of bfloat16 in {TENSORS} tensors",
         "broadcast": "told to all at once, until the last has verified it; one relay a host, "
-        f"relays {list(size.relays)}, the "
-        f"master among them; chain, star and gloo in turn, medians of {size.rounds}",
+        f"relays {list(size.relays)}, the master among them; chain, star and gloo in turn, medians "
+        f"of {size.rounds}",
         "time_over_formula": "worst over the numbers of relays; T_start and T_byte from versions "
-        "of two sizes in "
-        f"{list(relay_broadcast.FIT_CHUNKS)} chunks over one hop, same run; `link_fixed_ms`, "
-        "which a broadcast costs besides, "
-        "is not in the formula",
+        f"of two sizes in {list(relay_broadcast.FIT_CHUNKS)} chunks over one hop, same run; "
+        "`link_fixed_ms`, which a broadcast costs besides, is not in the formula",
         "time_over_gloo": "of the most relays, as is time_over_star; gloo broadcasts one tensor "
         "into memory, without a digest",
         "repair": f"chain of {_repaired(size)}, SIGKILL when the successor has "
-        f"{relay_repair.PART:.0%}; until its "
-        "second chunk after the new source was named, since the first may have been on its way; "
-        "`known`: until the controller "
-        "knew",
+        f"{relay_repair.PART:.0%}; until its second chunk after the new source was named, since "
+        "the first may have been on its way; `known`: until the controller knew",
         "repair_hang": "the same with SIGSTOP: known by its silence alone, for which it is "
         "suspected, and keeps its process",
         "repair_cut": "the same with its link down: known to its successor, to which nothing comes",
         "repair_master": "its successor reads what it lacks from the trainer's memory, which all "
         "hosts here share",
         "wait": f"an engine a relay; it wants weights each {0.5 * size.period_s:g} to "
-        f"{1.5 * size.period_s:g} s, published "
-        f"every {size.period_s:g} s, {size.publications} times; global: gloo to all, who stop for "
-        "it",
+        f"{1.5 * size.period_s:g} s, published every {size.period_s:g} s, {size.publications} "
+        "times; global: gloo to all, who stop for it",
         "trainer_stall_s": "of its thread: a copy into shared memory with its digest; over_send: "
         "that and gloo to all",
         "links": "2 trainer ranks with a link each, a store, 2 engine hosts, all three of which "
-        "have "
-        f"{relay_links.FAST_MBITS:g} Mbit/s; one layer of width {links.hidden}; FSDP of 2 to TP "
-        "of 2; buckets of "
-        f"{links.bucket_bytes >> 20} MiB; gains at {links.reference:g} Mbit/s; medians of "
-        f"{links.rounds}. The gather of "
-        "batch is a copy in memory. Sparse sends equal halves by whole blocks, and each engine's "
-        "host takes all changes",
+        f"have {relay_links.FAST_MBITS:g} Mbit/s; one layer of width {links.hidden}; FSDP of 2 to "
+        f"TP of 2; buckets of {links.bucket_bytes >> 20} MiB; gains at {links.reference:g} Mbit/s; "
+        f"medians of {links.rounds}. The gather of batch is a copy in memory. Sparse sends equal "
+        "halves by whole blocks, and each engine's host takes all changes",
         "crossover": "elements at random are drawn anew; the whole is sent by shards; each "
         "fraction and speed in turn",
         "push_s": f"Table 4 of RollArt, at {links.reference:g} Mbit/s: async over one link; no "
-        "rollout to hide behind, so that "
-        "what is hidden is behind the push alone; naive_s is batch's",
+        "rollout to hide behind, so that what is hidden is behind the push alone; naive_s is "
+        "batch's",
     }
 
 

@@ -100,8 +100,8 @@ async def _links(sandbox: Sandbox, scene: Scene) -> str:
     """Let the host read links to a file of the host."""
     await _shell(
         sandbox,
-        f"mkdir -p d; ln -s {scene.secret_path} link; ln -s "
-        f"{Path(scene.secret_path).parent} d/up; ln -s / root",
+        f"mkdir -p d; ln -s {scene.secret_path} link; ln -s {Path(scene.secret_path).parent} d/up; "
+        "ln -s / root",
     )
     for path in (
         "link",

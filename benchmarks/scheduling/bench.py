@@ -305,8 +305,8 @@ def conditions_of(runs: Mapping[str, Sequence[Run]], size: Size) -> dict[str, An
         "engines": "2 processes, 4 slots and 4,096 tokens of KV each; contexts of all "
         "trajectories of a step are more",
         "paced": f"real tokens of a tiny model; steps are padded to those of {MODEL} on an {GPU}, "
-        f"{TOKENS} tokens as one and "
-        f"{TOKENS} times as fast (benchmarks/scheduling/paced_engine.py)",
+        f"{TOKENS} tokens as one and {TOKENS} times as fast "
+        "(benchmarks/scheduling/paced_engine.py)",
         "real_step_ms": "of a step without its pace, on average, where most; the pace is "
         f"{_least_pace_ms():.1f} ms or more",
         "makespan_s": "from the first turn that an engine is given to the end of the last "
@@ -314,11 +314,11 @@ def conditions_of(runs: Mapping[str, Sequence[Run]], size: Size) -> dict[str, An
         "tail_queue_s": "what all turns of the step's longest trajectory waited for a slot, in "
         "the core and on engines",
         "migration_token_mismatches": f"trajectories of {', '.join(MIGRATING)} whose tokens, or "
-        "log-probs by more than "
-        f"{LOGPROB_TOLERANCE:g}, differ from those of {UNMOVED}, which never migrates",
+        f"log-probs by more than {LOGPROB_TOLERANCE:g}, differ from those of {UNMOVED}, which "
+        "never migrates",
         "prediction_exposed_ms": "0 by construction: no turn waits for a prediction; "
-        "predictions_late is the share of those "
-        "that came after the next turn was asked for, or never",
+        "predictions_late is the share of those that came after the next turn was asked for, or "
+        "never",
         "preemptions": "turns given to an engine whose slots were all taken; a step's mean, as of "
         "migrations too",
         "migration_exposed_ms": "what turns waited for transfers under way, summed over a step",

@@ -26,9 +26,8 @@ turn.
 
 CONDITION = (
     "handling of a turn's events (asked for, done, prediction) by the core alone, scheduling "
-    f"trajectory, {TRAJECTORIES:,} "
-    f"trajectories under way on {ENGINES} simulated engines of {SLOTS} slots: median; _p99 beside "
-    "it, _mean with all else"
+    f"trajectory, {TRAJECTORIES:,} trajectories under way on {ENGINES} simulated engines of "
+    f"{SLOTS} slots: median; _p99 beside it, _mean with all else"
 )
 
 

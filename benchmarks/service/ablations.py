@@ -320,15 +320,14 @@ def figures_of(
 def conditions_of(size: Size) -> dict[str, Any]:
     """Return the meaning of the figures."""
     return {
-        "ablations": f"{size.rounds} rounds by turns, {size.steps} steps each after one that "
-        f"warms up; a step asks for {JOBS} "
-        f"rollouts and goes on when {WANTED} are done; {ENGINES * SLOTS} environments at once",
+        "ablations": f"{size.rounds} rounds by turns, {size.steps} steps each after one that warms "
+        f"up; a step asks for {JOBS} rollouts and goes on when {WANTED} are done; "
+        f"{ENGINES * SLOTS} environments at once",
         "ablation_agents": "each turn is a bash command in a sandbox of its own, 1 to 24 turns, "
-        "log-normal, median 4 "
-        f"(benchmarks/service/bash_env.py); back end {BACKEND}, from a warm pool",
+        f"log-normal, median 4 (benchmarks/service/bash_env.py); back end {BACKEND}, from a warm "
+        "pool",
         "ablation_engines": f"{ENGINES} of {SLOTS} slots, {TOKEN_MS:g} ms a token, log-normal "
-        "turns (median 12 tokens); "
-        "prompts take no time, which favours neither way of routing "
+        "turns (median 12 tokens); prompts take no time, which favours neither way of routing "
         "(benchmarks/service/slot_engines.py)",
         "no_balancing": "each conversation's turns go to the engine that its hash picks",
         "no_bash": "tmux in the sandbox: send-keys, wait-for, capture-pane in one process; no "

@@ -113,12 +113,11 @@ def bench_service(*, quick: bool, say: Callable[[str], None]) -> Result:
 def conditions_of(size: Size) -> dict[str, Any]:
     """Return the meaning of the figures."""
     door = {
-        "jobs_per_s": f"{size.rounds} rounds of {size.jobs} each way, by turns, {CONCURRENT} "
-        "under way; a rollout is up to 6 "
-        "turns of 6 tokens",
+        "jobs_per_s": f"{size.rounds} rounds of {size.jobs} each way, by turns, {CONCURRENT} under "
+        "way; a rollout is up to 6 turns of 6 tokens",
         "added_latency": "difference of the same percentile of both ways' latencies, from the "
-        "question to the result, at that "
-        f"load, which saturates two cores; …_alone: {size.alone} of a round one after the other",
+        f"question to the result, at that load, which saturates two cores; …_alone: {size.alone} "
+        "of a round one after the other",
         "engine": "one embedded engine process with 32 slots, a random model of hidden 32, which "
         "takes most of the time",
         "concurrent_held": "most at once in INIT or RUN, as /health says; steps take "

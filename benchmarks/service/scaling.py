@@ -189,12 +189,10 @@ def figures_of(found: Mapping[str, Rates], conditions: dict[str, Any]) -> dict[s
 def conditions_of(size: Size) -> dict[str, Any]:
     return {
         "jobs_per_s_1": f"by number of service processes, {size.rounds} rounds by turns of "
-        f"{size.each} rollouts for each "
-        f"process, {PER_PROCESS} of them under way, one client for all; a process has room for "
-        f"{SEATS} environments, whose "
-        f"steps take {STEP_S:g} s, up to {TURNS} turns of {TURN_TOKENS} tokens; engines have "
-        f"room, {TOKEN_MS:g} ms a token",
+        f"{size.each} rollouts for each process, {PER_PROCESS} of them under way, one client for "
+        f"all; a process has room for {SEATS} environments, whose steps take {STEP_S:g} s, up to "
+        f"{TURNS} turns of {TURN_TOKENS} tokens; engines have room, {TOKEN_MS:g} ms a token",
         "jobs_per_s_saturated_1": f"{size.saturated} rollouts a round, environments and engines "
-        "that take no time: what is "
-        "measured are the machine's cores, which services, engines and client share",
+        "that take no time: what is measured are the machine's cores, which services, engines and "
+        "client share",
     }

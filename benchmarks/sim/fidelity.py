@@ -91,18 +91,16 @@ CONDITIONS = {
     "engines_busy": "share of that run's time, after its start, in which an engine had turns",
     "engines_computing": "share of its time in which an engine computed steps",
     "modelled": (
-        "the engine's steps (measured after the run on turns of its lengths, while others keep "
-        "the other cores busy as far "
-        "as two do), the trainer's steps, publications and loads of this run, its lengths, the "
-        "way to the engine and back, and "
-        "a controller that handles one event after another, each in the mean CPU time of this "
-        "run's (environments, chat and "
-        "journal included: they are computed there)"
+        "the engine's steps (measured after the run on turns of its lengths, while others keep the "
+        "other cores busy as far as two do), the trainer's steps, publications and loads of this "
+        "run, its lengths, the way to the engine and back, and a controller that handles one event "
+        "after another, each in the mean CPU time of this run's (environments, chat and journal "
+        "included: they are computed there)"
     ),
     "not_modelled": (
         "cores that controller, engine and trainer share: each takes its mean time whatever the "
-        "others do; what the engine "
-        "spends on taking requests; other load that changes between the run and the measurement"
+        "others do; what the engine spends on taking requests; other load that changes between the "
+        "run and the measurement"
     ),
 }
 
@@ -133,8 +131,8 @@ def bench_truth(*, seeds: int | None, quick: bool, say: Callable[[str], None]) -
                 found.setdefault(name, []).append(value)
             say(
                 f"seed {seed}{suffix}: {row['wall_s_live']:.1f} s live, "
-                f"{row['wall_s_simulated']:.1f} s simulated; "
-                f"{row['tokens_per_s_live']:.0f} and {row['tokens_per_s_simulated']:.0f} tokens/s"
+                f"{row['wall_s_simulated']:.1f} s simulated; {row['tokens_per_s_live']:.0f} and "
+                f"{row['tokens_per_s_simulated']:.0f} tokens/s"
             )
         figures |= {
             f"ratio_{name}{suffix}": statistics.median(

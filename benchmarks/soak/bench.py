@@ -284,13 +284,11 @@ def _conditions(size: Size, path: Path, settings: list[str]) -> dict[str, Any]:
     return {
         **conditions_of(path, settings),
         "rounds": f"{size.rounds}, every {size.every_s:g} s, and not before a step was trained "
-        "since the last: an engine each "
-        f"(every {STOP_EVERY}th time it is stopped), a relay every {RELAY_EVERY}nd; the trainer "
-        f"in round {size.trainer_at}, "
-        f"the controller in {', '.join(map(str, size.controller_at))}",
-        "unaccounted": "started - (trained + dropped + cancelled + buffered); and what was "
-        "trained by the account and not by "
-        "the journals of all lives, or the other way round",
+        f"since the last: an engine each (every {STOP_EVERY}th time it is stopped), a relay every "
+        f"{RELAY_EVERY}nd; the trainer in round {size.trainer_at}, the controller in "
+        f"{', '.join(map(str, size.controller_at))}",
+        "unaccounted": "started - (trained + dropped + cancelled + buffered); and what was trained "
+        "by the account and not by the journals of all lives, or the other way round",
         "trained_twice": "trajectories in more than one step of the surviving lineage, from the "
         "journals of all lives",
         "mixed_versions": "attempts in the store, trained on or not, in which more than one "

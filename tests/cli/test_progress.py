@@ -75,8 +75,7 @@ def test_a_step_is_one_line_with_everything(plain: Plain, text: io.StringIO) -> 
     plain.line(step(2))
     assert text.getvalue() == (
         "step 3/10 | 12 s | success lake 0.50, nim 0.25 | reward lake 0.40, nim -0.10 | staleness "
-        "0.50 (max 2) "
-        "| 1,234 tokens/s | busy: engines 75%, trainer 25%\n"
+        "0.50 (max 2) | 1,234 tokens/s | busy: engines 75%, trainer 25%\n"
     )
 
 

@@ -81,8 +81,8 @@ def exported_checkpoint(run: RunDir, which: str) -> tuple[int, Path]:
         step = int(name)
     elif which == "best":
         raise ConfigError(
-            f"--checkpoint: {best} must be a link to a checkpoint, got "
-            f"{best.resolve()}; name a step"
+            f"--checkpoint: {best} must be a link to a checkpoint, got {best.resolve()}; name a "
+            "step"
         )
     elif which.isdecimal():
         step = int(which)

@@ -68,8 +68,8 @@ def print_summary(summary: Summary, directory: Path) -> None:
         measure = "success" if kind == "success" else "mean reward"
         table.add_row(
             name,
-            f"{measure} [bold]{value:.3f}[/] over "
-            f"{summary.eval_episodes.get(name, 0)} held-out episodes",
+            f"{measure} [bold]{value:.3f}[/] over {summary.eval_episodes.get(name, 0)} held-out "
+            "episodes",
         )
     rate_per_s = summary.tokens / summary.wall_s if summary.wall_s else 0.0
     table.add_row(

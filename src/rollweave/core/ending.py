@@ -56,8 +56,7 @@ def advance(run: Run) -> None:
         if state.checkpoint_failed_at == state.trainer.step:
             state.error = (
                 f"the final checkpoint of step {state.trainer.step} failed: "
-                f"{state.checkpoint_error}; "
-                f"last good checkpoint: step {state.checkpoint}"
+                f"{state.checkpoint_error}; last good checkpoint: step {state.checkpoint}"
             )
             _finish_with_error(run)
             return

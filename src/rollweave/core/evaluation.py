@@ -226,9 +226,8 @@ def _warn_undefined_success(run: Run, names: Iterable[str]) -> None:
     if silent and "no_success" not in run.state.counters.watchdog:
         text = (
             f"eval.stop_at needs a success rate, and no episode of {', '.join(silent)} has "
-            "reported one so far: its "
-            "environment must set `success` of the last Step, or of the Score; otherwise the run "
-            "trains all of run.steps"
+            "reported one so far: its environment must set `success` of the last Step, or of the "
+            "Score; otherwise the run trains all of run.steps"
         )
         run.warn("evaluation", text, count="no_success")
 

@@ -30,8 +30,7 @@ journals no longer decode.
 SNAPSHOT, RECORD = 1, 2
 REMEDY = (
     "restore an intact copy, or cut off the damage and all that follows it by `truncate -s "
-    "{offset} {path}`: what the "
-    "run did after that is lost"
+    "{offset} {path}`: what the run did after that is lost"
 )
 
 

@@ -74,8 +74,8 @@ class RecordFormat:
             raise self.damaged(path, 0, f"is not {self.name} at byte 0")
         if version != self.version:
             raise CorruptJournalError(
-                f"{path}: schema version must be {self.version}, got "
-                f"{version} (byte {len(self.magic)})"
+                f"{path}: schema version must be {self.version}, got {version} (byte "
+                f"{len(self.magic)})"
             )
         offset, view = HEADER.size, memoryview(data)
         while offset + HEAD.size <= len(data):

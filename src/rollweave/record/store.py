@@ -34,8 +34,7 @@ SEGMENT = RecordFormat(
     version=2,
     kinds=(RECORD,),
     remedy="restore an intact copy, or put it aside by `mv {path} {path}.damaged`: its "
-    "trajectories are then rolled "
-    "out again if they are still needed",
+    "trajectories are then rolled out again if they are still needed",
 )
 SEGMENT_BYTES = 64 << 20
 """Number of bytes beyond which a new segment begins: small enough to copy or delete by

@@ -172,7 +172,7 @@ def account_line(account: Account) -> str:
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(account.dropped.items()))
     text = (
         f"{account.started} started = {account.trained} trained + {dropped} "
-        f"dropped{f' ({reasons})' if reasons else ''} "
-        f"+ {account.buffered} buffered + {account.cancelled} cancelled"
+        f"dropped{f' ({reasons})' if reasons else ''} + {account.buffered} buffered + "
+        f"{account.cancelled} cancelled"
     )
     return f"{text} + {account.in_flight} in flight" if account.in_flight else text

@@ -102,8 +102,7 @@ class Lost:
         )
         return (
             f"{where}; lost: {self.steps} trained step{'s' * (self.steps != 1)} after its "
-            "checkpoint, "
-            f"{self.trajectories} rollouts in flight, {stored}{self.seconds:.0f} s"
+            f"checkpoint, {self.trajectories} rollouts in flight, {stored}{self.seconds:.0f} s"
         )
 
 
@@ -137,8 +136,7 @@ def recover(
     absent = f" (missing there: {', '.join(store.absent)})" if store.absent else ""
     text = (
         f"{len(missing)} stored trajectories are not in {run.trajectories}{absent}: they are "
-        "dropped as world_lost, and others "
-        "are rolled out where they are still needed"
+        "dropped as world_lost, and others are rolled out where they are still needed"
     )
     doubts = (*begun.doubts, Warn(component="trajectories", message=text))
     return dataclasses.replace(begun, missing=missing, doubts=doubts)
@@ -188,9 +186,8 @@ def rebuild(config: RunConfig, run: RunDir, *, serving: bool = False) -> Beginni
     replay = Replay(run.journal, former, rules=rules)
     if (run_id := replay.run_id) and identity is not None and run_id != identity.id:
         raise ConfigError(
-            f"{run.journal} must be the journal of run {identity.id}, as {run.identity.name} "
-            f"says, got that of run {run_id}; "
-            f"bring the right one back, {_start_over(serving)}"
+            f"{run.journal} must be the journal of run {identity.id}, as {run.identity.name} says, "
+            f"got that of run {run_id}; bring the right one back, {_start_over(serving)}"
         )
     core = replay.finish()
     at = core.state.idle.clock
@@ -232,8 +229,7 @@ def _doubts(
     if unknown:
         text = (
             f"{run.metrics.name} has no readable line of {len(unknown)} trained steps from "
-            f"{unknown[0]} to {unknown[-1]}: "
-            "the report lacks them"
+            f"{unknown[0]} to {unknown[-1]}: the report lacks them"
         )
         yield Warn(component="metrics", message=text)
 
@@ -265,9 +261,8 @@ def _must_be_empty(run: RunDir, journal: str, *, serving: bool) -> None:
     if results:
         raise ConfigError(
             f"{'run.name' if serving else '--resume'}: {run.path} holds {', '.join(results)}, but "
-            f"{run.journal.name} {journal}: "
-            "the run's state is unknown, and nothing was changed; bring the journal back, "
-            f"{_start_over(serving)}"
+            f"{run.journal.name} {journal}: the run's state is unknown, and nothing was changed; "
+            f"bring the journal back, {_start_over(serving)}"
         )
 
 
@@ -296,9 +291,8 @@ def _must_know_checkpoints(run: RunDir, state: State) -> None:
     if unknown and not of_earlier_version:
         raise ConfigError(
             f"{run.journal}: its last record is of step {state.trainer.step}, "
-            f"{state.idle.clock:.1f} s into the run, but "
-            f"{_steps(unknown)} of {run.checkpoints} came later: the journal has lost its end; "
-            "restore the complete journal, "
+            f"{state.idle.clock:.1f} s into the run, but {_steps(unknown)} of {run.checkpoints} "
+            "came later: the journal has lost its end; restore the complete journal, "
             f"{_start_over(False)}; an exported checkpoint begins a new run by model.path = "
             f"{str(checkpoints.path(there[-1]) / 'hf')!r}"
         )
@@ -306,8 +300,8 @@ def _must_know_checkpoints(run: RunDir, state: State) -> None:
     if wanted and not any(step in there for step in wanted):
         raise ConfigError(
             f"{run.checkpoints} must hold step {wanted[0]}, where {run.journal.name} resumes, "
-            "found "
-            f"{_steps(there) if there else 'no checkpoint'}; bring it back, {_start_over(False)}"
+            f"found {_steps(there) if there else 'no checkpoint'}; bring it back, "
+            f"{_start_over(False)}"
         )
 
 
@@ -318,8 +312,7 @@ def _must_have_its_model(config: RunConfig, run: RunDir, identity: Identity | No
     if wrong := changed_files(directory, identity.model):
         raise ConfigError(
             f"the model must stay as the run began with it: {'; '.join(wrong)}; bring the former "
-            "files back, "
-            f"{_start_over(False)}"
+            f"files back, {_start_over(False)}"
         )
 
 

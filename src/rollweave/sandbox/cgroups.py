@@ -27,8 +27,7 @@ CONTROLLERS = ("memory", "pids")
 
 WITHOUT = {
     "memory": "buffers of sockets and pipes, watches of files and shared memory that was unmapped "
-    "are not limited; "
-    "what processes have mapped is looked at every 0.1 s",
+    "are not limited; what processes have mapped is looked at every 0.1 s",
     "pids": "processes are limited by the kernel for each user alone, which sandboxes of `plain` "
     "share with us",
 }

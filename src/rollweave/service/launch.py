@@ -150,9 +150,9 @@ def _check_jobs_match_journal(run: RunDir, state: State, jobs: JobStore) -> None
     )
     if jobs.last_job_number() < known:
         raise ConfigError(
-            f"{run.path} must hold the jobs.sqlite that belongs to its journal.bin, got one "
-            f"with {jobs.last_job_number()} requests of "
-            f"{known} or more; restore that file, or delete the directory to start afresh"
+            f"{run.path} must hold the jobs.sqlite that belongs to its journal.bin, got one with "
+            f"{jobs.last_job_number()} requests of {known} or more; restore that file, or delete "
+            "the directory to start afresh"
         )
 
 

@@ -136,8 +136,7 @@ class EngineCost:
         if not _splits(model, tp):
             raise ConfigError(
                 f"tp must divide the {model.heads} heads of {model.name}, and divide or be a "
-                "multiple of "
-                f"its {model.kv_heads} key-value heads, got {tp}"
+                f"multiple of its {model.kv_heads} key-value heads, got {tp}"
             )
         self.kv_tokens = _kv_tokens(gpu, model, tp)
         if self.kv_tokens < 1:

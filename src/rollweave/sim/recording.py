@@ -83,8 +83,8 @@ def _attempts(journal: Path, config: Path) -> list[Attempt]:
         if replay.differing:
             raise ConfigError(
                 f"workload: {journal} must lead to the decisions recorded in it, event "
-                f"{replay.events} at {now:.3f} s does "
-                "not: it was recorded by other code, or with another configuration"
+                f"{replay.events} at {now:.3f} s does not: it was recorded by other code, or with "
+                "another configuration"
             )
         _apply(attempts, now, event)
         for command in commands:

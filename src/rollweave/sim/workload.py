@@ -271,8 +271,7 @@ def read_run(path: Path, *, domain: str | None = None) -> Recorded:
     if not groups:
         raise ConfigError(
             f"workload: {path} must hold training trajectories that ended by themselves, none in "
-            f"{len(attempts)} attempts "
-            "that began after the journal was last compacted"
+            f"{len(attempts)} attempts that began after the journal was last compacted"
         )
     return Recorded(
         [[members[member] for member in sorted(members)] for members in groups.values()]
@@ -444,8 +443,8 @@ def _fields(line: str, where: str) -> dict[str, Any]:
     for name, value in record.items():
         if name not in FIELDS:
             raise ConfigError(
-                f"{where}: {name} is not a field, it must be one of "
-                f"{', '.join(FIELDS)}; got {value!r:.60}"
+                f"{where}: {name} is not a field, it must be one of {', '.join(FIELDS)}; got "
+                f"{value!r:.60}"
             )
         _obey(FIELDS[name], value, f"{where}: {name}")
     for name in FIELDS:

@@ -61,8 +61,8 @@ def warm_up(
         norm = clip_gradients(passes.model, trainer.max_grad_norm)
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise NonFiniteLossError(
-                f"warm-up step {step}: loss {loss:g}, gradient norm "
-                f"{norm:g}; warmup.lr is {warmup.lr:g}"
+                f"warm-up step {step}: loss {loss:g}, gradient norm {norm:g}; warmup.lr is "
+                f"{warmup.lr:g}"
             )
         optimizer.step()
         losses.append(loss)

@@ -334,8 +334,8 @@ async def _lookup(
         raise FetchError(
             "source",
             f"weights id {request.weights_id} is stored with another content "
-            f"({version.manifest.digest}, not {request.digest}): "
-            "are two trainers publishing at once?",
+            f"({version.manifest.digest}, not {request.digest}): are two trainers publishing at "
+            "once?",
         )
     return version
 

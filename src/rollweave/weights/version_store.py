@@ -319,8 +319,8 @@ class VersionStore:
             if not stat.S_ISREG(status.st_mode) or status.st_size != manifest.nbytes:
                 raise FetchError(
                     "source",
-                    f"{manifest.location}: {status.st_size} bytes, the "
-                    f"manifest says {manifest.nbytes}",
+                    f"{manifest.location}: {status.st_size} bytes, the manifest says "
+                    f"{manifest.nbytes}",
                 )
             if is_sealed(origin):
                 return VersionWriter(manifest, origin, owned=False)
@@ -381,8 +381,7 @@ def check_same(here: WeightManifest, other: WeightManifest) -> None:
         raise FetchError(
             "broken",
             f"weights id {other.weights_id} is stored with another content ({here.digest}, not "
-            f"{other.digest}): "
-            "are two trainers publishing at once?",
+            f"{other.digest}): are two trainers publishing at once?",
         )
 
 

@@ -169,8 +169,7 @@ def _named(rule: Rule, buffer: list[Experience], version: int) -> list[GroupId]:
     if named != again:
         raise ValueError(
             "a strategy must answer the same to the same question (a chance that it draws must "
-            "follow from what it is given), "
-            f"got {named} and then {again}"
+            f"follow from what it is given), got {named} and then {again}"
         )
     return named
 

@@ -101,8 +101,7 @@ def inexactness(theirs: Sequence[float], ours: Sequence[float]) -> str:
         return f"{difference}: it has other weights than the checkpoint"
     return (
         f"{difference}: it computes in less than float32, or its weights have changed since; vLLM "
-        "computes a float32 checkpoint "
-        "in bfloat16 unless it is started with --dtype float32"
+        "computes a float32 checkpoint in bfloat16 unless it is started with --dtype float32"
     )
 
 

@@ -177,9 +177,8 @@ def _sums(rng: random.Random, params: Mapping[str, Any], size: int) -> str:
 
 FAMILIES: dict[str, Family] = {
     "divisible": Family(
-        about="Each line of the input has integers. Print, for each line, the {what} of those "
-        "that are divisible by {k} "
-        "(0 where there are none).",
+        about="Each line of the input has integers. Print, for each line, the {what} of those that "
+        "are divisible by {k} (0 where there are none).",
         params=lambda rng: {
             "k": rng.randint(2, 9),
             "what": rng.choice(["sum", "count", "maximum"]),
@@ -189,17 +188,15 @@ FAMILIES: dict[str, Family] = {
     ),
     "frequent": Family(
         about="The input is text. Print its {k} most frequent words of at least {least} letters, "
-        "one a line, each with its "
-        "count after a space; of equally frequent ones the first by the alphabet. Print fewer "
-        "where there are not so many.",
+        "one a line, each with its count after a space; of equally frequent ones the first by the "
+        "alphabet. Print fewer where there are not so many.",
         params=lambda rng: {"k": rng.randint(1, 6), "least": rng.randint(1, 4)},
         case=_words,
         solve=right.frequent,
     ),
     "shift": Family(
         about="Shift every letter of the input by {k} places in the alphabet, from z on to a, "
-        "upper case stays upper case. "
-        "Everything else stays as it is. Then reverse each {what}.",
+        "upper case stays upper case. Everything else stays as it is. Then reverse each {what}.",
         params=lambda rng: {
             "k": rng.randint(1, 25),
             "what": rng.choice(["line", "word of each line"]),
@@ -208,9 +205,9 @@ FAMILIES: dict[str, Family] = {
         solve=right.shift,
     ),
     "runs": Family(
-        about="Shorten each line of the input: a run of at least {least} equal letters becomes "
-        "the letter and the length of "
-        "the run, with `{mark}` between them. Shorter runs stay as they are.",
+        about="Shorten each line of the input: a run of at least {least} equal letters becomes the "
+        "letter and the length of the run, with `{mark}` between them. Shorter runs stay as they "
+        "are.",
         params=lambda rng: {
             "least": rng.randint(2, 7),
             "mark": rng.choice(["*", ":", "^", "x", "="]),
@@ -219,10 +216,9 @@ FAMILIES: dict[str, Family] = {
         solve=right.runs,
     ),
     "maze": Family(
-        about="The input is a square of `.` (free) and `#` (wall). Print the least number of "
-        "steps from the upper left to the "
-        "lower right corner over free places, each step to one of the {ways} neighbours, or "
-        "{none} where there is no way.",
+        about="The input is a square of `.` (free) and `#` (wall). Print the least number of steps "
+        "from the upper left to the lower right corner over free places, each step to one of the "
+        "{ways} neighbours, or {none} where there is no way.",
         params=lambda rng: {
             "ways": rng.choice([4, 8]),
             "none": rng.choice([-1, 0, 999, "none", "blocked"]),
@@ -232,10 +228,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "groups": Family(
         about="The first line of the input is n, the other lines are pairs of numbers from 1 to n "
-        "that are connected. Print "
-        "how many groups of at least {least} connected numbers there are, then the size of the "
-        "{which} group of all, with a "
-        "space between. A number that is connected to no other is a group of one.",
+        "that are connected. Print how many groups of at least {least} connected numbers there "
+        "are, then the size of the {which} group of all, with a space between. A number that is "
+        "connected to no other is a group of one.",
         params=lambda rng: {
             "least": rng.randint(1, 5),
             "which": rng.choice(["largest", "smallest"]),
@@ -245,10 +240,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "order": Family(
         about="The first line of the input is n: tasks are numbered from 1 to n. Each other line "
-        "`a b` says that a must be "
-        "done before b. Print an order of all tasks, with `{mark}` between them: always take the "
-        "{which} number that may come "
-        "next.",
+        "`a b` says that a must be done before b. Print an order of all tasks, with `{mark}` "
+        "between them: always take the {which} number that may come next.",
         params=lambda rng: {
             "which": rng.choice(["smallest", "largest"]),
             "mark": rng.choice([" ", ",", "-", ">", ";"]),
@@ -257,10 +250,9 @@ FAMILIES: dict[str, Family] = {
         solve=right.order,
     ),
     "brackets": Family(
-        about="Each line of the input has brackets of the kinds {pairs}. Print `{good}` for a "
-        "line in which they match, else "
-        "the position (from {first}) of the first bracket that closes wrongly, or `open` where "
-        "some are never closed.",
+        about="Each line of the input has brackets of the kinds {pairs}. Print `{good}` for a line "
+        "in which they match, else the position (from {first}) of the first bracket that closes "
+        "wrongly, or `open` where some are never closed.",
         params=lambda rng: {
             "pairs": rng.sample(["()", "[]", "{}", "<>"], rng.randint(1, 3)),
             "good": rng.choice(["ok", "yes", "match"]),
@@ -271,8 +263,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "bases": Family(
         about="Each line of the input is a number in base {source}, with lower-case letters as "
-        "digits beyond 9. Print each in "
-        "base {target}.",
+        "digits beyond 9. Print each in base {target}.",
         params=lambda rng: dict(
             zip(("source", "target"), rng.sample(range(2, 37), 2), strict=True)
         ),
@@ -281,9 +272,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "covered": Family(
         about="Each line of the input `a b` is a stretch from a to b. Stretches with a gap of at "
-        "most {gap} between them count "
-        "as one, with the gap; those that overlap too. Print the {what} of the stretches that "
-        "result.",
+        "most {gap} between them count as one, with the gap; those that overlap too. Print the "
+        "{what} of the stretches that result.",
         params=lambda rng: {
             "gap": rng.randint(0, 9),
             "what": rng.choice(["number", "total length", "greatest length"]),
@@ -293,8 +283,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "sales": Family(
         about="Each line of the input is `article,shop,amount`. Print the shops whose amounts add "
-        "up to at least {least}, one "
-        "a line as `shop: sum`, sorted by {by}.",
+        "up to at least {least}, one a line as `shop: sum`, sorted by {by}.",
         params=lambda rng: {
             "least": rng.randint(1, 80),
             "by": rng.choice(["name", "sum from the greatest, then by name"]),

@@ -355,7 +355,6 @@ def _read_folder(folder: str) -> list[tuple[str, bytes, int]]:
             if size > FOLDER_BYTES or len(files) > FOLDER_FILES:
                 raise ConfigError(
                     f"options.folder must have at most {FOLDER_FILES} files and {FOLDER_BYTES} "
-                    f"bytes, {folder} has more: "
-                    "make an image of it"
+                    f"bytes, {folder} has more: make an image of it"
                 )
     return files

@@ -131,10 +131,9 @@ def _editor(sandbox: Sandbox, _: float, output_bytes: int) -> Tool:
 
     about = (
         "View and edit text files. view: numbered lines of a file, or the names in a folder. "
-        "create: a new file. str_replace: "
-        "old_str, which must be in the file exactly once, becomes new_str. insert: new_str "
-        "becomes lines after insert_line. "
-        "undo_edit: take back the last edit of the file."
+        "create: a new file. str_replace: old_str, which must be in the file exactly once, becomes "
+        "new_str. insert: new_str becomes lines after insert_line. undo_edit: take back the last "
+        "edit of the file."
     )
     fields = {
         "command": {"type": "string", "enum": list(NEEDS)},

@@ -71,8 +71,8 @@ def _readable_directory(config: RunConfig, *, resume: bool, fresh: bool, deep: b
         return [
             fail(
                 "run.dir",
-                "must be a readable directory, or not exist yet, got "
-                f"{config.run.dir!r:.200}: {error}",
+                f"must be a readable directory, or not exist yet, got {config.run.dir!r:.200}: "
+                f"{error}",
             )
         ]
 
@@ -172,8 +172,8 @@ def _relays(config: RunConfig) -> Iterator[Check]:
     except OSError as error:
         yield fail(
             "weights.relays",
-            "must each have their own loopback address, "
-            f"{host_of(machine)} is not available: {error}",
+            f"must each have their own loopback address, {host_of(machine)} is not available: "
+            f"{error}",
         )
     else:
         first, last = host_of(0), host_of(weights.relays - 1)
@@ -187,8 +187,8 @@ def _target(config: RunConfig) -> Iterator[Check]:
     if config.eval.stop_at is not None:
         text = (
             f"{config.eval.stop_at:g} is compared with success, which environments report "
-            "(Step.success, Score.success): "
-            "if one never does, the run trains all of run.steps, and reports it"
+            "(Step.success, Score.success): if one never does, the run trains all of run.steps, "
+            "and reports it"
         )
         yield warn("eval.stop_at", text)
 

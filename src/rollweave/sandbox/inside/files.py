@@ -39,8 +39,8 @@ def load(path: str, limit: int) -> tuple[bytes, os.stat_result]:
             size += len(data)
             if size > limit:
                 raise Refused(
-                    f"path must have at most {limit} bytes, got "
-                    f"{max(size, status.st_size)} or more: {path}"
+                    f"path must have at most {limit} bytes, got {max(size, status.st_size)} or "
+                    f"more: {path}"
                 )
     finally:
         os.close(fd)

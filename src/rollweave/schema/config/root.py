@@ -139,8 +139,8 @@ class RunConfig(Section):
         for name, size in {"rollout": rollout.group_size, **self.own_group_sizes()}.items():
             if relative and size < 2:
                 raise ValueError(
-                    f"{name}.group_size must be at least 2 for "
-                    f"{self.algorithm.advantage}, got {size}"
+                    f"{name}.group_size must be at least 2 for {self.algorithm.advantage}, got "
+                    f"{size}"
                 )
             if rollout.min_members > size:
                 raise ValueError(

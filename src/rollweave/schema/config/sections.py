@@ -366,8 +366,7 @@ class AlgorithmConfig(Section):
     kl_direction: Literal["reverse", "forward"] = Field(
         "reverse",
         description="reverse: k3 estimate of KL(policy, start) on sampled tokens; forward: exact "
-        "KL(start, policy) over the vocabulary, which keeps every choice of the start "
-        "alive.",
+        "KL(start, policy) over the vocabulary, which keeps every choice of the start alive.",
     )
     kl_until: Share = Field(
         1.0,

@@ -138,8 +138,8 @@ def _completion(member: MemberStatus) -> Row:
     if len(sequences) > 1:
         raise ValueError(
             f"a rollout must be one sequence for rollout_func, got {len(sequences)} of "
-            f"{member.id}: its context was rewritten; "
-            "AsyncGRPOTrainer with RolloutWorker accepts any number"
+            f"{member.id}: its context was rewritten; AsyncGRPOTrainer with RolloutWorker accepts "
+            "any number"
         )
     row = row_of(sequences[0]) if sequences else None
     if row is None:

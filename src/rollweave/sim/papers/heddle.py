@@ -110,9 +110,9 @@ def fig12(quick: bool) -> list[Row]:
             row="Heddle over the best baseline, maximum",
             published=2.5,
             ours=max(gains.values()),
-            note=f"{what}; at {max(gains, key=lambda name: gains[name])}, least "
-            f"{min(gains.values()):.2f}; Figs. 15 and 16 "
-            "show the share of placement and allocation alone; published: up to",
+            note=f"{what}; the maximum at {max(gains, key=lambda name: gains[name])}, the minimum "
+            f"over tasks and models is {min(gains.values()):.2f}; Figs. 15 and 16 show the share "
+            "of placement and allocation alone; published: up to",
         )
     ]
     for name in BASELINES:
@@ -252,11 +252,10 @@ def fig15(quick: bool) -> list[Row]:
 # Fig. 16.
 
 LINEAR = (
-    "in our hardware model tensor parallelism scales almost linearly, so that wide workers lose "
-    "no throughput to narrow ones, "
-    "so that little is left to gain over them; where observations are long, they lose by "
-    "the prompt tokens of a step, "
-    "as many for a wide worker as for a narrow one, which the plan ignores"
+    "in our hardware model tensor parallelism scales almost linearly, so that wide workers lose no "
+    "throughput to narrow ones, so that little is left to gain over them; where observations are "
+    "long, they lose by the prompt tokens of a step, as many for a wide worker as for a narrow "
+    "one, which the plan ignores"
 )
 
 

@@ -168,8 +168,7 @@ def _elsewhere(experiment: str, task: str, name: str, curves: Curves) -> list[Ro
                 published=None,
                 ours=point.tokens_per_s / verl.tokens_per_s,
                 note=f"training/rollout as {placed} in Table 2; engines work "
-                f"{point.engines_busy:.0%} of the time, "
-                f"the trainer {point.trainer_busy:.0%}",
+                f"{point.engines_busy:.0%} of the time, the trainer {point.trainer_busy:.0%}",
                 own=True,
             )
         )
@@ -261,8 +260,8 @@ def fig15(quick: bool) -> list[Row]:
             published=None,
             ours=alone.tokens_per_s / alone_without.tokens_per_s,
             note=f"{part}; the trainer takes no time, as it keeps engines waiting on this "
-            "placement; "
-            f"{alone.tokens_per_s:,.0f} and {alone_without.tokens_per_s:,.0f} tokens per second",
+            f"placement; {alone.tokens_per_s:,.0f} and {alone_without.tokens_per_s:,.0f} tokens "
+            "per second",
             own=True,
         ),
         Row(
@@ -297,10 +296,9 @@ def fig16(quick: bool) -> list[Row]:
     """A machine with two of sixteen engines is lost."""
     recovery = recover(quick=quick)
     note = (
-        f"one of eight engines, half the cluster and {'16' if quick else 'half the'} prompts; "
-        "mode decoupled; "
-        f"{RESTART_S:.0f} s is our assumed start of an engine on the same machine; Laminar's "
-        "includes allocating another"
+        f"one of eight engines, half the cluster and {'16' if quick else 'half the'} prompts; mode "
+        f"decoupled; {RESTART_S:.0f} s is our assumed start of an engine on the same machine; "
+        "Laminar's includes allocating another"
     )
     rows = [
         Row(

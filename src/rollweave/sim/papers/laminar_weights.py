@@ -117,8 +117,8 @@ def fig19(quick: bool) -> list[Row]:
             ours=repair_s(size, RELAYS + 1),
             unit="s",
             note="closed form: two messages and a chunk that is sent again, as the loss is noticed "
-            "instantly (§3.3); published as "
-            "less than one second. `rollweave bench relay` measures ours from the kill on",
+            "instantly (§3.3); published as less than one second. `rollweave bench relay` measures "
+            "ours from the kill on",
         ),
     ]
 
@@ -146,9 +146,8 @@ def _waits(size: str, tp: int, stall: float, *, quick: bool) -> list[Row]:
     mean = mean_wait_s(local_s=local, spread_s=spread, period_s=period)
     against = (
         f"a broadcast by all adapters at 80 % to {machines} machines, {at_once:.2f} s, is the "
-        "optimum of a global one; "
-        "the measured NCCL broadcast is far from that, and its seconds are not in text. Published "
-        "is the maximum over all sizes"
+        "optimum of a global one; the measured NCCL broadcast is far from that, and its seconds "
+        "are not in text. Published is the maximum over all sizes"
     )
 
     def saved(row: str, seconds: float, other: float, published: float | None, note: str) -> Row:

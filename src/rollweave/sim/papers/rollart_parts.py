@@ -268,8 +268,8 @@ def fig14a(quick: bool) -> list[Row]:
                 published=(1.10, 1.16),
                 ours=(step_s + push) / step_s,
                 note=f"GPUs and batch divided by {shrink}, {mean_of(steps, 'step')}; the push of "
-                "Table 4 added to a simulated "
-                "step, in which the pull is exposed already; our push is much shorter than theirs",
+                "Table 4 added to a simulated step, in which the pull is exposed already; our push "
+                "is much shorter than theirs",
             )
         )
     return rows

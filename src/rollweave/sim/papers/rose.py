@@ -123,10 +123,9 @@ def table3(quick: bool) -> list[Row]:
         for name in ("pinned", *(placement for _, placement in TURN_WISE.values()))
     }
     note = (
-        f"{mean_of(steps, 'rollout')}; eight dedicated GPUs without borrowed ones, {AT_ONCE} "
-        "slots each; pinned "
-        "finds every prefix in its cache, while a turn-wise one whose engine is full moves to "
-        "one without its prefix"
+        f"{mean_of(steps, 'rollout')}; eight dedicated GPUs without borrowed ones, {AT_ONCE} slots "
+        "each; pinned finds every prefix in its cache, while a turn-wise one whose engine is full "
+        "moves to one without its prefix"
     )
     missing = "to be built: an ALFWorld family (turns and lengths are in none of our papers)"
     row = functools.partial(Row, experiment="rose-table3")

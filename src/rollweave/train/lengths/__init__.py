@@ -22,8 +22,8 @@ def check_installed(rollout: RolloutConfig | None = None) -> None:
         return
     if missing := missing_from("predict"):
         raise ConfigError(
-            f"rollout.predictor: {missing[0]} must be installed "
-            f"({how_to_install('predict')}), got none"
+            f"rollout.predictor: {missing[0]} must be installed ({how_to_install('predict')}), got "
+            "none"
         )
 
 
