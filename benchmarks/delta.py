@@ -45,7 +45,7 @@ OWN_RATES = {"_own_1e6": 1e-6, "_own_2e3": 2e-3}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
+class DeltaPlan:
     """Extent of the bench.
 
     The last of `steps` steps of Adam is the update; `own` are settings of our training.
@@ -59,7 +59,7 @@ class Size:
     own: tuple[str, ...]
 
 
-FULL = Size(
+FULL = DeltaPlan(
     rounds=7,
     hidden=1024,
     layers=2,
@@ -76,7 +76,7 @@ FULL = Size(
         "warmup.lr=1e-3",
     ),
 )
-QUICK = Size(
+QUICK = DeltaPlan(
     rounds=5,
     hidden=512,
     layers=1,
@@ -101,7 +101,7 @@ class Versions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class DeltaMeasurement:
     """A payload's delta: its bytes, its blocks by form; seconds are medians."""
 
     nbytes: int
@@ -112,49 +112,50 @@ class Measured:
     apply_s: float
 
 
-def bench_delta(*, quick: bool, say: Callable[[str], None]) -> Result:
+def bench_delta(*, quick: bool, progress: Callable[[str], None]) -> Result:
     """Return figures. Those without a suffix are of the Adam update in bfloat16,
     `_smaller` of the codec for slow links, `_fp32` of the same update in float32,
     `_own_…` of a training of ours at that learning rate; `curve_…` are lists by
     density.
     """
-    size = QUICK if quick else FULL
+    plan = QUICK if quick else FULL
     rng = np.random.default_rng(0)
-    say(f"{size.steps} steps of Adam on {size.layers} layers of width {size.hidden}")
-    update, whole = adam_update(rng, size)
+    progress(f"{plan.steps} steps of Adam on {plan.layers} layers of width {plan.hidden}")
+    update, whole = adam_update(rng, plan)
     cases = {"": update, "_fp32": whole}
     for suffix, rate in OWN_RATES.items():
-        say(f"a training of our own at learning rate {rate:g}")
-        cases[suffix] = own_update(rate, size.own)
-    measured = {suffix: measure(versions, rounds=size.rounds) for suffix, versions in cases.items()}
+        progress(f"our own training at learning rate {rate:g}")
+        cases[suffix] = own_update(rate, plan.own)
+    measured = {suffix: measure(versions, rounds=plan.rounds) for suffix, versions in cases.items()}
     cases["_smaller"], measured["_smaller"] = (
         update,
-        measure(update, rounds=size.rounds, smaller=True),
+        measure(update, rounds=plan.rounds, smaller=True),
     )
     figures: dict[str, Figure] = {}
-    for suffix, found in measured.items():
+    for suffix, measurement in measured.items():
         figures |= {
-            f"{name}{suffix}": value for name, value in figures_of(cases[suffix], found).items()
+            f"{name}{suffix}": value
+            for name, value in figures_of(cases[suffix], measurement).items()
         }
     figures["entropy_per_changed"] = round(entropy(update), 4)
     curve: dict[str, list[float]] = {}
     for density in DENSITIES:
-        say(f"a mask of density {density:g}")
-        versions = masked(rng, size.masked, density)
-        measured[f"{density:g}"] = found = measure(versions, rounds=size.rounds)
-        for name, value in figures_of(versions, found).items():
+        progress(f"a mask of density {density:g}")
+        versions = masked(rng, plan.masked, density)
+        measured[f"{density:g}"] = measurement = measure(versions, rounds=plan.rounds)
+        for name, value in figures_of(versions, measurement).items():
             curve.setdefault(f"curve_{name}", []).append(value)
     figures |= curve
-    mismatches = sum(found.mismatches for found in measured.values())
-    forms = {suffix or "adam": found.forms for suffix, found in measured.items()}
+    mismatches = sum(measurement.mismatches for measurement in measured.values())
+    forms = {suffix or "adam": measurement.forms for suffix, measurement in measured.items()}
     return Result(
         bench="delta",
         figures={"mismatches": mismatches} | figures,
-        conditions=conditions(size, cases) | {"forms": forms},
+        conditions=conditions(plan, cases) | {"forms": forms},
     )
 
 
-def figures_of(versions: Versions, found: Measured) -> dict[str, float]:
+def figures_of(versions: Versions, measurement: DeltaMeasurement) -> dict[str, float]:
     """Return figures. Ratios of bytes are ours over those of the alternative, ratios of
     speed over memcpy's.
     """
@@ -162,18 +163,18 @@ def figures_of(versions: Versions, found: Measured) -> dict[str, float]:
     coo = changed * (COO_POSITION_BYTES + versions.new.itemsize)
     values = {
         "changed": changed / len(versions.new),
-        "bytes_per_changed": found.nbytes / max(1, changed),
-        "ratio_to_coo": found.nbytes / max(1, coo),
-        "ratio_to_dense": found.nbytes / versions.new.nbytes,
-        "encode_over_memcpy": found.copy_s / found.encode_s,
-        "apply_over_memcpy": found.copy_s / found.apply_s,
-        "encode_gbps": versions.new.nbytes / found.encode_s / 1e9,
-        "apply_gbps": versions.new.nbytes / found.apply_s / 1e9,
+        "bytes_per_changed": measurement.nbytes / max(1, changed),
+        "ratio_to_coo": measurement.nbytes / max(1, coo),
+        "ratio_to_dense": measurement.nbytes / versions.new.nbytes,
+        "encode_over_memcpy": measurement.copy_s / measurement.encode_s,
+        "apply_over_memcpy": measurement.copy_s / measurement.apply_s,
+        "encode_gbps": versions.new.nbytes / measurement.encode_s / 1e9,
+        "apply_gbps": versions.new.nbytes / measurement.apply_s / 1e9,
     }
     return {name: float(f"{value:.4g}") for name, value in values.items()}
 
 
-def measure(versions: Versions, *, rounds: int, smaller: bool = False) -> Measured:
+def measure(versions: Versions, *, rounds: int, smaller: bool = False) -> DeltaMeasurement:
     """Copy, encode and apply the payload in turns."""
     base, new = versions.base.view(np.uint8), versions.new.view(np.uint8)
     itemsize, count = versions.new.itemsize, len(versions.new)
@@ -203,7 +204,7 @@ def measure(versions: Versions, *, rounds: int, smaller: bool = False) -> Measur
             action()
             taken.append(time.thread_time() - began)
     copy_s, encode_s, apply_s = (statistics.median(taken[1:]) for taken in seconds.values())
-    return Measured(
+    return DeltaMeasurement(
         nbytes=sum(map(len, blocks)),
         forms=dict(Counter(FORMS[block[1]] for block in blocks)),
         mismatches=int(np.count_nonzero(out.view(versions.new.dtype) != versions.new)),
@@ -230,7 +231,7 @@ def entropy(versions: Versions) -> float:
 # What is measured.
 
 
-def adam_update(rng: np.random.Generator, size: Size) -> tuple[Versions, Versions]:
+def adam_update(rng: np.random.Generator, plan: DeltaPlan) -> tuple[Versions, Versions]:
     """Return the last step of Adam on float32 weights, both as published in bfloat16
     and in float32.
 
@@ -238,14 +239,14 @@ def adam_update(rng: np.random.Generator, size: Size) -> tuple[Versions, Version
     columns, and heavier tails than a normal distribution.
     """
     before, after = [], []
-    for _ in range(size.layers):
+    for _ in range(plan.layers):
         for rows, columns in (
-            *((a * size.hidden, b * size.hidden) for a, b in LAYER),
-            (1, size.hidden),
-            (1, size.hidden),
+            *((a * plan.hidden, b * plan.hidden) for a, b in LAYER),
+            (1, plan.hidden),
+            (1, plan.hidden),
         ):
             weight = rng.normal(0, STD, (rows, columns)) if rows > 1 else np.ones((rows, columns))
-            last = list(adam(rng, weight.astype(np.float32), size.steps))[-2:]
+            last = list(adam(rng, weight.astype(np.float32), plan.steps))[-2:]
             before.append(last[0].ravel())
             after.append(last[1].ravel())
     base, new = np.concatenate(before), np.concatenate(after)
@@ -300,20 +301,20 @@ def bfloat16(values: Array) -> Array:
     return rounded
 
 
-def conditions(size: Size, cases: dict[str, Versions]) -> dict[str, Any]:
+def conditions(plan: DeltaPlan, cases: dict[str, Versions]) -> dict[str, Any]:
     elements = {suffix or "adam": len(versions.new) for suffix, versions in cases.items()}
     return {
         "elements": elements,
         "adam": f"bfloat16 of float32 weights (normal, {STD:g}; norms 1) before and after step "
-        f"{size.steps} of Adam at {LR:g}, betas {BETA1:g} and {BETA2:g}, made-up gradients of "
-        f"heavy tails and uneven scales; {size.layers} layers of width {size.hidden}, no embedding",
+        f"{plan.steps} of Adam at {LR:g}, betas {BETA1:g} and {BETA2:g}, made-up gradients of "
+        f"heavy tails and uneven scales; {plan.layers} layers of width {plan.hidden}, no embedding",
         "own": f"the last two checkpoints, a step apart, of {Path(OWN).stem} with "
-        f"{', '.join(size.own)}, in bfloat16",
-        "curve": f"{size.masked:,} bfloat16 elements, those at random one float up or down; "
+        f"{', '.join(plan.own)}, in bfloat16",
+        "curve": f"{plan.masked:,} bfloat16 elements, those at random one float up or down; "
         f"densities {list(DENSITIES)}",
         "bytes": "blocks with heads and checksums; COO is int32 and the element, without either",
         "entropy_per_changed": "of positions at random, and of the differences; _smaller may fall "
         "below, for it uses the base",
         "speed": "one thread, its time on a core, checksums included; a copy by numpy in turn; "
-        f"medians of {size.rounds}",
+        f"medians of {plan.rounds}",
     }

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from benchmarks.contract import Figure, Result
-from benchmarks.runs import Measured, conditions_of, example, measure
+from benchmarks.runs import MeasuredRun, conditions_of, example, measure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,14 +18,14 @@ class Goal:
     """A seed of `config` is ok if every task has its `targets` success within `limit_s`
     (see `Measured.trained_s`).
 
-    `ways` are settings by the suffix of their figures.
+    `variants` are settings by the suffix of their figures.
     """
 
     config: str
     targets: Mapping[str, float]
     limit_s: float
     seeds: int
-    ways: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"": ()})
+    variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"": ()})
 
 
 TURN, TRAJECTORY = "_turn", "_trajectory"
@@ -46,7 +46,10 @@ GOALS = {
         targets={"frozenlake": 0.9},
         limit_s=300,
         seeds=3,
-        ways={TURN: ("rollout.scheduling=turn",), TRAJECTORY: ("rollout.scheduling=trajectory",)},
+        variants={
+            TURN: ("rollout.scheduling=turn",),
+            TRAJECTORY: ("rollout.scheduling=trajectory",),
+        },
     ),
 }
 
@@ -54,26 +57,26 @@ QUICK = ("run.steps=12", "eval.final_episodes=64")
 
 
 def bench_learning(
-    name: str, *, seeds: int | None, quick: bool, say: Callable[[str], None]
+    name: str, *, seeds: int | None, quick: bool, progress: Callable[[str], None]
 ) -> Result:
     """Train the example of goal `name` once per seed.
 
-    Figures by way, lists by seed: `success` of the task furthest below its target,
-    `success_TASK` and `success_before_rl_TASK` where there are several tasks (else
-    `success_before_rl`), `wall_s`; and `seeds_ok`.
+    Return figures by variant, lists by seed: `success` of the task furthest below its
+    target, `success_TASK` and `success_before_rl_TASK` where there are several tasks
+    (else `success_before_rl`), `wall_s`; and `seeds_ok`.
     """
     goal = GOALS[name]
     path, overrides = example(goal.config), QUICK if quick else ()
     count = seeds if seeds is not None else 1 if quick else goal.seeds
-    runs: dict[str, list[Measured]] = {suffix: [] for suffix in goal.ways}
+    runs: dict[str, list[MeasuredRun]] = {suffix: [] for suffix in goal.variants}
     for seed in range(count):
-        for suffix, way in goal.ways.items():
-            run = measure(path, [*overrides, *way, f"run.seed={seed}", f"run.name={name}"])
+        for suffix, variant in goal.variants.items():
+            run = measure(path, [*overrides, *variant, f"run.seed={seed}", f"run.name={name}"])
             runs[suffix].append(run)
             rates = ", ".join(
                 f"{task} {rate:.3f}" for task, rate in run.summary.success_rate.items()
             )
-            say(
+            progress(
                 f"seed {seed}{suffix}: success {rates} after {run.trained_s:.0f} s, "
                 f"{run.summary.steps} steps"
             )
@@ -102,7 +105,7 @@ def bench_learning(
     return Result(bench=name, figures=figures, conditions=conditions)
 
 
-def training_ratio(ours: list[Measured], theirs: list[Measured]) -> float:
+def training_ratio(ours: list[MeasuredRun], theirs: list[MeasuredRun]) -> float:
     """Return the ratio of seconds of training, without earlier phases: the median over
     seeds.
     """
@@ -112,7 +115,7 @@ def training_ratio(ours: list[Measured], theirs: list[Measured]) -> float:
     )
 
 
-def figures_of(goal: Goal, runs: list[Measured], *, quick: bool) -> dict[str, Figure]:
+def figures_of(goal: Goal, runs: list[MeasuredRun], *, quick: bool) -> dict[str, Figure]:
     """See `bench_learning`."""
     figures: dict[str, Figure] = {"success": [_worst(goal, run) for run in runs]}
     for task in goal.targets:
@@ -130,7 +133,7 @@ def figures_of(goal: Goal, runs: list[Measured], *, quick: bool) -> dict[str, Fi
     return figures
 
 
-def reached(goal: Goal, run: Measured) -> bool:
+def reached(goal: Goal, run: MeasuredRun) -> bool:
     """Return whether every task reached its target in time."""
     rates = run.summary.success_rate
     return run.trained_s <= goal.limit_s and all(
@@ -138,6 +141,6 @@ def reached(goal: Goal, run: Measured) -> bool:
     )
 
 
-def _worst(goal: Goal, run: Measured) -> float:
+def _worst(goal: Goal, run: MeasuredRun) -> float:
     rates = run.summary.success_rate
     return rates[min(goal.targets, key=lambda task: rates[task] - goal.targets[task])]

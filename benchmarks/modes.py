@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.contract import Figure, Result
-from benchmarks.runs import Measured, conditions_of, example, measure, shares
+from benchmarks.runs import MeasuredRun, conditions_of, example, measure, shares
 
 CONFIG = "frozenlake_fixed.toml"
 MODES = {
@@ -44,14 +44,14 @@ EVALUATION = (
 )
 ENGINES = ("engines.count=4", "engines.max_slots=16")
 """Engines with as many slots as the example's one engine: an engine that loads weights
-alone needs others that continue meanwhile.
+alone needs others that continue.
 """
 
 COMMON = (*LATENCY, *EVALUATION, *ENGINES, "run.steps=100", "run.name=modes")
 QUICK = ("run.steps=4", "eval.every=0", "warmup.steps=5")
 
 
-def bench_modes(*, seeds: int | None, quick: bool, say: Callable[[str], None]) -> Result:
+def bench_modes(*, seeds: int | None, quick: bool, progress: Callable[[str], None]) -> Result:
     """Return figures by mode: `wall_s_…` to the target (median over seeds), `step_s_…`,
     idle, staleness, success; `…_over_sync`.
     """
@@ -59,12 +59,12 @@ def bench_modes(*, seeds: int | None, quick: bool, say: Callable[[str], None]) -
     chosen = {name: MODES[name] for name in QUICK_MODES} if quick else MODES
     overrides = (*COMMON, *QUICK) if quick else COMMON
     count = seeds if seeds is not None else 1 if quick else SEEDS
-    runs: dict[str, list[Measured]] = {name: [] for name in chosen}
+    runs: dict[str, list[MeasuredRun]] = {name: [] for name in chosen}
     for seed in range(count):
         for name, mode in chosen.items():
             run = measure(path, [*overrides, *mode, f"run.seed={seed}"])
             runs[name].append(run)
-            say(f"seed {seed}, {name}: {_said(run, quick=quick)}")
+            progress(f"seed {seed}, {name}: {_described(run, quick=quick)}")
     figures: dict[str, Figure] = {}
     conditions: dict[str, Any] = conditions_of(path, overrides) | {
         "seeds": list(range(count)),
@@ -85,7 +85,7 @@ def bench_modes(*, seeds: int | None, quick: bool, say: Callable[[str], None]) -
 
 
 def figures_of(
-    name: str, runs: list[Measured], conditions: dict[str, Any], *, quick: bool
+    name: str, runs: list[MeasuredRun], conditions: dict[str, Any], *, quick: bool
 ) -> dict[str, Figure]:
     """Return the figures of one mode from its runs, one per seed; `conditions` names
     the reason for a missing one.
@@ -126,14 +126,14 @@ def figures_of(
         f"staleness_shares_{name}": [round(count / max(1, trained), 4) for count in histogram],
         f"success_{name}": statistics.median(ends) if ends else None,
     }
-    for who, found in (("engines", engines), ("trainer", trainer)):
-        for cause in sorted({cause for by_cause in found for cause in by_cause}):
-            share = statistics.mean(by_cause.get(cause, 0.0) for by_cause in found)
-            figures[f"{who}_{cause}_{name}"] = round(share, 4)
+    for role, shares_by_run in (("engines", engines), ("trainer", trainer)):
+        for cause in sorted({cause for by_cause in shares_by_run for cause in by_cause}):
+            share = statistics.mean(by_cause.get(cause, 0.0) for by_cause in shares_by_run)
+            figures[f"{role}_{cause}_{name}"] = round(share, 4)
     return figures
 
 
-def _said(run: Measured, *, quick: bool) -> str:
+def _described(run: MeasuredRun, *, quick: bool) -> str:
     reached = run.reached_s(TARGET)
     if reached is not None:
         return f"success {TARGET} after {reached:.0f} s, {run.summary.steps} steps"

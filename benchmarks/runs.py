@@ -20,7 +20,7 @@ EXAMPLES = "examples"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredRun:
     """One finished run.
 
     `ready_s` is the time at which the trainer was up and warmed up, in seconds from the
@@ -60,7 +60,7 @@ def example(name: str) -> Path:
     )
 
 
-def measure(config: Path, overrides: Sequence[str]) -> Measured:
+def measure(config: Path, overrides: Sequence[str]) -> MeasuredRun:
     """Train as configured, and delete the run's directory.
 
     Raises RollweaveError where the run fails or is stopped.
@@ -72,7 +72,7 @@ def measure(config: Path, overrides: Sequence[str]) -> Measured:
 @contextmanager
 def recorded(
     config: Path, overrides: Sequence[str]
-) -> Iterator[tuple[RunConfig, RunDir, Measured]]:
+) -> Iterator[tuple[RunConfig, RunDir, MeasuredRun]]:
     """Train like `measure`, and keep the run's directory for the context.
 
     Raises RollweaveError where the run fails or is stopped.
@@ -85,7 +85,7 @@ def recorded(
 
 def trained(
     config: RunConfig, *, programs: launch.Programs | None = None
-) -> tuple[RunDir, Measured]:
+) -> tuple[RunDir, MeasuredRun]:
     """Train in the directory that `config` names.
 
     Raises RollweaveError where the run fails or is stopped.
@@ -98,7 +98,7 @@ def trained(
     run = RunDir(Path(config.run.dir) / config.run.name)
     data = read_run(run)
     starts = [span.end for span in data.spans if span.row == TRAINER and span.kind == "start"]
-    return run, Measured(summary=summary, data=data, ready_s=starts[0] if starts else 0.0)
+    return run, MeasuredRun(summary=summary, data=data, ready_s=starts[0] if starts else 0.0)
 
 
 def shares(seconds: dict[str, float]) -> dict[str, float]:

@@ -86,17 +86,17 @@ def take_turns(contenders: dict[str, Contender], calls: int) -> dict[str, list[f
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(1 + -(-calls // BLOCK)):
         for name, run in contenders.items():
-            found = run()
+            block = run()
             if number:
-                times[name] += found
+                times[name] += block
     return times
 
 
 def figures(times: dict[str, list[float]]) -> dict[str, Figure]:
     """Return medians, and our speed-up; None for missing measurements."""
-    medians = {name: statistics.median(found) for name, found in times.items()}
+    medians = {name: statistics.median(values) for name, values in times.items()}
     names = ("bash", "pty", "tmux", "spawn", "ping", "ipython", "jupyter")
-    found: dict[str, Figure] = {f"{name}_ms": medians.get(name) for name in names}
+    figures_by_name: dict[str, Figure] = {f"{name}_ms": medians.get(name) for name in names}
     for ours, peer in (
         ("bash", "tmux"),
         ("pty", "tmux"),
@@ -104,8 +104,8 @@ def figures(times: dict[str, list[float]]) -> dict[str, Figure]:
         ("ipython", "jupyter"),
     ):
         both = ours in medians and peer in medians
-        found[f"{ours}_over_{peer}"] = medians[peer] / medians[ours] if both else None
-    return found
+        figures_by_name[f"{ours}_over_{peer}"] = medians[peer] / medians[ours] if both else None
+    return figures_by_name
 
 
 def _timed(call: Callable[[], object]) -> list[float]:
@@ -129,10 +129,14 @@ def _ours() -> Iterator[dict[str, Contender]]:
     with asyncio.Runner() as runner:
         tools = _Tools(runner, mine)
         try:
-            found: dict[str, Contender] = {"bash": tools.bash, "pty": tools.pty, "ping": tools.ping}
+            contenders: dict[str, Contender] = {
+                "bash": tools.bash,
+                "pty": tools.pty,
+                "ping": tools.ping,
+            }
             if tools.has_ipython():
-                found["ipython"] = tools.ipython
-            yield found
+                contenders["ipython"] = tools.ipython
+            yield contenders
         finally:
             tools.close()
             process.wait(PEER_S)
@@ -176,10 +180,10 @@ class _Tools:
         times, self._pty_ms = [], []
         for _ in range(BLOCK):
             began = time.perf_counter()
-            found = await self._bash.run(COMMAND)
+            result = await self._bash.run(COMMAND)
             times.append((time.perf_counter() - began) * 1e3)
-            self._pty_ms.append(found.seconds * 1e3)
-            assert (found.output, found.exit_code) == ("hi\n", 0)
+            self._pty_ms.append(result.seconds * 1e3)
+            assert (result.output, result.exit_code) == ("hi\n", 0)
         return times
 
     async def _ping_block(self) -> list[float]:
@@ -194,17 +198,17 @@ class _Tools:
         times = []
         for _ in range(BLOCK):
             began = time.perf_counter()
-            found = await self._ipython.run(CELL)
+            result = await self._ipython.run(CELL)
             times.append((time.perf_counter() - began) * 1e3)
-            assert found.result == "2"
+            assert result.result == "2"
         return times
 
 
 def _spawn() -> None:
-    found = subprocess.run(
+    done = subprocess.run(
         ["bash", "--norc", "-c", COMMAND], capture_output=True, check=True, stdin=subprocess.DEVNULL
     )
-    assert found.stdout == b"hi\n"
+    assert done.stdout == b"hi\n"
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ def groups(seed: int) -> Iterator[Group]:
 
 
 @dataclass(slots=True)
-class Run:
+class VariantRun:
     """Measurements of several steps: seconds in all, those for which the trainer
     waited, those of rollouts, and the groups trained on.
     """
@@ -79,36 +79,36 @@ class Run:
         self.seconds += TRAIN_S
 
 
-Way = Callable[[int, int], Run]
+Variant = Callable[[int, int], VariantRun]
 """A variant: a function of a seed and a number of steps."""
 
 
-def in_rounds(size: int) -> Way:
+def in_rounds(size: int) -> Variant:
     """Run batch by batch: roll out `size` prompts, wait for all, filter; repeat until
     the batch is full. Surplus is dropped.
     """
 
-    def run(seed: int, steps: int) -> Run:
-        drawn, found = groups(seed), Run()
+    def run(seed: int, steps: int) -> VariantRun:
+        drawn, result = groups(seed), VariantRun()
         for _ in range(steps):
             batch: list[Group] = []
             while len(batch) < GROUPS:
                 asked = list(itertools.islice(drawn, size))
-                found.waited += max(group.seconds for group in asked)
-                found.worked += math.fsum(group.work() for group in asked)
+                result.waited += max(group.seconds for group in asked)
+                result.worked += math.fsum(group.work() for group in asked)
                 batch += [group for group in asked if group.informative]
-            found.train(batch)
-        found.seconds += found.waited
-        return found
+            result.train(batch)
+        result.seconds += result.waited
+        return result
 
     return run
 
 
-def replenished(seed: int, steps: int) -> Run:
+def replenished(seed: int, steps: int) -> VariantRun:
     """Replace each finished prompt until the batch is full; then the step waits for the
     rest, and drops it.
     """
-    drawn, found = groups(seed), Run()
+    drawn, result = groups(seed), VariantRun()
     for _ in range(steps):
         number, batch = itertools.count(), list[Group]()
         under_way = [
@@ -118,27 +118,27 @@ def replenished(seed: int, steps: int) -> Run:
         clock = 0.0
         while under_way:
             clock, _, group = heapq.heappop(under_way)
-            found.worked += group.work()
+            result.worked += group.work()
             batch += [group] if group.informative else []
             if len(batch) < GROUPS:
                 following = next(drawn)
                 heapq.heappush(under_way, (clock + following.seconds, next(number), following))
-        found.waited += clock
-        found.train(batch)
-    found.seconds += found.waited
-    return found
+        result.waited += clock
+        result.train(batch)
+    result.seconds += result.waited
+    return result
 
 
-def asynchronous(staleness: int) -> Way:
+def asynchronous(staleness: int) -> Variant:
     """Run by the policy: groups begin and are stopped as it decides, also while the
     trainer trains.
     """
 
-    def run(seed: int, steps: int) -> Run:
+    def run(seed: int, steps: int) -> VariantRun:
         dapo = Dapo(
             DapoRule(groups=GROUPS, group_size=MEMBERS, under_way=SLOTS, staleness=staleness)
         )
-        drawn, found, known = groups(seed), Run(), dict[int, tuple[Group, float, int]]()
+        drawn, result, known = groups(seed), VariantRun(), dict[int, tuple[Group, float, int]]()
         ends: list[tuple[float, int]] = []  # of groups, and with -1 of a training step
         clock = asked = 0.0
         step, training = 0, False
@@ -146,14 +146,14 @@ def asynchronous(staleness: int) -> Way:
         while step < steps:
             batch = None if training else dapo.take()
             if batch is not None:
-                found.waited += clock - asked
-                found.train([known[group][0] for group in batch])
-                found.stale += sum(known[group][2] < step for group in batch)
+                result.waited += clock - asked
+                result.train([known[group][0] for group in batch])
+                result.stale += sum(known[group][2] < step for group in batch)
                 heapq.heappush(ends, (clock + TRAIN_S, -1))
                 training = True
             for number in dapo.overdue():
                 group, begun, _ = known[number]
-                found.worked += group.work(clock - begun)
+                result.worked += group.work(clock - begun)
             for _ in range(dapo.room()):
                 number, group = dapo.begun(), next(drawn)
                 known[number] = group, clock, dapo.version
@@ -165,15 +165,15 @@ def asynchronous(staleness: int) -> Way:
                 asked, training = clock, False
             elif number in dapo.under_way:
                 group = known[number][0]
-                found.worked += group.work()
+                result.worked += group.work()
                 dapo.ended(number, [0.0, float(group.informative)])
-        found.seconds = clock
-        return found
+        result.seconds = clock
+        return result
 
     return run
 
 
-WAYS: dict[str, Way] = {
+VARIANTS: dict[str, Variant] = {
     "rounds": in_rounds(GROUPS),
     "rounds_oversampled": in_rounds(SLOTS),
     "replenished": replenished,
@@ -184,12 +184,12 @@ WAYS: dict[str, Way] = {
 """Compared variants. The last three are the policy with a staleness of 0, 1 and 4."""
 
 
-def bench_dapo(*, quick: bool, say: Callable[[str], None]) -> Result:
+def bench_dapo(*, quick: bool, progress: Callable[[str], None]) -> Result:
     """Return by variant `step_s`, `waited_s`, `speedup` over rounds, `useful`,
     `length`, `stale`; and the `live_…` figures of a real service.
     """
     figures, conditions = simulated(quick=quick)
-    figures |= live_figures(quick=quick, say=say)
+    figures |= live_figures(quick=quick, progress=progress)
     return Result(
         bench="dapo",
         figures=figures,
@@ -201,11 +201,13 @@ def simulated(*, quick: bool) -> tuple[dict[str, Figure], dict[str, str]]:
     """Return figures and conditions of the virtual clock."""
     seeds, steps = (3, 20) if quick else (9, 100)
     figures: dict[str, Figure] = {}
-    found = {name: [way(seed, steps) for seed in range(seeds)] for name, way in WAYS.items()}
+    results = {
+        name: [variant(seed, steps) for seed in range(seeds)] for name, variant in VARIANTS.items()
+    }
     drawn = itertools.islice(groups(seeds), 100_000)
     typical = statistics.fmean(group.seconds for group in drawn if group.informative)
-    for name, runs in found.items():
-        pairs = zip(found["rounds"], runs, strict=True)
+    for name, runs in results.items():
+        pairs = zip(results["rounds"], runs, strict=True)
         figures[f"step_s_{name}"] = statistics.median(run.seconds / steps for run in runs)
         figures[f"waited_s_{name}"] = statistics.median(run.waited / steps for run in runs)
         figures[f"speedup_{name}"] = statistics.median(

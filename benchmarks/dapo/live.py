@@ -43,63 +43,63 @@ FULL, QUICK = (5, 6), (1, 1)
 """Rounds of each variant, and training steps of a round."""
 
 
-def live_figures(*, quick: bool, say: Callable[[str], None]) -> dict[str, Figure]:
+def live_figures(*, quick: bool, progress: Callable[[str], None]) -> dict[str, Figure]:
     """Return `live_step_s` and `live_speedup` over rounds by variant: medians over the
     rounds.
     """
-    turns, steps = QUICK if quick else FULL
-    ways = {"rounds": _rounds(GROUPS), "rounds_oversampled": _rounds(UNDER_WAY)}
-    ways |= {"early": _policy(0), "carried": _policy(1), "carried_4": _policy(4)}
-    taken: dict[str, list[float]] = {name: [] for name in ways}
+    rounds, steps = QUICK if quick else FULL
+    variants = {"rounds": _rounds(GROUPS), "rounds_oversampled": _rounds(UNDER_WAY)}
+    variants |= {"early": _policy(0), "carried": _policy(1), "carried_4": _policy(4)}
+    taken: dict[str, list[float]] = {name: [] for name in variants}
     with (
         tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch,
         _served(Path(scratch)) as address,
     ):
-        for turn, (name, way) in itertools.product(range(turns), ways.items()):
-            taken[name].append(asyncio.run(_timed(way, address, turn, steps)))
-            say(f"{name}: {taken[name][-1]:.2f} s a step")
+        for round_number, (name, variant) in itertools.product(range(rounds), variants.items()):
+            taken[name].append(asyncio.run(_timed(variant, address, round_number, steps)))
+            progress(f"{name}: {taken[name][-1]:.2f} s a step")
     figures: dict[str, Figure] = {
-        f"live_step_s_{name}": statistics.median(found) for name, found in taken.items()
+        f"live_step_s_{name}": statistics.median(seconds) for name, seconds in taken.items()
     }
-    for name, found in taken.items():
-        pairs = zip(taken["rounds"], found, strict=True)
+    for name, seconds in taken.items():
+        pairs = zip(taken["rounds"], seconds, strict=True)
         figures[f"live_speedup_{name}"] = statistics.median(slow / fast for slow, fast in pairs)
     return figures
 
 
 def live_conditions(*, quick: bool) -> str:
-    turns, steps = QUICK if quick else FULL
+    rounds, steps = QUICK if quick else FULL
     return (
         f"one service over HTTP, Nim, {GROUPS} groups of {MEMBERS}, {UNDER_WAY} groups at once "
         f"(rounds: {GROUPS}), a step of the environment {LATENCY_S:g} s in the median (sigma "
-        f"{SIGMA:g}), training {TRAIN_S:g} s of sleep; {turns} turns of {steps} steps each way"
+        f"{SIGMA:g}), training {TRAIN_S:g} s of sleep; {rounds} rounds of {steps} steps each"
     )
 
 
-Way = Callable[[RolloutClient, Iterator[RolloutRequest], int], Any]
+Variant = Callable[[RolloutClient, Iterator[RolloutRequest], int], Any]
 """A coroutine that trains with a client, on these tasks, for so many steps."""
 
 
-async def _timed(way: Way, address: str, turn: int, steps: int) -> float:
+async def _timed(variant: Variant, address: str, round_number: int, steps: int) -> float:
     tasks = (
-        RolloutRequest(handler="nim", index=10_000 * turn + number, members=MEMBERS)
+        RolloutRequest(handler="nim", index=10_000 * round_number + number, members=MEMBERS)
         for number in itertools.count()
     )
     async with RolloutClient(address) as client:
         began = time.perf_counter()
-        await way(client, tasks, steps)
+        await variant(client, tasks, steps)
         return (time.perf_counter() - began) / steps
 
 
-def _rounds(size: int) -> Way:
+def _rounds(size: int) -> Variant:
     async def run(client: RolloutClient, tasks: Iterator[RolloutRequest], steps: int) -> None:
         for _ in range(steps):
             informative = 0
             while informative < GROUPS:
-                found = await asyncio.gather(
+                groups = await asyncio.gather(
                     *(client.rollout(task) for task in itertools.islice(tasks, size))
                 )
-                informative += sum(map(_is_informative, found))
+                informative += sum(map(_is_informative, groups))
             await asyncio.sleep(TRAIN_S)
 
     return run
@@ -114,7 +114,7 @@ def _is_informative(status: RolloutStatus) -> bool:
     return verdict is Verdict.COMPLETE
 
 
-def _policy(staleness: int) -> Way:
+def _policy(staleness: int) -> Variant:
     rule = DapoRule(groups=GROUPS, group_size=MEMBERS, under_way=UNDER_WAY, staleness=staleness)
 
     async def run(client: RolloutClient, tasks: Iterator[RolloutRequest], steps: int) -> None:
@@ -136,10 +136,10 @@ def _served(directory: Path) -> Iterator[str]:
     """
     observer = _Observer()
     config = _config(directory, {"path": str(_model(directory))})
-    given = {"observer": observer, "make_backend": _nobody, "no_token": True}
+    given = {"observer": observer, "make_backend": _no_backend, "no_token": True}
     thread = threading.Thread(target=launch.serve, args=(config,), kwargs=given, name="service")
     thread.start()
-    address, stop = observer.told.get(timeout=120.0)
+    address, stop = observer.started.get(timeout=120.0)
     try:
         yield address
     finally:
@@ -149,13 +149,13 @@ def _served(directory: Path) -> Iterator[str]:
 
 class _Observer:
     def __init__(self) -> None:
-        self.told: queue.Queue[tuple[str, Callable[[bool], None]]] = queue.Queue()
+        self.started: queue.Queue[tuple[str, Callable[[bool], None]]] = queue.Queue()
 
     def on_ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
-        self.told.put((address, stop))
+        self.started.put((address, stop))
 
     def on_warning(self, command: Warn) -> None:
-        raise AssertionError(f"nothing ails here: {command}")
+        raise AssertionError(f"no warning is expected: {command}")
 
     def on_stopping(self, drain: bool) -> None:
         """Do nothing: no caller needs it."""
@@ -189,5 +189,5 @@ def _model(directory: Path) -> Path:
     return run.model
 
 
-def _nobody(request: EngineRequest, name: str) -> NoReturn:
-    raise AssertionError(f"nobody registers engines here: {name} at {request.address}")
+def _no_backend(request: EngineRequest, name: str) -> NoReturn:
+    raise AssertionError(f"no engine registers in this bench: {name} at {request.address}")

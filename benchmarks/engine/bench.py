@@ -136,9 +136,9 @@ def compare(chosen: Sequence[ModelCase], *, turns: int, python: str | None, eage
         ]
         for case in cases:
             figures |= _named(case.subject, _checked(case))
-        changed, most = batch_changes(cases[0].spec, cases[0].subject, turns)
+        changed, maximum = batch_changes(cases[0].spec, cases[0].subject, turns)
         figures |= _named(
-            cases[0].subject, {"batch_mismatches": changed, "batch_logprob_change_max": most}
+            cases[0].subject, {"batch_mismatches": changed, "batch_logprob_change_max": maximum}
         )
         for case in cases:
             _await_vllm(case, conditions)
@@ -216,14 +216,14 @@ def _speed(case: Case) -> dict[str, Figure]:
         Harness(case.spec) as engine,
         ProcessHarness(case.spec, log=case.scratch / "engine.log") as process,
     ):
-        _round(case, (COMPARED,), engine, process, seeds)  # warms everybody up
+        _round(case, (COMPARED,), engine, process, seeds)  # warm-up
         for _ in range(case.subject.repeats):
             for name, rate in _round(case, CONCURRENCY, engine, process, seeds).items():
                 rates.setdefault(name, []).append(rate)
     if case.vllm is None:
         rates.pop(f"vllm_{COMPARED}", None)
     figures: dict[str, Figure] = {
-        f"tokens_per_s_{name}": statistics.median(found) for name, found in rates.items()
+        f"tokens_per_s_{name}": statistics.median(samples) for name, samples in rates.items()
     }
     figures.setdefault(f"tokens_per_s_vllm_{COMPARED}", None)
     for peer, ours in (("hf", f"{COMPARED}"), ("vllm", f"process_{COMPARED}")):
@@ -240,7 +240,7 @@ def _round(
     process: ProcessHarness,
     seeds: Iterator[int],
 ) -> dict[str, float]:
-    """One rate for each way.
+    """Return one rate for each contender.
 
     A vLLM that fails is left out from then on, with the reason.
     """
@@ -319,32 +319,36 @@ def batch_changes(spec: EngineSpec, subject: ModelCase, turns: int) -> tuple[int
     tight = msgspec.structs.replace(
         spec, max_slots=NARROW, kv_tokens=NARROW_KV_TOKENS, block_tokens=NARROW_BLOCK_TOKENS
     )
-    differ, most = 0, 0.0
+    differ, maximum = 0, 0.0
     with Harness(msgspec.structs.replace(spec, max_slots=WIDE)) as wide, Harness(tight) as narrow:
         for start in range(0, turns, TURNS_AT_ONCE):
             requests = requests_of(short, min(TURNS_AT_ONCE, turns - start), TURNS + start)
             for at in range(0, len(requests), 2):
                 greedy = msgspec.structs.replace(requests[at].sampling, temperature=0.0)
                 requests[at] = msgspec.structs.replace(requests[at], sampling=greedy)
-            found = changes(wide.generate(requests), narrow.generate(requests))
-            differ, most = differ + found[0], max(most, found[1])
+            changed = changes(wide.generate(requests), narrow.generate(requests))
+            differ, maximum = differ + changed[0], max(maximum, changed[1])
         recomputed = narrow.stats().recomputed_tokens
     if not recomputed:
         raise EngineError("the narrow batch was to lack KV and to recompute, and did not")
-    return differ, most
+    return differ, maximum
 
 
-def changes(these: Sequence[GenerateResult], those: Sequence[GenerateResult]) -> tuple[int, float]:
+def changes(
+    wide_results: Sequence[GenerateResult], narrow_results: Sequence[GenerateResult]
+) -> tuple[int, float]:
     """Return how many results differ in a token, and the maximum difference of a
     log-prob among the others.
     """
     same = [
-        (one, other) for one, other in zip(these, those, strict=True) if one.tokens == other.tokens
+        (one, other)
+        for one, other in zip(wide_results, narrow_results, strict=True)
+        if one.tokens == other.tokens
     ]
     gaps = (
         abs(a - b) for one, other in same for a, b in zip(one.logprobs, other.logprobs, strict=True)
     )
-    return len(these) - len(same), max(gaps, default=0.0)
+    return len(wide_results) - len(same), max(gaps, default=0.0)
 
 
 def _worst_logprob(case: Case) -> float:

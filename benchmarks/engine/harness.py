@@ -95,15 +95,15 @@ class Harness:
 
         Raises EngineError for one that is an error.
         """
-        found = []
+        results = []
         for request in requests:
             while request.id not in self._done:
                 self.expect(Generated)
-            found.append(self._done.pop(request.id))
-        for result in found:
+            results.append(self._done.pop(request.id))
+        for result in results:
             if result.error:
                 raise EngineError(result.error)
-        return found
+        return results
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         self.post(*(Add(request=request) for request in requests))

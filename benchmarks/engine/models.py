@@ -70,7 +70,7 @@ def model_cases(*, quick: bool) -> list[ModelCase]:
     ]
 
 
-def random_model(subject: ModelCase) -> Any:
+def random_model(case: ModelCase) -> Any:
     torch.manual_seed(0)
     rope: Any = {"rope_type": "default", "rope_theta": 10000.0}
     settings: dict[str, Any] = {
@@ -79,13 +79,13 @@ def random_model(subject: ModelCase) -> Any:
         "pad_token_id": 0,
         "tie_word_embeddings": True,
     }
-    model: Any = Qwen3ForCausalLM(Qwen3Config(rope_parameters=rope, **(settings | subject.config)))
+    model: Any = Qwen3ForCausalLM(Qwen3Config(rope_parameters=rope, **(settings | case.config)))
     return model.eval()
 
 
-def kv_bytes(subject: ModelCase, tokens: int) -> int:
+def kv_bytes(case: ModelCase, tokens: int) -> int:
     """Return the bytes of `tokens` cached tokens in float32."""
-    sizes = subject.config
+    sizes = case.config
     return (
         tokens
         * 2
@@ -96,26 +96,24 @@ def kv_bytes(subject: ModelCase, tokens: int) -> int:
     )
 
 
-def prompt(subject: ModelCase, seed: int, *, length: int | None = None) -> tuple[int, ...]:
+def prompt(case: ModelCase, seed: int, *, length: int | None = None) -> tuple[int, ...]:
     """Return token ids that share no block with any other seed's.
 
     Lengths vary by half around the model case's.
     """
     generator = torch.Generator().manual_seed(seed)
     count = length or int(
-        torch.randint(subject.prompt // 2, subject.prompt * 3 // 2 + 1, (), generator=generator)
+        torch.randint(case.prompt // 2, case.prompt * 3 // 2 + 1, (), generator=generator)
     )
     return tuple(
-        torch.randint(1, subject.config["vocab_size"], (count,), generator=generator).tolist()
+        torch.randint(1, case.config["vocab_size"], (count,), generator=generator).tolist()
     )
 
 
-def requests_of(subject: ModelCase, count: int, seed: int) -> list[GenerateRequest]:
+def requests_of(case: ModelCase, count: int, seed: int) -> list[GenerateRequest]:
     """Return `count` requests that are unique to this seed."""
-    sampling = Sampling(temperature=1.0, max_tokens=subject.output, seed=seed)
+    sampling = Sampling(temperature=1.0, max_tokens=case.output, seed=seed)
     return [
-        GenerateRequest(
-            id=f"{seed}.{i}", tokens=prompt(subject, 1000 * seed + i), sampling=sampling
-        )
+        GenerateRequest(id=f"{seed}.{i}", tokens=prompt(case, 1000 * seed + i), sampling=sampling)
         for i in range(count)
     ]

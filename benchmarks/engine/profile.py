@@ -140,18 +140,18 @@ class Measurement:
     core_share: float
 
 
-class Steps:
+class StepRecorder:
     """Collects the steps that the engine's thread reports.
 
     `cpu_s` is that thread's, at the end of the last one.
     """
 
     def __init__(self) -> None:
-        self.found: list[Step] = []
+        self.steps: list[Step] = []
         self.cpu_s = 0.0
 
     def add(self, amounts: StepWork, seconds: float) -> None:
-        self.found.append((amounts, seconds))
+        self.steps.append((amounts, seconds))
         self.cpu_s = time.thread_time()
 
 
@@ -164,14 +164,14 @@ def measure_profile(
     """
     torch.set_num_threads(spec.threads)
     vocabulary = read_shape(Path(spec.model)).vocab
-    # which nobody can say: every turn has its length
+    # no text can match it: every turn has its full length
     spec = msgspec.structs.replace(spec, eos_token_ids=(vocabulary,))
-    steps, kinds = Steps(), dict[tuple[object, ...], list[Step]]()
+    recorder, kinds = StepRecorder(), dict[tuple[object, ...], list[Step]]()
     with ExitStack() as stack:
         for _ in range(beside):
             stack.enter_context(spinning())
-        engine = stack.enter_context(Harness(spec, watch=steps.add))
-        talk = Talk(engine, vocabulary, grid, sampling or Sampling())
+        engine = stack.enter_context(Harness(spec, watch=recorder.add))
+        conversations = Conversations(engine, vocabulary, grid, sampling or Sampling())
         cells = list(_cells(engine, spec, grid))
         if not cells:
             raise ConfigError(
@@ -181,10 +181,10 @@ def measure_profile(
         before_s = 0.0
         for repeat in range(-1, grid.repeats):
             for work, count, prompt in cells:
-                steps.found.clear()
-                work(talk, count, prompt)
+                recorder.steps.clear()
+                work(conversations, count, prompt)
                 engine.stats()  # answered after the last step has been noted
-                for step in steps.found if repeat >= 0 else ():  # the first round warms up
+                for step in recorder.steps if repeat >= 0 else ():  # the first round warms up
                     kind = (
                         work.__name__,
                         count,
@@ -194,13 +194,13 @@ def measure_profile(
                     )
                     kinds.setdefault(kind, []).append(step)
             if repeat < 0:
-                before_s = steps.cpu_s
+                before_s = recorder.cpu_s
         kv_tokens = engine.ready.kv_total_tokens
-    total_s = sum(seconds for found in kinds.values() for _, seconds in found)
+    total_s = sum(seconds for group in kinds.values() for _, seconds in group)
     profile = Profile(
         kv_tokens=kv_tokens, samples=tuple(map(sample_of, kinds.values())), subject=subject
     )
-    return Measurement(profile=profile, core_share=min(1.0, (steps.cpu_s - before_s) / total_s))
+    return Measurement(profile=profile, core_share=min(1.0, (recorder.cpu_s - before_s) / total_s))
 
 
 def sample_of(steps: Sequence[Step]) -> Sample:
@@ -258,7 +258,7 @@ FIT_CONDITIONS = {
 }
 
 
-class Talk:
+class Conversations:
     """Conversations of random tokens that share no prefix."""
 
     def __init__(self, engine: Harness, vocabulary: int, grid: Grid, sampling: Sampling) -> None:
@@ -271,7 +271,7 @@ class Talk:
         self._random = torch.Generator().manual_seed(0)
         self._numbers = itertools.count()
 
-    def said(self, count: int) -> tuple[int, ...]:
+    def random_tokens(self, count: int) -> tuple[int, ...]:
         """Return that many unused random tokens."""
         return tuple(torch.randint(self._vocabulary, (count,), generator=self._random).tolist())
 
@@ -281,18 +281,18 @@ class Talk:
         """
         results = self._engine.generate(self._requests(contexts, self._grid.output))
         return [
-            (*context, *result.tokens, *self.said(self._grid.observation))
+            (*context, *result.tokens, *self.random_tokens(self._grid.observation))
             for context, result in zip(contexts, results, strict=True)
         ]
 
     def overlapping(
-        self, these: Sequence[tuple[int, ...]], those: Sequence[tuple[int, ...]]
+        self, first_half: Sequence[tuple[int, ...]], second_half: Sequence[tuple[int, ...]]
     ) -> None:
         """Decode `these` while the turns of `those` arrive and end, in three parts."""
-        first = self._requests(these, PARTS * self._grid.output)
+        first = self._requests(first_half, PARTS * self._grid.output)
         self._engine.post(*(Add(request=request) for request in first))
         for part in range(PARTS):
-            self._engine.generate(self._requests(those[part::PARTS], self._grid.output))
+            self._engine.generate(self._requests(second_half[part::PARTS], self._grid.output))
         self._engine.results(first)
 
     def _requests(self, contexts: Sequence[tuple[int, ...]], output: int) -> list[GenerateRequest]:
@@ -303,29 +303,29 @@ class Talk:
         ]
 
 
-def together(talk: Talk, count: int, prompt: int) -> None:
+def together(conversations: Conversations, count: int, prompt: int) -> None:
     """Run `count` conversations that begin with `prompt` tokens each and generate at
     the same time.
     """
-    contexts = [talk.said(prompt) for _ in range(count)]
+    contexts = [conversations.random_tokens(prompt) for _ in range(count)]
     for _ in range(TURNS):
-        contexts = talk.turn(contexts)
+        contexts = conversations.turn(contexts)
 
 
-def apart(talk: Talk, count: int, prompt: int) -> None:
+def staggered(conversations: Conversations, count: int, prompt: int) -> None:
     """Run half of the conversations, while the turns of the others arrive in between."""
-    contexts = talk.turn([talk.said(prompt) for _ in range(count)])
-    talk.overlapping(contexts[: count // 2], contexts[count // 2 :])
+    contexts = conversations.turn([conversations.random_tokens(prompt) for _ in range(count)])
+    conversations.overlapping(contexts[: count // 2], contexts[count // 2 :])
 
 
-Work = Callable[[Talk, int, int], None]
+Work = Callable[[Conversations, int, int], None]
 
 
 def _cells(engine: Harness, spec: EngineSpec, grid: Grid) -> Iterator[tuple[Work, int, int]]:
     """Return work, conversations and prompt tokens of every measurement that fits the
     engine.
     """
-    for count, prompt, work in itertools.product(grid.batches, grid.prompts, (together, apart)):
+    for count, prompt, work in itertools.product(grid.batches, grid.prompts, (together, staggered)):
         most = prompt + (TURNS + 1) * grid.output + TURNS * grid.observation
         fits = (
             most < engine.ready.max_context

@@ -118,8 +118,8 @@ class VllmServer:
         program = shutil.which(self._python)
         if program is None:
             raise PeerError(f"{self._python!r} is not a program that can be run")
-        self._place = _place()
-        self.port = int(self._place.getsockname()[1])
+        self._reserved_port = _reserved_port()
+        self.port = int(self._reserved_port.getsockname()[1])
         command = [
             os.path.abspath(program),
             "-I",
@@ -146,7 +146,7 @@ class VllmServer:
                     start_new_session=True,
                 )
             except OSError as error:
-                self._place.close()
+                self._reserved_port.close()
                 raise PeerError(f"{self._python!r} cannot be run: {error}") from error
         return self
 
@@ -156,7 +156,7 @@ class VllmServer:
         self._process.stdin.close()  # the guard kills the rest
         self._process.wait()
         self._senders.shutdown()
-        self._place.close()
+        self._reserved_port.close()
 
     @property
     def pid(self) -> int:
@@ -204,13 +204,13 @@ class VllmServer:
         body = json.dumps(
             {"token_ids": request.tokens, "sampling_params": sampling, "stream": False}
         )
-        got = len(
+        sampled = len(
             self._json("POST", "/inference/v1/generate", body, timeout_s=ANSWER_S)["choices"][0][
                 "token_ids"
             ]
         )
-        if got != wanted:
-            raise self._failed(f"gave {got} tokens instead of {wanted}")
+        if sampled != wanted:
+            raise self._failed(f"gave {sampled} tokens instead of {wanted}")
 
     def _json(self, method: str, path: str, body: str | None = None, *, timeout_s: float) -> Any:
         try:
@@ -279,11 +279,11 @@ def conditions_of(version: str, *, eager: bool) -> dict[str, Any]:
     }
 
 
-def _place() -> socket.socket:
+def _reserved_port() -> socket.socket:
     """Reserve a free port until the server binds it, tens of seconds later: no process
     that requests any port gets it.
     """
-    place = socket.socket()
-    place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the server's has this too
-    place.bind((HOST, 0))
-    return place
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the server's has this too
+    reserved.bind((HOST, 0))
+    return reserved

@@ -80,7 +80,7 @@ length.
 """
 
 
-class Draw(Struct, frozen=True, kw_only=True):
+class Workload(Struct, frozen=True, kw_only=True):
     """Trajectories of one task: lengths in sampled tokens, and their costs on engines
     of each degree.
     """
@@ -105,7 +105,7 @@ class Draw(Struct, frozen=True, kw_only=True):
 
 
 @functools.cache
-def draw(domain: str, count: int) -> Draw:
+def draw_workload(domain: str, count: int) -> Workload:
     """Draw `count` trajectories of a family.
 
     Every sequence of a batch is assumed to have the mean context of a sampled token.
@@ -130,7 +130,7 @@ def draw(domain: str, count: int) -> Draw:
     slots = {
         degree: min(MAX_SLOTS, engine.kv_tokens // context) for degree, engine in engines.items()
     }
-    return Draw(
+    return Workload(
         lengths=lengths,
         slots=slots,
         profile={
@@ -166,7 +166,7 @@ class Timed:
 Placing = Callable[[Sequence[int]], Placement]
 
 
-class Watched:
+class TimedPlacing:
     """A placement inside annealing, with each of its runs timed."""
 
     def __init__(self, placing: Placing) -> None:
@@ -175,10 +175,10 @@ class Watched:
 
     def __call__(self, workers: Sequence[int]) -> Placement:
         start = time.perf_counter()
-        found = self._placing(workers)
+        placement = self._placing(workers)
         self.runs.taken_ms.append((time.perf_counter() - start) * 1e3)
-        self.runs.results.append(found)
-        return found
+        self.runs.results.append(placement)
+        return placement
 
 
 Contenders = dict[str, Callable[[int], Any]]
@@ -187,13 +187,13 @@ Contenders = dict[str, Callable[[int], Any]]
 
 def timed(contenders: Contenders, rounds: int) -> dict[str, Timed]:
     """Run all contenders in turns."""
-    found = {name: Timed() for name in contenders}
+    runs = {name: Timed() for name in contenders}
     for number in range(rounds):
         for name, run in contenders.items():
             start = time.perf_counter()
-            found[name].results.append(run(number))
-            found[name].taken_ms.append((time.perf_counter() - start) * 1e3)
-    return found
+            runs[name].results.append(run(number))
+            runs[name].taken_ms.append((time.perf_counter() - start) * 1e3)
+    return runs
 
 
 def bench_placement(*, quick: bool) -> Result:
@@ -260,7 +260,7 @@ def _case(
     ratios: list[float] = []
     proven: list[bool] = []
     for domain in DOMAINS:
-        drawn = draw(domain, count)
+        drawn = draw_workload(domain, count)
         cost, lengths = drawn.table(), drawn.lengths
         fleet = allocate(lengths, gpus, DEGREES, cost).degrees
         contenders: Contenders = {
@@ -272,13 +272,13 @@ def _case(
             contenders["place"] = functools.partial(_place, lengths, [1] * gpus, cost)
         if len(fleet) <= count:
             contenders["place_mixed"] = functools.partial(_place, lengths, fleet, cost)
-        found = timed(contenders, rounds)
-        for name, runs in found.items():
+        timings = timed(contenders, rounds)
+        for name, runs in timings.items():
             times.setdefault(name, []).append(runs.ms)
-        least = found["exact"].results[0].makespan_s
-        ratios += [one.makespan_s / least for one in found["anneal"].results]
-        if "place_mixed" in found:
-            proven.append(found["place_mixed"].results[0].exact)
+        least = timings["exact"].results[0].makespan_s
+        ratios += [one.makespan_s / least for one in timings["anneal"].results]
+        if "place_mixed" in timings:
+            proven.append(timings["place_mixed"].results[0].exact)
     for name, medians in times.items():
         figures[f"{name}_ms{suffix}"] = max(medians)
     if not all(proven):
@@ -306,7 +306,7 @@ def _place_dp(lengths: list[float], workers: Sequence[int], cost: CostTable, _: 
     return place_dp(lengths, workers, cost)
 
 
-def _table(drawn: Draw, _: int) -> CostTable:
+def _table(drawn: Workload, _: int) -> CostTable:
     return drawn.table()
 
 
@@ -329,16 +329,16 @@ def _program(
             f"not measured: {rounds} runs in O(n² workers) would take about {expected_s:,.0f} s"
         )
         return
-    drawn = draw(DOMAINS[0], count)
+    drawn = draw_workload(DOMAINS[0], count)
     arguments = (drawn.lengths, [1] * gpus, drawn.table())
-    found = timed(
+    timings = timed(
         {
             "exact": functools.partial(_place, *arguments),
             "dp": functools.partial(_place_dp, *arguments),
         },
         rounds,
     )
-    exact, program = found["exact"], found["dp"]
+    exact, program = timings["exact"], timings["dp"]
     if program.results[0].makespan_s != exact.results[0].makespan_s:
         raise RuntimeError(
             f"eq. 3 found {program.results[0].makespan_s} s, the search "
@@ -354,29 +354,31 @@ def _annealings(
     """Run the exact allocation beside the paper's annealing, over its aggregated
     program, and over our own placement.
     """
-    drawn = draw(DOMAINS[0], count)
+    drawn = draw_workload(DOMAINS[0], count)
     cost = drawn.table()
     problem = Problem(ByTable(drawn.lengths, cost))
     below = statistics.fmean(drawn.lengths)
 
     def search(workers: Sequence[int]) -> Placement:
-        found = problem.least(in_order(workers))
-        return Placement(spans=found.spans, makespan_s=found.makespan_s, exact=False)
+        solution = problem.least(in_order(workers))
+        return Placement(spans=solution.spans, makespan_s=solution.makespan_s, exact=False)
 
     def program(workers: Sequence[int]) -> Placement:
         return place_dp(drawn.lengths, workers, cost, below=below, chunk=CHUNK)
 
-    inner = {"anneal": Watched(program), "anneal_our_search": Watched(search)}
+    inner = {"anneal": TimedPlacing(program), "anneal_our_search": TimedPlacing(search)}
     contenders: Contenders = {"exact": functools.partial(_allocate, drawn.lengths, gpus, cost)}
     for name, placing in inner.items():
         contenders[name] = functools.partial(_anneal, drawn.lengths, gpus, cost, placing=placing)
-    found = timed(contenders, rounds)
+    timings = timed(contenders, rounds)
     for name, placing in inner.items():
-        figures[f"speedup_over_{name}"] = found[name].ms / found["exact"].ms
+        figures[f"speedup_over_{name}"] = timings[name].ms / timings["exact"].ms
         figures[f"{name}_placements"] = len(placing.runs.taken_ms) / rounds
         figures[f"{name}_placement_ms"] = placing.runs.ms
-        figures[f"{name}_placement_share"] = sum(placing.runs.taken_ms) / sum(found[name].taken_ms)
-    figures["anneal_program_ms"] = found["anneal"].ms
+        figures[f"{name}_placement_share"] = sum(placing.runs.taken_ms) / sum(
+            timings[name].taken_ms
+        )
+    figures["anneal_program_ms"] = timings["anneal"].ms
     figures["dp_aggregated_loss_max"] = max(one.loss for one in inner["anneal"].runs.results)
     conditions["speedup_over_anneal"] = (
         f"{count} trajectories, {gpus} GPUs, task {DOMAINS[0]}, {rounds} rounds; Alg. 2 with eq. 3 "
@@ -401,7 +403,7 @@ def _simulations(
         rows.setdefault(name, []).append(value)
 
     for domain in DOMAINS:
-        drawn = draw(domain, count)
+        drawn = draw_workload(domain, count)
         cost = drawn.table()
         ordered = [drawn.lengths[index] for index in by_length(drawn.lengths)]
         allocations = {

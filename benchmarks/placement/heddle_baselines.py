@@ -172,10 +172,10 @@ def anneal(
     coldest = COLDEST * temperature
     while temperature > coldest:
         proposed = _perturbed(now, transitions, rng)
-        found = placing(proposed) if proposed != now else at
-        more = found.makespan_s - at.makespan_s
+        candidate = placing(proposed) if proposed != now else at
+        more = candidate.makespan_s - at.makespan_s
         if more < 0 or rng.random() < math.exp(-more / temperature):
-            now, at = proposed, found
+            now, at = proposed, candidate
         if at.makespan_s < best.makespan_s:
             best, fleet = at, now
         temperature *= COOLING
@@ -200,20 +200,20 @@ def _transitions(kinds: Sequence[int]) -> list[list[Transition]]:
     Redistribution takes three workers, because the sum of two powers of two determines
     them.
     """
-    found: list[list[Transition]] = []
+    transitions: list[list[Transition]] = []
     for takes, gives in ((3, 3), (1, 2), (2, 1)):
         sides = itertools.product(
             itertools.combinations_with_replacement(kinds, takes),
             itertools.combinations_with_replacement(kinds, gives),
         )
-        found.append(
+        transitions.append(
             [
                 (Counter(taken), Counter(given))
                 for taken, given in sides
                 if taken != given and sum(taken) == sum(given)
             ]
         )
-    return found
+    return transitions
 
 
 def _perturbed(
@@ -224,10 +224,10 @@ def _perturbed(
     """
     workers = Counter(now)
     possible = [
-        some for sort in transitions if (some := [one for one in sort if one[0] <= workers])
+        some for kind in transitions if (some := [one for one in kind if one[0] <= workers])
     ]
     if not possible:
         return now
-    sort = possible[int(rng.integers(len(possible)))]
-    taken, given = sort[int(rng.integers(len(sort)))]
+    kind = possible[int(rng.integers(len(possible)))]
+    taken, given = kind[int(rng.integers(len(kind)))]
     return sorted((workers - taken + given).elements(), reverse=True)

@@ -43,11 +43,11 @@ the directories of benches that were killed.
 TENSORS = 32
 """Number of tensors in the payload."""
 
-Say = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
+class RelayPlan:
     """Extent of the bench: `nbytes` over links of `mbits` to each number of `relays`.
     The other fields are numbers of rounds, and seconds.
     """
@@ -60,10 +60,10 @@ class Size:
     repairs: int
     publications: int
     period_s: float
-    links: relay_links.Plan
+    links: relay_links.LinksPlan
 
 
-FULL = Size(
+FULL = RelayPlan(
     relays=(2, 4, 8, 16),
     mbits=100.0,
     nbytes=8 << 20,
@@ -72,7 +72,7 @@ FULL = Size(
     repairs=5,
     publications=12,
     period_s=5.0,
-    links=relay_links.Plan(
+    links=relay_links.LinksPlan(
         hidden=512,
         rates=(10.0, 30.0, 100.0, 300.0, 1000.0),
         reference=100.0,
@@ -82,7 +82,7 @@ FULL = Size(
         bucket_bytes=2 << 20,
     ),
 )
-QUICK = Size(
+QUICK = RelayPlan(
     relays=(2, 4),
     mbits=200.0,
     nbytes=4 << 20,
@@ -91,7 +91,7 @@ QUICK = Size(
     repairs=1,
     publications=3,
     period_s=2.0,
-    links=relay_links.Plan(
+    links=relay_links.LinksPlan(
         hidden=384,
         rates=(30.0, 1000.0),
         reference=30.0,
@@ -104,24 +104,28 @@ QUICK = Size(
 
 
 def bench_relay(
-    *, quick: bool, say: Say, size: Size | None = None, network: Network | None = None
+    *,
+    quick: bool,
+    progress: Progress,
+    plan: RelayPlan | None = None,
+    network: Network | None = None,
 ) -> Result:
     """Run the bench. Only tests pass `size` and `network`."""
-    size = size or (QUICK if quick else FULL)
-    with workspace() as logs, network or Network(max(*size.relays, 5)) as net:
-        return asyncio.run(_measure(size, net, logs, say))
+    plan = plan or (QUICK if quick else FULL)
+    with workspace() as logs, network or Network(max(*plan.relays, 5)) as net:
+        return asyncio.run(_measure(plan, net, logs, progress))
 
 
-async def _measure(size: Size, net: Network, logs: Path, say: Say) -> Result:
-    conditions = _conditions(size, net)
+async def _measure(plan: RelayPlan, net: Network, logs: Path, progress: Progress) -> Result:
+    conditions = _conditions(plan, net)
     if not net.why_not:
-        net.limit(size.mbits)
+        net.limit(plan.mbits)
     figures: dict[str, Figure] = {}
     with publish(
-        relay_wait.payload(size.nbytes, TENSORS), version=1, weights_id=1, directory=logs
+        relay_wait.payload(plan.nbytes, TENSORS), version=1, weights_id=1, directory=logs
     ) as whole:
-        figures |= await _broadcasts(size, net, logs, whole.manifest, say)
-        figures |= await _repairs(size, net, logs, whole.manifest, say)
+        figures |= await _broadcasts(plan, net, logs, whole.manifest, progress)
+        figures |= await _repairs(plan, net, logs, whole.manifest, progress)
     if net.why_not:
         missing = (
             "repair_cut_s",
@@ -135,8 +139,8 @@ async def _measure(size: Size, net: Network, logs: Path, say: Say) -> Result:
         figures |= dict.fromkeys(missing)
         conditions |= dict.fromkeys(missing, net.why_not)
     else:
-        found, why = await _links(size.links, net, logs, say)
-        figures |= found
+        store_figures, why = await _remote_store(plan.links, net, logs, progress)
+        figures |= store_figures
         conditions |= why
     if figures["link_mb_per_s"] is None:
         unknown = ("link_mb_per_s", "time_over_formula", "curve_time_over_formula")
@@ -148,17 +152,17 @@ async def _measure(size: Size, net: Network, logs: Path, say: Say) -> Result:
 
 
 async def _broadcasts(
-    size: Size, net: Network, logs: Path, manifest: WeightManifest, say: Say
+    plan: RelayPlan, net: Network, logs: Path, manifest: WeightManifest, progress: Progress
 ) -> dict[str, Figure]:
     """Measure broadcasts, and how long engines wait for them."""
-    most = max(size.relays)
-    gloo = Gloo(net, size.relays, logs, hosts=most)
-    say(f"{most} relays and as many ranks of gloo start")
+    largest = max(plan.relays)
+    gloo = Gloo(net, plan.relays, logs, hosts=largest)
+    progress(f"{largest} relays and as many ranks of gloo start")
     try:
-        async with tier(net, range(most), logs) as relays:
+        async with tier(net, range(largest), logs) as relays:
             await gloo.ready()
             small = publish(
-                relay_wait.payload(size.nbytes // 4, TENSORS),
+                relay_wait.payload(plan.nbytes // 4, TENSORS),
                 version=1,
                 weights_id=1,
                 directory=logs,
@@ -166,25 +170,33 @@ async def _broadcasts(
             async with tier(net, range(2), logs) as others:
                 with small:
                     both = [(others, small.manifest), (relays, manifest)]
-                    link = await relay_broadcast.measure_link(both, size.fits)
+                    link = await relay_broadcast.measure_link(both, plan.fits)
             times = await relay_broadcast.measure(
-                relays, gloo, manifest, link, relays=size.relays, rounds=size.rounds, say=say
+                relays,
+                gloo,
+                manifest,
+                link,
+                relays=plan.relays,
+                rounds=plan.rounds,
+                progress=progress,
             )
             figures = relay_broadcast.figures(times, link)
-            chunk = chunk_bytes(size.nbytes, nodes=most, start_s=link.start_s, byte_s=link.byte_s)
-            say(f"{most} engines take weights while training goes on")
+            chunk = chunk_bytes(
+                plan.nbytes, nodes=largest, start_s=link.start_s, byte_s=link.byte_s
+            )
+            progress(f"{largest} engines fetch weights while training continues")
             waited = await relay_wait.waits(
                 relays,
-                relay_wait.payload(size.nbytes, TENSORS),
+                relay_wait.payload(plan.nbytes, TENSORS),
                 logs,
-                engines=most,
+                engines=largest,
                 chunk_bytes=chunk,
-                publications=size.publications,
-                period_s=size.period_s,
+                publications=plan.publications,
+                period_s=plan.period_s,
             )
-            together = times.gloo[most]
+            together = times.gloo[largest]
             figures |= relay_wait.figures(
-                waited, together, statistics.median(times.chain[most]), size.nbytes
+                waited, together, statistics.median(times.chain[largest]), plan.nbytes
             )
             return figures
     finally:
@@ -192,12 +204,12 @@ async def _broadcasts(
 
 
 async def _repairs(
-    size: Size, net: Network, logs: Path, manifest: WeightManifest, say: Say
+    plan: RelayPlan, net: Network, logs: Path, manifest: WeightManifest, progress: Progress
 ) -> dict[str, Figure]:
     """Kill and suspend a relay in the middle and the master, and cut off one in the
     middle.
     """
-    relays = _repaired(size)
+    relays = _repaired(plan)
     figures: dict[str, Figure] = {"repair_cut_s": None}
     repeated = 0
     faults: list[tuple[str, int, relay_repair.Fault]] = [
@@ -208,33 +220,33 @@ async def _repairs(
         ("repair_cut", relays // 2, "cut"),
     ]
     for name, victim, fault in faults[: -1 if net.why_not else None]:
-        found = []
-        for number in range(size.repairs):
-            say(f"{name.replace('_', ', ')}: {number + 1} of {size.repairs}")
-            found.append(
+        repairs = []
+        for number in range(plan.repairs):
+            progress(f"{name.replace('_', ', ')}: {number + 1} of {plan.repairs}")
+            repairs.append(
                 await relay_repair.repaired(
                     net, manifest, logs, relays=relays, victim=victim, fault=fault
                 )
             )
-        figures[f"{name}_s"] = statistics.median(one.repair_s for one in found)
-        figures[f"{name}_worst_s"] = max(one.repair_s for one in found)
-        figures[f"{name}_known_s"] = statistics.median(one.known_s for one in found)
-        figures[f"{name}_whole_s"] = statistics.median(one.whole_s for one in found)
-        repeated += sum(one.repeated_bytes for one in found)
+        figures[f"{name}_s"] = statistics.median(one.repair_s for one in repairs)
+        figures[f"{name}_worst_s"] = max(one.repair_s for one in repairs)
+        figures[f"{name}_known_s"] = statistics.median(one.known_s for one in repairs)
+        figures[f"{name}_whole_s"] = statistics.median(one.complete_s for one in repairs)
+        repeated += sum(one.repeated_bytes for one in repairs)
     return figures | {"repair_repeated_bytes": repeated}
 
 
-async def _links(
-    plan: relay_links.Plan, net: Network, logs: Path, say: Say
+async def _remote_store(
+    links: relay_links.LinksPlan, net: Network, logs: Path, progress: Progress
 ) -> tuple[dict[str, Figure], dict[str, Any]]:
-    say("an Adam update of one layer")
-    update = _update(plan.hidden)
+    progress("an Adam update of one layer")
+    update = _update(links.hidden)
     async with clusters(net, logs) as made:
-        found = await relay_links.ablation(made, update, plan, logs, say)
-        grown = await relay_links.growing(made, plan, logs, say)
-    crossings, why = relay_links.growing_figures(grown, plan)
+        runs = await relay_links.ablation(made, update, links, logs, progress)
+        grown = await relay_links.growing(made, links, logs, progress)
+    crossings, why = relay_links.growing_figures(grown, links)
     changed = float(np.mean(update.base != update.new))
-    return relay_links.figures(found, plan) | crossings | {"update_changed": changed}, why
+    return relay_links.figures(runs, links) | crossings | {"update_changed": changed}, why
 
 
 def _update(hidden: int) -> Versions:
@@ -251,32 +263,32 @@ def _update(hidden: int) -> Versions:
     return Versions(bfloat16(np.concatenate(before)), bfloat16(np.concatenate(after)))
 
 
-def _repaired(size: Size) -> int:
+def _repaired(plan: RelayPlan) -> int:
     """Return the number of relays in the chain that is repaired: enough that a relay in
     the middle has a successor.
     """
-    return max(3, min(8, max(size.relays)))
+    return max(3, min(8, max(plan.relays)))
 
 
-def _conditions(size: Size, net: Network) -> dict[str, Any]:
-    links = size.links
+def _conditions(plan: RelayPlan, net: Network) -> dict[str, Any]:
+    links = plan.links
     where = (
         net.why_not
         or "network namespaces on one machine, joined by a bridge; tc tbf limits each host's link "
-        f"to {size.mbits:g} Mbit/s up and down, or as said"
+        f"to {plan.mbits:g} Mbit/s up and down, unless noted"
     )
     return {
         "hosts": where,
-        "payload": f"{size.nbytes >> 20} MiB of bfloat16 in {TENSORS} tensors",
-        "broadcast": "told to all at once, until the last has verified it; one relay a host, "
-        f"relays {list(size.relays)}, the master among them; chain, star and gloo in turn, medians "
-        f"of {size.rounds}",
+        "payload": f"{plan.nbytes >> 20} MiB of bfloat16 in {TENSORS} tensors",
+        "broadcast": "requested of all at once, until the last has verified it; one relay a host, "
+        f"relays {list(plan.relays)}, the master among them; chain, star and gloo in turn, medians "
+        f"of {plan.rounds}",
         "time_over_formula": "worst over the numbers of relays; T_start and T_byte from versions "
         f"of two sizes in {list(relay_broadcast.FIT_CHUNKS)} chunks over one hop, same run; "
         "`link_fixed_ms`, which a broadcast costs besides, is not in the formula",
         "time_over_gloo": "of the most relays, as is time_over_star; gloo broadcasts one tensor "
         "into memory, without a digest",
-        "repair": f"chain of {_repaired(size)}, SIGKILL when the successor has "
+        "repair": f"chain of {_repaired(plan)}, SIGKILL when the successor has "
         f"{relay_repair.PART:.0%}; until its second chunk after the new source was named, since "
         "the first may have been on its way; `known`: until the controller knew",
         "repair_hang": "the same with SIGSTOP: known by its silence alone, for which it is "
@@ -284,9 +296,9 @@ def _conditions(size: Size, net: Network) -> dict[str, Any]:
         "repair_cut": "the same with its link down: known to its successor, to which nothing comes",
         "repair_master": "its successor reads what it lacks from the trainer's memory, which all "
         "hosts here share",
-        "wait": f"an engine a relay; it wants weights each {0.5 * size.period_s:g} to "
-        f"{1.5 * size.period_s:g} s, published every {size.period_s:g} s, {size.publications} "
-        "times; global: gloo to all, who stop for it",
+        "wait": f"an engine a relay; it wants weights each {0.5 * plan.period_s:g} to "
+        f"{1.5 * plan.period_s:g} s, published every {plan.period_s:g} s, {plan.publications} "
+        "times; global: gloo to all engines, which stop for it",
         "trainer_stall_s": "of its thread: a copy into shared memory with its digest; over_send: "
         "that and gloo to all",
         "links": "2 trainer ranks with a link each, a store, 2 engine hosts, all three of which "

@@ -96,12 +96,12 @@ async def measure(
     *,
     relays: Sequence[int],
     rounds: int,
-    say: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> Times:
-    """Measure each way in turn, for each number of relays."""
+    """Measure each kind of broadcast in turn, for each number of relays."""
     times = Times(manifest.nbytes)
     for number in range(rounds):
-        say(f"broadcasts, round {number + 1} of {rounds}")
+        progress(f"broadcasts, round {number + 1} of {rounds}")
         for nodes in relays:
             size = chunk_bytes(
                 manifest.nbytes, nodes=nodes, start_s=link.start_s, byte_s=link.byte_s
@@ -157,4 +157,4 @@ def figures(times: Times, link: Link) -> dict[str, Figure]:
 
 
 def _medians(times: Mapping[int, Sequence[float]]) -> dict[int, float]:
-    return {nodes: statistics.median(found) for nodes, found in sorted(times.items())}
+    return {nodes: statistics.median(seconds) for nodes, seconds in sorted(times.items())}

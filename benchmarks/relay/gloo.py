@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from benchmarks.relay.network import Network, enter
-from benchmarks.relay.peer import PATIENCE_S, answered
+from benchmarks.relay.peer import PATIENCE_S, reply_of
 from rollweave.io.boot import die_with
 from rollweave.io.child import spawn
 from rollweave.io.parent import Parent
@@ -60,15 +60,15 @@ class Gloo:
     """The peer as a bench uses it. `start` creates it; `close` ends it."""
 
     def __init__(self, network: Network, sizes: Sequence[int], logs: Path, *, hosts: int) -> None:
-        self._answers: asyncio.Queue[float | str] = asyncio.Queue()
+        self._replies: asyncio.Queue[float | str] = asyncio.Queue()
         self._decode = decoder_of(Sent)
         self._child = spawn(
             name="gloo",
             module="benchmarks.relay.gloo",
             log=logs / "gloo.log",
             env=ONE_THREAD,
-            on_frame=lambda payload: self._answers.put_nowait(self._decode(payload).seconds),
-            on_gone=self._answers.put_nowait,
+            on_frame=lambda payload: self._replies.put_nowait(self._decode(payload).seconds),
+            on_gone=self._replies.put_nowait,
         )
         paths = tuple(network.path(host) for host in range(hosts))
         address, port = network.address(0), PORT if not network.why_not else 0
@@ -79,19 +79,19 @@ class Gloo:
 
     async def ready(self) -> None:
         """Wait until all ranks run. Raises WeightsError where a rank does not start."""
-        await self._answer()
+        await self._reply()
 
     async def broadcast(self, size: int, nbytes: int) -> float:
         """Broadcast and return the seconds. Raises WeightsError."""
         self._child.send(encode(Send(size=size, nbytes=nbytes)))
-        return await self._answer()
+        return await self._reply()
 
     async def close(self) -> None:
         self._child.kill()
         await self._child.gone()
 
-    async def _answer(self) -> float:
-        return await answered(self._answers, "gloo")
+    async def _reply(self) -> float:
+        return await reply_of(self._replies, "gloo")
 
 
 def main() -> None:

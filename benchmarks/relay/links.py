@@ -15,10 +15,10 @@ import numpy as np
 
 from benchmarks.contract import Figure
 from benchmarks.delta import STD, Versions, bfloat16
-from benchmarks.relay.store import WAYS, Clusters, Pair, Run, layers, model_of, published
+from benchmarks.relay.store import VARIANTS, Clusters, Delivery, Pair, layers, model_of, published
 from rollweave.weights.delta_body import Array
 
-Say = Callable[[str], None]
+Progress = Callable[[str], None]
 
 FAST_MBITS = 1000.0
 """Speed of the store's link and of those of the engines' hosts: what this machine's
@@ -30,7 +30,7 @@ FRACTIONS = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class LinksPlan:
     """Extent of the measurement. `crossed` are the speeds at which growing deltas are
     sent.
     """
@@ -45,50 +45,54 @@ class Plan:
 
 
 async def ablation(
-    clusters: Clusters, update: Versions, plan: Plan, directory: Path, say: Say
-) -> dict[tuple[float, str], list[Run]]:
+    clusters: Clusters, update: Versions, plan: LinksPlan, directory: Path, progress: Progress
+) -> dict[tuple[float, str], list[Delivery]]:
     """Measure each variant over each speed, in turn."""
-    found: dict[tuple[float, str], list[Run]] = {}
+    runs_by_key: dict[tuple[float, str], list[Delivery]] = {}
     with _pair(update, plan.hidden, directory) as pair:
         for number in range(plan.rounds):
             for rate in plan.rates:
-                say(
+                progress(
                     f"weights between clusters at {rate:g} Mbit/s, round {number + 1} of "
                     f"{plan.rounds}"
                 )
-                for way in WAYS:
-                    found.setdefault((rate, way), []).append(
-                        await _run(clusters, way, pair, plan, rate)
+                for variant in VARIANTS:
+                    runs_by_key.setdefault((rate, variant), []).append(
+                        await _run(clusters, variant, pair, plan, rate)
                     )
-    return found
+    return runs_by_key
 
 
 async def growing(
-    clusters: Clusters, plan: Plan, directory: Path, say: Say
+    clusters: Clusters, plan: LinksPlan, directory: Path, progress: Progress
 ) -> dict[tuple[float, float], list[float]]:
     """Return the time of a delta over that of the full version, by speed and by the
     changed fraction, in turn.
     """
-    found: dict[tuple[float, float], list[float]] = {}
+    ratios_by_key: dict[tuple[float, float], list[float]] = {}
     rng = np.random.default_rng(0)
     count = sum(math.prod(shape) for shape in layers(plan.hidden, 1).values())
     for fraction in plan.fractions:
-        say(f"{fraction:.1%} changed")
+        progress(f"{fraction:.1%} changed")
         with _pair(redrawn(rng, count, fraction), plan.hidden, directory) as pair:
             for rate in plan.crossed:
                 for _ in range(plan.rounds):
-                    whole = await _run(clusters, "shard", pair, plan, rate)
+                    full = await _run(clusters, "shard", pair, plan, rate)
                     sparse = await _run(clusters, "sparse", pair, plan, rate)
-                    found.setdefault((rate, fraction), []).append(sparse.seconds / whole.seconds)
-    return found
+                    ratios_by_key.setdefault((rate, fraction), []).append(
+                        sparse.seconds / full.seconds
+                    )
+    return ratios_by_key
 
 
-async def _run(clusters: Clusters, way: str, pair: Pair, plan: Plan, rate: float) -> Run:
+async def _run(
+    clusters: Clusters, variant: str, pair: Pair, plan: LinksPlan, rate: float
+) -> Delivery:
     clusters.slow(rate, FAST_MBITS)
-    if way == "sparse":
+    if variant == "sparse":
         await clusters.prepare(pair, bucket_bytes=plan.bucket_bytes)
     return await clusters.run(
-        way, pair, model_of(pair.new, plan.hidden), bucket_bytes=plan.bucket_bytes
+        variant, pair, model_of(pair.new, plan.hidden), bucket_bytes=plan.bucket_bytes
     )
 
 
@@ -130,20 +134,30 @@ def crossing(fractions: Sequence[float], ratios: Sequence[float]) -> float | Non
     return None
 
 
-def figures(found: dict[tuple[float, str], list[Run]], plan: Plan) -> dict[str, Figure]:
+def figures(
+    runs_by_key: dict[tuple[float, str], list[Delivery]], plan: LinksPlan
+) -> dict[str, Figure]:
     """Return figures. A gain is that of a variant over the one before it, at the
     reference speed; `pull_hidden` is the part that the push alone hides.
     """
-    seconds = {key: statistics.median(run.seconds for run in runs) for key, runs in found.items()}
-    at = {way: seconds[plan.reference, way] for way in WAYS}
-    costs = [run.cost for run in found[plan.reference, "async"] if run.cost is not None]
-    naive = [run.cost for run in found[plan.reference, "batch"] if run.cost is not None]
+    seconds = {
+        key: statistics.median(run.seconds for run in runs) for key, runs in runs_by_key.items()
+    }
+    at = {variant: seconds[plan.reference, variant] for variant in VARIANTS}
+    costs = [run.cost for run in runs_by_key[plan.reference, "async"] if run.cost is not None]
+    naive = [run.cost for run in runs_by_key[plan.reference, "batch"] if run.cost is not None]
     pull, exposed = (
         statistics.median(getattr(cost, name) for cost in costs)
         for name in ("accumulated_pull_s", "exposed_pull_s")
     )
-    gains = {f"gain_{way}": at[before] / at[way] for before, way in itertools.pairwise(WAYS)}
-    curves = {f"curve_{way}_s": [seconds[rate, way] for rate in plan.rates] for way in WAYS}
+    gains = {
+        f"gain_{variant}": at[before] / at[variant]
+        for before, variant in itertools.pairwise(VARIANTS)
+    }
+    curves = {
+        f"curve_{variant}_s": [seconds[rate, variant] for rate in plan.rates]
+        for variant in VARIANTS
+    }
     return {
         **gains,
         "gain_all": at["batch"] / at["sparse"],
@@ -153,9 +167,9 @@ def figures(found: dict[tuple[float, str], list[Run]], plan: Plan) -> dict[str, 
         "exposed_pull_s": exposed,
         "naive_s": statistics.median(cost.naive_s for cost in naive),
         "pull_hidden": 1 - exposed / pull if pull else None,
-        "sparse_over_whole_bytes": found[plan.reference, "sparse"][0].sent_bytes
-        / found[plan.reference, "shard"][0].sent_bytes,
-        "mismatches": sum(run.mismatches for runs in found.values() for run in runs),
+        "sparse_over_whole_bytes": runs_by_key[plan.reference, "sparse"][0].sent_bytes
+        / runs_by_key[plan.reference, "shard"][0].sent_bytes,
+        "mismatches": sum(run.mismatches for runs in runs_by_key.values() for run in runs),
         "curve_mbits": list(plan.rates),
         **curves,
         "curve_sparse_over_shard": [
@@ -165,13 +179,13 @@ def figures(found: dict[tuple[float, str], list[Run]], plan: Plan) -> dict[str, 
 
 
 def growing_figures(
-    found: dict[tuple[float, float], list[float]], plan: Plan
+    ratios_by_key: dict[tuple[float, float], list[float]], plan: LinksPlan
 ) -> tuple[dict[str, Figure], dict[str, Any]]:
     """Return the crossings, and the reasons for those that are missing."""
     shown: dict[str, Figure] = {"curve_fractions": list(plan.fractions)}
     why: dict[str, Any] = {}
     for rate in plan.crossed:
-        ratios = [statistics.median(found[rate, fraction]) for fraction in plan.fractions]
+        ratios = [statistics.median(ratios_by_key[rate, fraction]) for fraction in plan.fractions]
         name = f"crossover_{rate:g}_mbits"
         shown[name] = crossing(plan.fractions, ratios)
         shown[f"curve_sparse_over_whole_{rate:g}_mbits"] = ratios

@@ -74,125 +74,127 @@ class Moved(TaggedStruct, frozen=True, kw_only=True):
     """
 
     transfers: tuple[tuple[float, float, int], ...]
-    done: float
+    verified_at: float
     mismatches: int = 0
 
 
-Order = Serve | PushPart | PullPart
-Answer = Serving | Moved
+PeerRequest = Serve | PushPart | PullPart
+PeerReply = Serving | Moved
 
 
-async def answered(answers: "asyncio.Queue[T | str]", who: str) -> T:
+async def reply_of(replies: "asyncio.Queue[T | str]", name: str) -> T:
     """Return the next reply of a child. A lost child's reply is an error text.
 
     Raises WeightsError.
     """
     try:
         async with asyncio.timeout(PATIENCE_S):
-            answer = await answers.get()
+            reply = await replies.get()
     except TimeoutError:
-        raise WeightsError(f"{who} did not answer in {PATIENCE_S:g} s") from None
-    if isinstance(answer, str):
-        raise WeightsError(f"{who}: {answer}")
-    return answer
+        raise WeightsError(f"{name} did not answer in {PATIENCE_S:g} s") from None
+    if isinstance(reply, str):
+        raise WeightsError(f"{name}: {reply}")
+    return reply
 
 
 class Peer:
     """The process, on a host. It handles one request at a time."""
 
     def __init__(self, network: Network, host: int, name: str, logs: Path) -> None:
-        self._answers: asyncio.Queue[Answer | str] = asyncio.Queue()
-        decode: Any = decoder_of(Answer)
+        self._replies: asyncio.Queue[PeerReply | str] = asyncio.Queue()
+        decode: Any = decoder_of(PeerReply)
         with network.inside(host):
             self._child = spawn(
                 name=name,
                 module="benchmarks.relay.peer",
                 log=logs / f"{name}.log",
                 env=ONE_THREAD,
-                on_frame=lambda payload: self._answers.put_nowait(decode(payload)),
-                on_gone=self._answers.put_nowait,
+                on_frame=lambda payload: self._replies.put_nowait(decode(payload)),
+                on_gone=self._replies.put_nowait,
             )
 
     async def serve(self, host: str) -> RelayAddress:
         """Start serving. Like all methods here, raises WeightsError."""
-        answer = await self._ask(Serve(host=host))
-        assert isinstance(answer, Serving)
-        return answer.address
+        reply = await self._ask(Serve(host=host))
+        assert isinstance(reply, Serving)
+        return reply.address
 
-    async def move(self, order: PushPart | PullPart) -> Moved:
-        answer = await self._ask(order)
-        assert isinstance(answer, Moved)
-        return answer
+    async def move(self, request: PushPart | PullPart) -> Moved:
+        reply = await self._ask(request)
+        assert isinstance(reply, Moved)
+        return reply
 
     async def close(self) -> None:
         self._child.kill()
         await self._child.gone()
 
-    async def _ask(self, order: Order) -> Answer:
-        self._child.send(encode(order))
-        return await answered(self._answers, self._child.name)
+    async def _ask(self, request: PeerRequest) -> PeerReply:
+        self._child.send(encode(request))
+        return await reply_of(self._replies, self._child.name)
 
 
 async def _serve(parent: Parent) -> None:
-    orders: asyncio.Queue[Order] = asyncio.Queue()
-    loop, decode = asyncio.get_running_loop(), decoder_of(Order)
+    requests: asyncio.Queue[PeerRequest] = asyncio.Queue()
+    loop, decode = asyncio.get_running_loop(), decoder_of(PeerRequest)
 
-    def heard(payload: bytes) -> None:
-        loop.call_soon_threadsafe(orders.put_nowait, decode(payload))
+    def on_frame(payload: bytes) -> None:
+        loop.call_soon_threadsafe(requests.put_nowait, decode(payload))
 
-    parent.listen(heard)
+    parent.listen(on_frame)
     stores = []
     while True:
-        order = await orders.get()
-        match order:
+        request = await requests.get()
+        match request:
             case Serve(host=host):
                 store = RemoteStore(transport_of("tcp", host=host))
                 stores.append(store)
                 parent.send(encode(Serving(address=await store.listen(host))))
             case PushPart():
-                moved = await _push(order)
-                parent.send(encode(Moved(transfers=(moved,), done=time.monotonic())))
+                moved = await _push(request)
+                parent.send(encode(Moved(transfers=(moved,), verified_at=time.monotonic())))
             case PullPart():
-                parent.send(encode(await _pull(order)))
+                parent.send(encode(await _pull(request)))
 
 
-async def _push(order: PushPart) -> Transfer:
-    payload, since = _payload(order.manifest), None
-    if order.base is not None:
-        base = _payload(order.base)
-        name = Base(weights_id=order.base.weights_id, digest=order.base.digest)
+async def _push(request: PushPart) -> Transfer:
+    payload, since = _payload(request.manifest), None
+    if request.base is not None:
+        base = _payload(request.base)
+        name = Base(weights_id=request.base.weights_id, digest=request.base.digest)
         since = DeltaBase(name, lambda part: base[part])
     return await push(
         transport_of("tcp", host=""),
-        order.address,
-        order.manifest,
+        request.address,
+        request.manifest,
         lambda part: payload[part],
-        ranges=order.ranges,
+        ranges=request.ranges,
         since=since,
-        bucket_bytes=order.bucket_bytes,
+        bucket_bytes=request.bucket_bytes,
     )
 
 
-async def _pull(order: PullPart) -> Moved:
-    into = memoryview(bytearray(order.manifest.nbytes))
+async def _pull(request: PullPart) -> Moved:
+    buffer = memoryview(bytearray(request.manifest.nbytes))
     moved = await pull(
         transport_of("tcp", host=""),
-        order.address,
-        order.manifest,
-        order.ranges,
-        lambda start, stop: into[start:stop],
+        request.address,
+        request.manifest,
+        request.ranges,
+        lambda start, stop: buffer[start:stop],
     )
-    done = time.monotonic()
+    verified_at = time.monotonic()
     return Moved(
         transfers=tuple(moved),
-        done=done,
-        mismatches=_mismatches(into, _payload(order.manifest), order.ranges),
+        verified_at=verified_at,
+        mismatches=_mismatches(buffer, _payload(request.manifest), request.ranges),
     )
 
 
-def _mismatches(found: memoryview, published: memoryview, ranges: Sequence[Range]) -> int:
+def _mismatches(received: memoryview, published: memoryview, ranges: Sequence[Range]) -> int:
     """Return the bytes of ranges that contain any difference."""
-    return sum(stop - start for start, stop in ranges if found[start:stop] != published[start:stop])
+    return sum(
+        stop - start for start, stop in ranges if received[start:stop] != published[start:stop]
+    )
 
 
 def _payload(manifest: WeightManifest) -> memoryview:

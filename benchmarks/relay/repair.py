@@ -46,7 +46,7 @@ class Repaired:
 
     known_s: float
     repair_s: float
-    whole_s: float
+    complete_s: float
     repeated_bytes: int
 
 
@@ -55,15 +55,15 @@ class Arrivals:
     """Times at which a relay received each chunk."""
 
     times: list[float] = field(default_factory=list)
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def reach(self, count: int) -> float:
         """Return the time at which it had so many chunks. Raises WeightsError."""
         try:
             async with asyncio.timeout(PATIENCE_S):
                 while len(self.times) < count:
-                    self.news.clear()
-                    await self.news.wait()
+                    self.changed.clear()
+                    await self.changed.wait()
         except TimeoutError:
             raise WeightsError(
                 f"a relay had {len(self.times)} chunks after {PATIENCE_S:g} s, not {count}"
@@ -87,11 +87,11 @@ async def watch(address: RelayAddress, manifest: WeightManifest, arrivals: Arriv
             )
         )
         while len(arrivals.times) < len(ranges):
-            word, _ = await channel.receive(lambda _, nbytes: memoryview(bytearray(nbytes)))
-            if isinstance(word, Raw | RawRanges):
-                count = len(word.ranges) if isinstance(word, RawRanges) else 1
+            message, _ = await channel.receive(lambda _, nbytes: memoryview(bytearray(nbytes)))
+            if isinstance(message, Raw | RawRanges):
+                count = len(message.ranges) if isinstance(message, RawRanges) else 1
                 arrivals.times += [time.monotonic()] * count
-                arrivals.news.set()
+                arrivals.changed.set()
     finally:
         channel.close()
 
@@ -110,82 +110,86 @@ async def repaired(
 
     Raises WeightsError.
     """
-    async with tier(network, range(relays), logs) as made:
-        version, arrivals = made.version(manifest), Arrivals()
-        watching = asyncio.create_task(watch(made.addresses[victim + 1], version, arrivals))
+    async with tier(network, range(relays), logs) as running:
+        version, arrivals = running.version(manifest), Arrivals()
+        watching = asyncio.create_task(watch(running.addresses[victim + 1], version, arrivals))
         try:
             return await _repaired(
-                made,
+                running,
                 version,
                 arrivals,
                 victim=victim,
-                strike=lambda: strike(network, made, victim, fault),
+                strike=lambda: strike(network, running, victim, fault),
             )
         except TimeoutError:
             raise WeightsError(
-                f"a chain without relay r{victim} was not whole after {PATIENCE_S:g} s"
+                f"a chain without relay r{victim} was not complete after {PATIENCE_S:g} s"
             ) from None
         finally:
             if fault == "cut":
                 network.join(victim)
-            elif not made.links[victim].lost.done():
-                os.kill(made.links[victim].pid, signal.SIGCONT)
+            elif not running.links[victim].lost.done():
+                os.kill(running.links[victim].pid, signal.SIGCONT)
             watching.cancel()
             await asyncio.wait([watching])
 
 
-def strike(network: Network, made: Tier, victim: int, fault: Fault) -> None:
+def strike(network: Network, running: Tier, victim: int, fault: Fault) -> None:
     if fault == "cut":
         network.cut(victim)
     else:
-        os.kill(made.links[victim].pid, signal.SIGSTOP if fault == "hangs" else signal.SIGKILL)
+        os.kill(running.links[victim].pid, signal.SIGSTOP if fault == "hangs" else signal.SIGKILL)
 
 
 async def _repaired(
-    made: Tier,
+    running: Tier,
     version: WeightManifest,
     arrivals: Arrivals,
     *,
     victim: int,
     strike: Callable[[], None],
 ) -> Repaired:
-    order = [f"r{number}" for number in range(len(made.links))]
-    after = victim + 1
+    order = [f"r{number}" for number in range(len(running.links))]
+    successor = victim + 1
 
-    def take(relay: int, source: int | None) -> "asyncio.Future[FetchReply | None]":
-        return made.links[relay].fetch(
-            FetchVersion(manifest=version, source=made.source(source), chunk_bytes=CHUNK_BYTES)
+    def fetch(relay: int, source: int | None) -> "asyncio.Future[FetchReply | None]":
+        return running.links[relay].fetch(
+            FetchVersion(manifest=version, source=running.source(source), chunk_bytes=CHUNK_BYTES)
         )
 
-    taking = [take(relay, source) for relay, source in enumerate(chain(len(made.links)))]
+    fetches = [fetch(relay, source) for relay, source in enumerate(chain(len(running.links)))]
     await arrivals.reach(max(1, int(PART * version.nbytes / CHUNK_BYTES)))
-    died = time.monotonic()
-    made.stalled[after].clear()  # what was before does not count
+    failed_at = time.monotonic()
+    running.stalled[successor].clear()  # earlier stalls do not count
     strike()
     async with asyncio.timeout(PATIENCE_S):
-        doubts = [
+        suspicions = [
             asyncio.ensure_future(event.wait())
-            for event in (made.suspected[victim], made.stalled[after])
+            for event in (running.suspected[victim], running.stalled[successor])
         ]
-        signs: list[asyncio.Future[Any]] = [made.links[victim].lost, taking[after], *doubts]
+        signs: list[asyncio.Future[Any]] = [
+            running.links[victim].lost,
+            fetches[successor],
+            *suspicions,
+        ]
         await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
-        for doubt in doubts:
-            doubt.cancel()
+        for suspicion in suspicions:
+            suspicion.cancel()
     known = time.monotonic()
     plan = policy.repair(order, order[victim])
-    assert plan.relay == order[after], "only its successor takes from another source"
+    assert plan.relay == order[successor], "only its successor changes its source"
     source = order.index(plan.source) if plan.source is not None else None
-    had = len(arrivals.times)
-    taking[after] = take(after, source)
-    # The first chunk that comes now may still be one of the dead relay's; the second is
-    # not. Where links are so fast that all have come already, nothing stands still
-    # after the controller knows.
-    going_on = max(known, await arrivals.reach(min(had + 2, -(-version.nbytes // CHUNK_BYTES))))
+    arrived = len(arrivals.times)
+    fetches[successor] = fetch(successor, source)
+    # The next chunk may still be one of the dead relay's; the second is
+    # not. Where links are so fast that all have arrived already, the chain does not
+    # stall after the controller knows.
+    resumed = max(known, await arrivals.reach(min(arrived + 2, -(-version.nbytes // CHUNK_BYTES))))
     async with asyncio.timeout(PATIENCE_S):
-        taken = [
-            checked(relay, await taking[relay]) for relay in range(len(order)) if relay != victim
+        fetched = [
+            checked(relay, await fetches[relay]) for relay in range(len(order)) if relay != victim
         ]
-    whole = time.monotonic()
-    # Who takes from memory receives nothing.
-    repeated = sum(max(0, found.nbytes - version.nbytes) for found in taken)
-    return Repaired(known - died, going_on - died, whole - died, repeated)
+    complete = time.monotonic()
+    # A relay that reads from memory receives nothing.
+    repeated = sum(max(0, reply.nbytes - version.nbytes) for reply in fetched)
+    return Repaired(known - failed_at, resumed - failed_at, complete - failed_at, repeated)

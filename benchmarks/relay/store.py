@@ -2,7 +2,7 @@
 (§6.3, Fig. 10).
 
 There are two trainer ranks, each with its own slow link, a store, and two engine ranks
-on hosts near it. The variants in `WAYS` build on one another: `batch` gathers the
+on hosts near it. The variants in `VARIANTS` build on one another: `batch` gathers the
 version, sends all of it from one rank, and pulls it afterwards; `async` pulls each
 bucket as soon as the store has it; `shard` has each rank send its shard and each engine
 pull its shard; `sparse` sends deltas, which each engine's relay fetches.
@@ -30,7 +30,7 @@ from rollweave.weights.publication import Publication, publish
 from rollweave.weights.pushpull import Transfer, TransferCost, split_payload, transfer_cost
 from rollweave.weights.shards import Fsdp, TensorParallel, plan
 
-WAYS = ("batch", "async", "shard", "sparse")
+VARIANTS = ("batch", "async", "shard", "sparse")
 
 RANKS = 2
 """Number of ranks that train, and of ranks that serve."""
@@ -50,7 +50,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Run:
+class Delivery:
     """Seconds from the first byte until every engine has what it needs, and the bytes
     that crossed the slow links.
     """
@@ -85,27 +85,27 @@ class Clusters:
             self._network.limit(fast, (STORE, *RECEIVERS))
             self._speeds = (mbits, fast)
 
-    async def run(self, way: str, pair: Pair, model: Model, *, bucket_bytes: int) -> Run:
+    async def run(self, variant: str, pair: Pair, model: Model, *, bucket_bytes: int) -> Delivery:
         """Transfer one version by one variant. The caller has set the links' speeds."""
-        new = self._named(pair.new)
-        if way == "sparse":
+        new = self._renamed(pair.new)
+        if variant == "sparse":
             return await self._sparse(new, pair, bucket_bytes)
-        whole: tuple[Range, ...] = ((0, new.nbytes),)
+        full: tuple[Range, ...] = ((0, new.nbytes),)
         shards = plan(model, Fsdp(RANKS), TensorParallel(tp=RANKS))
         sends = (
             [_spans(shards.sent_ranges(rank)) for rank in range(RANKS)]
-            if way == "shard"
-            else [whole]
+            if variant == "shard"
+            else [full]
         )
         pulls = (
             [_spans(shards.pulled_ranges(rank)) for rank in range(RANKS)]
-            if way == "shard"
-            else [whole] * RANKS
+            if variant == "shard"
+            else [full] * RANKS
         )
-        if way == "shard":  # what lies between tensors travels as well
+        if variant == "shard":  # what lies between tensors travels as well
             sends[0] = (*sends[0], *_rest(new.nbytes, [part for parts in sends for part in parts]))
         started = time.monotonic()
-        if way == "batch":
+        if variant == "batch":
             _gather(pair.new)
             pushes = await self._push(new, sends, bucket_bytes)
             pulled = await self._pull(new, pulls)
@@ -114,8 +114,8 @@ class Clusters:
                 self._push(new, sends, bucket_bytes), self._pull(new, pulls)
             )
         cost = transfer_cost(pushes=_transfers(pushes), pulls=_transfers(pulled))
-        return Run(
-            max(moved.done for moved in pulled) - started,
+        return Delivery(
+            max(moved.verified_at for moved in pulled) - started,
             sum(sent.nbytes for sent in _transfers(pushes)),
             sum(moved.mismatches for moved in pulled),
             cost,
@@ -123,22 +123,24 @@ class Clusters:
 
     async def prepare(self, pair: Pair, *, bucket_bytes: int) -> None:
         """Give the base to the store, from its own host, and to the engines' relays."""
-        base = self._named(pair.base)
-        whole = ((0, base.nbytes),)
+        base = self._renamed(pair.base)
+        full = ((0, base.nbytes),)
         await self._keeper.move(
-            PushPart(address=self._store, manifest=base, ranges=whole, bucket_bytes=bucket_bytes)
+            PushPart(address=self._store, manifest=base, ranges=full, bucket_bytes=bucket_bytes)
         )
-        await self._take(base, None, None)
+        await self._fetch(base, None, None)
         self._base = base
 
-    async def _sparse(self, new: WeightManifest, pair: Pair, bucket_bytes: int) -> Run:
+    async def _sparse(self, new: WeightManifest, pair: Pair, bucket_bytes: int) -> Delivery:
         """Send a delta. `prepare` must have run."""
         base, halves = self._base, split_payload(new, RANKS, bucket_bytes=bucket_bytes)
         started = time.monotonic()
         pushes, _ = await asyncio.gather(
-            self._push(new, halves, bucket_bytes, base), self._take(new, self._store, base)
+            self._push(new, halves, bucket_bytes, base), self._fetch(new, self._store, base)
         )
-        return Run(time.monotonic() - started, sum(sent.nbytes for sent in _transfers(pushes)), 0)
+        return Delivery(
+            time.monotonic() - started, sum(sent.nbytes for sent in _transfers(pushes)), 0
+        )
 
     async def _push(
         self,
@@ -147,7 +149,7 @@ class Clusters:
         bucket_bytes: int,
         base: WeightManifest | None = None,
     ) -> list[Moved]:
-        orders = [
+        requests = [
             PushPart(
                 address=self._store,
                 manifest=version,
@@ -158,29 +160,29 @@ class Clusters:
             for part in parts
         ]
         return await asyncio.gather(
-            *(peer.move(order) for peer, order in zip(self._senders, orders, strict=False))
+            *(peer.move(request) for peer, request in zip(self._senders, requests, strict=False))
         )
 
     async def _pull(self, version: WeightManifest, parts: Sequence[Sequence[Range]]) -> list[Moved]:
-        orders = [
+        requests = [
             PullPart(address=self._store, manifest=version, ranges=tuple(part)) for part in parts
         ]
         return await asyncio.gather(
-            *(peer.move(order) for peer, order in zip(self._pullers, orders, strict=True))
+            *(peer.move(request) for peer, request in zip(self._pullers, requests, strict=True))
         )
 
-    async def _take(
+    async def _fetch(
         self, version: WeightManifest, source: RelayAddress | None, base: WeightManifest | None
     ) -> None:
         base_id = base.weights_id if base is not None else None
         keep = () if base_id is None else (base_id,)
-        word = FetchVersion(manifest=version, source=source, base_id=base_id, keep=keep)
-        for number, answer in enumerate(
-            await asyncio.gather(*(link.fetch(word) for link in self._relays.links))
+        message = FetchVersion(manifest=version, source=source, base_id=base_id, keep=keep)
+        for number, reply in enumerate(
+            await asyncio.gather(*(link.fetch(message) for link in self._relays.links))
         ):
-            checked(number, answer)
+            checked(number, reply)
 
-    def _named(self, manifest: WeightManifest) -> WeightManifest:
+    def _renamed(self, manifest: WeightManifest) -> WeightManifest:
         weights_id = next(self._ids)
         return msgspec.structs.replace(manifest, weights_id=weights_id, version=weights_id)
 
@@ -203,7 +205,7 @@ async def clusters(network: Network, logs: Path) -> AsyncIterator[Clusters]:
         await asyncio.gather(*(peer.close() for peer in peers))
 
 
-# What travels.
+# The payload.
 
 
 def layers(hidden: int, count: int) -> dict[str, tuple[int, ...]]:
@@ -245,7 +247,7 @@ def published(
     return publish(tensors, version=1, weights_id=1, directory=directory)
 
 
-# Little helpers.
+# Helpers.
 
 
 def _gather(manifest: WeightManifest) -> None:
@@ -269,9 +271,9 @@ def _rest(nbytes: int, parts: Sequence[Range]) -> list[Range]:
     """Return the ranges of a payload that none of these parts covers. Parts do not
     overlap.
     """
-    found, end = [], 0
+    rest, end = [], 0
     for start, stop in (*sorted(parts), (nbytes, nbytes)):
         if start > end:
-            found.append((end, start))
+            rest.append((end, start))
         end = max(end, stop)
-    return found
+    return rest

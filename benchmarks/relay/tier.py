@@ -134,7 +134,7 @@ async def tier(network: Network, hosts: Sequence[int], logs: Path) -> AsyncItera
     def mark(number: int, silent: bool) -> None:
         (suspected[number].set if silent else suspected[number].clear)()
 
-    def stop(number: int, word: VersionStalled) -> None:
+    def stop(number: int, message: VersionStalled) -> None:
         stalled[number].set()
 
     try:
@@ -147,6 +147,6 @@ async def tier(network: Network, hosts: Sequence[int], logs: Path) -> AsyncItera
             assert isinstance(link, ProcessRelay), "in_process makes processes"
             opened.append(link)
         ready = [await link.ready() for link in opened]
-        yield Tier(opened, [found.address for found in ready], suspected, stalled)
+        yield Tier(opened, [reply.address for reply in ready], suspected, stalled)
     finally:
         await asyncio.gather(*(link.close() for link in opened))

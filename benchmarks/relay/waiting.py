@@ -41,20 +41,20 @@ class Waits:
 
 
 @dataclass
-class _World:
+class _Setting:
     """The trainer's tensors, its publications, and the versions of each relay."""
 
     tier: Tier
     tensors: dict[str, torch.Tensor]
     directory: Path
     pool: ThreadPoolExecutor
-    found: Waits = field(default_factory=Waits)
+    waits: Waits = field(default_factory=Waits)
     newest: int = 0
-    held: dict[int, WeightManifest] = field(default_factory=dict)
-    news: asyncio.Condition = field(default_factory=asyncio.Condition)
+    manifests: dict[int, WeightManifest] = field(default_factory=dict)
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
-    def has(self, relay: int, version: int) -> bool:
-        return relay in self.held and self.held[relay].weights_id >= version
+    def loaded(self, relay: int, version: int) -> bool:
+        return relay in self.manifests and self.manifests[relay].weights_id >= version
 
 
 async def waits(
@@ -73,7 +73,7 @@ async def waits(
     """
     rng = random.Random(0)
     with ThreadPoolExecutor(engines + 1) as pool:
-        world = _World(tier, tensors, directory, pool)
+        world = _Setting(tier, tensors, directory, pool)
         tasks = [
             asyncio.create_task(_engine(world, relay, period_s, random.Random(rng.random())))
             for relay in range(engines)
@@ -89,11 +89,11 @@ async def waits(
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-    return world.found
+    return world.waits
 
 
 async def _train(
-    world: _World, relays: int, chunk_bytes: int, publications: int, period_s: float
+    world: _Setting, relays: int, chunk_bytes: int, publications: int, period_s: float
 ) -> None:
     loop = asyncio.get_running_loop()
     opened: list[Publication] = []
@@ -101,13 +101,18 @@ async def _train(
         for _ in range(publications):
             until = time.monotonic() + period_s
             publication, stall = await loop.run_in_executor(world.pool, _published, world)
-            world.found.stalls.append(stall)
+            world.waits.stalls.append(stall)
             opened.append(publication)
             keep = (world.newest,) if world.newest else ()
             world.newest = publication.manifest.weights_id
-            word = FetchVersion(manifest=publication.manifest, keep=keep, chunk_bytes=chunk_bytes)
+            message = FetchVersion(
+                manifest=publication.manifest, keep=keep, chunk_bytes=chunk_bytes
+            )
             await asyncio.gather(
-                *(_taken(world, relay, word, source) for relay, source in enumerate(chain(relays)))
+                *(
+                    _fetch(world, relay, message, source)
+                    for relay, source in enumerate(chain(relays))
+                )
             )
             await asyncio.sleep(max(0.0, until - time.monotonic()))
             while len(opened) > KEEP:
@@ -117,42 +122,42 @@ async def _train(
             publication.close()
 
 
-async def _taken(world: _World, relay: int, word: FetchVersion, source: int | None) -> None:
+async def _fetch(world: _Setting, relay: int, message: FetchVersion, source: int | None) -> None:
     answer = await world.tier.links[relay].fetch(
-        msgspec.structs.replace(word, source=world.tier.source(source))
+        msgspec.structs.replace(message, source=world.tier.source(source))
     )
     manifest = checked(relay, answer).manifest
-    async with world.news:
-        world.held[relay] = manifest
-        world.news.notify_all()
+    async with world.changed:
+        world.manifests[relay] = manifest
+        world.changed.notify_all()
 
 
-async def _engine(world: _World, relay: int, period_s: float, rng: random.Random) -> None:
+async def _engine(world: _Setting, relay: int, period_s: float, rng: random.Random) -> None:
     """At random moments, if there is a new version, wait until the host has it, and
     load it.
     """
-    own = {name: torch.zeros_like(tensor) for name, tensor in world.tensors.items()}
-    has = 0
+    weights = {name: torch.zeros_like(tensor) for name, tensor in world.tensors.items()}
+    loaded = 0
     loop = asyncio.get_running_loop()
     while True:
         await asyncio.sleep(rng.uniform(0.5, 1.5) * period_s)
         wanted, asked = world.newest, time.monotonic()
-        if wanted == has:
+        if wanted == loaded:
             continue
-        cached = world.has(relay, wanted)
-        async with world.news:
-            while not world.has(relay, wanted):
-                await world.news.wait()
-            manifest = world.held[relay]
-        await loop.run_in_executor(world.pool, _load, own, manifest)
-        has = manifest.weights_id
+        cached = world.loaded(relay, wanted)
+        async with world.changed:
+            while not world.loaded(relay, wanted):
+                await world.changed.wait()
+            manifest = world.manifests[relay]
+        await loop.run_in_executor(world.pool, _load, weights, manifest)
+        loaded = manifest.weights_id
         seconds = time.monotonic() - asked
-        world.found.engines.append(seconds)
+        world.waits.engines.append(seconds)
         if cached:
-            world.found.cached.append(seconds)
+            world.waits.cached.append(seconds)
 
 
-def _published(world: _World) -> tuple[Publication, float]:
+def _published(world: _Setting) -> tuple[Publication, float]:
     """Publish the next version. Returns it and the seconds for which the trainer's
     thread was held up.
     """
@@ -164,10 +169,10 @@ def _published(world: _World) -> tuple[Publication, float]:
     return publication, time.monotonic() - began
 
 
-def _load(own: dict[str, torch.Tensor], manifest: WeightManifest) -> None:
+def _load(weights: dict[str, torch.Tensor], manifest: WeightManifest) -> None:
     """Load as an engine does: verify everything, then put it in place."""
     for name, tensor in read_tensors(manifest).items():
-        own[name].copy_(tensor)
+        weights[name].copy_(tensor)
 
 
 def payload(nbytes: int, tensors: int) -> dict[str, torch.Tensor]:
@@ -181,25 +186,28 @@ def payload(nbytes: int, tensors: int) -> dict[str, torch.Tensor]:
 
 
 def figures(
-    found: Waits, together: Sequence[float], chain_s: float, nbytes: int
+    waits: Waits, global_waits: Sequence[float], chain_s: float, nbytes: int
 ) -> dict[str, Figure]:
     """Return figures; `together` are the waits of a global synchronization, `chain_s`
     one by the chain.
     """
-    load = statistics.median(found.cached) if found.cached else 0.0
-    stall, sync = statistics.median(found.stalls), statistics.median(together) if together else None
-    mean, best = statistics.mean(found.engines), min(found.engines)
+    load = statistics.median(waits.cached) if waits.cached else 0.0
+    stall, sync = (
+        statistics.median(waits.stalls),
+        statistics.median(global_waits) if global_waits else None,
+    )
+    mean, best = statistics.mean(waits.engines), min(waits.engines)
     return {
         "wait_mean_s": mean,
         "wait_best_s": best,
         "wait_global_s": sync,
-        "wait_mean_over_global": mean / statistics.mean(together) if together else None,
-        "wait_best_over_global": best / min(together) if together else None,
+        "wait_mean_over_global": mean / statistics.mean(global_waits) if global_waits else None,
+        "wait_best_over_global": best / min(global_waits) if global_waits else None,
         "wait_mean_over_chain_for_all": mean / (chain_s + load),
-        "wait_updates": len(found.engines),
-        "wait_cached": len(found.cached) / len(found.engines),
+        "wait_updates": len(waits.engines),
+        "wait_cached": len(waits.cached) / len(waits.engines),
         "trainer_stall_s": stall,
-        "trainer_stall_worst_s": max(found.stalls),
+        "trainer_stall_worst_s": max(waits.stalls),
         "trainer_stall_over_send": stall / (stall + sync) if sync is not None else None,
         "trainer_stall_gb_per_s": nbytes / stall / 1e9,
     }

@@ -52,7 +52,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
     attack: str
     escaped: bool
-    said: str
+    verdict: str
 
 
 @dataclass(frozen=True)
@@ -136,9 +136,11 @@ async def _fifos(sandbox: Sandbox, scene: Scene) -> str:
 async def _flood(sandbox: Sandbox, scene: Scene) -> str:
     """Print output without end."""
     result = await _shell(sandbox, "head -c 200000000 /dev/zero; head -c 200000000 /dev/zero >&2")
-    got = len(result.stdout) + len(result.stderr)
+    received = len(result.stdout) + len(result.stderr)
     return (
-        "held" if got <= 2 * LIMITS.output_bytes and result.truncated else f"escaped: {got} bytes"
+        "held"
+        if received <= 2 * LIMITS.output_bytes and result.truncated
+        else f"escaped: {received} bytes"
     )
 
 
@@ -158,7 +160,7 @@ async def _orphans(sandbox: Sandbox, scene: Scene) -> str:
     return f"escaped: {left} are left" if (left := _processes_with(mark)) else "held"
 
 
-ACTS: dict[str, Callable[[Sandbox, Scene], Awaitable[str]]] = {
+HOST_ATTACKS: dict[str, Callable[[Sandbox, Scene], Awaitable[str]]] = {
     "killing processes of the host": _killing,
     "links that the host follows": _links,
     "files that hold the host": _fifos,
@@ -167,7 +169,7 @@ ACTS: dict[str, Callable[[Sandbox, Scene], Awaitable[str]]] = {
 }
 """Attacks in which the host takes part, by name."""
 
-ATTACKS = (*PROGRAMS, *ACTS)
+ATTACKS = (*PROGRAMS, *HOST_ATTACKS)
 
 
 def attacks_here() -> tuple[str, ...]:
@@ -184,8 +186,8 @@ def attacks_here() -> tuple[str, ...]:
 async def attempt(backend: Backend, attack: str) -> Outcome:
     """Carry out one attack, in a new sandbox."""
     with _scene() as scene:
-        said = await _attempt(backend, attack, scene)
-    return Outcome(attack=attack, escaped=not said.startswith("held"), said=said)
+        verdict = await _attempt(backend, attack, scene)
+    return Outcome(attack=attack, escaped=not verdict.startswith("held"), verdict=verdict)
 
 
 @contextmanager
@@ -208,18 +210,18 @@ def _scene() -> Iterator[Scene]:
 async def _attempt(backend: Backend, attack: str, scene: Scene) -> str:
     sandbox = await backend.start(SandboxSpec(limits=LIMITS))
     try:
-        if attack in ACTS:
-            return await ACTS[attack](sandbox, scene)
+        if attack in HOST_ATTACKS:
+            return await HOST_ATTACKS[attack](sandbox, scene)
         program = scene.prelude() + PROGRAMS[attack]
         result = await sandbox.exec([sys.executable, "-I", "-c", program], timeout_s=TIME_S)
         lines = result.stdout.decode(errors="replace").strip().splitlines()
-        said = lines[-1] if lines else ""
+        verdict = lines[-1] if lines else ""
         # killed by the kernel for its memory; the sandbox then ends a moment later
         if result.rc == -signal.SIGKILL:
             await sandbox.exec(["sleep", "5"], timeout_s=TIME_S)
         return (
-            said
-            if said.startswith(("held", "escaped"))
+            verdict
+            if verdict.startswith(("held", "escaped"))
             else f"no verdict: {result.rc} {result.stderr[-500:]!r}"
         )
     except SandboxError as error:
@@ -237,10 +239,10 @@ async def _shell(sandbox: Sandbox, line: str) -> ExecResult:
 
 
 def _processes_with(mark: str) -> int:
-    found = 0
+    count = 0
     for line in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            found += mark.encode() in line.read_bytes()
-        except OSError:  # it has ended
+            count += mark.encode() in line.read_bytes()
+        except OSError:  # the process has ended
             continue
-    return found
+    return count

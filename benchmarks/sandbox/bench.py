@@ -50,7 +50,7 @@ FIGURES = (
 
 
 @dataclass
-class Measured:
+class BackendMeasurement:
     """Measurements of one back end."""
 
     ready_ms: list[float] = field(default_factory=list)
@@ -91,7 +91,7 @@ async def _bench(*, quick: bool) -> Result:
                 await (await opened[name].start(SandboxSpec())).stop(grace_s=0.0)
             except SandboxError as error:
                 conditions[name] = f"not measured: {error}"
-        measured = {name: Measured() for name in opened if name not in conditions}
+        measured = {name: BackendMeasurement() for name in opened if name not in conditions}
         live = {name: opened[name] for name in measured}
         await _ready(live, measured, rounds=QUICK_ROUNDS if quick else ROUNDS)
         for name, made in live.items():
@@ -101,9 +101,9 @@ async def _bench(*, quick: bool) -> Result:
         for made in opened.values():
             await made.close()
     escapes = {
-        f"{name}: {o.attack}": o.said
-        for name, found in measured.items()
-        for o in found.outcomes
+        f"{name}: {o.attack}": o.verdict
+        for name, measurement in measured.items()
+        for o in measurement.outcomes
         if o.escaped
     }
     return Result(
@@ -119,7 +119,9 @@ def _tried() -> str:
     )
 
 
-async def _ready(live: dict[str, Backend], measured: dict[str, Measured], *, rounds: int) -> None:
+async def _ready(
+    live: dict[str, Backend], measured: dict[str, BackendMeasurement], *, rounds: int
+) -> None:
     for number in range(WARM_UP + rounds):
         for name, made in live.items():
             began = time.perf_counter()
@@ -141,7 +143,7 @@ async def _ready(live: dict[str, Backend], measured: dict[str, Measured], *, rou
         await pool.close()
 
 
-async def _concurrent(made: Backend, measured: Measured, *, count: int) -> None:
+async def _concurrent(made: Backend, measured: BackendMeasurement, *, count: int) -> None:
     """Start all at once; each must run a command while all others live."""
     began = time.perf_counter()
     results = await asyncio.gather(
@@ -178,25 +180,25 @@ async def _attacked(made: Backend) -> list[Outcome]:
     return await asyncio.gather(*(one(attack) for attack in attacks_here()))
 
 
-def _figures(measured: dict[str, Measured], escapes: int) -> dict[str, Figure]:
+def _figures(measured: dict[str, BackendMeasurement], escapes: int) -> dict[str, Figure]:
     figures: dict[str, Figure] = {}
     for name in ISOLATING:
         suffix = "" if name == DEFAULT else f"_{name}"
-        found = measured.get(name)
+        measurement = measured.get(name)
         own: tuple[Figure, ...] = (None,) * len(FIGURES)
-        if found is not None:
-            p95 = statistics.quantiles(found.ready_ms, n=20)[-1]
-            pool = statistics.median(found.pool_ms)
-            cell = statistics.median(found.cell_ms)
+        if measurement is not None:
+            p95 = statistics.quantiles(measurement.ready_ms, n=20)[-1]
+            pool = statistics.median(measurement.pool_ms)
+            cell = statistics.median(measurement.cell_ms)
             own = (
-                statistics.median(found.ready_ms),
+                statistics.median(measurement.ready_ms),
                 p95,
                 cell,
                 pool,
-                found.concurrent,
-                found.concurrent_s,
-                found.mb_each,
+                measurement.concurrent,
+                measurement.concurrent_s,
+                measurement.mb_each,
             )
         figures |= {f"{figure}{suffix}": value for figure, value in zip(FIGURES, own, strict=True)}
-    tried = sum(len(found.outcomes) for found in measured.values())
+    tried = sum(len(measurement.outcomes) for measurement in measured.values())
     return figures | {"attacks": tried or None, "escapes": escapes if tried else None}

@@ -20,15 +20,15 @@ import numpy as np
 
 from benchmarks.contract import Figure, Result
 from benchmarks.runs import trained
-from benchmarks.scheduling.paced_engine import GPU, MODEL, TOKENS, Pace
+from benchmarks.scheduling.paced_engine import GPU, MODEL, TOKENS, StepPace
 from benchmarks.scheduling.rollouts import (
     LOGPROB_TOLERANCE,
     Rollout,
-    Spoken,
+    Sample,
     furthest,
     mismatches,
     read_rollouts,
-    read_spoken,
+    read_samples,
 )
 from benchmarks.scheduling.router import CONDITION as ROUTER_CONDITION
 from benchmarks.scheduling.router import router_figures
@@ -38,7 +38,7 @@ from rollweave.schema.base import Struct, TrajectoryId
 from rollweave.schema.config.root import RunConfig
 
 OURS = "trajectory"
-WAYS: Mapping[str, Mapping[str, str]] = {
+VARIANTS: Mapping[str, Mapping[str, str]] = {
     "fcfs": {"priority": "fcfs", "placement": "affinity"},
     "round_robin": {"priority": "round_robin", "placement": "affinity"},
     "shortest_first": {"priority": "shortest_first", "placement": "affinity"},
@@ -62,10 +62,10 @@ UNMOVED = "fcfs"
 trajectories.
 """
 
-QUICK_WAYS = (UNMOVED, OURS)
+QUICK_VARIANTS = (UNMOVED, OURS)
 
 
-class Size(Struct, frozen=True, kw_only=True):
+class SchedulingPlan(Struct, frozen=True, kw_only=True):
     """Length of a bench: `learned` steps that only teach, then `measured` ones, of
     `groups` groups.
     """
@@ -76,8 +76,8 @@ class Size(Struct, frozen=True, kw_only=True):
     seeds: int
 
 
-FULL = Size(groups=4, learned=4, measured=3, seeds=2)
-QUICK = Size(groups=2, learned=1, measured=1, seeds=1)
+FULL = SchedulingPlan(groups=4, learned=4, measured=3, seeds=2)
+QUICK = SchedulingPlan(groups=2, learned=1, measured=1, seeds=1)
 """Short form of the bench. In the full one, predictions of this workload are good from
 the fourth step on; a step of all variants takes about a minute.
 """
@@ -86,18 +86,18 @@ MEMBERS = 16
 """Trajectories of a group (Heddle §7: 16 samples a prompt)."""
 
 
-def config(way: str, size: Size, *, seed: int, directory: str) -> RunConfig:
+def config(variant: str, plan: SchedulingPlan, *, seed: int, directory: str) -> RunConfig:
     """Return two engines with four slots each for all trajectories of a step, whose
     contexts exceed the KV caches.
     """
-    count = size.groups * MEMBERS
+    count = plan.groups * MEMBERS
     return RunConfig.model_validate(
         {
             "run": {
-                "name": way,
+                "name": variant,
                 "dir": directory,
                 "seed": seed,
-                "steps": size.learned + size.measured,
+                "steps": plan.learned + plan.measured,
             },
             "model": {"scratch": {"context": 1536}},
             "tasks": [
@@ -106,10 +106,10 @@ def config(way: str, size: Size, *, seed: int, directory: str) -> RunConfig:
             ],
             "rollout": {
                 "mode": "sync",
-                "groups_per_step": size.groups,
+                "groups_per_step": plan.groups,
                 "group_size": MEMBERS,
                 **dict.fromkeys(("max_running", "init_slots", "eval_slots"), count),
-                **WAYS[way],
+                **VARIANTS[variant],
             },
             "engines": {"count": 2, "max_slots": 4, "kv_tokens": 4096, "deterministic": True},
             "trainer": {"lr": 1e-12},
@@ -120,7 +120,7 @@ def config(way: str, size: Size, *, seed: int, directory: str) -> RunConfig:
     )
 
 
-class Run(Struct, frozen=True, kw_only=True):
+class VariantRun(Struct, frozen=True, kw_only=True):
     """One variant with one seed.
 
     `rollouts` and `lines` (of metrics.jsonl) are those of the measured steps, `spoken`
@@ -129,29 +129,29 @@ class Run(Struct, frozen=True, kw_only=True):
 
     rollouts: tuple[Rollout, ...]
     lines: tuple[dict[str, Any], ...]
-    spoken: dict[TrajectoryId, Spoken]
+    samples: dict[TrajectoryId, Sample]
 
     def counted(self, name: str) -> float:
         """Return the mean of a scheduling counter per step."""
         return statistics.fmean(line["scheduling"][name] for line in self.lines)
 
 
-def bench_scheduling(*, quick: bool, say: Callable[[str], None]) -> Result:
-    """Return figures by variant (`…_WAY`), and its makespan and tail over ours; and the
-    core's own cost.
+def bench_scheduling(*, quick: bool, progress: Callable[[str], None]) -> Result:
+    """Return figures by variant (`…_VARIANT`), and its makespan and tail over ours; and
+    the core's own cost.
     """
-    size, ways = (QUICK, QUICK_WAYS) if quick else (FULL, tuple(WAYS))
-    runs: dict[str, list[Run]] = {way: [] for way in ways}
-    for seed in range(size.seeds):
-        for way in ways:
-            run = _run(way, size, seed=seed)
-            runs[way].append(run)
+    plan, variants = (QUICK, QUICK_VARIANTS) if quick else (FULL, tuple(VARIANTS))
+    runs: dict[str, list[VariantRun]] = {variant: [] for variant in variants}
+    for seed in range(plan.seeds):
+        for variant in variants:
+            run = _run(variant, plan, seed=seed)
+            runs[variant].append(run)
             steps = ", ".join(f"{one.makespan_s:.2f}" for one in run.rollouts)
-            say(
-                f"seed {seed}, {way}: rollouts of {steps} s, the longest trajectories waited "
+            progress(
+                f"seed {seed}, {variant}: rollouts of {steps} s, the longest trajectories waited "
                 f"{_tails(run)} s in all"
             )
-    conditions = conditions_of(runs, size)
+    conditions = conditions_of(runs, plan)
     figures = figures_of(runs, conditions)
     figures |= router_figures(quick=quick)
     conditions["router_us_10000x256"] = ROUTER_CONDITION
@@ -162,85 +162,99 @@ def bench_scheduling(*, quick: bool, say: Callable[[str], None]) -> Result:
     return Result(bench="scheduling", figures=figures, conditions=conditions)
 
 
-def _run(way: str, size: Size, *, seed: int) -> Run:
+def _run(variant: str, plan: SchedulingPlan, *, seed: int) -> VariantRun:
     with tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch:
-        made = config(way, size, seed=seed, directory=scratch)
+        made = config(variant, plan, seed=seed, directory=scratch)
         run, measured = trained(
             made, programs=Programs(engine="benchmarks.scheduling.paced_engine")
         )
-        return Run(
-            rollouts=tuple(read_rollouts(Path(run.journal), made)[size.learned :]),
-            lines=tuple(measured.data.steps[size.learned :]),
-            spoken=read_spoken(run),
+        return VariantRun(
+            rollouts=tuple(read_rollouts(Path(run.journal), made)[plan.learned :]),
+            lines=tuple(measured.data.steps[plan.learned :]),
+            samples=read_samples(run),
         )
 
 
-def _tails(run: Run) -> str:
+def _tails(run: VariantRun) -> str:
     return ", ".join(f"{one.tail_queue_s:.2f}" for one in run.rollouts)
 
 
-def figures_of(runs: Mapping[str, Sequence[Run]], conditions: dict[str, Any]) -> dict[str, Figure]:
+def figures_of(
+    runs: Mapping[str, Sequence[VariantRun]], conditions: dict[str, Any]
+) -> dict[str, Figure]:
     """See `bench_scheduling`.
 
     Seconds are medians over steps and seeds, ratios those of pairs of the same step and
     seed.
     """
     figures: dict[str, Figure] = {}
-    others = [way for way in runs if way != OURS]
-    for way in others:
-        figures[f"makespan_over_{way}"] = over(runs[way], runs[OURS], "makespan_s")
+    others = [variant for variant in runs if variant != OURS]
+    for variant in others:
+        figures[f"makespan_over_{variant}"] = over(runs[variant], runs[OURS], "makespan_s")
     figures["makespan_ratio"] = [
-        value for way in others if isinstance(value := figures[f"makespan_over_{way}"], float)
+        value
+        for variant in others
+        if isinstance(value := figures[f"makespan_over_{variant}"], float)
     ]
-    for way in others:
-        figures[f"tail_queueing_over_{way}"] = over(runs[way], runs[OURS], "tail_queue_s")
-    found = [figures[f"tail_queueing_over_{way}"] for way in others]
-    figures["tail_queueing_ratio"] = [value for value in found if isinstance(value, float)]
+    for variant in others:
+        figures[f"tail_queueing_over_{variant}"] = over(runs[variant], runs[OURS], "tail_queue_s")
+    ratios_of_queueing = [figures[f"tail_queueing_over_{variant}"] for variant in others]
+    figures["tail_queueing_ratio"] = [
+        value for value in ratios_of_queueing if isinstance(value, float)
+    ]
     if PROGRESSIVE in runs:
-        for way in PRIORITIES:
-            figures[f"progressive_makespan_over_{way}"] = over(
-                runs[way], runs[PROGRESSIVE], "makespan_s"
+        for variant in PRIORITIES:
+            figures[f"progressive_makespan_over_{variant}"] = over(
+                runs[variant], runs[PROGRESSIVE], "makespan_s"
             )
-            figures[f"progressive_tail_over_{way}"] = over(
-                runs[way], runs[PROGRESSIVE], "tail_queue_s"
+            figures[f"progressive_tail_over_{variant}"] = over(
+                runs[variant], runs[PROGRESSIVE], "tail_queue_s"
             )
     for name in ("makespan_s", "tail_queue_s"):
-        figures |= {f"{name}_{way}": statistics.median(_all(runs[way], name)) for way in runs}
-    figures |= {f"prefix_hit_{way}": _prefix_hit(runs[way]) for way in runs}
-    figures["real_step_ms"] = 1e3 * max(_real_step_s(run) for way in runs for run in runs[way])
-    figures |= {f"preemptions_{way}": _mean(runs[way], "preemptions") for way in runs}
-    moving = [way for way in MIGRATING if way in runs]
-    for way in moving:
         figures |= {
-            f"{name}_{way}": _mean(runs[way], name)
+            f"{name}_{variant}": statistics.median(_all(runs[variant], name)) for variant in runs
+        }
+    figures |= {f"prefix_hit_{variant}": _prefix_hit(runs[variant]) for variant in runs}
+    figures["real_step_ms"] = 1e3 * max(
+        _real_step_s(run) for variant in runs for run in runs[variant]
+    )
+    figures |= {f"preemptions_{variant}": _mean(runs[variant], "preemptions") for variant in runs}
+    moving = [variant for variant in MIGRATING if variant in runs]
+    for variant in moving:
+        figures |= {
+            f"{name}_{variant}": _mean(runs[variant], name)
             for name in ("migrations", "migrations_failed", "moved_tokens")
         }
-        figures[f"migration_exposed_ms_{way}"] = 1e3 * _mean(runs[way], "exposed_s")
+        figures[f"migration_exposed_ms_{variant}"] = 1e3 * _mean(runs[variant], "exposed_s")
     pairs = [
-        (mine, its) for way in moving for mine, its in zip(runs[way], runs[UNMOVED], strict=True)
+        (mine, its)
+        for variant in moving
+        for mine, its in zip(runs[variant], runs[UNMOVED], strict=True)
     ]
     figures["migration_token_mismatches"] = sum(
-        mismatches(mine.spoken, its.spoken) for mine, its in pairs
+        mismatches(mine.samples, its.samples) for mine, its in pairs
     )
     conditions["logprobs"] = f"{_furthest(pairs):.1g} is the greatest difference between them"
     return figures | _prediction_figures(runs[OURS])
 
 
-def _prediction_figures(ours: Sequence[Run]) -> dict[str, Figure]:
+def _prediction_figures(ours: Sequence[VariantRun]) -> dict[str, Figure]:
     pairs = [pair for run in ours for rollout in run.rollouts for pair in rollout.predictions]
     told = [run.lines[-1]["predictor"] for run in ours]
     asked = sum(line["scheduling"]["predictions"] for run in ours for line in run.lines)
-    late = sum(line["scheduling"]["predictions_late"] for run in ours for line in run.lines)
+    late_predictions = sum(
+        line["scheduling"]["predictions_late"] for run in ours for line in run.lines
+    )
     return {
         "prediction_exposed_ms": 0.0,
         "prediction_ms": statistics.fmean(stats["mean_ms"] for stats in told),
         "prediction_p99_ms": max(stats["p99_ms"] for stats in told),
-        "predictions_late": late / asked,
+        "predictions_late": late_predictions / asked,
         "prediction_correlation": float(np.corrcoef(np.array(pairs).T)[0, 1]),
     }
 
 
-def over(theirs: Sequence[Run], ours: Sequence[Run], name: str) -> float | None:
+def over(theirs: Sequence[VariantRun], ours: Sequence[VariantRun], name: str) -> float | None:
     """Return the median of their seconds over ours, step by step; None where ours is 0."""
     pairs = list(zip(_all(theirs, name), _all(ours, name), strict=True))
     return (
@@ -250,15 +264,15 @@ def over(theirs: Sequence[Run], ours: Sequence[Run], name: str) -> float | None:
     )
 
 
-def _all(runs: Sequence[Run], name: str) -> list[float]:
+def _all(runs: Sequence[VariantRun], name: str) -> list[float]:
     return [getattr(rollout, name) for run in runs for rollout in run.rollouts]
 
 
-def _mean(runs: Sequence[Run], name: str) -> float:
+def _mean(runs: Sequence[VariantRun], name: str) -> float:
     return statistics.fmean(run.counted(name) for run in runs)
 
 
-def _prefix_hit(runs: Sequence[Run]) -> float:
+def _prefix_hit(runs: Sequence[VariantRun]) -> float:
     """Return the share of prompt tokens that the turn's engine had already computed."""
     lines = [line for run in runs for line in run.lines]
     return float(
@@ -266,7 +280,7 @@ def _prefix_hit(runs: Sequence[Run]) -> float:
     )
 
 
-def _real_step_s(run: Run) -> float:
+def _real_step_s(run: VariantRun) -> float:
     """Return the mean seconds of an engine's step, without padding."""
     engines = run.lines[-1]["engines"].values()
     return float(
@@ -274,32 +288,32 @@ def _real_step_s(run: Run) -> float:
     )
 
 
-def _furthest(pairs: Sequence[tuple[Run, Run]]) -> float:
-    found = [
-        furthest(mine.spoken[key], its.spoken[key])
+def _furthest(pairs: Sequence[tuple[VariantRun, VariantRun]]) -> float:
+    differences = [
+        furthest(mine.samples[key], its.samples[key])
         for mine, its in pairs
-        for key in mine.spoken
-        if key in its.spoken and mine.spoken[key].tokens == its.spoken[key].tokens
+        for key in mine.samples
+        if key in its.samples and mine.samples[key].tokens == its.samples[key].tokens
     ]
-    return max(found, default=0.0)
+    return max(differences, default=0.0)
 
 
 def _least_pace_ms() -> float:
-    return 1e3 * Pace().step_s(StepWork(0, 0, 1, 1))
+    return 1e3 * StepPace().step_s(StepWork(0, 0, 1, 1))
 
 
-def conditions_of(runs: Mapping[str, Sequence[Run]], size: Size) -> dict[str, Any]:
+def conditions_of(runs: Mapping[str, Sequence[VariantRun]], plan: SchedulingPlan) -> dict[str, Any]:
     rollouts = [rollout for run in runs[OURS] for rollout in run.rollouts]
     told = (
-        f"{size.seeds} seeds, {size.learned} steps that only teach and {size.measured} measured "
+        f"{plan.seeds} seeds, {plan.learned} steps that only teach and {plan.measured} measured "
         "ones each"
     )
     lengths = ", ".join(f"{one.tail_turns} of {one.turns} turns" for one in rollouts)
     return {
-        "ways": {way: dict(WAYS[way]) for way in runs},
+        "ways": {variant: dict(VARIANTS[variant]) for variant in runs},
         "steps": f"{told}; ratios are medians over the pairs of equal step and seed, theirs over "
         f"that of {OURS}",
-        "workload": f"{size.groups} prompts x {MEMBERS}, 12 tokens a turn at most; the longest "
+        "workload": f"{plan.groups} prompts x {MEMBERS}, 12 tokens a turn at most; the longest "
         f"had {lengths}",
         "tools": "log-normal latency, median 50 ms, sigma 1 (mean 82 ms)",
         "engines": "2 processes, 4 slots and 4,096 tokens of KV each; contexts of all "
@@ -321,5 +335,5 @@ def conditions_of(runs: Mapping[str, Sequence[Run]], size: Size) -> dict[str, An
         "never",
         "preemptions": "turns given to an engine whose slots were all taken; a step's mean, as of "
         "migrations too",
-        "migration_exposed_ms": "what turns waited for transfers under way, summed over a step",
+        "migration_exposed_ms": "how long turns waited for running transfers, summed over a step",
     }

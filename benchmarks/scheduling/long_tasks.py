@@ -27,12 +27,12 @@ MOST_TURNS = 40
 NOISE = 0.5
 """Sigma of the logarithm of the noise in prompts and failing tests."""
 
-SPOKEN = tuple(f" say{index}" for index in range(48))
+ACTION_WORDS = tuple(f" say{index}" for index in range(48))
 """Words that the agent may sample: so many that it seldom samples an empty turn, which
 ends it.
 """
 
-READ = (" task", " part", " passed", " failed")
+OBSERVATION_WORDS = (" task", " part", " passed", " failed")
 
 
 class LongTask:
@@ -42,28 +42,40 @@ class LongTask:
         self._task_turns = 0.0
         self._left = 0
         self._seed = 0
-        self._begun = False
+        self._started = False
 
     def reset(self, task: Task) -> Observation:
         payload = payload_of(task)
         self._seed, self._task_turns = task.seed, float(payload["turns"])
         words = 8 + min(
-            40, round(4 * self._task_turns * _off(random.Random(mix(task.seed, "prompt")), NOISE))
+            40,
+            round(
+                4 * self._task_turns * _noise_factor(random.Random(mix(task.seed, "prompt")), NOISE)
+            ),
         )
         return Observation.of(" task" + " part" * (words - 1))
 
     def step(self, action: str) -> Step:
-        if not self._begun:
-            self._begun = True
+        if not self._started:
+            self._started = True
             own = random.Random(mix(self._seed, "member", action))
-            self._left = min(MOST_TURNS, max(1, round(self._task_turns * _off(own, MEMBER_SIGMA))))
+            self._left = min(
+                MOST_TURNS, max(1, round(self._task_turns * _noise_factor(own, MEMBER_SIGMA)))
+            )
             self._seed = own.getrandbits(63)
         self._left -= 1
         if not self._left:
             return Step.of(" passed", reward=1.0, done=True, success=True)
         failed = min(
             12,
-            max(1, round(self._left / 2 * _off(random.Random(mix(self._seed, self._left)), NOISE))),
+            max(
+                1,
+                round(
+                    self._left
+                    / 2
+                    * _noise_factor(random.Random(mix(self._seed, self._left)), NOISE)
+                ),
+            ),
         )
         return Step.of(" passed" * 4 + " failed" * failed)
 
@@ -71,17 +83,19 @@ class LongTask:
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
         """Make a task whose difficulty is log-normal."""
         own = mix(seed, split, index)
-        return new_task(seed=own, turns=MEDIAN_TURNS * _off(random.Random(own), TASK_SIGMA))
+        return new_task(
+            seed=own, turns=MEDIAN_TURNS * _noise_factor(random.Random(own), TASK_SIGMA)
+        )
 
     @classmethod
     def words(cls, options: Options) -> Sequence[str]:
-        return [*READ, *SPOKEN]
+        return [*OBSERVATION_WORDS, *ACTION_WORDS]
 
     @classmethod
     def allowed_words(cls, options: Options) -> Sequence[str]:
-        return SPOKEN
+        return ACTION_WORDS
 
 
-def _off(rng: random.Random, sigma: float) -> float:
+def _noise_factor(rng: random.Random, sigma: float) -> float:
     """Return a random factor with median 1."""
     return math.exp(rng.gauss(0.0, sigma))

@@ -39,7 +39,7 @@ which time is sped up. A turn of 12 tokens is one of 480.
 """
 
 
-class Pace:
+class StepPace:
     """Duration of a step: that of `TOKENS` steps of the modeled engine, on contexts
     `TOKENS` times as long, divided by `TOKENS`.
 
@@ -60,8 +60,8 @@ class Pace:
 
     def padded(self, point: StepTime) -> StepTime:
         """Return a measured step with its paced duration."""
-        modelled = self.step_s(StepWork(0, 0, point.batch, point.batch * point.context))
-        return msgspec.structs.replace(point, seconds=max(point.seconds, modelled))
+        modeled = self.step_s(StepWork(0, 0, point.batch, point.batch * point.context))
+        return msgspec.structs.replace(point, seconds=max(point.seconds, modeled))
 
 
 class Pacer:
@@ -73,31 +73,31 @@ class Pacer:
     def __init__(
         self, reply: Callable[[EngineReply], None], *, sleep: Callable[[float], None] = time.sleep
     ) -> None:
-        self._reply, self._sleep, self._pace = reply, sleep, Pace()
-        self._held: list[EngineReply] = []
+        self._reply, self._sleep, self._pace = reply, sleep, StepPace()
+        self._held_back: list[EngineReply] = []
 
-    def reply(self, word: EngineReply) -> None:
+    def reply(self, reply: EngineReply) -> None:
         """Hold back a completed request until the end of its step. All other replies
         happen between steps and pass.
         """
-        if isinstance(word, Generated) and word.result.finish in (
+        if isinstance(reply, Generated) and reply.result.finish in (
             FinishReason.STOP,
             FinishReason.LENGTH,
         ):
-            self._held.append(word)
-        elif isinstance(word, Ready):
+            self._held_back.append(reply)
+        elif isinstance(reply, Ready):
             self._reply(
-                msgspec.structs.replace(word, profile=tuple(map(self._pace.padded, word.profile)))
+                msgspec.structs.replace(reply, profile=tuple(map(self._pace.padded, reply.profile)))
             )
         else:
-            self._reply(word)
+            self._reply(reply)
 
     def watch(self, amounts: StepWork, seconds: float) -> None:
         """Pad a step that was computed in `seconds`, and send its results."""
         self._sleep(max(0.0, self._pace.step_s(amounts) - seconds))
-        for word in self._held:
-            self._reply(word)
-        self._held.clear()
+        for reply in self._held_back:
+            self._reply(reply)
+        self._held_back.clear()
 
 
 def main() -> None:
@@ -105,7 +105,7 @@ def main() -> None:
     parent = Parent.from_arguments()
     spec = decoder_of(EngineSpec)(parent.receive())
     decode = decoder_of(EngineCommand)
-    pacer = Pacer(lambda word: parent.send(encode(word)))
+    pacer = Pacer(lambda reply: parent.send(encode(reply)))
     engine = EngineLoop(spec, pacer.reply, watch=pacer.watch)
     parent.listen(lambda payload: engine.post(decode(payload)))
     engine.run()

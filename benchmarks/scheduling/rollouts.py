@@ -49,7 +49,7 @@ class Rollout(Struct, frozen=True, kw_only=True):
     """
 
 
-class _Taken(msgspec.Struct):
+class _Attempt(msgspec.Struct):
     """Measurements of one trajectory."""
 
     tokens: int = 0
@@ -79,7 +79,7 @@ class _Reader:
         self._begin()
 
     def _begin(self) -> None:
-        self._taken: dict[TrajectoryId, _Taken] = {}
+        self._attempts: dict[TrajectoryId, _Attempt] = {}
         self._began_at = math.inf
         self._ended_at = 0.0
 
@@ -88,14 +88,14 @@ class _Reader:
             case e.TurnRequested():
                 self._of(event.trajectory_id).asked_at = now
             case e.TurnDone():
-                taken = self._of(event.trajectory_id)
-                taken.turns += 1
-                taken.tokens += event.output_tokens
-                taken.queue_s += event.queue_s
+                attempt = self._of(event.trajectory_id)
+                attempt.turns += 1
+                attempt.tokens += event.output_tokens
+                attempt.queue_s += event.queue_s
             case e.PredictionReady():
-                taken = self._of(event.trajectory_id)
-                if taken.turns:
-                    taken.predicted.append((event.remaining_tokens, taken.tokens))
+                attempt = self._of(event.trajectory_id)
+                if attempt.turns:
+                    attempt.predicted.append((event.remaining_tokens, attempt.tokens))
             case e.TrajectoryEnded():
                 self._ended_at = now
             case _:
@@ -104,65 +104,67 @@ class _Reader:
     def on_command(self, now: float, command: c.Command) -> None:
         match command:
             case c.StartTurn():
-                # Before the first turn is given, engines take weights: nobody's policy
-                # makes anyone wait.
+                # Before the first turn, engines fetch weights: that wait is not due to
+                # a policy.
                 self._began_at = min(self._began_at, now)
-                taken = self._of(command.trajectory_id)
-                taken.queue_s += now - max(taken.asked_at, self._began_at)
+                attempt = self._of(command.trajectory_id)
+                attempt.queue_s += now - max(attempt.asked_at, self._began_at)
             case c.TrainStep():
                 self.rollouts.append(self._rollout())
                 self._begin()
             case _:
                 pass
 
-    def _of(self, trajectory_id: TrajectoryId) -> _Taken:
-        return self._taken.setdefault(trajectory_id, _Taken())
+    def _of(self, trajectory_id: TrajectoryId) -> _Attempt:
+        return self._attempts.setdefault(trajectory_id, _Attempt())
 
     def _rollout(self) -> Rollout:
-        every = list(self._taken.values())
-        tail = max(every, key=lambda taken: taken.tokens)
+        every = list(self._attempts.values())
+        tail = max(every, key=lambda attempt: attempt.tokens)
         return Rollout(
             makespan_s=self._ended_at - self._began_at,
             tail_queue_s=tail.queue_s,
             tail_tokens=tail.tokens,
             tail_turns=tail.turns,
-            queue_s=sum(taken.queue_s for taken in every),
-            tokens=sum(taken.tokens for taken in every),
-            turns=sum(taken.turns for taken in every),
+            queue_s=sum(attempt.queue_s for attempt in every),
+            tokens=sum(attempt.tokens for attempt in every),
+            turns=sum(attempt.turns for attempt in every),
             predictions=tuple(
-                (left, taken.tokens - before) for taken in every for left, before in taken.predicted
+                (left, attempt.tokens - before)
+                for attempt in every
+                for left, before in attempt.predicted
             ),
         )
 
 
-class Spoken(Struct, frozen=True, kw_only=True):
+class Sample(Struct, frozen=True, kw_only=True):
     """Tokens and log-probs of a trajectory's sequences, concatenated."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
 
 
-def read_spoken(run: RunDir) -> dict[TrajectoryId, Spoken]:
+def read_samples(run: RunDir) -> dict[TrajectoryId, Sample]:
     """Return the tokens of all ended trajectories, by their last attempt."""
-    return dict(_spoken(TrajectoryReader(run.trajectories)))
+    return dict(_sample(TrajectoryReader(run.trajectories)))
 
 
-def _spoken(reader: TrajectoryReader) -> Iterator[tuple[TrajectoryId, Spoken]]:
+def _sample(reader: TrajectoryReader) -> Iterator[tuple[TrajectoryId, Sample]]:
     for entry in reader.entries:
         sequences = reader.load(entry).sequences
         tokens = tuple(token for sequence in sequences for token in sequence.tokens)
         logprobs = tuple(value for sequence in sequences for value in sequence.logprobs)
-        yield entry.trajectory_id, Spoken(tokens=tokens, logprobs=logprobs)
+        yield entry.trajectory_id, Sample(tokens=tokens, logprobs=logprobs)
 
 
-def mismatches(ours: Mapping[TrajectoryId, Spoken], theirs: Mapping[TrajectoryId, Spoken]) -> int:
+def mismatches(ours: Mapping[TrajectoryId, Sample], theirs: Mapping[TrajectoryId, Sample]) -> int:
     """Return the trajectories that are not in both, or whose tokens differ, or any
     log-prob by more than `LOGPROB_TOLERANCE`.
     """
     return sum(not _equal(ours.get(key), theirs.get(key)) for key in {**ours, **theirs})
 
 
-def _equal(one: Spoken | None, other: Spoken | None) -> bool:
+def _equal(one: Sample | None, other: Sample | None) -> bool:
     return (
         one is not None
         and other is not None
@@ -171,7 +173,7 @@ def _equal(one: Spoken | None, other: Spoken | None) -> bool:
     )
 
 
-def furthest(one: Spoken, other: Spoken) -> float:
+def furthest(one: Sample, other: Sample) -> float:
     """Return the maximum difference between log-probs of equal tokens."""
     pairs = zip(one.logprobs, other.logprobs, strict=True)
-    return max((abs(mine - its) for mine, its in pairs), default=0.0)
+    return max((abs(mine - theirs) for mine, theirs in pairs), default=0.0)

@@ -74,11 +74,11 @@ def config(*, trajectories: int = TRAJECTORIES, engines: int = ENGINES) -> RunCo
 
 def router_figures(*, quick: bool) -> dict[str, float | int | list[float] | None]:
     """Return the microseconds of a turn."""
-    found = sorted(turn_seconds(config(), turns=QUICK_TURNS if quick else TURNS))
+    seconds = sorted(turn_seconds(config(), turns=QUICK_TURNS if quick else TURNS))
     return {
-        "router_us_10000x256": 1e6 * statistics.median(found),
-        "router_us_10000x256_p99": 1e6 * found[int(0.99 * (len(found) - 1))],
-        "router_us_10000x256_mean": 1e6 * statistics.fmean(found),
+        "router_us_10000x256": 1e6 * statistics.median(seconds),
+        "router_us_10000x256_p99": 1e6 * seconds[int(0.99 * (len(seconds) - 1))],
+        "router_us_10000x256_mean": 1e6 * statistics.fmean(seconds),
     }
 
 

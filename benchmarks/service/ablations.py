@@ -52,7 +52,7 @@ ROOM_S = 60.0
 """Maximum seconds until cancelled rollouts have ended."""
 
 
-class Way(Struct, frozen=True, kw_only=True):
+class Variant(Struct, frozen=True, kw_only=True):
     """One variant. `terminal` names the handler, `balanced` tells whether the service
     knows each engine, `cancels` whether the trainer cancels.
     """
@@ -64,15 +64,15 @@ class Way(Struct, frozen=True, kw_only=True):
 
 FULL = "full"
 
-WAYS = {
-    FULL: Way(),
-    "no_balancing": Way(balanced=False),
-    "no_bash": Way(terminal="tmux"),
-    "no_cleanup": Way(cancels=False),
+VARIANTS = {
+    FULL: Variant(),
+    "no_balancing": Variant(balanced=False),
+    "no_bash": Variant(terminal="tmux"),
+    "no_cleanup": Variant(cancels=False),
 }
 
 
-class Size(Struct, frozen=True, kw_only=True):
+class AblationPlan(Struct, frozen=True, kw_only=True):
     """Extent of each variant: `steps` measured steps in each of `rounds` rounds, after
     one warm-up step.
     """
@@ -115,13 +115,15 @@ FIGURES = ("jobs_per_s", "action_ms", "utilisation", "useful_utilisation")
 
 
 def ablations(
-    model: Path, scratch: Path, size: Size, say: Callable[[str], None]
+    model: Path, scratch: Path, plan: AblationPlan, progress: Callable[[str], None]
 ) -> dict[str, list[Round]]:
     """Return rounds by variant, equally many of each. Without tmux there are none of
     `no_bash`.
     """
-    ways = {
-        name: way for name, way in WAYS.items() if way.terminal != "tmux" or shutil.which("tmux")
+    variants = {
+        name: variant
+        for name, variant in VARIANTS.items()
+        if variant.terminal != "tmux" or shutil.which("tmux")
     }
     with contextlib.ExitStack() as stack:
         arguments = ("--engines", str(ENGINES), "--slots", str(SLOTS), "--token-ms", str(TOKEN_MS))
@@ -132,8 +134,8 @@ def ablations(
             )
             for balanced in (True, False)
         }
-        addresses = {balanced: service.said for balanced, service in services.items()}
-        return asyncio.run(_rounds(ways, addresses, json.loads(served.said), size, say))
+        addresses = {balanced: service.line for balanced, service in services.items()}
+        return asyncio.run(_rounds(variants, addresses, json.loads(served.line), plan, progress))
 
 
 def _config(directory: Path, model: Path) -> RunConfig:
@@ -157,13 +159,13 @@ def _config(directory: Path, model: Path) -> RunConfig:
 
 
 async def _rounds(
-    ways: Mapping[str, Way],
+    variants: Mapping[str, Variant],
     addresses: Mapping[bool, str],
     engines: Mapping[str, Any],
-    size: Size,
-    say: Callable[[str], None],
+    plan: AblationPlan,
+    progress: Callable[[str], None],
 ) -> dict[str, list[Round]]:
-    found: dict[str, list[Round]] = {name: [] for name in ways}
+    results: dict[str, list[Round]] = {name: [] for name in variants}
     async with RolloutClient(addresses[True]) as balanced, RolloutClient(addresses[False]) as fixed:
         for address in engines["engines"]:
             await balanced.register(
@@ -172,19 +174,21 @@ async def _rounds(
         await fixed.register(
             EngineRequest(address=engines["fixed"], dialect="rollweave", slots=ENGINES * SLOTS)
         )
-        for number in range(size.rounds):
-            for name, way in ways.items():
-                trainer = Trainer(balanced if way.balanced else fixed, way, engines["fixed"], name)
-                found[name].append(await trainer.round(number, size.steps))
-            say(
+        for number in range(plan.rounds):
+            for name, variant in variants.items():
+                trainer = Trainer(
+                    balanced if variant.balanced else fixed, variant, engines["fixed"], name
+                )
+                results[name].append(await trainer.round(number, plan.steps))
+            progress(
                 ", ".join(
-                    f"{name} {rounds[-1].jobs_per_s:.2f} jobs/s" for name, rounds in found.items()
+                    f"{name} {rounds[-1].jobs_per_s:.2f} jobs/s" for name, rounds in results.items()
                 )
             )
-    return found
+    return results
 
 
-class Asked(Protocol):
+class TrainerClient(Protocol):
     """The part of a service's `RolloutClient` that a trainer needs."""
 
     async def rollout(self, request: RolloutRequest) -> RolloutStatus:
@@ -201,9 +205,9 @@ class Trainer:
     whose statistics cover all their slots.
     """
 
-    def __init__(self, client: Asked, way: Way, stats: str, name: str) -> None:
-        self._client, self._way, self._stats, self._name = client, way, stats, name
-        self._left: set[asyncio.Task[RolloutStatus]] = set()
+    def __init__(self, client: TrainerClient, variant: Variant, stats: str, name: str) -> None:
+        self._client, self._way, self._stats, self._name = client, variant, stats, name
+        self._stale: set[asyncio.Task[RolloutStatus]] = set()
 
     async def round(self, number: int, steps: int) -> Round:
         first = number * (steps + 1)
@@ -217,8 +221,8 @@ class Trainer:
             ]
             seconds, slot_s = time.perf_counter() - began, await self._slot_s() - before
         finally:
-            await self._cancel(self._left)
-            await self._quiet()
+            await self._cancel(self._stale)
+            await self._wait_until_idle()
         results = [
             member.result
             for status in wanted
@@ -250,7 +254,7 @@ class Trainer:
         if self._way.cancels:
             await self._cancel(waiting)
         else:
-            self._left |= waiting
+            self._stale |= waiting
         for status in wanted:
             if any(member.stop_reason not in TRAINABLE for member in status.members):
                 raise RuntimeError(f"a rollout of {self._name} failed: {status.members[0].result}")
@@ -262,12 +266,12 @@ class Trainer:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _quiet(self) -> None:
+    async def _wait_until_idle(self) -> None:
         """Return when no rollout of this variant is running: the next variant has the
         cores and the engines to itself.
         """
         async with asyncio.timeout(ROOM_S):
-            while await self._under_way():  # noqa: ASYNC110 (another process says it)
+            while await self._under_way():  # noqa: ASYNC110 (another process's state)
                 await asyncio.sleep(0.05)
 
     async def _under_way(self) -> int:
@@ -289,15 +293,15 @@ def figures_of(
     over that without each part, round by round.
     """
     figures: dict[str, Figure] = {
-        f"{figure}_{name}": statistics.median(getattr(one, figure) for one in found)
-        if found
+        f"{figure}_{name}": statistics.median(getattr(one, figure) for one in measured)
+        if measured
         else None
-        for name in WAYS
-        for found in (rounds.get(name, ()),)
+        for name in VARIANTS
+        for measured in (rounds.get(name, ()),)
         for figure in FIGURES
     }
     ratios: list[float] = []
-    for name in WAYS:
+    for name in VARIANTS:
         if name == FULL:
             continue
         pairs = list(zip(rounds[FULL], rounds.get(name, ()), strict=False))
@@ -317,24 +321,24 @@ def figures_of(
     return figures
 
 
-def conditions_of(size: Size) -> dict[str, Any]:
+def conditions_of(plan: AblationPlan) -> dict[str, Any]:
     """Return the meaning of the figures."""
     return {
-        "ablations": f"{size.rounds} rounds by turns, {size.steps} steps each after one that warms "
-        f"up; a step asks for {JOBS} rollouts and goes on when {WANTED} are done; "
+        "ablations": f"{plan.rounds} alternating rounds, {plan.steps} steps each after a "
+        f"warm-up; a step requests {JOBS} rollouts and ends when {WANTED} are done; "
         f"{ENGINES * SLOTS} environments at once",
-        "ablation_agents": "each turn is a bash command in a sandbox of its own, 1 to 24 turns, "
+        "ablation_agents": "each turn is a bash command in the episode's sandbox, 1 to 24 turns, "
         f"log-normal, median 4 (benchmarks/service/bash_env.py); back end {BACKEND}, from a warm "
         "pool",
         "ablation_engines": f"{ENGINES} of {SLOTS} slots, {TOKEN_MS:g} ms a token, log-normal "
-        "turns (median 12 tokens); prompts take no time, which favours neither way of routing "
+        "turns (median 12 tokens); prompts take no time, which favors neither routing "
         "(benchmarks/service/slot_engines.py)",
-        "no_balancing": "each conversation's turns go to the engine that its hash picks",
+        "no_balancing": "each conversation's turns go to the engine that its hash selects",
         "no_bash": "tmux in the sandbox: send-keys, wait-for, capture-pane in one process; no "
         "polling",
-        "no_cleanup": "whoever asked goes on without cancelling what it no longer needs",
-        "utilisation": "slots taken, of all; useful_utilisation counts turns of rollouts that "
-        "were wanted",
+        "no_cleanup": "the trainer does not cancel the rollouts that it no longer needs",
+        "utilisation": "occupied share of all slots; useful_utilisation counts turns of wanted "
+        "rollouts only",
         "ablation_ratio": "throughput of wanted rollouts, full over without; medians of rounds; "
         "geometric mean of the three",
     }

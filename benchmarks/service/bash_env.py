@@ -64,7 +64,7 @@ COMMANDS = {
 
 DIGITS = tuple(f" d{digit}" for digit in range(10))
 NUMBER_DIGITS = 9
-READ = (" task", " done", " output")
+OBSERVATION_WORDS = (" task", " done", " output")
 
 
 class Terminal(Protocol):
@@ -79,10 +79,10 @@ class ShellTerminal:
         self._bash = Bash(sandbox)
 
     async def run(self, command: str) -> str:
-        found = await self._bash.run(command, timeout_s=COMMAND_S)
-        if found.exit_code:
-            raise SandboxError(f"{command!r} ended with {found.exit_code}: {found.output[-200:]}")
-        return found.output
+        result = await self._bash.run(command, timeout_s=COMMAND_S)
+        if result.exit_code:
+            raise SandboxError(f"{command!r} ended with {result.exit_code}: {result.output[-200:]}")
+        return result.output
 
 
 class TmuxTerminal:
@@ -110,12 +110,12 @@ class TmuxTerminal:
         return await self._sh(self._RUN, "sh", command)
 
     async def _sh(self, *arguments: str) -> str:
-        found = await self._sandbox.exec(["sh", "-c", *arguments], timeout_s=COMMAND_S)
-        if found.rc or found.timed_out:
+        result = await self._sandbox.exec(["sh", "-c", *arguments], timeout_s=COMMAND_S)
+        if result.rc or result.timed_out:
             raise SandboxError(
-                f"tmux: {arguments!r:.200} ended with {found.rc}: {found.stderr[-200:]!r}"
+                f"tmux: {arguments!r:.200} ended with {result.rc}: {result.stderr[-200:]!r}"
             )
-        return found.stdout.decode(errors="replace")
+        return result.stdout.decode(errors="replace")
 
 
 TERMINALS: dict[TerminalName, type[ShellTerminal] | type[TmuxTerminal]] = {
@@ -124,7 +124,7 @@ TERMINALS: dict[TerminalName, type[ShellTerminal] | type[TmuxTerminal]] = {
 }
 
 
-class Boxes:
+class Sandboxes:
     """The sandboxes of a serving process. `opened` is entered once, around all
     episodes.
     """
@@ -134,15 +134,15 @@ class Boxes:
 
     @contextlib.asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
-        boxes = backend(BACKEND)
-        self._pool = Pool(boxes, SandboxSpec(), size=WARM)
+        backend_sandboxes = backend(BACKEND)
+        self._pool = Pool(backend_sandboxes, SandboxSpec(), size=WARM)
         try:
             await self._pool.filled()
             yield
         finally:
             pool, self._pool = self._pool, None
             await pool.close()
-            await boxes.close()
+            await backend_sandboxes.close()
 
     async def take(self) -> Sandbox:
         if self._pool is None:
@@ -150,7 +150,7 @@ class Boxes:
         return await self._pool.take()
 
 
-BOXES = Boxes()
+SANDBOXES = Sandboxes()
 
 
 class BashEnv:
@@ -160,14 +160,14 @@ class BashEnv:
 
     def __init__(self, *, terminal: TerminalName = "shell") -> None:
         self._kind = TERMINALS[terminal]
-        self._box: Sandbox | None = None
+        self._sandbox: Sandbox | None = None
         self._left = 0
 
     async def reset(self, task: Task) -> Observation:
         payload = payload_of(task)
         self._left = int(payload["turns"])
-        self._box = await BOXES.take()
-        self._terminal: Terminal = self._kind(self._box)
+        self._sandbox = await SANDBOXES.take()
+        self._terminal: Terminal = self._kind(self._sandbox)
         await self._terminal.run(PROJECT)
         number = f"{int(payload['number']):0{NUMBER_DIGITS}d}"[-NUMBER_DIGITS:]
         return Observation.of(" task" + "".join(DIGITS[int(digit)] for digit in number))
@@ -183,13 +183,13 @@ class BashEnv:
         )
 
     async def close(self) -> None:
-        box, self._box = self._box, None
-        if box is not None:
-            await box.stop(grace_s=0.0)
+        sandbox, self._sandbox = self._sandbox, None
+        if sandbox is not None:
+            await sandbox.stop(grace_s=0.0)
 
     @classmethod
     def words(cls, options: Options) -> Sequence[str]:
-        return [*READ, *DIGITS, *COMMANDS]
+        return [*OBSERVATION_WORDS, *DIGITS, *COMMANDS]
 
     @classmethod
     def allowed_words(cls, options: Options) -> Sequence[str]:

@@ -4,9 +4,9 @@ the gain from more processes (`scaling`).
 
 For the cost of HTTP there are one service, one embedded engine, and the frozen lake.
 Rounds of equal rollouts alternate between the service's object and a client in another
-process, first many concurrently, then one after the other. Then `HELD` rollouts run at
-once, in slow environments. Invariant: both variants use the same pipeline, core and
-engine, so that they differ in HTTP alone.
+process, first many concurrently, then one after the other. Then `CONCURRENT_ROLLOUTS`
+rollouts run at once, in slow environments. Invariant: both variants use the same
+pipeline, core and engine, so that they differ in HTTP alone.
 """
 
 import asyncio
@@ -37,9 +37,9 @@ from rollweave.service.service import Service
 
 T = TypeVar("T")
 
-Ask = Callable[[RolloutRequest], Coroutine[Any, Any, RolloutStatus]]
+Submit = Callable[[RolloutRequest], Coroutine[Any, Any, RolloutStatus]]
 
-HELD = 500
+CONCURRENT_ROLLOUTS = 500
 """Number of concurrent rollouts in the last part (ProRL's users run that many
 containers on a node).
 """
@@ -53,7 +53,7 @@ make the bench longer.
 """
 
 
-class Size(Struct, frozen=True, kw_only=True):
+class ServicePlan(Struct, frozen=True, kw_only=True):
     """Extent of the bench: a round has `jobs` rollouts, `CONCURRENT` of them at once,
     and `alone` rollouts one after the other.
 
@@ -65,80 +65,82 @@ class Size(Struct, frozen=True, kw_only=True):
     alone: int
     held: int
     held_step_s: float
-    ablations: service_ablations.Size
-    scaling: service_scaling.Size
+    ablations: service_ablations.AblationPlan
+    scaling: service_scaling.ScalingPlan
 
 
-FULL = Size(
+FULL = ServicePlan(
     rounds=6,
     jobs=512,
     alone=64,
-    held=HELD,
+    held=CONCURRENT_ROLLOUTS,
     held_step_s=3.0,
-    ablations=service_ablations.Size(rounds=7, steps=4),
-    scaling=service_scaling.Size(
+    ablations=service_ablations.AblationPlan(rounds=7, steps=4),
+    scaling=service_scaling.ScalingPlan(
         processes=service_scaling.PROCESSES, rounds=3, each=48, saturated=512
     ),
 )
-QUICK = Size(
+QUICK = ServicePlan(
     rounds=1,
     jobs=96,
     alone=16,
     held=100,
     held_step_s=0.4,
-    ablations=service_ablations.Size(rounds=1, steps=1),
-    scaling=service_scaling.Size(processes=(1, 2), rounds=1, each=16, saturated=96),
+    ablations=service_ablations.AblationPlan(rounds=1, steps=1),
+    scaling=service_scaling.ScalingPlan(processes=(1, 2), rounds=1, each=16, saturated=96),
 )
 
 
-def bench_service(*, quick: bool, say: Callable[[str], None]) -> Result:
+def bench_service(*, quick: bool, progress: Callable[[str], None]) -> Result:
     """Return the figures of HTTP: `jobs_per_s`, `jobs_per_s_in_process`,
     `added_latency_ms_p50`, `…_p99`, `concurrent_held`; and those of `ablations` and
     `scaling`.
     """
-    size = QUICK if quick else FULL
-    conditions = conditions_of(size)
+    plan = QUICK if quick else FULL
+    conditions = conditions_of(plan)
     with tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch:
         model = _model(Path(scratch))
-        figures = _door(model, Path(scratch), size, say)
+        figures = _http_figures(model, Path(scratch), plan, progress)
         rounds = service_ablations.ablations(
-            model, Path(scratch) / "ablations", size.ablations, say
+            model, Path(scratch) / "ablations", plan.ablations, progress
         )
         figures |= service_ablations.figures_of(rounds, conditions)
-        rates = service_scaling.scaling(model, Path(scratch) / "scaling", size.scaling, say)
+        rates = service_scaling.scaling(model, Path(scratch) / "scaling", plan.scaling, progress)
         figures |= service_scaling.figures_of(rates, conditions)
     return Result(bench="service", figures=figures, conditions=conditions)
 
 
-def conditions_of(size: Size) -> dict[str, Any]:
+def conditions_of(plan: ServicePlan) -> dict[str, Any]:
     """Return the meaning of the figures."""
     door = {
-        "jobs_per_s": f"{size.rounds} rounds of {size.jobs} each way, by turns, {CONCURRENT} under "
-        "way; a rollout is up to 6 turns of 6 tokens",
-        "added_latency": "difference of the same percentile of both ways' latencies, from the "
-        f"question to the result, at that load, which saturates two cores; …_alone: {size.alone} "
+        "jobs_per_s": f"{plan.rounds} alternating rounds of {plan.jobs} by each variant, "
+        f"{CONCURRENT} at once; a rollout is up to 6 turns of 6 tokens",
+        "added_latency": "difference of the same percentile of both variants' latencies, from the "
+        f"request to the result, at that load, which saturates two cores; …_alone: {plan.alone} "
         "of a round one after the other",
         "engine": "one embedded engine process with 32 slots, a random model of hidden 32, which "
         "takes most of the time",
-        "concurrent_held": "most at once in INIT or RUN, as /health says; steps take "
-        f"{size.held_step_s:g} s in the median",
+        "concurrent_held": "maximum number in INIT or RUN, by /health; steps take "
+        f"{plan.held_step_s:g} s in the median",
     }
     return (
         door
-        | service_ablations.conditions_of(size.ablations)
-        | service_scaling.conditions_of(size.scaling)
+        | service_ablations.conditions_of(plan.ablations)
+        | service_scaling.conditions_of(plan.scaling)
     )
 
 
-def _door(model: Path, scratch: Path, size: Size, say: Callable[[str], None]) -> dict[str, Figure]:
+def _http_figures(
+    model: Path, scratch: Path, plan: ServicePlan, progress: Callable[[str], None]
+) -> dict[str, Figure]:
     with _Running(_config(scratch / "rounds", model)) as running:
-        found = _rounds(running, size, say)
+        results = _rounds(running, plan, progress)
     with _Running(
-        _config(scratch / "held", model, held=size.held, step_s=size.held_step_s)
+        _config(scratch / "held", model, held=plan.held, step_s=plan.held_step_s)
     ) as running:
-        most, seconds = running.call(lambda: _hold(running, size.held))
-    say(f"held {most} at once, done in {seconds:.1f} s")
-    inside, outside = found[INSIDE], found[HTTP]
+        maximum, seconds = running.call(lambda: _run_concurrently(running, plan.held))
+    progress(f"{maximum} concurrent rollouts, done in {seconds:.1f} s")
+    inside, outside = results[INSIDE], results[HTTP]
     figures: dict[str, Figure] = {
         "jobs_per_s": statistics.median(outside.rates),
         "jobs_per_s_in_process": statistics.median(inside.rates),
@@ -146,7 +148,7 @@ def _door(model: Path, scratch: Path, size: Size, say: Callable[[str], None]) ->
         / statistics.median(inside.rates),
         "latency_ms_p50": 1e3 * statistics.median(outside.loaded_s),
         "latency_alone_ms_p50": 1e3 * statistics.median(outside.alone_s),
-        "concurrent_held": most,
+        "concurrent_held": maximum,
     }
     for name, ours, theirs in (
         ("added_latency", inside.loaded_s, outside.loaded_s),
@@ -219,7 +221,7 @@ class _Running:
             launch.serve(
                 self._config,
                 observer=self,
-                make_backend=_nobody,
+                make_backend=_no_backend,
                 programs=Programs(),
                 on_service=self._on_service,
                 no_token=True,
@@ -237,7 +239,7 @@ class _Running:
         self._up.set()
 
     def on_warning(self, command: Warn) -> None:
-        raise AssertionError(f"nothing ails here: {command}")
+        raise AssertionError(f"no warning is expected: {command}")
 
     def on_stopping(self, drain: bool) -> None:
         """Do nothing: no caller needs it."""
@@ -258,19 +260,19 @@ class _Running:
     def call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return asyncio.run_coroutine_threadsafe(make(), self.loop).result()
 
-    async def ask(self, request: RolloutRequest) -> RolloutStatus:
+    async def submit(self, request: RolloutRequest) -> RolloutStatus:
         """Run a rollout in process."""
-        (found,) = await self.service.rollouts.submit([request])
-        while found.state != "done":
-            found = await self.service.rollouts.wait(found.id, 60.0)
-        return found
+        (status,) = await self.service.rollouts.submit([request])
+        while status.state != "done":
+            status = await self.service.rollouts.wait(status.id, 60.0)
+        return status
 
 
 INSIDE, HTTP = "in process", "http"
 
 
 @dataclass
-class Found:
+class VariantResult:
     """Measurements of one variant: rollouts a second of each round, and the seconds of
     each rollout, concurrent and alone.
     """
@@ -280,28 +282,34 @@ class Found:
     alone_s: list[float] = field(default_factory=list)
 
 
-def _rounds(running: _Running, size: Size, say: Callable[[str], None]) -> dict[str, Found]:
-    found = {INSIDE: Found(), HTTP: Found()}
+def _rounds(
+    running: _Running, plan: ServicePlan, progress: Callable[[str], None]
+) -> dict[str, VariantResult]:
+    results = {INSIDE: VariantResult(), HTTP: VariantResult()}
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as outside:
-        ways: dict[str, Callable[[str, int, int], list[float]]] = {
+        variants: dict[str, Callable[[str, int, int], list[float]]] = {
             INSIDE: lambda name, jobs, at_once: running.call(
-                lambda: _round(running.ask, name, jobs, at_once)
+                lambda: _round(running.submit, name, jobs, at_once)
             ),
             HTTP: lambda name, jobs, at_once: outside.submit(
                 _round_outside, running.address, name, jobs, at_once
             ).result(),
         }
-        for way, ask in ways.items():
-            ask(f"{way[0]}-warm", CONCURRENT, CONCURRENT)
-        for number in range(size.rounds):
-            for way, ask in ways.items():
+        for variant, submit in variants.items():
+            submit(f"{variant[0]}-warm", CONCURRENT, CONCURRENT)
+        for number in range(plan.rounds):
+            for variant, submit in variants.items():
                 began = time.perf_counter()
-                found[way].loaded_s += ask(f"{way[0]}{number}", size.jobs, CONCURRENT)
-                found[way].rates.append(size.jobs / (time.perf_counter() - began))
-            for way, ask in ways.items():
-                found[way].alone_s += ask(f"{way[0]}{number}-alone", size.alone, 1)
-            say(", ".join(f"{way} {one.rates[-1]:.0f} rollouts/s" for way, one in found.items()))
-    return found
+                results[variant].loaded_s += submit(f"{variant[0]}{number}", plan.jobs, CONCURRENT)
+                results[variant].rates.append(plan.jobs / (time.perf_counter() - began))
+            for variant, submit in variants.items():
+                results[variant].alone_s += submit(f"{variant[0]}{number}-alone", plan.alone, 1)
+            progress(
+                ", ".join(
+                    f"{variant} {one.rates[-1]:.0f} rollouts/s" for variant, one in results.items()
+                )
+            )
+    return results
 
 
 def _round_outside(address: str, name: str, jobs: int, at_once: int) -> list[float]:
@@ -314,13 +322,15 @@ def _round_outside(address: str, name: str, jobs: int, at_once: int) -> list[flo
     return asyncio.run(run())
 
 
-async def _round(ask: Ask, name: str, jobs: int, at_once: int) -> list[float]:
+async def _round(submit: Submit, name: str, jobs: int, at_once: int) -> list[float]:
     room, taken = asyncio.Semaphore(at_once), []
 
     async def one(number: int) -> None:
         async with room:
             began = time.perf_counter()
-            status = await ask(RolloutRequest(handler="lake", index=number, id=f"{name}-{number}"))
+            status = await submit(
+                RolloutRequest(handler="lake", index=number, id=f"{name}-{number}")
+            )
             taken.append(time.perf_counter() - began)
             assert status.state == "done", status
 
@@ -328,11 +338,11 @@ async def _round(ask: Ask, name: str, jobs: int, at_once: int) -> list[float]:
     return taken
 
 
-async def _hold(running: _Running, count: int) -> tuple[int, float]:
+async def _run_concurrently(running: _Running, count: int) -> tuple[int, float]:
     """Return the maximum number of concurrent rollouts, and the seconds until all are
     done.
     """
-    most, began = 0, time.perf_counter()
+    maximum, began = 0, time.perf_counter()
     async with RolloutClient(running.address) as client:
         asked = [
             asyncio.ensure_future(client.rollout(RolloutRequest(handler="lake", index=number)))
@@ -340,13 +350,15 @@ async def _hold(running: _Running, count: int) -> tuple[int, float]:
         ]
         while not all(task.done() for task in asked):
             health = await client.health()
-            most = max(most, sum(found["init"] + found["run"] for found in health.values()))
+            maximum = max(
+                maximum, sum(counts["init"] + counts["run"] for counts in health.values())
+            )
             await asyncio.wait(asked, timeout=0.2)
         await asyncio.gather(*asked)
-    return most, time.perf_counter() - began
+    return maximum, time.perf_counter() - began
 
 
-def _nobody(
+def _no_backend(
     request: EngineRequest, name: str, failed: OnRetry, noted: Callable[[str], None]
 ) -> NoReturn:
-    raise AssertionError(f"nobody registers engines here: {name} at {request.address}")
+    raise AssertionError(f"no engine registers in this bench: {name} at {request.address}")

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.service.bash_env import BOXES
+from benchmarks.service.bash_env import SANDBOXES
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.loading import dumps, load
 from rollweave.schema.config.root import RunConfig
@@ -47,7 +47,7 @@ class Child:
         return self
 
     @functools.cached_property
-    def said(self) -> str:
+    def line(self) -> str:
         """Wait for the process's line and return it. Several processes may start
         concurrently.
 
@@ -124,7 +124,7 @@ async def _sandboxes() -> None:
     """Keep the sandboxes open until the event loop ends, which cancels this task and
     waits for it.
     """
-    async with BOXES.opened():
+    async with SANDBOXES.opened():
         await asyncio.Event().wait()
 
 

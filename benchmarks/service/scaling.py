@@ -1,11 +1,11 @@
 """Throughput by number of service processes, over the same engines, with one client
 that spreads its rollouts over them.
 
-There are two workloads. `nodes`: each process may run `SEATS` environments, which are
-slow, and the engines have capacity; so processes are the bottleneck, until the cores
-are. `saturated`: environments and engines take no time, so that the cores are the
-bottleneck from the beginning. Invariant: all numbers of processes take turns, round by
-round.
+There are two workloads. `nodes`: each process may run `ENVIRONMENTS` environments,
+which are slow, and the engines have capacity; so processes are the bottleneck, until
+the cores are. `saturated`: environments and engines take no time, so that the cores are
+the bottleneck from the beginning. Invariant: all numbers of processes take turns, round
+by round.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ PROCESSES = (1, 2, 4)
 
 ENGINES, SLOTS = 2, 256
 
-SEATS, STEP_S, TOKEN_MS = 16, 0.2, 5.0
+ENVIRONMENTS, STEP_S, TOKEN_MS = 16, 0.2, 5.0
 """For workload `nodes`: environments of a process, seconds of each of their steps, and
 milliseconds of a token.
 """
@@ -44,24 +44,27 @@ WARM_UP = 8
 TURNS, TURN_TOKENS = 6, 6
 
 
-class Kind(Struct, frozen=True, kw_only=True):
-    """One workload. `seats` is the number of environments that a process may run."""
+class Workload(Struct, frozen=True, kw_only=True):
+    """One workload.
 
-    seats: int
+    `environments` is the number of environments that a process may run.
+    """
+
+    environments: int
     step_s: float
     token_ms: float
 
 
-KINDS = {
-    "": Kind(seats=SEATS, step_s=STEP_S, token_ms=TOKEN_MS),
-    "saturated_": Kind(seats=2 * PER_PROCESS, step_s=0.0, token_ms=0.0),
+WORKLOADS = {
+    "": Workload(environments=ENVIRONMENTS, step_s=STEP_S, token_ms=TOKEN_MS),
+    "saturated_": Workload(environments=2 * PER_PROCESS, step_s=0.0, token_ms=0.0),
 }
 """Workloads by the prefix of their figures' names, which the number of processes
 follows.
 """
 
 
-class Size(Struct, frozen=True, kw_only=True):
+class ScalingPlan(Struct, frozen=True, kw_only=True):
     """Extent of the bench: numbers of processes, `processes` of `PROCESSES`; and the
     rollouts of a round, for each process in `nodes`, in all in `saturated`.
     """
@@ -76,10 +79,12 @@ Rates = Mapping[int, Sequence[float]]
 """Rollouts a second of each round, by number of processes."""
 
 
-def scaling(model: Path, scratch: Path, size: Size, say: Callable[[str], None]) -> dict[str, Rates]:
+def scaling(
+    model: Path, scratch: Path, plan: ScalingPlan, progress: Callable[[str], None]
+) -> dict[str, Rates]:
     """Return rates by workload."""
-    found: dict[str, Rates] = {}
-    for prefix, kind in KINDS.items():
+    rates_by_workload: dict[str, Rates] = {}
+    for prefix, workload in WORKLOADS.items():
         with contextlib.ExitStack() as stack:
             arguments = (
                 "--engines",
@@ -87,31 +92,31 @@ def scaling(model: Path, scratch: Path, size: Size, say: Callable[[str], None]) 
                 "--slots",
                 str(SLOTS),
                 "--token-ms",
-                str(kind.token_ms),
+                str(workload.token_ms),
             )
             served = stack.enter_context(Child("benchmarks.service.slot_engines", *arguments))
             configs = [
-                _config(scratch / f"{prefix}{number}", model, kind)
-                for number in range(max(size.processes))
+                _config(scratch / f"{prefix}{number}", model, workload)
+                for number in range(max(plan.processes))
             ]
             services = [stack.enter_context(started(config)) for config in configs]
             addresses, engines = (
-                [service.said for service in services],
-                json.loads(served.said)["engines"],
+                [service.line for service in services],
+                json.loads(served.line)["engines"],
             )
             jobs = {
-                count: size.saturated if prefix else count * size.each for count in size.processes
+                count: plan.saturated if prefix else count * plan.each for count in plan.processes
             }
-            found[prefix] = asyncio.run(_rounds(addresses, engines, size.rounds, jobs))
-        told = ", ".join(
+            rates_by_workload[prefix] = asyncio.run(_rounds(addresses, engines, plan.rounds, jobs))
+        shown = ", ".join(
             f"{count} processes {statistics.median(rates):.0f}"
-            for count, rates in found[prefix].items()
+            for count, rates in rates_by_workload[prefix].items()
         )
-        say(f"{prefix.removesuffix('_') or 'nodes'}: {told} jobs/s")
-    return found
+        progress(f"{prefix.removesuffix('_') or 'nodes'}: {shown} jobs/s")
+    return rates_by_workload
 
 
-def _config(directory: Path, model: Path, kind: Kind) -> RunConfig:
+def _config(directory: Path, model: Path, workload: Workload) -> RunConfig:
     limits = {"max_turns": TURNS, "max_tokens": 300, "max_turn_tokens": TURN_TOKENS}
     lake = {
         "env": "frozenlake",
@@ -124,8 +129,10 @@ def _config(directory: Path, model: Path, kind: Kind) -> RunConfig:
             "run": {"name": "node", "dir": str(directory)},
             "model": {"path": str(model)},
             "tasks": [lake],
-            "rollout": dict.fromkeys(("max_running", "init_slots", "eval_slots"), kind.seats),
-            "faults": {"latency_s": kind.step_s, "latency_sigma": 0.0},
+            "rollout": dict.fromkeys(
+                ("max_running", "init_slots", "eval_slots"), workload.environments
+            ),
+            "faults": {"latency_s": workload.step_s, "latency_sigma": 0.0},
             "serve": {"port": 0, "engines": "registered"},
         }
     )
@@ -135,7 +142,7 @@ async def _rounds(
     addresses: Sequence[str], engines: Sequence[str], rounds: int, jobs: Mapping[int, int]
 ) -> Rates:
     """Run rounds of `jobs` rollouts, and return their rates by number of processes."""
-    found: dict[int, list[float]] = {count: [] for count in jobs}
+    rates_by_count: dict[int, list[float]] = {count: [] for count in jobs}
     async with contextlib.AsyncExitStack() as stack:
         clients = {
             count: await stack.enter_async_context(RolloutClient(addresses[:count]))
@@ -147,11 +154,11 @@ async def _rounds(
             )
         for number in range(rounds + 1):
             for count, client in clients.items():
-                asked = jobs[count] if number else count * WARM_UP
-                rate = await _round(client, f"{count}-{number}", asked, count * PER_PROCESS)
+                requests = jobs[count] if number else count * WARM_UP
+                rate = await _round(client, f"{count}-{number}", requests, count * PER_PROCESS)
                 if number:  # the first round warms up
-                    found[count].append(rate)
-    return found
+                    rates_by_count[count].append(rate)
+    return rates_by_count
 
 
 async def _round(client: RolloutClient, name: str, jobs: int, under_way: int) -> float:
@@ -172,10 +179,12 @@ async def _round(client: RolloutClient, name: str, jobs: int, under_way: int) ->
     return jobs / (time.perf_counter() - began)
 
 
-def figures_of(found: Mapping[str, Rates], conditions: dict[str, Any]) -> dict[str, Figure]:
+def figures_of(
+    rates_by_workload: Mapping[str, Rates], conditions: dict[str, Any]
+) -> dict[str, Figure]:
     """Return medians over rounds."""
     figures: dict[str, Figure] = {}
-    for prefix, by_count in found.items():
+    for prefix, by_count in rates_by_workload.items():
         for count in PROCESSES:
             rates, name = by_count.get(count), f"jobs_per_s_{prefix}{count}"
             figures[name] = statistics.median(rates) if rates else None
@@ -186,13 +195,14 @@ def figures_of(found: Mapping[str, Rates], conditions: dict[str, Any]) -> dict[s
     return figures
 
 
-def conditions_of(size: Size) -> dict[str, Any]:
+def conditions_of(plan: ScalingPlan) -> dict[str, Any]:
     return {
-        "jobs_per_s_1": f"by number of service processes, {size.rounds} rounds by turns of "
-        f"{size.each} rollouts for each process, {PER_PROCESS} of them under way, one client for "
-        f"all; a process has room for {SEATS} environments, whose steps take {STEP_S:g} s, up to "
-        f"{TURNS} turns of {TURN_TOKENS} tokens; engines have room, {TOKEN_MS:g} ms a token",
-        "jobs_per_s_saturated_1": f"{size.saturated} rollouts a round, environments and engines "
+        "jobs_per_s_1": f"by number of service processes, alternating {plan.rounds} rounds of "
+        f"{plan.each} rollouts for each process, {PER_PROCESS} of them at once, one client for "
+        f"all; a process may run {ENVIRONMENTS} environments, whose steps take {STEP_S:g} s, up "
+        f"to {TURNS} turns of {TURN_TOKENS} tokens; engines have spare slots, {TOKEN_MS:g} ms a "
+        "token",
+        "jobs_per_s_saturated_1": f"{plan.saturated} rollouts a round, environments and engines "
         "that take no time: what is measured are the machine's cores, which services, engines and "
         "client share",
     }

@@ -111,7 +111,7 @@ class PacedEngine:
         )
 
     def generate(
-        self, request: GenerateRequest, heard: OnTokens | None = None
+        self, request: GenerateRequest, on_tokens: OnTokens | None = None
     ) -> asyncio.Future[GenerateResult]:
         answer = asyncio.ensure_future(self._generated(request))
         self._under_way[request.id] = answer
@@ -119,10 +119,10 @@ class PacedEngine:
         return answer
 
     async def _generated(self, request: GenerateRequest) -> GenerateResult:
-        tokens, finish = said(request)
-        queue_s, generate_s = await self._parts[place(request.tokens, len(self._parts))].hold(
-            len(tokens) * self._token_s
-        )
+        tokens, finish = turn_tokens(request)
+        queue_s, generate_s = await self._parts[
+            engine_index(request.tokens, len(self._parts))
+        ].hold(len(tokens) * self._token_s)
         return GenerateResult(
             id=request.id,
             tokens=tokens,
@@ -183,7 +183,7 @@ class PacedEngine:
         raise kind(f"an engine of known pace has no {what}")
 
 
-def place(tokens: Sequence[int], count: int) -> int:
+def engine_index(tokens: Sequence[int], count: int) -> int:
     """Return which of `count` engines a conversation uses: the same for all its turns."""
     return _digest(tokens[:KEY_TOKENS]) % count
 
@@ -192,7 +192,7 @@ def _digest(tokens: Sequence[int]) -> int:
     return xxhash.xxh3_64_intdigest(json.dumps(tokens).encode())
 
 
-def said(request: GenerateRequest) -> tuple[tuple[int, ...], FinishReason]:
+def turn_tokens(request: GenerateRequest) -> tuple[tuple[int, ...], FinishReason]:
     """Return a turn's tokens: random ones of those allowed, and a stop token at the end
     if it fits.
     """
@@ -201,10 +201,10 @@ def said(request: GenerateRequest) -> tuple[tuple[int, ...], FinishReason]:
         PLAIN_TOKENS
     )
     wanted = max(1, round(MEDIAN_TOKENS * draw.lognormvariate(0.0, SIGMA)))
-    spoken = tuple(draw.choice(words) for _ in range(min(wanted, sampling.max_tokens)))
-    if len(spoken) < sampling.max_tokens and sampling.stop_token_ids:
-        return (*spoken, sampling.stop_token_ids[0]), FinishReason.STOP
-    return spoken, FinishReason.LENGTH
+    tokens_said = tuple(draw.choice(words) for _ in range(min(wanted, sampling.max_tokens)))
+    if len(tokens_said) < sampling.max_tokens and sampling.stop_token_ids:
+        return (*tokens_said, sampling.stop_token_ids[0]), FinishReason.STOP
+    return tokens_said, FinishReason.LENGTH
 
 
 async def _serve(engines: int, slots: int, token_s: float) -> None:

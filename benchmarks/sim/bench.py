@@ -1,7 +1,8 @@
 """Bench `sim`: time and memory of simulating one RL step on many GPUs.
 
 Every size runs in its own process, because the peak of a process's memory never falls.
-`python -m benchmarks.sim.bench GPUS LAYOUT` is that process: it prints one line of JSON.
+`python -m benchmarks.sim.bench GPUS LAYOUT` is that process: it prints one line of
+JSON.
 """
 
 import json
@@ -102,13 +103,13 @@ def bench_sim(*, quick: bool) -> Result:
     }
     for layout, (model, engine_gpus, splits) in LAYOUTS.items():
         sizes = [size for size in splits if not quick or size == QUICK]
-        found = [_in_process(size, layout) for size in sizes]
+        results = [_in_process(size, layout) for size in sizes]
         suffix = "" if layout == "machines" else f"_{layout}"
         figures[f"gpus{suffix}"] = [float(size) for size in sizes]
-        figures[f"events_per_s{suffix}"] = [one["events"] / one["wall_s"] for one in found]
-        figures[f"wall_s{suffix}"] = [one["wall_s"] for one in found]
-        figures[f"cpu_s{suffix}"] = [one["cpu_s"] for one in found]
-        peaks = [one["peak_mb"] for one in found]
+        figures[f"events_per_s{suffix}"] = [one["events"] / one["wall_s"] for one in results]
+        figures[f"wall_s{suffix}"] = [one["wall_s"] for one in results]
+        figures[f"cpu_s{suffix}"] = [one["cpu_s"] for one in results]
+        peaks = [one["peak_mb"] for one in results]
         figures[f"peak_mb{suffix}"] = None if None in peaks else peaks
         if None in peaks:
             conditions[f"peak_mb{suffix}"] = "not measured: this system has no /proc/self/status"
@@ -131,12 +132,12 @@ def _in_process(gpus: int, layout: str) -> dict[str, Any]:
     )
     if done.returncode:
         raise RuntimeError(f"simulating {gpus} GPUs failed: {done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    if found["error"] or found["trained"] != GROUPS * MEMBERS:
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if result["error"] or result["trained"] != GROUPS * MEMBERS:
         raise RuntimeError(
-            f"simulating {gpus} GPUs trained {found['trained']} trajectories: {found['error']}"
+            f"simulating {gpus} GPUs trained {result['trained']} trajectories: {result['error']}"
         )
-    return found
+    return result
 
 
 def _peak_mb() -> float | None:
@@ -147,8 +148,8 @@ def _peak_mb() -> float | None:
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return None
-    found = next((line.split()[1] for line in lines if line.startswith("VmHWM:")), None)
-    return int(found) / 1024 if found is not None else None
+    peak = next((line.split()[1] for line in lines if line.startswith("VmHWM:")), None)
+    return int(peak) / 1024 if peak is not None else None
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ from rollweave.sim.scenarios import STORM_S
 
 SEEDS = 1000
 QUICK_SEEDS = 20
-TOLD_EVERY = 100
+PROGRESS_EVERY = 100
 """Number of seeds between two lines of progress."""
 
 
-def bench_faults(*, seeds: int | None, quick: bool, say: Callable[[str], None]) -> Result:
+def bench_faults(*, seeds: int | None, quick: bool, progress: Callable[[str], None]) -> Result:
     """Return figures `seeds`, `faults` and `faults_…` by kind, `violations`, `events`,
     `seeds_per_s`.
     """
@@ -37,12 +37,12 @@ def bench_faults(*, seeds: int | None, quick: bool, say: Callable[[str], None]) 
     for report in searched(range(count), workers=workers):
         done.append(report)
         if report.violation:
-            say(
+            progress(
                 f"seed {report.seed}: {report.violation}\n  replay with: rollweave simulate "
                 f"--faults {report.seed}"
             )
-        if len(done) % TOLD_EVERY == 0:
-            say(f"{len(done)} of {count} seeds")
+        if len(done) % PROGRESS_EVERY == 0:
+            progress(f"{len(done)} of {count} seeds")
     return result_of(done, seconds=time.perf_counter() - began, workers=workers)
 
 

@@ -1,4 +1,4 @@
-"""Bench `truth`: does a simulation predict the duration of a run on this machine?
+"""Bench `fidelity`: does a simulation predict the duration of a run on this machine?
 
 FrozenLake is trained live; then the engine's step times are measured, and the run is
 simulated: its own configuration, its journal as workload, the measured engine, and a
@@ -27,7 +27,7 @@ from benchmarks.engine.profile import (
     spec_of,
     spinning,
 )
-from benchmarks.runs import Measured, conditions_of, example, recorded, shares
+from benchmarks.runs import MeasuredRun, conditions_of, example, recorded, shares
 from benchmarks.sim.measured_trainer import MeasuredTrainer, Timings, read_timings
 from rollweave.envs.tasks import TaskSource
 from rollweave.io.disk import replace_file
@@ -65,7 +65,7 @@ OVERRIDES = (
     "run.checkpoint_s=0",
     "eval.every=0",
     "eval.final_episodes=0",
-    "run.name=truth",
+    "run.name=fidelity",
 )
 """Settings under which a run only trains steps: evaluations could end it early, and
 checkpoints would compact the journal.
@@ -113,7 +113,7 @@ class Simulated(Struct, frozen=True, kw_only=True):
     computing: float
 
 
-def bench_truth(*, seeds: int | None, quick: bool, say: Callable[[str], None]) -> Result:
+def bench_fidelity(*, seeds: int | None, quick: bool, progress: Callable[[str], None]) -> Result:
     """Return lists of figures by seed, live and simulated, and the medians of their
     ratios; `_wide` has those of the wide model.
     """
@@ -124,25 +124,25 @@ def bench_truth(*, seeds: int | None, quick: bool, say: Callable[[str], None]) -
     for suffix, shape in CASES.items():
         if quick and suffix:
             continue
-        found: dict[str, list[float]] = {}
+        values_by_name: dict[str, list[float]] = {}
         for seed in range(count):
             row = _one(path, [*overrides, *shape, f"run.seed={seed}"], quick=quick)
             for name, value in row.items():
-                found.setdefault(name, []).append(value)
-            say(
+                values_by_name.setdefault(name, []).append(value)
+            progress(
                 f"seed {seed}{suffix}: {row['wall_s_live']:.1f} s live, "
                 f"{row['wall_s_simulated']:.1f} s simulated; {row['tokens_per_s_live']:.0f} and "
                 f"{row['tokens_per_s_simulated']:.0f} tokens/s"
             )
         figures |= {
             f"ratio_{name}{suffix}": statistics.median(
-                _ratios(found, f"{name}_s" if name == "wall" else name)
+                _ratios(values_by_name, f"{name}_s" if name == "wall" else name)
             )
             for name in ("wall", "tokens_per_s")
         }
         figures |= {
             f"{name}{suffix}": [float(f"{value:.4g}") for value in values]
-            for name, values in found.items()
+            for name, values in values_by_name.items()
         }
     conditions: dict[str, Any] = conditions_of(path, overrides) | {
         "seeds": list(range(count)),
@@ -155,13 +155,15 @@ def bench_truth(*, seeds: int | None, quick: bool, say: Callable[[str], None]) -
         "included"
     )
     conditions["beside"] = f"{_beside()} other processes computed while the engine was measured"
-    return Result(bench="truth", figures=figures, conditions=conditions)
+    return Result(bench="fidelity", figures=figures, conditions=conditions)
 
 
-def _ratios(found: dict[str, list[float]], name: str) -> list[float]:
+def _ratios(values_by_name: dict[str, list[float]], name: str) -> list[float]:
     return [
         ours / live
-        for ours, live in zip(found[f"{name}_simulated"], found[f"{name}_live"], strict=True)
+        for ours, live in zip(
+            values_by_name[f"{name}_simulated"], values_by_name[f"{name}_live"], strict=True
+        )
     ]
 
 
@@ -275,12 +277,12 @@ class Computed:
         return msgspec.structs.replace(plan, init_s=0.0, reward_s=0.0, turns=turns)
 
 
-def _computing(measured: Measured) -> float:
+def _computing(measured: MeasuredRun) -> float:
     """Return the share of computing between the engines' first and last figures."""
-    found = [line["engines"] for line in measured.data.steps if line["engines"]]
-    if len(found) < 2:
+    states = [line["engines"] for line in measured.data.steps if line["engines"]]
+    if len(states) < 2:
         return 0.0
-    first, last = found[0], found[-1]
+    first, last = states[0], states[-1]
     busy = [
         (
             last[name]["busy_s"] - first[name]["busy_s"],
@@ -306,7 +308,7 @@ def _call_s(spec: EngineSpec, sampling: Sampling, *, log: Path) -> float:
     """Return the mean time of a turn beyond the engine's own: the round trip to its
     process.
     """
-    found: list[float] = []
+    overheads_s: list[float] = []
     with ExitStack() as stack:
         engine = stack.enter_context(ProcessHarness(spec, log=log))
         for _ in range(_beside()):
@@ -318,8 +320,8 @@ def _call_s(spec: EngineSpec, sampling: Sampling, *, log: Path) -> float:
             )
             started = time.perf_counter()
             result = engine.generate([request])[0]
-            found.append(time.perf_counter() - started - result.queue_s - result.generate_s)
-    return max(0.0, statistics.fmean(found[1:]))
+            overheads_s.append(time.perf_counter() - started - result.queue_s - result.generate_s)
+    return max(0.0, statistics.fmean(overheads_s[1:]))
 
 
 def _beside() -> int:

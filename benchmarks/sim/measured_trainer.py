@@ -94,30 +94,30 @@ class _Reader:
                 pass
 
     def on_event(self, now: float, event: e.Event) -> None:
-        found = self.timings
+        timings = self.timings
         match event:
             case e.TurnRequested():
                 since = self._preparing.pop(event.trajectory_id, None)
                 if since is not None:
-                    found.prepared.append(now - since)
+                    timings.prepared.append(now - since)
             case e.TurnDone():
                 self._tokens += event.output_tokens
             case e.TrajectoryEnded():
                 self._lengths[event.trajectory_id] = event.tokens
             case e.StepTrained():
                 since, tokens = self._training
-                found.trained.append((tokens, now - since))
-                found.steps, found.ended_at, found.tokens = event.step + 1, now, self._tokens
+                timings.trained.append((tokens, now - since))
+                timings.steps, timings.ended_at, timings.tokens = event.step + 1, now, self._tokens
             case e.WeightsPublished():
-                found.published.append(now - self._publishing)
+                timings.published.append(now - self._publishing)
             case e.WeightsLoaded():
-                found.loaded.append(now - self._loading[event.engine_id])
-                if found.ready_at is None:
-                    found.ready_at = now
+                timings.loaded.append(now - self._loading[event.engine_id])
+                if timings.ready_at is None:
+                    timings.ready_at = now
             case e.CheckpointCopied():
-                found.copied.append(now - self._saving)
+                timings.copied.append(now - self._saving)
             case e.CheckpointSaved():
-                found.saved.append(now - self._saving)
+                timings.saved.append(now - self._saving)
             case _:
                 pass
 

@@ -54,7 +54,7 @@ ALWAYS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
+class SoakPlan:
     """Length of the bench. The trainer is killed in round `trainer_at`, the controller
     in those of `controller_at`.
 
@@ -68,10 +68,10 @@ class Size:
     trainer_at: int
     controller_at: tuple[int, ...]
     more: int
-    peace: bool
+    undisturbed: bool
 
 
-FULL = Size(
+FULL = SoakPlan(
     settings=(
         "engines.count=4",
         "trainer.lr=2e-3",
@@ -84,9 +84,9 @@ FULL = Size(
     trainer_at=14,
     controller_at=(27, 40),
     more=20,
-    peace=True,
+    undisturbed=True,
 )
-QUICK = Size(
+QUICK = SoakPlan(
     settings=(
         "engines.count=3",
         "warmup.steps=10",
@@ -101,7 +101,7 @@ QUICK = Size(
     trainer_at=4,
     controller_at=(8,),
     more=5,
-    peace=False,
+    undisturbed=False,
 )
 
 
@@ -113,14 +113,14 @@ class Kills:
     trained: list[int] = field(default_factory=list)
 
 
-def bench_soak(*, quick: bool, say: Callable[[str], None]) -> Result:
+def bench_soak(*, quick: bool, progress: Callable[[str], None]) -> Result:
     """Return figures: the promises, `killed_…` by kind, `steps`, `success`; and the
     same of the undisturbed run under its name.
     """
-    return soak(QUICK if quick else FULL, say=say)
+    return soak(QUICK if quick else FULL, progress=progress)
 
 
-def soak(size: Size, *, say: Callable[[str], None]) -> Result:
+def soak(plan: SoakPlan, *, progress: Callable[[str], None]) -> Result:
     """Run the bench.
 
     Raises RollweaveError where a run stops making progress, and then keeps its
@@ -128,36 +128,36 @@ def soak(size: Size, *, say: Callable[[str], None]) -> Result:
     """
     scratch = Path(tempfile.mkdtemp(prefix="rollweave-soak-"))
     path = example(CONFIG)
-    settings = [*ALWAYS, *size.settings, f'run.dir="{scratch}"']
+    settings = [*ALWAYS, *plan.settings, f'run.dir="{scratch}"']
     with ExitStack() as stack:
-        names = ("killed", "peace") if size.peace else ("killed",)
+        names = ("killed", "peace") if plan.undisturbed else ("killed",)
         runs = [
             stack.enter_context(RunUnderTest(_endless(path, [*settings, f"run.name={name}"])))
             for name in names
         ]
         killed = runs[0]
         for run in runs:
-            run.live()
+            run.start()
         for run in runs:
             run.wait(lambda run=run: run.trained, PATIENCE_S, "the first step")  # type: ignore[misc]
-        say("training")
+        progress("training")
         began, before = time.monotonic(), [run.reached for run in runs]
         kills = Kills()
-        for number in range(1, size.rounds + 1):
-            _wait_for_round(runs, began + number * size.every_s, kills)
-            _strike(killed, number, size, kills, say)
+        for number in range(1, plan.rounds + 1):
+            _wait_for_round(runs, began + number * plan.every_s, kills)
+            _strike(killed, number, plan, kills, progress)
         seconds = time.monotonic() - began
         rates = [(run.reached - first) / seconds for run, first in zip(runs, before, strict=True)]
-        if size.peace:
+        if plan.undisturbed:
             runs[1].kill()
         summaries = []
         for run in runs:  # one after the other, and from here on in peace
-            run.live(steps=run.reached + size.more)
+            run.start(steps=run.reached + plan.more)
             summaries.append(run.finish(PATIENCE_S))
         figures, conditions = _measured(killed, summaries[0], kills)
     figures["steps_per_s"] = round(rates[0], 3)
     figures["soaked_s"] = round(seconds, 1)
-    if size.peace:
+    if plan.undisturbed:
         figures |= {
             "steps_peace": summaries[1]["steps"],
             "success_peace": _success(summaries[1]),
@@ -169,10 +169,10 @@ def soak(size: Size, *, say: Callable[[str], None]) -> Result:
     result = Result(
         bench="soak",
         figures=figures,
-        conditions=conditions | _conditions(size, path, settings[:-1]),
+        conditions=conditions | _conditions(plan, path, settings[:-1]),
     )
     if result.broken:
-        say(f"broken: {', '.join(result.broken)}; {scratch} has the run")
+        progress(f"broken: {', '.join(result.broken)}; {scratch} has the run")
     else:
         shutil.rmtree(scratch)
     return result
@@ -191,13 +191,13 @@ def _wait_for_round(runs: list[RunUnderTest], due: float, kills: Kills) -> None:
     killed = runs[0]
     before = kills.trained[-1] if kills.trained else 0
 
-    def come() -> bool:
+    def due_and_trained() -> bool:
         for run in runs[1:]:
-            run.look()
+            run.inspect()
         return time.monotonic() >= due and killed.trained > before
 
     killed.wait(
-        come,
+        due_and_trained,
         max(0.0, due - time.monotonic()) + PATIENCE_S,
         f"a step after round {len(kills.trained)}",
     )
@@ -205,27 +205,27 @@ def _wait_for_round(runs: list[RunUnderTest], due: float, kills: Kills) -> None:
 
 
 def _strike(
-    run: RunUnderTest, number: int, size: Size, kills: Kills, say: Callable[[str], None]
+    run: RunUnderTest, number: int, plan: SoakPlan, kills: Kills, progress: Callable[[str], None]
 ) -> None:
     """Kill the processes of round `number`."""
     rng = random.Random(f"soak {number}")
     wanted = [("engines_stopped", ENGINE) if number % STOP_EVERY == 0 else ("engines", ENGINE)]
     if number % RELAY_EVERY == 0:
         wanted.append(("relays", RELAY))
-    if number == size.trainer_at:
+    if number == plan.trainer_at:
         wanted.append(("trainer", TRAINER))
     for kind, module in wanted:
         run.strike(
             module, signal.SIGSTOP if kind == "engines_stopped" else signal.SIGKILL, rng.choice
         )
     struck = [kind for kind, _ in wanted]
-    if number in size.controller_at:
+    if number in plan.controller_at:
         run.kill()
         struck.append("controller")
     kills.counts.update(struck)
-    say(f"round {number} at step {run.reached}: {', '.join(struck)}")
-    if number in size.controller_at and number < size.rounds:
-        run.live()
+    progress(f"round {number} at step {run.reached}: {', '.join(struck)}")
+    if number in plan.controller_at and number < plan.rounds:
+        run.start()
 
 
 def _measured(
@@ -280,13 +280,13 @@ def _success(summary: dict[str, Any]) -> float:
     return float(min(summary["success_rate"].values(), default=0.0))
 
 
-def _conditions(size: Size, path: Path, settings: list[str]) -> dict[str, Any]:
+def _conditions(plan: SoakPlan, path: Path, settings: list[str]) -> dict[str, Any]:
     return {
         **conditions_of(path, settings),
-        "rounds": f"{size.rounds}, every {size.every_s:g} s, and not before a step was trained "
+        "rounds": f"{plan.rounds}, every {plan.every_s:g} s, and not before a step was trained "
         f"since the last: an engine each (every {STOP_EVERY}th time it is stopped), a relay every "
-        f"{RELAY_EVERY}nd; the trainer in round {size.trainer_at}, the controller in "
-        f"{', '.join(map(str, size.controller_at))}",
+        f"{RELAY_EVERY}nd; the trainer in round {plan.trainer_at}, the controller in "
+        f"{', '.join(map(str, plan.controller_at))}",
         "unaccounted": "started - (trained + dropped + cancelled + buffered); and what was trained "
         "by the account and not by the journals of all lives, or the other way round",
         "trained_twice": "trajectories in more than one step of the surviving lineage, from the "

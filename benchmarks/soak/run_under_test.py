@@ -35,12 +35,12 @@ ENGINE, RELAY, TRAINER = (
     f"rollweave.runtime.entrypoints.{name}" for name in ("engine", "relay", "trainer")
 )
 
-LOOK_S = 0.1
+INSPECT_S = 0.1
 """Seconds between two inspections of the run: too short for a controller to begin two
 journals.
 """
 
-VANISH_S = 60.0
+CHILDREN_END_S = 60.0
 """Maximum seconds for children to end after their controller: far more than the
 kernel's signal takes.
 """
@@ -62,17 +62,17 @@ class RunUnderTest:
         self.run = RunDir((Path(config.run.dir) / config.run.name).absolute())
         self.leftovers = 0
         """Processes that outlived their controller."""
-        self._given = self.run.path.with_suffix(".toml")
-        self._said = self.run.path.with_suffix(".out")
-        self._kept = self.run.path.with_suffix(".journals")
+        self._config_file = self.run.path.with_suffix(".toml")
+        self._output = self.run.path.with_suffix(".out")
+        self._journal_copies = self.run.path.with_suffix(".journals")
         self._journals: list[tuple[Path, RunConfig]] = []
         self._inode = -1
-        self._steps = Steps(self.run.metrics)
+        self._steps = StepCounter(self.run.metrics)
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        self._kept.mkdir(parents=True)
-        self._given.write_text(dumps(self.config))
+        self._journal_copies.mkdir(parents=True)
+        self._config_file.write_text(dumps(self.config))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -80,32 +80,32 @@ class RunUnderTest:
             self._process.kill()
             self._process.wait()
 
-    # Its lives.
+    # Controllers.
 
-    def live(self, *, steps: int | None = None) -> None:
+    def start(self, *, steps: int | None = None) -> None:
         """Start the run, or resume it after a kill; with `steps` it ends after that
         many.
         """
         resume = self._process is not None
         settings = [] if steps is None else [f"run.steps={steps}"]
-        self.config = load(self._given, settings)
-        command = [sys.executable, "-m", "rollweave.cli.main", "train", str(self._given)]
+        self.config = load(self._config_file, settings)
+        command = [sys.executable, "-m", "rollweave.cli.main", "train", str(self._config_file)]
         command += [word for setting in settings for word in ("--set", setting)] + (
             ["--resume"] if resume else []
         )
-        # and not what is installed, if that is another checkout
+        # This checkout, not an installed one.
         ours = str(Path(__file__).parents[2] / "src")
         env = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, (ours, os.environ.get("PYTHONPATH")))),
         }
-        with self._said.open("ab") as said:
+        with self._output.open("ab") as output:
             self._process = subprocess.Popen(
                 command,
                 env=env,
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
                 preexec_fn=_die_with,
             )
@@ -127,7 +127,7 @@ class RunUnderTest:
         """
 
         def struck() -> bool:
-            # it has ended meanwhile, and another is about to start
+            # It has ended, and another is about to start.
             with contextlib.suppress(ProcessLookupError):
                 if victims := self.children(module):
                     os.kill(choose(victims), number)
@@ -140,7 +140,7 @@ class RunUnderTest:
         """Send SIGKILL to the controller alone: all other processes must follow by
         themselves.
         """
-        self.look()
+        self.inspect()
         os.kill(self.pid, signal.SIGKILL)
         self._over()
 
@@ -155,47 +155,47 @@ class RunUnderTest:
         self._over()
         if self._process is None or self._process.returncode != 0:
             raise RollweaveError(self._failure("the run failed"))
-        self.look()
+        self.inspect()
         summary: dict[str, Any] = json.loads(self.run.summary.read_text())
         return summary
 
-    def wait(self, found: Callable[[], object], limit_s: float, what: str) -> None:
+    def wait(self, condition: Callable[[], object], limit_s: float, what: str) -> None:
         """Inspect the run until the condition holds.
 
         Raises RollweaveError where the run ends before, and at the limit.
         """
         until = time.monotonic() + limit_s
-        while not found():
-            self.look()
-            if self._process is not None and self._process.poll() is not None and not found():
+        while not condition():
+            self.inspect()
+            if self._process is not None and self._process.poll() is not None and not condition():
                 raise RollweaveError(self._failure(f"the run ended before this came: {what}"))
             if time.monotonic() > until:
                 raise RollweaveError(
                     self._failure(f"this did not come within {limit_s:g} s: {what}")
                 )
-            time.sleep(LOOK_S)
+            time.sleep(INSPECT_S)
 
     def _over(self) -> None:
         assert self._process is not None, "it lived"
         self._process.wait()
-        until = time.monotonic() + VANISH_S
+        until = time.monotonic() + CHILDREN_END_S
         while (left := self.children()) and time.monotonic() < until:
-            time.sleep(LOOK_S)
+            time.sleep(INSPECT_S)
         self.leftovers += len(left)
 
     def _failure(self, what: str) -> str:
-        tail = "\n".join(self._said.read_text(errors="replace").splitlines()[-TAIL_LINES:])
-        return f"{what}; its directory is {self.run.path}; it said at the end:\n{tail}"
+        tail = "\n".join(self._output.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+        return f"{what}; its directory is {self.run.path}; its last output:\n{tail}"
 
-    # What it says of itself.
+    # The run's records.
 
-    def look(self) -> None:
+    def inspect(self) -> None:
         """Keep the current journal, even if another replaces it."""
         self._steps.read()
         with contextlib.suppress(FileNotFoundError):
             inode = self.run.journal.stat().st_ino
             if inode != self._inode:
-                copy = self._kept / f"{len(self._journals):04d}.bin"
+                copy = self._journal_copies / f"{len(self._journals):04d}.bin"
                 os.link(self.run.journal, copy)
                 self._inode = copy.stat().st_ino
                 self._journals.append((copy, self.config))
@@ -212,10 +212,10 @@ class RunUnderTest:
 
     def lineage(self) -> "Lineage":
         """Return the training recorded in the journals of all controllers."""
-        found = Lineage()
+        lineage = Lineage()
         for path, config in self._journals:
-            found.take(Replay(path, config, rules=rules_of(config)))
-        return found
+            lineage.read(Replay(path, config, rules=rules_of(config)))
+        return lineage
 
     def mixed_versions(self) -> int:
         """Return the attempts that contain tokens of more than one version."""
@@ -229,26 +229,26 @@ class Lineage:
     """
 
     def __init__(self) -> None:
-        self._asked: dict[tuple[int, int], tuple[TrajectoryId, ...]] = {}
+        self._requested: dict[tuple[int, int], tuple[TrajectoryId, ...]] = {}
         self._trained: dict[tuple[int, int], tuple[TrajectoryId, ...]] = {}
         self.differing = 0
         """Events that a replay decides differently."""
 
-    def take(self, replay: Replay) -> None:
+    def read(self, replay: Replay) -> None:
         """Read one journal, which continues the one before."""
         for _, event, commands in replay:
-            self.hear(event, commands)
+            self.record(event, commands)
         self.differing += replay.differing
         replay.core.check()
 
-    def hear(self, event: Event, commands: Sequence[Command]) -> None:
+    def record(self, event: Event, commands: Sequence[Command]) -> None:
         """Record one event and its commands."""
         if isinstance(event, StepTrained):
-            self._trained[event.step, event.part] = self._asked[event.step, event.part]
+            self._trained[event.step, event.part] = self._requested[event.step, event.part]
         for command in commands:
             if isinstance(command, TrainStep):
                 ids = tuple(member for group in command.groups for member in group.trajectory_ids)
-                self._asked[command.step, command.part] = ids
+                self._requested[command.step, command.part] = ids
 
     @property
     def ids(self) -> list[TrajectoryId]:
@@ -256,7 +256,7 @@ class Lineage:
         return [member for place in sorted(self._trained) for member in self._trained[place]]
 
 
-class Steps:
+class StepCounter:
     """Follows the steps of a growing `metrics.jsonl`."""
 
     def __init__(self, path: Path) -> None:
@@ -268,12 +268,12 @@ class Steps:
         """Read the lines written since; an incomplete line is left for later."""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._offset)
-            whole, newline, _ = file.read().rpartition(b"\n")
-            self._offset += len(whole) + len(newline)
-            for line in whole.splitlines():
-                said = json.loads(line)
-                if said["kind"] == "step":
-                    self.count, self.last = self.count + 1, said["step"]
+            complete, newline, _ = file.read().rpartition(b"\n")
+            self._offset += len(complete) + len(newline)
+            for line in complete.splitlines():
+                output = json.loads(line)
+                if output["kind"] == "step":
+                    self.count, self.last = self.count + 1, output["step"]
 
 
 def versions_of(sequences: Sequence[TokenSequence]) -> set[int]:
@@ -292,13 +292,13 @@ def children_of(controller: int, module: str = "rollweave.") -> list[int]:
     """Return the processes of `module` that this controller started, even if it has
     ended: their command line has its id.
     """
-    found = []
+    children = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError, IndexError):
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-            place = words.index(b"-m") + 1
-            if words[place + 2] == str(controller).encode() and words[place].decode().startswith(
-                module
-            ):
-                found.append(int(entry.name))
-    return sorted(found)
+            arguments = (entry / "cmdline").read_bytes().split(b"\0")
+            place = arguments.index(b"-m") + 1
+            if arguments[place + 2] == str(controller).encode() and arguments[
+                place
+            ].decode().startswith(module):
+                children.append(int(entry.name))
+    return sorted(children)

@@ -1,11 +1,13 @@
-"""An interpreter that has the fake vLLM of `fake_vllm/`."""
+"""An interpreter for the fake vLLM of `fake_vllm/`."""
 
 import sys
 from pathlib import Path
 
 
 def fake_python(directory: Path, behaviour: str = "") -> str:
-    """A program in `directory` that stands for the Python of an environment with vLLM."""
+    """Write a program into `directory` that acts as the Python of an environment with
+    vLLM.
+    """
     program = directory / f"python-{behaviour}"
     packages = Path(__file__).parent / "fake_vllm"
     program.write_text(

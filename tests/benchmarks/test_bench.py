@@ -1,5 +1,5 @@
-"""What benches give: one line of JSON, figures that mean what they say, and a reason
-for every one that is missing.
+"""Results of benches: one line of JSON, correct figures, and a reason for every missing
+one.
 """
 
 import json
@@ -12,7 +12,7 @@ from benchmarks.contract import Result, json_line
 from benchmarks.learning import GOALS, Goal
 from benchmarks.learning import figures_of as learning_figures
 from benchmarks.modes import MODES, TARGET, figures_of, ratio
-from benchmarks.runs import Measured, conditions_of, example, shares
+from benchmarks.runs import MeasuredRun, conditions_of, example, shares
 from rollweave.cli.bench import format_figure
 from rollweave.record.report.data import read_run
 from rollweave.record.summary import Summary
@@ -21,10 +21,10 @@ from tests.record.report.synthetic import STEP_S, write_run
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> MeasuredRun:
     run = write_run(tmp_path_factory.mktemp("bench") / "run")
     summary = msgspec.json.decode(run.summary.read_bytes(), type=Summary)
-    return Measured(summary=summary, data=read_run(run), ready_s=2.0)
+    return MeasuredRun(summary=summary, data=read_run(run), ready_s=2.0)
 
 
 def test_the_line_of_json_has_the_four_parts() -> None:
@@ -41,7 +41,7 @@ def test_the_line_of_json_has_the_four_parts() -> None:
     }
 
 
-def test_time_to_a_success_is_counted_from_readiness(measured: Measured) -> None:
+def test_time_to_a_success_is_counted_from_readiness(measured: MeasuredRun) -> None:
     """Evaluations are every 10 steps; the slower task has 0.93 after 30 of them, and
     0.26 after 10.
     """
@@ -51,7 +51,7 @@ def test_time_to_a_success_is_counted_from_readiness(measured: Measured) -> None
     assert measured.trained_s == pytest.approx(2.0 + 40 * STEP_S)
 
 
-def test_figures_of_a_mode(measured: Measured) -> None:
+def test_figures_of_a_mode(measured: MeasuredRun) -> None:
     conditions: dict[str, object] = {}
     figures = figures_of("sync", [measured, measured, measured], conditions, quick=False)
     assert figures["wall_s_sync"] == pytest.approx(30 * STEP_S)
@@ -66,9 +66,9 @@ def test_figures_of_a_mode(measured: Measured) -> None:
 
 
 def test_a_mode_that_missed_the_target_has_no_time_but_a_reason(
-    measured: Measured, tmp_path: Path
+    measured: MeasuredRun, tmp_path: Path
 ) -> None:
-    short = Measured(
+    short = MeasuredRun(
         summary=measured.summary,
         data=read_run(write_run(tmp_path / "short", steps=10)),
         ready_s=2.0,
@@ -79,7 +79,9 @@ def test_a_mode_that_missed_the_target_has_no_time_but_a_reason(
     assert conditions["wall_s_sync"] == "not measured: 1 of 2 seeds did not reach the target"
 
 
-def test_a_learning_bench_counts_seeds_that_reach_every_target_in_time(measured: Measured) -> None:
+def test_a_learning_bench_counts_seeds_that_reach_every_target_in_time(
+    measured: MeasuredRun,
+) -> None:
     rates = measured.summary.success_rate
     low = min(rates, key=lambda task: rates[task])
     goal = Goal(config="x.toml", targets=dict(rates), limit_s=measured.trained_s, seeds=2)
@@ -102,7 +104,7 @@ def test_goals_are_those_of_the_examples() -> None:
         assert {task.name for task in config.tasks} == set(goal.targets)
 
 
-def test_modes_are_those_of_the_issue() -> None:
+def test_modes_are_complete() -> None:
     assert list(MODES) == [
         "sync",
         "one_step",
@@ -149,5 +151,5 @@ def test_conditions_name_the_configuration() -> None:
         ([], "-"),
     ],
 )
-def test_figures_for_people(value: float | list[float] | None, text: str) -> None:
+def test_figures_are_formatted_for_people(value: float | list[float] | None, text: str) -> None:
     assert format_figure(value) == text

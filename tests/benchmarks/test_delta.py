@@ -1,5 +1,5 @@
-"""What is measured is what it is called: bfloat16, Adam, masks, entropy; and a wrong
-result is counted.
+"""The measured payloads are what their names say (bfloat16, Adam, masks, entropy), and
+a wrong result is counted.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from benchmarks.delta import (
     EPS,
     LR,
     QUICK,
-    Measured,
+    DeltaMeasurement,
     Versions,
     adam,
     adam_update,
@@ -36,7 +36,7 @@ def test_bfloat16_is_torchs() -> None:
 
 
 def test_adam_is_torchs() -> None:
-    """With the very gradients that the bench makes up."""
+    """Compare with torch on the same synthetic gradients."""
     weight = np.random.default_rng(1).normal(0, 0.02, (6, 5)).astype(np.float32)
     ours = list(adam(np.random.default_rng(2), weight, 4))
     rng = np.random.default_rng(2)
@@ -52,14 +52,14 @@ def test_adam_is_torchs() -> None:
 
 
 def test_an_update_is_sparse_in_bfloat16_alone() -> None:
-    size = dataclasses.replace(QUICK, hidden=64, steps=5)
-    short, whole = adam_update(np.random.default_rng(0), size)
+    plan = dataclasses.replace(QUICK, hidden=64, steps=5)
+    short, whole = adam_update(np.random.default_rng(0), plan)
     assert len(short.new) == len(whole.new) == 15 * 64 * 64 + 2 * 64
     assert 0.002 < np.mean(short.base != short.new) < 0.03
     assert np.mean(whole.base != whole.new) > 0.9
 
 
-def test_a_mask_moves_as_many_as_it_says_by_one() -> None:
+def test_a_mask_changes_its_share_of_elements_by_one() -> None:
     versions = masked(np.random.default_rng(0), 100_000, 0.1)
     steps = np.abs(versions.new.astype(np.int64) - versions.base.astype(np.int64))
     assert set(steps.tolist()) == {0, 1}
@@ -67,8 +67,8 @@ def test_a_mask_moves_as_many_as_it_says_by_one() -> None:
 
 
 def test_entropy_of_known_sources() -> None:
-    """Half of the elements: a bit each for whether, so 2 for one that changes; and one
-    bit for which way.
+    """Half of the elements change: one bit for each element, so 2 for each change, and
+    one bit for its direction.
     """
     base = np.full(100_000, 1000, np.uint16)
     new = base.copy()
@@ -77,26 +77,26 @@ def test_entropy_of_known_sources() -> None:
     assert entropy(Versions(base, new)) == pytest.approx(3 / 8)
 
 
-def test_ratios_have_theirs_below() -> None:
+def test_ratios_divide_by_the_alternative() -> None:
     versions = Versions(
         np.zeros(1000, np.uint16), np.repeat(np.array([1, 0], np.uint16), [10, 990])
     )
-    found = Measured(
+    measurement = DeltaMeasurement(
         nbytes=15, forms={"sparse": 1}, mismatches=0, copy_s=1.0, encode_s=4.0, apply_s=2.0
     )
-    values = figures_of(versions, found)
+    values = figures_of(versions, measurement)
     assert (values["changed"], values["bytes_per_changed"]) == (0.01, 1.5)
     assert (values["ratio_to_coo"], values["ratio_to_dense"]) == (0.25, 0.0075)
     assert (values["encode_over_memcpy"], values["apply_over_memcpy"]) == (0.25, 0.5)
 
 
-def test_a_measurement_finds_its_own_result() -> None:
-    found = measure(masked(np.random.default_rng(0), 10_000, 0.01), rounds=1)
-    assert (found.mismatches, found.forms) == (0, {"sparse": 1})
-    assert found.nbytes < 400
-    assert min(found.copy_s, found.encode_s, found.apply_s) > 0
+def test_a_measurement_verifies_its_result() -> None:
+    measurement = measure(masked(np.random.default_rng(0), 10_000, 0.01), rounds=1)
+    assert (measurement.mismatches, measurement.forms) == (0, {"sparse": 1})
+    assert measurement.nbytes < 400
+    assert min(measurement.copy_s, measurement.encode_s, measurement.apply_s) > 0
 
 
-def test_it_trains_nothing_that_has_seeds() -> None:
+def test_seeds_are_refused() -> None:
     with pytest.raises(ConfigError, match="--seeds must be left out for bench delta"):
         bench("delta", as_json=False, quick=True, seeds=1)

@@ -1,5 +1,5 @@
-"""The engine bench gives every figure that the contract names, or the reason why not,
-on models small enough for a test.
+"""The engine bench returns every figure of the contract, or the reason for a missing
+one, on models small enough for a test.
 """
 
 from pathlib import Path
@@ -17,8 +17,8 @@ from .fakes import fake_python
 torch.set_num_threads(1)
 
 SPEEDS = [
-    f"tokens_per_s_{way}_small"
-    for way in (*CONCURRENCY, *(f"{peer}_{COMPARED}" for peer in ("hf", "process", "vllm")))
+    f"tokens_per_s_{variant}_small"
+    for variant in (*CONCURRENCY, *(f"{peer}_{COMPARED}" for peer in ("hf", "process", "vllm")))
 ]
 RATIOS = ["ratio_to_hf_16_small", "ratio_to_vllm_16_small"]
 EXACTNESS = [
@@ -43,12 +43,12 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 
 def value(result: Result, name: str) -> float:
-    found = result.figures[name]
-    assert isinstance(found, int | float)
-    return found
+    figure = result.figures[name]
+    assert isinstance(figure, int | float)
+    return figure
 
 
-def test_every_figure_is_there(result: Result) -> None:
+def test_every_figure_is_present(result: Result) -> None:
     assert set(result.figures) == {*SPEEDS, *RATIOS, *EXACTNESS}
     assert all(value(result, name) > 0 for name in (*SPEEDS, *RATIOS))
     ours, vllm = (
@@ -64,7 +64,7 @@ def test_the_conversation_is_served_from_the_cache_and_log_probs_are_exact(resul
     assert 0 < value(result, "logprob_error_max_small") <= 1e-4
 
 
-def test_the_rest_of_the_batch_changes_nothing(result: Result) -> None:
+def test_results_do_not_depend_on_the_batch(result: Result) -> None:
     assert value(result, "batch_mismatches_small") == 0
     assert 0 < value(result, "batch_logprob_change_max_small") <= 1e-4
 

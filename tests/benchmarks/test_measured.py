@@ -1,5 +1,5 @@
-"""The times of a recorded run are those that its commands and their answers have; a
-line fits them without negative prices.
+"""Times of a recorded run are those between its commands and their answers; a fitted
+line has no negative price.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.core.test_core import config as core_config
 
 
 class Priced:
-    """A trainer and an engine whose every time is known."""
+    """A trainer and an engine with known times."""
 
     kv_tokens = 1 << 20
 
@@ -70,23 +70,23 @@ def simulate(config: RunConfig, path: Path) -> World:
 def test_timings_of_a_run_are_read_from_its_journal(tmp_path: Path) -> None:
     config = simulated()
     world = simulate(config, tmp_path / "journal.bin")
-    found = read_timings(tmp_path / "journal.bin", config)
-    assert (found.steps, found.events, len(found.trained)) == (5, world.events, 5)
-    assert [seconds for _, seconds in found.trained] == pytest.approx(
-        [2.0 + 0.001 * tokens for tokens, _ in found.trained]
+    timings = read_timings(tmp_path / "journal.bin", config)
+    assert (timings.steps, timings.events, len(timings.trained)) == (5, world.events, 5)
+    assert [seconds for _, seconds in timings.trained] == pytest.approx(
+        [2.0 + 0.001 * tokens for tokens, _ in timings.trained]
     )
-    assert min(tokens for tokens, _ in found.trained) > 0
-    assert found.published == pytest.approx([0.5] * len(found.published))
-    assert found.loaded == pytest.approx([0.125] * len(found.loaded))
-    assert found.saved == pytest.approx([4.0] * len(found.saved))
-    assert found.published
-    assert found.loaded
-    assert found.prepared
-    assert found.ready_at == pytest.approx(0.5 + 0.125)
-    assert found.ended_at is not None
-    assert found.wall_s == pytest.approx(found.ended_at - 0.625)
-    assert 0 < found.tokens <= world.core.state.counters.output_tokens
-    assert found.tokens_per_s == found.tokens / found.wall_s
+    assert min(tokens for tokens, _ in timings.trained) > 0
+    assert timings.published == pytest.approx([0.5] * len(timings.published))
+    assert timings.loaded == pytest.approx([0.125] * len(timings.loaded))
+    assert timings.saved == pytest.approx([4.0] * len(timings.saved))
+    assert timings.published
+    assert timings.loaded
+    assert timings.prepared
+    assert timings.ready_at == pytest.approx(0.5 + 0.125)
+    assert timings.ended_at is not None
+    assert timings.wall_s == pytest.approx(timings.ended_at - 0.625)
+    assert 0 < timings.tokens <= world.core.state.counters.output_tokens
+    assert timings.tokens_per_s == timings.tokens / timings.wall_s
 
 
 def test_a_trainer_is_measured_from_a_run(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Bench `placement`, on small cases: its figures are there and agree with each other,
-and what is missing has a reason.
+"""Bench `placement` on small cases: its figures exist and agree with each other, and
+each missing one has a reason.
 """
 
 from itertools import pairwise
@@ -7,7 +7,16 @@ from itertools import pairwise
 import pytest
 
 from benchmarks.contract import Result
-from benchmarks.placement.bench import CASES, DEGREES, DOMAINS, PAPER, QUICK, draw, measured, timed
+from benchmarks.placement.bench import (
+    CASES,
+    DEGREES,
+    DOMAINS,
+    PAPER,
+    QUICK,
+    draw_workload,
+    measured,
+    timed,
+)
 from rollweave.cli.bench import bench
 from rollweave.schema.errors import ConfigError
 
@@ -23,7 +32,7 @@ def numbers(result: Result, name: str) -> list[float]:
     return value
 
 
-def test_the_figures_of_the_issue_are_there(result: Result) -> None:
+def test_the_required_figures_are_present(result: Result) -> None:
     names = {
         f"{what}_48_8"
         for what in (
@@ -49,7 +58,7 @@ def test_the_figures_of_the_issue_are_there(result: Result) -> None:
     assert result.figures["exact_ms_48_64"]
 
 
-def test_nothing_is_faster_than_exact_under_its_cost(result: Result) -> None:
+def test_no_plan_costs_less_than_the_exact_one(result: Result) -> None:
     cheapest = result.figures["anneal_over_exact_cost_min"]
     assert isinstance(cheapest, float)
     assert cheapest >= 1
@@ -62,7 +71,7 @@ def test_nothing_is_faster_than_exact_under_its_cost(result: Result) -> None:
             assert all(value > 0 for value in numbers(result, name))
 
 
-def test_where_annealing_spends_its_time(result: Result) -> None:
+def test_shares_of_annealing_s_time(result: Result) -> None:
     for name in ("anneal", "anneal_our_search"):
         share, placements = (
             result.figures[f"{name}_placement_share"],
@@ -73,7 +82,7 @@ def test_where_annealing_spends_its_time(result: Result) -> None:
         assert placements == 136, "the start, and each iteration's proposal"
 
 
-def test_a_program_that_cannot_be_afforded_is_missing_with_its_reason() -> None:
+def test_an_unaffordable_program_is_missing_with_its_reason() -> None:
     result = measured([(48, 8)], (48, 8), rounds=1, slow_rounds=1, afforded_s=0.0)
     assert result.figures["dp_over_exact_48_8"] is None
     assert result.conditions["dp_over_exact_48_8"].startswith(
@@ -81,19 +90,19 @@ def test_a_program_that_cannot_be_afforded_is_missing_with_its_reason() -> None:
     )
 
 
-def test_contenders_take_turns() -> None:
+def test_contenders_alternate() -> None:
     called: list[tuple[str, int]] = []
-    found = timed(
+    timings = timed(
         {name: lambda number, name=name: called.append((name, number)) or name for name in "ab"}, 3
     )  # type: ignore[misc]
     assert called == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("b", 2)]
-    assert found["a"].results == ["a"] * 3
-    assert len(found["b"].taken_ms) == 3
+    assert timings["a"].results == ["a"] * 3
+    assert len(timings["b"].taken_ms) == 3
 
 
 @pytest.mark.parametrize("domain", DOMAINS)
 def test_lengths_have_a_long_tail_and_larger_engines_are_faster_and_wider(domain: str) -> None:
-    drawn = draw(domain, 512)
+    drawn = draw_workload(domain, 512)
     ordered = sorted(drawn.lengths)
     assert ordered[0] > 0
     assert ordered[-1] > 4 * ordered[len(ordered) // 2]
@@ -102,7 +111,7 @@ def test_lengths_have_a_long_tail_and_larger_engines_are_faster_and_wider(domain
         assert drawn.profile[smaller][0].seconds > drawn.profile[larger][0].seconds
 
 
-def test_cases_are_those_of_the_issue() -> None:
+def test_cases_are_complete() -> None:
     assert {count for count, _ in CASES} == {256, 6_400, 100_000}
     assert min(gpus for _, gpus in CASES) == 16
     assert max(gpus for _, gpus in CASES) == 1_024
@@ -110,6 +119,6 @@ def test_cases_are_those_of_the_issue() -> None:
     assert set(QUICK) <= set(CASES)
 
 
-def test_it_trains_nothing() -> None:
+def test_seeds_are_refused() -> None:
     with pytest.raises(ConfigError, match="--seeds must be left out for bench placement"):
         bench("placement", as_json=False, quick=True, seeds=1)

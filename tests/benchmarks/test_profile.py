@@ -1,5 +1,5 @@
-"""Step times of an engine: every kind of step is there with its amounts, and the file
-is one that simulations read.
+"""Step times of an engine: every kind of step is sampled with its amounts, and
+simulations can read the file.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from rollweave.sim.profile import Profile, ProfileCost, Sample
 from rollweave.sim.workload import Plan, Recorded, TurnPlan
 
 
-def test_a_profile_is_what_simulations_read(tmp_path: Path) -> None:
+def test_simulations_read_a_profile(tmp_path: Path) -> None:
     random_model(model_cases(quick=True)[0]).save_pretrained(tmp_path / "model")
     result = bench_profile(tmp_path / "out" / "profile.json", tmp_path / "model", quick=True)
     cost = ProfileCost.from_json(tmp_path / "out" / "profile.json")
@@ -46,8 +46,8 @@ def test_a_fit_is_judged_by_its_samples() -> None:
     ]
     exact = Profile(kv_tokens=1, samples=tuple(samples))
     assert fitted(exact) == pytest.approx([1.0, 2.0, 2.0, 3.0])
-    found = fit_figures(Measurement(profile=exact, core_share=0.5))
-    assert found == pytest.approx(
+    fit = fit_figures(Measurement(profile=exact, core_share=0.5))
+    assert fit == pytest.approx(
         {"fit_error_median": 0.0, "fit_over_measured": 1.0, "core_share": 0.5}, abs=1e-9
     )
     # More work that took less time: the best that no negative price can do is their
@@ -56,14 +56,12 @@ def test_a_fit_is_judged_by_its_samples() -> None:
         Sample(prefill_tokens=n, prefill_context=n, decode=n, decode_context=n, seconds=2.0 - n)
         for n in (0, 1)
     ]
-    found = fit_figures(
-        Measurement(profile=Profile(kv_tokens=1, samples=tuple(odd)), core_share=0.5)
-    )
-    assert found["fit_error_median"] == pytest.approx((0.25 + 0.5) / 2)
-    assert found["fit_over_measured"] == pytest.approx(1.0)
+    fit = fit_figures(Measurement(profile=Profile(kv_tokens=1, samples=tuple(odd)), core_share=0.5))
+    assert fit["fit_error_median"] == pytest.approx((0.25 + 0.5) / 2)
+    assert fit["fit_over_measured"] == pytest.approx(1.0)
 
 
-def test_what_the_controller_computes_takes_no_time_of_its_own() -> None:
+def test_the_controller_s_computations_take_no_separate_time() -> None:
     plan = Plan(
         prompt_tokens=5,
         init_s=1.0,

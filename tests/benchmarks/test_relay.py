@@ -1,5 +1,5 @@
-"""What the bench makes of its samples; its hosts, which leave nothing behind; and its
-ways of sending, on loopback.
+"""Figures that the relay bench computes from its samples, its hosts, which leave
+nothing behind, and its variants of sending, on loopback.
 """
 
 import math
@@ -21,12 +21,21 @@ from hypothesis import given
 from benchmarks.relay import broadcast as relay_broadcast
 from benchmarks.relay import links as relay_links
 from benchmarks.relay import waiting as relay_wait
-from benchmarks.relay.bench import PREFIX, QUICK, Size, bench_relay, workspace
+from benchmarks.relay.bench import PREFIX, QUICK, RelayPlan, bench_relay, workspace
 from benchmarks.relay.broadcast import FIT_CHUNKS, Link, Times, fit
 from benchmarks.relay.links import crossing, growing_figures, redrawn
 from benchmarks.relay.network import Network
 from benchmarks.relay.repair import Fault, repaired
-from benchmarks.relay.store import WAYS, Pair, Run, _rest, clusters, layers, model_of, published
+from benchmarks.relay.store import (
+    VARIANTS,
+    Delivery,
+    Pair,
+    _rest,
+    clusters,
+    layers,
+    model_of,
+    published,
+)
 from benchmarks.relay.tier import chain, star
 from benchmarks.relay.waiting import Waits, payload
 from rollweave.cli.bench import bench
@@ -44,28 +53,32 @@ SECONDS = st.floats(0, 1e-2)
     fixed=SECONDS,
     slow=st.lists(st.floats(0, 10), min_size=4, max_size=4),
 )
-def test_a_link_is_found_again(start: float, byte: float, fixed: float, slow: list[float]) -> None:
-    """From five times each size and count, of which two are disturbed."""
+def test_a_link_is_recovered_from_samples(
+    start: float, byte: float, fixed: float, slow: list[float]
+) -> None:
+    """Sample each size and count five times; two of the five are disturbed."""
     pairs = [(nbytes, chunks) for nbytes in (1_000_000, 4_000_000) for chunks in FIT_CHUNKS]
     samples = []
     for (nbytes, chunks), late in zip(pairs, slow, strict=True):
         true = fixed + nbytes * byte + chunks * start
         samples += [(nbytes, chunks, true + extra) for extra in (0.0, late, 0.0, late / 2, 0.0)]
-    found = fit(samples)
-    assert found.start_s == pytest.approx(start, abs=1e-9)
-    assert found.byte_s == pytest.approx(byte, abs=1e-12)
-    assert found.fixed_s == pytest.approx(fixed, abs=1e-7)
+    measured = fit(samples)
+    assert measured.start_s == pytest.approx(start, abs=1e-9)
+    assert measured.byte_s == pytest.approx(byte, abs=1e-12)
+    assert measured.fixed_s == pytest.approx(fixed, abs=1e-7)
 
 
-def test_noise_makes_no_negative_link() -> None:
-    found = fit([(1, 4, 2.0), (1, 64, 1.0), (2, 4, 1.0), (2, 64, 0.5)])
-    assert (found.start_s, found.byte_s) == (0.0, 0.0)
+def test_noise_never_makes_a_link_negative() -> None:
+    measured = fit([(1, 4, 2.0), (1, 64, 1.0), (2, 4, 1.0), (2, 64, 0.5)])
+    assert (measured.start_s, measured.byte_s) == (0.0, 0.0)
     with pytest.raises(ValueError, match="two sizes in two counts"):
         fit([(1, 4, 2.0), (2, 4, 1.0)])
 
 
 def test_ratios_of_broadcasts() -> None:
-    """Medians; the worst over the formula, and the most relays over star and gloo."""
+    """Ratios are medians: the maximum over the formula, and the largest number of
+    relays over star and gloo.
+    """
     link = Link(start_s=0.01, byte_s=1e-6, fixed_s=0.0)
     times = Times(1_000_000, chunks={2: 1, 4: 10})
     short, long = (
@@ -76,44 +89,44 @@ def test_ratios_of_broadcasts() -> None:
     times.cpu_s.update({2: [1.0, 1.0, 1.0], 4: [0.5 * long] * 3})
     times.star.update({2: [short] * 3, 4: [3 * long] * 3})
     times.gloo.update({2: [short] * 3, 4: [6 * long] * 3})
-    found = relay_broadcast.figures(times, link)
-    assert found["time_over_formula"] == pytest.approx(2.0)
-    assert found["curve_time_over_formula"] == pytest.approx([2.0, 1.5])
-    assert found["time_over_star"] == pytest.approx(0.5)
-    assert found["time_over_gloo"] == pytest.approx(0.25)
-    assert found["curve_chain_cores"][1] == pytest.approx(1 / 3)
-    assert found["link_mb_per_s"] == pytest.approx(1.0)
+    measured = relay_broadcast.figures(times, link)
+    assert measured["time_over_formula"] == pytest.approx(2.0)
+    assert measured["curve_time_over_formula"] == pytest.approx([2.0, 1.5])
+    assert measured["time_over_star"] == pytest.approx(0.5)
+    assert measured["time_over_gloo"] == pytest.approx(0.25)
+    assert measured["curve_chain_cores"][1] == pytest.approx(1 / 3)
+    assert measured["link_mb_per_s"] == pytest.approx(1.0)
 
 
 def test_without_a_link_there_is_no_formula() -> None:
     times = Times(1000, {2: [1.0]}, {2: [1.0]}, {2: [1.0]}, {2: 1}, {2: [0.1]})
-    found = relay_broadcast.figures(times, Link(start_s=0.0, byte_s=0.0, fixed_s=0.0))
+    measured = relay_broadcast.figures(times, Link(start_s=0.0, byte_s=0.0, fixed_s=0.0))
     assert (
-        found["time_over_formula"]
-        is found["curve_time_over_formula"]
-        is found["link_mb_per_s"]
+        measured["time_over_formula"]
+        is measured["curve_time_over_formula"]
+        is measured["link_mb_per_s"]
         is None
     )
-    assert found["time_over_gloo"] == 1.0
+    assert measured["time_over_gloo"] == 1.0
 
 
-def test_who_takes_from_whom() -> None:
+def test_sources_of_chain_and_star() -> None:
     assert chain(4) == [None, 0, 1, 2]
     assert star(4) == [None, 0, 0, 0]
     assert chain(1) == star(1) == [None]
 
 
-def test_waits_over_a_synchronisation() -> None:
-    found = relay_wait.figures(
+def test_waits_over_a_synchronization() -> None:
+    measured = relay_wait.figures(
         Waits([1.0, 0.1, 0.4], [0.1, 0.4], [0.2, 0.3, 0.1]), [2.0, 4.0], 0.75, 10**9
     )
-    assert found["wait_mean_over_global"] == pytest.approx(0.5 / 3)
-    assert found["wait_best_over_global"] == pytest.approx(0.05)
-    assert found["wait_mean_over_chain_for_all"] == pytest.approx(0.5)
-    assert found["wait_cached"] == pytest.approx(2 / 3)
-    assert found["trainer_stall_s"] == 0.2
-    assert found["trainer_stall_over_send"] == pytest.approx(0.2 / 3.2)
-    assert found["trainer_stall_gb_per_s"] == pytest.approx(5.0)
+    assert measured["wait_mean_over_global"] == pytest.approx(0.5 / 3)
+    assert measured["wait_best_over_global"] == pytest.approx(0.05)
+    assert measured["wait_mean_over_chain_for_all"] == pytest.approx(0.5)
+    assert measured["wait_cached"] == pytest.approx(2 / 3)
+    assert measured["trainer_stall_s"] == 0.2
+    assert measured["trainer_stall_over_send"] == pytest.approx(0.2 / 3.2)
+    assert measured["trainer_stall_gb_per_s"] == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize(
@@ -127,13 +140,13 @@ def test_waits_over_a_synchronisation() -> None:
         ([2.0, 0.5, 2.0], 0.01),
     ],
 )
-def test_where_changes_stop_being_sooner(ratios: list[float], expected: float | None) -> None:
-    found = crossing([0.01, 0.1, 1.0], ratios)
-    assert found == (pytest.approx(expected) if expected is not None else None)
+def test_crossing_of_deltas_and_full_versions(ratios: list[float], expected: float | None) -> None:
+    measured = crossing([0.01, 0.1, 1.0], ratios)
+    assert measured == (pytest.approx(expected) if expected is not None else None)
 
 
 def test_no_crossing_has_a_reason() -> None:
-    plan = relay_links.Plan(
+    plan = relay_links.LinksPlan(
         hidden=64,
         rates=(1.0,),
         reference=1.0,
@@ -142,16 +155,16 @@ def test_no_crossing_has_a_reason() -> None:
         rounds=1,
         bucket_bytes=1,
     )
-    found, why = growing_figures(
+    measured, why = growing_figures(
         {(1.0, 0.1): [0.1], (1.0, 1.0): [0.9], (2.0, 0.1): [0.5], (2.0, 1.0): [2.0]}, plan
     )
-    assert found["crossover_1_mbits"] is None
+    assert measured["crossover_1_mbits"] is None
     assert why == {"crossover_1_mbits": "changes are sooner up to 100% changed"}
-    assert found["crossover_2_mbits"] == pytest.approx(math.sqrt(0.1))
+    assert measured["crossover_2_mbits"] == pytest.approx(math.sqrt(0.1))
 
 
 def test_each_step_gains_over_the_one_before() -> None:
-    plan = relay_links.Plan(
+    plan = relay_links.LinksPlan(
         hidden=64,
         rates=(1.0, 5.0),
         reference=5.0,
@@ -163,23 +176,33 @@ def test_each_step_gains_over_the_one_before() -> None:
     cost = TransferCost(push_s=3.0, accumulated_pull_s=2.0, exposed_pull_s=0.5)
     seconds = {"batch": 8.0, "async": 4.0, "shard": 2.0, "sparse": 0.5}
     runs = {
-        (rate, way): [
-            Run(value * rate, 1000 if way != "sparse" else 10, 0, cost if way != "sparse" else None)
+        (rate, variant): [
+            Delivery(
+                value * rate,
+                1000 if variant != "sparse" else 10,
+                0,
+                cost if variant != "sparse" else None,
+            )
         ]
         for rate in plan.rates
-        for way, value in seconds.items()
+        for variant, value in seconds.items()
     }
-    found = relay_links.figures(runs, plan)
-    assert (found["gain_async"], found["gain_shard"], found["gain_sparse"], found["gain_all"]) == (
+    measured = relay_links.figures(runs, plan)
+    assert (
+        measured["gain_async"],
+        measured["gain_shard"],
+        measured["gain_sparse"],
+        measured["gain_all"],
+    ) == (
         2.0,
         2.0,
         4.0,
         16.0,
     )
-    assert found["ablation_s"] == [40.0, 20.0, 10.0, 2.5]
-    assert found["pull_hidden"] == 0.75
-    assert found["naive_s"] == 5.0
-    assert found["sparse_over_whole_bytes"] == 0.01
+    assert measured["ablation_s"] == [40.0, 20.0, 10.0, 2.5]
+    assert measured["pull_hidden"] == 0.75
+    assert measured["naive_s"] == 5.0
+    assert measured["sparse_over_whole_bytes"] == 0.01
 
 
 def test_a_fraction_is_redrawn() -> None:
@@ -190,7 +213,7 @@ def test_a_fraction_is_redrawn() -> None:
 
 
 @given(st.lists(st.integers(0, 40), max_size=8).map(sorted), st.integers(40, 50))
-def test_the_rest_is_the_rest(edges: list[int], nbytes: int) -> None:
+def test_rest_completes_the_parts(edges: list[int], nbytes: int) -> None:
     parts = [
         (start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=False) if start < stop
     ]
@@ -224,7 +247,7 @@ def namespaces(hosts: int) -> Iterator[Network]:
         yield net
 
 
-def test_hosts_reach_each_other_and_home_is_as_it_was() -> None:
+def test_hosts_reach_each_other_and_the_original_namespace_is_unchanged() -> None:
     home = os.readlink("/proc/thread-self/ns/net")
     with namespaces(2) as net:
         with net.inside(1):
@@ -284,7 +307,9 @@ def test_nothing_outlives_a_killed_bench(number: signal.Signals, tmp_path: Path)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_what_a_killed_bench_has_left_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remains_of_a_killed_bench_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     dead, alive = tmp_path / f"{PREFIX}999999999-x", tmp_path / f"{PREFIX}{os.getppid()}-x"
     for left in (dead, alive):
@@ -303,23 +328,25 @@ async def test_a_broken_chain_is_repaired(victim: int, fault: Fault, tmp_path: P
         Network(3, loopback=True) as net,
         publish(payload(4 << 20, 2), version=1, weights_id=1, directory=tmp_path) as whole,
     ):
-        found = await repaired(net, whole.manifest, tmp_path, relays=3, victim=victim, fault=fault)
-    assert 0 < found.known_s <= min(found.repair_s, found.whole_s)
-    assert found.repeated_bytes == 0
+        measured = await repaired(
+            net, whole.manifest, tmp_path, relays=3, victim=victim, fault=fault
+        )
+    assert 0 < measured.known_s <= min(measured.repair_s, measured.complete_s)
+    assert measured.repeated_bytes == 0
 
 
-async def test_a_relay_that_is_cut_off_is_passed_by(tmp_path: Path) -> None:
+async def test_a_relay_that_is_cut_off_is_bypassed(tmp_path: Path) -> None:
     with (
         namespaces(4) as net,
         publish(payload(4 << 20, 2), version=1, weights_id=1, directory=tmp_path) as whole,
     ):
         net.limit(100.0)
-        found = await repaired(net, whole.manifest, tmp_path, relays=4, victim=1, fault="cut")
-    assert 0 < found.known_s <= min(found.repair_s, found.whole_s)
-    assert found.repeated_bytes == 0
+        measured = await repaired(net, whole.manifest, tmp_path, relays=4, victim=1, fault="cut")
+    assert 0 < measured.known_s <= min(measured.repair_s, measured.complete_s)
+    assert measured.repeated_bytes == 0
 
 
-async def test_every_way_brings_the_same_bytes(tmp_path: Path) -> None:
+async def test_every_variant_delivers_the_same_bytes(tmp_path: Path) -> None:
     shapes = layers(64, 1)
     count = sum(math.prod(shape) for shape in shapes.values())
     versions = redrawn(np.random.default_rng(0), count, 0.01)
@@ -332,19 +359,21 @@ async def test_every_way_brings_the_same_bytes(tmp_path: Path) -> None:
         assert new.manifest.nbytes == 2 * count
         async with clusters(net, tmp_path) as made:
             sent = {}
-            for way in WAYS:
-                if way == "sparse":
+            for variant in VARIANTS:
+                if variant == "sparse":
                     await made.prepare(pair, bucket_bytes=1 << 16)
-                run = await made.run(way, pair, model_of(new.manifest, 64), bucket_bytes=1 << 16)
+                run = await made.run(
+                    variant, pair, model_of(new.manifest, 64), bucket_bytes=1 << 16
+                )
                 assert run.mismatches == 0
                 assert run.seconds > 0
-                sent[way] = run.sent_bytes
+                sent[variant] = run.sent_bytes
     assert sent["batch"] == sent["async"] == sent["shard"] == 2 * count
     assert 0 < sent["sparse"] < 2 * count / 10
 
 
 def test_a_tiny_run_without_limits() -> None:
-    size = Size(
+    plan = RelayPlan(
         relays=(2,),
         mbits=100.0,
         nbytes=2 << 20,
@@ -355,17 +384,19 @@ def test_a_tiny_run_without_limits() -> None:
         period_s=1.0,
         links=QUICK.links,
     )
-    said: list[str] = []
-    found = bench_relay(quick=True, say=said.append, size=size, network=Network(5, loopback=True))
-    assert said
+    lines: list[str] = []
+    measured = bench_relay(
+        quick=True, progress=lines.append, plan=plan, network=Network(5, loopback=True)
+    )
+    assert lines
     for name in ("time_over_gloo", "time_over_star", "trainer_stall_s", "wait_mean_over_global"):
-        value = found.figures[name]
+        value = measured.figures[name]
         assert isinstance(value, float)
         assert value > 0
-    for name, value in found.figures.items():
-        assert value is not None or name in found.conditions
+    for name, value in measured.figures.items():
+        assert value is not None or name in measured.conditions
 
 
-def test_it_trains_nothing_that_has_seeds() -> None:
+def test_seeds_are_refused() -> None:
     with pytest.raises(ConfigError, match="--seeds must be left out for bench relay"):
         bench("relay", as_json=False, quick=True, seeds=1)

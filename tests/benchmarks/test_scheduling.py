@@ -1,5 +1,5 @@
-"""Bench `scheduling`: the workload is the same for everybody, engines keep their pace,
-and a journal is read as it happened.
+"""Bench `scheduling`: the workload is the same for all variants, engines keep their
+pace, and a journal is read as it happened.
 """
 
 import random
@@ -17,19 +17,19 @@ from benchmarks.scheduling.bench import (
     OURS,
     PRIORITIES,
     QUICK,
-    QUICK_WAYS,
-    WAYS,
-    Run,
+    QUICK_VARIANTS,
+    VARIANTS,
+    VariantRun,
     config,
     figures_of,
     over,
 )
-from benchmarks.scheduling.long_tasks import MOST_TURNS, SPOKEN, LongTask
-from benchmarks.scheduling.paced_engine import TOKENS, Pace, Pacer
+from benchmarks.scheduling.long_tasks import ACTION_WORDS, MOST_TURNS, LongTask
+from benchmarks.scheduling.paced_engine import TOKENS, Pacer, StepPace
 from benchmarks.scheduling.rollouts import (
     LOGPROB_TOLERANCE,
     Rollout,
-    Spoken,
+    Sample,
     mismatches,
     read_rollouts,
 )
@@ -61,8 +61,8 @@ from tests.sim.test_recording import one_domain
 
 
 def turns_of(index: int, words: tuple[str, ...]) -> tuple[int, list[str]]:
-    """Turns of an episode whose agent says these words over and over, and what it
-    reads.
+    """Return the number of an episode's turns and its observations, for an agent that
+    repeats these words.
     """
     env = LongTask()
     task = LongTask.make_task(index=index, seed=5, split=Split.TRAIN, options={})
@@ -78,9 +78,9 @@ def turns_of(index: int, words: tuple[str, ...]) -> tuple[int, list[str]]:
 
 @given(
     index=st.integers(0, 10_000),
-    words=st.lists(st.sampled_from(SPOKEN), min_size=1, max_size=4).map(tuple),
+    words=st.lists(st.sampled_from(ACTION_WORDS), min_size=1, max_size=4).map(tuple),
 )
-def test_equal_words_have_equal_episodes(index: int, words: tuple[str, ...]) -> None:
+def test_equal_words_give_equal_episodes(index: int, words: tuple[str, ...]) -> None:
     assert turns_of(index, words) == turns_of(index, words)
     assert turns_of(index, words)[0] == turns_of(index, (words[0], "", "other"))[0], (
         "the first words alone decide the length"
@@ -88,17 +88,17 @@ def test_equal_words_have_equal_episodes(index: int, words: tuple[str, ...]) -> 
 
 
 def test_lengths_have_a_long_tail_and_differ_within_a_group() -> None:
-    groups = [sorted(turns_of(index, (word,))[0] for word in SPOKEN) for index in range(100)]
+    groups = [sorted(turns_of(index, (word,))[0] for word in ACTION_WORDS) for index in range(100)]
     every = sorted(length for group in groups for length in group)
     assert every[-1] == MOST_TURNS
     assert every[len(every) * 99 // 100] > 6 * every[len(every) // 2]
     assert sum(group[0] < group[-1] for group in groups) > 80
 
 
-def test_all_that_is_read_is_whole_words() -> None:
+def test_observations_consist_of_known_words() -> None:
     words = set(LongTask.words({}))
     for index in range(20):
-        for text in turns_of(index, SPOKEN[:3])[1]:
+        for text in turns_of(index, ACTION_WORDS[:3])[1]:
             assert {f" {word}" for word in text.split()} <= words
 
 
@@ -106,7 +106,7 @@ def test_all_that_is_read_is_whole_words() -> None:
 
 
 WORK = st.tuples(*[st.integers(0, 60)] * 4)
-"""Prompt tokens, the tokens before them, sequences that decode, and the tokens before
+"""Prompt tokens, the tokens before them, decoding sequences, and the tokens before
 each.
 """
 
@@ -119,13 +119,13 @@ def amounts_of(prompt: int, before: int, decode: int, context: int) -> StepWork:
 
 @given(one=WORK, more=WORK)
 def test_a_step_with_more_work_takes_no_less(one: tuple[int, ...], more: tuple[int, ...]) -> None:
-    pace = Pace()
+    pace = StepPace()
     longer = amounts_of(*(a + b for a, b in zip(one, more, strict=True)))
     assert pace.step_s(longer) >= pace.step_s(amounts_of(*one)) > 0
 
 
-def test_a_tokens_context_stands_for_many() -> None:
-    pace = Pace()
+def test_a_token_of_context_stands_for_many() -> None:
+    pace = StepPace()
     short, long = pace.step_s(StepWork(0, 0, 4, 400)), pace.step_s(StepWork(0, 0, 4, 800))
     cost = pace.cost.step_s(
         prefill_tokens=0, prefill_context=0, decode=4, decode_context=400 * TOKENS
@@ -140,36 +140,36 @@ def generated(finish: FinishReason) -> Generated:
 
 
 def test_results_leave_when_the_padded_step_is_over() -> None:
-    said: list[EngineReply | float] = []
-    pacer = Pacer(said.append, sleep=said.append)
+    sent: list[EngineReply | float] = []
+    pacer = Pacer(sent.append, sleep=sent.append)
     amounts, late = StepWork(0, 0, 2, 100), StepWork(0, 0, 1, 10)
     pacer.reply(generated(FinishReason.LENGTH))
     pacer.reply(generated(FinishReason.STOP))
     pacer.reply(Suspended(in_flight=1))
     pacer.reply(generated(FinishReason.ABORTED))
-    assert said == [Suspended(in_flight=1), generated(FinishReason.ABORTED)], (
+    assert sent == [Suspended(in_flight=1), generated(FinishReason.ABORTED)], (
         "what is no step's result waits for none"
     )
     pacer.watch(amounts, 0.001)
-    assert said[2] == pytest.approx(Pace().step_s(amounts) - 0.001)
-    assert said[3:] == [generated(FinishReason.LENGTH), generated(FinishReason.STOP)]
+    assert sent[2] == pytest.approx(StepPace().step_s(amounts) - 0.001)
+    assert sent[3:] == [generated(FinishReason.LENGTH), generated(FinishReason.STOP)]
     pacer.watch(late, 5.0)
-    assert said[5:] == [0.0], "a step that took longer is not padded, and nothing is said twice"
+    assert sent[5:] == [0.0], "a step that took longer is not padded, and nothing is sent twice"
 
 
-def test_the_engine_says_the_profile_that_it_keeps() -> None:
-    said: list[EngineReply] = []
+def test_the_engine_reports_the_paced_profile() -> None:
+    sent: list[EngineReply] = []
     measured = (
         StepTime(batch=1, seconds=1e-4, context=100),
         StepTime(batch=2, seconds=9.0, context=100),
     )
-    Pacer(said.append).reply(
+    Pacer(sent.append).reply(
         Ready(version=-1, kv_total_tokens=1, max_slots=2, max_context=3, profile=measured)
     )
-    (ready,) = said
+    (ready,) = sent
     assert isinstance(ready, Ready)
     assert [point.seconds for point in ready.profile] == [
-        Pace().step_s(StepWork(0, 0, 1, 100)),
+        StepPace().step_s(StepWork(0, 0, 1, 100)),
         9.0,
     ]
     assert (ready.max_slots, ready.max_context) == (2, 3)
@@ -215,15 +215,15 @@ def test_a_journal_of_other_decisions_is_refused(tmp_path: Path) -> None:
         read_rollouts(tmp_path / "run" / "journal.bin", other)
 
 
-def test_what_differs_is_counted() -> None:
+def test_differences_are_counted() -> None:
     ids = [TrajectoryId(name) for name in "abcd"]
-    ours = {name: Spoken(tokens=(1, 2), logprobs=(0.0, -1.0)) for name in ids[:3]}
+    ours = {name: Sample(tokens=(1, 2), logprobs=(0.0, -1.0)) for name in ids[:3]}
     assert mismatches(ours, dict(ours)) == 0
     near, far = -1.0 - LOGPROB_TOLERANCE / 2, -1.0 - 2 * LOGPROB_TOLERANCE
-    assert mismatches(ours, ours | {ids[0]: Spoken(tokens=(1, 2), logprobs=(0.0, near))}) == 0
-    assert mismatches(ours, ours | {ids[0]: Spoken(tokens=(1, 2), logprobs=(0.0, far))}) == 1
-    assert mismatches(ours, ours | {ids[1]: Spoken(tokens=(1, 3), logprobs=(0.0, -1.0))}) == 1
-    assert mismatches(ours, ours | {ids[1]: Spoken(tokens=(1,), logprobs=(0.0,))}) == 1
+    assert mismatches(ours, ours | {ids[0]: Sample(tokens=(1, 2), logprobs=(0.0, near))}) == 0
+    assert mismatches(ours, ours | {ids[0]: Sample(tokens=(1, 2), logprobs=(0.0, far))}) == 1
+    assert mismatches(ours, ours | {ids[1]: Sample(tokens=(1, 3), logprobs=(0.0, -1.0))}) == 1
+    assert mismatches(ours, ours | {ids[1]: Sample(tokens=(1,), logprobs=(0.0,))}) == 1
     assert mismatches(ours, ours | {ids[3]: ours[ids[0]]}) == 1
     assert mismatches({}, ours) == 3
 
@@ -231,7 +231,7 @@ def test_what_differs_is_counted() -> None:
 # Figures.
 
 
-def run(makespan_s: float, tail_s: float, *, spoken: int = 1) -> Run:
+def run(makespan_s: float, tail_s: float, *, token: int = 1) -> VariantRun:
     random.seed(0)
     predictions = tuple((float(left), left + random.randint(-3, 3)) for left in range(1, 20))
     rollout = Rollout(
@@ -260,29 +260,29 @@ def run(makespan_s: float, tail_s: float, *, spoken: int = 1) -> Run:
     }
     line["engines"] = {name: {"busy_s": 3.0, "steps": 1000} for name in ("e0", "e1")}
     line["predictor"] = {"mean_ms": 1.5, "p99_ms": 4.0}
-    words = {TrajectoryId("a"): Spoken(tokens=(spoken,), logprobs=(-0.5,))}
-    return Run(
+    words = {TrajectoryId("a"): Sample(tokens=(token,), logprobs=(-0.5,))}
+    return VariantRun(
         rollouts=(rollout, msgspec.structs.replace(rollout, makespan_s=2 * makespan_s)),
         lines=(line, line),
-        spoken=words,
+        samples=words,
     )
 
 
-def test_figures_are_those_of_the_issue() -> None:
-    runs = {way: [run(4.0, 3.0), run(6.0, 3.0)] for way in WAYS} | {
+def test_figures_are_complete() -> None:
+    runs = {variant: [run(4.0, 3.0), run(6.0, 3.0)] for variant in VARIANTS} | {
         OURS: [run(2.0, 1.0), run(4.0, 1.0)]
     }
     conditions: dict[str, Any] = {}
     figures = figures_of(runs, conditions)
-    others = [way for way in WAYS if way != OURS]
-    for way in others:
-        assert figures[f"makespan_over_{way}"] == pytest.approx(1.75), (
+    others = [variant for variant in VARIANTS if variant != OURS]
+    for variant in others:
+        assert figures[f"makespan_over_{variant}"] == pytest.approx(1.75), (
             "pairs of the same step: 2, 2, 1.5, 1.5"
         )
-        assert figures[f"tail_queueing_over_{way}"] == 3.0
+        assert figures[f"tail_queueing_over_{variant}"] == 3.0
     assert figures["makespan_ratio"] == [1.75] * len(others)
     assert figures["tail_queueing_ratio"] == [3.0] * len(others)
-    assert {figures[f"progressive_makespan_over_{way}"] for way in PRIORITIES} == {1.0}
+    assert {figures[f"progressive_makespan_over_{variant}"] for variant in PRIORITIES} == {1.0}
     assert figures["migration_token_mismatches"] == 0
     assert figures["prediction_exposed_ms"] == 0
     assert figures["predictions_late"] == 1.0
@@ -292,27 +292,32 @@ def test_figures_are_those_of_the_issue() -> None:
     correlation = figures["prediction_correlation"]
     assert isinstance(correlation, float)
     assert 0.8 < correlation < 1
-    moved = figures_of(runs | {way: [run(2.0, 1.0, spoken=7)] * 2 for way in MIGRATING}, conditions)
+    moved = figures_of(
+        runs | {variant: [run(2.0, 1.0, token=7)] * 2 for variant in MIGRATING}, conditions
+    )
     assert moved["migration_token_mismatches"] == 2 * len(MIGRATING)
 
 
-def test_a_ratio_to_nothing_is_none() -> None:
+def test_a_ratio_to_zero_is_none() -> None:
     assert over([run(4.0, 3.0)], [run(2.0, 0.0)], "tail_queue_s") is None
     assert over([run(4.0, 0.0)], [run(2.0, 3.0)], "tail_queue_s") == 0.0
 
 
-def test_ways_are_those_of_the_issue() -> None:
-    made = {way: scheduling(config(way, FULL, seed=0, directory="runs").rollout) for way in WAYS}
-    assert {made[way].priority for way in (*PRIORITIES, "longest_first")} == {
+def test_variants_are_complete() -> None:
+    made = {
+        variant: scheduling(config(variant, FULL, seed=0, directory="runs").rollout)
+        for variant in VARIANTS
+    }
+    assert {made[variant].priority for variant in (*PRIORITIES, "longest_first")} == {
         "fcfs",
         "round_robin",
         "shortest_first",
         "longest_first",
     }
-    assert len({made[way].placement for way in (*PRIORITIES, "longest_first")}) == 1
+    assert len({made[variant].placement for variant in (*PRIORITIES, "longest_first")}) == 1
     assert {"least_load", "pinned", "partition"} <= {how.placement for how in made.values()}
-    assert [made[way].migration for way in MIGRATING] == ["rank", "rank", "gain"]
-    assert set(QUICK_WAYS) <= set(WAYS)
+    assert [made[variant].migration for variant in MIGRATING] == ["rank", "rank", "gain"]
+    assert set(QUICK_VARIANTS) <= set(VARIANTS)
     assert QUICK.groups < FULL.groups
 
 

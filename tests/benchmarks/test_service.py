@@ -1,5 +1,5 @@
 """Bench `service`: engines of known pace, agents with real commands, ablations that
-differ in one thing, ratios by rounds.
+differ in one property, ratios by rounds.
 """
 
 import asyncio
@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.service import scaling as service_scaling
-from benchmarks.service.ablations import JOBS, WANTED, WAYS, Round, Trainer, Way, figures_of
+from benchmarks.service.ablations import JOBS, VARIANTS, WANTED, Round, Trainer, Variant, figures_of
 from benchmarks.service.bash_env import (
-    BOXES,
     COMMANDS,
     DIGITS,
     MOST_TURNS,
+    SANDBOXES,
     TERMINALS,
     BashEnv,
     command_of,
@@ -26,7 +26,7 @@ from benchmarks.service.bash_env import (
 )
 from benchmarks.service.bench import added
 from benchmarks.service.process import Child
-from benchmarks.service.slot_engines import KEY_TOKENS, Slots, place, said
+from benchmarks.service.slot_engines import KEY_TOKENS, Slots, engine_index, turn_tokens
 from rollweave.cli.bench import bench
 from rollweave.engine.clients.http import HttpEngine, HttpSpec
 from rollweave.engine.clients.probe import Logprobs
@@ -48,7 +48,7 @@ from tests.sandbox.sandboxes import needs
 # Engines of known pace.
 
 
-async def test_slots_are_held_by_no_more_than_there_are_and_counted_while_they_are() -> None:
+async def test_slots_are_limited_and_their_use_is_counted() -> None:
     slots, most = Slots(2), 0
 
     async def turn(seconds: float) -> float:
@@ -59,14 +59,14 @@ async def test_slots_are_held_by_no_more_than_there_are_and_counted_while_they_a
             await asyncio.sleep(0)
         return holding.result()[1]
 
-    had = await asyncio.gather(*(turn(0.01 * number) for number in range(1, 6)))
+    durations = await asyncio.gather(*(turn(0.01 * number) for number in range(1, 6)))
     assert (most, slots.taken) == (2, 0)
-    assert slots.busy_s == pytest.approx(sum(had), abs=0.01)
-    gone = asyncio.ensure_future(slots.hold(60.0))
+    assert slots.busy_s == pytest.approx(sum(durations), abs=0.01)
+    cancelled = asyncio.ensure_future(slots.hold(60.0))
     await asyncio.sleep(0)
     assert slots.taken == 1
-    gone.cancel()
-    await asyncio.wait([gone])
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
     assert slots.taken == 0
 
 
@@ -84,31 +84,31 @@ def request(tokens: tuple[int, ...] = (1, 2, 3), **sampling: Any) -> GenerateReq
 def test_a_turn_keeps_to_its_request_and_depends_on_its_context_alone(
     tokens: tuple[int, ...], allowed: tuple[int, ...], stop: tuple[int, ...], most: int, seed: int
 ) -> None:
-    spoken, finish = said(
+    sampled, finish = turn_tokens(
         request(tokens, allowed=allowed, stop_token_ids=stop, max_tokens=most, seed=seed)
     )
-    assert 1 <= len(spoken) <= most
-    words = spoken[:-1] if finish is FinishReason.STOP else spoken
+    assert 1 <= len(sampled) <= most
+    words = sampled[:-1] if finish is FinishReason.STOP else sampled
     assert not set(words) & set(stop) or not set(allowed) - set(stop)
     assert set(words) <= set(allowed) or not set(allowed) - set(stop)
-    assert finish is FinishReason.LENGTH or spoken[-1] == stop[0]
-    assert said(
+    assert finish is FinishReason.LENGTH or sampled[-1] == stop[0]
+    assert turn_tokens(
         request(tokens, allowed=allowed, stop_token_ids=stop, max_tokens=most, seed=seed + 1)
-    ) == (spoken, finish)
+    ) == (sampled, finish)
 
 
 @given(
     start=st.lists(st.integers(0, 99), min_size=KEY_TOKENS, max_size=KEY_TOKENS),
     more=st.lists(st.integers(0, 99)),
 )
-def test_a_conversation_stays_where_it_began(start: list[int], more: list[int]) -> None:
-    assert place(tuple(start), 4) == place((*start, *more), 4)
+def test_a_conversation_stays_on_its_engine(start: list[int], more: list[int]) -> None:
+    assert engine_index(tuple(start), 4) == engine_index((*start, *more), 4)
 
 
 def test_conversations_are_spread() -> None:
     counts = [0] * 4
     for number in range(1000):
-        counts[place((1, number), 4)] += 1
+        counts[engine_index((1, number), 4)] += 1
     assert min(counts) > 200
 
 
@@ -117,19 +117,19 @@ def engines() -> Iterator[dict[str, Any]]:
     with Child(
         "benchmarks.service.slot_engines", "--engines", "2", "--slots", "1", "--token-ms", "1"
     ) as child:
-        yield json.loads(child.said)
+        yield json.loads(child.line)
 
 
-async def test_they_pass_for_engines(engines: dict[str, Any]) -> None:
-    """One by one they have a slot each, as one they have two; the turns of either are
-    counted where they are one.
+async def test_slot_engines_act_as_engines(engines: dict[str, Any]) -> None:
+    """Each engine has one slot; as one they have two, and the turns of either are
+    counted in the joint statistics.
     """
     spec = {"name": "e", "vocab": 100}
     one = HttpEngine(HttpSpec(url=engines["engines"][0], **spec))
     both = HttpEngine(HttpSpec(url=engines["fixed"], **spec))
     try:
         assert ((await one.ready()).max_slots, (await both.ready()).max_slots) == (1, 2)
-        assert one.logprobs is Logprobs.SAMPLED, "whatever is asked for can be asked of them"
+        assert one.logprobs is Logprobs.SAMPLED, "every option of a request is supported"
         before = (await both.stats()).busy_s
         found = await asyncio.gather(
             *(one.generate(GenerateRequest(id=str(at), tokens=(5, at))) for at in range(4))
@@ -142,12 +142,12 @@ async def test_they_pass_for_engines(engines: dict[str, Any]) -> None:
         await both.close()
 
 
-def test_a_child_that_does_not_begin_is_an_error() -> None:
+def test_a_child_that_does_not_start_is_an_error() -> None:
     with (
         Child("benchmarks.service.slot_engines") as child,
         pytest.raises(RuntimeError, match="slot_engines ended with 2 before it was ready"),
     ):
-        _ = child.said
+        _ = child.line
 
 
 # The agents.
@@ -174,7 +174,7 @@ async def test_every_command_does_something_in_either_terminal(terminal: Any) ->
     needs("zygote")
     if terminal == "tmux" and shutil.which("tmux") is None:
         pytest.skip("tmux is not installed")
-    async with BOXES.opened():
+    async with SANDBOXES.opened():
         env = BashEnv(terminal=terminal)
         payload = json.dumps({"number": 42, "turns": len(COMMANDS)})
         try:
@@ -190,14 +190,14 @@ async def test_every_command_does_something_in_either_terminal(terminal: Any) ->
 
 
 class Client:
-    """Rollouts that are done in the order of their numbers, a step's last ones never;
-    it notes which are cancelled.
+    """A client whose rollouts finish in the order of their numbers, except the last
+    ones of a step, which never do; it records the cancelled ones.
     """
 
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.cancelled: dict[str, int] = {}
-        """With how many had been asked for by then."""
+        """Number of requests at the time of each cancellation."""
 
     async def rollout(self, request: RolloutRequest) -> RolloutStatus:
         self.asked.append(request.id)
@@ -217,7 +217,7 @@ class Client:
 
 
 def finished(number: int) -> MemberStatus:
-    """Of two turns and three seconds of environments."""
+    """Return a rollout of two turns and three seconds of environments."""
     sequence = TokenSequence(
         tokens=(), segments=(), logprobs=(), turns=(TurnSpan(start=0, end=0),) * 2
     )
@@ -232,11 +232,11 @@ def finished(number: int) -> MemberStatus:
 
 
 @pytest.mark.parametrize("cancels", [True, False])
-async def test_what_is_not_wanted_is_cancelled_at_once_or_at_the_end(
+async def test_unwanted_rollouts_are_cancelled_at_once_or_at_the_end(
     engines: dict[str, Any], cancels: bool
 ) -> None:
     client, left = Client(), JOBS - WANTED
-    found = await Trainer(client, Way(cancels=cancels), engines["fixed"], "way").round(1, 2)
+    found = await Trainer(client, Variant(cancels=cancels), engines["fixed"], "way").round(1, 2)
     assert client.asked == [f"way-{number}" for number in range(3 * JOBS, 6 * JOBS)], (
         "three steps: one warms up"
     )
@@ -253,11 +253,13 @@ async def test_what_is_not_wanted_is_cancelled_at_once_or_at_the_end(
 # Figures.
 
 
-def test_each_way_leaves_one_thing_out() -> None:
-    full = WAYS["full"]
-    for name, way in WAYS.items():
+def test_each_variant_leaves_one_part_out() -> None:
+    full = VARIANTS["full"]
+    for name, variant in VARIANTS.items():
         differing = [
-            field for field in Way.__struct_fields__ if getattr(way, field) != getattr(full, field)
+            field
+            for field in Variant.__struct_fields__
+            if getattr(variant, field) != getattr(full, field)
         ]
         assert len(differing) == (0 if name == "full" else 1)
 
@@ -273,7 +275,7 @@ def a_round(rate: float) -> Round:
     )
 
 
-def test_ratios_are_medians_of_rounds_and_what_is_missing_has_a_reason() -> None:
+def test_ratios_are_medians_of_rounds_and_a_missing_one_has_a_reason() -> None:
     conditions: dict[str, Any] = {}
     rounds = {
         "full": [a_round(4.0), a_round(6.0), a_round(2.0)],
@@ -290,7 +292,7 @@ def test_ratios_are_medians_of_rounds_and_what_is_missing_has_a_reason() -> None
     assert "tmux is not installed" in conditions["ablation_ratio_bash"]
 
 
-def test_throughput_is_by_kind_and_number_of_processes() -> None:
+def test_throughput_is_by_workload_and_number_of_processes() -> None:
     conditions: dict[str, Any] = {}
     found = {"": {1: [1.0, 3.0, 2.0], 2: [4.0], 4: [6.0]}, "saturated_": {1: [5.0], 2: [7.0]}}
     figures = service_scaling.figures_of(found, conditions)
@@ -312,6 +314,6 @@ def test_added_latency_is_between_equal_percentiles(
     assert added(ours, theirs, 1.0) == max(theirs) - max(ours)
 
 
-def test_it_trains_nothing() -> None:
+def test_seeds_are_refused() -> None:
     with pytest.raises(ConfigError, match="--seeds must be left out for bench service"):
         bench("service", as_json=False, quick=True, seeds=1)

@@ -1,4 +1,4 @@
-"""Bench `sim`: what it measures is what the issue asks for, and a failure is told."""
+"""Bench `sim`: it measures the required figures, and reports a failure."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from rollweave.sim.world import costs_of
     ("layout", "gpus"),
     [(layout, gpus) for layout, (_, _, splits) in sim.LAYOUTS.items() for gpus in splits],
 )
-def test_every_size_is_a_placement_that_can_be(layout: str, gpus: int) -> None:
+def test_every_size_is_a_possible_placement(layout: str, gpus: int) -> None:
     made = sim.config(gpus, layout)
     costs_of(made)
     assert made.sim is not None
@@ -27,13 +27,13 @@ def test_the_largest_has_a_layout_with_an_engine_on_each_rollout_gpu() -> None:
 
 
 def test_memory_is_that_of_one_process_alone() -> None:
-    """A child's peak does not count what its parent holds."""
+    """A child's peak does not include its parent's memory."""
     ballast = bytearray(300 * 1024 * 1024)
     code = "from benchmarks.sim.bench import _peak_mb; print(_peak_mb())"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 5 < float(told.stdout) < 280 < len(ballast) / 1024**2
 
 
-def test_a_simulation_that_fails_is_told() -> None:
+def test_a_simulation_that_fails_is_reported() -> None:
     with pytest.raises(RuntimeError, match="simulating 65 GPUs failed"):
         sim._in_process(65, "machines")

@@ -1,5 +1,5 @@
-"""A recorded run is simulated once more: the same steps, in a time that the measured
-engine and trainer account for.
+"""A simulation of a recorded run has the same steps, in a time that the measured engine
+and trainer account for.
 """
 
 from pathlib import Path
@@ -16,7 +16,9 @@ from tests.sim.test_recording import one_domain
 
 
 def profile(path: Path, *, scale: float) -> Path:
-    """An engine whose every step takes `scale` seconds, whatever it computes."""
+    """Return the profile of an engine each of whose steps takes `scale` seconds,
+    regardless of its work.
+    """
     samples = [
         Sample(
             prefill_tokens=tokens,
@@ -32,7 +34,7 @@ def profile(path: Path, *, scale: float) -> Path:
     return path
 
 
-def test_a_recorded_run_happens_again_with_other_engines(tmp_path: Path) -> None:
+def test_a_recorded_run_is_repeated_with_other_engines(tmp_path: Path) -> None:
     assert Scripted(one_domain("sync"), tmp_path / "run").run().error == ""
     config = load(tmp_path / "run" / "config.toml", [])
     live, work = (

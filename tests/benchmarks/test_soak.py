@@ -1,5 +1,5 @@
-"""A soak finds what is lost, trained twice or mixed; and a short one, of real
-processes, finds nothing.
+"""A soak detects lost trajectories, trajectories trained twice and mixed versions; and
+a short one, of real processes, finds none.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.contract import Result
 from benchmarks.soak.bench import QUICK, soak, unaccounted
-from benchmarks.soak.run_under_test import Lineage, Steps, versions_of
+from benchmarks.soak.run_under_test import Lineage, StepCounter, versions_of
 from rollweave.cli.bench import bench
 from rollweave.schema.base import GroupId, TrajectoryId
 from rollweave.schema.commands import GroupRef, TrainStep
@@ -43,13 +43,13 @@ SMALL = dataclasses.replace(
 
 
 def trained(lineage: Lineage, step: int, *names: str) -> None:
-    """A step on groups of one is asked for, and done."""
+    """Record a step on groups of one: its request and its end."""
     groups = tuple(
         GroupRef(id=GroupId(name), name="lake", trajectory_ids=(TrajectoryId(name),))
         for name in names
     )
-    lineage.hear(TimerFired(), [TrainStep(step=step, part=0, parts=1, groups=groups)])
-    lineage.hear(StepTrained(epoch=0, step=step, part=0), [])
+    lineage.record(TimerFired(), [TrainStep(step=step, part=0, parts=1, groups=groups)])
+    lineage.record(StepTrained(epoch=0, step=step, part=0), [])
 
 
 def test_a_step_that_is_trained_again_counts_as_it_was_trained_last() -> None:
@@ -64,9 +64,9 @@ def test_a_step_that_is_trained_again_counts_as_it_was_trained_last() -> None:
     assert sorted(lineage.ids).count("a") == 2
 
 
-def test_steps_are_counted_as_their_lines_become_whole(tmp_path: Path) -> None:
+def test_steps_are_counted_as_their_lines_become_complete(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    steps = Steps(path)
+    steps = StepCounter(path)
     steps.read()
     assert (steps.count, steps.last) == (0, -1), "there is no file yet"
     lines = [
@@ -82,7 +82,7 @@ def test_steps_are_counted_as_their_lines_become_whole(tmp_path: Path) -> None:
     assert (steps.count, steps.last) == (3, 1), "a step that was lost is there twice"
 
 
-def test_only_what_was_sampled_has_a_version() -> None:
+def test_only_sampled_tokens_have_a_version() -> None:
     kinds = [
         (SegmentKind.PROMPT, -1),
         (SegmentKind.OUTPUT, 4),
@@ -101,7 +101,7 @@ def sequence(*kinds: tuple[SegmentKind, int]) -> TokenSequence:
     return TokenSequence(tokens=(0,) * len(kinds), segments=segments, logprobs=(0.0,) * len(kinds))
 
 
-def test_what_is_lost_and_what_is_only_said_to_be_trained_is_unaccounted_for() -> None:
+def test_lost_and_falsely_trained_trajectories_are_unaccounted_for() -> None:
     account = {
         "started": 20,
         "trained": 10,
@@ -126,7 +126,7 @@ def test_a_broken_promise_is_named() -> None:
     ).broken == ["mixed_versions"]
 
 
-def test_it_has_no_seeds() -> None:
+def test_seeds_are_refused() -> None:
     with pytest.raises(ConfigError, match="--seeds must be left out for bench soak"):
         bench("soak", as_json=False, quick=True, seeds=1)
 
@@ -134,10 +134,10 @@ def test_it_has_no_seeds() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_is_killed_in_every_way_and_nothing_is_lost() -> None:
-    said: list[str] = []
-    result = soak(SMALL, say=said.append)
+    lines: list[str] = []
+    result = soak(SMALL, progress=lines.append)
     figures = result.figures
-    assert result.broken == [], said
+    assert result.broken == [], lines
     assert {
         name: count for name, count in figures.items() if name.startswith(("killed", "stopped"))
     } == {

@@ -1,5 +1,5 @@
-"""Bench `tools`: turns are taken, ratios are those of the medians, and what is missing
-is None.
+"""Bench `tools`: contenders alternate, ratios are those of the medians, and a missing
+figure is None.
 """
 
 import pytest
@@ -9,7 +9,7 @@ from rollweave.cli.bench import bench
 from rollweave.schema.errors import ConfigError
 
 
-def test_they_take_turns_and_the_first_block_does_not_count() -> None:
+def test_contenders_alternate_and_the_first_block_does_not_count() -> None:
     turns: list[str] = []
 
     def contender(name: str) -> list[float]:
@@ -43,6 +43,6 @@ def test_ratios_are_of_medians_and_none_where_a_side_is_missing() -> None:
     )
 
 
-def test_it_trains_nothing() -> None:
+def test_seeds_are_refused() -> None:
     with pytest.raises(ConfigError, match="--seeds must be left out for bench tools"):
         bench("tools", as_json=False, quick=True, seeds=1)

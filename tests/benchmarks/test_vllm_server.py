@@ -1,5 +1,5 @@
-"""The server of a peer: started, awaited within a limit, asked, and gone with all that
-it started, however it ends.
+"""The server of a peer: it is started, awaited within a limit, sent requests, and ended
+with all its children in every case.
 """
 
 import fcntl
@@ -43,8 +43,10 @@ def server(tmp_path: Path, behaviour: str = "") -> VllmServer:
     )
 
 
-def test_nobody_else_comes_to_the_port_before_the_server_does(tmp_path: Path) -> None:
-    """That takes tens of seconds, and the system gives out ports all the time."""
+def test_the_port_is_reserved_until_the_server_binds_it(tmp_path: Path) -> None:
+    """A server binds its port tens of seconds later, and the system hands out ports all
+    the time.
+    """
     with server(tmp_path) as peer, socket.socket() as other:
         with pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.1", peer.port))
@@ -52,20 +54,20 @@ def test_nobody_else_comes_to_the_port_before_the_server_does(tmp_path: Path) ->
 
 
 def await_gone(*locks: Path) -> None:
-    """Return once nobody holds these locks: a process that ends lets go of them."""
+    """Return once these locks are free: a process that ends releases them."""
     for lock in locks:
         with lock.open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def assert_gone(tmp_path: Path, peer: VllmServer) -> None:
-    """The guard is reaped, the server and its child have ended."""
+    """The guard is reaped, and the server and its child have ended."""
     with pytest.raises(ChildProcessError):
         os.waitpid(peer.pid, 0)
     await_gone(tmp_path / "server.lock", tmp_path / "child.lock")
 
 
-def test_it_starts_answers_and_is_gone(tmp_path: Path) -> None:
+def test_a_server_starts_responds_and_ends(tmp_path: Path) -> None:
     with server(tmp_path) as peer:
         assert peer.wait_ready() == "0.0-fake"
         peer.generate(REQUESTS)
@@ -73,7 +75,7 @@ def test_it_starts_answers_and_is_gone(tmp_path: Path) -> None:
     assert_gone(tmp_path, peer)
 
 
-def test_a_failure_or_ctrl_c_while_it_serves_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failure_or_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     peer = server(tmp_path)
 
     def interrupted() -> None:
@@ -86,7 +88,7 @@ def test_a_failure_or_ctrl_c_while_it_serves_leaves_nothing(tmp_path: Path) -> N
     assert_gone(tmp_path, peer)
 
 
-def test_leaving_it_ends_the_requests_under_way(tmp_path: Path) -> None:
+def test_leaving_the_context_ends_running_requests(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "asked")
     with ThreadPoolExecutor(1) as pool:
         with server(tmp_path, "hangs") as peer:
@@ -98,7 +100,7 @@ def test_leaving_it_ends_the_requests_under_way(tmp_path: Path) -> None:
     assert_gone(tmp_path, peer)
 
 
-def test_it_is_killed_with_us(tmp_path: Path) -> None:
+def test_a_server_ends_with_its_parent(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", KILLED, fake_python(tmp_path), str(tmp_path)], check=False
     )
@@ -106,7 +108,7 @@ def test_it_is_killed_with_us(tmp_path: Path) -> None:
     await_gone(tmp_path / "server.lock", tmp_path / "child.lock")
 
 
-def test_a_crash_at_the_start_is_said_with_its_last_words(tmp_path: Path) -> None:
+def test_a_crash_at_the_start_is_reported_with_its_last_output(tmp_path: Path) -> None:
     with (
         pytest.raises(
             PeerError,
@@ -118,7 +120,7 @@ def test_a_crash_at_the_start_is_said_with_its_last_words(tmp_path: Path) -> Non
         peer.wait_ready()
 
 
-def test_it_is_awaited_for_so_long_only(tmp_path: Path) -> None:
+def test_the_wait_for_a_server_has_a_limit(tmp_path: Path) -> None:
     with (
         pytest.raises(PeerError, match=r"was not ready in 0\.5 s"),
         server(tmp_path, "never_ready") as peer,
@@ -144,8 +146,8 @@ def test_requests_that_fail_are_a_reason(tmp_path: Path, behaviour: str, reason:
     assert_gone(tmp_path, peer)
 
 
-def test_what_is_no_program_is_said(tmp_path: Path) -> None:
-    nobody = VllmServer(
+def test_a_missing_program_is_reported(tmp_path: Path) -> None:
+    server = VllmServer(
         str(tmp_path / "none"),
         str(tmp_path),
         kv_bytes=1,
@@ -153,7 +155,7 @@ def test_what_is_no_program_is_said(tmp_path: Path) -> None:
         scratch=tmp_path,
         concurrency=1,
     )
-    with pytest.raises(PeerError, match="not a program"), nobody:
+    with pytest.raises(PeerError, match="not a program"), server:
         pass
 
 

@@ -29,7 +29,7 @@ BENCHES = {
     "longtail": "learning:bench_learning",
     "modes": "modes:bench_modes",
     "sim": "sim.bench:bench_sim",
-    "truth": "sim.fidelity:bench_truth",
+    "fidelity": "sim.fidelity:bench_fidelity",
     "faults": "sim.faults:bench_faults",
     "placement": "placement.bench:bench_placement",
     "scheduling": "scheduling.bench:bench_scheduling",
@@ -44,7 +44,7 @@ BENCHES = {
 """Benchmark → the function in `benchmarks/` that runs it, as `module:function`."""
 
 NAMES = tuple(BENCHES)
-SEEDED = ("demo", "fixed", "multitask", "longtail", "modes", "truth", "faults")
+SEEDED = ("demo", "fixed", "multitask", "longtail", "modes", "fidelity", "faults")
 """Names of benchmarks that repeat a run with several seeds."""
 
 
@@ -119,7 +119,7 @@ def _profile(path: Path, model: Path | None, *, quick: bool) -> "Result":
 def _run(name: str, *, quick: bool, seeds: int | None) -> "Result":
     module, _, function = BENCHES[name].partition(":")
     run = getattr(_benchmark(module), function)
-    arguments = {"name": name, "quick": quick, "seeds": seeds, "say": _print_progress}
+    arguments = {"name": name, "quick": quick, "seeds": seeds, "progress": _print_progress}
     result: Result = run(
         **{key: arguments[key] for key in inspect.signature(run).parameters if key in arguments}
     )

@@ -1,6 +1,8 @@
-"""Stands in for vLLM's server: the same command line and the same three paths; `FAKE_VLLM` says how it behaves.
+"""Stands in for vLLM's server: the same command line and the same three paths;
+`FAKE_VLLM` says how it behaves.
 
-It and a child of its own hold a lock each in the working directory, so that a test sees when they are gone.
+It and a child of its own hold a lock each in the working directory, so that a test sees
+when they are gone.
 """
 
 import argparse
