@@ -72,7 +72,7 @@ class VariantRun:
     waited: float = 0.0
     worked: float = 0.0
     used: list[Group] = field(default_factory=list)
-    stale: int = 0  # groups that were trained on at a later version than they were begun under
+    stale: int = 0  # groups that were trained on at a later version than they started under
 
     def train(self, batch: list[Group]) -> None:
         self.used += batch[:GROUPS]
@@ -142,7 +142,7 @@ def asynchronous(staleness: int) -> Variant:
         ends: list[tuple[float, int]] = []  # of groups, and with -1 of a training step
         clock = asked = 0.0
         step, training = 0, False
-        dapo.ask(0)
+        dapo.request_batch(0)
         while step < steps:
             batch = None if training else dapo.take()
             if batch is not None:
@@ -152,21 +152,21 @@ def asynchronous(staleness: int) -> Variant:
                 heapq.heappush(ends, (clock + TRAIN_S, -1))
                 training = True
             for number in dapo.overdue():
-                group, begun, _ = known[number]
-                result.worked += group.work(clock - begun)
+                group, started, _ = known[number]
+                result.worked += group.work(clock - started)
             for _ in range(dapo.room()):
-                number, group = dapo.begun(), next(drawn)
+                number, group = dapo.start_group(), next(drawn)
                 known[number] = group, clock, dapo.version
                 heapq.heappush(ends, (clock + group.seconds, number))
             clock, number = heapq.heappop(ends)
             if number < 0:
                 step += 1
-                dapo.ask(step)
+                dapo.request_batch(step)
                 asked, training = clock, False
             elif number in dapo.under_way:
                 group = known[number][0]
                 result.worked += group.work()
-                dapo.ended(number, [0.0, float(group.informative)])
+                dapo.end_group(number, [0.0, float(group.informative)])
         result.seconds = clock
         return result
 
@@ -232,7 +232,6 @@ def simulated(*, quick: bool) -> tuple[dict[str, Figure], dict[str, str]]:
         "length": "seconds of the groups trained on, over those of all informative ones: below 1, "
         "the long ones are missing",
         "useful": "share of the rollouts' seconds whose groups were trained on",
-        "stale": "share of the groups that were begun under older weights than they were trained "
-        "from",
+        "stale": "share of the groups that started under older weights than they were trained from",
     }
     return figures, conditions

@@ -72,8 +72,8 @@ def test_requests_round_trip_regardless_of_splits(
         while (request := decoder.take()) is not None:
             found.append(plain(request))
     assert found == [meaning for _, meaning in all_sent]
-    assert decoder.held == 0
-    assert not decoder.begun
+    assert decoder.buffered == 0
+    assert not decoder.started
 
 
 @given(st.binary(max_size=200) | sent().map(lambda each: each[0][:-1] + b"\0"))

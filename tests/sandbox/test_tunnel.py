@@ -473,7 +473,7 @@ def part(
     number: Any, *, method: str = "POST", more: Any = False, gone: Any = (), **fields: Any
 ) -> dict[str, Any]:
     return {
-        "gone": list(gone),
+        "disconnected": list(gone),
         "number": number,
         "method": method,
         "target": "/s/mine/v1/a",
@@ -487,7 +487,7 @@ def part(
     "notices",
     [
         [({}, b"")],
-        [({"gone": ["1"]}, b"")],
+        [({"disconnected": ["1"]}, b"")],
         [(part("1"), b"")],
         [(part(1, more=1), b"")],
         [(part(1, headers={"authorization": 3}), b"")],
@@ -523,7 +523,7 @@ async def test_the_host_filters_requests_of_a_sandbox() -> None:
         (part(3, target="/s/mine/v1/\r\nHost: evil"), b""),
         (part(4, target="/s/mine/v1/../x"), b""),
         (part(5, method="PUT"), b""),
-        ({"gone": [1 << 70, -1, 77]}, b""),
+        ({"disconnected": [1 << 70, -1, 77]}, b""),
         (part(6, more=True), b"x"),
         (part(7, gone=[6]), b""),
     ]

@@ -142,11 +142,11 @@ async def test_rollouts_continue_while_the_trainer_trains(tmp_path: Path) -> Non
             await batches.next(version=0)
             # all groups for the next batch are done
             await wait_until(service.address, "/health", is_idle)
-            begun = batches.account.begun
+            started = batches.account.started
             assert batches.account.carried >= 2
             batch = await batches.next(version=1)
             assert {group.version for group in batch.groups} == {0}
-            assert int(names(batch)[-1][1:]) < begun
+            assert int(names(batch)[-1][1:]) < started
 
 
 async def test_cancelling_next_loses_nothing(tmp_path: Path) -> None:

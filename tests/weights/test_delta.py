@@ -22,10 +22,8 @@ from rollweave.weights.delta import (
     BLOCK_BYTES,
     HEAD_BYTES,
     ITEMSIZES,
-    Applier,
     apply,
     encode,
-    encode_tensors,
     plan,
 )
 from rollweave.weights.delta_body import DENSE, RAW, SPARSE, UNCHANGED, WHOLE
@@ -428,84 +426,4 @@ def test_refuses_tensors_that_do_not_fit() -> None:
         with pytest.raises(DeltaError, match=r"t: .* do not hold shape"):
             plan([TensorMeta(name="t", dtype="float32", shape=shape, offset=0, nbytes=nbytes)], 100)
     with pytest.raises(DeltaError, match="t0: overlaps another one, or the payload's end at 19"):
-        Applier([meta("t0", 10, 2, 0)], bytes(19), bytearray(19))
-
-
-def versions() -> tuple[list[TensorMeta], bytes, bytes]:
-    """Return two versions of a payload of several blocks and element sizes."""
-    rng = np.random.default_rng(2)
-    metas, base, new = [], bytearray(), bytearray()
-    for number, (count, itemsize) in enumerate(
-        [(3 * BLOCK_BYTES // 4, 2), (100, 2), (5000, 4), (0, 4), (77, 1), (40_000, 8)]
-    ):
-        padding = bytes(-len(base) % 64)
-        metas.append(meta(f"t{number}", count, itemsize, len(base) + len(padding)))
-        old = weights(rng, count, itemsize)
-        base += padding + old.tobytes()
-        new += padding + changed(rng, old, 0.01, steps=2).tobytes()
-    return metas, bytes(base), bytes(new)
-
-
-METAS, BASE, NEW = versions()
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_a_stream_is_the_concatenation_of_its_blocks(threads: int) -> None:
-    blocks = list(encode_tensors(METAS, BASE, NEW, threads=threads))
-    spans = plan(METAS, len(NEW))
-    assert len(spans) >= 5
-    assert blocks == [
-        encode(BASE[s.start : s.stop], NEW[s.start : s.stop], itemsize=s.itemsize) for s in spans
-    ]
-
-
-@settings(max_examples=examples(20))
-@given(st.lists(st.integers(0, 10**6), max_size=20), st.booleans())
-def test_accepts_a_stream_in_any_chunks(cuts: list[int], in_place: bool) -> None:
-    stream = b"".join(encode_tensors(METAS, BASE, NEW))
-    ends = sorted(cut % (len(stream) + 1) for cut in cuts)
-    out = bytearray(BASE) if in_place else bytearray(len(BASE))
-    applier = Applier(METAS, out if in_place else BASE, out)
-    for start, stop in zip([0, *ends], [*ends, len(stream)], strict=True):
-        stands = applier.feed(stream[start:stop])
-        assert out[:stands] == NEW[:stands]
-    applier.finish()
-    assert out == NEW
-
-
-def test_reports_a_stream_that_ends_early() -> None:
-    *most, last = encode_tensors(METAS, BASE, NEW)
-    applier = Applier(METAS, BASE, bytearray(len(BASE)))
-    applier.feed(b"".join(most))
-    with pytest.raises(DeltaError, match=f"ends inside block {len(most)} of {len(most) + 1}"):
-        applier.finish()
-    applier.feed(last[:-1])
-    with pytest.raises(DeltaError, match="ends inside"):
-        applier.finish()
-    applier.feed(last[-1:])
-    applier.finish()
-    with pytest.raises(DeltaError, match="more bytes"):
-        applier.feed(most[0])
-
-
-def test_accepts_nothing_after_a_damaged_block() -> None:
-    first, second, *rest = encode_tensors(METAS, BASE, NEW)
-    out = bytearray(BASE)
-    applier = Applier(METAS, out, out)
-    with pytest.raises(DeltaError, match=r"block 1 of .* body was damaged"):
-        applier.feed(first + second[:-1] + bytes([second[-1] ^ 1]))
-    end = plan(METAS, len(NEW))[0].stop
-    assert out == NEW[:end] + BASE[end:]
-    for again in (second, *rest):
-        with pytest.raises(DeltaError, match="block 1 of"):
-            applier.feed(again)
-    with pytest.raises(DeltaError, match="block 1 of"):
-        applier.finish()
-
-
-def test_refuses_blocks_at_another_place() -> None:
-    blocks = list(encode_tensors(METAS, BASE, NEW))
-    with pytest.raises(DeltaError, match="block 0 of"):
-        Applier(METAS, BASE, bytearray(len(BASE))).feed(b"".join(blocks[1:]))
-    with pytest.raises(DeltaError, match="another base"):
-        Applier(METAS, NEW, bytearray(len(BASE))).feed(blocks[0])
+        plan([meta("t0", 10, 2, 0)], 19)

@@ -83,7 +83,7 @@ def engine(spec: EngineSpec, access: Access) -> None:
     _check(spec)  # report wrong input before a process starts
     if access.token_file is not None and (access.no_token or access.token_env is not None):
         raise ConfigError("--token-file must be given without --token-env and --no-token")
-    given = given_token(
+    token_given = given_token(
         access.token_env, no_token=access.no_token, host=access.host, named="--token-env"
     )
     try:
@@ -92,10 +92,10 @@ def engine(spec: EngineSpec, access: Access) -> None:
         raise ConfigError(str(error)) from error
     check_address(access.host, access.port, names=NAMES)
     file = access.token_file or _state_directory() / TOKEN_FILE
-    token = None if access.no_token else given or kept_token(file)
+    token = None if access.no_token else token_given or kept_token(file)
     if token is None:
         notice = "no token: every program of every user on this host has access"
-    elif given is not None:
+    elif token_given is not None:
         notice = f"token: the value of ${access.token_env}"
     else:
         notice = f"token: {token} (stored in {file})"

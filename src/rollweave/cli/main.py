@@ -23,8 +23,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(show: bool) -> None:
+    if show:
         typer.echo(f"rollweave {importlib.metadata.version('rollweave')}")
         raise typer.Exit
 

@@ -63,12 +63,12 @@ def trace(
     if trajectory is not None:
         _show(run, reader, trajectory)
         return
-    wanted = _filter(task=task, stop=stop, reward=reward, step=step)
+    matches = _filter(task=task, stop=stop, reward=reward, step=step)
     newest: list[tuple[StoredAttempt, Trajectory]] = []
     matching = 0
     for entry in reversed(reader.entries):
         loaded = reader.load(entry)
-        if wanted(loaded):
+        if matches(loaded):
             matching += 1
             if len(newest) < limit:
                 newest.append((entry, loaded))
@@ -103,7 +103,7 @@ def _filter(
         raise ConfigError(f"--stop must be one of {', '.join(StopReason)}, got {stop!r}")
     compare = parse_reward(reward) if reward is not None else None
 
-    def wanted(trajectory: Trajectory) -> bool:
+    def matches(trajectory: Trajectory) -> bool:
         return (
             (task is None or task in (trajectory.task.tag, trajectory.task.env))
             and (stop is None or trajectory.stop_reason == stop)
@@ -111,7 +111,7 @@ def _filter(
             and (step is None or trajectory.initiated_version == step)
         )
 
-    return wanted
+    return matches
 
 
 def _list(rows: list[tuple[StoredAttempt, Trajectory]], matching: int, total: int) -> None:
@@ -143,8 +143,8 @@ def _list(rows: list[tuple[StoredAttempt, Trajectory]], matching: int, total: in
             trajectory.stop_reason.value + _cut(trajectory, ", {cut} cut"),
         )
     out.print(table)
-    shown = f"{len(rows)} of {matching}" if len(rows) < matching else str(matching)
-    out.print(f"[dim]{shown} shown, {total} attempts in the run[/]")
+    range_text = f"{len(rows)} of {matching}" if len(rows) < matching else str(matching)
+    out.print(f"[dim]{range_text} shown, {total} attempts in the run[/]")
 
 
 def _versions(trajectory: Trajectory) -> str:
@@ -158,8 +158,8 @@ def _versions(trajectory: Trajectory) -> str:
     return str(low) if low == high else f"{low}–{high}"
 
 
-def _show(run: RunDir, reader: TrajectoryReader, wanted: str) -> None:
-    name, _, attempt = wanted.partition("/")
+def _show(run: RunDir, reader: TrajectoryReader, name_text: str) -> None:
+    name, _, attempt = name_text.partition("/")
     matching = [entry for entry in reader.entries if entry.trajectory_id == name]
     if attempt:
         matching = [entry for entry in matching if str(entry.attempt) == attempt]
@@ -167,7 +167,7 @@ def _show(run: RunDir, reader: TrajectoryReader, wanted: str) -> None:
         last = f", the newest is {reader.entries[-1].trajectory_id}" if reader.entries else ""
         raise ConfigError(
             f"TRAJECTORY must be one of this run's {len(reader.entries)} attempts, "
-            f"got {wanted!r}{last}"
+            f"got {name_text!r}{last}"
         )
     trajectory = reader.load(matching[-1])
     decoder = TokenDecoder(_tokenizer(run))

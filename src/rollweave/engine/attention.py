@@ -187,8 +187,8 @@ class Attention:
             gather[row, span] = np.arange(piece.offset, piece.offset + piece.count)
             positions[row, span] = np.arange(piece.start, piece.start + piece.count)
             real[row, span] = True
-            held = piece.entry.blocks[:blocks]
-            tables[row, : len(held)] = held
+            held_blocks = piece.entry.blocks[:blocks]
+            tables[row, : len(held_blocks)] = held_blocks
         context = blocks * self.pool.block_tokens
         seen = torch.arange(context, device=self.device) <= self._tensor(positions)[:, :, None]
         mask = torch.where(seen, self._zero, self._hidden)

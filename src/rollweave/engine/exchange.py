@@ -219,13 +219,13 @@ class KvExchange:
         if keys[-1] != manifest.key:
             raise KvError("the KV belongs to other tokens")
         present, room = await self._between_steps(lambda: self._present_and_free(keys))
-        wanted = min(blocks, present + room)
-        if not wanted:
+        end_block = min(blocks, present + room)
+        if not end_block:
             raise KvError("no block of the cache is free")
         size, chunk = self._pool.block_tokens, manifest.chunk_blocks
-        if present == wanted:
+        if present == end_block:
             return present * size
-        first, last = present // chunk, -(-wanted // chunk)
+        first, last = present // chunk, -(-end_block // chunk)
         payload = await fetch(
             manifest, chunk_bytes=chunk * self._block_nbytes, first=first, last=last
         )
@@ -243,10 +243,10 @@ class KvExchange:
         """Return the number of blocks in the KV. Raises KvError if this engine cannot
         use it.
         """
-        for name, ours in self._compatibility(self._ledger.weights_id).items():
-            theirs = getattr(manifest, name)
-            if theirs != ours:
-                raise KvError(f"{name} of the KV must be this engine's {ours}, got {theirs}")
+        for name, expected in self._compatibility(self._ledger.weights_id).items():
+            exported = getattr(manifest, name)
+            if exported != expected:
+                raise KvError(f"{name} of the KV must be this engine's {expected}, got {exported}")
         if not self._ledger.caching:
             raise KvError("this engine has no prefix cache")
         blocks, rest = divmod(manifest.tokens, self._pool.block_tokens)
@@ -319,21 +319,21 @@ class KvExchange:
         ledger = self._ledger
         if ledger.weights_id != weights_id:
             raise KvError(f"the weights have changed from {weights_id} to {ledger.weights_id}")
-        held = ledger.match(keys)
-        present = len(held)
+        blocks_held = ledger.match(keys)
+        present = len(blocks_held)
         if present < start:
             return present  # the blocks that precede the new ones have been evicted
-        ledger.share(held)
+        ledger.share(blocks_held)
         try:
             new = ledger.allocate(min(len(keys) - present, ledger.free))
-            held += new
+            blocks_held += new
             if new:
                 self._pool.write(new, content[present - start : present - start + len(new)])
                 for block, key in zip(new, keys[present:], strict=False):
                     ledger.commit(block, key)
         finally:
-            ledger.release(held)
-        return len(held)
+            ledger.release(blocks_held)
+        return len(blocks_held)
 
 
 def _run_for(answer: asyncio.Future[T], function: Callable[[], T]) -> None:

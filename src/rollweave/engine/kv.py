@@ -136,12 +136,12 @@ class DenseMirror:
         return None
 
     def _allocate(self, rows: int, capacity: int) -> None:
-        old_keys, old_values, kept = self._keys, self._values, len(self.rows)
+        old_keys, old_values, row_count = self._keys, self._values, len(self.rows)
         length = min(self._size[1], capacity)
         self._size = (rows, capacity)
         self._keys, self._values, self.mask = self._empty(rows, capacity)
-        self._keys[:, :kept, :, :, :length] = old_keys[:, :kept, :, :, :length]
-        self._values[:, :kept, :, :length] = old_values[:, :kept, :, :length]
+        self._keys[:, :row_count, :, :, :length] = old_keys[:, :row_count, :, :, :length]
+        self._values[:, :row_count, :, :length] = old_values[:, :row_count, :, :length]
         self.keys, self.values = self._keys.unbind(0), self._values.unbind(0)
         # The `capacity` entries from `capacity - n` on are n zeros and then -inf: the
         # mask of a row of n tokens.
@@ -156,8 +156,8 @@ class DenseMirror:
         Return False if they do not fit.
         """
         if len(entries) != len(self.rows) or any(entry not in self._row_of for entry in entries):
-            wanted = set(entries)
-            for entry in [entry for entry in self.rows if entry not in wanted]:
+            current = set(entries)
+            for entry in [entry for entry in self.rows if entry not in current]:
                 self.drop(entry)
         longest = max((len(entry.tokens) for entry in entries), default=0)
         if longest > self._size[1] or len(entries) > self._size[0]:

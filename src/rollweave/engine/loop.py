@@ -231,10 +231,10 @@ class EngineLoop:
         now = self._clock()
         try:
             state = self._admit(request, now)
-            ended = state.resume()
+            finished = state.resume()
             self._batcher.add(state.entry)
         except Exception as error:  # the tokenizer may fail to decode the resumed tokens
-            why = (
+            error_text = (
                 str(error)
                 if isinstance(error, ValueError | EngineError)
                 else f"{type(error).__name__}: {error}"
@@ -245,13 +245,13 @@ class EngineLoop:
                 logprobs=(),
                 versions=(),
                 finish=FinishReason.ERROR,
-                error=why,
+                error=error_text,
             )
             self._reply(Generated(result=result))
             return
         self._live[request.id] = state
-        if ended is not None:
-            self._finish(state, ended)
+        if finished is not None:
+            self._finish(state, finished)
         elif stream:
             if not self._streams:
                 self._progress_at = now + PROGRESS_S
@@ -442,7 +442,7 @@ class EngineLoop:
             version=self._version,
             running=len(self._batcher.running),
             waiting=len(self._batcher.waiting),
-            kv_used_tokens=self._ledger.held * self._ledger.block_tokens,
+            kv_used_tokens=self._ledger.used * self._ledger.block_tokens,
             kv_total_tokens=self._ledger.total * self._ledger.block_tokens,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,

@@ -175,12 +175,12 @@ def mix(*parts: object) -> int:
     return xxhash.xxh3_64_intdigest(text.encode()) >> 1
 
 
-def split_of(thing: str) -> Split:
+def split_of(content: str) -> Split:
     """Return the split to which a task belongs by its content.
 
     So no training task is ever in a held-out set, whatever is drawn.
     """
-    place = mix("split", thing) / 2**63
+    place = mix("split", content) / 2**63
     if place < HELD_OUT:
         return Split.VALIDATION
     return Split.TEST if place < 2 * HELD_OUT else Split.TRAIN

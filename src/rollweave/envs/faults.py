@@ -67,16 +67,16 @@ class Faulty:
         self._calls += 1
         if latency and faults.latency_s:
             await self._sleep(rng.lognormvariate(math.log(faults.latency_s), faults.latency_sigma))
-        fate = rng.random()
-        if fate < faults.env_error:
+        draw = rng.random()
+        if draw < faults.env_error:
             raise InjectedError("injected by faults.env_error")
-        fate -= faults.env_error
-        if fate < faults.env_hang:
+        draw -= faults.env_error
+        if draw < faults.env_hang:
             if self._block:
                 threading.Event().wait()
             await asyncio.Event().wait()
-        fate -= faults.env_hang
-        if fate < faults.env_garbage:
+        draw -= faults.env_hang
+        if draw < faults.env_garbage:
             return GARBAGE
         return await self._via(call, argument)
 

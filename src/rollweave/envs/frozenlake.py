@@ -81,16 +81,16 @@ class FrozenLake:
         self._lake.s = payload.get("start", 0)
         self._visited = {self._place()}
         holes = "".join(f" hole={_name(row, column)}" for row, column in _cells(self._map, "H"))
-        return Observation.of(holes + self._look(), state_key=self._look())
+        return Observation.of(holes + self._view(), state_key=self._view())
 
     def step(self, action: str) -> Step:
         move = _ACTION.fullmatch(action)
         if move is None:
-            return Step.of(" invalid" + self._look(), reward=INVALID_REWARD, state_key=self._look())
+            return Step.of(" invalid" + self._view(), reward=INVALID_REWARD, state_key=self._view())
         _, reward, done, _, _ = self._lake.step(DIRECTIONS.index(move[1]))
         self._visited.add(self._place())
         if not done:
-            return Step.of(self._look(), state_key=self._look())
+            return Step.of(self._view(), state_key=self._view())
         return Step.of(
             " goal" if reward > 0 else " fell", reward=float(reward), done=True, success=reward > 0
         )
@@ -98,7 +98,7 @@ class FrozenLake:
     def _place(self) -> tuple[int, int]:
         return divmod(int(self._lake.s), SIZE)
 
-    def _look(self) -> str:
+    def _view(self) -> str:
         """Return the agent's position and its neighborhood.
 
         Two states on one map are equal if these are.

@@ -71,8 +71,8 @@ class Gym:
         """
         kind, own = _kind(options)
         if hasattr(kind, "make_task"):
-            made: Task = kind.make_task(index=index, seed=seed, split=split, options=own)
-            return made
+            task: Task = kind.make_task(index=index, seed=seed, split=split, options=own)
+            return task
         return new_task(seed=mix(seed, split, index))
 
     @classmethod

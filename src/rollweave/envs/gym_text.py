@@ -90,8 +90,8 @@ class GymText:
         return [*options.get("actions", ()), INVALID]
 
     def _written(self, value: Any) -> str:
-        shown = self._env.render() if self._observe == "render" else value
-        return shown if isinstance(shown, str) else str(shown)
+        rendering = self._env.render() if self._observe == "render" else value
+        return rendering if isinstance(rendering, str) else str(rendering)
 
     def _parsed(self, action: str) -> Any:
         """Return the environment's action; None for a message that is none."""

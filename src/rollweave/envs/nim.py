@@ -50,21 +50,21 @@ class Nim:
     def reset(self, task: Task) -> Observation:
         self._pile = int(payload_of(task)["pile"])
         self._opponent = random.Random(task.seed)
-        return Observation.of(self._look(), state_key=self._look())
+        return Observation.of(self._view(), state_key=self._view())
 
     def step(self, action: str) -> Step:
         move = _ACTION.fullmatch(action)
         if move is None or int(move[1]) > self._pile:
-            return Step.of(" invalid" + self._look(), reward=INVALID_REWARD, state_key=self._look())
+            return Step.of(" invalid" + self._view(), reward=INVALID_REWARD, state_key=self._view())
         self._pile -= int(move[1])
         if not self._pile:
             return Step.of(" won", reward=1.0, done=True, success=True)
         self._pile -= self._reply()
         if not self._pile:
             return Step.of(" lost", done=True, success=False)
-        return Step.of(self._look(), state_key=self._look())
+        return Step.of(self._view(), state_key=self._view())
 
-    def _look(self) -> str:
+    def _view(self) -> str:
         return f" pile={self._pile}"
 
     def _reply(self) -> int:

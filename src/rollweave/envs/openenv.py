@@ -122,7 +122,7 @@ class OpenEnv:
     async def reset(self, task: Task) -> Observation:
         async with self._closed_on_failure():
             try:
-                result = await self._asked("reset", {"seed": task.seed % 2**31, **self._extra})
+                result = await self._ask("reset", {"seed": task.seed % 2**31, **self._extra})
             except _RefusedError as error:
                 raise EnvError(f"{self._url}: refused reset: {error}") from error
             text = self._written(result.observation)
@@ -131,7 +131,7 @@ class OpenEnv:
     async def step(self, action: str) -> Step:
         async with self._closed_on_failure():
             try:
-                result = await self._asked("step", self._made(action))
+                result = await self._ask("step", self._action_of(action))
             except _RefusedError as error:
                 if self._action != JSON and error.kinds & OURS:
                     raise EnvError(
@@ -152,17 +152,17 @@ class OpenEnv:
         """Close the session, within `CLOSE_S` seconds."""
         await self._line.close()
 
-    def _made(self, message: str) -> dict[str, Any]:
+    def _action_of(self, message: str) -> dict[str, Any]:
         """Return the action. Raises _RefusedError for a message that is none."""
         if self._action != JSON:
             return _filled(self._action, message)  # type: ignore[no-any-return]
         try:
-            made = json.loads(message)
+            fields = json.loads(message)
         except (ValueError, RecursionError) as error:
             raise _RefusedError(f"it must be a JSON object: {error}") from error
-        if not isinstance(made, dict):
+        if not isinstance(fields, dict):
             raise _RefusedError("it must be a JSON object")
-        return made
+        return fields
 
     @contextlib.asynccontextmanager
     async def _closed_on_failure(self) -> AsyncIterator[None]:
@@ -172,7 +172,7 @@ class OpenEnv:
             await self.close()
             raise
 
-    async def _asked(self, what: str, data: dict[str, Any]) -> _Result:
+    async def _ask(self, what: str, data: dict[str, Any]) -> _Result:
         """Send a request and return the answer. Raises EnvError, and _RefusedError."""
         try:
             async with asyncio.timeout(self._timeout_s):

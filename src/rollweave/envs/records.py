@@ -64,10 +64,9 @@ def records(path: str, field: str, option: str = "path") -> tuple[dict[str, Any]
             try:
                 parsed.append(_record(line, field))
             except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
-                wanted = f" with {field!r}, text or messages" if field else ""
+                form = f" with {field!r}, text or messages" if field else ""
                 text = (
-                    f"{path}:{number}: must be a JSON object{wanted}: {type(error).__name__}: "
-                    f"{error}"
+                    f"{path}:{number}: must be a JSON object{form}: {type(error).__name__}: {error}"
                 )
                 raise ConfigError(text) from error
     if not parsed:

@@ -207,7 +207,7 @@ class TaskSource:
         seed = mix(self._seed, name)
         hook = getattr(resolve(domain.env), "make_task", None)
         try:
-            made = (
+            task = (
                 new_task(seed=mix(seed, split, index))
                 if hook is None
                 else hook(index=index, seed=seed, split=split, options=domain.options)
@@ -216,11 +216,11 @@ class TaskSource:
             raise
         except USER_EXCEPTIONS as error:
             raise EnvError(f"{name}: {describe_error('make_task', error)}") from error
-        if not isinstance(made, Task):
-            raise EnvError(f"{name}: make_task must return a Task, got {type_name(made)}")
+        if not isinstance(task, Task):
+            raise EnvError(f"{name}: make_task must return a Task, got {type_name(task)}")
         task_id = TaskId(f"{name}-{split}-{index}")
         task = msgspec.structs.replace(
-            made, id=task_id, env=domain.env, tag=name, limits=domain.limits
+            task, id=task_id, env=domain.env, tag=name, limits=domain.limits
         )
         try:
             plain = valid_tree(msgspec.to_builtins(task))

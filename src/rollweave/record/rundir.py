@@ -101,9 +101,9 @@ class RunDir:
         """True if a run has written here: anything except the lock, a token and empty
         directories.
         """
-        ours = (self.lock, self.token)
+        own_files = (self.lock, self.token)
         return self.path.exists() and any(
-            entry not in ours and not _empty_directory(entry) for entry in self.path.iterdir()
+            entry not in own_files and not _empty_directory(entry) for entry in self.path.iterdir()
         )
 
     def must_fit(self) -> None:

@@ -81,10 +81,10 @@ class CounterSnapshot:
             "stop_reasons": {reason: count for reason, count in stops.items() if count},
             "inherent_staleness": {str(age): count for age, count in inherent.items() if count},
             "idle": {
-                who: {
-                    cause: round(seconds - before.idle[who].get(cause, 0.0), 4)
+                component: {
+                    cause: round(seconds - before.idle[component].get(cause, 0.0), 4)
                     for cause, seconds in causes.items()
                 }
-                for who, causes in self.idle.items()
+                for component, causes in self.idle.items()
             },
         }

@@ -143,16 +143,16 @@ def scheduling_line(counted: Mapping[str, float]) -> str:
     """Return what scheduling by trajectory did as one line for people; "" if no lengths
     were predicted and no turn moved.
     """
-    asked, moved, failed = (
+    requested, moved, failed = (
         counted.get("predictions", 0),
         counted.get("migrations", 0),
         counted.get("migrations_failed", 0),
     )
-    if not (asked or moved or failed or counted.get("preemptions", 0)):
+    if not (requested or moved or failed or counted.get("preemptions", 0)):
         return ""
-    late = counted.get("predictions_late", 0) / asked if asked else 0.0
+    late_share = counted.get("predictions_late", 0) / requested if requested else 0.0
     parts = [
-        f"{asked:,.0f} predictions ({late:.0%} late)",
+        f"{requested:,.0f} predictions ({late_share:.0%} late)",
         f"{counted['preemptions']:,.0f} preemptions",
         f"{moved:,.0f} moves",
     ]

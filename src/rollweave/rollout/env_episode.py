@@ -282,9 +282,9 @@ class EnvEpisode:
                 env.step(text, finish_reason=conversation.finish_reason), f"step {number}"
             )
         finally:
-            ended = self._clock()
-            self._budget.env_s += ended - started
-        port.record_span(f"step {number}", started, ended)
+            finished = self._clock()
+            self._budget.env_s += finished - started
+        port.record_span(f"step {number}", started, finished)
         if not isinstance(step, Step) or not _finite(step.reward):
             raise EpisodeStopError(
                 StopReason.ENV_ERROR, f"step {number} must return a Step, got {step!r:.200}"

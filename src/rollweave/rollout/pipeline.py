@@ -312,11 +312,9 @@ class Pipeline:
         self._append(command, trajectory)
         if command.purpose is not Purpose.SERVE:
             self._store.forget((command.trajectory_id,))
-        ended, reason = (command.trajectory_id, command.attempt), trajectory.stop_reason
+        key, reason = (command.trajectory_id, command.attempt), trajectory.stop_reason
         self._post(
-            TrajectoryEnded(
-                trajectory_id=ended[0], attempt=ended[1], stop_reason=reason, error=error
-            )
+            TrajectoryEnded(trajectory_id=key[0], attempt=key[1], stop_reason=reason, error=error)
         )
 
     def _append(self, command: StartInit, trajectory: Trajectory) -> None:

@@ -262,10 +262,10 @@ class Turns:
             return
         turn.generating, turn.aborting = None, generating
         backend.abort(turn.request_id)
-        late = asyncio.get_running_loop().call_later(self.abort_s, generating.cancel)
+        deadline = asyncio.get_running_loop().call_later(self.abort_s, generating.cancel)
 
         def aborted(future: asyncio.Future[GenerateResult]) -> None:
-            late.cancel()
+            deadline.cancel()
             raised = None if future.cancelled() else future.exception()
             if turn.aborting is not future:
                 return  # the turn has been reset
@@ -388,9 +388,9 @@ def _result_error(result: GenerateResult, purpose: Purpose, resumed: PartialOutp
         return (
             f"the engine returned {len(result.tokens)} tokens with {len(result.logprobs)} log-probs"
         )
-    given = resumed.tokens if resumed is not None and result.resumed_tokens else ()
-    if result.resumed_tokens != len(given) or result.tokens[: len(given)] != given:
-        return f"the engine continued other tokens than the {len(given)} that it was given"
+    prefix = resumed.tokens if resumed is not None and result.resumed_tokens else ()
+    if result.resumed_tokens != len(prefix) or result.tokens[: len(prefix)] != prefix:
+        return f"the engine continued other tokens than the {len(prefix)} that it was given"
     count = len(result.tokens)
     if not spans_cover(result.versions, count):
         return f"version spans must cover the engine's {count} tokens, got {result.versions}"

@@ -136,15 +136,15 @@ class _Start:
                 # before any other file: a directory with a configuration can be resumed
                 run.write_config(config)
             store = stack.enter_context(TrajectoryStore(run.trajectories))
-            begun = recover(config, run, store)
+            beginning = recover(config, run, store)
             if not run.identity.exists():
-                write_identity(run.identity, begun.identity)
-            clock, core = RunClock(begun.at), begun.core
+                write_identity(run.identity, beginning.identity)
+            clock, core = RunClock(beginning.at), beginning.core
             journal = stack.enter_context(RunJournal(run.journal))
             # all that follows happens under this configuration: begin the journal again
-            if begun.resumed:
+            if beginning.resumed:
                 journal.rotate(core.snapshot())
-            begun = settle(config, run, begun)
+            beginning = settle(config, run, beginning)
             sinks = open_sinks(config.run.sinks, run.path, config.model_dump(mode="json"))
             metrics = Metrics(
                 run.metrics,
@@ -156,7 +156,7 @@ class _Start:
             stack.callback(metrics.close)
             trace = Trace(run.trace)
             stack.callback(trace.close)
-            self._announce(metrics, begun)
+            self._announce(metrics, beginning)
             for line in torn(journal, store):
                 metrics.warned(line)
             self._source.threads.on_abandoned = lambda text: metrics.warned(
@@ -166,13 +166,13 @@ class _Start:
                 watched(show=self._show, warn=metrics.warned, trace=trace, clock=clock.now)
             )
             episodes = Episodes(config, model_dir(config, run), self._source, clock)
-            world, slots = self._world(begun, clock, journal, store, metrics, trace, episodes)
+            world, slots = self._world(beginning, clock, journal, store, metrics, trace, episodes)
             with _signals(world, self._progress):
                 try:
                     await world.run(
-                        begun.first(slots, relays=config.weights.relays),
+                        beginning.first(slots, relays=config.weights.relays),
                         engines=slots,
-                        fresh=not begun.resumed,
+                        fresh=not beginning.resumed,
                     )
                 except DiskError as error:
                     raise DiskError(
@@ -194,32 +194,32 @@ class _Start:
             {"kind": "warning", "component": command.component, "message": command.message}
         )
 
-    def _announce(self, metrics: Metrics, begun: Beginning) -> None:
-        if begun.resumed:
-            gone = lost(begun)
+    def _announce(self, metrics: Metrics, beginning: Beginning) -> None:
+        if beginning.resumed:
+            loss = lost(beginning)
             metrics.event(
                 "resumed",
-                events=begun.events,
-                differing=begun.differing,
-                missing=len(begun.missing),
-                step=gone.step,
-                steps_lost=gone.steps,
-                trajectories_lost=gone.trajectories + gone.missing,
-                seconds_lost=round(gone.seconds, 3),
-                knobs=list(begun.changes),
+                events=beginning.events,
+                differing=beginning.differing,
+                missing=len(beginning.missing),
+                step=loss.step,
+                steps_lost=loss.steps,
+                trajectories_lost=loss.trajectories + loss.missing,
+                seconds_lost=round(loss.seconds, 3),
+                knobs=list(beginning.changes),
             )
-            self._progress.phase(f"resuming {gone.describe()}")
-            for line in begun.changes:
+            self._progress.phase(f"resuming {loss.describe()}")
+            for line in beginning.changes:
                 self._progress.phase(f"changed since: {line}")
-            for doubt in begun.doubts:
+            for doubt in beginning.doubts:
                 metrics.warned(doubt)
         else:
             metrics.event("started", inproc=self._inproc, engines=len(first_engines(self._config)))
             self._progress.phase("starting engines and trainer")
-        if begun.differing:
+        if beginning.differing:
             text = (
-                f"{begun.differing} of {begun.events} replayed events led to other commands: the "
-                "code has changed since"
+                f"{beginning.differing} of {beginning.events} replayed events led to other "
+                "commands: the code has changed since"
             )
             if functions := [f"{knob} ({name})" for knob, name in named(self._config)]:
                 text += (
@@ -230,7 +230,7 @@ class _Start:
 
     def _world(
         self,
-        begun: Beginning,
+        beginning: Beginning,
         clock: RunClock,
         journal: RunJournal,
         store: TrajectoryStore,
@@ -247,11 +247,11 @@ class _Start:
             words=source.words(),
             inproc=self._inproc,
             programs=self._programs,
-            on_ready=functools.partial(self._on_ready, begun.identity),
+            on_ready=functools.partial(self._on_ready, beginning.identity),
         )
         wiring = Wiring(
             config=config,
-            core=begun.core,
+            core=beginning.core,
             clock=clock,
             journal=journal,
             store=store,
@@ -270,7 +270,7 @@ class _Start:
             open_relay=relay_in_process(logs=self._run.logs, module=self._programs.relay),
             open_predictor=processes.predictor(),
         )
-        return world, engines_to_start(config, begun.core.state)
+        return world, engines_to_start(config, beginning.core.state)
 
     def _on_ready(self, identity: Identity) -> None:
         """Record the digests of the run's first model, once a trainer is ready and the

@@ -147,13 +147,13 @@ def find_culprit(frame: FrameType | None) -> Culprit | None:
     """
     first: FrameType | None = None
     last: FrameType | None = None
-    ours = False
+    in_package = False
     for each in reversed(list(_stack(frame))):
         if _is_library(each):
             continue
         if each.f_globals.get("__name__", "").partition(".")[0] == "rollweave":
-            ours = True
-        elif ours and first is None:
+            in_package = True
+        elif in_package and first is None:
             first = each
         if first is not None and not each.f_code.co_filename.startswith(_PACKAGES):
             last = each

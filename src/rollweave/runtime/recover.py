@@ -106,9 +106,9 @@ class Lost:
         )
 
 
-def lost(begun: Beginning) -> Lost:
+def lost(beginning: Beginning) -> Lost:
     """Return the work that a run with this beginning has lost."""
-    state = begun.core.state
+    state = beginning.core.state
     step = state.checkpoint if state.checkpoint is not None else 0
     in_flight = sum(
         trajectory.stage in (*ALIVE, Stage.EVAL_QUEUED)
@@ -119,8 +119,8 @@ def lost(begun: Beginning) -> Lost:
         step=step,
         steps=max(0, state.trainer.step - step),
         trajectories=in_flight,
-        missing=len(begun.missing),
-        seconds=max(0.0, begun.at - state.checkpoint_requested_at),
+        missing=len(beginning.missing),
+        seconds=max(0.0, beginning.at - state.checkpoint_requested_at),
     )
 
 
@@ -130,26 +130,26 @@ def recover(
     """Return the run's beginning, checked as by `rebuild`, and bring the store in line
     with the core.
     """
-    begun = rebuild(config, run, serving=serving)
-    if not begun.resumed or not (missing := _missing(begun.core, store)):
-        return begun
+    beginning = rebuild(config, run, serving=serving)
+    if not beginning.resumed or not (missing := _missing(beginning.core, store)):
+        return beginning
     absent = f" (missing there: {', '.join(store.absent)})" if store.absent else ""
     text = (
         f"{len(missing)} stored trajectories are not in {run.trajectories}{absent}: they are "
         "dropped as world_lost, and others are rolled out where they are still needed"
     )
-    doubts = (*begun.doubts, Warn(component="trajectories", message=text))
-    return dataclasses.replace(begun, missing=missing, doubts=doubts)
+    doubts = (*beginning.doubts, Warn(component="trajectories", message=text))
+    return dataclasses.replace(beginning, missing=missing, doubts=doubts)
 
 
-def settle(config: RunConfig, run: RunDir, begun: Beginning) -> Beginning:
+def settle(config: RunConfig, run: RunDir, beginning: Beginning) -> Beginning:
     """Write `config` to the directory and to the run's identity: from now on the run
     happens under it. Raises DiskError.
     """
-    identity = msgspec.structs.replace(begun.identity, config=dumps(config))
+    identity = msgspec.structs.replace(beginning.identity, config=dumps(config))
     write_identity(run.identity, identity)
     run.write_config(config)
-    return dataclasses.replace(begun, identity=identity)
+    return dataclasses.replace(beginning, identity=identity)
 
 
 def rebuild(config: RunConfig, run: RunDir, *, serving: bool = False) -> Beginning:
@@ -296,12 +296,14 @@ def _must_know_checkpoints(run: RunDir, state: State) -> None:
             f"{_start_over(False)}; an exported checkpoint begins a new run by model.path = "
             f"{str(checkpoints.path(there[-1]) / 'hf')!r}"
         )
-    wanted = [step for step in (state.checkpoint, state.previous_checkpoint) if step is not None]
-    if wanted and not any(step in there for step in wanted):
+    steps_needed = [
+        step for step in (state.checkpoint, state.previous_checkpoint) if step is not None
+    ]
+    if steps_needed and not any(step in there for step in steps_needed):
+        existing = _steps(there) if there else "no checkpoint"
         raise ConfigError(
-            f"{run.checkpoints} must hold step {wanted[0]}, where {run.journal.name} resumes, "
-            f"found {_steps(there) if there else 'no checkpoint'}; bring it back, "
-            f"{_start_over(False)}"
+            f"{run.checkpoints} must hold step {steps_needed[0]}, where {run.journal.name} "
+            f"resumes, found {existing}; bring it back, {_start_over(False)}"
         )
 
 
@@ -332,12 +334,12 @@ def _missing(core: Core, store: TrajectoryStore) -> tuple[TrajectoryId, ...]:
     store's index that have not ended as far as the core knows.
     """
     trajectories = core.state.trajectories
-    ended = {
+    ended_ids = {
         name
         for name, trajectory in trajectories.items()
         if trajectory.stage in (Stage.SCORED, Stage.ENDED)
     }
-    store.forget([name for name in store.ids() if name not in ended])
+    store.forget([name for name in store.ids() if name not in ended_ids])
     return tuple(
         trajectory.id
         for trajectory in trajectories.values()

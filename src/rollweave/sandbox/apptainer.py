@@ -35,7 +35,7 @@ class Apptainer:
         self._launcher = Launcher()
 
     async def start(self, spec: SandboxSpec) -> RunningSandbox:
-        asked, spec = spec, addressed(spec)
+        requested_spec, spec = spec, addressed(spec)
         argv = apptainer(spec, runtime=self._program, support=self._launcher.support)
         check_image(spec.image)
         _check_way(spec.image)
@@ -43,7 +43,7 @@ class Apptainer:
         return await started(
             spec,
             self._launcher,
-            asked=asked,
+            requested_spec=requested_spec,
             argv=argv,
             env={"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"},
         )

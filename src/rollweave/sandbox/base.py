@@ -277,7 +277,7 @@ def check_image(image: str) -> None:
         raise ValueError(f"image must exist, got {image!r}")
 
 
-def check_taken(only: Sequence[str], at: str) -> None:
+def check_snapshot_paths(only: Sequence[str], at: str) -> None:
     """Raise ValueError if a snapshot cannot consist of these paths in the folder `at`."""
     if bool(only) != bool(at) or (at and (not _plain_path(at) or at == "/")):
         raise ValueError(

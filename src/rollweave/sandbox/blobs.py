@@ -100,12 +100,12 @@ class Blobs:
         return self._folder / check_digest(digest)
 
     @contextlib.contextmanager
-    def new(self) -> Iterator["Writing"]:
-        """Yield the writer of a new blob, which is removed unless `Writing.keep` is
+    def new(self) -> Iterator["BlobWriter"]:
+        """Yield the writer of a new blob, which is removed unless `BlobWriter.keep` is
         called.
         """
         with temporary_file(self._folder) as file:
-            yield Writing(file, self._folder)
+            yield BlobWriter(file, self._folder)
 
     def get(self, digest: str) -> Path:
         """Return the path of a verified blob, fetched if necessary; a local blob is
@@ -120,10 +120,10 @@ class Blobs:
         failures = []
         ends_at = time.monotonic() + self._limit_s
         for source in self._sources:
-            why = self._fetch(source, digest, ends_at)
-            if why is None:
+            error = self._fetch(source, digest, ends_at)
+            if error is None:
                 return path
-            failures.append(f"{source}: {why}")
+            failures.append(f"{source}: {error}")
         raise SandboxError(
             f"no blob {digest}: "
             f"{'; '.join(failures) or 'it is not stored here, and there is no peer to ask'}"
@@ -131,10 +131,10 @@ class Blobs:
 
     def _fetch(self, source: str, digest: str, ends_at: float) -> str | None:
         """Fetch a blob; return the reason for a failure, or None if it is stored now."""
-        late = f"all sources together must send it within limit_s = {self._limit_s:g} s"
+        timeout_text = f"all sources together must send it within limit_s = {self._limit_s:g} s"
         left_s = ends_at - time.monotonic()
         if left_s <= 0:
-            return f"not asked: {late}"
+            return f"not asked: {timeout_text}"
         watch = _Watch(left_s)
         try:
             url = source.rstrip("/") + ROUTE + digest
@@ -146,16 +146,16 @@ class Blobs:
                             f"must send at most limit_bytes = {self._limit_bytes}, and sends more"
                         )
                     if watch.is_over:
-                        return late
+                        return timeout_text
                 got = blob.digest
                 if watch.is_over:
-                    return late
+                    return timeout_text
                 if got != digest:
                     return f"sent other bytes ({blob.bytes}, SHA-256 {got})"
                 blob.keep()
                 return None
         except (OSError, http.client.HTTPException, urllib.error.URLError) as error:
-            return late if watch.is_over else f"{type(error).__name__}: {error}"
+            return timeout_text if watch.is_over else f"{type(error).__name__}: {error}"
 
 
 class _Watch:
@@ -234,7 +234,7 @@ class _Watch:
                     sock.shutdown(socket.SHUT_RDWR)
 
 
-class Writing:
+class BlobWriter:
     """A blob that is being written and has no name yet."""
 
     def __init__(self, file: IO[bytes], folder: Path) -> None:

@@ -39,7 +39,7 @@ class Bubblewrap:
         await self._launcher.close()
 
     async def _started(self, spec: SandboxSpec, layers: tuple[str, ...]) -> RunningSandbox:
-        asked, spec = spec, addressed(spec)
+        requested_spec, spec = spec, addressed(spec)
         argv = bubblewrap(
             spec, bwrap=self._program, root=self._launcher.root, python=python_of(spec)
         )
@@ -47,7 +47,7 @@ class Bubblewrap:
         return await started(
             spec,
             self._launcher,
-            asked=asked,
+            requested_spec=requested_spec,
             below=layers,
             argv=argv,
             env={},

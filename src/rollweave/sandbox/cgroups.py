@@ -39,7 +39,7 @@ PREFIX = "rollweave-sandboxes-"
 Each owner has one folder in each hierarchy, with a group for each sandbox in it.
 """
 
-OURS = re.compile(PREFIX + "[0-9a-f]{16}")
+OWN_GROUP = re.compile(PREFIX + "[0-9a-f]{16}")
 
 SOCKET_BYTES = 64 << 20
 """Maximum size of a sandbox's IP socket buffers in version 1, which does not count them
@@ -64,7 +64,7 @@ SWEPT_DEPTH = 3
 searched for.
 """
 
-NO_SUCH_THING = "this machine has none"
+NO_CONTROLLER = "this machine has none"
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ class Group:
 
         A group with a process in it stays.
         """
-        gone = [_removed(folder) for folder in self.paths]
-        return all(gone)
+        removed = [_removed(folder) for folder in self.paths]
+        return all(removed)
 
 
 class Groups:
@@ -144,13 +144,13 @@ class Groups:
         """Controller → why it is not available."""
         self._bases: dict[str, tuple[int, str]] = {}
         self._locks: list[int] = []
-        made: dict[str, str] = {}
+        base_of: dict[str, str] = {}
         for controller in CONTROLLERS:
-            self.missing[controller] = NO_SUCH_THING
+            self.missing[controller] = NO_CONTROLLER
             for place in _places(proc, controller):
                 try:
-                    base = made.get(place.folder) or self._base(place)
-                    made[place.folder] = base
+                    base = base_of.get(place.folder) or self._base(place)
+                    base_of[place.folder] = base
                     if place.version == 2:
                         _write(f"{base}/cgroup.subtree_control", f"+{controller}")
                 except OSError as error:
@@ -188,7 +188,7 @@ class Groups:
         """Remove all groups once their processes have ended."""
         deadline = time.monotonic() + REMOVE_S
         for base in {base for _, base in self._bases.values()}:
-            while not _removed_whole(base) and time.monotonic() < deadline:
+            while not _remove_tree(base) and time.monotonic() < deadline:
                 time.sleep(0.005)
         for lock in self._locks:
             os.close(lock)
@@ -227,22 +227,22 @@ def remove_stale(place: Place) -> None:
     """Remove the groups that dead owners have left near a place: those that are not
     locked and have no process.
     """
-    for base in _ours(place.above, SWEPT_DEPTH):
+    for base in _own_groups(place.above, SWEPT_DEPTH):
         with contextlib.suppress(OSError):
             lock = try_lock(base)
             if lock is not None:
-                _removed_whole(base)
+                _remove_tree(base)
                 os.close(lock)
 
 
-def _ours(folder: str, depth: int) -> Iterator[str]:
+def _own_groups(folder: str, depth: int) -> Iterator[str]:
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
-                if OURS.fullmatch(entry.name):
+                if OWN_GROUP.fullmatch(entry.name):
                     yield entry.path
                 elif depth > 1:
-                    yield from _ours(entry.path, depth - 1)
+                    yield from _own_groups(entry.path, depth - 1)
 
 
 def _places(proc: str, controller: str) -> Iterator[Place]:
@@ -351,7 +351,7 @@ def _number(path: str) -> int:
         return int(file.read())
 
 
-def _removed_whole(base: str) -> bool:
+def _remove_tree(base: str) -> bool:
     """Remove as `_removed` does, with the groups below."""
     with contextlib.suppress(OSError), os.scandir(base) as entries:
         for folder in [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]:

@@ -1,17 +1,7 @@
 """Images: root file systems as folders, built once, stored by content, and fetched from
 peers rather than built again.
 
-A recipe is a Jinja2 template of TOML (ProRL §3.2.2 builds from Jinja2 templates with
-the same three modes):
-
-    name = "swe-{{ python }}"
-    base = "/images/debian.tar"          # a folder, an archive, or the digest of an image
-    run = ["pip install -r /lock.txt"]   # each in a sandbox on the image so far
-    network = true                       # for these commands
-    lock = "requirements.lock"           # for mode lock
-    [[copy]]
-    source = "requirements.lock"
-    target = "/lock.txt"
+A `Recipe` describes an image; the three modes of a build are those of ProRL §3.2.2.
 
 Invariants: an image is named by the SHA-256 of its archive; its folder appears
 atomically; an archive writes nothing outside its folder (`unpacking.py`), is bounded,
@@ -32,19 +22,17 @@ import sys
 import tarfile
 import tempfile
 import time
-import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Literal, cast
 
-import jinja2
 import msgspec
 
 from rollweave.package import DIRECTORY, VERSION
 from rollweave.sandbox import unpacking
 from rollweave.sandbox.base import MIB, Backend, Limits, SandboxSpec
-from rollweave.sandbox.blobs import Blobs, Writing, check_digest, digest_of
+from rollweave.sandbox.blobs import Blobs, BlobWriter, check_digest, digest_of
 from rollweave.sandbox.layers import Copy, remove
 from rollweave.sandbox.stage import ensure_folder
 from rollweave.sandbox.temporary import remove_leftovers, temporary_folder
@@ -67,7 +55,7 @@ RUN_LIMITS = Limits(
 )
 """Limits of the sandbox that runs a recipe's commands."""
 
-WHY_BYTES = 1000
+OUTPUT_BYTES = 1000
 """Maximum length of the message from the process that unpacks, which may quote the
 archive.
 """
@@ -89,14 +77,18 @@ class CopyStep(Struct, frozen=True, kw_only=True):
 
 
 class Recipe(Struct, frozen=True, kw_only=True):
-    """The contents of an image. Paths are relative to the recipe's folder."""
+    """The contents of an image. Relative paths start at `relative_to` of the build."""
 
     name: str
     base: str
+    """A folder, an archive, or the digest of an image."""
     copy: tuple[CopyStep, ...] = ()
     run: tuple[str, ...] = ()
+    """Commands, each of which runs in a sandbox over the image as built so far."""
     network: bool = False
+    """Whether the commands have the host's network."""
     lock: str | None = None
+    """The lock file that mode `lock` compares."""
 
     def __post_init__(self) -> None:
         for step in self.copy:
@@ -108,21 +100,6 @@ class Recipe(Struct, frozen=True, kw_only=True):
                 raise ValueError(
                     f"copy.target must be an absolute path without '..', got {step.target!r}"
                 )
-
-
-def read_recipe(path: Path, values: Mapping[str, object] | None = None) -> Recipe:
-    """Render and check a recipe. Raises ConfigError."""
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False)
-    try:
-        text = environment.from_string(path.read_text()).render(values or {})
-        return msgspec.convert(tomllib.loads(text), Recipe)
-    except (
-        OSError,
-        jinja2.TemplateError,
-        tomllib.TOMLDecodeError,
-        msgspec.ValidationError,
-    ) as error:
-        raise ConfigError(f"recipe {path}: {error}") from error
 
 
 class Images:
@@ -147,9 +124,9 @@ class Images:
         """
         root = self._folder / "roots" / check_digest(digest)
         if not root.is_dir():
-            with self._new() as made:
-                unpack(self._blobs.get(digest), made, self._bounds)
-                _appear(made, root)
+            with self._new_folder() as folder:
+                unpack(self._blobs.get(digest), folder, self._bounds)
+                _rename_into_place(folder, root)
         return str(root)
 
     def add(self, source: Path) -> str:
@@ -161,9 +138,11 @@ class Images:
             with self._blobs.new() as blob:
                 pack(source, blob, self._bounds)
                 return blob.keep()
-        with self._new() as made:  # unpacked first, so that equal contents have equal digests
-            unpack(source, made, self._bounds)
-            return self.add(made)
+        with (
+            self._new_folder() as folder
+        ):  # unpacked first, so that equal contents have equal digests
+            unpack(source, folder, self._bounds)
+            return self.add(folder)
 
     async def build(
         self,
@@ -187,10 +166,10 @@ class Images:
             with contextlib.suppress(SandboxError):
                 await asyncio.to_thread(self.path, digest)
                 return digest
-        with self._new() as made:
-            await asyncio.to_thread(self._lay, recipe, here, made)
-            await _run(recipe, made, backend)
-            digest = await asyncio.to_thread(self.add, made)
+        with self._new_folder() as folder:
+            await asyncio.to_thread(self._assemble, recipe, here, folder)
+            await _run(recipe, folder, backend)
+            digest = await asyncio.to_thread(self.add, folder)
         if record is not None:
             _write_atomically(record, digest)
         return digest
@@ -215,21 +194,21 @@ class Images:
         base = here / recipe.base
         return _digest_of_path(base) if base.exists() else check_digest(recipe.base)
 
-    def _lay(self, recipe: Recipe, here: Path, made: Path) -> None:
-        """Unpack the base into `made`, and copy the recipe's files over it."""
-        base = here / recipe.base
+    def _assemble(self, recipe: Recipe, sources: Path, folder: Path) -> None:
+        """Unpack the base into `folder`, and copy the recipe's files over it."""
+        base = sources / recipe.base
         if base.is_dir():
-            copy_folder(base, made)
+            copy_folder(base, folder)
         else:
             unpack(
                 base if base.exists() else self._blobs.get(check_digest(recipe.base)),
-                made,
+                folder,
                 self._bounds,
             )
-        top = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
+        top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             for step in recipe.copy:
-                _copy(here / step.source, step.target, top)
+                _copy(sources / step.source, step.target, top)
         except OSError as error:
             raise ConfigError(
                 f"copy.source must be a file or a folder that can be read: {error}"
@@ -238,18 +217,18 @@ class Images:
             os.close(top)
 
     @contextlib.contextmanager
-    def _new(self) -> Iterator[Path]:
+    def _new_folder(self) -> Iterator[Path]:
         """Yield a folder that is removed afterwards unless it was renamed."""
-        with temporary_folder(self._folder) as made:
-            os.chmod(made, 0o755)
-            yield made
+        with temporary_folder(self._folder) as folder:
+            os.chmod(folder, 0o755)
+            yield folder
 
 
-async def _run(recipe: Recipe, made: Path, backend: Backend) -> None:
+async def _run(recipe: Recipe, folder: Path, backend: Backend) -> None:
     """Run a recipe's commands over the folder, and merge their writes into it."""
     if not recipe.run:
         return
-    spec = SandboxSpec(image=str(made), fakeroot=True, network=recipe.network, limits=RUN_LIMITS)
+    spec = SandboxSpec(image=str(folder), fakeroot=True, network=recipe.network, limits=RUN_LIMITS)
     sandbox = await backend.start(spec)
     try:
         for command in recipe.run:
@@ -262,11 +241,11 @@ async def _run(recipe: Recipe, made: Path, backend: Backend) -> None:
         snapshot = await sandbox.snapshot()
     finally:
         await sandbox.stop(grace_s=0.0)
-    await asyncio.to_thread(copy_folder, Path(snapshot.layers[0]), made)
+    await asyncio.to_thread(copy_folder, Path(snapshot.layers[0]), folder)
     await asyncio.to_thread(shutil.rmtree, snapshot.layers[0])
 
 
-def pack(folder: Path, out: Writing, bounds: Bounds) -> None:
+def pack(folder: Path, out: BlobWriter, bounds: Bounds) -> None:
     """Write a folder as an archive whose bytes depend on names, content, modes and
     times alone: no owner, one order.
 
@@ -309,12 +288,12 @@ def unpack(archive: Path, folder: Path, bounds: Bounds) -> None:
     """
     try:
         with archive.open("rb") as file:
-            why = _unpacked(file, folder, bounds)
+            error_text = _unpacked(file, folder, bounds)
     except OSError as error:
-        why = str(error)
-    if why:
+        error_text = str(error)
+    if error_text:
         _clear(folder)
-        raise SandboxError(f"image {archive} cannot be unpacked: {why}")
+        raise SandboxError(f"image {archive} cannot be unpacked: {error_text}")
 
 
 def _unpacked(archive: IO[bytes], folder: Path, bounds: Bounds) -> str:
@@ -342,15 +321,15 @@ def _unpacked(archive: IO[bytes], folder: Path, bounds: Bounds) -> str:
     ) as process:
         assert process.stdout is not None
         try:
-            said, in_time = _read(process.stdout.fileno(), time.monotonic() + bounds.seconds)
+            output, in_time = _read(process.stdout.fileno(), time.monotonic() + bounds.seconds)
         finally:
             _end(process)
     if not in_time:
         return f"it must unpack within bounds.seconds = {bounds.seconds:g} s, and takes longer"
-    if said == DONE:
+    if output == DONE:
         return ""
     return (
-        said.decode("ascii", "backslashreplace").strip()
+        output.decode("ascii", "backslashreplace").strip()
         or "the process that unpacks it ended without a message"
     )
 
@@ -369,17 +348,17 @@ def _read(fd: int, ends_at: float) -> tuple[bytes, bool]:
     """
     poll = select.poll()
     poll.register(fd, select.POLLIN)
-    said = b""
-    while len(said) < WHY_BYTES:
+    output = b""
+    while len(output) < OUTPUT_BYTES:
         left_s = ends_at - time.monotonic()
         if left_s <= 0:
-            return said, False
+            return output, False
         if poll.poll(left_s * 1000):
-            data = os.read(fd, WHY_BYTES - len(said))
+            data = os.read(fd, OUTPUT_BYTES - len(output))
             if not data:
                 break
-            said += data
-    return said, True
+            output += data
+    return output, True
 
 
 def _clear(folder: Path) -> None:
@@ -422,8 +401,8 @@ def _copy(source: Path, target: str, top: int) -> None:
     try:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=to)
-        made = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=to)
-        with source.open("rb") as data, os.fdopen(made, "wb") as out:
+        target_fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=to)
+        with source.open("rb") as data, os.fdopen(target_fd, "wb") as out:
             shutil.copyfileobj(data, out)
             os.fchmod(out.fileno(), stat.S_IMODE(os.fstat(data.fileno()).st_mode) & 0o755)
     finally:
@@ -463,9 +442,9 @@ def _sha256(parts: list[str]) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _appear(made: Path, root: Path) -> None:
+def _rename_into_place(folder: Path, root: Path) -> None:
     try:
-        os.rename(made, root)
+        os.rename(folder, root)
     except OSError:
         if not root.is_dir():  # otherwise another process was faster, with the same content
             raise

@@ -65,7 +65,7 @@ class SandboxHandle:
         self.pid = 0
         self.writes = writes
         """Descriptor of the folder that has the sandbox's writes; -1 if there is none."""
-        self.whole = True
+        self.has_root = True
         """True if that folder has the whole root, with no layers below it."""
         self.why = ""
         """Reason for its end, once it is gone."""
@@ -117,13 +117,13 @@ class Launcher:
             "/run" if os.getuid() == 0 else tempfile.gettempdir(),
             tempfile.gettempdir(),
         )
-        (self._base, lock), (self._kept, other) = (
+        (self._base, lock), (self._snapshots, other) = (
             locked_folders.create(parent, PREFIX) for parent in self._parents
         )
         self._locks = (lock, other)
         os.chmod(self._base, 0o711)
         # A launcher that is never closed, or never opened, leaves no folder behind.
-        self._remove = weakref.finalize(self, _remove, (self._base, self._kept), self._locks)
+        self._remove = weakref.finalize(self, _remove, (self._base, self._snapshots), self._locks)
 
     @property
     def root(self) -> str:
@@ -175,24 +175,24 @@ class Launcher:
                 f"a sandbox's arguments and environment must have at most {PRIVATE_BYTES} bytes, "
                 f"got {len(private)}"
             )
-        ours, theirs = socket.socketpair()
+        own_end, child_end = socket.socketpair()
         errors_r, errors_w = os.pipe()
-        handle = self._handles[name] = SandboxHandle(name, ours, errors_r, writes)
+        handle = self._handles[name] = SandboxHandle(name, own_end, errors_r, writes)
         private_file = os.memfd_create("request", os.MFD_CLOEXEC)
         try:
             try:
                 os.write(private_file, private)
                 await self._send(
-                    json.dumps(request).encode(), theirs.fileno(), errors_w, private_file
+                    json.dumps(request).encode(), child_end.fileno(), errors_w, private_file
                 )
             finally:
-                theirs.close()
+                child_end.close()
                 os.close(errors_w)
                 os.close(private_file)
             await handle.staged
         except BaseException:
             self.post(handle, "kill")
-            ours.close()
+            own_end.close()
             handle.close_errors()
             raise
         return handle
@@ -213,7 +213,7 @@ class Launcher:
 
     def folder(self) -> Path:
         """Make a folder that is removed with the supervisor."""
-        return Path(tempfile.mkdtemp(prefix="kept-", dir=self._kept))
+        return Path(tempfile.mkdtemp(prefix="kept-", dir=self._snapshots))
 
     async def close(self) -> None:
         """End the supervisor and its sandboxes; return when nothing is left of them."""
@@ -234,29 +234,29 @@ class Launcher:
         for parent in dict.fromkeys(self._parents):
             await asyncio.to_thread(locked_folders.remove_stale, parent, PREFIX)
         await asyncio.to_thread(_populate, Path(self._base))
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._process = await loop.run_in_executor(self._thread, self._spawn, theirs)
+        self._socket, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = await loop.run_in_executor(self._thread, self._spawn, child_end)
         loop.add_reader(self._socket, self._readable)
 
-    def _spawn(self, theirs: socket.socket) -> "subprocess.Popen[bytes]":
+    def _spawn(self, child_end: socket.socket) -> "subprocess.Popen[bytes]":
         source = str(DIRECTORY.parent)
         code = (
             f"import sys; sys.path.insert(0, {source!r}); from {self._module} import main; main()"
         )
         arguments = [
-            str(theirs.fileno()),
+            str(child_end.fileno()),
             str(os.getpid()),
             f"{self._base}/place",
             self._base,
-            self._kept,
+            self._snapshots,
         ]
-        with theirs:
+        with child_end:
             return subprocess.Popen(
                 [sys.executable, "-I", "-c", code, *arguments],
                 stdin=subprocess.DEVNULL,
                 env={},
                 pass_fds=(
-                    theirs.fileno(),
+                    child_end.fileno(),
                     *self._locks,
                 ),  # the supervisor keeps the folders locked, and removes them if we cannot
                 start_new_session=True,
@@ -294,7 +294,7 @@ class Launcher:
             return
         match message["event"]:
             case "staged":
-                handle.pid, handle.whole = message["pid"], message["whole"]
+                handle.pid, handle.has_root = message["pid"], message["has_root"]
                 handle.writes = fds[0] if fds else handle.writes
                 if not handle.staged.done():
                     handle.staged.set_result(None)
@@ -353,8 +353,8 @@ def _populate(base: Path) -> None:
     )
 
 
-def _remove(made: Sequence[str], locks: Sequence[int]) -> None:
-    for folder in made:
+def _remove(folders: Sequence[str], locks: Sequence[int]) -> None:
+    for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
     for lock in locks:
         os.close(lock)

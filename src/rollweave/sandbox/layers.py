@@ -76,7 +76,7 @@ class Copy:
                 continue  # sockets, FIFOs and devices are useless outside their sandbox
             if self._flatten:
                 remove(name, target)
-            if self._only and not self._is_whole(where):
+            if self._only and not self._is_selected(where):
                 continue  # it is where a wanted path has a folder
             if is_whiteout and not self._flatten:
                 os.mknod(name, stat.S_IFCHR, 0, dir_fd=target)
@@ -93,11 +93,11 @@ class Copy:
         """True if anything at or below a path is to be copied."""
         return (
             not self._only
-            or self._is_whole(where)
+            or self._is_selected(where)
             or any(path.startswith(f"{where}/") for path in self._only)
         )
 
-    def _is_whole(self, where: str) -> bool:
+    def _is_selected(self, where: str) -> bool:
         return any(
             path == "." or where == path or where.startswith(f"{path}/") for path in self._only
         )
@@ -170,13 +170,13 @@ class Copy:
                 break  # it was truncated since
         os.ftruncate(outer, size)
 
-    def _finish(self, made: int, status: os.stat_result) -> None:
+    def _finish(self, fd: int, status: os.stat_result) -> None:
         if self._owner >= 0:
-            os.fchown(made, self._owner, self._owner)
+            os.fchown(fd, self._owner, self._owner)
         mode = status.st_mode & 0o1777 | (0o400 if self._only else 0)
         # The owner must be able to remove a folder.
-        os.fchmod(made, mode | 0o700 if stat.S_ISDIR(status.st_mode) else mode)
-        os.utime(made, ns=(status.st_atime_ns, status.st_mtime_ns))
+        os.fchmod(fd, mode | 0o700 if stat.S_ISDIR(status.st_mode) else mode)
+        os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def copy_selected(

@@ -61,7 +61,7 @@ class Plain:
         return await started(
             here,
             self._launcher,
-            asked=spec,
+            requested_spec=spec,
             writes=writes,
             contained=False,
             drop=False,

@@ -38,7 +38,7 @@ _LINKER = ("/etc/ld.so.preload", "/etc/ld.so.cache")
 a snapshot cannot bring its own.
 """
 
-_KEPT = ("/tmp", "/etc", "/run", "/dev", "/proc", "/sys")
+_ALWAYS_VISIBLE = ("/tmp", "/etc", "/run", "/dev", "/proc", "/sys")
 """Folders that are never sealed, in addition to the home and the work folder."""
 
 
@@ -117,7 +117,7 @@ def _sealed(spec: SandboxSpec, seen: list[str]) -> list[str]:
         path
         for path in import_folders()
         if not any(_below(path, where) for where in (*there, *own))
-        and not any(_below(keep, path) for keep in (*own, *_KEPT))
+        and not any(_below(keep, path) for keep in (*own, *_ALWAYS_VISIBLE))
     ]
     return [
         path

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from rollweave.sandbox.base import MIB, ExecResult, SandboxSpec, Snapshot, check_taken
+from rollweave.sandbox.base import MIB, ExecResult, SandboxSpec, Snapshot, check_snapshot_paths
 from rollweave.sandbox.channel import Channel, Reply
 from rollweave.sandbox.inside.frames import FrameError
 from rollweave.sandbox.launcher import CLOSED, SUPERVISOR_GONE, Launcher, SandboxHandle
@@ -56,15 +56,15 @@ class RunningSandbox:
         launcher: Launcher,
         handle: SandboxHandle,
         *,
-        asked: SandboxSpec | None,
+        requested_spec: SandboxSpec | None,
         below: tuple[str, ...],
         contained: bool,
     ) -> None:
         self.id, self.spec, self.ready_s, self.workdir = handle.id, spec, 0.0, spec.workdir
-        self._launcher, self._handle, self._asked, self._below = (
+        self._launcher, self._handle, self._requested_spec, self._below = (
             launcher,
             handle,
-            asked or spec,
+            requested_spec or spec,
             below,
         )
         self._channel = Channel(handle.channel)
@@ -138,19 +138,19 @@ class RunningSandbox:
         await self.call("write", data, timeout_s=FILE_S, path=path, mode=mode)
 
     async def snapshot(self, *, only: Sequence[str] = (), at: str = "") -> Snapshot:
-        check_taken(only, at)
+        check_snapshot_paths(only, at)
         if self._handle.gone.is_set():
             raise self._lost_error()
         if self._handle.writes < 0:
             raise SandboxError("this kind of sandbox has no separate layer to store")
-        below = () if self._handle.whole else self._below
+        below = () if self._handle.has_root else self._below
         async with self._keeping:
             await self._launcher.ask(self._handle, "freeze")
             try:
                 folder = str(self._launcher.folder())
                 writes, limit_bytes = os.dup(self._handle.writes), self.spec.limits.disk_bytes
                 if only:
-                    workdir = self._asked.workdir
+                    workdir = self._requested_spec.workdir
                     written = await asyncio.to_thread(
                         _copy_selected, writes, below, folder, workdir, only, at, limit_bytes
                     )
@@ -163,8 +163,8 @@ class RunningSandbox:
             finally:
                 self._launcher.post(self._handle, "thaw")
         return Snapshot(
-            spec=self._asked,
-            layers=(folder, *(layers_of(self._asked) if only else below)),
+            spec=self._requested_spec,
+            layers=(folder, *(layers_of(self._requested_spec) if only else below)),
             bytes=written,
         )
 
@@ -194,7 +194,7 @@ async def started(
     spec: SandboxSpec,
     launcher: Launcher,
     *,
-    asked: SandboxSpec | None = None,
+    requested_spec: SandboxSpec | None = None,
     below: tuple[str, ...] = (),
     writes: int = -1,
     contained: bool = True,
@@ -203,7 +203,7 @@ async def started(
 ) -> RunningSandbox:
     """Launch a sandbox and wait until its server answers. Raises SandboxError.
 
-    `asked` is the caller's specification if `spec` is an adapted one; `writes` is a
+    `requested_spec` is the caller's specification if `spec` is an adapted one; `writes` is a
     descriptor of the folder of its writes if no root is staged for it; `contained` says
     that its processes end with the first one, `drop` that a supervisor run by root
     gives it a separate uid.
@@ -213,7 +213,9 @@ async def started(
     handle = await launcher.launch(
         limits=limits, contained=contained, writes=writes, drop=drop, **request
     )
-    sandbox = RunningSandbox(spec, launcher, handle, asked=asked, below=below, contained=contained)
+    sandbox = RunningSandbox(
+        spec, launcher, handle, requested_spec=requested_spec, below=below, contained=contained
+    )
     try:
         await sandbox.call("ping", timeout_s=START_S)
         # No command has run yet: all present processes are the sandbox's own.

@@ -170,7 +170,7 @@ class Supervisor:
         signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         # From now on SIGTERM interrupts nothing, least of all the shutdown.
-        signal.signal(signal.SIGTERM, self._asked_to_end)
+        signal.signal(signal.SIGTERM, self._on_sigterm)
         try:
             while not self._ending:
                 owner = self._owner.fileno()
@@ -198,7 +198,7 @@ class Supervisor:
         finally:
             self._end_all()
 
-    def _asked_to_end(self, *_: object) -> None:
+    def _on_sigterm(self, *_: object) -> None:
         self._ending = True
 
     def _pause(self) -> float | None:
@@ -272,7 +272,7 @@ class Supervisor:
             cpu_s=limits["cpu_s"],
             ends_at=time.monotonic() + limits["wall_s"],
             group=group,
-            seen={pid: begun.started} if (begun := process(pid)) else {},
+            seen={pid: leader.started} if (leader := process(pid)) else {},
             unread=unread,
         )
         self._records[record.id] = record
@@ -305,18 +305,18 @@ class Supervisor:
     def _fork_spare(self) -> SpareProcess:
         """Fork a process that joins new groups. Raises OSError."""
         group, us = self._groups.make(str(next(self._numbers))), os.getpid()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        own_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with child_end:
             try:
                 pid = os.fork()
             except OSError:
-                ours.close()
+                own_end.close()
                 group.remove()
                 raise
             if pid == 0:
-                ours.close()
-                self._become(theirs, us, group)
-        return SpareProcess(pid, group, ours)
+                own_end.close()
+                self._become(child_end, us, group)
+        return SpareProcess(pid, group, own_end)
 
     def _ready(self, record: SandboxRecord, _: dict[str, Any]) -> None:
         """Record the sandbox's own processes: its server has answered, and no command
@@ -508,17 +508,22 @@ class Supervisor:
                     record.unread.close()  # the descriptors of another sandbox
             group.join()
             _prefer_for_oom_kill()
-            asked, fds, _, _ = socket.recv_fds(request_socket, MESSAGE_BYTES, 4)
-            if not asked:
+            data, fds, _, _ = socket.recv_fds(request_socket, MESSAGE_BYTES, 4)
+            if not data:
                 os._exit(0)
-            request = json.loads(asked)
+            request = json.loads(data)
             request |= json.loads(os.pread(fds[2], os.fstat(fds[2]).st_size, 0))
             with contextlib.suppress(ConnectionError):  # the supervisor need not wait for it
                 request_socket.send(b".", socket.MSG_NOSIGNAL)
             uid = request["uid"]
             root = request.get("root")
-            writes, whole = stage(Root(**root), self._place, uid) if root else (None, True)
-            message = {"id": request["id"], "event": "staged", "pid": os.getpid(), "whole": whole}
+            writes, has_root = stage(Root(**root), self._place, uid) if root else (None, True)
+            message = {
+                "id": request["id"],
+                "event": "staged",
+                "pid": os.getpid(),
+                "has_root": has_root,
+            }
             socket.send_fds(
                 self._owner, [json.dumps(message).encode()], [] if writes is None else [writes]
             )
@@ -551,8 +556,8 @@ class Supervisor:
 
     def _free_uid(self) -> int:
         first = UID_BASE + os.getpid() * UIDS_EACH
-        taken = {record.uid for record in self._records.values()}
-        return next(uid for uid in range(first, first + UIDS_EACH) if uid not in taken)
+        used_uids = {record.uid for record in self._records.values()}
+        return next(uid for uid in range(first, first + UIDS_EACH) if uid not in used_uids)
 
 
 def _exceeded_limit(record: SandboxRecord, processes: list[Process], now: float) -> str:

@@ -121,7 +121,7 @@ class _Event(msgspec.Struct):
     `number` is 0. The first part has a method.
     """
 
-    gone: list[int]
+    disconnected: list[int]
     number: int = 0
     method: str = ""
     target: str = ""
@@ -175,7 +175,7 @@ class _Tunnel:
                 await asyncio.wait(self._tasks.values(), return_when=asyncio.FIRST_COMPLETED)
             reply = await self.call("tunnel_next", timeout_s=POLL_S)
             event = _convert(reply, _Event)
-            for number in event.gone:
+            for number in event.disconnected:
                 self._cancel(number)
             if event.number and (request := self._part(event, reply.body)) is not None:
                 self._last = request.number
@@ -237,7 +237,7 @@ class _Tunnel:
         if refused is not None:
             await self._refuse(request, *refused)
             return
-        begun = False
+        head_sent = False
         try:
             async with self._http.request(
                 request.method,
@@ -254,12 +254,12 @@ class _Tunnel:
                 while True:
                     data = await response.content.readany()
                     last = response.content.at_eof()
-                    await self._send(request, data, last=last, **({} if begun else head))
-                    begun = True
+                    await self._send(request, data, last=last, **({} if head_sent else head))
+                    head_sent = True
                     if last:
                         return
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            if begun:
+            if head_sent:
                 await self._send(request, abort=True)
             else:
                 await self._refuse(

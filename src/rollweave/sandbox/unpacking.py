@@ -361,11 +361,11 @@ def main() -> None:
         top = confine(sys.argv[1], int(sys.argv[3]))
         with open(0, "rb", closefd=False) as archive:
             unpack(archive, top, Bounds(**json.loads(sys.argv[2])))
-        said = DONE
+        answer = DONE
     except MemoryError:
-        said = f"it takes more than {MEMORY_BYTES} bytes of memory to read".encode()
+        answer = f"it takes more than {MEMORY_BYTES} bytes of memory to read".encode()
     except Exception as error:
         why = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
-        said = why.encode("ascii", "backslashreplace")
-    os.write(1, said)
+        answer = why.encode("ascii", "backslashreplace")
+    os.write(1, answer)
     os._exit(0)

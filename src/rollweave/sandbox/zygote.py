@@ -40,7 +40,7 @@ class Zygote:
         await self._launcher.close()
 
     async def _started(self, spec: SandboxSpec, layers: tuple[str, ...]) -> RunningSandbox:
-        asked, spec = spec, addressed(spec)
+        requested_spec, spec = spec, addressed(spec)
         inside = {
             "root": self._launcher.root,
             "uid": 0 if spec.fakeroot else UID,
@@ -56,7 +56,7 @@ class Zygote:
         return await started(
             spec,
             self._launcher,
-            asked=asked,
+            requested_spec=requested_spec,
             below=layers,
             argv=[],
             env={},

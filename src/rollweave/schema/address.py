@@ -37,7 +37,7 @@ METADATA = tuple(
 Alibaba and Azure in this order.
 """
 
-_CALLED = re.compile(
+_NETLOC = re.compile(
     r"(?:\[(?P<ip>[0-9a-f:.]+)\]|(?P<name>[^\[\]:@/?#\s]+))(?::(?P<port>[0-9]{1,5}))?"
 )
 
@@ -55,13 +55,13 @@ def parse_address(text: str, *, field: str = "address") -> str:
             raise ValueError("it has other characters")
         parts = urllib.parse.urlsplit(text)
         host, port = (parts.hostname or "").lower(), parts.port
-        found = ip_address(host)
+        address = ip_address(host)
     except ValueError:
         raise ValueError(f"{rule}, got {shown}") from None
     if (
         parts.scheme not in DEFAULT_PORTS
         or port == 0
-        or not (found or NAME.fullmatch(host))
+        or not (address or NAME.fullmatch(host))
         or len(host) > 253
     ):
         raise ValueError(f"{rule}, got {shown}")
@@ -73,7 +73,7 @@ def parse_address(text: str, *, field: str = "address") -> str:
     }
     if wrong := [name for name, there in more.items() if there]:
         raise ValueError(f"{rule}, without {' and '.join(wrong)}, got one of {shown}")
-    name = f"[{found}]" if isinstance(found, ipaddress.IPv6Address) else str(found or host)
+    name = f"[{address}]" if isinstance(address, ipaddress.IPv6Address) else str(address or host)
     return f"{parts.scheme}://{name}" + (
         f":{port}" if port not in (None, DEFAULT_PORTS[parts.scheme]) else ""
     )
@@ -89,10 +89,10 @@ def ip_address(host: str) -> IpAddress | None:
     a name.
     """
     try:
-        found = ipaddress.ip_address(host)
+        address = ipaddress.ip_address(host)
     except ValueError:
         return None
-    return getattr(found, "ipv4_mapped", None) or found
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def split_host(text: str) -> tuple[str, int | None]:
@@ -102,11 +102,11 @@ def split_host(text: str) -> tuple[str, int | None]:
     An IPv6 address must be in brackets, and is returned without them. Raises
     ValueError.
     """
-    found = _CALLED.fullmatch(text.lower())
-    if found is None:
+    match = _NETLOC.fullmatch(text.lower())
+    if match is None:
         raise ValueError("it must be a host, or a host and a port")
-    port = int(found["port"]) if found["port"] else None
-    name = found["name"] or str(ip_address(str(ipaddress.IPv6Address(found["ip"]))))
+    port = int(match["port"]) if match["port"] else None
+    name = match["name"] or str(ip_address(str(ipaddress.IPv6Address(match["ip"]))))
     return name, port
 
 
@@ -175,12 +175,12 @@ class Hosts(Struct, frozen=True):
 
         One of `METADATA` must be an entry itself, not in a network.
         """
-        found = ip_address(text.partition("%")[0])
-        if found is None:
+        address = ip_address(text.partition("%")[0])
+        if address is None:
             return False
-        around = [network for network in self.networks if found in network]
+        around = [network for network in self.networks if address in network]
         return (
             any(network.num_addresses == 1 for network in around)
-            if any(found in one for one in METADATA)
+            if any(address in one for one in METADATA)
             else bool(around)
         )

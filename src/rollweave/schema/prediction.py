@@ -98,7 +98,7 @@ class PredictorReport(Struct, frozen=True, kw_only=True):
 
 
 class PredictorStats(Struct, frozen=True, kw_only=True):
-    """The outcome of all requests of a run: the `asked` ones are `answered`,
+    """The outcome of all requests of a run: the `requests` are `answered`,
     pending, or `lost` with a predictor that died.
 
     `dropped` requests were not sent, because too many were pending or no predictor was
@@ -107,7 +107,7 @@ class PredictorStats(Struct, frozen=True, kw_only=True):
     fits, in seconds.
     """
 
-    asked: int = 0
+    requests: int = 0
     answered: int = 0
     lost: int = 0
     dropped: int = 0

@@ -16,7 +16,7 @@ MEMBERS = 4096
 TOKEN_LENGTH = 4096
 
 
-class AskedLimits(Struct, frozen=True, kw_only=True):
+class RequestedLimits(Struct, frozen=True, kw_only=True):
     """Limits of a rollout that override those of its handler; they never exceed them."""
 
     max_turns: int | None = None
@@ -46,7 +46,7 @@ class RolloutRequest(Struct, frozen=True, kw_only=True):
     seed: int = 0
     members: int = 1
     sampling: Decoding = Decoding()
-    limits: AskedLimits = AskedLimits()
+    limits: RequestedLimits = RequestedLimits()
 
     def __post_init__(self) -> None:
         if len(self.id) > ID_LENGTH or not set(self.id) <= ID_CHARS:

@@ -211,8 +211,10 @@ class TokenSequence(Struct, frozen=True, kw_only=True):
         """Return the lowest and the highest weight version of the output segments, or
         (-1, -1) without output.
         """
-        found = [segment.version for segment in self.segments if segment.kind is SegmentKind.OUTPUT]
-        return (min(found), max(found)) if found else (-1, -1)
+        generated_by = [
+            segment.version for segment in self.segments if segment.kind is SegmentKind.OUTPUT
+        ]
+        return (min(generated_by), max(generated_by)) if generated_by else (-1, -1)
 
 
 class Timing(Struct, frozen=True, kw_only=True):

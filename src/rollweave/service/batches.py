@@ -47,7 +47,7 @@ class DapoGroup(Struct, frozen=True, kw_only=True):
     """A group to train on: its trajectories that have a reward, with their token
     sequences. The rewards are not all equal.
 
-    `version` is that of the trainer's weights when the group was begun.
+    `version` is that of the trainer's weights when the group started.
     """
 
     request: RolloutRequest
@@ -63,7 +63,7 @@ class DapoGroup(Struct, frozen=True, kw_only=True):
 
 class DapoBatch(Struct, frozen=True, kw_only=True):
     """`rule.groups` groups on which to train weights `version`, in the order in which
-    they were begun.
+    they started.
     """
 
     version: int
@@ -121,7 +121,7 @@ class DapoBatches:
             raise RuntimeError("only one call of next may be pending")
         self._waiting = True
         try:
-            self._dapo.ask(version)
+            self._dapo.request_batch(version)
             while True:
                 self._advance()
                 if self._error is not None:
@@ -167,7 +167,7 @@ class DapoBatches:
             except Exception as error:
                 self._fail(error)
                 return
-            number = self._dapo.begun()
+            number = self._dapo.start_group()
             request = msgspec.structs.replace(
                 request, members=self._rule.group_size, id=request.id or f"{self._name}/{number}"
             )
@@ -200,7 +200,7 @@ class DapoBatches:
         if self._rollouts.pop(number, None) is None:
             return  # it was stopped at the moment at which it was done
         scored = tuple(result for result in results if result.reward is not None)
-        verdict = self._dapo.ended(
+        verdict = self._dapo.end_group(
             number, [result.reward for result in scored if result.reward is not None]
         )
         if verdict is Verdict.COMPLETE:

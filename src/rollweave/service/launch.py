@@ -112,7 +112,7 @@ def serve(
             "sandbox.backend must isolate the commands of a service's clients, got 'plain', under "
             "which they run as this user; `rollweave serve --unsandboxed` allows that"
         )
-    given = given_token(
+    token_given = given_token(
         config.serve.token_env, no_token=no_token, host=config.serve.host, named="serve.token_env"
     )
     check_address(config.serve.host, config.serve.port, names=NAMES)
@@ -125,7 +125,7 @@ def serve(
             run,
             source,
             codec,
-            token=None if no_token else given or kept_token(run.token),
+            token=None if no_token else token_given or kept_token(run.token),
             inproc=inproc,
             programs=programs or Programs(),
             make_backend=make_backend,
@@ -179,19 +179,19 @@ class _Launch:
             if not run.config.exists():
                 run.write_config(config)
             store = stack.enter_context(TrajectoryStore(run.trajectories))
-            begun = recover(config, run, store, serving=True)
+            beginning = recover(config, run, store, serving=True)
             if not run.identity.exists():
-                write_identity(run.identity, begun.identity)
-            clock = RunClock(begun.at)
+                write_identity(run.identity, beginning.identity)
+            clock = RunClock(beginning.at)
             journal = stack.enter_context(RunJournal(run.journal))
-            if begun.resumed:
-                journal.rotate(begun.core.snapshot())
-            begun = settle(config, run, begun)
-            for doubt in begun.doubts:
+            if beginning.resumed:
+                journal.rotate(beginning.core.snapshot())
+            beginning = settle(config, run, beginning)
+            for doubt in beginning.doubts:
                 observer.on_warning(doubt)
             jobs = JobStore(run.path / "jobs.sqlite")
             stack.callback(jobs.close)
-            _check_jobs_match_journal(run, begun.core.state, jobs)
+            _check_jobs_match_journal(run, beginning.core.state, jobs)
             trace = Trace(run.trace, limit=SERVICE_LIMIT, renew=True)
             stack.callback(trace.close)
             service = Service(
@@ -212,9 +212,9 @@ class _Launch:
             )
             on_service(service)
             episodes = Episodes(config, model_dir(config, run), self._source, clock)
-            world = self._world(begun.core, clock, journal, store, trace, service, episodes)
+            world = self._world(beginning.core, clock, journal, store, trace, service, episodes)
             try:
-                await self._serve(world, service, begun, observer)
+                await self._serve(world, service, beginning, observer)
             finally:
                 await episodes.close()
 
@@ -266,11 +266,11 @@ class _Launch:
         return ServiceWorld(wiring, sink=service)
 
     async def _serve(
-        self, world: ServiceWorld, service: Service, begun: Beginning, observer: ServiceObserver
+        self, world: ServiceWorld, service: Service, beginning: Beginning, observer: ServiceObserver
     ) -> None:
         config = self._config.serve
         slots = first_engines(self._config) if config.engines == "local" else ()
-        first = begun.first(slots, serving=True)
+        first = beginning.first(slots, serving=True)
         loop, stopped = asyncio.get_running_loop(), asyncio.Event()
         service.attach(world)
         running = asyncio.create_task(world.run(first))

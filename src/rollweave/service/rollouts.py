@@ -360,8 +360,8 @@ class RolloutManager:
                 if name in done
                 else self._unfinished_member(name)
             )
-        begun = any(member.stage != "queued" for member in members)
-        state = "done" if len(done) == len(members) else "running" if begun else "queued"
+        is_running = any(member.stage != "queued" for member in members)
+        state = "done" if len(done) == len(members) else "running" if is_running else "queued"
         return RolloutStatus(
             id=job.id,
             handler=job.request.handler,

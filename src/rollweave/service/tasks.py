@@ -14,7 +14,7 @@ from rollweave.runtime.effects import DRAW_S
 from rollweave.runtime.tasks import on_thread
 from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.schema.packing import DEPTH, is_deep
-from rollweave.schema.service import AskedLimits, RolloutRequest
+from rollweave.schema.service import RequestedLimits, RolloutRequest
 from rollweave.schema.work import Limits, Purpose, Task
 
 
@@ -73,7 +73,7 @@ class TaskResolver:
             drawing.exception()
 
 
-def _tightened(limits: Limits, requested: AskedLimits) -> Limits:
+def _tightened(limits: Limits, requested: RequestedLimits) -> Limits:
     """Return the handler's limits, lowered where the request asks for less."""
     lowered = {
         name: min(value, getattr(limits, name))

@@ -339,10 +339,10 @@ class Batch:
             free += self._own(turn)
             segment = turn.segment
             if segment is not None:
-                gone = leaving.setdefault(segment, [])
-                before = segment.deepest(without=gone)
-                gone.append(turn.shared)
-                free += before - segment.deepest(without=gone)
+                left_turns = leaving.setdefault(segment, [])
+                before = segment.deepest(without=left_turns)
+                left_turns.append(turn.shared)
+                free += before - segment.deepest(without=left_turns)
             if free >= need:
                 break
         else:

@@ -16,17 +16,17 @@ class Clock:
         self.now = 0.0
         self._heap: list[tuple[float, int]] = []
         self._actions: dict[int, Action] = {}
-        self._asked = 0
+        self._last_ticket = 0
 
     def at(self, when: float, action: Action) -> int:
         """Schedule `action` at `when`, or now if that is past.
 
         Returns a ticket for `cancel`.
         """
-        self._asked += 1
-        self._actions[self._asked] = action
-        heapq.heappush(self._heap, (when if when > self.now else self.now, self._asked))
-        return self._asked
+        self._last_ticket += 1
+        self._actions[self._last_ticket] = action
+        heapq.heappush(self._heap, (when if when > self.now else self.now, self._last_ticket))
+        return self._last_ticket
 
     def after(self, seconds: float, action: Action) -> int:
         return self.at(self.now + seconds, action)

@@ -174,13 +174,13 @@ class SimEngine:
         the tokens sampled now, at the pace of the current step.
         """
         self._run_until(now)
-        steps, batch, unsaid = self._steps_by(now), self._batch, 0
+        steps, batch, unreported = self._steps_by(now), self._batch, 0
         if self._left and batch.decoding:
             context = batch.context + steps * batch.decoding
             step_s = self.cost.decode_s(decode=batch.decoding, decode_context=context, steps=1)
-            unsaid = math.ceil(now % PROGRESS_S / step_s)
+            unreported = math.ceil(now % PROGRESS_S / step_s)
         return {
-            key: max(0, self._sampled(turn, steps) - (unsaid if turn.decoding else 0))
+            key: max(0, self._sampled(turn, steps) - (unreported if turn.decoding else 0))
             for key, turn in self._live.items()
         }
 
@@ -260,9 +260,9 @@ class SimEngine:
             if self._end > now:
                 self._settle(now)
                 break
-            ended = len(self._done)
+            already_done = len(self._done)
             self._finish()
-            if self._at == now and len(self._done) > ended:
+            if self._at == now and len(self._done) > already_done:
                 break
         done, self._done = self._done, []
         return done

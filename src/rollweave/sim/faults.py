@@ -171,10 +171,10 @@ class Chaos:
             f"{world.rollouts.alive} attempts are left over"
         )
         if not world.over and not self.faults["message lost"]:
-            kept = world.rollouts.scored.keys() - world.core.state.trajectories.keys()
+            leftover = world.rollouts.scored.keys() - world.core.state.trajectories.keys()
             # The score of a trajectory may arrive after the end.
-            kept = {key for key in kept if not self._in_flight[f"trajectory_id/{key}"]}
-            assert not kept, f"the store keeps {sorted(kept)}, which the core has forgotten"
+            leftover = {key for key in leftover if not self._in_flight[f"trajectory_id/{key}"]}
+            assert not leftover, f"the store keeps {sorted(leftover)}, which the core has forgotten"
         self._oracle.close(summary)
         self._replayed()
 

@@ -247,8 +247,8 @@ class SimFleet:
         if source is None or source.engine is None or target is None or target.engine is None:
             self._post(msgspec.structs.replace(done, error="an engine is lost"))
             return
-        begun, reader, writer = self._clock.now, source.engine, target.engine
-        blocks, weights = reader.export_kv(begun, key, shared_key), reader.weights_id
+        started, reader, writer = self._clock.now, source.engine, target.engine
+        blocks, weights = reader.export_kv(started, key, shared_key), reader.weights_id
         tokens = blocks * self._settings(source.group).block_tokens
 
         def arrived() -> None:

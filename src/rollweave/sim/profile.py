@@ -147,15 +147,15 @@ def _weighted_fit(amounts: Array, measured: Array, scale: Array) -> Array:
     The best fit is the plain least-squares fit of the columns that it uses, so with
     five columns all 32 choices are tried.
     """
-    columns, wanted = amounts / scale[:, None], measured / scale
+    columns, relative = amounts / scale[:, None], measured / scale
     # comparable columns keep the least-squares fit exact
     widths = columns.max(axis=0) + (columns.max(axis=0) == 0)
     columns /= widths
     best, least = np.zeros(len(widths)), math.inf
     for used in itertools.product((False, True), repeat=len(widths)):
         prices = np.zeros(len(widths))
-        prices[list(used)] = np.linalg.lstsq(columns[:, used], wanted, rcond=None)[0]
-        error = float(np.square(columns @ prices - wanted).sum())
+        prices[list(used)] = np.linalg.lstsq(columns[:, used], relative, rcond=None)[0]
+        error = float(np.square(columns @ prices - relative).sum())
         if error < least and (prices >= 0).all():
             best, least = prices / widths, error
     return best

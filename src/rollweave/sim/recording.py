@@ -36,7 +36,7 @@ class Attempt(msgspec.Struct, kw_only=True):
     group: str
     member: int
     number: int
-    begun: float
+    started: float
     ready: float | None = None
     requests: list[tuple[float, int]] = []
     replies: list[tuple[float, int]] = []
@@ -94,7 +94,7 @@ def _attempts(journal: Path, config: Path) -> list[Attempt]:
                     group=command.group_id,
                     member=command.member,
                     number=command.attempt,
-                    begun=now,
+                    started=now,
                 )
             elif isinstance(command, StartEval):
                 scored = attempts.get((command.trajectory_id, command.attempt))

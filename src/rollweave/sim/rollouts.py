@@ -46,7 +46,7 @@ class Attempt:
     dispatch: int = 0
     done: e.TurnDone | None = None  # the latest answer
     awaits_engine: bool = False  # for an engine to receive the open turn
-    kept: int = 0  # tokens of the open turn from which its current or next engine continues
+    kept_tokens: int = 0  # tokens of the open turn from which its current or next engine continues
     # tokens of the open turn's dispatch reported to the core; -1 before the first report
     reported: int = -1
     began_part: float = 0.0  # start of the open turn, or of the environment's work
@@ -147,13 +147,13 @@ class Rollouts:
         attempt.engine, attempt.dispatch, attempt.reported = command.engine_id, command.dispatch, -1
         attempt.awaits_engine = False
         if not command.resume:
-            attempt.kept = 0
+            attempt.kept_tokens = 0
         request = Request(
             key=attempt.key,
             shared_key=attempt.start.group_id,
             shared_tokens=attempt.plan.prompt_tokens,
-            context_tokens=attempt.tokens + attempt.kept,
-            output_tokens=attempt.plan.turns[attempt.turn].output_tokens - attempt.kept,
+            context_tokens=attempt.tokens + attempt.kept_tokens,
+            output_tokens=attempt.plan.turns[attempt.turn].output_tokens - attempt.kept_tokens,
             rank=command.rank,
         )
         if not self._fleet.generate(command.engine_id, request):
@@ -251,8 +251,8 @@ class Rollouts:
         """
         attempt.engine = None
         if self._keeps_turns and sampled is not None:
-            attempt.kept = min(
-                attempt.kept + sampled, attempt.plan.turns[attempt.turn].output_tokens - 1
+            attempt.kept_tokens = min(
+                attempt.kept_tokens + sampled, attempt.plan.turns[attempt.turn].output_tokens - 1
             )
 
     def _on_engine_lost(self, engine_id: EngineId, reported: Mapping[str, int]) -> None:
@@ -275,8 +275,8 @@ class Rollouts:
             if sampled is None:
                 continue
             self._reporting = True
-            tokens = attempt.kept + sampled
-            if attempt.reported >= 0 and tokens > max(attempt.reported, attempt.kept):
+            tokens = attempt.kept_tokens + sampled
+            if attempt.reported >= 0 and tokens > max(attempt.reported, attempt.kept_tokens):
                 attempt.reported = tokens
                 progress.append(
                     e.TurnProgress(
@@ -331,13 +331,13 @@ class Rollouts:
             attempt=attempt.start.attempt,
             turn=attempt.turn,
             dispatch=attempt.dispatch,
-            output_tokens=attempt.kept + done.output_tokens,
+            output_tokens=attempt.kept_tokens + done.output_tokens,
             cached_tokens=min(done.cached_tokens, attempt.tokens),
             version=version,
             queue_s=done.queue_s,
         )
         self._post(attempt.done)
-        attempt.kept = 0
+        attempt.kept_tokens = 0
         plan = attempt.plan.turns[attempt.turn]
         attempt.tokens += plan.output_tokens
         attempt.turn += 1

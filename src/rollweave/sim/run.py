@@ -1,7 +1,6 @@
 """One simulated run from configuration to figures, with or without a run directory."""
 
 import itertools
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,10 +43,6 @@ class Outcome:
         """Return the seconds between the starts of successive training steps."""
         starts = [float(line["at"]) for line in self.steps]
         return [after - before for before, after in itertools.pairwise(starts)]
-
-    @property
-    def median_step_s(self) -> float:
-        return statistics.median(self.step_s) if self.step_s else self.summary.wall_s
 
     @property
     def tokens_per_s(self) -> float:

@@ -126,9 +126,9 @@ class SimTrainer:
             saved = e.CheckpointFailed(
                 epoch=self.epoch, step=command.step, error="the disk is full"
             )
-        taken = e.CheckpointCopied(epoch=self.epoch, step=command.step)
+        copied = e.CheckpointCopied(epoch=self.epoch, step=command.step)
         self._do(
-            f"copy {command.step}", self._cost.copy_s(), taken, lambda: self._write(command, saved)
+            f"copy {command.step}", self._cost.copy_s(), copied, lambda: self._write(command, saved)
         )
 
     def _write(self, command: c.SaveCheckpoint, event: e.Event) -> None:

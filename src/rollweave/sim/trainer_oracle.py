@@ -121,7 +121,9 @@ class TrainerOracle:
             case e.TrainerReady(step=step):
                 self._training, self._position = None, (step, 0)
                 self._lineage = {
-                    kept: groups for kept, groups in self._lineage.items() if kept < step
+                    past_step: groups
+                    for past_step, groups in self._lineage.items()
+                    if past_step < step
                 }
             case _:
                 pass

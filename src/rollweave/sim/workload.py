@@ -291,7 +291,7 @@ def _plan_of(attempt: recording.Attempt) -> Plan | None:
     if stop in ENV_FAILURES and attempt.ready is None:
         return Plan(
             prompt_tokens=0,
-            init_s=ended - attempt.begun,
+            init_s=ended - attempt.started,
             turns=(),
             reward_s=0.0,
             reward=0.0,
@@ -316,7 +316,7 @@ def _plan_of(attempt: recording.Attempt) -> Plan | None:
     ]
     return Plan(
         prompt_tokens=attempt.requests[0][1],
-        init_s=attempt.ready - attempt.begun,
+        init_s=attempt.ready - attempt.started,
         turns=tuple(
             TurnPlan(
                 output_tokens=output,
@@ -339,7 +339,7 @@ Rule = tuple[Callable[[Any], bool], str]
 """A predicate of valid values, and the requirement as text."""
 
 
-def _whole(least: int) -> Rule:
+def _integer(least: int) -> Rule:
     return (
         lambda value: type(value) is int and least <= value <= 10**9,
         f"must be a whole number from {least} to 10^9",
@@ -363,7 +363,7 @@ STOPS = (
     *sorted(REWARD_FAILURES),
 )
 FIELDS: Mapping[str, Rule] = {
-    "prompt_tokens": _whole(1),
+    "prompt_tokens": _integer(1),
     "init_s": SECONDS,
     "turns": (
         lambda value: isinstance(value, list),
@@ -374,12 +374,12 @@ FIELDS: Mapping[str, Rule] = {
     "success": (lambda value: isinstance(value, bool), "must be true or false"),
     "stop": (lambda value: value in STOPS, f"must be one of {', '.join(STOPS)}"),
     "group": (lambda value: type(value) in (int, str), "must be a text or a whole number"),
-    "member": _whole(0),
+    "member": _integer(0),
 }
 OPTIONAL = ("success", "stop", "group", "member")
 TURN: Mapping[str, Rule] = {
-    "output tokens": _whole(1),
-    "observation tokens": _whole(0),
+    "output tokens": _integer(1),
+    "observation tokens": _integer(0),
     "seconds": SECONDS,
 }
 

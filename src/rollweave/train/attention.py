@@ -63,7 +63,7 @@ class _Attend(torch.autograd.Function):
         )
         small = bool(norms < SAFE_SCORE)
         out = torch.empty_like(q)
-        kept = []
+        saved = []
         for start, end, length in _blocks(q, k, visible):
             rows = q[:, :, start:end]
             scores = torch.bmm(rows.flatten(1, 2), k[:, :length].mT).view(*rows.shape[:-1], length)
@@ -78,10 +78,10 @@ class _Attend(torch.autograd.Function):
             )
             total = result[..., dim:]
             torch.div(result[..., :dim], total, out=out[:, :, start:end])
-            kept.extend([scores, total])
+            saved.extend([scores, total])
         ctx.scale = scale
         ctx.blocks = _blocks(q, k, visible)
-        ctx.save_for_backward(q, k, summing, out, *kept)
+        ctx.save_for_backward(q, k, summing, out, *saved)
         return out
 
     @staticmethod
@@ -89,12 +89,12 @@ class _Attend(torch.autograd.Function):
     def backward(
         ctx: Any, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
-        q, k, summing, out, *kept = ctx.saved_tensors
+        q, k, summing, out, *saved = ctx.saved_tensors
         dim = q.shape[-1]
         d_q = torch.empty_like(q)
         d_k, d_v = torch.zeros_like(k), torch.zeros_like(k)
         for (start, end, length), scores, total in zip(
-            ctx.blocks, kept[::2], kept[1::2], strict=True
+            ctx.blocks, saved[::2], saved[1::2], strict=True
         ):
             rows = grad[:, :, start:end] / total
             along = torch.linalg.vecdot(rows, out[:, :, start:end], dim=-1).neg_().unsqueeze(-1)

@@ -258,8 +258,12 @@ class Model(nn.Module):
         logprobs, entropy = token_logprobs(logits, labels)
         if reference is None:
             return Scores(logprobs, entropy, torch.zeros_like(entropy))
-        wanted = ((reference.hidden @ reference.head.T).float() / temperature).log_softmax(-1)
-        divergence = (wanted.exp() * (wanted - logits.log_softmax(-1))).sum(-1)
+        reference_logprobs = (
+            (reference.hidden @ reference.head.T).float() / temperature
+        ).log_softmax(-1)
+        divergence = (reference_logprobs.exp() * (reference_logprobs - logits.log_softmax(-1))).sum(
+            -1
+        )
         return Scores(logprobs, entropy, divergence)
 
     def _rotary(self, packed: Packed, x: torch.Tensor) -> RotaryTables:

@@ -125,6 +125,6 @@ class Passes:
             share_lengths = [lengths[place] for place in share]
             cut = split_micro_batches(share_lengths, max_tokens=self._micro_tokens)
             plans.append([[chosen[share[place]] for place in micro] for micro in cut])
-        mine = plans[self.ranks.rank]
-        missing = max(len(plan) for plan in plans) - len(mine)
-        return mine + [[chosen[0]]] * missing, len(mine)
+        own_plan = plans[self.ranks.rank]
+        missing = max(len(plan) for plan in plans) - len(own_plan)
+        return own_plan + [[chosen[0]]] * missing, len(own_plan)

@@ -116,13 +116,13 @@ def build_tokenizer(words: Iterable[str]) -> Tokenizer:
         [AddedToken(token, special=True, normalized=False) for token in SPECIALS]
     )
     longest_first = sorted(whole_words, key=len, reverse=True)
-    pattern = "|".join([*map(_standing_alone, longest_first), r"[\s\S]"])
+    pattern = "|".join([*map(_whole_word, longest_first), r"[\s\S]"])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return tokenizer
 
 
-def _standing_alone(word: str) -> str:
+def _whole_word(word: str) -> str:
     """Return a pattern for `word` that does not match inside a longer run of letters or
     digits (` at=a1` is not in ` at=a12`).
     """

@@ -83,9 +83,9 @@ def warmup_example(sequence: TokenSequence, *, observations: bool) -> Example:
 
 
 def _take_transcripts(transcripts: Iterator[TokenSequence], count: int) -> list[TokenSequence]:
-    taken = list(itertools.islice(transcripts, count))
-    if len(taken) < count:
+    chosen = list(itertools.islice(transcripts, count))
+    if len(chosen) < count:
         raise TrainerError(
-            f"warm-up needs {count} transcripts per step, only {len(taken)} were left"
+            f"warm-up needs {count} transcripts per step, only {len(chosen)} were left"
         )
-    return taken
+    return chosen

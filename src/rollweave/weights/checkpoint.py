@@ -92,15 +92,15 @@ class ModelShape:
         """Raise WeightsError unless `shapes`, by name, are those of this model's
         parameters; a tied `lm_head.weight` is optional.
         """
-        wanted = self.tensors()
-        missing = sorted(set(wanted) - set(shapes))
-        unknown = sorted(set(shapes) - set(wanted) - ({"lm_head.weight"} if self.tied else set()))
+        expected = self.tensors()
+        missing = sorted(set(expected) - set(shapes))
+        unknown = sorted(set(shapes) - set(expected) - ({"lm_head.weight"} if self.tied else set()))
         if missing or unknown:
             raise WeightsError(
                 f"tensors must be the model's parameters: missing {missing[:3]}, "
                 f"unknown {unknown[:3]}"
             )
-        for name, shape in wanted.items():
+        for name, shape in expected.items():
             if tuple(shapes[name]) != shape:
                 raise WeightsError(f"{name} must have shape {shape}, got {tuple(shapes[name])}")
 

@@ -4,8 +4,6 @@ element is an unsigned integer.
     encode(base, new, itemsize=2) -> block         one self-contained block of at most `BLOCK_BYTES` of payload
     apply(block, base, out, itemsize=2)
     plan(tensors, nbytes) -> spans                 the division of a payload into blocks, the same on both sides
-    encode_tensors(tensors, base, new) -> blocks   a whole payload, in order; the stream is their concatenation
-    Applier(tensors, base, out).feed(chunk)        accepts that stream in chunks of any size
 
 Invariants: `apply` reproduces the bytes given to `encode` exactly, including NaN
 payloads, -0.0 and denormals. It writes only verified results, so `out` may be `base`. A
@@ -38,13 +36,10 @@ changes of a limit are those whose base has 2 m >= limit, at their positions amo
 remaining elements; the elements with 2 m < limit remain, in order, for what follows.
 """
 
-import itertools
 import math
 import mmap
 import struct
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -167,100 +162,6 @@ def apply(block: Buffer, base: Buffer, out: Target, *, itemsize: int) -> None:
     if head.form != delta_body.UNCHANGED and _hash(fresh.data) != head.result:
         raise DeltaError("delta block: the result does not match its head")
     np.copyto(target, fresh)
-
-
-def encode_tensors(
-    tensors: Sequence[TensorMeta],
-    base: Buffer,
-    new: Buffer,
-    *,
-    smaller: bool = False,
-    threads: int = 1,
-) -> Iterator[bytes]:
-    """Encode the blocks of `plan` that turn payload `base` into payload `new`.
-
-    Raises DeltaError if `tensors` do not fit.
-    """
-    old, fresh = _bytes(base), _bytes(new)
-    spans = iter(plan(tensors, len(fresh)))
-
-    def one(span: Span) -> bytes:
-        part = slice(span.start, span.stop)
-        return encode(old[part], fresh[part], itemsize=span.itemsize, smaller=smaller)
-
-    with ThreadPoolExecutor(threads) as pool:
-        ahead: deque[Future[bytes]] = deque(
-            pool.submit(one, span) for span in itertools.islice(spans, 2 * threads)
-        )
-        while ahead:
-            yield ahead.popleft().result()
-            ahead.extend(pool.submit(one, span) for span in itertools.islice(spans, 1))
-
-
-class Applier:
-    """Turns a stream of blocks into a payload as the stream arrives.
-
-    After a DeltaError it accepts no more input.
-    """
-
-    def __init__(self, tensors: Sequence[TensorMeta], base: Buffer, out: Target) -> None:
-        """`out` may be `base`. Raises DeltaError if `tensors` do not fit."""
-        self._base, self._out = _bytes(base), _bytes(out)
-        self._spans = plan(tensors, len(self._out))
-        self._pending = bytearray()
-        self._broken = ""
-        self.done = 0
-        """Number of blocks written to `out`."""
-
-    def feed(self, chunk: Buffer) -> int:
-        """Process the next bytes; return how many bytes of the payload are complete in
-        `out`.
-
-        Raises DeltaError.
-        """
-        if self._broken:
-            raise DeltaError(self._broken)
-        self._pending += _bytes(chunk).data
-        start = 0
-        try:
-            while (size := self._complete(start)) > 0:
-                self._apply_block(bytes(self._pending[start : start + size]))
-                start += size
-        except DeltaError as error:
-            self._broken = f"block {self.done} of {len(self._spans)}: {error}"
-            self._pending.clear()
-            raise DeltaError(self._broken) from error
-        del self._pending[:start]
-        return self._spans[self.done - 1].stop if self.done else 0
-
-    def finish(self) -> None:
-        """Raise DeltaError unless the payload is complete."""
-        if self._broken or self._pending or self.done < len(self._spans):
-            raise DeltaError(
-                self._broken or f"the stream ends inside block {self.done} of {len(self._spans)}"
-            )
-
-    def _complete(self, start: int) -> int:
-        """Return the size of the next block if it has arrived completely, else 0."""
-        if len(self._pending) - start < HEAD_BYTES:
-            return 0
-        if self.done == len(self._spans):
-            raise DeltaError("there are more bytes than the payload has")
-        span = self._spans[self.done]
-        head = _head(
-            memoryview(bytes(self._pending[start : start + HEAD_BYTES])), itemsize=span.itemsize
-        )
-        if head.nbytes != span.stop - span.start:
-            raise DeltaError(
-                f"delta block: made for {head.nbytes} bytes, not for {span.stop - span.start}"
-            )
-        return head.size if head.size <= len(self._pending) - start else 0
-
-    def _apply_block(self, block: bytes) -> None:
-        span = self._spans[self.done]
-        part = slice(span.start, span.stop)
-        apply(block, self._base[part], self._out[part], itemsize=span.itemsize)
-        self.done += 1
 
 
 def _head(data: memoryview, *, itemsize: int) -> _Head:

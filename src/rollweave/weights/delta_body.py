@@ -137,15 +137,15 @@ def _nonzero(mask: Array) -> Array:
     """
     if 10 * np.count_nonzero(mask) > len(mask):
         return np.flatnonzero(mask)
-    whole = len(mask) & ~7
-    words = mask[:whole].view(np.uint64)
+    multiple = len(mask) & ~7
+    words = mask[:multiple].view(np.uint64)
     nonzero = np.flatnonzero(words != 0)
     within = np.flatnonzero(words.take(nonzero).view(np.bool_))
     positions: Array = (nonzero.take(within >> 3) << 3) | (within & 7)
     return (
         positions
-        if whole == len(mask)
-        else np.append(positions, np.flatnonzero(mask[whole:]) + whole)
+        if multiple == len(mask)
+        else np.append(positions, np.flatnonzero(mask[multiple:]) + multiple)
     )
 
 
@@ -161,8 +161,8 @@ def differences_of(old: Array, new: Array) -> Array:
     """Distance in floats, modulo their number, in zigzag order: 0 is none, 1 one down,
     2 one up, 3 two down, …
     """
-    apart = (_ordered(new) - _ordered(old)).view(f"<i{old.itemsize}")
-    return ((apart << 1) ^ (apart >> (8 * old.itemsize - 1))).view(old.dtype)
+    difference = (_ordered(new) - _ordered(old)).view(f"<i{old.itemsize}")
+    return ((difference << 1) ^ (difference >> (8 * old.itemsize - 1))).view(old.dtype)
 
 
 def _add(old: Array, differences: Array) -> Array:

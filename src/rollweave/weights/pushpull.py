@@ -67,15 +67,17 @@ async def push(
     Ranges that the store already has are not sent. Raises FetchError if the version is
     not complete in the store; it may then be pushed again.
     """
-    wanted = ((0, manifest.nbytes),) if ranges is None else tuple(ranges)
-    wanted = tuple(part for part in wanted if part[0] < part[1])
+    requested = ((0, manifest.nbytes),) if ranges is None else tuple(ranges)
+    requested = tuple(part for part in requested if part[0] < part[1])
     channel = await transport.connect(address)
     try:
         with ThreadPoolExecutor(2, thread_name_prefix="encode") as pool:
             start, nbytes, unanswered = time.monotonic(), 0, 0
             await channel.send(
                 Push(
-                    manifest=manifest, ranges=wanted, base=since.base if since is not None else None
+                    manifest=manifest,
+                    ranges=requested,
+                    base=since.base if since is not None else None,
                 )
             )
             answer = await _receive_answer(channel)
@@ -121,20 +123,20 @@ async def pull(
     def allocate(message: Message, count: int) -> memoryview:
         nonlocal start, together
         start = time.monotonic()
-        if isinstance(message, RawRanges) and count == _check_ranges(message.ranges, wanted):
+        if isinstance(message, RawRanges) and count == _check_ranges(message.ranges, missing):
             together = memoryview(bytearray(count))
             return together[:]
         if (
             not isinstance(message, Raw)
             or count != message.stop - message.start
-            or wanted.missing(message.start, message.stop)
+            or missing.missing(message.start, message.stop)
         ):
             raise FetchError("broken", f"{count} bytes do not fit {message}")
         return into(message.start, message.stop)
 
-    wanted = Ranges()
+    missing = Ranges()
     for part in ranges:
-        wanted.add(*part)
+        missing.add(*part)
     try:
         parts = tuple(part for part in ranges if part[0] < part[1])
         request = Request(
@@ -147,23 +149,23 @@ async def pull(
         await channel.send(request)
         while not isinstance(message := await _receive_answer(channel, allocate), Complete):
             if isinstance(message, Raw):
-                wanted.remove(message.start, message.stop)
+                missing.remove(message.start, message.stop)
                 pulled.append(Transfer(start, time.monotonic(), message.stop - message.start))
             elif isinstance(message, RawRanges):
                 at = 0
                 for low, high in message.ranges:
                     into(low, high)[:] = together[at : at + high - low]
-                    wanted.remove(low, high)
+                    missing.remove(low, high)
                     at += high - low
                 pulled.append(Transfer(start, time.monotonic(), at))
-        if list(wanted):
-            raise FetchError("broken", f"the store has not sent bytes {list(wanted)[:3]}")
+        if list(missing):
+            raise FetchError("broken", f"the store has not sent bytes {list(missing)[:3]}")
         return pulled
     finally:
         channel.close()
 
 
-def _check_ranges(ranges: Sequence[Range], wanted: Ranges) -> int:
+def _check_ranges(ranges: Sequence[Range], missing: Ranges) -> int:
     """Return the number of bytes in ranges that came together.
 
     Raises FetchError (broken) if they are not in order, or are not wanted or no longer
@@ -171,7 +173,7 @@ def _check_ranges(ranges: Sequence[Range], wanted: Ranges) -> int:
     """
     end = 0
     for start, stop in ranges:
-        if not end <= start < stop or wanted.missing(start, stop):
+        if not end <= start < stop or missing.missing(start, stop):
             raise FetchError(
                 "broken", f"bytes {start} to {stop} are not wanted, or were sent twice"
             )

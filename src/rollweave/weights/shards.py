@@ -140,12 +140,12 @@ class TensorParallel:
             rule = model.rules[meta.name]
             if not self._on_stage(rule, layers, stage):
                 continue
-            ranks, number, mine = self.tp, own, range(0)
+            ranks, number, local_experts = self.tp, own, range(0)
             if rule.experts:
                 ranks, number = self.tp // self.ep, own % (self.tp // self.ep)
                 each = _quotient("ep", self.ep, rule.experts, f"experts of {meta.name}")
-                mine = range(own // ranks * each, (own // ranks + 1) * each)
-                if rule.expert is not None and rule.expert not in mine:
+                local_experts = range(own // ranks * each, (own // ranks + 1) * each)
+                if rule.expert is not None and rule.expert not in local_experts:
                     continue
             for index, part in enumerate(rule.parts):
                 builder.add(
@@ -153,7 +153,7 @@ class TensorParallel:
                     meta.shape,
                     rule,
                     index,
-                    mine,
+                    local_experts,
                     self._share(meta.name, part, ranks, number),
                     self.fused,
                 )
@@ -222,19 +222,19 @@ class _ShardBuilder:
         shape: Ints,
         rule: Rule,
         index: int,
-        mine: range,
+        local_experts: range,
         share: _Share,
         fused: bool,
     ) -> None:
-        """Add part `index` of the tensor `name`; `mine` are the experts of the rank."""
+        """Add part `index` of the tensor `name`; `local_experts` are those of the rank."""
         start, size = [0] * len(shape), list(shape)
         if rule.experts and rule.expert is None:
-            start[0], size[0] = mine.start, len(mine)
+            start[0], size[0] = local_experts.start, len(local_experts)
         if share.dim is not None:
             start[share.dim], size[share.dim] = share.start, share.size
         together = fused and bool(rule.fused)
         local = rule.fused if together else name
-        row = -1 if not together or rule.expert is None else rule.expert - mine.start
+        row = -1 if not together or rule.expert is None else rule.expert - local_experts.start
         slot = rule.slot if together else 0
         self._parts[local].append((row, slot, index, name, tuple(start), tuple(size), share))
 
@@ -293,20 +293,20 @@ class Plan:
         for sender, pieces in enumerate(self.sends):
             for piece in pieces:
                 sent[piece.tensor].append((sender, piece))
-        for wanted in self.pulls[receiver]:
-            for sender, given in sent[wanted.tensor]:
-                if overlap := _overlap(wanted, given):
+        for pulled in self.pulls[receiver]:
+            for sender, sent_piece in sent[pulled.tensor]:
+                if overlap := _overlap(pulled, sent_piece):
                     start, size = overlap
-                    source, target = _local_corner(given, start), _local_corner(wanted, start)
+                    source, target = _local_corner(sent_piece, start), _local_corner(pulled, start)
                     yield Transfer(
                         sender,
                         receiver,
-                        wanted.tensor,
+                        pulled.tensor,
                         start,
                         size,
-                        given.local,
+                        sent_piece.local,
                         source,
-                        wanted.local,
+                        pulled.local,
                         target,
                     )
 
@@ -351,13 +351,13 @@ def assign_slices(
         for piece in layout.shard(model, rank).pieces:
             holders[piece.tensor, piece.start, piece.size].append((rank, piece))
     sizes = {meta.name: itemsize(meta) for meta in model.tensors}
-    given: list[list[Piece]] = [[] for _ in range(layout.ranks)]
+    sent_pieces: list[list[Piece]] = [[] for _ in range(layout.ranks)]
     loads = [0] * layout.ranks
     turns = []
     for owners in holders.values():
         rank, piece = owners[0]
         if len(owners) == 1:
-            given[rank].append(piece)
+            sent_pieces[rank].append(piece)
             loads[rank] += math.prod(piece.size) * sizes[piece.tensor]
             continue
         ranks = [rank for rank, _ in owners]
@@ -367,12 +367,14 @@ def assign_slices(
     for nbytes, start, size, ranks, piece_of in sorted(turns, key=lambda turn: -turn[0]):
         rank = min(ranks, key=loads.__getitem__)
         own = piece_of[rank]
-        given[rank].append(Piece(own.tensor, start, size, own.local, _local_corner(own, start)))
+        sent_pieces[rank].append(
+            Piece(own.tensor, start, size, own.local, _local_corner(own, start))
+        )
         loads[rank] += nbytes
     order = {meta.name: index for index, meta in enumerate(model.tensors)}
     return tuple(
         tuple(sorted(pieces, key=lambda piece: (order[piece.tensor], piece.start)))
-        for pieces in given
+        for pieces in sent_pieces
     )
 
 

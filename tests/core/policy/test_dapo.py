@@ -64,13 +64,13 @@ class Reference:
     def end(self, number: int, rewards: list[float]) -> None:
         self.clock += 1
         group = self.groups[number]
-        group.ended = self.clock
+        group.end_group = self.clock
         few = len(rewards) < self.rule.min_members
         group.state = "failed" if few else "filtered" if len(set(rewards)) == 1 else "ready"
 
     def take(self) -> list[int] | None:
         fresh = [number for number in self.of("ready") if not self.too_old(number)]
-        fresh.sort(key=lambda number: (self.groups[number].version, self.groups[number].ended))
+        fresh.sort(key=lambda number: (self.groups[number].version, self.groups[number].end_group))
         if len(fresh) < self.rule.groups:
             return None
         for number in fresh[: self.rule.groups]:
@@ -99,16 +99,16 @@ def test_every_decision_is_the_references_and_no_group_is_lost_or_used_twice(
         choice = data.draw(st.sampled_from(["ask", "end", "end", "end", "begin", "begin", "take"]))
         if choice == "ask":
             version = max(slow.version, 0) + data.draw(st.integers(0, 2))
-            dapo.ask(version)
+            dapo.request_batch(version)
             slow.version = slow.following = version
         elif choice == "end" and (under_way := slow.of("under way")):
             number = data.draw(st.sampled_from(under_way))
             rewards = data.draw(st.lists(st.sampled_from([0.0, 1.0]), max_size=rule.group_size))
-            dapo.ended(number, rewards)
+            dapo.end_group(number, rewards)
             slow.end(number, rewards)
         elif choice == "begin":
             for _ in range(min(dapo.room(), data.draw(st.integers(1, 9)))):
-                assert dapo.begun() == len(slow.groups)
+                assert dapo.start_group() == len(slow.groups)
                 slow.groups.append(Record(slow.version))
         elif choice == "take":
             batch = dapo.take()
@@ -128,7 +128,7 @@ def test_every_decision_is_the_references_and_no_group_is_lost_or_used_twice(
         account = dapo.account
         assert account.balances()
         counted = (
-            account.begun,
+            account.started,
             account.used,
             account.filtered,
             account.failed,
@@ -153,29 +153,29 @@ def test_an_asker_always_gets_its_batch(
     """
     dapo, outcomes = Dapo(rule), [*informative, True]
     for version in range(4):
-        dapo.ask(version)
+        dapo.request_batch(version)
         for _ in range(1000):
             dapo.overdue()
             if dapo.take() is not None:
                 break
             for _ in range(dapo.room()):
-                dapo.begun()
+                dapo.start_group()
             group = data.draw(st.sampled_from(list(dapo.under_way)))
-            dapo.ended(group, [0.0, float(outcomes[group % len(outcomes)])])
+            dapo.end_group(group, [0.0, float(outcomes[group % len(outcomes)])])
         else:
             raise AssertionError("no batch")
 
 
 def one_batch(rule: DapoRule) -> Dapo:
-    """A state in which a batch has just been taken: as many as may be were begun, the
+    """A state in which a batch has just been taken: as many groups as allowed have started, the
     first `groups` ended.
     """
     dapo = Dapo(rule)
-    dapo.ask(0)
+    dapo.request_batch(0)
     for _ in range(dapo.room()):
-        dapo.begun()
+        dapo.start_group()
     for group in range(rule.groups):
-        assert dapo.ended(group, [0.0, 1.0]) is Verdict.COMPLETE
+        assert dapo.end_group(group, [0.0, 1.0]) is Verdict.COMPLETE
     assert dapo.take() == list(range(rule.groups))
     return dapo
 
@@ -183,9 +183,9 @@ def one_batch(rule: DapoRule) -> Dapo:
 def test_on_policy_a_full_batch_ends_what_is_under_way() -> None:
     dapo = one_batch(DapoRule(groups=2, group_size=2, under_way=5, staleness=0))
     assert (dapo.overdue(), dapo.room()) == ([2, 3, 4], 0)
-    assert dapo.ended(2, [0.0, 1.0]) is Verdict.INCOMPLETE  # it was too late
+    assert dapo.end_group(2, [0.0, 1.0]) is Verdict.INCOMPLETE  # it was too late
     assert (dapo.account.cancelled, dapo.account.failed, dapo.account.carried) == (3, 0, 0)
-    dapo.ask(1)
+    dapo.request_batch(1)
     assert dapo.room() == 5
 
 
@@ -194,26 +194,26 @@ def test_within_the_bound_what_is_under_way_goes_on_and_is_replenished_while_the
 ):
     dapo = one_batch(DapoRule(groups=2, group_size=2, under_way=5, staleness=1))
     assert (dapo.overdue(), list(dapo.under_way), dapo.room()) == ([], [2, 3, 4], 2)
-    dapo.ended(2, [1.0, 1.0])
+    dapo.end_group(2, [1.0, 1.0])
     assert (dapo.account.filtered, dapo.room()) == (1, 3)
-    dapo.ended(3, [0.0, 1.0])
-    dapo.ended(4, [0.0, 1.0])
-    dapo.ask(1)
+    dapo.end_group(3, [0.0, 1.0])
+    dapo.end_group(4, [0.0, 1.0])
+    dapo.request_batch(1)
     assert dapo.take() == [3, 4]  # at once
 
 
 def test_groups_that_fail_without_end_are_told() -> None:
     dapo = Dapo(DapoRule(groups=1, group_size=2, under_way=1, staleness=1))
-    dapo.ask(0)
+    dapo.request_batch(0)
     for _ in range(4):
         assert not dapo.hopeless()
-        dapo.ended(dapo.begun(), [])
+        dapo.end_group(dapo.start_group(), [])
     assert "failed without one reward" in dapo.hopeless()
-    dapo.ended(dapo.begun(), [1.0])
+    dapo.end_group(dapo.start_group(), [1.0])
     assert not dapo.hopeless()
     for _ in range(100):
         assert not dapo.hopeless()
-        dapo.ended(dapo.begun(), [1.0, 1.0])
+        dapo.end_group(dapo.start_group(), [1.0, 1.0])
     assert "nothing is left to learn from" in dapo.hopeless()
 
 
@@ -242,7 +242,7 @@ def test_the_least_rule_is_accepted() -> None:
 def test_versions_do_not_go_back() -> None:
     dapo = Dapo(DapoRule(groups=1, group_size=2, under_way=1, staleness=1))
     with pytest.raises(ValueError, match="version must not go back below 0, got -1"):
-        dapo.ask(-1)
-    dapo.ask(3)
+        dapo.request_batch(-1)
+    dapo.request_batch(3)
     with pytest.raises(ValueError, match="version must not go back below 3, got 2"):
-        dapo.ask(2)
+        dapo.request_batch(2)

@@ -135,7 +135,7 @@ def test_steps_of_a_lost_lineage_are_not_counted_twice(run: RunDir) -> None:
         file.write("\n".join([*again, '{"kind": "resumed", "at": 99}']) + "\n")
     data = read_run(run)
     assert [line["step"] for line in data.steps] == list(range(6))
-    assert data.lives == 2
+    assert data.generations == 2
 
 
 def test_domains_without_success_are_measured_by_reward(run: RunDir) -> None:

@@ -164,7 +164,7 @@ async def test_answers_as_the_predictor_itself(start: Open, kind: str) -> None:
         0,
         0,
     )
-    assert stats.asked == stats.answered == 180
+    assert stats.requests == stats.answered == 180
     assert stats.fit_s > 0
     assert stats.mean_ms > 0
     assert stats.p99_ms > 0
@@ -224,7 +224,7 @@ async def test_a_killed_predictor_is_restarted_without_observations(start: Open)
     assert (await bench.answer()).remaining_tokens == PRIOR_TOKENS
     stats = bench.supervisor.stats()
     assert (stats.restarts, stats.pairs) == (1, 0)
-    assert stats.asked == stats.answered + stats.lost == 4
+    assert stats.requests == stats.answered + stats.lost == 4
 
 
 async def test_a_hung_predictor_blocks_nothing_and_continues(start: Open) -> None:
@@ -296,7 +296,7 @@ async def test_a_predictor_that_always_fails_is_given_up(
     bench.supervisor.harvest(over(9, 5))
     bench.supervisor.fit(FitPredictor(step=1))
     after = bench.supervisor.stats()
-    assert (after.dropped, after.asked) == (before.dropped + 3, before.asked)
+    assert (after.dropped, after.requests) == (before.dropped + 3, before.requests)
     assert (after.lost, after.answered, after.restarts) == (
         live.MAX_RESTARTS + 1,
         0,
@@ -334,7 +334,7 @@ async def test_requests_beyond_the_limit_are_dropped(start: Open, kind: str) -> 
     for _ in range(live.MAX_REQUESTS):
         await bench.answer()
     stats = bench.supervisor.stats()
-    assert (stats.asked, stats.answered, stats.dropped) == (
+    assert (stats.requests, stats.answered, stats.dropped) == (
         live.MAX_REQUESTS,
         live.MAX_REQUESTS,
         2 * live.MAX_REQUESTS,

@@ -132,7 +132,7 @@ def test_queueing_of_the_longest_sums_core_and_engines_over_all_turns() -> None:
         [c.TrainStep(step=0, part=0, parts=1, groups=())],
     )
     watch.append(30.0, timer, [begun("next")])
-    assert watch.begun == [1.0, 30.0]
+    assert watch.began == [1.0, 30.0]
     assert watch.tokens[0] == {"long": 20, "short": 15}
     assert watch.longest_queued_s(0) == pytest.approx(0.5 + 3.0 + 0.25)
 

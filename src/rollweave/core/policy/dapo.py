@@ -9,7 +9,7 @@ later batch, unless too old (carry-over).
 
 Invariants: a batch has exactly `groups` groups, oldest first; a group is in at most one
 batch, and at most `staleness` versions old in it; at most `under_way` groups are in
-flight. The account balances after every call: `begun = used + filtered + failed + stale
+flight. The account balances after every call: `started = used + filtered + failed + stale
 + cancelled + carried`.
 """
 
@@ -64,7 +64,7 @@ class Account:
     `carried` groups are in flight, or complete and waiting for a batch.
     """
 
-    begun: int = 0
+    started: int = 0
     used: int = 0
     filtered: int = 0  # rewards all equal
     failed: int = 0  # fewer than min_members rewards
@@ -74,7 +74,7 @@ class Account:
 
     def balances(self) -> bool:
         return (
-            self.begun
+            self.started
             == self.used + self.filtered + self.failed + self.stale + self.cancelled + self.carried
         )
 
@@ -98,7 +98,7 @@ class Dapo:
     _failed_in_a_row: int = 0
     _filtered_in_a_row: int = 0
 
-    def ask(self, version: int) -> None:
+    def request_batch(self, version: int) -> None:
         """Request a batch to train on from weights `version`, which sample everything
         that starts from now on.
 
@@ -117,7 +117,7 @@ class Dapo:
         version later.
         """
         fresh = sorted(
-            (group for group, begun in self.ready.items() if self._fresh(begun)),
+            (group for group, start_version in self.ready.items() if self._fresh(start_version)),
             key=self.ready.__getitem__,
         )
         if len(fresh) < self.rule.groups:
@@ -136,8 +136,14 @@ class Dapo:
 
         Complete groups that are too old are dropped as well.
         """
-        stopped = [group for group, begun in self.under_way.items() if not self._fresh(begun)]
-        dropped = [group for group, begun in self.ready.items() if not self._fresh(begun)]
+        stopped = [
+            group
+            for group, start_version in self.under_way.items()
+            if not self._fresh(start_version)
+        ]
+        dropped = [
+            group for group, start_version in self.ready.items() if not self._fresh(start_version)
+        ]
         for group in stopped:
             del self.under_way[group]
         for group in dropped:
@@ -167,22 +173,22 @@ class Dapo:
         )
         return max(0, min(self.rule.under_way, most - len(self.ready)) - len(self.under_way))
 
-    def begun(self) -> int:
+    def start_group(self) -> int:
         """Record that a group has started, and return its number."""
-        group = self.account.begun
-        self.account.begun += 1
+        group = self.account.started
+        self.account.started += 1
         self.under_way[group] = self.version
         self._carry(1)
         return group
 
-    def ended(self, group: int, rewards: Sequence[float]) -> Verdict:
+    def end_group(self, group: int, rewards: Sequence[float]) -> Verdict:
         """Record that a group is complete, with the rewards of those members that have
         one.
 
         A group that was stopped before still counts as stopped.
         """
-        begun = self.under_way.pop(group, None)
-        if begun is None:
+        start_version = self.under_way.pop(group, None)
+        if start_version is None:
             return Verdict.INCOMPLETE
         verdict = group_verdict(
             rewards,
@@ -192,7 +198,7 @@ class Dapo:
             dynamic_sampling=True,
         )
         if verdict is Verdict.COMPLETE:
-            self.ready[group] = begun
+            self.ready[group] = start_version
         else:
             self.account.filtered += verdict is Verdict.FILTERED
             self.account.failed += verdict is Verdict.INCOMPLETE
@@ -223,8 +229,8 @@ class Dapo:
             )
         return ""
 
-    def _fresh(self, begun: int) -> bool:
-        return acceptable(begun, self._next, self.rule.staleness)
+    def _fresh(self, start_version: int) -> bool:
+        return acceptable(start_version, self._next, self.rule.staleness)
 
     def _carry(self, groups: int) -> None:
         self.account.carried += groups

@@ -108,46 +108,25 @@ def evict(
     strategy: EvictName | Rule,
     version: int,
     max_groups: int,
-    max_tokens: int | None = None,
-    max_age: int | None = None,
 ) -> list[GroupId]:
-    """Return the groups to evict, so that the rest is within the bounds: in groups,
-    tokens, and versions since they started.
+    """Return the groups to evict, so that at most `max_groups` remain.
 
-    Groups older than `max_age` go first, then as many as necessary in the order of the
-    strategy. Groups that a user's function names all go; if that is not enough, the
-    stalest follow. Raises ValueError for ids that are not in the buffer or named twice,
-    and for invalid bounds.
+    Groups go in the order of the strategy. Groups that a user's function names all go;
+    if that is not enough, the stalest follow. Raises ValueError for ids that are not in
+    the buffer or named twice, and for an invalid bound.
     """
-    for name, bound, least in (
-        ("max_groups", max_groups, 1),
-        ("max_tokens", max_tokens, 1),
-        ("max_age", max_age, 0),
-    ):
-        if bound is not None and bound < least:
-            raise ValueError(f"{name} must be at least {least}, got {bound}")
+    if max_groups < 1:
+        raise ValueError(f"max_groups must be at least 1, got {max_groups}")
     buffer = _in_order(experiences)
-    gone = _named(strategy, buffer, version) if callable(strategy) else []
-    named = set(gone)
-    if max_age is not None:
-        gone += [
-            one.id
-            for one in buffer
-            if staleness(one.initiated, version) > max_age and one.id not in named
-        ]
-    named = set(gone)
-    left = [one for one in buffer if one.id not in named]
+    evicted = _named(strategy, buffer, version) if callable(strategy) else []
+    named = set(evicted)
+    remaining = [one for one in buffer if one.id not in named]
     if strategy == "size":
-        left.sort(key=lambda one: -one.tokens)
+        remaining.sort(key=lambda one: -one.tokens)
     else:
-        left.sort(key=lambda one: -staleness(one.initiated, version))
-    tokens = sum(one.tokens for one in left)
-    for index, one in enumerate(left):
-        if len(left) - index <= max_groups and (max_tokens is None or tokens <= max_tokens):
-            break
-        tokens -= one.tokens
-        gone.append(one.id)
-    return gone
+        remaining.sort(key=lambda one: -staleness(one.initiated, version))
+    surplus = max(0, len(remaining) - max_groups)
+    return evicted + [one.id for one in remaining[:surplus]]
 
 
 def _in_order(experiences: Sequence[Experience]) -> list[Experience]:

@@ -297,7 +297,7 @@ class HttpEngine:
         """Return the checked answer to a request, with the caller's id, and with our
         times if the server reports none.
         """
-        asked = self._loop.time()
+        started = self._loop.time()
         await asyncio.shield(self._ready)
         if why := objection(self._logprobs, request.sampling) or self._token_error(request):
             raise EngineError(f"{self._name}: {why}")
@@ -334,7 +334,7 @@ class HttpEngine:
             if result.resumed_tokens and request.resumed is not None
             else 0.0
         )
-        queue_s = max(0.0, self._loop.time() - asked - (generate_s - before_s))
+        queue_s = max(0.0, self._loop.time() - started - (generate_s - before_s))
         result = msgspec.structs.replace(
             result, id=request.id, queue_s=queue_s, generate_s=generate_s
         )
@@ -426,8 +426,8 @@ class HttpEngine:
         except ResponseError as error:
             self._on_warning(f"its log-probs cannot be compared with the checkpoint's: {error}")
             return
-        ours = await reference(request.tokens, result.tokens)
-        if ours is not None and (text := inexactness(result.logprobs, ours)):
+        rescored = await reference(request.tokens, result.tokens)
+        if rescored is not None and (text := inexactness(result.logprobs, rescored)):
             self._on_warning(text)
 
     def _fail_all(self) -> None:

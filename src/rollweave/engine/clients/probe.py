@@ -82,20 +82,20 @@ def exact_probe(vocab: int) -> GenerateRequest:
     )
 
 
-def inexactness(theirs: Sequence[float], ours: Sequence[float]) -> str:
+def inexactness(sampled: Sequence[float], rescored: Sequence[float]) -> str:
     """Describe how the engine's log-probs differ from the checkpoint's in float32, and
     what to do; "" if they agree.
 
     Raises ValueError if the two are not of the same tokens.
     """
-    apart = [abs(one - other) for one, other in zip(theirs, ours, strict=True)]
-    off = sum(distance > EXACT for distance in apart)
+    differences = [abs(one - other) for one, other in zip(sampled, rescored, strict=True)]
+    off = sum(distance > EXACT for distance in differences)
     if not off:
         return ""
-    mean = sum(apart) / len(apart)
+    mean = sum(differences) / len(differences)
     difference = (
-        f"{off} of {len(apart)} probed log-probs are off by more than {EXACT:g} (the largest by "
-        f"{max(apart):.2g})"
+        f"{off} of {len(differences)} probed log-probs are off by more than {EXACT:g} "
+        f"(the largest by {max(differences):.2g})"
     )
     if mean > OTHER_WEIGHTS:
         return f"{difference}: it has other weights than the checkpoint"

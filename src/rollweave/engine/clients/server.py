@@ -151,60 +151,60 @@ class EngineServer:
         return _json({})
 
     async def _prorl_generate(self, request: web.Request) -> web.Response:
-        asked = await self._read_honored(request, _Prorl)
+        body = await self._read_honored(request, _Prorl)
         sampling = Sampling(
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            top_k=max(0, asked.top_k or 0),
-            max_tokens=asked.max_tokens,
-            seed=_seed(asked.seed),
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=max(0, body.top_k or 0),
+            max_tokens=body.max_tokens,
+            seed=_seed(body.seed),
         )
         result = await self._generate(
-            GenerateRequest(id=_new_id(), tokens=asked.prompt_ids, sampling=sampling)
+            GenerateRequest(id=_new_id(), tokens=body.prompt_ids, sampling=sampling)
         )
         return _json({"response_ids": result.tokens, "logprobs": result.logprobs})
 
     async def _completion(self, request: web.Request) -> web.Response:
-        asked = await self._read_honored(request, _Completion)
+        body = await self._read_honored(request, _Completion)
         if (
-            asked.logprobs is not None
-            and asked.logprobs != 0
-            and (asked.logprobs, asked.temperature) != (1, 0)
+            body.logprobs is not None
+            and body.logprobs != 0
+            and (body.logprobs, body.temperature) != (1, 0)
         ):
             text = "must be 0 or null, or 1 at temperature 0: only the sampled token's is known"
-            raise EngineError(f"logprobs {text}, got {asked.logprobs}")
-        if asked.logprobs is not None and asked.return_tokens_as_token_ids is False:
+            raise EngineError(f"logprobs {text}, got {body.logprobs}")
+        if body.logprobs is not None and body.return_tokens_as_token_ids is False:
             raise EngineError(
                 "return_tokens_as_token_ids must be true or null: tokens are named "
                 "by their ids, got False"
             )
-        prompt = asked.prompt
+        prompt = body.prompt
         if isinstance(prompt, str):
             if self._text is None:
                 raise EngineError("prompt must be token ids: the checkpoint has no tokenizer")
             prompt = tuple(self._text.encode(prompt))
         sampling = Sampling(
-            temperature=1.0 if asked.temperature is None else asked.temperature,
-            top_p=1.0 if asked.top_p is None else asked.top_p,
-            top_k=max(0, asked.top_k or 0),
-            max_tokens=16 if asked.max_tokens is None else asked.max_tokens,
-            stop_token_ids=asked.stop_token_ids or (),
-            stop=_texts(asked.stop),
-            allowed=asked.allowed_token_ids or (),
-            seed=_seed(asked.seed),
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            top_k=max(0, body.top_k or 0),
+            max_tokens=16 if body.max_tokens is None else body.max_tokens,
+            stop_token_ids=body.stop_token_ids or (),
+            stop=_texts(body.stop),
+            allowed=body.allowed_token_ids or (),
+            seed=_seed(body.seed),
         )
         result = await self._generate(
             GenerateRequest(id=_new_id(), tokens=prompt, sampling=sampling)
         )
-        return _json(self._as_completion(asked, result, prompt_tokens=len(prompt)))
+        return _json(self._as_completion(body, result, prompt_tokens=len(prompt)))
 
     def _as_completion(
-        self, asked: _Completion, result: GenerateResult, *, prompt_tokens: int
+        self, body: _Completion, result: GenerateResult, *, prompt_tokens: int
     ) -> dict[str, Any]:
         count = len(result.tokens)
         choice: dict[str, Any] = {
             "index": 0,
-            "text": self._visible_text(asked, result.tokens) if self._text is not None else "",
+            "text": self._visible_text(body, result.tokens) if self._text is not None else "",
             "logprobs": None,
             "finish_reason": "abort"
             if result.finish is FinishReason.ABORTED
@@ -214,7 +214,7 @@ class EngineServer:
                 for span in result.versions
             ],
         }
-        if asked.logprobs is not None:
+        if body.logprobs is not None:
             names = [f"token_id:{token}" for token in result.tokens]
             choice["logprobs"] = {
                 "tokens": names,
@@ -222,7 +222,7 @@ class EngineServer:
                 "top_logprobs": None,
                 "text_offset": [],
             }
-        if asked.return_token_ids:
+        if body.return_token_ids:
             choice["token_ids"] = result.tokens
         usage = {
             "prompt_tokens": prompt_tokens,
@@ -239,16 +239,16 @@ class EngineServer:
             "usage": usage,
         }
 
-    def _visible_text(self, asked: _Completion, tokens: Sequence[int]) -> str:
+    def _visible_text(self, body: _Completion, tokens: Sequence[int]) -> str:
         """Return the text before the stop text or the stop token, as OpenAI's clients
         expect it.
         """
         assert self._text is not None, "a server without a tokenizer shows no text"
-        ended = bool(tokens) and tokens[-1] in (asked.stop_token_ids or ())
-        text = self._text.decode(tokens[:-1] if ended else tokens)
+        has_stop_token = bool(tokens) and tokens[-1] in (body.stop_token_ids or ())
+        text = self._text.decode(tokens[:-1] if has_stop_token else tokens)
         return text[
             : min(
-                (at for each in _texts(asked.stop) if (at := text.find(each)) >= 0),
+                (at for each in _texts(body.stop) if (at := text.find(each)) >= 0),
                 default=len(text),
             )
         ]

@@ -61,7 +61,7 @@ class BlockLedger:
         return len(self._blank) + len(self._idle)
 
     @property
-    def held(self) -> int:
+    def used(self) -> int:
         return self.total - self.free
 
     def blocks_for(self, tokens: int) -> int:

@@ -76,8 +76,8 @@ def parse_numbers(text: str) -> tuple[Fraction, ...] | None:
     """
     bare = _NAMED.sub("", _MARKUP.sub("", text).strip()).strip()
     if len(bare) > MAX_CHARS or not (bare.startswith("(") and bare.endswith(")")):
-        alone = parse_number(text)
-        return None if alone is None else (alone,)
+        number = parse_number(text)
+        return None if number is None else (number,)
     values = [parse_number(part) for part in bare[1:-1].split(",")]
     return None if None in values else tuple(value for value in values if value is not None)
 

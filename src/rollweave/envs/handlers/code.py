@@ -103,8 +103,8 @@ class Code(SandboxHandler):
 
         Raises ConfigError if the cases may take longer than the stage.
         """
-        whole_s, step_s = self._cases * self._timeout_s, job.task.limits.step_s
-        if whole_s >= step_s:
+        cases_s, step_s = self._cases * self._timeout_s, job.task.limits.step_s
+        if cases_s >= step_s:
             rule = f"options.timeout_s times cases must be less than step_s ({step_s:g})"
             raise ConfigError(f"{rule}, got {self._timeout_s:g} times {self._cases}")
         self._problem = msgspec.convert(payload_of(job.task), Problem)
@@ -189,15 +189,15 @@ class Code(SandboxHandler):
         sandbox = self._sandbox = await self._sandboxes.start(SPEC)
         try:
             await sandbox.write(FILE, program.encode(errors="replace"))
-            for given in self._problem.cases(self._seed, self._cases):
+            for stdin in self._problem.cases(self._seed, self._cases):
                 result = await sandbox.exec(
-                    [python_of(SPEC), "-I", FILE], stdin=given.encode(), timeout_s=self._timeout_s
+                    [python_of(SPEC), "-I", FILE], stdin=stdin.encode(), timeout_s=self._timeout_s
                 )
                 output = result.stdout.decode(errors="replace")
                 self._passed.append(
                     result.rc == 0
                     and not result.timed_out
-                    and same_output(output, self._problem.answer(given))
+                    and same_output(output, self._problem.answer(stdin))
                 )
                 if result.timed_out or not (self._partial or self._passed[-1]):
                     # Stop after a timeout: all cases must fit into the time of a stage.

@@ -51,11 +51,11 @@ class Problem(Struct, frozen=True, kw_only=True):
         """Return the task's text with an example."""
         entry = FAMILIES[self.family]
         given = entry.case(random.Random(mix("example", self.content)), self.params, 4)
-        shown = {
+        settings_text = {
             name: " ".join(value) if isinstance(value, list) else value
             for name, value in self.params.items()
         }
-        about = entry.about.format(**shown)
+        about = entry.about.format(**settings_text)
         return f"{about}\n\nFor the input\n{given}\nthe output is\n{self.answer(given)}"
 
     def answer(self, given: str) -> str:

@@ -49,7 +49,7 @@ class MathTool(QuestionHandler):
         await self.solve(agent, about=ABOUT, names=TOOLS)
 
     async def eval(self) -> Score:
-        right = self._answer is not None and equivalent(self._answer, self._asked.answer)
+        right = self._answer is not None and equivalent(self._answer, self._question.answer)
         return Score(reward=float(right), success=right)
 
     @classmethod

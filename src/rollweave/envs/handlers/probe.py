@@ -68,8 +68,8 @@ def describe(value: object) -> str:
     if isinstance(value, int):
         return repr(bool(value)) if value is True or value is False else int.__repr__(value)
     if isinstance(value, float):
-        whole = value.is_integer()
-        return int.__repr__(int(value)) if whole else float.__repr__(value)
+        is_whole = value.is_integer()
+        return int.__repr__(int(value)) if is_whole else float.__repr__(value)
     if isinstance(value, str):
         return str.__repr__(value)
     if isinstance(value, bytes):

@@ -83,8 +83,8 @@ def without_tests(source: str, module: str, hidden: frozenset[str]) -> str:
     if not any(left.values()):
         return ""
     # Remove the empty line after each test as well.
-    gone = {number for start, end in cut for number in range(start, end + 1)}
-    return "\n".join(line for number, line in enumerate(lines) if number not in gone)
+    removed = {number for start, end in cut for number in range(start, end + 1)}
+    return "\n".join(line for number, line in enumerate(lines) if number not in removed)
 
 
 async def run_probes(

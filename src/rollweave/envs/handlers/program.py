@@ -41,7 +41,7 @@ from rollweave.sandbox.base import (
     Sandbox,
     SandboxSpec,
     Snapshot,
-    check_taken,
+    check_snapshot_paths,
 )
 from rollweave.sandbox.tools import plain
 from rollweave.sandbox.tunnel import tunnel
@@ -149,7 +149,7 @@ class Program(SandboxHandler):
         if not self._submission:
             raise ConfigError("options.submission must have at least one path, got []")
         try:
-            check_taken(self._submission, SUBMITTED)
+            check_snapshot_paths(self._submission, SUBMITTED)
         except ValueError as error:
             raise ConfigError(f"options.submission: {error}") from error
         self._score_files = _typed("score_files", score_files or {}, dict[str, str])

@@ -55,7 +55,7 @@ class QuestionHandler(SandboxHandler):
             raise ConfigError(f"options.calls must be native or text, got {calls!r}")
         check_positive(tool_s=tool_s)
         self._calls, self._tool_s = calls, tool_s
-        self._asked = Question(question="", answer="")
+        self._question = Question(question="", answer="")
         self._answer: str | None = None
 
     async def init(self, job: Job) -> None:
@@ -63,7 +63,7 @@ class QuestionHandler(SandboxHandler):
 
         Raises EnvError for a payload that is no question, SandboxError.
         """
-        self._asked = question_of(job.task)
+        self._question = question_of(job.task)
         self._sandbox = await job.sandboxes.start(SPEC)
 
     async def solve(
@@ -78,7 +78,7 @@ class QuestionHandler(SandboxHandler):
         system = f"{about}\n{text_call_instructions(offered)}" if self._calls == "text" else about
         first = (
             Message(role="system", content=f"{system}\n{BOX}"),
-            Message(role="user", content=self._asked.question),
+            Message(role="user", content=self._question.question),
         )
         messages = await converse(agent, first, offered, calls=self._calls)
         self._answer = boxed_answer(messages[-1].content)

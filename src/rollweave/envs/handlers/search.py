@@ -123,7 +123,7 @@ class Web:
                 await self._sleep(BACKOFF_S * 2 ** (attempt - 1))
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    status, raw = await self._asked(query, count)
+                    status, raw = await self._request(query, count)
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 how = type(error).__name__
                 continue
@@ -136,7 +136,7 @@ class Web:
                 break
         raise EnvError(f"the search at {self._url} failed: {how}")
 
-    async def _asked(self, query: str, count: int) -> tuple[int, bytes]:
+    async def _request(self, query: str, count: int) -> tuple[int, bytes]:
         service = self._service
         headers, body = (
             {service.header: service.value.format(self._key)},

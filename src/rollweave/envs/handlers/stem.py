@@ -90,7 +90,7 @@ class Stem(QuestionHandler):
 
     async def eval(self) -> Score:
         right = self._answer is not None and within_tolerance(
-            self._answer, self._asked.answer, tolerance=self._tolerance
+            self._answer, self._question.answer, tolerance=self._tolerance
         )
         return Score(reward=float(right), success=right)
 
@@ -114,28 +114,28 @@ class Stem(QuestionHandler):
 
 
 def _check(options: Options) -> None:
-    given = {name: options.get(name) for name in ("corpus", "web", "path", "held_out")}
-    if given["corpus"] and given["web"]:
+    sources = {name: options.get(name) for name in ("corpus", "web", "path", "held_out")}
+    if sources["corpus"] and sources["web"]:
         raise ConfigError(
-            f"options must have corpus or web, not both, got {given['corpus']!r} "
-            f"and {given['web']!r}"
+            f"options must have corpus or web, not both, got {sources['corpus']!r} "
+            f"and {sources['web']!r}"
         )
-    if bool(given["path"]) != bool(given["corpus"] or given["web"]):
+    if bool(sources["path"]) != bool(sources["corpus"] or sources["web"]):
         rule = (
             "options.path, with your questions, must come with options.corpus or options.web to "
             "search, and they with it"
         )
         raise ConfigError(
-            f"{rule}, got { ({name: value for name, value in given.items() if value}) }"
+            f"{rule}, got { ({name: value for name, value in sources.items() if value}) }"
         )
-    if given["held_out"] and not given["path"]:
+    if sources["held_out"] and not sources["path"]:
         raise ConfigError(
-            f"options.held_out must come with options.path, got {given['held_out']!r} alone"
+            f"options.held_out must come with options.path, got {sources['held_out']!r} alone"
         )
-    if given["corpus"]:
-        documents(given["corpus"])
-    if given["web"]:
-        web_search(given["web"])
+    if sources["corpus"]:
+        documents(sources["corpus"])
+    if sources["web"]:
+        web_search(sources["web"])
 
 
 def _index(corpus: str, seed: int | None) -> Bm25:
@@ -143,12 +143,12 @@ def _index(corpus: str, seed: int | None) -> Bm25:
     twice.
     """
     with _MAKING:
-        return _made(corpus, seed)
+        return _build_corpus(corpus, seed)
 
 
 _MAKING = threading.Lock()
 
 
 @functools.lru_cache(64)
-def _made(corpus: str, seed: int | None) -> Bm25:
+def _build_corpus(corpus: str, seed: int | None) -> Bm25:
     return Bm25(documents(corpus) if seed is None else world(seed).documents)

@@ -113,12 +113,12 @@ class Swe(SandboxHandler):
         """Run all tests on the changed files, in a fresh sandbox."""
         assert self._bug is not None
         if self._changed:
-            self._passed = await self._judged(self._bug)
+            self._passed = await self._run_tests(self._bug)
         fixed = [self._passed.get(name, False) for name in self._bug.fails]
-        kept = all(ok for name, ok in self._passed.items() if name not in self._bug.fails)
-        success = all(fixed) and kept
+        others_pass = all(ok for name, ok in self._passed.items() if name not in self._bug.fails)
+        success = all(fixed) and others_pass
         if self._partial:
-            return Score(reward=sum(fixed) / len(fixed) if kept else 0.0, success=success)
+            return Score(reward=sum(fixed) / len(fixed) if others_pass else 0.0, success=success)
         return Score(reward=float(success), success=success)
 
     def final_result(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class Swe(SandboxHandler):
         listing = await sandbox.exec(program, timeout_s=LIST_S)
         self._changed, self._refused = changes(listing.stdout, visible_files(bug), keep=_is_no_test)
 
-    async def _judged(self, bug: Bug) -> dict[str, bool]:
+    async def _run_tests(self, bug: Bug) -> dict[str, bool]:
         if bug.repo not in _expected:
             right = await self._run_probes(bug.repo, files_of(bug.repo))
             if not all(passed(right, right).values()):
@@ -157,8 +157,8 @@ class Swe(SandboxHandler):
             _expected[bug.repo] = right
         files = {path: text for path, text in broken(bug).items() if _is_no_test(path)}
         changed = {path: text for path, text in self._changed.items() if text is not None}
-        kept = {path: text for path, text in files.items() if path not in self._changed}
-        return passed(await self._run_probes(bug.repo, kept | changed), _expected[bug.repo])
+        unchanged = {path: text for path, text in files.items() if path not in self._changed}
+        return passed(await self._run_probes(bug.repo, unchanged | changed), _expected[bug.repo])
 
     async def _run_probes(self, repo: str, files: Mapping[str, str]) -> Notes:
         sandbox = self._sandbox = await self._sandboxes.start(SPEC)

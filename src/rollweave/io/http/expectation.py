@@ -12,7 +12,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from rollweave.io.http.guard import Handler, Refused
 
-_SAID: Final = web.RequestKey("expect", list)
+_EXPECTATIONS: Final = web.RequestKey("expect", list)
 """Key of a request's values of `Expect`."""
 
 
@@ -22,19 +22,19 @@ def withhold(server: web.Server) -> None:
     """
     make = server.request_factory
 
-    def made(message: Any, *rest: Any) -> web.BaseRequest:
+    def make_request(message: Any, *rest: Any) -> web.BaseRequest:
         # The headers of an invalid message are an empty dict.
-        said = message.headers.getall("Expect") if "Expect" in message.headers else []
-        if said:
+        expectations = message.headers.getall("Expect") if "Expect" in message.headers else []
+        if expectations:
             others = CIMultiDict(
                 (name, text) for name, text in message.headers.items() if name.lower() != "expect"
             )
             message = message._replace(headers=CIMultiDictProxy(others))
         request = make(message, *rest)
-        request[_SAID] = said
+        request[_EXPECTATIONS] = expectations
         return request
 
-    server.request_factory = made
+    server.request_factory = make_request
 
 
 @web.middleware
@@ -43,7 +43,7 @@ async def check_expectation(request: web.Request, handler: Handler) -> web.Strea
 
     The guard's middleware must come before it.
     """
-    if any(said.strip().lower() != "100-continue" for said in _expected(request)):
+    if any(text.strip().lower() != "100-continue" for text in _expected(request)):
         raise Refused(417, "Expect must be absent or 100-continue")
     return await handler(request)
 
@@ -57,4 +57,4 @@ async def go_ahead(request: web.Request) -> None:
 
 def _expected(request: web.Request) -> list[str]:
     """Return the values of `Expect`; none for HTTP/1.0, which has no such header."""
-    return request.get(_SAID, []) if request.version >= (1, 1) else []
+    return request.get(_EXPECTATIONS, []) if request.version >= (1, 1) else []

@@ -161,11 +161,11 @@ class Guard:
             name == self._machine or ip_address(name) is not None
         )
 
-    def _is_known(self, said: Sequence[str]) -> bool:
-        scheme, _, token = said[0].partition(" ") if len(said) == 1 else ("", "", "")
-        wanted = (self._token or "").encode()
+    def _is_known(self, headers: Sequence[str]) -> bool:
+        scheme, _, token = headers[0].partition(" ") if len(headers) == 1 else ("", "", "")
+        expected = (self._token or "").encode()
         return (
-            hmac.compare_digest(token.strip().encode(errors="surrogateescape"), wanted)
+            hmac.compare_digest(token.strip().encode(errors="surrogateescape"), expected)
             and scheme.lower() == "bearer"
         )
 

@@ -156,13 +156,18 @@ def idle_over_steps(data: RunData) -> str:
     if len(data.steps) < 2:
         return ""
     figures = []
-    for who, colors in (("engines", ENGINE_CAUSES), ("trainer", TRAINER_CAUSES)):
-        steps, columns = _binned(data.steps, who)
+    for component, colors in (("engines", ENGINE_CAUSES), ("trainer", TRAINER_CAUSES)):
+        steps, columns = _binned(data.steps, component)
         chart = stacked_over(
-            columns, colors, x=steps, label="training step", title=f"{who} by cause over steps"
+            columns,
+            colors,
+            x=steps,
+            label="training step",
+            title=f"{component} by cause over steps",
         )
         figures.append(
-            f"<figure>{chart}<figcaption>{who.capitalize()} over training</figcaption></figure>"
+            f"<figure>{chart}<figcaption>{component.capitalize()} over training"
+            "</figcaption></figure>"
         )
     return "".join(figures)
 
@@ -198,7 +203,7 @@ def signals(data: RunData) -> str:
 
 
 def _binned(
-    steps: Sequence[Mapping[str, Any]], who: str
+    steps: Sequence[Mapping[str, Any]], component: str
 ) -> tuple[list[float], list[dict[str, float]]]:
     """Return the seconds by cause in at most `COLUMNS` bins of steps, and each bin's
     first step.
@@ -209,7 +214,7 @@ def _binned(
         part = steps[index * len(steps) // count : (index + 1) * len(steps) // count]
         summed: dict[str, float] = {}
         for line in part:
-            for cause, seconds in line["idle"].get(who, {}).items():
+            for cause, seconds in line["idle"].get(component, {}).items():
                 summed[cause] = summed.get(cause, 0.0) + seconds
         firsts.append(float(part[0]["step"] + 1))
         columns.append(summed)

@@ -52,7 +52,7 @@ class RunData:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[dict[str, Any]] = field(default_factory=list)
     best: int | None = None
-    lives: int = 0
+    generations: int = 0
     simulated: bool = False  # rewards are drawn, nothing is learned
     summary: dict[str, Any] | None = None
     config: str = ""
@@ -105,9 +105,9 @@ class RunData:
             {reason: int(count) for reason, count in self._counted("stop_reasons").items()}
         )
 
-    def idle(self, who: str) -> dict[str, float]:
+    def idle(self, component: str) -> dict[str, float]:
         """Return the seconds of `engines` or `trainer` by activity or cause of waiting."""
-        return self._counted("idle", who)
+        return self._counted("idle", component)
 
     def _counted(self, *names: str) -> dict[str, float]:
         """Return totals of the whole run, including lost steps: those of the summary,
@@ -153,7 +153,7 @@ def _add_line(data: RunData, line: dict[str, Any]) -> None:
         case "best":
             data.best = line["step"]
         case "started" | "resumed":
-            data.lives += 1
+            data.generations += 1
             data.simulated = bool(line.get("simulated"))
         case _:
             pass

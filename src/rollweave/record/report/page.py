@@ -90,7 +90,11 @@ def _header(data: RunData) -> str:
         ).items():
             tiles.append((_figure(kind, value), f"{task}: training {kind}", "last step"))
     tiles.append(
-        (_duration(data.wall_s), "wall time", f"{data.lives} lives" if data.lives > 1 else "")
+        (
+            _duration(data.wall_s),
+            "wall time",
+            f"{data.generations} lives" if data.generations > 1 else "",
+        )
     )
     steps = (
         summary["steps"]
@@ -228,10 +232,10 @@ def _staleness(data: RunData) -> str:
             "Inherent staleness of rollouts",
         ),
     ]
-    shown = dict(reasons.most_common(6))
-    if len(reasons) > len(shown):
-        shown["other"] = sum(reasons.values()) - sum(shown.values())
-    names = {name.replace("_", " "): float(count) for name, count in shown.items()}
+    most_common = dict(reasons.most_common(6))
+    if len(reasons) > len(most_common):
+        most_common["other"] = sum(reasons.values()) - sum(most_common.values())
+    names = {name.replace("_", " "): float(count) for name, count in most_common.items()}
     figures.append((names, "why trajectories ended", "--green", "Stop reasons"))
     drawn = [
         f"<figure>{bars(values, label=label, color=color)}"
@@ -247,23 +251,24 @@ def _ages(ages: Counter[int]) -> dict[str, float]:
 
 
 def _timeline(data: RunData) -> str:
-    whole = timeline.overview(data)
-    if not whole:
+    overview = timeline.overview(data)
+    if not overview:
         return ""
-    look, window = timeline.close_up(data)
+    close_up, window = timeline.close_up(data)
     kinds = "".join(
         f'<li><i style="background:var({timeline.KINDS[kind]})"></i>{name}</li>'
         for kind, name in timeline.NAMES.items()
     )
     near = (
-        f'<h3>Close-up <span class="dim">{window}</span></h3>{look}<ul class="legend">{kinds}</ul>'
-        if look
+        f'<h3>Close-up <span class="dim">{window}</span></h3>{close_up}'
+        f'<ul class="legend">{kinds}</ul>'
+        if close_up
         else ""
     )
     hint = (
         '<p class="dim">Every box of the run: open <code>trace.json</code> in ui.perfetto.dev.</p>'
     )
-    return f"<h3>The whole run</h3>{whole}{near}{hint}"
+    return f"<h3>The whole run</h3>{overview}{near}{hint}"
 
 
 def _accounting(data: RunData) -> str:

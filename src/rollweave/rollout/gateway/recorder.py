@@ -137,7 +137,7 @@ class SessionRecorder:
 
     def __init__(self, codec: ChatCodec) -> None:
         self._codec = codec
-        self._asked: dict[Hashable, list[Call]] = {}
+        self._calls_by_key: dict[Hashable, list[Call]] = {}
         self._by_message: dict[Hashable, list[Call]] = {}
         """Answered calls by the agent's message."""
         self._by_digest: dict[bytes, list[Call]] = {}
@@ -163,7 +163,7 @@ class SessionRecorder:
         there is one. `forced` is the prefix that the agent's message must have. Raises
         ChatError if the chat template refuses the messages.
         """
-        earlier = self._asked.get(key, [])
+        earlier = self._calls_by_key.get(key, [])
         repeats = [call for call in earlier if call.state is CallState.LOST]
         if repeats or (repeated and earlier):
             call = (repeats or earlier)[-1]
@@ -184,7 +184,7 @@ class SessionRecorder:
             forced=opening,
         )
         self.calls += 1
-        self._asked.setdefault(key, []).append(call)
+        self._calls_by_key.setdefault(key, []).append(call)
         return call
 
     def answer(self, call: Call, result: GenerateResult, message: Message) -> None:
@@ -204,7 +204,7 @@ class SessionRecorder:
             f"only a call that waits can be dropped, and it was {call.state}"
         )
         call.state = CallState.DROPPED
-        self._asked[call.key].remove(call)
+        self._calls_by_key[call.key].remove(call)
 
     def lose(self, call: Call) -> None:
         """Record that the answer did not reach the program, unless the program has
@@ -239,8 +239,13 @@ class SessionRecorder:
         """Return the number of tokens that were sampled for answers that have not
         reached the program.
         """
-        late = (CallState.ANSWERED, CallState.LOST)
-        calls = [call for calls in self._asked.values() for call in calls if call.state in late]
+        undelivered = (CallState.ANSWERED, CallState.LOST)
+        calls = [
+            call
+            for calls in self._calls_by_key.values()
+            for call in calls
+            if call.state in undelivered
+        ]
         return sum(len(call.result.tokens) for call in calls if call.result is not None)
 
     def _context(

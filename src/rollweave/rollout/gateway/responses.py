@@ -63,8 +63,8 @@ def read_turn(
     if result.tokens and result.tokens[-1] in stop_tokens:
         text = text[: len(codec.decode(result.tokens[:-1]))]
     length = min((place for each in stop if (place := text.find(each)) >= 0), default=len(text))
-    shown = forced + text[:length]
-    parsed = tools.parse(shown) if tools is not None else ParsedReply(content=shown)
+    text_shown = forced + text[:length]
+    parsed = tools.parse(text_shown) if tools is not None else ParsedReply(content=text_shown)
     calls = tuple(
         ToolCall(id=f"call_{number:05d}{place:04d}", name=call.name, arguments=call.arguments)
         for place, call in enumerate(parsed.tool_calls)
@@ -123,8 +123,8 @@ def completion_chunks(reply: ChatReply, chat: ChatRequest, *, forced: str) -> It
     """Yield the chunks of a stream, the first of which names the role."""
     message = reply.message
 
-    def chunk(delta: Json, shown: Sequence[TextDelta] = (), reason: str | None = None) -> Json:
-        logprobs = _logprobs(shown, chat) if shown else None
+    def chunk(delta: Json, entries: Sequence[TextDelta] = (), reason: str | None = None) -> Json:
+        logprobs = _logprobs(entries, chat) if entries else None
         choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         tail = {"usage": None} if chat.include_usage else {}
         return {**_head(reply, "chat.completion.chunk"), "choices": [choice], **tail}

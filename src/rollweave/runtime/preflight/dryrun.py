@@ -102,7 +102,7 @@ def _run_directory(config: RunConfig, *, resume: bool, fresh: bool, deep: bool) 
             yield ok("run.name", f"resumes in {path}")
             return
         try:
-            begun = rebuild(config, run)
+            beginning = rebuild(config, run)
         except (ConfigError, CorruptJournalError) as error:
             yield from (
                 fail("--resume", line.removeprefix("--resume: "))
@@ -111,10 +111,12 @@ def _run_directory(config: RunConfig, *, resume: bool, fresh: bool, deep: bool) 
             return
         yield ok(
             "run.name",
-            f"resumes in {path} {lost(begun).describe()}" if begun.resumed else f"begins in {path}",
+            f"resumes in {path} {lost(beginning).describe()}"
+            if beginning.resumed
+            else f"begins in {path}",
         )
-        yield from (ok("--resume", f"changed since: {line}") for line in begun.changes)
-        yield from (warn("--resume", doubt.message) for doubt in begun.doubts)
+        yield from (ok("--resume", f"changed since: {line}") for line in beginning.changes)
+        yield from (warn("--resume", doubt.message) for doubt in beginning.doubts)
         return
     occupied = run.has_content()
     if occupied and not fresh:

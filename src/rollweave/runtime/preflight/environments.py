@@ -229,7 +229,7 @@ class _RecordingAgent:
         self.turns_left = turns
         self.messages: tuple[Message, ...] = ()
         self.tools: tuple[str, ...] = ()
-        self.asked = False
+        self.has_message = False
 
     async def chat(
         self,
@@ -238,8 +238,8 @@ class _RecordingAgent:
         tools: Sequence[Tool] = (),
         max_tokens: int | None = None,
     ) -> Message:
-        if not self.asked:
-            self.messages, self.tools, self.asked = (
+        if not self.has_message:
+            self.messages, self.tools, self.has_message = (
                 tuple(messages),
                 tuple(declared(tool) for tool in tools),
                 True,
@@ -248,7 +248,7 @@ class _RecordingAgent:
         raise LimitError(StopReason.MAX_TURNS, "a dry run has no agent")
 
     async def endpoint(self) -> Endpoint:
-        self.asked = True
+        self.has_message = True
         raise _DryRunError("a dry run has no agent")
 
 
@@ -267,9 +267,9 @@ def _first_turn(config: RunConfig, task: TaskConfig, drawn: Task) -> _RecordingA
             ) from None
         except Exception:
             # otherwise the error is that of the agent, or a consequence
-            if not agent.asked:
+            if not agent.has_message:
                 raise
-        if not agent.asked:
+        if not agent.has_message:
             raise BrokenError("run must ask the agent at least once, and returned without asking")
 
     async def run() -> _RecordingAgent:

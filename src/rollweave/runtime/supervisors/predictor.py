@@ -245,7 +245,7 @@ class PredictorSupervisor:
         if len(self._requests) >= MAX_REQUESTS or not self._accepts():
             self._count(dropped=1)
             return
-        self._count(asked=1)
+        self._count(requests=1)
         number = self._sent + 1
         self._requests[number] = _Request(command, self._loop.time())
         self._send(

@@ -26,7 +26,7 @@ from .calls import DEFAULT_LIMIT, Call, Deadline, Failed, Refused, Result, Stop
 from .frames import BODY_BYTES, FrameDecoder, FrameError, pack
 from .processes import end_session, fork, signal_group, start
 from .shell import SURROUNDINGS
-from .streams import BUSY_S, Child, Outbox, OutputBuffer, Tap, Watch, converse, has_ended
+from .streams import BUSY_S, Child, Outbox, OutputBuffer, TappedStream, Watch, converse, has_ended
 
 START_S = 60.0
 """Maximum seconds until an interpreter has started: IPython is hundreds of files, which
@@ -71,13 +71,13 @@ class Cells:
         if not self._busy.acquire(timeout=BUSY_S):
             raise Refused("ipython runs one cell at a time, and one is running")
         try:
-            kept = OutputBuffer(limit - limit // 2, limit // 2)
-            lost = self._retire(kept)
+            output = OutputBuffer(limit - limit // 2, limit // 2)
+            lost = self._retire(output)
             if self._interpreter is None:
                 self._interpreter = _Interpreter(self._idle, call.stop)
             deadline = call.deadline()  # the start does not count as the cell's time
             kind = self._interpreter.kind
-            answer, timed_out = self._interpreter.run(call.body, kept, deadline, call.stop)
+            answer, timed_out = self._interpreter.run(call.body, output, deadline, call.stop)
             died = None
             if answer is None:
                 answer, died, lost = {"result": None, "error": None}, self._interpreter.end(), True
@@ -88,23 +88,23 @@ class Cells:
             "timed_out": timed_out,
             "restarted": lost,
             "died": died,
-            "dropped": kept.dropped,
+            "dropped": output.dropped,
             "interpreter": kind,
         }
         return {
             **answer,
             **fields,
             "seconds": deadline.spent_s,
-            "split": len(kept.head),
-        }, kept.head + kept.tail
+            "split": len(output.head),
+        }, output.head + output.tail
 
-    def _retire(self, kept: OutputBuffer) -> bool:
+    def _retire(self, output: OutputBuffer) -> bool:
         """Discard an interpreter that has died since the last call, and put its last
         output first in this call's. Return whether it had died.
         """
         if self._interpreter is None or not has_ended(self._interpreter.process):
             return False
-        self._interpreter.tap.open(kept)
+        self._interpreter.tap.open(output)
         self._interpreter.end()
         self._interpreter = None
         return True
@@ -114,19 +114,21 @@ class _Interpreter:
     """A process that runs `worker.py`."""
 
     def __init__(self, idle: BackgroundReader, stop: Stop) -> None:
-        self._socket, theirs = socket.socketpair()
+        self._socket, child_socket = socket.socketpair()
         reader, writer = os.pipe()
-        self.tap = Tap(reader, idle)
+        self.tap = TappedStream(reader, idle)
         try:
             self.process = (
-                _fork(theirs, writer) if PRELOADED in sys.modules else _spawn(theirs, writer)
+                _fork(child_socket, writer)
+                if PRELOADED in sys.modules
+                else _spawn(child_socket, writer)
             )
         except OSError as error:
             self._socket.close()
             os.close(reader)
             raise Failed(f"python cannot be started: {error.strerror}") from error
         finally:
-            theirs.close()
+            child_socket.close()
             os.close(writer)
         self._watch = Watch(self.process)
         self._watch.on(reader, self._read)
@@ -139,26 +141,26 @@ class _Interpreter:
         self.kind = self._start(stop)
 
     def _start(self, stop: Stop) -> str:
-        kept = OutputBuffer(4096)
-        self.tap.open(kept)
+        output = OutputBuffer(4096)
+        self.tap.open(output)
         hello, _ = converse(
             self._watch, lambda: self._answers.pop(0, None), Deadline(START_S), stop, []
         )
         if hello is None:
             raise Failed(
                 f"python does not start: exit status {self.end()}: "
-                f"{kept.head.decode(errors='replace')}"
+                f"{output.head.decode(errors='replace')}"
             )
         return str(hello.get("interpreter"))
 
     def run(
-        self, cell: bytes, kept: OutputBuffer, deadline: Deadline, stop: Stop
+        self, cell: bytes, output: OutputBuffer, deadline: Deadline, stop: Stop
     ) -> tuple[dict[str, Any] | None, bool]:
         """Return the answer, or None if the interpreter has ended or must be ended; and
         whether the cell ran out of time.
         """
         self._number += 1
-        self.tap.open(kept)
+        self.tap.open(output)
         self._cells.send(pack({"id": self._number}, cell))
         answer, timed_out = converse(self._watch, self._find, deadline, stop, [self._interrupt])
         if answer is not None:

@@ -44,7 +44,7 @@ class Editor:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._undone: deque[tuple[str, bytes | None, bytes]] = deque()
-        self._held = 0
+        self._undo_bytes = 0
 
     def view(self, call: Call) -> Result:
         """Show lines `first` to `last` (1-based, inclusive) of a file with their
@@ -145,14 +145,14 @@ class Editor:
             raise Refused(f"file must have at most {FILE_BYTES} bytes, got {len(after)}: {path}")
         store(path, after)
         self._undone.append((os.path.realpath(path), before, after))
-        self._held += len(before or b"") + len(after)
-        while len(self._undone) > EDITS or self._held > UNDO_BYTES:
+        self._undo_bytes += len(before or b"") + len(after)
+        while len(self._undone) > EDITS or self._undo_bytes > UNDO_BYTES:
             self._forget(0)
 
     def _forget(self, index: int) -> None:
         _, before, after = self._undone[index]
         del self._undone[index]
-        self._held -= len(before or b"") + len(after)
+        self._undo_bytes -= len(before or b"") + len(after)
 
     def _around(self, path: str, first: int, count: int) -> Result:
         lines = _lines(_text(path))

@@ -63,12 +63,12 @@ class RequestDecoder:
         """True if the client waits for `100 Continue` before it sends the body."""
 
     @property
-    def held(self) -> int:
+    def buffered(self) -> int:
         """Number of buffered bytes."""
         return len(self._buffer) + len(self._body)
 
     @property
-    def begun(self) -> bool:
+    def started(self) -> bool:
         """True if a part of a request has arrived."""
         return self._request is not None or bool(self._buffer)
 
@@ -94,14 +94,14 @@ class RequestDecoder:
             return None
         request = self._request
         assert request is not None
-        if not (self._chunks() if self._chunked else self._whole()):
+        if not (self._chunks() if self._chunked else self._complete_body()):
             return None
         request.body = bytes(self._body)
         self._body.clear()
         self._request, self.awaited = None, False
         return request
 
-    def _whole(self) -> bool:
+    def _complete_body(self) -> bool:
         if len(self._buffer) < self._length:
             return False
         self._body += self._buffer[: self._length]

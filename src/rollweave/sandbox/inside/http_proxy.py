@@ -4,7 +4,7 @@ library alone.
 
 Invariants: connections, bodies and all buffered data are bounded; a request is passed
 on once, in parts, and at most `max_in_flight` requests are unanswered at a time; if its
-program disconnects, the request is reported as gone; a client that stalls in
+program disconnects, the request is reported; a client that stalls in
 mid-request, or stops reading its response, is disconnected. Parts are small, so other
 calls on the channel never wait for a whole body.
 """
@@ -86,7 +86,7 @@ class Connection:
 
     @property
     def idle(self) -> bool:
-        return self.request is None and not (self.out or self.last or self.decoder.begun)
+        return self.request is None and not (self.out or self.last or self.decoder.started)
 
 
 class ResponsePart:
@@ -163,10 +163,10 @@ class HttpProxy:
                 past = deadline.past
                 for key, events in self._selector.select(self._wait_s(deadline)):
                     if key.data is None:
-                        return {"gone": []}, b""
+                        return {"disconnected": []}, b""
                     key.data(events)
                 if past:
-                    return self._event() or ({"gone": []}, b"")
+                    return self._event() or ({"disconnected": []}, b"")
         finally:
             self._selector.unregister(stop.fd)
 
@@ -182,7 +182,7 @@ class HttpProxy:
             connection = self._ready.popleft()
         if connection is None and not self._disconnected:
             return None
-        header: dict[str, Any] = {"gone": self._disconnected}
+        header: dict[str, Any] = {"disconnected": self._disconnected}
         self._disconnected = []
         if connection is None:
             return header, b""
@@ -298,12 +298,12 @@ class HttpProxy:
         if not data:
             self._drop(connection)
         elif not connection.last:
-            if not connection.decoder.begun and connection.request is None:
+            if not connection.decoder.started and connection.request is None:
                 connection.until = time.monotonic() + STALL_S
             connection.decoder.feed(data)
             if connection.request is None:
                 self._read_on(connection)
-            elif connection.decoder.held > AHEAD_BYTES:
+            elif connection.decoder.buffered > AHEAD_BYTES:
                 self._drop(connection)
 
     def _read_on(self, connection: Connection) -> None:
@@ -312,7 +312,7 @@ class HttpProxy:
             connection.request = connection.decoder.take()
             if (
                 connection.request is None
-                and sum(each.decoder.held for each in self._connections) + self._waiting()
+                and sum(each.decoder.buffered for each in self._connections) + self._waiting()
                 > PENDING_BYTES
             ):
                 raise BadRequest(

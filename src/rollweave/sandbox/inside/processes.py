@@ -177,8 +177,8 @@ def execute(call: Call) -> Result:
     try:
         with watch.until(call.stop):
             reads = [
-                _gather(watch, stream, kept)
-                for stream, kept in ((process.stdout, out), (process.stderr, err))
+                _gather(watch, stream, output)
+                for stream, output in ((process.stdout, out), (process.stderr, err))
             ]
             if process.stdin is not None:
                 Outbox(watch, process.stdin.fileno(), process.stdin.close).send(call.body)
@@ -202,7 +202,7 @@ def execute(call: Call) -> Result:
     }, out.head + err.head
 
 
-def _gather(watch: Watch, stream: IO[bytes] | None, kept: OutputBuffer) -> Callable[[int], None]:
+def _gather(watch: Watch, stream: IO[bytes] | None, output: OutputBuffer) -> Callable[[int], None]:
     """Read a pipe whenever it is readable. Return a function that reads the available
     data, up to a number of bytes.
     """
@@ -211,7 +211,7 @@ def _gather(watch: Watch, stream: IO[bytes] | None, kept: OutputBuffer) -> Calla
     os.set_blocking(fd, False)
 
     def read(most: int) -> None:
-        if watch.has(fd) and not read_some(fd, kept, most):
+        if watch.has(fd) and not read_some(fd, output, most):
             watch.off(fd)
 
     watch.on(fd, functools.partial(read, CHUNK_BYTES))

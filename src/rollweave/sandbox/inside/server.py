@@ -98,10 +98,10 @@ class Server:
                 call = self._next(stop)
                 with self._counting:
                     self._waiting -= 1
-                    alone = not self._waiting
+                    no_calls_waiting = not self._waiting
                 if call is None:
                     break
-            if alone:
+            if no_calls_waiting:
                 # If no thread can be started, this one reads again after its answer.
                 with contextlib.suppress(RuntimeError):
                     self._hire()

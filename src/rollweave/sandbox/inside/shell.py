@@ -30,7 +30,7 @@ from .background import BackgroundReader
 from .calls import DEFAULT_LIMIT, Call, Deadline, Failed, Refused, Result, Stop
 from .frames import BODY_BYTES
 from .processes import end_session, signal_group, start
-from .streams import BUSY_S, Outbox, OutputBuffer, Tap, Watch, converse, has_ended
+from .streams import BUSY_S, Outbox, OutputBuffer, TappedStream, Watch, converse, has_ended
 
 START_S = 10.0
 """Maximum seconds until a shell has started, on a heavily loaded machine."""
@@ -96,31 +96,36 @@ class Bash:
         if not self._busy.acquire(timeout=BUSY_S):
             raise Refused("bash runs one command at a time, and one is running")
         try:
-            kept = OutputBuffer(limit - limit // 2, limit // 2)
-            lost = self._retire(kept)
+            output = OutputBuffer(limit - limit // 2, limit // 2)
+            lost = self._retire(output)
             if self._terminal is None:
                 self._terminal = _Terminal(self._idle, call.stop)
             deadline = call.deadline()  # the start does not count as the command's time
-            status, timed_out = self._terminal.run(call.body, kept, deadline, call.stop)
+            status, timed_out = self._terminal.run(call.body, output, deadline, call.stop)
             if status is None:
                 status, lost = self._terminal.end(), True
                 self._terminal = None
         finally:
             self._busy.release()
-        fields = {"rc": status, "timed_out": timed_out, "restarted": lost, "dropped": kept.dropped}
+        fields = {
+            "rc": status,
+            "timed_out": timed_out,
+            "restarted": lost,
+            "dropped": output.dropped,
+        }
         return {
             **fields,
             "seconds": deadline.spent_s,
-            "split": len(kept.head),
-        }, kept.head + kept.tail
+            "split": len(output.head),
+        }, output.head + output.tail
 
-    def _retire(self, kept: OutputBuffer) -> bool:
+    def _retire(self, output: OutputBuffer) -> bool:
         """Discard a shell that has died since the last call, and put its last output
         first in this call's. Return whether it had died.
         """
         if self._terminal is None or not has_ended(self._terminal.process):
             return False
-        self._terminal.tap.open(kept)
+        self._terminal.tap.open(output)
         self._terminal.end()
         self._terminal = None
         return True
@@ -131,7 +136,7 @@ class _Terminal:
 
     def __init__(self, idle: BackgroundReader, stop: Stop) -> None:
         master, self._slave = os.openpty()
-        self.tap = Tap(master, idle)
+        self.tap = TappedStream(master, idle)
         self._attributes = _make_raw(self._slave)
         fcntl.ioctl(self._slave, termios.TIOCSWINSZ, SIZE)
         self._status_lines = b""
@@ -171,7 +176,7 @@ class _Terminal:
             raise Failed(f"bash does not start: exit status {self.end()}")
 
     def run(
-        self, command: bytes, kept: OutputBuffer, deadline: Deadline, stop: Stop
+        self, command: bytes, output: OutputBuffer, deadline: Deadline, stop: Stop
     ) -> tuple[int | None, bool]:
         """Return the command's exit status, or None if the shell has ended or must be
         ended; and whether the command ran out of time.
@@ -179,7 +184,7 @@ class _Terminal:
         name = os.urandom(16).hex().encode()
         if termios.tcgetattr(self._slave) != self._attributes:
             termios.tcsetattr(self._slave, termios.TCSANOW, self._attributes)
-        self.tap.open(kept)
+        self.tap.open(output)
         self._status_lines = b""
         self._commands.send(_line(command, name, self._status))
         stages = [self._interrupt, self._kill]

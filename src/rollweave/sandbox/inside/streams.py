@@ -161,7 +161,7 @@ class OutputBuffer:
         return self._seen - len(self._head) - len(self.tail)
 
 
-def read_some(fd: int, kept: OutputBuffer, most: int) -> bool:
+def read_some(fd: int, output: OutputBuffer, most: int) -> bool:
     """Read the available data without blocking, until `most` bytes are read.
 
     Returns False at the end of the stream.
@@ -173,7 +173,7 @@ def read_some(fd: int, kept: OutputBuffer, most: int) -> bool:
             return True
         if not data:
             return False
-        kept.feed(data)
+        output.feed(data)
         most -= len(data)
     return True
 
@@ -208,7 +208,7 @@ class Outbox:
             self._sent()
 
 
-class Tap:
+class TappedStream:
     """A descriptor that is read for the current call and, between calls, in the
     background, so that no writer blocks on it.
     """
@@ -218,33 +218,33 @@ class Tap:
         self.fd = fd
         self._idle = idle
         self._lock = threading.Lock()
-        self._between = self._kept = OutputBuffer(0, BETWEEN_BYTES)
+        self._between = self._current = OutputBuffer(0, BETWEEN_BYTES)
         self._resting = False
 
-    def open(self, kept: OutputBuffer) -> None:
+    def open(self, output: OutputBuffer) -> None:
         """Begin a call, whose output starts with the data since the last one."""
         self._idle.unwatch(self.fd)
         with self._lock:
             self._resting = False
-            kept.feed(self._between.tail)
-            self._between, self._kept = OutputBuffer(0, BETWEEN_BYTES), kept
+            output.feed(self._between.tail)
+            self._between, self._current = OutputBuffer(0, BETWEEN_BYTES), output
 
     def read(self) -> bool:
         """Read available data, at most `STEP_BYTES`, during a call. Returns False at
         the end of the stream.
         """
-        return read_some(self.fd, self._kept, STEP_BYTES)
+        return read_some(self.fd, self._current, STEP_BYTES)
 
     def rest(self) -> None:
         """End the call: data written so far belongs to it, later data to the next one."""
-        read_some(self.fd, self._kept, PIPE_BYTES)
+        read_some(self.fd, self._current, PIPE_BYTES)
         with self._lock:
-            self._kept, self._resting = self._between, True
+            self._current, self._resting = self._between, True
         self._idle.watch(self.fd, self._trickle)
 
     def close(self) -> None:
         """Read the remaining data for the current call, and close."""
-        read_some(self.fd, self._kept, PIPE_BYTES)
+        read_some(self.fd, self._current, PIPE_BYTES)
         os.close(self.fd)
 
     def _trickle(self) -> None:

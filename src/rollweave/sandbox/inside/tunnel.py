@@ -43,7 +43,7 @@ class Tunnel:
 
     def next(self, call: Call) -> Result:
         """`tunnel_next`: wait for an event and return it: numbers of requests that are
-        `gone`, or a part of a request.
+        `disconnected`, or a part of a request.
 
         The first part of a request has its `method`, `target` and `headers`; `more`
         says that another part follows.

@@ -89,15 +89,15 @@ def quality(task: str, batches: Batches, *, regressor: str = "ridge") -> dict[st
         list(trajectories_of(task, batches.groups * number, batches.groups))
         for number in range(batches.count)
     ]
-    for way, (name, asks) in ways.items():
+    for way, (name, contexts_of) in ways.items():
         predictor = ProgressivePredictor(functools.partial(build_regressor, name))
         for number, batch in enumerate(drawn):
             if number > 0:
-                for turns, answers in _answers(predictor, batch, asks).items():
+                for turns, answers in _answers(predictor, batch, contexts_of).items():
                     measured.setdefault(f"{way} {turns}" if way == "after" else way, []).append(
                         answers
                     )
-            _learn(predictor, batch, asks)
+            _learn(predictor, batch, contexts_of)
     return {
         name: Quality(
             recall=statistics.fmean(r for r, _ in measured),
@@ -110,19 +110,19 @@ def quality(task: str, batches: Batches, *, regressor: str = "ridge") -> dict[st
 def _answers(
     predictor: ProgressivePredictor,
     batch: Sequence[Trajectory],
-    asks: Callable[[Trajectory], Sequence[LengthContext]],
+    contexts_of: Callable[[Trajectory], Sequence[LengthContext]],
 ) -> dict[int, tuple[float, float]]:
     """Return recall and correlation after 0, 1 and 2 turns, as far as predicted."""
-    judged = [one for one in batch if len(one.contexts) > MIN_TURNS]
-    whole = [one.tokens for one in judged]
+    measured_trajectories = [one for one in batch if len(one.contexts) > MIN_TURNS]
+    totals = [one.tokens for one in measured_trajectories]
     measured = {}
-    for turns in range(min(MIN_TURNS, *(len(asks(one)) for one in judged))):
-        contexts = [asks(one)[turns] for one in judged]
+    for turns in range(min(MIN_TURNS, *(len(contexts_of(one)) for one in measured_trajectories))):
+        contexts = [contexts_of(one)[turns] for one in measured_trajectories]
         left = predictor.estimate([predictor.remember("judged", context) for context in contexts])
         guess = [
             context.output_tokens + tokens for context, tokens in zip(contexts, left, strict=True)
         ]
-        measured[turns] = (recall_of_longest(guess, whole, SHARE), pearson(guess, whole))
+        measured[turns] = (recall_of_longest(guess, totals, SHARE), pearson(guess, totals))
     predictor.observe("judged", None)
     return measured
 
@@ -130,10 +130,10 @@ def _answers(
 def _learn(
     predictor: ProgressivePredictor,
     batch: Sequence[Trajectory],
-    asks: Callable[[Trajectory], Sequence[LengthContext]],
+    contexts_of: Callable[[Trajectory], Sequence[LengthContext]],
 ) -> None:
     for number, one in enumerate(batch):
-        for context in asks(one):
+        for context in contexts_of(one):
             predictor.remember(number, context)
         predictor.observe(number, one.tokens)
     predictor.fit()
@@ -186,7 +186,7 @@ def _contexts(
         if number:
             last = plan.turns[number - 1].output_tokens
             output, at = output + last, at + last * TOKEN_S
-        ended = [tokens for end, tokens in others if end <= at]
+        ended_tokens = [tokens for end, tokens in others if end <= at]
         yield LengthContext(
             domain=task,
             prompt_tokens=plan.prompt_tokens,
@@ -195,9 +195,9 @@ def _contexts(
             last_output_tokens=last,
             observation_tokens=observation,
             tool_s=tool_s,
-            siblings=len(ended),
-            sibling_mean=statistics.fmean(ended) if ended else 0.0,
-            sibling_longest=max(ended, default=0),
+            siblings=len(ended_tokens),
+            sibling_mean=statistics.fmean(ended_tokens) if ended_tokens else 0.0,
+            sibling_longest=max(ended_tokens, default=0),
         )
         if number:
             env_s = plan.turns[number - 1].env_s

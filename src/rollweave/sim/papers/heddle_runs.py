@@ -89,7 +89,7 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self.begun: list[float] = []
+        self.began: list[float] = []
         self.tokens: list[Counter[TrajectoryId]] = []
         self.queued: list[defaultdict[TrajectoryId, float]] = []
         self.engines: dict[EngineId, int] = {}
@@ -114,7 +114,7 @@ class Watch:
                     )
                 case c.StartInit() if self._over:
                     self._over = False
-                    self.begun.append(now)
+                    self.began.append(now)
                     self.tokens.append(Counter())
                     self.queued.append(defaultdict(float))
                 case c.TrainStep():
@@ -213,7 +213,7 @@ def measure(setup: Setup, *, steps: int, ready_s: float = READY_S) -> Rollout:
         watch=watch,
     )
     measured = range(1, steps)
-    seconds = [outcome.steps[step]["at"] - watch.begun[step] - ready_s for step in measured]
+    seconds = [outcome.steps[step]["at"] - watch.began[step] - ready_s for step in measured]
     tokens = sum(sum(watch.tokens[step].values()) for step in measured)
     fleet = sorted(Counter(watch.engines.values()).items())
     return Rollout(

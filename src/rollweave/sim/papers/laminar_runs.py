@@ -149,8 +149,8 @@ class Sliced(TrainerCost):
         """Count the tokens of all parts; every further update adds a step's cost
         without tokens.
         """
-        whole = super().step_s(tokens=self._share * tokens, context=self._share * context)
-        return whole + (self._updates - 1) * super().step_s(tokens=0, context=0)
+        first_s = super().step_s(tokens=self._share * tokens, context=self._share * context)
+        return first_s + (self._updates - 1) * super().step_s(tokens=0, context=0)
 
     def load_s(self, *, engines: int, tp: int, over: Link | None = None) -> float:
         """Let the engines of the other parts pull at the same time."""
@@ -238,9 +238,9 @@ def _window(system: str, engines: int, *, quick: bool) -> tuple[int, int, int]:
     which fewer and fewer rollouts start.
     """
     if system == "Laminar":
-        held = math.ceil(engines * CONCURRENCY / (PROMPTS * MEMBERS))
+        rounds = math.ceil(engines * CONCURRENCY / (PROMPTS * MEMBERS))
         # in quick forms too: the tokens of a few steps vary
-        return max(WARM, 2 * held), max(MEASURED, 2 * held), 1 + held
+        return max(WARM, 2 * rounds), max(MEASURED, 2 * rounds), 1 + rounds
     window = {"verl": 0, "one-step": 1, "stream": 1}.get(system, ALPHA)
     return 1 + window if window > 1 else min(window, 1), 2 if quick or not window else 4, 1 + window
 
@@ -381,8 +381,8 @@ def staleness_shares(concurrency: int, *, quick: bool) -> dict[int, float]:
     part.until_step(warm)
     before = Counter(inherent)
     part.until_step(warm + measured)
-    found = Counter(inherent) - before
-    return {age: found[age] / found.total() for age in sorted(found)}
+    counts = Counter(inherent) - before
+    return {age: counts[age] / counts.total() for age in sorted(counts)}
 
 
 def repacking(*, repack: bool, quick: bool, trainer: type[Relayed] = Relayed) -> Repacking:
@@ -450,11 +450,11 @@ def recover(*, quick: bool) -> Recovery:
     lost, at = world.slots[0].id, world.clock.now
     world.fleet.lose(lost, "the machine failed")
 
-    def gone() -> bool:
+    def is_gone() -> bool:
         return world.core.state.engines[lost].status is not EngineStatus.SERVING
 
-    failing.until(gone)
-    failing.until(lambda: not gone())
+    failing.until(is_gone)
+    failing.until(lambda: not is_gone())
     seconds = world.clock.now - at
     if quick:
         return Recovery(seconds=seconds, slowdown=None)

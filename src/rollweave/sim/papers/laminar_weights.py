@@ -75,8 +75,8 @@ def mean_wait_s(*, local_s: float, spread_s: float, period_s: float) -> float:
     request then waits for the rest, on average half of it. Then the engine loads it
     from the machine's memory, `local_s`.
     """
-    late = min(spread_s, period_s)
-    return local_s + late / period_s * (spread_s - late / 2)
+    waiting_s = min(spread_s, period_s)
+    return local_s + waiting_s / period_s * (spread_s - waiting_s / 2)
 
 
 def fig19(quick: bool) -> list[Row]:

@@ -37,9 +37,9 @@ RollArt's for 14B (§7.1); rollouts continue while a step trains (§3.4).
 """
 
 
-def rate(found: Pace) -> float:
+def rate(measured: Pace) -> float:
     """Return the trained instances per second."""
-    return INSTANCES / found.step_s
+    return INSTANCES / measured.step_s
 
 
 def table3(quick: bool) -> list[Row]:
@@ -57,17 +57,17 @@ def table3(quick: bool) -> list[Row]:
         "tokens of a turn are assumptions; an instance is a task with its eight rollouts here"
     )
     rows = []
-    for name, found, instances, used in (
+    for name, measured, instances, used in (
         ("full", full, 0.37, 78.0),
         ("no efficient bash", slow, 0.29, 68.0),
     ):
-        busy = 100 * found.outcome.idle("engines")["busy"]
+        busy = 100 * measured.outcome.idle("engines")["busy"]
         rows += [
             Row(
                 experiment="prorl-table3",
                 row=f"{name}, throughput",
                 published=instances,
-                ours=rate(found),
+                ours=rate(measured),
                 unit="instances/s",
                 note=note,
             ),
@@ -121,7 +121,7 @@ def fig5(quick: bool) -> list[Row]:
     "nearly linearly", without numbers.
     """
     shrink, steps, nodes = (4, 1, (1, 2)) if quick else (2, 2, (1, 2, 4))
-    found = {
+    paces = {
         count: pace(
             NODE.but(
                 rollout_gpus=count * NODE_GPUS // shrink,
@@ -132,7 +132,7 @@ def fig5(quick: bool) -> list[Row]:
         )
         for count in nodes
     }
-    one = found[1]
+    one = paces[1]
     return [
         Row(
             experiment="prorl-fig5",
@@ -143,7 +143,7 @@ def fig5(quick: bool) -> list[Row]:
             f"{mean_of(steps, 'step')}; "
             'published: "nearly linearly"',
         )
-        for count, pace_ in found.items()
+        for count, pace_ in paces.items()
         if count > 1
     ]
 

@@ -187,15 +187,15 @@ FIRST_DONE = (
 def fig10b(quick: bool, *, size: str) -> list[Row]:
     """Tokens of a global batch over step time, means of five iterations (§7.1)."""
     shrink, steps = (QUICK, 2) if quick else (1, 5)
-    found = modes(base(size, shrink=shrink), steps)
+    paces = modes(base(size, shrink=shrink), steps)
     note = scale(shrink, steps)
     rows = [
         Row(
             experiment=f"rollart-fig10b-{size.lower()}",
             row=f"{size} throughput, {ours} over {peer}",
             published=published,
-            ours=found[ours].tokens_per_s / found[peer].tokens_per_s,
-            note="; ".join([note, *_why(found, ours, peer)]),
+            ours=paces[ours].tokens_per_s / paces[peer].tokens_per_s,
+            note="; ".join([note, *_explanations(paces, ours, peer)]),
         )
         for ours, peer, published in STEPS_10B
     ]
@@ -204,8 +204,8 @@ def fig10b(quick: bool, *, size: str) -> list[Row]:
             experiment=f"rollart-fig10b-{size.lower()}",
             row=f"{size} step time, {peer} over {ours} (Fig. 10a)",
             published=published,
-            ours=found[peer].step_s / found[ours].step_s,
-            note="; ".join([note, *_why(found, ours, peer)]),
+            ours=paces[peer].step_s / paces[ours].step_s,
+            note="; ".join([note, *_explanations(paces, ours, peer)]),
         )
         for ours, peer, published in (STEPS_10A if size == "32B" else ())
     ]
@@ -214,7 +214,7 @@ def fig10b(quick: bool, *, size: str) -> list[Row]:
             experiment=f"rollart-fig10b-{size.lower()}",
             row=f"{size} throughput, bounded α=2 over AReaL",
             published=None,
-            ours=found["bounded, α=2"].tokens_per_s / found["AReaL"].tokens_per_s,
+            ours=paces["bounded, α=2"].tokens_per_s / paces["AReaL"].tokens_per_s,
             note=note,
             own=True,
         )
@@ -222,14 +222,14 @@ def fig10b(quick: bool, *, size: str) -> list[Row]:
     return rows
 
 
-def _why(found: dict[str, Pace], ours: str, peer: str) -> Iterator[str]:
+def _explanations(paces: dict[str, Pace], ours: str, peer: str) -> Iterator[str]:
     """Yield reasons why a row may miss."""
     if ours == "RollArt":
         yield NO_AFFINITY
     if ours in ("AReaL", "RollArt") and peer != "AReaL":
-        yield f"{FIRST_DONE} ({dropped(found[ours]):.0%} of the started trajectories)"
+        yield f"{FIRST_DONE} ({dropped(paces[ours]):.0%} of the started trajectories)"
     if ours == "One-off":
-        share = found[peer].outcome.idle("trainer")["busy"]
+        share = paces[peer].outcome.idle("trainer")["busy"]
         yield f"training is {share:.0%} of the time of our {peer}, which leaves little to overlap"
     if ours == "Sync+":
         yield (
@@ -237,11 +237,11 @@ def _why(found: dict[str, Pace], ours: str, peer: str) -> Iterator[str]:
         )
 
 
-def dropped(found: Pace) -> float:
+def dropped(measured: Pace) -> float:
     """Return the share of started trajectories that were dropped, in these runs as too
     old.
     """
-    account = found.outcome.summary.account
+    account = measured.outcome.summary.account
     return float(sum(account.dropped.values()) / account.started)
 
 
@@ -252,7 +252,7 @@ def fig10c(quick: bool) -> list[Row]:
     """
     shrink, steps = (QUICK, 1) if quick else (1, 3)
     gpus = (64, 128) if quick else (64, 96, 128)
-    found: dict[tuple[str, int], float] = {}
+    rates: dict[tuple[str, int], float] = {}
     for count in gpus:
         setup = base("14B", shrink=shrink).but(
             rollout_gpus=count * 3 // 4 // shrink, trainer_gpus=count // 4 // shrink
@@ -266,16 +266,16 @@ def fig10c(quick: bool) -> list[Row]:
             )
         }
         for name, run in runs.items():
-            found[name, count] = pace(run, steps=steps).tokens_per_s
+            rates[name, count] = pace(run, steps=steps).tokens_per_s
     return [
         Row(
             experiment="rollart-fig10c",
             row=f"{name}, {count} GPUs, over Sync+ on 64",
             published=(1.33, 2.08) if name == "RollArt" else None,
-            ours=value / found["Sync+", 64],
+            ours=value / rates["Sync+", 64],
             note="; ".join([scale(shrink, steps), *([FIRST_DONE] if name == "RollArt" else [])]),
         )
-        for (name, count), value in found.items()
+        for (name, count), value in rates.items()
         if (name, count) != ("Sync+", 64)
     ]
 

@@ -116,9 +116,10 @@ def fig12(quick: bool) -> list[Row]:
     seconds = {name: statistics.fmean(found) for name, found in times.items()}
     judging = [_judging_s(seed, groups=groups, members=members) for seed in range(steps)]
     used = statistics.fmean(
-        judged / (JUDGES * took) for judged, took in zip(judging, times["local"], strict=True)
+        judging_s / (JUDGES * call_s)
+        for judging_s, call_s in zip(judging, times["local"], strict=True)
     )
-    kept = [outcome.rewards_used or 0.0 for outcome in outcomes["serverless"]]
+    shares_used = [outcome.rewards_used or 0.0 for outcome in outcomes["serverless"]]
     row = functools.partial(Row, experiment="rollart-fig12", note=mean_of(steps, "rollout"))
     one_by_one = "each judging GPU gives one verdict at a time, of the family's seconds: assumption"
     return [
@@ -152,7 +153,7 @@ def fig12(quick: bool) -> list[Row]:
         row(
             row="utilization of judging GPUs, serverless",
             published=88.0,
-            ours=100 * statistics.fmean(kept),
+            ours=100 * statistics.fmean(shares_used),
             unit="%",
             note=f"an idle instance is kept for {KEEP_S:.0f} s (assumption), and has no other "
             "caller",
@@ -330,13 +331,13 @@ def fig14b(quick: bool) -> list[Row]:
             for (more, extra), gain in gains.items()
         ),
     ]
-    ill = seconds(0, 0, failing=True)
+    failing_s = seconds(0, 0, failing=True)
     rows.append(
         Row(
             experiment="rollart-fig14b",
             row="8 more groups, with slow starts",
             published=None,
-            ours=ill / seconds(8, 0, failing=True),
+            ours=failing_s / seconds(8, 0, failing=True),
             note=f"{note}; the share of environments that RollArt §8 counts in production starts "
             f"{INIT_TIMEOUT_S:g} s late",
             own=True,

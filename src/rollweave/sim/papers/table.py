@@ -35,7 +35,7 @@ def as_markdown(results: Sequence[tuple[Experiment, Sequence[Row]]], *, quick: b
     """Return a page with a table for each experiment, below counts of missing and
     distant rows.
     """
-    rows = [row for _, found in results for row in found]
+    rows = [row for _, experiment_rows in results for row in experiment_rows]
     missing = sum(row.ours is None for row in rows)
     command = "rollweave reproduce --quick" if quick else "rollweave reproduce"
     lines = [
@@ -48,7 +48,7 @@ def as_markdown(results: Sequence[tuple[Experiment, Sequence[Row]]], *, quick: b
         "variants. "
         "Nothing in the simulator is fitted to these numbers.",
     ]
-    for experiment, found in results:
+    for experiment, experiment_rows in results:
         lines += [
             "",
             f"### {experiment.title}",
@@ -57,7 +57,7 @@ def as_markdown(results: Sequence[tuple[Experiment, Sequence[Row]]], *, quick: b
             "",
         ]
         lines += ["| row | published | ours | ratio | note |", "|---|---:|---:|---:|---|"]
-        for row in found:
+        for row in experiment_rows:
             name = f"*{_cell(row.row)}*" if row.own else _cell(row.row)
             lines.append(
                 f"| {name} | {_published(row)} | {_ours(row)} | {_ratio(row)} | {_cell(row.note)} |"
@@ -79,8 +79,8 @@ def as_json(results: Sequence[tuple[Experiment, Sequence[Row]]]) -> dict[str, An
                 "note": row.note,
                 "own": row.own,
             }
-            for _, found in results
-            for row in found
+            for _, experiment_rows in results
+            for row in experiment_rows
         ]
     }
 
