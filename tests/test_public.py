@@ -135,11 +135,11 @@ def test_train_runs_and_resumes_and_refuses(
     with pytest.raises(ConfigError, match="holds a run already"):
         train("small.toml", inproc=True)
     assert train("runs/small", ["run.steps=3"], inproc=True).steps == 3
-    made = load(config, ["run.steps=1"])
-    assert isinstance(made, RunConfig)
-    assert train(made, fresh=True, inproc=True).steps == 1
+    run_config = load(config, ["run.steps=1"])
+    assert isinstance(run_config, RunConfig)
+    assert train(run_config, fresh=True, inproc=True).steps == 1
     with pytest.raises(ConfigError, match="overrides must be empty"):
-        train(made, ["run.steps=2"], fresh=True)
+        train(run_config, ["run.steps=2"], fresh=True)
     with pytest.raises(ConfigError, match=r"run\.steps must be at least 0"):
         train(config, ["run.steps=-1"])
     assert capsys.readouterr().out == ""
@@ -239,6 +239,6 @@ def test_simulations_that_predict_need_the_extra(tmp_path: Path) -> None:
 
 
 def test_a_configuration_for_the_simulator_alone_is_refused() -> None:
-    made = load(ROOT / "examples" / "simulate.toml", [])
+    run_config = load(ROOT / "examples" / "simulate.toml", [])
     with pytest.raises(ConfigError, match=r"rollweave simulate CONFIG"):
-        train(made)
+        train(run_config)

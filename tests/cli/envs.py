@@ -15,11 +15,11 @@ from rollweave.schema.work import Task
 class Fine:
     """Returns the value of its option as the observation."""
 
-    def __init__(self, *, says: str = "hello") -> None:
-        self._says = says
+    def __init__(self, *, greeting: str = "hello") -> None:
+        self._greeting = greeting
 
     async def reset(self, task: Task) -> Observation:
-        return Observation.of(self._says)
+        return Observation.of(self._greeting)
 
     def step(self, action: str) -> Step:
         return Step.of("", done=True, success=action == "yes", reward=float(action == "yes"))

@@ -200,7 +200,7 @@ def test_a_run_resumes_once_the_function_is_fixed(written: Written, tmp_path: Pa
     assert json.loads((tmp_path / "runs/small/summary.json").read_text())["steps"] == 3
 
 
-LOOKS = """
+OBSERVER = """
 from pathlib import Path
 
 def looks(experiences, version):
@@ -212,7 +212,7 @@ def looks(experiences, version):
 def test_a_resumed_run_warns_if_its_function_decides_differently(
     written: Written, tmp_path: Path
 ) -> None:
-    name = f"{written(LOOKS)}:looks"
+    name = f"{written(OBSERVER)}:looks"
     (tmp_path / "order").write_text("first")
     code, text, errors = train("--inproc", sample=name)
     assert code == 0, (text, errors)

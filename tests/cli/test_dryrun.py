@@ -283,8 +283,8 @@ def test_a_changed_working_directory_does_not_move_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    made = config(tmp_path, "tasks.0.env=tests.cli.envs:Wanders", "run.dir=here")
-    assert failures(dryrun.examine(made, deep=False)) == []
+    run_config = config(tmp_path, "tasks.0.env=tests.cli.envs:Wanders", "run.dir=here")
+    assert failures(dryrun.examine(run_config, deep=False)) == []
     assert Path.cwd() == tmp_path
 
 
@@ -295,14 +295,16 @@ def test_reports_all_problems_at_once(tmp_path: Path) -> None:
 
 
 def test_an_existing_run_requires_resume_or_fresh(tmp_path: Path) -> None:
-    made = config(tmp_path)
+    run_config = config(tmp_path)
     (tmp_path / "dry").mkdir()
     (tmp_path / "dry" / "config.toml").touch()
 
     def names(*, resume: bool = False, fresh: bool = False) -> list[str]:
         return [
             check.name
-            for check in failures(dryrun.examine(made, deep=False, resume=resume, fresh=fresh))
+            for check in failures(
+                dryrun.examine(run_config, deep=False, resume=resume, fresh=fresh)
+            )
         ]
 
     assert names() == ["run.name"]
@@ -384,10 +386,10 @@ class TestModelPath:
     def examine(self, tmp_path: Path, model: Path, *overrides: str) -> list[tuple[str, str]]:
         begin, end = CONFIG.index("[model.scratch]"), CONFIG.index("[[tasks]]")
         text = f'{CONFIG[:begin]}[model]\npath = "{model}"\n{CONFIG[end:]}'
-        made = loads(text, [f'run.dir="{tmp_path}"', *overrides])
+        run_config = loads(text, [f'run.dir="{tmp_path}"', *overrides])
         return [
             (check.name, check.detail)
-            for check in dryrun.examine(made)
+            for check in dryrun.examine(run_config)
             if check.status is Status.FAIL
         ]
 

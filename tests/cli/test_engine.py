@@ -100,10 +100,10 @@ async def test_a_server_that_is_killed_during_a_turn_is_lost(tmp_path: Path) -> 
 
 async def test_requires_the_token(tmp_path: Path) -> None:
     async with started(tiny_checkpoint(tmp_path)) as (_, place), aiohttp.ClientSession() as session:
-        asked = {"prompt_ids": [5], "max_tokens": 1}
+        body = {"prompt_ids": [5], "max_tokens": 1}
         for headers, status in (({}, 401), ({"Authorization": f"Bearer {place['token']}"}, 200)):
             async with session.post(
-                place["url"] + "/generate", json=asked, headers=headers
+                place["url"] + "/generate", json=body, headers=headers
             ) as response:
                 assert response.status == status
         async with session.get(place["url"] + "/health") as response:
@@ -126,8 +126,8 @@ def test_reports_wrong_input(arguments: list[str]) -> None:
 
 
 def test_reports_an_address_in_use(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
         result = CliRunner().invoke(
             app, ["engine", str(tiny_checkpoint(tmp_path)), "--port", port, "--no-token"]
         )

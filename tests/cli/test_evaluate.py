@@ -11,7 +11,7 @@ from rollweave.schema.errors import ConfigError
 from tests.record.report.synthetic import config_of
 
 
-def made(
+def evaluation_of(
     tmp_path: Path, *, episodes: int | None = None, temperature: float | None = None
 ) -> RunConfig:
     trained = config_of(tmp_path / "run")
@@ -26,7 +26,7 @@ def made(
 
 
 def test_an_evaluation_trains_nothing_and_keeps_the_tasks(tmp_path: Path) -> None:
-    config = made(tmp_path)
+    config = evaluation_of(tmp_path)
     assert config.run.steps == 0
     assert config.warmup.steps == 0
     assert config.model.path == str(tmp_path / "hf")
@@ -36,7 +36,7 @@ def test_an_evaluation_trains_nothing_and_keeps_the_tasks(tmp_path: Path) -> Non
 
 
 def test_the_directory_names_the_evaluation(tmp_path: Path) -> None:
-    config = made(tmp_path, episodes=50, temperature=0.7)
+    config = evaluation_of(tmp_path, episodes=50, temperature=0.7)
     assert config.run.name == "step-7-t0.7-n50"
     assert Path(config.run.dir) == tmp_path / "run" / "evaluations"
     assert config.eval.temperature == 0.7
@@ -44,12 +44,12 @@ def test_the_directory_names_the_evaluation(tmp_path: Path) -> None:
 
 def test_refuses_an_infinite_temperature(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--temperature must be a finite number, got inf"):
-        made(tmp_path, temperature=math.inf)
+        evaluation_of(tmp_path, temperature=math.inf)
 
 
 def test_refuses_more_episodes_than_there_are_tasks(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"--episodes must be at most 1000000, got 1{20 * '0'}"):
-        made(tmp_path, episodes=10**20)
+        evaluation_of(tmp_path, episodes=10**20)
 
 
 @pytest.mark.parametrize(("rate", "count"), [(0.0, 10), (0.5, 10), (0.93, 200), (1.0, 200)])

@@ -129,9 +129,9 @@ def test_shows_rewards_of_tasks_without_success(plain: Plain, text: io.StringIO)
 def test_a_terminal_shows_rewards_of_tasks_without_success() -> None:
     text = io.StringIO()
     console = Console(file=text, width=110, force_terminal=True, color_system=None)
-    with Terminal(console, name="my run", steps=10) as shown:
-        shown.line(step(2, success={"lake": 0.5}))
-        console.print(shown.draw())
+    with Terminal(console, name="my run", steps=10) as terminal:
+        terminal.line(step(2, success={"lake": 0.5}))
+        console.print(terminal.draw())
     printed = text.getvalue()
     assert "success 0.50" in printed
     assert "reward -0.10" in printed
@@ -144,9 +144,9 @@ def test_shows_turns_that_were_cut(plain: Plain, text: io.StringIO) -> None:
     assert first.endswith("50 of 200 turns (25.0%) cut at max_turn_tokens: lake, nim")
     assert "cut" not in last
     console = Console(file=text, width=110, force_terminal=True, color_system=None)
-    with Terminal(console, name="my run", steps=10) as shown:
-        shown.line(step(2, turns=100, cut_turns={"nim": 20}))
-        console.print(shown.draw())
+    with Terminal(console, name="my run", steps=10) as terminal:
+        terminal.line(step(2, turns=100, cut_turns={"nim": 20}))
+        console.print(terminal.draw())
     assert "20 of 100 turns (20.0%) cut at max_turn_tokens: nim" in text.getvalue()
 
 
@@ -164,12 +164,12 @@ def test_ignores_unknown_lines(plain: Plain, text: io.StringIO) -> None:
 
 def test_a_terminal_shows_step_success_idle_and_warnings(text: io.StringIO) -> None:
     console = Console(file=text, width=110, force_terminal=True, color_system=None)
-    with Terminal(console, name="my run", steps=10) as shown:
-        shown.phase("training")
-        shown.line(step(2))
-        shown.line(evaluation())
-        shown.line({"kind": "warning", "component": "engine e0", "message": "lost"})
-        console.print(shown.draw())
+    with Terminal(console, name="my run", steps=10) as terminal:
+        terminal.phase("training")
+        terminal.line(step(2))
+        terminal.line(evaluation())
+        terminal.line({"kind": "warning", "component": "engine e0", "message": "lost"})
+        console.print(terminal.draw())
     printed = text.getvalue()
     for expected in (
         "my run",

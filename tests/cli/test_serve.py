@@ -46,8 +46,8 @@ def test_a_port_in_use_prints_one_line_and_leaves_no_directory(tmp_path: Path) -
     config = service_config(tmp_path)
     file = tmp_path / "service.toml"
     file.write_text(dumps(config))
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         result = CliRunner().invoke(app, ["serve", str(file), "--port", str(port)])
     line = (
         f"serve.host and serve.port must be a free address of this machine, got 127.0.0.1:{port}: "

@@ -75,12 +75,12 @@ def test_reports_damaged_records(tmp_path: Path) -> None:
     path = write_run(tmp_path / "made-up", steps=1).path
     assert invoke(str(path))[2] == ""
     segment = path / "trajectories" / "000000.bin"
-    whole = segment.read_bytes()
-    middle = len(whole) // 2
+    content = segment.read_bytes()
+    middle = len(content) // 2
     segment.write_bytes(
-        whole[:middle]
-        + bytes(byte ^ 1 for byte in whole[middle : middle + 2])
-        + whole[middle + 2 :]
+        content[:middle]
+        + bytes(byte ^ 1 for byte in content[middle : middle + 2])
+        + content[middle + 2 :]
     )
     code, text, errors = invoke(str(path))
     assert code == 0
@@ -88,10 +88,12 @@ def test_reports_damaged_records(tmp_path: Path) -> None:
     (line,) = errors.strip().splitlines()
     assert line.startswith("warning: ")
     assert (
-        f"does not match its checksum ({len(whole)} bytes); it and the rest of this file "
+        f"does not match its checksum ({len(content)} bytes); it and the rest of this file "
         "cannot be shown" in line
     )
-    segment.write_bytes(whole[:middle])  # as a run that is being written, or was killed, leaves it
+    segment.write_bytes(
+        content[:middle]
+    )  # as a run that is being written, or was killed, leaves it
     assert invoke(str(path))[2] == ""
 
 
@@ -175,9 +177,9 @@ def conversations(draw: st.DrawFn) -> tuple[TokenSequence, list[tuple[SegmentKin
 @given(conversations())
 @settings(max_examples=examples(60))
 def test_spans_are_the_parts_of_the_conversation(
-    made: tuple[TokenSequence, list[tuple[SegmentKind, int, int]]],
+    sequence_and_parts: tuple[TokenSequence, list[tuple[SegmentKind, int, int]]],
 ) -> None:
-    sequence, parts = made
+    sequence, parts = sequence_and_parts
     parsed = list(spans(sequence))
     assert [(part.kind, part.segments[0].start, part.segments[-1].end) for part in parsed] == parts
     turns = [part for part in parsed if part.kind is SegmentKind.OUTPUT]

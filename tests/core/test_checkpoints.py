@@ -46,7 +46,7 @@ class Timed(World):
 
 
 def world(*, write_s: float = 1.0, steps: int = 30, **run: object) -> Timed:
-    made = Timed(
+    timed = Timed(
         config(
             "sync",
             steps=steps,
@@ -55,147 +55,149 @@ def world(*, write_s: float = 1.0, steps: int = 30, **run: object) -> Timed:
         ),
         seed=3,
     )
-    made.saves = []
-    made.write_s = write_s
-    made.start()
-    return made
+    timed.saves = []
+    timed.write_s = write_s
+    timed.start()
+    return timed
 
 
 def test_by_default_at_most_half_a_minute_and_a_step_are_lost() -> None:
-    found = world()
-    found.to_the_end()
-    times = [at for at, _ in found.saves]
+    timed = world()
+    timed.to_the_end()
+    times = [at for at, _ in timed.saves]
     assert len(times) >= 8
     gaps = [after - before for before, after in itertools.pairwise(times[:-1])]
     assert all(30.0 <= gap <= 60.0 for gap in gaps), gaps
 
 
 def test_an_expensive_checkpoint_is_rare() -> None:
-    found = world(write_s=5.0, steps=60)
-    found.to_the_end()
-    times = [at for at, _ in found.saves]
+    timed = world(write_s=5.0, steps=60)
+    timed.to_the_end()
+    times = [at for at, _ in timed.saves]
     gaps = [after - before for before, after in itertools.pairwise(times[1:-1])]
     assert gaps
     assert all(gap >= 5.0 / COST_SHARE for gap in gaps), gaps
 
 
 def test_no_checkpoint_by_time_if_it_is_disabled() -> None:
-    found = world(checkpoint_s=0)
-    found.to_the_end()
-    assert [step for _, step in found.saves] == [0, 30]
+    timed = world(checkpoint_s=0)
+    timed.to_the_end()
+    assert [step for _, step in timed.saves] == [0, 30]
 
 
 def test_training_continues_while_a_checkpoint_is_written() -> None:
-    found = world(write_s=60.0, steps=10)
+    timed = world(write_s=60.0, steps=10)
     beside = set()
-    while found.finish is None:
-        found.step()
-        trainer = found.core.state.trainer
+    while timed.finish is None:
+        timed.step()
+        trainer = timed.core.state.trainer
         if trainer.saving is not None and trainer.status is TrainerStatus.TRAINING:
             beside.add(trainer.saving)
     assert beside >= {0}
-    assert found.core.state.checkpoint == 10
-    assert found.core.state.exported == 10
+    assert timed.core.state.checkpoint == 10
+    assert timed.core.state.exported == 10
 
 
 def test_a_required_checkpoint_waits_for_the_one_being_written() -> None:
-    found = world(write_s=25.0, steps=6, checkpoint_every=1)
-    found.to_the_end()
-    assert [step for _, step in found.saves] == list(range(7))
-    times = [at for at, _ in found.saves]
+    timed = world(write_s=25.0, steps=6, checkpoint_every=1)
+    timed.to_the_end()
+    assert [step for _, step in timed.saves] == list(range(7))
+    times = [at for at, _ in timed.saves]
     assert all(after - before >= 25.0 for before, after in itertools.pairwise(times)), times
 
 
 def test_a_checkpoint_that_is_never_written_times_out_and_is_named() -> None:
-    found = world(steps=4)
-    while found.core.state.trainer.saving is None:
-        found.step()
-    found.heap = [entry for entry in found.heap if not isinstance(entry[2], e.CheckpointSaved)]
-    while not found.warnings:
-        found.step()
-    assert "stuck writing checkpoint 0 for" in found.warnings[0].message
+    timed = world(steps=4)
+    while timed.core.state.trainer.saving is None:
+        timed.step()
+    timed.heap = [entry for entry in timed.heap if not isinstance(entry[2], e.CheckpointSaved)]
+    while not timed.warnings:
+        timed.step()
+    assert "stuck writing checkpoint 0 for" in timed.warnings[0].message
 
 
 def test_the_loss_of_the_trainer_is_reported_with_its_cost() -> None:
-    found = world(steps=12)
-    while found.core.state.trainer.step < 8:
-        found.step()
-    kept = found.core.state.checkpoint
-    assert kept is not None
-    assert 0 < kept < 8
-    found.feed(e.TrainerLost(epoch=found.trainer_epoch, error="killed"))
-    while found.core.state.trainer.status is TrainerStatus.STARTING:
-        found.step()
-    (told,) = [warning.message for warning in found.warnings if "trained again" in warning.message]
-    assert told.startswith(
-        f"continues from step {kept}: {8 - kept} later steps are trained again, "
+    timed = world(steps=12)
+    while timed.core.state.trainer.step < 8:
+        timed.step()
+    checkpoint = timed.core.state.checkpoint
+    assert checkpoint is not None
+    assert 0 < checkpoint < 8
+    timed.feed(e.TrainerLost(epoch=timed.trainer_epoch, error="killed"))
+    while timed.core.state.trainer.status is TrainerStatus.STARTING:
+        timed.step()
+    (message,) = [
+        warning.message for warning in timed.warnings if "trained again" in warning.message
+    ]
+    assert message.startswith(
+        f"continues from step {checkpoint}: {8 - checkpoint} later steps are trained again, "
     )
-    assert "rollouts do not fit its weights and are dropped" in told
-    found.to_the_end()
+    assert "rollouts do not fit its weights and are dropped" in message
+    timed.to_the_end()
 
 
 @pytest.mark.parametrize("copies", [True, False])
 def test_a_stop_writes_the_export_that_a_checkpoint_by_time_lacks(copies: bool) -> None:
-    found = world(steps=100)
-    found.copies = copies
-    while found.core.state.checkpoint in (None, 0):
-        found.step()
-    assert found.core.state.exported == -1
-    found.feed(e.StopRequested())
-    found.to_the_end()
-    assert found.core.state.exported == found.core.state.checkpoint == found.core.state.trainer.step
+    timed = world(steps=100)
+    timed.copies = copies
+    while timed.core.state.checkpoint in (None, 0):
+        timed.step()
+    assert timed.core.state.exported == -1
+    timed.feed(e.StopRequested())
+    timed.to_the_end()
+    assert timed.core.state.exported == timed.core.state.checkpoint == timed.core.state.trainer.step
     assert (
-        Core.restore(found.core.snapshot(), found.config).state.exported
-        == found.core.state.exported
+        Core.restore(timed.core.snapshot(), timed.config).state.exported
+        == timed.core.state.exported
     )
 
 
 def test_an_error_ends_the_run_only_after_the_checkpoint_is_written() -> None:
-    found = world(write_s=90.0, checkpoint_every=3)
-    trainer = found.core.state.trainer
+    timed = world(write_s=90.0, checkpoint_every=3)
+    trainer = timed.core.state.trainer
     while not (trainer.saving and trainer.status is TrainerStatus.TRAINING):
-        found.step()
+        timed.step()
     written = trainer.saving
-    found.feed(
+    timed.feed(
         e.TrainFailed(epoch=trainer.epoch, step=trainer.step, error="not a number", nonfinite=True)
     )
-    assert found.finish is None
-    before = len(found.commands)
-    while found.finish is None:
-        found.step()
-    assert "not a number" in found.finish.error
-    assert found.core.state.checkpoint == written
+    assert timed.finish is None
+    before = len(timed.commands)
+    while timed.finish is None:
+        timed.step()
+    assert "not a number" in timed.finish.error
+    assert timed.core.state.checkpoint == written
     assert not [
         one
-        for commands in found.commands[before:]
+        for commands in timed.commands[before:]
         for one in commands
         if isinstance(one, c.TrainStep | c.DrawTask)
     ]
-    assert found.core.account().balanced
+    assert timed.core.account().balanced
 
 
 def test_an_error_waits_no_longer_than_the_watchdog_for_a_checkpoint() -> None:
-    found = world(write_s=1e9)
-    trainer = found.core.state.trainer
+    timed = world(write_s=1e9)
+    trainer = timed.core.state.trainer
     while not (trainer.saving is not None and trainer.status is TrainerStatus.TRAINING):
-        found.step()
-    found.feed(
+        timed.step()
+    timed.feed(
         e.TrainFailed(epoch=trainer.epoch, step=trainer.step, error="not a number", nonfinite=True)
     )
-    began = found.now
-    while found.finish is None:
-        found.step()
-    assert found.now - began <= 2 * found.config.watchdog.train_s
+    began = timed.now
+    while timed.finish is None:
+        timed.step()
+    assert timed.now - began <= 2 * timed.config.watchdog.train_s
 
 
 @pytest.mark.parametrize("hopeless", [True, False])
 def test_the_run_does_not_wait_for_a_trainer_lost_for_good(hopeless: bool) -> None:
     """Even if a checkpoint was being written."""
-    found = world(write_s=1e9)
-    trainer = found.core.state.trainer
+    timed = world(write_s=1e9)
+    trainer = timed.core.state.trainer
     while not (trainer.saving is not None and trainer.status is TrainerStatus.TRAINING):
-        found.step()
-    trainer.restarts = found.config.watchdog.restarts
-    found.feed(e.TrainerLost(epoch=trainer.epoch, error="killed", hopeless=hopeless))
-    assert found.finish is not None
-    assert "killed" in found.finish.error
+        timed.step()
+    trainer.restarts = timed.config.watchdog.restarts
+    timed.feed(e.TrainerLost(epoch=trainer.epoch, error="killed", hopeless=hopeless))
+    assert timed.finish is not None
+    assert "killed" in timed.finish.error

@@ -275,14 +275,14 @@ def test_a_long_run_repeats_nothing_and_leaks_nothing(
     seed: int, mode: str, steps: int, failure: float, retries: int
 ) -> None:
     """The checks of `World` at every command hold far beyond the first steps."""
-    made = config(
+    run_config = config(
         mode,
         steps=steps,
         rollout={"retries": retries},
         engines={"count": 3},
         watchdog={"restarts": 10_000},
     )
-    world = World(made, seed, failure=failure)
+    world = World(run_config, seed, failure=failure)
     finish = world.run(max_events=400_000)
     assert world.core.account().balanced
     if not finish.error:
@@ -297,10 +297,10 @@ def test_a_turn_may_return_to_an_engine_when_all_have_failed_it() -> None:
 
 
 def test_the_version_of_an_engine_is_retained_while_its_loads_fail() -> None:
-    made = config(
+    run_config = config(
         "stream", rollout=SCHEDULINGS["heddle"], allocation=ALLOCATION, weights={"relays": 1}
     )
-    World(made, 334, failure=0.1).run()
+    World(run_config, 334, failure=0.1).run()
 
 
 @pytest.mark.timeout(600)
@@ -317,16 +317,16 @@ def test_a_replayed_journal_gives_identical_commands(
     """A replay may also begin with a snapshot in the middle: derived tables are rebuilt
     as they were.
     """
-    made = config(mode, rollout=SCHEDULINGS[scheduling])
-    world = World(made, seed, failure=0.03)
+    run_config = config(mode, rollout=SCHEDULINGS[scheduling])
+    world = World(run_config, seed, failure=0.03)
     world.run()
-    replayed = Core(made)
+    replayed = Core(run_config)
     middle = int(cut * len(world.journal))
     for place, ((now, event), commands) in enumerate(
         zip(world.journal, world.commands, strict=True)
     ):
         if place == middle:
-            replayed = Core.restore(replayed.snapshot(), made)
+            replayed = Core.restore(replayed.snapshot(), run_config)
         assert replayed.handle(now, event) == commands, f"event {place}: {event}"
     assert replayed.snapshot() == world.core.snapshot()
 
@@ -343,13 +343,13 @@ def test_a_replayed_journal_gives_identical_commands(
 def test_the_controller_may_be_lost_at_any_event(
     seed: int, mode: str, kills: list[int], scheduling: str, allocation: bool
 ) -> None:
-    made = config(
+    run_config = config(
         mode,
         eval={"every": 2},
         rollout=SCHEDULINGS[scheduling],
         allocation=ALLOCATION if allocation else None,
     )
-    world = World(made, seed, failure=0.01)
+    world = World(run_config, seed, failure=0.01)
     world.start()
     for kill in kills:
         for _ in range(kill):
@@ -376,12 +376,12 @@ def restart_controller(world: World) -> None:
     world.core = Core.restore(world.core.snapshot(), world.config)
     world.engine_epoch = dict.fromkeys(world.engine_epoch, 0)
     world.engine_version.clear()
-    seats = tuple(
+    slots = tuple(
         e.EngineSlot(id=EngineId(name), degree=degree)
         for name, degree in world.engine_degrees.items()
     )
     relays = world.begin_relays()
-    world.feed(e.WorldLost(engines=seats, relays=relays))
+    world.feed(e.WorldLost(engines=slots, relays=relays))
     if world.finish is None:
         for name in world.engine_epoch:
             world.join(name)
@@ -479,8 +479,8 @@ def test_a_silent_engine_is_restarted_and_counted() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_an_engine_that_answers_sometimes_is_not_considered_silent(seed: int) -> None:
     """`World` counts consecutive turns without an answer for each engine."""
-    made = config(steps=12, engines={"count": 2}, watchdog={"restarts": 10_000})
-    world = World(made, seed, hang=0.1)
+    run_config = config(steps=12, engines={"count": 2}, watchdog={"restarts": 10_000})
+    world = World(run_config, seed, hang=0.1)
     world.run()
     assert world.core.state.counters.watchdog["turn_failed"] > 1
 
@@ -551,7 +551,7 @@ def test_a_turn_requested_twice_is_one_turn() -> None:
     while not any(isinstance(event, e.TurnDone) for _, event in world.journal):
         world.step()
     done = next(event for _, event in world.journal if isinstance(event, e.TurnDone))
-    asked = next(
+    requested = next(
         event
         for _, event in world.journal
         if isinstance(event, e.TurnRequested)
@@ -559,7 +559,7 @@ def test_a_turn_requested_twice_is_one_turn() -> None:
         and event.turn == done.turn
     )
     before = world.core.snapshot()
-    world.feed(asked)
+    world.feed(requested)
     assert not any(isinstance(command, c.StartTurn) for command in world.commands[-1])
     assert world.core.state.trajectories[done.trajectory_id].turn is None
     assert len(world.core.snapshot()) == len(before)
@@ -575,12 +575,12 @@ def test_the_core_tracks_the_progress_of_open_turns() -> None:
         named = {
             name: getattr(start, name) for name in ("trajectory_id", "attempt", "turn", "dispatch")
         }
-        told = e.TurnProgress(**({**named, "output_tokens": 70} | changes))
+        progress = e.TurnProgress(**({**named, "output_tokens": 70} | changes))
         world.feed(
             e.TurnsProgressed(
                 turns=(
                     e.TurnProgress(**({**named, "trajectory_id": "nobody", "output_tokens": 9})),
-                    told,
+                    progress,
                 )
             )
         )
@@ -589,8 +589,8 @@ def test_the_core_tracks_the_progress_of_open_turns() -> None:
         assert turn is not None
         return turn.output_tokens
 
-    for late in ({"attempt": 1}, {"turn": 1}, {"dispatch": 1}):
-        assert sampled(**late) == 0
+    for stale in ({"attempt": 1}, {"turn": 1}, {"dispatch": 1}):
+        assert sampled(**stale) == 0
     assert sampled() == 70
     assert sampled(output_tokens=90) == 90
     world.feed(e.EngineLost(engine_id=start.engine_id, epoch=0, error="killed"))
@@ -671,7 +671,7 @@ def test_events_of_an_earlier_epoch_are_ignored() -> None:
     world.start()
     until(world, c.StartTurn)
     before = msgspec.msgpack.decode(world.core.snapshot())
-    late = [
+    stale = [
         e.EngineLost(engine_id=EngineId("e0"), epoch=9, error="x"),
         e.TrainerLost(epoch=9, error="x"),
         e.WeightsPublished(epoch=9, version=4, weights_id=4),
@@ -686,7 +686,7 @@ def test_events_of_an_earlier_epoch_are_ignored() -> None:
         ),
         e.TrajectoryEnded(trajectory_id="nobody", attempt=0, stop_reason="finished"),
     ]
-    for event in late:
+    for event in stale:
         world.feed(event)
     after = msgspec.msgpack.decode(world.core.snapshot())
     for state in (before, after):

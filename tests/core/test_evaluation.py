@@ -38,17 +38,23 @@ def test_the_best_is_the_newest_of_the_best_and_the_last_weights_are_evaluated(
     """The reference sorts all evaluations by what each domain defines."""
     world = Judge(config(mode, steps=steps, eval={"every": every, "episodes": 3}), seed=seed)
     assert world.run().error == ""
-    periodic = [found for found in world.evaluations if not found.final]
-    versions = [found.version for found in periodic]
+    periodic = [evaluation for evaluation in world.evaluations if not evaluation.final]
+    versions = [evaluation.version for evaluation in periodic]
     assert versions == sorted(set(versions))
     # one is left out while another is under way
     assert {*versions} <= {*range(0, steps, every), steps}
     assert versions[-1] == steps
     assert all(
-        set(found.success) == {"a"} and set(found.reward) == {"a", "b"}
-        for found in world.evaluations
+        set(evaluation.success) == {"a"} and set(evaluation.reward) == {"a", "b"}
+        for evaluation in world.evaluations
     )
-    best = max(periodic, key=lambda found: (found.success["a"] + found.reward["b"], found.version))
+    best = max(
+        periodic,
+        key=lambda evaluation: (
+            evaluation.success["a"] + evaluation.reward["b"],
+            evaluation.version,
+        ),
+    )
     assert world.core.state.best_step == best.version
     assert world.evaluations[-1].final
     assert world.evaluations[-1].version == best.version
@@ -59,7 +65,9 @@ def test_without_periodic_evaluations_the_last_weights_are_the_result_and_there_
 ):
     world = World(config(steps=3), seed=2)
     world.run()
-    assert [(found.version, found.final) for found in world.evaluations] == [(3, True)]
+    assert [(evaluation.version, evaluation.final) for evaluation in world.evaluations] == [
+        (3, True)
+    ]
     assert world.core.state.best_step is None
     assert not any(
         isinstance(command, c.MarkBest) for commands in world.commands for command in commands
@@ -105,8 +113,8 @@ def test_the_record_names_the_evaluation_that_reached_the_target(reached: bool) 
     world = World(config(steps=30, eval={"every": 2, "stop_at": 0.5}), seed=23)
     world.score = lambda trajectory_id: (1.0, reached)  # type: ignore[method-assign]
     world.run()
-    found = [evaluation.version for evaluation in world.evaluations if evaluation.target_reached]
-    assert found == ([0] if reached else [])
+    reaching = [evaluation.version for evaluation in world.evaluations if evaluation.target_reached]
+    assert reaching == ([0] if reached else [])
     assert world.core.state.target_step == (0 if reached else None)
     assert (world.core.state.trainer.step < 30) is reached
 
@@ -116,9 +124,9 @@ def test_a_target_without_a_success_rate_is_reported_once_and_never_reached() ->
     world.score = lambda trajectory_id: (1.0, None)  # type: ignore[method-assign]
     world.run()
     assert world.core.state.trainer.step == 4
-    assert all(found.success == {} for found in world.evaluations)
-    [said] = [warning.message for warning in world.warnings if "stop_at" in warning.message]
+    assert all(evaluation.success == {} for evaluation in world.evaluations)
+    [message] = [warning.message for warning in world.warnings if "stop_at" in warning.message]
     assert (
-        "no episode of a, b has reported one so far" in said
-        or "no episode of b, a has reported one so far" in said
+        "no episode of a, b has reported one so far" in message
+        or "no episode of b, a has reported one so far" in message
     )

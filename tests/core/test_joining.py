@@ -14,7 +14,7 @@ from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from tests.core.test_core import ALLOCATION, MODES, SCHEDULINGS, config
 from tests.core.test_relays import Driver
-from tests.core.test_version_affinity import E0, E1, E2, Hand, apart, made
+from tests.core.test_version_affinity import E0, E1, E2, Hand, decoupled_config, misassigned
 from tests.core.world import World
 from tests.support.properties import examples
 
@@ -29,11 +29,11 @@ def restart(world: World) -> None:
     world.heap.clear()
     world.timer, world.finish = None, None
     world.core = Core.restore(world.core.snapshot(), world.config)
-    seats = engines_to_start(world.config, world.core.state)
-    world.engine_degrees = {str(seat.id): seat.degree for seat in seats}
+    slots = engines_to_start(world.config, world.core.state)
+    world.engine_degrees = {str(slot.id): slot.degree for slot in slots}
     world.engine_epoch = dict.fromkeys(world.engine_degrees, 0)
     world.engine_version.clear()
-    world.feed(e.WorldLost(engines=seats, relays=world.begin_relays()))
+    world.feed(e.WorldLost(engines=slots, relays=world.begin_relays()))
     if world.finish is None:
         for name in world.engine_epoch:
             world.join(name)
@@ -67,7 +67,7 @@ def test_any_run_whose_engines_join_and_leave_ends_accounted_for(
                 world.step()
         state = world.core.state
         joined = sum(engine.joined and not engine.leaving for engine in state.engines.values())
-        gone = {
+        removed = {
             *state.withdrawn,
             *(
                 engine.id
@@ -77,7 +77,7 @@ def test_any_run_whose_engines_join_and_leave_ends_accounted_for(
         }
         restart(world)
         state = world.core.state
-        assert len(state.engines) == (len(first_engines(world.config)) - len(gone) + joined or 2)
+        assert len(state.engines) == (len(first_engines(world.config)) - len(removed) + joined or 2)
     while world.finish is None:
         assert world.handled < 60_000, f"no end: {world.core.state.phase}"
         world.step()
@@ -106,7 +106,7 @@ def test_the_random_runs_do_have_engines_that_join_and_leave() -> None:
 
 
 def test_an_engine_that_joins_is_stale_until_loaded_and_launches_a_batch() -> None:
-    hand = Hand(made(engines=1))
+    hand = Hand(decoupled_config(engines=1))
     state = hand.core.state
     hand.feed(registered(next_id(state)))
     assert state.engines[E1].status is EngineStatus.STARTING
@@ -146,22 +146,22 @@ def test_an_engine_that_joins_is_on_a_machine_that_is_up() -> None:
 
 
 def test_an_engine_of_another_group_has_its_settings() -> None:
-    made_of = config("bounded").model_copy(update={"engines": config("bounded").engines * 2})
-    core = Core(made_of)
-    core.handle(0.0, e.RunStarted(engines=first_engines(made_of)))
+    run_config = config("bounded").model_copy(update={"engines": config("bounded").engines * 2})
+    core = Core(run_config)
+    core.handle(0.0, e.RunStarted(engines=first_engines(run_config)))
     assert [engine.group for engine in core.state.engines.values()] == [0, 0, 1, 1]
     started = core.handle(1.0, registered(EngineId("e4"), degree=2, group=1))
     assert started[0] == c.StartEngine(engine_id=EngineId("e4"), degree=2, group=1)
     assert not any(
-        isinstance(found, c.StartEngine)
-        for found in core.handle(1.0, registered(EngineId("e5"), group=2))
+        isinstance(command, c.StartEngine)
+        for command in core.handle(1.0, registered(EngineId("e5"), group=2))
     )
 
 
 def test_a_planned_fleet_refuses_joins_and_withdrawals() -> None:
-    made_of = config("bounded", rollout={"scheduling": "trajectory"}, allocation=ALLOCATION)
-    core = Core(made_of)
-    core.handle(0.0, e.RunStarted(engines=first_engines(made_of)))
+    run_config = config("bounded", rollout={"scheduling": "trajectory"}, allocation=ALLOCATION)
+    core = Core(run_config)
+    core.handle(0.0, e.RunStarted(engines=first_engines(run_config)))
     before = list(core.state.engines)
     core.handle(0.0, registered(next_id(core.state)))
     core.handle(0.0, e.EngineWithdrawn(engine_id=E0, drain=True))
@@ -170,9 +170,9 @@ def test_a_planned_fleet_refuses_joins_and_withdrawals() -> None:
 
 
 def test_an_engine_that_joins_while_the_trainer_is_down_loads_the_newest_checkpoint() -> None:
-    hand = Hand(made(run={"checkpoint_every": 1}))
+    hand = Hand(decoupled_config(run={"checkpoint_every": 1}))
     state = hand.core.state
-    apart(hand)
+    misassigned(hand)
     assert (state.published_version, max(state.checkpointed_versions.values())) == (1, 1)
     hand.lose_trainer()
     hand.feed(registered(E2))
@@ -206,48 +206,48 @@ def test_an_engine_may_join_for_the_final_evaluation() -> None:
 
 
 def test_an_engine_that_leaves_finishes_only_what_it_launched() -> None:
-    hand = Hand(made())
-    mine = hand.on(E1)
+    hand = Hand(decoupled_config())
+    on_e1 = hand.on(E1)
     hand.feed(e.EngineWithdrawn(engine_id=E1, drain=True))
     state = hand.core.state
-    assert set(hand.on(E1)) == set(mine)
-    hand.end(mine[0])
-    assert hand.on(E1) == [mine[1]], "it begins nothing"
-    hand.done(mine[1])
-    hand.feed(hand.asks(mine[1]))
-    assert hand.on(E1) == [mine[1]], "its next turn is still there"
-    hand.end(mine[1])
+    assert set(hand.on(E1)) == set(on_e1)
+    hand.end(on_e1[0])
+    assert hand.on(E1) == [on_e1[1]], "it begins nothing"
+    hand.done(on_e1[1])
+    hand.feed(hand.requests(on_e1[1]))
+    assert hand.on(E1) == [on_e1[1]], "its next turn is still there"
+    hand.end(on_e1[1])
     assert list(state.engines) == [E0]
     assert (state.counters.engines_left, state.withdrawn) == (1, [E1])
-    assert state.trajectories[mine[0]].attempt == state.trajectories[mine[1]].attempt == 0
+    assert state.trajectories[on_e1[0]].attempt == state.trajectories[on_e1[1]].attempt == 0
 
 
 def test_an_engine_withdrawn_without_drain_gives_its_turns_to_others() -> None:
-    hand = Hand(made())
-    mine = hand.on(E1)
+    hand = Hand(decoupled_config())
+    on_e1 = hand.on(E1)
     hand.feed(e.EngineWithdrawn(engine_id=E1, drain=False))
     assert list(hand.core.state.engines) == [E0]
     for name in hand.on(E0):
         hand.end(name)
-    assert set(mine) <= set(hand.on(E0))
-    assert all(hand.core.state.trajectories[name].attempt == 0 for name in mine)
+    assert set(on_e1) <= set(hand.on(E0))
+    assert all(hand.core.state.trajectories[name].attempt == 0 for name in on_e1)
 
 
 def test_a_withdrawal_is_no_failure_of_a_turn() -> None:
-    hand = Hand(made(rollout={"retries": 0}))
-    mine = hand.on(E1)
+    hand = Hand(decoupled_config(rollout={"retries": 0}))
+    on_e1 = hand.on(E1)
     hand.feed(e.EngineWithdrawn(engine_id=E1, drain=False))
     state = hand.core.state
     assert list(state.engines) == [E0]
     for name in hand.on(E0):
         hand.end(name)
-    assert set(mine) <= set(hand.on(E0))
-    assert all(state.trajectories[name].attempt == 0 for name in mine)
+    assert set(on_e1) <= set(hand.on(E0))
+    assert all(state.trajectories[name].attempt == 0 for name in on_e1)
     assert state.counters.watchdog == {}
 
 
 def test_trajectories_of_a_lost_engine_prefer_an_engine_that_stays() -> None:
-    hand = Hand(made(engines=3))
+    hand = Hand(decoupled_config(engines=3))
     orphans = hand.on(E2)
     hand.feed(e.EngineWithdrawn(engine_id=E1, drain=True))
     hand.lose(E2)
@@ -257,7 +257,7 @@ def test_trajectories_of_a_lost_engine_prefer_an_engine_that_stays() -> None:
 
 @pytest.mark.parametrize("drain", [True, False])
 def test_the_last_engine_stays(drain: bool) -> None:
-    hand = Hand(made(engines=1))
+    hand = Hand(decoupled_config(engines=1))
     hand.feed(e.EngineWithdrawn(engine_id=E0, drain=drain))
     hand.feed(registered(E1))
     hand.feed(e.EngineWithdrawn(engine_id=E0, drain=drain))
@@ -269,7 +269,7 @@ def test_the_last_engine_stays(drain: bool) -> None:
 
 
 def test_a_leaving_engine_stays_if_all_others_are_lost() -> None:
-    hand = Hand(made(watchdog={"restarts": 0}))
+    hand = Hand(decoupled_config(watchdog={"restarts": 0}))
     hand.feed(e.EngineWithdrawn(engine_id=E1, drain=True))
     hand.lose(E0)
     state = hand.core.state
@@ -285,35 +285,40 @@ def test_a_leaving_engine_stays_if_all_others_are_lost() -> None:
 
 
 def test_restarted_worlds_have_the_registered_engines() -> None:
-    made_of = config("bounded", engines={"count": 3})
-    core = Core(made_of)
-    core.handle(0.0, e.RunStarted(engines=first_engines(made_of)))
+    run_config = config("bounded", engines={"count": 3})
+    core = Core(run_config)
+    core.handle(0.0, e.RunStarted(engines=first_engines(run_config)))
     for name in ("e3", "e4", "e5"):
         core.handle(0.0, registered(EngineId(name)))
     for name in ("e1", "e4"):
         core.handle(0.0, e.EngineWithdrawn(engine_id=EngineId(name), drain=True))
-    assert [seat.id for seat in engines_to_start(made_of, core.state)] == ["e0", "e2", "e3", "e5"]
-    core.handle(1.0, e.WorldLost(engines=engines_to_start(made_of, core.state)))
+    assert [slot.id for slot in engines_to_start(run_config, core.state)] == [
+        "e0",
+        "e2",
+        "e3",
+        "e5",
+    ]
+    core.handle(1.0, e.WorldLost(engines=engines_to_start(run_config, core.state)))
     core.check()
     assert next_id(core.state) == "e6"
     larger = config("bounded", engines={"count": 5})
     again = engines_to_start(larger, core.state)
-    assert [seat.id for seat in again] == ["e0", "e2", "e3", "e4", "e6", "e5"], (
+    assert [slot.id for slot in again] == ["e0", "e2", "e3", "e4", "e6", "e5"], (
         "a number of the configuration is not taken"
     )
 
 
 def test_an_engine_leaving_when_the_controller_was_lost_has_left_for_good() -> None:
     """It is gone also in the world after the next one, and it is counted."""
-    made_of = config("decoupled", engines={"count": 3})
-    core = Core(made_of)
-    core.handle(0.0, e.RunStarted(engines=first_engines(made_of)))
+    run_config = config("decoupled", engines={"count": 3})
+    core = Core(run_config)
+    core.handle(0.0, e.RunStarted(engines=first_engines(run_config)))
     core.handle(0.0, registered(EngineId("e3")))
     for name in ("e1", "e3"):
         core.state.engines[EngineId(name)].leaving = True  # what each began goes on
     for life in (1.0, 2.0, 3.0):
-        seats = engines_to_start(made_of, core.state)
-        assert [seat.id for seat in seats] == ["e0", "e2"]
-        core.handle(life, e.WorldLost(engines=seats))
+        slots = engines_to_start(run_config, core.state)
+        assert [slot.id for slot in slots] == ["e0", "e2"]
+        core.handle(life, e.WorldLost(engines=slots))
         core.check()
     assert core.state.counters.engines_left == 2

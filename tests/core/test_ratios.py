@@ -16,14 +16,14 @@ from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, GroupId
 from rollweave.schema.config.root import RunConfig
 from tests.core.test_core import config, restart_controller
-from tests.core.test_version_affinity import E0, Hand, made
+from tests.core.test_version_affinity import E0, Hand, decoupled_config
 from tests.core.world import World
 from tests.support.properties import examples
 
 
 def by_ratio(*, groups: int = 1, **sections: dict[str, object]) -> RunConfig:
     buffer = {"sample": "ratio", "groups": 8, **sections.pop("buffer", {})}
-    return made(engines=1, batch=8, groups=groups, buffer=buffer, **sections)
+    return decoupled_config(engines=1, batch=8, groups=groups, buffer=buffer, **sections)
 
 
 def full(hand: Hand, count: int) -> list[GroupId]:
@@ -43,14 +43,14 @@ def next_one(hand: Hand) -> GroupId:
 
 def answer(command: c.MeasureRatios, *ratios: float, epoch: int = 0) -> e.RatiosMeasured:
     """The ratios of the requested groups, in their order."""
-    found = tuple(
+    entries = tuple(
         e.GroupRatio(id=ref.id, ratio=ratio)
         for ref, ratio in zip(command.groups, ratios, strict=True)
     )
-    return e.RatiosMeasured(epoch=epoch, step=command.step, part=command.part, ratios=found)
+    return e.RatiosMeasured(epoch=epoch, step=command.step, part=command.part, ratios=entries)
 
 
-def asked(command: c.MeasureRatios) -> list[GroupId]:
+def requested_groups(command: c.MeasureRatios) -> list[GroupId]:
     return [ref.id for ref in command.groups]
 
 
@@ -61,7 +61,7 @@ def measuring(count: int = 3, **sections: dict[str, object]) -> Hand:
     assert hand.measures == [], "the first step had no choice"
     hand.train()
     (measure,) = hand.measures
-    assert asked(measure) == waiting
+    assert requested_groups(measure) == waiting
     assert (measure.step, measure.part) == (1, 0)
     assert all(len(ref.trajectory_ids) == 2 for ref in measure.groups)
     return hand
@@ -83,7 +83,7 @@ def test_a_ratio_holds_for_one_version() -> None:
     hand.feed(answer(hand.measures[0], 0.9, 1.0, 0.8))
     assert [ref.id for ref in hand.steps[1].groups] == [second]
     hand.train()
-    assert asked(hand.measures[1]) == [first, third]
+    assert requested_groups(hand.measures[1]) == [first, third]
     assert hand.measures[1].step == 2
     hand.feed(answer(hand.measures[1], 0.5, 0.8))
     assert [ref.id for ref in hand.steps[2].groups] == [third]
@@ -102,7 +102,7 @@ def test_groups_that_arrive_during_a_measurement_wait() -> None:
         "nobody knows the others' ratios"
     )
     hand.train()
-    assert asked(hand.measures[1]) == waiting[1:]
+    assert requested_groups(hand.measures[1]) == waiting[1:]
 
 
 def test_groups_evicted_during_a_measurement_are_not_trained_on() -> None:
@@ -135,7 +135,7 @@ def test_if_too_few_are_left_the_rest_is_measured_too() -> None:
     fourth, fifth = next_one(hand), next_one(hand)
     assert list(hand.core.state.buffer) == [third, fourth, fifth]
     hand.feed(answer(hand.measures[0], 1.0, 1.0, 1.1))
-    assert asked(hand.measures[1]) == [fourth, fifth]
+    assert requested_groups(hand.measures[1]) == [fourth, fifth]
     hand.feed(answer(hand.measures[0], 1.0, 1.0, 1.1))
     assert hand.core.state.trainer.status is TrainerStatus.MEASURING, (
         "the first answer again is not the second"
@@ -146,17 +146,17 @@ def test_if_too_few_are_left_the_rest_is_measured_too() -> None:
 
 def test_a_lost_trainer_measures_again_and_late_answers_are_ignored() -> None:
     hand = measuring(3)
-    state, late = hand.core.state, answer(hand.measures[0], 1.0, 2.0, 3.0)
+    state, stale_answer = hand.core.state, answer(hand.measures[0], 1.0, 2.0, 3.0)
     hand.feed(e.TrainerLost(epoch=0, error="killed"))
     assert state.trainer.status is TrainerStatus.STARTING
-    hand.feed(late)
+    hand.feed(stale_answer)
     assert state.trainer.status is TrainerStatus.STARTING
     hand.feed(e.TrainerReady(epoch=1, step=hand.restarts[0].step or 0))
     assert len(hand.steps) == 1
     again = hand.measures[1]
     assert again.step == 0, "the checkpoint is of step 0"
     assert len(again.groups) == 4, "the group of the lost step is back"
-    for stale in (late, answer(again, *[1.0] * 4), answer(again, *[1.0] * 4, epoch=2)):
+    for stale in (stale_answer, answer(again, *[1.0] * 4), answer(again, *[1.0] * 4, epoch=2)):
         hand.feed(stale)
         assert len(hand.steps) == 1
     hand.feed(answer(again, 3.0, 2.0, 1.0, 4.0, epoch=1))
@@ -178,7 +178,7 @@ def test_nonfinite_log_probs_end_the_run_and_name_the_groups() -> None:
     hand = measuring(3)
     hand.feed(e.TrainFailed(epoch=0, step=1, error="log-probs of group g1: nan", nonfinite=True))
     assert hand.finish is not None
-    names = ", ".join(asked(hand.measures[0]))
+    names = ", ".join(requested_groups(hand.measures[0]))
     assert hand.finish.error == (
         f"step 1: log-probs of group g1: nan; batch of groups {names}; last good checkpoint: step "
         f"{hand.core.state.checkpoint}"
@@ -220,7 +220,9 @@ def test_evaluations_and_measurements_do_not_block_each_other() -> None:
     hand = Hand(by_ratio(eval={"every": 1, "episodes": 2}))
     state = hand.core.state
     full(hand, 3)
-    assert [found.version for found in hand.evaluations] == [0], "it began while the first step ran"
+    assert [evaluation.version for evaluation in hand.evaluations] == [0], (
+        "it began while the first step ran"
+    )
     hand.train()
     assert state.evaluation is not None
     measure = hand.measures[0]
@@ -253,18 +255,18 @@ class Judge(World):
         before = list(self.core.state.buffer)
         super().feed(event)
         for step in [command for command in self.commands[-1] if isinstance(command, c.TrainStep)]:
-            taken, left = [ref.id for ref in step.groups], list(self.core.state.buffer)
+            chosen, left = [ref.id for ref in step.groups], list(self.core.state.buffer)
             if not isinstance(event, e.RatiosMeasured):
                 assert left == [], "there was a choice, and it was not by ratio"
                 continue
             self.choices += 1
             measured = {
-                found.id: abs(math.log(found.ratio)) for found in event.ratios if found.id in before
+                entry.id: abs(math.log(entry.ratio)) for entry in event.ratios if entry.id in before
             }
             assert (
-                taken
+                chosen
                 == sorted(measured, key=lambda name: (measured[name], before.index(name)))[
-                    : len(taken)
+                    : len(chosen)
                 ]
             )
 

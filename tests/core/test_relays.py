@@ -24,15 +24,15 @@ class Driver:
     def __init__(
         self, relays: int, *, restarts: int = 3, delta: bool = True, mode: str = "partial"
     ) -> None:
-        made = config(
+        run_config = config(
             mode,
             engines={"count": relays},
             weights={"relays": relays, "delta": delta},
             watchdog={"restarts": restarts},
         )
-        self.config, self.core, self.now, self.published = made, Core(made), 0.0, -1
-        seats = tuple(e.EngineSlot(id=EngineId(f"e{number}")) for number in range(relays))
-        self.send(e.RunStarted(engines=seats, relays=relays))
+        self.config, self.core, self.now, self.published = run_config, Core(run_config), 0.0, -1
+        slots = tuple(e.EngineSlot(id=EngineId(f"e{number}")) for number in range(relays))
+        self.send(e.RunStarted(engines=slots, relays=relays))
 
     def send(self, event: e.Event) -> list[c.Command]:
         out = self.core.handle(self.now, event)
@@ -88,20 +88,20 @@ class Driver:
         return self.send(e.RelayRecovered(relay_id=relay, epoch=self.relay(relay).epoch))
 
     def stall(self, relay: str) -> list[c.Command]:
-        found = self.relay(relay)
-        assert found.source is not None
+        state = self.relay(relay)
+        assert state.source is not None
         event = e.FetchStalled(
-            relay_id=relay, epoch=found.epoch, weights_id=found.fetching, source=found.source
+            relay_id=relay, epoch=state.epoch, weights_id=state.fetching, source=state.source
         )
         return self.send(event)
 
     def refuse(self, relay: str, reason: str) -> list[c.Command]:
-        found = self.relay(relay)
+        state = self.relay(relay)
         event = e.FetchFailed(
             relay_id=relay,
-            epoch=found.epoch,
-            weights_id=found.fetching,
-            try_number=found.fetches,
+            epoch=state.epoch,
+            weights_id=state.fetching,
+            try_number=state.fetches,
             reason=reason,  # type: ignore[arg-type]
             error="no luck",
         )
@@ -143,11 +143,11 @@ def loads(commands: list[c.Command]) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("relays", [1, 2, 5])
 def test_published_weights_go_along_the_chain_at_once(relays: int) -> None:
     driver = Driver(relays).up()
-    found = driver.publish()
-    assert ways(found) == {
+    commands = driver.publish()
+    assert ways(commands) == {
         f"r{number}": f"r{number - 1}" if number else None for number in range(relays)
     }
-    assert set(bases(found).values()) == {None}, "nobody has anything to begin from"
+    assert set(bases(commands).values()) == {None}, "nobody has anything to begin from"
 
 
 def test_the_next_weights_are_sent_as_changes_if_both_ends_have_the_last() -> None:
@@ -179,8 +179,8 @@ def test_the_faster_form_of_broadcast_is_used() -> None:
     driver = Driver(2).up()
     forms = []
     for seconds in (1.0, 3.0, 1.0, 1.0):
-        found = driver.publish() if not forms else driver.publish_again()
-        forms.append("whole" if bases(found)["r1"] is None else "changes")
+        commands = driver.publish() if not forms else driver.publish_again()
+        forms.append("whole" if bases(commands)["r1"] is None else "changes")
         weights_id = driver.core.state.published_id
         driver.hold("r0", weights_id)
         driver.wait(seconds)
@@ -240,8 +240,8 @@ def test_an_engine_serves_its_weights_while_its_relay_is_down() -> None:
     suspended = driver.hold("r0", 1)
     assert any(isinstance(command, c.SuspendEngine) for command in suspended)
     driver.lose("r0")
-    found = driver.send(e.EngineSuspended(engine_id=EngineId("e0"), epoch=0))
-    assert [type(command) for command in found if not isinstance(command, c.DrawTask)] == [
+    commands = driver.send(e.EngineSuspended(engine_id=EngineId("e0"), epoch=0))
+    assert [type(command) for command in commands if not isinstance(command, c.DrawTask)] == [
         c.ResumeEngine
     ]
     engine = driver.core.state.engines[EngineId("e0")]
@@ -256,8 +256,8 @@ def test_a_change_that_does_not_fit_is_followed_by_the_whole_version() -> None:
     driver.hold("r0", 0)
     driver.hold("r1", 0)
     driver.publish_again()
-    found = driver.refuse("r1", "base")
-    assert (ways(found), bases(found)) == ({"r1": "r0"}, {"r1": None})
+    commands = driver.refuse("r1", "base")
+    assert (ways(commands), bases(commands)) == ({"r1": "r0"}, {"r1": None})
 
 
 def test_a_broken_change_is_fetched_whole_from_a_relay_that_has_it() -> None:
@@ -267,8 +267,8 @@ def test_a_broken_change_is_fetched_whole_from_a_relay_that_has_it() -> None:
         driver.hold(relay, 0)
     driver.publish_again()
     driver.hold("r0", 1)
-    found = driver.refuse("r2", "broken")  # r1, before it, is still taking
-    assert (ways(found), bases(found)) == ({"r2": "r0"}, {"r2": None})
+    commands = driver.refuse("r2", "broken")  # r1, before it, is still taking
+    assert (ways(commands), bases(commands)) == ({"r2": "r0"}, {"r2": None})
 
 
 def test_a_failed_source_is_retried_only_after_the_watchdogs_check() -> None:
@@ -306,9 +306,11 @@ def test_of_relays_that_wait_for_each_other_only_the_first_is_late() -> None:
     driver = Driver(3).up()
     driver.publish()
     driver.hold("r0", 0)
-    found = driver.wait(61.0)
-    assert [command.relay_id for command in found if isinstance(command, c.RestartRelay)] == ["r1"]
-    assert ways(found) == {"r2": "r0"}
+    commands = driver.wait(61.0)
+    assert [command.relay_id for command in commands if isinstance(command, c.RestartRelay)] == [
+        "r1"
+    ]
+    assert ways(commands) == {"r2": "r0"}
 
 
 def test_the_failure_of_an_outdated_fetch_is_ignored() -> None:
@@ -317,10 +319,10 @@ def test_the_failure_of_an_outdated_fetch_is_ignored() -> None:
     old = driver.relay("r2").fetches
     driver.lose("r1")
     assert driver.relay("r2").source == "r0"
-    late = e.FetchFailed(
+    stale = e.FetchFailed(
         relay_id="r2", epoch=0, weights_id=0, try_number=old, reason="source", error="r1 is gone"
     )
-    assert ways(driver.send(late)) == {}
+    assert ways(driver.send(stale)) == {}
     assert driver.relay("r2").source == "r0"
 
 
@@ -339,10 +341,14 @@ def test_a_relay_that_fails_repeatedly_has_its_machine_evicted() -> None:
     driver.engines_up()
     serving(driver, "r0", "r1")
     assert [type(command) for command in driver.lose("r1")] == [c.Warn, c.RestartRelay]
-    found = driver.lose("r1")
-    assert [command.relay_id for command in found if isinstance(command, c.RemoveRelay)] == ["r1"]
-    assert [command.engine_id for command in found if isinstance(command, c.RemoveEngine)] == ["e1"]
-    assert not any(isinstance(command, c.Finish) for command in found)
+    commands = driver.lose("r1")
+    assert [command.relay_id for command in commands if isinstance(command, c.RemoveRelay)] == [
+        "r1"
+    ]
+    assert [command.engine_id for command in commands if isinstance(command, c.RemoveEngine)] == [
+        "e1"
+    ]
+    assert not any(isinstance(command, c.Finish) for command in commands)
     # an error would wait for it
     driver.send(e.CheckpointSaved(epoch=driver.core.state.trainer.epoch, step=0))
     last = [*driver.lose("r0"), *driver.lose("r0")]
@@ -359,15 +365,17 @@ def test_an_engine_that_fails_repeatedly_has_its_machine_evicted_if_others_serve
     driver.publish()
     driver.engines_up()
     serving(driver, "r0", *(["r1"] if elsewhere else []))
-    found = [
+    commands = [
         command
         for epoch in (0, 1)
         for command in driver.send(
             e.EngineLost(engine_id=EngineId("e0"), epoch=epoch, error="killed")
         )
     ]
-    assert [command.engine_id for command in found if isinstance(command, c.RemoveEngine)] == ["e0"]
-    assert [command.relay_id for command in found if isinstance(command, c.RemoveRelay)] == (
+    assert [command.engine_id for command in commands if isinstance(command, c.RemoveEngine)] == [
+        "e0"
+    ]
+    assert [command.relay_id for command in commands if isinstance(command, c.RemoveRelay)] == (
         ["r0"] if elsewhere else []
     )
 
@@ -377,15 +385,17 @@ def test_versions_that_engines_have_are_retained() -> None:
     driver.publish()
     driver.engines_up()
     serving(driver, "r0", "r1")
-    found = driver.publish_again()
-    assert [command.keep for command in found if isinstance(command, c.FetchWeights)] == [
+    commands = driver.publish_again()
+    assert [command.keep for command in commands if isinstance(command, c.FetchWeights)] == [
         (0,),
         (0,),
     ]
-    asked = driver.send(e.TrainerLost(epoch=1, error="killed")) + driver.send(
+    retried = driver.send(e.TrainerLost(epoch=1, error="killed")) + driver.send(
         e.TrainerReady(epoch=2, step=0)
     )
-    assert [command.keep for command in asked if isinstance(command, c.PublishWeights)] == [(0, 1)]
+    assert [command.keep for command in retried if isinstance(command, c.PublishWeights)] == [
+        (0, 1)
+    ]
 
 
 @pytest.mark.timeout(900)
@@ -413,7 +423,7 @@ def test_any_world_with_relays_ends_accounted_for(
     restarts: int,
 ) -> None:
     plans = allocation and mode != "decoupled"
-    made = config(
+    run_config = config(
         mode,
         rollout=SCHEDULINGS[scheduling],
         engines={} if plans else {"count": 5},
@@ -422,7 +432,7 @@ def test_any_world_with_relays_ends_accounted_for(
         eval={"every": 2},
         watchdog={"restarts": restarts},
     )
-    world = World(made, seed, failure=failure, hang=hang)
+    world = World(run_config, seed, failure=failure, hang=hang)
     finish = world.run()
     books = world.core.account()
     assert books.balanced
@@ -483,15 +493,15 @@ def test_the_controller_may_be_lost_with_its_relays(
 @settings(max_examples=examples(20))
 @given(seed=st.integers(0, 10_000), cut=st.floats(0, 1))
 def test_a_replay_with_relays_gives_identical_commands(seed: int, cut: float) -> None:
-    made = config("bounded", engines={"count": 3}, weights={"relays": 2})
-    world = World(made, seed, failure=0.03)
+    run_config = config("bounded", engines={"count": 3}, weights={"relays": 2})
+    world = World(run_config, seed, failure=0.03)
     world.run()
-    replayed, middle = Core(made), int(cut * len(world.journal))
+    replayed, middle = Core(run_config), int(cut * len(world.journal))
     for place, ((now, event), commands) in enumerate(
         zip(world.journal, world.commands, strict=True)
     ):
         if place == middle:
-            replayed = Core.restore(replayed.snapshot(), made)
+            replayed = Core.restore(replayed.snapshot(), run_config)
         assert replayed.handle(now, event) == commands, f"event {place}: {event}"
     assert replayed.snapshot() == world.core.snapshot()
 
@@ -524,12 +534,14 @@ def test_a_relays_newest_version_is_the_base_of_changes_even_if_no_engine_has_it
     driver.publish()
     driver.hold("r0", 0)
     driver.hold("r1", 0)
-    found = [command for command in driver.publish_again() if isinstance(command, c.FetchWeights)]
-    assert [command.keep for command in found] == [(0,), (0,)]
-    asked = driver.send(e.TrainerLost(epoch=1, error="killed")) + driver.send(
+    commands = [
+        command for command in driver.publish_again() if isinstance(command, c.FetchWeights)
+    ]
+    assert [command.keep for command in commands] == [(0,), (0,)]
+    retried = driver.send(e.TrainerLost(epoch=1, error="killed")) + driver.send(
         e.TrainerReady(epoch=2, step=0)
     )
-    published = next(command for command in asked if isinstance(command, c.PublishWeights))
+    published = next(command for command in retried if isinstance(command, c.PublishWeights))
     assert set(published.keep) >= {0, 1}, (
         "a relay that takes 1 from the trainer, and changes of 0, still need them"
     )
@@ -542,8 +554,8 @@ def test_a_relay_from_which_an_engine_cannot_load_is_restarted_with_it() -> None
     assert loads(driver.hold("r0", 0)) == [("e0", 0)]
     failed = e.WeightsLoadFailed(engine_id=EngineId("e0"), epoch=0, weights_id=0, error="not there")
     assert loads(driver.send(failed)) == [("e0", 0)]
-    found = {type(command) for command in driver.send(failed)}
-    assert {c.RestartEngine, c.RestartRelay} <= found
+    kinds = {type(command) for command in driver.send(failed)}
+    assert {c.RestartEngine, c.RestartRelay} <= kinds
 
 
 def test_a_source_that_should_have_the_version_and_fails_is_restarted_too() -> None:
@@ -640,8 +652,10 @@ def test_a_relay_that_stays_suspected_is_restarted() -> None:
     driver.suspect("r1")
     driver.suspect("r1")
     assert not any(isinstance(command, c.RestartRelay) for command in driver.wait(60.0))
-    found = driver.wait(0.1)
-    assert [command.relay_id for command in found if isinstance(command, c.RestartRelay)] == ["r1"]
+    commands = driver.wait(0.1)
+    assert [command.relay_id for command in commands if isinstance(command, c.RestartRelay)] == [
+        "r1"
+    ]
     assert not driver.relay("r1").suspected
     driver.send(e.RelaySuspected(relay_id="r1", epoch=0))
     assert not driver.relay("r1").suspected, "that was said of its life before"
@@ -662,8 +676,8 @@ def test_a_stalled_relay_tries_each_other_source_once() -> None:
     assert ways(driver.stall("r3")) == {"r3": "r1"}
     assert ways(driver.stall("r3")) == {"r3": "r0"}
     assert ways(driver.stall("r3")) == {}, "a slow link is better than none"
-    late = e.FetchStalled(relay_id="r3", epoch=0, weights_id=0, source="r2")
-    assert ways(driver.send(late)) == {}, "it has left r2 before"
+    stale = e.FetchStalled(relay_id="r3", epoch=0, weights_id=0, source="r2")
+    assert ways(driver.send(stale)) == {}, "it has left r2 before"
     for relay in ("r0", "r1", "r2", "r3"):
         driver.hold(relay, 0)
     driver.publish_again()
@@ -688,7 +702,7 @@ def test_a_snapshot_without_suspicion_fields_can_be_read() -> None:
     )
 
 
-def may_give(driver: Driver, relay: str, wanted: int) -> list[str | None]:
+def may_give(driver: Driver, relay: str, version: int) -> list[str | None]:
     """The rule, slowly: a responsive relay that holds these weights, or stands before
     it and is fetching them; the trainer, if all relays before it are silent.
     """
@@ -700,8 +714,8 @@ def may_give(driver: Driver, relay: str, wanted: int) -> list[str | None]:
         if other != relay
         and not driver.relay(other).suspected
         and (
-            wanted in driver.relay(other).versions
-            or (other in ahead and driver.relay(other).fetching == wanted)
+            version in driver.relay(other).versions
+            or (other in ahead and driver.relay(other).fetching == version)
         )
     ]
     return [*givers, None] if all(driver.relay(other).suspected for other in ahead) else givers
@@ -754,9 +768,11 @@ def test_every_relay_that_can_fetches_from_a_responsive_one(
             name: (relay.fetching, relay.source, relay.epoch)
             for name, relay in driver.core.state.relays.items()
         }
-        found = [command for command in step(driver, data) if isinstance(command, c.FetchWeights)]
+        commands = [
+            command for command in step(driver, data) if isinstance(command, c.FetchWeights)
+        ]
         state = driver.core.state
-        for command in found:
+        for command in commands:
             assert command.source in may_give(driver, command.relay_id, command.weights_id), command
             taking, source, epoch = before[command.relay_id]
             if (taking, epoch) == (
@@ -770,13 +786,13 @@ def test_every_relay_that_can_fetches_from_a_responsive_one(
                 ]
         for name in state.chain:
             relay = driver.relay(name)
-            wanted = relay.fetching if relay.fetching >= 0 else state.published_id
+            version = relay.fetching if relay.fetching >= 0 else state.published_id
             better = [
                 other
-                for other in may_give(driver, name, wanted)
+                for other in may_give(driver, name, version)
                 if other not in relay.refused_sources
             ]
-            if relay.fetching < 0 and wanted not in relay.versions:
+            if relay.fetching < 0 and version not in relay.versions:
                 assert not better, f"{name} could take from {better}"
             elif (
                 relay.fetching >= 0

@@ -35,7 +35,7 @@ class Broken(World):
 
 
 @pytest.mark.parametrize(
-    ("reason", "words", "tries"),
+    ("reason", "words", "attempts"),
     [
         (StopReason.ENV_ERROR, "reset raised KeyError: 'map'", 2),
         (StopReason.ENV_ERROR, "reset raised OSError: port {number} is taken", 6),
@@ -43,10 +43,12 @@ class Broken(World):
         (StopReason.ENV_HANG, "starting did not answer within 60 s", 6),
     ],
 )
-def test_the_same_failure_twice_is_not_retried(reason: StopReason, words: str, tries: int) -> None:
+def test_the_same_failure_twice_is_not_retried(
+    reason: StopReason, words: str, attempts: int
+) -> None:
     world = Broken(reason, words)
     world.run()
-    assert set(world.attempts.values()) == {tries}
+    assert set(world.attempts.values()) == {attempts}
     assert world.finish is not None
     assert world.finish.error == ""
     assert world.core.state.last_failure == f"{reason}: {words}" or "{number}" in words

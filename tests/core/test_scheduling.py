@@ -24,7 +24,7 @@ class Long(World):
     def __init__(
         self, *, turns: int = 200, tool_s: float = 0.2, seed: int = 1, **sections: object
     ) -> None:
-        made = config(
+        run_config = config(
             "sync",
             steps=1,
             tasks=[{"env": "a"}],
@@ -32,7 +32,7 @@ class Long(World):
             watchdog={"turn_s": 1e6},
             **sections,
         )
-        super().__init__(made, seed)
+        super().__init__(run_config, seed)
         self.turns, self.tool_s = turns, tool_s
 
     def execute(self, command: c.Command) -> None:
@@ -75,7 +75,7 @@ class Long(World):
         }
         self.later(e.PredictionReady(**key, remaining_tokens=remaining), 0.001)
 
-    def given(self) -> list[c.StartTurn]:
+    def started_turns(self) -> list[c.StartTurn]:
         return [
             command
             for commands in self.commands
@@ -96,8 +96,8 @@ def test_a_short_trajectory_waits_for_long_ones_for_a_bounded_time() -> None:
     """
     world = Long(**ONE_SLOT)
     assert world.run().error == ""
-    given = world.given()
-    places = [place for place, command in enumerate(given) if command.trajectory_id == SHORT]
+    started = world.started_turns()
+    places = [place for place, command in enumerate(started) if command.trajectory_id == SHORT]
     assert len(places) == 3
     gaps = [after - before - 1 for before, after in itertools.pairwise(places)]
     assert max(gaps) > 10, "the long ones went first"
@@ -118,12 +118,12 @@ def test_without_priorities_turns_run_in_order_of_launch() -> None:
     assert world.run().error == ""
     assert world.core.state.counters.scheduling.preemptions == 0
     assert world.core.state.counters.scheduling.predictions == 0
-    asked = {
+    requested = {
         (event.trajectory_id, event.turn): now
         for now, event in world.journal
         if isinstance(event, e.TurnRequested)
     }
-    times = [asked[command.trajectory_id, command.turn] for command in world.given()]
+    times = [requested[command.trajectory_id, command.turn] for command in world.started_turns()]
     assert times == sorted(times)
 
 
@@ -213,10 +213,10 @@ def test_no_kv_is_kept_for_trajectories_whose_environment_hangs() -> None:
         def next_turn(self, trajectory_id: str, attempt: int, after: float | None = None) -> None:
             turn = self.turns_of[trajectory_id, attempt]
             if turn == 3 and trajectory_id in ("g0.1", "g0.2"):
-                asked = e.TurnRequested(
+                requested = e.TurnRequested(
                     trajectory_id=trajectory_id, attempt=attempt, turn=turn, context_tokens=10
                 )
-                self.later(asked, hang_s)
+                self.later(requested, hang_s)
             else:
                 super().next_turn(trajectory_id, attempt, after)
 

@@ -36,7 +36,7 @@ class Service(World):
         *,
         scheduling: str = "turn",
         seed: int = 0,
-        asked: int = 20,
+        submitted: int = 20,
         cancels: float = 0.0,
         **knobs: float,
     ) -> None:
@@ -46,7 +46,7 @@ class Service(World):
         self.acknowledged: set[str] = set()
         self.acknowledges = True
         self.expected: set[str] = set()
-        for number in range(asked):
+        for number in range(submitted):
             self.submit(f"r{number}", self.random.uniform(0, 30), cancels)
 
     def submit(self, group: str, at: float, cancels: float = 0.0) -> None:
@@ -65,11 +65,11 @@ class Service(World):
                 )
 
     def start(self) -> None:
-        seats = tuple(
+        slots = tuple(
             e.EngineSlot(id=EngineId(name), degree=degree)
             for name, degree in self.engine_degrees.items()
         )
-        self.feed(e.RunStarted(engines=seats, serving=True))
+        self.feed(e.RunStarted(engines=slots, serving=True))
         for name in self.engine_epoch:
             self.join(name)
 
@@ -166,7 +166,9 @@ def test_a_restarted_world_continues_the_submitted_rollouts(
     for _ in range(cut):
         if world.heap or world.timer is not None:
             world.step()
-    heard = {event.group_id for _, event in world.journal if isinstance(event, e.RolloutsSubmitted)}
+    submitted_ids = {
+        event.group_id for _, event in world.journal if isinstance(event, e.RolloutsSubmitted)
+    }
     untaken = {name for name in world.delivered if name in world.core.state.trajectories}
     later = [event for *_, event in world.heap if isinstance(event, e.RolloutsSubmitted)]
     world.core = Core.restore(world.core.snapshot(), world.config)
@@ -176,15 +178,15 @@ def test_a_restarted_world_continues_the_submitted_rollouts(
         Counter({name: len(words) for name, words in world.delivered.items()}),
     )
     world.engine_version.clear()
-    seats = tuple(e.EngineSlot(id=EngineId(name)) for name in world.engine_degrees)
-    world.feed(e.WorldLost(engines=seats))
+    slots = tuple(e.EngineSlot(id=EngineId(name)) for name in world.engine_degrees)
+    world.feed(e.WorldLost(engines=slots))
     for name in world.engine_degrees:
         world.engine_epoch[name] = 0
         world.join(name)
     for event in later:
         world.later(event)
     world.until_delivered()
-    assert {name.rpartition(".")[0] for name in world.delivered} >= heard
+    assert {name.rpartition(".")[0] for name in world.delivered} >= submitted_ids
     for name, words in world.delivered.items():
         assert (
             len(words) == before[name] + 1 if name in untaken or not before[name] else before[name]
@@ -193,7 +195,7 @@ def test_a_restarted_world_continues_the_submitted_rollouts(
 
 @pytest.mark.parametrize("drain", [True, False])
 def test_stopping_drains_or_cancels(drain: bool) -> None:
-    world = Service(asked=6, spread=3.0)
+    world = Service(submitted=6, spread=3.0)
     world.start()
     while len(world.core.state.in_run) < 3 or len(world.core.state.groups) < 6:
         world.step()
@@ -201,17 +203,17 @@ def test_stopping_drains_or_cancels(drain: bool) -> None:
     reasons = Counter(words[-1].stop_reason for words in world.delivered.values())
     assert world.delivered.keys() == world.expected
     assert (StopReason.CANCELLED in reasons) == (not drain)
-    late = Task(id=TaskId("late"), env="a", seed=0)
+    later = Task(id=TaskId("late"), env="a", seed=0)
     assert (
         world.core.handle(
-            world.now, e.RolloutsSubmitted(group_id=GroupId("late"), name="a", task=late)
+            world.now, e.RolloutsSubmitted(group_id=GroupId("late"), name="a", task=later)
         )
         == []
     )
 
 
 def test_no_rollout_is_lost_when_engines_join_and_leave() -> None:
-    world = Service(asked=30, spread=0.4, seed=3)
+    world = Service(submitted=30, spread=0.4, seed=3)
     world.start()
     rng, number = random.Random(5), 0
     while world.delivered.keys() != world.expected or world.core.state.trajectories:
@@ -230,7 +232,7 @@ def test_no_rollout_is_lost_when_engines_join_and_leave() -> None:
 
 
 def test_rollouts_start_once_there_is_an_engine() -> None:
-    world = Service(asked=4)
+    world = Service(submitted=4)
     world.engine_degrees.clear()
     world.engine_epoch.clear()
     world.start()
@@ -247,7 +249,7 @@ def test_rollouts_start_once_there_is_an_engine() -> None:
 @pytest.mark.parametrize("engine", ["none", "never ready", "lost for ever"])
 def test_an_orderly_end_keeps_rollouts_that_need_an_engine(engine: str) -> None:
     """Finished rollouts are delivered; the next world does the rest, once."""
-    world = Service(asked=12, seed=7)
+    world = Service(submitted=12, seed=7)
     if engine != "lost for ever":
         world.engine_degrees.clear()
         world.engine_epoch.clear()
@@ -269,15 +271,15 @@ def test_an_orderly_end_keeps_rollouts_that_need_an_engine(engine: str) -> None:
     )
     state = world.core.state
     assert state.phase is Phase.FINISHED
-    kept = [
+    carried_over = [
         name
         for name, one in state.trajectories.items()
         if one.stage in (Stage.QUEUED, Stage.INIT, Stage.RUN)
     ]
-    assert kept
-    assert len(kept) == len(state.trajectories), "the rest was delivered"
-    assert f"{len(kept)} rollouts are kept for the next start" in world.warnings[-1].message
-    world.expected = {*world.delivered, *kept}
+    assert carried_over
+    assert len(carried_over) == len(state.trajectories), "the rest was delivered"
+    assert f"{len(carried_over)} rollouts are kept for the next start" in world.warnings[-1].message
+    world.expected = {*world.delivered, *carried_over}
     assert all(len(words) == 1 for words in world.delivered.values())
     world.core, world.finish = Core.restore(world.core.snapshot(), world.config), None
     world.heap.clear()
@@ -290,7 +292,7 @@ def test_an_orderly_end_keeps_rollouts_that_need_an_engine(engine: str) -> None:
 
 
 def test_a_rollout_under_way_in_too_many_lost_worlds_is_given_up() -> None:
-    world = Service(asked=1)
+    world = Service(submitted=1)
     world.start()
     for life in range(WORLDS):
         while not world.core.state.in_run:
@@ -307,10 +309,10 @@ def test_a_rollout_under_way_in_too_many_lost_worlds_is_given_up() -> None:
         for name in world.engine_degrees:
             world.engine_epoch[name] = 0
             world.join(name)
-        given_up = [
+        abandoned = [
             warning for warning in world.warnings[before:] if "is given up" in warning.message
         ]
-        assert len(given_up) == (len(under_way) if life == WORLDS - 1 else 0)
+        assert len(abandoned) == (len(under_way) if life == WORLDS - 1 else 0)
     world.until_delivered()
     assert {world.delivered[name][0].stop_reason for name in under_way} == {StopReason.WORLD_LOST}
 
@@ -328,7 +330,7 @@ def test_checking_deadlines_does_not_walk_the_waiting_rollouts() -> None:
     """Otherwise a night of waiting for an engine, journaled as a check a second, would
     replay for minutes.
     """
-    world = Service(asked=4)
+    world = Service(submitted=4)
     world.engine_degrees.clear()
     world.engine_epoch.clear()
     world.start()
@@ -380,7 +382,7 @@ def test_turns_waiting_for_busy_engines_cost_nothing_for_each_engine() -> None:
 
 
 def test_a_silent_engine_is_removed_and_rollouts_wait_for_another() -> None:
-    world = Service(asked=3)
+    world = Service(submitted=3)
     world.start()
     while not world.engine_version:
         world.step()

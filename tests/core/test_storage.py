@@ -84,11 +84,11 @@ def test_trajectories_that_the_store_lost_are_not_trained_on_again() -> None:
     state = world.core.state
     group = state.groups[state.lineage[0][0]]
     assert group.status is GroupStatus.TRAINED
-    gone = group.chosen[0]
+    lost = group.chosen[0]
     feed = world.feed
     engines = tuple(e.EngineSlot(id=EngineId(name)) for name in world.engine_epoch)
     world.feed = lambda event: feed(  # type: ignore[method-assign]
-        e.WorldLost(engines=engines, missing=(gone,)) if isinstance(event, e.WorldLost) else event
+        e.WorldLost(engines=engines, missing=(lost,)) if isinstance(event, e.WorldLost) else event
     )
     restart_controller(world)
     while world.finish is None:
@@ -97,7 +97,7 @@ def test_trajectories_that_the_store_lost_are_not_trained_on_again() -> None:
     books = world.core.account()
     assert books.dropped["world_lost"] == len(group.chosen)
     assert books.trained == sum(len(ids) for ids in world.trained.values())
-    assert gone not in [member for ids in world.trained.values() for member in ids]
+    assert lost not in [member for ids in world.trained.values() for member in ids]
 
 
 @pytest.mark.parametrize("kind", [e.CheckpointSaved, e.WeightsPublished])
@@ -126,8 +126,8 @@ def test_a_late_score_is_evicted_from_the_store() -> None:
     world = World(config(rollout={"spare_members": 1, "eval_slots": 8}), seed=3)
     world.start()
     scoring: set[tuple[str, int]] = set()
-    late = None
-    while late is None:
+    late_reward = None
+    while late_reward is None:
         world.step()
         for command in world.commands[-1]:
             if isinstance(command, c.StartEval):
@@ -136,14 +136,14 @@ def test_a_late_score_is_evicted_from_the_store() -> None:
                 isinstance(command, c.CancelTrajectory)
                 and (command.trajectory_id, command.attempt) in scoring
             ):
-                late = e.RewardReady(
+                late_reward = e.RewardReady(
                     trajectory_id=command.trajectory_id, attempt=command.attempt, reward=1.0
                 )
     for _ in range(2):  # while it closes, and when nobody knows it any more
-        world.feed(late)
+        world.feed(late_reward)
         evicted = [
             command.trajectory_ids for command in world.commands[-1] if isinstance(command, c.Evict)
         ]
-        assert (late.trajectory_id,) in evicted
-        while late.trajectory_id in world.core.state.trajectories:
+        assert (late_reward.trajectory_id,) in evicted
+        while late_reward.trajectory_id in world.core.state.trajectories:
             world.step()

@@ -29,9 +29,9 @@ class Hand:
     restarts, which are left to the test.
     """
 
-    def __init__(self, made: RunConfig, *, slots: int = 2, **rules: object) -> None:
+    def __init__(self, run_config: RunConfig, *, slots: int = 2, **rules: object) -> None:
         self.slots = slots
-        self.core = Core(made, rules=rules)  # type: ignore[arg-type]
+        self.core = Core(run_config, rules=rules)  # type: ignore[arg-type]
         self.now = 0.0
         self.turns: dict[TrajectoryId, c.StartTurn] = {}
         self.moves: list[c.Migrate] = []
@@ -46,10 +46,12 @@ class Hand:
         self.silent = False  # checkpoints are read, and not to the end
         self.saves: list[c.SaveCheckpoint] = []
         self.epochs: dict[EngineId, int] = {}
-        seats = tuple(e.EngineSlot(id=EngineId(f"e{n}")) for n in range(made.engines[0].count))
-        self.feed(e.RunStarted(engines=seats))
-        for seat in seats:
-            self.join(seat.id)
+        engine_slots = tuple(
+            e.EngineSlot(id=EngineId(f"e{n}")) for n in range(run_config.engines[0].count)
+        )
+        self.feed(e.RunStarted(engines=engine_slots))
+        for slot in engine_slots:
+            self.join(slot.id)
         self.feed(e.TrainerReady(epoch=0, step=0))
 
     def join(self, engine_id: EngineId) -> None:
@@ -86,7 +88,7 @@ class Hand:
                     )
                 ]
             case c.StartRun():
-                return [self.asks(command.trajectory_id, attempt=command.attempt)]
+                return [self.requests(command.trajectory_id, attempt=command.attempt)]
             case c.StartTurn():
                 self.turns[command.trajectory_id] = command
             case c.AbortTurn():
@@ -147,7 +149,7 @@ class Hand:
                 pass
         return []
 
-    def asks(
+    def requests(
         self, trajectory_id: TrajectoryId, *, attempt: int = 0, context: int = 10
     ) -> e.TurnRequested:
         turn = self.core.state.trajectories[trajectory_id].turns_requested
@@ -190,13 +192,13 @@ class Hand:
             e.StepTrained(epoch=self.core.state.trainer.epoch, step=step.step, part=step.part)
         )
 
-    def train_without(self, held: list[TrajectoryId], *, version: int = 1) -> None:
+    def train_without(self, excluded: list[TrajectoryId], *, version: int = 1) -> None:
         """Finish and train on other trajectories, until that version is published."""
         while self.core.state.published_version < version:
             if self.steps and self.steps[-1].step == self.core.state.trainer.step:
                 self.train()
             else:
-                self.end(next(name for name in self.turns if name not in held))
+                self.end(next(name for name in self.turns if name not in excluded))
 
     def lose(self, engine_id: EngineId) -> None:
         for name in self.on(engine_id):
@@ -225,7 +227,7 @@ class Hand:
         self.feed(done)
 
 
-def made(
+def decoupled_config(
     engines: int = 2,
     *,
     batch: int = 2,
@@ -262,7 +264,7 @@ def made(
 
 
 def test_an_engine_updates_when_its_trajectories_are_over_without_waiting_for_others() -> None:
-    hand = Hand(made())
+    hand = Hand(decoupled_config())
     first, second = hand.on(E0), hand.on(E1)
     assert len(first) == len(second) == 2
     for name in first:
@@ -300,7 +302,7 @@ def tail(hand: Hand) -> tuple[TrajectoryId, TrajectoryId]:
 
 
 def test_consolidation_frees_an_engine_and_the_open_turn_follows_its_kv() -> None:
-    hand = Hand(made(engines=3))
+    hand = Hand(decoupled_config(engines=3))
     left, right = tail(hand)
     state = hand.core.state
     hand.wait(PERIOD_S)
@@ -319,18 +321,18 @@ def test_consolidation_frees_an_engine_and_the_open_turn_follows_its_kv() -> Non
     assert set(hand.on(move.target)) == {left, right}
 
 
-@pytest.mark.parametrize("fate", ["refused", "source lost", "target lost"])
-def test_a_failed_transfer_leaves_no_trajectory_behind(fate: str) -> None:
-    hand = Hand(made(engines=3))
+@pytest.mark.parametrize("outcome", ["refused", "source lost", "target lost"])
+def test_a_failed_transfer_leaves_no_trajectory_behind(outcome: str) -> None:
+    hand = Hand(decoupled_config(engines=3))
     left, right = tail(hand)
     hand.wait(PERIOD_S)
     (move,) = hand.moves
-    if fate != "refused":
-        hand.lose(move.source if fate == "source lost" else move.target)
+    if outcome != "refused":
+        hand.lose(move.source if outcome == "source lost" else move.target)
     hand.moved(move, error="lost on the way")
     state = hand.core.state
     # both wait: the other engines have other weights, or are about to take them
-    if fate == "target lost":
+    if outcome == "target lost":
         hand.join(move.target)
     for name in (left, right):
         turn = hand.turns[name]
@@ -345,7 +347,7 @@ def test_a_failed_transfer_leaves_no_trajectory_behind(fate: str) -> None:
 
 
 def test_engines_with_the_newest_weights_are_not_consolidated() -> None:
-    hand = Hand(made(batch=4))
+    hand = Hand(decoupled_config(batch=4))
     for engine_id in (E0, E1):
         hand.end(hand.on(engine_id)[0])
     hand.wait(PERIOD_S)
@@ -354,7 +356,7 @@ def test_engines_with_the_newest_weights_are_not_consolidated() -> None:
 
 
 def test_trajectories_of_a_lost_engine_go_to_another_one_with_the_same_weights() -> None:
-    hand = Hand(made())
+    hand = Hand(decoupled_config())
     orphans = hand.on(E0)
     hand.lose(E0)
     assert not set(orphans) & hand.turns.keys(), "the slots of the other one are taken"
@@ -364,7 +366,7 @@ def test_trajectories_of_a_lost_engine_go_to_another_one_with_the_same_weights()
 
 
 def test_trajectories_of_a_lost_engine_wait_until_their_version_is_loaded_again() -> None:
-    hand = Hand(made())
+    hand = Hand(decoupled_config())
     state = hand.core.state
     hand.train_without(hand.on(E1))
     while state.engines[E0].version == 0:
@@ -383,7 +385,7 @@ def test_trajectories_of_a_lost_engine_wait_until_their_version_is_loaded_again(
     assert state.engines[E1].version == 1
 
 
-def apart(hand: Hand) -> list[TrajectoryId]:
+def misassigned(hand: Hand) -> list[TrajectoryId]:
     """Engine 0 has version 1, and engine 1 alone has version 0. A checkpoint holds
     version 0. Return the trajectories on engine 1.
     """
@@ -397,9 +399,9 @@ def apart(hand: Hand) -> list[TrajectoryId]:
 
 
 def test_a_version_only_in_a_checkpoint_is_loaded_from_there() -> None:
-    hand = Hand(made())
+    hand = Hand(decoupled_config())
     state = hand.core.state
-    orphans = apart(hand)
+    orphans = misassigned(hand)
     hand.lose_trainer()
     assert state.retained_versions == {}
     hand.lose(E1)
@@ -412,8 +414,8 @@ def test_a_version_only_in_a_checkpoint_is_loaded_from_there() -> None:
 
 
 def test_a_version_that_fails_from_memory_is_loaded_from_its_checkpoint() -> None:
-    hand = Hand(made())
-    orphans = apart(hand)
+    hand = Hand(decoupled_config())
+    orphans = misassigned(hand)
     hand.refused = {0}
     hand.lose(E1)
     hand.join(E1)
@@ -422,9 +424,9 @@ def test_a_version_that_fails_from_memory_is_loaded_from_its_checkpoint() -> Non
 
 
 def test_a_damaged_checkpoint_is_tried_once_and_no_engine_is_blamed() -> None:
-    hand = Hand(made())
+    hand = Hand(decoupled_config())
     state = hand.core.state
-    orphans = apart(hand)
+    orphans = misassigned(hand)
     hand.damaged = {0}
     hand.lose_trainer()
     for _ in range(MAX_LOAD_FAILURES):
@@ -436,9 +438,9 @@ def test_a_damaged_checkpoint_is_tried_once_and_no_engine_is_blamed() -> None:
 
 
 def test_weights_read_from_a_changed_checkpoint_are_discarded() -> None:
-    hand = Hand(made())
+    hand = Hand(decoupled_config())
     state = hand.core.state
-    orphans = apart(hand)
+    orphans = misassigned(hand)
     hand.lose_trainer()
     hand.lose(E1)
     hand.silent = True
@@ -451,7 +453,7 @@ def test_weights_read_from_a_changed_checkpoint_are_discarded() -> None:
 
 
 def test_a_checkpoint_holds_the_version_republished_after_a_restart_until_it_is_pruned() -> None:
-    hand = Hand(made(run={"checkpoint_every": 1}))
+    hand = Hand(decoupled_config(run={"checkpoint_every": 1}))
     state = hand.core.state
     hand.train_without([], version=2)
     assert state.checkpointed_versions == {1: 1, 2: 2}, (
@@ -467,9 +469,9 @@ def test_a_checkpoint_holds_the_version_republished_after_a_restart_until_it_is_
 
 
 def test_a_checkpoint_stays_while_an_engine_reads_it() -> None:
-    hand = Hand(made(run={"checkpoint_every": 1}))
+    hand = Hand(decoupled_config(run={"checkpoint_every": 1}))
     state = hand.core.state
-    orphans = apart(hand)
+    orphans = misassigned(hand)
     hand.refused, hand.silent = {0}, True
     hand.lose(E1)
     hand.join(E1)
@@ -487,7 +489,7 @@ def test_random_worlds_read_only_checkpoints_that_hold_the_wanted_version() -> N
     read = 0
     for seed in range(16):
         rollout = {"groups_per_step": 2, "group_size": 2, "max_running": 12}
-        settings = made(
+        settings = decoupled_config(
             engines=3,
             steps=5,
             rollout=rollout,
@@ -515,9 +517,9 @@ def test_random_worlds_read_only_checkpoints_that_hold_the_wanted_version() -> N
 
 
 def test_a_lost_version_means_a_new_attempt() -> None:
-    hand = Hand(made())
+    hand = Hand(decoupled_config())
     state = hand.core.state
-    orphans = apart(hand)
+    orphans = misassigned(hand)
     hand.refused, hand.damaged = {0}, {0}
     hand.lose(E1)
     hand.join(E1)
@@ -529,12 +531,14 @@ def test_a_lost_version_means_a_new_attempt() -> None:
 
 
 def test_an_evaluation_waits_for_a_free_engine_while_training_continues() -> None:
-    hand = Hand(made(eval={"every": 2, "episodes": 3}))
+    hand = Hand(decoupled_config(eval={"every": 2, "episodes": 3}))
     state = hand.core.state
     assert state.evaluation is not None
     assert state.evaluation.started
     finish_evaluation(hand)
-    assert [(found.version, found.episodes) for found in hand.evaluations] == [(0, {"a": 3})]
+    assert [(evaluation.version, evaluation.episodes) for evaluation in hand.evaluations] == [
+        (0, {"a": 3})
+    ]
     busy = [hand.on(E0)[0], hand.on(E1)[0]]
     hand.train_without(busy, version=2)
     assert state.evaluation is not None
@@ -563,7 +567,7 @@ def finish_evaluation(hand: Hand) -> None:
 
 
 def test_a_configured_staleness_bound_is_strict() -> None:
-    hand = Hand(made(buffer={"max_age": 0}))
+    hand = Hand(decoupled_config(buffer={"max_age": 0}))
     state = hand.core.state
     slow = hand.on(E1)
     hand.train_without(slow, version=2)
@@ -579,7 +583,7 @@ def test_a_configured_staleness_bound_is_strict() -> None:
 
 @pytest.mark.parametrize("strategy", ["fifo", "newest"])
 def test_the_buffer_samples_by_its_strategy(strategy: str) -> None:
-    hand = Hand(made(engines=1, batch=4, buffer={"sample": strategy, "groups": 8}))
+    hand = Hand(decoupled_config(engines=1, batch=4, buffer={"sample": strategy, "groups": 8}))
     state = hand.core.state
     while len(state.buffer) < 3:
         hand.end(hand.on(E0)[0])
@@ -598,7 +602,8 @@ def test_a_users_function_may_evict() -> None:
         return [one.id for one in experiences]
 
     hand = Hand(
-        made(engines=1, buffer={"evict": "mine:evict_all"}), **{"mine:evict_all": evict_all}
+        decoupled_config(engines=1, buffer={"evict": "mine:evict_all"}),
+        **{"mine:evict_all": evict_all},
     )
     for _ in range(4):
         hand.end(hand.on(E0)[0])
@@ -612,7 +617,9 @@ def test_a_users_function_that_fails_ends_the_run_with_its_name() -> None:
     def broken(experiences: tuple[Experience, ...], version: int) -> list[GroupId]:
         raise KeyError("oops")
 
-    hand = Hand(made(engines=1, buffer={"sample": "mine:broken"}), **{"mine:broken": broken})
+    hand = Hand(
+        decoupled_config(engines=1, buffer={"sample": "mine:broken"}), **{"mine:broken": broken}
+    )
     for _ in range(2):
         hand.end(hand.on(E0)[0])
     assert hand.finish is not None
@@ -623,7 +630,9 @@ def test_a_users_function_cannot_exit_the_program() -> None:
     def leaves(experiences: tuple[Experience, ...], version: int) -> list[GroupId]:
         raise SystemExit(7)
 
-    hand = Hand(made(engines=1, buffer={"sample": "mine:leaves"}), **{"mine:leaves": leaves})
+    hand = Hand(
+        decoupled_config(engines=1, buffer={"sample": "mine:leaves"}), **{"mine:leaves": leaves}
+    )
     for _ in range(2):
         hand.end(hand.on(E0)[0])
     assert hand.finish is not None
@@ -634,7 +643,9 @@ def test_a_users_function_that_names_groups_endlessly_is_stopped() -> None:
     def endless(experiences: tuple[Experience, ...], version: int) -> Iterator[GroupId]:
         return itertools.repeat(experiences[0].id)
 
-    hand = Hand(made(engines=1, buffer={"sample": "mine:endless"}), **{"mine:endless": endless})
+    hand = Hand(
+        decoupled_config(engines=1, buffer={"sample": "mine:endless"}), **{"mine:endless": endless}
+    )
     for _ in range(2):
         hand.end(hand.on(E0)[0])
     assert hand.finish is not None
@@ -642,7 +653,7 @@ def test_a_users_function_that_names_groups_endlessly_is_stopped() -> None:
 
 
 def test_nothing_is_launched_beyond_the_buffers_capacity() -> None:
-    hand = Hand(made(engines=1, batch=4, buffer={"groups": 3}))
+    hand = Hand(decoupled_config(engines=1, batch=4, buffer={"groups": 3}))
     state = hand.core.state
     for _ in range(100):
         if hand.turns:
@@ -656,7 +667,10 @@ def test_nothing_is_launched_beyond_the_buffers_capacity() -> None:
 
 
 def test_the_last_member_of_a_group_reserves_no_place_for_its_siblings() -> None:
-    hand = Hand(made(engines=1, batch=6, buffer={"groups": 3}, rollout={"group_size": 4}), slots=6)
+    hand = Hand(
+        decoupled_config(engines=1, batch=6, buffer={"groups": 3}, rollout={"group_size": 4}),
+        slots=6,
+    )
     state = hand.core.state
     stragglers: list[TrajectoryId] = []
     for _ in range(40):
@@ -677,7 +691,7 @@ def test_the_last_member_of_a_group_reserves_no_place_for_its_siblings() -> None
 
 
 def test_inherent_staleness_is_counted_at_the_end_of_a_rollout() -> None:
-    hand = Hand(made())
+    hand = Hand(decoupled_config())
     state = hand.core.state
     slow = hand.on(E1)[0]
     hand.train_without([slow], version=2)

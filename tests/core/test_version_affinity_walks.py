@@ -15,12 +15,12 @@ from rollweave.core.state import Engine, EngineStatus, Stage
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from rollweave.schema.work import Purpose
-from tests.core.test_version_affinity import made
+from tests.core.test_version_affinity import decoupled_config
 from tests.core.world import World
 from tests.support.properties import examples
 
 
-class Judged(World):
+class CheckedWorld(World):
     """After each event every answer is compared with the slow one."""
 
     compared = 0
@@ -40,15 +40,15 @@ def compare(run: Run) -> None:
     }
     assert {
         one: version_affinity.wanted_weights(run, engine) for one, engine in engines.items()
-    } == {one: slow_wanted(run, engine) for one, engine in engines.items()}
+    } == {one: slow_wanted_weights(run, engine) for one, engine in engines.items()}
     ready = (EngineStatus.STALE, EngineStatus.SERVING)
     first = next(
         (
-            (engine, slow_wanted(run, engine))
+            (engine, slow_wanted_weights(run, engine))
             for engine in engines.values()
             if engine.status in ready
             and not (engine.leaving or engine.draining)
-            and slow_wanted(run, engine) is not None
+            and slow_wanted_weights(run, engine) is not None
         ),
         None,
     )
@@ -105,7 +105,7 @@ def slow_seats(run: Run) -> int:
 
 
 def slow_engine_for(run: Run, purpose: Purpose) -> Engine | None:
-    found: Engine | None = None
+    best: Engine | None = None
     least = 1.0
     evaluation = run.state.evaluation
     for engine in run.state.engines.values():
@@ -119,8 +119,8 @@ def slow_engine_for(run: Run, purpose: Purpose) -> Engine | None:
         else:
             may = slow_begins(run, engine)
         if may and fullness < least:
-            found, least = engine, fullness
-    return found
+            best, least = engine, fullness
+    return best
 
 
 def slow_somewhere(run: Run, weights_id: int) -> bool:
@@ -152,7 +152,7 @@ def slow_other(run: Run, engine: Engine) -> int | None:
     return None
 
 
-def slow_wanted(run: Run, engine: Engine) -> int | None:
+def slow_wanted_weights(run: Run, engine: Engine) -> int | None:
     state = run.state
     moving = any(engine.id in (m.source, m.target) for m in state.migrations.values())
     if slow_residents(run, engine) or moving or slow_holds(run, engine):
@@ -162,8 +162,8 @@ def slow_wanted(run: Run, engine: Engine) -> int | None:
         return other
     if newest is None or newest == engine.weights_id:
         return None
-    begun_nothing = engine.status is EngineStatus.SERVING and engine.launched == 0
-    return None if begun_nothing and engine.since >= state.published_at else newest
+    is_unused = engine.status is EngineStatus.SERVING and engine.launched == 0
+    return None if is_unused and engine.since >= state.published_at else newest
 
 
 def slow_holds(run: Run, engine: Engine) -> bool:
@@ -199,7 +199,7 @@ def before(run: Run, engine_id: EngineId) -> list[Engine]:
 def test_engines_decide_together_as_they_would_one_by_one(
     seed: int, engines: int, batch: int | None, relays: int, bound: int | None, failure: float
 ) -> None:
-    config = made(
+    config = decoupled_config(
         engines,
         rollout={"groups_per_step": 2, "group_size": 2, "max_running": 12, "engine_batch": batch},
         steps=3,
@@ -215,6 +215,6 @@ def test_engines_decide_together_as_they_would_one_by_one(
         },
         weights={"relays": min(relays, engines)},
     )
-    world = Judged(config, seed, failure=failure, spread=2.0)
+    world = CheckedWorld(config, seed, failure=failure, spread=2.0)
     world.run()
     assert world.compared > 10

@@ -55,7 +55,7 @@ class World:
         self.trained: dict[int, list[str]] = {}
         self.trained_versions: list[tuple[int, int]] = []
         self.initiated: dict[str, int] = {}
-        self.engine_degrees = {str(seat.id): seat.degree for seat in first_engines(config)}
+        self.engine_degrees = {str(slot.id): slot.degree for slot in first_engines(config)}
         self.names = {*self.engine_degrees}  # of all engines that ever existed
         self.engine_epoch: dict[str, int] = dict.fromkeys(self.engine_degrees, 0)
         self.engine_version: dict[str, int] = {}
@@ -155,7 +155,8 @@ class World:
         elif isinstance(event, e.WeightsLoaded):
             loads = self.loads.get(event.engine_id, [])
             last = max(
-                (place for place, held in enumerate(loads) if held == event.weights_id), default=0
+                (place for place, version in enumerate(loads) if version == event.weights_id),
+                default=0,
             )
             del loads[: max(0, last - 1)]
         elif isinstance(event, e.WorldLost):
@@ -398,7 +399,7 @@ class World:
         self.open[turn] = (command.engine_id, command.dispatch)
         self.tried_on.setdefault(turn, set()).add(command.engine_id)
 
-    def check_kept(self, command: c.PublishWeights) -> None:
+    def check_retained(self, command: c.PublishWeights) -> None:
         """Assert that the retained versions include those that an engine has or loads,
         that trajectories in flight began with, and that relays pass on.
 
@@ -406,14 +407,20 @@ class World:
         before.
         """
         state = self.core.state
-        wanted = {held for loads in self.loads.values() for held in loads}
-        begun = {state.trajectories[one].initiated for one in (*state.in_init, *state.in_run)}
-        begun |= {state.evaluation.version} if state.evaluation is not None else set()
-        wanted |= {held for held, version in self.version_of.items() if version in begun}
+        needed = {weights_id for loads in self.loads.values() for weights_id in loads}
+        versions_in_use = {
+            state.trajectories[one].initiated for one in (*state.in_init, *state.in_run)
+        }
+        versions_in_use |= {state.evaluation.version} if state.evaluation is not None else set()
+        needed |= {
+            weights_id
+            for weights_id, version in self.version_of.items()
+            if version in versions_in_use
+        }
         for relay in state.relays.values():
-            wanted |= {relay.fetching, relay.base, *relay.versions[-1:]}  # type: ignore[arg-type]
+            needed |= {relay.fetching, relay.base, *relay.versions[-1:]}  # type: ignore[arg-type]
         newest = max(self.version_of, default=-1)
-        spare = set(command.keep) - wanted - {newest}
+        spare = set(command.keep) - needed - {newest}
         assert not spare, f"{command} keeps {spare}, which nobody needs"
 
     def predict(self, command: c.Predict) -> None:
@@ -471,9 +478,9 @@ class World:
                 del self.relay_epoch[command.relay_id]
             case c.LoadWeights():
                 if command.from_checkpoint is not None:
-                    found = self.checkpoints.get(command.from_checkpoint)
-                    assert found == self.published[command.weights_id], (
-                        f"{command} of a checkpoint that holds {found}"
+                    checkpoint = self.checkpoints.get(command.from_checkpoint)
+                    assert checkpoint == self.published[command.weights_id], (
+                        f"{command} of a checkpoint that holds {checkpoint}"
                     )
                     assert command.version == command.from_checkpoint
                 elif self.reported_versions:
@@ -565,7 +572,7 @@ class World:
                     self.later(done, self.spread * 5)
             case c.PublishWeights():
                 assert len(command.keep) <= MAX_VERSIONS
-                self.check_kept(command)
+                self.check_retained(command)
                 self.version_of[command.weights_id] = command.version
                 if command.from_checkpoint is not None:
                     self.numbers = self.checkpoints[command.from_checkpoint]
@@ -586,9 +593,11 @@ class World:
                     )
                 else:
                     self.checkpoints[command.step] = self.numbers
-                    kept = {command.step, *command.keep}
+                    retained = {command.step, *command.keep}
                     self.checkpoints = {
-                        step: numbers for step, numbers in self.checkpoints.items() if step in kept
+                        step: numbers
+                        for step, numbers in self.checkpoints.items()
+                        if step in retained
                     }
                     if self.random.random() < 0.5:  # and trains on while it is written
                         self.later(e.CheckpointCopied(epoch=self.trainer_epoch, step=command.step))
@@ -619,7 +628,7 @@ class World:
 
     def take(self, command: c.FetchWeights) -> None:
         """Release the versions that are not to be kept, and finish the fetch, or fail."""
-        name, kept = command.relay_id, {*command.keep, command.base_id}
+        name, retained = command.relay_id, {*command.keep, command.base_id}
         assert name in self.relay_epoch, f"{command} of a relay that is gone"
         assert command.source is None or command.source in self.relay_epoch, (
             f"{command} from a relay that is gone"
@@ -635,8 +644,8 @@ class World:
             assert not state.relays[command.source].suspected, (
                 f"{command} from a relay that is suspected"
             )
-        self.relay_has[name] &= kept
-        self.reported_versions[name] &= kept
+        self.relay_has[name] &= retained
+        self.reported_versions[name] &= retained
         self.all_fetches.append(command)
         self.fetches[name] = command
         if self.fails():

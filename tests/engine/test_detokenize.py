@@ -20,10 +20,10 @@ def tokenizer() -> Tokenizer:
     vocab = {
         symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
     }
-    made = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    return made
+    built = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
+    return built
 
 
 def first_stop(tokenizer: Tokenizer, text: str, stop: tuple[str, ...]) -> str | None:
@@ -36,7 +36,7 @@ def first_stop(tokenizer: Tokenizer, text: str, stop: tuple[str, ...]) -> str | 
 
 
 @pytest.mark.parametrize(
-    ("text", "stop", "found"),
+    ("text", "stop", "stop_string"),
     [
         ("go on </call> more", ("</call>",), "go on </call>"),
         ("a b c", ("x",), None),
@@ -48,9 +48,9 @@ def first_stop(tokenizer: Tokenizer, text: str, stop: tuple[str, ...]) -> str | 
     ],
 )
 def test_stops_at_the_token_that_completes_the_string(
-    tokenizer: Tokenizer, text: str, stop: tuple[str, ...], found: str | None
+    tokenizer: Tokenizer, text: str, stop: tuple[str, ...], stop_string: str | None
 ) -> None:
-    assert first_stop(tokenizer, text, stop) == found
+    assert first_stop(tokenizer, text, stop) == stop_string
 
 
 def test_missing_tokenizer_is_an_error(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def publisher(tmp_path: Path) -> Iterator[Publisher]:
     with_memory.close()
 
 
-def held() -> list[str]:
+def threads_alive() -> list[str]:
     """Files that this process has open, and its threads."""
     links = []
     for entry in Path("/proc/self/fd").iterdir():
@@ -82,33 +82,33 @@ Start = Callable[..., Awaitable[EngineClient]]
 @pytest.fixture
 async def start(path: str) -> AsyncIterator[Start]:
     """Starts engines in threads. After the test nothing of them is left."""
-    made: list[EngineClient] = []
+    clients: list[EngineClient] = []
     model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     model_ready.set_result(None)
-    before = held()
+    before = threads_alive()
 
     async def begin(**changes: Any) -> EngineClient:
         of: EngineSpec = spec(**({"model": path} | changes))
-        made.append(
+        clients.append(
             EngineClient(
-                f"e{len(made)}",
+                f"e{len(clients)}",
                 in_thread(of, EngineLoop, model_ready=model_ready),
                 start_s=60,
                 reply_s=60,
             )
         )
-        await made[-1].ready()
-        return made[-1]
+        await clients[-1].ready()
+        return clients[-1]
 
     yield begin
-    for client in made:
+    for client in clients:
         await client.close()
     # connections of the tests themselves take turns of the event loop to close
     for _ in range(100):
-        if held() == before:
+        if threads_alive() == before:
             break
         await asyncio.sleep(0)
-    assert held() == before
+    assert threads_alive() == before
 
 
 async def move(
@@ -126,24 +126,24 @@ async def converse(
     """A trajectory whose n-th turn is on `turns[n]`; its KV moves there in the tool
     interval (`over` None: it does not).
     """
-    context, said = list(PROMPT), 0
+    context, context_tokens = list(PROMPT), 0
     results: list[GenerateResult] = []
     for number, engine in enumerate(turns):
         if over is not None and number and engine is not turns[number - 1]:
-            moved = await move(turns[number - 1], engine, context[:said], over)
+            moved = await move(turns[number - 1], engine, context[:context_tokens], over)
             # the last token was sampled, and never computed
-            assert moved == (said - 1) // BLOCK * BLOCK
+            assert moved == (context_tokens - 1) // BLOCK * BLOCK
         result = await engine.generate(
             request(f"turn{next(NUMBERS)}", context, max_tokens=11, **sampling)
         )
         results.append(result)
-        said = len(context) + len(result.tokens)
+        context_tokens = len(context) + len(result.tokens)
         context += [*result.tokens, *OBSERVATIONS[number % len(OBSERVATIONS)]]
     return results
 
 
-def assert_same(found: Sequence[GenerateResult], wanted: Sequence[GenerateResult]) -> None:
-    for one, other in zip(found, wanted, strict=True):
+def assert_same(results: Sequence[GenerateResult], expected: Sequence[GenerateResult]) -> None:
+    for one, other in zip(results, expected, strict=True):
         assert one.tokens == other.tokens
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
@@ -152,22 +152,22 @@ async def test_migration_does_not_affect_requests_of_either_engine(start: Start)
     """Trajectories move to and fro while both engines decode others, of which one
     preempts and is preempted.
     """
-    home, a, b = await start(), await start(max_slots=3), await start(max_slots=3)
+    reference, a, b = await start(), await start(max_slots=3), await start(max_slots=3)
     others = [
         request(f"o{n}", PROMPT[n : 3 * n + 4], seed=n, rank=n % 3, max_tokens=90) for n in range(6)
     ]
-    wanted = [await home.generate(each) for each in others]
-    stayed = await converse([home] * 6, over=None, seed=1)
+    expected = [await reference.generate(each) for each in others]
+    stayed = await converse([reference] * 6, over=None, seed=1)
     running = [engine.generate(each) for engine in (a, b) for each in others]
-    found = await asyncio.gather(
+    results = await asyncio.gather(
         *(
             converse(order, over=over, seed=1)
             for order, over in (([a, b] * 3, "shm"), ([b, a, a] * 2, "tcp"))
         )  # type: ignore[arg-type]
     )
-    for moved in found:
+    for moved in results:
         assert_same(moved, stayed)
-    assert_same(await asyncio.gather(*running), wanted * 2)
+    assert_same(await asyncio.gather(*running), expected * 2)
 
 
 @pytest.mark.parametrize("over", OVER)
@@ -175,14 +175,14 @@ async def test_migration_does_not_affect_requests_of_either_engine(start: Start)
 async def test_migrated_trajectory_equals_one_that_stays(
     start: Start, over: KvTransport, sampling: dict[str, Any]
 ) -> None:
-    home, a, b = await start(), await start(), await start()
-    stayed = await converse([home] * 5, over=None, **sampling)
+    reference, a, b = await start(), await start(), await start()
+    stayed = await converse([reference] * 5, over=None, **sampling)
     moved = await converse([a, b, b, a, b], over=over, **sampling)
     assert_same(moved, stayed)
     assert [result.cached_tokens for result in moved] == [result.cached_tokens for result in stayed]
     # nothing but the tail block, and what the tool said, was computed
     assert moved[1].cached_tokens == 48
-    one, two, both = await a.stats(), await b.stats(), await home.stats()
+    one, two, both = await a.stats(), await b.stats(), await reference.stats()
     assert one.cached_tokens + two.cached_tokens == both.cached_tokens
     assert one.prompt_tokens + two.prompt_tokens == both.prompt_tokens
     # what was imported is idle, for whoever needs room
@@ -207,14 +207,16 @@ async def test_cached_chunks_are_not_fetched(start: Start) -> None:
     fetched.
     """
     source, target = await start(), await start()
-    (said,) = await converse([source], over=None)
-    context = [*PROMPT, *said.tokens]
+    (conversation,) = await converse([source], over=None)
+    context = [*PROMPT, *conversation.tokens]
     await target.generate(request("sibling", PROMPT, seed=9, max_tokens=1))
     manifest = await in_small_chunks(source, context)
-    asked: list[tuple[int, int]] = []
-    where = await relay(manifest, lambda payload: [payload], asked=asked)
+    requested_ranges: list[tuple[int, int]] = []
+    where = await relay(manifest, lambda payload: [payload], requested_ranges=requested_ranges)
     assert await target.import_kv(context, msgspec.structs.replace(manifest, where=where)) == 48
-    assert asked == [(5 * block_nbytes(manifest), block_nbytes(manifest))]  # 43 tokens are 5 blocks
+    assert requested_ranges == [
+        (5 * block_nbytes(manifest), block_nbytes(manifest))
+    ]  # 43 tokens are 5 blocks
     again = await target.export_kv(context, "shm")
     assert memory_of(again) == memory_of(await source.export_kv(context, "shm"))
     nothing = msgspec.structs.replace(manifest, where=KvMemory(path="/nowhere"))
@@ -223,8 +225,8 @@ async def test_cached_chunks_are_not_fetched(start: Start) -> None:
 
 async def test_cached_blocks_evicted_during_the_fetch(start: Start) -> None:
     source, target = await start(), await start(kv_tokens=64)
-    (said,) = await converse([source], over=None)
-    context = [*PROMPT, *said.tokens]
+    (conversation,) = await converse([source], over=None)
+    context = [*PROMPT, *conversation.tokens]
     await target.generate(request("sibling", PROMPT, seed=9, max_tokens=1))
     manifest = await in_small_chunks(source, context)
     other = request("other", [90] * 60, max_tokens=2)  # takes every block of the cache
@@ -282,16 +284,16 @@ async def fetched(
         REQUEST.pack(secret or port.secret, start, manifest.nbytes if length is None else length)
     )
     async with asyncio.timeout(20):
-        found = await reader.read()
+        data = await reader.read()
     writer.close()
-    return found
+    return data
 
 
 async def relay(
     manifest: KvManifest,
     alter: Callable[[bytes], Sequence[bytes]],
     *,
-    asked: list[tuple[int, int]] | None = None,
+    requested_ranges: list[tuple[int, int]] | None = None,
     then: Callable[[], Awaitable[object]] | None = None,
 ) -> KvPort:
     """A port that gives what the source gives, in pieces and as `alter` leaves it;
@@ -301,8 +303,8 @@ async def relay(
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         server.close()
         _, start, length = REQUEST.unpack(await reader.readexactly(REQUEST.size))
-        if asked is not None:
-            asked.append((start, length))
+        if requested_ranges is not None:
+            requested_ranges.append((start, length))
         *pieces, last = alter(await fetched(manifest, start=start, length=length))
         for piece in pieces:
             writer.write(piece)
@@ -322,17 +324,17 @@ async def exported(engine: EngineClient, over: KvTransport = "shm") -> KvManifes
     return await engine.export_kv(PROMPT, over)
 
 
-async def settled(ask: Callable[[], Awaitable[Any]], wanted: Any) -> None:
+async def settled(ask: Callable[[], Awaitable[Any]], expected: Any) -> None:
     """Ask until the answer is `wanted`, or of that type: exports are freed a moment
     later, on the side thread.
     """
     async with asyncio.timeout(20):
         while True:
             try:
-                found = await ask()
+                value = await ask()
             except KvError:
                 continue
-            if found == wanted or (isinstance(wanted, type) and isinstance(found, wanted)):
+            if value == expected or (isinstance(expected, type) and isinstance(value, expected)):
                 return
 
 
@@ -509,8 +511,8 @@ async def test_secret_is_required_and_valid_once(
     assert await fetched(manifest, start=1) == b""  # beyond the end; and now the secret is used up
     assert await fetched(manifest) == b""
     manifest = await exported(engine, "tcp")
-    whole = await fetched(manifest)
-    assert block_digests(manifest, whole) == block_digests(
+    payload = await fetched(manifest)
+    assert block_digests(manifest, payload) == block_digests(
         manifest, memory_of(await exported(engine))
     )
     assert await fetched(manifest) == b""
@@ -564,10 +566,10 @@ async def test_source_that_never_finishes_does_not_block_the_target(
 async def test_kv_of_other_weights_is_never_imported(
     start: Start, model: torch.nn.Module, publisher: Publisher
 ) -> None:
-    source, target, home = await start(), await start(), await start()
+    source, target, reference = await start(), await start(), await start()
     first = publisher.publish(model.state_dict(), version=1, weights_id=1)
     second = publisher.publish(build("qwen3", seed=1).state_dict(), version=2, weights_id=2)
-    for engine in (source, target, home):
+    for engine in (source, target, reference):
         await engine.load(first)
     old = await exported(source)
     await source.load(second)
@@ -580,10 +582,10 @@ async def test_kv_of_other_weights_is_never_imported(
     with pytest.raises(KvError, match="weights_id of the KV must be this engine's 2, got 1"):
         await target.import_kv(PROMPT, old)
     await assert_untouched(target)
-    await home.load(second)
+    await reference.load(second)
     assert_same(
         await converse([source, target] * 2, over="shm", seed=8),
-        await converse([home] * 4, over=None, seed=8),
+        await converse([reference] * 4, over=None, seed=8),
     )
 
 

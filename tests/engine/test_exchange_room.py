@@ -104,11 +104,11 @@ def content(key: bytes) -> torch.Tensor:
 
 @contextmanager
 def caches(*blocks: int) -> Iterator[list[Cache]]:
-    made = [Cache(count) for count in blocks]
+    built = [Cache(count) for count in blocks]
     try:
-        yield made
+        yield built
     finally:
-        for cache in made:
+        for cache in built:
             cache.exchange.close()
 
 
@@ -125,13 +125,15 @@ def test_import_fills_the_available_room(
     room: int, before: list[tuple[list[int], bool]], moved: list[list[int]]
 ) -> None:
     with caches(40, room) as (source, target):
-        held: list[list[int]] = []
+        blocks_held: list[list[int]] = []
         # what the target has computed itself; some of it is still in use
         for tokens, stays in before:
             blocks = target.compute(tokens)
-            held.append(blocks) if stays else target.ledger.release(blocks)
-        kept = {
-            block: target.pool.by_block[:, block].clone() for blocks in held for block in blocks
+            blocks_held.append(blocks) if stays else target.ledger.release(blocks)
+        matched = {
+            block: target.pool.by_block[:, block].clone()
+            for blocks in blocks_held
+            for block in blocks
         }
         for tokens in moved:
             source.ledger.release(source.compute(tokens))
@@ -156,7 +158,7 @@ def test_import_fills_the_available_room(
                 assert isinstance(reply, KvRefused)
                 assert "no block of the cache is free" in reply.error
             assert all(
-                torch.equal(target.pool.by_block[:, block], was) for block, was in kept.items()
+                torch.equal(target.pool.by_block[:, block], was) for block, was in matched.items()
             )
 
 

@@ -198,7 +198,7 @@ def test_logprobs_are_those_at_the_sampling_temperature(
 def test_tokens_do_not_depend_on_neighbors_chunks_or_slots(
     model: torch.nn.Module, path: str
 ) -> None:
-    alone = baseline(path, count=24)
+    reference = baseline(path, count=24)
     for changes in (
         {},
         {"prefill_chunk_tokens": 5},
@@ -210,7 +210,7 @@ def test_tokens_do_not_depend_on_neighbors_chunks_or_slots(
         outcome = drive(spec(path, **changes), requests)
         for i, prompt in enumerate(PROMPTS):
             result = outcome.results[str(i)]
-            assert result.tokens == alone[i].tokens, changes
+            assert result.tokens == reference[i].tokens, changes
             assert logprob_error(model, prompt, result) <= TOLERANCE
 
 
@@ -226,7 +226,7 @@ def test_tokens_are_determined_by_the_seed(path: str) -> None:
 
 
 def test_preemption_keeps_tokens_and_recomputes_nothing(model: torch.nn.Module, path: str) -> None:
-    alone = baseline(path, count=24)
+    reference = baseline(path, count=24)
     low = [request(str(i), PROMPTS[i], seed=i, max_tokens=24) for i in (0, 1)]
     high = [
         Add(request=request(str(i), PROMPTS[i], seed=i, max_tokens=24, rank=1.0)) for i in (3, 4)
@@ -237,7 +237,7 @@ def test_preemption_keeps_tokens_and_recomputes_nothing(model: torch.nn.Module, 
     assert sum(result.preemptions for result in outcome.results.values()) == 3
     for i in (0, 1, 3, 4):
         result = outcome.results[str(i)]
-        assert result.tokens == alone[i].tokens
+        assert result.tokens == reference[i].tokens
         assert logprob_error(model, PROMPTS[i], result) <= TOLERANCE
     assert [result.id for result in outcome.answers][-1] == "0"
 
@@ -309,14 +309,14 @@ def test_request_within_its_budget_is_not_cut(path: str) -> None:
 def test_aborted_neighbors_return_their_tokens_and_change_nothing(
     model: torch.nn.Module, path: str
 ) -> None:
-    alone = baseline(path, count=24)
+    reference = baseline(path, count=24)
     requests = [request(str(i), p, seed=i, max_tokens=24) for i, p in enumerate(PROMPTS)]
     aborts = {4: [Abort(id="1")], 9: [Abort(id="3"), Abort(id="nobody")]}
     outcome = drive(spec(path), requests, at=aborts)
     for i, prompt in enumerate(PROMPTS):
         result = outcome.results[str(i)]
         assert result.finish is (FinishReason.ABORTED if i in (1, 3) else FinishReason.LENGTH)
-        assert result.tokens == alone[i].tokens[: len(result.tokens)]
+        assert result.tokens == reference[i].tokens[: len(result.tokens)]
         assert logprob_error(model, prompt, result) <= TOLERANCE
     assert 0 < len(outcome.results["1"].tokens) < len(outcome.results["3"].tokens) < 24
 
@@ -328,16 +328,16 @@ def test_abort_before_the_first_step_yields_an_empty_result(path: str) -> None:
 
 
 def test_suspension_stops_the_steps_and_changes_nothing(path: str) -> None:
-    alone = baseline(path, count=16)
+    reference = baseline(path, count=16)
     requests = [request(str(i), p, seed=i, max_tokens=16) for i, p in enumerate(PROMPTS[:4])]
-    late = Add(request=request("4", PROMPTS[4], seed=4, max_tokens=16))
-    outcome = drive(spec(path), requests, at={5: [Suspend()], 7: [late], 9: [Resume()]})
+    last = Add(request=request("4", PROMPTS[4], seed=4, max_tokens=16))
+    outcome = drive(spec(path), requests, at={5: [Suspend()], 7: [last], 9: [Resume()]})
     assert [message.in_flight for message in outcome.of(Suspended)] == [4]
     steps = [stats.steps for stats in outcome.stats]
     assert steps == sorted(steps)
     assert steps[5] < steps[6] == steps[10] < steps[11]
     assert {i: outcome.results[str(i)].tokens for i in range(5)} == {
-        i: alone[i].tokens for i in range(5)
+        i: reference[i].tokens for i in range(5)
     }
     assert outcome.stats[-1].suspended_s > 0
     assert outcome.stats[-1].busy_s + outcome.stats[-1].suspended_s <= outcome.stats[-1].uptime_s
@@ -417,7 +417,7 @@ def test_mismatched_load_changes_nothing(
     at: dict[int, Any] = {
         3 + i: [Load(manifest=manifest)] for i, manifest in enumerate(broken.values())
     }
-    alone = baseline(path, count=16)
+    reference = baseline(path, count=16)
     requests = [request(str(i), p, seed=i, max_tokens=16) for i, p in enumerate(PROMPTS)]
     outcome = drive(spec(path), requests, at=at)
     failed = outcome.of(LoadFailed)
@@ -429,37 +429,39 @@ def test_mismatched_load_changes_nothing(
     assert "shape" in failed[3].error
     assert outcome.of(Loaded) == []
     assert {i: outcome.results[str(i)].tokens for i in range(5)} == {
-        i: alone[i].tokens for i in range(5)
+        i: reference[i].tokens for i in range(5)
     }
     assert outcome.stats[-1].recomputed_tokens == 0
 
 
 @pytest.mark.parametrize(
-    "fate", ["whole", "flipped", "truncated", "of another step", "of another model", "gone"]
+    "damage", ["whole", "flipped", "truncated", "of another step", "of another model", "gone"]
 )
 def test_checkpoint_load_is_atomic(
-    model: torch.nn.Module, other: torch.nn.Module, path: str, tmp_path: Path, fate: str
+    model: torch.nn.Module, other: torch.nn.Module, path: str, tmp_path: Path, damage: str
 ) -> None:
     saved = tmp_path / "c"
-    state = dict(build("llama").state_dict() if fate == "of another model" else other.state_dict())
+    state = dict(
+        build("llama").state_dict() if damage == "of another model" else other.state_dict()
+    )
     checkpoint = Checkpoint(
-        step=4 if fate == "of another step" else 3, model=state, optimizer={}, rng={}
+        step=4 if damage == "of another step" else 3, model=state, optimizer={}, rng={}
     )
     save_checkpoint(saved, checkpoint, export_dtype=torch.float32)
     file = saved / "model.safetensors"
-    whole = bytearray(file.read_bytes())
-    if fate in ("flipped", "truncated"):
-        whole[-5] ^= 1
-        file.write_bytes(whole[:-40] if fate == "truncated" else whole)
-    elif fate == "gone":
+    content = bytearray(file.read_bytes())
+    if damage in ("flipped", "truncated"):
+        content[-5] ^= 1
+        file.write_bytes(content[:-40] if damage == "truncated" else content)
+    elif damage == "gone":
         file.unlink()
     load = LoadCheckpoint(version=3, weights_id=9, directory=str(saved), dtype="float32")
     requests = [request(str(i), p, seed=i, max_tokens=16) for i, p in enumerate(PROMPTS)]
     outcome = drive(spec(path), requests, at={6: [load]})
     assert [
-        message.version for message in outcome.of(LoadFailed if fate != "whole" else Loaded)
+        message.version for message in outcome.of(LoadFailed if damage != "whole" else Loaded)
     ] == [3]
-    versions = {-1: model, 3: other} if fate == "whole" else {-1: model}
+    versions = {-1: model, 3: other} if damage == "whole" else {-1: model}
     for i, prompt in enumerate(PROMPTS):
         assert {span.version for span in outcome.results[str(i)].versions} == versions.keys()
         check_versions(prompt, outcome.results[str(i)], versions)
@@ -666,7 +668,7 @@ def test_deterministic_results_do_not_depend_on_the_batch(
     model: torch.nn.Module, path: str
 ) -> None:
     engine = {"deterministic": True}
-    alone = {
+    reference = {
         i: drive(spec(path, **engine), [request("x", p, seed=i, max_tokens=24)]).results["x"]
         for i, p in enumerate(PROMPTS)
     }
@@ -681,5 +683,5 @@ def test_deterministic_results_do_not_depend_on_the_batch(
         outcome = drive(spec(path, **(engine | changes)), requests, at={9: [Abort(id="n3")]})
         for i, prompt in enumerate(PROMPTS):
             result = outcome.results[str(i)]
-            assert (result.tokens, result.logprobs) == (alone[i].tokens, alone[i].logprobs)
+            assert (result.tokens, result.logprobs) == (reference[i].tokens, reference[i].logprobs)
             assert logprob_error(model, prompt, result) <= TOLERANCE

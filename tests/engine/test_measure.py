@@ -41,9 +41,9 @@ def test_every_batch_is_measured_and_nothing_is_left_behind(
     of = spec(path, **changes)
     with torch.inference_mode():
         runner = Runner(of)
-        found = step_times(of, runner)
-    assert [step.batch for step in found] == batches
-    assert all(0 < step.seconds < 60 for step in found)
+        times = step_times(of, runner)
+    assert [step.batch for step in times] == batches
+    assert all(0 < step.seconds < 60 for step in times)
     assert not runner.pool.data.any()
     if runner.mirror is not None:
         assert runner.mirror.rows == []

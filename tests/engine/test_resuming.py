@@ -36,7 +36,7 @@ from .models import VOCAB, Outcome, Seconds, build, drive, request, save, spec
 torch.set_num_threads(1)
 
 PROMPTS = [[5, 9, 2, 77], list(range(1, 40)), [(7 * i) % 90 for i in range(23)]]
-WHOLE = 20
+MAX_TOKENS = 20
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +52,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def whole(path: str) -> list[GenerateResult]:
+def uninterrupted(path: str) -> list[GenerateResult]:
     """Run each prompt's uninterrupted turn."""
-    asked = [request(str(i), p, seed=i, max_tokens=WHOLE) for i, p in enumerate(PROMPTS)]
-    results = drive(spec(path, deterministic=True), asked).results
+    requests = [request(str(i), p, seed=i, max_tokens=MAX_TOKENS) for i, p in enumerate(PROMPTS)]
+    results = drive(spec(path, deterministic=True), requests).results
     return [results[str(i)] for i in range(len(PROMPTS))]
 
 
@@ -70,8 +70,8 @@ def cut(result: GenerateResult, count: int, **changes: Any) -> PartialOutput:
     return PartialOutput(**(parts | changes))
 
 
-def resuming(asked: GenerateRequest, partial: PartialOutput) -> GenerateRequest:
-    return msgspec.structs.replace(asked, resumed=partial)
+def resuming(original: GenerateRequest, partial: PartialOutput) -> GenerateRequest:
+    return msgspec.structs.replace(original, resumed=partial)
 
 
 def pieces(outcome: Outcome) -> list[TokenDelta]:
@@ -79,42 +79,53 @@ def pieces(outcome: Outcome) -> list[TokenDelta]:
 
 
 def test_resumed_turn_is_bit_identical_wherever_it_was_cut(
-    path: str, whole: list[GenerateResult]
+    path: str, uninterrupted: list[GenerateResult]
 ) -> None:
-    asked = [
-        resuming(request(f"{i}.{count}", p, seed=i, max_tokens=WHOLE), cut(whole[i], count))
+    requests = [
+        resuming(
+            request(f"{i}.{count}", p, seed=i, max_tokens=MAX_TOKENS), cut(uninterrupted[i], count)
+        )
         for i, p in enumerate(PROMPTS)
-        for count in range(1, WHOLE + 1)
+        for count in range(1, MAX_TOKENS + 1)
     ]
-    outcome = drive(spec(path, deterministic=True), asked)
+    outcome = drive(spec(path, deterministic=True), requests)
     for i, _ in enumerate(PROMPTS):
-        for count in range(1, WHOLE + 1):
+        for count in range(1, MAX_TOKENS + 1):
             result = outcome.results[f"{i}.{count}"]
-            assert (result.tokens, result.logprobs) == (whole[i].tokens, whole[i].logprobs)
-            assert (result.versions, result.finish) == (whole[i].versions, FinishReason.LENGTH)
+            assert (result.tokens, result.logprobs) == (
+                uninterrupted[i].tokens,
+                uninterrupted[i].logprobs,
+            )
+            assert (result.versions, result.finish) == (
+                uninterrupted[i].versions,
+                FinishReason.LENGTH,
+            )
             assert result.resumed_tokens == count
             # of the prompt, whatever it found of the resumed part
             assert result.cached_tokens <= len(PROMPTS[i])
-    sampled = sum(WHOLE - count for count in range(1, WHOLE + 1)) * len(PROMPTS)
+    sampled = sum(MAX_TOKENS - count for count in range(1, MAX_TOKENS + 1)) * len(PROMPTS)
     assert outcome.stats[-1].output_tokens == sampled  # what is resumed is not counted again
 
 
 @settings(max_examples=examples(12))
 @given(st.lists(st.integers(1, 6), max_size=6), st.integers(0, len(PROMPTS) - 1))
 def test_chain_of_lost_engines_loses_only_unreported_tokens(
-    path: str, whole: list[GenerateResult], lives: list[int], i: int
+    path: str, uninterrupted: list[GenerateResult], cuts: list[int], i: int
 ) -> None:
     """Each engine lives for a number of steps, one second each, and reports each one;
     then the next engine resumes the turn.
     """
-    asked = request("x", PROMPTS[i], seed=i, max_tokens=WHOLE)
+    resumed_request = request("x", PROMPTS[i], seed=i, max_tokens=MAX_TOKENS)
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
-    for life in [*lives, WHOLE]:
+    for life in [*cuts, MAX_TOKENS]:
         if tokens:
-            asked = resuming(asked, cut(whole[i], len(tokens), tokens=tokens, logprobs=logprobs))
+            resumed_request = resuming(
+                resumed_request,
+                cut(uninterrupted[i], len(tokens), tokens=tokens, logprobs=logprobs),
+            )
         at: dict[int, Sequence[EngineCommand]] = {
-            0: [Add(request=asked, stream=True)],
+            0: [Add(request=resumed_request, stream=True)],
             life: [Abort(id="x")],
         }
         outcome = drive(spec(path, deterministic=True), [], at=at, clock=Seconds())
@@ -124,24 +135,24 @@ def test_chain_of_lost_engines_loses_only_unreported_tokens(
         result = outcome.results["x"]
         if result.finish is not FinishReason.ABORTED:
             assert (result.tokens, result.logprobs, result.versions) == (
-                whole[i].tokens,
-                whole[i].logprobs,
-                whole[i].versions,
+                uninterrupted[i].tokens,
+                uninterrupted[i].logprobs,
+                uninterrupted[i].versions,
             )
             return
         assert (tokens, logprobs) == (
-            whole[i].tokens[: len(tokens)],
-            whole[i].logprobs[: len(logprobs)],
+            uninterrupted[i].tokens[: len(tokens)],
+            uninterrupted[i].logprobs[: len(logprobs)],
         )
     raise AssertionError("the last engine lives for long enough")
 
 
 def test_spans_continue_and_a_new_version_starts_a_span(
-    path: str, whole: list[GenerateResult]
+    path: str, uninterrupted: list[GenerateResult]
 ) -> None:
     results = {}
     for version in (-1, 4):
-        partial = cut(whole[0], 5)
+        partial = cut(uninterrupted[0], 5)
         engine = spec(path, deterministic=True, version=version)
         results[version] = (
             drive(engine, [resuming(request("x", PROMPTS[0], max_tokens=9), partial)])
@@ -156,36 +167,39 @@ def test_spans_continue_and_a_new_version_starts_a_span(
 
 
 def test_resumed_tokens_that_end_the_turn_sample_nothing(
-    path: str, whole: list[GenerateResult]
+    path: str, uninterrupted: list[GenerateResult]
 ) -> None:
-    tokens = whole[0].tokens
+    tokens = uninterrupted[0].tokens
     stop = tokens[6]
     first = tokens.index(stop) + 1
-    asked = [
-        resuming(request("length", PROMPTS[0], max_tokens=4), cut(whole[0], 4)),
+    requests = [
+        resuming(request("length", PROMPTS[0], max_tokens=4), cut(uninterrupted[0], 4)),
         resuming(
-            request("stop", PROMPTS[0], max_tokens=WHOLE, stop_token_ids=(stop,)),
-            cut(whole[0], first, generate_s=2.5),
+            request("stop", PROMPTS[0], max_tokens=MAX_TOKENS, stop_token_ids=(stop,)),
+            cut(uninterrupted[0], first, generate_s=2.5),
         ),
         resuming(
-            request("over", PROMPTS[0], max_tokens=WHOLE, stop_token_ids=(stop,)),
-            cut(whole[0], first + 1),
+            request("over", PROMPTS[0], max_tokens=MAX_TOKENS, stop_token_ids=(stop,)),
+            cut(uninterrupted[0], first + 1),
         ),
-        resuming(request("long", PROMPTS[0], max_tokens=3), cut(whole[0], 4)),
-        resuming(request("foreign", PROMPTS[0], max_tokens=9), cut(whole[0], 2, tokens=(1, VOCAB))),
+        resuming(request("long", PROMPTS[0], max_tokens=3), cut(uninterrupted[0], 4)),
+        resuming(
+            request("foreign", PROMPTS[0], max_tokens=9),
+            cut(uninterrupted[0], 2, tokens=(1, VOCAB)),
+        ),
         resuming(
             request("nan", PROMPTS[0], max_tokens=9),
-            cut(whole[0], 2, logprobs=(-1.0, float("nan"))),
+            cut(uninterrupted[0], 2, logprobs=(-1.0, float("nan"))),
         ),
-        resuming(request("room", [1] * 510, max_tokens=9), cut(whole[0], 3)),
+        resuming(request("room", [1] * 510, max_tokens=9), cut(uninterrupted[0], 3)),
     ]
-    outcome = drive(spec(path), asked)
+    outcome = drive(spec(path), requests)
     assert outcome.stats[-1].steps == 0
     length, stopped = outcome.results["length"], outcome.results["stop"]
     assert (length.finish, length.tokens, length.logprobs) == (
         FinishReason.LENGTH,
         tokens[:4],
-        whole[0].logprobs[:4],
+        uninterrupted[0].logprobs[:4],
     )
     assert (stopped.finish, stopped.tokens, stopped.generate_s) == (
         FinishReason.STOP,
@@ -213,16 +227,18 @@ def test_stop_string_across_the_boundary(path: str) -> None:
     ]
     assert free.finish is FinishReason.STOP
     assert free.tokens[-2:] == (4, 5)
-    asked = [
+    requests = [
         resuming(request(str(count), PROMPTS[0], **sampling), cut(free, count))
         for count in range(1, len(free.tokens) + 1)
     ]
-    for result in drive(spec(path, deterministic=True), asked).results.values():
+    for result in drive(spec(path, deterministic=True), requests).results.values():
         assert (result.tokens, result.finish) == (free.tokens, FinishReason.STOP)
 
 
-def test_live_id_is_refused_even_for_an_ended_turn(path: str, whole: list[GenerateResult]) -> None:
-    ended = Add(request=resuming(request("x", PROMPTS[0], max_tokens=4), cut(whole[0], 4)))
+def test_live_id_is_refused_even_for_an_ended_turn(
+    path: str, uninterrupted: list[GenerateResult]
+) -> None:
+    ended = Add(request=resuming(request("x", PROMPTS[0], max_tokens=4), cut(uninterrupted[0], 4)))
     outcome = drive(spec(path), [request("x", PROMPTS[0], max_tokens=9)], at={3: [ended]})
     assert [result.finish for result in outcome.answers] == [
         FinishReason.ERROR,
@@ -263,13 +279,15 @@ def test_inconsistent_partial_output_is_refused(changes: dict[str, Any]) -> None
         msgspec.json.decode(sent, type=PartialOutput)
 
 
-def test_budget_includes_the_resumed_part(path: str, whole: list[GenerateResult]) -> None:
+def test_budget_includes_the_resumed_part(path: str, uninterrupted: list[GenerateResult]) -> None:
     """Of 8 seconds, 5 are used up. With one step per second, the last one starts in the
     eighth.
     """
-    asked = resuming(request("x", PROMPTS[0], max_tokens=WHOLE), cut(whole[0], 4, generate_s=5.0))
+    resumed_request = resuming(
+        request("x", PROMPTS[0], max_tokens=MAX_TOKENS), cut(uninterrupted[0], 4, generate_s=5.0)
+    )
     result = drive(
-        spec(path), [msgspec.structs.replace(asked, budget_s=8.0)], clock=Seconds()
+        spec(path), [msgspec.structs.replace(resumed_request, budget_s=8.0)], clock=Seconds()
     ).results["x"]
     assert (result.finish, len(result.tokens), result.generate_s, result.queue_s) == (
         FinishReason.TIME,
@@ -282,11 +300,11 @@ def test_budget_includes_the_resumed_part(path: str, whole: list[GenerateResult]
 # What is told on the way.
 
 
-def grown(told: Sequence[TokenDelta]) -> tuple[tuple[int, ...], tuple[float, ...]]:
+def grown(reported: Sequence[TokenDelta]) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Concatenate the deltas of one request, each of which continues the one before."""
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
-    for piece in told:
+    for piece in reported:
         assert piece.start == len(tokens)
         assert [span.start for span in piece.versions] == [
             piece.start,
@@ -303,14 +321,16 @@ def test_deltas_are_the_beginning_of_the_result_and_none_follows_it(path: str) -
         for i, p in enumerate(PROMPTS * 2)
     ]
     outcome = drive(spec(path, max_slots=3), [], at={0: adds, 4: [Abort(id="3")]}, clock=Seconds())
-    told = {str(i): [piece for piece in pieces(outcome) if piece.id == str(i)] for i in range(6)}
-    assert not told["2"]  # nobody wanted to hear of it
+    reported = {
+        str(i): [piece for piece in pieces(outcome) if piece.id == str(i)] for i in range(6)
+    }
+    assert not reported["2"]  # nobody wanted to hear of it
     for i in (0, 1, 3, 4, 5):
-        result, (tokens, logprobs) = outcome.results[str(i)], grown(told[str(i)])
+        result, (tokens, logprobs) = outcome.results[str(i)], grown(reported[str(i)])
         assert (tokens, logprobs) == (result.tokens[: len(tokens)], result.logprobs[: len(tokens)])
         # a second passes with each step: all but the last are told
         assert len(result.tokens) - len(tokens) <= 1
-        generate = [piece.generate_s for piece in told[str(i)]]
+        generate = [piece.generate_s for piece in reported[str(i)]]
         assert generate == sorted(generate)
     for at, reply in enumerate(outcome.replies):
         if isinstance(reply, Generated):
@@ -359,9 +379,15 @@ def test_suspension_reports_all_tokens(path: str) -> None:
     assert kinds == [Progress, Suspended, Generated]
 
 
-def test_resumed_tokens_are_not_reported_again(path: str, whole: list[GenerateResult]) -> None:
-    asked = resuming(request("x", PROMPTS[0], max_tokens=WHOLE), cut(whole[0], 7))
-    outcome = drive(spec(path), [], at={0: [Add(request=asked, stream=True)]}, clock=Seconds())
-    told = pieces(outcome)
-    assert told[0].start == 7
-    assert sum(len(piece.tokens) for piece in told) >= WHOLE - 7 - 1
+def test_resumed_tokens_are_not_reported_again(
+    path: str, uninterrupted: list[GenerateResult]
+) -> None:
+    resumed_request = resuming(
+        request("x", PROMPTS[0], max_tokens=MAX_TOKENS), cut(uninterrupted[0], 7)
+    )
+    outcome = drive(
+        spec(path), [], at={0: [Add(request=resumed_request, stream=True)]}, clock=Seconds()
+    )
+    reported = pieces(outcome)
+    assert reported[0].start == 7
+    assert sum(len(piece.tokens) for piece in reported) >= MAX_TOKENS - 7 - 1

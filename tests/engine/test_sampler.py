@@ -53,8 +53,8 @@ def test_draws_ahead_are_those_of_each_position_alone() -> None:
     seeds = np.array([5, 6, 2**63], dtype=np.uint64)
     ahead = Draws(seeds, device=CPU)
     for positions in ([4, 9, 0], [5, 10, 1], [6, 11, 2], [6, 12, 2], [60, 70, 80], [3, 8, 1]):
-        alone = uniforms(seeds, np.array(positions, dtype=np.uint64))
-        assert ahead.at(positions)[:, 0].tolist() == pytest.approx(alone, abs=1e-7)
+        separately = uniforms(seeds, np.array(positions, dtype=np.uint64))
+        assert ahead.at(positions)[:, 0].tolist() == pytest.approx(separately, abs=1e-7)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -104,10 +104,10 @@ def test_a_row_s_token_depends_on_nothing_but_its_seed_and_position() -> None:
     ]
     positions = [100 + 3 * i for i in range(40)]
     together, _ = draw(source, positions, rows)
-    alone = [
+    separately = [
         draw(source[i : i + 1], positions[i : i + 1], rows[i : i + 1])[0][0] for i in range(40)
     ]
-    assert together == alone
+    assert together == separately
 
 
 def test_a_masked_row_never_leaves_its_mask_even_if_that_is_improbable() -> None:

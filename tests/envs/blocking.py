@@ -93,7 +93,7 @@ class SlowToMake(Plain):
         super().__init__()
 
 
-class BadlyMade(Plain):
+class FailingInit(Plain):
     def __init__(self, **_: Any) -> None:
         raise RuntimeError("no database")
 

@@ -114,12 +114,12 @@ async def test_a_constructor_and_a_close_that_fail() -> None:
 
 
 async def score(
-    name: str, *said: str, rewards: tuple[float, ...] = (), success: bool | None = None
+    name: str, *actions: str, rewards: tuple[float, ...] = (), success: bool | None = None
 ) -> Score:
     return await score_episode(
         f"{HERE}{name}",
         {},
-        episode(TASK, *said, rewards=rewards, success=success),
+        episode(TASK, *actions, rewards=rewards, success=success),
         faults=NONE,
         seed=0,
     )
@@ -140,7 +140,7 @@ async def test_a_hook_gives_a_number_or_a_score() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "problem"),
+    ("action", "problem"),
     [
         ("raise", r"score raised ValueError: bad \(.*worlds\.py"),
         ("stop", "score raised RuntimeError: StopIteration"),
@@ -153,9 +153,9 @@ async def test_a_hook_gives_a_number_or_a_score() -> None:
         ("nan", "must return a finite number, .*, or a Score, got Score"),
     ],
 )
-async def test_what_is_wrong_with_a_reward(said: str, problem: str) -> None:
+async def test_what_is_wrong_with_a_reward(action: str, problem: str) -> None:
     with pytest.raises(RewardError, match=problem):
-        await score("Scored", said)
+        await score("Scored", action)
 
 
 async def test_a_generator_exit_of_a_coroutine_is_its_own() -> None:
@@ -207,7 +207,7 @@ TEXT = st.text(st.one_of(st.characters(categories=["Cs"]), st.characters()), min
 SURROGATE = "\udcff"
 
 
-class Says:
+class RaisingStr:
     """Uses `WORDS` wherever it can: `how` selects its answers and exceptions."""
 
     WORDS = ""
@@ -224,7 +224,7 @@ class Says:
         if self.how == "step raises":
             raise EnvError(self.WORDS)
         if self.how == "garbage":
-            return Shown(self.WORDS)
+            return RaisingRepr(self.WORDS)
         return Step.of(self.WORDS, state_key=self.WORDS)
 
     def close(self) -> None:
@@ -242,7 +242,7 @@ class Says:
         raise ValueError(cls.WORDS)
 
 
-class Shown:
+class RaisingRepr:
     def __init__(self, words: str) -> None:
         self.words = words
 
@@ -255,21 +255,21 @@ class Shown:
     how=st.sampled_from(["answers", "reset raises", "step raises", "garbage", "close raises"]),
 )
 async def test_whatever_text_an_environment_has_it_enters_valid(words: str, how: str) -> None:
-    Says.WORDS = words
+    RaisingStr.WORDS = words
     env = GuardedEnv(f"{__name__}:Says", {"how": how}, faults=NONE, seed=0, block=False)
-    said = []
+    texts = []
     for call in (lambda: env.reset(TASK), lambda: env.step("a"), env.close):
         try:
-            said.append(await call())
+            texts.append(await call())
         except EnvError as error:
-            said.append(str(error))
+            texts.append(str(error))
     with pytest.raises(RewardError) as raised:
         await score_episode(f"{__name__}:Says", {"how": how}, episode(TASK), faults=NONE, seed=0)
-    msgspec.msgpack.encode([*said, str(raised.value)])
+    msgspec.msgpack.encode([*texts, str(raised.value)])
 
 
 def test_a_task_enters_with_valid_text(tmp_path: Path) -> None:
-    Says.WORDS = SURROGATE
+    RaisingStr.WORDS = SURROGATE
     tasks = source(tmp_path, {"env": f"{__name__}:Says", "options": {"how": ""}})
     assert draw(tasks, f"{__name__}:Says").payload == '{"words": "\ufffd"}'
 
@@ -277,7 +277,7 @@ def test_a_task_enters_with_valid_text(tmp_path: Path) -> None:
 async def test_keys_stay_different_where_they_are_no_text_or_too_long() -> None:
     keys = []
     for words in (SURROGATE, "\udcfe", "x" * 2000, "y" + "x" * 1999, "plain"):
-        Says.WORDS = words
+        RaisingStr.WORDS = words
         env = GuardedEnv(f"{__name__}:Says", {"how": ""}, faults=NONE, seed=0, block=False)
         keys.append((await env.reset(TASK)).state_key)
     assert len(set(keys)) == 5
@@ -301,7 +301,7 @@ async def test_values_beyond_all_bounds_are_refused(answer: Step, problem: str) 
     for _ in range(100_000):
         deep = [deep]
 
-    class Given:
+    class Unprintable:
         def reset(self, task: Task) -> Observation:
             return Observation(messages=deep)
 
@@ -309,7 +309,7 @@ async def test_values_beyond_all_bounds_are_refused(answer: Step, problem: str) 
             return answer
 
     env = guarded("Echo")
-    env._env = Faulty(Given(), NONE, seed=0, block=False)
+    env._env = Faulty(Unprintable(), NONE, seed=0, block=False)
     with pytest.raises(EnvError, match="reset must return Observation of the right types"):
         await env.reset(TASK)
     with pytest.raises(EnvError, match=problem):
@@ -323,7 +323,7 @@ def test_a_score_beyond_all_bounds_is_refused(value: Any) -> None:
 
 
 async def test_a_long_error_is_cut() -> None:
-    Says.WORDS = "x" * 10_000_000
+    RaisingStr.WORDS = "x" * 10_000_000
     env = GuardedEnv(f"{__name__}:Says", {"how": "reset raises"}, faults=NONE, seed=0, block=False)
     with pytest.raises(EnvError) as raised:
         await env.reset(TASK)

@@ -88,16 +88,16 @@ def reward(record: dict[str, Any], answer: str) -> float:
 
 @pytest.fixture(params=sorted(CASES))
 def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
-    found = CASES[request.param]
-    if "path" in found.options:
+    chosen = CASES[request.param]
+    if "path" in chosen.options:
         return Case(
-            found.env,
-            {**found.options, "path": dataset(tmp_path)},
-            found.actions,
-            found.closed,
-            found.splits,
+            chosen.env,
+            {**chosen.options, "path": dataset(tmp_path)},
+            chosen.actions,
+            chosen.closed,
+            chosen.splits,
         )
-    return found
+    return chosen
 
 
 def dataset(directory: Path, count: int = 200) -> str:
@@ -110,15 +110,15 @@ def dataset(directory: Path, count: int = 200) -> str:
 
 def play(case: Case, task: Task, actions: list[str]) -> list[Any]:
     env = resolve(case.env)(**case.options)
-    said: list[Any] = [env.reset(task)]
+    replies: list[Any] = [env.reset(task)]
     for action in actions:
-        said.append(env.step(action))
-        if said[-1].done:
+        replies.append(env.step(action))
+        if replies[-1].done:
             break
     close = getattr(env, "close", None)
     if close is not None:
         close()
-    return said
+    return replies
 
 
 def test_every_built_in_environment_is_here() -> None:
@@ -215,7 +215,7 @@ def test_the_vocabulary_covers_all_messages(case: Case, tmp_path: Path) -> None:
         pytest.skip("its text is not known beforehand")
     of = source(tmp_path, {"env": case.env, "tag": "t", "options": case.options})
     words = of.words()
-    whole = re.compile(
+    pattern = re.compile(
         f"(?:{'|'.join(re.escape(word) for word in sorted(words, key=len, reverse=True))})*"
     )
     spoken: list[Message] = []
@@ -227,7 +227,7 @@ def test_the_vocabulary_covers_all_messages(case: Case, tmp_path: Path) -> None:
     for number in range(150):
         spoken += kind.transcript(random.Random(number), case.options)
     for message in spoken:
-        assert whole.fullmatch(message.content), message
+        assert pattern.fullmatch(message.content), message
     used = {word for word in words for message in spoken if word in message.content}
     assert len(used) > len(words) / 2
 
@@ -239,12 +239,12 @@ def test_a_transcript_is_a_conversation(case: Case) -> None:
     assert kind.transcript.__doc__
     seen = set()
     for number in range(30):
-        said = list(kind.transcript(random.Random(number), case.options))
-        assert said == list(kind.transcript(random.Random(number), case.options))
-        roles = ["agent" if message.role == "assistant" else "environment" for message in said]
-        assert roles == [("environment", "agent")[place % 2] for place in range(len(said))]
+        replies = list(kind.transcript(random.Random(number), case.options))
+        assert replies == list(kind.transcript(random.Random(number), case.options))
+        roles = ["agent" if message.role == "assistant" else "environment" for message in replies]
+        assert roles == [("environment", "agent")[place % 2] for place in range(len(replies))]
         assert "agent" in roles
-        seen.add(tuple(message.content for message in said))
+        seen.add(tuple(message.content for message in replies))
     assert len(seen) > 10
 
 

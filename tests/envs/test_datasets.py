@@ -38,8 +38,8 @@ def bad_reward(record: dict[str, Any], answer: str) -> float:
     raise ZeroDivisionError("no")
 
 
-def score(of: TaskSource, task: Task, *said: str) -> Score:
-    return asyncio.run(of.provider(task.tag).score(episode(task, *said), seed=0))
+def score(of: TaskSource, task: Task, *actions: str) -> Score:
+    return asyncio.run(of.provider(task.tag).score(episode(task, *actions), seed=0))
 
 
 def write(path: Path, *records: Any) -> str:
@@ -70,12 +70,12 @@ def test_jsonl_asks_and_scores(tmp_path: Path) -> None:
 
 
 def test_jsonl_prompts_may_be_conversations_and_rewards_async(tmp_path: Path) -> None:
-    said = [
+    messages = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b"},
         {"role": "user", "content": "c"},
     ]
-    path = write(tmp_path / "a.jsonl", {"ask": said})
+    path = write(tmp_path / "a.jsonl", {"ask": messages})
     held_out = write(tmp_path / "b.jsonl", {"ask": "other"})
     of = data(
         tmp_path, path=path, held_out=held_out, prompt="ask", reward=f"{__name__}:slow_reward"
@@ -161,10 +161,10 @@ def test_reasoning_asks_and_scores(tmp_path: Path) -> None:
     of = reasoning(tmp_path, "chain_sum", **options)
     task = draw(of, "r")
     env = Gym(id="reasoning_gym/chain_sum", **options)
-    asked = cast(Observation, env.reset(task)).messages[0].content
-    assert asked.startswith("Sums. ")
-    assert asked.endswith("between <answer> and </answer>.")
-    terms = asked.removesuffix(INSTRUCTION).split(": ")[1].split(" =")[0].split()
+    question = cast(Observation, env.reset(task)).messages[0].content
+    assert question.startswith("Sums. ")
+    assert question.endswith("between <answer> and </answer>.")
+    terms = question.removesuffix(INSTRUCTION).split(": ")[1].split(" =")[0].split()
     answer = sum(
         int(sign + term) for sign, term in zip(["+", *terms[1::2]], terms[::2], strict=True)
     )

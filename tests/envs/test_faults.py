@@ -21,7 +21,7 @@ def faulty(seed: int, **rates: float) -> Faulty:
     return Faulty(Echo(), FaultsConfig.model_validate(rates), seed=seed, block=False)
 
 
-async def fate(env: Faulty) -> str:
+async def outcome(env: Faulty) -> str:
     """Return the outcome of one call. A coroutine that awaits anything would wait
     forever, because nothing else runs.
     """
@@ -38,14 +38,14 @@ async def fate(env: Faulty) -> str:
 
 async def fates(seed: int) -> list[str]:
     env = faulty(seed, env_error=0.2, env_hang=0.1, env_garbage=0.3)
-    return [await fate(env) for _ in range(CALLS)]
+    return [await outcome(env) for _ in range(CALLS)]
 
 
 async def test_rates_and_determinism() -> None:
-    found = await fates(1)
-    assert found == await fates(1)
-    assert found != await fates(2)
-    shares = {name: found.count(name) / CALLS for name in ("error", "hang", "garbage", "fine")}
+    outcomes = await fates(1)
+    assert outcomes == await fates(1)
+    assert outcomes != await fates(2)
+    shares = {name: outcomes.count(name) / CALLS for name in ("error", "hang", "garbage", "fine")}
     expected = {"error": 0.2, "hang": 0.1, "garbage": 0.3, "fine": 0.4}
     assert all(abs(shares[name] - expected[name]) < 0.08 for name in expected), shares
 
@@ -53,7 +53,7 @@ async def test_rates_and_determinism() -> None:
 async def test_without_faults_nothing_happens() -> None:
     env = faulty(0)
     assert isinstance(await env.reset(new_task()), Observation)
-    assert {await fate(env) for _ in range(50)} == {"fine"}
+    assert {await outcome(env) for _ in range(50)} == {"fine"}
 
 
 async def test_a_reset_can_fail_too() -> None:

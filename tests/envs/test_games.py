@@ -153,9 +153,9 @@ def test_calculator() -> None:
 
 def test_calculator_transcripts_reveal_the_configured_share_of_answers() -> None:
     def solved(options: dict[str, Any]) -> float:
-        said = [Calculator.transcript(random.Random(number), options) for number in range(200)]
+        replies = [Calculator.transcript(random.Random(number), options) for number in range(200)]
         right = 0
-        for messages in said:
+        for messages in replies:
             env = Calculator()
             left, operator, other = messages[0].content.replace(" =?", "").split()
             env.reset(new_task(question=(int(left), operator, int(other))))
@@ -200,12 +200,12 @@ def test_perfect_play_beats_the_opponent_from_every_pile_that_can_be_won() -> No
             continue
         for seed in range(20):
             env = Nim(skill=1.0)
-            said = env.reset(new_task(seed=seed, pile=pile)).messages
+            messages = env.reset(new_task(seed=seed, pile=pile)).messages
             while True:
-                step = env.step(f"<take-{int(content(said).split('=')[1]) % 4}>")
+                step = env.step(f"<take-{int(content(messages).split('=')[1]) % 4}>")
                 if step.done:
                     break
-                said = step.messages
+                messages = step.messages
             assert step.success
 
 

@@ -31,7 +31,7 @@ class Server:
     """Counts and echoes its requests; `fault` is its misbehavior."""
 
     def __init__(self, fault: str = "") -> None:
-        self.fault, self.heard, self.open, self.left = fault, [], 0, asyncio.Event()  # type: ignore[var-annotated]
+        self.fault, self.actions, self.open, self.left = fault, [], 0, asyncio.Event()  # type: ignore[var-annotated]
 
     def app(self) -> web.Application:
         app = web.Application()
@@ -41,20 +41,20 @@ class Server:
         return app
 
     def answer(self, what: str, data: dict[str, Any]) -> dict[str, Any]:
-        self.heard.append((what, data))
+        self.actions.append((what, data))
         if what == "reset":
             return {
                 "observation": {"text": f"seed {data['seed']}", "count": 0},
                 "reward": None,
                 "done": False,
             }
-        said = data["message"]
-        metadata = {"success": said == "end well"} if said != "end" else {}
-        observation = {"text": said, "count": len(self.heard), "metadata": metadata}
+        text = data["message"]
+        metadata = {"success": text == "end well"} if text != "end" else {}
+        observation = {"text": text, "count": len(self.actions), "metadata": metadata}
         return {
             "observation": observation,
-            "reward": len(said) / 10,
-            "done": said.startswith("end"),
+            "reward": len(text) / 10,
+            "done": text.startswith("end"),
         }
 
     def refused(self, data: dict[str, Any]) -> list[dict[str, Any]]:
@@ -78,8 +78,8 @@ class Server:
                 )
                 return socket
             async for message in socket:
-                asked = json.loads(message.data)
-                if asked["type"] == "close" or not await self.one(socket, asked):
+                command = json.loads(message.data)
+                if command["type"] == "close" or not await self.one(socket, command):
                     return socket
         finally:
             await socket.close()
@@ -87,7 +87,7 @@ class Server:
             self.left.set()
         return socket
 
-    async def one(self, socket: web.WebSocketResponse, asked: dict[str, Any]) -> bool:
+    async def one(self, socket: web.WebSocketResponse, request: dict[str, Any]) -> bool:
         if self.fault == "hang":
             await asyncio.Event().wait()
         if self.fault == "leave":
@@ -100,12 +100,12 @@ class Server:
             await socket.send_json(
                 {"type": "error", "data": {"message": "no board", "code": "EXECUTION_ERROR"}}
             )
-        elif asked["type"] == "step" and (errors := self.refused(asked["data"])):
-            told = {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": errors}
-            await socket.send_json({"type": "error", "data": told})
+        elif request["type"] == "step" and (errors := self.refused(request["data"])):
+            error = {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": errors}
+            await socket.send_json({"type": "error", "data": error})
         else:
             await socket.send_json(
-                {"type": "observation", "data": self.answer(asked["type"], asked["data"])}
+                {"type": "observation", "data": self.answer(request["type"], request["data"])}
             )
         return True
 
@@ -177,7 +177,7 @@ async def test_an_episode(transport: str) -> None:
         assert [message.content for message in first.messages] == ["Speak. 0: seed 7"]
         assert await env.step("ab") == Step.of("2: ab", reward=0.2, state_key="2: ab")
         assert await env.step("end") == Step.of("3: end", reward=0.3, done=True)
-        assert server.heard == [
+        assert server.actions == [
             ("reset", {"seed": 7, "level": 3}),
             ("step", {"message": "ab"}),
             ("step", {"message": "end"}),
@@ -186,10 +186,10 @@ async def test_an_episode(transport: str) -> None:
 
 @both
 async def test_success_is_what_the_metadata_say(transport: str) -> None:
-    for said, success in (("end well", True), ("end badly", False), ("end", None)):
+    for text, success in (("end well", True), ("end badly", False), ("end", None)):
         async with served(transport=transport) as (_, env):
             await env.reset(TASK)
-            assert (await env.step(said)).success is success
+            assert (await env.step(text)).success is success
 
 
 async def test_an_observation_without_a_template() -> None:
@@ -210,7 +210,7 @@ async def test_the_agent_may_write_the_action_itself(transport: str) -> None:
             assert (step.reward, step.done) == (openenv.INVALID_REWARD, False)
             assert "refused" in step.messages[0].content
         assert (await env.step('{"message": "abc"}')).reward == 0.3
-        assert [what for what, _ in server.heard] == ["reset", "step"]
+        assert [what for what, _ in server.actions] == ["reset", "step"]
 
 
 @both
@@ -238,10 +238,10 @@ async def test_a_template_that_the_server_refuses_is_not(transport: str) -> None
 
 
 def test_words_in_a_template_stay_words() -> None:
-    made = OpenEnv(
+    env = OpenEnv(
         base_url="http://x", action={"a": ["{text}!", 3], "b": {"c": "{text} {text}"}}
-    )._made('"}{text}')
-    assert made == {"a": ['"}{text}!', 3], "b": {"c": '"}{text} "}{text}'}}
+    )._action_of('"}{text}')
+    assert env == {"a": ['"}{text}!', 3], "b": {"c": '"}{text} "}{text}'}}
 
 
 WS_FAULTS = {

@@ -27,7 +27,7 @@ SCORED = {"env": f"{HERE}Scored", "tag": "scored", "isolation": "process"}
 
 @pytest.fixture
 async def of(tmp_path: Path) -> AsyncIterator[TaskSource]:
-    made = source(
+    tasks_of = source(
         tmp_path,
         ECHO,
         SCORED,
@@ -38,9 +38,9 @@ async def of(tmp_path: Path) -> AsyncIterator[TaskSource]:
         {"env": "frozenlake", "tag": "inline lake"},
         {"env": "frozenlake", "tag": "lake", "isolation": "process"},
     )
-    yield made
-    await made.close()
-    assert len(made.workers) == 0
+    yield tasks_of
+    await tasks_of.close()
+    assert len(tasks_of.workers) == 0
 
 
 async def opened(of: TaskSource, name: str = "echo") -> OpenedEnv:
@@ -140,7 +140,7 @@ async def test_survives_a_blocking_call(of: TaskSource) -> None:
     await env.close()
     other = await opened(of)
     assert pid(other) != blocked
-    await gone(blocked)
+    await has_ended(blocked)
     await other.close()
 
 
@@ -155,7 +155,7 @@ async def test_kill_ends_the_process_and_fails_the_call_in_progress(of: TaskSour
         await call
     with pytest.raises(EnvError, match="is closed"):
         await env.step("a")
-    await gone(killed)
+    await has_ended(killed)
 
 
 async def test_child_processes_end_with_the_environment(of: TaskSource) -> None:
@@ -163,7 +163,7 @@ async def test_child_processes_end_with_the_environment(of: TaskSource) -> None:
     grandchild = int((await env.step("spawn")).messages[0].content)
     assert alive(grandchild)
     env.kill()
-    await gone(grandchild)
+    await has_ended(grandchild)
 
 
 async def test_a_cancelled_start_leaves_no_process(of: TaskSource) -> None:
@@ -176,7 +176,7 @@ async def test_a_cancelled_start_leaves_no_process(of: TaskSource) -> None:
     with pytest.raises(asyncio.CancelledError):
         await call
     env.kill()
-    await gone(started)
+    await has_ended(started)
 
 
 async def test_environments_that_cannot_start_or_close(of: TaskSource) -> None:
@@ -220,7 +220,7 @@ async def test_survives_a_hanging_start_and_a_closed_pool_starts_nothing(
         async with asyncio.timeout(0.05):
             await env.reset(draw(of, "echo"))
     await env.close()
-    await gone(first)
+    await has_ended(first)
     await of.close()
     with pytest.raises(EnvError, match="the run is ending"):
         await of.provider("echo").open(draw(of, "echo"), seed=0)
@@ -253,7 +253,7 @@ asyncio.run(main())
     wait_for(worker)
 
 
-async def gone(process: int) -> None:
+async def has_ended(process: int) -> None:
     """Return once the process has ended; only the test's time limit bounds the wait."""
     await asyncio.to_thread(wait_for, process)
 

@@ -93,9 +93,9 @@ async def test_inline_environments(tmp_path: Path) -> None:
 
 
 def test_splits_have_their_shares() -> None:
-    found = Counter(split_of(f"thing {number}") for number in range(4000))
-    assert abs(found[Split.VALIDATION] / 4000 - 1 / 8) < 0.02
-    assert abs(found[Split.TEST] / 4000 - 1 / 8) < 0.02
+    counts = Counter(split_of(f"thing {number}") for number in range(4000))
+    assert abs(counts[Split.VALIDATION] / 4000 - 1 / 8) < 0.02
+    assert abs(counts[Split.TEST] / 4000 - 1 / 8) < 0.02
 
 
 def test_every_word_of_a_transcript_is_one_token(tmp_path: Path) -> None:
@@ -110,10 +110,10 @@ def test_every_word_of_a_transcript_is_one_token(tmp_path: Path) -> None:
 def test_transcripts_come_by_warmup_weight_and_teach_the_ends_of_turns(tmp_path: Path) -> None:
     of = source(tmp_path, *GAMES)
     chat = codec(of)
-    said = list(itertools.islice(of.transcripts(seed=1), 300))
-    assert said == list(itertools.islice(of.transcripts(seed=1), 300))
-    assert said[:20] != list(itertools.islice(of.transcripts(seed=2), 20))
-    sequences = [tokenize_transcript(chat, messages) for messages in said]
+    transcripts = list(itertools.islice(of.transcripts(seed=1), 300))
+    assert transcripts == list(itertools.islice(of.transcripts(seed=1), 300))
+    assert transcripts[:20] != list(itertools.islice(of.transcripts(seed=2), 20))
+    sequences = [tokenize_transcript(chat, messages) for messages in transcripts]
     texts = [chat.decode(sequence.tokens) for sequence in sequences]
     shares = [sum(mark in text for text in texts) / 300 for mark in (" at=", "=?", " pile=")]
     assert shares == pytest.approx([1 / 6, 2 / 6, 3 / 6], abs=0.01)

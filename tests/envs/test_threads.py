@@ -24,19 +24,19 @@ KINDS = ("Plain", "Mixed", "Quick", "Heir", "Async", "SlowToMake", "BadlyMade", 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    made = Gate()
-    monkeypatch.setattr(blocking, "gate", made)
-    return made
+    new_gate = Gate()
+    monkeypatch.setattr(blocking, "gate", new_gate)
+    return new_gate
 
 
 @pytest_asyncio.fixture
 async def of(tmp_path: Path, gate: Gate) -> AsyncIterator[TaskSource]:
-    made = source(tmp_path, *({"env": f"{HERE}{kind}", "tag": kind} for kind in KINDS))
+    tasks_of = source(tmp_path, *({"env": f"{HERE}{kind}", "tag": kind} for kind in KINDS))
     try:
-        yield made
+        yield tasks_of
     finally:
         gate.opened.set()
-        await made.close()
+        await tasks_of.close()
 
 
 async def opened(of: TaskSource, kind: str) -> blocking.Plain:
@@ -50,7 +50,7 @@ async def entered(gate: Gate) -> None:
     await asyncio.to_thread(gate.entered.acquire)
 
 
-async def given_up(gate: Gate, of: TaskSource) -> blocking.Plain:
+async def abandoned(gate: Gate, of: TaskSource) -> blocking.Plain:
     env = await opened(of, "Plain")
     call = asyncio.create_task(env.step("block"))
     await entered(gate)
@@ -111,20 +111,20 @@ async def test_threads_are_reused_and_end_with_the_run(of: TaskSource) -> None:
         env = await opened(of, "Plain")
         await env.step("a")
         await env.close()
-    (kept,) = set(threading.enumerate()) - before
+    (remaining,) = set(threading.enumerate()) - before
     await of.close()
-    kept.join(30)
-    assert not kept.is_alive()
+    remaining.join(30)
+    assert not remaining.is_alive()
 
 
 async def test_an_abandoned_call_is_counted_and_its_environment_never_called_again(
     of: TaskSource, gate: Gate
 ) -> None:
-    said: list[str] = []
-    of.threads.on_abandoned = said.append
-    env = await given_up(gate, of)
+    reports: list[str] = []
+    of.threads.on_abandoned = reports.append
+    env = await abandoned(gate, of)
     assert of.threads.abandoned == {f"step of environment {HERE}Plain": 1}
-    assert said[0].startswith(
+    assert reports[0].startswith(
         f"step of environment {HERE}Plain was abandoned and has not returned: its thread is lost"
     )
     with pytest.raises(EnvError, match="is not called again: a call of it has not returned"):
@@ -135,7 +135,7 @@ async def test_an_abandoned_call_is_counted_and_its_environment_never_called_aga
 
 
 async def test_an_abandoned_call_that_returns_is_not_counted(of: TaskSource, gate: Gate) -> None:
-    await given_up(gate, of)
+    await abandoned(gate, of)
     gate.opened.set()
     left = [thread for thread in threading.enumerate() if thread.name == "environment"]
     for thread in left:
@@ -147,7 +147,7 @@ async def test_an_abandoned_call_that_returns_is_not_counted(of: TaskSource, gat
 async def test_the_end_of_a_run_does_not_wait_for_abandoned_calls(
     of: TaskSource, gate: Gate
 ) -> None:
-    env = await given_up(gate, of)
+    env = await abandoned(gate, of)
     env.kill()  # type: ignore[attr-defined]
     await of.close()
     with pytest.raises(EnvError, match="the run is ending"):
@@ -169,7 +169,7 @@ async def test_a_kill_abandons_the_call_in_progress(of: TaskSource, gate: Gate) 
 
 async def test_bounds_the_abandoned_calls(of: TaskSource, gate: Gate) -> None:
     for _ in range(MAX_ABANDONED):
-        await given_up(gate, of)
+        await abandoned(gate, of)
     with pytest.raises(
         EnvError,
         match=rf"at most {MAX_ABANDONED} calls .* got {MAX_ABANDONED}, most of them in step "

@@ -38,9 +38,9 @@ def draw(of: TaskSource, name: str, index: int = 0, purpose: Purpose = Purpose.T
 
 
 def episode(
-    task: Task, *said: str, rewards: tuple[float, ...] = (), success: bool | None = None
+    task: Task, *actions: str, rewards: tuple[float, ...] = (), success: bool | None = None
 ) -> Episode:
-    messages = tuple(Message(role="assistant", content=text) for text in said)
+    messages = tuple(Message(role="assistant", content=text) for text in actions)
     return Episode(task=task, messages=messages, rewards=rewards, success=success)
 
 
@@ -196,27 +196,27 @@ class Scored(Echo):
 
     @classmethod
     def score(cls, episode: Episode, options: Options) -> Any:
-        said = episode.actions()[0]
-        if said == "raise":
+        action = episode.actions()[0]
+        if action == "raise":
             raise ValueError("bad")
-        if said == "cancelled":
+        if action == "cancelled":
             raise asyncio.CancelledError
-        if said == "stop":
+        if action == "stop":
             raise StopIteration
-        if said == "stop speechless":
+        if action == "stop speechless":
             raise SpeechlessStop
-        if said == "closed":
+        if action == "closed":
             raise GeneratorExit("not of ours")
-        if said == "unanswering":
+        if action == "unanswering":
             return Unanswering()
-        if said == "unconvertible":
+        if action == "unconvertible":
             return Unconvertible()
-        if said == "block":
+        if action == "block":
             time.sleep(3600)
-        if said == "score":
+        if action == "score":
             return Score(reward=2.0, success=True)
         return {"none": None, "nan": float("nan"), "numpy": np.float32(0.5), "true": True}.get(
-            said, 0.75
+            action, 0.75
         )
 
 

@@ -67,7 +67,7 @@ def ended(pid: int) -> Iterator[None]:
         os.close(fd)
 
 
-async def gone(places: list[str]) -> None:
+async def wait_until_removed(places: list[str]) -> None:
     """By the suite's own limit: another start on this machine may be removing them just
     now.
     """
@@ -76,14 +76,14 @@ async def gone(places: list[str]) -> None:
 
 
 async def test_the_next_start_removes_folders_of_a_killed_owner() -> None:
-    async with opened("plain") as mine:
-        living = [mine._launcher._base, mine._launcher._kept]  # type: ignore[attr-defined]
+    async with opened("plain") as backend_:
+        living = [backend_._launcher._base, backend_._launcher._kept]  # type: ignore[attr-defined]
         with owner() as (process, supervisor, places), owner() as (_, _, others):
             with ended(supervisor):
                 process.kill()
             assert not any(map(os.path.exists, places[:2]))  # by the supervisor
-            await (await mine.start(SPEC)).stop()
-            await gone(places)
+            await (await backend_.start(SPEC)).stop()
+            await wait_until_removed(places)
             assert all(map(os.path.isdir, others))
             assert all(map(os.path.isdir, living))
 
@@ -97,7 +97,7 @@ async def test_the_next_start_removes_folders_of_an_owner_killed_with_its_superv
         process.wait()  # any start on this machine may remove them from now on
         async with opened("plain") as next_one:
             await (await next_one.start(SPEC)).stop()
-            await gone(places)
+            await wait_until_removed(places)
 
 
 def test_a_temporary_folder_is_removed_with_those_of_killed_owners(
@@ -126,7 +126,7 @@ def test_a_temporary_folder_is_removed_with_those_of_killed_owners(
 
 
 def test_keeps_locked_and_foreign_folders(tmp_path: Path) -> None:
-    mine, lock = create(str(tmp_path), PREFIX)
+    locked, lock = create(str(tmp_path), PREFIX)
     dead = tmp_path / f"{PREFIX}dead"
     (dead / "place").mkdir(parents=True)
     for name in ("another", "rollweave-sandbox-old"):
@@ -137,7 +137,7 @@ def test_keeps_locked_and_foreign_folders(tmp_path: Path) -> None:
     (tmp_path / f"{PREFIX}file").write_text("")
     remove_stale(str(tmp_path), PREFIX)
     assert not dead.exists()
-    assert os.path.isdir(mine)
+    assert os.path.isdir(locked)
     assert (target / "precious").is_dir()
     assert {entry.name for entry in tmp_path.iterdir()} >= {
         "another",
@@ -147,7 +147,7 @@ def test_keeps_locked_and_foreign_folders(tmp_path: Path) -> None:
     }
     os.close(lock)
     remove_stale(str(tmp_path), PREFIX)
-    assert not os.path.exists(mine)
+    assert not os.path.exists(locked)
 
 
 def test_keeps_folders_of_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,11 +184,11 @@ def test_a_folder_removed_during_creation_is_created_again(
 
     def hurried(*arguments: object, **more: object) -> object:
         if moment == "mkdtemp":
-            found = former(*arguments, **more)
+            created = former(*arguments, **more)
         monkeypatch.setattr(where, moment, former)
         remove_stale(str(tmp_path), PREFIX)
         swept.extend(os.listdir(tmp_path))
-        return found if moment == "mkdtemp" else former(*arguments, **more)
+        return created if moment == "mkdtemp" else former(*arguments, **more)
 
     monkeypatch.setattr(where, moment, hurried)
     folder, lock = create(str(tmp_path), PREFIX)
@@ -199,7 +199,7 @@ def test_a_folder_removed_during_creation_is_created_again(
 
 
 def test_concurrent_creation_and_removal(tmp_path: Path) -> None:
-    found: list[tuple[str, int]] = []
+    created: list[tuple[str, int]] = []
     over = threading.Event()
 
     def sweeps() -> None:
@@ -207,7 +207,7 @@ def test_concurrent_creation_and_removal(tmp_path: Path) -> None:
             remove_stale(str(tmp_path), PREFIX)
 
     def makes() -> None:
-        found.extend(create(str(tmp_path), PREFIX) for _ in range(200))
+        created.extend(create(str(tmp_path), PREFIX) for _ in range(200))
 
     sweepers = [threading.Thread(target=sweeps) for _ in range(2)]
     makers = [threading.Thread(target=makes) for _ in range(2)]
@@ -218,7 +218,7 @@ def test_concurrent_creation_and_removal(tmp_path: Path) -> None:
     over.set()
     for thread in sweepers:
         thread.join()
-    assert all(os.path.isdir(folder) for folder, _ in found)
-    assert len({folder for folder, _ in found}) == 400
-    for _, lock in found:
+    assert all(os.path.isdir(folder) for folder, _ in created)
+    assert len({folder for folder, _ in created}) == 400
+    for _, lock in created:
         os.close(lock)

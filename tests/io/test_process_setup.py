@@ -97,14 +97,14 @@ async def test_child_processes_start_with_default_signals(hostile: None, tmp_pat
     `spawn`.
     """
     (tmp_path / "shows.py").write_text("print(open('/proc/self/status').read())\n")
-    gone = asyncio.Event()
+    ended = asyncio.Event()
     child = spawn(
         name="shows",
         module="shows",
         log=tmp_path / "log",
         env={"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
         on_frame=lambda _: None,
-        on_gone=lambda _: gone.set(),
+        on_gone=lambda _: ended.set(),
     )
     await child.gone()
     blocked, ignored = sets((tmp_path / "log").read_text())
@@ -116,8 +116,8 @@ async def test_child_processes_start_with_default_signals(hostile: None, tmp_pat
 async def test_programs_in_a_sandbox_start_with_default_signals(hostile: None, name: str) -> None:
     async with opened(name) as backend:
         sandbox = await backend.start(SPEC)
-        found = await sandbox.exec(SHOW)
-        assert sets(found.stdout.decode()) == (set(), set())
+        result = await sandbox.exec(SHOW)
+        assert sets(result.stdout.decode()) == (set(), set())
         await sandbox.stop()
 
 

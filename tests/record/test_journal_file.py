@@ -82,15 +82,15 @@ def test_journal_cut_at_any_byte_opens_as_its_complete_records(
     for cut in range(len(content) + 1):
         for filler in (b"", b"\0" * 40):  # a lost end, and one that was allocated but never written
             path.write_bytes(content[:cut] + filler)
-            whole = sum(end <= cut for end in ends[1:])
-            assert read(path) == SAMPLE[:whole]
+            complete = sum(end <= cut for end in ends[1:])
+            assert read(path) == SAMPLE[:complete]
             assert JournalReader[Event](path, Event).snapshot() == (
                 snapshot if cut >= begin else None
             )
             with JournalWriter(path) as writer:
-                assert writer.size == (ends[whole] if cut >= begin else HEADER.size)
+                assert writer.size == (ends[complete] if cut >= begin else HEADER.size)
                 writer.append(9.0, StopRequested())
-            assert read(path) == [*SAMPLE[:whole], (9.0, StopRequested())]
+            assert read(path) == [*SAMPLE[:complete], (9.0, StopRequested())]
 
 
 def test_flipped_byte_is_reported_with_a_remedy(tmp_path: Path) -> None:

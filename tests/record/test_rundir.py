@@ -50,17 +50,17 @@ def test_deleted_lock_file_admits_no_other_controller(
     tmp_path: Path, tamper: object, resume: bool
 ) -> None:
     assert callable(tamper)
-    made = config(tmp_path)
-    with RunDir.claim(made, resume=False) as run:
-        run.write_config(made)
+    run_config = config(tmp_path)
+    with RunDir.claim(run_config, resume=False) as run:
+        run.write_config(run_config)
         tamper(run.lock)
         with pytest.raises(ConfigError, match="in use by another controller"):
-            RunDir.claim(made, resume=resume)
-    RunDir.claim(made, resume=True).release()
+            RunDir.claim(run_config, resume=resume)
+    RunDir.claim(run_config, resume=True).release()
 
 
 def test_lock_ends_with_its_process(tmp_path: Path) -> None:
-    made = config(tmp_path)
+    run_config = config(tmp_path)
     command = [sys.executable, "-c", HOLDER, CONFIG.replace("[run]", f'[run]\ndir = "{tmp_path}"')]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -69,10 +69,10 @@ def test_lock_ends_with_its_process(tmp_path: Path) -> None:
         assert holder.stdout.readline() == "held\n"
         (tmp_path / "run" / "lock").unlink()
         with pytest.raises(ConfigError, match="in use by another controller, process unknown"):
-            RunDir.claim(made, resume=False)
+            RunDir.claim(run_config, resume=False)
         holder.kill()
         holder.wait()
-    RunDir.claim(made, resume=False).release()
+    RunDir.claim(run_config, resume=False).release()
 
 
 def test_file_lock_suffices_if_directories_cannot_be_locked(
@@ -87,19 +87,19 @@ def test_file_lock_suffices_if_directories_cannot_be_locked(
         real(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    made = config(tmp_path)
+    run_config = config(tmp_path)
     with (
-        RunDir.claim(made, resume=False),
+        RunDir.claim(run_config, resume=False),
         pytest.raises(ConfigError, match="in use by another controller"),
     ):
-        RunDir.claim(made, resume=False)
-    RunDir.claim(made, resume=False).release()
+        RunDir.claim(run_config, resume=False)
+    RunDir.claim(run_config, resume=False).release()
 
 
 def test_lock_is_retaken_if_the_file_was_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = config(tmp_path)
+    run_config = config(tmp_path)
     real, replaced = fcntl.flock, []
 
     def flock(fd: int, operation: int) -> None:
@@ -109,7 +109,7 @@ def test_lock_is_retaken_if_the_file_was_replaced(
             replace(tmp_path / "run" / "lock")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with RunDir.claim(made, resume=False) as run:
+    with RunDir.claim(run_config, resume=False) as run:
         assert replaced
         assert run.lock.read_text() == f"{os.getpid()}\n"
 
@@ -133,9 +133,9 @@ def tree(directory: Path) -> list[str]:
 def test_directory_in_place_of_a_file_is_reported_and_nothing_changes(
     tmp_path: Path, name: str
 ) -> None:
-    made = config(tmp_path)
-    with RunDir.claim(made, resume=False) as run:
-        run.write_config(made)
+    run_config = config(tmp_path)
+    with RunDir.claim(run_config, resume=False) as run:
+        run.write_config(run_config)
     run.lock.unlink()
     (run.path / name).mkdir(parents=True)
     before = tree(run.path)
@@ -144,25 +144,25 @@ def test_directory_in_place_of_a_file_is_reported_and_nothing_changes(
         match=rf"^{run.path / name} must be a file, got a directory; "
         r"move it away$",
     ):
-        RunDir.claim(made, resume=True)
+        RunDir.claim(run_config, resume=True)
     assert tree(run.path) == before
     if name != "lock":
-        RunDir.claim(made, resume=True, to_clear=True).release()
+        RunDir.claim(run_config, resume=True, to_clear=True).release()
 
 
 @pytest.mark.parametrize("name", ["trajectories", "checkpoints", "logs"])
 def test_file_in_place_of_a_directory_is_reported(tmp_path: Path, name: str) -> None:
-    made = config(tmp_path)
+    run_config = config(tmp_path)
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
-    run.write_config(made)
+    run.write_config(run_config)
     (run.path / name).touch()
     with pytest.raises(
         ConfigError,
         match=rf"^{run.path / name} must be a directory, got a file; "
         r"move it away$",
     ):
-        RunDir.claim(made, resume=True)
+        RunDir.claim(run_config, resume=True)
 
 
 @pytest.mark.parametrize("name", ["", "journal.bin", "logs/e0.log"])
@@ -170,9 +170,9 @@ def test_unwritable_paths_are_reported_and_nothing_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Permissions do not stop the superuser, so the system call is replaced."""
-    made = config(tmp_path)
-    with RunDir.claim(made, resume=False) as run:
-        run.write_config(made)
+    run_config = config(tmp_path)
+    with RunDir.claim(run_config, resume=False) as run:
+        run.write_config(run_config)
     run.lock.unlink()
     refused = run.path / name
     if name:
@@ -187,7 +187,7 @@ def test_unwritable_paths_are_reported_and_nothing_changes(
         match=rf"^{refused} must be {what} to write to, got one that "
         r"is read-only or whose",
     ):
-        RunDir.claim(made, resume=True)
+        RunDir.claim(run_config, resume=True)
     assert tree(run.path) == before
 
 

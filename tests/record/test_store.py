@@ -76,9 +76,13 @@ def test_appended_attempts_are_read_with_their_scores(tmp_path: Path) -> None:
         assert store.get([TrajectoryId("g0.0")]) == [record.trajectory]
         assert store.scored_attempt(TrajectoryId("g0.0")) is None
         store.score(scored("g0.0", reward=0.5))
-        (found,) = store.get([TrajectoryId("g0.0")])
-        assert (found.reward, found.success, found.timing.eval_s) == (0.5, True, 0.125)
-        assert found.sequences == record.trajectory.sequences
+        (trajectory,) = store.get([TrajectoryId("g0.0")])
+        assert (trajectory.reward, trajectory.success, trajectory.timing.eval_s) == (
+            0.5,
+            True,
+            0.125,
+        )
+        assert trajectory.sequences == record.trajectory.sequences
         assert store.scored_attempt(TrajectoryId("g0.0")) == 0
 
 
@@ -86,8 +90,8 @@ def test_a_failed_score_replaces_the_stop_reason(tmp_path: Path) -> None:
     with TrajectoryStore(tmp_path) as store:
         store.append(ended("g0.0"))
         store.score(scored("g0.0", reward=None))
-        (found,) = store.get([TrajectoryId("g0.0")])
-        assert (found.stop_reason, found.reward, found.error) == (
+        (trajectory,) = store.get([TrajectoryId("g0.0")])
+        assert (trajectory.stop_reason, trajectory.reward, trajectory.error) == (
             StopReason.REWARD_ERROR,
             None,
             "raised",
@@ -126,11 +130,11 @@ def test_the_reader_sees_every_attempt_with_its_own_score(tmp_path: Path) -> Non
         store.score(scored("g0.0", attempt=1))
     assert len(list(tmp_path.glob("*.bin"))) == 5
     reader = TrajectoryReader(tmp_path)
-    found = [
+    attempts = [
         (entry.trajectory_id, entry.attempt, entry.score and entry.score.reward)
         for entry in reader.entries
     ]
-    assert found == [("g0.0", 0, None), ("g0.0", 1, 1.0), ("g0.1", 0, None)]
+    assert attempts == [("g0.0", 0, None), ("g0.0", 1, 1.0), ("g0.1", 0, None)]
     assert reader.load(reader.entries[2]).stop_reason is StopReason.ENV_HANG
 
 
@@ -141,7 +145,8 @@ def test_reopened_store_continues(tmp_path: Path) -> None:
     with TrajectoryStore(tmp_path, segment_bytes=1) as store:
         store.append(ended("g0.1", tokens=(7, 8)))
         assert [
-            found.reward for found in store.get([TrajectoryId("g0.0"), TrajectoryId("g0.1")])
+            trajectory.reward
+            for trajectory in store.get([TrajectoryId("g0.0"), TrajectoryId("g0.1")])
         ] == [1.0, None]
 
 
@@ -176,7 +181,7 @@ def test_every_flipped_byte_is_reported_and_nothing_is_removed(tmp_path: Path) -
         for name in ("a", "b", "c", "d"):
             store.append(ended(name))
             store.score(scored(name))
-        whole = store.get(store.ids())
+        original = store.get(store.ids())
     segments = sorted(tmp_path.glob("*.bin"))
     assert len(segments) >= 2
     for path in (segments[0], segments[-1]):
@@ -186,18 +191,18 @@ def test_every_flipped_byte_is_reported_and_nothing_is_removed(tmp_path: Path) -
                 damaged = bytearray(content)
                 damaged[position] ^= flip
                 path.write_bytes(damaged)
-                said = ""
+                message = ""
                 try:
                     with TrajectoryStore(tmp_path, segment_bytes=300) as store:
-                        assert store.get(store.ids()) == whole, (
+                        assert store.get(store.ids()) == original, (
                             f"{path.name} differs at byte {position}, which is no padding"
                         )
                 except CorruptJournalError as error:
-                    said = str(error)
+                    message = str(error)
                 assert (
-                    not said
-                    or f"`mv {path} {path}.damaged`" in said
-                    or f"{path}: schema version must be" in said
+                    not message
+                    or f"`mv {path} {path}.damaged`" in message
+                    or f"{path}: schema version must be" in message
                 )
                 assert path.read_bytes() == damaged
         path.write_bytes(content)
@@ -241,10 +246,10 @@ def test_unneeded_segments_are_deleted(tmp_path: Path) -> None:
     with TrajectoryStore(tmp_path, segment_bytes=1) as store:  # a segment a record
         for name in "abcdef":
             store.append(ended(name))
-        (kept,) = store.find([TrajectoryId("b")])
+        (remaining,) = store.find([TrajectoryId("b")])
         store.forget([TrajectoryId(name) for name in "abcf"])
-        store.discard({kept.segment})
-        assert store.read([kept])[0].id == "b"
+        store.discard({remaining.segment})
+        assert store.read([remaining])[0].id == "b"
         assert sorted(int(path.stem) for path in tmp_path.glob("*.bin")) == [1, 3, 4, 5]
         store.forget(store.ids())
         store.discard(set())
@@ -280,30 +285,30 @@ def test_reopened_store_has_all_unforgotten_trajectories(
     in any order.
     """
     directory = tmp_path_factory.mktemp("store")
-    store, known = (
+    store, expected = (
         TrajectoryStore(directory, segment_bytes=400),
         dict[str, tuple[int, float | None]](),
     )
     for step, number in steps:
         name = TrajectoryId(str(number))
         if step == "a":
-            attempt = known[name][0] + 1 if name in known else 0
+            attempt = expected[name][0] + 1 if name in expected else 0
             store.append(ended(name, attempt=attempt))
-            known[name] = (attempt, None)
-        elif step == "s" and name in known:
-            store.score(scored(name, attempt=known[name][0], reward=float(number)))
-            known[name] = (known[name][0], float(number))
+            expected[name] = (attempt, None)
+        elif step == "s" and name in expected:
+            store.score(scored(name, attempt=expected[name][0], reward=float(number)))
+            expected[name] = (expected[name][0], float(number))
         elif step == "f":
             store.forget([name])
-            known.pop(name, None)
+            expected.pop(name, None)
         elif step == "r":
             store.discard(set())
         elif step == "o":
             store.close()
             store = TrajectoryStore(directory, segment_bytes=400)
             # as a core says that was restored
-            store.forget([one for one in store.ids() if one not in known])
-        assert {one.id: (one.attempt, one.reward) for one in store.get(store.ids())} == known
+            store.forget([one for one in store.ids() if one not in expected])
+        assert {one.id: (one.attempt, one.reward) for one in store.get(store.ids())} == expected
     store.close()
 
 
@@ -339,16 +344,16 @@ def test_truncation_keeps_exactly_the_complete_records(
     cut = data.draw(st.integers(0, ends[-1]))
     with path.open("r+b") as file:
         file.truncate(cut)
-    whole = sum(end <= cut for end in ends)
+    complete = sum(end <= cut for end in ends)
     with TrajectoryStore(directory) as store:
-        assert len(store) == whole
+        assert len(store) == complete
         assert store.torn == cut - max(
             [0 if cut < HEADER.size else HEADER.size, *(end for end in ends if end <= cut)]
         )
         store.append(ended("fresh", tokens=(9, 9)))
     reader = TrajectoryReader(directory)
     assert [entry.trajectory_id for entry in reader.entries] == [
-        f"g0.{number}" for number in range(whole)
+        f"g0.{number}" for number in range(complete)
     ] + ["fresh"]
     for number, entry in enumerate(reader.entries[:-1]):
         assert reader.load(entry).sequences[0].tokens == tuple(range(sizes[number]))

@@ -249,7 +249,7 @@ class Harness:
         self.store = store
         self.provider = ScriptedEnvProvider(script or Script())
         self.engine = OneWordEngine()
-        self.engine_gone = False
+        self.engine_missing = False
         self.events: list[Event] = []
         self.on_post: Callable[[Event], None] = lambda event: None
         self.tasks: set[asyncio.Task[None]] = set()
@@ -259,7 +259,7 @@ class Harness:
         self._posted = asyncio.Event()
         self.pipeline = Pipeline(
             make_episode=make or self._episode,
-            engine=lambda _: None if self.engine_gone else self.engine,
+            engine=lambda _: None if self.engine_missing else self.engine,
             store=store,
             post=self._post,
             spawn=self._spawn,

@@ -94,7 +94,7 @@ class Played:
         default=lambda: _value(Score(reward=2.0, success=True))
     )
     on_error: Callable[[Exception], Awaitable[Any]] = nothing
-    kept: Any = field(default_factory=lambda: {"patch": "+1"})
+    result: Any = field(default_factory=lambda: {"patch": "+1"})
 
     async def init(self, job: Job) -> None:
         self.log.append("init")
@@ -115,23 +115,23 @@ class Played:
         self.log.append("kill")
 
     async def init_exception(self, error: Exception) -> Any:
-        return await self._told("init", error)
+        return await self._record("init", error)
 
     async def run_exception(self, error: Exception) -> Any:
-        return await self._told("run", error)
+        return await self._record("run", error)
 
     async def eval_exception(self, error: Exception) -> Any:
-        return await self._told("eval", error)
+        return await self._record("eval", error)
 
-    async def _told(self, stage: str, error: Exception) -> Any:
+    async def _record(self, stage: str, error: Exception) -> Any:
         self.log.append(f"{stage} failed: {type(error).__name__}")
         return await self.on_error(error)
 
     def final_result(self) -> Any:
         self.log.append("result")
-        if isinstance(self.kept, BaseException):
-            raise self.kept
-        return self.kept
+        if isinstance(self.result, BaseException):
+            raise self.result
+        return self.result
 
 
 async def reached(condition: Callable[[], bool]) -> None:
@@ -152,9 +152,9 @@ def store(tmp_path: Path) -> Iterator[TrajectoryStore]:
 
 @pytest.fixture
 async def listener() -> AsyncIterator[GatewayListener]:
-    made = GatewayListener(CODEC, model="test")
-    yield made
-    await made.close()
+    stage_ = GatewayListener(CODEC, model="test")
+    yield stage_
+    await stage_.close()
     for over in STUBBORN:
         over.set_result(None)
     STUBBORN.clear()
@@ -179,9 +179,9 @@ def harness(
     return Harness(store, make=make, **limits)
 
 
-async def ended(made: Harness, store: TrajectoryStore) -> tuple[TrajectoryEnded, Trajectory]:
+async def ended(stage_: Harness, store: TrajectoryStore) -> tuple[TrajectoryEnded, Trajectory]:
     """Play until the attempt's RUN is over; check that no task is left."""
-    over = await made.play()
+    over = await stage_.play()
     return over, store.get([TRAJECTORY])[0]
 
 
@@ -194,8 +194,8 @@ async def test_names_a_first_prompt_that_does_not_fit(
     async def ask(agent: Agent) -> None:
         await agent.chat([prompt])
 
-    made = harness(store, listener, Played(on_run=ask), max_tokens=50)
-    over = await made.play()
+    stage_ = harness(store, listener, Played(on_run=ask), max_tokens=50)
+    over = await stage_.play()
     assert over.stop_reason is StopReason.ENV_ERROR
     assert over.error.startswith(
         "the first prompt does not fit into max_tokens: messages must leave room in a context of 50"
@@ -211,11 +211,11 @@ async def test_a_handler_sees_that_a_turn_was_cut(
         replies.append(await agent.chat([GO]))
         replies.append(await agent.chat([GO, replies[0], ON], max_tokens=2))
 
-    made = harness(store, listener, Played(on_run=listen), max_turn_tokens=4)
-    made.engine.answer = engine_result("righ", finish=FinishReason.LENGTH)
-    _, trajectory = await ended(made, store)
+    stage_ = harness(store, listener, Played(on_run=listen), max_turn_tokens=4)
+    stage_.engine.answer = engine_result("righ", finish=FinishReason.LENGTH)
+    _, trajectory = await ended(stage_, store)
     assert [message.finish_reason for message in replies] == ["length", "length"]
-    cut = [event.cut for event in made.events if isinstance(event, TurnDone)]
+    cut = [event.cut for event in stage_.events if isinstance(event, TurnDone)]
     assert cut == [True, False], "the second limit is the handler's"
     (sequence,) = trajectory.sequences
     assert [span.finish_reason for span in sequence.turns] == ["length", "length"]
@@ -223,13 +223,13 @@ async def test_a_handler_sees_that_a_turn_was_cut(
 
 async def test_a_complete_attempt(store: TrajectoryStore, listener: GatewayListener) -> None:
     handler = Played()
-    made = harness(store, listener, handler)
-    over, trajectory = await ended(made, store)
+    stage_ = harness(store, listener, handler)
+    over, trajectory = await ended(stage_, store)
     assert (over.stop_reason, over.turns) == (StopReason.FINISHED, 2)
     kinds = [EnvReady, TurnRequested, TurnDone, TurnRequested, TurnDone, TrajectoryEnded]
-    assert [type(event) for event in made.events] == kinds
-    made.eval()
-    ready = await made.until(RewardReady)
+    assert [type(event) for event in stage_.events] == kinds
+    stage_.eval()
+    ready = await stage_.until(RewardReady)
     assert (ready.reward, ready.success) == (2.0, True)
     (trajectory,) = store.get([TRAJECTORY])
     assert json.loads(trajectory.result) == {"patch": "+1"}
@@ -242,8 +242,8 @@ async def test_a_complete_attempt(store: TrajectoryStore, listener: GatewayListe
     ] * 2
     assert sequence.versions() == (3, 3)
     assert handler.log == ["init", "run", "close", "eval", "result"]
-    await made.idle()
-    assert made.pipeline.active_attempts == 0
+    await stage_.idle()
+    assert stage_.pipeline.active_attempts == 0
 
 
 async def test_a_rewritten_context_and_a_second_agent_open_sequences(
@@ -253,8 +253,8 @@ async def test_a_rewritten_context_and_a_second_agent_open_sequences(
         first = await agent.chat([GO])
         await asyncio.gather(agent.chat([ON]), agent.chat([GO, first, ON]), agent.chat([GO]))
 
-    made = harness(store, listener, Played(on_run=run))
-    over, trajectory = await ended(made, store)
+    stage_ = harness(store, listener, Played(on_run=run))
+    over, trajectory = await ended(stage_, store)
     assert (over.stop_reason, over.turns) == (StopReason.FINISHED, 4)
     outputs = [turn for sequence in trajectory.sequences for turn in sequence.turns]
     assert (len(trajectory.sequences), len(outputs)) == (3, 4)
@@ -263,9 +263,9 @@ async def test_a_rewritten_context_and_a_second_agent_open_sequences(
 async def test_seeds_differ_by_turn_and_attempt(
     store: TrajectoryStore, listener: GatewayListener
 ) -> None:
-    made = harness(store, listener, Played)
-    await made.play()
-    seeds = [request.sampling.seed for request in made.engine.requests]
+    stage_ = harness(store, listener, Played)
+    await stage_.play()
+    seeds = [request.sampling.seed for request in stage_.engine.requests]
     assert len(set(seeds)) == 2
 
 
@@ -289,12 +289,12 @@ async def test_a_stage_that_raises(
     def fails() -> Any:
         raise error
 
-    made = harness(store, listener, fails if stage == "make" else handler)
-    over = await made.play()
+    stage_ = harness(store, listener, fails if stage == "make" else handler)
+    over = await stage_.play()
     if stage == "eval":
         assert over.stop_reason is StopReason.FINISHED
-        made.eval()
-        failed = await made.until(RewardFailed)
+        stage_.eval()
+        failed = await stage_.until(RewardFailed)
         assert failed.stop_reason is StopReason.REWARD_ERROR
         text = failed.error
     else:
@@ -305,7 +305,7 @@ async def test_a_stage_that_raises(
         assert any(line.startswith(f"{stage} failed: ") for line in handler.log)
         assert "close" in handler.log
         assert "result" in handler.log
-    await made.idle()
+    await stage_.idle()
 
 
 @pytest.mark.parametrize("stage", ["init", "run", "eval"])
@@ -314,17 +314,17 @@ async def test_a_stage_that_hangs(
     store: TrajectoryStore, listener: GatewayListener, stage: str, how: Any
 ) -> None:
     handler = Played(**{f"on_{stage}": how})
-    made = harness(store, listener, handler, step_s=0.05)
-    over = await made.play()
+    stage_ = harness(store, listener, handler, step_s=0.05)
+    over = await stage_.play()
     if stage == "eval":
-        made.eval()
-        assert (await made.until(RewardFailed)).stop_reason is StopReason.REWARD_HANG
+        stage_.eval()
+        assert (await stage_.until(RewardFailed)).stop_reason is StopReason.REWARD_HANG
     else:
         assert (over.stop_reason, over.error) == (
             StopReason.ENV_HANG,
             f"{stage} did not answer within 0.05 s",
         )
-    await made.idle()
+    await stage_.idle()
 
 
 @pytest.mark.parametrize(
@@ -349,17 +349,17 @@ async def test_waiting_for_a_turn_is_not_active_time(
     store: TrajectoryStore, listener: GatewayListener
 ) -> None:
     """The interval between turns is limited, the wait for a turn is not."""
-    made = harness(store, listener, Played(), step_s=0.2)
-    made.init()
-    await made.until(EnvReady)
-    made.run()
-    await made.until(TurnRequested)
+    stage_ = harness(store, listener, Played(), step_s=0.2)
+    stage_.init()
+    await stage_.until(EnvReady)
+    stage_.run()
+    await stage_.until(TurnRequested)
     await asyncio.sleep(0.3)  # longer than a step may take: the turn queues
-    made.turn(0)
-    await made.until(TurnDone)
-    await made.until(TurnRequested, after=3)
-    made.turn(1)
-    over = await made.until(TrajectoryEnded)
+    stage_.turn(0)
+    await stage_.until(TurnDone)
+    await stage_.until(TurnRequested, after=3)
+    stage_.turn(1)
+    over = await stage_.until(TrajectoryEnded)
     assert isinstance(over, TrajectoryEnded)
     assert over.stop_reason is StopReason.FINISHED
     timing = store.get([TRAJECTORY])[0].timing
@@ -370,17 +370,17 @@ async def test_waiting_for_a_turn_is_not_active_time(
 async def test_the_budget_runs_out_in_a_stage(
     store: TrajectoryStore, listener: GatewayListener
 ) -> None:
-    made = harness(store, listener, Played(on_run=hang), time_s=0.05)
-    over = await made.play()
+    stage_ = harness(store, listener, Played(on_run=hang), time_s=0.05)
+    over = await stage_.play()
     assert (over.stop_reason, "ran out in run" in over.error) == (StopReason.TIME_BUDGET, True)
 
 
 async def test_the_budget_runs_out_in_a_turn(
     store: TrajectoryStore, listener: GatewayListener
 ) -> None:
-    made = harness(store, listener, Played())
-    made.engine.answer = engine_result("h", finish=FinishReason.TIME)
-    over = await made.play()
+    stage_ = harness(store, listener, Played())
+    stage_.engine.answer = engine_result("h", finish=FinishReason.TIME)
+    over = await stage_.play()
     assert over.stop_reason is StopReason.TIME_BUDGET
 
 
@@ -391,9 +391,9 @@ async def test_a_handler_cannot_ignore_a_stop(
         with contextlib.suppress(Exception, asyncio.CancelledError):
             await agent.chat([GO])
 
-    made = harness(store, listener, Played(on_run=run))
-    made.engine.answer = engine_result("h", finish=FinishReason.TIME)
-    assert (await made.play()).stop_reason is StopReason.TIME_BUDGET
+    stage_ = harness(store, listener, Played(on_run=run))
+    stage_.engine.answer = engine_result("h", finish=FinishReason.TIME)
+    assert (await stage_.play()).stop_reason is StopReason.TIME_BUDGET
 
 
 @pytest.mark.parametrize("lets_pass", [True, False])
@@ -412,12 +412,12 @@ async def test_turns_and_context_are_limited(
             if lets_pass:
                 raise
 
-    made = harness(store, listener, Played(on_run=run), max_turns=3)
-    over, trajectory = await ended(made, store)
+    stage_ = harness(store, listener, Played(on_run=run), max_turns=3)
+    over, trajectory = await ended(stage_, store)
     assert (over.stop_reason, over.turns) == (StopReason.MAX_TURNS, 3)
     assert trajectory.blame is Blame.AGENT
-    made = harness(store, listener, Played(on_run=run), max_turns=30, max_tokens=100)
-    over, trajectory = await ended(made, store)
+    stage_ = harness(store, listener, Played(on_run=run), max_turns=30, max_tokens=100)
+    over, trajectory = await ended(stage_, store)
     assert over.stop_reason is StopReason.MAX_TOKENS
     assert all(len(sequence.tokens) <= 100 for sequence in trajectory.sequences)
     assert len(reported) == 2
@@ -507,35 +507,35 @@ async def test_a_handler_may_attribute_a_failure_to_the_agent(
         raise ValueError("it broke its sandbox")
 
     handler = Played(on_run=run, on_error=lambda _: _value(Score(reward=-1.0, success=False)))
-    made = harness(store, listener, handler)
-    over = await made.play()
+    stage_ = harness(store, listener, handler)
+    over = await stage_.play()
     assert over.stop_reason is StopReason.FINISHED
-    made.eval()
-    ready = await made.until(RewardReady)
+    stage_.eval()
+    ready = await stage_.until(RewardReady)
     assert (ready.reward, ready.success) == (-1.0, False)
     assert "eval" not in handler.log
 
     handler = Played(on_eval=raising(ValueError("no verdict")), on_error=lambda _: _value(0.25))
-    made = harness(store, listener, handler)
-    await made.play()
-    made.eval()
-    assert (await made.until(RewardReady)).reward == 0.25
+    stage_ = harness(store, listener, handler)
+    await stage_.play()
+    stage_.eval()
+    assert (await stage_.until(RewardReady)).reward == 0.25
 
 
 @pytest.mark.parametrize("reward", [float("nan"), "much", None, Score(reward=float("inf"))])
 async def test_invalid_rewards(
     store: TrajectoryStore, listener: GatewayListener, reward: Any
 ) -> None:
-    made = harness(store, listener, Played(on_eval=lambda: _value(reward)))
-    await made.play()
-    made.eval()
-    failed = await made.until(RewardFailed)
+    stage_ = harness(store, listener, Played(on_eval=lambda: _value(reward)))
+    await stage_.play()
+    stage_.eval()
+    failed = await stage_.until(RewardFailed)
     assert failed.stop_reason is StopReason.REWARD_ERROR
     assert "eval" in failed.error
 
 
 @pytest.mark.parametrize(
-    "kept",
+    "result",
     [
         ValueError("no"),
         {"a": object()},
@@ -547,29 +547,29 @@ async def test_invalid_rewards(
     ],
 )
 async def test_an_invalid_result_costs_no_reward(
-    store: TrajectoryStore, listener: GatewayListener, kept: Any
+    store: TrajectoryStore, listener: GatewayListener, result: Any
 ) -> None:
-    made = harness(store, listener, Played(kept=kept))
-    await made.play()
-    made.eval()
-    await made.until(RewardReady)
+    stage_ = harness(store, listener, Played(result=result))
+    await stage_.play()
+    stage_.eval()
+    await stage_.until(RewardReady)
     trajectory = store.get([TRAJECTORY])[0]
     assert trajectory.reward == 2.0
     assert "final_result" in json.loads(trajectory.result)["error"]
 
 
 @pytest.mark.parametrize(
-    ("messages", "asked", "rule"), [([], None, "messages must"), ([GO], 0, "max_tokens must")]
+    ("messages", "max_tokens", "rule"), [([], None, "messages must"), ([GO], 0, "max_tokens must")]
 )
 async def test_refuses_invalid_chat_arguments(
     store: TrajectoryStore,
     listener: GatewayListener,
     messages: list[Message],
-    asked: int | None,
+    max_tokens: int | None,
     rule: str,
 ) -> None:
     async def run(agent: Agent) -> None:
-        await agent.chat(messages, max_tokens=asked)
+        await agent.chat(messages, max_tokens=max_tokens)
 
     over = await harness(store, listener, Played(on_run=run)).play()
     assert over.stop_reason is StopReason.ENV_ERROR
@@ -606,36 +606,36 @@ async def test_cancellation_at_any_await(
         "eval": {"on_eval": stay},
     }
     handler = Played(**stages.get(place, {}))
-    made = harness(store, listener, handler)
+    stage_ = harness(store, listener, handler)
     if place in ("tool", "eval"):
-        playing = asyncio.ensure_future(made.play())
+        playing = asyncio.ensure_future(stage_.play())
         if place == "eval":
             await playing
-            made.eval()
+            stage_.eval()
         await there.wait()
     else:
-        made.init()
+        stage_.init()
         if place == "init":
             await there.wait()
         else:
-            await made.until(EnvReady)
-            made.run()
-            await made.until(TurnRequested)
+            await stage_.until(EnvReady)
+            stage_.run()
+            await stage_.until(TurnRequested)
         if place == "turn":
-            made.engine.answer = None
-            made.turn(0)
-            await reached(lambda: made.engine.live == 1)
-    seen = len(made.events)
-    made.pipeline.cancel(
+            stage_.engine.answer = None
+            stage_.turn(0)
+            await reached(lambda: stage_.engine.live == 1)
+    seen = len(stage_.events)
+    stage_.pipeline.cancel(
         CancelTrajectory(trajectory_id=TRAJECTORY, attempt=0, reason=StopReason.CANCELLED)
     )
-    over = await made.until(TrajectoryEnded, after=seen)
+    over = await stage_.until(TrajectoryEnded, after=seen)
     assert isinstance(over, TrajectoryEnded)
     assert over.stop_reason is StopReason.CANCELLED
-    assert not any(isinstance(event, TurnWithdrawn) for event in made.events)
+    assert not any(isinstance(event, TurnWithdrawn) for event in stage_.events)
     assert "close" in handler.log
-    await made.idle()
-    assert (made.pipeline.active_attempts, made.engine.live) == (0, 0)
+    await stage_.idle()
+    assert (stage_.pipeline.active_attempts, stage_.engine.live) == (0, 0)
 
 
 # Agent programs.
@@ -655,8 +655,8 @@ async def test_an_agent_program_at_the_endpoint(
             assert first.choices[0].message.content == "hi"
         await agent.chat([GO, Message(role="assistant", content="hi"), ON])  # the same session
 
-    made = harness(store, listener, Played(on_run=run))
-    over, trajectory = await ended(made, store)
+    stage_ = harness(store, listener, Played(on_run=run))
+    over, trajectory = await ended(stage_, store)
     assert (over.stop_reason, over.turns) == (StopReason.FINISHED, 2)
     (sequence,) = trajectory.sequences
     kinds = [SegmentKind.PROMPT, SegmentKind.OUTPUT, SegmentKind.OBSERVATION, SegmentKind.OUTPUT]
@@ -672,16 +672,16 @@ async def test_an_abandoned_call_withdraws_its_turn(
                 await agent.chat([GO])
         await agent.chat([GO])
 
-    made = harness(store, listener, Played(on_run=run))
-    made.init()
-    await made.until(EnvReady)
-    made.run()
-    await made.until(TurnWithdrawn)  # nobody granted it
-    again = await made.until(TurnRequested, after=3)
+    stage_ = harness(store, listener, Played(on_run=run))
+    stage_.init()
+    await stage_.until(EnvReady)
+    stage_.run()
+    await stage_.until(TurnWithdrawn)  # nobody granted it
+    again = await stage_.until(TurnRequested, after=3)
     assert isinstance(again, TurnRequested)
     assert again.turn == 1
-    made.turn(1)
-    over = await made.until(TrajectoryEnded)
+    stage_.turn(1)
+    over = await stage_.until(TrajectoryEnded)
     assert isinstance(over, TrajectoryEnded)
     assert (over.stop_reason, over.turns) == (StopReason.FINISHED, 1)
 
@@ -696,14 +696,14 @@ async def test_a_call_that_outlives_run_is_withdrawn_before_the_end(
         left.append(asyncio.create_task(agent.chat([ON])))
         await asyncio.sleep(0.01)
 
-    made = harness(store, listener, Played(on_run=run))
-    made.init()
-    await made.until(EnvReady)
-    made.run()
-    await made.until(TurnRequested)
-    made.turn(0)
-    await made.until(TrajectoryEnded)
-    kinds = [type(event) for event in made.events]
+    stage_ = harness(store, listener, Played(on_run=run))
+    stage_.init()
+    await stage_.until(EnvReady)
+    stage_.run()
+    await stage_.until(TurnRequested)
+    stage_.turn(0)
+    await stage_.until(TrajectoryEnded)
+    kinds = [type(event) for event in stage_.events]
     assert kinds[-3:] == [TurnRequested, TurnWithdrawn, TrajectoryEnded]
     assert (await asyncio.gather(*left, return_exceptions=True))[0] is not None
 
@@ -722,16 +722,16 @@ async def test_the_agent_refuses_calls_after_run(
         await agents[0].chat([ON])
         return Score(reward=1.0)
 
-    made = harness(store, listener, Played(on_run=run, on_eval=judge), step_s=0.1)
-    await made.play()
-    made.eval()
-    failed = await made.until(RewardFailed)
+    stage_ = harness(store, listener, Played(on_run=run, on_eval=judge), step_s=0.1)
+    await stage_.play()
+    stage_.eval()
+    failed = await stage_.until(RewardFailed)
     assert isinstance(failed, RewardFailed)
     assert (failed.stop_reason, failed.error) == (
         StopReason.REWARD_ERROR,
         f"eval: session must be open, got '{TRAJECTORY}-0', which is closed",
     )
-    assert len([event for event in made.events if isinstance(event, TurnRequested)]) == 1
+    assert len([event for event in stage_.events if isinstance(event, TurnRequested)]) == 1
 
 
 async def test_a_session_closes_with_its_attempt(
@@ -762,12 +762,12 @@ async def test_text_of_a_handler_is_made_valid(
     async def run(agent: Agent) -> None:
         await agent.chat([Message(role="user", content=SURROGATE, name=SURROGATE)])
 
-    made = harness(
-        store, listener, Played(on_run=run, kept={SURROGATE: [SURROGATE], "deep": nested(99)})
+    stage_ = harness(
+        store, listener, Played(on_run=run, result={SURROGATE: [SURROGATE], "deep": nested(99)})
     )
-    assert (await made.play()).stop_reason is StopReason.FINISHED
-    made.eval()
-    await made.until(RewardReady)
+    assert (await stage_.play()).stop_reason is StopReason.FINISHED
+    stage_.eval()
+    await stage_.until(RewardReady)
     (trajectory,) = store.get([TRAJECTORY])
     assert json.loads(trajectory.result)["\ufffd"] == ["\ufffd"]
     trajectory.result.encode()
@@ -777,7 +777,7 @@ async def test_text_of_a_handler_is_made_valid(
 async def test_an_error_of_a_handler_is_made_valid(
     store: TrajectoryStore, listener: GatewayListener, stage: str
 ) -> None:
-    made = harness(store, listener, Played(**{stage: raising(OSError(SURROGATE))}))  # type: ignore[arg-type]
-    ended = await made.play()
+    stage_ = harness(store, listener, Played(**{stage: raising(OSError(SURROGATE))}))  # type: ignore[arg-type]
+    ended = await stage_.play()
     assert "raised OSError: \ufffd" in ended.error
     ended.error.encode()

@@ -94,16 +94,16 @@ def test_deltas_in_any_order_are_a_prefix_or_nothing(reported: list[tuple[int, i
     """Deltas may be lost, repeated or reordered: once one does not begin where the last
     one ended, nothing can be resumed.
     """
-    known, versions, broken = PartialTurn(), list[int](), False
+    partial_turn, versions, broken = PartialTurn(), list[int](), False
     for start, count, version in reported:
         end = min(start + count, len(TRUTH))
         broken = broken or start != len(versions)
-        known.append(delta(start, end, version=version, generate_s=0.0))
+        partial_turn.append(delta(start, end, version=version, generate_s=0.0))
         if not broken:
             versions += [version] * (end - start)
-        output = known.partial
+        output = partial_turn.partial
         if broken or not versions:
-            assert (output, len(known)) == (None, 0)
+            assert (output, len(partial_turn)) == (None, 0)
         else:
             assert output is not None
             assert output.tokens == TRUTH[: len(versions)]
@@ -129,16 +129,16 @@ def test_deltas_in_any_order_are_a_prefix_or_nothing(reported: list[tuple[int, i
     ],
 )
 def test_an_inconsistent_delta_discards_the_partial_turn(changes: dict[str, Any]) -> None:
-    known = PartialTurn()
-    known.append(delta(0, 2))
-    known.append(delta(2, 4, **changes))
-    assert known.partial is None
-    known.append(delta(2, 4))
-    assert known.partial is None, "what is broken stays so"
+    partial_turn = PartialTurn()
+    partial_turn.append(delta(0, 2))
+    partial_turn.append(delta(2, 4, **changes))
+    assert partial_turn.partial is None
+    partial_turn.append(delta(2, 4))
+    assert partial_turn.partial is None, "what is broken stays so"
 
 
 @pytest.mark.parametrize(
-    ("answer", "kept"),
+    ("answer", "kept_tokens"),
     [
         (result(7), 7),
         (result(4), 4),
@@ -154,12 +154,12 @@ def test_an_inconsistent_delta_discards_the_partial_turn(changes: dict[str, Any]
     ],
 )
 def test_the_answer_to_an_abort_replaces_the_partial_turn_or_discards_it(
-    answer: GenerateResult, kept: int
+    answer: GenerateResult, kept_tokens: int
 ) -> None:
-    known = PartialTurn(partial(2))
-    known.append(delta(2, 4))
-    known.finish(answer)
-    assert known.partial == (partial(kept) if kept else None)
+    partial_turn = PartialTurn(partial(2))
+    partial_turn.append(delta(2, 4))
+    partial_turn.finish(answer)
+    assert partial_turn.partial == (partial(kept_tokens) if kept_tokens else None)
 
 
 # Turns, with an engine whose every word a test decides.
@@ -362,9 +362,9 @@ async def test_after_any_answer_to_an_abort_the_turn_resumes_or_restarts(how: st
     else:
         future.set_result(result(7, tokens=tuple(range(7))))
     await settle()
-    kept = 4 if how in ("lost", "cancelled") else 0
-    assert second.resumed == (partial(kept) if kept else None)
-    await finished(stage, second, kept)
+    kept_tokens = 4 if how in ("lost", "cancelled") else 0
+    assert second.resumed == (partial(kept_tokens) if kept_tokens else None)
+    await finished(stage, second, kept_tokens)
 
 
 async def test_a_restarted_turn_does_not_wait_for_the_abort() -> None:
@@ -392,23 +392,25 @@ async def test_an_abort_cancels_a_waiting_start() -> None:
     await finished(stage, first, 7)
 
 
-@pytest.mark.parametrize("asks", [False, True])
-async def test_an_answer_that_crosses_an_abort_is_repeated(asks: bool) -> None:
+@pytest.mark.parametrize("requests_again", [False, True])
+async def test_an_answer_that_crosses_an_abort_is_repeated(requests_again: bool) -> None:
     """So is the attempt's next request, if any: the core has received neither."""
     stage, first, second = await streaming_turn()
     first.calls[0][1].set_result(result(20, finish=FinishReason.LENGTH))
     assert stage.task is not None
     await stage.task
-    if asks:
+    if requests_again:
         following = asyncio.get_running_loop().create_task(stage.turns.turn(1, PROMPT, Sampling()))
         await settle()
     stage.abort("e0", 0)
     stage.events.clear()
     stage.start("e1", 1, resume=True)
     assert second.calls == []
-    assert [type(event) for event in stage.events] == [TurnDone, TurnRequested][: 1 + asks]
+    assert [type(event) for event in stage.events] == [TurnDone, TurnRequested][
+        : 1 + requests_again
+    ]
     assert (stage.events[0].dispatch, stage.events[0].output_tokens) == (1, 20)  # type: ignore[union-attr]
-    if asks:
+    if requests_again:
         assert stage.events[1].turn == 1  # type: ignore[union-attr]
         following.cancel()
         await asyncio.wait({following})
@@ -438,7 +440,7 @@ async def test_a_refused_turn_restarts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "kept"),
+    ("answer", "kept_tokens"),
     [
         (result(9), 9),  # aborted by itself
         (
@@ -449,7 +451,9 @@ async def test_a_refused_turn_restarts() -> None:
         (result(20, finish=FinishReason.LENGTH, resumed_tokens=4, version=-1), 0),
     ],
 )
-async def test_an_inconsistent_answer_fails_the_turn(answer: GenerateResult, kept: int) -> None:
+async def test_an_inconsistent_answer_fails_the_turn(
+    answer: GenerateResult, kept_tokens: int
+) -> None:
     stage, first, second = await streaming_turn()
     first.calls[0][1].set_exception(EngineLostError("killed"))
     await settle()
@@ -458,18 +462,18 @@ async def test_an_inconsistent_answer_fails_the_turn(answer: GenerateResult, kep
     await settle()
     assert len(stage.of(TurnFailed)) == 1
     stage.start("e0", 2, resume=True)
-    assert first.resumed == (partial(kept) if kept else None)
-    await finished(stage, first, kept)
+    assert first.resumed == (partial(kept_tokens) if kept_tokens else None)
+    await finished(stage, first, kept_tokens)
 
 
 async def test_a_missing_engine_fails_the_dispatch_and_keeps_the_partial_turn() -> None:
     stage, first, second = await streaming_turn()
     first.calls[0][1].set_exception(EngineLostError("killed"))
     await settle()
-    gone = stage.engines.pop("e1")
+    removed = stage.engines.pop("e1")
     stage.start("e1", 1, resume=True)
     assert [failed.error for failed in stage.of(TurnFailed)] == ["the engine is gone"]
-    stage.engines["e1"] = gone
+    stage.engines["e1"] = removed
     stage.start("e1", 2, resume=True)
     assert second.resumed == partial(4)
     await finished(stage, second, 4)
@@ -561,7 +565,7 @@ async def engine_of(tmp_path: Path) -> AsyncIterator[Callable[[str], EngineClien
     spec = EngineSpec(id=EngineId("e"), model=model, kv_tokens=4096, deterministic=True, version=3)
     ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     ready.set_result(None)
-    made: list[EngineClient] = []
+    clients: list[EngineClient] = []
 
     def start(kind: str) -> EngineClient:
         if kind == "process":
@@ -571,11 +575,11 @@ async def engine_of(tmp_path: Path) -> AsyncIterator[Callable[[str], EngineClien
             )
         else:
             link = in_thread(spec, real_loop(), model_ready=ready)
-        made.append(EngineClient(f"engine {len(made)}", link, start_s=60.0, reply_s=60.0))
-        return made[-1]
+        clients.append(EngineClient(f"engine {len(clients)}", link, start_s=60.0, reply_s=60.0))
+        return clients[-1]
 
     yield start
-    for client in made:
+    for client in clients:
         await client.close()
 
 
@@ -622,7 +626,7 @@ async def test_a_turn_resumed_after_losses_equals_the_uninterrupted_one(
     stage = Stage()
     stage.ask(sampling)
     await settle()
-    kept = 0
+    kept_tokens = 0
     for number, client in enumerate(doomed):
         watched = Watched(client, number + 1)
         stage.engines["e0"] = watched
@@ -636,8 +640,8 @@ async def test_a_turn_resumed_after_losses_equals_the_uninterrupted_one(
             stage.abort("e0", number)
         await settle()
         assert stage.turns._open is not None
-        assert kept < len(stage.turns._open.partial_turn) < LONG
-        kept = len(stage.turns._open.partial_turn)
+        assert kept_tokens < len(stage.turns._open.partial_turn) < LONG
+        kept_tokens = len(stage.turns._open.partial_turn)
     stage.engines["e1"] = Watched(last, 1000)
     stage.start("e1", 2, resume=True)
     assert stage.task is not None
@@ -648,7 +652,7 @@ async def test_a_turn_resumed_after_losses_equals_the_uninterrupted_one(
         complete.finish,
     )
     assert answer.versions == complete.versions == (VersionSpan(start=0, end=LONG, version=3),)
-    assert kept <= answer.resumed_tokens < LONG
+    assert kept_tokens <= answer.resumed_tokens < LONG
     (done,) = stage.of(TurnDone)
     assert (done.output_tokens, done.dispatch) == (LONG, 2)
     assert spans_cover(answer.versions, LONG)

@@ -331,10 +331,10 @@ async def test_a_missing_engine_fails_the_turn_but_a_lost_one_does_not(
     for _ in range(3):  # the answer's way through the callbacks
         await asyncio.sleep(0)
     assert not any(isinstance(event, TurnFailed) for event in harness.events)
-    harness.engine_gone = True
+    harness.engine_missing = True
     harness.turn(0, 1)
     assert (await harness.until(TurnFailed)).error == "the engine is gone"
-    harness.engine_gone, harness.engine.answer = False, "hi"
+    harness.engine_missing, harness.engine.answer = False, "hi"
     harness.turn(0, 2)
     await harness.until(TurnDone)
     harness.pipeline.cancel(cancel())
@@ -350,8 +350,8 @@ async def test_an_aborted_turn_is_dispatched_again(store: TrajectoryStore) -> No
     harness.engine.answer = None
     harness.turn(0, 0)
     await reached(lambda: harness.engine.live == 1)
-    late = AbortTurn(trajectory_id=TRAJECTORY, attempt=0, turn=0, engine_id=ENGINE, dispatch=5)
-    harness.pipeline.abort_turn(late)
+    stale = AbortTurn(trajectory_id=TRAJECTORY, attempt=0, turn=0, engine_id=ENGINE, dispatch=5)
+    harness.pipeline.abort_turn(stale)
     await asyncio.sleep(0)
     assert harness.engine.live == 1  # another try is not touched
     harness.pipeline.abort_turn(
@@ -373,11 +373,11 @@ async def test_the_context_is_what_the_engine_has_processed(store: TrajectorySto
     harness = Harness(store)
     seen: list[tuple[int, ...] | None] = []
 
-    def look() -> None:
+    def check_context() -> None:
         seen.append(harness.pipeline.context_of(TRAJECTORY, 0))
 
     harness.on_post = lambda event: (
-        look() if isinstance(event, TurnDone | TurnRequested | TrajectoryEnded) else None
+        check_context() if isinstance(event, TurnDone | TurnRequested | TrajectoryEnded) else None
     )
     await harness.play()
     first, second = harness.engine.requests
@@ -408,12 +408,12 @@ async def test_a_new_rank_reaches_the_engine_of_the_turn(store: TrajectoryStore)
     harness.engine.answer = None
     harness.turn(0, 3)
     await reached(lambda: harness.engine.live == 1)
-    for late in ({"attempt": 1}, {"turn": 1}, {"dispatch": 2}):
-        rerank(**late)
-    harness.engine_gone = True
+    for stale in ({"attempt": 1}, {"turn": 1}, {"dispatch": 2}):
+        rerank(**stale)
+    harness.engine_missing = True
     rerank()
     assert harness.engine.ranks == []
-    harness.engine_gone = False
+    harness.engine_missing = False
     rerank()
     assert harness.engine.ranks == [(harness.engine.requests[0].id, 9.0)]
     harness.pipeline.cancel(cancel())
@@ -483,7 +483,7 @@ async def test_no_attempt_generates_beyond_its_cancellation(
 ) -> None:
     """This holds for any attempt, turn and dispatch, with partial turns kept or not."""
     rng = random.Random(seed)
-    attempt, turns, tries = rng.randrange(4), rng.randrange(4), rng.randrange(3)
+    attempt, turns, dispatches = rng.randrange(4), rng.randrange(4), rng.randrange(3)
     harness = Harness(
         store,
         Script(steps=[Step.of("on") for _ in range(5)]),
@@ -499,18 +499,20 @@ async def test_no_attempt_generates_beyond_its_cancellation(
         requests = len(harness.events)
         if turn < turns:
             harness.turn(turn, attempt=attempt)
-    for number in range(tries):
+    for number in range(dispatches):
         harness.engine.answer = EngineError("broken")
         harness.turn(turns, dispatch=number, attempt=attempt)
         await harness.until(TurnFailed, after=requests)
         requests = len(harness.events)
     harness.engine.answer = None
-    harness.turn(turns, dispatch=tries, attempt=attempt)
+    harness.turn(turns, dispatch=dispatches, attempt=attempt)
     await reached(lambda: harness.engine.live == 1)
     harness.pipeline.cancel(cancel(attempt=attempt))
     await harness.until(TrajectoryEnded)
     await harness.idle()
-    assert harness.engine.live == 0, f"attempt {attempt} generates on, in turn {turns}, try {tries}"
+    assert harness.engine.live == 0, (
+        f"attempt {attempt} generates on, in turn {turns}, try {dispatches}"
+    )
 
 
 async def test_a_cancellation_before_the_task_starts_ends_the_attempt(

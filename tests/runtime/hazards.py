@@ -21,7 +21,7 @@ class Lake(FrozenLake):
     """
 
     steps: ClassVar[int] = 0
-    begun: ClassVar[bool] = False
+    has_begun: ClassVar[bool] = False
 
     def __init__(
         self, *, gate: str = "", at: int = 0, held_out: bool = False, first: bool = False
@@ -33,7 +33,7 @@ class Lake(FrozenLake):
     def reset(self, task: Task) -> Observation:
         self._counted = (payload_of(task)["split"] != Split.TRAIN) == self._held_out
         if self._counted and self._first:
-            self._counted, Lake.begun = not Lake.begun, True
+            self._counted, Lake.has_begun = not Lake.has_begun, True
         return super().reset(task)
 
     async def step(self, action: str) -> Step:  # type: ignore[override]

@@ -19,10 +19,10 @@ def main() -> None:
     decode = decoder_of(PredictorMessage)
     if kind == "stillborn":
         raise RuntimeError("the odd predictor cannot start")
-    taken = 0
+    count = 0
     while True:
         message = decode(parent.receive())
-        taken += 1
+        count += 1
         number = message.number if isinstance(message, PredictionRequest) else 0
         match kind:
             case "crash":
@@ -32,20 +32,20 @@ def main() -> None:
             case "noise":
                 os.write(parent._socket.fileno(), b"\xff" * 64)
             case "boast":  # counts messages that were never sent
-                parent.send(encode(PredictorReport(processed=taken + 7)))
+                parent.send(encode(PredictorReport(processed=count + 7)))
             case "nan":
                 parent.send(
                     encode(
-                        PredictorReport(processed=taken, answers=(_answer(number, float("nan")),))
+                        PredictorReport(processed=count, answers=(_answer(number, float("nan")),))
                     )
                 )
             case "stranger":  # answers a request that was never sent
                 parent.send(
-                    encode(PredictorReport(processed=taken, answers=(_answer(number + 50, 7.0),)))
+                    encode(PredictorReport(processed=count, answers=(_answer(number + 50, 7.0),)))
                 )
             case "echo":
                 answers = (_answer(number, 7.0), _answer(number, 8.0)) if number else ()
-                parent.send(encode(PredictorReport(processed=taken, answers=answers)))
+                parent.send(encode(PredictorReport(processed=count, answers=answers)))
             case "mute":
                 pass
 

@@ -96,8 +96,8 @@ class Life:
             *(["--resume"] if resume else []),
         ]
         # not the installed package, if that is another checkout
-        ours = os.pathsep.join((str(ROOT), str(ROOT / "src")))
-        env = {**os.environ, "PYTHONPATH": ours, "OMP_NUM_THREADS": "1"}
+        python_path = os.pathsep.join((str(ROOT), str(ROOT / "src")))
+        env = {**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
         self._output = directory / "output"
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
@@ -153,11 +153,11 @@ class Life:
         return wait_for(holds, what, self)
 
 
-def wait_for(found: Callable[[], Any], what: str, life: Life) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, life: Life) -> Any:
     """Wait until `found` returns a true value, while the controller is alive."""
     deadline = time.monotonic() + LIMIT_S
-    while not (value := found()):
-        over = time.monotonic() > deadline or (life.process.poll() is not None and not found())
+    while not (value := condition()):
+        over = time.monotonic() > deadline or (life.process.poll() is not None and not condition())
         assert not over, f"{what} did not come; it output:\n{life.output}"
         time.sleep(0.005)
     return value
@@ -186,8 +186,8 @@ def run_dir(config: RunConfig) -> Path:
 
 def summary(config: RunConfig) -> dict[str, Any]:
     """Return summary.json, whose account balances with nothing in flight."""
-    found: dict[str, Any] = json.loads((run_dir(config) / "summary.json").read_text())
-    account = found["account"]
+    content: dict[str, Any] = json.loads((run_dir(config) / "summary.json").read_text())
+    account = content["account"]
     ends = (
         account["trained"]
         + sum(account["dropped"].values())
@@ -195,15 +195,15 @@ def summary(config: RunConfig) -> dict[str, Any]:
         + account["buffered"]
     )
     assert (account["started"], account["in_flight"]) == (ends, 0)
-    return found
+    return content
 
 
 def lines(config: RunConfig, kind: str) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl of one kind."""
-    found = [
+    entries = [
         json.loads(line) for line in (run_dir(config) / "metrics.jsonl").read_text().splitlines()
     ]
-    return [line for line in found if line["kind"] == kind]
+    return [line for line in entries if line["kind"] == kind]
 
 
 def replayed(config: RunConfig) -> Core | None:
@@ -232,13 +232,13 @@ def at_gate(life: Life, gate: Path) -> None:
     )
 
 
-def check_totals(config: RunConfig, found: dict[str, Any]) -> None:
+def check_totals(config: RunConfig, summary_: dict[str, Any]) -> None:
     """Check that the run has trained and evaluated all that its configuration asks for."""
-    assert (found["error"], found["steps"]) == ("", config.run.steps)
-    assert found["account"]["trained"] == GROUPS * MEMBERS * config.run.steps
-    assert found["eval_episodes"] == {"lake": 8}
+    assert (summary_["error"], summary_["steps"]) == ("", config.run.steps)
+    assert summary_["account"]["trained"] == GROUPS * MEMBERS * config.run.steps
+    assert summary_["eval_episodes"] == {"lake": 8}
     if config.rollout.mode is not ModeName.DECOUPLED:  # which has no bound of staleness
-        assert found["staleness_max"] <= config.rollout.alpha
+        assert summary_["staleness_max"] <= config.rollout.alpha
 
 
 class Lineage:
@@ -252,13 +252,13 @@ class Lineage:
     def take(self, config: RunConfig) -> None:
         """Read the journal as it is at a life's end."""
         replay = Replay(run_dir(config) / "journal.bin", config)
-        asked: dict[int, tuple[str, ...]] = {}
+        counts_requested: dict[int, tuple[str, ...]] = {}
         for _, event, commands in replay:
             if isinstance(event, StepTrained):
-                self._steps[event.step] = asked[event.step]
+                self._steps[event.step] = counts_requested[event.step]
             for command in commands:
                 if isinstance(command, TrainStep):
-                    asked[command.step] = tuple(
+                    counts_requested[command.step] = tuple(
                         member for group in command.groups for member in group.trajectory_ids
                     )
         assert replay.differing == 0

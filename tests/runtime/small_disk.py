@@ -54,9 +54,9 @@ def main(directory: Path, where: str, spare: int) -> None:
         (error,) = life.errors
     print(error)
     assert "No space left" in error
-    kept = [verify(path) for path in life.run.checkpoints.glob("step-??????")]
-    assert max(kept) < 8
-    assert f"last good checkpoint: step {max(kept)}" in error, kept
+    checkpoints = [verify(path) for path in life.run.checkpoints.glob("step-??????")]
+    assert max(checkpoints) < 8
+    assert f"last good checkpoint: step {max(checkpoints)}" in error, checkpoints
     lineage.take(config)
     (disk / BALLAST).unlink()
     check_totals(config, run_to_end(config, resume=True))

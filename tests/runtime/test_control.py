@@ -46,13 +46,13 @@ E0, E1, E2 = EngineId("e0"), EngineId("e1"), EngineId("e2")
 class Run:
     """A core of two engines behind a control socket, and nothing else."""
 
-    def __init__(self, path: Path, made: RunConfig, tasks: Tasks) -> None:
-        self.core, self.path = Core(made), path
+    def __init__(self, path: Path, config_: RunConfig, tasks: Tasks) -> None:
+        self.core, self.path = Core(config_), path
         self.warnings: list[Warn] = []
-        self.core.handle(0.0, RunStarted(engines=first_engines(made)))
+        self.core.handle(0.0, RunStarted(engines=first_engines(config_)))
         self.control = Control(
             path,
-            config=made,
+            config=config_,
             state=lambda: self.core.state,
             post=self.post,
             tasks=tasks,
@@ -98,9 +98,9 @@ class Run:
 
 
 @contextlib.asynccontextmanager
-async def running(path: Path, made: RunConfig | None = None) -> AsyncIterator[Run]:
+async def running(path: Path, config_: RunConfig | None = None) -> AsyncIterator[Run]:
     tasks = Tasks()
-    run = Run(path, made or config("bounded"), tasks)
+    run = Run(path, config_ or config("bounded"), tasks)
     with contextlib.closing(run.control):
         async with tasks:
             try:
@@ -213,9 +213,9 @@ async def test_silent_and_leaving_clients_delay_no_other(
             connection.send(b"{")
         assert len((await run.ask(ListEngines())).engines) == 2, "there is a place left"
         silent.append(run.connected())
-        asked = asyncio.create_task(run.ask(ListEngines()))
+        request = asyncio.create_task(run.ask(ListEngines()))
         silent.pop().close()
-        assert len((await asked).engines) == 2, "there is one again"
+        assert len((await request).engines) == 2, "there is one again"
         for connection in silent:
             connection.close()
     monkeypatch.setattr(control, "LINE_S", 0.05)
@@ -268,8 +268,8 @@ async def test_a_client_waits_while_all_connections_are_taken(path: Path) -> Non
         listener.bind(str(path))
         listener.listen(0)  # one connection is left
         other.connect(str(path))
-        asked = asyncio.ensure_future(asyncio.to_thread(ask, path, ListEngines()))
-        assert await asyncio.wait([asked], timeout=0.5) == (set(), {asked})
+        request = asyncio.ensure_future(asyncio.to_thread(ask, path, ListEngines()))
+        assert await asyncio.wait([request], timeout=0.5) == (set(), {request})
         listener.accept()[0].close()
         connection = (await asyncio.to_thread(listener.accept))[0]
         with connection:
@@ -277,7 +277,7 @@ async def test_a_client_waits_while_all_connections_are_taken(path: Path) -> Non
                 connection.recv, LINE_BYTES
             )  # closing before the request arrives would break the pipe
             connection.sendall(b"{}\n")
-        assert await asked == ControlReply()
+        assert await request == ControlReply()
 
 
 async def test_a_reply_that_precedes_the_request_counts(
@@ -286,32 +286,32 @@ async def test_a_reply_that_precedes_the_request_counts(
     """The run refuses a request that it has not read, and closes the connection."""
     closed = threading.Event()
 
-    def encode_late(request: ControlRequest) -> bytes:
+    def encode_after_reply(request: ControlRequest) -> bytes:
         assert closed.wait(30.0)
         return as_json(request)
 
-    monkeypatch.setattr(control, "as_json", encode_late)
+    monkeypatch.setattr(control, "as_json", encode_after_reply)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
-        asked = asyncio.ensure_future(asyncio.to_thread(ask, path, ListEngines()))
+        asking = asyncio.ensure_future(asyncio.to_thread(ask, path, ListEngines()))
         connection = (await asyncio.to_thread(listener.accept))[0]
         with connection:
             connection.sendall(b'{"error":"full"}\n')
         closed.set()
-        assert await asked == ControlReply(error="full")
+        assert await asking == ControlReply(error="full")
 
 
 def test_an_invalid_reply_is_an_error(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
-        asked = asyncio.new_event_loop()
+        request = asyncio.new_event_loop()
         try:
-            waiting = asked.run_in_executor(None, ask, path, ListEngines())
+            waiting = request.run_in_executor(None, ask, path, ListEngines())
             listener.accept()[0].close()
             with pytest.raises(RollweaveError, match=r"did not answer|does not answer"):
-                asked.run_until_complete(waiting)
+                request.run_until_complete(waiting)
         finally:
-            asked.run_until_complete(asked.shutdown_default_executor())
-            asked.close()
+            request.run_until_complete(request.shutdown_default_executor())
+            request.close()

@@ -93,13 +93,13 @@ def test_a_run_without_its_identity_resumes_and_gets_it_back(tmp_path: Path) -> 
     config = make_config(tmp_path, steps=2)
     run(config)
     path = run_dir(config) / "run.json"
-    known = read_identity(path)
-    assert known is not None
+    before = read_identity(path)
+    assert before is not None
     path.unlink()
     run(make_config(tmp_path, steps=3), resume=True)
-    found = read_identity(path)
-    assert found is not None
-    assert (found.id, found.model) == (known.id, known.model)
+    identity = read_identity(path)
+    assert identity is not None
+    assert (identity.id, identity.model) == (before.id, before.model)
     (warning,) = lines(config, "warning")
     assert warning["message"].startswith(
         "run.json is missing, so that journal and model were not checked"
@@ -159,30 +159,30 @@ def test_a_cut_journal_is_refused_or_resumes_from_an_existing_checkpoint(
     fault(config, "kill-controller-3")
     killed(config)
     directory = RunDir(run_dir(config))
-    whole, there = directory.journal.read_bytes(), {0, 2}
+    content, there = directory.journal.read_bytes(), {0, 2}
     assert there == {
         int(path.name.removeprefix("step-")) for path in directory.checkpoints.iterdir()
     }
-    asked: list[set[int]] = [set()]
+    needed: list[set[int]] = [set()]
     for _, _, commands in Replay(directory.journal, config):
-        asked.append(
-            asked[-1] | {one.step for one in commands if isinstance(one, c.SaveCheckpoint)}
+        needed.append(
+            needed[-1] | {one.step for one in commands if isinstance(one, c.SaveCheckpoint)}
         )
     outcomes = set()
     for number, end in enumerate(boundaries(directory.journal), start=1):
-        directory.journal.write_bytes(whole[:end])
-        if there - asked[number]:
+        directory.journal.write_bytes(content[:end])
+        if there - needed[number]:
             with pytest.raises(ConfigError, match=r"the journal has lost its end; .* --fresh`"):
                 rebuild(config, directory)
             outcomes.add("named")
         else:
-            begun = rebuild(config, directory)
-            assert begun.core.state.checkpoint in (None, *there), f"cut behind record {number}"
-            assert lost(begun).step in there
+            beginning = rebuild(config, directory)
+            assert beginning.core.state.checkpoint in (None, *there), f"cut behind record {number}"
+            assert lost(beginning).step in there
             outcomes.add("resumed")
-        assert directory.journal.read_bytes() == whole[:end]
+        assert directory.journal.read_bytes() == content[:end]
     assert outcomes == {"named", "resumed"}
-    directory.journal.write_bytes(whole)
+    directory.journal.write_bytes(content)
     assert run(config, resume=True).steps == 4
     assert_trained_once(config)
 
@@ -194,18 +194,18 @@ def test_the_journal_is_synced_before_a_checkpoint_is_written(
     resuming would be refused.
     """
     config = make_config(tmp_path, steps=2)
-    sync, known = RunJournal.sync, set[str]()
+    sync, synced_files = RunJournal.sync, set[str]()
 
     def watched(journal: RunJournal) -> None:
         sync(journal)
-        known.update(
+        synced_files.update(
             f"step-{one.step:06d}"
             for _, _, commands in Replay(RunDir(run_dir(config)).journal, config)
             for one in commands
             if isinstance(one, c.SaveCheckpoint)
         )
-        assert {path.name for path in (run_dir(config) / "checkpoints").iterdir()} <= known
-        synced.append(len(known))
+        assert {path.name for path in (run_dir(config) / "checkpoints").iterdir()} <= synced_files
+        synced.append(len(synced_files))
 
     synced: list[int] = []
     monkeypatch.setattr(RunJournal, "sync", watched)
@@ -281,17 +281,17 @@ def test_a_missing_segment_is_named_and_its_trajectories_counted(
     (run_dir(config) / "trajectories" / "000000.bin").unlink()
     directory = RunDir(run_dir(config))
     with TrajectoryStore(directory.trajectories) as store:
-        begun = recover(config, directory, store)
-    assert begun.missing
-    gone = lost(begun)
+        beginning = recover(config, directory, store)
+    assert beginning.missing
+    loss = lost(beginning)
     assert (
-        f"{gone.trajectories} rollouts in flight, {len(begun.missing)} stored trajector"
-        in gone.describe()
+        f"{loss.trajectories} rollouts in flight, {len(beginning.missing)} stored trajector"
+        in loss.describe()
     )
-    assert gone.trajectories == lost(rebuild(config, directory)).trajectories
-    (doubt,) = begun.doubts
+    assert loss.trajectories == lost(rebuild(config, directory)).trajectories
+    (doubt,) = beginning.doubts
     assert doubt.message.startswith(
-        f"{len(begun.missing)} stored trajectories are not in {directory.trajectories} (missing "
+        f"{len(beginning.missing)} stored trajectories are not in {directory.trajectories} (missing "
     )
     assert "000000.bin)" in doubt.message
 
@@ -319,12 +319,12 @@ def test_an_edited_configuration_is_reported_with_its_former_values(tmp_path: Pa
     assert rebuild(config, directory).doubts == ()
     edited = make_config(tmp_path, steps=2, trainer={"lr": 0.5})
     directory.write_config(edited)
-    begun = rebuild(edited, directory)
-    assert begun.changes == ("trainer.lr: 1e-05 → 0.5",)
-    assert [one.message for one in begun.doubts] == [
+    beginning = rebuild(edited, directory)
+    assert beginning.changes == ("trainer.lr: 1e-05 → 0.5",)
+    assert [one.message for one in beginning.doubts] == [
         "config.toml has changed since the run wrote it: trainer.lr: 1e-05 → 0.5"
     ]
-    assert begun.differing == 0
+    assert beginning.differing == 0
     run(make_config(tmp_path, steps=3, trainer={"lr": 0.5}), resume=True)
     assert "config.toml has changed" in warnings(config)["config"]
     assert rebuild(load(directory.config), directory).doubts == ()
@@ -338,8 +338,9 @@ def test_a_torn_record_is_cut_off_with_a_warning(tmp_path: Path) -> None:
         with (run_dir(config) / name).open("ab") as file:
             file.write(b"\x05\0\0")
     assert run(config, resume=True).steps == 4
-    said = {line["component"]: line["message"] for line in lines(config, "warning")}
+    messages = {line["component"]: line["message"] for line in lines(config, "warning")}
     for name in ("journal", "trajectories"):
         assert (
-            said[name] == "3 bytes of an incomplete last record were cut off: its writer was killed"
+            messages[name]
+            == "3 bytes of an incomplete last record were cut off: its writer was killed"
         )

@@ -41,7 +41,7 @@ class Beating(OneWordEngine):
         await asyncio.Event().wait()
 
 
-def made(
+def supervisor_of(
     engines: dict[tuple[EngineId, int], Beating], silent: set[int]
 ) -> Callable[[EngineSlot, int], Beating]:
     def make(slot: EngineSlot, epoch: int) -> Beating:
@@ -53,7 +53,7 @@ def made(
 
 async def test_an_engine_that_misses_two_heartbeats_in_a_row_is_lost(tmp_path: Path) -> None:
     engines: dict[tuple[EngineId, int], Beating] = {}
-    async with staged(made(engines, {1, 2}), tmp_path, **BEAT) as stage:
+    async with staged(supervisor_of(engines, {1, 2}), tmp_path, **BEAT) as stage:
         (lost,) = await stage.until(EngineLost)
         assert (lost.engine_id, lost.epoch) == (A, 0)
         assert lost.error == "no answer to 2 heartbeats in a row"
@@ -64,7 +64,7 @@ async def test_an_engine_that_misses_two_heartbeats_in_a_row_is_lost(tmp_path: P
 
 async def test_an_engine_that_misses_single_heartbeats_is_not_lost(tmp_path: Path) -> None:
     engines: dict[tuple[EngineId, int], Beating] = {}
-    async with staged(made(engines, {0, 2, 4, 6}), tmp_path, **BEAT) as stage:
+    async with staged(supervisor_of(engines, {0, 2, 4, 6}), tmp_path, **BEAT) as stage:
         await engines[A, 0].answered.wait()
         assert not [event for event in stage.events if isinstance(event, EngineLost)]
 
@@ -76,7 +76,9 @@ async def test_no_heartbeat_is_sent_while_weights_are_loaded(tmp_path: Path) -> 
         WeightManifest(version=0, weights_id=0, location="", tensors=(), nbytes=0, digest=""),
         keep=(),
     )
-    async with staged(made(engines, set()), tmp_path, manifests=manifests, **BEAT) as stage:
+    async with staged(
+        supervisor_of(engines, set()), tmp_path, manifests=manifests, **BEAT
+    ) as stage:
         stage.engines.load(LoadWeights(engine_id=A, version=0, weights_id=0))
         await engines[B, 0].answered.wait()
         assert not [event for event in stage.events if isinstance(event, EngineLost)]

@@ -21,7 +21,7 @@ from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import WorldLost
 from tests.cli.commands import invoke
-from tests.runtime.whole import ROOT, assert_gone, lines, make_config, run_dir, write
+from tests.runtime.whole import ROOT, assert_no_processes, lines, make_config, run_dir, write
 from tests.worlds.referee import Referee
 
 LIMIT_S = 60.0
@@ -55,29 +55,29 @@ class Life:
         """Wait until the run has exactly these engines, and all serve."""
 
         def holds() -> bool:
-            found = self.engines()
-            return list(found) == list(names) and all(
-                line["status"] == "serving" for line in found.values()
+            engines = self.engines()
+            return list(engines) == list(names) and all(
+                line["status"] == "serving" for line in engines.values()
             )
 
         self.until(holds, f"{names} serve")
 
-    def given(self, name: str) -> None:
+    def wait_for_turns_of(self, name: str) -> None:
         """Wait until that engine has been given a turn."""
         self.until(lambda: name in turns(self.config), f"a turn for {name}")
 
     def kill(self) -> None:
         os.kill(self.process.pid, signal.SIGKILL)
         assert self.process.wait(LIMIT_S) == -signal.SIGKILL
-        assert_gone(self.config)
+        assert_no_processes(self.config)
 
     def finish(self) -> dict[str, Any]:
         assert self.process.wait(LIMIT_S) == 0, (Path(self.config.run.dir) / "printed").read_text()
-        found: dict[str, Any] = json.loads((run_dir(self.config) / "summary.json").read_text())
-        assert (found["error"], found["steps"]) == ("", self.config.run.steps)
+        summary: dict[str, Any] = json.loads((run_dir(self.config) / "summary.json").read_text())
+        assert (summary["error"], summary["steps"]) == ("", self.config.run.steps)
         assert not (run_dir(self.config) / "control.sock").exists()
-        assert_gone(self.config)
-        return found
+        assert_no_processes(self.config)
+        return summary
 
 
 @contextlib.contextmanager
@@ -128,7 +128,7 @@ def test_an_engine_joins_a_training_run_and_serves_turns(tmp_path: Path, relays:
     )
     with living(config) as life:
         life.serving("e0", "e1")
-        life.given("e1")
+        life.wait_for_turns_of("e1")
         code, text, _ = invoke("engines", str(run_dir(config)), "--add", "1")
         assert code == 0
         assert text.splitlines()[0] == "e2: starting"
@@ -137,10 +137,10 @@ def test_an_engine_joins_a_training_run_and_serves_turns(tmp_path: Path, relays:
             True,
             0 if relays else None,
         )
-        life.given("e2")
+        life.wait_for_turns_of("e2")
         gate.touch()
-        found = life.finish()
-    assert found["engines"] == {"joined": 1, "left": 0}
+        summary = life.finish()
+    assert summary["engines"] == {"joined": 1, "left": 0}
     referee, replay = Referee(), Replay(run_dir(config) / "journal.bin", config)
     referee.watch(replay)
     assert replay.differing == 0
@@ -184,7 +184,7 @@ def test_a_resumed_run_has_the_engines_that_were_requested(tmp_path: Path) -> No
     with living(config, resume=True) as life:
         life.serving("e0", "e1", "e2")
         assert [line["joined"] for line in life.engines().values()] == [False, False, True]
-        life.given("e2")
+        life.wait_for_turns_of("e2")
         assert life.engines("--remove", "e0")["e0"]["status"] == "leaving", (
             "its episodes wait at the gate"
         )
@@ -194,8 +194,8 @@ def test_a_resumed_run_has_the_engines_that_were_requested(tmp_path: Path) -> No
         life.engines("--add", "1")
         life.serving("e1", "e2", "e3")
         gate.touch()
-        found = life.finish()
-    assert found["engines"]["joined"] == 2
+        summary = life.finish()
+    assert summary["engines"]["joined"] == 2
     lost = [event for event, _ in watched(config) if isinstance(event, WorldLost)]
     assert [[slot.id for slot in event.engines] for event in lost] == [["e1", "e2"]]
 
@@ -206,12 +206,12 @@ def test_an_engine_leaves_a_training_run(tmp_path: Path, mode: str) -> None:
     config = make_config(tmp_path, options={"wait": str(gate)}, rollout={"mode": mode})
     with living(config) as life:
         life.serving("e0", "e1")
-        life.given("e0")
+        life.wait_for_turns_of("e0")
         life.engines("--remove", "e0", "--now")
         life.serving("e1")
         code, _, errors = invoke("engines", str(run_dir(config)), "--remove", "e1")
         assert (code, errors) == (2, ["error: --remove: e1 is the last engine"])
         gate.touch()
-        found = life.finish()
-    assert found["engines"] == {"joined": 0, "left": 1}
-    assert found["retried"] == {}, "its turns continued on other engines"
+        summary = life.finish()
+    assert summary["engines"] == {"joined": 0, "left": 1}
+    assert summary["retried"] == {}, "its turns continued on other engines"

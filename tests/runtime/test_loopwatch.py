@@ -19,7 +19,7 @@ from rollweave.envs.boundary import GuardedEnv
 from rollweave.runtime.loopwatch import Culprit, LoopWatch
 from rollweave.schema.config.sections import FaultsConfig
 from tests.runtime import holding
-from tests.runtime.whole import ROOT, assert_gone, lines, make_config, run, write
+from tests.runtime.whole import ROOT, assert_no_processes, lines, make_config, run, write
 
 HERE = "tests.runtime.holding"
 
@@ -46,10 +46,10 @@ class Reports:
 @pytest.fixture
 def reports(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reports]:
     """Let the code of `holding` block until the watch has reported something."""
-    made = Reports()
-    monkeypatch.setattr(holding, "until", made.reported)
-    yield made
-    made.reported.set()
+    started = Reports()
+    monkeypatch.setattr(holding, "until", started.reported)
+    yield started
+    started.reported.set()
 
 
 @pytest.mark.parametrize(
@@ -95,10 +95,10 @@ def test_a_run_reports_what_blocks_it_and_for_how_long(
 
     reported = threading.Event()
     monkeypatch.setattr(holding, "until", reported)
-    shown: list[str] = []
+    warnings_shown: list[str] = []
 
     def show(start: object, command: launch.Warn) -> None:
-        shown.append(command.message)
+        warnings_shown.append(command.message)
         reported.set()
 
     monkeypatch.setattr(launch._Start, "_show", show)
@@ -111,13 +111,13 @@ def test_a_run_reports_what_blocks_it_and_for_how_long(
     )
     run(config)
     method = "run" if kind == "Handler" else "step"
-    assert shown[0].startswith(
+    assert warnings_shown[0].startswith(
         f"{HERE}:{kind}.{method} is blocking the event loop ({holding.__file__}:"
     )
-    kept = [
+    expected = [
         line["message"] for line in lines(config, "warning") if line["component"] == "event loop"
     ]
-    assert kept[0].startswith(f"{HERE}:{kind}.{method} blocked the event loop for ")
+    assert expected[0].startswith(f"{HERE}:{kind}.{method} blocked the event loop for ")
 
 
 PROGRAM = """
@@ -176,7 +176,7 @@ def test_a_blocked_run_can_be_ended(
         rest = process.stderr.read()
         assert process.wait(60) == 130
         assert "Traceback" not in rest
-    assert_gone(config)
+    assert_no_processes(config)
 
 
 def pending(pid: int) -> int:

@@ -46,7 +46,9 @@ def trajectory(
 def part(number: int, env: str, *trajectories: Trajectory) -> tuple[TrainStep, Batch, TrainMetrics]:
     group = ScoredGroup(id=GroupId("g"), env=env, trajectories=trajectories)
     reference = GroupRef(
-        id=GroupId("g"), name=env, trajectory_ids=tuple(found.id for found in trajectories)
+        id=GroupId("g"),
+        name=env,
+        trajectory_ids=tuple(trajectory.id for trajectory in trajectories),
     )
     return (
         TrainStep(step=3, part=number, parts=2, groups=(reference,)),

@@ -65,10 +65,12 @@ class Stage:
     async def until(self, kind: type[Any], count: int = 1) -> list[Any]:
         """Wait for that many events of this kind, and return all of them."""
         async with asyncio.timeout(60):
-            while len(found := [event for event in self.events if isinstance(event, kind)]) < count:
+            while (
+                len(events := [event for event in self.events if isinstance(event, kind)]) < count
+            ):
                 self._posted.clear()
                 await self._posted.wait()
-        return found
+        return events
 
     async def migrate(
         self, tokens: Sequence[int] | None, source: EngineId = A, target: EngineId = B
@@ -153,10 +155,10 @@ class Scripted(OneWordEngine):
         self.released.append(export_id)
 
     async def _play(self) -> Any:
-        found = await self.kv() if callable(self.kv) else self.kv
-        if isinstance(found, Exception):
-            raise found
-        return found
+        answer = await self.kv() if callable(self.kv) else self.kv
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 def scripted(path: Path) -> AbstractAsyncContextManager[Stage]:
@@ -340,14 +342,14 @@ async def half_way(manifest: KvManifest, then: Callable[[], None]) -> KvManifest
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         server.close()
         try:
-            with socket.socket() as ours:
-                ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-                ours.setblocking(False)
-                await loop.sock_connect(ours, (port.host, port.port))
-                await loop.sock_sendall(ours, await reader.readexactly(REQUEST.size))
-                writer.write(await loop.sock_recv(ours, 1 << 16))
+            with socket.socket() as closed:
+                closed.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+                closed.setblocking(False)
+                await loop.sock_connect(closed, (port.host, port.port))
+                await loop.sock_sendall(closed, await reader.readexactly(REQUEST.size))
+                writer.write(await loop.sock_recv(closed, 1 << 16))
                 then()
-                while data := await loop.sock_recv(ours, 1 << 16):
+                while data := await loop.sock_recv(closed, 1 << 16):
                     writer.write(data)
                     await writer.drain()
         except ConnectionError:
@@ -356,8 +358,8 @@ async def half_way(manifest: KvManifest, then: Callable[[], None]) -> KvManifest
             writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    mine = msgspec.structs.replace(port, port=server.sockets[0].getsockname()[1])
-    return msgspec.structs.replace(manifest, where=mine)
+    relayed = msgspec.structs.replace(port, port=server.sockets[0].getsockname()[1])
+    return msgspec.structs.replace(manifest, where=relayed)
 
 
 async def check_fallback(stage: Stage, error: str) -> None:
@@ -366,12 +368,12 @@ async def check_fallback(stage: Stage, error: str) -> None:
     """
     a, b = stage.engines.backend(A), stage.engines.backend(B)
     assert isinstance(a, Meddled)
-    wanted, other = await run_turn(a, TOKENS, seed=7), await run_turn(b, TOKENS[:100], seed=8)
+    expected, other = await run_turn(a, TOKENS, seed=7), await run_turn(b, TOKENS[:100], seed=8)
     assert error in (await stage.migrate(TOKENS)).error
-    found = await run_turn(b, TOKENS, seed=7)
-    assert found.cached_tokens == 96  # tokens that the target has computed itself
-    assert found.tokens == wanted.tokens
-    assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
+    result = await run_turn(b, TOKENS, seed=7)
+    assert result.cached_tokens == 96  # tokens that the target has computed itself
+    assert result.tokens == expected.tokens
+    assert result.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
     assert (await run_turn(b, TOKENS[:100], seed=8)).tokens == other.tokens
 
 

@@ -13,7 +13,15 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
 from tests.runtime.test_runs import controller
-from tests.runtime.whole import assert_gone, fault, lines, make_config, run, run_dir, trained
+from tests.runtime.whole import (
+    assert_no_processes,
+    fault,
+    lines,
+    make_config,
+    run,
+    run_dir,
+    trained,
+)
 from tests.worlds.referee import Referee
 
 STEPS = 12
@@ -74,7 +82,7 @@ def test_steps_train_the_nearest_groups(tmp_path: Path) -> None:
     measured = [span for span in spans if span.get("name", "").startswith("measure ")]
     assert measured[0]["name"] == "measure 1.0"
     assert measured[0]["args"]["groups"] > 1
-    assert_gone(config)
+    assert_no_processes(config)
 
 
 @pytest.mark.parametrize("what", ["kill-trainer-2", "fail-measure-2"])
@@ -90,7 +98,7 @@ def test_a_trainer_that_fails_while_it_measures_is_restarted(tmp_path: Path, wha
     ]
     assert_trained_once(config)
     assert choices(config) >= 3
-    assert_gone(config)
+    assert_no_processes(config)
 
 
 def test_nonfinite_log_probs_end_the_run(tmp_path: Path) -> None:
@@ -100,7 +108,7 @@ def test_nonfinite_log_probs_end_the_run(tmp_path: Path) -> None:
     assert summary.error.startswith("step 2: no number; batch of groups g")
     assert summary.error.endswith("last good checkpoint: step 2")
     assert summary.account.balanced
-    assert_gone(config)
+    assert_no_processes(config)
     assert run(config, resume=True).steps == STEPS
 
 
@@ -108,7 +116,7 @@ def test_a_controller_lost_while_the_trainer_measures_resumes(tmp_path: Path) ->
     config = by_ratio(tmp_path)
     fault(config, "kill-controller-2")
     assert controller(config).wait(60) == -signal.SIGKILL
-    assert_gone(config)
+    assert_no_processes(config)
     summary = run(config, resume=True)
     assert (summary.error, summary.steps, summary.account.balanced) == ("", STEPS, True)
     assert lines(config, "resumed")[0]["differing"] == 0

@@ -37,8 +37,8 @@ def test_a_killed_controller_resumes_from_a_timed_checkpoint_and_reports_the_los
         life.kill()
     core = replayed(config)
     assert core is not None
-    step, kept = core.state.trainer.step, core.state.checkpoint
-    assert kept is not None
+    step, checkpoint = core.state.trainer.step, core.state.checkpoint
+    assert checkpoint is not None
     more = lake(
         tmp_path,
         run={**DEFAULT, "steps": step + 2},
@@ -49,8 +49,8 @@ def test_a_killed_controller_resumes_from_a_timed_checkpoint_and_reports_the_los
         life.finish()
         output = life.output
     (resumed,) = lines(config, "resumed")
-    assert (resumed["step"], resumed["steps_lost"]) == (kept, step - kept)
-    assert f"resuming at step {kept}" in output
+    assert (resumed["step"], resumed["steps_lost"]) == (checkpoint, step - checkpoint)
+    assert f"resuming at step {checkpoint}" in output
     assert "trainer.lr: 1e-05 → 0.0002" in output
     assert summary(more)["steps"] == step + 2
 
@@ -58,8 +58,10 @@ def test_a_killed_controller_resumes_from_a_timed_checkpoint_and_reports_the_los
 def test_a_killed_trainer_continues_from_a_timed_checkpoint(tmp_path: Path) -> None:
     config = lake(tmp_path, run=DEFAULT, eval={"every": 0, "final_episodes": 0})
     with living(config) as life:
-        kept = later_checkpoint(life)
-        life.until(lambda core: core.state.trainer.step > kept + 2, "steps after the checkpoint")
+        checkpoint = later_checkpoint(life)
+        life.until(
+            lambda core: core.state.trainer.step > checkpoint + 2, "steps after the checkpoint"
+        )
         os.kill(life.child("rollweave.runtime.entrypoints.trainer"), signal.SIGKILL)
 
         def restores() -> list[str]:
@@ -71,7 +73,7 @@ def test_a_killed_trainer_continues_from_a_timed_checkpoint(tmp_path: Path) -> N
 
         (message,) = wait_for(restores, "a trainer that continues", life)
         step, rest = message.removeprefix("continues from step ").split(":")
-        assert int(step) >= kept
+        assert int(step) >= checkpoint
         assert int(rest.split()[0]) > 0  # steps that are trained again
         life.until(lambda core: core.state.trainer.step > int(step), "a step after it")
         life.kill()

@@ -144,7 +144,7 @@ def test_training_continues_without_a_relay_and_an_engine(
 # A version that exists only in a checkpoint.
 
 
-def waiting_alone(core: Core) -> TrajectoryId | None:
+def only_waiting(core: Core) -> TrajectoryId | None:
     """Return the one trajectory that is left of version 0, once its engine has no other
     one, and every other engine newer weights.
     """
@@ -153,13 +153,15 @@ def waiting_alone(core: Core) -> TrajectoryId | None:
         one for one in (*state.in_init, *state.in_run) if state.trajectories[one].weights_id == 0
     ]
     newer = [engine for engine in state.engines.values() if engine.weights_id > 0]
-    alone = (
+    candidates = (
         len(left) == 1
         and len(newer) == len(state.engines) - 1
         and state.checkpointed_versions.get(0) == 0
         and state.evaluation is None
     )
-    return left[0] if alone and state.trajectories[left[0]].assigned_engine is not None else None
+    return (
+        left[0] if candidates and state.trajectories[left[0]].assigned_engine is not None else None
+    )
 
 
 def test_a_trajectory_outlives_its_engine_and_the_trainers_memory(tmp_path: Path) -> None:
@@ -176,10 +178,10 @@ def test_a_trajectory_outlives_its_engine_and_the_trainers_memory(tmp_path: Path
         eval={"every": 100},
     )
     with living(config) as life:
-        core = life.until(waiting_alone, "one trajectory of version 0")
-        held = waiting_alone(core)
-        assert held is not None
-        home = core.state.trajectories[held].assigned_engine
+        core = life.until(only_waiting, "one trajectory of version 0")
+        waiting = only_waiting(core)
+        assert waiting is not None
+        engine_id = core.state.trajectories[waiting].assigned_engine
         os.kill(life.child(TRAINER), signal.SIGKILL)
         life.until(
             lambda core: core.state.trainer.epoch == 1 and 0 not in core.state.retained_versions,
@@ -188,10 +190,10 @@ def test_a_trajectory_outlives_its_engine_and_the_trainers_memory(tmp_path: Path
         (victim,) = [
             pid
             for pid in life.children(ENGINE)
-            if os.readlink(f"/proc/{pid}/fd/1").endswith(f"/{home}.log")
+            if os.readlink(f"/proc/{pid}/fd/1").endswith(f"/{engine_id}.log")
         ]
         os.kill(victim, signal.SIGKILL)
-        core = life.until(lambda core: again(core, held), "version 0 on an engine")
+        core = life.until(lambda core: again(core, waiting), "version 0 on an engine")
         gate.touch()
         result = life.finish()
     check_totals(config, result)
@@ -204,13 +206,13 @@ def test_a_trajectory_outlives_its_engine_and_the_trainers_memory(tmp_path: Path
     )
     assert result["retried"] == {}, "no attempt was restarted"
     reader = TrajectoryReader(run_dir(config) / "trajectories")
-    (entry,) = [entry for entry in reader.entries if entry.trajectory_id == held]
+    (entry,) = [entry for entry in reader.entries if entry.trajectory_id == waiting]
     assert (entry.attempt, reader.load(entry).sequences[0].versions()) == (0, (0, 0))
 
 
-def again(core: Core, held: TrajectoryId) -> bool:
+def again(core: Core, waiting: TrajectoryId) -> bool:
     """Return whether it has lost its engine, and has another one with its version."""
-    trajectory, engines = core.state.trajectories[held], core.state.engines
+    trajectory, engines = core.state.trajectories[waiting], core.state.engines
     return (
         any(engine.epoch for engine in engines.values()) and trajectory.assigned_engine is not None
     )
@@ -366,16 +368,17 @@ def test_a_killed_controller_leaves_no_environment_behind(tmp_path: Path) -> Non
 def test_a_controller_is_killed_again_and_again(tmp_path: Path) -> None:
     config = lake(tmp_path, run={"steps": 8, "checkpoint_every": 2}, eval={"every": 0})
     lineage = Lineage()
-    for lives, wanted in enumerate((1, 3, 4, 6)):
-        with living(config, resume=lives > 0) as life:
-            if lives:
+    for resumptions, target_step in enumerate((1, 3, 4, 6)):
+        with living(config, resume=resumptions > 0) as life:
+            if resumptions:
                 wait_for(
-                    lambda lives=lives: len(lines(config, "resumed")) == lives,
+                    lambda resumptions=resumptions: len(lines(config, "resumed")) == resumptions,
                     "the next life",
                     life,
                 )
             life.until(
-                lambda core, wanted=wanted: core.state.trainer.step >= wanted, f"step {wanted}"
+                lambda core, target_step=target_step: core.state.trainer.step >= target_step,
+                f"step {target_step}",
             )
             life.kill()
         lineage.take(config)
@@ -430,9 +433,10 @@ def test_random_kills(tmp_path: Path) -> None:
     )
     rng = random.Random(7)
     with living(config) as life:
-        for wanted in (2, 6, 11, 15):
+        for target_step in (2, 6, 11, 15):
             life.until(
-                lambda core, wanted=wanted: core.state.trainer.step >= wanted, f"step {wanted}"
+                lambda core, target_step=target_step: core.state.trainer.step >= target_step,
+                f"step {target_step}",
             )
             victim = rng.choice(life.children(rng.choice([ENGINE, TRAINER])))
             os.kill(victim, signal.SIGKILL)

@@ -165,11 +165,11 @@ def test_a_damaged_journal_is_one_error_or_resumes(
     """
     rng = random.Random(str(damage))
     journal = run_dir(former) / "journal.bin"
-    whole = journal.read_bytes()
+    content = journal.read_bytes()
     path = tmp_path / "journal.bin"
     refused = 0
-    for place in [0, 7, 12, 13, *rng.sample(range(len(whole)), 100)]:
-        path.write_bytes(whole)
+    for place in [0, 7, 12, 13, *rng.sample(range(len(content)), 100)]:
+        path.write_bytes(content)
         damage(path, place)
         try:
             core = Replay(path, former).finish()
@@ -182,7 +182,9 @@ def test_a_damaged_journal_is_one_error_or_resumes(
         assert core.account().balanced
     assert (refused > 0) == (damage is flip)
     config = copied(former, tmp_path)
-    damage(run_dir(config) / "journal.bin", len(whole) - 100 if damage is cut else len(whole) // 2)
+    damage(
+        run_dir(config) / "journal.bin", len(content) - 100 if damage is cut else len(content) // 2
+    )
     with living(config, resume=True) as life:
         if damage is cut:
             check_totals(config, life.finish())

@@ -70,8 +70,8 @@ class Bench:
                 pass
 
     async def begin(self) -> None:
-        seats = tuple(e.EngineSlot(id=EngineId(f"e{number}")) for number in range(COUNT))
-        self.pump.post(e.RunStarted(engines=seats, relays=COUNT))
+        slots = tuple(e.EngineSlot(id=EngineId(f"e{number}")) for number in range(COUNT))
+        self.pump.post(e.RunStarted(engines=slots, relays=COUNT))
         self.relays.start()
         await until(lambda: len(self.core.state.chain) == COUNT)
         self.pump.post(e.TrainerReady(epoch=0, step=0))

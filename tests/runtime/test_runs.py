@@ -25,7 +25,7 @@ from rollweave.schema.errors import ConfigError, DiskError
 from tests.runtime.whole import (
     FAKES,
     ROOT,
-    assert_gone,
+    assert_no_processes,
     assert_trained_once,
     controller,
     fault,
@@ -72,7 +72,7 @@ def test_a_run_writes_all_its_results(tmp_path: Path) -> None:
     spans = json.loads((run_dir(config) / "trace.json").read_text())
     assert {span["pid"] for span in spans if span.get("ph") == "X"} >= {ENGINES}
     assert_trained_once(config)
-    assert_gone(config)
+    assert_no_processes(config)
 
 
 def test_success_is_reported_only_if_an_environment_defines_it(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_killed_engine_fails_its_turns_and_is_restarted(tmp_path: Path) -> Non
     assert summary.account.balanced
     assert_trained_once(config)
     assert replay(config).differing == 0
-    assert_gone(config)
+    assert_no_processes(config)
 
 
 def test_an_environment_may_change_the_working_directory(
@@ -184,7 +184,7 @@ def test_a_killed_trainer_returns_to_its_checkpoint(tmp_path: Path) -> None:
     assert summary.account.balanced
     assert_trained_once(config)
     assert replay(config).differing == 0
-    assert_gone(config)
+    assert_no_processes(config)
 
 
 def test_a_full_disk_fails_one_checkpoint_and_not_the_run(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_a_nonfinite_loss_ends_the_run_and_names_the_batch(tmp_path: Path) -> No
     assert (run_dir(config) / "checkpoints" / "step-000002" / "trainer.json").exists()
     assert summary.account.balanced
     assert summary.account.in_flight == 0
-    assert_gone(config)
+    assert_no_processes(config)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_process_that_cannot_start_ends_the_run_with_its_reason(
     assert error in summary.error
     assert "cannot start" in summary.error  # the end of its log
     assert (summary.steps, summary.account.started) == (0, 0)
-    assert_gone(config)
+    assert_no_processes(config)
     (tmp_path / "model" / name).unlink()
     assert run(config, resume=True).steps == 4
 
@@ -233,7 +233,7 @@ def test_a_trainer_that_can_never_start_is_started_once(tmp_path: Path) -> None:
     summary = run(config)
     assert summary.error == "the trainer cannot continue: the fake warm-up is not finite"
     assert "trainer_restarted" not in summary.watchdog
-    assert_gone(config)
+    assert_no_processes(config)
     (tmp_path / "model" / "refused").unlink()
     assert run(config, resume=True).steps == 4
 
@@ -244,7 +244,7 @@ def test_a_killed_controller_resumes_to_the_same_totals(tmp_path: Path, step: in
     fault(config, f"kill-controller-{step}")
     died = controller(config)
     assert died.wait(60) == -signal.SIGKILL
-    assert_gone(config)
+    assert_no_processes(config)
     summary = run(config, resume=True)
     assert (summary.error, summary.steps) == ("", 4)
     assert summary.account.balanced
@@ -258,7 +258,7 @@ def test_a_killed_controller_resumes_to_the_same_totals(tmp_path: Path, step: in
         for line in lines(config, kind)
     ]
     assert max(times) == lines(config, "finished")[0]["at"]
-    assert_gone(config)
+    assert_no_processes(config)
 
 
 def test_a_finished_run_may_continue_with_more_steps(tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_a_full_disk_stops_the_run_with_one_error_and_it_resumes_later(
         r"started = .*; use --resume once there is space",
         str(caught.value),
     )
-    assert_gone(config)
+    assert_no_processes(config)
     summary = run(config, resume=True)
     assert (summary.error, summary.steps, summary.account.balanced) == ("", 4, True)
     assert_trained_once(config)
@@ -334,7 +334,7 @@ def test_a_bug_of_ours_is_a_clean_crash_from_which_the_run_resumes(tmp_path: Pat
     config = make_config(tmp_path)
     with pytest.raises(AssertionError, match="a bug of ours"):
         train(config, progress=Buggy(), programs=FAKES)
-    assert_gone(config)
+    assert_no_processes(config)
     summary = run(config, resume=True)
     assert (summary.error, summary.steps, summary.account.balanced) == ("", 4, True)
     assert_trained_once(config)
@@ -361,7 +361,7 @@ def test_an_interrupt_ends_the_run_in_order(tmp_path: Path) -> None:
     )
     assert account["started"] == ends
     assert (run_dir(config) / "checkpoints" / f"step-{printed['steps']:06d}").is_dir()
-    assert_gone(config)
+    assert_no_processes(config)
 
 
 def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) != 0
-    assert_gone(config)
+    assert_no_processes(config)
     (tmp_path / "gate").touch()
     assert run(config, resume=True).steps == 4
     assert_trained_once(config)

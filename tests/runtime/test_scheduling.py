@@ -52,7 +52,7 @@ def checked_journal(config: RunConfig) -> tuple[Referee, list[e.Event], list[c.C
     return (
         referee,
         [event for _, event, _ in history],
-        list(itertools.chain.from_iterable(asked for _, _, asked in history)),
+        list(itertools.chain.from_iterable(commands for _, _, commands in history)),
     )
 
 

@@ -51,33 +51,33 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("held", [0, 1, 2])
-def test_a_blocked_loop_is_interrupted(held: int) -> None:
+@pytest.mark.parametrize("sent_signals", [0, 1, 2])
+def test_a_blocked_loop_is_interrupted(sent_signals: int) -> None:
     """The first signal that it does not handle, if that is at least the second one,
     interrupts it, and the program unwinds in order.
     """
     # two pending signals of one kind are one
     signals = [signal.SIGINT, signal.SIGTERM, signal.SIGINT]
-    command = [sys.executable, "-c", PROGRAM, str(held)]
+    command = [sys.executable, "-c", PROGRAM, str(sent_signals)]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
         contextlib.ExitStack() as stack,
     ):
         stack.callback(process.kill)
         assert process.stdout is not None
-        said = process.stdout
+        output = process.stdout
 
         def until(*words: str) -> None:
             for word in words:
-                assert said.readline() == f"{word}\n"
+                assert output.readline() == f"{word}\n"
 
-        if held:
+        if sent_signals:
             until("waiting")
-        for number in signals[:held]:
+        for number in signals[:sent_signals]:
             process.send_signal(number)
             until("heard")
         until("held")
-        for number in signals[held : max(2, held + 1)]:
+        for number in signals[sent_signals : max(2, sent_signals + 1)]:
             process.send_signal(number)
         until("let go", "closing", "closed", "interrupted")
         assert process.wait() == 0
@@ -148,7 +148,7 @@ INT, TERM = signal.SIGINT, signal.SIGTERM
 
 
 @pytest.mark.parametrize(
-    ("asked", "beat_at", "ended_at", "ends_at"),
+    ("received", "beat_at", "ended_at", "ends_at"),
     [
         ([(INT, 0.0)], 0.0, math.inf, math.inf),  # one signal is a request
         ([(INT, 0.0), (INT, 1.0)], 0.0, math.inf, 1.0 + HELD_S),  # the loop is blocked
@@ -175,9 +175,9 @@ INT, TERM = signal.SIGINT, signal.SIGTERM
     ],
 )
 def test_when_the_process_is_ended_at_once(
-    asked: list[tuple[int, float]], beat_at: float, ended_at: float, ends_at: float
+    received: list[tuple[int, float]], beat_at: float, ended_at: float, ends_at: float
 ) -> None:
     """An infinite `beat_at` stands for a loop that has just sent a heartbeat."""
     times = [number / 10 for number in range(400)]
-    found = [now for now in times if too_late(asked, min(beat_at, now), ended_at, now)]
-    assert found == [now for now in times if now > ends_at]
+    ended = [now for now in times if too_late(received, min(beat_at, now), ended_at, now)]
+    assert ended == [now for now in times if now > ends_at]

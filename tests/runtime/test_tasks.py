@@ -27,9 +27,9 @@ async def test_cancel_all_ends_all_without_an_error() -> None:
         await asyncio.sleep(0)
         assert len(tasks) == 2
         tasks.cancel_all()
-        late = tasks.spawn(forever(ended, "late"), "late")
+        last = tasks.spawn(forever(ended, "late"), "late")
     assert sorted(ended) == ["a", "b"]
-    assert late.cancelled()
+    assert last.cancelled()
     assert len(tasks) == 0
 
 

@@ -122,7 +122,7 @@ def pids(config: RunConfig) -> list[tuple[int, int]]:
     return [(int(pid), int(began)) for pid, began in map(str.split, lines)]
 
 
-def assert_gone(config: RunConfig) -> None:
+def assert_no_processes(config: RunConfig) -> None:
     """Check that no child of any life is left. The kernel takes a moment to end them."""
     deadline, left = time.monotonic() + 30, pids(config)
     assert left
@@ -175,7 +175,7 @@ def killed(config: RunConfig) -> None:
     children are gone.
     """
     assert controller(config).wait(60) == -signal.SIGKILL
-    assert_gone(config)
+    assert_no_processes(config)
 
 
 if __name__ == "__main__":

@@ -57,12 +57,12 @@ async def opened(name: str) -> AsyncIterator[Backend]:
     needs(name)
     fds = len(os.listdir("/proc/self/fd"))
     with no_process_left():
-        made = backend(name)
-        folders = [made._launcher._base, made._launcher._kept]  # type: ignore[attr-defined]
+        backend_ = backend(name)
+        folders = [backend_._launcher._base, backend_._launcher._snapshots]  # type: ignore[attr-defined]
         try:
-            yield made
+            yield backend_
         finally:
-            await made.close()
+            await backend_.close()
     assert len(os.listdir("/proc/self/fd")) <= fds
     assert left_of(folders) == []
 

@@ -98,7 +98,7 @@ async def run(
     )
 
 
-async def said(sandbox: Sandbox, source: str, *arguments: str) -> str:
+async def output_of(sandbox: Sandbox, source: str, *arguments: str) -> str:
     """Return the output of a program, which must succeed."""
     result = await run(sandbox, source, *arguments)
     assert result.rc == 0, result.stderr.decode()

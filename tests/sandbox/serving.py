@@ -33,27 +33,27 @@ def start(
     *, cwd: Path | None = None, code: str = ""
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """`code` is run instead of the folder. Packages are there for PRELOADED alone."""
-    ours, theirs = socket.socketpair()
+    own_end, other_end = socket.socketpair()
     program = ("-c", code) if code else (str(FOLDER),)
-    with theirs:
+    with other_end:
         process = subprocess.Popen(
             [
                 *(PYTHON[:2] if code == PRELOADED else PYTHON),
                 *program,
                 "--fd",
-                str(theirs.fileno()),
+                str(other_end.fileno()),
             ],
-            pass_fds=(theirs.fileno(),),
+            pass_fds=(other_end.fileno(),),
             cwd=cwd,
         )
-    return process, ours
+    return process, own_end
 
 
 @contextlib.asynccontextmanager
 async def served(*, cwd: Path | None = None, code: str = "") -> AsyncIterator[Channel]:
     """A channel to a server, which has ended, on its own, when this ends."""
-    process, ours = start(cwd=cwd, code=code)
-    channel = Channel(ours)
+    process, own_end = start(cwd=cwd, code=code)
+    channel = Channel(own_end)
     try:
         yield channel
     finally:

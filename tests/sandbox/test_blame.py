@@ -26,8 +26,8 @@ for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
 
 @pytest_asyncio.fixture(params=[name for name in NAMES if name != "plain"])
 async def backend(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
-    async with opened(request.param) as made:
-        yield made
+    async with opened(request.param) as opened_backend:
+        yield opened_backend
 
 
 @pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP", "SIGTERM"])
@@ -65,10 +65,10 @@ async def test_folders_too_deep_for_a_snapshot_spoil_the_sandbox(
     backend: Backend, depth: int
 ) -> None:
     sandbox = await backend.start(SPEC)
-    made = await sandbox.exec(
+    result = await sandbox.exec(
         python(f"import os\nfor _ in range({depth}): os.mkdir('d'); os.chdir('d')")
     )
-    assert made.rc == 0, made.stderr
+    assert result.rc == 0, result.stderr
     with pytest.raises(SandboxSpoiledError, match="no snapshot: folders must be at most 100 deep"):
         await sandbox.snapshot()
     assert (await sandbox.exec(["true"])).rc == 0
@@ -77,13 +77,13 @@ async def test_folders_too_deep_for_a_snapshot_spoil_the_sandbox(
 
 async def test_a_surrogate_raised_in_a_cell_is_answered(backend: Backend) -> None:
     sandbox = await backend.start(SPEC)
-    found = await IPython(sandbox).run(r"raise ValueError('\ud800 \udcff')")
-    assert found.error is not None
-    found.error.message.encode()
-    found.error.traceback.encode()
+    result = await IPython(sandbox).run(r"raise ValueError('\ud800 \udcff')")
+    assert result.error is not None
+    result.error.message.encode()
+    result.error.traceback.encode()
     assert (await IPython(sandbox).run("1 + 1")).result == "2"
-    found = await IPython(sandbox).run(r"'\ud800'")
-    assert (found.result or "").encode()
+    result = await IPython(sandbox).run(r"'\ud800'")
+    assert (result.result or "").encode()
     await sandbox.stop()
 
 

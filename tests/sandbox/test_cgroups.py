@@ -44,7 +44,7 @@ def _groups_of(pid: int) -> dict[str, Path]:
     """Return the folders of a process's groups by controller, as the kernel reports
     them.
     """
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
         _, names, path = line.split(":", 2)
         for mount in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -52,8 +52,8 @@ def _groups_of(pid: int) -> dict[str, Path]:
             if (names and names in words[-1].split(",")) or (not names and " - cgroup2 " in mount):
                 for name in names.split(",") if names else ("memory", "pids"):
                     if name in cgroups.CONTROLLERS and Path(f"{words[4]}{path}").is_dir():
-                        found.setdefault(name, Path(f"{words[4]}{path}"))
-    return found
+                        paths.setdefault(name, Path(f"{words[4]}{path}"))
+    return paths
 
 
 def _read(folder: Path, *names: str) -> int:
@@ -227,11 +227,11 @@ class Version2:
             f"30 24 0:26 / {self.top} rw,relatime - cgroup2 cgroup2 rw,nsdelegate\n"
         )
 
-    def group(self, path: str, *, has: str, gives: str) -> None:
+    def group(self, path: str, *, has: str, delegates: str) -> None:
         folder = Path(f"{self.top}/{path}")
         folder.mkdir(parents=True)
         (folder / "cgroup.controllers").write_text(has)
-        (folder / "cgroup.subtree_control").write_text(gives)
+        (folder / "cgroup.subtree_control").write_text(delegates)
 
     def write(self, path: str, value: str) -> None:
         where = Path(path).relative_to(self.top)
@@ -244,9 +244,9 @@ class Version2:
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Version2:
-    made = Version2(tmp_path)
-    monkeypatch.setattr(cgroups, "_write", made.write)
-    return made
+    version2 = Version2(tmp_path)
+    monkeypatch.setattr(cgroups, "_write", version2.write)
+    return version2
 
 
 def _base(groups: Groups) -> Path:
@@ -255,8 +255,8 @@ def _base(groups: Groups) -> Path:
 
 
 def test_version_2_uses_the_parent_of_a_group_with_processes(tree: Version2) -> None:
-    tree.group("user.slice", has="cpu memory pids", gives="memory pids")
-    tree.group("user.slice/session", has="memory pids", gives="")
+    tree.group("user.slice", has="cpu memory pids", delegates="memory pids")
+    tree.group("user.slice/session", has="memory pids", delegates="")
     (tree.proc / "cgroup").write_text("0::/user.slice/session\n")
     groups = Groups(str(tree.proc))
     assert (groups.missing, groups.versions) == ({}, {"memory": 2, "pids": 2})
@@ -276,7 +276,7 @@ def test_version_2_uses_the_parent_of_a_group_with_processes(tree: Version2) -> 
 
 
 def test_version_2_uses_our_own_group_if_it_offers_controllers(tree: Version2) -> None:
-    tree.group("box", has="memory pids", gives="memory pids")
+    tree.group("box", has="memory pids", delegates="memory pids")
     (tree.proc / "cgroup").write_text("1:name=systemd:/x\n0::/box\n")
     groups = Groups(str(tree.proc))
     assert _base(groups).parent == tree.top / "box"
@@ -284,11 +284,11 @@ def test_version_2_uses_our_own_group_if_it_offers_controllers(tree: Version2) -
 
 
 def test_missing_controllers_are_reported_with_reasons(tree: Version2) -> None:
-    tree.group("", has="cpu pids", gives="pids")
-    tree.group("box", has="pids", gives="")
+    tree.group("", has="cpu pids", delegates="pids")
+    tree.group("box", has="pids", delegates="")
     (tree.proc / "cgroup").write_text("0::/box\n")
     groups = Groups(str(tree.proc))
-    assert groups.missing == {"memory": cgroups.NO_SUCH_THING}
+    assert groups.missing == {"memory": cgroups.NO_CONTROLLER}
     assert groups.versions == {"pids": 2}
     groups.close()
 
@@ -343,5 +343,5 @@ def test_version_1_limits_memory_with_swap_and_the_buffers_of_ip_sockets(
         ("memory.memsw.limit_in_bytes", "1000"),
         ("memory.kmem.tcp.limit_in_bytes", str(64 * MIB)),
     ]
-    assert groups.missing == {"pids": cgroups.NO_SUCH_THING}
+    assert groups.missing == {"pids": cgroups.NO_CONTROLLER}
     groups.close()

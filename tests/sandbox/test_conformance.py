@@ -22,14 +22,14 @@ from .sandboxes import ISOLATING, NAMES, SPEC, left_of, opened, python
 
 @pytest_asyncio.fixture(params=NAMES)
 async def backend(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
-    async with opened(request.param) as made:
-        yield made
+    async with opened(request.param) as opened_backend:
+        yield opened_backend
 
 
 @pytest_asyncio.fixture(params=ISOLATING)
 async def isolating(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
-    async with opened(request.param) as made:
-        yield made
+    async with opened(request.param) as opened_backend:
+        yield opened_backend
 
 
 async def test_a_program_runs_and_its_result_is_complete(backend: Backend) -> None:
@@ -232,9 +232,11 @@ async def test_a_snapshot_of_selected_paths_has_nothing_else(backend: Backend) -
         "2",
         "../d/c",
     ]
-    whole = await backend.branch(await first.snapshot(only=["."], at="/home/taken"))
+    full_branch = await backend.branch(await first.snapshot(only=["."], at="/home/taken"))
     assert (
-        await whole.exec(["sh", "-c", "cat ../taken/f/x ../taken/d/c; ls; cat ../taken/d/out"])
+        await full_branch.exec(
+            ["sh", "-c", "cat ../taken/f/x ../taken/d/c; ls; cat ../taken/d/out"]
+        )
     ).stdout == b"4\n3\n"
     for only, at in (
         (["../x"], "/taken"),
@@ -265,8 +267,8 @@ async def test_exceeding_cpu_time_ends_a_sandbox_with_the_limit_as_reason(backen
 
 
 async def test_closing_the_back_end_ends_its_sandboxes_and_refuses_starts() -> None:
-    async with opened("plain") as made:
-        sandbox = await made.start(SPEC)
+    async with opened("plain") as plain:
+        sandbox = await plain.start(SPEC)
         running = asyncio.create_task(sandbox.exec(["sleep", "100"]))
         await sandbox.exec(["true"])
     with pytest.raises(SandboxLostError):
@@ -355,10 +357,10 @@ async def test_tools_work_inside(backend: Backend) -> None:
 
 
 def test_a_garbage_collected_back_end_leaves_no_folder() -> None:
-    made = Plain()
-    folders = [made._launcher._base, made._launcher._kept]
+    plain = Plain()
+    folders = [plain._launcher._base, plain._launcher._snapshots]
     assert left_of(folders) == folders
-    del made
+    del plain
     gc.collect()
     assert left_of(folders) == []
 

@@ -19,7 +19,7 @@ from .sandboxes import ISOLATING, image, opened
 
 LIMITS = Limits(processes=40, memory_bytes=512 * MIB, disk_bytes=256 * MIB, cpu_s=77.0, files=321)
 
-TELL = """#!/bin/sh
+PROGRESS = """#!/bin/sh
 exec >&2
 echo begin
 while read name soft; do case "$name $soft" in
@@ -48,17 +48,17 @@ MET = {
 
 @pytest_asyncio.fixture
 async def bubblewrap() -> AsyncIterator[Backend]:
-    async with opened("bubblewrap") as made:
-        yield made
+    async with opened("bubblewrap") as opened_backend:
+        yield opened_backend
 
 
 def _replace(python: Path) -> None:
     python.unlink()
-    python.write_text(TELL)
+    python.write_text(PROGRESS)
     python.chmod(0o755)
 
 
-def _told(error: pytest.ExceptionInfo[SandboxError]) -> set[str]:
+def _reported(error: pytest.ExceptionInfo[SandboxError]) -> set[str]:
     lines = str(error.value).splitlines()
     return {line.strip() for line in lines if line.strip() in MET or "took" in line}
 
@@ -68,9 +68,9 @@ async def test_all_limits_hold_for_the_first_program_of_an_image(
 ) -> None:
     folder = image(tmp_path)
     _replace(Path(folder, "usr/bin/python3"))
-    with pytest.raises(SandboxError) as told:
+    with pytest.raises(SandboxError) as error:
         await bubblewrap.start(SandboxSpec(image=folder, limits=LIMITS))
-    assert _told(told) == MET
+    assert _reported(error) == MET
 
 
 async def test_all_limits_hold_in_a_branch_with_a_replaced_interpreter(
@@ -78,15 +78,15 @@ async def test_all_limits_hold_in_a_branch_with_a_replaced_interpreter(
 ) -> None:
     folder = image(tmp_path)
     sandbox = await bubblewrap.start(SandboxSpec(image=folder, limits=LIMITS))
-    await sandbox.write("/home/agent/mine", TELL.encode(), mode=0o755)
+    await sandbox.write("/home/agent/mine", PROGRESS.encode(), mode=0o755)
     moved = await sandbox.exec(
         ["sh", "-c", "rm -f /usr/bin/python3 && ln -s /home/agent/mine /usr/bin/python3"]
     )
     assert (moved.rc, moved.stderr) == (0, b"")
     snapshot = await sandbox.snapshot()
-    with pytest.raises(SandboxError) as told:
+    with pytest.raises(SandboxError) as error:
         await bubblewrap.branch(snapshot)
-    assert _told(told) == MET
+    assert _reported(error) == MET
 
 
 CUSTOM = b"open('/home/agent/ran', 'a').write('x')\n"
@@ -115,8 +115,8 @@ async def test_the_server_imports_nothing_from_an_editable_installs_folder(name:
     source = str(Path(rollweave.__file__).parent.parent)
     async with opened(name) as backend:
         sandbox = await backend.start(SandboxSpec())
-        made = await sandbox.exec(["sh", "-c", 'mkdir -p "$0" && test -w "$0"', source])
-        if made.rc == 0:  # else it is read-only, which is as good
+        result = await sandbox.exec(["sh", "-c", 'mkdir -p "$0" && test -w "$0"', source])
+        if result.rc == 0:  # else it is read-only, which is as good
             await sandbox.write(f"{source}/sitecustomize.py", CUSTOM)
         branch = await backend.branch(await sandbox.snapshot())
         assert await _ran(branch) == b""
@@ -129,10 +129,10 @@ async def test_the_server_and_its_programs_have_the_same_limits(name: str) -> No
     async with opened(name) as backend:
         sandbox = await backend.start(SandboxSpec(limits=LIMITS))
         lines = (await sandbox.exec(["sh", "-c", ask])).stdout.decode().splitlines()
-        told = [" ".join(line.split()) for line in lines]
-        for wanted in [line for line in MET if line.startswith("Max")]:
-            assert told.count(wanted) == 2, wanted
-        assert told.count("1000") == 2
+        reported = [" ".join(line.split()) for line in lines]
+        for expected in [line for line in MET if line.startswith("Max")]:
+            assert reported.count(expected) == 2, expected
+        assert reported.count("1000") == 2
 
 
 SCAN = """

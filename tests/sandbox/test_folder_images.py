@@ -36,8 +36,8 @@ def folder(open_folder: Path) -> str:
 
 @pytest_asyncio.fixture
 async def bubblewrap() -> AsyncIterator[Backend]:
-    async with opened("bubblewrap") as made:
-        yield made
+    async with opened("bubblewrap") as opened_backend:
+        yield opened_backend
 
 
 async def test_writes_stay_in_the_sandbox_and_its_branches(
@@ -129,8 +129,8 @@ async def apptainer(open_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Async
     program.chmod(0o755)
     fake.write_text(FAKE.read_text())
     monkeypatch.setenv("PATH", f"{open_folder}:{os.environ['PATH']}")
-    async with opened("apptainer") as made:
-        yield made
+    async with opened("apptainer") as opened_backend:
+        yield opened_backend
 
 
 async def test_apptainers_contract(
@@ -166,13 +166,13 @@ async def test_apptainer_as_root_needs_an_accessible_image(
     "ROLLWEAVE_APPTAINER_IMAGE" not in os.environ, reason="ROLLWEAVE_APPTAINER_IMAGE names no image"
 )
 async def test_the_real_apptainer() -> None:
-    made = Apptainer()
+    real = Apptainer()
     try:
-        sandbox = await made.start(SandboxSpec(image=os.environ["ROLLWEAVE_APPTAINER_IMAGE"]))
+        sandbox = await real.start(SandboxSpec(image=os.environ["ROLLWEAVE_APPTAINER_IMAGE"]))
         assert (await sandbox.exec(["echo", "hi"])).stdout == b"hi\n"
         await sandbox.stop()
     finally:
-        await made.close()
+        await real.close()
 
 
 def test_a_missing_back_end_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,10 +58,10 @@ class _Liar(BaseHTTPRequestHandler):
     """A peer that truncates a response, or sends wrong bytes."""
 
     torn = True
-    asked = 0
+    requests = 0
 
     def do_GET(self) -> None:
-        type(self).asked += 1
+        type(self).requests += 1
         self.send_response(200)
         self.send_header("Content-Length", "100000")
         self.end_headers()
@@ -153,11 +153,11 @@ def test_bounds_bytes_and_seconds_of_a_source(
 
 def test_a_damaged_local_blob_is_fetched_again(tmp_path: Path) -> None:
     digest = images_at(tmp_path / "a").add(tree(tmp_path))
-    mine = images_at(tmp_path / "b")
+    images = images_at(tmp_path / "b")
     torn = tmp_path / "b" / "blobs" / digest
     torn.write_bytes((tmp_path / "a" / "blobs" / digest).read_bytes()[:-100])
     with pytest.raises(SandboxError, match="no peer to ask"):
-        mine.path(digest)
+        images.path(digest)
     torn.write_bytes(b"")
     with BlobServer(tmp_path / "a" / "blobs") as peer:
         assert Path(images_at(tmp_path / "b", peer.url).path(digest), "sh").is_symlink()
@@ -171,8 +171,8 @@ from rollweave.sandbox.images import Images
 
 blobs = Blobs(Path(sys.argv[1]) / "blobs")
 images = Images(Path(sys.argv[1]), blobs)
-with images._new() as made, blobs.new() as blob:
-    (made / "sub").mkdir()
+with images._new_folder() as folder, blobs.new() as blob:
+    (folder / "sub").mkdir()
     blob.write(b"half")
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -185,15 +185,15 @@ def test_removes_leftovers_of_killed_processes_only(
     assert killed.returncode == -signal.SIGKILL
     places = (tmp_path, tmp_path / "blobs")
     assert [len(list(place.glob(".new-*"))) for place in places] == [1, 1]
-    kept = Blobs(tmp_path / "blobs")
-    images = Images(tmp_path, kept)
+    store = Blobs(tmp_path / "blobs")
+    images = Images(tmp_path, store)
     assert [len(list(place.glob(".new-*"))) for place in places] == [0, 0]
-    with images._new() as made, kept.new() as blob:
+    with images._new_folder() as folder, store.new() as blob:
         blob.write(b"whole")
         assert images_at(tmp_path).add(tree(tmp_path)) in os.listdir(tmp_path / "blobs")
-        assert made.is_dir()
+        assert folder.is_dir()
         digest = blob.keep()
-    assert kept.get(digest).read_bytes() == b"whole"
+    assert store.get(digest).read_bytes() == b"whole"
 
 
 def test_a_peer_serves_blobs_and_nothing_else(tmp_path: Path) -> None:

@@ -33,9 +33,9 @@ async def shell(cwd: Path | None = None) -> AsyncIterator[Bash]:
 
 async def output(bash: Bash, command: str) -> str:
     """Return the output of a command that must succeed."""
-    found = await bash.run(command)
-    assert (found.timed_out, found.restarted, found.dropped_bytes) == (False, False, 0), found
-    return found.output
+    result = await bash.run(command)
+    assert (result.timed_out, result.restarted, result.dropped_bytes) == (False, False, 0), result
+    return result.output
 
 
 async def test_state_persists_between_commands(tmp_path: Path) -> None:
@@ -153,13 +153,13 @@ async def test_output_cannot_forge_the_end_of_a_command() -> None:
         seen = (await bash.run(f"{spy}; false")).output
         assert (await bash.run("true")).exit_code == 0
         forged = "\n".join(f"{line} 0" for line in seen.splitlines())
-        found = await bash.run(
+        result = await bash.run(
             f"for fd in {{0..20}} 63 {{250..255}}; do echo {shlex.quote(forged)} >&$fd; done "
             "2>/dev/null; (exit 9)",
             output_bytes=1 << 20,
         )
-        assert found.exit_code == 9
-        assert not found.restarted
+        assert result.exit_code == 9
+        assert not result.restarted
 
 
 async def test_the_status_of_an_earlier_command_does_not_end_a_later_one() -> None:
@@ -176,23 +176,23 @@ async def test_the_status_of_an_earlier_command_does_not_end_a_later_one() -> No
 
 async def test_excessive_output_keeps_its_head_and_tail() -> None:
     async with shell() as bash:
-        found = await bash.run(
+        result = await bash.run(
             "echo first; head -c 50000000 /dev/zero | tr '\\0' x; echo; echo last; exit_code() { "
             "return 4; }; exit_code"
         )
-        assert found.exit_code == 4
-        assert found.output.startswith("first\nxxx")
-        assert found.output.endswith("xxx\nlast\n")
-        assert "bytes left out" in found.output
-        assert found.dropped_bytes == 50_000_000 + len("first\n\nlast\n") - 30_000
+        assert result.exit_code == 4
+        assert result.output.startswith("first\nxxx")
+        assert result.output.endswith("xxx\nlast\n")
+        assert "bytes left out" in result.output
+        assert result.dropped_bytes == 50_000_000 + len("first\n\nlast\n") - 30_000
         assert await output(bash, "echo after") == "after\n"
 
 
 async def test_output_is_complete_up_to_the_bound_and_counted_beyond() -> None:
     async with shell() as bash:
         assert (await bash.run("printf 0123456789", output_bytes=10)).output == "0123456789"
-        found = await bash.run("printf 0123456789A", output_bytes=10)
-        assert found.output == "01234\n[... 1 bytes left out ...]\n6789A"
+        result = await bash.run("printf 0123456789A", output_bytes=10)
+        assert result.output == "01234\n[... 1 bytes left out ...]\n6789A"
         assert (await bash.run("echo a", output_bytes=0)).output == "\n[... 2 bytes left out ...]\n"
 
 
@@ -264,31 +264,31 @@ async def test_a_command_out_of_time_is_interrupted_and_the_shell_survives(
     os.mkfifo(tmp_path / "fifo")
     async with shell(tmp_path) as bash:
         await output(bash, "kept=1")
-        found = await bash.run(f"echo begun; {command}", timeout_s=SHORT_S)
-        assert found.timed_out
-        assert not found.restarted
-        assert found.output.startswith("begun\n")
-        assert "not reached" not in found.output
+        result = await bash.run(f"echo begun; {command}", timeout_s=SHORT_S)
+        assert result.timed_out
+        assert not result.restarted
+        assert result.output.startswith("begun\n")
+        assert "not reached" not in result.output
         assert await output(bash, "echo $kept") == "1\n"
 
 
 async def test_a_command_that_ignores_the_interrupt_is_killed_and_the_shell_survives() -> None:
     async with shell() as bash:
         await output(bash, "kept=1")
-        found = await bash.run(
+        result = await bash.run(
             """sh -c 'trap "" INT TERM; echo $$; while :; do sleep 1000; done'""", timeout_s=SHORT_S
         )
-        assert (found.timed_out, found.restarted, found.exit_code) == (True, False, 137)
-        await wait_for_end(int(found.output.split()[0]))
+        assert (result.timed_out, result.restarted, result.exit_code) == (True, False, 137)
+        await wait_for_end(int(result.output.split()[0]))
         assert (await bash.run("echo $kept")).output == "1\n"
 
 
 async def test_a_shell_that_ignores_the_interrupt_is_restarted() -> None:
     async with shell() as bash:
         await output(bash, "kept=1")
-        found = await bash.run("trap '' INT; echo $$; while :; do :; done", timeout_s=SHORT_S)
-        assert (found.timed_out, found.restarted, found.exit_code) == (True, True, 137)
-        await wait_for_end(int(found.output.split()[0]))
+        result = await bash.run("trap '' INT; echo $$; while :; do :; done", timeout_s=SHORT_S)
+        assert (result.timed_out, result.restarted, result.exit_code) == (True, True, 137)
+        await wait_for_end(int(result.output.split()[0]))
         assert await output(bash, "echo [$kept]") == "[]\n"
 
 
@@ -308,16 +308,16 @@ async def test_a_shell_that_ignores_the_interrupt_is_restarted() -> None:
 async def test_a_shell_that_ended_is_replaced(command: str, code: int) -> None:
     async with shell() as bash:
         await output(bash, "kept=1")
-        found = await bash.run(f"echo last words; {command}")
-        assert (found.exit_code, found.restarted, found.timed_out) == (code, True, False)
-        assert found.output.startswith("last words\n")
+        result = await bash.run(f"echo last words; {command}")
+        assert (result.exit_code, result.restarted, result.timed_out) == (code, True, False)
+        assert result.output.startswith("last words\n")
         assert await output(bash, "echo [$kept]") == "[]\n"
 
 
 async def test_a_shell_that_became_another_program_may_run_until_its_timeout() -> None:
     async with shell() as bash:
-        found = await bash.run("exec sleep 1000", timeout_s=SHORT_S)
-        assert (found.timed_out, found.restarted, found.exit_code) == (True, True, 130)
+        result = await bash.run("exec sleep 1000", timeout_s=SHORT_S)
+        assert (result.timed_out, result.restarted, result.exit_code) == (True, True, 130)
         assert await output(bash, "echo new") == "new\n"
 
 
@@ -326,8 +326,8 @@ async def test_a_shell_that_dies_between_commands_is_replaced() -> None:
         pid = int(await output(bash, "echo $$"))
         os.kill(pid, 9)
         await wait_for_end(pid)
-        found = await bash.run("echo new")
-        assert (found.output, found.exit_code, found.restarted) == ("new\n", 0, True)
+        result = await bash.run("echo new")
+        assert (result.output, result.exit_code, result.restarted) == ("new\n", 0, True)
 
 
 @pytest.mark.parametrize(
@@ -357,8 +357,8 @@ async def test_a_shell_that_dies_between_commands_is_replaced() -> None:
 async def test_no_setting_silences_the_next_command(command: str) -> None:
     async with shell() as bash:
         assert not (await bash.run(command)).restarted
-        found = await bash.run('echo "a b"; /bin/echo c')
-        assert (found.output, found.exit_code, found.restarted, found.timed_out) == (
+        result = await bash.run('echo "a b"; /bin/echo c')
+        assert (result.output, result.exit_code, result.restarted, result.timed_out) == (
             "a b\nc\n",
             0,
             False,
@@ -368,10 +368,12 @@ async def test_no_setting_silences_the_next_command(command: str) -> None:
 
 async def test_concurrent_commands_take_turns() -> None:
     async with shell() as bash:
-        found = await asyncio.gather(
+        result = await asyncio.gather(
             *(bash.run(f"n=$((n + 1)); echo {number}:$n") for number in range(20))
         )
-        assert [one.output for one in found] == [f"{number}:{number + 1}\n" for number in range(20)]
+        assert [one.output for one in result] == [
+            f"{number}:{number + 1}\n" for number in range(20)
+        ]
 
 
 async def test_a_cancelled_command_is_interrupted_and_the_next_one_runs(tmp_path: Path) -> None:
@@ -396,8 +398,8 @@ async def test_a_long_command() -> None:
 
 async def test_prompting_and_paging_programs_do_not_wait() -> None:
     async with shell() as bash:
-        found = await bash.run(
+        result = await bash.run(
             "python3 -c 'import getpass; getpass.getpass()' 2>&1 | tail -n 1; echo $PAGER"
         )
-        assert not found.timed_out
-        assert found.output.endswith("cat\n")
+        assert not result.timed_out
+        assert result.output.endswith("cat\n")

@@ -44,16 +44,16 @@ class Connection:
 
 @contextlib.asynccontextmanager
 async def paired() -> AsyncIterator[tuple[Channel, Connection]]:
-    ours, theirs = socket.socketpair()
-    channel = Channel(ours)
+    own_end, other_end = socket.socketpair()
+    channel = Channel(own_end)
     try:
-        yield channel, Connection(theirs)
+        yield channel, Connection(other_end)
     finally:
         channel.close()
-        theirs.close()
+        other_end.close()
 
 
-def asked(
+def call_frame(
     channel: Channel, action: str = "do", *, timeout_s: float = 20.0, **args: object
 ) -> asyncio.Task[Reply]:
     return asyncio.create_task(channel.call(action, timeout_s=timeout_s, slack_s=0.0, **args))  # type: ignore[arg-type]
@@ -61,7 +61,7 @@ def asked(
 
 async def test_concurrent_calls_are_answered_in_any_order() -> None:
     async with paired() as (channel, peer):
-        calls = [asked(channel, number=number) for number in range(20)]
+        calls = [call_frame(channel, number=number) for number in range(20)]
         requests = [(await peer.request())[0] for _ in calls]
         for header in reversed(requests):
             peer.reply(header["id"], str(header["number"]).encode())
@@ -70,7 +70,7 @@ async def test_concurrent_calls_are_answered_in_any_order() -> None:
 
 async def test_the_limit_of_the_action_is_sent() -> None:
     async with paired() as (channel, peer):
-        call = asked(channel, timeout_s=7.0, path="x")
+        call = call_frame(channel, timeout_s=7.0, path="x")
         header, _ = await peer.request()
         assert header == {"id": 1, "action": "do", "timeout_s": 7.0, "path": "x"}
         peer.reply(1, size=3)
@@ -88,7 +88,7 @@ async def test_the_limit_of_the_action_is_sent() -> None:
 )
 async def test_errors_of_the_sandbox_are_raised(kind: str, error: type[Exception]) -> None:
     async with paired() as (channel, peer):
-        call = asked(channel)
+        call = call_frame(channel)
         header, _ = await peer.request()
         peer.reply(header["id"], ok=False, kind=kind, error="why")
         with pytest.raises(error, match=r"^why$") as caught:
@@ -99,25 +99,25 @@ async def test_errors_of_the_sandbox_are_raised(kind: str, error: type[Exception
 async def test_a_call_times_out_and_its_late_reply_is_dropped() -> None:
     async with paired() as (channel, peer):
         with pytest.raises(SandboxTimeoutError, match=r"no answer to do within 0\.01 s"):
-            await asked(channel, timeout_s=0.01)
+            await call_frame(channel, timeout_s=0.01)
         assert (await peer.request())[0]["action"] == "do"
         assert (await peer.request())[0] == {"id": 1, "action": "cancel"}
         peer.reply(1, b"late")
-        call = asked(channel)
+        call = call_frame(channel)
         peer.reply((await peer.request())[0]["id"], b"in time")
         assert (await call).body == b"in time"
 
 
 async def test_a_cancelled_call_is_cancelled_inside() -> None:
     async with paired() as (channel, peer):
-        call = asked(channel)
+        call = call_frame(channel)
         await peer.request()
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
         assert (await peer.request())[0] == {"id": 1, "action": "cancel"}
         peer.reply(1)
-        again = asked(channel)
+        again = call_frame(channel)
         peer.reply((await peer.request())[0]["id"])
         await again
         assert not channel.lost
@@ -125,7 +125,7 @@ async def test_a_cancelled_call_is_cancelled_inside() -> None:
 
 async def test_a_lost_peer_ends_pending_and_later_calls() -> None:
     async with paired() as (channel, peer):
-        calls = [asked(channel) for _ in range(3)]
+        calls = [call_frame(channel) for _ in range(3)]
         await peer.request()
         peer.socket.close()
         for call in calls:
@@ -138,7 +138,7 @@ async def test_a_lost_peer_ends_pending_and_later_calls() -> None:
 
 async def test_closing_ends_calls() -> None:
     async with paired() as (channel, peer):
-        call = asked(channel)
+        call = call_frame(channel)
         await peer.request()
         channel.close()
         with pytest.raises(SandboxLostError, match="closed"):
@@ -161,7 +161,7 @@ async def test_closing_ends_calls() -> None:
 )
 async def test_an_invalid_reply_closes_the_channel(frame: bytes) -> None:
     async with paired() as (channel, peer):
-        call = asked(channel)
+        call = call_frame(channel)
         await peer.request()
         peer.socket.sendall(frame)
         with contextlib.suppress(SandboxLostError):
@@ -178,7 +178,7 @@ torn = st.integers(0, 70).map(lambda cut: pack({"id": 1, "ok": True}, b"x" * 50)
 def test_arbitrary_bytes_end_the_call_or_leave_it_pending(data: bytes) -> None:
     async def main() -> None:
         async with paired() as (channel, peer):
-            call = asked(channel)
+            call = call_frame(channel)
             await peer.request()
             peer.socket.sendall(data)
             peer.socket.close()
@@ -198,7 +198,7 @@ async def test_a_peer_that_never_replies_is_given_up() -> None:
         draining = asyncio.create_task(drain())
         for _ in range(module.FORGOTTEN + 1):
             with pytest.raises(SandboxTimeoutError):
-                await asked(channel, timeout_s=0.0)
+                await call_frame(channel, timeout_s=0.0)
         assert "never answered" in channel.lost
         draining.cancel()
 
@@ -220,6 +220,6 @@ async def test_arguments_too_large_raise_a_value_error_and_the_channel_survives(
     async with paired() as (channel, peer):
         with pytest.raises(ValueError, match="header must be JSON"):
             await channel.call("do", timeout_s=1.0, what={1})
-        call = asked(channel)
+        call = call_frame(channel)
         peer.reply((await peer.request())[0]["id"])
         await call

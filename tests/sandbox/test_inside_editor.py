@@ -54,9 +54,9 @@ async def test_long_views_and_large_folders_are_truncated(tmp_path: Path) -> Non
     for number in range(1100):
         (tmp_path / f"{number}").touch()
     async with served() as channel:
-        found = await Editor(channel).view(str(tmp_path / "long"))
-        assert len(found.text) < module.VIEW_CHARS + 100
-        assert found.text.splitlines()[-1].endswith("more lines")
+        view = await Editor(channel).view(str(tmp_path / "long"))
+        assert len(view.text) < module.VIEW_CHARS + 100
+        assert view.text.splitlines()[-1].endswith("more lines")
         assert (await Editor(channel).view(str(tmp_path))).text.endswith("more than 1000 entries\n")
 
 
@@ -144,13 +144,13 @@ async def test_an_edit_shows_the_lines_around(tmp_path: Path) -> None:
     path.write_text("".join(f"line {number}\n" for number in range(1, 21)))
     async with served() as channel:
         editor = Editor(channel)
-        found = await editor.replace(str(path), "line 10\n", "new\nlines\n")
-        assert [row.split("\t")[1] for row in found.text.splitlines()][4:7] == [
+        view = await editor.replace(str(path), "line 10\n", "new\nlines\n")
+        assert [row.split("\t")[1] for row in view.text.splitlines()][4:7] == [
             "new",
             "lines",
             "line 11",
         ]
-        assert found.lines == 21
+        assert view.lines == 21
         assert "added" in (await editor.insert(str(path), 21, "added")).text
 
 

@@ -19,10 +19,10 @@ frames = st.lists(st.tuples(headers, st.integers(), st.binary(max_size=200)), ma
 
 
 def drain(decoder: FrameDecoder) -> list[tuple[dict[str, object], bytes]]:
-    found = []
+    frames = []
     while (frame := decoder.take()) is not None:
-        found.append(frame)
-    return found
+        frames.append(frame)
+    return frames
 
 
 @given(frames, st.lists(st.integers(1, 50), min_size=1))
@@ -31,13 +31,13 @@ def test_frames_round_trip(
 ) -> None:
     expected = [({**header, "id": number}, body) for header, number, body in sent]
     stream = b"".join(pack(header, body) for header, body in expected)
-    decoder, found, at, turn = FrameDecoder(), [], 0, 0
+    decoder, decoded, at, turn = FrameDecoder(), [], 0, 0
     while at < len(stream):
         size = cuts[turn % len(cuts)]
         decoder.feed(stream[at : at + size])
         at, turn = at + size, turn + 1
-        found += drain(decoder)
-    assert found == expected
+        decoded += drain(decoder)
+    assert decoded == expected
 
 
 @given(st.binary(max_size=300))

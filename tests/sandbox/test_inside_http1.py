@@ -63,15 +63,15 @@ def plain(request: Request) -> tuple[str, str, dict[str, str], bytes]:
 def test_requests_round_trip_regardless_of_splits(
     all_sent: list[tuple[bytes, object]], seed: int
 ) -> None:
-    rng, decoder, found = random.Random(seed), RequestDecoder(), []
+    rng, decoder, requests = random.Random(seed), RequestDecoder(), []
     data = b"".join(wire for wire, _ in all_sent)
     while data:
         cut = rng.choice((1, 2, 7, 1000))
         decoder.feed(data[:cut])
         data = data[cut:]
         while (request := decoder.take()) is not None:
-            found.append(plain(request))
-    assert found == [meaning for _, meaning in all_sent]
+            requests.append(plain(request))
+    assert requests == [meaning for _, meaning in all_sent]
     assert decoder.buffered == 0
     assert not decoder.started
 

@@ -60,16 +60,16 @@ def test_limits_requests_in_flight() -> None:
     with opened(max_in_flight=2) as host:
         programs = [sent(host) for _ in range(4)]
         first = host.next()[0]
-        asked = {"method": "GET", "target": "/a", "headers": {"authorization": "t"}}
-        assert first == {"gone": [], "number": 1, **asked, "more": False}
+        expected = {"method": "GET", "target": "/a", "headers": {"authorization": "t"}}
+        assert first == {"gone": [], "number": 1, **expected, "more": False}
         assert host.next()[0]["number"] == 2
         assert host.quiet()
         programs[0].close()
-        third, gone = host.next()[0], [1]
+        third, disconnected = host.next()[0], [1]
         if "number" not in third:
             assert third == {"gone": [1]}
-            third, gone = host.next()[0], []
-        assert (third["gone"], third["number"]) == (gone, 3)
+            third, disconnected = host.next()[0], []
+        assert (third["gone"], third["number"]) == (disconnected, 3)
         assert host.quiet()
         host.answer(2)
         assert host.next()[0]["number"] == 4
@@ -84,27 +84,27 @@ def test_a_large_body_comes_in_parts_and_ends_with_its_program() -> None:
     body = bytes(range(256)) * (PART_BYTES // 100)
     head = b"POST /a HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body)
     with opened() as host:
-        for whole in (True, False):
+        for complete in (True, False):
             sock = sent(host, head)
             sending = threading.Thread(target=sock.sendall, args=(body,))
             sending.start()
-            told = [host.next()]
+            events = [host.next()]
             sending.join()
-            assert len(told[0][1]) == PART_BYTES
-            if not whole:
+            assert len(events[0][1]) == PART_BYTES
+            if not complete:
                 sock.close()
-                found = host.next()[0]
-                while not found["gone"]:
-                    found = host.next()[0]
-                assert found == {"gone": [told[0][0]["number"]]}
+                event = host.next()[0]
+                while not event["gone"]:
+                    event = host.next()[0]
+                assert event == {"gone": [events[0][0]["number"]]}
                 assert host.quiet()
                 break
-            while told[-1][0]["more"]:
-                told.append(host.next())
-            assert b"".join(part for _, part in told) == body
-            assert all("method" not in header for header, _ in told[1:])
-            host.answer(told[0][0]["number"], b"a", last=False)
-            host.answer(told[0][0]["number"], b"b", status=None)
+            while events[-1][0]["more"]:
+                events.append(host.next())
+            assert b"".join(part for _, part in events) == body
+            assert all("method" not in header for header, _ in events[1:])
+            host.answer(events[0][0]["number"], b"a", last=False)
+            host.answer(events[0][0]["number"], b"b", status=None)
             assert host.quiet()
             assert sock.recv(1000).endswith(
                 b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n1\r\nb\r\n0\r\n\r\n"
@@ -116,12 +116,12 @@ def test_a_client_that_sends_endlessly_is_disconnected() -> None:
     with opened() as host:
         sock = sent(host)
         assert host.next()[0]["number"] == 1
-        told = []
+        events = []
         with contextlib.suppress(ConnectionError):
-            while not told:
+            while not events:
                 sock.sendall(b"x" * (AHEAD_BYTES // 2))
-                told = host.next(0.0)[0]["gone"]
-        assert (told or host.next()[0]["gone"]) == [1]
+                events = host.next(0.0)[0]["gone"]
+        assert (events or host.next()[0]["gone"]) == [1]
         sock.close()
 
 

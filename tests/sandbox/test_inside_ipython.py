@@ -40,23 +40,23 @@ async def interpreter(
 async def cells(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[IPython]:
-    async with interpreter(request.param, tmp_path, monkeypatch) as found:
-        assert (await found.run("")).interpreter == (
+    async with interpreter(request.param, tmp_path, monkeypatch) as interpreter_:
+        assert (await interpreter_.run("")).interpreter == (
             "python" if request.param == "python" else "ipython"
         )
-        yield found
+        yield interpreter_
 
 
 async def well(cells: IPython, cell: str) -> CellResult:
     """Run a cell that must succeed without a restart."""
-    found = await cells.run(cell)
-    assert (found.error, found.died, found.timed_out, found.restarted) == (
+    result = await cells.run(cell)
+    assert (result.error, result.died, result.timed_out, result.restarted) == (
         None,
         None,
         False,
         False,
-    ), found
-    return found
+    ), result
+    return result
 
 
 async def test_names_persist_and_the_last_value_is_the_result(cells: IPython) -> None:
@@ -69,22 +69,22 @@ async def test_names_persist_and_the_last_value_is_the_result(cells: IPython) ->
 
 
 async def test_output_is_separate_from_the_result_and_in_order(cells: IPython) -> None:
-    found = await well(
+    result = await well(
         cells,
         "import sys, os\nprint('a')\nprint('b', file=sys.stderr)\nos.system('echo "
         "c')\nprint('d', end='')\n5",
     )
-    assert (found.output, found.result) == ("a\nb\nc\nd", "5")
+    assert (result.output, result.result) == ("a\nb\nc\nd", "5")
 
 
 async def test_an_exception_has_a_name_a_message_and_a_traceback(cells: IPython) -> None:
-    found = await cells.run("def f():\n    return 1 / 0\nprint('before')\nf()")
-    assert found.error is not None
-    assert (found.error.name, found.error.message) == ("ZeroDivisionError", "division by zero")
-    assert "return 1 / 0" in found.error.traceback
-    assert "\x1b" not in found.error.traceback
-    assert "worker" not in found.error.traceback
-    assert (found.output, found.result, found.restarted) == ("before\n", None, False)
+    result = await cells.run("def f():\n    return 1 / 0\nprint('before')\nf()")
+    assert result.error is not None
+    assert (result.error.name, result.error.message) == ("ZeroDivisionError", "division by zero")
+    assert "return 1 / 0" in result.error.traceback
+    assert "\x1b" not in result.error.traceback
+    assert "worker" not in result.error.traceback
+    assert (result.output, result.result, result.restarted) == ("before\n", None, False)
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ async def test_an_exception_has_a_name_a_message_and_a_traceback(cells: IPython)
 )
 async def test_the_interpreter_survives_errors(cell: str, name: str, cells: IPython) -> None:
     await well(cells, "kept = 1")
-    found = await cells.run(cell)
-    assert found.error is not None
-    assert found.error.name in name.split(" or ")
+    result = await cells.run(cell)
+    assert result.error is not None
+    assert result.error.name in name.split(" or ")
     assert (await well(cells, "kept")).result == "1"
 
 
@@ -126,8 +126,8 @@ async def test_a_cell_out_of_time_is_interrupted_and_names_persist(
 ) -> None:
     os.mkfifo(tmp_path / "fifo")
     await well(cells, "kept = 1")
-    found = await cells.run(f"print('begun')\n{cell}", timeout_s=SHORT_S)
-    assert (found.timed_out, found.restarted, found.output) == (True, False, "begun\n")
+    result = await cells.run(f"print('begun')\n{cell}", timeout_s=SHORT_S)
+    assert (result.timed_out, result.restarted, result.output) == (True, False, "begun\n")
     assert (await well(cells, "kept")).result == "1"
 
 
@@ -136,9 +136,14 @@ async def test_a_cell_that_ignores_the_interrupt_is_killed(cells: IPython) -> No
         "import os, signal\nsignal.signal(signal.SIGINT, "
         "signal.SIG_IGN)\nprint(os.getpid())\nwhile True: pass"
     )
-    found = await cells.run(cell, timeout_s=SHORT_S)
-    assert (found.timed_out, found.restarted, found.died, found.error) == (True, True, 137, None)
-    await wait_for_end(int(found.output))
+    result = await cells.run(cell, timeout_s=SHORT_S)
+    assert (result.timed_out, result.restarted, result.died, result.error) == (
+        True,
+        True,
+        137,
+        None,
+    )
+    await wait_for_end(int(result.output))
     assert (await cells.run("os")).error is not None
 
 
@@ -162,10 +167,10 @@ async def test_a_cell_that_ignores_the_interrupt_is_killed(cells: IPython) -> No
 async def test_an_interpreter_that_ended_is_replaced(
     cell: str, status: set[int], cells: IPython
 ) -> None:
-    found = await cells.run(f"kept = 1\nprint('last words', flush=True)\n{cell}")
-    assert found.died in status
-    assert (found.restarted, found.timed_out) == (True, False)
-    assert found.output.startswith("last words\n")
+    result = await cells.run(f"kept = 1\nprint('last words', flush=True)\n{cell}")
+    assert result.died in status
+    assert (result.restarted, result.timed_out) == (True, False)
+    assert result.output.startswith("last words\n")
     error = (await cells.run("kept")).error
     assert error is not None
     assert error.name == "NameError"
@@ -175,8 +180,8 @@ async def test_death_between_cells_is_reported_by_the_next_cell(cells: IPython) 
     pid = int((await well(cells, "import os; os.getpid()")).result or 0)
     os.kill(pid, 9)
     await wait_for_end(pid)
-    found = await cells.run("1")
-    assert (found.result, found.restarted, found.died) == ("1", True, None)
+    result = await cells.run("1")
+    assert (result.result, result.restarted, result.died) == ("1", True, None)
 
 
 async def test_a_cell_that_forks_and_returns_twice_is_answered_once(cells: IPython) -> None:
@@ -185,10 +190,10 @@ async def test_a_cell_that_forks_and_returns_twice_is_answered_once(cells: IPyth
 
 
 async def test_excessive_output_is_truncated(cells: IPython) -> None:
-    found = await well(cells, "print('first'); print('x' * 50_000_000); print('last')")
-    assert found.output.startswith("first\nxxx")
-    assert found.output.endswith("xxx\nlast\n")
-    assert found.dropped_bytes == 50_000_000 + len("first\n\nlast\n") - 30_000
+    result = await well(cells, "print('first'); print('x' * 50_000_000); print('last')")
+    assert result.output.startswith("first\nxxx")
+    assert result.output.endswith("xxx\nlast\n")
+    assert result.dropped_bytes == 50_000_000 + len("first\n\nlast\n") - 30_000
     assert len((await well(cells, "'x' * 50_000_000")).result or "") < 200_000
     with pytest.raises(SandboxRefusedError, match="cell must have at most"):
         await cells.run("#" * (CELL_BYTES + 1))
@@ -219,8 +224,8 @@ async def test_the_agents_modules_are_not_shadowed(cells: IPython, tmp_path: Pat
 
 async def test_concurrent_cells_take_turns(cells: IPython) -> None:
     await well(cells, "n = 0")
-    found = await asyncio.gather(*(cells.run("n += 1; n") for _ in range(10)))
-    assert [one.result for one in found] == [str(number) for number in range(1, 11)]
+    result = await asyncio.gather(*(cells.run("n += 1; n") for _ in range(10)))
+    assert [one.result for one in result] == [str(number) for number in range(1, 11)]
 
 
 async def test_a_cancelled_cell_is_interrupted(cells: IPython, tmp_path: Path) -> None:
@@ -240,5 +245,5 @@ async def test_ipython_magic_and_display(tmp_path: Path, monkeypatch: pytest.Mon
         assert (await well(cells, "await __import__('asyncio').sleep(0, 5)")).result == "5"
         assert (await well(cells, "5;")).result is None
         assert (await well(cells, "%cd -q /\n%pwd")).result == "'/'"
-        found = await cells.run("exit")
-        assert (found.died, found.restarted) == (0, True)
+        result = await cells.run("exit")
+        assert (result.died, result.restarted) == (0, True)

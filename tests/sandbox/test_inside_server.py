@@ -236,9 +236,9 @@ async def test_a_cancelled_program_is_killed(tmp_path: Path) -> None:
 async def test_its_programs_end_with_the_server(how: str, tmp_path: Path) -> None:
     fifo = tmp_path / "pid"
     os.mkfifo(fifo)
-    process, ours = start()
-    with ours:
-        ours.sendall(
+    process, own_end = start()
+    with own_end:
+        own_end.sendall(
             pack(
                 {
                     "id": 1,
@@ -248,22 +248,22 @@ async def test_its_programs_end_with_the_server(how: str, tmp_path: Path) -> Non
             )
         )
         program = int(await asyncio.to_thread(fifo.read_text))
-        ours.sendall(
+        own_end.sendall(
             pack({"id": 2, "action": "bash"}, f"sleep 1000 & echo $! > {fifo}; sleep 1000".encode())
         )
         job = int(await asyncio.to_thread(fifo.read_text))
         if how == "garbage":
-            ours.sendall(struct.pack("<II", 0xFFFFFFFF, 0))
+            own_end.sendall(struct.pack("<II", 0xFFFFFFFF, 0))
         else:
-            ours.shutdown(socket.SHUT_WR)
+            own_end.shutdown(socket.SHUT_WR)
         await wait_for_end(program)
         await wait_for_end(job)
     assert process.wait(20) == 0
 
 
 async def test_a_server_that_is_killed_mid_call() -> None:
-    process, ours = start()
-    channel = Channel(ours)
+    process, own_end = start()
+    channel = Channel(own_end)
     pid = (await channel.call("ping", timeout_s=20.0)).header["pid"]
     call = asyncio.create_task(
         channel.call("exec", timeout_s=60.0, argv=["cat", "/dev/zero"], output_limit=1)
@@ -277,13 +277,13 @@ async def test_a_server_that_is_killed_mid_call() -> None:
 
 
 async def test_the_same_id_twice_is_refused_while_it_runs() -> None:
-    process, ours = start()
-    with ours:
-        ours.settimeout(20)
-        ours.sendall(pack({"id": 1, "action": "exec", "argv": ["sleep", "1000"]}) * 2)
+    process, own_end = start()
+    with own_end:
+        own_end.settimeout(20)
+        own_end.sendall(pack({"id": 1, "action": "exec", "argv": ["sleep", "1000"]}) * 2)
         decoder = FrameDecoder()
         while (frame := decoder.take()) is None:
-            decoder.feed(ours.recv(65536))
+            decoder.feed(own_end.recv(65536))
         assert (frame[0]["id"], frame[0]["kind"]) == (1, "refused")
     assert process.wait(20) == 0
 

@@ -40,21 +40,21 @@ from rollweave.schema.errors import SandboxError
     ],
 )
 async def test_a_reply_of_an_unexpected_shape(fields: dict[str, object]) -> None:
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    channel = Channel(ours)
-    with contextlib.closing(channel), theirs:
+    own_end, other_end = socket.socketpair()
+    other_end.setblocking(False)
+    channel = Channel(own_end)
+    with contextlib.closing(channel), other_end:
         call = asyncio.create_task(Bash(channel).run("true"))
         decoder = FrameDecoder()
         while (frame := decoder.take()) is None:
-            decoder.feed(await asyncio.get_running_loop().sock_recv(theirs, 65536))
-        theirs.sendall(pack({**fields, "id": frame[0]["id"], "ok": True}))
+            decoder.feed(await asyncio.get_running_loop().sock_recv(other_end, 65536))
+        other_end.sendall(pack({**fields, "id": frame[0]["id"], "ok": True}))
         with pytest.raises(SandboxError, match="reply of another shape"):
             await call
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "plain_text"),
     [
         ("\x1b[1;31mred\x1b[0m", "red"),
         ("\x1b]0;title\x07a\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", "alink"),
@@ -64,8 +64,8 @@ async def test_a_reply_of_an_unexpected_shape(fields: dict[str, object]) -> None
         ("[31m stays", "[31m stays"),
     ],
 )
-def test_removes_escapes_and_keeps_text(text: str, shown: str) -> None:
-    assert plain(text) == shown
+def test_removes_escapes_and_keeps_text(text: str, plain_text: str) -> None:
+    assert plain(text) == plain_text
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\x1b\0")))

@@ -18,7 +18,7 @@ import rollweave
 
 from .sandboxes import ISOLATING, needs
 
-LOOK = """
+SCRIPT = """
 import asyncio, json, sys
 from rollweave.sandbox.base import SandboxSpec
 from rollweave.sandbox.registry import backend
@@ -58,7 +58,7 @@ def test_the_package_with_the_right_answers_is_hidden(name: str) -> None:
         shutil.copytree(Path(rollweave.__file__).parent, packages / "rollweave")
         shutil.copytree(Path(msgspec.__file__).parent, packages / "msgspec")
         (packages / "others.pth").write_text(str(Path(numpy.__file__).parent.parent))
-        command = [f"{folder}/bin/python", "-c", LOOK, name]
+        command = [f"{folder}/bin/python", "-c", SCRIPT, name]
         done = subprocess.run(
             command,
             capture_output=True,
@@ -67,7 +67,7 @@ def test_the_package_with_the_right_answers_is_hidden(name: str) -> None:
             timeout=100,
         )
         assert done.returncode == 0, done.stderr
-        installed, said, errors = json.loads(done.stdout)
+        installed, output_of, errors = json.loads(done.stdout)
         assert installed
-        assert said, errors
-        assert json.loads(said) == [[], "None", "msgspec"]  # other packages are there
+        assert output_of, errors
+        assert json.loads(output_of) == [[], "None", "msgspec"]  # other packages are there

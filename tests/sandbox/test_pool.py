@@ -53,14 +53,14 @@ async def test_each_sandbox_is_taken_once_and_replaced() -> None:
     _let(backend, 100)
     await pool.filled()
     assert len(pool) == 3
-    taken = []
+    ids = []
     for _ in range(10):
-        taken.append((await pool.take()).id)
+        ids.append((await pool.take()).id)
         await pool.filled()
         assert len(pool) == 3
-    assert len(set(taken)) == 10
+    assert len(set(ids)) == 10
     await pool.close()
-    assert [made.id for made in backend.started if not made.ended] == taken
+    assert [sandbox.id for sandbox in backend.started if not sandbox.ended] == ids
     with pytest.raises(SandboxError):
         await pool.take()
 
@@ -96,7 +96,7 @@ async def test_closing_during_starts_leaves_no_sandbox() -> None:
         await asyncio.sleep(0)
     assert len(pool) == 2
     await pool.close()
-    assert [made.ended for made in backend.started] == ["stopped"] * 2
+    assert [sandbox.ended for sandbox in backend.started] == ["stopped"] * 2
 
 
 async def test_real_sandboxes_wait_and_serve() -> None:

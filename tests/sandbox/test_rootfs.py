@@ -19,8 +19,8 @@ from .sandboxes import ISOLATING, SPEC, opened
 
 @pytest_asyncio.fixture(params=ISOLATING)
 async def isolating(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
-    async with opened(request.param) as made:
-        yield made
+    async with opened(request.param) as opened_backend:
+        yield opened_backend
 
 
 def test_finds_import_folders_whether_they_exist_or_not(

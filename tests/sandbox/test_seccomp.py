@@ -148,8 +148,8 @@ def test_every_number_below_500_and_other_architectures(machine: str) -> None:
 def test_the_table_is_the_one_that_was_reviewed() -> None:
     numbers = [("-" if n is None else str(n) for n in row[:2]) for row in REFUSED.values()]
     lines = [
-        " ".join((name, *found, errno.errorcode[row[2]]))
-        for (name, row), found in zip(REFUSED.items(), numbers, strict=True)
+        " ".join((name, *row_numbers, errno.errorcode[row[2]]))
+        for (name, row), row_numbers in zip(REFUSED.items(), numbers, strict=True)
     ]
     assert lines == [line.strip() for line in GOLDEN.replace("\n", " ").split(";")]
 
@@ -159,14 +159,14 @@ def test_the_numbers_are_those_of_the_kernels_headers(machine: str) -> None:
     header = Path(HEADERS[machine])
     if not header.exists():
         pytest.skip(f"this machine has no {header} (apt-get install linux-libc-dev)")
-    found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", header.read_text())
-    numbers = {name: int(number) for name, number in found}
+    pairs = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", header.read_text())
+    numbers = {name: int(number) for name, number in pairs}
     column = MACHINES.index(machine)
-    ours = {name: row[column] for name, row in REFUSED.items() if row[column] is not None}
+    table = {name: row[column] for name, row in REFUSED.items() if row[column] is not None}
     assert {
-        name: number for name, number in ours.items() if numbers.get(name, number) != number
+        name: number for name, number in table.items() if numbers.get(name, number) != number
     } == {}
-    assert max(ours.values(), key=int) <= NEWEST
+    assert max(table.values(), key=int) <= NEWEST
 
 
 @pytest.mark.parametrize("machine", MACHINES)

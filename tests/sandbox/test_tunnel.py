@@ -21,7 +21,7 @@ from rollweave.schema.errors import SandboxLostError, SandboxRefusedError
 from tests.rollout.gateway.scripts import Script, gateway
 
 from .sandboxes import ISOLATING, NAMES, SPEC, opened
-from .service import Spy, run, said, spied
+from .service import Spy, output_of, run, spied
 
 OPENAI = """
 import openai
@@ -43,19 +43,19 @@ async def sandboxed(name: str, spec: SandboxSpec = SPEC) -> AsyncIterator[Sandbo
 
 @pytest_asyncio.fixture(params=NAMES)
 async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
-    async with sandboxed(request.param) as made:
-        yield made
+    async with sandboxed(request.param) as opened_sandbox:
+        yield opened_sandbox
 
 
 @pytest_asyncio.fixture(params=ISOLATING)
 async def isolated(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
-    async with sandboxed(request.param) as made:
-        yield made
+    async with sandboxed(request.param) as opened_sandbox:
+        yield opened_sandbox
 
 
 async def test_openais_client_reaches_the_gateway(sandbox: Sandbox) -> None:
     async with (
-        gateway(Script(["one", "two three"])) as (made, client),
+        gateway(Script(["one", "two three"])) as (server, client),
         tunnel(sandbox, client.base_url) as url,
     ):
         source = """
@@ -67,9 +67,9 @@ except openai.BadRequestError as error:
     wrong = error.param
 print(json.dumps([[m.id for m in client.models.list()], whole.choices[0].message.content, "".join(pieces), wrong]))
 """
-        found = json.loads(await said(sandbox, OPENAI + source, url, client.access.token))
-        assert found == [["tiny"], "one", "two three", "n"]
-        assert len(made.close("s").sequences) == 2
+        answer = json.loads(await output_of(sandbox, OPENAI + source, url, client.access.token))
+        assert answer == [["tiny"], "one", "two three", "n"]
+        assert len(server.close("s").sequences) == 2
 
 
 async def test_a_stream_begins_before_its_response_is_complete(sandbox: Sandbox) -> None:
@@ -91,7 +91,7 @@ print(first.decode().strip(), b"[DONE]" in answer.read())
 """
         home = (await sandbox.exec(["pwd"])).stdout.decode().strip()
         asking = asyncio.create_task(
-            said(sandbox, source, url, client.access.token, f"{home}/alive")
+            output_of(sandbox, source, url, client.access.token, f"{home}/alive")
         )
         await sandbox.exec(["sh", "-c", "until cat alive 2> alive.not; do sleep 0.01; done"])
         script.free.set()
@@ -115,7 +115,7 @@ print(answers.count("hello"))
             run(sandbox, OPENAI + "talk('first')", url, client.access.token)
         )
         await script.started.get()
-        asking = asyncio.create_task(said(sandbox, OPENAI + source, url, client.access.token))
+        asking = asyncio.create_task(output_of(sandbox, OPENAI + source, url, client.access.token))
         for _ in range(MAX_IN_FLIGHT - 1):
             await script.started.get()
         bash = Bash(sandbox)
@@ -132,7 +132,7 @@ print(answers.count("hello"))
 
 async def test_a_program_that_is_killed_ends_its_generation(sandbox: Sandbox) -> None:
     script = Script(hold=True)
-    async with gateway(script) as (made, client), tunnel(sandbox, client.base_url) as url:
+    async with gateway(script) as (server, client), tunnel(sandbox, client.base_url) as url:
         for _ in range(2):
             asking = asyncio.create_task(
                 run(sandbox, OPENAI + "talk('hi')", url, client.access.token)
@@ -140,7 +140,7 @@ async def test_a_program_that_is_killed_ends_its_generation(sandbox: Sandbox) ->
             await script.started.get()
             asking.cancel()
             await asyncio.wait_for(script.cancelled.get(), 60)
-        assert made.close("s").sequences == ()
+        assert server.close("s").sequences == ()
 
 
 async def test_killing_a_sandbox_ends_its_generations_and_the_tunnel(
@@ -173,7 +173,7 @@ except openai.APIConnectionError:
         for _ in range(2):
             async with tunnel(sandbox, client.base_url) as url:
                 asking = asyncio.create_task(
-                    said(sandbox, OPENAI + source, url, client.access.token)
+                    output_of(sandbox, OPENAI + source, url, client.access.token)
                 )
                 await script.started.get()
                 with pytest.raises(SandboxRefusedError, match="one tunnel at a time"):
@@ -181,8 +181,8 @@ except openai.APIConnectionError:
                         pass
             assert await asking == "left"
             assert script.cancelled.get_nowait() is None
-        late = await run(sandbox, OPENAI + source, url, client.access.token)
-        assert late.stdout == b"left\n"
+        error = await run(sandbox, OPENAI + source, url, client.access.token)
+        assert error.stdout == b"left\n"
 
 
 async def test_a_snapshot_during_a_call_and_a_tunnel_into_the_branch() -> None:
@@ -194,13 +194,13 @@ async def test_a_snapshot_during_a_call_and_a_tunnel_into_the_branch() -> None:
             sandbox = await pool.take()
             await pool.close()
             async with tunnel(sandbox, client.base_url) as url:
-                asking = asyncio.create_task(said(sandbox, source, url, client.access.token))
+                asking = asyncio.create_task(output_of(sandbox, source, url, client.access.token))
                 await script.started.get()
                 branch = await backend.branch(await sandbox.snapshot())
                 script.free.set()
                 assert await asking == "hello"
                 async with tunnel(branch, client.base_url) as other:
-                    assert await said(branch, source, other, client.access.token) == "hello"
+                    assert await output_of(branch, source, other, client.access.token) == "hello"
 
 
 # What must not get through.
@@ -239,7 +239,7 @@ async def test_no_other_path_host_or_header_gets_through(isolated: Sandbox) -> N
 for wire in eval(sys.argv[2]):
     print(raw(sys.argv[1], wire + b"\\r\\nConnection: close\\r\\n\\r\\n").split(b" ")[1].decode())
 """
-        refused = await said(isolated, source, url, repr(ELSEWHERE))
+        refused = await output_of(isolated, source, url, repr(ELSEWHERE))
         assert set(refused.split()) <= {"400", "404", "405"}
         assert len(refused.split()) == len(ELSEWHERE)
         assert spy.seen == []
@@ -257,8 +257,8 @@ for wire in eval(sys.argv[2]):
             "print(json.dumps([ask(sys.argv[1], p, h, b, eval(sys.argv[2]))[:2] for p, h, b in "
             "eval(sys.argv[3])]))"
         )
-        asks = [("/x/y-z?a=/../b", "POST", b"body"), ("/away", "GET", None)]
-        answers = json.loads(await said(isolated, source, url, repr(headers), repr(asks)))
+        requests = [("/x/y-z?a=/../b", "POST", b"body"), ("/away", "GET", None)]
+        answers = json.loads(await output_of(isolated, source, url, repr(headers), repr(requests)))
         host = service.removeprefix("http://").partition("/")[0]
         passed = {"host": host, "authorization": "Bearer t", "x-stainless-retry-count": "1"}
         assert spy.seen[0] == (
@@ -292,7 +292,7 @@ with socket.create_connection(("127.0.0.1", door(sys.argv[1]))) as sock:
     sock.sendall(b"hi")
     print(b"".join(iter(lambda: sock.recv(65536), b"")).count(b"yes"))
 """
-        assert (await said(isolated, source, url)).split() == ["2", "1", "1", "100", "1"]
+        assert (await output_of(isolated, source, url)).split() == ["2", "1", "1", "100", "1"]
         assert [(seen[0], seen[3]) for seen in spy.seen] == [
             ("GET", b""),
             ("POST", b"hi"),
@@ -311,13 +311,13 @@ async def test_a_body_of_the_largest_size_passes_and_a_larger_one_does_not(
             "print([(s, len(b)) for s, _, b in [ask(sys.argv[1], '/a', 'POST', b'x' * "
             "int(sys.argv[2]))]])"
         )
-        assert await said(isolated, source, url, str(BODY_BYTES)) == str([(200, 20 * MIB)])
+        assert await output_of(isolated, source, url, str(BODY_BYTES)) == str([(200, 20 * MIB)])
         assert len(spy.seen[0][3]) == BODY_BYTES
         source = (
             "print(raw(sys.argv[1], b'POST /a HTTP/1.1\\r\\nContent-Length: %d\\r\\n\\r\\n' % "
             "int(sys.argv[2])).split()[1])"
         )
-        assert await said(isolated, source, url, str(BODY_BYTES + 1)) == "b'413'"
+        assert await output_of(isolated, source, url, str(BODY_BYTES + 1)) == "b'413'"
         assert len(spy.seen) == 1
 
 
@@ -336,7 +336,7 @@ open("full", "w").close()
 print(sorted(set(found)))
 """
     async with spied(spy) as service, tunnel(isolated, service) as url:
-        asking = asyncio.create_task(said(isolated, source, url))
+        asking = asyncio.create_task(output_of(isolated, source, url))
         await isolated.exec(["sh", "-c", "until test -e full; do sleep 0.01; done"])
         spy.free.set()
         assert await asking == "[200, 503]"
@@ -373,7 +373,7 @@ async def test_ten_thousand_connections_do_not_block_requests(
     async with spied(spy) as service, tunnel(isolated, service) as url:
         flood = asyncio.create_task(run(isolated, FLOOD, url, "10000", *wire, timeout_s=200.0))
         await isolated.exec(["sh", "-c", "until test -e flooded; do sleep 0.01; done"])
-        assert await said(isolated, "print(ask(sys.argv[1], '/a')[0])", url) == "200"
+        assert await output_of(isolated, "print(ask(sys.argv[1], '/a')[0])", url) == "200"
         assert (await isolated.exec(["echo", "on"])).stdout == b"on\n"
     flood.cancel()
     assert len(spy.seen) == 1
@@ -389,7 +389,7 @@ for sock in lazy:
     sock.sendall(b"GET %b/a HTTP/1.1\\r\\n\\r\\n" % path)
 print(len(ask(sys.argv[1], "/a")[2]))
 """
-        assert await said(isolated, source, url) == str(8 * MIB)
+        assert await output_of(isolated, source, url) == str(8 * MIB)
 
 
 async def test_a_service_that_disconnects_or_is_unreachable(isolated: Sandbox) -> None:
@@ -402,10 +402,10 @@ except (http.client.IncompleteRead, ConnectionError):
     print("torn")
 print(ask(sys.argv[1], "/a")[2].decode())
 """
-        assert (await said(isolated, source, url)).split() == ["torn", "yes"]
+        assert (await output_of(isolated, source, url)).split() == ["torn", "yes"]
     async with tunnel(isolated, service) as url:
         status, body = json.loads(
-            await said(
+            await output_of(
                 isolated,
                 "s, h, b = ask(sys.argv[1], '/a'); print(json.dumps([s, b.decode()]))",
                 url,
@@ -422,7 +422,7 @@ async def test_a_small_sandbox_can_have_a_tunnel() -> None:
         spied(spy) as service,
         tunnel(small, service) as url,
     ):
-        assert await said(small, "print(ask(sys.argv[1], '/a')[0])", url) == "200"
+        assert await output_of(small, "print(ask(sys.argv[1], '/a')[0])", url) == "200"
 
 
 @pytest.mark.parametrize(
@@ -450,7 +450,7 @@ class Liar:
 
     def __init__(self, notices: list[tuple[dict[str, Any], bytes]]) -> None:
         self.killed = asyncio.Event()
-        self.told: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.replies: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._notices = notices
 
     async def call(self, action: str, body: bytes = b"", *, timeout_s: float, **args: Any) -> Reply:
@@ -462,7 +462,7 @@ class Liar:
             header, part = self._notices.pop(0)
             return Reply(header=header, body=part)
         if action == "tunnel_answer":
-            self.told.put_nowait(args)
+            self.replies.put_nowait(args)
         return Reply(header={}, body=b"")
 
     def kill(self, *, spoiled: str = "") -> None:
@@ -470,10 +470,10 @@ class Liar:
 
 
 def part(
-    number: Any, *, method: str = "POST", more: Any = False, gone: Any = (), **fields: Any
+    number: Any, *, method: str = "POST", more: Any = False, disconnected: Any = (), **fields: Any
 ) -> dict[str, Any]:
     return {
-        "disconnected": list(gone),
+        "disconnected": list(disconnected),
         "number": number,
         "method": method,
         "target": "/s/mine/v1/a",
@@ -525,12 +525,12 @@ async def test_the_host_filters_requests_of_a_sandbox() -> None:
         (part(5, method="PUT"), b""),
         ({"disconnected": [1 << 70, -1, 77]}, b""),
         (part(6, more=True), b"x"),
-        (part(7, gone=[6]), b""),
+        (part(7, disconnected=[6]), b""),
     ]
     liar = Liar(notices)
     async with spied(spy) as service, tunnel(liar, service):  # type: ignore[arg-type]
-        told = [await asyncio.wait_for(liar.told.get(), 60) for _ in range(6)]
-    statuses = {args["number"]: args["status"] for args in told}
+        replies = [await asyncio.wait_for(liar.replies.get(), 60) for _ in range(6)]
+    statuses = {args["number"]: args["status"] for args in replies}
     assert statuses == {1: 200, 2: 404, 3: 404, 4: 404, 5: 405, 7: 200}
     (first, second) = sorted(spy.seen, key=lambda seen: -len(seen[3]))
     assert first[2] == {

@@ -32,16 +32,16 @@ FILE, FOLDER, LINK, HARD = tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, ta
 
 
 def member(name: str, kind: bytes = FILE, link: str = "", data: bytes = b"") -> Member:
-    made = tarfile.TarInfo(name)
-    made.type, made.linkname, made.size = kind, link, len(data)
-    made.mode = 0o755 if kind == FOLDER else 0o644
-    return made, data
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname, info.size = kind, link, len(data)
+    info.mode = 0o755 if kind == FOLDER else 0o644
+    return info, data
 
 
 def archive(path: Path, *members: Member) -> Path:
     with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as out:
-        for made, data in members:
-            out.addfile(made, io.BytesIO(data))
+        for info, data in members:
+            out.addfile(info, io.BytesIO(data))
     return path
 
 
@@ -49,13 +49,13 @@ def beyond_path_max(*, below: str) -> list[Member]:
     """A link whose target the kernel cannot resolve in one piece, so that a check by
     name takes it for harmless.
     """
-    part, found, path = "d" * 247, [], ""
+    part, members, path = "d" * 247, [], ""
     for step in "abcdefghijklmnop":
-        found += [member(f"{path}{part}", FOLDER), member(f"{path}{step}", LINK, part)]
+        members += [member(f"{path}{part}", FOLDER), member(f"{path}{step}", LINK, part)]
         path += f"{part}/"
     far = "/".join("abcdefghijklmnop") + "/" + "l" * 254
     return [
-        *found,
+        *members,
         member(far, LINK, "../" * 16),
         member("escape", LINK, f"{far}/.."),
         member(f"escape/{below}", data=b"x"),
@@ -111,8 +111,8 @@ def untouched(place: Path) -> bool:
 
 
 def attack(place: Path, name: str) -> Path:
-    for made, _ in ATTACKS[name]:
-        made.linkname = made.linkname.replace("PLACE", str(place))
+    for info, _ in ATTACKS[name]:
+        info.linkname = info.linkname.replace("PLACE", str(place))
     return archive(place / "bad.tar", *ATTACKS[name])
 
 
@@ -204,9 +204,9 @@ def test_omits_members_that_raise_privileges_or_are_not_files(place: Path) -> No
 
 
 def _sparse(size: int) -> Member:
-    made, data = member("sparse", data=b"x")
-    made.pax_headers = {"GNU.sparse.size": str(size), "GNU.sparse.map": "0,1"}
-    return made, data
+    info, data = member("sparse", data=b"x")
+    info.pax_headers = {"GNU.sparse.size": str(size), "GNU.sparse.map": "0,1"}
+    return info, data
 
 
 def _zeros(path: Path, *, size: int) -> Path:
@@ -224,7 +224,7 @@ def _zeros(path: Path, *, size: int) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("made", "bounds", "message"),
+    ("make_archive", "bounds", "message"),
     [
         (
             lambda path: _zeros(path, size=400 << 20),
@@ -260,9 +260,9 @@ def _zeros(path: Path, *, size: int) -> Path:
     ],
 )
 def test_refuses_archives_beyond_the_bounds_and_leaves_nothing(
-    tmp_path: Path, made: Callable[[Path], Path], bounds: Bounds, message: str
+    tmp_path: Path, make_archive: Callable[[Path], Path], bounds: Bounds, message: str
 ) -> None:
-    path = made(tmp_path / "bomb.tar")
+    path = make_archive(tmp_path / "bomb.tar")
     images = Images(tmp_path / "images", Blobs(tmp_path / "blobs"), bounds=bounds)
     with no_process_left(), pytest.raises(SandboxError, match=message) as refused:
         images.add(path)
@@ -307,21 +307,21 @@ def test_refuses_invalid_bounds() -> None:
 def test_refuses_truncated_archives_only(tmp_path: Path, compression: str) -> None:
     path = tmp_path / "whole.tar"
     with tarfile.open(path, f"w{compression}") as out:  # type: ignore[call-overload]
-        for made, data in (
+        for info, data in (
             member("a", data=os.urandom(40_000)),
             member("b", data=os.urandom(40_000)),
         ):
-            out.addfile(made, io.BytesIO(data))
+            out.addfile(info, io.BytesIO(data))
     (tmp_path / "to").mkdir()
     unpack(path, tmp_path / "to", Bounds())
     assert [(tmp_path / "to" / name).stat().st_size for name in ("a", "b")] == [40_000, 40_000]
-    whole = path.read_bytes()
+    content = path.read_bytes()
     torn = [
         b"",
         b"no archive" * 100,
-        whole[:20_000],
-        whole[:60_000],
-        whole[: 40_960 + 100] if not compression else whole[:-9],
+        content[:20_000],
+        content[:60_000],
+        content[: 40_960 + 100] if not compression else content[:-9],
     ]
     for number, data in enumerate(torn):
         path.write_bytes(data)

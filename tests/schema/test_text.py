@@ -35,15 +35,15 @@ TREES = st.recursive(
 
 @given(TEXT)
 def test_valid_text_has_an_encoding_and_no_other_change(text: str) -> None:
-    found = valid(text)
-    found.encode()
-    assert len(found) == len(text)
-    pairs = zip(text, found, strict=True)
+    result = valid(text)
+    result.encode()
+    assert len(result) == len(text)
+    pairs = zip(text, result, strict=True)
     assert all(
         after == before or (after == "\ufffd" and "\ud800" <= before <= "\udfff")
         for before, after in pairs
     )
-    assert valid(found) == found
+    assert valid(result) == result
 
 
 @given(TREES)
@@ -53,10 +53,10 @@ def test_a_tree_is_made_valid_as_a_whole(tree: Any) -> None:
 
 @given(TEXT, st.integers(10, 40))
 def test_shortened_text_keeps_its_head_and_tail(text: str, most: int) -> None:
-    found = shortened(text * 20, most)
-    found.encode()
-    assert len(found) <= most + 50
-    assert found.startswith(valid(text)[: most // 2])
+    result = shortened(text * 20, most)
+    result.encode()
+    assert len(result) <= most + 50
+    assert result.startswith(valid(text)[: most // 2])
 
 
 @given(TREES)
@@ -70,14 +70,14 @@ def test_a_noun_comes_back_with_valid_text(text: str) -> None:
     event = RewardFailed(
         trajectory_id=TrajectoryId(text), attempt=1, stop_reason=StopReason.REWARD_ERROR, error=text
     )
-    wanted = RewardFailed(
+    expected = RewardFailed(
         trajectory_id=TrajectoryId(valid(text)),
         attempt=1,
         stop_reason=StopReason.REWARD_ERROR,
         error=valid(text),
     )
-    assert msgspec.msgpack.decode(packed(event), type=Event) == wanted
-    assert msgspec.json.decode(as_json(event), type=Event) == wanted
+    assert msgspec.msgpack.decode(packed(event), type=Event) == expected
+    assert msgspec.json.decode(as_json(event), type=Event) == expected
 
 
 def test_what_encoders_take_is_encoded_as_ever() -> None:

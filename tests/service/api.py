@@ -22,13 +22,13 @@ async def call(
     data = (
         io.BytesIO(raw) if raw is not None else None if body is None else json.dumps(body).encode()
     )
-    given = {
+    arguments = {
         **({"Content-Type": "application/json"} if data is not None else {}),
         **(headers or {}),
     }
     async with (
         aiohttp.ClientSession() as session,
-        session.request(method, address + path, data=data, headers=given) as response,
+        session.request(method, address + path, data=data, headers=arguments) as response,
     ):
         text = await response.read()
         return (

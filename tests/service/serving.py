@@ -61,13 +61,13 @@ class Serving:
     """
 
     def __init__(
-        self, config: RunConfig, *, make_backend: BackendFactory = no_engine, **given: bool
+        self, config: RunConfig, *, make_backend: BackendFactory = no_engine, **flags: bool
     ) -> None:
         self.observer = Observer()
         self._error: BaseException | None = None
         self._make_backend = make_backend
         self.service: Service
-        self._given = {"no_token": config.serve.token_env is None, **given}
+        self._flags = {"no_token": config.serve.token_env is None, **flags}
         self.token: str | None = None
         self._thread = threading.Thread(target=self._serve, args=(config,), name="service")
         self._thread.start()
@@ -88,7 +88,7 @@ class Serving:
                 make_backend=self._make_backend,
                 programs=FAKES,
                 on_service=self._on_service,
-                **self._given,
+                **self._flags,
             )
         except BaseException as error:
             self._error = error
@@ -114,9 +114,9 @@ class Serving:
 
 @contextlib.contextmanager
 def serving(
-    config: RunConfig, *, make_backend: BackendFactory = no_engine, **given: bool
+    config: RunConfig, *, make_backend: BackendFactory = no_engine, **flags: bool
 ) -> Iterator[Serving]:
-    service = Serving(config, make_backend=make_backend, **given)
+    service = Serving(config, make_backend=make_backend, **flags)
     try:
         yield service
     finally:

@@ -218,9 +218,9 @@ async def test_retries_while_the_service_is_full(tmp_path: Path) -> None:
 async def test_a_restarted_service_loses_no_group(tmp_path: Path, unused_tcp_port: int) -> None:
     """The service restarts at the same address, with its directory."""
     gate = tmp_path / "gate"
-    made = config(tmp_path, serve={"port": unused_tcp_port})
+    run_config = config(tmp_path, serve={"port": unused_tcp_port})
     tasks = (draw(f"i{n}", GOOD, gate=str(gate)) for n in range(2))
-    program = Program(made)
+    program = Program(run_config)
     try:
         async with (
             RolloutClient(program.address) as client,
@@ -230,7 +230,7 @@ async def test_a_restarted_service_loses_no_group(tmp_path: Path, unused_tcp_por
             await wait_until(program.address, "/health", lambda health: health["run"] == 4)
             program.kill()
             gate.touch()
-            program = await asyncio.to_thread(Program, made)
+            program = await asyncio.to_thread(Program, run_config)
             assert sorted(names(await waiting)) == ["i0", "i1"]
             assert batches.account.failed == 0
     finally:

@@ -65,11 +65,11 @@ def test_refuses_urls_with_more_than_an_address_without_repeating_them(text: str
     for refuse in (
         parse_address,
         RolloutClient,
-        lambda given: EngineRequest(address=given, dialect="vllm"),
+        lambda address: EngineRequest(address=address, dialect="vllm"),
     ):
-        with pytest.raises(ValueError, match="must be http://host:port") as found:
+        with pytest.raises(ValueError, match="must be http://host:port") as error:
             refuse(text if refuse is not RolloutClient or "://" in text else f"http://{text}")
-        assert SECRET not in str(found.value)
+        assert SECRET not in str(error.value)
 
 
 @given(st.text(max_size=40) | st.from_regex(r"https?://[a-z0-9:@/?#\[\].%-]{0,30}", fullmatch=True))
@@ -221,15 +221,15 @@ async def test_engine_tokens_are_readable_by_the_owner_only_and_never_returned(
         status, body, _ = await call(service.address, "POST", "/v1/engines", engine)
         assert status == 202
         assert SECRET not in str((body, await call(service.address, "GET", "/v1/engines")))
-        kept = directory / "engine-tokens.json"
-        assert msgspec.json.decode(kept.read_bytes()) == {body["id"]: SECRET}
-        assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+        token_file = directory / "engine-tokens.json"
+        assert msgspec.json.decode(token_file.read_bytes()) == {body["id"]: SECRET}
+        assert stat.S_IMODE(token_file.stat().st_mode) == 0o600
     with serving(config) as service:
         assert [one.token for one in [service.service.engines.request_of(body["id"])] if one] == [
             SECRET
         ]
         assert (await call(service.address, "DELETE", f"/v1/engines/{body['id']}"))[0] == 202
-        assert SECRET not in kept.read_text()
+        assert SECRET not in token_file.read_text()
     holders = [
         path
         for path in directory.rglob("*")

@@ -106,10 +106,10 @@ async def test_warns_of_an_engine_that_rounds_a_float32_checkpoint(
 
 async def test_rescores_only_supported_checkpoints(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path)
-    theirs = await rescore(tmp_path, (3, 1, 4), (1, 5))
-    assert theirs is not None
-    assert len(theirs) == 2
-    assert all(-20 < value < 0 for value in theirs)
+    rescored = await rescore(tmp_path, (3, 1, 4), (1, 5))
+    assert rescored is not None
+    assert len(rescored) == 2
+    assert all(-20 < value < 0 for value in rescored)
     (tmp_path / "config.json").write_text(
         json.dumps({"architectures": ["Mamba"], "vocab_size": 128})
     )
@@ -243,9 +243,9 @@ async def test_engines_are_distributed_and_move_when_a_service_fails(tmp_path: P
                 [EngineRequest(address=place, dialect="rollweave") for place in places[:2]]
             )
             await wait_for_shares(services, [1, 1])
-        async with RolloutClient("http://127.0.0.1:1") as nobody:
+        async with RolloutClient("http://127.0.0.1:1") as unreachable:
             with pytest.raises(NoServiceError):
-                await nobody.register_engines(
+                await unreachable.register_engines(
                     [EngineRequest(address=places[0], dialect="rollweave")]
                 )
     finally:

@@ -34,7 +34,7 @@ def test_no_request_causes_a_5xx(tmp_path: Path) -> None:
         ]
         more = [*excluded, "--max-examples", "50", "--no-color", "--generation-deterministic"]
         env = {**os.environ, "PYTHONWARNINGS": "ignore"}
-        found = subprocess.run(
+        report = subprocess.run(
             [*command, *more], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
         )
-        assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
+        assert report.returncode == 0, report.stdout[-6000:] + report.stderr[-2000:]

@@ -132,7 +132,7 @@ async def test_no_sandbox_outlives_the_service(tmp_path: Path, how: str) -> None
     try:
         await call(program.address, "POST", "/v1/rollouts", game(id="x", members=3))
         await sleep_begins(program.process.pid)
-        held = {
+        sandboxes_before = {
             pid: entry.started
             for pid in family(program.process.pid)
             if (entry := process(pid)) is not None
@@ -147,7 +147,7 @@ async def test_no_sandbox_outlives_the_service(tmp_path: Path, how: str) -> None
     finally:
         program.kill()
     async with asyncio.timeout(30):
-        while any(is_there(pid, started) for pid, started in held.items()):  # noqa: ASYNC110 (the kernel's time)
+        while any(is_there(pid, started) for pid, started in sandboxes_before.items()):  # noqa: ASYNC110 (the kernel's time)
             await asyncio.sleep(0.01)
 
 
@@ -196,8 +196,8 @@ def test_cancelled_calls_keep_the_accounting_balanced(tmp_path: Path, scheduling
     assert replayed.differing == 0
     assert referee.owed() == []
     assert any(isinstance(event, TurnWithdrawn) for _, event, _ in history)
-    kept = TrajectoryReader(run_dir(config) / "trajectories")
-    assert max(len(kept.load(entry).sequences) for entry in kept.entries) >= 2
+    reader = TrajectoryReader(run_dir(config) / "trajectories")
+    assert max(len(reader.load(entry).sequences) for entry in reader.entries) >= 2
     for command in (["trace", str(run_dir(config))], ["report", str(run_dir(config))]):
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 0, result.output

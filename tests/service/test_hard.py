@@ -239,20 +239,20 @@ async def test_idle_connections_block_no_client_and_excess_requests_are_refused(
     gate = tmp_path / "gate"
     program = Program(service_config(tmp_path, options={"wait": str(gate)}), files=600)
     host, _, port = program.address.removeprefix("http://").partition(":")
-    held: list[asyncio.StreamWriter] = []
+    writers: list[asyncio.StreamWriter] = []
     try:
         await call(program.address, "POST", "/v1/rollouts", game(id="x"))
         waiting = asyncio.create_task(call(program.address, "GET", "/v1/rollouts/x?wait=60"))
         await wait_until(program.address, "/health", lambda health: health["run"] == 1)
         for number in range(700):
-            held.append((await asyncio.open_connection(host, port))[1])
+            writers.append((await asyncio.open_connection(host, port))[1])
             if number % 2:
-                held[-1].write(b"GET /health HTTP/1.1\r\nHo")
+                writers[-1].write(b"GET /health HTTP/1.1\r\nHo")
         assert (await call(program.address, "GET", "/health"))[0] == 200
-        whole = f"GET /v1/rollouts/x?wait=60 HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode()
+        request = f"GET /v1/rollouts/x?wait=60 HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode()
         for _ in range(310):
-            held.append((await asyncio.open_connection(host, port))[1])
-            held[-1].write(whole)
+            writers.append((await asyncio.open_connection(host, port))[1])
+            writers[-1].write(request)
         refusal = None
         # only some of the excess connections get an answer
         while refusal is None or refusal[0] != 503:
@@ -272,7 +272,7 @@ async def test_idle_connections_block_no_client_and_excess_requests_are_refused(
             assert (await client.rollout(RolloutRequest(handler="game", index=0))).state == "done"
     finally:
         gate.touch()
-        for writer in held:
+        for writer in writers:
             writer.close()
         assert program.terminate() == 0
     assert "open files" not in (tmp_path / "stderr").read_text()
@@ -350,11 +350,11 @@ def test_directory_errors_name_no_option_of_another_command(tmp_path: Path) -> N
 
 async def test_deletes_segments_without_results(tmp_path: Path) -> None:
     config = service_config(tmp_path, serve={"keep": 2})
-    store, begun = run_dir(config) / "trajectories", b""
+    store, segment_head = run_dir(config) / "trajectories", b""
     for start in range(4):
         if start:
             (store / f"{start:06d}.bin").write_bytes(
-                begun
+                segment_head
             )  # as if the previous segment had been full
         with serving(config) as service:
             for name in (f"a{start}", f"b{start}"):
@@ -365,7 +365,7 @@ async def test_deletes_segments_without_results(tmp_path: Path) -> None:
             assert (await call(service.address, "GET", f"/v1/rollouts/a{start}"))[1]["members"][0][
                 "result"
             ] is not None
-        begun = (store / "000000.bin").read_bytes()[:8] if not start else begun
+        segment_head = (store / "000000.bin").read_bytes()[:8] if not start else segment_head
         numbers = sorted(int(path.stem) for path in store.glob("*.bin"))
         assert numbers == list(range(max(0, start - 1), start + 1)), (
             "the segment at the start, and the new one"

@@ -115,12 +115,12 @@ async def test_drops_only_requests_that_cannot_be_read(
         for name in ("torn", "odd"):
             assert (await call(again.address, "GET", f"/v1/rollouts/{name}"))[0] == 404
         assert (await call(again.address, "GET", "/v1/rollouts/good"))[1]["state"] == "done"
-        given_up = [
+        abandoned = [
             warning.component
             for warning in again.observer.warnings
             if "cannot be read" in warning.message
         ]
-        assert given_up == ["rollout torn", "rollout odd"]
+        assert abandoned == ["rollout torn", "rollout odd"]
 
 
 SURROGATE = b"%ED%B2%80"

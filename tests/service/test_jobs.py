@@ -65,17 +65,19 @@ def test_keeps_a_job_until_none_of_its_results_is_among_the_newest(
             assert result.number == len(recorded), "no gap, no repeat"
         for job, count in zip(added, members, strict=True):
             done = [one for one in recorded if one.startswith(f"{job.group_id}.")]
-            known = jobs.find(job.id)
-            kept = len(done) < count or any(one in recorded[-keep:] for one in done)
-            assert (known is not None) == kept
-            assert {found.member for found in jobs.results_of(job.number)} == (
-                set(done) if kept else set()
+            stored = jobs.find(job.id)
+            is_kept = len(done) < count or any(one in recorded[-keep:] for one in done)
+            assert (stored is not None) == is_kept
+            assert {stored_result.member for stored_result in jobs.results_of(job.number)} == (
+                set(done) if is_kept else set()
             )
-            if known is not None:
-                assert known.members_left == count - len(done)
+            if stored is not None:
+                assert stored.members_left == count - len(done)
         waits = {one.id for one in jobs.unfinished_jobs()}
         assert jobs.unfinished_bytes == sum(size(job) for job in added if job.id in waits)
-    assert all(jobs.id_of(found.job) is not None for found in jobs.results_after(0, 1000))
+    assert all(
+        jobs.id_of(stored_result.job) is not None for stored_result in jobs.results_after(0, 1000)
+    )
     jobs.close()
 
 

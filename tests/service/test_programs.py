@@ -37,8 +37,8 @@ async def test_a_program_runs_a_rollout(tmp_path: Path) -> None:
     member = await rollout(tmp_path, command=TALKS, score=COUNTS)
     result = member["result"]
     assert (member["stop_reason"], result["error"]) == ("finished", "")
-    kept = json.loads(result["result"])
-    assert (kept["rc"], float(kept["score"])) == (0, result["reward"])
+    outcome = json.loads(result["result"])
+    assert (outcome["rc"], float(outcome["score"])) == (0, result["reward"])
     assert [
         [segment["kind"] for segment in sequence["segments"]] for sequence in result["sequences"]
     ] == [["prompt", "output"]] * 2

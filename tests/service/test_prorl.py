@@ -78,8 +78,8 @@ async def test_runs_the_requests_of_a_client(tmp_path: Path) -> None:
                 second["input_ids"][len(first["input_ids"]) :][: len(first["token_ids"])]
                 == first["token_ids"]
             )
-        _, status_found, _ = await call(service.address, "GET", "/status")
-        assert (status_found["total"], status_found["active_run"]) == (0, 0)
+        _, status_reply, _ = await call(service.address, "GET", "/status")
+        assert (status_reply["total"], status_reply["active_run"]) == (0, 0)
         assert await post(service, "/stop") == (200, {"status": "Server stopped successfully"})
         assert (await post(service, "/process", job(0)))[0] == 503
 
@@ -134,10 +134,10 @@ async def test_refuses_invalid_requests_in_prorls_form(tmp_path: Path) -> None:
             assert (status, set(answer)) == (400, {"detail"}), body
         assert (await post(service, "/add_llm_server", {"address": 5}))[0] == 400
         assert (await post(service, "/add_llm_server", {}))[0] == 400
-        given = {"data": b"\xff{", "headers": {"Content-Type": "application/json"}}
+        request_arguments = {"data": b"\xff{", "headers": {"Content-Type": "application/json"}}
         async with (
             aiohttp.ClientSession() as session,
-            session.post(service.address + "/process", **given) as answer,
+            session.post(service.address + "/process", **request_arguments) as answer,
         ):
             assert answer.status == 400
 

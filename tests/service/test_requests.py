@@ -25,10 +25,12 @@ Json = st.recursive(
     max_leaves=6,
 )
 Payload = st.dictionaries(st.text(max_size=4), Json, max_size=3)
-Asked = st.builds(RolloutRequest, handler=st.just("game"), payload=Payload, seed=st.integers(0, 99))
+Requests = st.builds(
+    RolloutRequest, handler=st.just("game"), payload=Payload, seed=st.integers(0, 99)
+)
 
 
-@given(st.lists(Asked, min_size=1, max_size=5), st.sampled_from([None, 1]))
+@given(st.lists(Requests, min_size=1, max_size=5), st.sampled_from([None, 1]))
 def test_decodes_a_batch_in_any_json_layout(
     requests: list[RolloutRequest], indent: int | None
 ) -> None:
@@ -37,10 +39,10 @@ def test_decodes_a_batch_in_any_json_layout(
         body = json.dumps({"rollouts": plain}, indent=indent, ensure_ascii=ascii_only).encode(
             errors="replace"
         )
-        found, several = asyncio.run(decode_requests(body, max_requests=5))
+        decoded, several = asyncio.run(decode_requests(body, max_requests=5))
         assert several
         if ascii_only:
-            assert found == requests
+            assert decoded == requests
     one = json.dumps(plain[0], indent=indent).encode()
     assert asyncio.run(decode_requests(one, max_requests=1)) == (requests[:1], False)
 
@@ -91,16 +93,16 @@ class Pulse:
 async def test_refuses_too_many_requests_before_decoding_them(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[RolloutRequest] = []
-    whole = RolloutRequest.__post_init__
+    created: list[RolloutRequest] = []
+    original = RolloutRequest.__post_init__
     monkeypatch.setattr(
-        RolloutRequest, "__post_init__", lambda self: (made.append(self), whole(self))[1]
+        RolloutRequest, "__post_init__", lambda self: (created.append(self), original(self))[1]
     )
     body = b'{"rollouts": [' + b", ".join([json.dumps(GAME).encode()] * count) + b"]}"
     async with Pulse() as pulse:
         with pytest.raises(TooLargeError, match="at most"):
             await decode_requests(body, max_requests=10)
-    assert len(made) <= 10
+    assert len(created) <= 10
     print(f"{count} rollouts refused, the loop was held up for {1e3 * pulse.longest_s:.1f} ms")
 
 

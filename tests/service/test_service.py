@@ -25,7 +25,7 @@ from rollweave.service.client import (
     ServiceError,
 )
 from tests.io.http.test_guard import ATTACKS
-from tests.runtime.whole import assert_gone
+from tests.runtime.whole import assert_no_processes
 from tests.service.api import call, game, wait_until
 from tests.service.serving import Program, Serving, service_config, serving
 
@@ -126,9 +126,9 @@ WRONG = [
 
 async def test_refuses_invalid_requests_without_effect(tmp_path: Path) -> None:
     with serving(service_config(tmp_path)) as service:
-        for raw, wanted in WRONG:
+        for raw, expected in WRONG:
             status, body, _ = await call(service.address, "POST", "/v1/rollouts", raw=raw)
-            assert status == wanted, (raw[:80], body)
+            assert status == expected, (raw[:80], body)
             assert body["error"]["message"]
         for method, path, rule in (
             ("GET", "/v2", "the path must be one that /openapi.json names, got '/v2'"),
@@ -143,7 +143,7 @@ async def test_refuses_invalid_requests_without_effect(tmp_path: Path) -> None:
                 service.address, method, path, raw=b"x" * (17 << 20) if method == "POST" else None
             )
             assert body["error"]["message"] == rule
-        for method, path, wanted in (
+        for method, path, expected in (
             ("GET", "/v1/rollouts/none", 404),
             ("DELETE", "/v1/rollouts/none", 404),
             ("GET", "/v1/rollouts/none?wait=soon", 400),
@@ -155,7 +155,7 @@ async def test_refuses_invalid_requests_without_effect(tmp_path: Path) -> None:
             ("GET", "/v2", 404),
         ):
             status, body, _ = await call(service.address, method, path)
-            assert (status, bool(body["error"]["message"])) == (wanted, True), path
+            assert (status, bool(body["error"]["message"])) == (expected, True), path
         assert (await call(service.address, "GET", "/health"))[1]["submitted"] == 0
 
 
@@ -257,9 +257,9 @@ async def test_a_failing_environment_gives_no_reward(tmp_path: Path, stage: str)
         await call(service.address, "POST", "/v1/rollouts", game(id="x"))
         _, answer, _ = await call(service.address, "GET", "/v1/rollouts/x?wait=60")
         (member,) = answer["members"]
-        wanted = "reward_error" if stage == "score" else "env_error"
+        expected = "reward_error" if stage == "score" else "env_error"
         assert (member["stop_reason"], member["result"]["reward"], member["result"]["blame"]) == (
-            wanted,
+            expected,
             None,
             "environment",
         )
@@ -371,7 +371,7 @@ async def test_stopping_drains_or_cancels_and_leaves_nothing(tmp_path: Path, dra
     finally:
         gate.touch()
         service.stop()
-    assert_gone(config)
+    assert_no_processes(config)
     with serving(config) as again:  # what was done is still there
         for number in range(12):
             _, answer, _ = await call(again.address, "GET", f"/v1/rollouts/d{number}")
@@ -409,7 +409,7 @@ async def test_a_killed_service_loses_nothing(tmp_path: Path) -> None:
         assert len(body["completions"]) == len({one["member"] for one in body["completions"]}) == 60
     finally:
         assert program.terminate() == 0
-    assert_gone(config)
+    assert_no_processes(config)
 
 
 async def test_a_lost_engine_costs_only_time(tmp_path: Path) -> None:
@@ -474,7 +474,7 @@ async def test_a_signal_ends_a_service_whose_loop_is_blocked(tmp_path: Path) -> 
     finally:
         program.process.kill()
     assert b"Interrupted" not in (tmp_path / "stderr").read_bytes()
-    assert_gone(config)
+    assert_no_processes(config)
 
 
 async def test_cancelling_a_call_cancels_the_rollout(tmp_path: Path) -> None:
@@ -545,11 +545,14 @@ async def test_a_client_uses_rollouts_of_another_by_id(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     with serving(service_config(tmp_path, options={"wait": str(gate)})) as service:
         async with RolloutClient(service.address) as client:
-            asked = [
+            submitted = [
                 RolloutRequest(handler="game", index=index, members=3, id=f"mine/{index}")
                 for index in range(2)
             ]
-            assert [(await client.submit(request)).id for request in asked] == ["mine/0", "mine/1"]
+            assert [(await client.submit(request)).id for request in submitted] == [
+                "mine/0",
+                "mine/1",
+            ]
             named = await client.submit(RolloutRequest(handler="game", index=2))
         async with RolloutClient(service.address) as client:
             assert [one.id for one in await client.list_rollouts()] == [
@@ -625,25 +628,28 @@ def test_a_client_without_an_event_loop_uses_ids(tmp_path: Path) -> None:
         serving(service_config(tmp_path, options={"wait": str(gate)})) as service,
         Rollouts(service.address) as rollouts,
     ):
-        asked = rollouts.submit(RolloutRequest(handler="game", index=0, members=2))
+        submitted = rollouts.submit(RolloutRequest(handler="game", index=0, members=2))
         other = rollouts.submit(RolloutRequest(handler="game", index=1))
-        assert [one.id for one in rollouts.list_rollouts(unfinished=True)] == [asked.id, other.id]
+        assert [one.id for one in rollouts.list_rollouts(unfinished=True)] == [
+            submitted.id,
+            other.id,
+        ]
         rollouts.cancel(other.id)
         assert rollouts.get(other.id, wait_s=60.0).members[0].stop_reason == "cancelled"
         gate.touch()
-        assert [member.stop_reason for member in rollouts.stream(asked.id)] == ["finished"] * 2
+        assert [member.stop_reason for member in rollouts.stream(submitted.id)] == ["finished"] * 2
 
 
 async def test_names_the_service_that_does_not_answer(tmp_path: Path, unused_tcp_port: int) -> None:
-    nobody = f"http://127.0.0.1:{unused_tcp_port}"
+    unreachable = f"http://127.0.0.1:{unused_tcp_port}"
     with serving(service_config(tmp_path)) as service:
-        async with RolloutClient([nobody, service.address]) as client:
+        async with RolloutClient([unreachable, service.address]) as client:
             await call(service.address, "POST", "/v1/rollouts", game(id="mine"))
             assert (await client.get("mine", wait_s=60.0)).state == "done"
             with pytest.raises(
                 NoServiceError,
                 match=r"no service that answers knows rollout "
-                rf"'none'; these do not answer: {nobody}",
+                rf"'none'; these do not answer: {unreachable}",
             ):
                 await client.get("none")
 
@@ -668,8 +674,8 @@ async def test_runs_more_rollouts_than_open_files_are_allowed(tmp_path: Path) ->
     program = Program(service_config(tmp_path, options={"wait": str(gate)}))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     # A test that runs late in a suite has more files open than one that runs alone.
-    taken = max(map(int, os.listdir("/proc/self/fd")))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 100, limits[1]))
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 100, limits[1]))
     try:
         async with RolloutClient(program.address) as client, asyncio.TaskGroup() as group:
             requests = [RolloutRequest(handler="game", index=index) for index in range(300)]

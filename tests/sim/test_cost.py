@@ -73,8 +73,8 @@ def test_tensor_parallel_steps_pay_two_all_reduces_a_layer():
     tokens = 4096
     # 2 (tp - 1) / tp = 1
     sent = 72 * 1 * tokens * shape.hidden * 2 / (200e9 * cost.LINK_EFFICIENCY)
-    alone = prefill_step(one, tokens, 0) - cost.STEP_OVERHEAD_S
-    expected = alone / 2 + sent + 72 * cost.ALLREDUCE_LATENCY_S + cost.STEP_OVERHEAD_S
+    one_gpu = prefill_step(one, tokens, 0) - cost.STEP_OVERHEAD_S
+    expected = one_gpu / 2 + sent + 72 * cost.ALLREDUCE_LATENCY_S + cost.STEP_OVERHEAD_S
     assert prefill_step(two, tokens, 0) == pytest.approx(expected)
 
 
@@ -174,10 +174,10 @@ def test_a_batch_crosses_from_compute_to_memory_within_one_closed_form():
 
 def test_parts_of_a_run_of_steps_add_up():
     costs = engine("h800", "qwen3-8b")
-    whole = costs.decode_s(decode=800, decode_context=0, steps=600)
+    total = costs.decode_s(decode=800, decode_context=0, steps=600)
     before = costs.decode_s(decode=800, decode_context=0, steps=217)
     after = costs.decode_s(decode=800, decode_context=800 * 217, steps=383)
-    assert before + after == pytest.approx(whole, rel=1e-12)
+    assert before + after == pytest.approx(total, rel=1e-12)
 
 
 # Measurements to which no constant was fitted.

@@ -126,14 +126,14 @@ class Agenda:
         """Make the calls up to `now`, of one kind if given: "turn" for adding or
         aborting one, "engine" for the rest.
         """
-        kept = []
+        remaining = []
         while self._heap and self._heap[0][0] <= now:
             entry = heappop(self._heap)
             if kind in ("", entry[2]):
                 entry[3](entry[0])
             else:
-                kept.append(entry)
-        for entry in kept:
+                remaining.append(entry)
+        for entry in remaining:
             heappush(self._heap, entry)
 
 
@@ -152,7 +152,7 @@ class Reference:
         self.tokens: dict[str, list[int]] = {}
         self.at: dict[str, int] = {}
         self.by_key = {one.key: one for one in case.trajectories}
-        self.begun: dict[str, int] = {}  # of the step under way: tokens computed
+        self.computed_before: dict[str, int] = {}  # of the step under way: tokens computed
         self.again = self.computed = self.sampled = 0
         self.busy_s = 0.0
 
@@ -195,12 +195,12 @@ class Reference:
 
     def obey(self, what: str, name: str) -> None:
         if what == "abort":
-            gone = self.batcher.remove(name)
-            if gone is not None:  # what the step under way samples is its own yet
+            removed = self.batcher.remove(name)
+            if removed is not None:  # what the step under way samples is its own yet
                 sampled = (
-                    len(gone.tokens)
+                    len(removed.tokens)
                     - len(self.tokens[name])
-                    + (self.begun.get(name, -1) == len(gone.tokens))
+                    + (self.computed_before.get(name, -1) == len(removed.tokens))
                 )
                 self.outcome.left[name, self.at[name]] = sampled
         elif what == "load":
@@ -225,9 +225,9 @@ class Reference:
             self.again += self.batcher.advance(one, count)
         self.computed += sum(count for _, count in plan.prefill)
         self.sampled += len(plan.decode)
-        self.begun = {one.id: one.computed for one, _ in work}
+        self.computed_before = {one.id: one.computed for one, _ in work}
         self.agenda.until(now, kind="turn")
-        self.begun.clear()
+        self.computed_before.clear()
         for one, _ in work:
             if one.id in self.batcher.live and one.computed == len(one.tokens):
                 one.tokens.append(next(self.fresh))
@@ -256,8 +256,13 @@ class Macro:
     With `look_s` it is also queried between its events, which must change nothing.
     """
 
-    def __init__(self, case: Case, *, look_s: float = 0.0) -> None:
-        self.case, self.outcome, self.agenda, self.look_s = case, Outcome(), Agenda(), look_s
+    def __init__(self, case: Case, *, interval_s: float = 0.0) -> None:
+        self.case, self.outcome, self.agenda, self.interval_s = (
+            case,
+            Outcome(),
+            Agenda(),
+            interval_s,
+        )
         self.engine = SimEngine(
             cost=case.cost,
             slots=case.slots,
@@ -280,11 +285,11 @@ class Macro:
             if not due:
                 break
             now = min(due)
-            while self.look_s and looked + self.look_s < now:
-                looked += self.look_s
+            while self.interval_s and looked + self.interval_s < now:
+                looked += self.interval_s
                 assert self.engine.advance(looked) == []
-                for key, told in self.engine.reported_tokens(looked).items():
-                    assert 0 <= told <= self.by_key[key].turns[self.at[key]].output
+                for key, tokens_reported in self.engine.reported_tokens(looked).items():
+                    assert 0 <= tokens_reported <= self.by_key[key].turns[self.at[key]].output
                 self.engine.check()
             # what arrives at the very end of a step is part of the next one
             if self.agenda.next() == now:
@@ -406,12 +411,12 @@ def random_case(seed: str, *, tight: bool, shared: bool) -> Case:
     )
 
 
-def check_exact(case: Case, *, look_s: float) -> None:
-    expected, found = Reference(case).run(), Macro(case, look_s=look_s).run()
-    assert found.ends == pytest.approx(expected.ends, rel=1e-9)
-    assert found.cached == expected.cached
-    assert found.figures == pytest.approx(expected.figures, rel=1e-9)
-    assert found.left == expected.left
+def check_exact(case: Case, *, interval_s: float) -> None:
+    expected, outcome = Reference(case).run(), Macro(case, interval_s=interval_s).run()
+    assert outcome.ends == pytest.approx(expected.ends, rel=1e-9)
+    assert outcome.cached == expected.cached
+    assert outcome.figures == pytest.approx(expected.figures, rel=1e-9)
+    assert outcome.left == expected.left
 
 
 @pytest.mark.parametrize("tight", [False, True])
@@ -419,7 +424,7 @@ def test_without_shared_prompts_equals_the_planner_exactly(tight: bool) -> None:
     preempted = again = 0.0
     for number in range(80):
         case = random_case(f"single {number}", tight=tight, shared=False)
-        check_exact(case, look_s=0.013 if number % 2 else 0.0)
+        check_exact(case, interval_s=0.013 if number % 2 else 0.0)
         figures = Reference(case).run().figures
         preempted += figures["preemptions"]
         again += figures["again"]
@@ -437,7 +442,7 @@ def test_an_aborted_turn_has_sampled_as_in_the_planner(tight: bool) -> None:
             (random.random() * end, "abort", one.key) for one in case.trajectories for _ in range(2)
         ]
         case = replace(case, orders=tuple(sorted((*case.orders, *aborts))))
-        check_exact(case, look_s=0.013 if number % 2 else 0.0)
+        check_exact(case, interval_s=0.013 if number % 2 else 0.0)
         left += Reference(case).run().left.values()
     assert left.count(0) > 5  # while they waited, or before their first token
     assert len(left) - left.count(0) > 20
@@ -447,7 +452,7 @@ def test_with_shared_prompts_and_ample_kv_equals_the_planner_exactly() -> None:
     for number in range(80):
         check_exact(
             random_case(f"group {number}", tight=False, shared=True),
-            look_s=0.013 if number % 2 else 0.0,
+            interval_s=0.013 if number % 2 else 0.0,
         )
 
 
@@ -455,11 +460,11 @@ def test_with_shared_prompts_and_tight_kv_the_ends_are_within_one_percent() -> N
     shared = 0
     for number in range(80):
         case = random_case(f"group {number}", tight=True, shared=True)
-        expected, found = Reference(case).run(), Macro(case).run()
+        expected, outcome = Reference(case).run(), Macro(case).run()
         elapsed = max(expected.ends.values(), default=1.0)
-        assert found.ends.keys() == expected.ends.keys()
+        assert outcome.ends.keys() == expected.ends.keys()
         for key, end in expected.ends.items():
-            assert abs(found.ends[key] - end) <= 0.01 * elapsed, (number, key)
+            assert abs(outcome.ends[key] - end) <= 0.01 * elapsed, (number, key)
         shared += sum(expected.cached.get((one.key, 0), 0) for one in case.trajectories)
     assert shared
 
@@ -568,11 +573,11 @@ def test_an_engine_reports_tokens_every_half_second() -> None:
         twin.add(0.0, Request(key="a", context_tokens=10, output_tokens=500))
         at[half] = twin.abort(half, "a") or 0
     assert at[2.5] > at[0.5] > 10
-    told = {
+    reported = {
         hundredths / 100: one.reported_tokens(hundredths / 100)["a"]
         for hundredths in range(50, 299)
     }
-    for now, count in told.items():
+    for now, count in reported.items():
         # the step under way, and the pace of a growing context
         assert abs(count - at[now // 0.5 * 0.5]) <= 2
     one.suspend(3.0)

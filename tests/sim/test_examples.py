@@ -23,9 +23,9 @@ def test_an_example_is_simulated(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_trace_has_two_tasks_with_their_members() -> None:
-    found = workload(str(ROOT / "examples" / "trace.jsonl"))
-    assert isinstance(found, Recorded)
-    assert [len(members) for members in found.groups] == [2, 3]
+    trace = workload(str(ROOT / "examples" / "trace.jsonl"))
+    assert isinstance(trace, Recorded)
+    assert [len(members) for members in trace.groups] == [2, 3]
     assert {
-        plan.fails_in for members in found.groups for attempts in members for plan in attempts
+        plan.fails_in for members in trace.groups for attempts in members for plan in attempts
     } == {"", "run"}

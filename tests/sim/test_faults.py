@@ -199,25 +199,25 @@ def oracle(initiated: int, **rollout: Any) -> tuple[TrainerOracle, c.TrainStep]:
 
 def test_the_oracle_detects_stale_trajectories() -> None:
     # of a lineage that was lost: one step away
-    kept, step = oracle(initiated=1, mode="bounded", alpha=1)
-    kept.on_command(step)
-    kept, step = oracle(initiated=2, mode="bounded", alpha=1)
+    oracle_, step = oracle(initiated=1, mode="bounded", alpha=1)
+    oracle_.on_command(step)
+    oracle_, step = oracle(initiated=2, mode="bounded", alpha=1)
     with pytest.raises(AssertionError, match="2 steps old, at most 1 are allowed"):
-        kept.on_command(step)
+        oracle_.on_command(step)
 
 
 def test_the_oracle_forgets_the_lost_lineage_of_a_restored_trainer() -> None:
-    kept, step = oracle(initiated=0)
-    kept.on_command(step)
-    kept.on_event(e.StepTrained(epoch=0, step=0, part=0))
-    assert kept.trained == 2
+    oracle_, step = oracle(initiated=0)
+    oracle_.on_command(step)
+    oracle_.on_event(e.StepTrained(epoch=0, step=0, part=0))
+    assert oracle_.trained == 2
     with pytest.raises(AssertionError, match=r"0\.0 at \(1, 0\)"):
-        kept.on_command(step)
+        oracle_.on_command(step)
     with pytest.raises(AssertionError, match="checkpoint 1 to restore does not exist"):
-        kept.on_command(c.RestartTrainer(epoch=1, step=1, fallback=None, reason=""))
-    kept.on_event(e.TrainerReady(epoch=1, step=0))
-    assert kept.trained == 0
-    kept.on_command(step)
+        oracle_.on_command(c.RestartTrainer(epoch=1, step=1, fallback=None, reason=""))
+    oracle_.on_event(e.TrainerReady(epoch=1, step=0))
+    assert oracle_.trained == 0
+    oracle_.on_command(step)
 
 
 def report(seed: int, violation: str = "", **faults: int) -> Report:

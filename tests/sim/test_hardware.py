@@ -23,7 +23,7 @@ def test_names_are_case_insensitive():
 
 
 def test_reachable_speed_is_below_the_published_one():
-    assert all(0.5 < known.matmul_efficiency < 1 for known in GPUS.values())
+    assert all(0.5 < gpu_.matmul_efficiency < 1 for gpu_ in GPUS.values())
 
 
 @pytest.mark.parametrize(

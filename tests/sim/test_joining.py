@@ -19,7 +19,7 @@ from tests.sim.test_world import config
 from tests.worlds.referee import Referee
 
 
-class Kept:
+class Journal:
     """A journal in memory."""
 
     def __init__(self) -> None:
@@ -33,12 +33,12 @@ class Kept:
 @pytest.mark.parametrize("mode", list(ModeName))
 def test_an_engine_joins_and_another_leaves(mode: ModeName, relays: int, tmp_path: Path) -> None:
     """One joins after the first step, and the first one leaves once the new one serves."""
-    made = RunConfig.model_validate(
+    run_config = RunConfig.model_validate(
         {**config(tmp_path, mode=mode).model_dump(), "weights": {"relays": relays}}
     )
-    journal = Kept()
+    journal = Journal()
     metrics = SimMetrics()
-    world = World(made, observer=metrics, journal=journal)
+    world = World(run_config, observer=metrics, journal=journal)
     metrics.watch(world)
     world.start()
     state = world.core.state
@@ -59,5 +59,7 @@ def test_an_engine_joins_and_another_leaves(mode: ModeName, relays: int, tmp_pat
     referee = Referee()
     referee.watch(journal.lines)
     assert [owed for owed in referee.owed() if not owed.startswith("take")] == []
-    given = [turn for _, _, out in journal.lines for turn in out if isinstance(turn, c.StartTurn)]
-    assert sum(turn.engine_id == name for turn in given) > 20, "it does its part"
+    turns_started = [
+        turn for _, _, out in journal.lines for turn in out if isinstance(turn, c.StartTurn)
+    ]
+    assert sum(turn.engine_id == name for turn in turns_started) > 20, "it does its part"

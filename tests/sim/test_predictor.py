@@ -88,14 +88,14 @@ def test_batched_answers_equal_single_ones(name: str) -> None:
         stage.clock.at(step * 1.5, slow.fit)
         stage.clock.at(step * 1.5, lambda: fits.append((slow.fits, len(expected))))
     stage.run()
-    found = [
+    answers = [
         event.remaining_tokens for _, event in stage.posted if isinstance(event, e.PredictionReady)
     ]
-    assert len(found) == len(expected) == 360
+    assert len(answers) == len(expected) == 360
     # until then statistics answer, as of the time of the answer
-    unfitted = max(asked for count, asked in fits if count <= 1)
+    unfitted = max(count_requested for count, count_requested in fits if count <= 1)
     assert stage.predictor.predictor.fits == slow.fits >= 2
-    assert found[unfitted:] == expected[unfitted:]
+    assert answers[unfitted:] == expected[unfitted:]
 
 
 def journal(name: str) -> list[tuple[float, e.Event]]:

@@ -60,16 +60,16 @@ def test_exact_samples_are_fitted_exactly(fixed, prices, works):
 )
 def test_no_other_nonnegative_prices_fit_better(measured, column, step):
     works, seconds, scales = zip(*[*((end, 0.01, 0.02) for end in ENDS), *measured], strict=True)
-    amounts, wanted, scale = (
+    amounts, relative, scale = (
         np.array([(1, *work) for work in works], dtype=float),
         np.array(seconds),
         np.array(scales),
     )
-    prices = profile._weighted_fit(amounts, wanted, scale)
+    prices = profile._weighted_fit(amounts, relative, scale)
     assert (prices >= 0).all()
 
     def error(prices):
-        return (((amounts @ prices - wanted) / scale) ** 2).sum()
+        return (((amounts @ prices - relative) / scale) ** 2).sum()
 
     moved = prices.copy()
     # the error is convex, so that no better neighbour along any price means no better

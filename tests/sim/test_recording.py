@@ -45,9 +45,9 @@ def test_a_run_is_read_back_exactly(mode: str, tmp_path: Path) -> None:
     world = Scripted(one_domain(mode), tmp_path / "run")
     assert world.run().error == ""
     lived = world.expected()
-    found = workload(str(tmp_path / "run"))
-    assert isinstance(found, Recorded)
-    assert rounded(found.groups) == rounded(lived)
+    recorded = workload(str(tmp_path / "run"))
+    assert isinstance(recorded, Recorded)
+    assert rounded(recorded.groups) == rounded(lived)
     kinds = {
         (plan.stop, plan.fails_in) for members in lived for attempts in members for plan in attempts
     }
@@ -56,7 +56,7 @@ def test_a_run_is_read_back_exactly(mode: str, tmp_path: Path) -> None:
     assert max(len(attempts) for members in lived for attempts in members) > 1
     assert (
         workload(str(tmp_path / "run" / "journal.bin")).plan(index=1, member=0, attempt=0, seed=0)
-        == found.groups[1][0][0]
+        == recorded.groups[1][0][0]
     )
 
 
@@ -74,9 +74,9 @@ def test_a_run_of_several_domains_requires_a_domain(tmp_path: Path) -> None:
     )
     assert world.run().error == ""
     for name in ("a", "b"):
-        found = workload(str(tmp_path / "run"), domain=name)
-        assert isinstance(found, Recorded)
-        assert rounded(found.groups) == rounded(world.expected(name))
+        recorded = workload(str(tmp_path / "run"), domain=name)
+        assert isinstance(recorded, Recorded)
+        assert rounded(recorded.groups) == rounded(world.expected(name))
     for wrong in (None, "c"):
         with pytest.raises(ConfigError, match=rf"domain must be one of a, b of .*, got {wrong!r}"):
             workload(str(tmp_path / "run"), domain=wrong)
@@ -111,7 +111,7 @@ def test_a_live_run_is_read_back_as_in_its_store(tmp_path: Path) -> None:
     config = whole.make_config(tmp_path, steps=2, options={"turns": 3})
     assert whole.run(config).error == ""
     directory = whole.run_dir(config)
-    found = read_run(directory)
+    recorded = read_run(directory)
     reader = TrajectoryReader(directory / "trajectories")
     stored = {
         entry.trajectory_id: reader.load(entry)
@@ -122,7 +122,7 @@ def test_a_live_run_is_read_back_as_in_its_store(tmp_path: Path) -> None:
     }
     plans = {
         f"g{g}.{m}": attempts[0]
-        for g, members in enumerate(found.groups)
+        for g, members in enumerate(recorded.groups)
         for m, attempts in enumerate(members)
     }
     assert set(plans) == set(stored)

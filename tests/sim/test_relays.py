@@ -34,7 +34,7 @@ class Costs:
 class Stage:
     def __init__(self, relays: int) -> None:
         self.clock = Clock()
-        self.said: list[tuple[float, e.Event]] = []
+        self.events: list[tuple[float, e.Event]] = []
         self.relays = SimRelays(
             clock=self.clock, post=self._post, cost=Costs(), machines=relays, trace=None
         )
@@ -42,7 +42,7 @@ class Stage:
         self.run()
 
     def _post(self, event: e.Event) -> None:
-        self.said.append((self.clock.now, event))
+        self.events.append((self.clock.now, event))
 
     def take(
         self, relay: int, source: int | None, weights_id: int = 0, *, base: int | None = None
@@ -66,9 +66,9 @@ class Stage:
         while not over and self.clock.step():
             pass
 
-    def held_at(self) -> dict[str, float]:
+    def arrival_times(self) -> dict[str, float]:
         return {
-            event.relay_id: now for now, event in self.said if isinstance(event, e.WeightsFetched)
+            event.relay_id: now for now, event in self.events if isinstance(event, e.WeightsFetched)
         }
 
 
@@ -80,7 +80,7 @@ def test_a_chain_takes_the_time_of_the_formula(relays: int) -> None:
         stage.take(relay, relay - 1 if relay else None)
     stage.run()
     closed = broadcast_s(CHUNKS, nodes=relays, chunks=CHUNKS, start_s=0.0, byte_s=0.1)
-    assert max(stage.held_at().values()) == pytest.approx(closed)
+    assert max(stage.arrival_times().values()) == pytest.approx(closed)
 
 
 @given(relays=st.integers(3, 8), lost=st.integers(1, 6), at=st.floats(0.1, 9.9))
@@ -93,9 +93,9 @@ def test_a_repair_resends_no_bytes(relays: int, lost: int, at: float) -> None:
     stage.relays.lose(f"r{lost}", "injected")
     stage.take(lost + 1, lost - 1)
     stage.run()
-    held = stage.held_at()
-    assert held.keys() == {f"r{relay}" for relay in range(relays) if relay != lost}
-    assert max(held.values()) <= 10.0 + (relays - 1) * 10.0 / CHUNKS
+    arrivals = stage.arrival_times()
+    assert arrivals.keys() == {f"r{relay}" for relay in range(relays) if relay != lost}
+    assert max(arrivals.values()) <= 10.0 + (relays - 1) * 10.0 / CHUNKS
 
 
 @given(
@@ -122,21 +122,21 @@ def test_a_hanging_relay_delays_itself_and_all_relays_behind_it(
             stage.relays.hang(f"r{hung}", pause)
             stage.relays.hang(f"r{hung}", pause)  # at most one hang at a time
         stage.run()
-        times.append({name: when - began for name, when in stage.held_at().items()})
-        said = [
+        times.append({name: when - began for name, when in stage.arrival_times().items()})
+        events = [
             type(event)
-            for _, event in stage.said
+            for _, event in stage.events
             if isinstance(event, e.RelaySuspected | e.RelayRecovered | e.RelayLost)
         ]
-        assert said == ([e.RelaySuspected, e.RelayRecovered] if pause > SUSPECT_S else [])
-    quiet, late = times
-    assert late.keys() == quiet.keys()
+        assert events == ([e.RelaySuspected, e.RelayRecovered] if pause > SUSPECT_S else [])
+    quiet, delayed = times
+    assert delayed.keys() == quiet.keys()
     for relay in range(relays):
         name = f"r{relay}"
         over = relay == 0 and hung == 0  # the master has already read the trainer's memory
         expected = 0.0 if relay < hung or over or quiet[name] <= at else seconds
         behind = 10.0 / CHUNKS * relays  # chunks in transfer
-        assert quiet[name] + expected - behind <= late[name] <= quiet[name] + expected + 1e-6
+        assert quiet[name] + expected - behind <= delayed[name] <= quiet[name] + expected + 1e-6
 
 
 def test_a_relay_with_another_source_does_not_wait_for_a_hanging_one() -> None:
@@ -146,11 +146,13 @@ def test_a_relay_with_another_source_does_not_wait_for_a_hanging_one() -> None:
     stage.run(until=5.0)
     stage.relays.hang("r1", 60.0)
     stage.run(until=5.0 + SUSPECT_S)
-    assert isinstance(stage.said[-1][1], e.RelaySuspected)
+    assert isinstance(stage.events[-1][1], e.RelaySuspected)
     stage.take(2, 0)
     stage.run()
-    assert stage.held_at() == pytest.approx({"r0": 0.0, "r2": 10.0 + SUSPECT_S})
-    now, event = stage.said[-1] if isinstance(stage.said[-1][1], e.RelayLost) else stage.said[-2]
+    assert stage.arrival_times() == pytest.approx({"r0": 0.0, "r2": 10.0 + SUSPECT_S})
+    now, event = (
+        stage.events[-1] if isinstance(stage.events[-1][1], e.RelayLost) else stage.events[-2]
+    )
     assert isinstance(event, e.RelayLost)
     assert now == pytest.approx(5.0 + SILENT_S)
 
@@ -163,7 +165,7 @@ def test_a_hanging_relay_handles_commands_later() -> None:
     began = stage.clock.now
     stage.take(1, 0)
     stage.run()
-    assert stage.held_at()["r1"] - began == pytest.approx(12.0)
+    assert stage.arrival_times()["r1"] - began == pytest.approx(12.0)
 
 
 def test_a_delta_takes_its_share_of_the_time() -> None:
@@ -176,7 +178,7 @@ def test_a_delta_takes_its_share_of_the_time() -> None:
     stage.take(0, None, 1)
     stage.take(1, 0, 1, base=0)
     stage.run()
-    assert stage.held_at()["r1"] - began == pytest.approx(10.0 * DELTA_SHARE)
+    assert stage.arrival_times()["r1"] - began == pytest.approx(10.0 * DELTA_SHARE)
 
 
 def test_refuses_weights_that_are_missing() -> None:
@@ -185,7 +187,9 @@ def test_refuses_weights_that_are_missing() -> None:
     stage.take(2, None, 5, base=4)
     stage.run()
     refused = {
-        event.relay_id: event.reason for _, event in stage.said if isinstance(event, e.FetchFailed)
+        event.relay_id: event.reason
+        for _, event in stage.events
+        if isinstance(event, e.FetchFailed)
     }
     assert refused == {"r1": "source", "r2": "base"}
     assert not stage.relays.serves(EngineId("e1"), 0)
@@ -198,6 +202,6 @@ def test_a_restarted_relay_has_no_weights() -> None:
     assert stage.relays.serves(EngineId("e7"), 0)
     stage.relays.restart(c.RestartRelay(relay_id="r0", epoch=1, reason="injected"))
     stage.run()
-    now, event = stage.said[-1]
+    now, event = stage.events[-1]
     assert (now, event) == (RESTART_S, e.RelayJoined(relay_id="r0", epoch=1))
     assert not stage.relays.serves(EngineId("e7"), 0)

@@ -16,7 +16,7 @@ from tests.sim.test_world import config
 E0, E1 = EngineId("e0"), EngineId("e1")
 
 
-def begun(directory: Path) -> World:
+def started_world(directory: Path) -> World:
     """Return a run in mode decoupled whose engines have weights, and a first
     checkpoint.
     """
@@ -38,21 +38,21 @@ def load(world: World, engine_id: EngineId, step: int) -> None:
 
 def answers(world: World, count: int) -> list[tuple[float, Event]]:
     """Return the answers to loads, without the core."""
-    found: list[tuple[float, Event]] = []
-    while len(found) < count:
+    events: list[tuple[float, Event]] = []
+    while len(events) < count:
         assert world.clock.step()
         loads = [
             event
             for event in world.inbox
             if isinstance(event, e.WeightsLoaded | e.WeightsLoadFailed)
         ]
-        found += [(world.clock.now, event) for event in loads]
+        events += [(world.clock.now, event) for event in loads]
         world.inbox.clear()
-    return found
+    return events
 
 
 def test_all_engines_read_a_checkpoint_from_one_drive(tmp_path: Path) -> None:
-    world = begun(tmp_path)
+    world = started_world(tmp_path)
     assert world.trainer.checkpoints == {0}
     world.inbox.clear()
     began = world.clock.now
@@ -63,13 +63,13 @@ def test_all_engines_read_a_checkpoint_from_one_drive(tmp_path: Path) -> None:
     assert isinstance(second[1], e.WeightsLoaded)
     # float32 from a drive of 4 GB/s: 8.2 B parameters take 8 s, and twice that where
     # two read.
-    alone = first[0] - began
-    assert 8.0 < alone < 8.5
-    assert abs(second[0] - began - 2 * alone) < 1e-6
+    first_s = first[0] - began
+    assert 8.0 < first_s < 8.5
+    assert abs(second[0] - began - 2 * first_s) < 1e-6
 
 
 def test_refuses_a_missing_checkpoint(tmp_path: Path) -> None:
-    world = begun(tmp_path)
+    world = started_world(tmp_path)
     world.inbox.clear()
     load(world, E0, 3)
     ((_, event),) = answers(world, 1)

@@ -10,8 +10,8 @@ def test_calls_are_cold_at_first_and_after_the_keep_time() -> None:
     assert platform.call(0.0, 10.0) == COLD_S + 10.0
     assert platform.call(1.0, 10.0) == COLD_S + 10.0  # the first instance is busy
     assert platform.call(20.0, 10.0) == WARM_S + 10.0
-    late = 20.0 + WARM_S + 10.0 + KEEP_S + 1.0
-    assert platform.call(late, 10.0) == COLD_S + 10.0
+    last_s = 20.0 + WARM_S + 10.0 + KEEP_S + 1.0
+    assert platform.call(last_s, 10.0) == COLD_S + 10.0
     assert (platform.cold, platform.warm) == (3, 1)
 
 

@@ -154,22 +154,24 @@ class Stage:
     def done(self) -> tuple[float, e.TurnDone]:
         """Return the end of the turn and its event."""
         while not (
-            found := [(at, event) for at, event in self.events if isinstance(event, e.TurnDone)]
+            turns_done := [
+                (at, event) for at, event in self.events if isinstance(event, e.TurnDone)
+            ]
         ):
             self.fleet.settle()
             assert self.clock.step()
-        return found[0]
+        return turns_done[0]
 
     def reports(self) -> list[tuple[float, int, int]]:
         """Return the progress that the core received: time, dispatch, tokens."""
-        found = [
+        reported = [
             (at, event.turns) for at, event in self.events if isinstance(event, e.TurnsProgressed)
         ]
-        assert all(len(turns) == 1 for _, turns in found)
-        return [(at, turns[0].dispatch, turns[0].output_tokens) for at, turns in found]
+        assert all(len(turns) == 1 for _, turns in reported)
+        return [(at, turns[0].dispatch, turns[0].output_tokens) for at, turns in reported]
 
 
-def alone() -> float:
+def undisturbed_s() -> float:
     """Return the seconds of the uninterrupted turn."""
     stage = Stage()
     stage.start("e0", 0)
@@ -180,15 +182,15 @@ def sampled_by(seconds: float) -> int:
     """Return the tokens of it sampled after that time."""
     engine = SimEngine(cost=COST, slots=4, chunk_tokens=512, block_tokens=4, prefix_cache=True)
     engine.add(0.0, Request(key="a", context_tokens=PROMPT, output_tokens=TURN))
-    found = engine.abort(seconds, "a")
-    assert found is not None
-    return found
+    aborted = engine.abort(seconds, "a")
+    assert aborted is not None
+    return aborted
 
 
 def test_a_moved_turn_resumes_and_recomputes_its_prompt() -> None:
-    stage, whole = Stage(), alone()
+    stage, full_s = Stage(), undisturbed_s()
     stage.start("e0", 0)
-    stage.until(1.0 + whole / 2)
+    stage.until(1.0 + full_s / 2)
     stage.abort("e0", 0)
     stage.start("e1", 1, resume=True)
     at, done = stage.done()
@@ -198,14 +200,14 @@ def test_a_moved_turn_resumes_and_recomputes_its_prompt() -> None:
     again = engine.prefill_tokens
     assert PROMPT + TURN * 0.4 < again < PROMPT + TURN * 0.6  # half of the turn was sampled
     assert engine.tokens == TURN - (again - PROMPT)
-    prefill_s = at - 1.0 - whole
-    assert 0 < prefill_s < 0.1 * whole
+    prefill_s = at - 1.0 - full_s
+    assert 0 < prefill_s < 0.1 * full_s
 
 
 def test_a_turn_moved_with_its_kv_recomputes_nothing() -> None:
-    stage, whole = Stage(), alone()
+    stage, full_s = Stage(), undisturbed_s()
     stage.start("e0", 0)
-    stage.until(1.0 + whole / 2)
+    stage.until(1.0 + full_s / 2)
     stage.abort("e0", 0)
     attempt = {"trajectory_id": TrajectoryId("g0.0"), "attempt": 0}
     stage.rollouts.migrate(
@@ -213,76 +215,76 @@ def test_a_turn_moved_with_its_kv_recomputes_nothing() -> None:
     )
     stage.until(stage.clock.now + 1.0)
     (moved,) = [event for _, event in stage.events if isinstance(event, e.MigrationDone)]
-    half = sampled_by(whole / 2)
+    half = sampled_by(full_s / 2)
     # full blocks; the last token has none
     assert PROMPT + half - 6 < moved.moved_tokens < PROMPT + half
     stage.start("e1", 1, resume=True)
     at, done = stage.done()
-    assert at - 1.0 - whole < 1.0 + 0.1
+    assert at - 1.0 - full_s < 1.0 + 0.1
     assert (done.output_tokens, done.cached_tokens) == (TURN, PROMPT)
 
 
 def test_a_turn_resumed_on_the_same_engine_hits_its_kv() -> None:
-    stage, whole = Stage(), alone()
+    stage, full_s = Stage(), undisturbed_s()
     stage.start("e0", 0)
-    stage.until(1.0 + whole / 2)
+    stage.until(1.0 + full_s / 2)
     stage.abort("e0", 0)
     stage.start("e0", 1, resume=True)
     at, done = stage.done()
-    assert at - 1.0 - whole < 0.1  # the last block, and the step that it was stopped in
+    assert at - 1.0 - full_s < 0.1  # the last block, and the step that it was stopped in
     assert done.cached_tokens == PROMPT  # of the prompt; sampled tokens are not in it
 
 
 @pytest.mark.parametrize(("keep_partial_turns", "resume"), [(True, False), (False, True)])
 def test_a_restarted_turn_takes_its_full_time(keep_partial_turns: bool, resume: bool) -> None:
-    stage, whole = Stage(keep_partial_turns=keep_partial_turns), alone()
+    stage, full_s = Stage(keep_partial_turns=keep_partial_turns), undisturbed_s()
     stage.start("e0", 0)
-    stage.until(1.0 + whole / 2)
+    stage.until(1.0 + full_s / 2)
     stage.abort("e0", 0)
     stage.start("e1", 1, resume=resume)
-    assert stage.done()[0] == pytest.approx(1.0 + 1.5 * whole)
+    assert stage.done()[0] == pytest.approx(1.0 + 1.5 * full_s)
     assert stage.done()[1].output_tokens == TURN
 
 
-@pytest.mark.parametrize("late_s", [0.01, 0.25, 0.49])
-def test_a_lost_engine_loses_the_tokens_since_its_last_report(late_s: float) -> None:
-    stage, whole = Stage(), alone()
-    lost_at = 5.0 + late_s
+@pytest.mark.parametrize("unreported_s", [0.01, 0.25, 0.49])
+def test_a_lost_engine_loses_the_tokens_since_its_last_report(unreported_s: float) -> None:
+    stage, full_s = Stage(), undisturbed_s()
+    lost_at = 5.0 + unreported_s
     stage.start("e0", 0)
     stage.until(lost_at)
     stage.fleet.lose(EngineId("e0"), "killed")
     stage.start("e1", 1, resume=True)
     at, done = stage.done()
     assert done.output_tokens == TURN
-    again_s = at - 1.0 - whole  # tokens sampled twice, and the prompt
-    assert late_s - 0.02 < again_s < late_s + 0.1 * whole
+    again_s = at - 1.0 - full_s  # tokens sampled twice, and the prompt
+    assert unreported_s - 0.02 < again_s < unreported_s + 0.1 * full_s
 
 
 def test_a_repeatedly_lost_turn_loses_one_report_interval_each_time() -> None:
-    stage, whole = Stage(engines=100), alone()
-    lives = 0
+    stage, full_s = Stage(engines=100), undisturbed_s()
+    losses = 0
     while True:
-        stage.start(f"e{lives}", lives, resume=True)
+        stage.start(f"e{losses}", losses, resume=True)
         stage.until(stage.clock.now + 3.3)
         if any(isinstance(event, e.TurnDone) for _, event in stage.events):
             break
-        stage.fleet.lose(EngineId(f"e{lives}"), "killed")
-        lives += 1
+        stage.fleet.lose(EngineId(f"e{losses}"), "killed")
+        losses += 1
     at, done = stage.done()
-    assert (done.output_tokens, done.dispatch) == (TURN, lives)
-    assert 5 < lives < (at - 1.0) / 3.3
+    assert (done.output_tokens, done.dispatch) == (TURN, losses)
+    assert 5 < losses < (at - 1.0) / 3.3
     length = PROMPT + TURN
     prefill_s = COST.step_s(
         prefill_tokens=length, prefill_context=length**2 // 2, decode=0, decode_context=0
     )
-    assert at - 1.0 - whole < lives * (PROGRESS_S + prefill_s)
+    assert at - 1.0 - full_s < losses * (PROGRESS_S + prefill_s)
 
 
 def test_the_core_receives_progress_while_an_engine_generates() -> None:
-    stage, whole = Stage(), alone()
-    assert whole > 5 * REPORT_INTERVAL_S
+    stage, full_s = Stage(), undisturbed_s()
+    assert full_s > 5 * REPORT_INTERVAL_S
     stage.start("e0", 0)
-    half = 1.0 + whole / 2
+    half = 1.0 + full_s / 2
     stage.until(half)
     stage.abort("e0", 0)
     first = stage.reports()
@@ -328,9 +330,9 @@ class Resuming(World):
     weights; in `sync` they have.
     """
 
-    def __init__(self, made: RunConfig, *, resume: bool, kill_s: float) -> None:
+    def __init__(self, run_config: RunConfig, *, resume: bool, kill_s: float) -> None:
         super().__init__(
-            made, observer=Deaf(), work={"webshop": Long(RUN_TURN)}, keep_partial_turns=True
+            run_config, observer=Deaf(), work={"webshop": Long(RUN_TURN)}, keep_partial_turns=True
         )
         execute, self.referee = self.effects.execute, Referee()
         self.turns = self.lost = self.resumed = 0
@@ -376,8 +378,8 @@ class Deaf:
 
 
 def test_a_run_with_dying_engines_keeps_the_contract_and_loses_less_time() -> None:
-    made = config(Path("unused"), mode="sync", retries=1000)
-    data = made.model_dump() | {"engines": [{"count": 8, "max_slots": 16}]}
+    run_config = config(Path("unused"), mode="sync", retries=1000)
+    data = run_config.model_dump() | {"engines": [{"count": 8, "max_slots": 16}]}
     data["watchdog"] = {**data["watchdog"], "restarts": 1000}
     ends = {}
     for resume in (False, True):

@@ -116,7 +116,7 @@ def test_plans_keep_the_bounds_of_their_family(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("room", "kept", "stop"),
+    ("room", "expected", "stop"),
     [
         (
             31,
@@ -133,7 +133,7 @@ def test_plans_keep_the_bounds_of_their_family(name: str) -> None:
     ],
 )
 def test_a_plan_is_cut_where_a_live_episode_runs_out_of_tokens(
-    room: int, kept: list[tuple[int, int, float]], stop: StopReason
+    room: int, expected: list[tuple[int, int, float]], stop: StopReason
 ) -> None:
     def always(value: float) -> families.LogNormal:
         return families.around(value, sigma=0.0, high=value)
@@ -150,7 +150,7 @@ def test_a_plan_is_cut_where_a_live_episode_runs_out_of_tokens(
     plan = Drawn(family).plan(index=0, member=0, attempt=0, seed=0)
     assert [
         (turn.output_tokens, turn.observation_tokens, turn.env_s) for turn in plan.turns
-    ] == kept
+    ] == expected
     assert plan.stop is stop
 
 
@@ -278,14 +278,14 @@ def test_the_stop_reason_places_a_failure(tmp_path: Path) -> None:
         LINE | {"stop": "env_error", "turns": [], "group": 9}
     ]
     work = workload(trace(tmp_path, *lines))
-    found = [work.plan(index=i, member=0, attempt=0, seed=0) for i in range(4)]
-    assert [(plan.stop, plan.fails_in) for plan in found] == [
+    plans = [work.plan(index=i, member=0, attempt=0, seed=0) for i in range(4)]
+    assert [(plan.stop, plan.fails_in) for plan in plans] == [
         ("max_turns", ""),
         ("env_hang", "run"),
         ("reward_error", "eval"),
         ("env_error", "init"),
     ]
-    assert [plan.success for plan in found] == [False, False, False, True]
+    assert [plan.success for plan in plans] == [False, False, False, True]
 
 
 def test_groups_members_and_attempts_are_taken_in_order_and_wrap_around(tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_few_tasks_use_nearly_all_ungrouped_lines() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ({"prompt_tokens": 0}, "prompt_tokens must be a whole number from 1 to 10^9, got 0"),
         ({"prompt_tokens": True}, "prompt_tokens must be a whole number from 1 to 10^9, got True"),
@@ -383,12 +383,12 @@ def test_few_tasks_use_nearly_all_ungrouped_lines() -> None:
     ],
 )
 def test_an_error_names_file_line_field_rule_and_value(
-    tmp_path: Path, line: dict[str, Any], says: str
+    tmp_path: Path, line: dict[str, Any], message: str
 ) -> None:
     file = trace(tmp_path, LINE, "", LINE | line)
     with pytest.raises(ConfigError) as raised:
         workload(file)
-    assert str(raised.value).startswith(f"{file}:3: {says}")
+    assert str(raised.value).startswith(f"{file}:3: {message}")
 
 
 @pytest.mark.parametrize("missing", ["prompt_tokens", "init_s", "turns", "reward_s", "reward"])
@@ -401,14 +401,14 @@ def test_a_missing_field_is_named(tmp_path: Path, missing: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("{", ":1: line must be a JSON object"),
         ("[]", ":1: line must be a JSON object, got []"),
         ("", "must have a line"),
     ],
 )
-def test_refuses_files_that_are_no_traces(tmp_path: Path, text: str, says: str) -> None:
+def test_refuses_files_that_are_no_traces(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         workload(trace(tmp_path, text))
-    assert says in str(raised.value)
+    assert message in str(raised.value)

@@ -56,9 +56,9 @@ def config(
 def test_the_same_seed_gives_the_same_journal_to_the_byte(tmp_path: Path) -> None:
     journals = []
     for index, seed in enumerate((1, 1, 2)):
-        made = config(tmp_path / str(index), seed=seed)
-        with directory_of(made) as run:
-            simulate(made, run=run)
+        run_config = config(tmp_path / str(index), seed=seed)
+        with directory_of(run_config) as run:
+            simulate(run_config, run=run)
         journals.append(run.journal.read_bytes())
     assert journals[0] == journals[1] != journals[2]
 
@@ -88,19 +88,19 @@ def test_asynchronous_modes_are_faster_than_sync() -> None:
 
 
 def test_a_run_directory_is_read_like_a_live_one(tmp_path: Path) -> None:
-    made = config(tmp_path)
-    with directory_of(made) as run:
-        outcome = simulate(made, run=run)
+    run_config = config(tmp_path)
+    with directory_of(run_config) as run:
+        outcome = simulate(run_config, run=run)
         page = write_report(run).read_text()
     assert "webshop" in page
     assert "waiting for environments" in page
     assert '<span class="badge">simulated</span>' in page
     assert "Training reward" not in page
-    replay = Replay(run.journal, made)
+    replay = Replay(run.journal, run_config)
     replay.finish()
     assert (replay.differing, replay.events) == (0, outcome.events)
     assert not (tmp_path / "small").exists()
-    with directory_of(made) as again:  # a simulation replaces the one before
+    with directory_of(run_config) as again:  # a simulation replaces the one before
         assert not again.metrics.exists()
 
 
@@ -120,17 +120,17 @@ def test_a_run_directory_is_read_like_a_live_one(tmp_path: Path) -> None:
 def test_refuses_impossible_settings_before_writing_files(
     sim: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    made = config(tmp_path, sim=sim)
+    run_config = config(tmp_path, sim=sim)
     with pytest.raises(ConfigError, match=words):
-        _ = costs_of(made), workloads_of(made)
+        _ = costs_of(run_config), workloads_of(run_config)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_simulation_keeps_the_files_of_a_running_one(tmp_path: Path) -> None:
-    made = config(tmp_path)
-    with directory_of(made) as run:
+    run_config = config(tmp_path)
+    with directory_of(run_config) as run:
         with pytest.raises(ConfigError, match="is in use"):
-            directory_of(made)
+            directory_of(run_config)
         assert run.config.exists()
 
 
@@ -154,10 +154,10 @@ def test_a_controller_with_latency_handles_events_sequentially() -> None:
 
 
 def test_refuses_trajectories_that_fit_no_engine(tmp_path: Path) -> None:
-    made = config(tmp_path)
-    task = made.tasks[0].model_copy(update={"max_tokens": 1 << 22})
+    run_config = config(tmp_path)
+    task = run_config.tasks[0].model_copy(update={"max_tokens": 1 << 22})
     with pytest.raises(ConfigError, match=r"tasks\.max_tokens must fit the KV cache"):
-        costs_of(made.model_copy(update={"tasks": (task,)}))
+        costs_of(run_config.model_copy(update={"tasks": (task,)}))
 
 
 def test_prompts_that_do_not_fit_end_the_run_with_the_reason(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_dynamic_sampling_ends_without_informative_groups(tmp_path: Path) -> Non
     line = '{"prompt_tokens": 10, "init_s": 1, "turns": [[5, 5, 1]], "reward_s": 1, "reward": 1}'
     (tmp_path / "same.jsonl").write_text(line + "\n")
     same = {"workloads": {"webshop": str(tmp_path / "same.jsonl")}}
-    made = config(tmp_path, sim=same, dynamic_sampling=True, groups_per_step=1)
-    outcome = simulate(made)
+    run_config = config(tmp_path, sim=same, dynamic_sampling=True, groups_per_step=1)
+    outcome = simulate(run_config)
     assert "100 groups in a row had equal rewards" in outcome.summary.error
     assert outcome.summary.account.balanced

@@ -141,7 +141,7 @@ def make_batch(
 ) -> Batch:
     rng = random.Random(seed)
     version = step if version is None else version
-    made = tuple(
+    trajectories = tuple(
         make_group(
             f"g{seed}.{index}",
             [float(rng.randint(0, 3)) for _ in range(size)],
@@ -150,21 +150,21 @@ def make_batch(
         )
         for index in range(groups)
     )
-    return Batch(step=step, version=version, part=part, parts=parts, groups=made)
+    return Batch(step=step, version=version, part=part, parts=parts, groups=trajectories)
 
 
 def make_examples(
     count: int, *, seed: int = 0, longest: int = 40, vocabulary: int = VOCABULARY
 ) -> list[Example]:
     rng = random.Random(seed)
-    made = []
+    examples = []
     for _ in range(count):
         length = rng.randint(2, longest)
         targets = sorted(rng.sample(range(1, length), rng.randint(1, length - 1)))
-        made.append(
+        examples.append(
             Example(
                 tokens=torch.tensor([rng.randrange(4, vocabulary) for _ in range(length)]),
                 targets=torch.tensor(targets),
             )
         )
-    return made
+    return examples

@@ -13,29 +13,32 @@ def assert_equal(
     """Assert the same outputs and gradients for a random cotangent; `plain` runs in
     float64.
     """
-    ours = [tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
-    theirs = [
+    fused_inputs = [tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
+    plain_inputs = [
         (tensor.double() if tensor.is_floating_point() else tensor)
         .clone()
         .requires_grad_(tensor.is_floating_point())
         for tensor in inputs
     ]
-    found, wanted = fused(*ours), plain(*theirs)
-    found = found if isinstance(found, tuple) else (found,)
-    wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+    actual, expected = fused(*fused_inputs), plain(*plain_inputs)
+    actual = actual if isinstance(actual, tuple) else (actual,)
+    expected = expected if isinstance(expected, tuple) else (expected,)
     generator = torch.Generator().manual_seed(5)
-    cotangents = [torch.randn(out.shape, generator=generator) for out in found]
-    sum((out * c).sum() for out, c in zip(found, cotangents, strict=True)).backward()  # type: ignore[union-attr]
-    sum((out * c.double()).sum() for out, c in zip(wanted, cotangents, strict=True)).backward()  # type: ignore[union-attr]
-    for out, want in zip(found, wanted, strict=True):
+    cotangents = [torch.randn(out.shape, generator=generator) for out in actual]
+    sum((out * c).sum() for out, c in zip(actual, cotangents, strict=True)).backward()  # type: ignore[union-attr]
+    sum((out * c.double()).sum() for out, c in zip(expected, cotangents, strict=True)).backward()  # type: ignore[union-attr]
+    for out, want in zip(actual, expected, strict=True):
         torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)
-    for mine, their in zip(ours, theirs, strict=True):
-        if mine.is_floating_point():
-            assert mine.grad is not None
-            assert their.grad is not None
-            scale = float(their.grad.abs().max().clamp(min=1.0))
+    for fused_input, plain_input in zip(fused_inputs, plain_inputs, strict=True):
+        if fused_input.is_floating_point():
+            assert fused_input.grad is not None
+            assert plain_input.grad is not None
+            scale = float(plain_input.grad.abs().max().clamp(min=1.0))
             torch.testing.assert_close(
-                mine.grad.double() / scale, their.grad / scale, atol=tolerance, rtol=tolerance
+                fused_input.grad.double() / scale,
+                plain_input.grad / scale,
+                atol=tolerance,
+                rtol=tolerance,
             )
 
 

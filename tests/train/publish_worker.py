@@ -54,11 +54,11 @@ class Rank:
 
 
 def check(manifest: WeightManifest, expected: dict[str, torch.Tensor]) -> None:
-    found = read_tensors(manifest)
-    assert list(found) == list(expected)
+    tensors_read = read_tensors(manifest)
+    assert list(tensors_read) == list(expected)
     for name, tensor in expected.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
-        assert bytes_of(found[name]) == bytes_of(tensor), name
+        assert (tensors_read[name].dtype, tensors_read[name].shape) == (tensor.dtype, tensor.shape)
+        assert bytes_of(tensors_read[name]) == bytes_of(tensor), name
 
 
 def publish_and_count_gathers(rank: Rank, version: int) -> tuple[Published, int]:

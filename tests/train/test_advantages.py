@@ -44,33 +44,33 @@ def value_of(trajectory: Trajectory, tensors: list[torch.Tensor]) -> float:
 @pytest.mark.parametrize("estimator", ["grpo", "grpo_no_std", "rloo", "reinforce_pp"])
 def test_trajectory_estimators(rewards: list[list[float]], seed: int, estimator: str) -> None:
     groups = groups_of(rewards, seed)
-    found = token_advantages(groups, AlgorithmConfig(advantage=estimator))  # type: ignore[arg-type]
+    advantages = token_advantages(groups, AlgorithmConfig(advantage=estimator))  # type: ignore[arg-type]
     flat = [reward for row in rewards for reward in row]
-    wanted = []
+    expected = []
     for row in rewards:
         for index, reward in enumerate(row):
             others = row[:index] + row[index + 1 :]
             match estimator:
                 case "grpo":
                     deviation = statistics.pstdev(row)
-                    wanted.append(
+                    expected.append(
                         (reward - statistics.fmean(row)) / deviation if deviation > 1e-6 else 0.0
                     )
                 case "grpo_no_std":
-                    wanted.append(reward - statistics.fmean(row))
+                    expected.append(reward - statistics.fmean(row))
                 case "rloo":
-                    wanted.append(reward - statistics.fmean(others) if others else 0.0)
+                    expected.append(reward - statistics.fmean(others) if others else 0.0)
                 case _:
                     deviation = statistics.pstdev(flat)
-                    wanted.append(
+                    expected.append(
                         (reward - statistics.fmean(flat)) / deviation if deviation > 1e-6 else 0.0
                     )
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     values = [
         value_of(trajectory, tensors)
-        for trajectory, tensors in zip(trajectories, found, strict=True)
+        for trajectory, tensors in zip(trajectories, advantages, strict=True)
     ]
-    assert values == pytest.approx(wanted, abs=1e-5)
+    assert values == pytest.approx(expected, abs=1e-5)
 
 
 def random_group(rng: random.Random, size: int) -> ScoredGroup:
@@ -118,15 +118,15 @@ def test_gigpo(seed: int, size: int, gamma: float, scaled: bool) -> None:
             turns.append((which, index, span, discounted))
     deviation = statistics.pstdev([discounted for *_, discounted in turns])
     algorithm = AlgorithmConfig(advantage="gigpo" if scaled else "gigpo_no_std", gamma=gamma)
-    found = token_advantages([group], algorithm)
+    advantages = token_advantages([group], algorithm)
     for which, index, span, discounted in turns:
         alike = [other for _, _, another, other in turns if another.state_key == span.state_key]
         divisor = deviation if scaled else 1.0
-        wanted = (discounted - statistics.fmean(alike)) / divisor if deviation > 1e-6 else 0.0
-        assert found[which][index][span.start : span.end].tolist() == pytest.approx(
-            [wanted] * (span.end - span.start), abs=1e-5
+        expected = (discounted - statistics.fmean(alike)) / divisor if deviation > 1e-6 else 0.0
+        assert advantages[which][index][span.start : span.end].tolist() == pytest.approx(
+            [expected] * (span.end - span.start), abs=1e-5
         )
-    for trajectory, tensors in zip(group.trajectories, found, strict=True):
+    for trajectory, tensors in zip(group.trajectories, advantages, strict=True):
         for sequence, tensor in zip(trajectory.sequences, tensors, strict=True):
             assert not tensor[~torch.tensor(sequence.output_mask())].any()
 
@@ -138,8 +138,8 @@ def test_gigpo_without_turns_takes_a_sequence_for_one_turn() -> None:
         make_trajectory(f"t{i}", (sequence,), float(i)) for i, sequence in enumerate(bare)
     )
     group = ScoredGroup(id=trajectories[0].group_id, env="none", trajectories=trajectories)
-    found = token_advantages([group], AlgorithmConfig(advantage="gigpo"))
-    assert [value_of(t, tensors) for t, tensors in zip(trajectories, found, strict=True)] == [
+    advantages = token_advantages([group], AlgorithmConfig(advantage="gigpo"))
+    assert [value_of(t, tensors) for t, tensors in zip(trajectories, advantages, strict=True)] == [
         -1.0,
         1.0,
     ]

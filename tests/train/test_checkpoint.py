@@ -49,12 +49,12 @@ def write(path: Path, step: int) -> None:
 
 def test_loads_what_was_saved(tmp_path: Path) -> None:
     write(tmp_path / "c", 7)
-    found = load(tmp_path / "c")
-    assert found.step == 7
-    assert torch.equal(found.model["w"], torch.full((50,), 7.0))
-    assert found.optimizer["step.w"] == 3
-    assert torch.equal(found.rng["cpu"], torch.get_rng_state())
-    assert found.reference is None
+    loaded = load(tmp_path / "c")
+    assert loaded.step == 7
+    assert torch.equal(loaded.model["w"], torch.full((50,), 7.0))
+    assert loaded.optimizer["step.w"] == 3
+    assert torch.equal(loaded.rng["cpu"], torch.get_rng_state())
+    assert loaded.reference is None
 
 
 @pytest.mark.parametrize(
@@ -66,13 +66,13 @@ def test_detects_any_damage(tmp_path: Path, name: str, damage: str) -> None:
     write(tmp_path / "good", 1)
     write(tmp_path / "bad", 2)
     file = tmp_path / "bad" / name
-    whole = bytearray(file.read_bytes())
+    content = bytearray(file.read_bytes())
     if damage == "missing":
         file.unlink()
     else:
-        whole[len(whole) // 2] ^= 1
+        content[len(content) // 2] ^= 1
         file.write_bytes(
-            {"truncated": whole[: len(whole) // 2], "flipped": whole, "empty": b""}[damage]
+            {"truncated": content[: len(content) // 2], "flipped": content, "empty": b""}[damage]
         )
     with pytest.raises(TrainerError, match=r"damaged|incomplete or invalid"):
         verify(tmp_path / "bad")

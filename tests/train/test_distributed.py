@@ -63,14 +63,14 @@ def start_all(kind: str, model_dir: Path, out: Path) -> None:
 @pytest.mark.parametrize("kind", ["torchrun", "processes"])
 def test_two_ranks_match_one(tmp_path: Path, kind: str) -> None:
     model_dir = make_model(tmp_path / "m")
-    alone = run(model_dir, tmp_path / "alone", rank=0, world=1)
+    one_rank = run(model_dir, tmp_path / "alone", rank=0, world=1)
     start_all(kind, model_dir, tmp_path / "two")
     both = [load_file(tmp_path / "two" / f"rank{rank}.safetensors") for rank in range(2)]
-    for found in both:
-        assert found.keys() == alone.keys()
-        for name, tensor in alone.items():
+    for of_rank in both:
+        assert of_rank.keys() == one_rank.keys()
+        for name, tensor in one_rank.items():
             torch.testing.assert_close(
-                found[name],
+                of_rank[name],
                 tensor,
                 atol=1e-4,
                 rtol=1e-3,
@@ -78,8 +78,8 @@ def test_two_ranks_match_one(tmp_path: Path, kind: str) -> None:
             )
     assert torch.equal(both[0]["ratios"], both[1]["ratios"])
     exported = load_file(tmp_path / "two" / "c" / "hf" / "model.safetensors")
-    wanted = load_file(tmp_path / "alone" / "c" / "hf" / "model.safetensors")
-    for name, tensor in wanted.items():
+    expected = load_file(tmp_path / "alone" / "c" / "hf" / "model.safetensors")
+    for name, tensor in expected.items():
         torch.testing.assert_close(exported[name], tensor, atol=1e-4, rtol=1e-3)
 
 

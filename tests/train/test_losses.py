@@ -76,20 +76,20 @@ def test_loss_and_gradients(algorithm: AlgorithmConfig, count: int, seed: int) -
     entropy = [rng.uniform(0, 3) for _ in range(count)]
     advantages = [rng.choice([-1.3, -0.4, 0.0, 0.7, 2.0]) for _ in range(count)]
     weights = [rng.uniform(0, 1) for _ in range(count)]
-    given_logprobs = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
-    given_entropy = torch.tensor(entropy, dtype=torch.float64, requires_grad=True)
+    logprobs_input = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
+    entropy_input = torch.tensor(entropy, dtype=torch.float64, requires_grad=True)
 
     def tensor(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64)
 
     loss, sums = policy_loss(
-        logprobs=given_logprobs,
-        entropy=given_entropy,
+        logprobs=logprobs_input,
+        entropy=entropy_input,
         behavior=tensor(behavior),
         advantages=tensor(advantages),
         weights=tensor(weights),
         proximal=None if algorithm.correction == "bypass" else tensor(proximal),
-        divergence=k3(tensor(reference) - given_logprobs) if algorithm.kl else None,
+        divergence=k3(tensor(reference) - logprobs_input) if algorithm.kl else None,
         kl=algorithm.kl,
         algorithm=algorithm,
     )
@@ -99,12 +99,12 @@ def test_loss_and_gradients(algorithm: AlgorithmConfig, count: int, seed: int) -
     assert loss.item() == pytest.approx(
         sum(w * s[0] for w, s in zip(weights, slow, strict=True)), rel=1e-9, abs=1e-9
     )
-    assert given_logprobs.grad is not None
-    wanted = [w * s[1] for w, s in zip(weights, slow, strict=True)]
-    assert given_logprobs.grad.tolist() == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+    assert logprobs_input.grad is not None
+    expected = [w * s[1] for w, s in zip(weights, slow, strict=True)]
+    assert logprobs_input.grad.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
     if algorithm.entropy:
-        assert given_entropy.grad is not None
-        assert given_entropy.grad.tolist() == pytest.approx(
+        assert entropy_input.grad is not None
+        assert entropy_input.grad.tolist() == pytest.approx(
             [w * s[2] for w, s in zip(weights, slow, strict=True)]
         )
     check_sums(dict(zip(TOKEN_SUMS, sums.tolist(), strict=True)), rows, algorithm)
@@ -144,20 +144,20 @@ def test_weights_make_the_configured_mean(lengths: list[int], seed: int, aggrega
     rng = random.Random(seed)
     losses = [[rng.uniform(-1, 1) for _ in range(length)] for length in lengths]
     weights = token_weights(lengths, aggregate)
-    found = sum(weight * sum(row) for weight, row in zip(weights, losses, strict=True))
+    mean = sum(weight * sum(row) for weight, row in zip(weights, losses, strict=True))
     if aggregate == "token_mean":
         flat = [value for row in losses for value in row]
-        wanted = sum(flat) / len(flat)
+        expected = sum(flat) / len(flat)
     else:
-        wanted = sum(sum(row) / len(row) for row in losses) / len(losses)
-    assert found == pytest.approx(wanted, abs=1e-12)
+        expected = sum(sum(row) / len(row) for row in losses) / len(losses)
+    assert mean == pytest.approx(expected, abs=1e-12)
 
 
 def run_one(correction: str, *, logprob: float, behavior: float, proximal: float) -> float:
     """Return the gradient by the log-prob of one token with advantage 1."""
-    given_logprobs = torch.tensor([logprob], requires_grad=True)
+    logprobs_input = torch.tensor([logprob], requires_grad=True)
     loss, _ = policy_loss(
-        logprobs=given_logprobs,
+        logprobs=logprobs_input,
         entropy=torch.zeros(1),
         behavior=torch.tensor([behavior]),
         advantages=torch.ones(1),
@@ -168,8 +168,8 @@ def run_one(correction: str, *, logprob: float, behavior: float, proximal: float
         algorithm=AlgorithmConfig(correction=correction),  # type: ignore[arg-type]
     )
     loss.backward()  # type: ignore[no-untyped-call]
-    assert given_logprobs.grad is not None
-    return float(given_logprobs.grad)
+    assert logprobs_input.grad is not None
+    return float(logprobs_input.grad)
 
 
 def test_decoupled_at_the_start_is_the_importance_weighted_policy_gradient() -> None:
@@ -202,8 +202,8 @@ def test_the_kl_coefficient_is_constant_then_decreases_to_zero() -> None:
     constant = AlgorithmConfig(kl=0.1)
     assert [kl_coefficient(constant, step=step, steps=10) for step in (0, 5, 9)] == [0.1] * 3
     falling = AlgorithmConfig(kl=0.1, kl_until=0.8)
-    found = [kl_coefficient(falling, step=step, steps=10) for step in range(10)]
-    assert found[:5] == [0.1] * 5
-    assert found[6] == pytest.approx(0.05)
-    assert found[8:] == [0.0, 0.0]
-    assert found == sorted(found, reverse=True)
+    coefficients = [kl_coefficient(falling, step=step, steps=10) for step in range(10)]
+    assert coefficients[:5] == [0.1] * 5
+    assert coefficients[6] == pytest.approx(0.05)
+    assert coefficients[8:] == [0.0, 0.0]
+    assert coefficients == sorted(coefficients, reverse=True)

@@ -85,9 +85,13 @@ def oracle(
         logprobs = logits[example.targets - 1].log_softmax(-1)
         chosen.append(logprobs.gather(1, example.tokens[example.targets][:, None]).squeeze(1))
         entropies.append(-(logprobs.exp() * logprobs).sum(-1))
-    found, entropy = torch.cat(chosen), torch.cat(entropies)
-    loss_of(found, entropy).backward()  # type: ignore[no-untyped-call]
-    return found.detach(), entropy.detach(), {name: p.grad for name, p in model.named_parameters()}
+    divergence, entropy = torch.cat(chosen), torch.cat(entropies)
+    loss_of(divergence, entropy).backward()  # type: ignore[no-untyped-call]
+    return (
+        divergence.detach(),
+        entropy.detach(),
+        {name: p.grad for name, p in model.named_parameters()},
+    )
 
 
 def loss_of(chosen: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
@@ -98,9 +102,9 @@ def loss_of(chosen: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
 def compare(model: Model, path: Path, examples: list[Example], temperature: float = 1.0) -> None:
     chosen, entropy, _ = model(pack(examples), temperature)
     loss_of(chosen, entropy).backward()  # type: ignore[no-untyped-call]
-    wanted, wanted_entropy, gradients = oracle(path, examples, temperature)
-    torch.testing.assert_close(chosen.detach(), wanted, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(entropy.detach(), wanted_entropy, atol=1e-5, rtol=1e-5)
+    expected, expected_entropy, gradients = oracle(path, examples, temperature)
+    torch.testing.assert_close(chosen.detach(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy.detach(), expected_entropy, atol=1e-5, rtol=1e-5)
     parameters = dict(model.named_parameters())
     assert parameters.keys() == gradients.keys()
     for name, gradient in gradients.items():
@@ -183,18 +187,18 @@ def test_the_divergence_from_a_reference_is_exact(checkpoint_dir: Path, parts: b
             )
         packed = pack(examples)
         reference = Reference(other.hidden(packed), other.lm_head.weight.clone())
-        wanted = (reference.hidden @ reference.head.T / 0.8).log_softmax(-1)
+        expected = (reference.hidden @ reference.head.T / 0.8).log_softmax(-1)
     own = (model.hidden(packed) @ model.lm_head.weight.T / 0.8).log_softmax(-1)
-    slow = (wanted.exp() * (wanted - own)).sum(-1)
+    slow = (expected.exp() * (expected - own)).sum(-1)
     slow.sum().backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     if parts:
         model.max_logits = 2 * model.lm_head.out_features
-    found = model(packed, 0.8, reference).divergence
-    found.sum().backward()
-    torch.testing.assert_close(found, slow, atol=1e-6, rtol=1e-5)
-    assert float(found.detach().min()) > 0
+    divergence = model(packed, 0.8, reference).divergence
+    divergence.sum().backward()
+    torch.testing.assert_close(divergence, slow, atol=1e-6, rtol=1e-5)
+    assert float(divergence.detach().min()) > 0
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-5, rtol=1e-4, msg=name)
     assert float(model(packed, 0.8).divergence.abs().max()) == 0

@@ -12,35 +12,37 @@ from tests.support.properties import examples
 
 @st.composite
 def example_lists(draw: st.DrawFn) -> list[Example]:
-    made = []
+    drawn = []
     for _ in range(draw(st.integers(1, 5))):
         length = draw(st.integers(2, 9) | st.integers(50, 200))
         targets = draw(st.sets(st.integers(1, length - 1), min_size=1))
-        made.append(
+        drawn.append(
             Example(
-                tokens=torch.arange(length) + 1000 * len(made),
+                tokens=torch.arange(length) + 1000 * len(drawn),
                 targets=torch.tensor(sorted(targets)),
             )
         )
-    return made
+    return drawn
 
 
 @settings(max_examples=examples(80))
-@given(given=example_lists())
-def test_labels_follow_their_inputs(given: list[Example]) -> None:
-    packed = pack(given)
-    wanted = [(int(e.tokens[t - 1]), int(e.tokens[t])) for e in given for t in e.targets.tolist()]
+@given(listed=example_lists())
+def test_labels_follow_their_inputs(listed: list[Example]) -> None:
+    packed = pack(listed)
+    expected = [
+        (int(e.tokens[t - 1]), int(e.tokens[t])) for e in listed for t in e.targets.tolist()
+    ]
     assert (
         list(zip(packed.tokens[packed.predicting].tolist(), packed.labels.tolist(), strict=True))
-        == wanted
+        == expected
     )
-    assert len(packed.tokens) == sum(int(e.targets[-1]) for e in given)
+    assert len(packed.tokens) == sum(int(e.targets[-1]) for e in listed)
 
 
 @settings(max_examples=examples(80))
-@given(given=example_lists())
-def test_grids_map_rows_there_and_back(given: list[Example]) -> None:
-    packed = pack(given)
+@given(listed=example_lists())
+def test_grids_map_rows_there_and_back(listed: list[Example]) -> None:
+    packed = pack(listed)
     for grid, rows in (
         (packed.keys, torch.arange(len(packed.tokens))),
         (packed.queries, packed.predicting),
@@ -48,7 +50,7 @@ def test_grids_map_rows_there_and_back(given: list[Example]) -> None:
         assert torch.equal(grid.rows[grid.flat], rows)
         assert grid.dense == (len(grid.flat) == grid.positions.numel())
         sequence = torch.arange(grid.positions.numel())[grid.flat] // grid.positions.shape[1]
-        starts = torch.tensor([0, *(int(e.targets[-1]) for e in given[:-1])]).cumsum(0)
+        starts = torch.tensor([0, *(int(e.targets[-1]) for e in listed[:-1])]).cumsum(0)
         assert torch.equal(grid.positions.flatten()[grid.flat] + starts[sequence], rows)
 
 

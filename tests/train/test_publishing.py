@@ -51,8 +51,10 @@ def start(
 def wait_for_all(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
     """Return the exit status, output and errors of each rank."""
     try:
-        said = [rank.communicate(timeout=240) for rank in ranks]
-        return [(rank.returncode, out, err) for rank, (out, err) in zip(ranks, said, strict=True)]
+        outputs = [rank.communicate(timeout=240) for rank in ranks]
+        return [
+            (rank.returncode, out, err) for rank, (out, err) in zip(ranks, outputs, strict=True)
+        ]
     finally:
         for rank in ranks:
             rank.kill()

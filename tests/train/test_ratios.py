@@ -103,8 +103,10 @@ def test_ratios_match_a_token_by_token_reference(
     rng = random.Random(seed)
 
     def sequences() -> tuple[TokenSequence, ...]:
-        made = [make_sequence(rng, turns=rng.randint(1, 3)) for _ in range(rng.randint(1, 2))]
-        return (*made, unsampled()) if rng.random() < 0.3 else tuple(made)
+        trajectories = [
+            make_sequence(rng, turns=rng.randint(1, 3)) for _ in range(rng.randint(1, 2))
+        ]
+        return (*trajectories, unsampled()) if rng.random() < 0.3 else tuple(trajectories)
 
     groups = [
         group(f"g{place}", (unsampled(),), *(sequences() for _ in range(size)))

@@ -76,12 +76,12 @@ def test_minibatches_keep_trajectories_whole(count: int, parts: int, seed: int) 
         *(tuple(make_sequence(rng) for _ in range(rng.randint(1, 3))) for _ in range(count))
     )
     rows = batch_rows(batch, AlgorithmConfig())
-    found = minibatches(rows, parts=parts, seed="x")
-    assert sorted(index for part in found for index in part) == list(range(len(rows)))
-    assert len(found) == min(parts, count)
-    homes = [{rows[index].trajectory for index in part} for part in found]
-    assert sum(len(home) for home in homes) == count
-    assert found == minibatches(rows, parts=parts, seed="x")
+    parts_made = minibatches(rows, parts=parts, seed="x")
+    assert sorted(index for part in parts_made for index in part) == list(range(len(rows)))
+    assert len(parts_made) == min(parts, count)
+    homes = [{rows[index].trajectory for index in part} for part in parts_made]
+    assert sum(len(bins_of_one) for bins_of_one in homes) == count
+    assert parts_made == minibatches(rows, parts=parts, seed="x")
 
 
 def test_another_seed_gives_another_split() -> None:
@@ -93,7 +93,7 @@ def test_another_seed_gives_another_split() -> None:
 @settings(max_examples=examples(100))
 @given(sizes=st.lists(st.integers(1, 100), max_size=30), bins=st.integers(1, 6))
 def test_balanced_bins_differ_by_one_item_at_most(sizes: list[int], bins: int) -> None:
-    found = balance(sizes, bins)
-    assert sorted(index for part in found for index in part) == list(range(len(sizes)))
-    loads = [sum(sizes[index] for index in part) for part in found]
+    balanced = balance(sizes, bins)
+    assert sorted(index for part in balanced for index in part) == list(range(len(sizes)))
+    loads = [sum(sizes[index] for index in part) for part in balanced]
     assert max(loads) - min(loads) <= max(sizes, default=0)

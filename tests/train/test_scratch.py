@@ -26,7 +26,7 @@ def pieces(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "expected"),
     [
         (" at=a1 up=wall", [" at=a1", " up=wall"]),
         ("<up><|im_end|>\n", ["<up>", "<|im_end|>", "\n"]),
@@ -39,8 +39,8 @@ def pieces(text: str) -> list[str]:
         ("", []),
     ],
 )
-def test_tokenizes_text_into_the_expected_pieces(text: str, wanted: list[str]) -> None:
-    assert pieces(text) == wanted
+def test_tokenizes_text_into_the_expected_pieces(text: str, expected: list[str]) -> None:
+    assert pieces(text) == expected
 
 
 @settings(max_examples=examples(150))

@@ -83,15 +83,15 @@ def test_a_step_changes_the_weights_and_reports_metrics(model_dir: Path, tmp_pat
     after = weights_of(trainer)
     assert all(not torch.equal(before[name], after[name]) for name in before)
     assert "lm_head.weight" not in after  # tied weights are published once
-    wanted = (
+    expected = (
         "loss reward_mean reward_std advantage_abs kl_behaviour chi2 ess kl_reference entropy "
         "clip_fraction mask_fraction"
     )
-    wanted += (
+    expected += (
         " logprob_gap_mean logprob_gap_max logprob_gap/e0 logprob_gap/e1 grad_norm lr updates "
         "tokens input_tokens"
     )
-    assert set(values) == {*wanted.split(), "skipped_fraction", "tokens_per_s"}
+    assert set(values) == {*expected.split(), "skipped_fraction", "tokens_per_s"}
     assert all(math.isfinite(value) for value in values.values())
     assert values["updates"] == 4
     assert 0 < values["ess"] <= 1
@@ -188,15 +188,15 @@ def test_equal_rewards_change_nothing_and_cost_nothing(model_dir: Path, tmp_path
 def test_micro_batches_do_not_change_the_step(
     model_dir: Path, tmp_path: Path, aggregate: str
 ) -> None:
-    found = []
+    weights = []
     for micro_tokens in (20, 10_000):
         config = make_config(trainer={"micro_tokens": micro_tokens}, aggregate=aggregate)
         trainer = new_trainer(model_dir, tmp_path / str(micro_tokens), config)
         values = trained(trainer, make_batch())
-        found.append((values["loss"], values["grad_norm"], weights_of(trainer)))
-    assert found[0][:2] == pytest.approx(found[1][:2], rel=1e-4)
-    for name, tensor in found[0][2].items():
-        torch.testing.assert_close(tensor, found[1][2][name], atol=2e-4, rtol=1e-3)
+        weights.append((values["loss"], values["grad_norm"], weights_of(trainer)))
+    assert weights[0][:2] == pytest.approx(weights[1][:2], rel=1e-4)
+    for name, tensor in weights[0][2].items():
+        torch.testing.assert_close(tensor, weights[1][2][name], atol=2e-4, rtol=1e-3)
 
 
 def test_trains_parts_as_they_arrive(model_dir: Path, tmp_path: Path) -> None:
@@ -249,15 +249,15 @@ def test_publishing_names_the_version_and_stopping_removes_it(
 
 
 def test_publishes_in_another_number_format(model_dir: Path, tmp_path: Path) -> None:
-    made = make_config()
-    half = made.model_copy(
-        update={"weights": made.weights.model_copy(update={"dtype": "bfloat16"})}
+    config = make_config()
+    half = config.model_copy(
+        update={"weights": config.weights.model_copy(update={"dtype": "bfloat16"})}
     )
-    whole, rounded = (
+    full, rounded = (
         weights_of(new_trainer(model_dir, tmp_path / "a")),
         weights_of(new_trainer(model_dir, tmp_path / "b", half)),
     )
-    assert same({name: tensor.bfloat16() for name, tensor in whole.items()}, rounded)
+    assert same({name: tensor.bfloat16() for name, tensor in full.items()}, rounded)
 
 
 def test_the_gap_counts_tokens_of_the_current_version_only(model_dir: Path, tmp_path: Path) -> None:

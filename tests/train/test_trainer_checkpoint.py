@@ -47,12 +47,14 @@ def test_a_checkpoint_has_the_bits_that_were_published(
     trainer.handle(Restore(path=str(tmp_path / "c")))
     again = trainer.handle(Publish(version=1, weights_id=8, keep=(7,)))
     assert isinstance(again, Published)
-    found = bits(
+    published_bits = bits(
         read_trainer_checkpoint(
             tmp_path / "c", step=1, dtype=getattr(torch, config.published_dtype)
         )
     )
-    assert found == bits(read_tensors(first.manifest)) == bits(read_tensors(again.manifest))
+    assert (
+        published_bits == bits(read_tensors(first.manifest)) == bits(read_tensors(again.manifest))
+    )
     trainer.close()
 
 
@@ -76,13 +78,15 @@ def test_refuses_any_damage(tmp_path: Path, name: str, damage: str) -> None:
     with pytest.raises(WeightsError, match="must be of step 3"):
         read_trainer_checkpoint(path, step=3, dtype=torch.float32)
     file = path / name
-    whole = bytearray(file.read_bytes())
+    content = bytearray(file.read_bytes())
     if damage == "missing":
         file.unlink()
     else:
-        whole[whole.find(b"model.safetensors") if name == "digests.json" else len(whole) // 2] ^= 1
+        content[
+            content.find(b"model.safetensors") if name == "digests.json" else len(content) // 2
+        ] ^= 1
         file.write_bytes(
-            {"truncated": whole[: len(whole) // 2], "flipped": whole, "empty": b""}[damage]
+            {"truncated": content[: len(content) // 2], "flipped": content, "empty": b""}[damage]
         )
     with pytest.raises(WeightsError, match=r"damaged|incomplete or invalid"):
         read_trainer_checkpoint(path, step=2, dtype=torch.float32)

@@ -170,12 +170,16 @@ def test_training_equals_the_slow_trainer(
         assert isinstance(trainer.handle(TrainOn(batch=batch)), Trained)
     reply = trainer.handle(Publish(version=2, weights_id=2))
     assert isinstance(reply, Published)
-    found = read_tensors(reply.manifest)
-    wanted = slow_training(model_dir, batches, config)
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
+    trained = read_tensors(reply.manifest)
+    expected = slow_training(model_dir, batches, config)
+    assert trained.keys() == expected.keys()
+    for name, tensor in expected.items():
         torch.testing.assert_close(
-            found[name], tensor, atol=1e-4, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}"
+            trained[name],
+            tensor,
+            atol=1e-4,
+            rtol=1e-3,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 
@@ -184,13 +188,13 @@ def test_corrections_agree_on_policy(model_dir: Path, tmp_path: Path) -> None:
     bypass.
     """
     batch = sampled_by(model_dir, make_batch(3), noise=0.0)
-    found = []
+    results = []
     for correction in ("bypass", "decoupled", "tis"):
         trainer = Trainer(configured(correction=correction), model_dir, tmp_path / correction)
         reply = trainer.handle(TrainOn(batch=batch))
         assert isinstance(reply, Trained)
         assert reply.metrics.values["mask_fraction"] == 0
         assert reply.metrics.values["logprob_gap_max"] < 1e-5
-        found.append((reply.metrics.values["loss"], reply.metrics.values["grad_norm"]))
-    assert found[1] == pytest.approx(found[0], rel=1e-3, abs=1e-5)
-    assert found[2] == pytest.approx(found[0], rel=1e-3, abs=1e-5)
+        results.append((reply.metrics.values["loss"], reply.metrics.values["grad_norm"]))
+    assert results[1] == pytest.approx(results[0], rel=1e-3, abs=1e-5)
+    assert results[2] == pytest.approx(results[0], rel=1e-3, abs=1e-5)

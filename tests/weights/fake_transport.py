@@ -126,18 +126,18 @@ class FakeTransport:
             raise FetchError(
                 "source", f"{address.host}:{address.port} is not a relay, or has another secret"
             )
-        ours, theirs = FakeChannel(self._idle_timeout_s), FakeChannel(self._idle_timeout_s)
-        ours.other, theirs.other = theirs, ours
+        near, far = FakeChannel(self._idle_timeout_s), FakeChannel(self._idle_timeout_s)
+        near.other, far.other = far, near
 
         async def serve() -> None:
             try:
-                await listener.serve(theirs)
+                await listener.serve(far)
             except FetchError:
                 pass
             finally:
-                theirs.close()
+                far.close()
 
         task = asyncio.create_task(serve())
         listener.tasks.add(task)
         task.add_done_callback(listener.tasks.discard)
-        return ours
+        return near

@@ -102,14 +102,14 @@ def versions(
     count: int, *, tensors: tuple[TensorMeta, ...] = SHAPES, first: int = 1
 ) -> Iterator[list[Memory]]:
     """Publish consecutive versions of one model, with ids from `first`."""
-    payload, made = payload_of(tensors, seed=0), []
+    payload, memories = payload_of(tensors, seed=0), []
     for weights_id in range(first, first + count):
-        made.append(Memory(payload, weights_id=weights_id, tensors=tensors))
+        memories.append(Memory(payload, weights_id=weights_id, tensors=tensors))
         payload = changed(payload, seed=weights_id)
     try:
-        yield made
+        yield memories
     finally:
-        for memory in made:
+        for memory in memories:
             memory.close()
 
 
@@ -183,17 +183,17 @@ async def hosts(
         transports[min(number, len(transports) - 1)] if transports else Tcp(idle_timeout_s=5.0)
         for number in range(count)
     ]
-    made = [Host(transport, linger_s=linger_s) for transport in chosen]
+    started = [Host(transport, linger_s=linger_s) for transport in chosen]
     try:
-        for host in made:
+        for host in started:
             host.address = await host.relay.listen("127.0.0.1")
-        yield made
+        yield started
     finally:
-        for host in made:
+        for host in started:
             await host.relay.close()
 
 
-class Tap:
+class TappedMaster:
     """A source that serves no more bytes of a version than the test has allowed."""
 
     def __init__(self, memory: Memory, *, piece: int) -> None:
@@ -223,8 +223,8 @@ class Tap:
 @contextlib.asynccontextmanager
 async def tapped(
     memory: Memory, *, piece: int = 256 * KIB
-) -> AsyncIterator[tuple[Tap, RelayAddress]]:
-    tap = Tap(memory, piece=piece)
+) -> AsyncIterator[tuple[TappedMaster, RelayAddress]]:
+    tap = TappedMaster(memory, piece=piece)
     listener = await Tcp(idle_timeout_s=5.0).listen("127.0.0.1", tap.serve)
     try:
         yield tap, listener.address

@@ -38,7 +38,9 @@ class Decoder:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab, self.hidden)}
+        names_and_shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (self.vocab, self.hidden)
+        }
         for layer in range(self.layers):
             own = f"model.layers.{layer}."
             linear = {"self_attn.o_proj": (self.hidden, q)}
@@ -51,19 +53,19 @@ class Decoder:
                 }
             )
             for name, (rows, columns) in linear.items():
-                found[f"{own}{name}.weight"] = (rows, columns)
+                names_and_shapes[f"{own}{name}.weight"] = (rows, columns)
                 if self.bias:
-                    found[f"{own}{name}.bias"] = (rows,)
+                    names_and_shapes[f"{own}{name}.bias"] = (rows,)
             if self.norms:
-                found[f"{own}self_attn.q_norm.weight"] = found[f"{own}self_attn.k_norm.weight"] = (
-                    self.head_dim,
-                )
-            found[f"{own}input_layernorm.weight"] = (self.hidden,)
-            found |= {f"{own}{name}": shape for name, shape in self._mlp().items()}
-        found["model.norm.weight"] = (self.hidden,)
+                names_and_shapes[f"{own}self_attn.q_norm.weight"] = names_and_shapes[
+                    f"{own}self_attn.k_norm.weight"
+                ] = (self.head_dim,)
+            names_and_shapes[f"{own}input_layernorm.weight"] = (self.hidden,)
+            names_and_shapes |= {f"{own}{name}": shape for name, shape in self._mlp().items()}
+        names_and_shapes["model.norm.weight"] = (self.hidden,)
         if not self.tied:
-            found["lm_head.weight"] = (self.vocab, self.hidden)
-        return found
+            names_and_shapes["lm_head.weight"] = (self.vocab, self.hidden)
+        return names_and_shapes
 
     def _mlp(self) -> dict[str, tuple[int, ...]]:
         hidden, ffn = self.hidden, self.ffn
@@ -79,26 +81,26 @@ class Decoder:
                     "mlp.down_proj.weight": (hidden, ffn),
                 }
             return {f"mlp.{name}": shape for name, shape in one.items()}
-        found: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (self.experts, hidden)}
-        found |= {f"mlp.shared_expert.{name}": shape for name, shape in one.items()}
+        names_and_shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (self.experts, hidden)}
+        names_and_shapes |= {f"mlp.shared_expert.{name}": shape for name, shape in one.items()}
         if self.stacked:
-            found["mlp.experts.gate_up_proj"] = (self.experts, 2 * ffn, hidden)
-            found["mlp.experts.down_proj"] = (self.experts, hidden, ffn)
+            names_and_shapes["mlp.experts.gate_up_proj"] = (self.experts, 2 * ffn, hidden)
+            names_and_shapes["mlp.experts.down_proj"] = (self.experts, hidden, ffn)
         else:
-            found |= {
+            names_and_shapes |= {
                 f"mlp.experts.{e}.{name}": shape
                 for e in range(self.experts)
                 for name, shape in one.items()
             }
-        return found
+        return names_and_shapes
 
     def arrays(self) -> Arrays:
         """Return arrays in which every element has a unique number."""
-        made, first = {}, 0
+        tensors, first = {}, 0
         for name, shape in self.shapes().items():
-            made[name] = np.arange(first, first + math.prod(shape)).reshape(shape)
+            tensors[name] = np.arange(first, first + math.prod(shape)).reshape(shape)
             first += math.prod(shape)
-        return made
+        return tensors
 
     def model(self) -> Model:
         """Return the model of its payload: tensors of different element sizes, each at
@@ -215,7 +217,7 @@ def _stages(decoder: Decoder, layout: TensorParallel) -> list[set[str]]:
 def _parallel(
     decoder: Decoder, full: Arrays, layout: TensorParallel, names: set[str], rank: int
 ) -> Arrays:
-    tp, joined, kept = layout.tp, decoder.joined, {}
+    tp, joined, local = layout.tp, decoder.joined, {}
     inner = tp // layout.ep  # ranks that share an expert
 
     def heads(array: np.ndarray) -> np.ndarray:
@@ -231,41 +233,41 @@ def _parallel(
             rows = math.ceil(len(array) / layout.vocab_multiple) * layout.vocab_multiple
             padded = np.full((rows, array.shape[1]), PADDING)
             padded[: len(array)] = array
-            kept[name] = np.split(padded, tp)[rank]
+            local[name] = np.split(padded, tp)[rank]
         elif "norm" in name or ".mlp.gate.weight" in name or name.endswith("o_proj.bias"):
-            kept[name] = array
+            local[name] = array
         elif "qkv_proj" in name:
             q, k, v = np.split(
                 array, np.cumsum([decoder.heads, decoder.kv_heads])[:2] * decoder.head_dim
             )
-            kept[name] = np.concatenate([np.split(q, tp)[rank], heads(k), heads(v)])
+            local[name] = np.concatenate([np.split(q, tp)[rank], heads(k), heads(v)])
         elif "k_proj" in name or "v_proj" in name:
-            kept[name] = heads(array)
+            local[name] = heads(array)
         elif "o_proj" in name:
-            kept[name] = np.split(array, tp, axis=1)[rank]
+            local[name] = np.split(array, tp, axis=1)[rank]
         elif name.endswith("experts.gate_up_proj"):
             gate, up = np.split(np.split(array, layout.ep)[rank // inner], 2, axis=1)
-            kept[name] = np.concatenate(
+            local[name] = np.concatenate(
                 [np.split(one, inner, axis=1)[rank % inner] for one in (gate, up)], axis=1
             )
         elif name.endswith("experts.down_proj"):
-            kept[name] = np.split(np.split(array, layout.ep)[rank // inner], inner, axis=2)[
+            local[name] = np.split(np.split(array, layout.ep)[rank // inner], inner, axis=2)[
                 rank % inner
             ]
         elif ".experts." in name:
             expert = int(name.split(".experts.")[1].split(".")[0])
             if expert // (decoder.experts // layout.ep) == rank // inner:
-                kept[name] = np.split(array, inner, axis=int("down" in name))[rank % inner]
+                local[name] = np.split(array, inner, axis=int("down" in name))[rank % inner]
         elif "gate_up_proj" in name:
-            kept[name] = np.concatenate([np.split(half, tp)[rank] for half in np.split(array, 2)])
+            local[name] = np.concatenate([np.split(half, tp)[rank] for half in np.split(array, 2)])
         else:
-            kept[name] = np.split(array, tp, axis=int("down_proj" in name))[rank]
-    return _fused(decoder, kept, joined) if layout.fused else kept
+            local[name] = np.split(array, tp, axis=int("down_proj" in name))[rank]
+    return _fused(decoder, local, joined) if layout.fused else local
 
 
-def _fused(decoder: Decoder, kept: Arrays, joined: bool) -> Arrays:
+def _fused(decoder: Decoder, local: Arrays, joined: bool) -> Arrays:
     """Fuse q, k and v into one array, gate and up into one, and stack experts."""
-    kept = dict(kept)
+    local = dict(local)
     for layer in range(decoder.layers):
         own = f"model.layers.{layer}."
         for target, sources in (
@@ -274,29 +276,29 @@ def _fused(decoder: Decoder, kept: Arrays, joined: bool) -> Arrays:
         ):
             for kind in ("weight", "bias"):
                 names = [f"{own}{target.split('.')[0]}.{source}_proj.{kind}" for source in sources]
-                if names[0] in kept:
-                    kept[f"{own}{target}.{kind}"] = np.concatenate(
-                        [kept.pop(name) for name in names]
+                if names[0] in local:
+                    local[f"{own}{target}.{kind}"] = np.concatenate(
+                        [local.pop(name) for name in names]
                     )
         shared = [f"{own}mlp.shared_expert.{role}_proj.weight" for role in ("gate", "up")]
-        if shared[0] in kept:
-            kept[f"{own}mlp.shared_expert.gate_up_proj.weight"] = np.concatenate(
-                [kept.pop(name) for name in shared]
+        if shared[0] in local:
+            local[f"{own}mlp.shared_expert.gate_up_proj.weight"] = np.concatenate(
+                [local.pop(name) for name in shared]
             )
         experts = [
-            e for e in range(decoder.experts) if f"{own}mlp.experts.{e}.down_proj.weight" in kept
+            e for e in range(decoder.experts) if f"{own}mlp.experts.{e}.down_proj.weight" in local
         ]
         if experts:
             both = [
                 np.concatenate(
                     [
-                        kept.pop(f"{own}mlp.experts.{e}.{role}_proj.weight")
+                        local.pop(f"{own}mlp.experts.{e}.{role}_proj.weight")
                         for role in ("gate", "up")
                     ]
                 )
                 for e in experts
             ]
-            kept[f"{own}mlp.experts.gate_up_proj"] = np.stack(both)
-            down = [kept.pop(f"{own}mlp.experts.{e}.down_proj.weight") for e in experts]
-            kept[f"{own}mlp.experts.down_proj"] = np.stack(down)
-    return kept
+            local[f"{own}mlp.experts.gate_up_proj"] = np.stack(both)
+            down = [local.pop(f"{own}mlp.experts.{e}.down_proj.weight") for e in experts]
+            local[f"{own}mlp.experts.down_proj"] = np.stack(down)
+    return local

@@ -171,7 +171,7 @@ def adam_like(rng: np.random.Generator, count: int) -> tuple[Array, Array]:
 def test_chooses_a_form_by_density() -> None:
     rng = np.random.default_rng(0)
     base = weights(rng, 1 << 16, 2)
-    wanted = {
+    expected = {
         UNCHANGED: base,
         SPARSE: changed(rng, base, 0.01, steps=1),
         DENSE: changed(rng, base, 1, steps=8),
@@ -179,7 +179,7 @@ def test_chooses_a_form_by_density() -> None:
         RAW: np.frombuffer(rng.bytes(base.nbytes), "<u2"),
     }
     sizes = []
-    for form, new in wanted.items():
+    for form, new in expected.items():
         block = encode(base, new, itemsize=2)
         assert block[1] == form
         assert applied(block, base) == new.tobytes()
@@ -331,13 +331,13 @@ def plane(claimed: int, data: bytes) -> bytes:
 
 HUGE = (1 << 32) - 1
 ZEROS = zstandard.ZstdCompressor().compress(bytes(1 << 30))
-WHOLE_ZEROS = zstandard.ZstdCompressor().compress(bytes(1 << 22))
+COMPRESSED_ZEROS = zstandard.ZstdCompressor().compress(bytes(1 << 22))
 UNSIZED = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1 << 26))
 
 BOMBS: dict[str, tuple[int, bytes]] = {
     "a plane of 4 GiB": (WHOLE, plane(HUGE, b"x")),
     "a frame of 1 GiB": (WHOLE, plane(300, ZEROS[:200])),
-    "a whole frame of 4 MiB": (WHOLE, plane(1 << 22, WHOLE_ZEROS)),
+    "a whole frame of 4 MiB": (WHOLE, plane(1 << 22, COMPRESSED_ZEROS)),
     "a frame that does not say": (WHOLE, plane(300, UNSIZED[:200])),
     "changes of 4 GiB": (SPARSE, struct.pack("<BIB", 0, HUGE, 1)),
     "gaps of 4 GiB": (SPARSE, struct.pack("<BIB", 0, 3, 1) + plane(HUGE, b"x")),

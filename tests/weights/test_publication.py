@@ -45,12 +45,12 @@ def some_tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert list(found) == list(expected)
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert list(actual) == list(expected)
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        assert found[name].shape == tensor.shape
-        assert bytes_of(found[name]) == bytes_of(tensor), name
+        assert actual[name].dtype == tensor.dtype
+        assert actual[name].shape == tensor.shape
+        assert bytes_of(actual[name]) == bytes_of(tensor), name
 
 
 @pytest.mark.parametrize("memfd", [True, False])
@@ -59,10 +59,10 @@ def test_reads_exactly_the_published_bits(tmp_path: Path, memfd: bool) -> None:
         some_tensors(), version=3, weights_id=8, directory=tmp_path, memfd=memfd
     ) as publication:
         assert (publication.manifest.version, publication.manifest.weights_id) == (3, 8)
-        found = read_tensors(publication.manifest)
-        assert_same(found, some_tensors())
+        tensors_read = read_tensors(publication.manifest)
+        assert_same(tensors_read, some_tensors())
         assert bool(list(tmp_path.iterdir())) != memfd
-    assert_same(found, some_tensors())  # readers keep the memory that they mapped
+    assert_same(tensors_read, some_tensors())  # readers keep the memory that they mapped
     assert not list(tmp_path.iterdir())
     with pytest.raises(WeightsError, match="gone"):
         read_tensors(publication.manifest)
@@ -115,18 +115,18 @@ def test_refuses_damaged_truncated_and_longer_payloads(tmp_path: Path) -> None:
         some_tensors(), version=1, weights_id=1, directory=tmp_path, memfd=False
     ) as publication:
         path = Path(publication.manifest.location)
-        whole = path.read_bytes()
-        for position in (0, len(whole) // 2, len(whole) - 1):
-            torn = bytearray(whole)
+        content = path.read_bytes()
+        for position in (0, len(content) // 2, len(content) - 1):
+            torn = bytearray(content)
             torn[position] ^= 1
             path.write_bytes(torn)
             with pytest.raises(WeightsError, match="digest"):
                 read_tensors(publication.manifest)
-        for wrong in (whole[:-1], whole[: len(whole) // 2], b"", whole + b"\0"):
+        for wrong in (content[:-1], content[: len(content) // 2], b"", content + b"\0"):
             path.write_bytes(wrong)
             with pytest.raises(WeightsError, match="bytes, the manifest says"):
                 read_tensors(publication.manifest)
-        path.write_bytes(whole)
+        path.write_bytes(content)
         assert_same(read_tensors(publication.manifest), some_tensors())
 
 
@@ -227,7 +227,10 @@ def test_a_publisher_keeps_what_is_needed(tmp_path: Path) -> None:
     publisher = Publisher(tmp_path, keep=2)
     for weights_id, needed in enumerate([(), (0,), (0, 1), (0, 2), ()]):
         publisher.publish({"w": torch.zeros(1)}, version=0, weights_id=weights_id, needed=needed)
-        assert [held.manifest.weights_id for held in publisher._open] == [*needed, weights_id]
+        assert [publication.manifest.weights_id for publication in publisher._open] == [
+            *needed,
+            weights_id,
+        ]
     publisher.close()
 
 
@@ -279,9 +282,9 @@ def test_slices_in_any_order_make_the_same_version(
         hand.close()
     with (
         draft.finish() as done,
-        publish(tensors, version=1, weights_id=1, directory=directory) as whole,
+        publish(tensors, version=1, weights_id=1, directory=directory) as content,
     ):
-        assert done.manifest.digest == whole.manifest.digest
+        assert done.manifest.digest == content.manifest.digest
         assert_same(read_tensors(done.manifest), tensors)
 
 
@@ -334,14 +337,14 @@ def without_room(*arguments: str, namespace: bool) -> str:
     not can_mount(), reason="needs a user namespace in which a tmpfs may be mounted"
 )
 def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
-    said = without_room("disk", "file", str(tmp_path), namespace=True)
-    assert said == "cannot publish weights version 2: [Errno 28] No space left on device\n"
+    error = without_room("disk", "file", str(tmp_path), namespace=True)
+    assert error == "cannot publish weights version 2: [Errno 28] No space left on device\n"
 
 
 @pytest.mark.parametrize("kind", ["memfd", "file"])
 def test_a_file_size_limit_is_one_error_and_leaves_nothing(tmp_path: Path, kind: str) -> None:
-    said = without_room("limit", kind, str(tmp_path), namespace=False)
-    assert said == "cannot publish weights version 2: [Errno 27] File too large\n"
+    error = without_room("limit", kind, str(tmp_path), namespace=False)
+    assert error == "cannot publish weights version 2: [Errno 27] File too large\n"
 
 
 # Two trainers at once.

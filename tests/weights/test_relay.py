@@ -55,19 +55,19 @@ async def test_fetches_from_memory_and_down_a_chain() -> None:
 
 async def test_sends_deltas_and_the_full_version_to_a_host_without_the_base() -> None:
     with versions(2) as (old, new):
-        async with hosts(4) as (master, second, third, late):
+        async with hosts(4) as (master, second, third, fourth):
             for host, source in ((master, None), (second, master), (third, master)):
                 assert isinstance(await host.fetch(old.manifest, source), VersionFetched)
             master.start_fetch(new.manifest, base_id=1, keep=(1,))
             second.start_fetch(new.manifest, master, base_id=1, keep=(1,))
             third.start_fetch(new.manifest, second, base_id=1, keep=(1,))
-            late.start_fetch(new.manifest, second)
-            answers = [await host.answer() for host in (master, second, third, late)]
+            fourth.start_fetch(new.manifest, second)
+            answers = [await host.answer() for host in (master, second, third, fourth)]
             sizes = [answer.nbytes for answer in answers if isinstance(answer, VersionFetched)]
             assert sizes[0] == 0
             assert 0 < sizes[1] == sizes[2] < new.manifest.nbytes / 10
             assert sizes[3] == new.manifest.nbytes
-            assert {host.payload(2) for host in (master, second, third, late)} == {new.payload}
+            assert {host.payload(2) for host in (master, second, third, fourth)} == {new.payload}
             assert {host.payload(1) for host in (master, second, third)} == {old.payload}
 
 
@@ -169,9 +169,9 @@ async def test_reports_an_unreachable_source_and_a_wrong_secret() -> None:
             await source.fetch(memory.manifest)
             wrong = msgspec.structs.replace(source.address, secret=b"guess")
             assert "secret" in failed(await host.fetch(memory.manifest, wrong), "source")
-            nobody = RelayAddress(host="127.0.0.1", port=1, secret=b"")
+            unreachable = RelayAddress(host="127.0.0.1", port=1, secret=b"")
             assert "cannot be reached" in failed(
-                await host.fetch(memory.manifest, nobody), "source"
+                await host.fetch(memory.manifest, unreachable), "source"
             )
             assert isinstance(await host.fetch(memory.manifest, source), VersionFetched)
 
@@ -317,23 +317,23 @@ async def test_keeps_deltas_of_the_newest_versions_only() -> None:
 
 
 async def test_rejects_two_trainers_with_one_id() -> None:
-    with versions(2) as (mine, _):
-        theirs = Memory(changed(mine.payload, seed=5), weights_id=1, tensors=SHAPES)
+    with versions(2) as (own, _):
+        other = Memory(changed(own.payload, seed=5), weights_id=1, tensors=SHAPES)
         async with hosts(3) as (one, two, three):
-            await one.fetch(mine.manifest)
-            assert "two trainers" in failed(await one.fetch(theirs.manifest), "broken")
-            assert one.payload(1) == mine.payload
-            await two.fetch(theirs.manifest)
-            assert "two trainers" in failed(await three.fetch(mine.manifest, two), "source")
+            await one.fetch(own.manifest)
+            assert "two trainers" in failed(await one.fetch(other.manifest), "broken")
+            assert one.payload(1) == own.payload
+            await two.fetch(other.manifest)
+            assert "two trainers" in failed(await three.fetch(own.manifest, two), "source")
             # While the first is still arriving, its rival waits for the outcome.
-            async with tapped(mine) as (tap, address):
-                three.start_fetch(mine.manifest, address)
-                three.start_fetch(theirs.manifest, two)
+            async with tapped(own) as (tap, address):
+                three.start_fetch(own.manifest, address)
+                three.start_fetch(other.manifest, two)
                 tap.allow_all()
                 assert isinstance(await three.answer(), VersionFetched)
                 assert "two trainers" in failed(await three.answer(), "broken")
-                assert three.payload(1) == mine.payload
-        theirs.close()
+                assert three.payload(1) == own.payload
+        other.close()
 
 
 async def test_rejects_a_manifest_for_another_model() -> None:
@@ -369,8 +369,8 @@ async def test_rejects_a_truncated_publication() -> None:
         async with hosts(1) as (host,):
             await host.fetch(good.manifest)
             assert "bytes, the manifest says" in failed(await host.fetch(torn, keep=(1,)), "source")
-            gone = msgspec.structs.replace(next_.manifest, location="/proc/1/fd/9999")
-            assert "cannot open" in failed(await host.fetch(gone, keep=(1,)), "source")
+            missing = msgspec.structs.replace(next_.manifest, location="/proc/1/fd/9999")
+            assert "cannot open" in failed(await host.fetch(missing, keep=(1,)), "source")
             assert host.payload(1) == good.payload
 
 
@@ -388,8 +388,8 @@ async def test_a_fetch_that_the_next_command_does_not_keep_is_cancelled() -> Non
 async def _second(host: Host, memory: Memory) -> VersionFetched | VersionFailed:
     host.start_fetch(memory.manifest)
     answers = [await host.answer(), await host.answer()]
-    gone = next(answer for answer in answers if isinstance(answer, VersionFailed))
-    assert "does not keep it" in failed(gone, "source")
+    missing = next(answer for answer in answers if isinstance(answer, VersionFailed))
+    assert "does not keep it" in failed(missing, "source")
     return next(answer for answer in answers if isinstance(answer, VersionFetched))
 
 

@@ -41,13 +41,13 @@ async def _execute(commands: list[tuple[int, int, object, int | None, set[int], 
     # A short linger time ends fetches that cannot finish, for example two relays that
     # wait for each other.
     with versions(VERSIONS, tensors=SHAPES) as memories:
-        async with hosts(HOSTS, Tcp(idle_timeout_s=5.0), linger_s=0.05) as made:
+        async with hosts(HOSTS, Tcp(idle_timeout_s=5.0), linger_s=0.05) as hosts_:
             commands_sent = [0] * HOSTS
             for number, weights_id, source, base_id, keep, turns in commands:
                 address = (
                     NOWHERE
                     if source == "nowhere"
-                    else made[source].address
+                    else hosts_[source].address
                     if isinstance(source, int)
                     else None
                 )
@@ -58,13 +58,13 @@ async def _execute(commands: list[tuple[int, int, object, int | None, set[int], 
                     keep=tuple(keep),
                     chunk_bytes=100 * KIB,
                 )
-                made[number].relay.fetch(command)
+                hosts_[number].relay.fetch(command)
                 commands_sent[number] += 1
                 for _ in range(turns):
                     await asyncio.sleep(0)
             # A relay that waits for a source that never starts is freed by a FetchVersion
             # of that version from memory.
-            for host in made:
+            for host in hosts_:
                 for weights_id in range(1, VERSIONS + 1):
                     everything = tuple(range(1, VERSIONS + 1))
                     host.relay.fetch(
@@ -74,11 +74,11 @@ async def _execute(commands: list[tuple[int, int, object, int | None, set[int], 
                             chunk_bytes=100 * KIB,
                         )
                     )
-            for number, host in enumerate(made):
+            for number, host in enumerate(hosts_):
                 answers = [await host.answer() for _ in range(commands_sent[number] + VERSIONS)]
                 assert sum(isinstance(answer, VersionFetched) for answer in answers) >= VERSIONS
                 _check(host, [memory.payload for memory in memories])
-            for host in made:
+            for host in hosts_:
                 assert host.answers.empty()
                 assert host.relay._pending == {}
 

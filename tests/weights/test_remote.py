@@ -65,9 +65,9 @@ async def read(
     """Return the payload, with zeros where it was not read."""
     data = bytearray(manifest.nbytes)
     view = memoryview(data)
-    wanted = [(0, manifest.nbytes)] if ranges is None else ranges
+    ranges_ = [(0, manifest.nbytes)] if ranges is None else ranges
     transfers = await pull(
-        Tcp(idle_timeout_s=5.0), address, manifest, wanted, lambda start, stop: view[start:stop]
+        Tcp(idle_timeout_s=5.0), address, manifest, ranges_, lambda start, stop: view[start:stop]
     )
     return data, transfers
 
@@ -77,9 +77,9 @@ async def test_pushes_and_pulls_overlap() -> None:
     with versions(1) as (memory,):
         async with running_store() as (store, address):
             nbytes = memory.manifest.nbytes
-            mine = [(1000, 300_000), (900_001, 900_002)]
+            own = [(1000, 300_000), (900_001, 900_002)]
             everything = asyncio.create_task(read(address, memory.manifest))
-            part = asyncio.create_task(read(address, memory.manifest, mine))
+            part = asyncio.create_task(read(address, memory.manifest, own))
             parts = split_payload(memory.manifest, 3, bucket_bytes=BUCKET)
             pushes = await asyncio.gather(
                 *(push_version(address, memory, ranges=ranges) for ranges in parts)
@@ -89,7 +89,7 @@ async def test_pushes_and_pulls_overlap() -> None:
             assert bytes(data) == memory.payload
             assert sum(one.nbytes for one in pulls) == nbytes
             data, _ = await part
-            for start, stop in mine:
+            for start, stop in own:
                 assert data[start:stop] == memory.payload[start:stop]
             assert data.count(0) >= nbytes - 300_000
             assert store.ids() == [1]
@@ -276,17 +276,17 @@ async def test_rejected_pushes_change_nothing() -> None:
 
 
 async def test_rejects_two_trainers_with_one_id() -> None:
-    with versions(1) as (mine,):
-        theirs = Memory(changed(mine.payload, seed=7), weights_id=1, tensors=SHAPES)
+    with versions(1) as (own,):
+        other = Memory(changed(own.payload, seed=7), weights_id=1, tensors=SHAPES)
         async with running_store() as (store, address):
             results = await asyncio.gather(
-                push_version(address, mine), push_version(address, theirs), return_exceptions=True
+                push_version(address, own), push_version(address, other), return_exceptions=True
             )
             refused = [result for result in results if isinstance(result, FetchError)]
             assert len(refused) == 1
             assert "two trainers" in str(refused[0])
             assert store.ids() == [1]
-        theirs.close()
+        other.close()
 
 
 async def test_rejects_overlapping_senders() -> None:
@@ -300,9 +300,9 @@ async def test_rejects_overlapping_senders() -> None:
             while True:  # until the other sender's bucket has arrived
                 other = await Tcp(idle_timeout_s=5.0).connect(address)
                 await other.send(Push(manifest=memory.manifest, ranges=((0, BUCKET),)))
-                wanted, _ = await other.receive()
+                ranges_, _ = await other.receive()
                 other.close()
-                if wanted == Missing(ranges=()):
+                if ranges_ == Missing(ranges=()):
                     break
             await channel.receive()
             await channel.send(Raw(start=100, stop=200), Body.of(memory.payload[100:200]))

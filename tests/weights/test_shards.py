@@ -65,29 +65,29 @@ def test_assembled_shards_equal_the_full_tensors(
 ) -> None:
     decoder, senders, receivers = case
     model = decoder.model()
-    made = plan(model, senders, receivers, bucket_bytes=bucket)
-    given_by, wanted_by = slow(decoder, senders), slow(decoder, receivers)
+    slicing = plan(model, senders, receivers, bucket_bytes=bucket)
+    sent_by, expected_by = slow(decoder, senders), slow(decoder, receivers)
     assert (
-        (len(made.sends), len(made.pulls))
-        == (len(given_by), len(wanted_by))
+        (len(slicing.sends), len(slicing.pulls))
+        == (len(sent_by), len(expected_by))
         == (senders.ranks, receivers.ranks)
     )
     sizes = {meta.name: itemsize(meta) for meta in model.tensors}
-    for receiver, wanted in enumerate(wanted_by):
+    for receiver, expected in enumerate(expected_by):
         shapes = receivers.shard(model, receiver).shapes
-        assert shapes == {name: array.shape for name, array in wanted.items()}
-        found = {name: np.full(shape, PADDING) for name, shape in shapes.items()}
+        assert shapes == {name: array.shape for name, array in expected.items()}
+        assembled = {name: np.full(shape, PADDING) for name, shape in shapes.items()}
         pulled = 0
-        for transfer in made.transfers(receiver):
-            target = found[transfer.target][window(transfer.target_at, transfer.size)]
+        for transfer in slicing.transfers(receiver):
+            target = assembled[transfer.target][window(transfer.target_at, transfer.size)]
             assert (target == PADDING).all(), "sent twice"
-            target[...] = given_by[transfer.sender][transfer.source][
+            target[...] = sent_by[transfer.sender][transfer.source][
                 window(transfer.source_at, transfer.size)
             ].reshape(target.shape)
             pulled += math.prod(transfer.size) * sizes[transfer.tensor]
-        for name, array in wanted.items():
-            np.testing.assert_array_equal(found[name], array, err_msg=name)
-        assert pulled == sum(nbytes for _, nbytes in made.pulled_ranges(receiver))
+        for name, array in expected.items():
+            np.testing.assert_array_equal(assembled[name], array, err_msg=name)
+        assert pulled == sum(nbytes for _, nbytes in slicing.pulled_ranges(receiver))
 
 
 @settings(max_examples=examples(100))
@@ -99,24 +99,24 @@ def test_senders_slices_are_disjoint_and_cover_everything(
     model = decoder.model()
     times = {meta.name: np.zeros(meta.shape, int) for meta in model.tensors}
     payload = np.zeros(sum(meta.nbytes for meta in model.tensors) + 64 * len(model.tensors), int)
-    made = plan(model, senders, Unsharded(), bucket_bytes=bucket)
-    for sender, pieces in enumerate(made.sends):
+    slicing = plan(model, senders, Unsharded(), bucket_bytes=bucket)
+    for sender, pieces in enumerate(slicing.sends):
         for piece in pieces:
             times[piece.tensor][window(piece.start, piece.size)] += 1
-        ranges = made.sent_ranges(sender)
+        ranges = slicing.sent_ranges(sender)
         assert all(a + n < b for (a, n), (b, _) in itertools.pairwise(ranges)), (
             "ascending, and joined"
         )
         for offset, nbytes in ranges:
             payload[offset : offset + nbytes] += 1
-        assert made.sent_bytes(sender) == sum(nbytes for _, nbytes in ranges)
+        assert slicing.sent_bytes(sender) == sum(nbytes for _, nbytes in ranges)
     assert all((array == 1).all() for array in times.values())
     for meta in model.tensors:
         assert (payload[meta.offset : meta.offset + meta.nbytes] == 1).all()
     assert (
         payload.sum()
         == sum(meta.nbytes for meta in model.tensors)
-        == sum(map(made.sent_bytes, range(senders.ranks)))
+        == sum(map(slicing.sent_bytes, range(senders.ranks)))
     )
 
 
@@ -126,9 +126,9 @@ def test_replicas_send_even_loads(
     case: tuple[Decoder, Layout, Layout], replicas: int, bucket: int
 ) -> None:
     model = case[0].model()
-    given_by = assign_slices(model, TensorParallel(dp=replicas), bucket_bytes=bucket)
-    loads = [piece_bytes(model, pieces) for pieces in given_by]
-    largest = max(piece_bytes(model, [piece]) for pieces in given_by for piece in pieces)
+    sent_by = assign_slices(model, TensorParallel(dp=replicas), bucket_bytes=bucket)
+    loads = [piece_bytes(model, pieces) for pieces in sent_by]
+    largest = max(piece_bytes(model, [piece]) for pieces in sent_by for piece in pieces)
     assert max(loads) - min(loads) <= largest
     assert largest <= max(
         bucket, *(math.prod(meta.shape[1:]) * itemsize(meta) for meta in model.tensors)
@@ -146,9 +146,9 @@ def test_assigns_the_largest_slices_first() -> None:
         TensorMeta(name="model.norm.weight", dtype="uint8", shape=(8,), offset=8, nbytes=8)
     )
     model = Model(tuple(metas), heads=1, kv_heads=1)
-    given_by = assign_slices(model, TensorParallel(dp=2))
-    assert [piece_bytes(model, pieces) for pieces in given_by] == [8, 8]
-    assert {len(pieces) for pieces in given_by} == {1, 8}
+    sent_by = assign_slices(model, TensorParallel(dp=2))
+    assert [piece_bytes(model, pieces) for pieces in sent_by] == [8, 8]
+    assert {len(pieces) for pieces in sent_by} == {1, 8}
 
 
 @settings(max_examples=examples(200))
@@ -158,10 +158,10 @@ def test_runs_are_the_elements_of_a_rectangle(data: st.DataObject, shape: list[i
     least = data.draw(st.sampled_from([1, 1, 1, 0]))
     size = [data.draw(st.integers(least, n - first)) for n, first in zip(shape, start, strict=True)]
     numbers = np.arange(math.prod(shape)).reshape(shape)[window(tuple(start), tuple(size))].ravel()
-    found = list(runs(shape, start, size))
-    assert [i for first, count in found for i in range(first, first + count)] == numbers.tolist()
+    elements = list(runs(shape, start, size))
+    assert [i for first, count in elements for i in range(first, first + count)] == numbers.tolist()
     if len(shape) > 1 and size[1:] == shape[1:] and math.prod(size):
-        assert len(found) == 1, "rows of whole width are one stretch"
+        assert len(elements) == 1, "rows of whole width are one stretch"
 
 
 @given(rows=st.integers(0, 40), ranks=st.integers(1, 9))
@@ -176,8 +176,10 @@ def test_fsdp_divides_like_torch_chunk(rows: int, ranks: int) -> None:
         1,
     )
     chunks = [len(chunk) for chunk in torch.empty(rows, 3).chunk(ranks)]
-    wanted = chunks + [0] * (ranks - len(chunks))
-    assert [Fsdp(ranks).shard(model, rank).shapes["any.name"][0] for rank in range(ranks)] == wanted
+    expected = chunks + [0] * (ranks - len(chunks))
+    assert [
+        Fsdp(ranks).shard(model, rank).shapes["any.name"][0] for rank in range(ranks)
+    ] == expected
 
 
 def test_only_ranks_that_hold_a_slice_send_it() -> None:
@@ -187,25 +189,28 @@ def test_only_ranks_that_hold_a_slice_send_it() -> None:
     decoder = Decoder(
         vocab=8, hidden=2, layers=2, heads=4, kv_heads=1, head_dim=1, ffn=4, tied=True
     )
-    made = plan(
+    slicing = plan(
         decoder.model(),
         TensorParallel(tp=4, pp=2, vocab_multiple=4),
         TensorParallel(tp=2, pp=2, vocab_multiple=4),
     )
     keys = "model.layers.0.self_attn.k_proj.weight"
-    assert sum(piece.tensor == keys for pieces in made.sends for piece in pieces) == 1
-    assert [any(piece.tensor == keys for piece in pieces) for pieces in made.pulls] == [
+    assert sum(piece.tensor == keys for pieces in slicing.sends for piece in pieces) == 1
+    assert [any(piece.tensor == keys for piece in pieces) for pieces in slicing.pulls] == [
         True,
         True,
         False,
         False,
     ]
     embedding = [
-        sum(piece.size[0] for piece in pieces if "embed" in piece.tensor) for pieces in made.pulls
+        sum(piece.size[0] for piece in pieces if "embed" in piece.tensor)
+        for pieces in slicing.pulls
     ]
     assert embedding == [4, 4, 4, 4]
     assert (
-        sum(piece.size[0] for pieces in made.sends for piece in pieces if "embed" in piece.tensor)
+        sum(
+            piece.size[0] for pieces in slicing.sends for piece in pieces if "embed" in piece.tensor
+        )
         == 8
     )
 
@@ -370,9 +375,9 @@ def test_knows_the_names_of_transformers(family: str) -> None:
         for n, s in parameters.items()
     )
     model = Model(metas, heads=8, kv_heads=2)
-    made = plan(model, TensorParallel(tp=4, pp=2, ep=2), TensorParallel(tp=2, fused=True))
-    assert sum(map(made.sent_bytes, range(8))) == sum(meta.nbytes for meta in metas)
-    whole = [0, 0]
+    slicing = plan(model, TensorParallel(tp=4, pp=2, ep=2), TensorParallel(tp=2, fused=True))
+    assert sum(map(slicing.sent_bytes, range(8))) == sum(meta.nbytes for meta in metas)
+    full = [0, 0]
     for name, shape in parameters.items():
         cut = not (
             "norm" in name
@@ -386,9 +391,9 @@ def test_knows_the_names_of_transformers(family: str) -> None:
                 count = (64, 36)[rank] * shape[1]
             elif cut:
                 count //= 2
-            whole[rank] += 2 * count
-    pulled = [sum(2 * math.prod(t.size) for t in made.transfers(rank)) for rank in range(2)]
-    assert pulled == whole
+            full[rank] += 2 * count
+    pulled = [sum(2 * math.prod(t.size) for t in slicing.transfers(rank)) for rank in range(2)]
+    assert pulled == full
 
 
 def test_planning_needs_no_torch() -> None:

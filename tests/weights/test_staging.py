@@ -95,14 +95,14 @@ def test_a_snapshot_excludes_later_training() -> None:
     before `download` ends.
     """
     weights = torch.ones(1 << 22, device="cuda")
-    taken = [
+    snapshots = [
         bytes(data)
         for _, data in Staging(weights.device, nbytes=1 << 20).download(
             [(0, weights)], torch.float32
         )
     ]
     weights.mul_(2)
-    assert b"".join(taken) == bytes_of(torch.ones(1 << 22))
+    assert b"".join(snapshots) == bytes_of(torch.ones(1 << 22))
 
 
 def test_refuses_buffers_smaller_than_an_element() -> None:

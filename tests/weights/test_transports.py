@@ -72,11 +72,11 @@ class Line:
 
     def __init__(self) -> None:
         self.listener: Listener | None = None
-        self.theirs: asyncio.Queue[Channel] = asyncio.Queue()
+        self.accepted: asyncio.Queue[Channel] = asyncio.Queue()
         self.over = asyncio.Event()
 
     async def serve(self, channel: Channel) -> None:
-        self.theirs.put_nowait(channel)
+        self.accepted.put_nowait(channel)
         await self.over.wait()
 
 
@@ -86,10 +86,10 @@ async def line(transports: Two) -> AsyncIterator[tuple[Channel, Channel]]:
     one = Line()
     serve: Serve = one.serve
     listener = await transports[0].listen("127.0.0.1", serve)
-    ours = await transports[1].connect(listener.address)
-    theirs = await one.theirs.get()
-    yield ours, theirs
-    ours.close()
+    near = await transports[1].connect(listener.address)
+    far = await one.accepted.get()
+    yield near, far
+    near.close()
     await listener.close()
 
 
@@ -109,71 +109,71 @@ class Inbox:
 async def test_messages_and_bodies_arrive_unchanged(
     line: tuple[Channel, Channel], memory: tuple[int, bytes]
 ) -> None:
-    ours, theirs = line
+    near, far = line
     fd, data = memory
-    whole, part = Raw(start=0, stop=len(data)), Raw(start=4097, stop=70_001)
+    full, part = Raw(start=0, stop=len(data)), Raw(start=4097, stop=70_001)
 
     async def send() -> None:
-        await theirs.send(KeepAlive())
-        await theirs.send(
-            whole, Body.of_file(fd, 0, len(data), checksum=xxhash.xxh3_64_intdigest(data))
+        await far.send(KeepAlive())
+        await far.send(
+            full, Body.of_file(fd, 0, len(data), checksum=xxhash.xxh3_64_intdigest(data))
         )
-        await theirs.send(
+        await far.send(
             part,
             Body.of_file(fd, 4097, 70_001, checksum=xxhash.xxh3_64_intdigest(data[4097:70_001])),
         )
-        await theirs.send(whole, Body.of(data))
-        await theirs.send(Refused(reason="room", error="enough"))
+        await far.send(full, Body.of(data))
+        await far.send(Refused(reason="room", error="enough"))
 
     sending, inbox = asyncio.create_task(send()), Inbox()
-    assert await ours.receive() == (KeepAlive(), 0)
-    assert await ours.receive(inbox.allocate) == (whole, xxhash.xxh3_64_intdigest(data))
+    assert await near.receive() == (KeepAlive(), 0)
+    assert await near.receive(inbox.allocate) == (full, xxhash.xxh3_64_intdigest(data))
     assert inbox.data == data
-    assert (await ours.receive(inbox.allocate))[0] == part
+    assert (await near.receive(inbox.allocate))[0] == part
     assert inbox.data == data[4097:70_001]
-    await ours.receive(inbox.allocate)
+    await near.receive(inbox.allocate)
     assert inbox.data == data
-    assert await ours.receive() == (Refused(reason="room", error="enough"), 0)
+    assert await near.receive() == (Refused(reason="room", error="enough"), 0)
     await sending
 
 
 async def test_both_ends_send_and_receive(line: tuple[Channel, Channel]) -> None:
-    ours, theirs = line
+    near, far = line
     for _ in range(20):
-        await ours.send(Raw(start=0, stop=1))
-        assert await theirs.receive() == (Raw(start=0, stop=1), 0)
-        await theirs.send(KeepAlive())
-        assert await ours.receive() == (KeepAlive(), 0)
+        await near.send(Raw(start=0, stop=1))
+        assert await far.receive() == (Raw(start=0, stop=1), 0)
+        await far.send(KeepAlive())
+        assert await near.receive() == (KeepAlive(), 0)
 
 
 async def test_refusing_a_body_ends_the_channel(line: tuple[Channel, Channel]) -> None:
-    ours, theirs = line
-    sending = asyncio.create_task(theirs.send(Raw(start=0, stop=9), Body.of(b"x" * (1 << 20))))
+    near, far = line
+    sending = asyncio.create_task(far.send(Raw(start=0, stop=9), Body.of(b"x" * (1 << 20))))
     with pytest.raises(FetchError, match="too long"):
-        await ours.receive(Inbox(most=10).allocate)
+        await near.receive(Inbox(most=10).allocate)
     with pytest.raises(FetchError):
-        await ours.receive()
+        await near.receive()
     await asyncio.wait([sending])
     assert sending.exception() is None or isinstance(sending.exception(), FetchError)
 
 
 async def test_reports_a_closed_and_a_silent_peer(line: tuple[Channel, Channel]) -> None:
-    ours, theirs = line
+    near, far = line
     with pytest.raises(FetchError) as silence:
-        await ours.receive()
+        await near.receive()
     assert silence.value.reason == "source"
-    theirs.close()
+    far.close()
     with pytest.raises(FetchError) as end:
-        await ours.receive()
+        await near.receive()
     assert end.value.reason == "source"
 
 
 async def test_a_sender_without_a_reader_gives_up(line: tuple[Channel, Channel]) -> None:
-    _, theirs = line
+    _, far = line
 
     async def send() -> None:
         for _ in range(100):
-            await theirs.send(Raw(start=0, stop=1), Body.of(bytes(1 << 20)))
+            await far.send(Raw(start=0, stop=1), Body.of(bytes(1 << 20)))
 
     with pytest.raises(FetchError) as error:
         await send()
@@ -191,7 +191,7 @@ async def test_rejects_wrong_secrets_and_closed_ports(transports: Two) -> None:
         with pytest.raises(FetchError) as error:
             await transport.connect(wrong)
         assert error.value.reason == "source"
-    assert one.theirs.empty()
+    assert one.accepted.empty()
     await listener.close()
     with pytest.raises(FetchError):
         await transport.connect(listener.address)
@@ -218,7 +218,7 @@ async def test_silent_unauthenticated_connections_do_not_block_clients() -> None
     listener = await transport.listen("127.0.0.1", one.serve)
     idle = []
     inside = await transport.connect(listener.address)
-    theirs = await one.theirs.get()
+    far = await one.accepted.get()
     try:
         for _ in range(MAX_CONNECTIONS + MAX_UNAUTHENTICATED):
             idle.append(socket.socket())
@@ -227,7 +227,7 @@ async def test_silent_unauthenticated_connections_do_not_block_clients() -> None
             await asyncio.sleep(0)
         async with asyncio.timeout(30):
             (await transport.connect(listener.address)).close()
-            await theirs.send(KeepAlive())
+            await far.send(KeepAlive())
             assert (await inside.receive())[0] == KeepAlive()
             assert await loop.sock_recv(idle[0], 1) == b"", "the oldest is closed first"
         with pytest.raises(BlockingIOError):

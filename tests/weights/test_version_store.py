@@ -89,8 +89,8 @@ def test_engines_read_a_stored_version_like_the_trainers() -> None:
         stored = writer.finish()
         store.add(stored)
         assert_sealed(stored)
-        theirs, ours = read_tensors(memory.manifest), read_tensors(stored.manifest)
-        assert all(bool((theirs[name] == ours[name]).all()) for name in theirs)
+        published, loaded = read_tensors(memory.manifest), read_tensors(stored.manifest)
+        assert all(bool((published[name] == loaded[name]).all()) for name in published)
         view = stored.view()
         evicted = store.evict_except([])
         assert [stored.manifest.weights_id for stored in evicted] == [1]

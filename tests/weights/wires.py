@@ -23,10 +23,10 @@ class Wire:
         self.passed = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        theirs, ours = await asyncio.open_connection(self._to.host, self._to.port)
-        asking = asyncio.create_task(_pump(reader, ours))
+        source_reader, source_writer = await asyncio.open_connection(self._to.host, self._to.port)
+        asking = asyncio.create_task(_pump(reader, source_writer))
         try:
-            while data := bytearray(await theirs.read(1 << 16)):
+            while data := bytearray(await source_reader.read(1 << 16)):
                 at = self._at - self.passed
                 if 0 <= at < len(data):
                     if self._harm == "flip":
@@ -46,7 +46,7 @@ class Wire:
         finally:
             asking.cancel()
             writer.close()
-            ours.close()
+            source_writer.close()
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -38,13 +38,13 @@ class Referee:
         # ended by themselves while their cancellation was on its way
         self.crossed: set[Attempt] = set()
         self.turns: dict[Attempt, int] = {}  # turns asked for
-        self.asked: set[Attempt] = set()  # attempts that wait for their turn
+        self.requested: set[Attempt] = set()  # attempts that wait for their turn
         self.open: dict[Attempt, tuple[int, int]] = {}  # attempts → (turn, try) on an engine
         # attempts → a turn whose answer has crossed its abortion
         self.answered: dict[Attempt, int] = {}
         self.with_: dict[Attempt, str] = {}  # attempts → the engine that had their last turn
         # (attempt, turn, try) → tokens of it that were sampled
-        self.told: dict[tuple[str, int, int, int], int] = {}
+        self.sampled: dict[tuple[str, int, int, int], int] = {}
         self.aborted: set[tuple[str, int, int, int]] = set()
         # attempts → turn before which a prediction was asked for
         self.predicting: dict[Attempt, int] = {}
@@ -96,13 +96,13 @@ class Referee:
                     self.stage,
                     self.turns,
                     self.open,
-                    self.asked,
+                    self.requested,
                     self.cancelled,
                     self.predicting,
                     self.moving,
                 ):
                     table.clear()
-                self.engines = dict.fromkeys((seat.id for seat in event.engines), (0, "join"))
+                self.engines = dict.fromkeys((slot.id for slot in event.engines), (0, "join"))
                 self.relays = {f"r{number}": (0, "join") for number in range(event.relays)}
                 self.silent.clear()
             case e.TimerFired():
@@ -120,31 +120,31 @@ class Referee:
                 if (
                     self.answered.get(attempt) != event.turn - 1
                 ):  # else it is said before that answer counts, and again after it
-                    assert attempt not in self.asked, f"{event} while a turn is open"
+                    assert attempt not in self.requested, f"{event} while a turn is open"
                     assert event.turn == self.turns.get(attempt, 0), f"{event} is out of order"
                 assert event.context_tokens > 0
                 self.turns[attempt] = event.turn + 1
-                self.asked.add(attempt)
+                self.requested.add(attempt)
             case e.TurnWithdrawn():
                 attempt = self._alive(event, "run", "cancel")
-                assert attempt in self.asked or attempt in self.cancelled, (
+                assert attempt in self.requested or attempt in self.cancelled, (
                     f"{event} while no turn is open"
                 )
-                self.asked.discard(attempt)
+                self.requested.discard(attempt)
             case e.TurnDone() | e.TurnFailed():
                 self._answer(event)
             case e.TurnsProgressed(turns=turns):
                 assert turns
-                for told in turns:
-                    attempt = (str(told.trajectory_id), told.attempt)
-                    now = (told.turn, told.dispatch)
+                for turn_progress in turns:
+                    attempt = (str(turn_progress.trajectory_id), turn_progress.attempt)
+                    now = (turn_progress.turn, turn_progress.dispatch)
                     assert self.open.get(attempt) == now or (*attempt, *now) in self.aborted, (
-                        f"{told} is of no open turn"
+                        f"{turn_progress} is of no open turn"
                     )
-                    assert told.output_tokens > self.told.get((*attempt, *now), 0), (
-                        f"{told} is no news"
+                    assert turn_progress.output_tokens > self.sampled.get((*attempt, *now), 0), (
+                        f"{turn_progress} is no news"
                     )
-                    self.told[*attempt, *now] = told.output_tokens
+                    self.sampled[*attempt, *now] = turn_progress.output_tokens
             case e.TrajectoryEnded(trajectory_id=who, attempt=number) if (
                 str(who),
                 number,
@@ -154,22 +154,22 @@ class Referee:
                 attempt = self._alive(event, "init", "ready", "run", "cancel")
                 # its last answer, and then its end
                 crossed = self.answered.get(attempt) == self.turns.get(attempt, 0) - 1
-                assert attempt not in self.asked or attempt in self.cancelled or crossed, (
+                assert attempt not in self.requested or attempt in self.cancelled or crossed, (
                     f"{event} while its turn is open"
                 )
-                self.asked.discard(attempt)
+                self.requested.discard(attempt)
                 if attempt in self.cancelled:
-                    self._gone(attempt)
+                    self._forget(attempt)
                 else:
                     self.stage[attempt] = "ended"
             case e.RewardReady() | e.RewardFailed():
                 attempt = self._alive(event, "eval", "cancel")
                 if attempt in self.cancelled:
                     self.crossed.add(attempt)
-                self._gone(attempt)
+                self._forget(attempt)
             case e.PredictionReady():
-                asked = self.predicting.get((str(event.trajectory_id), event.attempt), -1)
-                assert event.turn <= asked, f"{event} was not asked for"
+                requested_turn = self.predicting.get((str(event.trajectory_id), event.attempt), -1)
+                assert event.turn <= requested_turn, f"{event} was not asked for"
             case e.MigrationDone():
                 assert self.moving.pop(event.number, None) == (
                     str(event.trajectory_id),
@@ -218,10 +218,10 @@ class Referee:
                 self._trainer(event, "train")
             case e.RatiosMeasured(ratios=ratios):
                 self._trainer(event, "measure")
-                assert [found.id for found in ratios] == self.measured, (
+                assert [ratio.id for ratio in ratios] == self.measured, (
                     f"{event} is not of what was asked"
                 )
-                assert all(0 < found.ratio < math.inf for found in ratios)
+                assert all(0 < ratio.ratio < math.inf for ratio in ratios)
             case e.TrainFailed():
                 self._trainer(event, "train", "measure")
             case e.WeightsPublished():
@@ -257,14 +257,14 @@ class Referee:
             del self.open[attempt]
             if isinstance(event, e.TurnDone):
                 assert event.output_tokens > 0
-                assert event.output_tokens >= self.told.pop(
+                assert event.output_tokens >= self.sampled.pop(
                     (*attempt, event.turn, event.dispatch), 0
                 )
                 assert event.version >= 0
-                self.asked.discard(attempt)
+                self.requested.discard(attempt)
         else:
-            late = (*attempt, event.turn, event.dispatch)
-            assert late in self.aborted, f"{event} answers nothing"
+            dispatch = (*attempt, event.turn, event.dispatch)
+            assert dispatch in self.aborted, f"{event} answers nothing"
             if isinstance(event, e.TurnDone):
                 self.answered[attempt] = event.turn
 
@@ -286,7 +286,7 @@ class Referee:
             assert owes in owed, f"{event} while the trainer owes {owes or 'nothing'}"
             self.trainer = (epoch, "")
 
-    def _gone(self, attempt: Attempt) -> None:
+    def _forget(self, attempt: Attempt) -> None:
         for table in (self.stage, self.turns, self.open):
             table.pop(attempt, None)  # type: ignore[attr-defined]
         self.cancelled.discard(attempt)
@@ -310,7 +310,7 @@ class Referee:
                 self.stage[attempt] = "cancel"
             case c.StartTurn():
                 attempt = (str(command.trajectory_id), command.attempt)
-                assert attempt in self.asked, f"{command} was not asked for"
+                assert attempt in self.requested, f"{command} was not asked for"
                 self.open[attempt] = (command.turn, command.dispatch)
                 self.with_[attempt] = command.engine_id
             case c.AbortTurn():

@@ -28,10 +28,12 @@ def live(directory: Path, mode: str, **sections: Any) -> tuple[RunConfig, Path]:
 
 def simulated(directory: Path, mode: str, **sections: Any) -> tuple[RunConfig, Path]:
     """The same configuration, simulated."""
-    made = make_config(
+    run_config = make_config(
         directory, **{**sections, "rollout": {**sections.get("rollout", {}), "mode": mode}}
     )
-    data = made.model_dump() | {"sim": {"model": "qwen3-8b", "workloads": {"game": "frozenlake"}}}
+    data = run_config.model_dump() | {
+        "sim": {"model": "qwen3-8b", "workloads": {"game": "frozenlake"}}
+    }
     config = RunConfig.model_validate(data)
     with directory_of(config) as at:
         assert simulate(config, run=at).summary.error == ""
@@ -126,12 +128,12 @@ def test_both_worlds_have_the_same_kinds_of_events_and_commands(tmp_path: Path) 
     (tmp_path / "b").mkdir()
     # In step with training, so that nothing grows stale on a machine that is busy
     # otherwise, and is cancelled.
-    said = [
+    violations = [
         judge(*world(tmp_path / name, "sync")).seen
         for name, world in (("a", live), ("b", simulated))
     ]
-    said[1].discard("TimerFired")  # a live run of stand-ins is over before its timer
-    assert said[0] - {"TimerFired"} == said[1]
+    violations[1].discard("TimerFired")  # a live run of stand-ins is over before its timer
+    assert violations[0] - {"TimerFired"} == violations[1]
 
 
 @pytest.mark.parametrize("world", [live, simulated])

@@ -38,17 +38,17 @@ def fleets(gpus: int, degrees: Sequence[int]) -> list[tuple[int, ...]]:
     ]
 
 
-def check(found: Allocation, lengths: Sequence[float], gpus: int, cost: CostTable) -> None:
+def check(allocation: Allocation, lengths: Sequence[float], gpus: int, cost: CostTable) -> None:
     """All GPUs are used, the spans follow each other in the workers' order, and cost
     what is said.
     """
-    assert sum(found.degrees) == gpus
-    spans = found.placement.spans
-    assert len(spans) == len(found.degrees)
+    assert sum(allocation.degrees) == gpus
+    spans = allocation.placement.spans
+    assert len(spans) == len(allocation.degrees)
     assert [start for start, _ in spans] + [len(lengths)] == [0] + [end for _, end in spans]
     ordered = [lengths[index] for index in by_length(lengths)]
-    assert found.makespan_s == seconds(
-        [ordered[start:end] for start, end in spans], found.degrees, cost
+    assert allocation.makespan_s == seconds(
+        [ordered[start:end] for start, end in spans], allocation.degrees, cost
     )
 
 
@@ -67,10 +67,10 @@ def test_no_fleet_and_no_partition_is_faster(
         with pytest.raises(ValueError, match="gpus must be a sum of degrees"):
             allocate(lengths, gpus, sorted(degrees), cost)
         return
-    found = allocate(lengths, gpus, sorted(degrees), cost)
-    assert found.placement.exact
-    assert found.makespan_s == min(best_of_all(lengths, fleet, cost) for fleet in possible)
-    check(found, lengths, gpus, cost)
+    allocation = allocate(lengths, gpus, sorted(degrees), cost)
+    assert allocation.placement.exact
+    assert allocation.makespan_s == min(best_of_all(lengths, fleet, cost) for fleet in possible)
+    check(allocation, lengths, gpus, cost)
 
 
 @settings(max_examples=examples(100))
@@ -80,25 +80,31 @@ def test_no_fleet_and_no_partition_is_faster(
 def test_it_is_no_slower_than_any_fleet_placed_exactly(
     lengths: list[float], gpus: int, cost: CostTable
 ) -> None:
-    found = allocate(lengths, gpus, (1, 2, 4), cost)
-    check(found, lengths, gpus, cost)
+    allocation = allocate(lengths, gpus, (1, 2, 4), cost)
+    check(allocation, lengths, gpus, cost)
     for degree in (1, 2, 4):
         if gpus % degree == 0 and gpus // degree <= len(lengths):
-            assert found.makespan_s <= place(lengths, [degree] * (gpus // degree), cost).makespan_s
-            alone = allocate(lengths, gpus, [degree], cost)
-            assert alone.makespan_s == place(lengths, [degree] * (gpus // degree), cost).makespan_s
-    if len(found.degrees) <= len(lengths):
-        assert place(lengths, found.degrees, cost).makespan_s == found.makespan_s
+            assert (
+                allocation.makespan_s
+                <= place(lengths, [degree] * (gpus // degree), cost).makespan_s
+            )
+            one_degree = allocate(lengths, gpus, [degree], cost)
+            assert (
+                one_degree.makespan_s
+                == place(lengths, [degree] * (gpus // degree), cost).makespan_s
+            )
+    if len(allocation.degrees) <= len(lengths):
+        assert place(lengths, allocation.degrees, cost).makespan_s == allocation.makespan_s
 
 
 @given(LENGTHS, tables(), st.integers(4, 12))
 def test_more_gpus_or_fewer_trajectories_are_never_slower(
     lengths: list[float], cost: CostTable, gpus: int
 ) -> None:
-    found = allocate(lengths, gpus, (1, 2, 4), cost)
-    assert allocate(lengths, gpus + 1, (1, 2, 4), cost).makespan_s <= found.makespan_s
+    allocation = allocate(lengths, gpus, (1, 2, 4), cost)
+    assert allocate(lengths, gpus + 1, (1, 2, 4), cost).makespan_s <= allocation.makespan_s
     if len(lengths) > 1:
-        assert allocate(lengths[1:], gpus, (1, 2, 4), cost).makespan_s <= found.makespan_s
+        assert allocate(lengths[1:], gpus, (1, 2, 4), cost).makespan_s <= allocation.makespan_s
 
 
 @settings(max_examples=examples(60))
@@ -106,11 +112,11 @@ def test_more_gpus_or_fewer_trajectories_are_never_slower(
 def test_annealing_is_never_faster(
     lengths: list[float], cost: CostTable, gpus: int, seed: int
 ) -> None:
-    found = anneal(lengths, gpus, (1, 2, 4), cost, np.random.default_rng(seed))
-    assert found.makespan_s >= allocate(lengths, gpus, (1, 2, 4), cost).makespan_s
-    assert list(found.degrees) == sorted(found.degrees, reverse=True)
-    assert not found.placement.exact
-    check(found, lengths, gpus, cost)
+    allocation = anneal(lengths, gpus, (1, 2, 4), cost, np.random.default_rng(seed))
+    assert allocation.makespan_s >= allocate(lengths, gpus, (1, 2, 4), cost).makespan_s
+    assert list(allocation.degrees) == sorted(allocation.degrees, reverse=True)
+    assert not allocation.placement.exact
+    check(allocation, lengths, gpus, cost)
 
 
 def test_annealing_finds_what_its_order_allows_and_repeats() -> None:
@@ -122,9 +128,9 @@ def test_annealing_finds_what_its_order_allows_and_repeats() -> None:
     lengths = np.random.default_rng(0).lognormal(3.0, 1.0, size=60).tolist()
     least = allocate(lengths, 16, (1, 2, 4), cost).makespan_s
     for seed in range(5):
-        found = anneal(lengths, 16, (1, 2, 4), cost, np.random.default_rng(seed))
-        assert found == anneal(lengths, 16, (1, 2, 4), cost, np.random.default_rng(seed))
-        assert least <= found.makespan_s <= 1.1 * least
+        allocation = anneal(lengths, 16, (1, 2, 4), cost, np.random.default_rng(seed))
+        assert allocation == anneal(lengths, 16, (1, 2, 4), cost, np.random.default_rng(seed))
+        assert least <= allocation.makespan_s <= 1.1 * least
         slow = anneal(
             lengths,
             16,
@@ -133,7 +139,7 @@ def test_annealing_finds_what_its_order_allows_and_repeats() -> None:
             np.random.default_rng(seed),
             placing=lambda fleet: place_dp(lengths, fleet, cost),
         )
-        assert (slow.degrees, slow.makespan_s) == (found.degrees, found.makespan_s)
+        assert (slow.degrees, slow.makespan_s) == (allocation.degrees, allocation.makespan_s)
 
 
 def watched(
@@ -161,9 +167,9 @@ def test_annealing_gives_the_best_that_it_has_seen() -> None:
     )
     last = []
     for seed in range(5):
-        found, tried = watched(cost, lengths, seed)
-        assert found.makespan_s == min(makespan_s for _, makespan_s in tried)
-        last.append(tried[-1][1] == found.makespan_s)
+        allocation, tried = watched(cost, lengths, seed)
+        assert allocation.makespan_s == min(makespan_s for _, makespan_s in tried)
+        last.append(tried[-1][1] == allocation.makespan_s)
     assert not all(last)
 
 
@@ -176,19 +182,19 @@ def test_annealing_settles_as_it_cools() -> None:
         {degree: [(1.0 + size) / degree**1.5 for size in range(60)] for degree in (1, 2, 4)}
     )
     for seed in range(5):
-        found, tried = watched(cost, lengths, seed)
-        away = [(Counter(found.degrees) - Counter(fleet)).total() for fleet, _ in tried]
+        allocation, tried = watched(cost, lengths, seed)
+        away = [(Counter(allocation.degrees) - Counter(fleet)).total() for fleet, _ in tried]
         assert max(away[-30:]) <= 3
         assert (
             max(away[:30]) > 3
-            or max(len(fleet) for fleet, _ in tried[:30]) > len(found.degrees) + 3
+            or max(len(fleet) for fleet, _ in tried[:30]) > len(allocation.degrees) + 3
         )
 
 
 def test_a_start_is_never_left_where_there_is_one_fleet_only() -> None:
     cost = CostTable({2: [1.0, 2.0]})
-    found = anneal([3.0, 1.0], 4, [2], cost, np.random.default_rng(0))
-    assert (found.degrees, found.makespan_s) == ((2, 2), 3.0)
+    allocation = anneal([3.0, 1.0], 4, [2], cost, np.random.default_rng(0))
+    assert (allocation.degrees, allocation.makespan_s) == ((2, 2), 3.0)
 
 
 def test_degrees_whose_sums_have_gaps() -> None:
@@ -196,9 +202,9 @@ def test_degrees_whose_sums_have_gaps() -> None:
     cheaper it would be.
     """
     cost = CostTable({2: [1.0, 1.0, 1.0, 1.0], 3: [50.0] * 4})
-    found = allocate([4.0, 3.0, 2.0, 1.0], 7, (2, 3), cost)
-    assert sorted(found.degrees) == [2, 2, 3]
-    assert found.makespan_s == 4.0
+    allocation = allocate([4.0, 3.0, 2.0, 1.0], 7, (2, 3), cost)
+    assert sorted(allocation.degrees) == [2, 2, 3]
+    assert allocation.makespan_s == 4.0
     steep = CostTable({2: [1.0, 9.0, 9.0, 9.0], 3: [2.0, 9.0, 9.0, 9.0]})
     assert allocate([4.0, 3.0, 2.0, 1.0], 7, (2, 3), steep).makespan_s == min(
         best_of_all([4.0, 3.0, 2.0, 1.0], fleet, steep) for fleet in fleets(7, (2, 3))

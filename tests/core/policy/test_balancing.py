@@ -37,7 +37,7 @@ HOSTS = st.sampled_from(["h1", "h2", "h3", "h4"])
 def hosts(prefix: str) -> st.SearchStrategy[list[Host]]:
     places = st.lists(HOSTS, max_size=8)
     return places.map(
-        lambda found: [Host(server=f"{prefix}{at}", host=host) for at, host in enumerate(found)]
+        lambda names: [Host(server=f"{prefix}{at}", host=host) for at, host in enumerate(names)]
     )
 
 
@@ -71,8 +71,8 @@ def test_servers_are_spread_near_first_and_nobody_is_left_out(
             assert max(near) - min(near) <= 1, "those of one host share evenly"
     shared = [len(names) for names in users.values()]
     assert max(shared) - min(shared) <= 1, "all are shared alike"
-    alone = sum(len(used) == 1 for used in uses.values())
-    assert sum(shared) - len(llms) <= alone, "only who would have none borrows, and borrows one"
+    exclusive = sum(len(used) == 1 for used in uses.values())
+    assert sum(shared) - len(llms) <= exclusive, "only who would have none borrows, and borrows one"
 
 
 def test_the_rest_is_dealt_round_robin() -> None:

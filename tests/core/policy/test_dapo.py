@@ -17,7 +17,7 @@ from tests.support.properties import examples
 class Record:
     version: int
     state: str = "under way"
-    ended: int = -1
+    ended_at: int = -1
 
 
 class Reference:
@@ -39,14 +39,14 @@ class Reference:
         """
         if self.version < 0:
             return 0
-        room, under_way, kept = (
+        room, under_way, ready = (
             0,
             len(self.of("under way")),
             len(self.of("under way")) + len(self.of("ready")),
         )
         spare = max(0, self.rule.under_way - self.rule.groups)
         batches = max(0, self.version + self.rule.staleness - self.following + 1)
-        while under_way + room < self.rule.under_way and kept + room < (
+        while under_way + room < self.rule.under_way and ready + room < (
             batches * self.rule.groups + spare if batches else 0
         ):
             room += 1
@@ -64,13 +64,13 @@ class Reference:
     def end(self, number: int, rewards: list[float]) -> None:
         self.clock += 1
         group = self.groups[number]
-        group.end_group = self.clock
+        group.ended_at = self.clock
         few = len(rewards) < self.rule.min_members
         group.state = "failed" if few else "filtered" if len(set(rewards)) == 1 else "ready"
 
     def take(self) -> list[int] | None:
         fresh = [number for number in self.of("ready") if not self.too_old(number)]
-        fresh.sort(key=lambda number: (self.groups[number].version, self.groups[number].end_group))
+        fresh.sort(key=lambda number: (self.groups[number].version, self.groups[number].ended_at))
         if len(fresh) < self.rule.groups:
             return None
         for number in fresh[: self.rule.groups]:

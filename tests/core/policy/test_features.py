@@ -62,11 +62,11 @@ def context(**changes: object) -> LengthContext:
 def test_a_row_is_finite_and_the_same_for_the_same_context(
     context: LengthContext, slot: int | None
 ) -> None:
-    found = row(context, slot)
-    assert found.shape == (WIDTH,)
-    assert np.isfinite(found).all()
-    assert (found == row(context, slot)).all()
-    domains = found[NUMBERS : NUMBERS + DOMAINS]
+    values = row(context, slot)
+    assert values.shape == (WIDTH,)
+    assert np.isfinite(values).all()
+    assert (values == row(context, slot)).all()
+    domains = values[NUMBERS : NUMBERS + DOMAINS]
     assert domains.tolist() == [float(index == slot) for index in range(DOMAINS)]
 
 
@@ -82,10 +82,10 @@ def test_a_plan_is_the_share_of_its_first_tokens_in_each_bucket(plan: list[int])
 
 
 def test_the_columns_that_are_named_hold_what_they_say() -> None:
-    found = row(context(), None)
-    assert found[LOG_PROMPT] == pytest.approx(math.log(101))
-    assert (found[TURN], found[OUTPUT], found[SIBLING_MEAN]) == (2, 60, 90)
-    assert (found[NUMBERS:] == 0).all()
+    values = row(context(), None)
+    assert values[LOG_PROMPT] == pytest.approx(math.log(101))
+    assert (values[TURN], values[OUTPUT], values[SIBLING_MEAN]) == (2, 60, 90)
+    assert (values[NUMBERS:] == 0).all()
 
 
 def test_numbers_are_lengths_what_siblings_leave_and_logarithms() -> None:
@@ -110,8 +110,10 @@ def test_before_its_first_turn_a_trajectory_has_no_mean() -> None:
 
 
 def test_siblings_of_whom_none_has_ended_say_nothing() -> None:
-    alone = row(context(siblings=0, sibling_mean=0.0, sibling_longest=0), 1)
-    assert (row(context(siblings=0, sibling_mean=33.0, sibling_longest=44), 1) == alone).all()
+    without_siblings = row(context(siblings=0, sibling_mean=0.0, sibling_longest=0), 1)
+    assert (
+        row(context(siblings=0, sibling_mean=33.0, sibling_longest=44), 1) == without_siblings
+    ).all()
 
 
 @pytest.mark.parametrize(

@@ -111,10 +111,10 @@ def test_capacity_admits_exactly_the_groups_that_can_still_be_trained_in_time(
 def test_group_verdict(
     rewards: list[float], pending: int, dynamic: bool, expected: Verdict
 ) -> None:
-    found = group_verdict(
+    verdict = group_verdict(
         rewards, pending=pending, group_size=4, min_members=2, dynamic_sampling=dynamic
     )
-    assert found is expected
+    assert verdict is expected
 
 
 @given(weights=st.lists(st.floats(0.1, 5.0), min_size=1, max_size=4), count=st.integers(1, 200))

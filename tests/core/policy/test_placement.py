@@ -26,14 +26,14 @@ from tests.core.policy.tables import LENGTHS, best_of_all, seconds, tables
 from tests.support.properties import examples
 
 
-def check(found: Placement, lengths: list[float], workers: list[int], cost: CostTable) -> None:
+def check(placement: Placement, lengths: list[float], workers: list[int], cost: CostTable) -> None:
     """The spans are a partition of the sorted list, and cost what is said."""
-    assert len(found.spans) == len(workers)
-    taken = sorted(position for start, end in found.spans for position in range(start, end))
-    assert taken == list(range(len(lengths)))
+    assert len(placement.spans) == len(workers)
+    positions = sorted(position for start, end in placement.spans for position in range(start, end))
+    assert positions == list(range(len(lengths)))
     ordered = [lengths[index] for index in by_length(lengths)]
-    assert found.makespan_s == seconds(
-        [ordered[start:end] for start, end in found.spans], workers, cost
+    assert placement.makespan_s == seconds(
+        [ordered[start:end] for start, end in placement.spans], workers, cost
     )
 
 
@@ -41,10 +41,10 @@ def check(found: Placement, lengths: list[float], workers: list[int], cost: Cost
 @given(LENGTHS, st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=4), tables())
 def test_no_partition_is_faster(lengths: list[float], workers: list[int], cost: CostTable) -> None:
     workers = workers[: len(lengths)]
-    found = place(lengths, workers, cost)
-    assert found.exact
-    assert found.makespan_s == best_of_all(lengths, workers, cost)
-    check(found, lengths, workers, cost)
+    placement = place(lengths, workers, cost)
+    assert placement.exact
+    assert placement.makespan_s == best_of_all(lengths, workers, cost)
+    check(placement, lengths, workers, cost)
 
 
 FLOATS = st.lists(st.floats(1e-3, 1e5), min_size=1, max_size=40)
@@ -56,11 +56,11 @@ def test_equal_workers_get_what_the_papers_program_finds(
     lengths: list[float], count: int, cost: CostTable
 ) -> None:
     workers = [2] * min(count, len(lengths))
-    found, slow = place(lengths, workers, cost), place_dp(lengths, workers, cost)
-    assert found.makespan_s == slow.makespan_s
-    assert found.exact
+    placement, slow = place(lengths, workers, cost), place_dp(lengths, workers, cost)
+    assert placement.makespan_s == slow.makespan_s
+    assert placement.exact
     assert slow.exact
-    check(found, lengths, workers, cost)
+    check(placement, lengths, workers, cost)
     check(slow, lengths, workers, cost)
 
 
@@ -90,12 +90,12 @@ def test_equal_degrees_together_are_all_orders_of_degrees(
     orders = [
         [d for d in kinds for _ in range(counts[d])] for kinds in itertools.permutations(counts)
     ]
-    found = problem.least(by_degree(counts))
-    assert found.makespan_s == min(problem.least(in_order(order)).makespan_s for order in orders)
-    assert list(found.degrees) in orders
-    apart = problem.least(by_counts(counts), known=found)
-    assert apart.makespan_s == problem.least(by_counts(counts)).makespan_s <= found.makespan_s
-    assert sorted(apart.degrees) == sorted(workers)
+    least = problem.least(by_degree(counts))
+    assert least.makespan_s == min(problem.least(in_order(order)).makespan_s for order in orders)
+    assert list(least.degrees) in orders
+    separately = problem.least(by_counts(counts), known=least)
+    assert separately.makespan_s == problem.least(by_counts(counts)).makespan_s <= least.makespan_s
+    assert sorted(separately.degrees) == sorted(workers)
 
 
 def steps(start: float, counts: list[int]) -> list[float]:
@@ -119,9 +119,9 @@ def test_the_least_makespan_is_exact_to_the_bit(
     """
     lengths, cost = steps(length, gaps), CostTable({2: steps(second, rises)})
     workers = [2] * min(count, len(lengths))
-    found = place(lengths, workers, cost)
-    assert found.makespan_s == place_dp(lengths, workers, cost).makespan_s
-    check(found, lengths, workers, cost)
+    placement = place(lengths, workers, cost)
+    assert placement.makespan_s == place_dp(lengths, workers, cost).makespan_s
+    check(placement, lengths, workers, cost)
     problem = Problem(ByTable(lengths, cost))
     known = problem.least(in_order(workers))
     assert problem.least(in_order(workers), known=known) == known
@@ -150,9 +150,9 @@ def test_a_fast_worker_of_many_need_not_come_first() -> None:
     longest.
     """
     cost = CostTable({1: [1.0, 5.0, 5.0, 5.0, 5.0], 2: [0.9, 1.1, 1.1, 1.1, 9.0]})
-    found = place([10.0, 9.0, 9.0, 9.0, 9.0], [2, 1], cost)
-    assert found.spans == ((1, 5), (0, 1))
-    assert found.makespan_s == 10.0
+    placement = place([10.0, 9.0, 9.0, 9.0, 9.0], [2, 1], cost)
+    assert placement.spans == ((1, 5), (0, 1))
+    assert placement.makespan_s == 10.0
     assert place_dp([10.0, 9.0, 9.0, 9.0, 9.0], [2, 1], cost).makespan_s == 11.0
 
 
@@ -161,10 +161,10 @@ def test_what_the_makespan_leaves_open_is_shared_out() -> None:
     the others would have nothing.
     """
     flat = CostTable({1: [1.0] * 4, 2: [3.0] * 4})
-    found = place([1.0, 4.0, 2.0, 3.0], [2, 1, 1], flat)
-    assert found.makespan_s == 4.0
-    assert sorted(found.spans) == [(0, 1), (1, 3), (3, 4)]
-    assert found.spans[0] == (3, 4), "the slow worker has the shortest"
+    placement = place([1.0, 4.0, 2.0, 3.0], [2, 1, 1], flat)
+    assert placement.makespan_s == 4.0
+    assert sorted(placement.spans) == [(0, 1), (1, 3), (3, 4)]
+    assert placement.spans[0] == (3, 4), "the slow worker has the shortest"
     assert by_length([1.0, 4.0, 1.0, 4.0]).tolist() == [1, 3, 0, 2]
 
 
@@ -186,19 +186,19 @@ def test_beyond_the_limits_a_placement_does_not_say_that_it_is_exact() -> None:
     lengths = np.random.default_rng(0).lognormal(5.0, 1.0, size=600).tolist()
     many = [1] * 80 + [2] * 80
     assert EXACT_STATES < (80 + 1) ** 2
-    found = place(lengths, many, cost)
-    assert not found.exact
-    check(found, lengths, many, cost)
-    assert found.makespan_s <= place_dp(lengths, many, cost).makespan_s
+    placement = place(lengths, many, cost)
+    assert not placement.exact
+    check(placement, lengths, many, cost)
+    assert placement.makespan_s <= place_dp(lengths, many, cost).makespan_s
     just = [1] * 63 + [2] * 63
     assert EXACT_STATES == (63 + 1) ** 2
     assert place(lengths[:126], just, cost).exact
     assert not place(lengths[:127], [*just, 1], cost).exact
     kinds = list(range(1, ORDERED_KINDS + 2)) * 3
-    found = place(lengths, kinds, cost)
-    assert not found.exact
-    assert found.makespan_s == place_dp(lengths, kinds, cost).makespan_s
-    check(found, lengths, kinds, cost)
+    placement = place(lengths, kinds, cost)
+    assert not placement.exact
+    assert placement.makespan_s == place_dp(lengths, kinds, cost).makespan_s
+    check(placement, lengths, kinds, cost)
 
 
 @settings(max_examples=examples(150))
@@ -213,20 +213,24 @@ def test_aggregating_loses_no_more_than_is_said(
     lengths: list[float], workers: list[int], cost: CostTable, share: float, chunk: int
 ) -> None:
     workers = workers[: len(lengths)]
-    whole = place_dp(lengths, workers, cost)
+    exact = place_dp(lengths, workers, cost)
     below = sorted(lengths)[int(share * (len(lengths) - 1))]
-    found = place_dp(lengths, workers, cost, below=below, chunk=chunk)
-    check(found, lengths, workers, cost)
-    assert whole.makespan_s <= found.makespan_s <= whole.makespan_s * (1 + found.loss) * (1 + 1e-9)
+    placement = place_dp(lengths, workers, cost, below=below, chunk=chunk)
+    check(placement, lengths, workers, cost)
+    assert (
+        exact.makespan_s
+        <= placement.makespan_s
+        <= exact.makespan_s * (1 + placement.loss) * (1 + 1e-9)
+    )
     if chunk == 1:
-        assert found == whole
+        assert placement == exact
 
 
 def test_aggregating_can_lose_and_says_how_much() -> None:
     cost = CostTable({1: [1.0, 2.0, 3.0, 4.0]})
-    found = place_dp([5.0, 5.0, 5.0, 5.0], [1, 1], cost, below=6.0, chunk=3)
-    assert (found.makespan_s, found.exact) == (15.0, False)
-    assert 0.5 <= found.loss <= 2.0
+    placement = place_dp([5.0, 5.0, 5.0, 5.0], [1, 1], cost, below=6.0, chunk=3)
+    assert (placement.makespan_s, placement.exact) == (15.0, False)
+    assert 0.5 <= placement.loss <= 2.0
     assert place_dp([5.0, 5.0, 5.0, 5.0], [1, 1], cost).makespan_s == 10.0
 
 
@@ -264,5 +268,5 @@ def test_products_must_be_finite_and_chunks_positive() -> None:
 
 
 def test_the_widest_range_of_lengths_is_searched_to_its_end() -> None:
-    found = place([1e300, 1e-300, 5e-324], [1, 1], CostTable({1: [1.0, 2.0, 2.0]}))
-    assert found.makespan_s == 1e300
+    placement = place([1e300, 1e-300, 5e-324], [1, 1], CostTable({1: [1.0, 2.0, 2.0]}))
+    assert placement.makespan_s == 1e300

@@ -86,32 +86,32 @@ class Slow:
 
     def __init__(self, window: int, open_attempts: int) -> None:
         self.window, self.open_attempts = window, open_attempts
-        self.asked: list[tuple[int, LengthContext]] = []
+        self.requests: list[tuple[int, LengthContext]] = []
         self.keys: list[int] = []
         self.pairs: list[tuple[LengthContext, int]] = []
 
-    def remember(self, key: int, asked: LengthContext) -> None:
+    def remember(self, key: int, request: LengthContext) -> None:
         if key not in self.keys:
             self.keys.append(key)
-        self.asked.append((key, asked))
+        self.requests.append((key, request))
         for old in self.keys[: max(0, len(self.keys) - self.open_attempts)]:
             self.observe(old, None)
 
     def observe(self, key: int, total: int | None) -> None:
         if total is not None:
             self.pairs += [
-                (asked, max(0, total - asked.output_tokens))
-                for owner, asked in self.asked
+                (request, max(0, total - request.output_tokens))
+                for owner, request in self.requests
                 if owner == key
             ]
             self.pairs = self.pairs[-self.window :]
-        self.asked = [(owner, asked) for owner, asked in self.asked if owner != key]
+        self.requests = [(owner, request) for owner, request in self.requests if owner != key]
         self.keys = [owner for owner in self.keys if owner != key]
 
-    def usual(self, asked: LengthContext) -> float:
-        if asked.siblings:
-            return max(1.0, asked.sibling_mean - asked.output_tokens)
-        remaining = [tokens for other, tokens in self.pairs if other.domain == asked.domain]
+    def usual(self, request: LengthContext) -> float:
+        if request.siblings:
+            return max(1.0, request.sibling_mean - request.output_tokens)
+        remaining = [tokens for other, tokens in self.pairs if other.domain == request.domain]
         return max(1.0, sum(remaining) / len(remaining)) if remaining else PRIOR_TOKENS
 
 
@@ -129,15 +129,15 @@ def test_the_harvest_and_its_statistics_are_those_of_a_slow_reference(
     for _ in range(300):
         key = rng.randrange(12)
         if rng.random() < 0.7:
-            asked = context(
+            request = context(
                 rng.randrange(500),
                 domain=rng.choice("abc"),
                 siblings=rng.randrange(2),
                 mean=float(rng.randrange(600)),
             )
-            expected = slow.usual(asked)
-            slow.remember(key, asked)
-            assert fast.predict(key, asked) == pytest.approx(expected)
+            expected = slow.usual(request)
+            slow.remember(key, request)
+            assert fast.predict(key, request) == pytest.approx(expected)
         else:
             total = rng.choice([None, rng.randrange(600)])
             fast.observe(key, total)
@@ -150,9 +150,9 @@ def test_the_harvest_and_its_statistics_are_those_of_a_slow_reference(
         assert remaining.tolist() == [tokens for _, tokens in slow.pairs]
         assert (
             rows.table[:, :NUMBERS]
-            == np.stack([row(asked, 0) for asked, _ in slow.pairs])[:, :NUMBERS]
+            == np.stack([row(request, 0) for request, _ in slow.pairs])[:, :NUMBERS]
         ).all()
-        assert rows.plans == [asked.plan for asked, _ in slow.pairs]
+        assert rows.plans == [request.plan for request, _ in slow.pairs]
 
 
 def test_the_regressor_answers_once_it_is_fitted() -> None:
@@ -192,14 +192,14 @@ def test_a_regressor_that_cannot_answer_is_replaced_by_statistics_and_counted(
     answer: Callable[[Rows], Lengths],
 ) -> None:
     predictor = taught(Spy(answer))
-    asked = [
+    requests = [
         context(30, siblings=2, mean=50.0),
         context(30),
         context(30, domain="new"),
         context(90, siblings=2, mean=50.0),
     ]
-    found = [predictor.predict(number, one) for number, one in enumerate(asked)]
-    assert found == [20.0, 100.0, PRIOR_TOKENS, 1.0]
+    predictions = [predictor.predict(number, one) for number, one in enumerate(requests)]
+    assert predictions == [20.0, 100.0, PRIOR_TOKENS, 1.0]
     assert predictor.failed_predictions == 4
 
 
@@ -236,8 +236,8 @@ def test_of_a_long_attempt_the_newest_contexts_are_kept() -> None:
 def test_domains_beyond_the_slots_share_one_row() -> None:
     predictor = ProgressivePredictor(Spy)
     rows = [predictor.remember(n, context(0, domain=f"d{n}")).row for n in range(DOMAINS + 2)]
-    assert len({tuple(found.tolist()) for found in rows}) == DOMAINS + 1
-    assert all(found.shape == (WIDTH,) for found in rows)
+    assert len({tuple(columns.tolist()) for columns in rows}) == DOMAINS + 1
+    assert all(columns.shape == (WIDTH,) for columns in rows)
 
 
 def test_a_plan_is_kept_once_for_all_turns_of_an_attempt() -> None:
@@ -251,8 +251,8 @@ def test_a_plan_is_kept_once_for_all_turns_of_an_attempt() -> None:
     assert second.context.output_tokens == 1
 
 
-def _fields(asked: LengthContext) -> dict[str, object]:
-    return {name: getattr(asked, name) for name in LengthContext.__struct_fields__}
+def _fields(request: LengthContext) -> dict[str, object]:
+    return {name: getattr(request, name) for name in LengthContext.__struct_fields__}
 
 
 # Measures.
@@ -281,9 +281,9 @@ def test_recall_is_what_is_found_on_average_over_all_orders_of_equal_numbers(
     predicted, actual = ([float(value) for value in values] for values in zip(*pairs, strict=True))
     rng = random.Random(0)
     mean = sum(slow_recall(predicted, actual, share, rng) for _ in range(3000)) / 3000
-    found = recall_of_longest(predicted, actual, share)
-    assert found == pytest.approx(mean, abs=0.06)
-    assert 0.0 <= found <= 1.0 + 1e-12
+    recall = recall_of_longest(predicted, actual, share)
+    assert recall == pytest.approx(mean, abs=0.06)
+    assert 0.0 <= recall <= 1.0 + 1e-12
 
 
 def test_recall_does_not_depend_on_the_order_and_knows_its_ends() -> None:
@@ -302,13 +302,13 @@ def test_pearson_is_the_mean_product_of_standard_scores(
     values: list[tuple[int, int]], scale: float
 ) -> None:
     predicted, actual = ([float(value) for value in row] for row in zip(*values, strict=True))
-    found = pearson(predicted, actual)
+    correlation = pearson(predicted, actual)
     if len(set(predicted)) == 1 or len(set(actual)) == 1:
-        assert found == 0.0
+        assert correlation == 0.0
         return
     scores = [(np.array(row) - np.mean(row)) / np.std(row) for row in (predicted, actual)]
-    assert found == pytest.approx(float(np.mean(scores[0] * scores[1])))
-    assert pearson([scale * value + 7 for value in predicted], actual) == pytest.approx(found)
+    assert correlation == pytest.approx(float(np.mean(scores[0] * scores[1])))
+    assert pearson([scale * value + 7 for value in predicted], actual) == pytest.approx(correlation)
 
 
 @pytest.mark.parametrize("measure", [recall_of_longest, pearson])

@@ -31,14 +31,14 @@ def reached(taking: dict[str, str | None]) -> list[str]:
 
     Those on a cycle are not among them.
     """
-    found: list[str] = []
+    relays_reached: list[str] = []
     wave: list[str | None] = [None]
     while wave:
         giver = wave.pop()
-        taken = [relay for relay, source in taking.items() if source == giver]
-        found += taken
-        wave += taken
-    return found
+        receivers = [relay for relay, source in taking.items() if source == giver]
+        relays_reached += receivers
+        wave += receivers
+    return relays_reached
 
 
 @given(NAMES, st.data())
@@ -164,7 +164,7 @@ def test_a_large_model_to_many_relays_takes_little_more_than_to_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("whole_s", "changes_s", "chosen"),
+    ("full_s", "changes_s", "chosen"),
     [
         (None, None, True),
         (2.0, None, True),
@@ -175,10 +175,10 @@ def test_a_large_model_to_many_relays_takes_little_more_than_to_one() -> None:
     ],
 )
 def test_the_sooner_form_is_sent_and_the_other_one_is_tried_now_and_then(
-    whole_s: float | None, changes_s: float | None, chosen: bool
+    full_s: float | None, changes_s: float | None, chosen: bool
 ) -> None:
-    sent = [sends_changes(whole_s, changes_s, number=number) for number in range(3 * PROBE)]
-    known = whole_s is not None and changes_s is not None
+    sent = [sends_changes(full_s, changes_s, number=number) for number in range(3 * PROBE)]
+    known = full_s is not None and changes_s is not None
     assert sent.count(not chosen) == (3 if known else 0)
     assert sent[0] is chosen
 

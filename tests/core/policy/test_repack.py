@@ -60,11 +60,11 @@ def test_after_the_plan_every_bound_holds(
     assert len(set(sources)) == len(sources)
     assert not targets & set(sources)
     for target in targets:
-        held = [by_id[target], *(by_id[move.source] for move in plan if move.target == target)]
-        assert len({one.weights_id for one in held}) == 1
-        assert all(is_candidate(one, batch_max, kv_max) for one in held)
-        assert sum(one.kv_used for one in held) <= kv_max * by_id[target].kv_total
-        assert sum(one.requests for one in held) <= min(batch_max, by_id[target].slots)
+        on_target = [by_id[target], *(by_id[move.source] for move in plan if move.target == target)]
+        assert len({one.weights_id for one in on_target}) == 1
+        assert all(is_candidate(one, batch_max, kv_max) for one in on_target)
+        assert sum(one.kv_used for one in on_target) <= kv_max * by_id[target].kv_total
+        assert sum(one.requests for one in on_target) <= min(batch_max, by_id[target].slots)
 
 
 @settings(max_examples=examples(300))
@@ -76,15 +76,15 @@ def test_nothing_more_could_be_merged_after_the_plan(group: list[Replica], batch
     plan = repack(group, batch_max=batch_max)
     left = {one.id: one for one in group}
     for move in plan:
-        one, gone = left[move.target], left.pop(move.source)
+        one, removed = left[move.target], left.pop(move.source)
         left[move.target] = replica(
             one.id,
-            one.kv_used + gone.kv_used,
-            one.requests + gone.requests,
+            one.kv_used + removed.kv_used,
+            one.requests + removed.requests,
             kv_total=one.kv_total,
             slots=one.slots,
             weights_id=one.weights_id,
-            kv_before=max(one.kv_before, one.kv_used + gone.kv_used)
+            kv_before=max(one.kv_before, one.kv_used + removed.kv_used)
             if one.kv_used <= one.kv_before
             else one.kv_before,
         )

@@ -22,9 +22,9 @@ def test_the_best_is_the_newest_of_the_greatest(
     best: float | None = None
     chosen = -1
     for number, (success, reward) in enumerate(evaluations):
-        found = measure(success, reward, defining)
-        if is_better(found, best):
-            best, chosen = found, number
+        measured = measure(success, reward, defining)
+        if is_better(measured, best):
+            best, chosen = measured, number
     figures = [
         sum((success if name in defining else reward)[name] for name in "ab")
         for success, reward in evaluations

@@ -102,17 +102,17 @@ def test_a_newcomer_gets_its_share_and_is_not_buried(
         if number == len(before):
             tokens[EngineId("new")] = 0
         loads = {
-            name: EngineLoad(id=name, active=0, slots=100, tokens=held)
-            for name, held in tokens.items()
+            name: EngineLoad(id=name, active=0, slots=100, tokens=count)
+            for name, count in tokens.items()
         }
         chosen = choose(loads, affine=None)
         assert chosen is not None
         assert tokens[chosen] == min(tokens.values())
         tokens[chosen] += weight
         last[chosen] = weight
-    if tokens["new"] > max(held for name, held in tokens.items() if name != "new"):
+    if tokens["new"] > max(count for name, count in tokens.items() if name != "new"):
         assert tokens["new"] - last[EngineId("new")] <= min(
-            held for name, held in tokens.items() if name != "new"
+            count for name, count in tokens.items() if name != "new"
         )
 
 
@@ -197,8 +197,8 @@ def test_an_epoch_is_greedy_by_length_and_shares_no_engine(
         longer = [
             other for other in chosen if (-other.length, other.number) < (-left.length, left.number)
         ]
-        taken = set(itertools.chain(busy, *((other.source, other.target) for other in longer)))
-        assert taken & {left.source, left.target}, "a longer one or a busy engine stands in its way"
+        used = set(itertools.chain(busy, *((other.source, other.target) for other in longer)))
+        assert used & {left.source, left.target}, "a longer one or a busy engine stands in its way"
 
 
 # Presets.
@@ -207,10 +207,14 @@ def test_an_epoch_is_greedy_by_length_and_shares_no_engine(
 def test_presets_and_what_is_mixed_into_them() -> None:
     assert scheduling(RolloutConfig()).placement == "affinity"
     assert not scheduling(RolloutConfig()).predicts
-    ours = scheduling(RolloutConfig(scheduling="trajectory"))
-    assert (ours.priority, ours.placement, ours.migration) == ("longest_first", "partition", "gain")
-    assert ours.predicts
-    assert ours.preempts
+    overridden = scheduling(RolloutConfig(scheduling="trajectory"))
+    assert (overridden.priority, overridden.placement, overridden.migration) == (
+        "longest_first",
+        "partition",
+        "gain",
+    )
+    assert overridden.predicts
+    assert overridden.preempts
     pinned = scheduling(RolloutConfig(scheduling="trajectory", placement="pinned"))
     assert pinned.migration == "never"
     assert pinned.homes

@@ -60,19 +60,19 @@ def test_no_contiguous_partition_is_better(
 ) -> None:
     groups = ByWork(works, {1: slow, 2: fast})
     workers = workers[: len(works)]
-    found = place_groups(groups, workers)
+    placement = place_groups(groups, workers)
     orders = set(itertools.permutations(workers))
     least = min(
         slowest(groups, order, ends)
         for order in orders
         for ends in contiguous(len(works), len(workers))
     )
-    assert found.makespan_s == least
-    spans = sorted(span for span in found.spans if span[0] < span[1])
+    assert placement.makespan_s == least
+    spans = sorted(span for span in placement.spans if span[0] < span[1])
     assert [end for _, end in spans] == [*(start for start, _ in spans[1:]), len(works)]
     costs = [
         groups.seconds(degree, *span)
-        for degree, span in zip(workers, found.spans, strict=True)
+        for degree, span in zip(workers, placement.spans, strict=True)
         if span[0] < span[1]
     ]
     assert max(costs) <= least, "what is levelled is no slower"
@@ -97,9 +97,9 @@ def test_no_fleet_is_better(
         for fleet in fleets
         for ends in contiguous(len(works), len(fleet))
     )
-    found = allocate_groups(groups, budget, (1, 2))
-    assert found.makespan_s == least
-    assert sum(found.degrees) == budget
+    allocation = allocate_groups(groups, budget, (1, 2))
+    assert allocation.makespan_s == least
+    assert sum(allocation.degrees) == budget
 
 
 @settings(max_examples=examples(200))
@@ -167,23 +167,23 @@ def test_a_rate_gives_back_what_was_measured(
         for batch in (1, 4, 16, 64)
         for tokens in contexts
     ]
-    found = rate(points, slots=8, kv_tokens=100)
+    fitted = rate(points, slots=8, kv_tokens=100)
     for point in points:
         again = (
-            found.fixed_s
-            + found.sequence_s * point.batch
-            + found.context_s * point.batch * point.context
+            fitted.fixed_s
+            + fitted.sequence_s * point.batch
+            + fitted.context_s * point.batch * point.context
         )
         assert again == pytest.approx(point.seconds, rel=1e-4)
-    assert min(found.fixed_s, found.sequence_s, found.context_s) >= 0
+    assert min(fitted.fixed_s, fitted.sequence_s, fitted.context_s) >= 0
 
 
 def test_noise_makes_no_negative_parts() -> None:
-    found = rate(
+    fitted = rate(
         [StepTime(batch=1, seconds=2.0), StepTime(batch=8, seconds=1.0)], slots=1, kv_tokens=1
     )
-    assert found.fixed_s > 0
-    assert found.sequence_s == found.context_s == 0
+    assert fitted.fixed_s > 0
+    assert fitted.sequence_s == fitted.context_s == 0
 
 
 def test_occupied_sums_a_growing_context() -> None:

@@ -55,8 +55,8 @@ from rollweave.schema.serving import (
     VersionSpan,
 )
 
-HOLD, REFUSE, CRASH, DEAF, TELL = 99, 98, 97, 96, 95
-TOLD = 3
+HOLD, REFUSE, CRASH, DEAF, PROGRESS = 99, 98, 97, 96, 95
+PROGRESS_TOKENS = 3
 
 
 class EchoLoop:
@@ -68,7 +68,7 @@ class EchoLoop:
         self._wake = threading.Condition()
         self._version = spec.version
         self._suspended = False
-        self._held: dict[str, GenerateResult] = {}
+        self._held_results: dict[str, GenerateResult] = {}
         self._queued: list[Add] = []
         self._cached: list[tuple[int, ...]] = []
 
@@ -100,11 +100,11 @@ class EchoLoop:
                     self._add(command)
                 case Abort(id=id):
                     self._queued = [add for add in self._queued if add.request.id != id]
-                    if id in self._held:
-                        self._reply(Generated(result=self._held.pop(id)))
+                    if id in self._held_results:
+                        self._reply(Generated(result=self._held_results.pop(id)))
                 case Suspend():
                     self._suspended = True
-                    self._reply(Suspended(in_flight=len(self._held) + len(self._queued)))
+                    self._reply(Suspended(in_flight=len(self._held_results) + len(self._queued)))
                 case Resume():
                     self._suspended = False
                     queued, self._queued = self._queued, []
@@ -121,7 +121,7 @@ class EchoLoop:
                 case Stats():
                     stats = EngineStats(
                         version=self._version,
-                        running=len(self._held),
+                        running=len(self._held_results),
                         waiting=0,
                         kv_used_tokens=0,
                         kv_total_tokens=1000,
@@ -157,9 +157,9 @@ class EchoLoop:
         if self._suspended:
             self._queued.append(add)
         elif first == HOLD:
-            self._held[request.id] = self._said(request, FinishReason.ABORTED, more=0)
-        elif first == TELL:
-            self._tell(add)
+            self._held_results[request.id] = self._result_of(request, FinishReason.ABORTED, more=0)
+        elif first == PROGRESS:
+            self._report_progress(add)
         elif first == REFUSE:
             error = "refused by the fake engine"
             refused = GenerateResult(
@@ -174,12 +174,12 @@ class EchoLoop:
         else:
             cached = self._cached_of(request.tokens)
             self._cached.append(request.tokens)
-            result = self._said(request, FinishReason.LENGTH, more=request.sampling.max_tokens)
+            result = self._result_of(request, FinishReason.LENGTH, more=request.sampling.max_tokens)
             self._reply(Generated(result=msgspec.structs.replace(result, cached_tokens=cached)))
 
-    def _tell(self, add: Add) -> None:
-        result = self._held[add.request.id] = self._said(
-            add.request, FinishReason.ABORTED, more=TOLD
+    def _report_progress(self, add: Add) -> None:
+        result = self._held_results[add.request.id] = self._result_of(
+            add.request, FinishReason.ABORTED, more=PROGRESS_TOKENS
         )
         new = result.resumed_tokens
         if add.stream:
@@ -194,14 +194,16 @@ class EchoLoop:
             )
             self._reply(Progress(pieces=(piece,)))
 
-    def _said(self, request: GenerateRequest, finish: FinishReason, *, more: int) -> GenerateResult:
+    def _result_of(
+        self, request: GenerateRequest, finish: FinishReason, *, more: int
+    ) -> GenerateResult:
         """Return the resumed tokens and `more` tokens, within the limits."""
-        given = request.resumed.tokens if request.resumed is not None else ()
+        resumed_tokens = request.resumed.tokens if request.resumed is not None else ()
         first, end = (
             request.tokens[-1] % 40 + 2,
-            min(len(given) + more, request.sampling.max_tokens),
+            min(len(resumed_tokens) + more, request.sampling.max_tokens),
         )
-        tokens = given + tuple(range(first + len(given), first + end))
+        tokens = resumed_tokens + tuple(range(first + len(resumed_tokens), first + end))
         spans = (VersionSpan(start=0, end=end, version=self._version),) if end else ()
         return GenerateResult(
             id=request.id,
@@ -209,13 +211,13 @@ class EchoLoop:
             logprobs=(-1.0,) * len(tokens),
             versions=spans,
             finish=finish,
-            resumed_tokens=len(given),
+            resumed_tokens=len(resumed_tokens),
         )
 
     def _cached_of(self, tokens: tuple[int, ...]) -> int:
         """Return the number of tokens of the longest cached prefix."""
         return max(
-            (len(known) for known in self._cached if tokens[: len(known)] == known), default=0
+            (len(cached) for cached in self._cached if tokens[: len(cached)] == cached), default=0
         )
 
 

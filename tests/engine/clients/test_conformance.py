@@ -42,9 +42,9 @@ from tests.engine.clients.echo_engine import (
     CRASH,
     DEAF,
     HOLD,
+    PROGRESS,
+    PROGRESS_TOKENS,
     REFUSE,
-    TELL,
-    TOLD,
     EchoLoop,
     kv_manifest,
 )
@@ -143,7 +143,7 @@ def over_http(engine: EngineClient) -> HttpEngine:
 @pytest.fixture
 async def connect(tmp_path: Path, model: Path) -> AsyncIterator[Connect]:
     """Start engines, and end all of them."""
-    made: list[EngineClient | HttpEngine] = []
+    clients: list[EngineClient | HttpEngine] = []
 
     def start(
         kind: str, *, broken: bool = False, reply_s: float = 20.0
@@ -170,13 +170,13 @@ async def connect(tmp_path: Path, model: Path) -> AsyncIterator[Connect]:
                 model_ready=model_ready,
             )
         engine = EngineClient("engine e0", link, start_s=60.0, reply_s=reply_s)
-        made.append(engine)
+        clients.append(engine)
         if "HTTP" in kind:
-            made.append(over_http(engine))
-        return made[-1]
+            clients.append(over_http(engine))
+        return clients[-1]
 
     yield start
-    for client in reversed(made):
+    for client in reversed(clients):
         await client.close()
 
 
@@ -262,7 +262,7 @@ async def test_abort_answers_and_cancel_forgets(connect: Connect, kind: str) -> 
     assert (await client.generate(request("r1", 5))).id == "r1"  # the id is free again
 
 
-def begun(result: GenerateResult, count: int) -> PartialOutput:
+def partial_of(result: GenerateResult, count: int) -> PartialOutput:
     """Return the first `count` tokens of a turn, all of one version."""
     spans = (msgspec.structs.replace(result.versions[0], end=count),)
     return PartialOutput(
@@ -277,15 +277,17 @@ def begun(result: GenerateResult, count: int) -> PartialOutput:
 async def test_partial_turn_is_resumed(connect: Connect, kind: str) -> None:
     client = connect(kind)
     await client.ready()
-    whole = await client.generate(request("whole", 5, 6, count=9))
-    count = len(whole.tokens)  # it may stop before 9
-    asked = [
-        msgspec.structs.replace(request(f"r{at}", 5, 6, count=count), resumed=begun(whole, at))
+    uninterrupted = await client.generate(request("whole", 5, 6, count=9))
+    count = len(uninterrupted.tokens)  # it may stop before 9
+    requests = [
+        msgspec.structs.replace(
+            request(f"r{at}", 5, 6, count=count), resumed=partial_of(uninterrupted, at)
+        )
         for at in range(1, count + 1)
     ]
-    for at, result in enumerate(await asyncio.gather(*map(client.generate, asked)), 1):
-        assert result.tokens == whole.tokens
-        assert result.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+    for at, result in enumerate(await asyncio.gather(*map(client.generate, requests)), 1):
+        assert result.tokens == uninterrupted.tokens
+        assert result.logprobs == pytest.approx(uninterrupted.logprobs, abs=1e-4)
         assert (
             result.finish in (FinishReason.LENGTH, FinishReason.STOP),
             result.resumed_tokens,
@@ -295,7 +297,9 @@ async def test_partial_turn_is_resumed(connect: Connect, kind: str) -> None:
     if "ours" in kind:
         with pytest.raises(EngineError, match=r"resumed\.tokens"):
             await client.generate(
-                msgspec.structs.replace(request("long", 5, 6, count=1), resumed=begun(whole, 2))
+                msgspec.structs.replace(
+                    request("long", 5, 6, count=1), resumed=partial_of(uninterrupted, 2)
+                )
             )
 
 
@@ -304,14 +308,14 @@ async def test_tokens_are_reported_during_the_turn(connect: Connect, kind: str) 
     """The embedded engine reports all sampled tokens when it is suspended: during both
     turns, or they are repeated.
     """
-    client, heard, others = connect(kind), list[TokenDelta](), list[TokenDelta]()
+    client, deltas, others = connect(kind), list[TokenDelta](), list[TokenDelta]()
     await client.ready()
     while True:
         before = (await client.stats()).output_tokens
         turn = client.generate(
-            request("r0", TELL if "fake" in kind else 5, count=200), heard.append
+            request("r0", PROGRESS if "fake" in kind else 5, count=200), deltas.append
         )
-        quiet = client.generate(request("r1", TELL if "fake" in kind else 5, count=200))
+        quiet = client.generate(request("r1", PROGRESS if "fake" in kind else 5, count=200))
         while "ours" in kind and (await client.stats()).output_tokens < before + 4:
             pass
         await client.suspend()
@@ -319,35 +323,37 @@ async def test_tokens_are_reported_during_the_turn(connect: Connect, kind: str) 
             break
         # this thread was kept waiting for the time of a whole turn
         await asyncio.gather(turn, quiet, client.resume())
-        heard.clear()
-    tokens = tuple(token for piece in heard for token in piece.tokens)
-    assert [piece.start for piece in heard] == [
-        sum(len(p.tokens) for p in heard[:at]) for at in range(len(heard))
+        deltas.clear()
+    tokens = tuple(token for piece in deltas for token in piece.tokens)
+    assert [piece.start for piece in deltas] == [
+        sum(len(p.tokens) for p in deltas[:at]) for at in range(len(deltas))
     ]
-    assert len(tokens) >= (TOLD if "fake" in kind else 2)
+    assert len(tokens) >= (PROGRESS_TOKENS if "fake" in kind else 2)
     client.abort("r0")
     aborted = await turn
     assert aborted.finish is FinishReason.ABORTED
     assert aborted.tokens[: len(tokens)] == tokens
     assert aborted.logprobs[: len(tokens)] == tuple(
-        value for piece in heard for value in piece.logprobs
+        value for piece in deltas for value in piece.logprobs
     )
-    count = len(heard)
+    count = len(deltas)
     again = client.generate(
-        msgspec.structs.replace(request("r2", 5, count=200), resumed=begun(aborted, len(tokens))),
+        msgspec.structs.replace(
+            request("r2", 5, count=200), resumed=partial_of(aborted, len(tokens))
+        ),
         others.append,
     )
     client.kill()
     for lost in (quiet, again):
         with pytest.raises(EngineLostError):
             await lost
-    assert len(heard) == count
+    assert len(deltas) == count
     assert all(piece.id == "r2" and piece.start >= len(tokens) for piece in others)
 
 
 async def test_late_or_unknown_deltas_are_ignored() -> None:
     """The link sends arbitrary replies."""
-    said: list[Callable[[EngineReply], None]] = []
+    on_reply_callbacks: list[Callable[[EngineReply], None]] = []
 
     class Link:
         def send(self, command: EngineCommand) -> None:
@@ -360,33 +366,33 @@ async def test_late_or_unknown_deltas_are_ignored() -> None:
             return
 
     def open_link(on_reply: Callable[[EngineReply], None], on_lost: Callable[[str], None]) -> Link:
-        said.append(on_reply)
+        on_reply_callbacks.append(on_reply)
         return Link()
 
-    client, heard = EngineClient("e0", open_link, start_s=1.0, reply_s=1.0), list[TokenDelta]()
-    tell = said[0]
+    client, deltas = EngineClient("e0", open_link, start_s=1.0, reply_s=1.0), list[TokenDelta]()
+    report = on_reply_callbacks[0]
 
     def piece(id: str, start: int) -> TokenDelta:
         span = VersionSpan(start=start, end=start + 1, version=0)
         return TokenDelta(id=id, start=start, tokens=(7,), logprobs=(-1.0,), versions=(span,))
 
     turn, quiet, cancelled = (
-        client.generate(request("r0", 5), heard.append),
+        client.generate(request("r0", 5), deltas.append),
         client.generate(request("r1", 5)),
-        client.generate(request("r2", 5), heard.append),
+        client.generate(request("r2", 5), deltas.append),
     )
     cancelled.cancel()
-    tell(Progress(pieces=(piece("r0", 0), piece("r1", 0), piece("r2", 0), piece("unknown", 0))))
+    report(Progress(pieces=(piece("r0", 0), piece("r1", 0), piece("r2", 0), piece("unknown", 0))))
     span = VersionSpan(start=0, end=1, version=0)
-    tell(
+    report(
         Generated(
             result=GenerateResult(
                 id="r0", tokens=(7,), logprobs=(-1.0,), versions=(span,), finish=FinishReason.LENGTH
             )
         )
     )
-    tell(Progress(pieces=(piece("r0", 1),)))
-    assert [(each.id, each.start) for each in heard] == [("r0", 0)]
+    report(Progress(pieces=(piece("r0", 1),)))
+    assert [(each.id, each.start) for each in deltas] == [("r0", 0)]
     assert (await turn).tokens == (7,)
     quiet.cancel()
 
@@ -476,9 +482,9 @@ async def test_engines_over_http_refuse_abort_forget_and_end(connect: Connect, k
     await client.ready()
     with pytest.raises(EngineError):
         await client.generate(request("r0", REFUSE if "fake" in kind else 10_000))
-    held = HOLD if "fake" in kind else 5
+    hold_token = HOLD if "fake" in kind else 5
     aborted, cancelled, again = (
-        client.generate(request(id, held, count=200)) for id in ("r1", "r2", "r1")
+        client.generate(request(id, hold_token, count=200)) for id in ("r1", "r2", "r1")
     )
     with pytest.raises(EngineError, match="must be unique"):
         await again
@@ -488,7 +494,7 @@ async def test_engines_over_http_refuse_abort_forget_and_end(connect: Connect, k
     client.abort("unknown")
     assert (await aborted).finish is FinishReason.ABORTED
     assert (await client.generate(request("r2", 5))).id == "r2"
-    left = client.generate(request("r3", held, count=200))
+    left = client.generate(request("r3", hold_token, count=200))
     client.kill()
     with pytest.raises(EngineLostError, match="killed"):
         await left

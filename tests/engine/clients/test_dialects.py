@@ -129,17 +129,17 @@ PRORL_ANSWER = {"response_ids": [9, 2], "logprobs": [-0.5, -0.25]}
 TWO = (VersionSpan(start=0, end=1, version=7), VersionSpan(start=1, end=2, version=8))
 
 
-def said(dialect: Dialect, request: GenerateRequest = REQUEST) -> Any:
+def encoded(dialect: Dialect, request: GenerateRequest = REQUEST) -> Any:
     return json.loads(dialect.encode(request))
 
 
-def heard(dialect: Dialect, answer: object, request: GenerateRequest = REQUEST) -> GenerateResult:
+def decoded(dialect: Dialect, answer: object, request: GenerateRequest = REQUEST) -> GenerateResult:
     result = dialect.decode(request, json.dumps(answer).encode())
     check(request, result, vocab=10)
     return result
 
 
-def whole(version: int) -> tuple[VersionSpan, ...]:
+def one_version(version: int) -> tuple[VersionSpan, ...]:
     return (VersionSpan(start=0, end=2, version=version),)
 
 
@@ -157,15 +157,15 @@ def changed(answer: Any, *path: str | int, to: object) -> Any:
 
 
 def test_vllm_receives_every_parameter() -> None:
-    assert said(Vllm("m")) == {
+    assert encoded(Vllm("m")) == {
         "request_id": "ab12",
         "model": "m",
         "token_ids": [5, 6, 7],
         "sampling_params": VLLM_SAMPLING,
         "stream": False,
     }
-    assert said(Vllm(), SPEECH)["sampling_params"]["allowed_token_ids"] == [8, 9]
-    assert said(Vllm(), SPEECH)["sampling_params"]["stop"] == ["END"]
+    assert encoded(Vllm(), SPEECH)["sampling_params"]["allowed_token_ids"] == [8, 9]
+    assert encoded(Vllm(), SPEECH)["sampling_params"]["stop"] == ["END"]
     path, body = Vllm().abort("ab12") or ("", b"")
     assert (path, json.loads(body)) == (
         "/inference/v1/abort_requests",
@@ -174,7 +174,7 @@ def test_vllm_receives_every_parameter() -> None:
 
 
 def test_completions_ask_for_token_ids() -> None:
-    asked = {
+    body = {
         **VLLM_SAMPLING,
         "prompt": [5, 6, 7],
         "model": "m",
@@ -183,22 +183,22 @@ def test_completions_ask_for_token_ids() -> None:
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
-    assert said(Completions("m")) == asked
-    assert "model" not in said(Completions())
+    assert encoded(Completions("m")) == body
+    assert "model" not in encoded(Completions())
     assert Completions().abort("ab12") is None
 
 
 def test_text_completions_omit_fields_of_vllm() -> None:
-    asked = said(Completions("m", encode_text=lambda text: [1]))
+    body = encoded(Completions("m", encode_text=lambda text: [1]))
     assert {
         "logprobs",
         "return_token_ids",
         "min_p",
         "repetition_penalty",
         "allowed_token_ids",
-    }.isdisjoint(asked)
-    assert (asked["top_k"], asked["stop_token_ids"]) == (5, [2])
-    assert "top_k" not in said(Completions("m", encode_text=lambda text: [1]), SPEECH)
+    }.isdisjoint(body)
+    assert (body["top_k"], body["stop_token_ids"]) == (5, [2])
+    assert "top_k" not in encoded(Completions("m", encode_text=lambda text: [1]), SPEECH)
 
 
 def test_sglang_receives_every_parameter() -> None:
@@ -208,7 +208,7 @@ def test_sglang_receives_every_parameter() -> None:
         if name not in ("seed", "max_tokens", "allowed_token_ids")
     }
     del params["logprobs"]
-    assert said(Sglang()) == {
+    assert encoded(Sglang()) == {
         "rid": "ab12",
         "input_ids": [5, 6, 7],
         "return_logprob": True,
@@ -216,13 +216,13 @@ def test_sglang_receives_every_parameter() -> None:
         "sampling_params": {**params, "max_new_tokens": 3, "sampling_seed": 11},
     }
     plain = GenerateRequest(id="x", tokens=(1,))
-    assert said(Sglang(), plain)["sampling_params"]["top_k"] == -1
+    assert encoded(Sglang(), plain)["sampling_params"]["top_k"] == -1
     path, body = Sglang().abort("ab12") or ("", b"")
     assert (path, json.loads(body)) == ("/abort_request", {"rid": "ab12"})
 
 
 def test_prorl_request_matches_its_clients() -> None:
-    asked = {
+    body = {
         "prompt_ids": [5, 6, 7],
         "temperature": 0.7,
         "top_p": 0.9,
@@ -230,8 +230,8 @@ def test_prorl_request_matches_its_clients() -> None:
         "max_tokens": 3,
         "top_k": 5,
     }
-    assert said(Prorl()) == asked
-    assert "top_k" not in said(Prorl(), GenerateRequest(id="x", tokens=(1,)))
+    assert encoded(Prorl()) == body
+    assert "top_k" not in encoded(Prorl(), GenerateRequest(id="x", tokens=(1,)))
 
 
 def test_rollweave_sends_the_request_itself() -> None:
@@ -254,11 +254,11 @@ def test_unsupported_parameters_are_refused(speaker: Dialect, field: str) -> Non
 def test_any_seed_fits(seed: int) -> None:
     request = GenerateRequest(id="x", tokens=(1,), sampling=Sampling(seed=seed))
     for speaker in (Vllm(), Completions(), Sglang(), Prorl()):
-        told = said(speaker, request)
-        sent = told.get(
+        body = encoded(speaker, request)
+        sent = body.get(
             "seed",
-            told.get("sampling_params", {}).get(
-                "seed", told.get("sampling_params", {}).get("sampling_seed")
+            body.get("sampling_params", {}).get(
+                "seed", body.get("sampling_params", {}).get("sampling_seed")
             ),
         )
         assert 0 <= sent < 1 << 63
@@ -268,7 +268,7 @@ def test_any_seed_fits(seed: int) -> None:
 
 
 def test_vllm_answers_with_versions_and_cache() -> None:
-    result = heard(Vllm(), VLLM_ANSWER)
+    result = decoded(Vllm(), VLLM_ANSWER)
     assert (result.id, result.tokens, result.logprobs) == ("ab12", (9, 2), (-0.5, -0.25))
     assert (result.versions, result.finish, result.cached_tokens) == (TWO, FinishReason.STOP, 2)
     named = changed(
@@ -278,25 +278,25 @@ def test_vllm_answers_with_versions_and_cache() -> None:
         "weight_versions",
         to=[{"version": "step-7", "start": 0, "end": 2}],
     )
-    assert heard(Vllm(), named).versions == whole(0)
-    assert heard(
+    assert decoded(Vllm(), named).versions == one_version(0)
+    assert decoded(
         Vllm(), changed(VLLM_ANSWER, "choices", 0, "weight_versions", to=None)
-    ).versions == whole(0)
+    ).versions == one_version(0)
 
 
 def test_completions_answer() -> None:
-    result = heard(Completions(), COMPLETION_ANSWER)
+    result = decoded(Completions(), COMPLETION_ANSWER)
     assert (result.tokens, result.logprobs, result.finish) == (
         (9, 8),
         (-0.5, -0.25),
         FinishReason.LENGTH,
     )
-    assert (result.versions, result.text_only) == (whole(0), False)
+    assert (result.versions, result.text_only) == (one_version(0), False)
 
 
 def test_text_only_results_are_marked() -> None:
     bare = changed(COMPLETION_ANSWER, "choices", 0, "token_ids", to=None)
-    result = heard(
+    result = decoded(
         Completions(encode_text=lambda text: [len(text)]),
         changed(bare, "choices", 0, "logprobs", to=None),
     )
@@ -304,46 +304,46 @@ def test_text_only_results_are_marked() -> None:
 
 
 def test_sglang_answers_with_its_version() -> None:
-    result = heard(Sglang(), SGLANG_ANSWER)
+    result = decoded(Sglang(), SGLANG_ANSWER)
     assert (result.tokens, result.logprobs) == ((9, 2), (-0.5, -0.25))
     assert (result.versions, result.finish, result.cached_tokens) == (
-        whole(12),
+        one_version(12),
         FinishReason.STOP,
         1,
     )
     spans = [{"version": "7", "start": 0, "end": 1}, {"version": "8", "start": 1, "end": 2}]
     assert (
-        heard(Sglang(), changed(SGLANG_ANSWER, "meta_info", "weight_versions", to=spans)).versions
+        decoded(Sglang(), changed(SGLANG_ANSWER, "meta_info", "weight_versions", to=spans)).versions
         == TWO
     )
-    assert heard(
+    assert decoded(
         Sglang(), changed(SGLANG_ANSWER, "meta_info", "weight_version", to="default")
-    ).versions == whole(0)
+    ).versions == one_version(0)
 
 
 def test_sglang_aborts_before_and_in_the_middle() -> None:
     stopped = changed(
         SGLANG_ANSWER, "meta_info", "finish_reason", to={"type": "abort", "message": "Aborted"}
     )
-    assert heard(Sglang(), stopped).finish is FinishReason.ABORTED
+    assert decoded(Sglang(), stopped).finish is FinishReason.ABORTED
     early = {
         "output_ids": [],
         "meta_info": {"finish_reason": {"type": "abort"}, "weight_version": "1"},
     }
-    assert heard(Sglang(), early).tokens == ()
+    assert decoded(Sglang(), early).tokens == ()
 
 
 def test_prorl_is_cut_after_the_first_stop_token() -> None:
-    assert heard(Prorl(), PRORL_ANSWER).finish is FinishReason.STOP
+    assert decoded(Prorl(), PRORL_ANSWER).finish is FinishReason.STOP
     long = {"response_ids": [9, 2, 4], "logprobs": [-0.5, -0.25, -0.1]}
-    result = heard(Prorl(), long)
+    result = decoded(Prorl(), long)
     assert (result.tokens, result.logprobs, result.finish) == (
         (9, 2),
         (-0.5, -0.25),
         FinishReason.STOP,
     )
     full = {"response_ids": [9, 8, 4], "logprobs": [-0.5, -0.25, -0.1]}
-    assert heard(Prorl(), full).finish is FinishReason.LENGTH
+    assert decoded(Prorl(), full).finish is FinishReason.LENGTH
 
 
 def test_rollweave_returns_the_result_itself() -> None:
@@ -356,8 +356,8 @@ def test_rollweave_returns_the_result_itself() -> None:
         queue_s=0.1,
     )
     assert Rollweave().decode(REQUEST, msgspec.json.encode(result)) == result
-    unversioned = msgspec.structs.replace(result, versions=whole(-1))
-    assert Rollweave().decode(REQUEST, msgspec.json.encode(unversioned)).versions == whole(0)
+    unversioned = msgspec.structs.replace(result, versions=one_version(-1))
+    assert Rollweave().decode(REQUEST, msgspec.json.encode(unversioned)).versions == one_version(0)
 
 
 CHOICE = ("choices", 0)
@@ -459,7 +459,7 @@ def test_malformed_answers_raise_with_the_reason(
     speaker: Dialect, answer: object, reason: str
 ) -> None:
     with pytest.raises(ResponseError, match=reason):
-        heard(speaker, answer)
+        decoded(speaker, answer)
 
 
 @given(

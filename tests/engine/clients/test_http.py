@@ -162,17 +162,17 @@ async def test_operations_of_the_owner_raise() -> None:
 
 
 async def test_cancellation_disconnects() -> None:
-    gone = asyncio.Event()
+    disconnected = asyncio.Event()
 
     async def watch(exchange: Exchange) -> None:
         await exchange.hung_up()
-        gone.set()
+        disconnected.set()
 
     async with serving(watch, probed=FINE) as wire, connected(wire) as engine:
         answer = engine.generate(request())
         await wire.arrived.wait()
         answer.cancel()
-        await gone.wait()
+        await disconnected.wait()
         assert (await engine.stats()).running == 0
         wire.handle = FINE
         assert (await engine.generate(request())).id == "r0"  # the id is free again
@@ -199,17 +199,17 @@ def sglang(tokens: list[int], reason: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ending", ["abort", "budget"])
 async def test_abort_with_server_support_returns_the_tokens_so_far(ending: str) -> None:
-    told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    aborted_id: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def probed(exchange: Exchange) -> None:
         exchange.send(sglang([6, 7], "length"))
 
     async def handle(exchange: Exchange) -> None:
         if exchange.path == "/abort_request":
-            told.set_result(exchange.asked["rid"])
+            aborted_id.set_result(exchange.json_body["rid"])
             exchange.send({})
         else:
-            assert await told == exchange.asked["rid"]
+            assert await aborted_id == exchange.json_body["rid"]
             exchange.send(sglang([6], "abort"))
 
     async with serving(handle, probed=probed) as wire, connected(wire, dialect="sglang") as engine:
@@ -220,7 +220,7 @@ async def test_abort_with_server_support_returns_the_tokens_so_far(ending: str) 
         result = await answer
         assert (result.id, result.tokens, result.versions[0].version) == ("r0", (6,), 3)
         assert result.finish is (FinishReason.ABORTED if ending == "abort" else FinishReason.TIME)
-        assert len(told.result()) == 32, (
+        assert len(aborted_id.result()) == 32, (
             "SGLang aborts whatever begins so: no id may be the beginning of another"
         )
 
@@ -233,11 +233,11 @@ async def test_a_time_budget_ends_a_request_that_hangs() -> None:
 
 async def test_a_request_that_waits_for_a_slot_can_be_aborted() -> None:
     async with serving(hang) as wire, connected(wire, slots=1) as engine:
-        held, waiting = engine.generate(request("r0")), engine.generate(request("r1"))
+        running, waiting = engine.generate(request("r0")), engine.generate(request("r1"))
         await wire.arrived.wait()
         engine.abort("r1")
         assert (await waiting).finish is FinishReason.ABORTED
-        assert not held.done()
+        assert not running.done()
         assert len(wire.seen) == 1
 
 
@@ -384,15 +384,15 @@ async def test_server_that_ends_during_a_turn_is_lost() -> None:
         assert "does not answer" in await engine.lost
 
 
-@pytest.mark.parametrize("ill", ["health fails", "health hangs"])
-async def test_unhealthy_server_is_lost_after_several_checks(ill: str) -> None:
+@pytest.mark.parametrize("symptom", ["health fails", "health hangs"])
+async def test_unhealthy_server_is_lost_after_several_checks(symptom: str) -> None:
     async with serving(hang) as wire, connected(wire, check_s=0.02, reply_s=0.2) as engine:
         pending = engine.generate(request())
         await wire.arrived.wait()
-        wire.health = 503 if ill == "health fails" else HANG
+        wire.health = 503 if symptom == "health fails" else HANG
         with pytest.raises(
             EngineLostError,
-            match="health is status 503" if ill == "health fails" else "no answer to a health",
+            match="health is status 503" if symptom == "health fails" else "no answer to a health",
         ):
             await pending
 

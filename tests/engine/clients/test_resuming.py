@@ -33,27 +33,31 @@ def partial(*tokens: int, generate_s: float = 0.0, version: int = 0) -> PartialO
 def request(
     resumed: PartialOutput | None, *, count: int = 6, budget_s: float = 0.0, **sampling: Any
 ) -> GenerateRequest:
-    asked = Sampling(max_tokens=count, seed=40, **sampling)
-    return GenerateRequest(id="r0", tokens=(5,), sampling=asked, budget_s=budget_s, resumed=resumed)
+    sampling_of_request = Sampling(max_tokens=count, seed=40, **sampling)
+    return GenerateRequest(
+        id="r0", tokens=(5,), sampling=sampling_of_request, budget_s=budget_s, resumed=resumed
+    )
 
 
 def spec(url: str) -> HttpSpec:
     return HttpSpec(name="engine e0", url=url, vocab=100, dialect="prorl")
 
 
-async def answered(asked: GenerateRequest) -> tuple[GenerateResult, list[Any]]:
+async def answered(resumed_request: GenerateRequest) -> tuple[GenerateResult, list[Any]]:
     """Return the answer of a model that counts, and the requests that it received."""
     async with serving(prorl(hot=-1.5)) as wire:
         engine = HttpEngine(spec(wire.url), check_s=1000.0)
         try:
-            return await engine.generate(asked), [exchange.asked for exchange in wire.seen]
+            return await engine.generate(resumed_request), [
+                exchange.json_body for exchange in wire.seen
+            ]
         finally:
             await engine.close()
 
 
 async def test_rest_is_requested_with_a_longer_prompt_and_another_seed() -> None:
-    result, (asked,) = await answered(request(partial(6, 7, generate_s=3.0)))
-    assert (asked["prompt_ids"], asked["max_tokens"], asked["seed"]) == ([5, 6, 7], 4, 42)
+    result, (body,) = await answered(request(partial(6, 7, generate_s=3.0)))
+    assert (body["prompt_ids"], body["max_tokens"], body["seed"]) == ([5, 6, 7], 4, 42)
     assert result.tokens == (6, 7, 8, 9, 10, 11)
     assert result.logprobs == (-0.25, -0.25, -1.5, -1.5, -1.5, -1.5)
     assert result.versions == (VersionSpan(start=0, end=6, version=0),)
@@ -72,8 +76,8 @@ async def test_rest_is_requested_with_a_longer_prompt_and_another_seed() -> None
 async def test_ended_turn_is_not_requested(
     resumed: PartialOutput, sampling: Any, finish: FinishReason
 ) -> None:
-    result, asked = await answered(request(resumed, **sampling))
-    assert (result.tokens, result.finish, asked) == (resumed.tokens, finish, [])
+    result, bodies = await answered(request(resumed, **sampling))
+    assert (result.tokens, result.finish, bodies) == (resumed.tokens, finish, [])
 
 
 @pytest.mark.parametrize(("count", "stop_token_ids"), [(1, ()), (6, (6,))])
@@ -85,10 +89,14 @@ async def test_impossible_beginning_is_refused(count: int, stop_token_ids: tuple
 
 
 def test_stop_strings_and_text_only_restart_the_turn() -> None:
-    asked = request(partial(6, 7), stop=("end",))
-    assert remaining_request(asked, text_only=False) == msgspec.structs.replace(asked, resumed=None)
-    asked = request(partial(6, 7))
-    assert remaining_request(asked, text_only=True) == msgspec.structs.replace(asked, resumed=None)
+    resumed_request = request(partial(6, 7), stop=("end",))
+    assert remaining_request(resumed_request, text_only=False) == msgspec.structs.replace(
+        resumed_request, resumed=None
+    )
+    resumed_request = request(partial(6, 7))
+    assert remaining_request(resumed_request, text_only=True) == msgspec.structs.replace(
+        resumed_request, resumed=None
+    )
     assert remaining_request(request(None), text_only=False) == request(None)
 
 
@@ -134,10 +142,12 @@ def test_spans_are_merged_as_those_of_one_turn(before: list[int], after: list[in
         versions=spans(after),
         finish=FinishReason.STOP,
     )
-    asked = GenerateRequest(id="r0", tokens=(5,), resumed=resumed)
-    whole = merged_result(asked, rest)
-    assert spans_cover(whole.versions, len(whole.tokens))
-    told = [span.version for span in whole.versions for _ in range(span.end - span.start)]
-    assert told == before + after
-    assert whole.tokens == (1,) * len(before) + (2,) * len(after)
-    assert unextended_result(asked, FinishReason.ABORTED).tokens == resumed.tokens
+    resumed_request = GenerateRequest(id="r0", tokens=(5,), resumed=resumed)
+    merged = merged_result(resumed_request, rest)
+    assert spans_cover(merged.versions, len(merged.tokens))
+    reported_versions = [
+        span.version for span in merged.versions for _ in range(span.end - span.start)
+    ]
+    assert reported_versions == before + after
+    assert merged.tokens == (1,) * len(before) + (2,) * len(after)
+    assert unextended_result(resumed_request, FinishReason.ABORTED).tokens == resumed.tokens

@@ -39,7 +39,7 @@ from tests.engine.clients.test_conformance import tiny_checkpoint
 
 VOCAB = 128
 MOST = 30
-OURS: tuple[DialectName, ...] = ("rollweave", "completions", "prorl")
+DIALECTS: tuple[DialectName, ...] = ("rollweave", "completions", "prorl")
 
 
 class Letters:
@@ -121,7 +121,7 @@ SAMPLINGS = [
 ]
 
 
-@pytest.mark.parametrize("dialect", OURS)
+@pytest.mark.parametrize("dialect", DIALECTS)
 async def test_served_tokens_equal_the_engine_s(served: Served, dialect: DialectName) -> None:
     async with served.remote(dialect) as remote:
         assert remote.logprobs is Logprobs.SAMPLED
@@ -132,15 +132,15 @@ async def test_served_tokens_equal_the_engine_s(served: Served, dialect: Dialect
         ]
         here = [await served.engine.generate(request) for request in requests]
         there = await asyncio.gather(*(remote.generate(request) for request in requests))
-        for ours, theirs in zip(here, there, strict=True):
-            assert (theirs.id, theirs.tokens, theirs.logprobs) == (
-                ours.id,
-                ours.tokens,
-                ours.logprobs,
+        for local, served_result in zip(here, there, strict=True):
+            assert (served_result.id, served_result.tokens, served_result.logprobs) == (
+                local.id,
+                local.tokens,
+                local.logprobs,
             )
-            assert theirs.finish is ours.finish
-            assert [(span.start, span.end, span.version) for span in theirs.versions] == [
-                (0, len(ours.tokens), 0)
+            assert served_result.finish is local.finish
+            assert [(span.start, span.end, span.version) for span in served_result.versions] == [
+                (0, len(local.tokens), 0)
             ]
         assert {result.finish for result in there} == {FinishReason.LENGTH, FinishReason.STOP}
 
@@ -155,10 +155,10 @@ async def test_ready_and_stats_are_forwarded(served: Served) -> None:
         )
         await remote.generate(request)
         assert (await remote.generate(request)).cached_tokens >= 32
-        late = GenerateRequest(
+        second = GenerateRequest(
             id="r1", tokens=(5,), sampling=Sampling(max_tokens=200), budget_s=1e-6
         )
-        assert (await remote.generate(late)).finish is FinishReason.TIME
+        assert (await remote.generate(second)).finish is FinishReason.TIME
         masked = GenerateRequest(
             id="r2", tokens=(5,), sampling=Sampling(max_tokens=20, allowed=(7, 8))
         )
@@ -167,7 +167,7 @@ async def test_ready_and_stats_are_forwarded(served: Served) -> None:
             await remote.generate(GenerateRequest(id="r3", tokens=(500,)))
 
 
-@pytest.mark.parametrize("dialect", OURS)
+@pytest.mark.parametrize("dialect", DIALECTS)
 async def test_disconnecting_stops_the_generation(served: Served, dialect: DialectName) -> None:
     """While it is suspended, the engine cannot have finished the request by itself."""
     async with served.remote(dialect) as remote:
@@ -212,7 +212,7 @@ async def test_abort_returns_the_tokens_so_far(served: Served) -> None:
 
 
 async def test_text_is_served_with_a_tokenizer(served: Served) -> None:
-    asked = {
+    body = {
         "model": "tiny",
         "prompt": "abc",
         "max_tokens": 4,
@@ -220,7 +220,7 @@ async def test_text_is_served_with_a_tokenizer(served: Served) -> None:
         "logprobs": 1,
         "return_token_ids": True,
     }
-    status, answer = await served.post("/v1/completions", asked)
+    status, answer = await served.post("/v1/completions", body)
     assert status == 200
     (choice,) = answer["choices"]
     assert choice["text"] == "".join(map(chr, choice["token_ids"]))
@@ -234,7 +234,7 @@ async def test_text_is_served_with_a_tokenizer(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop", "shown"),
+    ("stop", "visible"),
     [
         ({}, "hello"),
         ({"stop": "lo"}, "hel"),
@@ -242,7 +242,7 @@ async def test_text_is_served_with_a_tokenizer(served: Served) -> None:
         ({"stop_token_ids": [ord("o")]}, "hell"),
     ],
 )
-async def test_text_ends_before_the_stop(stop: dict[str, Any], shown: str) -> None:
+async def test_text_ends_before_the_stop(stop: dict[str, Any], visible: str) -> None:
     class Speaker:
         async def generate(self, request: GenerateRequest) -> GenerateResult:
             tokens = tuple(map(ord, "hello"))
@@ -258,21 +258,21 @@ async def test_text_ends_before_the_stop(stop: dict[str, Any], shown: str) -> No
     speaker: Any = Speaker()
     app = EngineServer(speaker, model="m", text=Letters()).application()
     async with listening(app, "127.0.0.1", 0, guard=Guard(token=None), shutdown_s=1.0) as url:
-        asked = {"prompt": "say", "return_token_ids": True, **stop}
+        body = {"prompt": "say", "return_token_ids": True, **stop}
         async with (
             aiohttp.ClientSession() as session,
-            session.post(url + "/v1/completions", json=asked) as response,
+            session.post(url + "/v1/completions", json=body) as response,
         ):
             (choice,) = (await response.json())["choices"]
-    assert (choice["text"], len(choice["token_ids"])) == (shown, 5)
+    assert (choice["text"], len(choice["token_ids"])) == (visible, 5)
 
 
 async def test_neutral_fields_change_nothing(served: Served) -> None:
-    asked = {"prompt": [5], "max_tokens": 6, "seed": 1, "return_token_ids": True}
-    plain = (await served.post("/v1/completions", asked))[1]["choices"]
+    body = {"prompt": [5], "max_tokens": 6, "seed": 1, "return_token_ids": True}
+    plain = (await served.post("/v1/completions", body))[1]["choices"]
     nothing = {name: values[0] for name, values in NEUTRAL.items() if values}
-    said = nothing | dict.fromkeys(WITHOUT_EFFECT, "x") | asked
-    status, answer = await served.post("/v1/completions", said)
+    with_neutral_fields = nothing | dict.fromkeys(WITHOUT_EFFECT, "x") | body
+    status, answer = await served.post("/v1/completions", with_neutral_fields)
     assert (status, answer.get("choices")) == (200, plain)
 
 
@@ -353,8 +353,8 @@ REFUSED = [
 async def test_unsupported_requests_are_refused_with_the_reason(
     served: Served, path: str, body: object, status: int, reason: str
 ) -> None:
-    told, answer = await served.post(path, body)
-    assert told == status
+    code, answer = await served.post(path, body)
+    assert code == status
     assert reason in answer["detail"]
 
 
@@ -367,9 +367,9 @@ async def test_too_many_requests_are_refused_with_a_retry_time(served: Served) -
         await served.until(lambda stats: stats.waiting == MOST)
         status, answer = await served.post("/generate", {"prompt_ids": [5], "max_tokens": 1})
         assert (status, answer["detail"]) == (429, "Too Many Requests")
-        late = remote.generate(GenerateRequest(id="late", tokens=(5,)))
+        second = remote.generate(GenerateRequest(id="late", tokens=(5,)))
         served.engine.resume()
-        assert len(await asyncio.gather(*waiting, late)) == MOST + 1
+        assert len(await asyncio.gather(*waiting, second)) == MOST + 1
 
 
 async def test_unfinished_request_is_cut_off(served: Served) -> None:

@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def ours(model: Path) -> AsyncIterator[EngineClient]:
+async def embedded(model: Path) -> AsyncIterator[EngineClient]:
     present: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     present.set_result(None)
     spec = EngineSpec(id=EngineId("e0"), model=str(model), max_slots=4, kv_tokens=1024)
@@ -76,7 +76,7 @@ async def remote(server: VllmServer, dialect: DialectName) -> AsyncIterator[Http
 
 
 async def test_both_dialects_work_and_the_loss_is_noticed(
-    model: Path, ours: EngineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, embedded: EngineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # minutes of a C++ compiler in the first request
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
@@ -88,7 +88,7 @@ async def test_both_dialects_work_and_the_loss_is_noticed(
         await asyncio.to_thread(server.wait_ready)
         for dialect in ("vllm", "completions"):
             async with remote(server, dialect) as engine:
-                await agrees(engine, ours, partial=dialect == "vllm")
+                await agrees(engine, embedded, partial=dialect == "vllm")
         async with remote(server, "vllm") as engine:
             pending = engine.generate(GenerateRequest(id="r0", tokens=(5,), sampling=LONG))
             while (await engine.stats()).running == 0:  # noqa: ASYNC110 (our own count)
@@ -98,7 +98,7 @@ async def test_both_dialects_work_and_the_loss_is_noticed(
                 await pending
 
 
-async def agrees(engine: HttpEngine, ours: EngineClient, *, partial: bool) -> None:
+async def agrees(engine: HttpEngine, embedded: EngineClient, *, partial: bool) -> None:
     """Assert the same greedy tokens and log-probs, valid sampled ones, and an end on
     request.
     """
@@ -106,7 +106,7 @@ async def agrees(engine: HttpEngine, ours: EngineClient, *, partial: bool) -> No
     for stops in ((), tuple(range(0, 128, 5))):
         sampling = Sampling(temperature=0.0, max_tokens=12, stop_token_ids=stops)
         request = GenerateRequest(id="r0", tokens=(5, 6, 7), sampling=sampling)
-        there, here = await engine.generate(request), await ours.generate(request)
+        there, here = await engine.generate(request), await embedded.generate(request)
         assert (there.tokens, there.finish) == (here.tokens, here.finish)
         assert there.logprobs == pytest.approx(here.logprobs, abs=1e-4)
     masked = GenerateRequest(id="r1", tokens=(5,), sampling=Sampling(max_tokens=12, allowed=(7, 8)))
@@ -115,6 +115,8 @@ async def agrees(engine: HttpEngine, ours: EngineClient, *, partial: bool) -> No
         await engine.generate(
             GenerateRequest(id="r2", tokens=(5,), sampling=Sampling(temperature=0.7))
         )
-    late = await engine.generate(GenerateRequest(id="r3", tokens=(5,), sampling=LONG, budget_s=0.1))
-    assert late.finish is FinishReason.TIME
-    assert len(late.tokens) < (LONG.max_tokens if partial else 1)
+    out_of_time = await engine.generate(
+        GenerateRequest(id="r3", tokens=(5,), sampling=LONG, budget_s=0.1)
+    )
+    assert out_of_time.finish is FinishReason.TIME
+    assert len(out_of_time.tokens) < (LONG.max_tokens if partial else 1)

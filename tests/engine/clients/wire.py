@@ -25,7 +25,7 @@ class Exchange:
     writer: asyncio.StreamWriter
 
     @property
-    def asked(self) -> Any:
+    def json_body(self) -> Any:
         return json.loads(self.body)
 
     def send(
@@ -131,9 +131,9 @@ def prorl(*, cold: float = -0.5, hot: float = -0.5) -> Handle:
     """
 
     async def handle(exchange: Exchange) -> None:
-        asked = exchange.asked
-        tokens = [asked["prompt_ids"][-1] + 1 + at for at in range(asked["max_tokens"])]
-        logprob = cold if asked["temperature"] == 0 else hot
+        body = exchange.json_body
+        tokens = [body["prompt_ids"][-1] + 1 + at for at in range(body["max_tokens"])]
+        logprob = cold if body["temperature"] == 0 else hot
         exchange.send({"response_ids": tokens, "logprobs": [logprob] * len(tokens)})
 
     return handle

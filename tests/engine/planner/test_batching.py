@@ -110,12 +110,12 @@ def test_a_strictly_higher_rank_takes_the_slot_of_the_lowest_which_keeps_its_blo
     world.add(low)
     world.add(middle)
     world.step()
-    held, computed = list(low.blocks), low.computed
+    blocks, computed = list(low.blocks), low.computed
     world.add(entry("high", [6, 7], rank=2.0))
     plan = world.step()
     assert names(plan.left) == ["low"]
     assert names(world.batcher.running) == ["high", "middle"]
-    assert (low.blocks, low.computed, low.preemptions) == (held, computed, 1)
+    assert (low.blocks, low.computed, low.preemptions) == (blocks, computed, 1)
     world.finish()
     assert world.finished[-1] == "low"
     assert low.reached == low.limit  # nothing was computed twice
@@ -240,12 +240,14 @@ def test_with_plenty_of_kv_the_slots_are_the_reference_s(seed: int) -> None:
     draw = Random(seed)
     slots = draw.randint(1, 4)
     world = World(batcher(blocks=400, slots=slots, chunk=draw.randint(1, 20), caching=False))
-    made = 0
+    submitted = 0
     for _ in range(draw.randint(1, 25)):
         for _ in range(draw.randint(0, 3)):
             tokens = [draw.randint(0, 2) for _ in range(draw.randint(1, 12))]
-            world.add(entry(str(made), tokens, output=draw.randint(1, 6), rank=draw.randint(0, 3)))
-            made += 1
+            world.add(
+                entry(str(submitted), tokens, output=draw.randint(1, 6), rank=draw.randint(0, 3))
+            )
+            submitted += 1
         live = sorted(world.batcher.live)
         if live and draw.random() < 0.5:
             world.batcher.rerank(draw.choice(live), draw.randint(0, 3))
@@ -255,9 +257,9 @@ def test_with_plenty_of_kv_the_slots_are_the_reference_s(seed: int) -> None:
         assert {one.id for one in world.batcher.running} | (
             set(world.finished) - before
         ) == expected
-    total = sum(world.ends.values()) - made
+    total = sum(world.ends.values()) - submitted
     world.finish()
-    assert len(world.finished) == made
+    assert len(world.finished) == submitted
     assert world.computed == total  # with KV to spare, preemption costs no recomputation
 
 
@@ -275,14 +277,14 @@ def test_any_history_finishes_and_every_token_reads_its_own_kv(seed: int) -> Non
         )
     )
     stems = [[0] * 9, [1, 0, 2] * 4, [0, 0, 1, 1, 2]]
-    made = removed = 0
+    submitted = removed = 0
     for step in range(draw.randint(1, 40)):
         for _ in range(draw.randint(0, 3)):
             stem = draw.choice(stems)
             tokens = stem[: draw.randint(1, len(stem))]
             output = draw.randint(1, min(12, blocks * SIZE + 1 - len(tokens)))
-            world.add(entry(str(made), tokens, output=output, rank=draw.randint(0, 2)))
-            made += 1
+            world.add(entry(str(submitted), tokens, output=output, rank=draw.randint(0, 2)))
+            submitted += 1
         live = sorted(world.batcher.live)
         action = draw.choice(["none", "none", "rerank", "remove", "retag"])
         if action == "rerank" and live:
@@ -294,8 +296,8 @@ def test_any_history_finishes_and_every_token_reads_its_own_kv(seed: int) -> Non
             world.retag(step)
         world.step()
     world.finish()
-    assert len(world.finished) == made - removed
-    assert world.batcher.ledger.held == 0
+    assert len(world.finished) == submitted - removed
+    assert world.batcher.ledger.used == 0
 
 
 @settings(max_examples=examples(40))

@@ -23,7 +23,7 @@ class Model:
     idle: list[int] = field(default_factory=list)
 
     def find(self, key: Key) -> int | None:
-        return next((block for block, held in self.content.items() if held == key), None)
+        return next((block for block, cached in self.content.items() if cached == key), None)
 
 
 def test_keys_chain_over_the_whole_prefix_and_the_weights() -> None:
@@ -96,10 +96,10 @@ def test_any_history_agrees_with_the_model(data: st.DataObject) -> None:
             hit = ledger.match(keys)
             expected = []
             for key in keys:
-                found = model.find(key)
-                if found is None:
+                model_block = model.find(key)
+                if model_block is None:
                     break
-                expected.append(found)
+                expected.append(model_block)
             assert hit == expected
             if ledger.free - ledger.unused(hit) < len(keys) - len(hit):
                 continue
@@ -135,5 +135,5 @@ def test_any_history_agrees_with_the_model(data: st.DataObject) -> None:
             model.content.clear()
             model.idle.clear()
         ledger.check()
-        assert ledger.held == len(model.refs)
+        assert ledger.used == len(model.refs)
         assert all(ledger.references(block) == count for block, count in model.refs.items())

@@ -25,7 +25,7 @@ class Scripted:
     ) -> None:
         self._replies = replies if callable(replies) else iter([*replies])
         self.turns_left = turns
-        self.heard: list[Message] = []
+        self.messages: list[Message] = []
         self.tools: list[Sequence[Tool]] = []
 
     async def chat(
@@ -35,7 +35,7 @@ class Scripted:
         tools: Sequence[Tool] = (),
         max_tokens: int | None = None,
     ) -> Message:
-        self.heard = list(messages)
+        self.messages = list(messages)
         self.tools.append(tools)
         if not self.turns_left:
             raise LimitError(StopReason.MAX_TURNS, "no turns left")
@@ -51,25 +51,25 @@ class Scripted:
 
 def calls(*named: tuple[str, Any], content: str = "") -> Message:
     """Return a message that calls tools, each with arguments: a dict, or literal text."""
-    made = [
+    tool_calls = [
         ToolCall(
             id=f"call-{number}",
             name=name,
-            arguments=found if isinstance(found, str) else json.dumps(found),
+            arguments=arguments if isinstance(arguments, str) else json.dumps(arguments),
         )
-        for number, (name, found) in enumerate(named)
+        for number, (name, arguments) in enumerate(named)
     ]
-    return Message(role="assistant", content=content, tool_calls=tuple(made))
+    return Message(role="assistant", content=content, tool_calls=tuple(tool_calls))
 
 
 @asynccontextmanager
 async def sandboxes() -> AsyncIterator[Sandboxes]:
     needs("zygote")
-    made = Sandboxes("zygote")
+    started = Sandboxes("zygote")
     try:
-        yield made
+        yield started
     finally:
-        await made.close()
+        await started.close()
 
 
 async def attempt(handler: Any, task: Task, agent: Scripted, boxes: Sandboxes) -> Score:

@@ -42,8 +42,8 @@ class Scripted:
 
 @contextlib.asynccontextmanager
 async def scripted(script: Script, **session: Any) -> AsyncIterator[tuple[Gateway, Scripted]]:
-    async with gateway(script, session=session) as (made, client):
-        yield made, Scripted(client)
+    async with gateway(script, session=session) as (gateway_, client):
+        yield gateway_, Scripted(client)
 
 
 def job(sandboxes: Sandboxes, **payload: Any) -> Job:
@@ -54,9 +54,9 @@ def job(sandboxes: Sandboxes, **payload: Any) -> Job:
     )
 
 
-async def lived(handler: AgentHandler, given: Job, agent: Any) -> Score:
+async def lived(handler: AgentHandler, job: Job, agent: Any) -> Score:
     """Run a complete attempt."""
-    await handler.init(given)
+    await handler.init(job)
     try:
         await handler.run(agent)
     finally:

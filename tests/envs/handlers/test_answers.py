@@ -20,7 +20,7 @@ fractions = st.fractions(max_denominator=10**6)
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "answer"),
     [
         ("", None),
         ("42", None),
@@ -32,8 +32,8 @@ fractions = st.fractions(max_denominator=10**6)
         (r"\boxed 3", None),
     ],
 )
-def test_boxed_answers(text: str, found: str | None) -> None:
-    assert boxed_answer(text) == found
+def test_boxed_answers(text: str, answer: str | None) -> None:
+    assert boxed_answer(text) == answer
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_words_are_equal_except_for_markup() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given_", "right"),
+    ("answer", "right"),
     [
         ("100", True),
         ("101", True),
@@ -172,8 +172,8 @@ def test_words_are_equal_except_for_markup() -> None:
         ("", False),
     ],
 )
-def test_close_to_100(given_: str, right: bool) -> None:
-    assert within_tolerance(given_, "100", tolerance=0.01) is right
+def test_close_to_100(answer: str, right: bool) -> None:
+    assert within_tolerance(answer, "100", tolerance=0.01) is right
 
 
 def test_close_to_words() -> None:

@@ -30,16 +30,16 @@ def everything(path: str) -> bool:
 
 def test_collects_differences() -> None:
     after = {"a.py": "one\n2\nthree\n", "b/c.py": "four\n", "new.py": "x"}
-    found, refused = changes(listing(**after), BEFORE, keep=everything)
-    assert (found, refused) == ({"a.py": "one\n2\nthree\n", "d.py": None, "new.py": "x"}, "")
+    collected, refused = changes(listing(**after), BEFORE, keep=everything)
+    assert (collected, refused) == ({"a.py": "one\n2\nthree\n", "d.py": None, "new.py": "x"}, "")
     assert changes(listing(**BEFORE), BEFORE, keep=everything) == ({}, "")
 
 
 def test_ignores_excluded_paths() -> None:
-    found, _ = changes(
+    collected, _ = changes(
         listing(**{"a.py": "1", "b/x": "2"}), BEFORE, keep=lambda path: not path.startswith("b/")
     )
-    assert found == {"a.py": "1", "d.py": None}
+    assert collected == {"a.py": "1", "d.py": None}
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_too_much_is_refused() -> None:
         {"x": "x" * (CHANGED_BYTES + 1)},
         {str(number): "x" for number in range(FILES + 1)},
     ):
-        found, refused = changes(listing(**BEFORE, **after), BEFORE, keep=everything)
-        assert not found
+        collected, refused = changes(listing(**BEFORE, **after), BEFORE, keep=everything)
+        assert not collected
         assert refused.startswith(f"at most {FILES} files")
 
 
@@ -90,8 +90,8 @@ def test_git_applies_the_patch(
         (folder / path).write_bytes(text.encode())
     empty = [path for path in {*before, *after} if not before.get(path) and not after.get(path)]
     # a patch of nothing says nothing
-    found, _ = changes(listing(**after), before, keep=lambda path: path not in empty)
-    text = patch(before, found)
+    collected, _ = changes(listing(**after), before, keep=lambda path: path not in empty)
+    text = patch(before, collected)
     if text:
         subprocess.run(
             ["git", "apply", "--whitespace=nowarn", "-"],

@@ -37,7 +37,7 @@ def test_a_family_is_sound(family: str) -> None:
         assert problem == draw_problem(random.Random(number), (family,))
         cases = problem.cases(number, 6)
         assert cases == problem.cases(number, 6) != problem.cases(number + 1, 6)
-        answers = [problem.answer(given) for given in cases]
+        answers = [problem.answer(stdin) for stdin in cases]
         assert len(set(answers)) > 1 or family in ("maze", "sales", "covered"), (problem, answers)
         text = problem.text()
         assert text == problem.text()
@@ -46,11 +46,11 @@ def test_a_family_is_sound(family: str) -> None:
         source = problem.program()
         exec(source.split("\nprint(")[0], scope)  # what is printed is tried in a sandbox below
         call = source.rpartition("print(")[2].removesuffix(")").replace("sys.stdin.read()", "given")
-        assert [eval(call, scope, {"given": given}) for given in cases] == answers
+        assert [eval(call, scope, {"given": stdin}) for stdin in cases] == answers
 
 
 @pytest.mark.parametrize(
-    ("family", "params", "given", "answer"),
+    ("family", "params", "stdin", "answer"),
     [
         ("divisible", {"k": 3, "what": "maximum"}, "3 -6 4\n1 2", "3\n0"),
         ("frequent", {"k": 2, "least": 2}, "bb a bb cc\ncc aa a a", "bb 2\ncc 2"),
@@ -82,13 +82,13 @@ def test_a_family_is_sound(family: str) -> None:
     ],
 )
 def test_solutions_against_examples_by_hand(
-    family: str, params: dict[str, Any], given: str, answer: str
+    family: str, params: dict[str, Any], stdin: str, answer: str
 ) -> None:
-    assert Problem(family=family, params=params).answer(given) == answer
+    assert Problem(family=family, params=params).answer(stdin) == answer
 
 
 def test_tasks_are_drawn_by_seed_and_splits_share_no_problem() -> None:
-    found: dict[Split, set[str]] = {}
+    by_split: dict[Split, set[str]] = {}
     for split in Split:
         tasks = [
             Code.make_task(index=index, seed=3, split=split, options={}) for index in range(200)
@@ -99,8 +99,8 @@ def test_tasks_are_drawn_by_seed_and_splits_share_no_problem() -> None:
         contents = {Problem(**payload_of(task)).content for task in tasks}
         assert {split_of(content) for content in contents} == {split}
         assert len({payload_of(task)["family"] for task in tasks}) >= 8
-        found[split] = contents
-    assert sum(map(len, found.values())) == len(set.union(*found.values()))
+        by_split[split] = contents
+    assert sum(map(len, by_split.values())) == len(set.union(*by_split.values()))
     few = {"families": ["maze"]}
     splits = {
         split_of(Problem(family="maze", params={"ways": w, "none": n}).content)
@@ -131,14 +131,14 @@ async def test_a_correct_program_is_a_success() -> None:
     score, result = await tried(agent)
     assert score == Score(reward=1.0, success=True)
     assert result == {"program": PROBLEM.program(), "passed": [True] * 10}
-    assert PROBLEM.text() in agent.heard[0].content
+    assert PROBLEM.text() in agent.messages[0].content
 
 
 async def test_transcripts_are_correct() -> None:
     rng = random.Random(1)
     for _ in range(4):
-        said = Code.transcript(rng, {})
-        assert [message.role for message in said] == ["user", "assistant"]
+        transcript = Code.transcript(rng, {})
+        assert [message.role for message in transcript] == ["user", "assistant"]
     task = Code.make_task(index=0, seed=mix(0), split=Split.TEST, options={})
     score, _ = await tried([block(Problem(**payload_of(task)).program())], task=task)
     assert score.success
@@ -194,7 +194,7 @@ async def test_with_tools_the_program_may_be_a_file() -> None:
         [write, calls(("bash", {"command": f"echo 3 4 | python3 {FILE}"})), calls(("submit", {}))]
     )
     assert (await tried(agent, options=options))[0].success
-    assert agent.heard[4].content == "3"
+    assert agent.messages[4].content == "3"
     assert (await tried([write, LimitError(StopReason.MAX_TURNS, "no more")], options=options))[
         0
     ].success
@@ -208,7 +208,7 @@ async def test_with_tools_in_text() -> None:
     agent = Scripted(["```bash\necho hello\n```", block(PROBLEM.program())])
     score, _ = await tried(agent, options={"tools": ["bash"], "calls": "text"})
     assert score.success
-    assert agent.heard[2] == Message(role="user", content="hello")
+    assert agent.messages[2] == Message(role="user", content="hello")
 
 
 async def test_an_overflowing_sandbox_is_the_agents_failure() -> None:

@@ -17,11 +17,11 @@ from rollweave.schema.errors import ConfigError
 from tests.support.properties import examples
 
 
-def texts(*given_: str) -> list[Document]:
-    return [Document(title="", text=text) for text in given_]
+def texts(*contents: str) -> list[Document]:
+    return [Document(title="", text=text) for text in contents]
 
 
-async def found(index: Bm25, query: str, count: int = 9) -> list[str]:
+async def titles_found(index: Bm25, query: str, count: int = 9) -> list[str]:
     return [hit.text for hit in await index.find(query, count)]
 
 
@@ -32,13 +32,13 @@ async def test_search() -> None:
             Document(title="Whale", text="It sings."),
         ]
     )
-    assert await found(index, "CAT?") == ["The cat sat.", "A dog and a cat, dogged."]
-    assert await found(index, "cat", 1) == ["The cat sat."]
-    assert await found(index, "whale") == ["It sings."]
+    assert await titles_found(index, "CAT?") == ["The cat sat.", "A dog and a cat, dogged."]
+    assert await titles_found(index, "cat", 1) == ["The cat sat."]
+    assert await titles_found(index, "whale") == ["It sings."]
     for query in ("", "the", "zebra", "!?", "\0", "ca"):
-        assert await found(index, query) == []
-    assert await found(Bm25([]), "cat") == []
-    assert await found(Bm25(texts("the")), "the") == []
+        assert await titles_found(index, query) == []
+    assert await titles_found(Bm25([]), "cat") == []
+    assert await titles_found(Bm25(texts("the")), "the") == []
 
 
 def reference(words: list[list[str]], query: list[str]) -> list[float]:

@@ -23,25 +23,25 @@ class Reader:
         self.texts = {document.title: document.text for document in of.documents}
 
     def value(self, name: str, pattern: str) -> float:
-        found = re.search(pattern, self.texts[name])
-        assert found is not None, (name, pattern)
-        return float(found[1])
+        match = re.search(pattern, self.texts[name])
+        assert match is not None, (name, pattern)
+        return float(match[1])
 
     def density(self, mineral: str) -> float:
         return self.value(mineral, r"density is ([\d.]+) g/cm³")
 
     def planet(self, mineral: str) -> str:
-        found = re.search(r"mined on (\w+) and", self.texts[mineral])
-        assert found is not None
-        return found[1]
+        match = re.search(r"mined on (\w+) and", self.texts[mineral])
+        assert match is not None
+        return match[1]
 
     def gravity(self, planet: str) -> float:
         return self.value(planet, r"acceleration of ([\d.]+) m/s²")
 
     def parts(self, compound: str) -> list[tuple[int, str]]:
-        found = re.search(r"has (\d) of (\w+) and (\d) of (\w+)", self.texts[compound])
-        assert found is not None
-        return [(int(found[1]), found[2]), (int(found[3]), found[4])]
+        match = re.search(r"has (\d) of (\w+) and (\d) of (\w+)", self.texts[compound])
+        assert match is not None
+        return [(int(match[1]), match[2]), (int(match[3]), match[4])]
 
     def molar(self, compound: str) -> float:
         return sum(
@@ -50,14 +50,14 @@ class Reader:
         )
 
     def ore(self, compound: str) -> tuple[str, float]:
-        found = re.search(
+        match = re.search(
             r"extracted from (\w+), of whose mass it makes up ([\d.]+) %", self.texts[compound]
         )
-        assert found is not None
-        return found[1], float(found[2]) / 100
+        assert match is not None
+        return match[1], float(match[2]) / 100
 
-    def found(self, thing: str) -> float:
-        return self.value(thing, r"described in (\d+)\.")
+    def half_life(self, name: str) -> float:
+        return self.value(name, r"described in (\d+)\.")
 
 
 def days(read: Reader, mineral: str) -> float:
@@ -105,7 +105,7 @@ ANSWERS: dict[str, tuple[str, Callable[..., float | str]]] = {
     "extraction": (r"grams of (\w+) does one get from (\d+) cm³", extracted),
     "years_between": (
         r"descriptions of (\w+) and of (\w+)\?",
-        lambda read, a, b: abs(read.found(a) - read.found(b)),
+        lambda read, a, b: abs(read.half_life(a) - read.half_life(b)),
     ),
 }
 
@@ -120,10 +120,10 @@ def test_a_reader_of_the_articles_finds_the_answer(
 ) -> None:
     pattern, answer = ANSWERS[kind.__name__]
     for seed in SEEDS:
-        asked, right = kind(world(seed), random.Random(seed))
-        found = re.search(pattern, asked)
-        assert found is not None, asked
-        read = answer(Reader(world(seed)), *found.groups())
+        question, right = kind(world(seed), random.Random(seed))
+        match = re.search(pattern, question)
+        assert match is not None, question
+        read = answer(Reader(world(seed)), *match.groups())
         assert (
             read == right
             if isinstance(right, str)

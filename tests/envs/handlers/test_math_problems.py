@@ -22,7 +22,7 @@ INTEGER = re.compile(r"-?\d+")
 
 
 def ints(text: str) -> list[int]:
-    return [int(found) for found in INTEGER.findall(text)]
+    return [int(digits) for digits in INTEGER.findall(text)]
 
 
 def modular_power(question: str) -> Any:
@@ -34,9 +34,9 @@ def modular_power(question: str) -> Any:
 
 
 def congruences(question: str) -> Any:
-    given_ = ints(question)
+    numbers = ints(question)
     number, step = 0, 1
-    for rest, modulus in zip(given_[::2], given_[1::2], strict=True):
+    for rest, modulus in zip(numbers[::2], numbers[1::2], strict=True):
         while number % modulus != rest:
             number += step
         step *= modulus
@@ -48,10 +48,10 @@ def linear_system(question: str) -> Any:
         part.split("=")
         for part in question.removeprefix("Solve the system ").split(". ")[0].split(";")
     ]
-    found = sympy.Matrix([ints(one) for one, _ in left]).LUsolve(
+    solution = sympy.Matrix([ints(one) for one, _ in left]).LUsolve(
         sympy.Matrix([int(other) for _, other in left])
     )
-    return tuple(Fraction(int(value.p), int(value.q)) for value in found)
+    return tuple(Fraction(int(value.p), int(value.q)) for value in solution)
 
 
 def divisible(question: str) -> Any:
@@ -85,8 +85,8 @@ def recurrence(question: str) -> Any:
 
 
 def polygon(question: str) -> Any:
-    given_ = ints(question)
-    area = sympy.Polygon(*zip(given_[::2], given_[1::2], strict=True)).area
+    numbers = ints(question)
+    area = sympy.Polygon(*zip(numbers[::2], numbers[1::2], strict=True)).area
     return abs(Fraction(int(area.p), int(area.q)))
 
 
@@ -123,7 +123,7 @@ def dice(question: str) -> Any:
 
 def roots(question: str) -> Any:
     power = int(re.search(r"r\^(\d+)", question)[1])  # type: ignore[index]
-    factors = [int(found) for found in re.findall(r"\((-?\d+)\)x", question)]
+    factors = [int(digits) for digits in re.findall(r"\((-?\d+)\)x", question)]
     degree = len(factors) - 1
     companion = sympy.zeros(degree)
     for place in range(degree):
@@ -181,5 +181,7 @@ def test_answers_are_right(family: str, seed: int, level: int) -> None:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_guess_is_rarely_right(family: str) -> None:
     for level in (1, 2, 3):
-        found = Counter(FAMILIES[family](random.Random(seed), level).answer for seed in range(200))
-        assert found.most_common(1)[0][1] <= 60 / level, (level, found.most_common(1))
+        answers = Counter(
+            FAMILIES[family](random.Random(seed), level).answer for seed in range(200)
+        )
+        assert answers.most_common(1)[0][1] <= 60 / level, (level, answers.most_common(1))

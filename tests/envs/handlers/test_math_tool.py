@@ -31,58 +31,59 @@ async def score_episode(handler: MathTool, *replies: Any, task: Task = TASK) -> 
 async def test_an_agent_that_computes() -> None:
     handler = MathTool()
     agent = Scripted(
-        lambda said: (
+        lambda messages: (
             calls(("think", {"thought": "Python can do this."}), ("ipython", CELL))
-            if len(said) == 2
-            else rf"The interpreter says \boxed{{{last(said)}}}."
+            if len(messages) == 2
+            else rf"The interpreter says \boxed{{{last(messages)}}}."
         )
     )
     async with sandboxes() as boxes:
         assert await attempt(handler, TASK, agent, boxes) == RIGHT
     assert handler.final_result() == {"answer": "16"}
-    assert [message.role for message in agent.heard] == [
+    assert [message.role for message in agent.messages] == [
         "system",
         "user",
         "assistant",
         "tool",
         "tool",
     ]
-    assert agent.heard[1].content == "What is 2^100 mod 97?"
-    assert r"\boxed{}" in agent.heard[0].content
+    assert agent.messages[1].content == "What is 2^100 mod 97?"
+    assert r"\boxed{}" in agent.messages[0].content
     assert [tool.name for tool in agent.tools[0]] == ["ipython", "think"]
 
 
 async def test_the_interpreter_keeps_its_names_and_has_sympy() -> None:
     cells = ["import sympy", "x = sympy.Symbol('x')", "sympy.solve(x**2 - 256)[1]"]
     steps = iter([*(calls(("ipython", {"code": cell})) for cell in cells), None])
-    assert await scored_by(lambda said: next(steps) or rf"\boxed{{{last(said)}}}") == RIGHT
+    assert await scored_by(lambda messages: next(steps) or rf"\boxed{{{last(messages)}}}") == RIGHT
 
 
-async def scored_by(says: Any) -> Score:
+async def scored_by(policy: Any) -> Score:
     async with sandboxes() as boxes:
-        return await attempt(MathTool(), TASK, Scripted(says), boxes)
+        return await attempt(MathTool(), TASK, Scripted(policy), boxes)
 
 
 async def test_calls_in_text() -> None:
     agent = Scripted(
-        lambda said: (
+        lambda messages: (
             "```ipython\nprint(pow(2, 100, 97))\n```"
-            if len(said) == 2
+            if len(messages) == 2
             else r"So it is "
-            rf"\boxed{{{last(said)}}}."
+            rf"\boxed{{{last(messages)}}}."
         )
     )
     async with sandboxes() as boxes:
         assert await attempt(MathTool(calls="text"), TASK, agent, boxes) == RIGHT
-    assert "```" in agent.heard[0].content
+    assert "```" in agent.messages[0].content
     assert agent.tools[0] == ()
 
 
 @pytest.mark.parametrize(
-    "said", [r"\boxed{17}", "16", "", r"\boxed{16", r"\boxed{16} or \boxed{17}", r"\boxed{15 + 1}"]
+    "messages",
+    [r"\boxed{17}", "16", "", r"\boxed{16", r"\boxed{16} or \boxed{17}", r"\boxed{15 + 1}"],
 )
-async def test_texts_that_are_no_answer(said: str) -> None:
-    assert await score_episode(MathTool(), said) == WRONG
+async def test_texts_that_are_no_answer(messages: str) -> None:
+    assert await score_episode(MathTool(), messages) == WRONG
 
 
 async def test_tool_output_is_no_answer() -> None:
@@ -103,7 +104,7 @@ async def test_code_that_takes_too_long_is_interrupted() -> None:
     agent = Scripted([calls(("ipython", {"code": "while True: pass"})), r"\boxed{16}"])
     async with sandboxes() as boxes:
         assert await attempt(MathTool(tool_s=0.5), TASK, agent, boxes) == RIGHT
-    assert "out of time" in agent.heard[-1].content
+    assert "out of time" in agent.messages[-1].content
 
 
 EATERS = """
@@ -186,8 +187,8 @@ def test_families_and_levels() -> None:
     assert easy < hard
 
 
-def records(path: Path, *found: dict[str, Any]) -> str:
-    path.write_text("\n".join(json.dumps(record) for record in found))
+def records(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("\n".join(json.dumps(record) for record in rows))
     return str(path)
 
 
@@ -202,8 +203,8 @@ def test_problems_from_a_users_file(tmp_path: Path) -> None:
         for split in Split
     }
     assert sum(map(len, drawn.values())) == len(set().union(*drawn.values())) == 60
-    found = make(3, path=path, question="problem")
-    assert found["answer"] == str(int(found["question"].split()[0]) + 1)
+    tasks = make(3, path=path, question="problem")
+    assert tasks["answer"] == str(int(tasks["question"].split()[0]) + 1)
     solved = records(
         tmp_path / "b.jsonl", {"question": "?", "answer": r"So it is \boxed{\frac{1}{2}}."}
     )

@@ -82,11 +82,11 @@ def test_refuses_unsupported_assertions(line: str) -> None:
 
 
 def test_removes_hidden_tests() -> None:
-    shown = without_tests(TESTS, "test_f", frozenset(NAMES[:1] + NAMES[3:]))
-    assert names_in("test_f", shown) == NAMES[1:3]
-    assert 'secret"]' not in shown
-    assert "LaterTest" not in shown
-    compile(shown, "shown", "exec")
+    visible = without_tests(TESTS, "test_f", frozenset(NAMES[:1] + NAMES[3:]))
+    assert names_in("test_f", visible) == NAMES[1:3]
+    assert 'secret"]' not in visible
+    assert "LaterTest" not in visible
+    compile(visible, "shown", "exec")
     assert without_tests(TESTS, "test_f", frozenset(NAMES)) == ""
     assert without_tests(TESTS, "test_f", frozenset()) == TESTS
 
@@ -218,11 +218,11 @@ async def test_forged_results_do_not_pass(lie: str) -> None:
 def test_only_a_complete_test_with_equal_values_passes(
     values: list[str], cut: int, extra: str
 ) -> None:
-    whole = [*values, END]
-    assert passed({"t": whole}, {"t": whole}) == {"t": True}
-    assert passed({"t": whole[: min(cut, len(values))]}, {"t": whole}) == {"t": False}
-    assert passed({"t": [*values, extra, END]}, {"t": whole}) == {"t": False}
-    assert passed({}, {"t": whole}) == {"t": False}
+    complete = [*values, END]
+    assert passed({"t": complete}, {"t": complete}) == {"t": True}
+    assert passed({"t": complete[: min(cut, len(values))]}, {"t": complete}) == {"t": False}
+    assert passed({"t": [*values, extra, END]}, {"t": complete}) == {"t": False}
+    assert passed({}, {"t": complete}) == {"t": False}
     # the right code itself did not come to the end
     for unfinished in (values, [*values, "failed ValueError"], []):
         if unfinished[-1:] != [END]:

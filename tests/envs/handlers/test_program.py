@@ -35,12 +35,12 @@ BY_ANSWER = HERE + "by_answer"
 @pytest_asyncio.fixture(params=ISOLATING)
 async def sandboxes(request: pytest.FixtureRequest) -> AsyncIterator[Sandboxes]:
     needs(request.param)
-    made = Sandboxes(request.param)
-    yield made
-    await made.close()
+    started = Sandboxes(request.param)
+    yield started
+    await started.close()
 
 
-def kept(sandboxes: Sandboxes) -> list[Path]:
+def kept_folders(sandboxes: Sandboxes) -> list[Path]:
     """Return the folders of snapshots that exist."""
     return list(Path(sandboxes._backend._launcher._kept).iterdir())  # type: ignore[union-attr]
 
@@ -53,15 +53,15 @@ async def test_scores_a_programs_output_and_hides_fields(
         score=BY_ANSWER,
         hidden=["answer"],
     )
-    async with scripted(Script(["42"])) as (made, agent):
+    async with scripted(Script(["42"])) as (gateway_, agent):
         assert await lived(handler, job(sandboxes, question="6 * 7?", answer="42"), agent) == Score(
             reward=1.0
         )
-        (sequence,) = made.close("s").sequences
+        (sequence,) = gateway_.close("s").sequences
     assert len(sequence.turns) == 1
     assert isinstance(handler, Program)
     assert handler.final_result()["rc"] == 0
-    assert kept(sandboxes) == []
+    assert kept_folders(sandboxes) == []
 
 
 async def test_files_folder_environment_and_outputs(sandboxes: Sandboxes, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ subprocess.Popen(["sh", "-c", ": forever; while :; do sleep 1; done"], start_new
         "home tests.py submission task.json tests.py work.txt",
         "0.5",
     ]
-    assert kept(sandboxes) == []
+    assert kept_folders(sandboxes) == []
 
 
 LEFT = """
@@ -207,10 +207,10 @@ async def test_an_abandoned_attempt_keeps_no_snapshot(
         await handler.init(job(sandboxes))
         await handler.run(agent)
         await handler.close()
-    assert len(kept(sandboxes)) == 1
+    assert len(kept_folders(sandboxes)) == 1
     del handler
     gc.collect()
-    assert kept(sandboxes) == []
+    assert kept_folders(sandboxes) == []
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ async def test_a_failed_scoring_command_gives_no_reward(
     async with scripted(Script()) as (_, agent):
         with pytest.raises(RewardError, match=message):
             await lived(Program(command=["true"], score=score), job(sandboxes), agent)
-    assert kept(sandboxes) == []
+    assert kept_folders(sandboxes) == []
 
 
 async def test_a_program_over_its_limits_gets_errors_and_its_turns_count(
@@ -247,11 +247,11 @@ except openai.RateLimitError as error:
     print(error.code, len(said))
 """
     handler = Program(command=agent_program(source), score=BY_ANSWER)
-    async with scripted(Script(), limits=SessionLimits(calls=3)) as (made, agent):
+    async with scripted(Script(), limits=SessionLimits(calls=3)) as (gateway_, agent):
         assert (
             await lived(handler, job(sandboxes, answer="insufficient_quota 3"), agent)
         ).reward == 1.0
-        assert len(made.close("s").sequences) == 3
+        assert len(gateway_.close("s").sequences) == 3
 
 
 RAW = """
@@ -272,11 +272,11 @@ async def test_a_program_that_does_not_end_fails_and_its_turn_is_cancelled(
 ) -> None:
     script = Script(hold=True)
     handler = Program(command=["python", "-I", "-S", "-c", RAW], score=BY_ANSWER, timeout_s=5.0)
-    async with scripted(script) as (made, agent):
+    async with scripted(script) as (gateway_, agent):
         with pytest.raises(SandboxError, match="did not end within timeout_s, 5 s"):
             await lived(handler, job(sandboxes, question="?"), agent)
         await asyncio.wait_for(script.cancelled.get(), 60)
-        assert made.close("s").sequences == ()
+        assert gateway_.close("s").sequences == ()
     assert handler.final_result()["rc"] < 0
 
 
@@ -336,8 +336,8 @@ async def test_scores_names_and_text_that_are_not_utf_8(sandboxes: Sandboxes) ->
     )
     async with scripted(Script()) as (_, agent):
         assert await lived(handler, job(sandboxes), agent) == Score(reward=0.5)
-    found = handler.final_result()
-    assert (found["stdout"], found["outputs"], found["score"]) == (
+    result = handler.final_result()
+    assert (result["stdout"], result["outputs"], result["score"]) == (
         "\ufffd out\n",
         {"said.txt": "\ufffd"},
         "True\n0.5\n",
@@ -417,15 +417,15 @@ def test_refuses_invalid_options(options: dict[str, Any], message: str) -> None:
 
 
 async def test_refuses_a_folder_that_cannot_be_copied(tmp_path: Path) -> None:
-    made = Sandboxes("plain")
+    plain = Sandboxes("plain")
     for folder, message in (
         (tmp_path / "none", "must be a folder"),
         (tmp_path, "only files and folders"),
     ):
         (tmp_path / "link").exists() or (tmp_path / "link").symlink_to("/etc/passwd")
         with pytest.raises(ConfigError, match=message):
-            await Program(command=["x"], score=BY_ANSWER, folder=str(folder)).init(job(made))
-    await made.close()
+            await Program(command=["x"], score=BY_ANSWER, folder=str(folder)).init(job(plain))
+    await plain.close()
 
 
 def test_tasks_are_lines_and_no_line_is_in_two_splits(tmp_path: Path) -> None:
@@ -510,9 +510,9 @@ async def test_the_agents_sdk_runs_unchanged_inside(sandboxes: Sandboxes) -> Non
         score=HERE + "by_files",
         outputs=["added"],
     )
-    async with scripted(Script([CALL, "It is 5.", CALL, "It is 5 again."])) as (made, agent):
+    async with scripted(Script([CALL, "It is 5.", CALL, "It is 5 again."])) as (gateway_, agent):
         await lived(handler, job(sandboxes), agent)
-        sequences = made.close("s").sequences
+        sequences = gateway_.close("s").sequences
     result = handler.final_result()
     assert result["rc"] == 0, result["stderr"]
     assert (result["stdout"], result["outputs"]["added"]) == (

@@ -32,34 +32,34 @@ class Server:
     results.
     """
 
-    def __init__(self, *says: Any) -> None:
-        self.says = list(says)
-        self.asked: list[tuple[dict[str, str], Any]] = []
+    def __init__(self, *responses: Any) -> None:
+        self.responses = list(responses)
+        self.requests: list[tuple[dict[str, str], Any]] = []
         self.waits: list[float] = []
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        self.asked.append((dict(request.headers), await request.json()))
-        said = self.says.pop(0) if len(self.says) > 1 else self.says[0]
-        if said == "hang":
+        self.requests.append((dict(request.headers), await request.json()))
+        response = self.responses.pop(0) if len(self.responses) > 1 else self.responses[0]
+        if response == "hang":
             await asyncio.Event().wait()
-        if said == "leave":
+        if response == "leave":
             assert request.transport is not None
             request.transport.abort()
-        if isinstance(said, int):
+        if isinstance(response, int):
             return web.Response(
-                status=said, text=f"wrong: {KEY}", headers={"Location": "/elsewhere"}
+                status=response, text=f"wrong: {KEY}", headers={"Location": "/elsewhere"}
             )
-        return web.Response(text=said if isinstance(said, str) else json.dumps(said))
+        return web.Response(text=response if isinstance(response, str) else json.dumps(response))
 
 
 @asynccontextmanager
 async def served(
-    *says: Any, service: str = "tavily", timeout_s: float = 20
+    *responses: Any, service: str = "tavily", timeout_s: float = 20
 ) -> AsyncIterator[tuple[Server, Web]]:
     async def sleep(seconds: float) -> None:
         server.waits.append(seconds)
 
-    server, app = Server(*says), web.Application()
+    server, app = Server(*responses), web.Application()
     app.router.add_post("/search", server.answer)
     async with listening(app, "127.0.0.1", 0, guard=Guard(token=None), shutdown_s=0.1) as url:
         yield (
@@ -81,10 +81,10 @@ def results(*texts: str) -> dict[str, Any]:
 
 
 async def test_tavily() -> None:
-    async with served(results("one", "two", "three")) as (server, found):
-        hits = await found.find("a query", 2)
+    async with served(results("one", "two", "three")) as (server, search):
+        hits = await search.find("a query", 2)
         assert [(hit.title, hit.text) for hit in hits] == [("T0", "one"), ("T1", "two")]
-        headers, body = server.asked[0]
+        headers, body = server.requests[0]
         assert (headers["Authorization"], body) == (
             f"Bearer {KEY}",
             {"query": "a query", "max_results": 2},
@@ -93,32 +93,32 @@ async def test_tavily() -> None:
 
 async def test_serper() -> None:
     answer = {"organic": [{"title": "T", "link": "x", "snippet": "one"}], "searchParameters": {}}
-    async with served(answer, service="serper") as (server, found):
-        assert await found.find("a query", 3) == [Document(title="T", text="one")]
-        headers, body = server.asked[0]
+    async with served(answer, service="serper") as (server, search):
+        assert await search.find("a query", 3) == [Document(title="T", text="one")]
+        headers, body = server.requests[0]
         assert (headers["X-API-KEY"], body) == (KEY, {"q": "a query", "num": 3})
 
 
 async def test_removes_the_key_from_responses() -> None:
     async with served({"results": [{"title": KEY, "content": f"your key is {KEY}!"}]}) as (
         _,
-        found,
+        search,
     ):
-        answer = await search_tool(found).call({"query": "key"})
+        answer = await search_tool(search).call({"query": "key"})
         assert answer == "[1] [key]\nyour key is [key]!"
-        assert KEY not in repr(found)
+        assert KEY not in repr(search)
 
 
 @pytest.mark.parametrize("trouble", [429, 500, 503, "leave"])
 async def test_retries_transient_failures(trouble: Any) -> None:
-    async with served(trouble, trouble, results("one")) as (server, found):
-        assert [hit.text for hit in await found.find("q", 5)] == ["one"]
-        assert len(server.asked) == 3
+    async with served(trouble, trouble, results("one")) as (server, search_):
+        assert [hit.text for hit in await search_.find("q", 5)] == ["one"]
+        assert len(server.requests) == 3
         assert server.waits == [search.BACKOFF_S, 2 * search.BACKOFF_S]
 
 
 @pytest.mark.parametrize(
-    ("trouble", "tries", "told"),
+    ("trouble", "attempts", "message"),
     [
         (429, 3, "status 429"),
         (500, 3, "status 500"),
@@ -132,36 +132,36 @@ async def test_retries_transient_failures(trouble: Any) -> None:
         ("x" * (search.WEB_BYTES + 1), 1, "more than"),
     ],
 )
-async def test_reports_permanent_failures(trouble: Any, tries: int, told: str) -> None:
-    async with served(trouble) as (server, found):
-        with pytest.raises(EnvError, match=told) as raised:
-            await found.find("q", 5)
-        assert len(server.asked) == tries
+async def test_reports_permanent_failures(trouble: Any, attempts: int, message: str) -> None:
+    async with served(trouble) as (server, search_):
+        with pytest.raises(EnvError, match=message) as raised:
+            await search_.find("q", 5)
+        assert len(server.requests) == attempts
         assert KEY not in str(raised.value)
 
 
 async def test_a_search_times_out() -> None:
-    async with served("hang", timeout_s=0.1) as (_, found):
+    async with served("hang", timeout_s=0.1) as (_, search):
         with pytest.raises(EnvError, match="TimeoutError"):
-            await found.find("q", 5)
+            await search.find("q", 5)
 
 
 @pytest.mark.parametrize("status", [400, 422])
 async def test_a_rejected_query_finds_nothing(status: int) -> None:
-    async with served(status) as (_, found):
-        assert await search_tool(found).call({"query": "?"}) == NOTHING
+    async with served(status) as (_, search):
+        assert await search_tool(search).call({"query": "?"}) == NOTHING
 
 
-@pytest.mark.parametrize("found", [{}, {"results": []}])
-async def test_no_results(found: Any) -> None:
-    async with served(found) as (_, of):
+@pytest.mark.parametrize("search", [{}, {"results": []}])
+async def test_no_results(search: Any) -> None:
+    async with served(search) as (_, of):
         assert await search_tool(of).call({"query": "?"}) == NOTHING
 
 
 async def test_reads_malformed_results_as_far_as_possible() -> None:
     odd: Sequence[Any] = [3, None, {"title": 4, "content": None}, {"content": "word " * 1000}]
-    async with served({"results": odd}) as (_, found):
-        first, second = await found.find("q", 5)
+    async with served({"results": odd}) as (_, search_):
+        first, second = await search_.find("q", 5)
         assert first == Document(title="", text="")
         assert len(second.text.split()) == search.PASSAGE_WORDS + 1
 

@@ -36,14 +36,14 @@ def task_like(words: str) -> Task:
     return next(task for task in tasks if words in payload_of(task)["question"])
 
 
-def weighing(said: Sequence[Message]) -> Message | str:
+def weighing(messages: Sequence[Message]) -> Message | str:
     """Return an agent that answers questions about a block's weight: mineral, planet,
     calculation.
     """
-    texts = [message.content for message in said]
+    texts = [message.content for message in messages]
     block = re.search(r"block of (\w+) has a volume of (\d+)", texts[1])
     assert block is not None
-    if len(said) == 2:
+    if len(messages) == 2:
         return calls(("search", {"query": f"{block[1]} density mined", "count": 3}))
     article = next(part for part in texts[3].split("\n\n") if block[1] in part.split("\n")[0])
     density, planet = (
@@ -52,11 +52,11 @@ def weighing(said: Sequence[Message]) -> Message | str:
     )
     assert density is not None
     assert planet is not None
-    if len(said) == 4:
+    if len(messages) == 4:
         return calls(("search", {"query": planet[1]}))
     gravity = re.search(rf"on {planet[1]} with an acceleration of ([\d.]+)", texts[5])
     assert gravity is not None
-    if len(said) == 6:
+    if len(messages) == 6:
         return calls(
             (
                 "bash",
@@ -66,7 +66,7 @@ def weighing(said: Sequence[Message]) -> Message | str:
                 },
             )
         )
-    if len(said) == 8:
+    if len(messages) == 8:
         return calls(("bash", {"command": "python3 a.py"}))
     return rf"It weighs \boxed{{{float(texts[-1]):.4g}\text{{ N}}}}."
 
@@ -85,23 +85,23 @@ async def test_the_same_with_calls_in_text() -> None:
     names = re.findall(r"\b[A-Z][a-z]+ite\b", payload_of(task)["question"])
     densities: dict[str, float] = {}
 
-    def says(said: Sequence[Message]) -> str:
-        if len(said) > 2:
+    def policy(messages: Sequence[Message]) -> str:
+        if len(messages) > 2:
             name = names[len(densities)]
-            found = re.search(rf"\] {name}\n.*density is ([\d.]+)", said[-1].content)
-            assert found is not None, said[-1].content
-            densities[name] = float(found[1])
+            match = re.search(rf"\] {name}\n.*density is ([\d.]+)", messages[-1].content)
+            assert match is not None, messages[-1].content
+            densities[name] = float(match[1])
         if len(densities) < 3:
             return f"```search\n{names[len(densities)]}\n```"
         return rf"\boxed{{{max(densities, key=lambda name: densities[name])}}}"
 
     async with sandboxes() as boxes:
-        assert await attempt(Stem(calls="text"), task, Scripted(says), boxes) == RIGHT
+        assert await attempt(Stem(calls="text"), task, Scripted(policy), boxes) == RIGHT
 
 
 async def test_wrong_and_missing_answers() -> None:
     task = new_task(question="?", answer="100", world=1)
-    found = {
+    scores = {
         r"\boxed{101}": RIGHT,
         r"\boxed{102}": WRONG,
         "100": WRONG,
@@ -109,8 +109,8 @@ async def test_wrong_and_missing_answers() -> None:
         "": WRONG,
     }
     async with sandboxes() as boxes:
-        for said, score in found.items():
-            assert await attempt(Stem(), task, Scripted([said]), boxes) == score
+        for answer, score in scores.items():
+            assert await attempt(Stem(), task, Scripted([answer]), boxes) == score
         assert (
             await attempt(Stem(tolerance=0.0), task, Scripted([r"\boxed{100.1}"]), boxes) == WRONG
         )
@@ -133,7 +133,7 @@ async def test_search_results_are_no_answer(tmp_path: Path) -> None:
             await attempt(Stem(**options), new_task(question="?", answer="100"), agent, boxes)
             == WRONG
         )
-    assert [message.content for message in agent.heard if message.role == "tool"] == [
+    assert [message.content for message in agent.messages if message.role == "tool"] == [
         NOTHING,
         "[1] trap.txt\nThe answer is \\boxed{100}.",
     ]
@@ -142,8 +142,10 @@ async def test_search_results_are_no_answer(tmp_path: Path) -> None:
 async def test_the_users_own_documents_and_questions(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "a.md").write_text("# Pumps\n\nThe red pump moves 12 litres a minute.")
-    asked = ({"q": f"How much moves the red pump in {n} minutes?", "a": 12 * n} for n in range(60))
-    path = records(tmp_path / "q.jsonl", *asked)
+    questions = (
+        {"q": f"How much moves the red pump in {n} minutes?", "a": 12 * n} for n in range(60)
+    )
+    path = records(tmp_path / "q.jsonl", *questions)
     options: Any = {"corpus": str(tmp_path / "docs"), "path": path, "question": "q", "answer": "a"}
     task = Stem.make_task(index=5, seed=1, split=Split.TRAIN, options=options)
     minutes = int(payload_of(task)["question"].split()[-2])
@@ -160,7 +162,7 @@ async def test_the_users_own_documents_and_questions(tmp_path: Path) -> None:
     )
     async with sandboxes() as boxes:
         assert await attempt(Stem(**options), task, agent, boxes) == RIGHT
-    assert agent.heard[-1].content == "[1] a.md\n# Pumps\nThe red pump moves 12 litres a minute."
+    assert agent.messages[-1].content == "[1] a.md\n# Pumps\nThe red pump moves 12 litres a minute."
 
 
 async def test_a_web_search_whose_key_the_agent_never_sees(
@@ -181,7 +183,7 @@ async def test_a_web_search_whose_key_the_agent_never_sees(
     app = web.Application()
     app.router.add_post("/search", answer)
     path = records(tmp_path / "q.jsonl", {"question": "?", "answer": "seven"})
-    look = calls(
+    search = calls(
         ("search", {"query": "number"}),
         (
             "bash",
@@ -192,7 +194,7 @@ async def test_a_web_search_whose_key_the_agent_never_sees(
         ),
         ("ipython", {"code": "import os; dict(os.environ)"}),
     )
-    agent = Scripted([look, r"\boxed{Seven}"])
+    agent = Scripted([search, r"\boxed{Seven}"])
     async with (
         listening(app, "127.0.0.1", 0, guard=Guard(token=None), shutdown_s=0.1) as url,
         sandboxes() as boxes,
@@ -203,10 +205,10 @@ async def test_a_web_search_whose_key_the_agent_never_sees(
         }
         handler = Stem(**options)
         assert await attempt(handler, new_task(question="?", answer="seven"), agent, boxes) == RIGHT
-    said = json.dumps([message.content for message in agent.heard])
-    assert "[1] Page\\nSeven. Bearer [key]" in said
-    assert "PATH=" in said
-    assert KEY not in said
+    transcript = json.dumps([message.content for message in agent.messages])
+    assert "[1] Page\\nSeven. Bearer [key]" in transcript
+    assert "PATH=" in transcript
+    assert KEY not in transcript
     assert KEY not in json.dumps(handler.final_result())
 
 
@@ -262,8 +264,8 @@ def test_a_question_is_about_its_world() -> None:
         assert set(re.findall(r"\b[A-Z][a-z]+\b", payload["question"])) & titles
 
 
-def records(path: Path, *found: dict[str, Any]) -> str:
-    path.write_text("\n".join(json.dumps(record) for record in found))
+def records(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("\n".join(json.dumps(record) for record in rows))
     return str(path)
 
 

@@ -101,20 +101,25 @@ for name, files in json.load(sys.stdin).items():
 )
 def test_every_bug_fails_exactly_its_listed_tests(repo: str, tmp_path: Path) -> None:
     """Covers all splits, with plain unittest."""
-    mine = {name: bug for name, bug in bugs().items() if bug.repo == repo}
-    versions = {"right": dict(files_of(repo)), **{name: broken(bug) for name, bug in mine.items()}}
-    versions |= {f"{name} shown": visible_files(bug) for name, bug in mine.items()}
+    of_repo = {name: bug for name, bug in bugs().items() if bug.repo == repo}
+    versions = {
+        "right": dict(files_of(repo)),
+        **{name: broken(bug) for name, bug in of_repo.items()},
+    }
+    versions |= {f"{name} shown": visible_files(bug) for name, bug in of_repo.items()}
     command = [sys.executable, "-B", "-W", "ignore", "-c", JUDGE, str(tmp_path)]
     done = subprocess.run(
         command, input=json.dumps(versions), capture_output=True, text=True, check=True, timeout=100
     )
-    found = {name: (ran, failed) for name, ran, failed in map(json.loads, done.stdout.splitlines())}
+    outcomes = {
+        name: (ran, failed) for name, ran, failed in map(json.loads, done.stdout.splitlines())
+    }
     count = len(names_of_tests(repo))
-    assert found.pop("right") == (count, [])
-    expected = {name: (count, sorted(bug.fails)) for name, bug in mine.items()}
-    expected |= {f"{name} shown": (count - len(bug.fails), []) for name, bug in mine.items()}
-    assert found == expected
-    assert all(bug.fails for bug in mine.values())
+    assert outcomes.pop("right") == (count, [])
+    expected = {name: (count, sorted(bug.fails)) for name, bug in of_repo.items()}
+    expected |= {f"{name} shown": (count - len(bug.fails), []) for name, bug in of_repo.items()}
+    assert outcomes == expected
+    assert all(bug.fails for bug in of_repo.values())
 
 
 @pytest.mark.parametrize("repo", repos())
@@ -179,9 +184,9 @@ async def test_a_fixed_bug_is_a_success() -> None:
     agent = Scripted([shell("python3 -m unittest 2>&1 | tail -1; ls"), MEND, SUBMIT])
     score, result = await tried(agent)
     assert score == Score(reward=1.0, success=True)
-    assert agent.heard[0].role == "user"
-    assert BUG.issue in agent.heard[0].content
-    assert agent.heard[2].content == "OK\nREADME.md  ledger  tests"
+    assert agent.messages[0].role == "user"
+    assert BUG.issue in agent.messages[0].content
+    assert agent.messages[2].content == "OK\nREADME.md  ledger  tests"
     assert set(result["FAIL_TO_PASS"]) == set(BUG.fails)
     assert all(result["FAIL_TO_PASS"].values())
     assert all(result["PASS_TO_PASS"].values())
@@ -194,15 +199,15 @@ async def test_a_fixed_bug_is_a_success() -> None:
 
 @pytest.mark.parametrize("bug", ["flow", "routes", "shelf", "textkit"])
 async def test_judges_the_other_repositories(bug: str) -> None:
-    found = next(entry for entry in bugs().values() if entry.repo == bug and len(entry.edits) == 1)
-    edit = found.edits[0]
+    entry_ = next(entry for entry in bugs().values() if entry.repo == bug and len(entry.edits) == 1)
+    edit = entry_.edits[0]
     move = calls(
         (
             EDITOR,
             {"command": "str_replace", "path": edit.path, "old_str": edit.new, "new_str": edit.old},
         )
     )
-    score, _ = await tried([move, "Done."], new_task(bug=found.id))
+    score, _ = await tried([move, "Done."], new_task(bug=entry_.id))
     assert score.success
 
 
@@ -297,8 +302,8 @@ async def test_calls_in_text() -> None:
     )
     score, _ = await tried(agent, options={"calls": "text"})
     assert score.success
-    assert "```TOOL\nTEXT\n```" in agent.heard[0].content
-    assert agent.heard[2] == Message(role="user", content="(no output)")
+    assert "```TOOL\nTEXT\n```" in agent.messages[0].content
+    assert agent.messages[2] == Message(role="user", content="(no output)")
 
 
 async def test_a_lost_sandbox_gives_no_reward() -> None:

@@ -19,7 +19,7 @@ EDITOR = "str_replace_editor"
 
 
 async def answers(
-    boxes: Sandboxes, *made: tuple[str, Any], output_bytes: int = 2000, timeout_s: float = 20
+    boxes: Sandboxes, *calls_made: tuple[str, Any], output_bytes: int = 2000, timeout_s: float = 20
 ) -> list[str]:
     """Return the tools' answers to these calls, in one sandbox."""
     sandbox = await boxes.start(SandboxSpec(workdir="/project"))
@@ -30,15 +30,17 @@ async def answers(
             output_bytes=output_bytes,
             timeout_s=timeout_s,
         )
-        said = await converse(Scripted([*(calls(call) for call in made), "End."]), ASK, tools)
+        messages = await converse(
+            Scripted([*(calls(call) for call in calls_made), "End."]), ASK, tools
+        )
     finally:
         await sandbox.stop(0)
-    return [message.content for message in said if message.role == "tool"]
+    return [message.content for message in messages if message.role == "tool"]
 
 
 async def test_shell_and_interpreter_keep_state_and_report_errors() -> None:
     async with sandboxes() as boxes:
-        said = await answers(
+        replies = await answers(
             boxes,
             ("bash", {"command": "cd /tmp; X=3"}),
             ("bash", {"command": "pwd; echo $X; false"}),
@@ -50,18 +52,18 @@ async def test_shell_and_interpreter_keep_state_and_report_errors() -> None:
             ("think", {"thought": "hm"}),
             ("submit", {}),
         )
-    assert said[0] == "(no output)"
-    assert said[1] == "/tmp\n3\n[exit status 1]"
-    assert said[2] == "exit\n[exit status 3; the shell was restarted]"
-    assert said[3:5] == ["(no output)", "b\n21"]
-    assert "ZeroDivisionError" in said[5]
-    assert "ended with status 5" in said[6]
-    assert said[7:] == ["Noted.", "Submitted."]
+    assert replies[0] == "(no output)"
+    assert replies[1] == "/tmp\n3\n[exit status 1]"
+    assert replies[2] == "exit\n[exit status 3; the shell was restarted]"
+    assert replies[3:5] == ["(no output)", "b\n21"]
+    assert "ZeroDivisionError" in replies[5]
+    assert "ended with status 5" in replies[6]
+    assert replies[7:] == ["Noted.", "Submitted."]
 
 
 async def test_the_editor_edits_and_reports_failures() -> None:
     async with sandboxes() as boxes:
-        said = await answers(
+        replies = await answers(
             boxes,
             (EDITOR, {"command": "create", "path": "a/b.txt", "file_text": "one\ntwo\nthree\n"}),
             (
@@ -80,18 +82,18 @@ async def test_the_editor_edits_and_reports_failures() -> None:
             (EDITOR, {"command": "delete", "path": "a/b.txt"}),
             ("bash", {"command": "nul\0"}),
         )
-    assert said[0] == "Created a/b.txt."
-    assert "     2\t2\n" in said[1]
-    assert "     1\tzero\n" in said[2]
-    assert said[3] == "     2\tone\n     3\t2\n     4\tthree\n"
-    assert said[5] == "one\n2\nthree"
-    assert said[6] == "b.txt\n"
-    assert said[7].startswith("Refused: path must not exist yet")
-    assert said[8] == "Failed: No such file or directory: no/such"
-    assert said[9].startswith("Refused: ")
-    assert said[10] == "insert needs insert_line."
-    assert "'delete' is not one of" in said[11]
-    assert said[12].startswith("Refused: ")
+    assert replies[0] == "Created a/b.txt."
+    assert "     2\t2\n" in replies[1]
+    assert "     1\tzero\n" in replies[2]
+    assert replies[3] == "     2\tone\n     3\t2\n     4\tthree\n"
+    assert replies[5] == "one\n2\nthree"
+    assert replies[6] == "b.txt\n"
+    assert replies[7].startswith("Refused: path must not exist yet")
+    assert replies[8] == "Failed: No such file or directory: no/such"
+    assert replies[9].startswith("Refused: ")
+    assert replies[10] == "insert needs insert_line."
+    assert "'delete' is not one of" in replies[11]
+    assert replies[12].startswith("Refused: ")
 
 
 @pytest.mark.parametrize(
@@ -106,17 +108,17 @@ async def test_the_editor_edits_and_reports_failures() -> None:
 )
 async def test_clips_long_output(call: tuple[str, Any]) -> None:
     async with sandboxes() as boxes:
-        made = ("bash", {"command": "head -c 5000000 /dev/zero | tr '\\0' x > long"})
-        said = await answers(boxes, made, call)
-    assert len(said[1]) < 2200
-    assert "left out" in said[1] or "more line" in said[1]
+        write = ("bash", {"command": "head -c 5000000 /dev/zero | tr '\\0' x > long"})
+        replies = await answers(boxes, write, call)
+    assert len(replies[1]) < 2200
+    assert "left out" in replies[1] or "more line" in replies[1]
 
 
 async def test_reports_timeouts() -> None:
     async with sandboxes() as boxes:
-        said = await answers(boxes, ("bash", {"command": "echo a; sleep 100"}), timeout_s=0.5)
-    assert said[0].startswith("a\n[")
-    assert "out of time" in said[0]
+        replies = await answers(boxes, ("bash", {"command": "echo a; sleep 100"}), timeout_s=0.5)
+    assert replies[0].startswith("a\n[")
+    assert "out of time" in replies[0]
 
 
 async def test_a_lost_sandbox_raises() -> None:

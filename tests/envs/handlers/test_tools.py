@@ -67,8 +67,8 @@ async def test_answers_calls_in_order_until_there_are_none() -> None:
     agent = Scripted(
         [calls(("add", {"n": 2}), ("add", {"n": 3})), calls(("add", {"n": 4})), "Nine."]
     )
-    said = await converse(agent, ASK, [counter.tool()])
-    assert [(m.role, m.content) for m in said] == [
+    messages = await converse(agent, ASK, [counter.tool()])
+    assert [(m.role, m.content) for m in messages] == [
         *[
             ("user", "Go."),
             ("assistant", ""),
@@ -79,16 +79,16 @@ async def test_answers_calls_in_order_until_there_are_none() -> None:
         ],
         ("assistant", "Nine."),
     ]
-    assert [(m.tool_call_id, m.name) for m in said if m.role == "tool"] == [
+    assert [(m.tool_call_id, m.name) for m in messages if m.role == "tool"] == [
         ("call-0", "add"),
         ("call-1", "add"),
         ("call-0", "add"),
     ]
-    assert agent.heard == list(said[:-1])
+    assert agent.messages == list(messages[:-1])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ("{", "not JSON"),
         ("", "not JSON"),
@@ -103,7 +103,7 @@ async def test_answers_calls_in_order_until_there_are_none() -> None:
         ('{"n": 1, "more": "' + "x" * (1 << 20) + '"}', "must have at most"),
     ],
 )
-async def test_reports_invalid_arguments_and_runs_nothing(arguments: str, told: str) -> None:
+async def test_reports_invalid_arguments_and_runs_nothing(arguments: str, message: str) -> None:
     counter = Counter()
     agent = Scripted(
         [
@@ -115,9 +115,9 @@ async def test_reports_invalid_arguments_and_runs_nothing(arguments: str, told: 
             "Oh.",
         ]
     )
-    said = await converse(agent, ASK, [counter.tool()])
-    assert told in said[2].content
-    assert len(said[2].content) < 1000
+    messages = await converse(agent, ASK, [counter.tool()])
+    assert message in messages[2].content
+    assert len(messages[2].content) < 1000
     assert counter.seen == []
 
 
@@ -129,7 +129,7 @@ async def test_reports_invalid_arguments_and_runs_nothing(arguments: str, told: 
 )
 async def test_any_json_is_run_or_reported(value: Any) -> None:
     counter = Counter()
-    said = await converse(
+    messages = await converse(
         Scripted([calls(("add", json.dumps(value))), "End."]), ASK, [counter.tool()]
     )
     fits = (
@@ -141,49 +141,49 @@ async def test_any_json_is_run_or_reported(value: Any) -> None:
     ran = fits and value["n"] >= 0
     assert bool(counter.seen) == ran
     assert (
-        said[2].content == str(value["n"])
+        messages[2].content == str(value["n"])
         if ran
-        else said[2].content.startswith("The arguments of add")
+        else messages[2].content.startswith("The arguments of add")
     )
 
 
 async def test_an_unknown_tool_gets_the_list_of_tools() -> None:
-    said = await converse(
+    messages = await converse(
         Scripted([calls(("nothing", {})), "Oh."]), ASK, [Counter().tool(), speaks("say", "")]
     )
-    assert said[2].content == "There is no tool 'nothing'. The tools are: add, say."
-    said = await converse(Scripted([calls(("add", {})), "Oh."]), ASK)
-    assert said[2].content == "There is no tool 'add'. The tools are: none."
+    assert messages[2].content == "There is no tool 'nothing'. The tools are: add, say."
+    messages = await converse(Scripted([calls(("add", {})), "Oh."]), ASK)
+    assert messages[2].content == "There is no tool 'add'. The tools are: none."
 
 
 async def test_a_final_answer_ends_the_loop() -> None:
     counter = Counter()
     tools = [counter.tool(), ending("end")]
-    said = await converse(
+    messages = await converse(
         Scripted([calls(("add", {"n": 1}), ("end", {}), ("add", {"n": 1}))]), ASK, tools
     )
-    assert [m.content for m in said[2:]] == ["1", "Over."]
+    assert [m.content for m in messages[2:]] == ["1", "Over."]
     assert len(counter.seen) == 1
 
 
 async def test_limits_the_calls_of_a_message() -> None:
     counter = Counter()
-    said = await converse(
+    messages = await converse(
         Scripted([calls(*[("add", {"n": 1})] * (MAX_CALLS + 2)), "End."]), ASK, [counter.tool()]
     )
     assert len(counter.seen) == MAX_CALLS
-    assert [m.content.startswith("Not run") for m in said if m.role == "tool"] == [
+    assert [m.content.startswith("Not run") for m in messages if m.role == "tool"] == [
         False
     ] * MAX_CALLS + [True] * 2
 
 
 async def test_a_refusal_is_an_answer_but_a_lost_sandbox_raises() -> None:
-    said = await converse(
+    messages = await converse(
         Scripted([calls(("say", {"text": ""})), "Oh."]),
         ASK,
         [speaks("say", SandboxRefusedError("no NUL"))],
     )
-    assert said[2].content == "Refused: no NUL"
+    assert messages[2].content == "Refused: no NUL"
     with pytest.raises(SandboxLostError):
         await converse(
             Scripted([calls(("say", {"text": ""}))]), ASK, [speaks("say", SandboxLostError("gone"))]
@@ -223,9 +223,9 @@ async def test_a_fenced_block_calls_a_tool_and_its_output_is_the_users() -> None
             "```python\nprint(1)\n```\nis the answer",
         ]
     )
-    said = await converse(agent, ASK, [speaks("say", "heard ")], calls="text")
-    assert [(m.role, m.content) for m in said[2:3]] == [("user", "heard ls -l\n\ncat x")]
-    assert len(said) == 4
+    messages = await converse(agent, ASK, [speaks("say", "heard ")], calls="text")
+    assert [(m.role, m.content) for m in messages[2:3]] == [("user", "heard ls -l\n\ncat x")]
+    assert len(messages) == 4
     assert agent.tools == [(), ()]  # the template shows none
 
 
@@ -238,18 +238,18 @@ async def test_a_message_has_one_closed_block() -> None:
 
     tool = Tool(name="bash", description="", parameters=TEXT, call=call)
     replies = ["```bash\na\n```\n```bash\nb\n```", "```bash\nrm x", "```bash\nc\n```", "done"]
-    said = await converse(Scripted(replies), ASK, [tool], calls="text")
-    heard = [m.content for m in said if m.role == "user"][1:]
-    assert "and this has 2" in heard[0]
-    assert "does not end" in heard[1]
-    assert heard[2] == "ran"
+    messages = await converse(Scripted(replies), ASK, [tool], calls="text")
+    outputs = [m.content for m in messages if m.role == "user"][1:]
+    assert "and this has 2" in outputs[0]
+    assert "does not end" in outputs[1]
+    assert outputs[2] == "ran"
     assert counter == ["c"]
 
 
 async def test_a_tool_without_parameters_is_an_empty_block() -> None:
     tool = ending("submit")
-    said = await converse(Scripted(["```submit\n```"]), ASK, [tool], calls="text")
-    assert said[-1].content == "Over."
+    messages = await converse(Scripted(["```submit\n```"]), ASK, [tool], calls="text")
+    assert messages[-1].content == "Over."
     assert "- submit (TEXT is empty): End." in text_call_instructions([tool])
     assert "- say (TEXT is the text): Speak." in text_call_instructions([speaks("say", "")])
 
@@ -264,16 +264,16 @@ BODY = st.text(st.characters(codec="utf-8", exclude_characters="`\r\n"), max_siz
     BODY,
 )
 def test_parses_fenced_blocks(written: list[tuple[str, list[str]]], between: str) -> None:
-    wanted = [(name, "\n".join(lines)) for name, lines in written]
+    expected = [(name, "\n".join(lines)) for name, lines in written]
     text = between.join(
         f"\n```{name}\n{body}\n```\n" if lines else f"\n```{name}\n```\n"
-        for (name, body), (_, lines) in zip(wanted, written, strict=True)
+        for (name, body), (_, lines) in zip(expected, written, strict=True)
     )
-    assert fenced_blocks(text) == (wanted, "")
+    assert fenced_blocks(text) == (expected, "")
 
 
 @given(st.text(st.sampled_from("`ab \n"), max_size=60))
 def test_parsing_blocks_never_raises(text: str) -> None:
-    found, unclosed = fenced_blocks(text)
-    assert all(name for name, _ in found)
+    blocks, unclosed = fenced_blocks(text)
+    assert all(name for name, _ in blocks)
     assert not unclosed or "```" in text

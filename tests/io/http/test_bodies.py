@@ -34,13 +34,13 @@ async def served(*, seconds: float = 30.0) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def asked(url: str, zipped: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+async def posted(url: str, zipped: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
     head = HEAD | {"Content-Encoding": "gzip"}
     async with (
         aiohttp.ClientSession() as session,
-        session.post(url, data=zipped, headers=head) as found,
+        session.post(url, data=zipped, headers=head) as response,
     ):
-        yield found
+        yield response
 
 
 NOISE = os.urandom(MOST)
@@ -84,17 +84,17 @@ async def test_bounds_bodies_as_sent_and_as_inflated(
 ) -> None:
     async with served() as url, aiohttp.ClientSession() as session:
         head = HEAD | ({"Content-Encoding": coding} if coding else {})
-        async with session.post(url, data=io.BytesIO(sent), headers=head) as found:
-            assert found.status == status
+        async with session.post(url, data=io.BytesIO(sent), headers=head) as response:
+            assert response.status == status
 
 
 async def test_refuses_ratios_beyond_the_limit_within_the_bound() -> None:
     sent = gzip.compress(b" " * (2 * FREE_BYTES))
     assert len(sent) * RATIO < 2 * FREE_BYTES < MOST
-    async with served() as url, asked(url, sent) as found:
-        assert found.status == 413
+    async with served() as url, posted(url, sent) as response:
+        assert response.status == 413
         assert (
-            found.reason
+            response.reason
             == f"the body must inflate to at most {RATIO} times what was sent, got more"
         )
 
@@ -104,10 +104,10 @@ async def test_bodies_are_inflated_on_another_thread(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         bodies,
         "_inflated",
-        lambda *given: (threads.append(threading.current_thread()), inflated(*given))[1],
+        lambda *arguments: (threads.append(threading.current_thread()), inflated(*arguments))[1],
     )
-    async with served() as url, asked(url, gzip.compress(b"{}")) as found:
-        assert await found.json() == 2
+    async with served() as url, posted(url, gzip.compress(b"{}")) as response:
+        assert await response.json() == 2
     assert threads
     assert threading.current_thread() not in threads
 

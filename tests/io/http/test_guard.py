@@ -39,13 +39,13 @@ def verdict(
     body: bool = False,
     **headers: list[str],
 ) -> int:
-    given = {
+    headers_given = {
         **EMPTY,
         **HERE,
         **{name.replace("_", "-"): values for name, values in headers.items()},
     }
-    found = guard.objection(path, given, local=local, has_body=body)
-    return found[0] if found is not None else 200
+    refused = guard.objection(path, headers_given, local=local, has_body=body)
+    return refused[0] if refused is not None else 200
 
 
 @pytest.mark.parametrize(
@@ -151,21 +151,21 @@ def test_compares_whole_tokens(token: str, data: st.DataObject) -> None:
     )
     for wrong in (token[:place] + other + token[place + 1 :], token[:place], token + other):
         assert verdict(guard, Authorization=[f"Bearer {wrong}"]) == 401
-    for said in ([], [token], [f"Basic {token}"], [f"Bearer {token}"] * 2):
-        assert verdict(guard, Authorization=said) == 401
+    for headers in ([], [token], [f"Basic {token}"], [f"Bearer {token}"] * 2):
+        assert verdict(guard, Authorization=headers) == 401
     assert verdict(guard, "/health") == 200
 
 
 @given(st.text(string.ascii_letters + string.digits, min_size=1, max_size=40), st.data())
 def test_tokens_are_case_sensitive(token: str, data: st.DataObject) -> None:
     other = "".join(data.draw(st.sampled_from((letter, letter.swapcase()))) for letter in token)
-    for wanted, said in (
+    for expected, sent in (
         (token, other),
         (token.lower(), token.upper()),
         (token.upper(), token.lower()),
     ):
-        assert verdict(Guard(token=wanted), Authorization=[f"Bearer {said}"]) == (
-            200 if said == wanted else 401
+        assert verdict(Guard(token=expected), Authorization=[f"Bearer {sent}"]) == (
+            200 if sent == expected else 401
         )
 
 
@@ -203,10 +203,10 @@ def test_refuses_origins_that_only_contain_our_host(host: str, before: str, afte
     ],
 )
 def test_an_absolute_target_must_have_our_host(target: str, status: int) -> None:
-    found = Guard(token=None).objection(
+    refused = Guard(token=None).objection(
         "/v1/x", {**EMPTY, **HERE}, local=LOCAL, has_body=False, target=target
     )
-    assert (found[0] if found else 200) == status
+    assert (refused[0] if refused else 200) == status
 
 
 def test_an_entry_for_an_ip_address_may_have_a_port() -> None:
@@ -263,14 +263,14 @@ def test_no_token_is_allowed_on_the_loopback_alone(monkeypatch: pytest.MonkeyPat
 # As it is served.
 
 
-async def _said(request: web.Request) -> web.Response:
+async def _echo(request: web.Request) -> web.Response:
     return web.Response(body=await body_of(request, most=1 << 20))
 
 
 @contextlib.asynccontextmanager
 async def served(token: str | None = None) -> AsyncIterator[str]:
     app = web.Application()
-    app.add_routes([web.get("/get", _said), web.route("*", "/v1/{path:.*}", _said)])
+    app.add_routes([web.get("/get", _echo), web.route("*", "/v1/{path:.*}", _echo)])
     async with listening(app, "127.0.0.1", 0, guard=Guard(token=token), shutdown_s=0.1) as url:
         yield url
 
@@ -297,9 +297,11 @@ async def test_a_page_reaches_no_handler_and_gets_no_cors_headers(
         data = b'{"handler": "game"}' if method == "POST" else None
         async with session.request(
             method, url + "/v1/rollouts", data=data, headers=headers
-        ) as found:
-            assert found.status == status
-            assert not [name for name in found.headers if name.lower().startswith("access-control")]
+        ) as response:
+            assert response.status == status
+            assert not [
+                name for name in response.headers if name.lower().startswith("access-control")
+            ]
 
 
 async def test_a_body_without_the_token_is_not_read() -> None:
@@ -403,8 +405,8 @@ def test_no_module_bypasses_the_listener() -> None:
     own = re.compile(
         r"\b(run_app|TCPSite|UnixSite|AppRunner|ServerRunner|web\.Server)\(|HTTPServer\b"
     )
-    found = [path for path in source.rglob("*.py") if own.search(path.read_text())]
-    assert {path.relative_to(source).as_posix() for path in found} == {
+    modules = [path for path in source.rglob("*.py") if own.search(path.read_text())]
+    assert {path.relative_to(source).as_posix() for path in modules} == {
         "io/http/listening.py",
         "sandbox/blobs.py",
     }

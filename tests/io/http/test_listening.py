@@ -16,7 +16,7 @@ from rollweave.io.http.guard import Guard
 from rollweave.io.http.listening import listening
 
 
-class Held:
+class Gate:
     """A server whose `/held` answers once it is free, and whose `/large` is more than a
     connection holds.
     """
@@ -25,7 +25,7 @@ class Held:
         self.free = asyncio.Event()
         self.under_way = asyncio.Semaphore(0)
 
-    async def held(self, _: web.Request) -> web.Response:
+    async def hold(self, _: web.Request) -> web.Response:
         self.under_way.release()
         await self.free.wait()
         return web.Response(text="free")
@@ -38,33 +38,33 @@ class Held:
 
 
 @contextlib.asynccontextmanager
-async def served(most: int = 10) -> AsyncIterator[tuple[Held, str, int]]:
-    held, app = Held(), web.Application()
+async def served(most: int = 10) -> AsyncIterator[tuple[Gate, str, int]]:
+    gate, app = Gate(), web.Application()
     app.add_routes(
         [
-            web.get("/held", held.held),
-            web.get("/large", held.large),
-            web.get("/health", held.health),
+            web.get("/held", gate.hold),
+            web.get("/large", gate.large),
+            web.get("/health", gate.health),
         ]
     )
     async with listening(
         app, "127.0.0.1", 0, guard=Guard(token=None), shutdown_s=0.1, most=most
     ) as url:
-        yield held, url, int(url.rpartition(":")[2])
+        yield gate, url, int(url.rpartition(":")[2])
 
 
 @contextlib.asynccontextmanager
 async def connections(
-    port: int, count: int, said: bytes = b""
+    port: int, count: int, data: bytes = b""
 ) -> AsyncIterator[list[socket.socket]]:
     loop = asyncio.get_running_loop()
     with contextlib.ExitStack() as stack:
-        made = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in made:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
             one.setblocking(False)
             await loop.sock_connect(one, ("127.0.0.1", port))
-            await loop.sock_sendall(one, said)
-        yield made
+            await loop.sock_sendall(one, data)
+        yield sockets
 
 
 async def ended(one: socket.socket) -> bool:
@@ -77,48 +77,48 @@ async def ended(one: socket.socket) -> bool:
     return True
 
 
-@pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nHost: loc"])
-async def test_idle_connections_are_closed_for_new_ones_longest_idle_first(said: bytes) -> None:
+@pytest.mark.parametrize("data", [b"", b"GET /health HTTP/1.1\r\nHost: loc"])
+async def test_idle_connections_are_closed_for_new_ones_longest_idle_first(data: bytes) -> None:
     async with (
         served() as (_, url, port),
         aiohttp.ClientSession() as session,
-        connections(port, 200, said) as silent,
+        connections(port, 200, data) as silent,
     ):
-        async with session.get(url + "/health") as found:
-            assert found.status == 200
+        async with session.get(url + "/health") as response:
+            assert response.status == 200
         assert await ended(silent[0])
         with pytest.raises(BlockingIOError):
             silent[-1].recv(1)
 
 
 async def test_no_connection_with_a_request_in_flight_is_closed() -> None:
-    async with served(most=3) as (held, url, port), aiohttp.ClientSession() as session:
-        asked = [asyncio.create_task(session.get(url + "/held")) for _ in range(3)]
-        for _ in asked:
-            await held.under_way.acquire()
+    async with served(most=3) as (gate, url, port), aiohttp.ClientSession() as session:
+        requests = [asyncio.create_task(session.get(url + "/held")) for _ in range(3)]
+        for _ in requests:
+            await gate.under_way.acquire()
         async with (
             connections(port, 20),
             aiohttp.ClientSession() as other,
-            other.get(url + "/health") as found,
+            other.get(url + "/health") as answer,
         ):
-            assert (found.status, found.headers["Retry-After"]) == (503, "1")
-        held.free.set()
-        for response in await asyncio.gather(*asked):
+            assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+        gate.free.set()
+        for response in await asyncio.gather(*requests):
             assert await response.text() == "free"
-        async with session.get(url + "/health") as found:  # answered, they are idle again
-            assert found.status == 200
+        async with session.get(url + "/health") as answer:  # answered, they are idle again
+            assert answer.status == 200
         async with connections(port, 3) as silent:
-            async with aiohttp.ClientSession() as other, other.get(url + "/health") as found:
-                assert found.status == 200
+            async with aiohttp.ClientSession() as other, other.get(url + "/health") as answer:
+                assert answer.status == 200
             assert len(silent) == 3
 
 
-@pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nHost: loc"])
+@pytest.mark.parametrize("data", [b"", b"GET /health HTTP/1.1\r\nHost: loc"])
 async def test_a_connection_without_a_request_is_closed(
-    monkeypatch: pytest.MonkeyPatch, said: bytes
+    monkeypatch: pytest.MonkeyPatch, data: bytes
 ) -> None:
     monkeypatch.setattr(module, "HEAD_S", 0.05)
-    async with served() as (_, _, port), connections(port, 1, said) as (one,):
+    async with served() as (_, _, port), connections(port, 1, data) as (one,):
         assert await ended(one)
 
 
@@ -131,8 +131,8 @@ async def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.M
         lambda self, drop=module.Connection.drop: (drop(self), dropped.set()),
     )
     async with served() as (_, _, port):
-        whole = f"GET /large HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n"
-        async with connections(port, 1, whole.encode()):
+        request = f"GET /large HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n"
+        async with connections(port, 1, request.encode()):
             await dropped.wait()
 
 
@@ -143,6 +143,6 @@ async def test_a_client_that_reads_slowly_gets_the_whole_response(
     async with (
         served() as (_, url, _),
         aiohttp.ClientSession() as session,
-        session.get(url + "/large") as found,
+        session.get(url + "/large") as response,
     ):
-        assert len(await found.read()) == 64 << 20
+        assert len(await response.read()) == 64 << 20

@@ -210,7 +210,7 @@ class _Writer:
             Segment(start=start, end=end, kind=kind, version=version)
             for start, end, kind, version in zip([0, *ends], ends, kinds, versions, strict=False)
         )
-        said = [
+        messages = [
             kind is SegmentKind.OUTPUT
             for kind, a, b in zip(kinds, [0, *ends], ends, strict=False)
             for _ in range(b - a)
@@ -218,7 +218,7 @@ class _Writer:
         return TokenSequence(
             tokens=(*prompt, *turn, *seen, *last),
             segments=segments,
-            logprobs=tuple(-0.5 if output else 0.0 for output in said),
+            logprobs=tuple(-0.5 if output else 0.0 for output in messages),
             turns=(
                 TurnSpan(start=ends[0], end=ends[2], reward=0.25, finish_reason=self._first),
                 TurnSpan(start=ends[3], end=ends[4], reward=0.75),
@@ -226,8 +226,8 @@ class _Writer:
         )
 
     def _tokens(self, text: str) -> list[int]:
-        found: list[int] = self._ids.encode(text, add_special_tokens=False).ids
-        return found
+        ids: list[int] = self._ids.encode(text, add_special_tokens=False).ids
+        return ids
 
     def _skill(self, step: int, env: str) -> float:
         pace = 8.0 if env == "frozenlake" else 14.0

@@ -41,10 +41,10 @@ def test_totals_are_those_of_the_summary(run: RunDir) -> None:
     summary["inherent_staleness"] = {"0": 7, "3": 2}
     summary["stop_reasons"] = {"finished": 9}
     run.summary.write_text(json.dumps(summary))
-    found = read_run(run)
-    assert found.inherent_staleness() == Counter({0: 7, 3: 2})
-    assert found.stop_reasons() == Counter({"finished": 9})
-    assert found.idle("trainer") == summary["idle"]["trainer"]
+    data = read_run(run)
+    assert data.inherent_staleness() == Counter({0: 7, 3: 2})
+    assert data.stop_reasons() == Counter({"finished": 9})
+    assert data.idle("trainer") == summary["idle"]["trainer"]
 
 
 def test_totals_without_a_summary_include_lost_steps(run: RunDir) -> None:

@@ -54,22 +54,24 @@ def test_smoothing_is_the_mean_of_the_last_values(values: list[float], window: i
 
 
 spans = st.lists(st.tuples(st.floats(0, 10), st.floats(0.001, 5)), max_size=20).map(
-    lambda made: [
-        Span(ENVIRONMENTS, 1, "turn 0 e0", start, start + length) for start, length in made
+    lambda drawn_spans: [
+        Span(ENVIRONMENTS, 1, "turn 0 e0", start, start + length) for start, length in drawn_spans
     ]
 )
 
 
 @given(spans, st.integers(1, 30))
 @settings(max_examples=examples(60))
-def test_bins_hold_all_the_time_of_all_spans(made: list[Span], bins: int) -> None:
-    end = max((span.end for span in made), default=1.0)
-    found = busy_bins(made, start=0.0, end=end, bins=bins)
-    assert len(found) == bins
-    assert sum(found) * end / bins == pytest.approx(sum(span.end - span.start for span in made))
-    for index, value in enumerate(found):
+def test_bins_hold_all_the_time_of_all_spans(drawn_spans: list[Span], bins: int) -> None:
+    end = max((span.end for span in drawn_spans), default=1.0)
+    binned = busy_bins(drawn_spans, start=0.0, end=end, bins=bins)
+    assert len(binned) == bins
+    assert sum(binned) * end / bins == pytest.approx(
+        sum(span.end - span.start for span in drawn_spans)
+    )
+    for index, value in enumerate(binned):
         low, high = index * end / bins, (index + 1) * end / bins
-        covered = sum(max(0.0, min(span.end, high) - max(span.start, low)) for span in made)
+        covered = sum(max(0.0, min(span.end, high) - max(span.start, low)) for span in drawn_spans)
         assert value == pytest.approx(covered / (end / bins), abs=1e-6)
 
 

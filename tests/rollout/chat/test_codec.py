@@ -37,7 +37,7 @@ def say(role: str, content: str) -> Message:
     return Message(role=role, content=content)  # type: ignore[arg-type]
 
 
-def whole(name: str, messages: list[Message], *, prompt: bool) -> tuple[int, ...]:
+def complete_tokens(name: str, messages: list[Message], *, prompt: bool) -> tuple[int, ...]:
     """Render and tokenize the complete conversation at once: the oracle."""
     rendered = template(TEMPLATES[name]).render(messages, prompt=prompt)
     return tuple(bpe().encode(rendered, add_special_tokens=False).ids)
@@ -68,7 +68,7 @@ def test_tokens_only_grow_and_sampled_ids_stay(
 ) -> None:
     of = codec(name)
     conversation = Conversation(of, [say("user", first)])
-    assert conversation.tokens == whole(name, [say("user", first)], prompt=True)
+    assert conversation.tokens == complete_tokens(name, [say("user", first)], prompt=True)
     expected: list[tuple[int, int, list[int]]] = []
     for ids, ended, answer in turns:
         sampled = [*ids, *(of.stop_token_ids[:1] if ended else ())]
@@ -115,7 +115,7 @@ def test_a_regular_template_gives_the_tokens_of_the_complete_rendering(
         )
         conversation.observe([say("user", answer)])
         messages += [say("assistant", content), say("user", answer)]
-        assert conversation.tokens == whole(name, messages, prompt=True)
+        assert conversation.tokens == complete_tokens(name, messages, prompt=True)
         assert list(conversation.messages) == messages
 
 
@@ -125,7 +125,9 @@ def test_a_trimming_template_changes_no_sampled_token() -> None:
     sampled = [*encode("\n  padded \n"), *of.stop_token_ids[:1]]
     conversation.add_turn(sampled, [-1.0] * len(sampled), spans(len(sampled), 0))
     conversation.observe([say("user", "more")])
-    opening = whole("trimming", [say("system", "be brief"), say("user", " hello ")], prompt=True)
+    opening = complete_tokens(
+        "trimming", [say("system", "be brief"), say("user", " hello ")], prompt=True
+    )
     rest = encode(
         "<|start_header|>user<|end_header|>\n\nmore<|eot|><|start_header|>assistant<|end_header|>\n\n"
     )
@@ -142,14 +144,14 @@ def test_a_template_that_drops_reasoning_keeps_it_in_the_tokens() -> None:
     )
     conversation.observe([say("tool", "r1"), say("tool", "r2")])
     rest = "\n<|im_start|>user\n<tool_response>\nr1\n</tool_response>\n<tool_response>\nr2\n</tool_response><|im_end|>\n"
-    wanted = encode(rest + "<|im_start|>assistant\n<think>\n")
+    expected = encode(rest + "<|im_start|>assistant\n<think>\n")
     assert conversation.tokens == (
-        *whole("thinking", [say("user", "one")], prompt=True),
+        *complete_tokens("thinking", [say("user", "one")], prompt=True),
         *sampled,
-        *wanted,
+        *expected,
     )
     assert "deep" not in of.decode(
-        whole(
+        complete_tokens(
             "thinking",
             [say("user", "one"), say("assistant", "deep\n</think>\n\nyes"), say("user", "two")],
             prompt=True,
@@ -330,13 +332,17 @@ def test_a_template_cannot_escape_its_sandbox() -> None:
 
 def test_from_directory(tmp_path: Path) -> None:
     of = ChatCodec.from_directory(checkpoint(tmp_path, CHATML))
-    assert of.start([say("user", "the")]) == whole("chatml", [say("user", "the")], prompt=True)
+    assert of.start([say("user", "the")]) == complete_tokens(
+        "chatml", [say("user", "the")], prompt=True
+    )
     assert of.stop_token_ids == tuple(encode("<|im_end|><|end|>"))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
     (tmp_path / "chat_template.jinja").write_text(TEMPLATES["headers"])
     of = ChatCodec.from_directory(tmp_path)
     assert of.stop_token_ids == (encode("<|eot|>")[0], 3, 4, encode("<|end|>")[0])
-    assert of.start([say("user", "the")]) == whole("headers", [say("user", "the")], prompt=True)
+    assert of.start([say("user", "the")]) == complete_tokens(
+        "headers", [say("user", "the")], prompt=True
+    )
 
 
 def test_from_directory_with_named_templates(tmp_path: Path) -> None:
@@ -376,7 +382,7 @@ def test_a_scripted_conversation_has_the_tokens_of_its_rendering(name: str) -> N
         say("user", "end"),
     ]
     sequence = tokenize_transcript(codec(name), messages)
-    assert sequence.tokens == whole(name, messages, prompt=False)
+    assert sequence.tokens == complete_tokens(name, messages, prompt=False)
     outputs = [s for s in sequence.segments if s.kind is SegmentKind.OUTPUT]
     closing = CLOSING[name] if name == "plain" else CLOSING[name].strip()
     assert [codec(name).decode(sequence.tokens[s.start : s.end]) for s in outputs] == [

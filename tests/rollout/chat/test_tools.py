@@ -34,21 +34,25 @@ def written(name: str, arguments: Any, *, indent: int | None = None) -> str:
 
 
 @given(
-    before=text, between=text, wanted=calls, indent=st.sampled_from([None, 2]), closed=st.booleans()
+    before=text,
+    between=text,
+    expected=calls,
+    indent=st.sampled_from([None, 2]),
+    closed=st.booleans(),
 )
 def test_parses_calls(
     before: str,
     between: str,
-    wanted: list[tuple[str, dict[str, Any]]],
+    expected: list[tuple[str, dict[str, Any]]],
     indent: int | None,
     closed: bool,
 ) -> None:
     source = before + between.join(
-        written(name, arguments, indent=indent) for name, arguments in wanted
+        written(name, arguments, indent=indent) for name, arguments in expected
     )
     agent = Hermes().parse(source if closed else source.removesuffix("</tool_call>"))
-    assert [(call.name, json.loads(call.arguments)) for call in agent.tool_calls] == wanted
-    assert agent.content == (before + between * (len(wanted) - 1)).strip()
+    assert [(call.name, json.loads(call.arguments)) for call in agent.tool_calls] == expected
+    assert agent.content == (before + between * (len(expected) - 1)).strip()
 
 
 @given(st.lists(text | st.sampled_from([*MARKS, CALL, '{"name":', "}"]), max_size=8).map("".join))
@@ -59,14 +63,14 @@ def test_parsing_any_text_loses_nothing(source: str) -> None:
         return
     # What is not in the content is so many whole calls; the last one may lack its
     # closing mark.
-    calls, gone = len(agent.tool_calls), Counter("".join(source.split()))
-    gone.subtract("".join(agent.content.split()))
+    calls, remaining = len(agent.tool_calls), Counter("".join(source.split()))
+    remaining.subtract("".join(agent.content.split()))
     least = Counter(MARKS[0] * calls + MARKS[1] * (calls - 1))
-    assert gone >= least
+    assert remaining >= least
     # else pieces may have come together to other calls
     if source.count('{"name":') == source.count(CALL):
         least += Counter("".join(CALL.split()) * calls)
-        assert gone in (least, least + Counter(MARKS[1]))
+        assert remaining in (least, least + Counter(MARKS[1]))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +124,7 @@ def test_equal_calls_have_equal_keys() -> None:
     assert call_key([ToolCall(name="add", arguments="oops")]) == (("add", "oops"),)
 
 
-LOOK = json.dumps(
+LOOK_CALL = json.dumps(
     {"type": "function", "function": {"name": "look", "parameters": {"é": ["<|im_end|>"]}}},
     ensure_ascii=False,
 )
@@ -129,11 +133,11 @@ LOOK = json.dumps(
 def test_templates_show_tools_once() -> None:
     assert codec("tools").shows_tools
     assert not codec("chatml").shows_tools
-    shown = codec("tools").decode(
-        codec("tools").start([Message(role="user", content="hi")], (LOOK,))
+    text = codec("tools").decode(
+        codec("tools").start([Message(role="user", content="hi")], (LOOK_CALL,))
     )
-    assert shown.count(LOOK) == 1
-    assert shown.index(LOOK) < shown.index("hi")
+    assert text.count(LOOK_CALL) == 1
+    assert text.index(LOOK_CALL) < text.index("hi")
     assert "<tools>" not in codec("tools").decode(
         codec("tools").start([Message(role="user", content="hi")])
     )
@@ -147,11 +151,9 @@ def test_foreign_calls_are_rendered_by_the_template() -> None:
         Message(role="assistant", content="hm", tool_calls=(call,)),
         Message(role="tool", content="5", tool_call_id="1"),
     ]
-    shown = of.decode(of.start(messages))
-    assert (
-        'hm<tool_call>\n{"name": "add", "arguments": {"a": "é"}}\n</tool_call><|im_end|>' in shown
-    )
-    assert "<tool_response>\n5\n</tool_response>" in shown
+    text = of.decode(of.start(messages))
+    assert 'hm<tool_call>\n{"name": "add", "arguments": {"a": "é"}}\n</tool_call><|im_end|>' in text
+    assert "<tool_response>\n5\n</tool_response>" in text
     assert of.decode(of.extend([1], messages[1:])).count("add") == 1
     broken = Message(
         role="assistant", content="", tool_calls=(ToolCall(name="add", arguments="not json"),)
@@ -182,12 +184,12 @@ def test_token_texts_are_complete_characters_and_add_up(tokens: list[int]) -> No
     pieces = of.token_texts(tokens)
     assert len(pieces) == len(tokens)
     assert "".join(pieces) == of.decode(tokens)
-    shown = ""
+    text = ""
     for end, piece in enumerate(pieces, start=1):
-        shown += piece
-        assert of.decode(tokens).startswith(shown)
+        text += piece
+        assert of.decode(tokens).startswith(text)
         if piece and end < len(tokens):
-            assert not shown.endswith("\ufffd")
+            assert not text.endswith("\ufffd")
 
 
 def test_a_character_of_four_tokens_belongs_to_the_last() -> None:

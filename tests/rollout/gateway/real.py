@@ -117,10 +117,10 @@ class Turns:
 async def served(
     generate: Any, directory: Path, *sessions: str
 ) -> AsyncIterator[tuple[Gateway, str, dict[str, Access]]]:
-    made = Gateway(ChatCodec.from_directory(directory), generate, model="tiny")
-    access = {id: made.open(id) for id in sessions}
-    async with serve_gateway(made) as url:
-        yield made, url, access
+    server = Gateway(ChatCodec.from_directory(directory), generate, model="tiny")
+    access = {id: server.open(id) for id in sessions}
+    async with serve_gateway(server) as url:
+        yield server, url, access
 
 
 def logprob_error(directory: Path, sequence: TokenSequence) -> float:

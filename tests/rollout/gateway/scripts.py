@@ -104,10 +104,10 @@ async def gateway(
     keep_alive_s: float = 15.0,
 ) -> AsyncIterator[tuple[Gateway, Client]]:
     """Serve a gateway with the open session `s`."""
-    made = Gateway(of, generate, model="tiny", keep_alive_s=keep_alive_s)
-    access = made.open("s", **(session or {}))
-    async with serve_gateway(made) as url, aiohttp.ClientSession() as http:
-        yield made, Client(http, url, access)
+    server = Gateway(of, generate, model="tiny", keep_alive_s=keep_alive_s)
+    access = server.open("s", **(session or {}))
+    async with serve_gateway(server) as url, aiohttp.ClientSession() as http:
+        yield server, Client(http, url, access)
 
 
 def ask(text: str = "hi", **more: Any) -> dict[str, Any]:

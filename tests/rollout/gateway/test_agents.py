@@ -35,7 +35,7 @@ async def run(
         return a + b
 
     async with (
-        served(generate, directory, "s") as (made, url, access),
+        served(generate, directory, "s") as (server, url, access),
         AsyncOpenAI(base_url=url + access["s"].path, api_key=access["s"].token) as openai,
     ):
         agent = agents.Agent(
@@ -51,7 +51,7 @@ async def run(
                 pass
         else:
             result = await agents.Runner.run(agent, QUESTION)
-        (sequence,) = made.close("s").sequences
+        (sequence,) = server.close("s").sequences
     return result.final_output, added, sequence
 
 
@@ -60,15 +60,15 @@ async def test_the_agents_sdk_runs_unchanged_and_a_model_learns_from_the_recordi
 ) -> None:
     directory = checkpoint(tmp_path)
     script = Script([CALL, "It is 5."], codec=ChatCodec.from_directory(directory))
-    answer, added, shown = await run(script, directory)
-    assert (answer, added, len(shown.turns)) == ("It is 5.", [(2, 3)], 2)
-    assert teach(directory, [shown]) < 0.01
+    answer, added, messages = await run(script, directory)
+    assert (answer, added, len(messages.turns)) == ("It is 5.", [(2, 3)], 2)
+    assert teach(directory, [messages]) < 0.01
     async with engine(directory) as tiny:
         for streamed in (False, True):
             answer, added, lived = await run(Turns(tiny), directory, streamed=streamed)
             assert (answer, added) == ("It is 5.", [(2, 3)])
             # Token for token what it was shown: prompts, the call, the tool's answer,
             # the last word.
-            assert lived.tokens == shown.tokens
-            assert lived.segments == shown.segments
+            assert lived.tokens == messages.tokens
+            assert lived.segments == messages.segments
             assert logprob_error(directory, lived) < 1e-3

@@ -65,7 +65,7 @@ async def events(client: Client, body: dict[str, Any]) -> tuple[list[Any], list[
 
 async def test_an_answer_is_recorded() -> None:
     script = Script(["hello"])
-    async with gateway(script) as (made, client):
+    async with gateway(script) as (server, client):
         status, body = await client.post(ask(logprobs=True))
         assert status == 200
         (choice,) = body["choices"]
@@ -81,7 +81,7 @@ async def test_an_answer_is_recorded() -> None:
         assert body["usage"]["completion_tokens"] == len(sampled)
         assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
         assert body["model"] == "m"
-        (sequence,) = made.close("s").sequences
+        (sequence,) = server.close("s").sequences
         assert sequence.tokens == (*prompt, *sampled)
         assert [segment.kind for segment in sequence.segments] == [
             SegmentKind.PROMPT,
@@ -92,7 +92,7 @@ async def test_an_answer_is_recorded() -> None:
 
 async def test_a_tool_conversation_is_one_sequence_and_parallel_calls_have_unique_ids() -> None:
     script = Script([f"let me see {CALL}\n{CALL}", "5"])
-    async with gateway(script) as (made, client):
+    async with gateway(script) as (server, client):
         status, body = await client.post(ask(tools=[TOOL]))
         message = body["choices"][0]["message"]
         assert (status, body["choices"][0]["finish_reason"]) == (200, "tool_calls")
@@ -108,19 +108,19 @@ async def test_a_tool_conversation_is_one_sequence_and_parallel_calls_have_uniqu
             {"model": "m", "messages": [USER, message, *results], "tools": [TOOL]}
         )
         assert body["choices"][0]["message"]["content"] == "5"
-        (sequence,) = made.sequences("s")
+        (sequence,) = server.sequences("s")
         assert len(sequence.turns) == 2
         assert script.requests[1][1][: len(script.requests[0][1])] == script.requests[0][1]
 
 
 async def test_editing_the_history_opens_another_sequence() -> None:
-    async with gateway(Script(["one", "two", "three"])) as (made, client):
+    async with gateway(Script(["one", "two", "three"])) as (server, client):
         await client.post(ask())
         answer = {"role": "assistant", "content": "one"}
         await client.post({"model": "m", "messages": [USER, answer, USER]})
         edited = {"role": "assistant", "content": "won"}
         await client.post({"model": "m", "messages": [USER, edited, USER]})
-        first, second = made.sequences("s")
+        first, second = server.sequences("s")
         assert [len(first.turns), len(second.turns)] == [2, 1]
         assert sum(first.output_mask()) + sum(second.output_mask()) == sum(
             len(encode(t)) + 1 for t in ("one", "two", "three")
@@ -172,7 +172,7 @@ async def test_refuses_tools_that_the_template_does_not_show() -> None:
 async def test_a_stream_adds_up_and_never_splits_a_character() -> None:
     text = "né 🙂🙂 ok"
     assert len(encode(text)) > len(text), "characters of several tokens"
-    async with gateway(Script([text])) as (made, client):
+    async with gateway(Script([text])) as (server, client):
         completion_chunks, _ = await events(
             client, ask(logprobs=True, stream_options={"include_usage": True})
         )
@@ -194,7 +194,7 @@ async def test_a_stream_adds_up_and_never_splits_a_character() -> None:
         ]
         assert len(entries) == len(encode(text))
         assert {chunk["id"] for chunk in completion_chunks} == {usage["id"]}
-        assert len(made.sequences("s")[0].turns) == 1
+        assert len(server.sequences("s")[0].turns) == 1
 
 
 async def test_a_stream_of_calls() -> None:
@@ -217,7 +217,7 @@ async def test_a_stream_of_calls() -> None:
 
 async def test_a_stop_text_across_tokens_is_recorded_but_not_shown() -> None:
     sampled = (*encode("one user"), *encode(" tw"))
-    async with gateway(Script([engine_result(sampled)])) as (made, client):
+    async with gateway(Script([engine_result(sampled)])) as (server, client):
         body = ask(stop=["ser t", "zzz"])
         completion_chunks, _ = await events(client, body)
         assert (
@@ -228,7 +228,7 @@ async def test_a_stop_text_across_tokens_is_recorded_but_not_shown() -> None:
         assert answer["choices"][0]["message"]["content"] == "one u"
         _, answer = await client.post(ask(stop="one"))
         assert answer["choices"][0]["message"]["content"] == ""
-        (sequence, *_) = made.sequences("s")
+        (sequence, *_) = server.sequences("s")
         assert sequence.tokens[sequence.turns[0].start :] == sampled
 
 
@@ -281,8 +281,8 @@ async def test_pinned_sampling_overrides_the_client() -> None:
 
 
 async def test_a_session_requires_its_token() -> None:
-    async with gateway(Script()) as (made, client):
-        other = Client(client.http, client.url, made.open("other"))
+    async with gateway(Script()) as (server, client):
+        other = Client(client.http, client.url, server.open("other"))
         crossed = Client(
             client.http,
             client.url,
@@ -300,17 +300,17 @@ async def test_a_session_requires_its_token() -> None:
         unknown = Client(client.http, client.url, type(client.access)(path="/s/none/v1", token="x"))
         status, body = await unknown.post(ask())
         assert (status, body["error"]["code"]) == (404, "session_not_found")
-        assert len(made.sequences("s")) == len(made.sequences("other")) == 1
+        assert len(server.sequences("s")) == len(server.sequences("other")) == 1
         status, body = await client.post(ask(), path="/embeddings")
         assert (status, list(body)) == (404, ["error"])
 
 
 @pytest.mark.parametrize("id", ["", "a/b", "é", "x" * 129, "s"])
 async def test_refuses_a_session_id_that_is_taken_or_no_path(id: str) -> None:
-    made = Gateway(CODEC, Script(), model="tiny")
-    made.open("s")
+    server = Gateway(CODEC, Script(), model="tiny")
+    server.open("s")
     with pytest.raises(ValueError, match=r"session\.id must"):
-        made.open(id)
+        server.open(id)
 
 
 async def test_limits() -> None:
@@ -515,12 +515,12 @@ def test_each_request_field_is_in_one_table_and_documented() -> None:
 async def test_a_stop_token_ends_the_turn_and_is_recorded_but_not_shown() -> None:
     sampled = encode("one two")
     script = Script([engine_result(sampled), engine_result(encode("é")[:2])])
-    async with gateway(script) as (made, client):
+    async with gateway(script) as (server, client):
         _, answer = await client.post(ask(stop_token_ids=[sampled[-1]], top_k=7))
         assert answer["choices"][0]["message"]["content"] == CODEC.decode(sampled[:-1])
         assert script.requests[0][2].stop_token_ids == (*CODEC.stop_token_ids, sampled[-1])
         assert script.requests[0][2].top_k == 7
-        (sequence,) = made.sequences("s")
+        (sequence,) = server.sequences("s")
         assert sequence.tokens[sequence.turns[0].start :] == sampled
         await client.post(ask("again", top_k=-1))
         assert script.requests[1][2].top_k == 0
@@ -601,13 +601,13 @@ async def test_refuses_bytes_that_are_neither_text_nor_gzip() -> None:
 
 
 async def test_malformed_requests_get_a_plain_error_and_the_gateway_survives() -> None:
-    async with gateway(Script()) as (made, client):
+    async with gateway(Script()) as (server, client):
         for body in BODIES:
             status, answer = await client.post(body)
             assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
         status, answer = await client.post(io.BytesIO(b" " * (MAX_BODY + 1)))
         assert (status, answer["error"]["type"]) == (413, "invalid_request_error")
-        assert made.sequences("s") == ()
+        assert server.sequences("s") == ()
         assert (await client.post(ask()))[0] == 200
 
 
@@ -645,17 +645,17 @@ def test_any_json_is_parsed_or_refused(change: dict[str, Any]) -> None:
     ],
 )
 async def test_a_failed_turn_is_an_error_and_counts_as_no_call(what: Any, status: int) -> None:
-    async with gateway(Script([what, what, "a"])) as (made, client):
+    async with gateway(Script([what, what, "a"])) as (server, client):
         for body in (ask(), ask(stream=True)):
             got, answer = await client.post(body)
             assert (got, answer["error"]["type"]) == (status, "server_error")
-        assert made.sequences("s") == ()
+        assert server.sequences("s") == ()
         assert (await client.post(ask()))[0] == 200
 
 
 async def test_a_slow_stream_is_kept_alive_and_sends_errors_as_events() -> None:
     script = Script([EngineError("gone")], hold=True)
-    async with gateway(script, keep_alive_s=0.001) as (made, client):
+    async with gateway(script, keep_alive_s=0.001) as (server, client):
         head = {"Authorization": f"Bearer {client.access.token}"}
         async with client.http.post(
             client.base_url + CHAT, json=ask(stream=True), headers=head
@@ -666,7 +666,7 @@ async def test_a_slow_stream_is_kept_alive_and_sends_errors_as_events() -> None:
             script.free.set()
             last = (await response.text()).strip().split("\n\n")[-1]
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "unavailable"
-        assert made.sequences("s") == ()
+        assert server.sequences("s") == ()
 
 
 async def test_a_turn_times_out() -> None:
@@ -680,7 +680,7 @@ async def test_a_turn_times_out() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_disconnected_client_stops_the_generation(stream: bool) -> None:
     script = Script(hold=True)
-    async with gateway(script, keep_alive_s=0.001) as (made, client):
+    async with gateway(script, keep_alive_s=0.001) as (server, client):
         head = {"Authorization": f"Bearer {client.access.token}"}
         async with aiohttp.ClientSession() as leaver:
             if stream:
@@ -698,14 +698,14 @@ async def test_a_disconnected_client_stops_the_generation(stream: bool) -> None:
         await script.cancelled.get()
         script.free.set()
         assert (await client.post(ask()))[0] == 200
-        assert len(made.sequences("s")[0].turns) == 1
+        assert len(server.sequences("s")[0].turns) == 1
 
 
 async def test_an_interrupted_answer_is_sent_again_and_counts_once() -> None:
     tokens = encode("a\n") * 10_000
     script = Script([engine_result((*tokens, END)), "other"])
     body = json.dumps(ask(stream=True, logprobs=True)).encode()
-    async with gateway(script) as (made, client):
+    async with gateway(script) as (server, client):
         # Some 6 MB, which is more than both ends of this connection hold: the gateway
         # still writes when the client goes.
         url, narrow = yarl.URL(client.url), socket.socket()
@@ -718,19 +718,19 @@ async def test_an_interrupted_answer_is_sent_again_and_counts_once() -> None:
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         assert b"200" in await reader.readline()
         writer.transport.abort()
-        assert made.sequences("s") == ()
+        assert server.sequences("s") == ()
         again = {"Authorization": f"Bearer {client.access.token}", "X-Stainless-Retry-Count": "1"}
         again |= {"Content-Type": "application/json"}
         async with client.http.post(client.base_url + CHAT, data=body, headers=again) as response:
             assert (await response.text()).endswith("data: [DONE]\n\n")
-        (sequence,) = made.sequences("s")
+        (sequence,) = server.sequences("s")
         assert sequence.tokens[sequence.turns[0].start :] == (*tokens, END)
         assert len(script.requests) == 1
 
 
 async def test_a_retry_joins_the_turn_in_progress_and_counts_once() -> None:
     script = Script(["hello", "other"], hold=True)
-    async with gateway(script) as (made, client):
+    async with gateway(script) as (server, client):
         first = asyncio.create_task(client.post(ask()))
         await script.started.get()
         again = asyncio.create_task(client.post(ask(), **{"X-Stainless-Retry-Count": "1"}))
@@ -742,22 +742,22 @@ async def test_a_retry_joins_the_turn_in_progress_and_counts_once() -> None:
         bodies = [(await task)[1] for task in (first, again, *named)]
         assert bodies[0]["id"] == bodies[1]["id"] != bodies[2]["id"] == bodies[3]["id"]
         assert len(script.requests) == 2
-        late = (await client.post(ask(), **{"X-Stainless-Retry-Count": "2"}))[1]
-        assert late["id"] == bodies[0]["id"]
-        assert sum(len(sequence.turns) for sequence in made.sequences("s")) == 2
+        retried = (await client.post(ask(), **{"X-Stainless-Retry-Count": "2"}))[1]
+        assert retried["id"] == bodies[0]["id"]
+        assert sum(len(sequence.turns) for sequence in server.sequences("s")) == 2
         fresh = (await client.post(ask()))[1]
         assert fresh["id"] not in {body["id"] for body in bodies}
-        assert sum(len(sequence.turns) for sequence in made.sequences("s")) == 3
+        assert sum(len(sequence.turns) for sequence in server.sequences("s")) == 3
 
 
 async def test_closing_a_session_cancels_its_turns() -> None:
     script = Script(hold=True)
-    async with gateway(script) as (made, client):
+    async with gateway(script) as (server, client):
         task = asyncio.create_task(client.post(ask()))
         await script.started.get()
-        assert made.close("s") == SessionRecording(sequences=())
+        assert server.close("s") == SessionRecording(sequences=())
         status, body = await task
         assert (status, body["error"]["code"]) == (503, "cancelled")
         await script.cancelled.get()
         with pytest.raises(KeyError):
-            made.close("s")
+            server.close("s")

@@ -48,7 +48,7 @@ async def test_a_conversation_is_one_sequence_whose_logprobs_are_those_of_the_mo
 ) -> None:
     async with (
         engine(directory) as tiny,
-        served(Turns(tiny), directory, "s") as (made, url, access),
+        served(Turns(tiny), directory, "s") as (server, url, access),
     ):
         async with client(url, access["s"]) as openai:
             assert [model.id async for model in openai.models.list()] == ["tiny"]
@@ -56,42 +56,42 @@ async def test_a_conversation_is_one_sequence_whose_logprobs_are_those_of_the_mo
             answer = await openai.chat.completions.create(
                 messages=[{"role": "user", "content": "apart"}], logprobs=True, **SHORT
             )
-        main, apart = made.close("s").sequences
+        main, branch = server.close("s").sequences
     assert len(main.turns) == 4
     assert logprob_error(directory, main) < 1e-4
     assert answer.choices[0].logprobs is not None
     logprobs = [entry.logprob for entry in answer.choices[0].logprobs.content or ()]
-    assert logprobs == pytest.approx([value for value in apart.logprobs if value][: len(logprobs)])
+    assert logprobs == pytest.approx([value for value in branch.logprobs if value][: len(logprobs)])
 
 
 async def test_a_stream_adds_up_to_the_answer(directory: Path) -> None:
     async with (
         engine(directory) as tiny,
-        served(Turns(tiny), directory, "s") as (made, url, access),
+        served(Turns(tiny), directory, "s") as (server, url, access),
     ):
         async with client(url, access["s"]) as openai:
             same: Any = {"messages": [{"role": "user", "content": "q"}], "temperature": 0, **SHORT}
-            whole = await openai.chat.completions.create(**same)
+            complete = await openai.chat.completions.create(**same)
             stream = await openai.chat.completions.create(
                 **same, stream=True, stream_options={"include_usage": True}
             )
             completion_chunks = [chunk async for chunk in stream]
-        assert len(made.sequences("s")) == 2
+        assert len(server.sequences("s")) == 2
     text = "".join(
         choice.delta.content or "" for chunk in completion_chunks for choice in chunk.choices
     )
-    assert text == whole.choices[0].message.content
-    assert completion_chunks[-1].usage == whole.usage
-    assert completion_chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert text == complete.choices[0].message.content
+    assert completion_chunks[-1].usage == complete.usage
+    assert completion_chunks[-2].choices[0].finish_reason == complete.choices[0].finish_reason
 
 
 async def test_the_clients_retries_count_once(directory: Path) -> None:
     async with engine(directory) as tiny:
         generate = Turns(tiny, fails=[EngineLostError("gone")])
-        async with served(generate, directory, "s") as (made, url, access):
+        async with served(generate, directory, "s") as (server, url, access):
             async with client(url, access["s"], max_retries=2) as openai:
                 await converse(openai, 1)
-            (sequence,) = made.close("s").sequences
+            (sequence,) = server.close("s").sequences
     assert len(sequence.turns) == 1
 
 
@@ -113,10 +113,10 @@ async def test_a_client_timeout_cancels_the_turn_and_the_retry_counts(
                     stalled.put_nowait("cancelled")
             return await turns(session, tokens, sampling)
 
-        async with served(generate, directory, "s") as (made, url, access):
+        async with served(generate, directory, "s") as (server, url, access):
             async with client(url, access["s"], max_retries=5, timeout=2.0) as openai:
                 await converse(openai, 1)
-            (sequence,) = made.close("s").sequences
+            (sequence,) = server.close("s").sequences
     assert stalled.qsize() == 1
     assert len(sequence.turns) == 1
 
@@ -124,7 +124,7 @@ async def test_a_client_timeout_cancels_the_turn_and_the_retry_counts(
 async def test_killing_a_program_stops_its_generation_in_the_engine(directory: Path) -> None:
     async with (
         engine(directory) as tiny,
-        served(Turns(tiny), directory, "s") as (made, url, access),
+        served(Turns(tiny), directory, "s") as (server, url, access),
     ):
         async with client(url, access["s"]) as openai:
             call = openai.chat.completions.create(
@@ -140,14 +140,14 @@ async def test_killing_a_program_stops_its_generation_in_the_engine(directory: P
             while (stats := await tiny.stats()).running:
                 pass
         assert stats.output_tokens < CONTEXT // 2
-        assert made.close("s").sequences == ()
+        assert server.close("s").sequences == ()
 
 
 async def test_concurrent_sessions_are_separate(directory: Path) -> None:
     names = [f"s{number}" for number in range(6)]
     async with (
         engine(directory) as tiny,
-        served(Turns(tiny), directory, *names) as (made, url, access),
+        served(Turns(tiny), directory, *names) as (server, url, access),
     ):
         clients = [client(url, access[name]) for name in names]
         histories = await asyncio.gather(
@@ -156,7 +156,7 @@ async def test_concurrent_sessions_are_separate(directory: Path) -> None:
         for each in clients:
             await each.close()
         for name, history in zip(names, histories, strict=True):
-            (sequence,) = made.close(name).sequences
+            (sequence,) = server.close(name).sequences
             assert len(sequence.turns) == 3
             assert logprob_error(directory, sequence) < 1e-4
             assert history[0]["content"] == name
@@ -165,13 +165,13 @@ async def test_concurrent_sessions_are_separate(directory: Path) -> None:
 async def test_two_concurrent_branches_of_one_session(directory: Path) -> None:
     async with (
         engine(directory) as tiny,
-        served(Turns(tiny), directory, "s") as (made, url, access),
+        served(Turns(tiny), directory, "s") as (server, url, access),
     ):
         async with client(url, access["s"]) as openai:
             history = await converse(openai, 1)
-            asks = (openai.chat.completions.create(messages=history, **SHORT) for _ in range(3))
-            answers = await asyncio.gather(*asks)
-        sequences = made.close("s").sequences
+            requests = (openai.chat.completions.create(messages=history, **SHORT) for _ in range(3))
+            answers = await asyncio.gather(*requests)
+        sequences = server.close("s").sequences
     assert sorted(len(sequence.turns) for sequence in sequences) == [1, 1, 2]
     assert sum(sum(sequence.output_mask()) for sequence in sequences) >= sum(
         a.usage.completion_tokens for a in answers
@@ -208,14 +208,14 @@ async def test_accepts_the_clients_default_fields_and_honors_or_refuses_others(
     request: Any = {"messages": [{"role": "user", "content": "q"}], "seed": 1, **SHORT}
     async with (
         engine(directory) as tiny,
-        served(Turns(tiny), directory, "s") as (made, url, access),
+        served(Turns(tiny), directory, "s") as (server, url, access),
     ):
         openai = client(url, access["s"])
         async with openai:
             plain = await openai.chat.completions.create(
                 **request, store=False, user="u", modalities=["text"], verbosity="medium"
             )
-            first = made.sequences("s")[0]
+            first = server.sequences("s")[0]
             token = first.tokens[first.turns[0].start]
             cut = await openai.chat.completions.create(
                 **request, extra_body={"stop_token_ids": [token], "top_k": -1}

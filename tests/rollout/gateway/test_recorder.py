@@ -78,15 +78,15 @@ class Program:
         assert self.is_a_prompt_of(call.prompt, history)
         self.waiting.append((call, history, key))
 
-    def answer(self, at: int, ids: list[int], text: str, fate: str) -> None:
+    def answer(self, at: int, ids: list[int], text: str, outcome: str) -> None:
         call, history, key = self.waiting.pop(at % len(self.waiting))
-        if fate == "dropped":
+        if outcome == "dropped":
             self.recorder.drop(call)
             return
         words = Message(role="assistant", content=text)
         self.recorder.answer(call, result(ids, mark=1.0 + call.number, cut=len(ids) // 2), words)
         self.exchanged.append(((*history, words), call))
-        if fate == "lost":
+        if outcome == "lost":
             self.recorder.lose(call)
             self.lost.append((call, (*history, words), key))
         else:
@@ -113,10 +113,10 @@ class Program:
         if not longest:
             return self.pieces(prompt, (), history)
         return any(
-            prompt[: len(whole)] == whole
-            and self.pieces(prompt, call.message_tokens, history[longest:], at=len(whole))
+            prompt[: len(conversation)] == conversation
+            and self.pieces(prompt, call.message_tokens, history[longest:], at=len(conversation))
             for length, call in ended
-            for whole in [self.prompts[call] + call.message_tokens]
+            for conversation in [self.prompts[call] + call.message_tokens]
             if length == longest
         )
 
@@ -130,24 +130,24 @@ class Program:
         """Return whether the prompt continues from `at` with `rest`, after the agent's
         message `words` (none: at the start).
         """
-        known = [
+        places = [
             place
             for place, m in enumerate(rest)
             if m.role == "assistant" and any(same(t[-1:], (m,)) for t, _ in self.exchanged)
         ]
-        known = [place for place in known if words or place]
-        gap = rest[: known[0]] if known else rest
+        places = [place for place in places if words or place]
+        gap = rest[: places[0]] if places else rest
         between = OF.extend(words, gap) if words else OF.start(gap)
         if prompt[at : at + len(between)] != between:
             return False
         at += len(between)
-        if not known:
+        if not places:
             return at == len(prompt)
-        message = rest[known[0]]
+        message = rest[places[0]]
         return any(
             prompt[at : at + len(call.message_tokens)] == call.message_tokens
             and self.pieces(
-                prompt, call.message_tokens, rest[known[0] + 1 :], at + len(call.message_tokens)
+                prompt, call.message_tokens, rest[places[0] + 1 :], at + len(call.message_tokens)
             )
             for past, call in self.exchanged
             if same(past[-1:], (message,))
@@ -246,9 +246,9 @@ def test_every_delivered_token_is_an_output_exactly_once(does: list[tuple]) -> N
         elif kind == "repeat" and program.lost:
             program.repeat(at)
         # What a program sends back, it has: also where the answer had seemed lost.
-        known = [call for call, _, _ in program.lost if call.state is CallState.DELIVERED]
-        program.got += [call for call in known if call not in program.got]
-        program.lost = [entry for entry in program.lost if entry[0] not in known]
+        delivered = [call for call, _, _ in program.lost if call.state is CallState.DELIVERED]
+        program.got += [call for call in delivered if call not in program.got]
+        program.lost = [entry for entry in program.lost if entry[0] not in delivered]
         after = program.recorder.sequences()
         for old, new in zip(before, after, strict=False):
             assert new.tokens[: len(old.tokens)] == old.tokens
@@ -393,10 +393,10 @@ def test_a_forced_prefix_is_part_of_the_message_but_no_output() -> None:
     recorder = SessionRecorder(OF)
     call = recorder.begin("1", [user("q")], ("{}",), forced="<tool_call>\n")
     assert OF.decode(call.prompt).endswith("assistant\n<tool_call>\n")
-    wanted = ToolCall(id="c1", name="add", arguments='{"a": 1}')
+    expected = ToolCall(id="c1", name="add", arguments='{"a": 1}')
     tokens = [*encode('{"name": "add", "arguments": {"a": 1}}\n</tool_call>'), END]
     recorder.answer(
-        call, result(tokens), Message(role="assistant", content="", tool_calls=(wanted,))
+        call, result(tokens), Message(role="assistant", content="", tool_calls=(expected,))
     )
     recorder.deliver(call)
     echoed = ToolCall(id="other", name="add", arguments='{"a":1}')
@@ -412,7 +412,7 @@ def test_a_forced_prefix_is_part_of_the_message_but_no_output() -> None:
     assert list(sequence.tokens[sequence.turns[0].start : sequence.turns[0].end]) == tokens
     changed = [
         *history[:1],
-        Message(role="assistant", content="", tool_calls=(wanted, wanted)),
+        Message(role="assistant", content="", tool_calls=(expected, expected)),
         history[2],
     ]
     assert (

@@ -42,7 +42,7 @@ def reply_of(
 ) -> ChatReply:
     result = engine_result(sampled, finish=finish)
     hermes = Hermes() if tools else None
-    message, shown = read_turn(
+    message, deltas = read_turn(
         CODEC, hermes, result, number=7, forced=forced, stop=stop, stop_tokens=stop_tokens
     )
     return ChatReply(
@@ -50,7 +50,7 @@ def reply_of(
         created=0,
         model="m",
         message=message,
-        deltas=text_deltas(CODEC, result, length=shown, logprobs=True),
+        deltas=text_deltas(CODEC, result, length=deltas, logprobs=True),
         finish_reason=finish_reason(message, finish),
         prompt_tokens=1,
         completion_tokens=len(sampled),
@@ -123,7 +123,7 @@ def test_a_stream_adds_up_to_the_complete_response(
     ]
     # The end of every piece is the end of a character.
     for end in range(1, len(reply.deltas)):
-        shown = "".join(piece.text for piece in reply.deltas[:end])
+        shown_text = "".join(piece.text for piece in reply.deltas[:end])
         count = sum(len(piece.entries) for piece in reply.deltas[:end])
-        assert CODEC.decode(sampled[:count]) == shown
+        assert CODEC.decode(sampled[:count]) == shown_text
     assert stream[-1]["usage"] == body["usage"]

@@ -39,7 +39,7 @@ Start = Callable[..., ProcessRelay]
 
 @pytest.fixture
 async def start(tmp_path: Path) -> AsyncIterator[Start]:
-    made: list[ProcessRelay] = []
+    relays: list[ProcessRelay] = []
 
     def one(
         number: int,
@@ -56,17 +56,17 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
             module, env["FILE_BYTES"] = "tests.runtime.small_relay", str(file_bytes)
         log = tmp_path / f"r{number}.log"
         env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'src'}"
-        made.append(
+        relays.append(
             ProcessRelay(
                 spec, suspected, stalled, log=log, env=env, silent_s=silent_s, module=module
             )
         )
-        return made[-1]
+        return relays[-1]
 
     yield one
-    for relay in made:
+    for relay in relays:
         await relay.close()
-    for relay in made:
+    for relay in relays:
         assert relay.lost.done()
         with pytest.raises(ProcessLookupError):
             os.kill(relay.pid, 0)
@@ -128,10 +128,10 @@ async def test_a_broadcast_survives_a_killed_relay(start: Start) -> None:
             again = relays[2].fetch(command(memory.manifest, addresses[0]))
             slow.allow_all()
             for answer in (answers[0], again, answers[3]):
-                taken = await answer
-                assert payload(taken) == memory.payload
-                assert isinstance(taken, VersionFetched)
-                assert taken.nbytes == memory.manifest.nbytes  # none twice
+                result = await answer
+                assert payload(result) == memory.payload
+                assert isinstance(result, VersionFetched)
+                assert result.nbytes == memory.manifest.nbytes  # none twice
         assert [ask.ranges for ask in slow.requests] == [((0, memory.manifest.nbytes),)]
 
 
@@ -178,19 +178,19 @@ async def test_a_broadcast_survives_a_killed_master(start: Start) -> None:
         assert isinstance(failed, VersionFailed)
         assert failed.reason == "source"
         again = relays[1].fetch(command(new.manifest, base_id=1))
-        taken = await answers[2]
-        assert payload(await again) == payload(taken) == new.payload
-        assert isinstance(taken, VersionFetched)
-        assert 0 < taken.nbytes < new.manifest.nbytes / 10
+        result = await answers[2]
+        assert payload(await again) == payload(result) == new.payload
+        assert isinstance(result, VersionFetched)
+        assert 0 < result.nbytes < new.manifest.nbytes / 10
 
 
 async def test_a_hung_relay_is_suspected_then_killed(start: Start) -> None:
-    told: list[bool] = []
-    relay = start(0, silent_s=1.5, suspected=told.append)
+    reports: list[bool] = []
+    relay = start(0, silent_s=1.5, suspected=reports.append)
     await relay.ready()
     os.kill(relay.pid, signal.SIGSTOP)
     assert "sent nothing for 1.5 s" in await relay.lost
-    assert told[-1] is True
+    assert reports[-1] is True
     with versions(1) as (memory,):
         assert await relay.fetch(command(memory.manifest)) is None
 
@@ -199,15 +199,15 @@ class Suspicions:
     """Records what a link reports about its relay's silence."""
 
     def __init__(self) -> None:
-        self.told: asyncio.Queue[bool] = asyncio.Queue()
+        self.reports: asyncio.Queue[bool] = asyncio.Queue()
 
     def __call__(self, silent: bool) -> None:
-        self.told.put_nowait(silent)
+        self.reports.put_nowait(silent)
 
     async def until(self, silent: bool) -> None:
         """Wait for this report; on a busy machine others may come before."""
         async with asyncio.timeout(30):
-            while await self.told.get() is not silent:
+            while await self.reports.get() is not silent:
                 pass
 
 
@@ -234,10 +234,10 @@ async def test_a_broadcast_bypasses_a_hung_relay_until_it_recovers(
             again = relays[2].fetch(command(memory.manifest, addresses[0]))
             slow.allow_all()
             for answer in (answers[0], again, answers[3]):
-                taken = await answer
-                assert payload(taken) == memory.payload
-                assert isinstance(taken, VersionFetched)
-                assert taken.nbytes == memory.manifest.nbytes  # none twice
+                result = await answer
+                assert payload(result) == memory.payload
+                assert isinstance(result, VersionFetched)
+                assert result.nbytes == memory.manifest.nbytes  # none twice
             assert not answers[1].done()
             os.kill(relays[1].pid, signal.SIGCONT)
             await doubts.until(False)
@@ -278,14 +278,14 @@ async def test_a_blocked_event_loop_suspects_no_relay(start: Start) -> None:
     """Our event loop is blocked for longer than a relay may be silent; the relay sends
     heartbeats during that time, which are read first.
     """
-    told: list[bool] = []
-    relay = start(0, suspected=told.append, silent_s=(SUSPECT_BEATS + 2) * HEARTBEAT_S)
+    reports: list[bool] = []
+    relay = start(0, suspected=reports.append, silent_s=(SUSPECT_BEATS + 2) * HEARTBEAT_S)
     await relay.ready()
     for _ in range(3):
         time.sleep((SUSPECT_BEATS + 4) * HEARTBEAT_S)  # noqa: ASYNC251 (that is the point)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-    assert told == []
+    assert reports == []
     assert not relay.lost.done()
 
 
@@ -293,15 +293,15 @@ async def test_unread_heartbeats_do_not_count_as_silence(start: Start) -> None:
     """While our event loop is blocked nothing is counted, whether heartbeats wait to be
     read or not.
     """
-    told: list[bool] = []
-    relay = start(0, suspected=told.append)
+    reports: list[bool] = []
+    relay = start(0, suspected=reports.append)
     await relay.ready()
     os.kill(relay.pid, signal.SIGSTOP)
     for _ in range(SUSPECT_BEATS - 1):
         time.sleep((SUSPECT_BEATS + 1) * HEARTBEAT_S)  # noqa: ASYNC251 (that is the point)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-    assert told == [], "each time counts as one beat"
+    assert reports == [], "each time counts as one beat"
     os.kill(relay.pid, signal.SIGCONT)
 
 
@@ -322,19 +322,19 @@ async def test_a_version_that_does_not_fit_fails(start: Start) -> None:
         failed = await take(relay, memory.manifest, address)
         assert isinstance(failed, VersionFailed)
         assert failed.reason == "room"
-        taken = await take(relay, other.manifest)  # shared, not copied
-        assert payload(taken) == other.payload
+        result = await take(relay, other.manifest)  # shared, not copied
+        assert payload(result) == other.payload
 
 
 async def test_a_relays_memory_is_freed_at_its_end(start: Start) -> None:
     with versions(1) as (memory,):
         relay = start(0)
         await relay.ready()
-        taken = await take(relay, memory.manifest)
-        assert isinstance(taken, VersionFetched)
+        result = await take(relay, memory.manifest)
+        assert isinstance(result, VersionFetched)
         await relay.close()
         assert "was closed" in relay.lost.result()
-        assert not os.path.exists(taken.manifest.location)  # noqa: ASYNC240 (it is not on a disk)
+        assert not os.path.exists(result.manifest.location)  # noqa: ASYNC240 (it is not on a disk)
 
 
 async def test_a_replaced_fetch_has_no_result(start: Start) -> None:

@@ -40,7 +40,7 @@ Connect = Callable[..., TrainerBackend]
 
 @pytest.fixture
 async def connect(tmp_path: Path) -> AsyncIterator[Connect]:
-    made: list[TrainerBackend] = []
+    backends: list[TrainerBackend] = []
 
     def start(kind: str, run_dir: str = "run") -> TrainerBackend:
         spec = TrainerSpec(
@@ -50,10 +50,10 @@ async def connect(tmp_path: Path) -> AsyncIterator[Connect]:
             world=2 if kind == "two ranks" else 1,
         )
         if kind == "thread":
-            made.append(ThreadTrainer(spec, build, start_s=20.0))
+            backends.append(ThreadTrainer(spec, build, start_s=20.0))
         else:
             env = {"PYTHONPATH": f"{ROOT}:{':'.join(path for path in sys.path if path)}"}
-            made.append(
+            backends.append(
                 ProcessTrainer(
                     spec,
                     logs=tmp_path / "logs",
@@ -62,10 +62,10 @@ async def connect(tmp_path: Path) -> AsyncIterator[Connect]:
                     module="tests.runtime.fake_trainer",
                 )
             )
-        return made[-1]
+        return backends[-1]
 
     yield start
-    for trainer in made:
+    for trainer in backends:
         await trainer.close()
 
 

@@ -107,7 +107,7 @@ Open = Callable[..., Bench]
 
 @pytest.fixture
 async def start(tmp_path: Path) -> AsyncIterator[Open]:
-    made: list[Bench] = []
+    benches: list[Bench] = []
 
     def start(kind: str, regressor: str = "ridge", *, silent_s: float = live.SILENT_S) -> Bench:
         spec, log = PredictorSpec(regressor=regressor), tmp_path / "predictor.log"
@@ -117,12 +117,12 @@ async def start(tmp_path: Path) -> AsyncIterator[Open]:
             if kind == "thread"
             else (in_process if kind == "process" else odd)(spec, log=log)
         )
-        made.append(Bench(link, tasks, silent_s=silent_s))
-        return made[-1]
+        benches.append(Bench(link, tasks, silent_s=silent_s))
+        return benches[-1]
 
     async with Tasks() as tasks:
         yield start
-        for each in made:
+        for each in benches:
             await each.supervisor.close()
         tasks.cancel_all()
 
@@ -135,13 +135,13 @@ async def test_answers_as_the_predictor_itself(start: Open, kind: str) -> None:
         for context in one.contexts:
             expected = reference.predict((f"t{number}", 0), context)
             bench.ask(number, context)
-            found = await bench.answer()
-            assert (found.trajectory_id, found.attempt, found.turn) == (
+            answer = await bench.answer()
+            assert (answer.trajectory_id, answer.attempt, answer.turn) == (
                 f"t{number}",
                 0,
                 context.turn,
             )
-            assert found.remaining_tokens == expected
+            assert answer.remaining_tokens == expected
         total = one.tokens if number % 5 else None
         reference.observe((f"t{number}", 0), total)
         bench.supervisor.harvest(over(number, total))
@@ -173,10 +173,10 @@ async def test_answers_as_the_predictor_itself(start: Open, kind: str) -> None:
 async def test_asks_with_the_context_that_the_world_completed(start: Open) -> None:
     """The world may add siblings that only it knows of."""
     bench = start("thread", "history")
-    known = LengthContext(
+    completed = LengthContext(
         **{**{name: getattr(CONTEXT, name) for name in CONTEXT.__struct_fields__}, **SIBLINGS}
     )
-    bench.supervisor.predict(ask(0), known)
+    bench.supervisor.predict(ask(0), completed)
     assert (await bench.answer()).remaining_tokens == 85.0
 
 
@@ -320,9 +320,9 @@ async def test_each_request_is_answered_once(start: Open) -> None:
     bench = start("odd", "echo")
     for number in range(20):
         bench.ask(number)
-    found = [await bench.answer() for _ in range(20)]
-    assert [one.trajectory_id for one in found] == [f"t{number}" for number in range(20)]
-    assert {one.remaining_tokens for one in found} == {7.0}
+    answers = [await bench.answer() for _ in range(20)]
+    assert [one.trajectory_id for one in answers] == [f"t{number}" for number in range(20)]
+    assert {one.remaining_tokens for one in answers} == {7.0}
     assert bench.posted.empty()
 
 

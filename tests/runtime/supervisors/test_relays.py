@@ -18,7 +18,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import Event
 from rollweave.schema.weights import WeightManifest
 from tests.runtime.test_runs import assert_trained_once
-from tests.runtime.whole import assert_gone, fault, make_config, run, run_dir
+from tests.runtime.whole import assert_no_processes, fault, make_config, run, run_dir
 
 E0, E1, E3 = EngineId("e0"), EngineId("e1"), EngineId("e3")
 
@@ -32,17 +32,17 @@ def with_relays(
 
 
 def history(config: RunConfig) -> tuple[list[Event], list[Command]]:
-    told = list(Replay(run_dir(config) / "journal.bin", config))
-    return [event for _, event, _ in told], [
-        command for _, _, commands in told for command in commands
+    history_ = list(Replay(run_dir(config) / "journal.bin", config))
+    return [event for _, event, _ in history_], [
+        command for _, _, commands in history_ for command in commands
     ]
 
 
 def takes(commands: Sequence[Command], weights_id: int) -> list[tuple[str, str | None]]:
-    found = [
+    fetches = [
         one for one in commands if isinstance(one, c.FetchWeights) and one.weights_id == weights_id
     ]
-    return [(one.relay_id, one.source) for one in found]
+    return [(one.relay_id, one.source) for one in fetches]
 
 
 @pytest.mark.parametrize("mode", ["sync", "bounded", "decoupled"])
@@ -52,16 +52,16 @@ def test_weights_reach_every_engine_through_its_relay(tmp_path: Path, mode: str)
     assert summary.error == ""
     assert summary.account.balanced
     events, commands = history(config)
-    held = {
+    versions = {
         (event.relay_id, event.weights_id)
         for event in events
         if isinstance(event, e.WeightsFetched)
     }
     loads = [command for command in commands if isinstance(command, c.LoadWeights)]
     assert loads
-    assert {(f"r{int(load.engine_id[1:]) % 2}", load.weights_id) for load in loads} <= held
+    assert {(f"r{int(load.engine_id[1:]) % 2}", load.weights_id) for load in loads} <= versions
     assert '"take 0 from the trainer"' in (run_dir(config) / "trace.json").read_text()
-    assert_gone(config)
+    assert_no_processes(config)
 
 
 @pytest.mark.parametrize("lost", ["r0", "r1", "r2"])
@@ -71,14 +71,14 @@ def test_a_relay_that_dies_during_a_fetch_delays_no_other(tmp_path: Path, lost: 
     fault(config, f"kill-{lost}-1")
     assert run(config).error == ""
     events, commands = history(config)
-    gone = [event for event in events if isinstance(event, e.RelayLost)]
-    assert [event.relay_id for event in gone] == [lost]
-    assert "SIGKILL" in gone[0].error
+    losses = [event for event in events if isinstance(event, e.RelayLost)]
+    assert [event.relay_id for event in losses] == [lost]
+    assert "SIGKILL" in losses[0].error
     assert [command.relay_id for command in commands if isinstance(command, c.RestartRelay)] == [
         lost
     ]
     assert_trained_once(config)
-    assert_gone(config)
+    assert_no_processes(config)
 
 
 def test_a_refused_delta_is_followed_by_a_full_fetch(tmp_path: Path) -> None:
@@ -88,13 +88,13 @@ def test_a_refused_delta_is_followed_by_a_full_fetch(tmp_path: Path) -> None:
     assert run(config).error == ""
     events, commands = history(config)
     refused = next(event for event in events if isinstance(event, e.FetchFailed))
-    tries = [
+    fetches = [
         command
         for command in commands
         if isinstance(command, c.FetchWeights)
         and (command.relay_id, command.weights_id) == (refused.relay_id, 1)
     ]
-    assert [command.base_id for command in tries] == [0, None]
+    assert [command.base_id for command in fetches] == [0, None]
     assert_trained_once(config)
 
 
@@ -110,7 +110,7 @@ def test_a_relay_that_never_starts_removes_its_machine(tmp_path: Path) -> None:
             command.engine_id for command in commands if isinstance(command, c.RemoveEngine)
         ] == ["e1"]
     assert_trained_once(config)
-    assert_gone(config)
+    assert_no_processes(config)
 
 
 def test_a_resumed_run_restarts_its_relays(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_resumed_run_restarts_its_relays(tmp_path: Path) -> None:
         E1,
     }
     assert_trained_once(longer)
-    assert_gone(longer)
+    assert_no_processes(longer)
 
 
 def manifest(weights_id: int, location: str) -> WeightManifest:

@@ -97,14 +97,14 @@ def test_every_problem_has_a_line_with_field_rule_value_and_file() -> None:
         GOOD.replace('mode = "partial"', 'mode = "fast"\ngroup_size = 0\nbeta = 3')
         + '[engines]\ncount = "many"\n'
     )
-    found = problems(text)
-    assert found[0].startswith("my.toml: rollout.mode must be 'sync', 'one_step'")
-    assert found[0].endswith("got 'fast'")
-    assert found[1] == "my.toml: rollout.group_size must be at least 1, got 0"
-    assert found[2].startswith(
+    lines = problems(text)
+    assert lines[0].startswith("my.toml: rollout.mode must be 'sync', 'one_step'")
+    assert lines[0].endswith("got 'fast'")
+    assert lines[1] == "my.toml: rollout.group_size must be at least 1, got 0"
+    assert lines[2].startswith(
         "my.toml: unknown key rollout.beta (rollout has mode, alpha, groups_per_step, "
     )
-    assert found[3:] == ["my.toml: engines.count must be a whole number, got 'many'"]
+    assert lines[3:] == ["my.toml: engines.count must be a whole number, got 'many'"]
 
 
 @pytest.mark.parametrize(

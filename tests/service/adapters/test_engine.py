@@ -33,8 +33,8 @@ def error(model: torch.nn.Module, result: GenerateResult) -> float:
     table = oracle_logprobs(model, tokens)
     places = range(len(PROMPT), len(tokens))
     return max(
-        abs(table[at - 1, tokens[at]].item() - told)
-        for at, told in zip(places, result.logprobs, strict=True)
+        abs(table[at - 1, tokens[at]].item() - sampled)
+        for at, sampled in zip(places, result.logprobs, strict=True)
     )
 
 

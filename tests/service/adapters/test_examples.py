@@ -48,15 +48,15 @@ def address(tmp_path: Path) -> Iterator[str]:
 
 @given(kinds)
 def test_a_message_log_equals_the_sequence(parts: list[tuple[SegmentKind, int]]) -> None:
-    made = sequence(parts)
-    log = nemo.message_log_of(made)
+    token_sequence = sequence(parts)
+    log = nemo.message_log_of(token_sequence)
     assert [token for message in log for token in message["token_ids"].tolist()] == list(
-        made.tokens
+        token_sequence.tokens
     )
     trained = [message["role"] == "assistant" for message in log for _ in message["token_ids"]]
-    assert trained == made.output_mask()
+    assert trained == token_sequence.output_mask()
     none = torch.zeros(0)
-    told = torch.cat(
+    logprobs = torch.cat(
         [
             none,
             *(
@@ -65,7 +65,7 @@ def test_a_message_log_equals_the_sequence(parts: list[tuple[SegmentKind, int]])
             ),
         ]
     )
-    assert told.tolist() == list(made.logprobs)
+    assert logprobs.tolist() == list(token_sequence.logprobs)
 
 
 def test_nemo_rl_gets_its_batch_without_failures_in_the_baseline(address: str) -> None:
@@ -83,19 +83,19 @@ def test_nemo_rl_gets_its_batch_without_failures_in_the_baseline(address: str) -
         "idx": [0, 0, 0, 1],
     }
     with Rollouts(address) as rollouts:
-        found, metrics = nemo.RollweaveRollouts(rollouts, temperature=1.0)(
+        nemo_batch, metrics = nemo.RollweaveRollouts(rollouts, temperature=1.0)(
             None, batch, None, None, max_seq_len=100
         )
-    assert sorted(found["total_reward"].tolist()) == [0.0, 0.0, 0.5, 1.0]
-    failed = [reward == 0.5 for reward in found["total_reward"].tolist()[:3]] + [True]
-    assert found["loss_multiplier"].tolist() == [0.0 if one else 1.0 for one in failed]
+    assert sorted(nemo_batch["total_reward"].tolist()) == [0.0, 0.0, 0.5, 1.0]
+    failed = [reward == 0.5 for reward in nemo_batch["total_reward"].tolist()[:3]] + [True]
+    assert nemo_batch["loss_multiplier"].tolist() == [0.0 if one else 1.0 for one in failed]
     assert metrics["failed_rollouts"] == 2
     for log, length, one in zip(
-        found["message_log"], found["length"].tolist(), failed, strict=True
+        nemo_batch["message_log"], nemo_batch["length"].tolist(), failed, strict=True
     ):
         assert sum(len(message["token_ids"]) for message in log) == length
         assert any(message["role"] == "assistant" for message in log) is not one
-    assert found["idx"] == [0, 0, 0, 1]
+    assert nemo_batch["idx"] == [0, 0, 0, 1]
     # the batch that was given is as it was
     assert batch["message_log"][0][0]["token_ids"].tolist() == [1]
 

@@ -27,17 +27,17 @@ def sequence(parts: list[tuple[SegmentKind, int]]) -> TokenSequence:
 def test_a_row_is_a_prefix_that_masks_all_but_sampled_tokens(
     parts: list[tuple[SegmentKind, int]],
 ) -> None:
-    made = sequence(parts)
-    row = row_of(made)
-    if not any(made.output_mask()):
+    token_sequence = sequence(parts)
+    row = row_of(token_sequence)
+    if not any(token_sequence.output_mask()):
         assert row is None
         return
     assert row is not None
     tokens = row.prompt + row.completion
-    assert tokens == list(made.tokens[: len(tokens)])
+    assert tokens == list(token_sequence.tokens[: len(tokens)])
     assert [0] * len(row.prompt) + row.mask == [
-        int(sampled) for sampled in made.output_mask()[: len(tokens)]
+        int(sampled) for sampled in token_sequence.output_mask()[: len(tokens)]
     ]
-    assert [0.0] * len(row.prompt) + row.logprobs == list(made.logprobs[: len(tokens)])
-    assert not any(made.output_mask()[len(tokens) :])
+    assert [0.0] * len(row.prompt) + row.logprobs == list(token_sequence.logprobs[: len(tokens)])
+    assert not any(token_sequence.output_mask()[len(tokens) :])
     assert row.mask[0] == row.mask[-1] == 1

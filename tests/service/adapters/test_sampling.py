@@ -27,12 +27,12 @@ def trainer(**more: Any) -> SimpleNamespace:
 
 def test_uses_the_trainers_sampling_unless_the_request_sets_its_own() -> None:
     assert decoding_of(trainer(), Decoding()) == Decoding(temperature=1.0, top_p=1.0, top_k=0)
-    given = trainer(temperature=0.7, top_p=0.9, top_k=-1, generation_kwargs={})
-    assert decoding_of(given, Decoding(seed=3)) == Decoding(
+    trainer_ = trainer(temperature=0.7, top_p=0.9, top_k=-1, generation_kwargs={})
+    assert decoding_of(trainer_, Decoding(seed=3)) == Decoding(
         temperature=0.7, top_p=0.9, top_k=0, seed=3
     )
     named = Decoding(temperature=0.1, top_p=0.2, top_k=3)
-    assert decoding_of(given, named) == named
+    assert decoding_of(trainer_, named) == named
 
 
 @pytest.mark.parametrize(

@@ -127,9 +127,12 @@ def test_grpo_trains_on_the_exact_sampled_tokens(tmp_path: Path) -> None:
         rolled = TrlRollouts(rollouts)
 
         def watched(prompts: list[str], trainer: Any) -> dict[str, Any]:
-            found = rolled(prompts, trainer)
+            rollouts_made = rolled(prompts, trainer)
             for prompt, completion, mask, logprobs in zip(
-                *(found[key] for key in ("prompt_ids", "completion_ids", "env_mask", "logprobs")),
+                *(
+                    rollouts_made[key]
+                    for key in ("prompt_ids", "completion_ids", "env_mask", "logprobs")
+                ),
                 strict=True,
             ):
                 tokens = [*prompt, *completion]
@@ -138,8 +141,8 @@ def test_grpo_trains_on_the_exact_sampled_tokens(tmp_path: Path) -> None:
                     if sampled:
                         at = len(prompt) + place
                         errors.append(abs(table[at - 1, tokens[at]].item() - logprobs[place]))
-            masks.append(found["env_mask"])
-            return found
+            masks.append(rollouts_made["env_mask"])
+            return rollouts_made
 
         trainer = Watched(
             model=str(tmp_path / "model"),
@@ -180,11 +183,11 @@ def test_a_failed_rollout_has_no_reward_and_no_token_in_the_loss(tmp_path: Path)
 
     with served(tmp_path) as (rollouts, _, _):
         prompts = [row["prompt"] for row in rows([*requests(1), *requests(1, broken=True)])]
-        found = TrlRollouts(rollouts)([prompts[0], prompts[0], prompts[1]], Trainer())
-    assert [reward is None for reward in found["rollout_reward"]] == [False, False, True]
-    assert found["stop_reason"][2] == "env_error"
-    assert all(len(found[key]) == 3 for key in found)
-    assert [any(mask) for mask in found["env_mask"]] == [True, True, False]
+        rollouts_made = TrlRollouts(rollouts)([prompts[0], prompts[0], prompts[1]], Trainer())
+    assert [reward is None for reward in rollouts_made["rollout_reward"]] == [False, False, True]
+    assert rollouts_made["stop_reason"][2] == "env_error"
+    assert all(len(rollouts_made[key]) == 3 for key in rollouts_made)
+    assert [any(mask) for mask in rollouts_made["env_mask"]] == [True, True, False]
 
 
 # AsyncGRPOTrainer.
@@ -220,7 +223,7 @@ class PlainAttention:
         return out
 
 
-class Kept(WeightTransfer):
+class RecordedTransfer(WeightTransfer):
     """Records the weights of every version."""
 
     def __init__(self, engine: TrainedEngine) -> None:
@@ -266,7 +269,10 @@ def test_async_grpo_trains_on_the_workers_samples_and_updates_the_engine(
         decoding = Decoding(temperature=TEMPERATURE)
         tasks = (replace(requests(seed + 1)[-1], sampling=decoding) for seed in itertools.count())
         source = Seen(address, tasks, rule)
-        worker, transfer = RolloutWorker(lambda: source, samples=2 * GROUP), Kept(engine)
+        worker, transfer = (
+            RolloutWorker(lambda: source, samples=2 * GROUP),
+            RecordedTransfer(engine),
+        )
         trainer = AsyncGRPOTrainer(
             model=str(tmp_path / "model"),
             args=AsyncGRPOConfig(

@@ -66,12 +66,12 @@ def test_a_set_up_is_a_run() -> None:
 
 @pytest.mark.parametrize("mode", ["sync", "one_step", "partial", "bounded"])
 def test_a_pace_is_measured_over_full_steps(mode: str) -> None:
-    found = pace(SMALL.but(mode=mode), steps=2)
-    starts = [line["at"] for line in found.outcome.steps]
-    assert found.step_s == pytest.approx((starts[2] - starts[0]) / 2)
-    tokens = sum(line["batch_tokens"] for line in found.outcome.steps[1:3])
-    assert found.tokens_per_s == pytest.approx(tokens / (starts[2] - starts[0]))
-    assert all(line["trajectories"] == SMALL.batch for line in found.outcome.steps)
+    pace_ = pace(SMALL.but(mode=mode), steps=2)
+    starts = [line["at"] for line in pace_.outcome.steps]
+    assert pace_.step_s == pytest.approx((starts[2] - starts[0]) / 2)
+    tokens = sum(line["batch_tokens"] for line in pace_.outcome.steps[1:3])
+    assert pace_.tokens_per_s == pytest.approx(tokens / (starts[2] - starts[0]))
+    assert all(line["trajectories"] == SMALL.batch for line in pace_.outcome.steps)
 
 
 def test_more_engines_roll_out_faster_and_repetitions_are_equal() -> None:
@@ -122,7 +122,7 @@ def test_scaled_steps() -> None:
 def test_slow_starts() -> None:
     base = workload("gem-math")
     pairs = list(zip(_plans(base), _plans(SlowStarts(base, rate=0.25, seconds=300.0)), strict=True))
-    late = [slow.init_s - plan.init_s for plan, slow in pairs]
-    assert set(map(round, late)) == {0, 300}
-    assert sum(map(round, late)) / 300 / len(late) == pytest.approx(0.25, abs=0.08)
+    delays = [slow.init_s - plan.init_s for plan, slow in pairs]
+    assert set(map(round, delays)) == {0, 300}
+    assert sum(map(round, delays)) / 300 / len(delays) == pytest.approx(0.25, abs=0.08)
     assert all(plan.turns == slow.turns for plan, slow in pairs)

@@ -54,8 +54,14 @@ def test_slots_are_as_requested() -> None:
 
 
 def test_throughput_counts_sampled_tokens_of_the_entire_cluster() -> None:
-    found = rollout(SMALL)
-    mean = found.tokens_per_s * found.seconds / GPUS * SMALL.setup.rollout_gpus / SMALL.setup.batch
+    measured = rollout(SMALL)
+    mean = (
+        measured.tokens_per_s
+        * measured.seconds
+        / GPUS
+        * SMALL.setup.rollout_gpus
+        / SMALL.setup.batch
+    )
     assert 500 < mean < 40_960  # tokens of a response
 
 
@@ -63,26 +69,26 @@ def test_a_rollout_does_not_depend_on_the_idle_time_before_it() -> None:
     """New weights do not reach all engines at once, and earlier requests would go to
     the first one.
     """
-    late = measure(SMALL.setup, steps=SMALL.steps, ready_s=200.0)
-    assert rollout(SMALL).seconds == pytest.approx(late.seconds, rel=0.01)
+    delayed = measure(SMALL.setup, steps=SMALL.steps, ready_s=200.0)
+    assert rollout(SMALL).seconds == pytest.approx(delayed.seconds, rel=0.01)
 
 
 def test_the_core_decides_the_workers_within_the_same_gpus() -> None:
-    found = rollout(SMALL.but(system=OURS, adaptive=True))
-    workers = [tuple(map(int, group.split("×"))) for group in found.fleet.split(", ")]
+    measured = rollout(SMALL.but(system=OURS, adaptive=True))
+    workers = [tuple(map(int, group.split("×"))) for group in measured.fleet.split(", ")]
     assert sum(count * degree for count, degree in workers) == SMALL.setup.rollout_gpus
 
 
 # Measurements of events.
 
 
-def asked(member: str, turn: int) -> e.TurnRequested:
+def turn_requested(member: str, turn: int) -> e.TurnRequested:
     return e.TurnRequested(
         trajectory_id=TrajectoryId(member), attempt=0, turn=turn, context_tokens=1
     )
 
 
-def given(member: str, turn: int) -> c.StartTurn:
+def start_turn(member: str, turn: int) -> c.StartTurn:
     return c.StartTurn(
         trajectory_id=TrajectoryId(member),
         attempt=0,
@@ -106,7 +112,7 @@ def done(member: str, turn: int, *, tokens: int, queue_s: float) -> e.TurnDone:
     )
 
 
-def begun(member: str) -> c.StartInit:
+def start_init(member: str) -> c.StartInit:
     return c.StartInit(
         trajectory_id=TrajectoryId(member),
         attempt=0,
@@ -120,18 +126,18 @@ def begun(member: str) -> c.StartInit:
 
 def test_queueing_of_the_longest_sums_core_and_engines_over_all_turns() -> None:
     watch, timer = Watch(), e.TimerFired()
-    watch.append(1.0, timer, [begun("long"), begun("short")])
-    watch.append(2.0, asked("long", 0), [given("long", 0)])
-    watch.append(2.0, asked("short", 0), [])
-    watch.append(9.0, done("long", 0, tokens=10, queue_s=0.5), [given("short", 0)])
-    watch.append(10.0, asked("long", 1), [])
-    watch.append(13.0, done("short", 0, tokens=15, queue_s=2.0), [given("long", 1)])
+    watch.append(1.0, timer, [start_init("long"), start_init("short")])
+    watch.append(2.0, turn_requested("long", 0), [start_turn("long", 0)])
+    watch.append(2.0, turn_requested("short", 0), [])
+    watch.append(9.0, done("long", 0, tokens=10, queue_s=0.5), [start_turn("short", 0)])
+    watch.append(10.0, turn_requested("long", 1), [])
+    watch.append(13.0, done("short", 0, tokens=15, queue_s=2.0), [start_turn("long", 1)])
     watch.append(
         20.0,
         done("long", 1, tokens=10, queue_s=0.25),
         [c.TrainStep(step=0, part=0, parts=1, groups=())],
     )
-    watch.append(30.0, timer, [begun("next")])
+    watch.append(30.0, timer, [start_init("next")])
     assert watch.began == [1.0, 30.0]
     assert watch.tokens[0] == {"long": 20, "short": 15}
     assert watch.longest_queued_s(0) == pytest.approx(0.5 + 3.0 + 0.25)
@@ -139,9 +145,9 @@ def test_queueing_of_the_longest_sums_core_and_engines_over_all_turns() -> None:
 
 def test_the_fleet_is_that_of_the_remaining_engines() -> None:
     watch = Watch()
-    seats = tuple(e.EngineSlot(id=EngineId(f"e{number}"), degree=1) for number in range(2))
+    slots = tuple(e.EngineSlot(id=EngineId(f"e{number}"), degree=1) for number in range(2))
     watch.append(
-        0.0, e.RunStarted(engines=seats), [c.StartEngine(engine_id=EngineId("e2"), degree=4)]
+        0.0, e.RunStarted(engines=slots), [c.StartEngine(engine_id=EngineId("e2"), degree=4)]
     )
     watch.append(1.0, e.TimerFired(), [c.RemoveEngine(engine_id=EngineId("e0"), reason="the plan")])
     assert watch.engines == {"e1": 1, "e2": 4}

@@ -30,10 +30,10 @@ def plans_of(task: str, index: int, *, epoch: int) -> list[Plan]:
 def test_contexts_are_those_of_the_plans() -> None:
     """Again, turn by turn."""
     plans = plans_of("coding", 3, epoch=1)
-    whole = [sum(turn.output_tokens for turn in plan.turns) for plan in plans]
+    totals = [sum(turn.output_tokens for turn in plan.turns) for plan in plans]
     ends = [sum(turn.output_tokens * TOKEN_S + turn.env_s for turn in plan.turns) for plan in plans]
     for member, (plan, one) in enumerate(zip(plans, trajectories_of("coding", 3, 1), strict=True)):
-        assert one.tokens == whole[member] == one.contexts[-1].output_tokens
+        assert one.tokens == totals[member] == one.contexts[-1].output_tokens
         assert [context.turn for context in one.contexts] == list(range(len(plan.turns) + 1))
         for number, context in enumerate(one.contexts):
             done, before = plan.turns[:number], plan.turns[: max(0, number - 1)]
@@ -42,12 +42,12 @@ def test_contexts_are_those_of_the_plans() -> None:
             at = sum(turn.output_tokens * TOKEN_S for turn in done) + sum(
                 turn.env_s for turn in before
             )
-            known = [
-                whole[other] for other in range(MEMBERS) if other != member and ends[other] <= at
+            ended = [
+                totals[other] for other in range(MEMBERS) if other != member and ends[other] <= at
             ]
-            assert context.siblings == len(known)
-            assert context.sibling_longest == max(known, default=0)
-            assert context.sibling_mean == pytest.approx(sum(known) / len(known) if known else 0.0)
+            assert context.siblings == len(ended)
+            assert context.sibling_longest == max(ended, default=0)
+            assert context.sibling_mean == pytest.approx(sum(ended) / len(ended) if ended else 0.0)
 
 
 def test_history_remembers_the_members_of_an_earlier_epoch() -> None:
@@ -62,10 +62,14 @@ def test_history_remembers_the_members_of_an_earlier_epoch() -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_later_predictions_are_better(task: str) -> None:
-    found = quality(task, SMALL)
-    assert list(found) == ["history", "prompt", *(f"after {turns}" for turns in range(MIN_TURNS))]
-    assert found["after 0"].pearson < found["after 1"].pearson < found["after 2"].pearson
-    assert found == quality(task, SMALL)
+    measured = quality(task, SMALL)
+    assert list(measured) == [
+        "history",
+        "prompt",
+        *(f"after {turns}" for turns in range(MIN_TURNS)),
+    ]
+    assert measured["after 0"].pearson < measured["after 1"].pearson < measured["after 2"].pearson
+    assert measured == quality(task, SMALL)
 
 
 def test_rows_are_our_own_and_the_text_is_missing() -> None:

@@ -106,15 +106,15 @@ def test_a_share_divides_the_engines(engines: int, most: int, share: int) -> Non
 
 
 def test_a_share_keeps_the_load_of_engines_and_trainer() -> None:
-    whole, part = (
+    full, part = (
         config_of("dapo-math", "32B", "Laminar", 256, share=share, steps=3) for share in (1, 8)
     )
     assert (
-        whole.rollout.groups_per_step / whole.engines[0].count
+        full.rollout.groups_per_step / full.engines[0].count
         == part.rollout.groups_per_step / part.engines[0].count
     )
     assert (
-        whole.rollout.max_running / whole.engines[0].count
+        full.rollout.max_running / full.engines[0].count
         == part.rollout.max_running / part.engines[0].count
     )
     shape = model("qwen2.5-32b")

@@ -68,9 +68,9 @@ def test_an_experiment_gives_rows_of_its_own(name: str) -> None:
 def test_several_processes_give_the_results_of_one() -> None:
     chosen = select(["rollart-table3", "rollart-table4", "rollart-table5"])
     together = {done.experiment.name: done.rows for done in run(chosen, quick=True, processes=2)}
-    alone = {done.experiment.name: done.rows for done in run(chosen, quick=True, processes=1)}
-    assert together == alone
-    assert all(alone.values())
+    one_process = {done.experiment.name: done.rows for done in run(chosen, quick=True, processes=1)}
+    assert together == one_process
+    assert all(one_process.values())
 
 
 def test_a_dying_process_fails_one_experiment() -> None:
@@ -79,8 +79,8 @@ def test_a_dying_process_fails_one_experiment() -> None:
     """
     unknown = Experiment(name="rollart-none", title="None", source="None", run=lambda quick: [])
     done = {
-        found.experiment.name: found
-        for found in run([unknown, *select(["rollart-table3"])], quick=True, processes=2)
+        finished.experiment.name: finished
+        for finished in run([unknown, *select(["rollart-table3"])], quick=True, processes=2)
     }
     assert "its process ended with code 1" in done["rollart-none"].error
     assert done["rollart-table3"].error == ""

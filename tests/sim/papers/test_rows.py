@@ -71,8 +71,8 @@ def test_markdown_counts_missing_rows_and_keeps_its_columns() -> None:
 
 
 def test_json_has_the_contract_s_fields() -> None:
-    (found,) = json.loads(json.dumps(as_json([(EXPERIMENT, [row((1.0, 2.0))])])))["rows"]
-    assert found == {
+    (entry,) = json.loads(json.dumps(as_json([(EXPERIMENT, [row((1.0, 2.0))])])))["rows"]
+    assert entry == {
         "experiment": "paper-fig1",
         "row": "a over b",
         "published": [1.0, 2.0],

@@ -27,18 +27,18 @@ def predictor_of(name: str) -> ProgressivePredictor:
 @pytest.mark.parametrize("name", LEARNED)
 @pytest.mark.parametrize("baseline", ["prompt", "history"])
 def test_learned_regressors_beat_baselines_on_informative_turns(name: str, baseline: str) -> None:
-    taught, judged = trajectories(400, seed=1), trajectories(300, seed=2)
-    ours, theirs = predictor_of(name), predictor_of(baseline)
-    teach(ours, taught)
-    teach(theirs, taught)
-    before, after = quality(theirs, judged, 0), quality(ours, judged, 2)
+    taught, examples = trajectories(400, seed=1), trajectories(300, seed=2)
+    learned, simple = predictor_of(name), predictor_of(baseline)
+    teach(learned, taught)
+    teach(simple, taught)
+    before, after = quality(simple, examples, 0), quality(learned, examples, 2)
     assert after[0] > before[0] + 0.3
     assert after[1] > before[1] + 0.3
     assert (
-        ours.failed_fits,
-        ours.failed_predictions,
-        theirs.failed_fits,
-        theirs.failed_predictions,
+        learned.failed_fits,
+        learned.failed_predictions,
+        simple.failed_fits,
+        simple.failed_predictions,
     ) == (0, 0, 0, 0)
 
 
@@ -46,23 +46,23 @@ def test_learned_regressors_beat_baselines_on_informative_turns(name: str, basel
 def test_predictions_improve_with_every_informative_turn(name: str) -> None:
     predictor = predictor_of(name)
     teach(predictor, trajectories(400, seed=1))
-    judged = trajectories(300, seed=2)
-    blind, first, late = (quality(predictor, judged, turn)[1] for turn in (0, 1, TURNS - 1))
-    assert blind < first < late
+    examples = trajectories(300, seed=2)
+    blind, first, last = (quality(predictor, examples, turn)[1] for turn in (0, 1, TURNS - 1))
+    assert blind < first < last
 
 
 @pytest.mark.parametrize("name", BUILT)
 def test_the_same_pairs_give_the_same_numbers(name: str) -> None:
     """The order and the grouping of the questions do not matter."""
-    judged = [one.contexts[1] for one in trajectories(20, seed=3)]
-    found = []
+    examples = [one.contexts[1] for one in trajectories(20, seed=3)]
+    estimates = []
     for _ in range(2):
         predictor = predictor_of(name)
         teach(predictor, trajectories(50, seed=1))
-        questions = [predictor.remember(number, context) for number, context in enumerate(judged)]
-        found.append(predictor.estimate(questions))
-        assert [predictor.estimate([question])[0] for question in questions] == found[-1]
-    assert found[0] == found[1]
+        questions = [predictor.remember(number, context) for number, context in enumerate(examples)]
+        estimates.append(predictor.estimate(questions))
+        assert [predictor.estimate([question])[0] for question in questions] == estimates[-1]
+    assert estimates[0] == estimates[1]
 
 
 @pytest.mark.parametrize("name", BUILT)
@@ -70,10 +70,10 @@ def test_predicts_for_an_unknown_domain(name: str) -> None:
     predictor = predictor_of(name)
     teach(predictor, trajectories(50, seed=1) + trajectories(50, seed=1, domain="b", scale=5.0))
     new = [one.contexts[1] for one in trajectories(20, seed=3, domain="new")]
-    found = predictor.estimate(
+    estimates = predictor.estimate(
         [predictor.remember(number, context) for number, context in enumerate(new)]
     )
-    assert np.isfinite(found).all()
+    assert np.isfinite(estimates).all()
     assert predictor.failed_predictions == 0
 
 
@@ -89,10 +89,12 @@ def test_domains_may_differ_in_remaining_lengths(name: str) -> None:
         + [_shortened(one) for one in trajectories(200, seed=4, domain="b")],
     )
     for domain, cut in (("a", False), ("b", True)):
-        judged = trajectories(100, seed=5, domain=domain)
-        judged = [_shortened(one) for one in judged] if cut else judged
-        left = predictor.estimate([predictor.remember("judged", one.contexts[1]) for one in judged])
-        truth = [one.tokens - one.contexts[1].output_tokens for one in judged]
+        examples = trajectories(100, seed=5, domain=domain)
+        examples = [_shortened(one) for one in examples] if cut else examples
+        left = predictor.estimate(
+            [predictor.remember("judged", one.contexts[1]) for one in examples]
+        )
+        truth = [one.tokens - one.contexts[1].output_tokens for one in examples]
         slope = float(np.polyfit(truth, left, 1)[0])
         assert 0.5 < slope < 1.5
         assert np.mean(left) == pytest.approx(np.mean(truth), rel=0.35)
@@ -117,14 +119,16 @@ def test_history_predicts_the_mean_of_siblings_or_of_the_domain() -> None:
     taught = trajectories(40, seed=1) + trajectories(40, seed=1, domain="b", scale=3.0)
     predictor = predictor_of("history")
     teach(predictor, taught)
-    asked = taught[0].contexts[2]
+    context = taught[0].contexts[2]
     mean = np.mean([one.tokens for one in taught[:40]])
-    assert predictor.predict("k", asked) == pytest.approx(max(1.0, mean - asked.output_tokens))
-    known = msgspec.structs.replace(asked, siblings=2, sibling_mean=5000.0, sibling_longest=6000)
-    assert predictor.predict("k", known) == pytest.approx(5000.0 - asked.output_tokens)
-    strange = msgspec.structs.replace(asked, domain="new")
+    assert predictor.predict("k", context) == pytest.approx(max(1.0, mean - context.output_tokens))
+    with_siblings = msgspec.structs.replace(
+        context, siblings=2, sibling_mean=5000.0, sibling_longest=6000
+    )
+    assert predictor.predict("k", with_siblings) == pytest.approx(5000.0 - context.output_tokens)
+    strange = msgspec.structs.replace(context, domain="new")
     assert predictor.predict("k", strange) == pytest.approx(
-        max(1.0, np.mean([one.tokens for one in taught]) - asked.output_tokens)
+        max(1.0, np.mean([one.tokens for one in taught]) - context.output_tokens)
     )
 
 
@@ -136,17 +140,17 @@ def test_baselines_weight_trajectories_equally() -> None:
     ]
     taught = [one._replace(contexts=one.contexts[1:]) for one in taught]
     mean = np.mean([one.tokens for one in taught])
-    asked = [one.contexts[0] for one in taught]
+    contexts = [one.contexts[0] for one in taught]
     for name in ("history", "prompt"):
         predictor = predictor_of(name)
         teach(predictor, taught)
-        left = predictor.estimate([predictor.remember("judged", context) for context in asked])
-        whole = [
+        left = predictor.estimate([predictor.remember("judged", context) for context in contexts])
+        totals = [
             tokens + context.output_tokens
-            for tokens, context in zip(left, asked, strict=True)
+            for tokens, context in zip(left, contexts, strict=True)
             if tokens > 1.0
         ]
-        assert np.mean(whole) == pytest.approx(mean, rel=0.05)
+        assert np.mean(totals) == pytest.approx(mean, rel=0.05)
 
 
 def test_the_prompt_baseline_only_subtracts_sampled_tokens() -> None:

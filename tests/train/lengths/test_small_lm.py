@@ -61,8 +61,8 @@ def test_states_do_not_depend_on_the_batch_or_on_earlier_plans(checkpoint: str) 
     plans = [tuple(range(1, 2 + number % 7 * 5)) for number in range(2 * BATCH + 3)]
     together = states([*plans, ()])
     backbone.cache_clear()
-    alone = np.vstack([backbone(checkpoint)([plan]) for plan in [*plans, ()]])
-    assert together == pytest.approx(alone, abs=1e-5)
+    separately = np.vstack([backbone(checkpoint)([plan]) for plan in [*plans, ()]])
+    assert together == pytest.approx(separately, abs=1e-5)
     assert (together[-1] == 0).all()
     assert (states(plans) == together[:-1]).all()
 

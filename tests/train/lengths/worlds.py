@@ -34,7 +34,7 @@ def trajectories(
     the plan, equally long for all.
     """
     rng = random.Random(f"{seed}/{domain}")
-    found = []
+    examples = []
     for _ in range(count):
         level = rng.lognormvariate(4.0, 0.8) * scale
         turns = [max(1, round(level * rng.uniform(0.7, 1.3))) for _ in range(TURNS)]
@@ -62,8 +62,8 @@ def trajectories(
             )
             for turn in range(TURNS + 1)
         ]
-        found.append(Example(contexts, sum(turns)))
-    return found
+        examples.append(Example(contexts, sum(turns)))
+    return examples
 
 
 def teach(predictor: ProgressivePredictor, examples: Sequence[Example]) -> None:
@@ -82,5 +82,5 @@ def quality(
     contexts = [one.contexts[turn] for one in examples]
     left = predictor.estimate([predictor.remember("judged", context) for context in contexts])
     guess = [context.output_tokens + tokens for context, tokens in zip(contexts, left, strict=True)]
-    whole = [one.tokens for one in examples]
-    return recall_of_longest(guess, whole), pearson(guess, whole)
+    totals = [one.tokens for one in examples]
+    return recall_of_longest(guess, totals), pearson(guess, totals)
