@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rollweave.core.policy.mixture import next_domain
 from rollweave.core.policy.modes import Mode, Update, preset, update_now
-from rollweave.core.policy.redundancy import Verdict, capacity, group_verdict
+from rollweave.core.policy.redundancy import Verdict, capacity, group_verdict, pool_room
 from rollweave.core.policy.retry import RETRYABLE, WORLDS, Failover, failover, try_again
 from rollweave.core.policy.routing import EngineLoad, choose
 from rollweave.core.policy.staleness import acceptable, staleness
@@ -92,6 +92,34 @@ def test_capacity_admits_exactly_the_groups_that_can_still_be_trained_in_time(
         last_step=last,
     )
     assert spare == (fast + 2 if fast else 0)
+
+
+@settings(max_examples=examples(300))
+@given(
+    free_capacity=st.integers(0, 20),
+    waiting=st.integers(0, 12),
+    running=st.integers(0, 12),
+    group_size=st.integers(1, 4),
+    active=st.integers(0, 5),
+    buffered=st.integers(0, 5),
+    buffer_capacity=st.integers(0, 20),
+    next_version=st.integers(0, 5),
+    groups_per_step=st.integers(1, 4),
+    last_step=st.integers(1, 6),
+)
+def test_the_pool_is_filled_while_buffer_and_steps_have_room(**given: int) -> None:
+    """The slow reference: draw group by group."""
+    size = given["group_size"]
+    in_flight = -(-(given["waiting"] + given["running"]) // size)
+    trained = (given["last_step"] - given["next_version"]) * given["groups_per_step"]
+    slow = 0
+    while (
+        given["waiting"] + slow * size < given["free_capacity"]
+        and given["buffered"] + in_flight + slow < given["buffer_capacity"]
+        and given["active"] + given["buffered"] + slow < trained
+    ):
+        slow += 1
+    assert pool_room(**given) == slow
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,13 @@ def test_no_other_number_of_chunks_is_sooner(
     assert seconds(chosen) <= least * (1 + 1e-12)
 
 
+def test_a_byte_is_not_divided_and_one_hop_takes_one_chunk() -> None:
+    assert chunk_count(0, nodes=9, start_s=1e-9, byte_s=1.0) == 1
+    assert chunk_count(1, nodes=9, start_s=1e-9, byte_s=1.0) == 1
+    assert chunk_count(1000, nodes=2, start_s=1.0, byte_s=1.0) == 1
+    assert chunk_count(1000, nodes=2, start_s=0.0, byte_s=1.0) == 1
+
+
 @given(st.integers(0, 10**12), st.integers(1, 2000), st.floats(0, 1), st.floats(0, 1e-6))
 def test_chunks_are_neither_too_long_nor_too_short(
     nbytes: int, nodes: int, start_s: float, byte_s: float

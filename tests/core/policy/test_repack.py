@@ -100,6 +100,13 @@ def test_received_work_counts() -> None:
     ) == [Move(source=EngineId("a"), target=EngineId("c"))]
 
 
+def test_a_replica_may_be_filled_to_the_bound() -> None:
+    assert repack([replica("a", 40), replica("b", 50)], batch_max=32, kv_max=0.9) == [
+        Move(source=EngineId("a"), target=EngineId("b"))
+    ]
+    assert repack([replica("a", 41), replica("b", 50)], batch_max=32, kv_max=0.9) == []
+
+
 def test_received_work_moves_along() -> None:
     """Where the receiver moves on, all that it has goes to where it ends up, in one
     move each.

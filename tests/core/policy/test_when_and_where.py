@@ -20,7 +20,7 @@ from rollweave.core.policy.priority import (
     overdue_rank,
 )
 from rollweave.core.policy.routing import SKEW, EngineLoad, choose
-from rollweave.core.policy.scheduling import scheduling
+from rollweave.core.policy.scheduling import Scheduling, scheduling
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.sections import RolloutConfig
 from tests.support.properties import examples
@@ -83,6 +83,10 @@ def test_placements_choose_as_they_say() -> None:
     skewed = {A: load(A, int(SKEW) + 1, 64), B: load(B, 1, 64)}
     assert choose(skewed, affine=A, placement="hybrid") == B
     assert choose(skewed, affine=A, avoid=[B], placement="hybrid") == A
+    nearly = {A: load(A, int(SKEW), 64), B: load(B, 1, 64)}
+    assert choose(nearly, affine=A, placement="hybrid") == A
+    assert choose({A: load(A, 3, 4), B: load(B, 4, 16)}, affine=A, placement="least_load") == B
+    assert choose({A: load(A, 3), B: load(B, 0)}, affine=A, avoid=[A, B]) == A
 
 
 @given(
@@ -123,6 +127,17 @@ def test_preemption_takes_the_slot_of_a_lower_rank_only() -> None:
     assert choose(full, affine=A, rank=1.5, preempts=True) == B
     assert choose(full, affine=A, rank=1.0, preempts=True) is None
     assert choose(full, affine=B, avoid=[B], rank=1.5, preempts=True) is None
+    half = {A: load(A, 4, lowest=2.0), B: load(B, 3, lowest=4.0)}
+    assert choose(half, affine=A, rank=3.0, preempts=True) == B, "a free slot comes first"
+
+
+def test_a_turn_runs_at_once_on_a_free_slot_or_in_place_of_a_lower_rank() -> None:
+    assert load(A, 3).runs(0.0, preempts=False)
+    full = load(A, 4, lowest=2.0)
+    assert not full.runs(3.0, preempts=False)
+    assert full.runs(3.0, preempts=True)
+    assert not full.runs(2.0, preempts=True)
+    assert not full.runs(1.0, preempts=True)
 
 
 # Migration.
@@ -202,6 +217,18 @@ def test_an_epoch_is_greedy_by_length_and_shares_no_engine(
 
 
 # Presets.
+
+
+@pytest.mark.parametrize("placement", ["affinity", "least_load", "pinned", "partition"])
+@pytest.mark.parametrize("priority", ["fcfs", "round_robin", "shortest_first", "longest_first"])
+def test_what_follows_from_the_choices(priority: str, placement: str) -> None:
+    found = Scheduling(priority=priority, placement=placement, migration="never")
+    by_rank = placement == "partition"
+    assert found.by_rank is by_rank
+    assert found.predicts is (by_rank or priority == "longest_first")
+    assert found.preempts is (priority in ("shortest_first", "longest_first"))
+    assert found.homes is (by_rank or placement == "pinned")
+    assert found.keeps is (by_rank and priority in ("fcfs", "longest_first"))
 
 
 def test_presets_and_what_is_mixed_into_them() -> None:

@@ -140,6 +140,20 @@ def test_a_group_takes_as_long_as_its_batch(tokens: list[int], slots: int) -> No
     assert closed <= simulated(tokens, cost) <= closed + 1.0
 
 
+@given(works=WORKS, cost=RATES, data=st.data())
+def test_a_groups_seconds_are_those_of_its_own_members(
+    works: list[tuple[int, int]], cost: Rate, data: st.DataObject
+) -> None:
+    start = data.draw(st.integers(0, len(works) - 1))
+    end = data.draw(st.integers(start + 1, len(works)))
+    members = works[start:end]
+    assert ByWork(works, {1: cost}).seconds(1, start, end) == cost.seconds(
+        longest=members[0][0],
+        tokens=sum(tokens for tokens, _ in members),
+        occupied=sum(held for _, held in members),
+    )
+
+
 def test_level_keeps_the_makespan_and_gives_everybody_something() -> None:
     one = Rate(fixed_s=1.0, sequence_s=0.0, context_s=0.0, slots=100, kv_tokens=10**9)
     problem = Problem(ByWork([(10, 0)] + [(1, 0)] * 9, {1: one}))
