@@ -14,8 +14,8 @@ consequences, within the same event.
 from collections.abc import Mapping
 
 from rollweave.core.run import AttemptOver, Run
-from rollweave.core.state import Stage, State, Trajectory
-from rollweave.schema.base import TrajectoryId
+from rollweave.core.state import Held, OnEngine, Queued, Stage, State, Trajectory, Turn
+from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import AbortTurn
 from rollweave.schema.work import StopReason
 
@@ -76,23 +76,37 @@ def move(run: Run, trajectory: Trajectory, stage: Stage) -> None:
 
 
 def release_turn(run: Run, trajectory: Trajectory) -> None:
-    """Take the open turn, if any, from the queue or from its engine."""
-    turn = trajectory.turn
-    run.state.turn_queue.pop(trajectory.id, None)
-    engine = (
-        run.state.engines.get(turn.engine) if turn is not None and turn.engine is not None else None
-    )
-    if turn is not None and engine is not None and run.fleet.vacate(engine, trajectory.id, turn):
-        run.emit(
-            AbortTurn(
-                trajectory_id=trajectory.id,
-                attempt=trajectory.attempt,
-                turn=turn.number,
-                engine_id=engine.id,
-                dispatch=turn.dispatch,
-            )
+    """Take the open turn, if any, from its place and close it."""
+    if trajectory.turn is not None:
+        take_back(run, trajectory, trajectory.turn)
+        trajectory.turn = None
+
+
+def take_back(run: Run, trajectory: Trajectory, turn: Turn) -> None:
+    """Take the open turn from the queue, or from its engine, whose answer is discarded.
+    The caller gives the turn another place, or closes it.
+    """
+    match turn.place:
+        case Queued():
+            del run.state.turn_queue[trajectory.id]
+        case OnEngine(engine=engine_id):
+            run.fleet.vacate(run.state.engines[engine_id], trajectory.id, turn)
+            abort(run, trajectory, turn, engine_id)
+        case Held():
+            pass
+
+
+def abort(run: Run, trajectory: Trajectory, turn: Turn, engine_id: EngineId) -> None:
+    """Make the world discard the engine's answer to the open turn."""
+    run.emit(
+        AbortTurn(
+            trajectory_id=trajectory.id,
+            attempt=trajectory.attempt,
+            turn=turn.number,
+            engine_id=engine_id,
+            dispatch=turn.dispatch,
         )
-    trajectory.turn = None
+    )
 
 
 def count_stop(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
@@ -116,7 +130,6 @@ def end(run: Run, trajectory: Trajectory, reason: StopReason, *, repeated: bool)
     before.
     """
     trajectory.closing = None
-    trajectory.turn = None
     count_stop(run, trajectory, reason)
     move(run, trajectory, Stage.OVER)
     run.over.append(AttemptOver(trajectory_id=trajectory.id, reason=reason, repeated=repeated))

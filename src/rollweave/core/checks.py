@@ -15,7 +15,10 @@ from rollweave.core.state import (
     ALIVE,
     EngineStatus,
     GroupStatus,
+    Held,
+    OnEngine,
     Phase,
+    Queued,
     RelayStatus,
     Stage,
     TrainerStatus,
@@ -88,16 +91,15 @@ def _check_turns(run: Run) -> None:
         if turn is None:
             continue
         assert trajectory.stage is Stage.RUN, trajectory
-        if turn.engine is None and trajectory.id not in waiting:
-            assert trajectory.migration is not None, (
-                f"{trajectory} waits for no engine and no transfer"
-            )
-            moving = state.migrations[trajectory.migration]
-            assert moving.since is not None or moving.vacates, trajectory
-        elif turn.engine is None:
-            waiting.remove(trajectory.id)
-        else:
-            assert served.pop(trajectory.id, None) == turn.engine, trajectory
+        match turn.place:
+            case Queued():
+                waiting.remove(trajectory.id)
+            case OnEngine(engine=engine_id):
+                assert served.pop(trajectory.id, None) == engine_id, trajectory
+            case Held():
+                assert trajectory.migration is not None, f"{trajectory} waits for no transfer"
+                moving = state.migrations[trajectory.migration]
+                assert moving.since is not None or moving.vacates, trajectory
     for number, migration in state.migrations.items():
         trajectory_ = state.trajectories.get(migration.trajectory_id)
         moves = trajectory_ is not None and trajectory_.migration == number

@@ -11,7 +11,8 @@ from rollweave.core import migration, turns, version_affinity
 from rollweave.core.length_index import EngineWork
 from rollweave.core.policy.repack import Move, Replica, batch_bound, repack
 from rollweave.core.run import Run
-from rollweave.core.state import Engine, EngineStatus, Stage, Trajectory
+from rollweave.core.state import Engine, EngineStatus, Queued, Stage, Trajectory
+from rollweave.core.turn_queues import QueuedTurn
 from rollweave.schema.base import EngineId
 
 PERIOD_S = 5.0
@@ -106,10 +107,10 @@ def _move_all(run: Run, move: Move) -> None:
         run.state.counters.scheduling.repacked += 1
         if trajectory.stage is Stage.RUN and trajectory.kv_resident:
             if trajectory.turn is not None:
-                turns.recall(run, trajectory)
+                turns.recall(run, trajectory, trajectory.turn)
             migration.vacate(run, trajectory, move.source, move.target)
         else:  # it has no KV there yet
             trajectory.assigned_engine, trajectory.kv_resident = move.target, False
             run.reindex(trajectory)
-            if trajectory.id in run.state.turn_queue:
-                turns.requeue(run, trajectory)
+            if trajectory.turn is not None and isinstance(trajectory.turn.place, Queued):
+                turns.requeue(run, QueuedTurn(trajectory, trajectory.turn, trajectory.turn.place))

@@ -90,18 +90,14 @@ class Fleet:
         self._tokens[engine.id] += turn.context_tokens
         self._recount(engine)
 
-    def vacate(self, engine: Engine, trajectory_id: TrajectoryId, turn: Turn) -> bool:
-        """Take a trajectory's turn from the engine. Return False if the engine did not
-        have it.
-        """
-        if engine.active.pop(trajectory_id, None) is None:
-            return False
+    def vacate(self, engine: Engine, trajectory_id: TrajectoryId, turn: Turn) -> None:
+        """Take a trajectory's turn from the engine."""
+        del engine.active[trajectory_id]
         ranks = self._ranks.get(engine.id)
         if ranks is not None:
             del ranks[bisect_left(ranks, turn.rank)]
             self._tokens[engine.id] -= turn.context_tokens
             self._recount(engine)
-        return True
 
     def rerank(self, engine: Engine, before: float, after: float) -> None:
         """Record that a turn on this engine has another rank."""
@@ -122,10 +118,7 @@ class Fleet:
 
 
 def _turns(state: State, engine: Engine) -> list[Turn]:
-    if not engine.active:
-        return []
-    turns = [state.trajectories[trajectory_id].turn for trajectory_id in engine.active]
-    return [turn for turn in turns if turn is not None]
+    return [state.trajectories[trajectory_id].open_turn for trajectory_id in engine.active]
 
 
 def _load(engine: Engine, ranks: list[float], tokens: int) -> EngineLoad:

@@ -11,7 +11,7 @@ import math
 from rollweave.core.policy.priority import UNKNOWN, level_of
 from rollweave.core.policy.work import occupied
 from rollweave.core.run import Run
-from rollweave.core.state import Stage, Trajectory
+from rollweave.core.state import OnEngine, Stage, Trajectory
 from rollweave.schema.commands import Harvest, Predict
 from rollweave.schema.events import PredictionReady
 from rollweave.schema.prediction import LengthContext
@@ -125,7 +125,7 @@ def revise_outrun(run: Run) -> list[Trajectory]:
     for trajectory_id in run.state.in_run:
         trajectory = run.state.trajectories[trajectory_id]
         turn = trajectory.turn
-        if turn is None or turn.engine is None or trajectory.predicted_at_turn < 0:
+        if turn is None or not isinstance(turn.place, OnEngine) or trajectory.predicted_at_turn < 0:
             continue
         sampled = (run.now - turn.since) * speeds.get(
             run.state.groups[trajectory.group_id].name, 0.0

@@ -101,6 +101,7 @@ def _replace_world(run: Run, event: WorldLost, *, killed: bool) -> None:
     `killed`: the old world did not end in order.
     """
     state = run.state
+    state.turn_queue.clear()
     state.migrations.clear()
     state.unassigned.clear()
     state.pending_degrees.clear()
@@ -109,8 +110,7 @@ def _replace_world(run: Run, event: WorldLost, *, killed: bool) -> None:
     relays.start(run, event.relays)
     for trajectory in list(state.trajectories.values()):
         if trajectory.stage in ALIVE or trajectory.stage is Stage.EVAL_QUEUED:
-            state.turn_queue.pop(trajectory.id, None)
-            trajectory.migration = None
+            trajectory.turn = trajectory.migration = None
             if killed and trajectory.stage in ALIVE:
                 _count_lost_world(run, trajectory)
             trajectories.end_attempt(run, trajectory, trajectory.closing or StopReason.WORLD_LOST)

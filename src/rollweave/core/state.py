@@ -33,28 +33,39 @@ ALIVE = (Stage.INIT, Stage.RUN, Stage.EVAL, Stage.CLOSING)
 """Stages in which the world holds something for the attempt."""
 
 
-class Turn(msgspec.Struct):
-    """A turn that the episode waits for.
+class Held(msgspec.Struct, frozen=True, tag=True):
+    """The turn waits until its trajectory's KV has moved."""
 
-    `engine` is None while it is queued, or while its trajectory's KV moves.
-    """
+
+class Queued(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The turn waits for an engine."""
+
+    engine: EngineId | None  # None: any
+    given: int  # turns that this queue had given when the turn joined it
+    tiebreak: float  # lower first among equal ranks: its arrival, or its trajectory's launch
+
+
+class OnEngine(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An engine has the turn and owes its answer."""
+
+    engine: EngineId
+    given: int  # turns that this engine had been given, with this one
+
+
+class Turn(msgspec.Struct, kw_only=True):
+    """A turn that the episode waits for, and its place."""
 
     number: int
     context_tokens: int
-    since: float
+    since: float  # when it was requested, given to its engine, or taken from one
+    place: Held | Queued | OnEngine = Held()
     arrival: int = 0  # number of its arrival in the queue, in this run
     rank: float = 0.0
-    tiebreak: float = 0.0  # lower first among equal ranks: its arrival, or its trajectory's launch
-    queue: EngineId | None = None  # the engine that it waits for; None: any
-    given_at_enqueue: int = (
-        0  # turns given by its queue before it; once it is on an engine, by that engine
-    )
     dispatch: int = 0
     failures: int = 0
     output_tokens: int = (
         0  # tokens sampled, as last reported by its engine: KV beside that of the context
     )
-    engine: EngineId | None = None
     avoid: list[EngineId] = []
 
 
@@ -99,6 +110,12 @@ class Trajectory(msgspec.Struct):
     started: bool = False  # counted as started
     launched: bool = False  # this attempt has begun, and its end has not been counted
     stop: StopReason | None = None  # the reason why it, or its RUN stage, is over
+
+    @property
+    def open_turn(self) -> Turn:
+        """The turn, where a queue, an engine or a transfer shows that there is one."""
+        assert self.turn is not None, f"{self.id} has no open turn"
+        return self.turn
 
 
 class GroupStatus(enum.StrEnum):

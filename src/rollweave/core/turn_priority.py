@@ -6,7 +6,7 @@ Heddle §4.2).
 
 from rollweave.core.policy.priority import RANKS, TurnView, is_overdue, overdue_rank
 from rollweave.core.run import Run
-from rollweave.core.state import Engine, Trajectory, Turn
+from rollweave.core.state import Engine, OnEngine, Trajectory, Turn
 from rollweave.schema.commands import RerankTurn
 
 
@@ -30,10 +30,11 @@ def promote_overdue(run: Run) -> None:
         engine = run.state.engines[load.id]
         for trajectory_id in engine.active:
             trajectory = run.state.trajectories[trajectory_id]
-            turn = trajectory.turn
-            assert turn is not None, "an active turn is open"
-            if turn.rank < load.lowest and is_overdue(
-                engine.turns_given - turn.given_at_enqueue, slots=load.slots
+            turn = trajectory.open_turn
+            if (
+                isinstance(turn.place, OnEngine)
+                and turn.rank < load.lowest
+                and is_overdue(engine.turns_given - turn.place.given, slots=load.slots)
             ):
                 run.state.counters.scheduling.overdue += 1
                 _rerank(run, engine, trajectory, turn, overdue_rank(turn.arrival))
@@ -43,12 +44,11 @@ def rerank(run: Run, trajectory: Trajectory) -> None:
     """Update the rank of a turn that an engine has after the trajectory's estimate has
     changed.
     """
-    turn = trajectory.turn
-    assert turn is not None, "a turn that is ranked is open"
-    if turn.engine is not None and turn.rank < overdue_rank(turn.arrival):
+    turn = trajectory.open_turn
+    if isinstance(turn.place, OnEngine) and turn.rank < overdue_rank(turn.arrival):
         rank = rank_of(run, trajectory, turn)
         if rank != turn.rank:
-            _rerank(run, run.state.engines[turn.engine], trajectory, turn, rank)
+            _rerank(run, run.state.engines[turn.place.engine], trajectory, turn, rank)
 
 
 def _rerank(run: Run, engine: Engine, trajectory: Trajectory, turn: Turn, rank: float) -> None:

@@ -12,12 +12,21 @@ they outnumber the live ones.
 
 import heapq
 from collections import deque
-from typing import Self
+from typing import NamedTuple, Self
 
-from rollweave.core.state import State, Trajectory, Turn
+from rollweave.core.state import Queued, State, Trajectory, Turn
 from rollweave.schema.base import EngineId, TrajectoryId
 
 QueueKey = tuple[EngineId | None, bool]
+
+
+class QueuedTurn(NamedTuple):
+    """A queued turn, its trajectory and its place, as found in a queue."""
+
+    trajectory: Trajectory
+    turn: Turn
+    place: Queued
+
 
 STALE_ENTRIES = 64
 """Maximum number of stale entries in all heaps beyond the number of live ones."""
@@ -31,10 +40,12 @@ class TurnQueues:
 
     @classmethod
     def of(cls, state: State) -> Self:
-        lanes = cls()
-        for trajectory_id in state.turn_queue:
-            lanes.add(state.trajectories[trajectory_id])
-        return lanes
+        queues = cls()
+        for trajectory_id, arrival in state.turn_queue.items():
+            queued = _find(state, trajectory_id, arrival)
+            if queued is not None:
+                queues.add(queued)
+        return queues
 
     def is_overgrown(self, state: State) -> bool:
         return self._entries > 2 * len(state.turn_queue) + STALE_ENTRIES
@@ -46,58 +57,65 @@ class TurnQueues:
             dict.fromkeys(engine_id for engine_id, _ in self._heaps if engine_id is not None)
         )
 
-    def add(self, trajectory: Trajectory) -> None:
+    def add(self, queued: QueuedTurn) -> None:
         """Add a turn that is queued, or requeued with another rank or key. Its former
         entry becomes stale.
         """
-        key, turn = _key_of(trajectory)
+        trajectory, turn, place = queued
+        key = place.engine, trajectory.kv_resident
         heapq.heappush(
             self._heaps.setdefault(key, []),
-            (-turn.rank, turn.tiebreak, trajectory.id, turn.arrival),
+            (-turn.rank, place.tiebreak, trajectory.id, turn.arrival),
         )
         self._arrivals.setdefault(key, deque()).append((turn.arrival, trajectory.id))
         self._entries += 1
 
-    def first(self, state: State, key: QueueKey) -> TrajectoryId | None:
+    def first(self, state: State, key: QueueKey) -> QueuedTurn | None:
         """The turn of the highest rank, and of the lowest tiebreak among equal ranks."""
         heap = self._heaps.get(key)
         while heap:
             rank, _, trajectory_id, arrival = heap[0]
-            if _waits(state, trajectory_id, arrival, key, -rank):
-                return trajectory_id
+            queued = _find(state, trajectory_id, arrival)
+            if queued is not None and _waits(queued, key) and queued.turn.rank == -rank:
+                return queued
             heapq.heappop(heap)
             self._entries -= 1
         self._heaps.pop(key, None)
         self._arrivals.pop(key, None)
         return None
 
-    def waiting(self, state: State, key: QueueKey) -> list[TrajectoryId]:
+    def waiting(self, state: State, key: QueueKey) -> list[QueuedTurn]:
         """All turns of this queue."""
-        entries = self._heaps.get(key, [])
+        found = [
+            (-rank, _find(state, trajectory_id, arrival))
+            for rank, _, trajectory_id, arrival in self._heaps.get(key, [])
+        ]
         return [
-            name for rank, _, name, arrival in entries if _waits(state, name, arrival, key, -rank)
+            queued
+            for rank, queued in found
+            if queued is not None and _waits(queued, key) and queued.turn.rank == rank
         ]
 
-    def oldest(self, state: State, key: QueueKey) -> TrajectoryId | None:
+    def oldest(self, state: State, key: QueueKey) -> QueuedTurn | None:
         """The turn that was queued first."""
         arrivals = self._arrivals.get(key)
         while arrivals:
             arrival, trajectory_id = arrivals[0]
-            if _waits(state, trajectory_id, arrival, key, None):
-                return trajectory_id
+            queued = _find(state, trajectory_id, arrival)
+            if queued is not None and _waits(queued, key):
+                return queued
             arrivals.popleft()
         return None
 
 
-def _key_of(trajectory: Trajectory) -> tuple[QueueKey, Turn]:
-    assert trajectory.turn is not None, "a queued turn is open"
-    return (trajectory.turn.queue, trajectory.kv_resident), trajectory.turn
-
-
-def _waits(
-    state: State, trajectory_id: TrajectoryId, arrival: int, key: QueueKey, rank: float | None
-) -> bool:
+def _find(state: State, trajectory_id: TrajectoryId, arrival: int) -> QueuedTurn | None:
+    """The turn that joined the queues with this number, if it is still queued."""
     if state.turn_queue.get(trajectory_id) != arrival:
-        return False
-    now, turn = _key_of(state.trajectories[trajectory_id])
-    return now == key and (rank is None or turn.rank == rank)
+        return None
+    trajectory = state.trajectories[trajectory_id]
+    turn = trajectory.open_turn
+    return QueuedTurn(trajectory, turn, turn.place) if isinstance(turn.place, Queued) else None
+
+
+def _waits(queued: QueuedTurn, key: QueueKey) -> bool:
+    return (queued.place.engine, queued.trajectory.kv_resident) == key

@@ -1,20 +1,29 @@
 """Turns: ranked, queued, given to an engine that would run them at once, and retried
 elsewhere when the engine fails.
 
-Invariants: an open turn is in `turn_queue`, or in exactly one engine's `active`, or
-held while its trajectory's KV moves; `dispatch` fences late answers. An engine is given
-more turns than it has slots only by a turn that preempts (Heddle Alg. 1): it runs the
-highest ranks of those that it has.
+Invariants: a queued turn is in `turn_queue`, one on an engine in exactly that engine's
+`active`, and one that is held in neither, while its trajectory's KV moves; `dispatch`
+fences late answers. An engine is given more turns than it has slots only by a turn that
+preempts (Heddle Alg. 1): it runs the highest ranks of those that it has.
 """
 
 from rollweave.core import assignment, attempts, lengths, migration, trajectories, turn_priority
 from rollweave.core.policy.priority import is_overdue, overdue_rank
 from rollweave.core.policy.routing import choose
 from rollweave.core.run import Run
-from rollweave.core.state import Engine, EngineStatus, Stage, Trajectory, Turn
-from rollweave.core.turn_queues import QueueKey
+from rollweave.core.state import (
+    Engine,
+    EngineStatus,
+    Held,
+    OnEngine,
+    Queued,
+    Stage,
+    Trajectory,
+    Turn,
+)
+from rollweave.core.turn_queues import QueuedTurn, QueueKey
 from rollweave.schema.base import EngineId, TrajectoryId
-from rollweave.schema.commands import AbortTurn, StartTurn
+from rollweave.schema.commands import StartTurn
 from rollweave.schema.events import (
     MigrationDone,
     PredictionReady,
@@ -36,17 +45,17 @@ def on_requested(run: Run, event: TurnRequested) -> None:
         return  # a duplicate
     lengths.learn_request(run, trajectory, event.context_tokens)
     trajectory.turns_requested += 1
-    trajectory.turn = Turn(number=event.turn, context_tokens=event.context_tokens, since=run.now)
+    turn = Turn(number=event.turn, context_tokens=event.context_tokens, since=run.now)
+    trajectory.turn = turn
     if not migration.holds_turn(run, trajectory):
-        enqueue(run, trajectory)
+        enqueue(run, trajectory, turn)
 
 
 def on_done(run: Run, event: TurnDone) -> None:
-    trajectory, turn = _open_turn(run, event)
-    if trajectory is None or turn is None:
+    answered = _find(run, event)
+    if answered is None:
         return
-    assert turn.engine is not None, "an open turn with a matching try is on an engine"
-    engine = run.state.engines[turn.engine]
+    trajectory, turn, engine = answered
     if len(engine.active) > engine.max_slots:
         engine.oversubscribed_at = run.now
     run.fleet.vacate(engine, trajectory.id, turn)
@@ -71,9 +80,10 @@ def on_done(run: Run, event: TurnDone) -> None:
 
 
 def on_failed(run: Run, event: TurnFailed) -> None:
-    trajectory, _turn = _open_turn(run, event)
-    if trajectory is not None:
-        fail(run, trajectory, event.error)
+    answered = _find(run, event)
+    if answered is not None:
+        trajectory, _, engine = answered
+        fail(run, trajectory, engine, event.error)
 
 
 def on_withdrawn(run: Run, event: TurnWithdrawn) -> None:
@@ -89,9 +99,9 @@ def on_withdrawn(run: Run, event: TurnWithdrawn) -> None:
 
 def on_progressed(run: Run, event: TurnsProgressed) -> None:
     for progress in event.turns:
-        _, turn = _open_turn(run, progress)
-        if turn is not None:
-            turn.output_tokens = progress.output_tokens
+        sampling = _find(run, progress)
+        if sampling is not None:
+            sampling[1].output_tokens = progress.output_tokens
 
 
 def on_prediction(run: Run, event: PredictionReady) -> None:
@@ -102,15 +112,20 @@ def on_prediction(run: Run, event: PredictionReady) -> None:
     run.dirty_queues.append(
         trajectory.assigned_engine
     )  # its order in the KV of that engine may have changed
-    if trajectory.id in run.state.turn_queue:
-        if trajectory.turns_requested <= 1 and run.pacing.interchangeable:
-            trajectory.assigned_engine = None  # no engine has KV of it yet
-            run.reindex(trajectory)
-        requeue(run, trajectory)
-    elif trajectory.turn is None:
+    turn = trajectory.turn
+    if turn is None:
         enqueue_all(run, migration.consider(run, trajectory))
-    else:
-        turn_priority.rerank(run, trajectory)
+        return
+    match turn.place:
+        case Queued() as place:
+            if trajectory.turns_requested <= 1 and run.pacing.interchangeable:
+                trajectory.assigned_engine = None  # no engine has KV of it yet
+                run.reindex(trajectory)
+            requeue(run, QueuedTurn(trajectory, turn, place))
+        case OnEngine():
+            turn_priority.rerank(run, trajectory)
+        case Held():
+            pass
 
 
 def on_migration_done(run: Run, event: MigrationDone) -> None:
@@ -125,42 +140,40 @@ def give_up_late_migrations(run: Run) -> None:
     enqueue_all(run, migration.give_up_late(run))
 
 
-def _open_turn(
+def _find(
     run: Run, event: TurnDone | TurnFailed | TurnProgress
-) -> tuple[Trajectory | None, Turn | None]:
-    """The turn that the event answers, or (None, None) if the answer is late."""
+) -> tuple[Trajectory, Turn, Engine] | None:
+    """The turn that the event is about, and its engine; None if the event is late."""
     trajectory = attempts.find(run, event.trajectory_id, event.attempt)
     turn = trajectory.turn if trajectory is not None else None
     if (
-        turn is None
-        or turn.engine is None
+        trajectory is None
+        or turn is None
+        or not isinstance(turn.place, OnEngine)
         or (turn.number, turn.dispatch) != (event.turn, event.dispatch)
     ):
-        return None, None
-    return trajectory, turn
+        return None
+    return trajectory, turn, run.state.engines[turn.place.engine]
 
 
-def fail(run: Run, trajectory: Trajectory, error: str) -> None:
+def fail(run: Run, trajectory: Trajectory, engine: Engine, error: str) -> None:
     """Handle a turn that its engine did not answer: queue it again, preferably for
     another engine, or give up the attempt.
     """
-    turn = trajectory.turn
-    assert turn is not None, "only an open turn can fail"
-    assert turn.engine is not None, "only an assigned turn can fail"
-    engine = run.state.engines.get(turn.engine)
-    if engine is not None:
-        run.fleet.vacate(engine, trajectory.id, turn)
+    turn = trajectory.open_turn
+    run.fleet.vacate(engine, trajectory.id, turn)
     run.warn(
-        turn.engine, f"turn {turn.number} of {trajectory.id} failed: {error}", count="turn_failed"
+        engine.id, f"turn {turn.number} of {trajectory.id} failed: {error}", count="turn_failed"
     )
-    turn.avoid.append(turn.engine)
-    turn.engine, turn.since, turn.output_tokens = None, run.now, 0
+    turn.avoid.append(engine.id)
+    turn.since, turn.output_tokens = run.now, 0
     turn.dispatch += 1
     turn.failures += 1
     if turn.failures > run.config.rollout.retries:
+        trajectory.turn = None
         trajectories.cancel(run, trajectory, StopReason.ENGINE_FAILURE)
     else:
-        enqueue(run, trajectory)
+        enqueue(run, trajectory, turn)
 
 
 def fail_all(run: Run, engine: Engine, error: str, *, abort: bool) -> None:
@@ -171,90 +184,81 @@ def fail_all(run: Run, engine: Engine, error: str, *, abort: bool) -> None:
     for trajectory_id in list(engine.active):
         trajectory = run.state.trajectories[trajectory_id]
         if abort:
-            _abort(run, engine, trajectory)
-        fail(run, trajectory, error)
+            attempts.abort(run, trajectory, trajectory.open_turn, engine.id)
+        fail(run, trajectory, engine, error)
 
 
 def time_out(run: Run, engine: Engine, trajectory: Trajectory) -> None:
     """Fail a turn that is late."""
-    _abort(run, engine, trajectory)
-    fail(run, trajectory, f"no answer within {run.config.watchdog.turn_s:g} s")
+    attempts.abort(run, trajectory, trajectory.open_turn, engine.id)
+    fail(run, trajectory, engine, f"no answer within {run.config.watchdog.turn_s:g} s")
 
 
-def recall(run: Run, trajectory: Trajectory) -> None:
-    """Take the open turn from its engine, to run elsewhere; that is no failure."""
-    turn = trajectory.turn
-    assert turn is not None, "a turn that is recalled is open"
-    run.state.turn_queue.pop(trajectory.id, None)
-    engine = run.state.engines.get(turn.engine) if turn.engine is not None else None
-    if engine is not None:
-        _abort(run, engine, trajectory)
-        run.fleet.vacate(engine, trajectory.id, turn)
-        turn.engine, turn.since = None, run.now
+def recall(run: Run, trajectory: Trajectory, turn: Turn) -> None:
+    """Take the open turn from its engine or queue, and hold it, so that it can run
+    elsewhere; that is no failure.
+    """
+    attempts.take_back(run, trajectory, turn)
+    if isinstance(turn.place, OnEngine):
+        turn.since = run.now
         turn.dispatch += 1
+    turn.place = Held()
 
 
 def recall_all(run: Run, engine: Engine) -> None:
     """Take every turn from this engine, to run elsewhere."""
     for trajectory_id in list(engine.active):
         trajectory = run.state.trajectories[trajectory_id]
-        recall(run, trajectory)
-        enqueue(run, trajectory)
-
-
-def _abort(run: Run, engine: Engine, trajectory: Trajectory) -> None:
-    assert trajectory.turn is not None, "an active turn is open"
-    run.emit(
-        AbortTurn(
-            trajectory_id=trajectory.id,
-            attempt=trajectory.attempt,
-            turn=trajectory.turn.number,
-            engine_id=engine.id,
-            dispatch=trajectory.turn.dispatch,
-        )
-    )
+        turn = trajectory.open_turn
+        recall(run, trajectory, turn)
+        enqueue(run, trajectory, turn)
 
 
 # The queue.
 
 
-def enqueue(run: Run, trajectory: Trajectory) -> None:
+def enqueue(run: Run, trajectory: Trajectory, turn: Turn) -> None:
     """Queue the open turn for its trajectory's assigned engine, or for any."""
-    state, turn = run.state, trajectory.turn
-    assert turn is not None, "an open turn is queued"
+    state = run.state
     state.arrivals += 1
     turn.arrival = state.arrivals
     turn.rank = turn_priority.rank_of(run, trajectory, turn)
-    # Where KV is kept for trajectories in the order of their launch, their turns must
-    # come in that order too.
-    turn.tiebreak = trajectory.launched_at if run.scheduling.by_rank else float(turn.arrival)
-    turn.queue = assignment.queue_of(run, trajectory, turn.avoid)
-    turn.given_at_enqueue = _turns_given(run, turn.queue)
+    queue = assignment.queue_of(run, trajectory, turn.avoid)
+    turn.place = Queued(
+        engine=queue,
+        given=_turns_given(run, queue),
+        # Where KV is kept for trajectories in the order of their launch, their turns
+        # must come in that order too.
+        tiebreak=trajectory.launched_at if run.scheduling.by_rank else float(turn.arrival),
+    )
     state.turn_queue[trajectory.id] = turn.arrival
-    run.turn_queues.add(trajectory)
-    run.dirty_queues.append(turn.queue)
+    run.turn_queues.add(QueuedTurn(trajectory, turn, turn.place))
+    run.dirty_queues.append(queue)
 
 
 def enqueue_all(run: Run, released: list[Trajectory]) -> None:
     """Queue the turns that have waited for transfers of KV."""
     for trajectory in released:
-        enqueue(run, trajectory)
+        enqueue(run, trajectory, trajectory.open_turn)
 
 
-def requeue(run: Run, trajectory: Trajectory) -> None:
-    """Requeue a turn whose trajectory's estimate or engine has changed.
+def requeue(run: Run, queued: QueuedTurn) -> QueuedTurn:
+    """Requeue a turn whose trajectory's estimate or engine has changed, and return it
+    with its new place.
 
     It keeps its place among equals.
     """
-    turn = trajectory.turn
-    assert turn is not None, "an open turn is queued"
+    trajectory, turn, place = queued
     queue = assignment.queue_of(run, trajectory, turn.avoid)
-    if queue != turn.queue:
-        turn.queue, turn.given_at_enqueue = queue, _turns_given(run, queue)
+    if queue != place.engine:
+        place = Queued(engine=queue, given=_turns_given(run, queue), tiebreak=place.tiebreak)
+        turn.place = place
     if turn.rank < overdue_rank(turn.arrival):
         turn.rank = turn_priority.rank_of(run, trajectory, turn)
-    run.turn_queues.add(trajectory)
-    run.dirty_queues.append(turn.queue)
+    moved = QueuedTurn(trajectory, turn, place)
+    run.turn_queues.add(moved)
+    run.dirty_queues.append(queue)
+    return moved
 
 
 def requeue_from(run: Run, engine: Engine) -> None:
@@ -263,8 +267,9 @@ def requeue_from(run: Run, engine: Engine) -> None:
     """
     for trajectory_id in list(run.state.turn_queue):
         trajectory = run.state.trajectories[trajectory_id]
-        if trajectory.turn is not None and trajectory.turn.queue == engine.id:
-            requeue(run, trajectory)
+        turn = trajectory.open_turn
+        if isinstance(turn.place, Queued) and turn.place.engine == engine.id:
+            requeue(run, QueuedTurn(trajectory, turn, turn.place))
 
 
 def _turns_given(run: Run, engine_id: EngineId | None) -> int:
@@ -323,26 +328,23 @@ def _steal_turn(run: Run, engine_id: EngineId) -> bool:
         for resident in (True, False)
     ]
     ready = [
-        t
+        queued
         for queue in queues
-        if (t := _next_in(run, queue)) is not None
-        and t.turn is not None
-        and engine_id not in t.turn.avoid
+        if (queued := _next_in(run, queue)) is not None and engine_id not in queued.turn.avoid
     ]
     if not ready:
         return False
-    trajectory = min(ready, key=_dispatch_key)
-    assert trajectory.turn is not None, "a queued turn is open"
-    if not assignment.fits_in_kv(run, trajectory, run.state.engines[engine_id]):
+    first = min(ready, key=_dispatch_key)
+    if not assignment.fits_in_kv(run, first.trajectory, run.state.engines[engine_id]):
         return False
-    _reassign(run, trajectory, trajectory.turn, engine_id)
-    _start_turn(run, trajectory, trajectory.turn, engine_id)
+    _reassign(run, first.trajectory, engine_id)
+    _start_turn(run, first, engine_id)
     return True
 
 
-def _reassign(run: Run, trajectory: Trajectory, turn: Turn, engine_id: EngineId) -> None:
+def _reassign(run: Run, trajectory: Trajectory, engine_id: EngineId) -> None:
     """Assign the trajectory to this engine, which computes its context again."""
-    trajectory.assigned_engine, trajectory.kv_resident, turn.queue = engine_id, False, engine_id
+    trajectory.assigned_engine, trajectory.kv_resident = engine_id, False
     run.reindex(trajectory)
 
 
@@ -350,14 +352,11 @@ def _assign_waiting(run: Run) -> None:
     """Assign the queued turns that had no engine when they were queued."""
     if not run.pacing.interchangeable:  # each waits for an engine with its own weights
         for waiting in run.turn_queues.waiting(run.state, (None, False)):
-            if assignment.queue_of(run, run.state.trajectories[waiting], ()) is not None:
-                requeue(run, run.state.trajectories[waiting])
+            if assignment.queue_of(run, waiting.trajectory, ()) is not None:
+                requeue(run, waiting)
         return
-    while (trajectory_id := run.turn_queues.first(run.state, (None, False))) is not None:
-        trajectory = run.state.trajectories[trajectory_id]
-        requeue(run, trajectory)
-        assert trajectory.turn is not None, "a queued turn is open"
-        if trajectory.turn.queue is None:
+    while (first := run.turn_queues.first(run.state, (None, False))) is not None:
+        if requeue(run, first).place.engine is None:
             return  # no engine takes turns
 
 
@@ -367,29 +366,23 @@ def _start_next(run: Run, waited_for: EngineId | None) -> bool:
     Return False if there is none.
     """
     heads = [_next_in(run, (waited_for, resident)) for resident in (True, False)]
-    ready = sorted(
-        (trajectory for trajectory in heads if trajectory is not None), key=_dispatch_key
-    )
-    for trajectory in ready:
-        turn = trajectory.turn
-        assert turn is not None, "a queued turn is open"
+    for queued in sorted((head for head in heads if head is not None), key=_dispatch_key):
         chosen = (
-            _assigned_or_free_engine(run, trajectory, turn)
+            _assigned_or_free_engine(run, queued)
             if run.scheduling.homes
-            else _engine_for(run, trajectory, turn)
+            else _engine_for(run, queued)
         )
         if chosen is not None:
-            _start_turn(run, trajectory, turn, chosen)
+            _start_turn(run, queued, chosen)
             return True
     return False
 
 
-def _dispatch_key(trajectory: Trajectory) -> tuple[float, float, TrajectoryId]:
-    assert trajectory.turn is not None, "a queued turn is open"
-    return (-trajectory.turn.rank, trajectory.turn.tiebreak, trajectory.id)
+def _dispatch_key(queued: QueuedTurn) -> tuple[float, float, TrajectoryId]:
+    return (-queued.turn.rank, queued.place.tiebreak, queued.trajectory.id)
 
 
-def _next_in(run: Run, queue: QueueKey) -> Trajectory | None:
+def _next_in(run: Run, queue: QueueKey) -> QueuedTurn | None:
     """The turn of this queue that runs next.
 
     One that was overtaken too often goes first.
@@ -398,27 +391,25 @@ def _next_in(run: Run, queue: QueueKey) -> Trajectory | None:
     oldest = run.turn_queues.oldest(state, queue)
     if oldest is None:
         return None
-    turn = state.trajectories[oldest].turn
-    assert turn is not None, "a queued turn is open"
+    turn = oldest.turn
     engine = state.engines.get(waited_for) if waited_for is not None else None
     slots = engine.max_slots if engine is not None else run.fleet.slots
     if is_overdue(
-        _turns_given(run, waited_for) - turn.given_at_enqueue, slots=slots
+        _turns_given(run, waited_for) - oldest.place.given, slots=slots
     ) and turn.rank < overdue_rank(turn.arrival):
         turn.rank = overdue_rank(turn.arrival)
         state.counters.scheduling.overdue += 1
-        run.turn_queues.add(state.trajectories[oldest])
-    first = run.turn_queues.first(state, queue)
-    return state.trajectories[first] if first is not None else None
+        run.turn_queues.add(oldest)
+    return run.turn_queues.first(state, queue)
 
 
-def _engine_for(run: Run, trajectory: Trajectory, turn: Turn) -> EngineId | None:
+def _engine_for(run: Run, queued: QueuedTurn) -> EngineId | None:
     return choose(
         run.fleet.loads,
-        affine=trajectory.engine,
-        avoid=turn.avoid,
+        affine=queued.trajectory.engine,
+        avoid=queued.turn.avoid,
         placement=run.scheduling.placement,
-        rank=turn.rank,
+        rank=queued.turn.rank,
         preempts=run.scheduling.preempts,
     )
 
@@ -432,16 +423,17 @@ def _has_alternative(run: Run, turn: Turn) -> bool:
     )
 
 
-def _assigned_or_free_engine(run: Run, trajectory: Trajectory, turn: Turn) -> EngineId | None:
+def _assigned_or_free_engine(run: Run, queued: QueuedTurn) -> EngineId | None:
     """The assigned engine if it has a slot and KV to spare; else the least loaded
     engine that has, which is assigned then; else the assigned one by preemption.
 
     Computing a context again costs less than waiting for the end of another turn, or
     making another one wait.
     """
-    if turn.queue in turn.avoid and run.pacing.interchangeable and _has_alternative(run, turn):
-        requeue(run, trajectory)  # its engine failed it when there was no alternative
-    assigned = run.fleet.loads.get(turn.queue) if turn.queue is not None else None
+    trajectory, turn, place = queued
+    if place.engine in turn.avoid and run.pacing.interchangeable and _has_alternative(run, turn):
+        place = requeue(run, queued).place  # its engine failed it when there was no alternative
+    assigned = run.fleet.loads.get(place.engine) if place.engine is not None else None
     fits = assigned is not None and assignment.fits_in_kv(
         run, trajectory, run.state.engines[assigned.id]
     )
@@ -450,17 +442,18 @@ def _assigned_or_free_engine(run: Run, trajectory: Trajectory, turn: Turn) -> En
     if run.scheduling.migration == "gain" and run.fleet.free:
         free = [load.id for load in run.fleet.loads.values() if load.active < load.slots]
         idlest = assignment.least_loaded(
-            run, [engine_id for engine_id in free if engine_id not in (turn.queue, *turn.avoid)]
+            run, [engine_id for engine_id in free if engine_id not in (place.engine, *turn.avoid)]
         )
         if idlest is not None and assignment.fits_in_kv(run, trajectory, idlest):
-            _reassign(run, trajectory, turn, idlest.id)
+            _reassign(run, trajectory, idlest.id)
             return idlest.id
     if assigned is not None and fits and assigned.runs(turn.rank, preempts=run.scheduling.preempts):
         return assigned.id
     return None
 
 
-def _start_turn(run: Run, trajectory: Trajectory, turn: Turn, chosen: EngineId) -> None:
+def _start_turn(run: Run, queued: QueuedTurn, chosen: EngineId) -> None:
+    trajectory, turn, _ = queued
     state, engine = run.state, run.state.engines[chosen]
     counted = state.counters.scheduling
     del state.turn_queue[trajectory.id]
@@ -468,7 +461,7 @@ def _start_turn(run: Run, trajectory: Trajectory, turn: Turn, chosen: EngineId) 
     counted.queue_s += run.now - turn.since
     state.turns_given += 1
     engine.turns_given += 1
-    turn.engine, turn.since, turn.given_at_enqueue = chosen, run.now, engine.turns_given
+    turn.place, turn.since = OnEngine(engine=chosen, given=engine.turns_given), run.now
     if run.scheduling.homes and not trajectory.kv_resident:
         trajectory.kv_resident = True
         run.reindex(trajectory)

@@ -107,8 +107,7 @@ def _check_engine(run: Run, engine: Engine) -> None:
 def _check_turns(run: Run, engine: Engine) -> None:
     for trajectory_id in list(engine.active):
         trajectory = run.state.trajectories[trajectory_id]
-        assert trajectory.turn is not None, "an active turn is open"
-        if not turns.is_late(run, engine, trajectory.turn):
+        if not turns.is_late(run, engine, trajectory.open_turn):
             continue
         engine.consecutive_timeouts += 1
         turns.time_out(run, engine, trajectory)
