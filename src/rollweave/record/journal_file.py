@@ -22,9 +22,9 @@ from rollweave.schema.packing import packed
 
 T = TypeVar("T")
 
-SCHEMA_VERSION = 2
-"""Version of the events' schema. It increases when an event changes so that older
-journals no longer decode.
+SCHEMA_VERSION = 3
+"""Version of the schema of events and of the core's state. It increases when one of
+them changes so that older journals no longer decode.
 """
 
 SNAPSHOT, RECORD = 1, 2
