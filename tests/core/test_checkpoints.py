@@ -94,8 +94,8 @@ def test_training_continues_while_a_checkpoint_is_written() -> None:
         if trainer.saving is not None and trainer.status is TrainerStatus.TRAINING:
             beside.add(trainer.saving)
     assert beside >= {0}
-    assert timed.core.state.checkpoint == 10
-    assert timed.core.state.exported == 10
+    assert timed.core.state.checkpoints.newest == 10
+    assert timed.core.state.checkpoints.exported == 10
 
 
 def test_a_required_checkpoint_waits_for_the_one_being_written() -> None:
@@ -120,7 +120,7 @@ def test_the_loss_of_the_trainer_is_reported_with_its_cost() -> None:
     timed = world(steps=12)
     while timed.core.state.trainer.step < 8:
         timed.step()
-    checkpoint = timed.core.state.checkpoint
+    checkpoint = timed.core.state.checkpoints.newest
     assert checkpoint is not None
     assert 0 < checkpoint < 8
     timed.feed(e.TrainerLost(epoch=timed.trainer_epoch, error="killed"))
@@ -140,15 +140,19 @@ def test_the_loss_of_the_trainer_is_reported_with_its_cost() -> None:
 def test_a_stop_writes_the_export_that_a_checkpoint_by_time_lacks(copies: bool) -> None:
     timed = world(steps=100)
     timed.copies = copies
-    while timed.core.state.checkpoint in (None, 0):
+    while timed.core.state.checkpoints.newest in (None, 0):
         timed.step()
-    assert timed.core.state.exported == -1
+    assert timed.core.state.checkpoints.exported == -1
     timed.feed(e.StopRequested())
     timed.to_the_end()
-    assert timed.core.state.exported == timed.core.state.checkpoint == timed.core.state.trainer.step
     assert (
-        Core.restore(timed.core.snapshot(), timed.config).state.exported
-        == timed.core.state.exported
+        timed.core.state.checkpoints.exported
+        == timed.core.state.checkpoints.newest
+        == timed.core.state.trainer.step
+    )
+    assert (
+        Core.restore(timed.core.snapshot(), timed.config).state.checkpoints.exported
+        == timed.core.state.checkpoints.exported
     )
 
 
@@ -166,7 +170,7 @@ def test_an_error_ends_the_run_only_after_the_checkpoint_is_written() -> None:
     while timed.finish is None:
         timed.step()
     assert "not a number" in timed.finish.error
-    assert timed.core.state.checkpoint == written
+    assert timed.core.state.checkpoints.newest == written
     assert not [
         one
         for commands in timed.commands[before:]

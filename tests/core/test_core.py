@@ -102,7 +102,7 @@ def test_no_slot_stays_free_while_a_turn_waits(seed: int, mode: str) -> None:
     while world.finish is None:
         world.step()
         state = world.core.state
-        queued = [state.trajectories[trajectory_id] for trajectory_id in state.turn_queue]
+        queued = [state.trajectories[trajectory_id] for trajectory_id in state.turns.queue]
         # Nothing is known of their lengths yet, so that KV does not hold them back.
         strangers = [
             one
@@ -457,7 +457,7 @@ def test_a_lost_engine_fails_its_turns_and_they_run_elsewhere() -> None:
     lost = dict(world.core.state.engines[turn.engine_id].active)
     world.feed(e.EngineLost(engine_id=turn.engine_id, epoch=0, error="killed"))
     again = [command for command in world.commands[-1] if isinstance(command, c.StartTurn)]
-    queued = set(world.core.state.turn_queue)
+    queued = set(world.core.state.turns.queue)
     assert {command.trajectory_id for command in again} | queued >= set(lost)
     assert all(
         command.engine_id != turn.engine_id and command.dispatch == 1
@@ -498,13 +498,13 @@ def test_a_stuck_trainer_is_restarted_from_the_checkpoint() -> None:
 def test_after_a_damaged_checkpoint_the_one_before_it_is_used() -> None:
     world = World(config(steps=6), seed=3)
     world.start()
-    while world.core.state.checkpoint != 4:
+    while world.core.state.checkpoints.newest != 4:
         world.step()
     world.damaged_checkpoint = True
     world.feed(e.TrainerLost(epoch=world.trainer_epoch, error="killed"))
     until(world, c.PublishWeights)
     assert world.warnings[-1].message.startswith("back at checkpoint 2")
-    assert (world.core.state.checkpoint, world.core.state.trainer.step) == (2, 2)
+    assert (world.core.state.checkpoints.newest, world.core.state.trainer.step) == (2, 2)
     world.damaged_checkpoint = False
     while world.finish is None:
         world.step()
@@ -531,7 +531,7 @@ def test_an_evaluation_whose_weights_are_lost_blocks_nothing() -> None:
     world.start()
     while until(world, c.SaveCheckpoint).step != 2:  # type: ignore[attr-defined]
         pass
-    assert world.core.state.evaluation is not None
+    assert world.core.state.evaluations.current is not None
     world.feed(e.CheckpointFailed(epoch=world.trainer_epoch, step=2, error="disk full"))
     world.feed(e.TrainerLost(epoch=world.trainer_epoch, error="killed"))
     while world.finish is None:
@@ -654,7 +654,9 @@ def test_batch_level_stepping_waits_for_the_slowest() -> None:
     while world.finish is None:
         world.step()
         if any(isinstance(command, c.StartTurn) for command in world.commands[-1]):
-            members = [world.core.state.trajectories[member] for member in world.core.state.in_run]
+            members = [
+                world.core.state.trajectories[member] for member in world.core.state.pools.run
+            ]
             assert all(member.turn is not None for member in members)
 
 
@@ -701,7 +703,7 @@ def test_pools_are_bounded_and_filled() -> None:
     while world.finish is None:
         world.step()
         state = world.core.state
-        most = max(most, len(state.in_init) + len(state.in_run))
+        most = max(most, len(state.pools.init) + len(state.pools.run))
     assert most == 8
     assert not [
         t for t in world.core.state.trajectories.values() if t.stage in (Stage.INIT, Stage.RUN)

@@ -55,7 +55,7 @@ def test_the_best_is_the_newest_of_the_best_and_the_last_weights_are_evaluated(
             evaluation.version,
         ),
     )
-    assert world.core.state.best_step == best.version
+    assert world.core.state.evaluations.best_step == best.version
     assert world.evaluations[-1].final
     assert world.evaluations[-1].version == best.version
 
@@ -68,7 +68,7 @@ def test_without_periodic_evaluations_the_last_weights_are_the_result_and_there_
     assert [(evaluation.version, evaluation.final) for evaluation in world.evaluations] == [
         (3, True)
     ]
-    assert world.core.state.best_step is None
+    assert world.core.state.evaluations.best_step is None
     assert not any(
         isinstance(command, c.MarkBest) for commands in world.commands for command in commands
     )
@@ -87,11 +87,11 @@ def test_a_version_not_evaluated_in_every_domain_is_not_the_best() -> None:
     lost: set[str] = set()
     while world.finish is None:  # at step 2 every attempt at b fails: what is left would look best
         state = world.core.state
-        evaluation = state.evaluation
+        evaluation = state.evaluations.current
         if evaluation is not None and evaluation.version == 2 and not evaluation.final:
             for group_id in list(evaluation.pending):
                 group = state.groups[group_id]
-                running = [name for name in group.members if name in state.in_run]
+                running = [name for name in group.members if name in state.pools.run]
                 if group.name == "b" and running:
                     lost.add(group_id)
                     trajectory = state.trajectories[running[0]]
@@ -105,7 +105,7 @@ def test_a_version_not_evaluated_in_every_domain_is_not_the_best() -> None:
                     )
         world.step()
     assert len(lost) == 2
-    assert world.core.state.best_step in (0, 1)
+    assert world.core.state.evaluations.best_step in (0, 1)
 
 
 @pytest.mark.parametrize("reached", [True, False])
@@ -115,7 +115,7 @@ def test_the_record_names_the_evaluation_that_reached_the_target(reached: bool) 
     world.run()
     reaching = [evaluation.version for evaluation in world.evaluations if evaluation.target_reached]
     assert reaching == ([0] if reached else [])
-    assert world.core.state.target_step == (0 if reached else None)
+    assert world.core.state.evaluations.target_step == (0 if reached else None)
     assert (world.core.state.trainer.step < 30) is reached
 
 

@@ -68,7 +68,7 @@ def test_any_run_whose_engines_join_and_leave_ends_accounted_for(
         state = world.core.state
         joined = sum(engine.joined and not engine.leaving for engine in state.engines.values())
         removed = {
-            *state.withdrawn,
+            *state.membership.withdrawn,
             *(
                 engine.id
                 for engine in state.engines.values()
@@ -173,7 +173,7 @@ def test_an_engine_that_joins_while_the_trainer_is_down_loads_the_newest_checkpo
     hand = Hand(decoupled_config(run={"checkpoint_every": 1}))
     state = hand.core.state
     misassigned(hand)
-    assert (state.published_version, max(state.checkpointed_versions.values())) == (1, 1)
+    assert (state.publication.version, max(state.publication.checkpointed.values())) == (1, 1)
     hand.lose_trainer()
     hand.feed(registered(E2))
     hand.join(E2)
@@ -183,7 +183,9 @@ def test_an_engine_that_joins_while_the_trainer_is_down_loads_the_newest_checkpo
     hand.restore_trainer(1)
     for name in hand.on(E2):
         hand.end(name)
-    assert state.engines[E2].weights_id == state.published_id, "it goes on with the trainer"
+    assert state.engines[E2].weights_id == state.publication.weights_id, (
+        "it goes on with the trainer"
+    )
 
 
 def test_an_engine_may_join_for_the_final_evaluation() -> None:
@@ -218,7 +220,7 @@ def test_an_engine_that_leaves_finishes_only_what_it_launched() -> None:
     assert hand.on(E1) == [on_e1[1]], "its next turn is still there"
     hand.end(on_e1[1])
     assert list(state.engines) == [E0]
-    assert (state.counters.engines_left, state.withdrawn) == (1, [E1])
+    assert (state.counters.engines_left, state.membership.withdrawn) == (1, [E1])
     assert state.trajectories[on_e1[0]].attempt == state.trajectories[on_e1[1]].attempt == 0
 
 

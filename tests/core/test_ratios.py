@@ -181,7 +181,7 @@ def test_nonfinite_log_probs_end_the_run_and_name_the_groups() -> None:
     names = ", ".join(requested_groups(hand.measures[0]))
     assert hand.finish.error == (
         f"step 1: log-probs of group g1: nan; batch of groups {names}; last good checkpoint: step "
-        f"{hand.core.state.checkpoint}"
+        f"{hand.core.state.checkpoints.newest}"
     )
 
 
@@ -224,7 +224,7 @@ def test_evaluations_and_measurements_do_not_block_each_other() -> None:
         "it began while the first step ran"
     )
     hand.train()
-    assert state.evaluation is not None
+    assert state.evaluations.current is not None
     measure = hand.measures[0]
     while len(hand.evaluations) == 1:
         hand.end(hand.on(E0)[0])

@@ -58,7 +58,10 @@ class Driver:
         ]
 
     def publish(self) -> list[c.Command]:
-        trainer, weights_id = self.core.state.trainer, self.core.state.next_weights_id - 1
+        trainer, weights_id = (
+            self.core.state.trainer,
+            self.core.state.publication.next_weights_id - 1,
+        )
         return self.send(
             e.WeightsPublished(epoch=trainer.epoch, version=trainer.step, weights_id=weights_id)
         )
@@ -181,12 +184,12 @@ def test_the_faster_form_of_broadcast_is_used() -> None:
     for seconds in (1.0, 3.0, 1.0, 1.0):
         commands = driver.publish() if not forms else driver.publish_again()
         forms.append("whole" if bases(commands)["r1"] is None else "changes")
-        weights_id = driver.core.state.published_id
+        weights_id = driver.core.state.publication.weights_id
         driver.hold("r0", weights_id)
         driver.wait(seconds)
         driver.hold("r1", weights_id)
     assert forms == ["whole", "changes", "whole", "whole"]
-    assert driver.core.state.broadcast_s == {"whole": 1.0, "changes": 3.0}
+    assert driver.core.state.chain.broadcast_s == {"whole": 1.0, "changes": 3.0}
 
 
 @settings(max_examples=examples(60))
@@ -205,7 +208,7 @@ def test_only_the_successor_of_a_lost_relay_gets_another_source(
         successor.relay is not None and driver.relay(successor.relay).status is RelayStatus.FETCHING
     )
     assert ways(driver.lose(lost)) == ({successor.relay: successor.source} if waits else {})
-    assert driver.core.state.chain == list(successor.order)
+    assert driver.core.state.chain.order == list(successor.order)
 
 
 def test_a_restarted_relay_is_last_and_fetches_the_newest() -> None:
@@ -215,7 +218,7 @@ def test_a_restarted_relay_is_last_and_fetches_the_newest() -> None:
         driver.hold(relay, 0)
     driver.lose("r0")
     assert ways(driver.join("r0")) == {"r0": "r2"}
-    assert driver.core.state.chain == ["r1", "r2", "r0"]
+    assert driver.core.state.chain.order == ["r1", "r2", "r0"]
     assert ways(driver.publish_again()) == {"r1": None, "r2": "r1"}, (
         "r0 is still busy with the weights before"
     )
@@ -579,7 +582,7 @@ def test_a_relay_whose_source_hangs_switches_to_the_one_before_it_and_stays_ther
     driver = Driver(4).up()
     driver.publish()
     assert ways(driver.suspect("r1")) == {"r2": "r0"}
-    assert (driver.core.state.chain, driver.relay("r1").source) == (
+    assert (driver.core.state.chain.order, driver.relay("r1").source) == (
         ["r0", "r1", "r2", "r3"],
         "r0",
     ), "it keeps its place"
@@ -592,8 +595,12 @@ def test_the_relay_behind_a_hanging_master_fetches_from_the_trainer() -> None:
     driver.publish()
     assert ways(driver.suspect("r0")) == {"r1": None}
     assert ways(driver.hear("r0")) == {}
-    assert [driver.relay(relay).source for relay in driver.core.state.chain] == [None, None, "r1"]
-    for relay in driver.core.state.chain:
+    assert [driver.relay(relay).source for relay in driver.core.state.chain.order] == [
+        None,
+        None,
+        "r1",
+    ]
+    for relay in driver.core.state.chain.order:
         driver.hold(relay, 0)
     assert ways(driver.publish_again()) == {"r0": None, "r1": "r0", "r2": "r1"}, (
         "the master is what it was"
@@ -706,7 +713,7 @@ def may_give(driver: Driver, relay: str, version: int) -> list[str | None]:
     """The rule, slowly: a responsive relay that holds these weights, or stands before
     it and is fetching them; the trainer, if all relays before it are silent.
     """
-    chain = driver.core.state.chain
+    chain = driver.core.state.chain.order
     ahead = chain[: chain.index(relay)]
     givers: list[str | None] = [
         other
@@ -784,9 +791,9 @@ def test_every_relay_that_can_fetches_from_a_responsive_one(
                     *relay.refused_sources,
                     *relay.stalled_sources,
                 ]
-        for name in state.chain:
+        for name in state.chain.order:
             relay = driver.relay(name)
-            version = relay.fetching if relay.fetching >= 0 else state.published_id
+            version = relay.fetching if relay.fetching >= 0 else state.publication.weights_id
             better = [
                 other
                 for other in may_give(driver, name, version)
@@ -800,7 +807,7 @@ def test_every_relay_that_can_fetches_from_a_responsive_one(
                 and driver.relay(relay.source).suspected
             ):
                 assert relay.suspected or not better, f"{name} could take from {better}"
-        for name in state.chain:
+        for name in state.chain.order:
             seen = [name]
             while (
                 (last := driver.relay(seen[-1])).fetching >= 0
@@ -827,10 +834,12 @@ def test_all_relays_get_the_weights_once_all_respond(relays: int, data: st.DataO
     state = driver.core.state
     for _ in range(3 * relays):
         driver.wait(1.0)
-        for name in state.chain:
+        for name in state.chain.order:
             relay = driver.relay(name)
             if relay.fetching >= 0 and (
                 relay.source is None or relay.fetching in driver.relay(relay.source).versions
             ):
                 driver.hold(name, relay.fetching)
-    assert all(state.published_id in driver.relay(name).versions for name in state.chain)
+    assert all(
+        state.publication.weights_id in driver.relay(name).versions for name in state.chain.order
+    )

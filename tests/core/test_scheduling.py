@@ -8,6 +8,7 @@ import pytest
 
 from rollweave.core.core import Core
 from rollweave.core.policy.priority import OVERTAKES
+from rollweave.core.state import Queued
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TaskId
@@ -232,7 +233,7 @@ def test_no_kv_is_kept_for_trajectories_whose_environment_hangs() -> None:
     waited_s = 0.0
     while world.finish is None:
         state = world.core.state
-        idle = bool(state.turn_queue) and not any(
+        idle = bool(state.turns.queue) and not any(
             engine.active for engine in state.engines.values()
         )
         before = world.now
@@ -336,20 +337,21 @@ def test_turns_are_requeued_when_their_engine_is_lost() -> None:
     rollout = {"scheduling": "trajectory", "groups_per_step": 2, "group_size": 6, "max_running": 12}
     world = Long(turns=8, rollout=rollout, engines={"count": 2, "max_slots": 1})
     world.start()
-    while not world.core.state.turn_queue:
+    while not world.core.state.turns.queue:
         world.step()
-    lost = next(
-        turn.queue
-        for turn in (
-            world.core.state.trajectories[name].turn for name in world.core.state.turn_queue
-        )
-        if turn
-    )
+
+    def waited_for() -> list[EngineId | None]:
+        state = world.core.state
+        places = [state.trajectories[name].open_turn.place for name in state.turns.queue]
+        queued = [place for place in places if isinstance(place, Queued)]
+        assert len(queued) == len(places)
+        return [place.engine for place in queued]
+
+    lost = waited_for()[0]
     assert lost is not None
     world.feed(e.EngineLost(engine_id=EngineId(lost), epoch=0, error="killed"))
-    waiting = [world.core.state.trajectories[name].turn for name in world.core.state.turn_queue]
-    assert waiting
-    assert all(turn is not None and turn.queue != lost for turn in waiting)
+    assert waited_for()
+    assert lost not in waited_for()
     while world.finish is None:
         world.step()
     assert world.finish.error == ""

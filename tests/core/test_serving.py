@@ -197,7 +197,7 @@ def test_a_restarted_world_continues_the_submitted_rollouts(
 def test_stopping_drains_or_cancels(drain: bool) -> None:
     world = Service(submitted=6, spread=3.0)
     world.start()
-    while len(world.core.state.in_run) < 3 or len(world.core.state.groups) < 6:
+    while len(world.core.state.pools.run) < 3 or len(world.core.state.groups) < 6:
         world.step()
     world.close(drain=drain)
     reasons = Counter(words[-1].stop_reason for words in world.delivered.values())
@@ -255,7 +255,7 @@ def test_an_orderly_end_keeps_rollouts_that_need_an_engine(engine: str) -> None:
         world.engine_epoch.clear()
     world.start()
     while len(world.core.state.groups) < 4 or (
-        engine == "lost for ever" and not world.core.state.in_eval
+        engine == "lost for ever" and not world.core.state.pools.eval
     ):
         world.step()
     if engine == "never ready":
@@ -295,9 +295,9 @@ def test_a_rollout_under_way_in_too_many_lost_worlds_is_given_up() -> None:
     world = Service(submitted=1)
     world.start()
     for life in range(WORLDS):
-        while not world.core.state.in_run:
+        while not world.core.state.pools.run:
             world.step()
-        under_way = set(world.core.state.in_run)
+        under_way = set(world.core.state.pools.run)
         assert not world.delivered
         world.core, before = Core.restore(world.core.snapshot(), world.config), len(world.warnings)
         world.heap.clear()
@@ -338,7 +338,7 @@ def test_checking_deadlines_does_not_walk_the_waiting_rollouts() -> None:
         world.step()
     state = world.core.state
     state.groups, state.trajectories = NeverWalked(state.groups), NeverWalked(state.trajectories)
-    state.init_queue = NeverWalked(state.init_queue)
+    state.pools.queued = NeverWalked(state.pools.queued)
     (timer,) = world.core.handle(world.now + 1, e.TimerFired())
     assert isinstance(timer, c.SetTimer)
 
@@ -364,7 +364,7 @@ def calls_with_busy_engines(engines: int) -> int:
         key = {"trajectory_id": TrajectoryId(f"r{number}.0"), "attempt": 0}
         core.handle(0.0, e.EnvReady(**key, prompt_tokens=1))
         core.handle(0.0, e.TurnRequested(**key, turn=0, context_tokens=1))
-    assert len(core.state.turn_queue) == 4
+    assert len(core.state.turns.queue) == 4
     calls = 0
 
     def count(_frame: object, kind: str, _argument: object) -> None:

@@ -46,7 +46,7 @@ def test_a_version_without_a_checkpoint_is_not_the_best(killed: bool) -> None:
     """The evaluation is over before its checkpoint fails, or is lost with its trainer."""
     world = evaluating()
     saving(world, 2)
-    evaluation = world.core.state.evaluation
+    evaluation = world.core.state.evaluations.current
     assert evaluation is not None
     while not evaluation.started or evaluation.pending or evaluation.to_draw:
         world.step()
@@ -55,7 +55,7 @@ def test_a_version_without_a_checkpoint_is_not_the_best(killed: bool) -> None:
     else:
         fail_save(world, 2)
     assert world.evaluations[-1].version == 2
-    assert world.core.state.best_step == 0
+    assert world.core.state.evaluations.best_step == 0
     while world.finish is None:
         world.step()  # the world objects to weights of a checkpoint that is not there
     assert world.finish.error == ""
@@ -69,7 +69,7 @@ def test_a_save_that_succeeds_on_retry_is_no_failure() -> None:
     fail_save(world, 2)
     while world.finish is None:
         world.step()
-    assert world.core.state.checkpoint == 2
+    assert world.core.state.checkpoints.newest == 2
     assert world.finish.error == ""
 
 
@@ -82,7 +82,7 @@ def test_trajectories_that_the_store_lost_are_not_trained_on_again() -> None:
     while world.core.state.trainer.step < 1:
         world.step()
     state = world.core.state
-    group = state.groups[state.lineage[0][0]]
+    group = state.groups[state.checkpoints.lineage[0][0]]
     assert group.status is GroupStatus.TRAINED
     lost = group.chosen[0]
     feed = world.feed

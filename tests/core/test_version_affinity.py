@@ -194,7 +194,7 @@ class Hand:
 
     def train_without(self, excluded: list[TrajectoryId], *, version: int = 1) -> None:
         """Finish and train on other trajectories, until that version is published."""
-        while self.core.state.published_version < version:
+        while self.core.state.publication.version < version:
             if self.steps and self.steps[-1].step == self.core.state.trainer.step:
                 self.train()
             else:
@@ -272,7 +272,7 @@ def test_an_engine_updates_when_its_trajectories_are_over_without_waiting_for_ot
     assert len(hand.on(E0)) == 2, "it begins others, since its weights are the newest"
     hand.train_without(second)
     state = hand.core.state
-    assert state.published_version == 1
+    assert state.publication.version == 1
     assert [engine.version for engine in state.engines.values()] == [0, 0], "both have trajectories"
     hand.end(hand.on(E0)[0])
     assert len(hand.on(E0)) == 1, "it has begun its batch and has old weights: it begins no more"
@@ -394,7 +394,7 @@ def misassigned(hand: Hand) -> list[TrajectoryId]:
     while state.engines[E0].version == 0:
         hand.end(hand.on(E0)[0])
     assert [engine.version for engine in state.engines.values()] == [1, 0]
-    assert state.checkpointed_versions[0] == 0
+    assert state.publication.checkpointed[0] == 0
     return hand.on(E1)
 
 
@@ -403,7 +403,7 @@ def test_a_version_only_in_a_checkpoint_is_loaded_from_there() -> None:
     state = hand.core.state
     orphans = misassigned(hand)
     hand.lose_trainer()
-    assert state.retained_versions == {}
+    assert state.publication.retained == {}
     hand.lose(E1)
     hand.join(E1)
     load = hand.loads[-1]
@@ -433,7 +433,7 @@ def test_a_damaged_checkpoint_is_tried_once_and_no_engine_is_blamed() -> None:
         hand.lose(E1)
         hand.join(E1)
     assert [load.from_checkpoint for load in hand.loads if load.weights_id == 0].count(0) == 1
-    assert state.checkpointed_versions == {}
+    assert state.publication.checkpointed == {}
     assert state.counters.retried == {StopReason.ENGINE_FAILURE: len(orphans)}
 
 
@@ -446,7 +446,7 @@ def test_weights_read_from_a_changed_checkpoint_are_discarded() -> None:
     hand.silent = True
     hand.join(E1)
     assert state.engines[E1].status is EngineStatus.LOADING
-    state.checkpointed_versions.clear()  # as when the trainer finds it damaged
+    state.publication.checkpointed.clear()  # as when the trainer finds it damaged
     hand.feed(e.WeightsLoaded(engine_id=E1, epoch=hand.epochs[E1], weights_id=0, version=0))
     assert state.engines[E1].version == -1
     assert not set(orphans) & set(hand.on(E1))
@@ -456,16 +456,18 @@ def test_a_checkpoint_holds_the_version_republished_after_a_restart_until_it_is_
     hand = Hand(decoupled_config(run={"checkpoint_every": 1}))
     state = hand.core.state
     hand.train_without([], version=2)
-    assert state.checkpointed_versions == {1: 1, 2: 2}, (
+    assert state.publication.checkpointed == {1: 1, 2: 2}, (
         "version 0 was neither the last nor the best"
     )
     hand.lose_trainer()
     hand.restore_trainer(2)
-    assert (state.published_version, state.published_id) == (2, 3)
-    assert state.checkpointed_versions == {1: 1, 2: 2, 3: 2}
+    assert (state.publication.version, state.publication.weights_id) == (2, 3)
+    assert state.publication.checkpointed == {1: 1, 2: 2, 3: 2}
     hand.lose_trainer()
     hand.restore_trainer(1)
-    assert state.checkpointed_versions == {1: 1, 4: 1}, "what comes now as version 2 is another one"
+    assert state.publication.checkpointed == {1: 1, 4: 1}, (
+        "what comes now as version 2 is another one"
+    )
 
 
 def test_a_checkpoint_stays_while_an_engine_reads_it() -> None:
@@ -533,21 +535,23 @@ def test_a_lost_version_means_a_new_attempt() -> None:
 def test_an_evaluation_waits_for_a_free_engine_while_training_continues() -> None:
     hand = Hand(decoupled_config(eval={"every": 2, "episodes": 3}))
     state = hand.core.state
-    assert state.evaluation is not None
-    assert state.evaluation.started
+    assert state.evaluations.current is not None
+    assert state.evaluations.current.started
     finish_evaluation(hand)
     assert [(evaluation.version, evaluation.episodes) for evaluation in hand.evaluations] == [
         (0, {"a": 3})
     ]
     busy = [hand.on(E0)[0], hand.on(E1)[0]]
     hand.train_without(busy, version=2)
-    assert state.evaluation is not None
-    assert (state.evaluation.version, state.evaluation.started) == (2, False), "no engine is free"
-    weights_id = state.evaluation.weights_id
+    assert state.evaluations.current is not None
+    assert (state.evaluations.current.version, state.evaluations.current.started) == (2, False), (
+        "no engine is free"
+    )
+    weights_id = state.evaluations.current.weights_id
     while hand.moves:  # the new version has set repack off
         hand.moved(hand.moves[0])
     hand.end(busy[0])
-    while not state.evaluation.started:
+    while not state.evaluations.current.started:
         hand.end(next(name for name in hand.turns if name != busy[1]))
     assert weights_id in {load.weights_id for load in hand.loads}
     finish_evaluation(hand)
@@ -659,11 +663,11 @@ def test_nothing_is_launched_beyond_the_buffers_capacity() -> None:
         if hand.turns:
             hand.end(next(iter(hand.turns)))
     assert 3 <= len(state.buffer) <= 4, "a half group holds half a place"
-    assert not state.active_groups
+    assert not state.drawing.active
     assert state.counters.evicted == 0
     while len(state.buffer) > 2:
         hand.train()
-    assert state.active_groups, "steps have made room"
+    assert state.drawing.active, "steps have made room"
 
 
 def test_the_last_member_of_a_group_reserves_no_place_for_its_siblings() -> None:
@@ -687,7 +691,7 @@ def test_the_last_member_of_a_group_reserves_no_place_for_its_siblings() -> None
             stragglers.append(name)
         else:
             hand.end(name)
-    assert len(state.active_groups) > 3
+    assert len(state.drawing.active) > 3
 
 
 def test_inherent_staleness_is_counted_at_the_end_of_a_rollout() -> None:

@@ -57,8 +57,8 @@ def compare(run: Run) -> None:
     for purpose in (Purpose.TRAIN, Purpose.EVAL):
         assert version_affinity.engine_for(run, purpose) is slow_engine_for(run, purpose)
     known = {
-        *run.state.retained_versions,
-        *run.state.checkpointed_versions,
+        *run.state.publication.retained,
+        *run.state.publication.checkpointed,
         *(engine.weights_id for engine in engines.values()),
     }
     assert all(
@@ -91,7 +91,7 @@ def slow_begins(run: Run, engine: Engine) -> bool:
         return False
     if engine.launched < slow_batch(run, engine):
         return True
-    newest = engine.weights_id in (run.state.published_id, weights.newest(run, engine))
+    newest = engine.weights_id in (run.state.publication.weights_id, weights.newest(run, engine))
     return newest and slow_other(run, engine) is None
 
 
@@ -100,14 +100,14 @@ def slow_seats(run: Run) -> int:
     for engine in run.state.engines.values():
         if slow_begins(run, engine):
             free += max(0, slow_batch(run, engine) - slow_residents(run, engine))
-    alive = len(run.state.in_init) + len(run.state.in_run) + len(run.state.closing)
+    alive = len(run.state.pools.init) + len(run.state.pools.run) + len(run.state.pools.closing)
     return max(0, min(free, run.config.rollout.max_running - alive))
 
 
 def slow_engine_for(run: Run, purpose: Purpose) -> Engine | None:
     best: Engine | None = None
     least = 1.0
-    evaluation = run.state.evaluation
+    evaluation = run.state.evaluations.current
     for engine in run.state.engines.values():
         fullness = slow_residents(run, engine) / slow_batch(run, engine)
         if purpose is Purpose.EVAL:
@@ -146,7 +146,10 @@ def slow_other(run: Run, engine: Engine) -> int | None:
         and one.assigned_engine is None
         and one.stage in (Stage.INIT, Stage.RUN)
     )
-    for one in [*([state.evaluation.weights_id] if state.evaluation is not None else []), *waiting]:
+    for one in [
+        *([state.evaluations.current.weights_id] if state.evaluations.current is not None else []),
+        *waiting,
+    ]:
         if weights.is_obtainable(run, one) and not slow_somewhere(run, one):
             return one if weights.is_loadable(run, engine, one) else None
     return None
@@ -154,7 +157,7 @@ def slow_other(run: Run, engine: Engine) -> int | None:
 
 def slow_wanted_weights(run: Run, engine: Engine) -> int | None:
     state = run.state
-    moving = any(engine.id in (m.source, m.target) for m in state.migrations.values())
+    moving = any(engine.id in (m.source, m.target) for m in state.migrations.open.values())
     if slow_residents(run, engine) or moving or slow_holds(run, engine):
         return None
     other, newest = slow_other(run, engine), weights.newest(run, engine)
@@ -163,16 +166,16 @@ def slow_wanted_weights(run: Run, engine: Engine) -> int | None:
     if newest is None or newest == engine.weights_id:
         return None
     is_unused = engine.status is EngineStatus.SERVING and engine.launched == 0
-    return None if is_unused and engine.since >= state.published_at else newest
+    return None if is_unused and engine.since >= state.publication.at else newest
 
 
 def slow_holds(run: Run, engine: Engine) -> bool:
-    state, evaluation = run.state, run.state.evaluation
+    state, evaluation = run.state, run.state.evaluations.current
     if evaluation is None or engine.weights_id != evaluation.weights_id:
         return False
     if any(one.weights_id == evaluation.weights_id for one in before(run, engine.id)):
         return False
-    queued = [state.groups[state.trajectories[member].group_id] for member in state.init_queue]
+    queued = [state.groups[state.trajectories[member].group_id] for member in state.pools.queued]
     undrawn = any(state.groups[group_id].task is None for group_id in evaluation.pending)
     return bool(
         not evaluation.started

@@ -375,7 +375,7 @@ class World:
         An engine that was lost with the turn has failed it too, whether or not it has
         restarted since. An evaluation's turns run on engines that have its version.
         """
-        evaluation = self.core.state.evaluation
+        evaluation = self.core.state.evaluations.current
         if command.trajectory_id.startswith("e") and evaluation is not None:
             version = self.engine_version[command.engine_id]
             assert version == evaluation.version, (
@@ -409,9 +409,11 @@ class World:
         state = self.core.state
         needed = {weights_id for loads in self.loads.values() for weights_id in loads}
         versions_in_use = {
-            state.trajectories[one].initiated for one in (*state.in_init, *state.in_run)
+            state.trajectories[one].initiated for one in (*state.pools.init, *state.pools.run)
         }
-        versions_in_use |= {state.evaluation.version} if state.evaluation is not None else set()
+        versions_in_use |= (
+            {state.evaluations.current.version} if state.evaluations.current is not None else set()
+        )
         needed |= {
             weights_id
             for weights_id, version in self.version_of.items()
@@ -638,7 +640,7 @@ class World:
         )
         state = self.core.state
         if command.source is None:
-            ahead = state.chain[: state.chain.index(name)]
+            ahead = state.chain.order[: state.chain.order.index(name)]
             assert all(state.relays[one].suspected for one in ahead), f"{command} past {ahead}"
         else:
             assert not state.relays[command.source].suspected, (

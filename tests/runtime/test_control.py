@@ -139,7 +139,7 @@ async def test_engines_are_listed_added_and_withdrawn(path: Path) -> None:
         reply = await run.ask(WithdrawEngine(engine_id=E0))
         assert reply.error == ""
         assert [line.id for line in reply.engines] == [E1, E2, "e3"], "it had no turns"
-        assert run.core.state.withdrawn == [E0]
+        assert run.core.state.membership.withdrawn == [E0]
 
 
 async def test_impossible_requests_are_refused(path: Path) -> None:

@@ -73,7 +73,9 @@ def test_weights_of_a_lost_lineage_count_as_stale_as_later_ones(
 def test_a_step_of_several_parts_is_one_line(tmp_path: Path) -> None:
     state, sink, times = State(), ListSink(), iter([10.0, 14.0, 15.0])
     state.counters.output_tokens = 100
-    state.defines_success = {"nim": None}  # "lake" gives rewards, and does not define success
+    state.evaluations.defines_success = {
+        "nim": None
+    }  # "lake" gives rewards, and does not define success
     state.idle.trainer = {"busy": 1.0}
     metrics = Metrics(
         tmp_path / "m.jsonl",

@@ -37,7 +37,7 @@ def test_a_killed_controller_resumes_from_a_timed_checkpoint_and_reports_the_los
         life.kill()
     core = replayed(config)
     assert core is not None
-    step, checkpoint = core.state.trainer.step, core.state.checkpoint
+    step, checkpoint = core.state.trainer.step, core.state.checkpoints.newest
     assert checkpoint is not None
     more = lake(
         tmp_path,

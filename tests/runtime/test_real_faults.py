@@ -150,14 +150,16 @@ def only_waiting(core: Core) -> TrajectoryId | None:
     """
     state = core.state
     left = [
-        one for one in (*state.in_init, *state.in_run) if state.trajectories[one].weights_id == 0
+        one
+        for one in (*state.pools.init, *state.pools.run)
+        if state.trajectories[one].weights_id == 0
     ]
     newer = [engine for engine in state.engines.values() if engine.weights_id > 0]
     candidates = (
         len(left) == 1
         and len(newer) == len(state.engines) - 1
-        and state.checkpointed_versions.get(0) == 0
-        and state.evaluation is None
+        and state.publication.checkpointed.get(0) == 0
+        and state.evaluations.current is None
     )
     return (
         left[0] if candidates and state.trajectories[left[0]].assigned_engine is not None else None
@@ -184,7 +186,7 @@ def test_a_trajectory_outlives_its_engine_and_the_trainers_memory(tmp_path: Path
         engine_id = core.state.trajectories[waiting].assigned_engine
         os.kill(life.child(TRAINER), signal.SIGKILL)
         life.until(
-            lambda core: core.state.trainer.epoch == 1 and 0 not in core.state.retained_versions,
+            lambda core: core.state.trainer.epoch == 1 and 0 not in core.state.publication.retained,
             "the trainer's loss",
         )
         (victim,) = [

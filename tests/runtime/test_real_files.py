@@ -99,8 +99,8 @@ def former(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     gate.touch()
     core = replayed(config)
     assert core is not None
-    assert core.state.checkpoint is not None
-    assert 2 <= core.state.checkpoint < 6
+    assert core.state.checkpoints.newest is not None
+    assert 2 <= core.state.checkpoints.newest < 6
     return config
 
 
@@ -117,7 +117,7 @@ def cut(path: Path, place: int) -> None:
 def newest_checkpoint(config: RunConfig) -> Path:
     core = replayed(config)
     assert core is not None
-    return run_dir(config) / "checkpoints" / f"step-{core.state.checkpoint:06d}"
+    return run_dir(config) / "checkpoints" / f"step-{core.state.checkpoints.newest:06d}"
 
 
 @pytest.mark.parametrize("damage", [flip, cut])

@@ -73,13 +73,13 @@ class Bench:
         slots = tuple(e.EngineSlot(id=EngineId(f"e{number}")) for number in range(COUNT))
         self.pump.post(e.RunStarted(engines=slots, relays=COUNT))
         self.relays.start()
-        await until(lambda: len(self.core.state.chain) == COUNT)
+        await until(lambda: len(self.core.state.chain.order) == COUNT)
         self.pump.post(e.TrainerReady(epoch=0, step=0))
 
     async def publish(self, memory: Memory) -> None:
         """Publish as soon as the core asks for it."""
         weights_id = memory.manifest.weights_id
-        await until(lambda: self.core.state.next_weights_id == weights_id + 1)
+        await until(lambda: self.core.state.publication.next_weights_id == weights_id + 1)
         self.manifests.published(memory.manifest, ())
         self.pump.post(
             e.WeightsPublished(
@@ -131,7 +131,7 @@ async def test_weights_bypass_a_relay_that_hangs(victim: int, tmp_path: Path) ->
         async with running(tmp_path) as bench:
             await bench.publish(old)
             await until(lambda: bench.have(0, *chain))
-            chain = list(bench.core.state.chain)
+            chain = list(bench.core.state.chain.order)
             hung = chain[victim]
             others = [relay for relay in chain if relay != hung]
             bench.ask_again()
@@ -143,7 +143,7 @@ async def test_weights_bypass_a_relay_that_hangs(victim: int, tmp_path: Path) ->
             await until(lambda: bench.core.state.relays[hung].suspected)
             bench.signal(hung, signal.SIGCONT)
             await until(lambda: bench.have(1, hung) and not bench.core.state.relays[hung].suspected)
-            assert (bench.restarted, bench.core.state.chain) == ([], chain)
+            assert (bench.restarted, bench.core.state.chain.order) == ([], chain)
     sources = {fetch.relay_id: fetch.source for fetch in bench.fetches}  # the last fetch of each
     expected = dict(zip(chain, [None, *chain], strict=False))
     if victim + 1 < COUNT:

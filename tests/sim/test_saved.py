@@ -23,7 +23,7 @@ def started_world(directory: Path) -> World:
     world = World(config(directory, mode="decoupled"), observer=SimMetrics())
     world.start()
     state = world.core.state
-    while state.checkpoint is None or any(
+    while state.checkpoints.newest is None or any(
         engine.status is not EngineStatus.SERVING for engine in state.engines.values()
     ):
         world.step()

@@ -25,12 +25,16 @@ fleet costs starts of engines.
 
 def plan(run: Run) -> None:
     """Every few trained steps, look for a better fleet."""
-    config, state = run.config.allocation, run.state
-    if config is None or state.trainer.step - state.planned_at < config.every or not run.training:
+    config, state, allocation = run.config.allocation, run.state, run.state.allocation
+    if (
+        config is None
+        or state.trainer.step - allocation.planned_at < config.every
+        or not run.training
+    ):
         return
-    if state.pending_degrees or any(engine.draining for engine in state.engines.values()):
+    if allocation.pending_degrees or any(engine.draining for engine in state.engines.values()):
         return
-    state.planned_at = state.trainer.step
+    allocation.planned_at = state.trainer.step
     works = _batch(run)
     measured = [degree for degree in config.degrees if degree in state.measured]
     if len(measured) < len(config.degrees) and not state.counters.watchdog.get("degree_unmeasured"):
@@ -70,7 +74,7 @@ def _change(
             wanted[engine.degree] -= 1
         else:
             engines.drain(run, engine)
-    state.pending_degrees = sorted(wanted.elements(), reverse=True)
+    state.allocation.pending_degrees = sorted(wanted.elements(), reverse=True)
 
 
 def _batch(run: Run) -> list[tuple[int, int]]:
@@ -96,10 +100,11 @@ def advance(run: Run) -> None:
     config, state = run.config.allocation, run.state
     if config is None:
         return
-    while state.pending_degrees and state.pending_degrees[0] <= config.budget - sum(
+    pending = state.allocation.pending_degrees
+    while pending and pending[0] <= config.budget - sum(
         engine.degree for engine in state.engines.values()
     ):
         name = membership.next_id(state)
         if name is None:
             return  # no machine is up, and the run ends
-        engines.add(run, EngineSlot(id=name, degree=state.pending_degrees.pop(0)))
+        engines.add(run, EngineSlot(id=name, degree=pending.pop(0)))

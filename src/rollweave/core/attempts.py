@@ -39,17 +39,17 @@ def index_of(state: State, stage: Stage) -> dict[TrajectoryId, None] | None:
     """The index of the trajectories in this stage; None if the stage has no index."""
     match stage:
         case Stage.QUEUED:
-            return state.init_queue
+            return state.pools.queued
         case Stage.INIT:
-            return state.in_init
+            return state.pools.init
         case Stage.RUN:
-            return state.in_run
+            return state.pools.run
         case Stage.EVAL_QUEUED:
-            return state.eval_queue
+            return state.pools.eval_queued
         case Stage.EVAL:
-            return state.in_eval
+            return state.pools.eval
         case Stage.CLOSING:
-            return state.closing
+            return state.pools.closing
         case Stage.OVER | Stage.SCORED | Stage.ENDED:
             return None
 
@@ -88,7 +88,7 @@ def take_back(run: Run, trajectory: Trajectory, turn: Turn) -> None:
     """
     match turn.place:
         case Queued():
-            del run.state.turn_queue[trajectory.id]
+            del run.state.turns.queue[trajectory.id]
         case OnEngine(engine=engine_id):
             run.fleet.vacate(run.state.engines[engine_id], trajectory.id, turn)
             abort(run, trajectory, turn, engine_id)

@@ -50,12 +50,12 @@ def check(run: Run) -> None:
 def _check_indices(run: Run) -> None:
     state = run.state
     indices = {
-        Stage.QUEUED: state.init_queue,
-        Stage.INIT: state.in_init,
-        Stage.RUN: state.in_run,
-        Stage.EVAL_QUEUED: state.eval_queue,
-        Stage.EVAL: state.in_eval,
-        Stage.CLOSING: state.closing,
+        Stage.QUEUED: state.pools.queued,
+        Stage.INIT: state.pools.init,
+        Stage.RUN: state.pools.run,
+        Stage.EVAL_QUEUED: state.pools.eval_queued,
+        Stage.EVAL: state.pools.eval,
+        Stage.CLOSING: state.pools.closing,
     }
     assert not run.over, f"{run.over} are not settled"
     assert all(one.stage is not Stage.OVER for one in state.trajectories.values()), "OVER lasts"
@@ -74,7 +74,7 @@ def _check_indices(run: Run) -> None:
 
 def _check_turns(run: Run) -> None:
     state = run.state
-    waiting: set[str] = set(state.turn_queue)
+    waiting: set[str] = set(state.turns.queue)
     served: dict[str, str] = {}  # trajectory → the engine that has its turn
     for engine in state.engines.values():
         assert run.scheduling.preempts or len(engine.active) <= max(engine.max_slots, 0), engine
@@ -98,15 +98,15 @@ def _check_turns(run: Run) -> None:
                 assert served.pop(trajectory.id, None) == engine_id, trajectory
             case Held():
                 assert trajectory.migration is not None, f"{trajectory} waits for no transfer"
-                moving = state.migrations[trajectory.migration]
+                moving = state.migrations.open[trajectory.migration]
                 assert moving.since is not None or moving.vacates, trajectory
-    for number, migration in state.migrations.items():
+    for number, migration in state.migrations.open.items():
         trajectory_ = state.trajectories.get(migration.trajectory_id)
         moves = trajectory_ is not None and trajectory_.migration == number
         assert moves or migration.since is not None, f"no trajectory is in {migration}"
     ends = [
         end
-        for m in state.migrations.values()
+        for m in state.migrations.open.values()
         if m.since is not None
         for end in (m.source, m.target)
     ]
@@ -122,18 +122,19 @@ def _check_groups(run: Run) -> None:
     for group in training:
         by_status[group.status].add(group.id)
     assert (
-        by_status[GroupStatus.DRAWING] | by_status[GroupStatus.ACTIVE] == state.active_groups.keys()
+        by_status[GroupStatus.DRAWING] | by_status[GroupStatus.ACTIVE]
+        == state.drawing.active.keys()
     )
     assert by_status[GroupStatus.BUFFERED] == state.buffer.keys()
     assert by_status[GroupStatus.TAKEN] == set(state.trainer.batch)
     _check_measured(run)
-    in_lineage = [group_id for groups in state.lineage.values() for group_id in groups]
+    in_lineage = [group_id for groups in state.checkpoints.lineage.values() for group_id in groups]
     assert len(in_lineage) == len(set(in_lineage)), "a group was trained twice in one lineage"
     assert by_status[GroupStatus.TRAINED] == set(in_lineage)
     version = run.next_version()
     for group in training:
         assert len(group.chosen) <= run.group_sizes[group.name], group
-    for group_id in state.buffer if state.swept_for_version == version else ():
+    for group_id in state.buffer if state.drawing.swept_for_version == version else ():
         for member in state.groups[group_id].chosen:
             assert acceptable(state.trajectories[member].initiated, version, run.mode.window), (
                 group_id
@@ -154,7 +155,7 @@ def _check_measured(run: Run) -> None:
     for group in run.state.groups.values():
         assert (group.ratio is None) == (group.ratio_weights_id < 0), group
         assert group.ratio is None or 0 < group.ratio < math.inf, group
-        assert group.ratio_weights_id < run.state.next_weights_id, group
+        assert group.ratio_weights_id < run.state.publication.next_weights_id, group
 
 
 def _check_affinity(run: Run) -> None:
@@ -169,7 +170,7 @@ def _check_affinity(run: Run) -> None:
             assert state.trajectories[trajectory_id].weights_id == engine.weights_id, (
                 f"{trajectory_id} on {engine}"
             )
-    for trajectory_id in (*state.in_init, *state.in_run):
+    for trajectory_id in (*state.pools.init, *state.pools.run):
         trajectory = state.trajectories[trajectory_id]
         assigned = (
             state.engines.get(trajectory.assigned_engine)
@@ -193,13 +194,15 @@ def _check_weights(run: Run) -> None:
     """
     state = run.state
     up = {relay.id for relay in state.relays.values() if relay.status is not RelayStatus.STARTING}
-    assert sorted(state.chain) == sorted(up), f"{state.chain} are in the chain, {up} are up"
+    assert sorted(state.chain.order) == sorted(up), (
+        f"{state.chain.order} are in the chain, {up} are up"
+    )
     assert len(needed(run)) <= MAX_VERSIONS
-    assert not state.checkpointed_versions or (
-        state.checkpoint is not None
-        and max(state.checkpointed_versions.values()) <= state.checkpoint
-    ), state.checkpointed_versions
-    for place, relay in enumerate(state.relays[relay_id] for relay_id in state.chain):
+    assert not state.publication.checkpointed or (
+        state.checkpoints.newest is not None
+        and max(state.publication.checkpointed.values()) <= state.checkpoints.newest
+    ), state.publication.checkpointed
+    for place, relay in enumerate(state.relays[relay_id] for relay_id in state.chain.order):
         assert (relay.status is RelayStatus.FETCHING) == (relay.fetching >= 0), relay
         assert relay.versions == sorted(set(relay.versions)), relay
         assert relay.fetching not in relay.versions, relay
@@ -209,7 +212,7 @@ def _check_weights(run: Run) -> None:
             assert source.fetching == relay.fetching, (
                 f"{relay.id} takes {relay.fetching} from {source.id}, which lacks it"
             )
-            assert state.chain.index(source.id) < place, (
+            assert state.chain.order.index(source.id) < place, (
                 f"{relay.id} takes from {source.id}, which stands behind it"
             )
         if relay.base is not None:
@@ -229,9 +232,11 @@ def _check_fleet(run: Run) -> None:
     if state.serving or state.phase is Phase.FINISHED:
         return
     engines = list(state.engines.values())
-    assert all(number_of(engine.id) < state.next_engine for engine in engines), state.next_engine
-    assert not {*state.withdrawn} & state.engines.keys(), (
-        f"{state.withdrawn} were withdrawn for good"
+    assert all(number_of(engine.id) < state.membership.next_number for engine in engines), (
+        state.membership.next_number
+    )
+    assert not {*state.membership.withdrawn} & state.engines.keys(), (
+        f"{state.membership.withdrawn} were withdrawn for good"
     )
     leaving = [engine for engine in engines if engine.leaving]
     assert not leaving or remaining_engines(state, leaving[0]), f"all engines leave: {leaving}"
@@ -244,7 +249,9 @@ def _check_saving(run: Run) -> None:
     trainer = run.state.trainer
     assert trainer.status is not TrainerStatus.SAVING or trainer.saving is not None, trainer
     assert not trainer.save_pending or trainer.status is TrainerStatus.SAVING, trainer
-    assert trainer.saving is None or trainer.saving <= run.state.newest_save_requested, trainer
+    assert trainer.saving is None or trainer.saving <= run.state.checkpoints.newest_requested, (
+        trainer
+    )
 
 
 def _check_attempts(run: Run) -> None:
@@ -282,6 +289,6 @@ def _check_service(run: Run) -> None:
 
 def _check_bounds(run: Run) -> None:
     state, rollout = run.state, run.config.rollout
-    assert len(state.in_init) <= rollout.init_slots
-    assert len(state.in_init) + len(state.in_run) <= rollout.max_running
-    assert len(state.in_eval) <= rollout.eval_slots
+    assert len(state.pools.init) <= rollout.init_slots
+    assert len(state.pools.init) + len(state.pools.run) <= rollout.max_running
+    assert len(state.pools.eval) <= rollout.eval_slots

@@ -31,15 +31,15 @@ def run_now(run: Run) -> None:
         return
     state = run.state
     state.consolidated_at = run.now
-    moving = {end for m in state.migrations.values() for end in (m.source, m.target)}
-    waited_for = {state.trajectories[member].assigned_engine for member in state.turn_queue}
+    moving = {end for m in state.migrations.open.values() for end in (m.source, m.target)}
+    waited_for = {state.trajectories[member].assigned_engine for member in state.turns.queue}
     replicas = []
     for engine in state.engines.values():
         stays = not engine.departing  # a departing engine is no target, and ends its own batch
         if (
             engine.status is EngineStatus.SERVING
             and stays
-            and engine.weights_id != state.published_id
+            and engine.weights_id != state.publication.weights_id
         ):
             held = _kv_tokens(run, engine)
             # Use rises in the tail too, as contexts grow; an engine for which no turn

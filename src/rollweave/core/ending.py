@@ -53,16 +53,18 @@ def advance(run: Run) -> None:
         and state.trainer.status is TrainerStatus.IDLE
         and state.trainer.saving is None
     ):
-        if state.checkpoint_failed_at == state.trainer.step:
+        if state.checkpoints.failed_at == state.trainer.step:
             state.error = (
                 f"the final checkpoint of step {state.trainer.step} failed: "
-                f"{state.checkpoint_error}; last good checkpoint: step {state.checkpoint}"
+                f"{state.checkpoints.error}; "
+                f"last good checkpoint: step {state.checkpoints.newest}"
             )
             _finish_with_error(run)
             return
         state.phase = Phase.EVALUATING
-        if not _skips_final_eval(run) and state.best_step not in (None, state.trainer.step):
-            training.publish_best(run, state.best_step)
+        best = state.evaluations.best
+        if not _skips_final_eval(run) and best is not None and best.step != state.trainer.step:
+            training.publish_best(run, best.step)
     if state.phase is Phase.EVALUATING:
         _final_evaluation(run)
 
@@ -73,7 +75,7 @@ def _has_lost_steps(run: Run) -> bool:
     """
     state = run.state
     ending = state.phase in (Phase.DRAINING, Phase.SAVING, Phase.EVALUATING)
-    wanted = not (state.skip_final_eval or state.target_step is not None)
+    wanted = not (state.skip_final_eval or state.evaluations.target_step is not None)
     return (
         ending
         and wanted
@@ -89,15 +91,15 @@ def _end_of_training(run: Run) -> None:
         and state.trainer.status is not TrainerStatus.STARTING
     ):
         groups.drop_unfinished(run)
-        if state.evaluation is None and state.trainer.status is TrainerStatus.IDLE:
-            if state.published_version == state.trainer.step and evaluation.is_due(
+        if state.evaluations.current is None and state.trainer.status is TrainerStatus.IDLE:
+            if state.publication.version == state.trainer.step and evaluation.is_due(
                 run, state.trainer.step
             ):
                 # an earlier one was still under way
                 evaluation.begin(run, version=state.trainer.step, final=False)
             else:
                 _drain(run)
-    elif state.target_step is not None:
+    elif state.evaluations.target_step is not None:
         _drain(run)
 
 
@@ -109,7 +111,7 @@ def _drain(run: Run) -> None:
 
 def _in_flight(run: Run) -> bool:
     state = run.state
-    return bool(state.in_init or state.in_run or state.in_eval or state.closing)
+    return bool(state.pools.init or state.pools.run or state.pools.eval or state.pools.closing)
 
 
 def _skips_final_eval(run: Run) -> bool:
@@ -120,11 +122,11 @@ def _final_evaluation(run: Run) -> None:
     state = run.state
     if state.trainer.status is TrainerStatus.PUBLISHING:
         return
-    if _skips_final_eval(run) or state.final_evaluated:
+    if _skips_final_eval(run) or state.evaluations.final_done:
         if not _in_flight(run):
             _finish(run)
-    elif state.evaluation is None and state.published_id >= 0:
-        evaluation.begin(run, version=state.published_version, final=True)
+    elif state.evaluations.current is None and state.publication.weights_id >= 0:
+        evaluation.begin(run, version=state.publication.version, final=True)
 
 
 def _finish(run: Run) -> None:
@@ -142,7 +144,7 @@ def _finish_with_error(run: Run) -> None:
     groups.drop_unfinished(run)
     evaluation.abandon(run)
     state.phase = Phase.FINISHED
-    for trajectory_id in list(state.closing):
+    for trajectory_id in list(state.pools.closing):
         trajectory = state.trajectories[trajectory_id]
         trajectories.end_attempt(run, trajectory, trajectory.closing or StopReason.CANCELLED)
     lifecycle.settle(run)
@@ -159,10 +161,10 @@ def reopen(run: Run) -> None:
         and not state.error
         and state.trainer.step >= run.config.run.steps
     )
-    if over and (state.final_evaluated or run.config.eval.final_episodes == 0):
+    if over and (state.evaluations.final_done or run.config.eval.final_episodes == 0):
         run.emit(Finish(error=""))
         return
     state.phase, state.error = Phase.RUNNING, ""
-    state.skip_final_eval = state.final_evaluated = False
-    state.target_step = None
-    state.checkpoint_failed_at = -1
+    state.skip_final_eval = False
+    evaluation.reopen(run)
+    state.checkpoints.failed_at = -1

@@ -18,7 +18,6 @@ from rollweave.core import (
     version_affinity,
     weights,
 )
-from rollweave.core.policy.relay import repair
 from rollweave.core.policy.retry import Failover, failover
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Phase, State
@@ -80,9 +79,11 @@ def start(run: Run, begun: tuple[EngineSlot, ...]) -> None:
     state.engines = {
         slot.id: _engine(run, slot, joined=slot.id not in configured) for slot in begun
     }
-    state.withdrawn = [name for name in state.withdrawn if name not in state.engines]
-    state.next_engine = max(
-        [state.next_engine, *(membership.number_of(slot.id) + 1 for slot in begun)]
+    state.membership.withdrawn = [
+        name for name in state.membership.withdrawn if name not in state.engines
+    ]
+    state.membership.next_number = max(
+        [state.membership.next_number, *(membership.number_of(slot.id) + 1 for slot in begun)]
     )
     _membership_changed(run)
 
@@ -131,7 +132,7 @@ def on_loaded(run: Run, event: WeightsLoaded) -> None:
     ):
         return
     step = engine.loading_step
-    if step is not None and run.state.checkpointed_versions.get(event.weights_id) != step:
+    if step is not None and run.state.publication.checkpointed.get(event.weights_id) != step:
         _unreadable(run, engine, step, "damaged, or written again in the meantime")
         return
     if engine.version >= 0:
@@ -170,10 +171,8 @@ def on_load_failed(run: Run, event: WeightsLoadFailed) -> None:
     elif run.pacing.reloads_newest:
         _load(run, engine, weights.newest(run, engine))
     else:
-        if event.weights_id != run.state.published_id:
-            run.state.retained_versions.pop(
-                event.weights_id, None
-            )  # older versions are not sent again
+        if event.weights_id != run.state.publication.weights_id:
+            weights.forget(run, event.weights_id)  # older versions are not sent again
         _make_stale(run, engine)
         _reassign(run)
 
@@ -195,7 +194,7 @@ def _unreadable(run: Run, engine: Engine, step: int, error: str) -> None:
         f"weights {engine.loading_id} not loaded from checkpoint {step}: {error}",
         count="load_failed",
     )
-    weights.keep_checkpoints(run, but={*run.state.checkpointed_versions.values()} - {step})
+    weights.keep_checkpoints(run, but={*run.state.publication.checkpointed.values()} - {step})
     _make_stale(run, engine)
     _reassign(run)
 
@@ -270,8 +269,7 @@ def evict(run: Run, machine: int, reason: str) -> None:
     state = run.state
     run.warn(f"machine {machine}", f"given up: {reason}", count="machine_evicted")
     relay = state.relays.pop(f"r{machine}")
-    if relay.id in state.chain:
-        state.chain = list(repair(state.chain, relay.id).order)
+    weights.leave_chain(run, relay)
     run.emit(RemoveRelay(relay_id=relay.id, reason=reason))
     for engine in [
         engine for engine in state.engines.values() if weights.machine_of(run, engine) == machine
@@ -298,7 +296,7 @@ def _end_if_last(run: Run, engine: Engine, reason: str) -> None:
     another or none is planned.
     """
     state = run.state
-    planned = bool(state.pending_degrees) and membership.next_id(state) is not None
+    planned = bool(state.allocation.pending_degrees) and membership.next_id(state) is not None
     if not state.engines and not planned and not state.serving:
         state.error = state.error or f"no engine is left; the last one ({engine.id}): {reason}"
 
@@ -329,7 +327,7 @@ def add(run: Run, slot: EngineSlot, *, joined: bool = False) -> None:
     state = run.state
     state.engines[slot.id] = _engine(run, slot, joined=joined)
     if not state.serving:  # a service's engines are not numbered
-        state.next_engine = membership.number_of(slot.id) + 1
+        state.membership.next_number = membership.number_of(slot.id) + 1
     run.fleet_changed()
     run.emit(StartEngine(engine_id=slot.id, degree=slot.degree, group=slot.group))
 
@@ -404,7 +402,7 @@ def _count_departure(state: State, engine: Engine) -> None:
     """Count a withdrawn engine that has gone, and keep it out of later worlds."""
     state.counters.engines_left += 1
     if not engine.joined:
-        state.withdrawn.append(engine.id)
+        state.membership.withdrawn.append(engine.id)
 
 
 def update(run: Run) -> None:
@@ -419,8 +417,9 @@ def update(run: Run) -> None:
 
 def _load(run: Run, engine: Engine, weights_id: int | None) -> None:
     if run.pacing.holds_back(run, weights_id):
-        assert run.state.evaluation is not None, "an evaluation holds it back"
-        (_resume if engine.version == run.state.evaluation.version else _make_stale)(run, engine)
+        evaluation = run.state.evaluations.current
+        assert evaluation is not None, "an evaluation holds it back"
+        (_resume if engine.version == evaluation.version else _make_stale)(run, engine)
     elif (
         weights_id is not None
         and weights_id != engine.weights_id
@@ -429,18 +428,18 @@ def _load(run: Run, engine: Engine, weights_id: int | None) -> None:
         step = (
             None
             if weights.is_in_memory(run, engine, weights_id)
-            else run.state.checkpointed_versions[weights_id]
+            else run.state.publication.checkpointed[weights_id]
         )
         engine.loading_id, engine.loading_step = weights_id, step
         version_affinity.begin_load(run, engine)
         _enter(run, engine, EngineStatus.LOADING)
-        version = run.state.retained_versions[weights_id] if step is None else step
+        version = run.state.publication.retained[weights_id] if step is None else step
         run.emit(
             LoadWeights(
                 engine_id=engine.id, version=version, weights_id=weights_id, from_checkpoint=step
             )
         )
-    elif run.state.machines and engine.version >= 0:  # its relay was lost in the meantime
+    elif run.state.chain.machines and engine.version >= 0:  # its relay was lost in the meantime
         _resume(run, engine)
     else:
         _make_stale(run, engine)

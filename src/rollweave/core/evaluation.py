@@ -11,7 +11,15 @@ from collections.abc import Iterable
 from rollweave.core import groups, trajectories, version_affinity, weights
 from rollweave.core.policy.selection import is_better, measure, reaches
 from rollweave.core.run import Run
-from rollweave.core.state import EngineStatus, Evaluation, Group, GroupStatus, Stage, Trajectory
+from rollweave.core.state import (
+    Best,
+    EngineStatus,
+    Evaluation,
+    Group,
+    GroupStatus,
+    Stage,
+    Trajectory,
+)
 from rollweave.schema.commands import MarkBest, RecordEvaluation
 from rollweave.schema.config.sections import EVAL_EPISODES
 from rollweave.schema.work import Purpose, StopReason
@@ -28,7 +36,7 @@ def is_due(run: Run, step: int) -> bool:
     The last version always is, so that it can be the best.
     """
     every = run.config.eval.every
-    if not every or not run.config.eval.episodes or run.state.evaluated_version == step:
+    if not every or not run.config.eval.episodes or run.state.evaluations.newest_version == step:
         return False
     return step % every == 0 or step == run.config.run.steps
 
@@ -38,14 +46,14 @@ def begin(run: Run, *, version: int, final: bool) -> None:
 
     If another one has not ended yet, that one continues instead.
     """
-    if run.state.evaluation is not None:
+    if run.state.evaluations.current is not None:
         return
     episodes = run.config.eval.final_episodes if final else run.config.eval.episodes
     first = FINAL_TASKS_FROM if final else 0
     tasks = [(task.name, first + index) for index in range(episodes) for task in run.config.tasks]
-    saved = run.state.checkpoint == version
-    weights_id = run.state.published_id
-    run.state.evaluation = Evaluation(
+    saved = run.state.checkpoints.newest == version
+    weights_id = run.state.publication.weights_id
+    run.state.evaluations.current = Evaluation(
         version=version, final=final, weights_id=weights_id, to_draw=tasks[::-1], checkpointed=saved
     )
 
@@ -56,7 +64,7 @@ def holds_weights(run: Run) -> bool:
     An evaluation whose version no engine serves any longer cannot be finished: it is
     abandoned, so that engines may load again.
     """
-    evaluation = run.state.evaluation
+    evaluation = run.state.evaluations.current
     if evaluation is None or not evaluation.started:
         return False
     if any(engine.version == evaluation.version for engine in run.state.engines.values()):
@@ -74,7 +82,7 @@ def abandon_if_lost(run: Run) -> None:
     """Abandon an evaluation of weights that no engine has and none can load. For
     independent updates.
     """
-    evaluation = run.state.evaluation
+    evaluation = run.state.evaluations.current
     if (
         evaluation is None
         or weights.is_obtainable(run, evaluation.weights_id)
@@ -93,7 +101,7 @@ def abandon_if_superseded(run: Run, published: int) -> None:
     """Abandon an evaluation that has not started and never will: engines load the
     published version, and the trainer has lost the evaluated one.
     """
-    evaluation = run.state.evaluation
+    evaluation = run.state.evaluations.current
     if evaluation is not None and run.pacing.can_still_evaluate(run, evaluation.weights_id):
         return  # an engine loads them when it is free
     if evaluation is not None and not evaluation.started and evaluation.version != published:
@@ -109,7 +117,7 @@ def advance(run: Run) -> None:
     """Start the evaluation when every engine that has weights serves its version (with
     independent updates: when one does); then keep the pools filled.
     """
-    state, evaluation = run.state, run.state.evaluation
+    state, evaluation = run.state, run.state.evaluations.current
     if evaluation is None:
         return
     if not evaluation.started:
@@ -143,7 +151,7 @@ def wants_members(run: Run, group: Group) -> bool:
 
 def member_scored(run: Run, group: Group, trajectory: Trajectory) -> None:
     """Record the episode's reward, unless its evaluation was abandoned."""
-    evaluation = run.state.evaluation
+    evaluation = run.state.evaluations.current
     run.state.counters.eval_scored += 1
     if evaluation is not None and evaluation.pending.pop(group.id, 0) is None:
         assert trajectory.reward is not None, "a scored trajectory has a reward"
@@ -164,7 +172,7 @@ def abandon_episode(run: Run, group: Group) -> None:
     """Do without the episode: it is reported as failed, and counts neither as a success
     nor as a miss of the agent.
     """
-    evaluation = run.state.evaluation
+    evaluation = run.state.evaluations.current
     if evaluation is not None and evaluation.pending.pop(group.id, 0) is None:
         evaluation.failed[group.name] = evaluation.failed.get(group.name, 0) + 1
     groups.forget(run, group)
@@ -172,11 +180,12 @@ def abandon_episode(run: Run, group: Group) -> None:
 
 def _conclude(run: Run, evaluation: Evaluation) -> None:
     state = run.state
-    state.evaluation = None
-    state.evaluated_version = evaluation.version
+    state.evaluations.current = None
+    state.evaluations.newest_version = evaluation.version
     counts = {name: len(rewards) for name, rewards in evaluation.rewards.items()}
     rates = {name: evaluation.successes.get(name, 0) / count for name, count in counts.items()}
-    success = {name: rate for name, rate in rates.items() if name in state.defines_success}
+    defining = state.evaluations.defines_success
+    success = {name: rate for name, rate in rates.items() if name in defining}
     reward = {name: sum(rewards) / counts[name] for name, rewards in evaluation.rewards.items()}
     stop_at = run.config.eval.stop_at
     reached = (
@@ -194,14 +203,14 @@ def _conclude(run: Run, evaluation: Evaluation) -> None:
         )
     )
     if evaluation.final:
-        state.final_evaluated = True
+        state.evaluations.final_done = True
         return
     if reached:
-        state.target_step = evaluation.version
+        state.evaluations.target_step = evaluation.version
     elif stop_at is not None:
         _warn_undefined_success(run, counts)
     if evaluation.checkpointed and len(reward) == len(run.tasks) and _is_best(run, rates, reward):
-        state.best_step, state.best_success, state.best_reward = evaluation.version, rates, reward
+        state.evaluations.best = Best(step=evaluation.version, success=rates, reward=reward)
         run.emit(MarkBest(step=evaluation.version))
 
 
@@ -209,20 +218,16 @@ def _is_best(run: Run, success: dict[str, float], reward: dict[str, float]) -> b
     """True if this evaluation is the best so far. Both are compared by what is known
     now: an environment may report success for the first time in the newer one.
     """
-    state, defining = run.state, run.state.defines_success
-    best = (
-        None
-        if state.best_step is None
-        else measure(state.best_success, state.best_reward, defining)
-    )
-    return is_better(measure(success, reward, defining), best)
+    best, defining = run.state.evaluations.best, run.state.evaluations.defines_success
+    former = measure(best.success, best.reward, defining) if best is not None else None
+    return is_better(measure(success, reward, defining), former)
 
 
 def _warn_undefined_success(run: Run, names: Iterable[str]) -> None:
     """Warn once that `eval.stop_at` waits for success, which no episode has reported so
     far.
     """
-    silent = [name for name in names if name not in run.state.defines_success]
+    silent = [name for name in names if name not in run.state.evaluations.defines_success]
     if silent and "no_success" not in run.state.counters.watchdog:
         text = (
             f"eval.stop_at needs a success rate, and no episode of {', '.join(silent)} has "
@@ -232,10 +237,31 @@ def _warn_undefined_success(run: Run, names: Iterable[str]) -> None:
         run.warn("evaluation", text, count="no_success")
 
 
+def checkpoint_saved(run: Run, step: int) -> None:
+    """Record that a checkpoint holds the weights of this step."""
+    evaluation = run.state.evaluations.current
+    if evaluation is not None and evaluation.version == step:
+        evaluation.checkpointed = True
+
+
+def checkpoints_lost(run: Run, newest: int) -> None:
+    """Record that no checkpoint of a step after `newest` is left."""
+    evaluations = run.state.evaluations
+    if evaluations.best is not None and evaluations.best.step > newest:
+        evaluations.best = None
+    if evaluations.current is not None and evaluations.current.version > newest:
+        evaluations.current.checkpointed = False
+
+
+def reopen(run: Run) -> None:
+    """Forget that evaluations have ended training, or were over."""
+    run.state.evaluations.target_step, run.state.evaluations.final_done = None, False
+
+
 def abandon(run: Run) -> None:
     """Abandon the evaluation under way and cancel its episodes."""
     state = run.state
-    evaluation, state.evaluation = state.evaluation, None
+    evaluation, state.evaluations.current = state.evaluations.current, None
     for group_id in evaluation.pending if evaluation is not None else ():
         group = state.groups[group_id]
         if group.status is GroupStatus.DRAWING:

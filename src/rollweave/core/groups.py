@@ -43,9 +43,9 @@ def launch(run: Run) -> None:
 def _draw(run: Run, count: int) -> None:
     state = run.state
     for _ in range(count):
-        name = next_domain(run.task_weights, state.drawn)
-        index = state.drawn.get(name, 0)
-        state.drawn[name] = index + 1
+        name = next_domain(run.task_weights, state.drawing.drawn)
+        index = state.drawing.drawn.get(name, 0)
+        state.drawing.drawn[name] = index + 1
         draw(run, name, index, Purpose.TRAIN)
 
 
@@ -53,16 +53,16 @@ def draw(run: Run, name: str, index: int, purpose: Purpose) -> Group:
     state = run.state
     letter = "g" if purpose is Purpose.TRAIN else "e"
     group = Group(
-        id=GroupId(f"{letter}{state.next_group}"),
+        id=GroupId(f"{letter}{state.drawing.next_group}"),
         name=name,
         index=index,
         purpose=purpose,
         since=run.now,
     )
-    state.next_group += 1
+    state.drawing.next_group += 1
     state.groups[group.id] = group
     if purpose is Purpose.TRAIN:
-        state.active_groups[group.id] = None
+        state.drawing.active[group.id] = None
     run.emit(DrawTask(group_id=group.id, name=name, index=index, purpose=purpose))
     return group
 
@@ -82,7 +82,7 @@ def on_submitted(run: Run, event: GroupSubmitted) -> None:
         )
         group.members.append(trajectory.id)
         run.state.trajectories[trajectory.id] = trajectory
-        run.state.init_queue[trajectory.id] = None
+        run.state.pools.queued[trajectory.id] = None
         lengths.begin_attempt(run, trajectory)
 
 
@@ -140,7 +140,7 @@ def evaluate_group(run: Run, group: Group) -> None:
     if verdict is Verdict.WAIT:
         return
     if verdict is Verdict.COMPLETE:
-        del run.state.active_groups[group.id]
+        del run.state.drawing.active[group.id]
         group.status = GroupStatus.BUFFERED
         run.state.buffer[group.id] = None
         for member in members:
@@ -160,15 +160,15 @@ def _check_yield(run: Run, verdict: Verdict, *, scored: bool) -> None:
     ever. Warn before filtering ends it.
     """
     state, batch = run.state, run.config.rollout.groups_per_step
-    failed = 0 if scored else state.consecutive_failed_groups + 1
-    state.consecutive_failed_groups = failed
+    failed = 0 if scored else state.drawing.consecutive_failed + 1
+    state.drawing.consecutive_failed = failed
     if is_barren(failed, batch):
         state.error = state.error or (
             f"{failed} groups in a row failed without one scored trajectory; last failure: "
             f"{state.last_failure}"
         )
-    filtered = state.consecutive_filtered_groups + 1 if verdict is Verdict.FILTERED else 0
-    state.consecutive_filtered_groups = filtered
+    filtered = state.drawing.consecutive_filtered + 1 if verdict is Verdict.FILTERED else 0
+    state.drawing.consecutive_filtered = filtered
     if filtered and filtered % (10 * batch) == 0:
         run.warn(
             "dynamic sampling",
@@ -194,7 +194,7 @@ def drop(run: Run, group: Group, reason: str) -> None:
     to stop.
     """
     state = run.state
-    state.active_groups.pop(group.id, None)
+    state.drawing.active.pop(group.id, None)
     state.buffer.pop(group.id, None)
     group.status = GroupStatus.DROPPED
     stop = StopReason(reason) if reason in STOP_REASONS else StopReason.SURPLUS
@@ -218,11 +218,11 @@ def drop_expired(run: Run) -> None:
     it is complete.
     """
     state, version = run.state, run.next_version()
-    if state.swept_for_version == version:
+    if state.drawing.swept_for_version == version:
         return
-    state.swept_for_version = version
+    state.drawing.swept_for_version = version
     reason = StopReason.SURPLUS if run.mode.window == 0 else StopReason.STALE
-    for group_id in [*(state.active_groups if run.mode.aborts else ()), *state.buffer]:
+    for group_id in [*(state.drawing.active if run.mode.aborts else ()), *state.buffer]:
         group = state.groups.get(group_id)
         if group is not None and not _is_fresh(run, group, version):
             drop(run, group, reason)
@@ -241,7 +241,7 @@ def _is_fresh(run: Run, group: Group, version: int) -> bool:
 
 def drop_unfinished(run: Run) -> None:
     """Drop the groups that are still being rolled out at the end of training."""
-    for group_id in list(run.state.active_groups):
+    for group_id in list(run.state.drawing.active):
         drop(run, run.state.groups[group_id], StopReason.CANCELLED)
 
 
@@ -257,7 +257,7 @@ def return_to_buffer(run: Run, group_ids: list[GroupId], *, trained: bool) -> No
             run.state.counters.trained -= len(group.chosen)
         if group.tokens_lost:
             drop(run, group, StopReason.WORLD_LOST)
-    run.state.swept_for_version = -1
+    run.state.drawing.swept_for_version = -1
     make_room(run)
 
 

@@ -35,12 +35,12 @@ def charge(run: Run) -> None:
 def _cause_of_waiting(run: Run) -> str:
     """The reason why serving engines have no turns."""
     state = run.state
-    if state.in_init or len(state.in_run) > run.fleet.active + len(state.turn_queue):
+    if state.pools.init or len(state.pools.run) > run.fleet.active + len(state.turns.queue):
         return "environment"
-    if state.in_run:
+    if state.pools.run:
         # all turns are on other engines, or wait for one that is loading weights
         return "stragglers"
-    if state.in_eval or state.eval_queue:
+    if state.pools.eval or state.pools.eval_queued:
         return "reward"
     return "window"  # the mode admits no launch: rollouts may not run further ahead of training
 

@@ -122,7 +122,7 @@ def revise_outrun(run: Run) -> list[Trajectory]:
         for name, stats in run.state.domains.items()
         if stats.turn_s
     }
-    for trajectory_id in run.state.in_run:
+    for trajectory_id in run.state.pools.run:
         trajectory = run.state.trajectories[trajectory_id]
         turn = trajectory.turn
         if turn is None or not isinstance(turn.place, OnEngine) or trajectory.predicted_at_turn < 0:

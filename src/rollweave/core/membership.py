@@ -42,12 +42,15 @@ def engines_to_start(config: RunConfig, state: State) -> tuple[EngineSlot, ...]:
     """
     if config.allocation is not None:
         return _planned(config, config.allocation, state)
-    gone = {*state.withdrawn, *(engine.id for engine in state.engines.values() if engine.leaving)}
+    gone = {
+        *state.membership.withdrawn,
+        *(engine.id for engine in state.engines.values() if engine.leaving),
+    }
     configured = first_engines(config)
     slots = [slot for slot in configured if slot.id not in gone]
     taken, fresh = (
         {slot.id for slot in configured},
-        itertools.count(max(state.next_engine, len(configured))),
+        itertools.count(max(state.membership.next_number, len(configured))),
     )
     for engine in state.engines.values():
         if engine.joined and not engine.leaving:
@@ -66,7 +69,7 @@ def _planned(
         for engine in state.engines.values()
         if not engine.draining
     ]
-    new = enumerate(state.pending_degrees, start=state.next_engine)
+    new = enumerate(state.allocation.pending_degrees, start=state.membership.next_number)
     slots = (*kept, *(EngineSlot(id=_name(number), degree=degree) for number, degree in new))
     degrees = [slot.degree for slot in slots]
     if not slots or sum(degrees) > allocation.budget or not set(degrees) <= set(allocation.degrees):
@@ -93,11 +96,12 @@ def next_id(state: State) -> EngineId | None:
 
     None if no machine is up.
     """
-    if not state.machines:
-        return _name(state.next_engine)
+    machines, first = state.chain.machines, state.membership.next_number
+    if not machines:
+        return _name(first)
     alive = {relay.machine for relay in state.relays.values()}
-    numbers = range(state.next_engine, state.next_engine + state.machines)
-    return next((_name(number) for number in numbers if number % state.machines in alive), None)
+    numbers = range(first, first + machines)
+    return next((_name(number) for number in numbers if number % machines in alive), None)
 
 
 def why_not_join(config: RunConfig, state: State, slot: EngineSlot) -> str:
@@ -114,9 +118,9 @@ def why_not_join(config: RunConfig, state: State, slot: EngineSlot) -> str:
             f"there are {len(config.engines)} groups of engines, numbered from 0, and no group "
             f"{slot.group}"
         )
-    if number_of(slot.id) < state.next_engine:
+    if number_of(slot.id) < state.membership.next_number:
         return f"{slot.id} was the name of another engine"
-    if state.machines and f"r{machine_of(slot.id, state.machines)}" not in state.relays:
+    if state.chain.machines and f"r{machine_of(slot.id, state.chain.machines)}" not in state.relays:
         return f"the machine of {slot.id} was given up"
     return ""
 

@@ -49,15 +49,15 @@ def consider(run: Run, trajectory: Trajectory) -> list[Trajectory]:
     if target is None:
         return []
     state = run.state
-    trajectory.migration = state.next_migration
-    state.migrations[trajectory.migration] = Migration(
+    trajectory.migration = state.migrations.next_number
+    state.migrations.open[trajectory.migration] = Migration(
         number=trajectory.migration,
         trajectory_id=trajectory.id,
         attempt=trajectory.attempt,
         source=source.id,
         target=target.id,
     )
-    state.next_migration += 1
+    state.migrations.next_number += 1
     return begin(run)
 
 
@@ -101,7 +101,7 @@ def _is_worthwhile(run: Run, trajectory: Trajectory, source: Engine, target: Eng
     left = next((-key[0] for key in own.remaining if key[1] != trajectory.id), 0)
     there = max(other.longest, trajectory.estimate)
     work, held = trajectory.estimate, trajectory.kv_token_steps
-    transfer_s = trajectory.context_tokens * run.state.migration_token_s
+    transfer_s = trajectory.context_tokens * run.state.migrations.token_s
     return worth_it(
         _seconds(
             source,
@@ -132,7 +132,7 @@ def begin(run: Run) -> list[Trajectory]:
 
     Return the trajectories whose transfer was given up: their turns wait no longer.
     """
-    migrations = run.state.migrations
+    migrations = run.state.migrations.open
     for m in [m for m in migrations.values() if m.since is None]:
         source, target = run.state.engines.get(m.source), run.state.engines.get(m.target)
         # it has changed while the migration waited
@@ -175,9 +175,9 @@ def vacate(run: Run, trajectory: Trajectory, source: EngineId, target: EngineId)
     """
     state = run.state
     forget(run, trajectory)
-    number = trajectory.migration = state.next_migration
-    state.next_migration += 1
-    state.migrations[number] = Migration(
+    number = trajectory.migration = state.migrations.next_number
+    state.migrations.next_number += 1
+    state.migrations.open[number] = Migration(
         number=number,
         trajectory_id=trajectory.id,
         attempt=trajectory.attempt,
@@ -194,7 +194,7 @@ def holds_turn(run: Run, trajectory: Trajectory) -> bool:
     """
     if trajectory.migration is None:
         return False
-    migration = run.state.migrations[trajectory.migration]
+    migration = run.state.migrations.open[trajectory.migration]
     if migration.since is not None or migration.vacates:
         return True
     forget(run, trajectory)
@@ -204,8 +204,8 @@ def holds_turn(run: Run, trajectory: Trajectory) -> bool:
 def forget(run: Run, trajectory: Trajectory) -> None:
     """Cancel the trajectory's migration. A transfer under way ends by itself."""
     number, trajectory.migration = trajectory.migration, None
-    if number is not None and run.state.migrations[number].since is None:
-        del run.state.migrations[number]
+    if number is not None and run.state.migrations.open[number].since is None:
+        del run.state.migrations.open[number]
         run.state.counters.scheduling.migrations_dropped += 1
 
 
@@ -213,7 +213,7 @@ def complete(run: Run, event: MigrationDone) -> list[Trajectory]:
     """End a transfer that the world reports. Return the trajectories whose turns wait
     no longer.
     """
-    m = run.state.migrations.get(event.number)
+    m = run.state.migrations.open.get(event.number)
     if m is None or m.since is None:
         return []
     return _end(run, m, event.moved_tokens, event.error)
@@ -224,7 +224,7 @@ def give_up_late(run: Run) -> list[Trajectory]:
     wait no longer.
     """
     released = []
-    for m in list(run.state.migrations.values()):
+    for m in list(run.state.migrations.open.values()):
         if m.since is not None and run.now - m.since > TRANSFER_S:
             released += _end(run, m, 0, f"no answer within {TRANSFER_S:g} s")
     return released
@@ -232,7 +232,7 @@ def give_up_late(run: Run) -> list[Trajectory]:
 
 def _end(run: Run, m: Migration, moved_tokens: int, error: str) -> list[Trajectory]:
     state, counted = run.state, run.state.counters.scheduling
-    del state.migrations[m.number]
+    del state.migrations.open[m.number]
     if error:
         run.warn(
             m.target,
@@ -245,8 +245,8 @@ def _end(run: Run, m: Migration, moved_tokens: int, error: str) -> list[Trajecto
         counted.moved_tokens += moved_tokens
         if moved_tokens and m.since is not None:
             token_s = (run.now - m.since) / moved_tokens
-            state.migration_token_s += (MEMORY if state.migration_token_s else 1.0) * (
-                token_s - state.migration_token_s
+            state.migrations.token_s += (MEMORY if state.migrations.token_s else 1.0) * (
+                token_s - state.migrations.token_s
             )
     released = []
     trajectory = attempts.find(run, m.trajectory_id, m.attempt)

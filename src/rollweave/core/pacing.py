@@ -49,7 +49,7 @@ class SharedPacing:
         if run.mode.streamed and room > 0 and run.next_version() == state.trainer.step:
             done = range(state.trainer.parts_done)
             room -= sum(run.groups_in_minibatch(part) for part in done) + len(state.trainer.batch)
-        return room - len(state.active_groups) - len(state.buffer)
+        return room - len(state.drawing.active) - len(state.buffer)
 
     def launch_version(self, run: Run, trajectory: Trajectory, purpose: Purpose) -> int | None:
         return run.serving_version()
@@ -58,7 +58,7 @@ class SharedPacing:
         return True
 
     def next_queued(self, run: Run) -> TrajectoryId | None:
-        return next(iter(run.state.init_queue), None)
+        return next(iter(run.state.pools.queued), None)
 
     def assign(self, run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> None:
         assignment.assign_usable(run, trajectory, avoid)
@@ -75,9 +75,9 @@ class SharedPacing:
     def updates(self, run: Run) -> Iterator[tuple[Engine, int | None]]:
         """Stale engines at once, serving ones when the mode allows it."""
         state = run.state
-        if not state.retained_versions:
+        if not state.publication.retained:
             return  # nothing is published yet, or its holders are gone
-        if run.fleet.weights_ids <= {state.published_id}:
+        if run.fleet.weights_ids <= {state.publication.weights_id}:
             return
         outdated = [
             engine
@@ -90,7 +90,7 @@ class SharedPacing:
         may_update = not held and update_now(
             run.mode,
             batch_ready=len(state.buffer) >= run.config.rollout.groups_per_step,
-            in_flight=len(state.active_groups),
+            in_flight=len(state.drawing.active),
             too_old=not run.admits_training(),
         )
         for engine in outdated:
@@ -105,11 +105,13 @@ class SharedPacing:
         if weights_id is None or not evaluation.holds_weights(run):
             return False
         state = run.state
-        assert state.evaluation is not None, "an evaluation that holds weights is under way"
-        version = state.retained_versions.get(
-            weights_id, state.checkpointed_versions.get(weights_id)
+        assert state.evaluations.current is not None, (
+            "an evaluation that holds weights is under way"
         )
-        return version != state.evaluation.version
+        version = state.publication.retained.get(
+            weights_id, state.publication.checkpointed.get(weights_id)
+        )
+        return version != state.evaluations.current.version
 
     def can_still_evaluate(self, run: Run, weights_id: int) -> bool:
         return False
@@ -140,14 +142,15 @@ class IndependentPacing:
         state, rollout = run.state, run.config.rollout
         size = min(run.group_sizes.values())
         drawing = sum(
-            state.groups[group_id].status is GroupStatus.DRAWING for group_id in state.active_groups
+            state.groups[group_id].status is GroupStatus.DRAWING
+            for group_id in state.drawing.active
         )
         return pool_room(
             free_capacity=version_affinity.free_capacity(run),
-            waiting=len(state.init_queue) + drawing * size,
-            running=len(state.in_init) + len(state.in_run),
+            waiting=len(state.pools.queued) + drawing * size,
+            running=len(state.pools.init) + len(state.pools.run),
             group_size=size,
-            active=len(state.active_groups),
+            active=len(state.drawing.active),
             buffered=len(state.buffer),
             buffer_capacity=version_affinity.buffer_capacity(run),
             next_version=run.next_version(),
@@ -168,7 +171,7 @@ class IndependentPacing:
     def next_queued(self, run: Run) -> TrajectoryId | None:
         """Episodes of an evaluation wait for an engine with its weights."""
         state = run.state
-        queued = (state.trajectories[trajectory_id] for trajectory_id in state.init_queue)
+        queued = (state.trajectories[trajectory_id] for trajectory_id in state.pools.queued)
         return next(
             (one.id for one in queued if state.groups[one.group_id].purpose is not Purpose.EVAL),
             None,
@@ -194,7 +197,7 @@ class IndependentPacing:
 
     def updates(self, run: Run) -> Iterator[tuple[Engine, int | None]]:
         """Each engine whose trajectories are over, with the weights wanted of it."""
-        if run.state.retained_versions or run.state.checkpointed_versions:
+        if run.state.publication.retained or run.state.publication.checkpointed:
             evaluation.abandon_if_lost(run)
             yield from version_affinity.updates(run)
 
@@ -209,7 +212,9 @@ class IndependentPacing:
 
     def bound_weights(self, run: Run) -> set[int]:
         state = run.state
-        bound = {state.trajectories[one].weights_id for one in (*state.in_init, *state.in_run)}
-        if state.evaluation is not None:
-            bound.add(state.evaluation.weights_id)
+        bound = {
+            state.trajectories[one].weights_id for one in (*state.pools.init, *state.pools.run)
+        }
+        if state.evaluations.current is not None:
+            bound.add(state.evaluations.current.weights_id)
         return bound

@@ -53,7 +53,7 @@ def on_world_lost(run: Run, event: WorldLost) -> None:
     groups.return_to_buffer(run, taken, trained=False)
     state.trainer.parts_done = 0
     state.trainer.restarts = 0
-    state.published_id = -1
+    state.publication.weights_id = -1
     lost = {
         state.trajectories[member].group_id: None
         for member in event.missing
@@ -101,11 +101,11 @@ def _replace_world(run: Run, event: WorldLost, *, killed: bool) -> None:
     `killed`: the old world did not end in order.
     """
     state = run.state
-    state.turn_queue.clear()
-    state.migrations.clear()
+    state.turns.queue.clear()
+    state.migrations.open.clear()
     state.unassigned.clear()
-    state.pending_degrees.clear()
-    state.checkpointed_versions.clear()
+    state.allocation.pending_degrees.clear()
+    state.publication.checkpointed.clear()
     engines.start(run, event.engines)
     relays.start(run, event.relays)
     for trajectory in list(state.trajectories.values()):

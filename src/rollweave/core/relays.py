@@ -21,7 +21,7 @@ from bisect import insort
 from collections.abc import Mapping
 
 from rollweave.core import engines, weights
-from rollweave.core.policy.relay import repair, sends_changes
+from rollweave.core.policy.relay import sends_changes
 from rollweave.core.policy.retry import Failover, failover
 from rollweave.core.run import Run
 from rollweave.core.state import Phase, Relay, RelayStatus
@@ -47,7 +47,7 @@ LEGAL: Mapping[RelayStatus, frozenset[RelayStatus]] = {
 def start(run: Run, count: int) -> None:
     """Record the relays that a new world starts."""
     state = run.state
-    state.machines, state.chain = count, []
+    state.chain.machines, state.chain.order = count, []
     state.relays = {
         f"r{machine}": Relay(id=f"r{machine}", machine=machine, since=run.now)
         for machine in range(count)
@@ -58,7 +58,7 @@ def on_joined(run: Run, event: RelayJoined) -> None:
     relay = _find(run, event.relay_id, event.epoch)
     if relay is not None and relay.status is RelayStatus.STARTING:
         _enter(run, relay, RelayStatus.READY)
-        run.state.chain.append(relay.id)
+        run.state.chain.order.append(relay.id)
 
 
 def on_fetched(run: Run, event: WeightsFetched) -> None:
@@ -67,7 +67,7 @@ def on_fetched(run: Run, event: WeightsFetched) -> None:
         return
     asked = relay.fetching == event.weights_id
     if event.weights_id not in relay.versions and (
-        asked or event.weights_id in run.state.retained_versions
+        asked or event.weights_id in run.state.publication.retained
     ):
         insort(relay.versions, event.weights_id)
     if not asked:
@@ -182,8 +182,7 @@ def restart(run: Run, relay: Relay, reason: str) -> None:
         )
         return
     run.warn(relay.id, f"restarted: {reason}", count="relay_restarted")
-    if relay.id in state.chain:
-        state.chain = list(repair(state.chain, relay.id).order)
+    weights.leave_chain(run, relay)
     fresh = Relay(
         id=relay.id,
         machine=relay.machine,
@@ -203,7 +202,7 @@ def advance(run: Run) -> None:
     state = run.state
     for relay in [relay for relay in state.relays.values() if relay.restart_reason]:
         restart(run, relay, relay.restart_reason)
-    for relay in [state.relays[relay_id] for relay_id in state.chain]:
+    for relay in [state.relays[relay_id] for relay_id in state.chain.order]:
         if relay.fetching >= 0:
             served = _has_source(run, relay)
             if served and (relay.suspected or not _source_is_suspected(run, relay)):
@@ -233,12 +232,13 @@ def _missing_version(run: Run, relay: Relay) -> int | None:
     older ones that are waited for, if no relay has them.
     """
     state = run.state
-    if state.published_id in state.retained_versions and state.published_id not in relay.versions:
-        return state.published_id
+    published, retained = state.publication.weights_id, state.publication.retained
+    if published in retained and published not in relay.versions:
+        return published
     if relay.suspected or not _is_chain_head(run, relay):
         return None
     other = run.pacing.awaited_weights(run)
-    if other not in state.retained_versions:
+    if other not in retained:
         return None  # only a checkpoint has them, or nothing waits for them
     return other if not any(other in one.versions for one in state.relays.values()) else None
 
@@ -298,9 +298,8 @@ def _is_chain_head(run: Run, relay: Relay) -> bool:
     acts as the master.
     """
     state = run.state
-    return all(
-        state.relays[other].suspected for other in state.chain[: state.chain.index(relay.id)]
-    )
+    order = state.chain.order
+    return all(state.relays[other].suspected for other in order[: order.index(relay.id)])
 
 
 def _sources(run: Run, relay: Relay, wanted: int) -> list[str | None]:
@@ -311,9 +310,10 @@ def _sources(run: Run, relay: Relay, wanted: int) -> list[str | None]:
     After a change that did not fit, sources that have the whole version come first.
     """
     state = run.state
-    at = state.chain.index(relay.id)
-    before = [state.relays[relay_id] for relay_id in reversed(state.chain[:at])]
-    behind = [state.relays[relay_id] for relay_id in state.chain[at + 1 :]]
+    order = state.chain.order
+    at = order.index(relay.id)
+    before = [state.relays[relay_id] for relay_id in reversed(order[:at])]
+    behind = [state.relays[relay_id] for relay_id in order[at + 1 :]]
     near = [
         other.id
         for other in before
@@ -343,9 +343,10 @@ def _fetch(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
         _enter(run, relay, RelayStatus.FETCHING)
     relay.fetching, relay.source, relay.base, relay.since = wanted, source, base, run.now
     relay.fetches += 1
-    if source is not None and wanted == run.state.published_id:
+    if source is not None and wanted == run.state.publication.weights_id:
         form = "whole" if base is None else "changes"
-        run.state.broadcast[form] = run.state.broadcast.get(form, 0) + 1
+        sent = run.state.chain.broadcast
+        sent[form] = sent.get(form, 0) + 1
     # kept until there is a newer one, as the base of a change here and downstream
     newest = relay.versions[-1:]
     keep = tuple(sorted({*weights.needed(run), *newest} - {wanted}))
@@ -363,9 +364,9 @@ def _fetch(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
 
 
 def _prefers_changes(run: Run) -> bool:
-    seconds = run.state.broadcast_s
+    seconds = run.state.chain.broadcast_s
     return sends_changes(
-        seconds.get("whole"), seconds.get("changes"), number=run.state.published_id
+        seconds.get("whole"), seconds.get("changes"), number=run.state.publication.weights_id
     )
 
 
@@ -373,13 +374,13 @@ def _measure_broadcast(run: Run) -> None:
     """Once all relays have the published weights, record the time that this took, if
     they were all sent in one form.
     """
-    state = run.state
-    if len(state.broadcast) == 1 and all(
-        state.published_id in state.relays[one].versions for one in state.chain
+    relays, chain, published = run.state.relays, run.state.chain, run.state.publication
+    if len(chain.broadcast) == 1 and all(
+        published.weights_id in relays[one].versions for one in chain.order
     ):
-        (form,) = state.broadcast
-        state.broadcast_s[form] = run.now - state.published_at
-        state.broadcast = {}
+        (form,) = chain.broadcast
+        chain.broadcast_s[form] = run.now - published.at
+        chain.broadcast = {}
 
 
 def _stop(run: Run, relay: Relay) -> None:

@@ -10,7 +10,7 @@ the next world.
 
 from rollweave.core import lengths, trajectories
 from rollweave.core.run import Run
-from rollweave.core.state import Group, GroupStatus, Phase, Stage, Trajectory
+from rollweave.core.state import Group, GroupStatus, Phase, Service, Stage, Trajectory
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import Deliver, Evict, Finish
 from rollweave.schema.events import RolloutAcknowledged, RolloutCancelled, RolloutsSubmitted
@@ -20,7 +20,7 @@ from rollweave.schema.work import Purpose, StopReason
 def begin(run: Run) -> None:
     """Begin to serve, in the first world or a restarted one."""
     state = run.state
-    state.phase, state.error, state.closed, state.no_engine_since = Phase.SERVING, "", False, None
+    state.phase, state.error, state.service = Phase.SERVING, "", Service()
     for trajectory in state.trajectories.values():
         if trajectory.stage in (Stage.SCORED, Stage.ENDED):
             _deliver(run, trajectory)
@@ -50,10 +50,10 @@ def on_submitted(run: Run, event: RolloutsSubmitted) -> None:
         )
         group.members.append(trajectory.id)
         state.trajectories[trajectory.id] = trajectory
-        state.init_queue[trajectory.id] = None
+        state.pools.queued[trajectory.id] = None
         state.counters.submitted += 1
         lengths.begin_attempt(run, trajectory)
-        if state.closed:
+        if state.service.closed:
             trajectories.cancel(run, trajectory, StopReason.CANCELLED)
 
 
@@ -114,7 +114,7 @@ def stop(run: Run, *, drain: bool) -> None:
     """Accept no more rollouts; with `drain` the present ones are finished first,
     otherwise they are cancelled.
     """
-    run.state.closed = True
+    run.state.service.closed = True
     for trajectory in [] if drain else list(run.state.trajectories.values()):
         if trajectory.stage not in (Stage.SCORED, Stage.ENDED):
             trajectories.cancel(run, trajectory, StopReason.CANCELLED)
@@ -128,10 +128,10 @@ def advance(run: Run) -> None:
     if state.phase is not Phase.SERVING:
         return
     if run.fleet.loads:
-        state.no_engine_since = None
-    elif state.no_engine_since is None:
-        state.no_engine_since = run.now
-    if not state.closed or (state.trajectories and not _is_stranded(run)):
+        state.service.no_engine_since = None
+    elif state.service.no_engine_since is None:
+        state.service.no_engine_since = run.now
+    if not state.service.closed or (state.trajectories and not _is_stranded(run)):
         return
     if state.trajectories:
         run.warn(
@@ -147,10 +147,10 @@ def _is_stranded(run: Run) -> bool:
     """True if all that is left needs an engine, and there is none, or none has become
     ready in the time that its start may take.
     """
-    state = run.state
-    if len(state.init_queue) + len(state.in_init) + len(state.in_run) < len(state.trajectories):
+    state, pools = run.state, run.state.pools
+    if len(pools.queued) + len(pools.init) + len(pools.run) < len(state.trajectories):
         return False
-    since = state.no_engine_since
+    since = state.service.no_engine_since
     return not state.engines or (
         since is not None and run.now - since > run.config.watchdog.start_s
     )

@@ -1,8 +1,8 @@
 """The state of a run as plain data: it can be written to a snapshot and read back.
 
 Tables are dicts and keep insertion order, so that every walk over them is
-deterministic; ids come from counters. Indices beside the tables (`in_init`, `in_run`,
-…) are maintained only by `core/attempts.move` and verified by `core/checks`.
+deterministic; ids come from counters. The trajectories' pools are maintained by
+`core/attempts.move` and verified by `core/checks`.
 """
 
 import enum
@@ -417,80 +417,169 @@ class Idle(msgspec.Struct):
     clock: float | None = None
 
 
-class State(msgspec.Struct):
-    run_id: str = ""  # from RunStarted
-    phase: Phase = Phase.RUNNING
-    error: str = ""
-    skip_final_eval: bool = False  # the user asked to stop
-    serving: bool = False  # the world has no trainer
-    closed: bool = False  # a service accepts no more rollouts
-    no_engine_since: float | None = None  # since when no engine of a service takes turns
-    final_evaluated: bool = False
-    groups: dict[GroupId, Group] = {}
-    trajectories: dict[TrajectoryId, Trajectory] = {}
-    engines: dict[EngineId, Engine] = {}
-    relays: dict[str, Relay] = {}
-    chain: list[str] = []  # relays that are up, the master first
+class Pools(msgspec.Struct):
+    """The trajectories by the stage of their attempt, each in the order in which they
+    entered it (owner: `core/attempts`).
+    """
+
+    queued: dict[TrajectoryId, None] = {}
+    init: dict[TrajectoryId, None] = {}
+    run: dict[TrajectoryId, None] = {}
+    eval_queued: dict[TrajectoryId, None] = {}
+    eval: dict[TrajectoryId, None] = {}
+    closing: dict[TrajectoryId, None] = {}
+
+
+class Turns(msgspec.Struct):
+    """The queued turns (owner: `core/turns`)."""
+
+    queue: dict[TrajectoryId, int] = {}  # → its arrival number
+    arrivals: int = 0
+    given: int = 0  # turns given to all engines
+
+
+class Migrations(msgspec.Struct):
+    """The migrations of trajectories (owner: `core/migration`)."""
+
+    open: dict[int, Migration] = {}  # planned or under way
+    next_number: int = 0
+    token_s: float = 0.0  # mean seconds for the transfer of a token's KV
+
+
+class Drawing(msgspec.Struct):
+    """The groups that are drawn and rolled out, and how that goes (owner:
+    `core/groups`).
+    """
+
+    active: dict[GroupId, None] = {}  # training groups being drawn or rolled out
+    next_group: int = 0
+    drawn: dict[str, int] = {}
+    consecutive_failed: int = 0  # groups dropped in a row without one member scored
+    consecutive_filtered: int = 0  # groups filtered in a row (dynamic sampling)
+    swept_for_version: int = 0  # the next_version for which expired groups were last dropped
+
+
+class Membership(msgspec.Struct):
+    """The engines that join and leave (owner: `core/engines`)."""
+
+    next_number: int = 0
+    withdrawn: list[EngineId] = []  # configured engines that are gone for good, in later worlds too
+
+
+class Allocation(msgspec.Struct):
+    """The plan of the engines' degrees (owner: `core/allocation`)."""
+
+    pending_degrees: list[int] = []  # degrees of planned engines that the fleet lacks
+    planned_at: int = 0  # step of the last plan
+
+
+class Chain(msgspec.Struct):
+    """The chain of relays that broadcasts weights (owner: `core/relays`)."""
+
     # number of machines at the start of the world: engine number k is on machine k modulo
     # this number; 0: no relays
     machines: int = 0
-    trainer: Trainer = msgspec.field(default_factory=Trainer)
-    init_queue: dict[TrajectoryId, None] = {}
-    in_init: dict[TrajectoryId, None] = {}
-    in_run: dict[TrajectoryId, None] = {}
-    turn_queue: dict[TrajectoryId, int] = {}  # → its arrival number
-    arrivals: int = 0
-    turns_given: int = 0  # turns given to all engines
-    measured: dict[int, MeasuredDegree] = {}  # by degree
-    partition: Partition = msgspec.field(default_factory=Partition)
-    migrations: dict[int, Migration] = {}
-    next_migration: int = 0
-    migration_token_s: float = 0.0  # mean seconds for the transfer of a token's KV
-    domains: dict[str, DomainStats] = {}  # by task domain
-    next_engine: int = 0
-    pending_degrees: list[int] = []  # degrees of planned engines that the fleet lacks
-    withdrawn: list[EngineId] = []  # configured engines that are gone for good, in later worlds too
-    planned_at: int = 0  # step of the last allocation
-    eval_queue: dict[TrajectoryId, None] = {}
-    in_eval: dict[TrajectoryId, None] = {}
-    closing: dict[TrajectoryId, None] = {}
-    active_groups: dict[GroupId, None] = {}  # training groups being drawn or rolled out
-    buffer: dict[GroupId, None] = {}
-    lineage: dict[int, list[GroupId]] = {}  # step → groups trained since `previous_checkpoint`
-    consecutive_failed_groups: int = 0  # groups dropped in a row without one member scored
-    last_failure: str = ""  # stop reason of the last failed attempt, and the world's description
-    consecutive_filtered_groups: int = 0  # groups filtered in a row (dynamic sampling)
-    swept_for_version: int = 0  # the next_version for which expired groups were last dropped
-    unassigned: dict[TrajectoryId, None] = {}  # no engine has their weights (mode decoupled)
-    retained_versions: dict[int, int] = {}  # weights that may be loaded from memory: id → version
-    # weights in a checkpoint: id → its step, which is their version (mode decoupled)
-    checkpointed_versions: dict[int, int] = {}
-    consolidated_at: float = 0.0
-    published_version: int = -1
-    published_id: int = -1
-    published_at: float = 0.0
+    order: list[str] = []  # relays that are up, the master first
     # fetches of the published weights from another relay, by form: whole, changes
     broadcast: dict[str, int] = {}
     # seconds from a publication until all relays had it, by form
     broadcast_s: dict[str, float] = {}
+
+
+class Publication(msgspec.Struct):
+    """The published weights, and those that can still be loaded (owner:
+    `core/weights`).
+    """
+
+    version: int = -1
+    weights_id: int = -1
+    at: float = 0.0
     next_weights_id: int = 0
-    next_group: int = 0
-    drawn: dict[str, int] = {}
-    checkpoint: int | None = None  # newest step with a checkpoint
-    previous_checkpoint: int | None = None  # the checkpoint before it, in case it is damaged
+    retained: dict[int, int] = {}  # weights that may be loaded from memory: id → version
+    # weights in a checkpoint: id → its step, which is their version (mode decoupled)
+    checkpointed: dict[int, int] = {}
+
+
+class Checkpoints(msgspec.Struct):
+    """The checkpoints, and what they do not cover yet (owner: `core/training`)."""
+
+    newest: int | None = None  # newest step with a checkpoint
+    previous: int | None = None  # the checkpoint before it, in case it is damaged
+    lineage: dict[int, list[GroupId]] = {}  # step → groups trained since `previous`
     exported: int = -1  # newest step whose checkpoint has an export
-    checkpoint_requested_at: float = 0.0  # when the newest checkpoint was requested
-    newest_save_requested: int = -1  # greatest step for which a checkpoint was ever requested
-    checkpoint_failed_at: int = -1
-    checkpoint_error: str = ""
-    best_step: int | None = None
-    best_success: dict[str, float] = {}  # in the best evaluation, by task domain
-    best_reward: dict[str, float] = {}
+    requested_at: float = 0.0  # when the newest checkpoint was requested
+    newest_requested: int = -1  # greatest step for which a checkpoint was ever requested
+    failed_at: int = -1
+    error: str = ""
+
+
+class Best(msgspec.Struct, frozen=True, kw_only=True):
+    """The best evaluation of a step with a checkpoint."""
+
+    step: int
+    success: dict[str, float]  # by task domain
+    reward: dict[str, float]
+
+
+class Evaluations(msgspec.Struct):
+    """The evaluation under way, and what evaluations have found (owner:
+    `core/evaluation`).
+    """
+
+    current: Evaluation | None = None
+    newest_version: int = -1  # newest version that was evaluated
+    best: Best | None = None
     # task domains whose environment has reported whether an episode succeeded
     defines_success: dict[str, None] = {}
-    evaluated_version: int = -1
-    evaluation: Evaluation | None = None
     # step whose evaluation reached eval.stop_at, which ends training
     target_step: int | None = None
+    final_done: bool = False
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the best checkpoint by evaluation."""
+        return self.best.step if self.best is not None else None
+
+
+class Service(msgspec.Struct):
+    """The condition of a service (owner: `core/serving`)."""
+
+    closed: bool = False  # it accepts no more rollouts
+    no_engine_since: float | None = None  # since when none of its engines takes turns
+
+
+class State(msgspec.Struct):
+    """The whole state: what concerns the run itself, the tables, and a part for each
+    sub-machine that owns more than a table. `core/recovery` resets parts with the world.
+    """
+
+    run_id: str = ""  # from RunStarted
+    phase: Phase = Phase.RUNNING
+    error: str = ""
+    last_failure: str = ""  # stop reason of the last failed attempt, and the world's description
+    skip_final_eval: bool = False  # the user asked to stop
+    serving: bool = False  # the world has no trainer
+    groups: dict[GroupId, Group] = {}
+    trajectories: dict[TrajectoryId, Trajectory] = {}
+    engines: dict[EngineId, Engine] = {}
+    relays: dict[str, Relay] = {}
+    buffer: dict[GroupId, None] = {}
+    unassigned: dict[TrajectoryId, None] = {}  # no engine has their weights (mode decoupled)
+    domains: dict[str, DomainStats] = {}  # by task domain
+    measured: dict[int, MeasuredDegree] = {}  # by degree
+    consolidated_at: float = 0.0
+    trainer: Trainer = msgspec.field(default_factory=Trainer)
+    partition: Partition = msgspec.field(default_factory=Partition)
+    pools: Pools = msgspec.field(default_factory=Pools)
+    turns: Turns = msgspec.field(default_factory=Turns)
+    migrations: Migrations = msgspec.field(default_factory=Migrations)
+    drawing: Drawing = msgspec.field(default_factory=Drawing)
+    membership: Membership = msgspec.field(default_factory=Membership)
+    allocation: Allocation = msgspec.field(default_factory=Allocation)
+    chain: Chain = msgspec.field(default_factory=Chain)
+    publication: Publication = msgspec.field(default_factory=Publication)
+    checkpoints: Checkpoints = msgspec.field(default_factory=Checkpoints)
+    evaluations: Evaluations = msgspec.field(default_factory=Evaluations)
+    service: Service = msgspec.field(default_factory=Service)
     counters: Counters = msgspec.field(default_factory=Counters)
     idle: Idle = msgspec.field(default_factory=Idle)

@@ -61,19 +61,16 @@ def on_ready(run: Run, event: TrainerReady) -> None:
     state, trainer = run.state, run.state.trainer
     if event.epoch != trainer.epoch or trainer.status is not TrainerStatus.STARTING:
         return
-    damaged = state.checkpoint is not None and event.step < state.checkpoint
+    damaged = state.checkpoints.newest is not None and event.step < state.checkpoints.newest
     if damaged:
-        if state.best_step is not None and state.best_step > event.step:
-            state.best_step = None
-        if state.evaluation is not None and state.evaluation.version > event.step:
-            state.evaluation.checkpointed = False
-        state.checkpoint, state.previous_checkpoint = event.step, None
+        evaluation.checkpoints_lost(run, event.step)
+        state.checkpoints.newest, state.checkpoints.previous = event.step, None
         weights.keep_checkpoints(run, but=range(event.step + 1))
     lost, before = max(0, trainer.step - event.step), _discarded(run)
     trainer.step, trainer.parts_done = event.step, 0
     _enter(run, TrainerStatus.IDLE)
-    for step in [step for step in state.lineage if step >= event.step]:
-        groups.return_to_buffer(run, state.lineage.pop(step), trained=True)
+    for step in [step for step in state.checkpoints.lineage if step >= event.step]:
+        groups.return_to_buffer(run, state.checkpoints.lineage.pop(step), trained=True)
     groups.drop_expired(run)
     lifecycle.settle(run)  # so that all that is dropped by now is counted
     dropped = _discarded(run) - before
@@ -111,11 +108,11 @@ def take_batch(run: Run) -> None:
         or trainer.step >= run.config.run.steps
     ):
         return
-    if state.published_version != trainer.step and trainer.parts_done == 0:
+    if state.publication.version != trainer.step and trainer.parts_done == 0:
         return  # the weights of the last step are still to be published
     if (
-        state.evaluation is not None
-        and not state.evaluation.started
+        state.evaluations.current is not None
+        and not state.evaluations.current.started
         and not run.pacing.evaluates_on_one_engine
     ):
         return  # engines must load the version to be evaluated before there is a newer one
@@ -171,7 +168,7 @@ def on_measured(run: Run, event: RatiosMeasured) -> None:
     for measured in event.ratios:
         if measured.id in state.buffer:
             group = state.groups[measured.id]
-            group.ratio, group.ratio_weights_id = measured.ratio, state.published_id
+            group.ratio, group.ratio_weights_id = measured.ratio, state.publication.weights_id
     _enter(run, TrainerStatus.IDLE)
 
 
@@ -184,7 +181,7 @@ def on_trained(run: Run, event: StepTrained) -> None:
     ):
         return
     _count_trained(run)
-    state.lineage.setdefault(trainer.step, []).extend(trainer.batch)
+    state.checkpoints.lineage.setdefault(trainer.step, []).extend(trainer.batch)
     trainer.batch = []
     trainer.parts_done += 1
     _enter(run, TrainerStatus.IDLE)
@@ -228,7 +225,7 @@ def on_train_failed(run: Run, event: TrainFailed) -> None:
     _enter(run, TrainerStatus.IDLE)
     if event.nonfinite:
         good = (
-            f"step {state.checkpoint}"
+            f"step {state.checkpoints.newest}"
             if trainer.saving is None
             else f"step {trainer.saving}, which is being written"
         )
@@ -245,16 +242,15 @@ def on_train_failed(run: Run, event: TrainFailed) -> None:
 
 
 def _publish(run: Run, from_checkpoint: int | None = None) -> None:
-    state, trainer = run.state, run.state.trainer
+    trainer = run.state.trainer
     run.emit(
         PublishWeights(
             version=trainer.step if from_checkpoint is None else from_checkpoint,
-            weights_id=state.next_weights_id,
+            weights_id=weights.take_id(run),
             from_checkpoint=from_checkpoint,
             keep=weights.needed(run),
         )
     )
-    state.next_weights_id += 1
     _enter(run, TrainerStatus.PUBLISHING)
 
 
@@ -265,14 +261,14 @@ def publish_best(run: Run, step: int) -> None:
 
 def on_published(run: Run, event: WeightsPublished) -> None:
     state, trainer = run.state, run.state.trainer
-    expected = (trainer.epoch, state.next_weights_id - 1)
+    expected = (trainer.epoch, state.publication.next_weights_id - 1)
     if (
         trainer.status is not TrainerStatus.PUBLISHING
         or (event.epoch, event.weights_id) != expected
     ):
         return
     weights.publish(run, event.version, event.weights_id)
-    if event.version in (state.checkpoint, state.best_step):
+    if event.version in (state.checkpoints.newest, state.evaluations.best_step):
         # it was restored from that checkpoint
         weights.mark_checkpointed(run, event.version, event.weights_id)
     evaluation.abandon_if_superseded(run, event.version)
@@ -282,7 +278,7 @@ def on_published(run: Run, event: WeightsPublished) -> None:
         return
     evaluate = evaluation.is_due(run, trainer.step)
     every = run.config.run.checkpoint_every
-    due = state.checkpoint is None or evaluate or (every and trainer.step % every == 0)
+    due = state.checkpoints.newest is None or evaluate or (every and trainer.step % every == 0)
     if due or (trainer.saving is None and _is_due_by_time(run)):
         save(run)
     if evaluate:
@@ -306,7 +302,9 @@ def save(run: Run) -> None:
     state, trainer = run.state, run.state.trainer
     ends = state.phase is Phase.SAVING or trainer.step >= run.config.run.steps
     export = ends or evaluation.is_due(run, trainer.step)
-    if state.checkpoint == trainer.step and (state.exported == trainer.step or not export):
+    if state.checkpoints.newest == trainer.step and (
+        state.checkpoints.exported == trainer.step or not export
+    ):
         return
     if trainer.saving == trainer.step and (trainer.exports or not export):
         return
@@ -317,14 +315,14 @@ def save(run: Run) -> None:
     trainer.save_pending = False
     trainer.saving, trainer.save_requested_at, trainer.exports = trainer.step, run.now, export
     trainer.saving_weights_id = (
-        state.published_id if state.published_version == trainer.step else -1
+        state.publication.weights_id if state.publication.version == trainer.step else -1
     )
-    evaluated = state.evaluation.version if state.evaluation is not None else None
-    keep = {
-        step for step in (state.best_step, state.checkpoint, evaluated) if step is not None
-    } | version_affinity.needed_checkpoints(run)
+    evaluations, checkpoints = state.evaluations, state.checkpoints
+    evaluated = evaluations.current.version if evaluations.current is not None else None
+    steps = (evaluations.best_step, checkpoints.newest, evaluated)
+    keep = {step for step in steps if step is not None} | version_affinity.needed_checkpoints(run)
     weights.keep_checkpoints(run, but=keep - {trainer.step})
-    state.newest_save_requested = max(state.newest_save_requested, trainer.step)
+    checkpoints.newest_requested = max(checkpoints.newest_requested, trainer.step)
     run.emit(SaveCheckpoint(step=trainer.step, keep=tuple(sorted(keep)), export=export))
 
 
@@ -344,22 +342,23 @@ def on_checkpoint_saved(run: Run, event: CheckpointSaved) -> None:
     state, trainer = run.state, run.state.trainer
     if (event.epoch, event.step) != (trainer.epoch, trainer.saving):
         return
-    if state.checkpoint != event.step:
-        state.checkpoint, state.previous_checkpoint = event.step, state.checkpoint
-    state.checkpoint_requested_at = trainer.save_requested_at
+    checkpoints = state.checkpoints
+    if checkpoints.newest != event.step:
+        checkpoints.newest, checkpoints.previous = event.step, checkpoints.newest
+    checkpoints.requested_at = trainer.save_requested_at
     if trainer.exports:
-        state.exported = event.step
+        checkpoints.exported = event.step
     weights.mark_checkpointed(run, event.step, trainer.saving_weights_id)
-    if state.checkpoint_failed_at == event.step:
-        state.checkpoint_failed_at = -1
-    if state.evaluation is not None and state.evaluation.version == event.step:
-        state.evaluation.checkpointed = True
-    for step in [
+    if checkpoints.failed_at == event.step:
+        checkpoints.failed_at = -1
+    evaluation.checkpoint_saved(run, event.step)
+    covered = [
         step
-        for step in state.lineage
-        if state.previous_checkpoint is not None and step < state.previous_checkpoint
-    ]:
-        for group_id in state.lineage.pop(step):
+        for step in checkpoints.lineage
+        if checkpoints.previous is not None and step < checkpoints.previous
+    ]
+    for step in covered:
+        for group_id in checkpoints.lineage.pop(step):
             groups.mark_checkpointed(run, state.groups[group_id])
     _finish_save(run)
 
@@ -376,7 +375,7 @@ def on_checkpoint_failed(run: Run, event: CheckpointFailed) -> None:
         f"checkpoint of step {event.step} failed: {event.error}",
         count="checkpoint_failed",
     )
-    state.checkpoint_failed_at, state.checkpoint_error = event.step, event.error
+    state.checkpoints.failed_at, state.checkpoints.error = event.step, event.error
     _finish_save(run)
 
 
@@ -422,7 +421,7 @@ def restart(run: Run, reason: str) -> None:
         return
     run.warn(
         "trainer",
-        f"restarted from checkpoint {state.checkpoint}: {reason}",
+        f"restarted from checkpoint {state.checkpoints.newest}: {reason}",
         count="trainer_restarted",
     )
     trainer.restarts += 1
@@ -438,8 +437,8 @@ def start_process(run: Run, reason: str) -> None:
     run.emit(
         RestartTrainer(
             epoch=trainer.epoch,
-            step=state.checkpoint,
-            fallback=state.previous_checkpoint,
+            step=state.checkpoints.newest,
+            fallback=state.checkpoints.previous,
             reason=reason,
         )
     )

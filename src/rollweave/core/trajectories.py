@@ -66,7 +66,7 @@ def on_reward_ready(run: Run, event: RewardReady) -> None:
         return
     trajectory.reward, trajectory.success = event.reward, event.success
     if event.success is not None:
-        run.state.defines_success[run.state.groups[trajectory.group_id].name] = None
+        run.state.evaluations.defines_success[run.state.groups[trajectory.group_id].name] = None
     assert trajectory.stop is not None, "a trajectory is scored after it was rolled out"
     attempts.score(run, trajectory, trajectory.stop)
 
@@ -144,12 +144,12 @@ def start_inits(run: Run) -> None:
 
     Evaluations go first.
     """
-    state, rollout = run.state, run.config.rollout
+    state, pools, rollout = run.state, run.state.pools, run.config.rollout
     while (
         run.serving_version() is not None
-        and state.init_queue
-        and len(state.in_init) < rollout.init_slots
-        and len(state.in_init) + len(state.in_run) + len(state.closing) < rollout.max_running
+        and pools.queued
+        and len(pools.init) < rollout.init_slots
+        and len(pools.init) + len(pools.run) + len(pools.closing) < rollout.max_running
     ):
         first = _first_to_start(run)
         if first is None:
@@ -188,7 +188,7 @@ def start_inits(run: Run) -> None:
 
 def _count_inherent(run: Run, trajectory: Trajectory) -> None:
     if run.state.groups[trajectory.group_id].purpose is Purpose.TRAIN:
-        age = staleness(trajectory.initiated, run.state.published_version)
+        age = staleness(trajectory.initiated, run.state.publication.version)
         counted = run.state.counters.inherent
         counted[age] = counted.get(age, 0) + 1
 
@@ -198,10 +198,10 @@ def _first_to_start(run: Run) -> TrajectoryId | None:
     train on one that is launched now.
     """
     state = run.state
-    evaluating = state.evaluation is not None and state.evaluation.started
+    evaluating = state.evaluations.current is not None and state.evaluations.current.started
     if evaluating and not run.pacing.takes_episodes(run):
         evaluating = False  # no engine takes its episodes now; others need not wait for that
-    for trajectory_id in state.init_queue if evaluating else ():
+    for trajectory_id in state.pools.queued if evaluating else ():
         if state.groups[state.trajectories[trajectory_id].group_id].purpose is Purpose.EVAL:
             return trajectory_id
     if not state.serving and not run.admits_training():
@@ -217,10 +217,10 @@ def start_evals(run: Run) -> None:
     """
     state, rollout = run.state, run.config.rollout
     if rollout.reward == "after_rollout" and (
-        state.in_init or state.in_run or _first_to_start(run) is not None
+        state.pools.init or state.pools.run or _first_to_start(run) is not None
     ):
         return
-    while state.eval_queue and len(state.in_eval) < rollout.eval_slots:
-        trajectory = state.trajectories[next(iter(state.eval_queue))]
+    while state.pools.eval_queued and len(state.pools.eval) < rollout.eval_slots:
+        trajectory = state.trajectories[next(iter(state.pools.eval_queued))]
         move(run, trajectory, Stage.EVAL)
         run.emit(StartEval(trajectory_id=trajectory.id, attempt=trajectory.attempt))

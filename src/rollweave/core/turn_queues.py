@@ -5,7 +5,7 @@ A queue is keyed by an engine, or None for any engine, and by whether the trajec
 KV is there: a turn whose KV must find room first does not block one whose KV is
 present.
 
-Derived from the state (`turn_queue` and the turns) and never written to a snapshot.
+Derived from the state (`state.turns.queue` and the turns) and never written to a snapshot.
 Entries of turns that have left the queue stay in the heaps until they surface, or until
 they outnumber the live ones.
 """
@@ -41,14 +41,14 @@ class TurnQueues:
     @classmethod
     def of(cls, state: State) -> Self:
         queues = cls()
-        for trajectory_id, arrival in state.turn_queue.items():
+        for trajectory_id, arrival in state.turns.queue.items():
             queued = _find(state, trajectory_id, arrival)
             if queued is not None:
                 queues.add(queued)
         return queues
 
     def is_overgrown(self, state: State) -> bool:
-        return self._entries > 2 * len(state.turn_queue) + STALE_ENTRIES
+        return self._entries > 2 * len(state.turns.queue) + STALE_ENTRIES
 
     @property
     def engines(self) -> list[EngineId]:
@@ -110,7 +110,7 @@ class TurnQueues:
 
 def _find(state: State, trajectory_id: TrajectoryId, arrival: int) -> QueuedTurn | None:
     """The turn that joined the queues with this number, if it is still queued."""
-    if state.turn_queue.get(trajectory_id) != arrival:
+    if state.turns.queue.get(trajectory_id) != arrival:
         return None
     trajectory = state.trajectories[trajectory_id]
     turn = trajectory.open_turn

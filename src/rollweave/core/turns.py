@@ -1,7 +1,7 @@
 """Turns: ranked, queued, given to an engine that would run them at once, and retried
 elsewhere when the engine fails.
 
-Invariants: a queued turn is in `turn_queue`, one on an engine in exactly that engine's
+Invariants: a queued turn is in `state.turns.queue`, one on an engine in exactly that engine's
 `active`, and one that is held in neither, while its trajectory's KV moves; `dispatch`
 fences late answers. An engine is given more turns than it has slots only by a turn that
 preempts (Heddle Alg. 1): it runs the highest ranks of those that it has.
@@ -220,8 +220,8 @@ def recall_all(run: Run, engine: Engine) -> None:
 def enqueue(run: Run, trajectory: Trajectory, turn: Turn) -> None:
     """Queue the open turn for its trajectory's assigned engine, or for any."""
     state = run.state
-    state.arrivals += 1
-    turn.arrival = state.arrivals
+    state.turns.arrivals += 1
+    turn.arrival = state.turns.arrivals
     turn.rank = turn_priority.rank_of(run, trajectory, turn)
     queue = assignment.queue_of(run, trajectory, turn.avoid)
     turn.place = Queued(
@@ -231,7 +231,7 @@ def enqueue(run: Run, trajectory: Trajectory, turn: Turn) -> None:
         # must come in that order too.
         tiebreak=trajectory.launched_at if run.scheduling.by_rank else float(turn.arrival),
     )
-    state.turn_queue[trajectory.id] = turn.arrival
+    state.turns.queue[trajectory.id] = turn.arrival
     run.turn_queues.add(QueuedTurn(trajectory, turn, turn.place))
     run.dirty_queues.append(queue)
 
@@ -265,7 +265,7 @@ def requeue_from(run: Run, engine: Engine) -> None:
     """Requeue the turns that wait for this engine, which takes none for a while or ever
     again.
     """
-    for trajectory_id in list(run.state.turn_queue):
+    for trajectory_id in list(run.state.turns.queue):
         trajectory = run.state.trajectories[trajectory_id]
         turn = trajectory.open_turn
         if isinstance(turn.place, Queued) and turn.place.engine == engine.id:
@@ -274,7 +274,7 @@ def requeue_from(run: Run, engine: Engine) -> None:
 
 def _turns_given(run: Run, engine_id: EngineId | None) -> int:
     """The number of turns that this engine, or any, was given so far."""
-    return run.state.turns_given if engine_id is None else run.state.engines[engine_id].turns_given
+    return run.state.turns.given if engine_id is None else run.state.engines[engine_id].turns_given
 
 
 def dispatch(run: Run, waited_for: list[EngineId | None] | None = None) -> None:
@@ -282,7 +282,7 @@ def dispatch(run: Run, waited_for: list[EngineId | None] | None = None) -> None:
     of these engines, or all if none are named.
     """
     state = run.state
-    if not state.turn_queue or (
+    if not state.turns.queue or (
         run.config.rollout.env_stepping == "batch" and _any_environment_steps(run)
     ):
         return
@@ -456,10 +456,10 @@ def _start_turn(run: Run, queued: QueuedTurn, chosen: EngineId) -> None:
     trajectory, turn, _ = queued
     state, engine = run.state, run.state.engines[chosen]
     counted = state.counters.scheduling
-    del state.turn_queue[trajectory.id]
+    del state.turns.queue[trajectory.id]
     counted.preemptions += len(engine.active) >= engine.max_slots
     counted.queue_s += run.now - turn.since
-    state.turns_given += 1
+    state.turns.given += 1
     engine.turns_given += 1
     turn.place, turn.since = OnEngine(engine=chosen, given=engine.turns_given), run.now
     if run.scheduling.homes and not trajectory.kv_resident:
@@ -497,6 +497,6 @@ def _any_environment_steps(run: Run) -> bool:
     for the slowest (RollArt Fig. 5b).
     """
     state = run.state
-    return bool(state.in_init) or any(
-        state.trajectories[member].turn is None for member in state.in_run
+    return bool(state.pools.init) or any(
+        state.trajectories[member].turn is None for member in state.pools.run
     )

@@ -76,7 +76,7 @@ def free_capacity(run: Run) -> int:
     """
     batches = _batch_sizes(run)
     free = sum(batches[engine.id] - assigned_count(run, engine) for engine in _launching(run))
-    alive = len(run.state.in_init) + len(run.state.in_run) + len(run.state.closing)
+    alive = len(run.state.pools.init) + len(run.state.pools.run) + len(run.state.pools.closing)
     return max(0, min(free, run.config.rollout.max_running - alive))
 
 
@@ -129,7 +129,11 @@ def launch_on(run: Run, trajectory: Trajectory, engine: Engine) -> None:
 def _launching(run: Run) -> list[Engine]:
     """The engines that launch training trajectories now."""
     other, batches = awaited_weights(run), _batch_sizes(run)
-    next_version, window, published = run.next_version(), run.mode.window, run.state.published_id
+    next_version, window, published = (
+        run.next_version(),
+        run.mode.window,
+        run.state.publication.weights_id,
+    )
     return [
         engine
         for engine in _with_capacity(run)
@@ -147,7 +151,7 @@ def _launching(run: Run) -> list[Engine]:
 
 def _taking_episodes(run: Run) -> list[Engine]:
     """The engines that launch an evaluation's episodes now."""
-    evaluation = run.state.evaluation
+    evaluation = run.state.evaluations.current
     if evaluation is None:
         return []
     return [
@@ -173,7 +177,9 @@ def is_bound(run: Run, engine: Engine) -> bool:
 
 def _in_transfer(run: Run) -> frozenset[EngineId | None]:
     """The engines that are an end of a migration."""
-    return frozenset(end for m in run.state.migrations.values() for end in (m.source, m.target))
+    return frozenset(
+        end for m in run.state.migrations.open.values() for end in (m.source, m.target)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +233,7 @@ def _wanted_weights(run: Run, engine: Engine, wishes: _Demand) -> int | None:
     fresh = (
         engine.status is EngineStatus.SERVING
         and engine.launched == 0
-        and engine.since >= run.state.published_at
+        and engine.since >= run.state.publication.at
     )
     return None if fresh else newest
 
@@ -237,7 +243,9 @@ def awaited_weights(run: Run) -> int | None:
     trajectories wait for.
     """
     state = run.state
-    evaluated = [state.evaluation.weights_id] if state.evaluation is not None else []
+    evaluated = (
+        [state.evaluations.current.weights_id] if state.evaluations.current is not None else []
+    )
     bound = (
         sorted(trajectory.weights_id for trajectory in _unassigned(run)) if state.unassigned else []
     )
@@ -255,7 +263,7 @@ def _evaluation_holder(run: Run) -> EngineId | None:
     """The first engine with the weights of an evaluation, which keeps them while
     episodes of it are yet to begin.
     """
-    state, evaluation = run.state, run.state.evaluation
+    state, evaluation = run.state, run.state.evaluations.current
     if evaluation is None:
         return None
     first = next(
@@ -263,7 +271,7 @@ def _evaluation_holder(run: Run) -> EngineId | None:
     )
     waiting = any(state.groups[group_id].task is None for group_id in evaluation.pending) or any(
         state.groups[state.trajectories[member].group_id].purpose is Purpose.EVAL
-        for member in state.init_queue
+        for member in state.pools.queued
     )
     return first if not evaluation.started or evaluation.to_draw or waiting else None
 
@@ -334,7 +342,10 @@ def needed_checkpoints(run: Run) -> set[int]:
         if engine.status is EngineStatus.LOADING
     ]
     waiting = (
-        [state.checkpointed_versions.get(trajectory.weights_id) for trajectory in _unassigned(run)]
+        [
+            state.publication.checkpointed.get(trajectory.weights_id)
+            for trajectory in _unassigned(run)
+        ]
         if state.unassigned
         else []
     )

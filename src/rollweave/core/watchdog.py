@@ -63,7 +63,12 @@ def check_deadlines(run: Run) -> None:
         if engine.id in state.engines:  # else it was removed with its machine
             _check_engine(run, engine)
     relays.check_timeouts(run)
-    for trajectory_id in [*state.in_init, *state.in_run, *state.in_eval, *state.closing]:
+    for trajectory_id in [
+        *state.pools.init,
+        *state.pools.run,
+        *state.pools.eval,
+        *state.pools.closing,
+    ]:
         trajectory = state.trajectories.get(trajectory_id)
         if trajectory is not None:
             _check_trajectory(run, trajectory)

@@ -7,14 +7,15 @@ what that relay holds. In mode decoupled any engine can also read a version from
 checkpoint that holds it (§3.3), since all machines see the run's directory. Weights ids
 only grow.
 
-Invariants: `state.retained_versions` has the newest published version, and of earlier
-ones those that are `needed`; `state.checkpointed_versions` has no version that a
+Invariants: `state.publication.retained` has the newest published version, and of earlier
+ones those that are `needed`; `state.publication.checkpointed` has no version that a
 checkpoint may no longer hold.
 """
 
 from collections.abc import Container
 
 from rollweave.core import membership
+from rollweave.core.policy.relay import repair
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, Relay
 
@@ -33,7 +34,7 @@ def needed(run: Run) -> tuple[int, ...]:
     Of the retained ones, ascending, the newest MAX_VERSIONS.
     """
     state = run.state
-    ids = {state.published_id}
+    ids = {state.publication.weights_id}
     for engine in state.engines.values():
         ids |= {engine.weights_id, engine.loading_id}
     for relay in state.relays.values():
@@ -43,9 +44,15 @@ def needed(run: Run) -> tuple[int, ...]:
             *relay.versions[-1:],
         }
     ids |= run.pacing.bound_weights(run)
-    return tuple(sorted(ids & {*state.retained_versions, state.published_id} - {-1}))[
-        -MAX_VERSIONS:
-    ]
+    loadable = {*state.publication.retained, state.publication.weights_id} - {-1}
+    return tuple(sorted(ids & loadable))[-MAX_VERSIONS:]
+
+
+def take_id(run: Run) -> int:
+    """The id of weights that are published now."""
+    publication = run.state.publication
+    publication.next_weights_id += 1
+    return publication.next_weights_id - 1
 
 
 def publish(run: Run, version: int, weights_id: int) -> None:
@@ -53,12 +60,18 @@ def publish(run: Run, version: int, weights_id: int) -> None:
     stay.
     """
     state = run.state
-    state.published_version, state.published_id, state.published_at = version, weights_id, run.now
-    state.broadcast = {}
+    publication = state.publication
+    publication.version, publication.weights_id, publication.at = version, weights_id, run.now
+    state.chain.broadcast = {}
     for relay in state.relays.values():
         relay.refused_sources, relay.stalled_sources, relay.force_full = [], [], False
     keep = needed(run)
-    state.retained_versions = {kept: state.retained_versions.get(kept, version) for kept in keep}
+    publication.retained = {kept: publication.retained.get(kept, version) for kept in keep}
+
+
+def forget(run: Run, weights_id: int) -> None:
+    """Forget a version that can no longer be loaded from memory."""
+    run.state.publication.retained.pop(weights_id, None)
 
 
 def trainer_lost(run: Run) -> None:
@@ -69,8 +82,8 @@ def trainer_lost(run: Run) -> None:
     """
     state = run.state
     held = {held for relay in state.relays.values() for held in (*relay.versions, relay.fetching)}
-    state.retained_versions = {
-        kept: version for kept, version in state.retained_versions.items() if kept in held
+    state.publication.retained = {
+        kept: version for kept, version in state.publication.retained.items() if kept in held
     }
 
 
@@ -79,21 +92,21 @@ def mark_checkpointed(run: Run, step: int, weights_id: int) -> None:
     means that they were not published.
     """
     if run.pacing.loads_checkpoints and weights_id >= 0:
-        run.state.checkpointed_versions[weights_id] = step
+        run.state.publication.checkpointed[weights_id] = step
 
 
 def keep_checkpoints(run: Run, *, but: Container[int]) -> None:
     """Forget versions in checkpoints of steps other than `but`: these are gone,
     damaged, or about to hold other weights.
     """
-    run.state.checkpointed_versions = {
-        saved: step for saved, step in run.state.checkpointed_versions.items() if step in but
+    run.state.publication.checkpointed = {
+        saved: step for saved, step in run.state.publication.checkpointed.items() if step in but
     }
 
 
 def machine_of(run: Run, engine: Engine) -> int | None:
     """The machine that the engine is on; None without relays."""
-    return membership.machine_of(engine.id, run.state.machines)
+    return membership.machine_of(engine.id, run.state.chain.machines)
 
 
 def relay_of(run: Run, engine: Engine) -> Relay | None:
@@ -102,23 +115,29 @@ def relay_of(run: Run, engine: Engine) -> Relay | None:
     return run.state.relays.get(f"r{machine}") if machine is not None else None
 
 
+def leave_chain(run: Run, relay: Relay) -> None:
+    """Take a lost relay out of the chain."""
+    chain = run.state.chain
+    if relay.id in chain.order:
+        chain.order = list(repair(chain.order, relay.id).order)
+
+
 def is_obtainable(run: Run, weights_id: int) -> bool:
     """True if the trainer, a relay or a checkpoint holds these weights."""
-    return (
-        weights_id in run.state.retained_versions or weights_id in run.state.checkpointed_versions
-    )
+    publication = run.state.publication
+    return weights_id in publication.retained or weights_id in publication.checkpointed
 
 
 def is_loadable(run: Run, engine: Engine, weights_id: int) -> bool:
     """True if the engine can load these weights now."""
-    return is_in_memory(run, engine, weights_id) or weights_id in run.state.checkpointed_versions
+    return is_in_memory(run, engine, weights_id) or weights_id in run.state.publication.checkpointed
 
 
 def is_in_memory(run: Run, engine: Engine, weights_id: int) -> bool:
     """True if the engine can load these weights without a checkpoint."""
     relay = relay_of(run, engine)
-    return weights_id in run.state.retained_versions and (
-        not run.state.machines or (relay is not None and weights_id in relay.versions)
+    return weights_id in run.state.publication.retained and (
+        not run.state.chain.machines or (relay is not None and weights_id in relay.versions)
     )
 
 
@@ -129,20 +148,13 @@ def newest(run: Run, engine: Engine) -> int | None:
     If the published ones are not in memory, as while the trainer is down, the newest
     ones of a checkpoint, unless the engine's own are newer.
     """
-    state = run.state
-    if state.machines:
+    published, retained = run.state.publication.weights_id, run.state.publication.retained
+    if run.state.chain.machines:
         relay = relay_of(run, engine)
-        in_memory = (
-            next((held for held in reversed(relay.versions) if held in state.retained_versions), -1)
-            if relay is not None
-            else -1
-        )
+        held = relay.versions if relay is not None else ()
+        in_memory = next((version for version in reversed(held) if version in retained), -1)
     else:
-        in_memory = state.published_id if state.published_id in state.retained_versions else -1
-    saved = (
-        max(state.checkpointed_versions, default=-1)
-        if state.published_id not in state.retained_versions
-        else -1
-    )
+        in_memory = published if published in retained else -1
+    saved = max(run.state.publication.checkpointed, default=-1) if published not in retained else -1
     newest = max(in_memory, saved if saved >= engine.weights_id else -1)
     return newest if newest >= 0 else None

@@ -86,7 +86,7 @@ def summarize(core: Core, *, evaluation: dict[str, Any] | None, wall_s: float) -
             "again": counters.relaunched,
         },
         account=account,
-        best_step=state.best_step,
+        best_step=state.evaluations.best_step,
         retried=dict(counters.retried),
         watchdog=dict(counters.watchdog),
         engines={"joined": counters.engines_joined, "left": counters.engines_left},
@@ -99,7 +99,7 @@ def summarize(core: Core, *, evaluation: dict[str, Any] | None, wall_s: float) -
 
 
 def _ended_by(core: Core) -> str:
-    step = core.state.target_step
+    step = core.state.evaluations.target_step
     return "" if step is None else f"eval.stop_at was reached at step {step}"
 
 

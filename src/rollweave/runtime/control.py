@@ -206,7 +206,7 @@ class Control:
             id=engine.id,
             status="leaving" if engine.departing else engine.status,
             version=engine.version,
-            machine=machine_of(engine.id, self._state().machines),
+            machine=machine_of(engine.id, self._state().chain.machines),
             group=engine.group,
             degree=engine.degree,
             slots=engine.max_slots,

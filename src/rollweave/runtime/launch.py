@@ -432,7 +432,7 @@ class Processes:
 
 def _progress_so_far(core: Core) -> str:
     """Describe the state of a run that must stop at once."""
-    step = core.state.checkpoint
+    step = core.state.checkpoints.newest
     checkpoint = "no checkpoint yet" if step is None else f"last good checkpoint: step {step}"
     return f"{checkpoint}; {account_line(core.account())}"
 

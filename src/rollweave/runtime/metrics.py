@@ -103,7 +103,7 @@ class Metrics:
             "kind": "step",
             "step": command.step,
             "at": round(now, 3),
-            **_outcome(parts, state.defines_success),
+            **_outcome(parts, state.evaluations.defines_success),
             "staleness": _staleness(parts),
             "trainer": _mean_values(parts),
             **counted.since(self._before),

@@ -109,7 +109,7 @@ class Lost:
 def lost(beginning: Beginning) -> Lost:
     """Return the work that a run with this beginning has lost."""
     state = beginning.core.state
-    step = state.checkpoint if state.checkpoint is not None else 0
+    step = state.checkpoints.newest if state.checkpoints.newest is not None else 0
     in_flight = sum(
         trajectory.stage in (*ALIVE, Stage.EVAL_QUEUED)
         and state.groups[trajectory.group_id].purpose is Purpose.TRAIN
@@ -120,7 +120,7 @@ def lost(beginning: Beginning) -> Lost:
         steps=max(0, state.trainer.step - step),
         trajectories=in_flight,
         missing=len(beginning.missing),
-        seconds=max(0.0, beginning.at - state.checkpoint_requested_at),
+        seconds=max(0.0, beginning.at - state.checkpoints.requested_at),
     )
 
 
@@ -225,7 +225,7 @@ def _doubts(
             component="config",
             message=f"{run.config.name} has changed since the run wrote it: {'; '.join(edited)}",
         )
-    unknown = sorted(set(range(state.checkpoint or 0)) - written_steps(run.metrics))
+    unknown = sorted(set(range(state.checkpoints.newest or 0)) - written_steps(run.metrics))
     if unknown:
         text = (
             f"{run.metrics.name} has no readable line of {len(unknown)} trained steps from "
@@ -285,9 +285,10 @@ def _must_know_checkpoints(run: RunDir, state: State) -> None:
     there = checkpoints.steps()
     # The state of an earlier version did not record requests.
     of_earlier_version = (
-        state.checkpoint is not None and state.newest_save_requested < state.checkpoint
+        state.checkpoints.newest is not None
+        and state.checkpoints.newest_requested < state.checkpoints.newest
     )
-    unknown = [step for step in there if step > state.newest_save_requested]
+    unknown = [step for step in there if step > state.checkpoints.newest_requested]
     if unknown and not of_earlier_version:
         raise ConfigError(
             f"{run.journal}: its last record is of step {state.trainer.step}, "
@@ -297,7 +298,7 @@ def _must_know_checkpoints(run: RunDir, state: State) -> None:
             f"{str(checkpoints.path(there[-1]) / 'hf')!r}"
         )
     steps_needed = [
-        step for step in (state.checkpoint, state.previous_checkpoint) if step is not None
+        step for step in (state.checkpoints.newest, state.checkpoints.previous) if step is not None
     ]
     if steps_needed and not any(step in there for step in steps_needed):
         existing = _steps(there) if there else "no checkpoint"

@@ -173,7 +173,7 @@ class RolloutManager:
             if earlier is None and not self._is_known(job_id, request):
                 new[job_id] = request
         members = sum(request.members for request in new.values())
-        free = self.queue - len(self._world.state.init_queue) - self._submitting
+        free = self.queue - len(self._world.state.pools.queued) - self._submitting
         if members > free:
             raise FullError(
                 f"at most {self.queue} rollouts may wait to begin; {max(0, free)} more would fit"

@@ -104,13 +104,13 @@ class Service:
         """Count rollouts by stage, engines that serve, and turns."""
         state = self._world.state
         return {
-            "queued": len(state.init_queue),
-            "init": len(state.in_init),
-            "run": len(state.in_run),
-            "eval": len(state.in_eval) + len(state.eval_queue),
-            "closing": len(state.closing),
+            "queued": len(state.pools.queued),
+            "init": len(state.pools.init),
+            "run": len(state.pools.run),
+            "eval": len(state.pools.eval) + len(state.pools.eval_queued),
+            "closing": len(state.pools.closing),
             "engines": len(self.engines.serving()),
-            "turns_waiting": len(state.turn_queue),
+            "turns_waiting": len(state.turns.queue),
             "turns_running": sum(len(engine.active) for engine in state.engines.values()),
             "submitted": state.counters.submitted,
             "output_tokens": state.counters.output_tokens,
