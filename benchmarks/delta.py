@@ -306,15 +306,15 @@ def conditions(plan: DeltaPlan, cases: dict[str, Versions]) -> dict[str, Any]:
     return {
         "elements": elements,
         "adam": f"bfloat16 of float32 weights (normal, {STD:g}; norms 1) before and after step "
-        f"{plan.steps} of Adam at {LR:g}, betas {BETA1:g} and {BETA2:g}, made-up gradients of "
+        f"{plan.steps} of Adam at {LR:g}, betas {BETA1:g} and {BETA2:g}, synthetic gradients with "
         f"heavy tails and uneven scales; {plan.layers} layers of width {plan.hidden}, no embedding",
         "own": f"the last two checkpoints, a step apart, of {Path(OWN).stem} with "
         f"{', '.join(plan.own)}, in bfloat16",
-        "curve": f"{plan.masked:,} bfloat16 elements, those at random one float up or down; "
+        "curve": f"{plan.masked:,} bfloat16 elements, random ones one float higher or lower; "
         f"densities {list(DENSITIES)}",
         "bytes": "blocks with heads and checksums; COO is int32 and the element, without either",
         "entropy_per_changed": "of positions at random, and of the differences; _smaller may fall "
-        "below, for it uses the base",
-        "speed": "one thread, its time on a core, checksums included; a copy by numpy in turn; "
+        "below, since it uses the base",
+        "speed": "CPU time of one thread, checksums included, alternating with a copy by numpy; "
         f"medians of {plan.rounds}",
     }

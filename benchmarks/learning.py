@@ -87,7 +87,7 @@ def bench_learning(
         "wall_s": "from the start of the processes to the end of the last training step, warm-up "
         "included",
         "success": "greedy, on held-out tasks that neither training nor the choice of the "
-        "checkpoint saw",
+        "checkpoint used",
     }
     figures: dict[str, Figure] = {}
     for suffix, measured in runs.items():

@@ -49,8 +49,7 @@ CONDITIONS = {
     "ipython_over_jupyter": "a Jupyter kernel through jupyter_client (ZMQ on loopback) by ours "
     "from end to end. The aim is 15",
     "bash_over_spawn": "a new `bash -c` on the host by ours from end to end",
-    "sandbox": "none around the server: namespaces change where a process runs, not what its "
-    "pipes cost",
+    "sandbox": "none around the server: namespaces do not change the cost of a process's pipes",
 }
 
 Contender = Callable[[], list[float]]

@@ -93,10 +93,10 @@ def in_rounds(size: int) -> Variant:
         for _ in range(steps):
             batch: list[Group] = []
             while len(batch) < GROUPS:
-                asked = list(itertools.islice(drawn, size))
-                result.waited += max(group.seconds for group in asked)
-                result.worked += math.fsum(group.work() for group in asked)
-                batch += [group for group in asked if group.informative]
+                batch_groups = list(itertools.islice(drawn, size))
+                result.waited += max(group.seconds for group in batch_groups)
+                result.worked += math.fsum(group.work() for group in batch_groups)
+                batch += [group for group in batch_groups if group.informative]
             result.train(batch)
         result.seconds += result.waited
         return result
@@ -140,20 +140,20 @@ def asynchronous(staleness: int) -> Variant:
         )
         drawn, result, known = groups(seed), VariantRun(), dict[int, tuple[Group, float, int]]()
         ends: list[tuple[float, int]] = []  # of groups, and with -1 of a training step
-        clock = asked = 0.0
+        clock = requested_at = 0.0
         step, training = 0, False
         dapo.request_batch(0)
         while step < steps:
             batch = None if training else dapo.take()
             if batch is not None:
-                result.waited += clock - asked
+                result.waited += clock - requested_at
                 result.train([known[group][0] for group in batch])
                 result.stale += sum(known[group][2] < step for group in batch)
                 heapq.heappush(ends, (clock + TRAIN_S, -1))
                 training = True
             for number in dapo.overdue():
-                group, started, _ = known[number]
-                result.worked += group.work(clock - started)
+                group, started_at, _ = known[number]
+                result.worked += group.work(clock - started_at)
             for _ in range(dapo.room()):
                 number, group = dapo.start_group(), next(drawn)
                 known[number] = group, clock, dapo.version
@@ -162,7 +162,7 @@ def asynchronous(staleness: int) -> Variant:
             if number < 0:
                 step += 1
                 dapo.request_batch(step)
-                asked, training = clock, False
+                requested_at, training = clock, False
             elif number in dapo.under_way:
                 group = known[number][0]
                 result.worked += group.work()
@@ -221,16 +221,16 @@ def simulated(*, quick: bool) -> tuple[dict[str, Figure], dict[str, str]]:
         )
         figures[f"stale_{name}"] = statistics.median(run.stale / len(run.used) for run in runs)
     conditions = {
-        "clock": "virtual, in medians of one rollout's time; times are log-normal with "
+        "clock": "virtual; the unit is the median time of a rollout; times are log-normal with "
         f"sigma {SIGMA:g}, a group takes as long as its slowest of {MEMBERS}, a training step "
         f"{TRAIN_S:g}",
         "batch": f"{GROUPS} informative groups; {INFORMATIVE:.0%} are; {SLOTS} groups at once, "
         f"rounds: {GROUPS}",
-        "training": "overlaps with rollouts in early, carried and carried_4 as far as their "
-        "staleness allows, else not",
+        "training": "overlaps with rollouts in early, carried and carried_4, as far as their "
+        "staleness allows; not in the others",
         "runs": f"{seeds} seeds, {steps} steps each; medians",
         "length": "seconds of the groups trained on, over those of all informative ones: below 1, "
-        "the long ones are missing",
+        "long ones are missing",
         "useful": "share of the rollouts' seconds whose groups were trained on",
         "stale": "share of the groups that started under older weights than they were trained from",
     }

@@ -50,19 +50,19 @@ def live_figures(*, quick: bool, progress: Callable[[str], None]) -> dict[str, F
     rounds, steps = QUICK if quick else FULL
     variants = {"rounds": _rounds(GROUPS), "rounds_oversampled": _rounds(UNDER_WAY)}
     variants |= {"early": _policy(0), "carried": _policy(1), "carried_4": _policy(4)}
-    taken: dict[str, list[float]] = {name: [] for name in variants}
+    step_seconds: dict[str, list[float]] = {name: [] for name in variants}
     with (
         tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch,
         _served(Path(scratch)) as address,
     ):
         for round_number, (name, variant) in itertools.product(range(rounds), variants.items()):
-            taken[name].append(asyncio.run(_timed(variant, address, round_number, steps)))
-            progress(f"{name}: {taken[name][-1]:.2f} s a step")
+            step_seconds[name].append(asyncio.run(_timed(variant, address, round_number, steps)))
+            progress(f"{name}: {step_seconds[name][-1]:.2f} s a step")
     figures: dict[str, Figure] = {
-        f"live_step_s_{name}": statistics.median(seconds) for name, seconds in taken.items()
+        f"live_step_s_{name}": statistics.median(seconds) for name, seconds in step_seconds.items()
     }
-    for name, seconds in taken.items():
-        pairs = zip(taken["rounds"], seconds, strict=True)
+    for name, seconds in step_seconds.items():
+        pairs = zip(step_seconds["rounds"], seconds, strict=True)
         figures[f"live_speedup_{name}"] = statistics.median(slow / fast for slow, fast in pairs)
     return figures
 
@@ -136,8 +136,8 @@ def _served(directory: Path) -> Iterator[str]:
     """
     observer = _Observer()
     config = _config(directory, {"path": str(_model(directory))})
-    given = {"observer": observer, "make_backend": _no_backend, "no_token": True}
-    thread = threading.Thread(target=launch.serve, args=(config,), kwargs=given, name="service")
+    options = {"observer": observer, "make_backend": _no_backend, "no_token": True}
+    thread = threading.Thread(target=launch.serve, args=(config,), kwargs=options, name="service")
     thread.start()
     address, stop = observer.started.get(timeout=120.0)
     try:

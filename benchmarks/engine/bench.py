@@ -297,15 +297,15 @@ def _conversation(engine: Harness, subject: ModelCase) -> float:
     the prefix cache.
     """
     context = prompt(subject, 7, length=subject.prompt)
-    asked = cached = 0
+    prompt_tokens = cached = 0
     for turn in range(20):
         sampling = Sampling(max_tokens=min(24, subject.output), seed=turn)
         request = GenerateRequest(id=f"turn{turn}", tokens=context, sampling=sampling)
         (result,) = engine.generate([request])
-        asked += len(context)
+        prompt_tokens += len(context)
         cached += result.cached_tokens
         context = (*context, *result.tokens, *prompt(subject, 100 + turn, length=16))
-    return cached / asked
+    return cached / prompt_tokens
 
 
 def batch_changes(spec: EngineSpec, subject: ModelCase, turns: int) -> tuple[int, float]:
@@ -330,7 +330,7 @@ def batch_changes(spec: EngineSpec, subject: ModelCase, turns: int) -> tuple[int
             differ, maximum = differ + changed[0], max(maximum, changed[1])
         recomputed = narrow.stats().recomputed_tokens
     if not recomputed:
-        raise EngineError("the narrow batch was to lack KV and to recompute, and did not")
+        raise EngineError("the narrow batch must lack KV and recompute, but it did not")
     return differ, maximum
 
 
@@ -401,9 +401,7 @@ def _worst_logprob(case: Case) -> float:
         and stats.recomputed_tokens
         and any(len(result.versions) > 1 for result in results)
     ):
-        raise EngineError(
-            f"the run was to preempt, to recompute and to update in flight, got {stats}"
-        )
+        raise EngineError(f"the run must preempt, recompute and update in flight, got {stats}")
     models = {-1: model, 1: updated}
     return max(
         _logprob_error(models, request, result)

@@ -253,7 +253,7 @@ FIT_CONDITIONS = {
     "fit_error_median": "of the linear cost that sim.profile fits, against each sample",
     "fit_over_measured": "the fitted seconds of all samples over the measured ones; the fit "
     "weighs relative errors",
-    "core_share": "CPU seconds of the engine's thread over the seconds of its steps: below 1 the "
+    "core_share": "CPU seconds of the engine's thread over the seconds of its steps: below 1, the "
     "machine was shared",
 }
 
@@ -326,10 +326,10 @@ def _cells(engine: Harness, spec: EngineSpec, grid: Grid) -> Iterator[tuple[Work
     engine.
     """
     for count, prompt, work in itertools.product(grid.batches, grid.prompts, (together, staggered)):
-        most = prompt + (TURNS + 1) * grid.output + TURNS * grid.observation
+        longest = prompt + (TURNS + 1) * grid.output + TURNS * grid.observation
         fits = (
-            most < engine.ready.max_context
-            and count * (most + spec.block_tokens) <= engine.ready.kv_total_tokens
+            longest < engine.ready.max_context
+            and count * (longest + spec.block_tokens) <= engine.ready.kv_total_tokens
         )
         if fits and count <= spec.max_slots and (work is together or count > 1):
             yield work, count, prompt

@@ -237,9 +237,9 @@ class VllmServer:
     def _failed(self, what: str) -> PeerError:
         tail = "\n".join(log_tail(self._log).splitlines()[-TAIL_LINES:])
         return PeerError(
-            f"the server {what}; its last words:\n{tail}"
+            f"the server {what}; its last output:\n{tail}"
             if tail
-            else f"the server {what}, without a word"
+            else f"the server {what}, without output"
         )
 
     def _options(self) -> list[str]:

@@ -223,8 +223,8 @@ def measured(
         "prompt",
         "cost": f"{MODEL} on {GPU.upper()} by sim/cost, tensor parallel over {DEGREES}, tabulated "
         "from runs of the sorted list",
-        "times": f"one core, medians of {rounds}, of the tasks the slowest; from a list of "
-        "lengths to the answer, table given",
+        "times": f"one core, medians of {rounds}, the slowest of the tasks; from a list of lengths "
+        "to the answer, table given",
         "exact": "allocate: degrees, sizes and placement at once; place: homogeneous workers of "
         "degree 1; place_mixed: the fleet that allocate chose; table: tabulate",
         "anneal": "Alg. 2 with our search over its descending order as placement; its schedule is "
@@ -283,7 +283,7 @@ def _case(
         figures[f"{name}_ms{suffix}"] = max(medians)
     if not all(proven):
         conditions[f"place_mixed_ms{suffix}"] = (
-            "equal degrees kept together: too many sets of workers to be exact"
+            "equal degrees are kept together: an exact search has too many sets of workers"
         )
     return ratios
 
@@ -425,6 +425,6 @@ def _simulations(
     figures |= dict(sorted(rows.items()))
     conditions["simulated_s"] = (
         f"tasks {', '.join(DOMAINS)}; {count} trajectories, {gpus} GPUs; tokens only, no tools; "
-        "dealt: the sorted list dealt out in turn; spread: exact on a table from even samples of "
-        "all lengths, whose eq. 2 is not that of the others"
+        "dealt: the sorted list is dealt out in turn; spread: exact on a table from even samples "
+        "of all lengths, whose eq. 2 is not that of the others"
     )

@@ -208,9 +208,9 @@ def _transitions(kinds: Sequence[int]) -> list[list[Transition]]:
         )
         transitions.append(
             [
-                (Counter(taken), Counter(given))
-                for taken, given in sides
-                if taken != given and sum(taken) == sum(given)
+                (Counter(removed), Counter(added))
+                for removed, added in sides
+                if removed != added and sum(removed) == sum(added)
             ]
         )
     return transitions
@@ -229,5 +229,5 @@ def _perturbed(
     if not possible:
         return now
     kind = possible[int(rng.integers(len(possible)))]
-    taken, given = kind[int(rng.integers(len(kind)))]
-    return sorted((workers - taken + given).elements(), reverse=True)
+    removed, added = kind[int(rng.integers(len(kind)))]
+    return sorted((workers - removed + added).elements(), reverse=True)

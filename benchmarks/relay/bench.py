@@ -145,7 +145,9 @@ async def _measure(plan: RelayPlan, net: Network, logs: Path, progress: Progress
     if figures["link_mb_per_s"] is None:
         unknown = ("link_mb_per_s", "time_over_formula", "curve_time_over_formula")
         conditions |= dict.fromkeys(
-            unknown, "a larger version took no longer from one relay to the next: cores, not a link"
+            unknown,
+            "a larger version took no longer from one relay to the next: cores are the "
+            "bottleneck, not a link",
         )
     shown = {name: _rounded(value) for name, value in figures.items()}
     return Result(bench="relay", figures=shown, conditions=conditions)
@@ -283,34 +285,34 @@ def _conditions(plan: RelayPlan, net: Network) -> dict[str, Any]:
         "broadcast": "requested of all at once, until the last has verified it; one relay a host, "
         f"relays {list(plan.relays)}, the master among them; chain, star and gloo in turn, medians "
         f"of {plan.rounds}",
-        "time_over_formula": "worst over the numbers of relays; T_start and T_byte from versions "
-        f"of two sizes in {list(relay_broadcast.FIT_CHUNKS)} chunks over one hop, same run; "
-        "`link_fixed_ms`, which a broadcast costs besides, is not in the formula",
-        "time_over_gloo": "of the most relays, as is time_over_star; gloo broadcasts one tensor "
-        "into memory, without a digest",
+        "time_over_formula": "maximum over the numbers of relays; T_start and T_byte from versions "
+        f"of two sizes in {list(relay_broadcast.FIT_CHUNKS)} chunks over one hop, same run; the "
+        "formula does not include `link_fixed_ms`, the fixed cost of a broadcast",
+        "time_over_gloo": "of the largest number of relays, as is time_over_star; gloo broadcasts "
+        "one tensor into memory, without a digest",
         "repair": f"chain of {_repaired(plan)}, SIGKILL when the successor has "
         f"{relay_repair.PART:.0%}; until its second chunk after the new source was named, since "
         "the first may have been on its way; `known`: until the controller knew",
-        "repair_hang": "the same with SIGSTOP: known by its silence alone, for which it is "
-        "suspected, and keeps its process",
-        "repair_cut": "the same with its link down: known to its successor, to which nothing comes",
-        "repair_master": "its successor reads what it lacks from the trainer's memory, which all "
-        "hosts here share",
+        "repair_hang": "the same with SIGSTOP: detected by its silence, for which it is suspected; "
+        "its process is kept",
+        "repair_cut": "the same with its link down: detected by its successor, which receives "
+        "nothing",
+        "repair_master": "its successor reads the rest from the trainer's memory, which all hosts "
+        "here share",
         "wait": f"an engine a relay; it wants weights each {0.5 * plan.period_s:g} to "
         f"{1.5 * plan.period_s:g} s, published every {plan.period_s:g} s, {plan.publications} "
         "times; global: gloo to all engines, which stop for it",
-        "trainer_stall_s": "of its thread: a copy into shared memory with its digest; over_send: "
-        "that and gloo to all",
-        "links": "2 trainer ranks with a link each, a store, 2 engine hosts, all three of which "
+        "trainer_stall_s": "time of its thread for a copy into shared memory with its digest; "
+        "over_send: over that plus gloo to all",
+        "links": "2 trainer ranks with a link each, a store and 2 engine hosts; the last three "
         f"have {relay_links.FAST_MBITS:g} Mbit/s; one layer of width {links.hidden}; FSDP of 2 to "
         f"TP of 2; buckets of {links.bucket_bytes >> 20} MiB; gains at {links.reference:g} Mbit/s; "
         f"medians of {links.rounds}. The gather of batch is a copy in memory. Sparse sends equal "
         "halves by whole blocks, and each engine's host takes all changes",
-        "crossover": "elements at random are drawn anew; the whole is sent by shards; each "
+        "crossover": "random elements are drawn anew; the full version is sent by shards; each "
         "fraction and speed in turn",
-        "push_s": f"Table 4 of RollArt, at {links.reference:g} Mbit/s: async over one link; no "
-        "rollout to hide behind, so that what is hidden is behind the push alone; naive_s is "
-        "batch's",
+        "push_s": f"Table 4 of RollArt, at {links.reference:g} Mbit/s: async over one link, "
+        "without a rollout: transfers are hidden behind the push alone; naive_s is that of batch",
     }
 
 

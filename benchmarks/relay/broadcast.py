@@ -137,11 +137,11 @@ def figures(times: Times, link: Link) -> dict[str, Figure]:
     over_gloo = (
         {nodes: seconds / glooed[nodes] for nodes, seconds in chained.items()} if glooed else {}
     )
-    most = max(chained)
+    largest = max(chained)
     return {
         "time_over_formula": max(over_formula.values(), default=None),
-        "time_over_gloo": over_gloo.get(most),
-        "time_over_star": over_star[most],
+        "time_over_gloo": over_gloo.get(largest),
+        "time_over_star": over_star[largest],
         "link_start_ms": link.start_s * 1e3,
         "link_mb_per_s": 1e-6 / link.byte_s if link.byte_s else None,
         "link_fixed_ms": link.fixed_s * 1e3,

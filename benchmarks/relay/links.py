@@ -190,5 +190,5 @@ def growing_figures(
         shown[name] = crossing(plan.fractions, ratios)
         shown[f"curve_sparse_over_whole_{rate:g}_mbits"] = ratios
         if shown[name] is None:
-            why[name] = f"changes are sooner up to {plan.fractions[-1]:.0%} changed"
+            why[name] = f"deltas are faster up to {plan.fractions[-1]:.0%} changed"
     return shown, why

@@ -36,7 +36,7 @@ class Network:
 
     def __init__(self, hosts: int, *, loopback: bool = False) -> None:
         self.hosts = hosts
-        self.why_not = "hosts are loopback, without limits, as asked for" if loopback else ""
+        self.why_not = "hosts are loopback, without limits, as requested" if loopback else ""
         """Why all of it is loopback; empty where hosts are namespaces."""
         self._spaces: list[int] = []
         self._switch = self._home = -1

@@ -110,9 +110,8 @@ def checked(relay: int, answer: FetchReply | None) -> VersionFetched:
     """Check the type of an answer. Raises WeightsError for any other."""
     if isinstance(answer, VersionFetched):
         return answer
-    raise WeightsError(
-        f"relay r{relay}: {answer.error if answer is not None else 'no answer: lost, or overtaken'}"
-    )
+    why = answer.error if answer is not None else "no answer: lost, or replaced by a later request"
+    raise WeightsError(f"relay r{relay}: {why}")
 
 
 def chain(relays: int) -> list[int | None]:

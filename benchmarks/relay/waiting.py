@@ -73,13 +73,13 @@ async def waits(
     """
     rng = random.Random(0)
     with ThreadPoolExecutor(engines + 1) as pool:
-        world = _Setting(tier, tensors, directory, pool)
+        setting = _Setting(tier, tensors, directory, pool)
         tasks = [
-            asyncio.create_task(_engine(world, relay, period_s, random.Random(rng.random())))
+            asyncio.create_task(_engine(setting, relay, period_s, random.Random(rng.random())))
             for relay in range(engines)
         ]
         tasks.append(
-            asyncio.create_task(_train(world, engines, chunk_bytes, publications, period_s))
+            asyncio.create_task(_train(setting, engines, chunk_bytes, publications, period_s))
         )
         try:
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -89,28 +89,28 @@ async def waits(
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-    return world.waits
+    return setting.waits
 
 
 async def _train(
-    world: _Setting, relays: int, chunk_bytes: int, publications: int, period_s: float
+    setting: _Setting, relays: int, chunk_bytes: int, publications: int, period_s: float
 ) -> None:
     loop = asyncio.get_running_loop()
     opened: list[Publication] = []
     try:
         for _ in range(publications):
             until = time.monotonic() + period_s
-            publication, stall = await loop.run_in_executor(world.pool, _published, world)
-            world.waits.stalls.append(stall)
+            publication, stall = await loop.run_in_executor(setting.pool, _published, setting)
+            setting.waits.stalls.append(stall)
             opened.append(publication)
-            keep = (world.newest,) if world.newest else ()
-            world.newest = publication.manifest.weights_id
+            keep = (setting.newest,) if setting.newest else ()
+            setting.newest = publication.manifest.weights_id
             message = FetchVersion(
                 manifest=publication.manifest, keep=keep, chunk_bytes=chunk_bytes
             )
             await asyncio.gather(
                 *(
-                    _fetch(world, relay, message, source)
+                    _fetch(setting, relay, message, source)
                     for relay, source in enumerate(chain(relays))
                 )
             )
@@ -122,49 +122,49 @@ async def _train(
             publication.close()
 
 
-async def _fetch(world: _Setting, relay: int, message: FetchVersion, source: int | None) -> None:
-    answer = await world.tier.links[relay].fetch(
-        msgspec.structs.replace(message, source=world.tier.source(source))
+async def _fetch(setting: _Setting, relay: int, message: FetchVersion, source: int | None) -> None:
+    answer = await setting.tier.links[relay].fetch(
+        msgspec.structs.replace(message, source=setting.tier.source(source))
     )
     manifest = checked(relay, answer).manifest
-    async with world.changed:
-        world.manifests[relay] = manifest
-        world.changed.notify_all()
+    async with setting.changed:
+        setting.manifests[relay] = manifest
+        setting.changed.notify_all()
 
 
-async def _engine(world: _Setting, relay: int, period_s: float, rng: random.Random) -> None:
+async def _engine(setting: _Setting, relay: int, period_s: float, rng: random.Random) -> None:
     """At random moments, if there is a new version, wait until the host has it, and
     load it.
     """
-    weights = {name: torch.zeros_like(tensor) for name, tensor in world.tensors.items()}
+    weights = {name: torch.zeros_like(tensor) for name, tensor in setting.tensors.items()}
     loaded = 0
     loop = asyncio.get_running_loop()
     while True:
         await asyncio.sleep(rng.uniform(0.5, 1.5) * period_s)
-        wanted, asked = world.newest, time.monotonic()
+        wanted, requested_at = setting.newest, time.monotonic()
         if wanted == loaded:
             continue
-        cached = world.loaded(relay, wanted)
-        async with world.changed:
-            while not world.loaded(relay, wanted):
-                await world.changed.wait()
-            manifest = world.manifests[relay]
-        await loop.run_in_executor(world.pool, _load, weights, manifest)
+        cached = setting.loaded(relay, wanted)
+        async with setting.changed:
+            while not setting.loaded(relay, wanted):
+                await setting.changed.wait()
+            manifest = setting.manifests[relay]
+        await loop.run_in_executor(setting.pool, _load, weights, manifest)
         loaded = manifest.weights_id
-        seconds = time.monotonic() - asked
-        world.waits.engines.append(seconds)
+        seconds = time.monotonic() - requested_at
+        setting.waits.engines.append(seconds)
         if cached:
-            world.waits.cached.append(seconds)
+            setting.waits.cached.append(seconds)
 
 
-def _published(world: _Setting) -> tuple[Publication, float]:
+def _published(setting: _Setting) -> tuple[Publication, float]:
     """Publish the next version. Returns it and the seconds for which the trainer's
     thread was held up.
     """
-    version = world.tier.next_id()
+    version = setting.tier.next_id()
     began = time.monotonic()
     publication = publish(
-        world.tensors, version=version, weights_id=version, directory=world.directory
+        setting.tensors, version=version, weights_id=version, directory=setting.directory
     )
     return publication, time.monotonic() - began
 

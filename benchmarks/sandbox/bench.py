@@ -78,9 +78,9 @@ async def _bench(*, quick: bool) -> Result:
         "one sandbox at a time",
         "cell_ms": "from the request until the interpreter inside has answered its first cell, 1 "
         "+ 1",
-        "pool_ms": f"the same, taken from a pool of {POOL} that is full",
-        "mb_each": "proportional set size of a sandbox's processes, all alive at once; its files, "
-        "in memory too, come on top",
+        "pool_ms": f"the same for a sandbox from a pool of {POOL} ready ones",
+        "mb_each": "proportional set size of a sandbox's processes, all alive at once, without its "
+        "files, which are in memory too",
         "attacks": _tried(),
         "uid": "own uids, given by root" if os.getuid() == 0 else "our own",
     }
@@ -115,7 +115,7 @@ def _tried() -> str:
     here = attacks_here()
     left_out = ", ".join(attack for attack in ATTACKS if attack not in here)
     return f"{len(here)} different ones on each back end" + (
-        f"; no control groups here to hold: {left_out}" if left_out else ""
+        f"; without control groups, not tried: {left_out}" if left_out else ""
     )
 
 

@@ -234,22 +234,22 @@ def figures_of(
     figures["migration_token_mismatches"] = sum(
         mismatches(mine.samples, its.samples) for mine, its in pairs
     )
-    conditions["logprobs"] = f"{_furthest(pairs):.1g} is the greatest difference between them"
+    conditions["logprobs"] = f"{_furthest(pairs):.1g} is the maximum difference between them"
     return figures | _prediction_figures(runs[OURS])
 
 
 def _prediction_figures(ours: Sequence[VariantRun]) -> dict[str, Figure]:
     pairs = [pair for run in ours for rollout in run.rollouts for pair in rollout.predictions]
-    told = [run.lines[-1]["predictor"] for run in ours]
-    asked = sum(line["scheduling"]["predictions"] for run in ours for line in run.lines)
+    predictor_stats = [run.lines[-1]["predictor"] for run in ours]
+    predictions = sum(line["scheduling"]["predictions"] for run in ours for line in run.lines)
     late_predictions = sum(
         line["scheduling"]["predictions_late"] for run in ours for line in run.lines
     )
     return {
         "prediction_exposed_ms": 0.0,
-        "prediction_ms": statistics.fmean(stats["mean_ms"] for stats in told),
-        "prediction_p99_ms": max(stats["p99_ms"] for stats in told),
-        "predictions_late": late_predictions / asked,
+        "prediction_ms": statistics.fmean(stats["mean_ms"] for stats in predictor_stats),
+        "prediction_p99_ms": max(stats["p99_ms"] for stats in predictor_stats),
+        "predictions_late": late_predictions / predictions,
         "prediction_correlation": float(np.corrcoef(np.array(pairs).T)[0, 1]),
     }
 
@@ -304,36 +304,35 @@ def _least_pace_ms() -> float:
 
 def conditions_of(runs: Mapping[str, Sequence[VariantRun]], plan: SchedulingPlan) -> dict[str, Any]:
     rollouts = [rollout for run in runs[OURS] for rollout in run.rollouts]
-    told = (
+    extent = (
         f"{plan.seeds} seeds, {plan.learned} steps that only teach and {plan.measured} measured "
         "ones each"
     )
     lengths = ", ".join(f"{one.tail_turns} of {one.turns} turns" for one in rollouts)
     return {
         "ways": {variant: dict(VARIANTS[variant]) for variant in runs},
-        "steps": f"{told}; ratios are medians over the pairs of equal step and seed, theirs over "
-        f"that of {OURS}",
+        "steps": f"{extent}; ratios are medians over pairs of equal step and seed, over {OURS}",
         "workload": f"{plan.groups} prompts x {MEMBERS}, 12 tokens a turn at most; the longest "
         f"had {lengths}",
         "tools": "log-normal latency, median 50 ms, sigma 1 (mean 82 ms)",
-        "engines": "2 processes, 4 slots and 4,096 tokens of KV each; contexts of all "
-        "trajectories of a step are more",
+        "engines": "2 processes, 4 slots and 4,096 tokens of KV each; the contexts of a step's "
+        "trajectories exceed that",
         "paced": f"real tokens of a tiny model; steps are padded to those of {MODEL} on an {GPU}, "
         f"{TOKENS} tokens as one and {TOKENS} times as fast "
         "(benchmarks/scheduling/paced_engine.py)",
-        "real_step_ms": "of a step without its pace, on average, where most; the pace is "
-        f"{_least_pace_ms():.1f} ms or more",
-        "makespan_s": "from the first turn that an engine is given to the end of the last "
-        "trajectory of the step",
-        "tail_queue_s": "what all turns of the step's longest trajectory waited for a slot, in "
+        "real_step_ms": "mean of a step without padding, in the variant with the maximum; a padded "
+        f"step takes {_least_pace_ms():.1f} ms or more",
+        "makespan_s": "from the first turn on an engine to the end of the last trajectory of the "
+        "step",
+        "tail_queue_s": "how long all turns of the step's longest trajectory waited for a slot, in "
         "the core and on engines",
         "migration_token_mismatches": f"trajectories of {', '.join(MIGRATING)} whose tokens, or "
         f"log-probs by more than {LOGPROB_TOLERANCE:g}, differ from those of {UNMOVED}, which "
         "never migrates",
         "prediction_exposed_ms": "0 by construction: no turn waits for a prediction; "
-        "predictions_late is the share of those that came after the next turn was asked for, or "
-        "never",
-        "preemptions": "turns given to an engine whose slots were all taken; a step's mean, as of "
-        "migrations too",
+        "predictions_late is the share of those that arrived after the request of the next turn, "
+        "or never",
+        "preemptions": "turns given to an engine whose slots were all taken; mean of a step, like "
+        "migrations",
         "migration_exposed_ms": "how long turns waited for running transfers, summed over a step",
     }

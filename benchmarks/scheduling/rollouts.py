@@ -68,7 +68,7 @@ def read_rollouts(journal: Path, config: RunConfig) -> list[Rollout]:
     replay.observe(reader)
     if replay.differing:
         raise ConfigError(
-            f"{journal} must replay to what was decided, {replay.differing} events do not"
+            f"{journal} must replay to the recorded decisions, {replay.differing} events do not"
         )
     return reader.rollouts
 

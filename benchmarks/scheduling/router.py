@@ -25,9 +25,9 @@ turn.
 """
 
 CONDITION = (
-    "handling of a turn's events (asked for, done, prediction) by the core alone, scheduling "
-    f"trajectory, {TRAJECTORIES:,} trajectories under way on {ENGINES} simulated engines of "
-    f"{SLOTS} slots: median; _p99 beside it, _mean with all else"
+    "handling of a turn's events (request, end, prediction) by the core alone, scheduling "
+    f"trajectory, {TRAJECTORIES:,} concurrent trajectories on {ENGINES} simulated engines of "
+    f"{SLOTS} slots: median, with _p99 and _mean"
 )
 
 

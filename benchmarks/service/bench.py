@@ -323,7 +323,7 @@ def _round_outside(address: str, name: str, jobs: int, at_once: int) -> list[flo
 
 
 async def _round(submit: Submit, name: str, jobs: int, at_once: int) -> list[float]:
-    room, taken = asyncio.Semaphore(at_once), []
+    room, durations = asyncio.Semaphore(at_once), []
 
     async def one(number: int) -> None:
         async with room:
@@ -331,11 +331,11 @@ async def _round(submit: Submit, name: str, jobs: int, at_once: int) -> list[flo
             status = await submit(
                 RolloutRequest(handler="lake", index=number, id=f"{name}-{number}")
             )
-            taken.append(time.perf_counter() - began)
+            durations.append(time.perf_counter() - began)
             assert status.state == "done", status
 
     await asyncio.gather(*(one(number) for number in range(jobs)))
-    return taken
+    return durations
 
 
 async def _run_concurrently(running: _Running, count: int) -> tuple[int, float]:
@@ -344,17 +344,17 @@ async def _run_concurrently(running: _Running, count: int) -> tuple[int, float]:
     """
     maximum, began = 0, time.perf_counter()
     async with RolloutClient(running.address) as client:
-        asked = [
+        tasks = [
             asyncio.ensure_future(client.rollout(RolloutRequest(handler="lake", index=number)))
             for number in range(count)
         ]
-        while not all(task.done() for task in asked):
+        while not all(task.done() for task in tasks):
             health = await client.health()
             maximum = max(
                 maximum, sum(counts["init"] + counts["run"] for counts in health.values())
             )
-            await asyncio.wait(asked, timeout=0.2)
-        await asyncio.gather(*asked)
+            await asyncio.wait(tasks, timeout=0.2)
+        await asyncio.gather(*tasks)
     return maximum, time.perf_counter() - began
 
 

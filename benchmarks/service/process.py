@@ -103,14 +103,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("config")
     parser.add_argument("--sandboxes", action="store_true")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     held: list[asyncio.Task[None]] = []
 
     def observe(_: Service) -> None:
-        if asked.sandboxes:
+        if options.sandboxes:
             held.append(asyncio.get_running_loop().create_task(_sandboxes(), name="sandboxes"))
 
-    config = load(asked.config, [])
+    config = load(options.config, [])
     launch.serve(
         config,
         observer=_Observer(),

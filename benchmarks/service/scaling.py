@@ -190,7 +190,7 @@ def figures_of(
             figures[name] = statistics.median(rates) if rates else None
             if not rates:
                 conditions[name] = (
-                    "not measured: so many processes take long to start; without --quick they are"
+                    "not measured: so many processes take long to start; measured without --quick"
                 )
     return figures
 
@@ -203,6 +203,6 @@ def conditions_of(plan: ScalingPlan) -> dict[str, Any]:
         f"to {TURNS} turns of {TURN_TOKENS} tokens; engines have spare slots, {TOKEN_MS:g} ms a "
         "token",
         "jobs_per_s_saturated_1": f"{plan.saturated} rollouts a round, environments and engines "
-        "that take no time: what is measured are the machine's cores, which services, engines and "
-        "client share",
+        "that take no time: this measures the machine's cores, which services, engines and client "
+        "share",
     }

@@ -65,20 +65,20 @@ class Slots:
     """
 
     def __init__(self, count: int) -> None:
-        self.count, self.taken = count, 0
+        self.count, self.occupied = count, 0
         self._free = asyncio.Semaphore(count)
         self._busy_s, self._since = 0.0, time.monotonic()
 
     @property
     def busy_s(self) -> float:
         now = time.monotonic()
-        self._busy_s += self.taken * (now - self._since)
+        self._busy_s += self.occupied * (now - self._since)
         self._since = now
         return self._busy_s
 
     async def hold(self, seconds: float) -> tuple[float, float]:
         """Occupy a slot for that long. Returns the seconds waited and occupied."""
-        asked = time.monotonic()
+        requested_at = time.monotonic()
         async with self._free:
             began = time.monotonic()
             self._count(1)
@@ -86,11 +86,11 @@ class Slots:
                 await asyncio.sleep(seconds)
             finally:
                 self._count(-1)
-        return began - asked, time.monotonic() - began
+        return began - requested_at, time.monotonic() - began
 
     def _count(self, by: int) -> None:
         _ = self.busy_s  # until now as it was
-        self.taken += by
+        self.occupied += by
 
 
 class PacedEngine:
@@ -141,7 +141,7 @@ class PacedEngine:
 
     async def stats(self) -> EngineStats:
         """Return statistics; `busy_s` are slot-seconds here."""
-        running = sum(part.taken for part in self._parts)
+        running = sum(part.occupied for part in self._parts)
         return EngineStats(
             version=0,
             running=running,
@@ -180,7 +180,7 @@ class PacedEngine:
             self.lost.set_result("killed")
 
     def _has_none(self, kind: type[Exception], what: str) -> NoReturn:
-        raise kind(f"an engine of known pace has no {what}")
+        raise kind(f"an engine of known pace does not support {what}")
 
 
 def engine_index(tokens: Sequence[int], count: int) -> int:
@@ -230,8 +230,8 @@ def main() -> None:
     parser.add_argument("--engines", type=int, required=True)
     parser.add_argument("--slots", type=int, required=True)
     parser.add_argument("--token-ms", type=float, required=True)
-    asked = parser.parse_args()
-    asyncio.run(_serve(asked.engines, asked.slots, asked.token_ms / 1e3))
+    options = parser.parse_args()
+    asyncio.run(_serve(options.engines, options.slots, options.token_ms / 1e3))
 
 
 if __name__ == "__main__":

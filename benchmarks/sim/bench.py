@@ -99,7 +99,7 @@ def bench_sim(*, quick: bool) -> Result:
         f"up to {TOOL_CALLS} calls each",
         "wall_s": "the simulation on one core, without starting Python; events are those that the "
         "core handled",
-        "peak_mb": "greatest resident memory of the process, Python and packages included",
+        "peak_mb": "maximum resident memory of the process, Python and packages included",
     }
     for layout, (model, engine_gpus, splits) in LAYOUTS.items():
         sizes = [size for size in splits if not quick or size == QUICK]
@@ -115,7 +115,7 @@ def bench_sim(*, quick: bool) -> Result:
             conditions[f"peak_mb{suffix}"] = "not measured: this system has no /proc/self/status"
         engines = [splits[size][1] // engine_gpus for size in sizes]
         conditions[f"engines{suffix}"] = (
-            f"{engines} of {engine_gpus} H800 each, {model}; the rest of the GPUs trains"
+            f"{engines} of {engine_gpus} H800 each, {model}; the other GPUs train"
         )
     return Result(bench="sim", figures=figures, conditions=conditions)
 

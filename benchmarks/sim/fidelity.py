@@ -91,15 +91,15 @@ CONDITIONS = {
     "engines_busy": "share of that run's time, after its start, in which an engine had turns",
     "engines_computing": "share of its time in which an engine computed steps",
     "modelled": (
-        "the engine's steps (measured after the run on turns of its lengths, while others keep the "
-        "other cores busy as far as two do), the trainer's steps, publications and loads of this "
-        "run, its lengths, the way to the engine and back, and a controller that handles one event "
-        "after another, each in the mean CPU time of this run's (environments, chat and journal "
-        "included: they are computed there)"
+        "the engine's steps (measured after the run on turns of its lengths, while up to two other "
+        "processes keep the other cores busy), the trainer's steps, publications and loads of this "
+        "run, its lengths, the round trip to the engine, and a controller that handles one event "
+        "after another, each in the mean CPU time of this run's (including environments, chat and "
+        "journal, which it computes)"
     ),
     "not_modelled": (
-        "cores that controller, engine and trainer share: each takes its mean time whatever the "
-        "others do; what the engine spends on taking requests; other load that changes between the "
+        "cores that controller, engine and trainer share: each takes its mean time, independent of "
+        "the others; the engine's time for accepting requests; other load that changes between the "
         "run and the measurement"
     ),
 }

@@ -46,7 +46,7 @@ class Timings(msgspec.Struct, kw_only=True):
     def wall_s(self) -> float:
         """Return the run's seconds. Raises ConfigError where no step was trained."""
         if self.ready_at is None or self.ended_at is None:
-            raise ConfigError("the run must have trained a step, it has trained none")
+            raise ConfigError("the run must have trained a step, but has trained none")
         return self.ended_at - self.ready_at
 
     @property
@@ -125,7 +125,7 @@ class _Reader:
 def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """Return constant and slope, neither negative, that minimize the squared errors."""
     if not points:
-        raise ConfigError("a recorded trainer must have trained a step, it has trained none")
+        raise ConfigError("a recorded trainer must have trained a step, but has trained none")
     mean_x, mean_y = statistics.fmean(x for x, _ in points), statistics.fmean(y for _, y in points)
     spread = sum((x - mean_x) ** 2 for x, _ in points)
     slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0

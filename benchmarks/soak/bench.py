@@ -165,7 +165,7 @@ def soak(plan: SoakPlan, *, progress: Callable[[str], None]) -> Result:
             "steps_over_peace": round(rates[0] / rates[1], 3),
         }
     else:
-        conditions["steps_over_peace"] = "not measured: --quick has no run in peace"
+        conditions["steps_over_peace"] = "not measured: --quick has no undisturbed run"
     result = Result(
         bench="soak",
         figures=figures,
@@ -283,20 +283,20 @@ def _success(summary: dict[str, Any]) -> float:
 def _conditions(plan: SoakPlan, path: Path, settings: list[str]) -> dict[str, Any]:
     return {
         **conditions_of(path, settings),
-        "rounds": f"{plan.rounds}, every {plan.every_s:g} s, and not before a step was trained "
-        f"since the last: an engine each (every {STOP_EVERY}th time it is stopped), a relay every "
-        f"{RELAY_EVERY}nd; the trainer in round {plan.trainer_at}, the controller in "
+        "rounds": f"{plan.rounds}, every {plan.every_s:g} s, but not before a step was trained "
+        f"since the previous one: an engine in each (every {STOP_EVERY}th time it is suspended), a "
+        f"relay every {RELAY_EVERY}nd; the trainer in round {plan.trainer_at}, the controller in "
         f"{', '.join(map(str, plan.controller_at))}",
-        "unaccounted": "started - (trained + dropped + cancelled + buffered); and what was trained "
-        "by the account and not by the journals of all lives, or the other way round",
+        "unaccounted": "started - (trained + dropped + cancelled + buffered); plus the difference "
+        "between the trajectories trained by the account and by the journals of all controllers",
         "trained_twice": "trajectories in more than one step of the surviving lineage, from the "
-        "journals of all lives",
-        "mixed_versions": "attempts in the store, trained on or not, in which more than one "
-        "version of the weights speaks",
-        "leftovers": "processes that outlived their controller; what is shared is in memory that "
-        "goes with its processes",
+        "journals of all controllers",
+        "mixed_versions": "attempts in the store, trained on or not, with tokens of more than one "
+        "version of the weights",
+        "leftovers": "processes that outlived their controller; shared memory ends with its "
+        "processes",
         "steps_lost": "steps trained again, because the trainer or the controller went back to a "
         "checkpoint",
         "success": "greedy, held-out, of the best checkpoint, at the end",
-        "peace": "the same at the same time, and nothing is killed until the end",
+        "peace": "the same run at the same time; no process is killed until the end",
     }

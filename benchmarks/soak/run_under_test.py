@@ -168,10 +168,12 @@ class RunUnderTest:
         while not condition():
             self.inspect()
             if self._process is not None and self._process.poll() is not None and not condition():
-                raise RollweaveError(self._failure(f"the run ended before this came: {what}"))
+                raise RollweaveError(
+                    self._failure(f"the run ended before this condition held: {what}")
+                )
             if time.monotonic() > until:
                 raise RollweaveError(
-                    self._failure(f"this did not come within {limit_s:g} s: {what}")
+                    self._failure(f"this condition did not hold within {limit_s:g} s: {what}")
                 )
             time.sleep(INSPECT_S)
 

@@ -159,7 +159,7 @@ def test_no_crossing_has_a_reason() -> None:
         {(1.0, 0.1): [0.1], (1.0, 1.0): [0.9], (2.0, 0.1): [0.5], (2.0, 1.0): [2.0]}, plan
     )
     assert measured["crossover_1_mbits"] is None
-    assert why == {"crossover_1_mbits": "changes are sooner up to 100% changed"}
+    assert why == {"crossover_1_mbits": "deltas are faster up to 100% changed"}
     assert measured["crossover_2_mbits"] == pytest.approx(math.sqrt(0.1))
 
 
@@ -227,7 +227,7 @@ def test_loopback_has_no_limits() -> None:
         assert net.address(2) == "127.0.0.1"
         with net.inside(1):
             pass
-        with pytest.raises(RuntimeError, match="as asked for"):
+        with pytest.raises(RuntimeError, match="as requested"):
             net.limit(10.0)
 
 

@@ -211,7 +211,7 @@ def test_a_journal_is_read_as_it_happened(tmp_path: Path) -> None:
 def test_a_journal_of_other_decisions_is_refused(tmp_path: Path) -> None:
     assert Scripted(one_domain("sync"), tmp_path / "run").run().error == ""
     other = load(tmp_path / "run" / "config.toml", ["rollout.max_running=3"])
-    with pytest.raises(ConfigError, match="must replay to what was decided"):
+    with pytest.raises(ConfigError, match="must replay to the recorded decisions"):
         read_rollouts(tmp_path / "run" / "journal.bin", other)
 
 

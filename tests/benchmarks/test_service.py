@@ -55,19 +55,19 @@ async def test_slots_are_limited_and_their_use_is_counted() -> None:
         nonlocal most
         holding = asyncio.ensure_future(slots.hold(seconds))
         while not holding.done():
-            most = max(most, slots.taken)
+            most = max(most, slots.occupied)
             await asyncio.sleep(0)
         return holding.result()[1]
 
     durations = await asyncio.gather(*(turn(0.01 * number) for number in range(1, 6)))
-    assert (most, slots.taken) == (2, 0)
+    assert (most, slots.occupied) == (2, 0)
     assert slots.busy_s == pytest.approx(sum(durations), abs=0.01)
     cancelled = asyncio.ensure_future(slots.hold(60.0))
     await asyncio.sleep(0)
-    assert slots.taken == 1
+    assert slots.occupied == 1
     cancelled.cancel()
     await asyncio.wait([cancelled])
-    assert slots.taken == 0
+    assert slots.occupied == 0
 
 
 def request(tokens: tuple[int, ...] = (1, 2, 3), **sampling: Any) -> GenerateRequest:
