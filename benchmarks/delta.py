@@ -69,11 +69,6 @@ FULL = DeltaPlan(
         "run.steps=6",
         "model.scratch.hidden=256",
         "model.scratch.layers=4",
-        "model.scratch.heads=8",
-        "model.scratch.head_dim=32",
-        "model.scratch.ffn=768",
-        "model.scratch.init_std=0.03",
-        "warmup.lr=1e-3",
     ),
 )
 QUICK = DeltaPlan(

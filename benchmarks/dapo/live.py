@@ -170,7 +170,7 @@ def _config(directory: Path, model: dict[str, Any], **sections: Any) -> RunConfi
         "tasks": [{"env": "nim", "tag": "nim", "options": {"grammar": True}, **limits}],
         "rollout": {
             "group_size": MEMBERS,
-            **dict.fromkeys(("max_running", "init_slots", "eval_slots"), slots),
+            "max_running": slots,
         },
         "engines": {"count": 1, "max_slots": slots, "kv_tokens": 16384},
         "faults": {"latency_s": LATENCY_S, "latency_sigma": SIGMA},
@@ -181,10 +181,8 @@ def _config(directory: Path, model: dict[str, Any], **sections: Any) -> RunConfi
 
 def _model(directory: Path) -> Path:
     """Write random weights and a tokenizer of the game's words, by a run of no steps."""
-    scratch = {
-        "scratch": {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "ffn": 64, "context": 512}
-    }
-    none = {"name": "model", "dir": str(directory), "steps": 0, "checkpoint_every": 0}
+    scratch = {"scratch": {"hidden": 32, "layers": 1}}
+    none = {"name": "model", "dir": str(directory), "steps": 0}
     run, _ = trained(_config(directory, scratch, run=none, eval={"final_episodes": 0}))
     return run.model
 

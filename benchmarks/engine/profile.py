@@ -32,6 +32,7 @@ from rollweave.io.disk import replace_file, writing
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import BLOCK_TOKENS
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.serving import Add, EngineSpec, GenerateRequest, Sampling
 from rollweave.sim.profile import Profile, ProfileCost, Sample
@@ -121,9 +122,9 @@ def spec_of(config: RunConfig, model: Path) -> EngineSpec:
         threads=engines.degree,
         max_slots=engines.max_slots,
         kv_tokens=engines.kv_tokens,
-        block_tokens=engines.block_tokens,
+        block_tokens=BLOCK_TOKENS,
         prefill_chunk_tokens=engines.prefill_chunk_tokens,
-        prefix_cache=engines.prefix_cache,
+        prefix_cache="prefix_cache" not in config.ablation.without,
         deterministic=engines.deterministic,
     )
 
@@ -338,7 +339,11 @@ def _cells(engine: Harness, spec: EngineSpec, grid: Grid) -> Iterator[tuple[Work
 def _demo_model(config: RunConfig, path: Path) -> Path:
     assert config.model.scratch is not None, "the demo begins from scratch"
     build_checkpoint(
-        path, scratch=config.model.scratch, words=TaskSource(config).words(), seed=config.run.seed
+        path,
+        scratch=config.model.scratch,
+        context=config.max_tokens,
+        words=TaskSource(config).words(),
+        seed=config.run.seed,
     )
     return path
 

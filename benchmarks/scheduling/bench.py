@@ -38,15 +38,15 @@ from rollweave.schema.base import Struct, TrajectoryId
 from rollweave.schema.config.root import RunConfig
 
 OURS = "trajectory"
-VARIANTS: Mapping[str, Mapping[str, str]] = {
-    "fcfs": {"priority": "fcfs", "placement": "affinity"},
-    "round_robin": {"priority": "round_robin", "placement": "affinity"},
-    "shortest_first": {"priority": "shortest_first", "placement": "affinity"},
-    "longest_first": {"priority": "longest_first", "placement": "affinity"},
-    "least_load": {"priority": "longest_first", "placement": "least_load"},
-    "pinned": {"priority": "longest_first", "placement": "pinned"},
-    "paper": {"priority": "longest_first", "placement": "presorted", "migration": "rank"},
-    "rank": {"scheduling": "trajectory", "migration": "rank"},
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "fcfs": {"ablation": {"policies": ["fcfs", "affinity"]}},
+    "round_robin": {"ablation": {"policies": ["round_robin", "affinity"]}},
+    "shortest_first": {"ablation": {"policies": ["shortest_first", "affinity"]}},
+    "longest_first": {"ablation": {"policies": ["longest_first", "affinity"]}},
+    "least_load": {"ablation": {"policies": ["longest_first", "least_load"]}},
+    "pinned": {"ablation": {"policies": ["longest_first", "pinned"]}},
+    "paper": {"ablation": {"policies": ["longest_first", "presorted", "rank"]}},
+    "rank": {"scheduling": "trajectory", "ablation": {"policies": ["rank"]}},
     OURS: {"scheduling": "trajectory"},
 }
 """Scheduling variants: four priorities on one placement; then, all by longest_first:
@@ -99,7 +99,7 @@ def config(variant: str, plan: SchedulingPlan, *, seed: int, directory: str) -> 
                 "seed": seed,
                 "steps": plan.learned + plan.measured,
             },
-            "model": {"scratch": {"context": 1536}},
+            "model": {"scratch": {}},
             "tasks": [
                 {"env": "benchmarks.scheduling.long_tasks:LongTask", "tag": "longtail"}
                 | {"max_turns": 48, "max_tokens": 1536, "max_turn_tokens": 12}
@@ -108,9 +108,10 @@ def config(variant: str, plan: SchedulingPlan, *, seed: int, directory: str) -> 
                 "mode": "sync",
                 "groups_per_step": plan.groups,
                 "group_size": MEMBERS,
-                **dict.fromkeys(("max_running", "init_slots", "eval_slots"), count),
-                **VARIANTS[variant],
+                "max_running": count,
+                "scheduling": VARIANTS[variant].get("scheduling", "turn"),
             },
+            "ablation": VARIANTS[variant].get("ablation", {}),
             "engines": {"count": 2, "max_slots": 4, "kv_tokens": 4096, "deterministic": True},
             "trainer": {"lr": 1e-12},
             "algorithm": {"advantage": "grpo_no_std"},

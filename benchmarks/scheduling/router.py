@@ -62,12 +62,12 @@ def config(*, trajectories: int = TRAJECTORIES, engines: int = ENGINES) -> RunCo
             "rollout": {
                 "groups_per_step": groups,
                 "group_size": MEMBERS,
-                **dict.fromkeys(("max_running", "init_slots", "eval_slots"), groups * MEMBERS),
+                "max_running": groups * MEMBERS,
                 "scheduling": "trajectory",
             },
             "engines": {"count": engines, "max_slots": SLOTS, "prefill_chunk_tokens": 8192},
             "eval": {"final_episodes": 0},
-            "watchdog": {"start_s": 1e4, "turn_s": 1e5, "weights_s": 1e4, "train_s": 1e5},
+            "watchdog": {"turn_s": 1e5, "train_s": 1e5},
         }
     )
 

@@ -152,7 +152,7 @@ def _config(directory: Path, model: Path) -> RunConfig:
                 {"env": env, "tag": name, "options": {"terminal": name}, **limits}
                 for name in ("shell", "tmux")
             ],
-            "rollout": dict.fromkeys(("max_running", "init_slots", "eval_slots"), ENGINES * SLOTS),
+            "rollout": {"max_running": ENGINES * SLOTS},
             "serve": {"port": 0, "engines": "registered"},
         }
     )

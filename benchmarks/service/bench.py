@@ -177,7 +177,7 @@ def _config(directory: Path, model: Path, *, held: int = 0, step_s: float = 0.0)
             "run": {"name": "service", "dir": str(directory)},
             "model": {"path": str(model)},
             "tasks": [{"env": "frozenlake", "tag": "lake", "options": {"maps": "fixed"}, **limits}],
-            "rollout": dict.fromkeys(("max_running", "init_slots", "eval_slots"), slots),
+            "rollout": {"max_running": slots},
             "engines": {"count": 1, "max_slots": 32, "kv_tokens": 16384},
             "faults": {"latency_s": step_s, "latency_sigma": SIGMA},
             "serve": {"port": 0},
@@ -191,17 +191,10 @@ def _model(directory: Path) -> Path:
     made["tasks"].append({"env": "benchmarks.service.bash_env:BashEnv", "tag": "bash"})
     made |= {
         "model": {
-            "scratch": {
-                "hidden": 32,
-                "layers": 1,
-                "heads": 2,
-                "kv_heads": 1,
-                "ffn": 64,
-                "context": 2048,
-            }
+            "scratch": {"hidden": 32, "layers": 1},
         }
     }
-    made["run"] |= {"name": "model", "steps": 0, "checkpoint_every": 0}
+    made["run"] |= {"name": "model", "steps": 0}
     made |= {"eval": {"final_episodes": 0}}
     run, _ = trained(RunConfig.model_validate(made))
     return run.model

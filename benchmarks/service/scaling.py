@@ -129,9 +129,7 @@ def _config(directory: Path, model: Path, workload: Workload) -> RunConfig:
             "run": {"name": "node", "dir": str(directory)},
             "model": {"path": str(model)},
             "tasks": [lake],
-            "rollout": dict.fromkeys(
-                ("max_running", "init_slots", "eval_slots"), workload.environments
-            ),
+            "rollout": {"max_running": workload.environments},
             "faults": {"latency_s": workload.step_s, "latency_sigma": 0.0},
             "serve": {"port": 0, "engines": "registered"},
         }

@@ -57,8 +57,6 @@ def config(gpus: int, layout: str) -> RunConfig:
                 "groups_per_step": GROUPS,
                 "group_size": MEMBERS,
                 "max_running": GROUPS * MEMBERS,
-                "init_slots": GROUPS * MEMBERS,
-                "eval_slots": GROUPS * MEMBERS,
             },
             "engines": {
                 "count": rollout // engine_gpus,
@@ -67,7 +65,7 @@ def config(gpus: int, layout: str) -> RunConfig:
                 "prefill_chunk_tokens": 8192,
             },
             "eval": {"final_episodes": 0},
-            "watchdog": {"start_s": 1e4, "turn_s": 1e5, "weights_s": 1e4, "train_s": 1e5},
+            "watchdog": {"turn_s": 1e5, "train_s": 1e5},
         }
     )
 

@@ -50,8 +50,6 @@ WIDE = (
     "trainer.lr=1e-3",
     "model.scratch.hidden=256",
     "model.scratch.layers=4",
-    "model.scratch.head_dim=64",
-    "model.scratch.ffn=768",
 )
 """A model of three million parameters: engine and trainer have most of the work, and
 the controller little.
@@ -62,7 +60,7 @@ CASES = {"": (), "_wide": WIDE}
 
 OVERRIDES = (
     "run.steps=30",
-    "run.checkpoint_s=0",
+    "run.checkpoint_every=0",
     "eval.every=0",
     "eval.final_episodes=0",
     "run.name=fidelity",
@@ -217,14 +215,19 @@ def simulate_again(
 ) -> Simulated:
     """Repeat the recorded run on the virtual clock."""
     # The shape and the GPUs of [sim] play no part: both costs are given.
-    made = config.model_copy(
-        update={"sim": SimConfig(model="qwen3-8b", profile=str(profile), controller_s=controller_s)}
-    )
+    made = config.model_copy(update={"sim": SimConfig(model="qwen3-8b", profile=str(profile))})
     path, metrics = profile.with_name("simulated.bin"), SimMetrics()
     with RunJournal(path) as journal:
         engine = ProfileCost.from_json(profile)
         costs = ({group.degree: engine for group in made.engines}, MeasuredTrainer(live))
-        world = World(made, observer=metrics, journal=journal, costs=costs, work=work)
+        world = World(
+            made,
+            observer=metrics,
+            journal=journal,
+            costs=costs,
+            work=work,
+            controller_s=controller_s,
+        )
         metrics.watch(world)
         core = world.run()
     timings = read_timings(path, made)

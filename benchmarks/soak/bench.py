@@ -92,7 +92,7 @@ QUICK = SoakPlan(
         "warmup.steps=10",
         "faults.latency_s=0.02",
         "watchdog.turn_s=20",
-        "watchdog.weights_s=20",
+        "watchdog.train_s=200",
         "eval.every=0",
         "eval.final_episodes=64",
     ),

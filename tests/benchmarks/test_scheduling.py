@@ -304,10 +304,8 @@ def test_a_ratio_to_zero_is_none() -> None:
 
 
 def test_variants_are_complete() -> None:
-    made = {
-        variant: scheduling(config(variant, FULL, seed=0, directory="runs").rollout)
-        for variant in VARIANTS
-    }
+    configs = {variant: config(variant, FULL, seed=0, directory="runs") for variant in VARIANTS}
+    made = {variant: scheduling(one.rollout, one.ablation) for variant, one in configs.items()}
     assert {made[variant].priority for variant in (*PRIORITIES, "longest_first")} == {
         "fcfs",
         "round_robin",

@@ -30,7 +30,7 @@ SMALL = dataclasses.replace(
         "engines.count=2",
         "run.checkpoint_every=2",
         "eval.final_episodes=8",
-        "watchdog.start_s=600",
+        "watchdog.train_s=3000",
         "watchdog.turn_s=60",
         "watchdog.restarts=20",
     ),

@@ -9,13 +9,8 @@ CONFIG = """
 name = "small"
 steps = 2
 [model.scratch]
-hidden = 16
+hidden = 32
 layers = 1
-heads = 2
-kv_heads = 1
-head_dim = 8
-ffn = 32
-context = 128
 [[tasks]]
 env = "tests.cli.envs:Fine"
 tag = "fine"

@@ -31,11 +31,8 @@ CONFIG = """
 name = "dry"
 steps = 3
 [model.scratch]
-hidden = 16
+hidden = 32
 layers = 1
-heads = 2
-kv_heads = 1
-ffn = 32
 [[tasks]]
 env = "tests.cli.envs:Fine"
 tag = "fine"
@@ -319,7 +316,7 @@ def test_a_run_that_is_resumed_keeps_its_model_tasks_and_seed(tmp_path: Path) ->
     run.config.write_text(dumps(config(tmp_path)))
     changes = [
         "run.seed=5",
-        "model.scratch.hidden=32",
+        "model.scratch.hidden=64",
         "tasks.0.env=nim",
         "run.steps=9",
         "tasks.0.weight=2",
@@ -379,8 +376,8 @@ class TestModelPath:
     @pytest.fixture
     def model(self, tmp_path: Path) -> Path:
         path = tmp_path / "model"
-        shape = ScratchModel(hidden=16, layers=1, heads=2, kv_heads=1, ffn=32, context=2048)
-        build_checkpoint(path, scratch=shape, words=list(envs.Fine.words({})), seed=0)
+        shape = ScratchModel(hidden=32, layers=1)
+        build_checkpoint(path, scratch=shape, context=2048, words=list(envs.Fine.words({})), seed=0)
         return path
 
     def examine(self, tmp_path: Path, model: Path, *overrides: str) -> list[tuple[str, str]]:
@@ -425,7 +422,7 @@ class TestModelPath:
         [
             (
                 {"intermediate_size": 64},
-                "mlp.gate_proj.weight must have shape (64, 16), got (32, 16)",
+                "mlp.gate_proj.weight must have shape (64, 32), got (96, 32)",
             ),
             ({"tie_word_embeddings": False}, "missing ['lm_head.weight']"),
             ({"hidden_size": "x"}, "config.json must have values of the right types"),

@@ -154,10 +154,10 @@ def test_help_names_every_bench_and_every_bench_is_a_function() -> None:
 
 @pytest.mark.usefixtures("config")
 def test_a_setting_without_effect_is_reported_before_the_run_and_in_its_dry_run() -> None:
-    unused = ["--mode", "sync", "--set", "rollout.alpha=2", "--set", "algorithm.kl_until=0.5"]
+    unused = ["--mode", "sync", "--set", "rollout.alpha=2", "--set", "algorithm.is_cap=5"]
     lines = [
         "rollout.alpha has no effect in mode sync, got 2",
-        "algorithm.kl_until has no effect while algorithm.kl is 0, got 0.5",
+        "algorithm.is_cap has no effect with algorithm.correction bypass, got 5.0",
     ]
     code, text, _ = invoke("train", "small.toml", "--dry-run", *unused)
     assert code == 0

@@ -50,7 +50,7 @@ def world(*, write_s: float = 1.0, steps: int = 30, **run: object) -> Timed:
         config(
             "sync",
             steps=steps,
-            run={"checkpoint_every": 0, **run},
+            run={"checkpoint_every": None, **run},
             eval={"every": 0, "final_episodes": 0},
         ),
         seed=3,
@@ -80,7 +80,7 @@ def test_an_expensive_checkpoint_is_rare() -> None:
 
 
 def test_no_checkpoint_by_time_if_it_is_disabled() -> None:
-    timed = world(checkpoint_s=0)
+    timed = world(checkpoint_every=0)
     timed.to_the_end()
     assert [step for _, step in timed.saves] == [0, 30]
 

@@ -15,6 +15,7 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import PRIORITIES
 from rollweave.schema.work import StopReason
 from tests.core.world import World
 from tests.support.properties import examples
@@ -24,19 +25,19 @@ MODES = ("sync", "one_step", "stream", "partial", "bounded", "decoupled")
 SCHEDULINGS: dict[str, dict[str, object]] = {
     "turn": {},
     "trajectory": {"scheduling": "trajectory"},
-    "heddle": {"scheduling": "trajectory", "migration": "rank"},
-    "verl": {"priority": "round_robin", "placement": "pinned"},
-    "verl*": {"priority": "round_robin", "placement": "hybrid"},
-    "autellix": {"priority": "shortest_first", "placement": "least_load"},
-    "preempting": {"priority": "longest_first", "placement": "affinity"},
+    "heddle": {"scheduling": "trajectory", "policies": ["rank"]},
+    "verl": {"policies": ["round_robin", "pinned"]},
+    "verl*": {"policies": ["round_robin", "hybrid"]},
+    "autellix": {"policies": ["shortest_first", "least_load"]},
+    "preempting": {"policies": ["longest_first", "affinity"]},
 }
-"""Settings of [rollout]."""
+"""Settings of [rollout], and `policies` and `without` of [ablation], for `config`."""
 
 
-ALLOCATION = {"budget": 5, "degrees": [1, 2, 4], "every": 1}
+ALLOCATION = {"budget": 5, "degrees": [1, 2, 4]}
 
 
-FIXED = ("placement", "migration", "spare_groups", "env_stepping", "reward")
+FIXED = ("spare_groups", "without")
 """Settings in which mode decoupled leaves no choice."""
 
 
@@ -51,27 +52,28 @@ def test_every_handler_is_of_an_event() -> None:
     assert HANDLERS.keys() == set(get_args(e.Event))
 
 
-def config(mode: str = "bounded", *, steps: int = 4, **sections: dict[str, object]) -> RunConfig:
-    rollout = {
+def config(mode: str = "bounded", *, steps: int = 4, **sections: Any) -> RunConfig:
+    rollout: dict[str, Any] = {
         "mode": mode,
         "groups_per_step": 3,
         "group_size": 2,
         "max_running": 8,
-        "init_slots": 3,
-        "eval_slots": 2,
         **sections.pop("rollout", {}),
     }
     if mode == "decoupled":
         rollout = {key: value for key, value in rollout.items() if key not in FIXED}
-        if rollout.pop("scheduling", "turn") == "trajectory":
-            rollout.setdefault("priority", "longest_first")
+        orders = [one for one in rollout.pop("policies", ()) if one in PRIORITIES]
+        by_length = rollout.pop("scheduling", "turn") == "trajectory"
+        rollout["policies"] = orders or (["longest_first"] if by_length else [])
         sections["allocation"] = None
+    ablation = {name: rollout.pop(name) for name in ("policies", "without") if name in rollout}
     return RunConfig.model_validate(
         {
             "run": {"name": "t", "steps": steps, "checkpoint_every": 2, **sections.pop("run", {})},
             "model": {"scratch": {}},
             "tasks": sections.pop("tasks", [{"env": "a", "weight": 2.0}, {"env": "b"}]),
             "rollout": rollout,
+            "ablation": {**ablation, **sections.pop("ablation", {})},
             "engines": {
                 **({"count": 2} if sections.get("allocation") is None else {}),
                 "max_slots": 3,
@@ -228,8 +230,7 @@ def test_any_world_ends_accounted_for(
             "spare_groups": spare_groups,
             "spare_members": spare_members,
             "dynamic_sampling": dynamic,
-            "env_stepping": "batch" if batch else "trajectory",
-            "reward": "after_rollout" if batch else "overlap",
+            "without": ["free_stepping", "reward_overlap"] if batch else [],
             **SCHEDULINGS[scheduling],
         },
         engines={"max_slots": slots},
@@ -527,7 +528,7 @@ def test_the_run_ends_at_once_if_no_checkpoint_can_be_read() -> None:
 
 
 def test_an_evaluation_whose_weights_are_lost_blocks_nothing() -> None:
-    world = World(config(steps=6, eval={"every": 2, "episodes": 2}), seed=3)
+    world = World(config(steps=6, eval={"every": 2, "episodes": 2}), seed=4)
     world.start()
     while until(world, c.SaveCheckpoint).step != 2:  # type: ignore[attr-defined]
         pass
@@ -649,7 +650,7 @@ def test_the_target_ends_training_early() -> None:
 
 
 def test_batch_level_stepping_waits_for_the_slowest() -> None:
-    world = World(config(rollout={"env_stepping": "batch"}), seed=29)
+    world = World(config(ablation={"without": ["free_stepping"]}), seed=29)
     world.start()
     while world.finish is None:
         world.step()

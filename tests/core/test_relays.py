@@ -27,7 +27,8 @@ class Driver:
         run_config = config(
             mode,
             engines={"count": relays},
-            weights={"relays": relays, "delta": delta},
+            weights={"relays": relays},
+            ablation={"without": [] if delta else ["deltas"]},
             watchdog={"restarts": restarts},
         )
         self.config, self.core, self.now, self.published = run_config, Core(run_config), 0.0, -1
@@ -431,7 +432,8 @@ def test_any_world_with_relays_ends_accounted_for(
         rollout=SCHEDULINGS[scheduling],
         engines={} if plans else {"count": 5},
         allocation=ALLOCATION if plans else None,
-        weights={"relays": relays, "delta": delta},
+        weights={"relays": relays},
+        ablation={"without": [] if delta else ["deltas"]},
         eval={"every": 2},
         watchdog={"restarts": restarts},
     )

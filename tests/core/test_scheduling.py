@@ -112,8 +112,7 @@ def test_without_priorities_turns_run_in_order_of_launch() -> None:
     rollout = {
         "groups_per_step": 1,
         "group_size": 6,
-        "priority": "round_robin",
-        "placement": "pinned",
+        "policies": ["round_robin", "pinned"],
     }
     world = Long(turns=20, rollout=rollout, engines={"count": 1, "max_slots": 1})
     assert world.run().error == ""
@@ -161,7 +160,7 @@ class Wild(Long):
 def test_a_failing_predictor_changes_only_the_order(kind: type[Long], placement: str) -> None:
     rollout = {
         "scheduling": "trajectory",
-        "placement": placement,
+        "policies": [placement],
         "groups_per_step": 2,
         "group_size": 4,
     }
@@ -298,7 +297,7 @@ def test_a_turn_waits_for_its_migrating_kv_and_the_wait_is_counted() -> None:
 
     rollout = {
         "scheduling": "trajectory",
-        "migration": "rank",
+        "policies": ["rank"],
         "groups_per_step": 2,
         "group_size": 6,
         "max_running": 12,
@@ -320,7 +319,7 @@ def test_a_transfer_without_an_answer_is_given_up() -> None:
 
     rollout = {
         "scheduling": "trajectory",
-        "migration": "rank",
+        "policies": ["rank"],
         "groups_per_step": 2,
         "group_size": 6,
         "max_running": 12,

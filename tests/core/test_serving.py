@@ -40,7 +40,7 @@ class Service(World):
         cancels: float = 0.0,
         **knobs: float,
     ) -> None:
-        rollout = {"scheduling": scheduling, "init_slots": 3, "max_running": 8, "eval_slots": 2}
+        rollout = {"scheduling": scheduling, "max_running": 8}
         super().__init__(config("sync", rollout=rollout, watchdog={"restarts": 100}), seed, **knobs)
         self.delivered: dict[str, list[c.Deliver]] = {}
         self.acknowledged: set[str] = set()
@@ -347,9 +347,7 @@ def calls_with_busy_engines(engines: int) -> int:
     """The number of function calls for an event that frees no slot, while turns wait
     for busy engines.
     """
-    core = Core(
-        config("sync", rollout={"scheduling": "turn", "max_running": 200, "init_slots": 200})
-    )
+    core = Core(config("sync", rollout={"scheduling": "turn", "max_running": 200}))
     names = [EngineId(f"e{number}") for number in range(engines)]
     core.handle(
         0.0, e.RunStarted(engines=tuple(e.EngineSlot(id=name) for name in names), serving=True)

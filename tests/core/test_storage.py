@@ -77,7 +77,7 @@ def test_trajectories_that_the_store_lost_are_not_trained_on_again() -> None:
     """A trajectory of a trained step is gone when the controller comes back, and its
     step is trained again.
     """
-    world = World(config(steps=4, run={"checkpoint_every": 0}), seed=3)
+    world = World(config(steps=4, run={"checkpoint_every": None}), seed=3)
     world.start()
     while world.core.state.trainer.step < 1:
         world.step()
@@ -123,7 +123,7 @@ def test_a_late_score_is_evicted_from_the_store() -> None:
     """It was stored while the core was already cancelling the attempt, and will never
     be used.
     """
-    world = World(config(rollout={"spare_members": 1, "eval_slots": 8}), seed=3)
+    world = World(config(rollout={"spare_members": 1}), seed=1)
     world.start()
     scoring: set[tuple[str, int]] = set()
     late_reward = None

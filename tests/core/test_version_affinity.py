@@ -240,8 +240,6 @@ def decoupled_config(
         "group_size": 2,
         "engine_batch": batch,
         "max_running": 64,
-        "init_slots": 64,
-        "eval_slots": 64,
         **sections.pop("rollout", {}),
     }
     return config(
@@ -251,12 +249,10 @@ def decoupled_config(
         tasks=[{"env": "a"}],
         engines={"count": engines, "max_slots": 2},
         eval={"every": 0, "final_episodes": 0, **sections.pop("eval", {})},
-        run={"checkpoint_every": 0, **sections.pop("run", {})},
+        run={"checkpoint_every": None, **sections.pop("run", {})},
         watchdog={
             "turn_s": 1e6,
-            "weights_s": 1e6,
-            "start_s": 1e6,
-            "train_s": 1e6,
+            "train_s": 1e7,
             **sections.pop("watchdog", {}),
         },
         **sections,
@@ -499,9 +495,7 @@ def test_random_worlds_read_only_checkpoints_that_hold_the_wanted_version() -> N
             eval={"every": 2, "episodes": 2},
             watchdog={
                 "turn_s": 60.0,
-                "weights_s": 60.0,
-                "start_s": 60.0,
-                "train_s": 60.0,
+                "train_s": 600.0,
                 "restarts": 50,
             },
             weights={"relays": 2 * (seed % 2)},
@@ -710,8 +704,8 @@ def test_inherent_staleness_is_counted_at_the_end_of_a_rollout() -> None:
 def test_contradictory_settings_are_refused() -> None:
     for sections, text in (
         (
-            {"rollout": {"placement": "affinity"}},
-            "rollout.placement must be pinned in mode decoupled, got affinity",
+            {"ablation": {"policies": ["affinity"]}},
+            "ablation.policies must have the placement pinned in mode decoupled, got affinity",
         ),
         (
             {"rollout": {"scheduling": "trajectory"}},
@@ -739,9 +733,9 @@ def test_contradictory_settings_are_refused() -> None:
             "buffer must be left out unless rollout.mode is decoupled, got mode sync",
         ),
         (
-            {"repack": False},
             {},
-            "rollout.repack must be left out unless rollout.mode is decoupled, got False",
+            {"ablation": {"without": ["repack"]}},
+            "ablation.without must not have repack unless rollout.mode is decoupled, got mode sync",
         ),
         (
             {"engine_batch": 2},

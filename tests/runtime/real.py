@@ -50,10 +50,6 @@ def lake(directory: Path, *, task: dict[str, Any] | None = None, **sections: Any
             "scratch": {
                 "hidden": 32,
                 "layers": 1,
-                "heads": 2,
-                "kv_heads": 1,
-                "ffn": 64,
-                "context": 512,
             }
         },
         "rollout": {"groups_per_step": GROUPS, "group_size": MEMBERS, "max_running": 8},

@@ -12,7 +12,7 @@ from tests.runtime.real import Life, lake, lines, living, replayed, run_dir, sum
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-DEFAULT = {"checkpoint_every": 0, "steps": 100_000}
+DEFAULT = {"checkpoint_every": None, "steps": 100_000}
 
 
 def later_checkpoint(life: Life) -> int:

@@ -30,10 +30,10 @@ def moving(directory: Path, **sections: Any) -> RunConfig:
             "run": {"steps": 4},
             "rollout": {
                 "scheduling": "trajectory",
-                "migration": "rank",
                 "groups_per_step": 3,
                 "max_running": 16,
             },
+            "ablation": {"policies": ["rank"]},
             "engines": {"count": 2, "max_slots": 4, "kv_tokens": 4096},
             "faults": {"latency_s": 0.2},
             **sections,
@@ -88,9 +88,7 @@ def test_engines_are_reallocated(tmp_path: Path) -> None:
     )
     data = config.model_dump()
     del data["engines"]["count"], data["engines"]["degree"]
-    config = RunConfig.model_validate(
-        {**data, "allocation": {"budget": 3, "degrees": [1, 2], "every": 1}}
-    )
+    config = RunConfig.model_validate({**data, "allocation": {"budget": 3, "degrees": [1, 2]}})
     summary = train(config)
     assert (summary.error, summary.steps) == ("", 4)
     _, events, commands = checked_journal(config)

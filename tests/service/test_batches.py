@@ -14,6 +14,7 @@ from rollweave.core.policy.dapo import DapoRule
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.service import RolloutRequest
 from rollweave.schema.work import SegmentKind
+from rollweave.service import rollouts
 from rollweave.service.batches import (
     DapoBatch,
     DapoBatches,
@@ -203,8 +204,11 @@ async def test_fails_if_a_batch_can_never_be_full(
             await wait_until(service.address, "/health", is_idle)
 
 
-async def test_retries_while_the_service_is_full(tmp_path: Path) -> None:
-    with serving(config(tmp_path, serve={"queue": 3}, rollout={"max_running": 2})) as service:
+async def test_retries_while_the_service_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollouts, "QUEUE", 3)
+    with serving(config(tmp_path, rollout={"max_running": 2})) as service:
         rule = DapoRule(groups=4, group_size=2, under_way=8, staleness=1)
         async with (
             RolloutClient(service.address) as client,

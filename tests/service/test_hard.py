@@ -26,6 +26,7 @@ from rollweave.schema.errors import ConfigError, EngineError
 from rollweave.schema.events import RolloutCancelled
 from rollweave.schema.service import EngineRequest, RolloutRequest
 from rollweave.schema.work import StopReason, Task
+from rollweave.service import rollouts
 from rollweave.service.client import RolloutClient
 from rollweave.service.engine_access import EngineTokens
 from rollweave.service.jobs import Job, JobStore
@@ -105,8 +106,11 @@ async def test_accepts_one_of_several_concurrent_requests_with_the_same_id(tmp_p
         assert sorted(answers) == [202] + [409] * 7
 
 
-async def test_concurrent_requests_do_not_exceed_the_queue(tmp_path: Path) -> None:
-    config = service_config(tmp_path, serve={"queue": 10, "engines": "registered"})
+async def test_concurrent_requests_do_not_exceed_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollouts, "QUEUE", 10)
+    config = service_config(tmp_path, serve={"engines": "registered"})
     with serving(config) as service:
         requests = [
             call(service.address, "POST", "/v1/rollouts", game(index=None, payload={}))
@@ -175,8 +179,11 @@ async def test_refuses_a_task_that_cannot_be_serialized(
         assert (await call(service.address, "GET", "/health"))[1]["submitted"] == 0
 
 
-async def test_unfinished_requests_are_bounded_in_bytes(tmp_path: Path) -> None:
-    config = service_config(tmp_path, serve={"queue_mb": 1, "engines": "registered"})
+async def test_unfinished_requests_are_bounded_in_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollouts, "QUEUE_MB", 1)
+    config = service_config(tmp_path, serve={"engines": "registered"})
     with serving(config) as service:
         # the payload is in the request and in its task
         large = {"handler": "game", "payload": {"x": "x" * 200_000}}
@@ -185,7 +192,7 @@ async def test_unfinished_requests_are_bounded_in_bytes(tmp_path: Path) -> None:
             for i in range(4)
         ]
         assert [status for status, _, _ in answers] == [202, 202, 429, 429]
-        assert "serve.queue_mb" in answers[-1][1]["error"]["message"]
+        assert "at most 1 MiB" in answers[-1][1]["error"]["message"]
         assert (await call(service.address, "POST", "/v1/rollouts", game(id="small")))[0] == 202
         await call(service.address, "DELETE", "/v1/rollouts/b0")
         await call(service.address, "GET", "/v1/rollouts/b0?wait=30")
@@ -348,8 +355,11 @@ def test_directory_errors_name_no_option_of_another_command(tmp_path: Path) -> N
             Serving(service_config(tmp_path, run={"name": "x", "dir": str(place)})).stop()
 
 
-async def test_deletes_segments_without_results(tmp_path: Path) -> None:
-    config = service_config(tmp_path, serve={"keep": 2})
+async def test_deletes_segments_without_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollouts, "KEPT_RESULTS", 2)
+    config = service_config(tmp_path)
     store, segment_head = run_dir(config) / "trajectories", b""
     for start in range(4):
         if start:

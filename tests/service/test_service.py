@@ -17,6 +17,7 @@ import pytest
 
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.service import MemberStatus, RolloutRequest
+from rollweave.service import rollouts
 from rollweave.service.client import (
     ClientClosedError,
     NoServiceError,
@@ -159,11 +160,12 @@ async def test_refuses_invalid_requests_without_effect(tmp_path: Path) -> None:
         assert (await call(service.address, "GET", "/health"))[1]["submitted"] == 0
 
 
-async def test_refuses_batches_that_exceed_the_queue(tmp_path: Path) -> None:
+async def test_refuses_batches_that_exceed_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollouts, "QUEUE", 10)
     gate = tmp_path / "gate"
-    config = service_config(
-        tmp_path, options={"wait": str(gate)}, rollout={"max_running": 2}, serve={"queue": 10}
-    )
+    config = service_config(tmp_path, options={"wait": str(gate)}, rollout={"max_running": 2})
     with serving(config) as service:
         accepted = refused = 0
         for number in range(40):
@@ -688,9 +690,12 @@ async def test_runs_more_rollouts_than_open_files_are_allowed(tmp_path: Path) ->
         program.terminate()
 
 
-async def test_leaving_the_client_cancels_pending_rollouts(tmp_path: Path) -> None:
+async def test_leaving_the_client_cancels_pending_rollouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are cancelled at the service, whether their request is under way or queued."""
-    config = service_config(tmp_path, options={"wait": str(tmp_path / "gate")}, serve={"queue": 10})
+    monkeypatch.setattr(rollouts, "QUEUE", 10)
+    config = service_config(tmp_path, options={"wait": str(tmp_path / "gate")})
     with serving(config) as service:
         async with RolloutClient(service.address) as client:
             requests = [

@@ -25,7 +25,7 @@ def one_domain(mode: str = "bounded") -> RunConfig:
         mode,
         steps=6,
         tasks=[{"env": "a"}],
-        rollout={"spare_members": 1, "min_members": 1, "retries": 3},
+        rollout={"spare_members": 1, "retries": 3},
     )
 
 
@@ -69,9 +69,7 @@ def test_reads_attempts_begun_after_a_compaction(tmp_path: Path) -> None:
 
 
 def test_a_run_of_several_domains_requires_a_domain(tmp_path: Path) -> None:
-    world = Scripted(
-        core_config("sync", rollout={"retries": 3, "min_members": 1}), tmp_path / "run"
-    )
+    world = Scripted(core_config("sync", rollout={"retries": 3}), tmp_path / "run")
     assert world.run().error == ""
     for name in ("a", "b"):
         recorded = workload(str(tmp_path / "run"), domain=name)
@@ -86,7 +84,7 @@ def test_refuses_untrustworthy_journals(tmp_path: Path) -> None:
     run = tmp_path / "run"
     Scripted(one_domain("sync"), run).run()
     journal, settings = (run / "journal.bin").read_bytes(), (run / "config.toml").read_text()
-    (run / "config.toml").write_text(settings.replace("init_slots = 3", "init_slots = 2"))
+    (run / "config.toml").write_text(settings.replace("max_running = 8", "max_running = 7"))
     with pytest.raises(
         ConfigError,
         match=r"must lead to the decisions recorded in it, event .* "

@@ -71,7 +71,7 @@ class Stage:
 
     def __init__(self, *, keep_partial_turns: bool = True, engines: int = 2) -> None:
         self.clock, self.events = Clock(), list[tuple[float, Event]]()
-        settings = EngineConfig(max_slots=4, block_tokens=4)
+        settings = EngineConfig(max_slots=4)
         trainer = TrainerCost(gpu=gpu("h800"), model=model("qwen3-8b"), gpus=8, link=link("rdma"))
         self.fleet = SimFleet(
             clock=self.clock,
@@ -82,6 +82,7 @@ class Stage:
                 clock=self.clock, post=self.post, cost=trainer, machines=0, trace=None
             ),
             settings=lambda _: settings,
+            prefix_cache=True,
             trace=None,
         )
         self.rollouts = Rollouts(

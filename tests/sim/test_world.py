@@ -24,6 +24,7 @@ def config(
     mode: str = "bounded",
     seed: int = 0,
     sim: dict[str, Any] | None = None,
+    ablation: dict[str, Any] | None = None,
     **rollout: Any,
 ) -> RunConfig:
     return RunConfig.model_validate(
@@ -46,6 +47,7 @@ def config(
                 "max_running": 64,
                 **rollout,
             },
+            "ablation": ablation or {},
             "engines": {"count": 3, "max_slots": 16},
             "eval": {"every": 2, "episodes": 4, "final_episodes": 8},
             "watchdog": {"turn_s": 3600.0},
@@ -134,23 +136,26 @@ def test_a_simulation_keeps_the_files_of_a_running_one(tmp_path: Path) -> None:
         assert run.config.exists()
 
 
+SHARED = {"without": ["disaggregation"]}
+
+
 def test_colocated_is_for_sync_and_counts_its_gpus_once() -> None:
     outcome: Outcome = simulate(
-        config(Path("unused"), mode="sync", sim={"colocated": True, "trainer_gpus": 3})
+        config(Path("unused"), mode="sync", sim={"trainer_gpus": 3}, ablation=SHARED)
     )
     assert outcome.gpus == 3
-    with pytest.raises(ValueError, match=r"sim\.colocated must go with rollout\.mode sync"):
-        config(Path("unused"), mode="bounded", sim={"colocated": True})
+    with pytest.raises(ValueError, match=r"disaggregation unless rollout\.mode is sync"):
+        config(Path("unused"), mode="bounded", ablation=SHARED)
 
 
 def test_a_controller_with_latency_handles_events_sequentially() -> None:
     free = simulate(config(Path("unused")))
-    slow = simulate(config(Path("unused"), sim={"controller_s": 0.5}))
+    slow = simulate(config(Path("unused")), controller_s=0.5)
     assert slow.summary.steps == free.summary.steps
     assert slow.summary.wall_s >= 0.5 * slow.events
-    assert simulate(
-        config(Path("unused"), sim={"controller_s": 1e-9})
-    ).summary.wall_s == pytest.approx(free.summary.wall_s, rel=0.2)
+    assert simulate(config(Path("unused")), controller_s=1e-9).summary.wall_s == pytest.approx(
+        free.summary.wall_s, rel=0.2
+    )
 
 
 def test_refuses_trajectories_that_fit_no_engine(tmp_path: Path) -> None:

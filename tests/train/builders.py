@@ -3,12 +3,13 @@
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from rollweave.schema.base import GroupId, TaskId, TrajectoryId
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import ScratchModel
+from rollweave.schema.config.sections import HEAD_DIM, ScratchModel
 from rollweave.schema.work import (
     Batch,
     Blame,
@@ -21,14 +22,12 @@ from rollweave.schema.work import (
     Trajectory,
     TurnSpan,
 )
+from rollweave.train import scratch
 from rollweave.train.packing import Example
-from rollweave.train.scratch import build_checkpoint
 
 torch.set_num_threads(1)
 
-SCRATCH = ScratchModel(
-    hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=48, init_std=0.1, context=256
-)
+SCRATCH, CONTEXT = ScratchModel(hidden=64, layers=2), 256
 WORDS = [f" at={column}{row}" for column in "abcd" for row in range(1, 5)] + [
     "<up>",
     "<down>",
@@ -37,8 +36,18 @@ WORDS = [f" at={column}{row}" for column in "abcd" for row in range(1, 5)] + [
 VOCABULARY = 100  # fewer than the tokenizer has
 
 
-def make_model(path: Path, *, seed: int = 0, **shape: Any) -> Path:
-    build_checkpoint(path, scratch=SCRATCH.model_copy(update=shape), words=WORDS, seed=seed)
+def make_model(
+    path: Path, *, seed: int = 0, head_dim: int = HEAD_DIM, kv_heads: int = 2, **shape: Any
+) -> Path:
+    """Build a model; `head_dim` and `kv_heads` replace the constants of one from
+    scratch.
+    """
+    with (
+        mock.patch.object(scratch, "HEAD_DIM", head_dim),
+        mock.patch.object(ScratchModel, "kv_heads", kv_heads),
+    ):
+        made = SCRATCH.model_copy(update=shape)
+        scratch.build_checkpoint(path, scratch=made, context=CONTEXT, words=WORDS, seed=seed)
     return path
 
 

@@ -201,9 +201,9 @@ def test_no_tokens_give_no_metrics() -> None:
 def test_the_kl_coefficient_is_constant_then_decreases_to_zero() -> None:
     constant = AlgorithmConfig(kl=0.1)
     assert [kl_coefficient(constant, step=step, steps=10) for step in (0, 5, 9)] == [0.1] * 3
-    falling = AlgorithmConfig(kl=0.1, kl_until=0.8)
-    coefficients = [kl_coefficient(falling, step=step, steps=10) for step in range(10)]
-    assert coefficients[:5] == [0.1] * 5
-    assert coefficients[6] == pytest.approx(0.05)
-    assert coefficients[8:] == [0.0, 0.0]
+    falling = AlgorithmConfig(kl=0.1, kl_direction="forward")
+    coefficients = [kl_coefficient(falling, step=step, steps=20) for step in range(20)]
+    assert coefficients[:10] == pytest.approx([0.1] * 10)
+    assert coefficients[15] == pytest.approx(0.1 / 3)
+    assert coefficients[18:] == [0.0, 0.0]
     assert coefficients == sorted(coefficients, reverse=True)

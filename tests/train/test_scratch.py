@@ -12,9 +12,15 @@ from hypothesis import given, settings
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollweave.train.scratch import CHARACTERS, SPECIALS, build_checkpoint, build_tokenizer
+from rollweave.train.scratch import (
+    CHARACTERS,
+    INIT_STD,
+    SPECIALS,
+    build_checkpoint,
+    build_tokenizer,
+)
 from tests.support.properties import examples
-from tests.train.builders import SCRATCH, WORDS
+from tests.train.builders import CONTEXT, SCRATCH, WORDS
 
 TOKENIZER = build_tokenizer([*WORDS, " up=wall", " up=ice", "ice", "<answer>", "</answer>"])
 
@@ -67,7 +73,7 @@ def test_refuses_words_that_cannot_be_tokens(word: str) -> None:
 
 
 def test_builds_a_hugging_face_checkpoint(tmp_path: Path) -> None:
-    build_checkpoint(tmp_path / "m", scratch=SCRATCH, words=WORDS, seed=3)
+    build_checkpoint(tmp_path / "m", scratch=SCRATCH, context=CONTEXT, words=WORDS, seed=3)
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(tmp_path / "m"),
         AutoTokenizer.from_pretrained(tmp_path / "m"),
@@ -75,14 +81,14 @@ def test_builds_a_hugging_face_checkpoint(tmp_path: Path) -> None:
     assert model.config.model_type == "qwen3"
     assert model.config.tie_word_embeddings
     assert model.config.vocab_size == len(tokenizer)
-    assert model.config.max_position_embeddings == SCRATCH.context
+    assert model.config.max_position_embeddings == CONTEXT
     assert (
         model.config.eos_token_id
         == tokenizer.eos_token_id
         == tokenizer.convert_tokens_to_ids("<|im_end|>")
     )
     assert float(model.model.layers[0].mlp.up_proj.weight.detach().std()) == pytest.approx(
-        SCRATCH.init_std, rel=0.1
+        INIT_STD, rel=0.1
     )
     messages = [{"role": "user", "content": " at=a1"}, {"role": "assistant", "content": "<up>"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -96,7 +102,7 @@ def test_builds_a_hugging_face_checkpoint(tmp_path: Path) -> None:
 def test_the_seed_determines_the_weights(tmp_path: Path) -> None:
     state = torch.get_rng_state()
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        build_checkpoint(tmp_path / name, scratch=SCRATCH, words=WORDS, seed=seed)
+        build_checkpoint(tmp_path / name, scratch=SCRATCH, context=CONTEXT, words=WORDS, seed=seed)
     assert torch.equal(state, torch.get_rng_state())  # the global random state is untouched
     payloads = [(tmp_path / name / "model.safetensors").read_bytes() for name in "abc"]
     assert payloads[0] == payloads[1] != payloads[2]

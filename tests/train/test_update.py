@@ -70,7 +70,7 @@ def slow_training(path: Path, batches: list[Batch], config: RunConfig) -> dict[s
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=trainer.lr,
-        betas=(0.9, trainer.beta2),
+        betas=(0.9, 0.95),
         weight_decay=trainer.weight_decay,
     )
     for batch in batches:

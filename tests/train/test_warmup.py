@@ -10,6 +10,7 @@ import torch
 
 from rollweave.schema.errors import NonFiniteLossError, TrainerError
 from rollweave.schema.work import TokenSequence
+from rollweave.train import trainer
 from rollweave.train.distributed import RankGroup
 from rollweave.train.model import load_model
 from rollweave.train.packing import Example, pack
@@ -76,13 +77,16 @@ def test_too_few_transcripts_are_an_error(model_dir: Path, tmp_path: Path) -> No
         Trainer(configured(), model_dir, tmp_path).warm_up(itertools.islice(transcripts(), 3))  # type: ignore[arg-type]
 
 
-def test_a_loss_that_is_not_finite_names_the_setting(model_dir: Path, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_names_the_setting(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "SCRATCH_LR", 1e20)
     with pytest.raises(
         NonFiniteLossError,
         match=r"warm-up step \d+: loss \S+, gradient norm \S+; "
-        r"warmup.lr is 1e\+20",
+        r"the learning rate is 1e\+20",
     ):
-        Trainer(configured(lr=1e20), model_dir, tmp_path).warm_up(transcripts())  # type: ignore[arg-type]
+        Trainer(configured(), model_dir, tmp_path).warm_up(transcripts())  # type: ignore[arg-type]
 
 
 def test_selects_the_targets_of_a_transcript() -> None:

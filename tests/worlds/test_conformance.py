@@ -72,12 +72,17 @@ def test_a_run_that_schedules_trajectories_keeps_the_contract(
 ) -> None:
     rollout = {
         "scheduling": "trajectory",
-        "migration": migration,
         "group_size": 4,
         "max_running": 16,
     }
     referee = judge(
-        *world(tmp_path, "bounded", rollout=rollout, engines={"count": 2, "max_slots": 2})
+        *world(
+            tmp_path,
+            "bounded",
+            rollout=rollout,
+            ablation={"policies": [migration]},
+            engines={"count": 2, "max_slots": 2},
+        )
     )
     assert referee.owed() == []
     assert {

@@ -17,7 +17,7 @@ from rollweave.runtime import launch
 from rollweave.runtime.preflight import dryrun
 from rollweave.runtime.preflight.checks import must_pass
 from rollweave.schema.config.loading import load
-from rollweave.schema.config.root import SIMULATED_CONTEXT, RunConfig
+from rollweave.schema.config.root import SIMULATED_MODEL, RunConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
 
 
@@ -49,7 +49,7 @@ def resolve(
         resume = resume or (path.is_dir() and not fresh)
         config = _of_run(path, overrides) if path.is_dir() else load(path, overrides)
         named = str(path)
-    if config.model.scratch is not None and config.model.scratch.context == SIMULATED_CONTEXT:
+    if config.model.path == SIMULATED_MODEL:
         raise ConfigError(
             "model must be given for training, got only [sim]; to simulate this file, use "
             f"`rollweave simulate {named}`"

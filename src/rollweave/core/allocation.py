@@ -1,4 +1,4 @@
-"""The allocation of engines to the lengths observed: planned every few steps, changed
+"""The allocation of engines to the lengths observed: planned after every step, changed
 engine by engine (Heddle §6).
 
 An engine that the plan lacks takes no more turns and is removed when its last one is
@@ -24,13 +24,9 @@ fleet costs starts of engines.
 
 
 def plan(run: Run) -> None:
-    """Every few trained steps, look for a better fleet."""
+    """After every trained step, look for a better fleet."""
     config, state, allocation = run.config.allocation, run.state, run.state.allocation
-    if (
-        config is None
-        or state.trainer.step - allocation.planned_at < config.every
-        or not run.training
-    ):
+    if config is None or state.trainer.step == allocation.planned_at or not run.training:
         return
     if allocation.pending_degrees or any(engine.draining for engine in state.engines.values()):
         return

@@ -289,6 +289,5 @@ def _check_service(run: Run) -> None:
 
 def _check_bounds(run: Run) -> None:
     state, rollout = run.state, run.config.rollout
-    assert len(state.pools.init) <= rollout.init_slots
     assert len(state.pools.init) + len(state.pools.run) <= rollout.max_running
-    assert len(state.pools.eval) <= rollout.eval_slots
+    assert len(state.pools.eval) <= rollout.max_running

@@ -27,7 +27,7 @@ def check_due(run: Run) -> None:
 
 def run_now(run: Run) -> None:
     """Plan, and begin to move."""
-    if not run.pacing.consolidates or not run.config.rollout.repack:
+    if not run.pacing.consolidates or "repack" in run.config.ablation.without:
         return
     state = run.state
     state.consolidated_at = run.now

@@ -95,7 +95,7 @@ class Core:
             pass  # it frees nothing
         elif isinstance(event, e.TurnRequested | e.TurnDone | e.PredictionReady):
             # The most frequent events by far: they make nothing but turns possible.
-            barrier = self._run.config.rollout.env_stepping == "batch"
+            barrier = "free_stepping" in self._run.config.ablation.without
             turns.dispatch(run, None if barrier else run.dirty_queues)
         elif not self.finished:
             _use_what_is_possible(run)

@@ -9,6 +9,7 @@ complete groups enter the buffer; a dropped group takes all its members with it.
 from rollweave.core import attempts, experience, lengths, trajectories
 from rollweave.core.policy.mixture import next_domain
 from rollweave.core.policy.redundancy import (
+    MIN_MEMBERS,
     Verdict,
     group_verdict,
     is_barren,
@@ -134,7 +135,7 @@ def evaluate_group(run: Run, group: Group) -> None:
         rewards,
         pending=pending,
         group_size=run.group_sizes[group.name],
-        min_members=rollout.min_members,
+        min_members=MIN_MEMBERS,
         dynamic_sampling=rollout.dynamic_sampling,
     )
     if verdict is Verdict.WAIT:

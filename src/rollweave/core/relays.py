@@ -333,7 +333,7 @@ def _fetch(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
     base = None
     if (
         source is not None
-        and run.config.weights.delta
+        and "deltas" not in run.config.ablation.without
         and not relay.force_full
         and _prefers_changes(run)
     ):

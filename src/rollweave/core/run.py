@@ -120,7 +120,7 @@ class Run:
         # queues in which this event may have made a turn possible
         self.dirty_queues: list[EngineId | None] = []
         self.mode: Mode = preset(config.rollout.mode, config.rollout.alpha, config.buffer.max_age)
-        self.scheduling: Scheduling = scheduling(config.rollout)
+        self.scheduling: Scheduling = scheduling(config.rollout, config.ablation)
         self.tasks: dict[str, TaskConfig] = {task.name: task for task in config.tasks}
         self.task_weights = [(task.name, task.weight) for task in config.tasks]
         self.group_sizes = {name: config.group_size(name) for name in self.tasks}

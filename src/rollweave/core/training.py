@@ -17,7 +17,7 @@ from rollweave.core import (
     version_affinity,
     weights,
 )
-from rollweave.core.policy.checkpoints import checkpoint_is_due
+from rollweave.core.policy.checkpoints import CHECKPOINT_S, checkpoint_is_due
 from rollweave.core.policy.staleness import acceptable, staleness
 from rollweave.core.run import Run
 from rollweave.core.state import Group, GroupStatus, Phase, TrainerStatus
@@ -286,7 +286,8 @@ def on_published(run: Run, event: WeightsPublished) -> None:
 
 
 def _is_due_by_time(run: Run) -> bool:
-    trainer, every_s = run.state.trainer, run.config.run.checkpoint_s
+    trainer, every = run.state.trainer, run.config.run.checkpoint_every
+    every_s = 0.0 if every == 0 else CHECKPOINT_S
     return checkpoint_is_due(
         run.now - trainer.save_requested_at, every_s=every_s, last_s=trainer.last_save_s
     )

@@ -148,7 +148,6 @@ def start_inits(run: Run) -> None:
     while (
         run.serving_version() is not None
         and pools.queued
-        and len(pools.init) < rollout.init_slots
         and len(pools.init) + len(pools.run) + len(pools.closing) < rollout.max_running
     ):
         first = _first_to_start(run)
@@ -212,15 +211,15 @@ def _first_to_start(run: Run) -> TrajectoryId | None:
 def start_evals(run: Run) -> None:
     """Fill the EVAL pool.
 
-    The baseline `after_rollout` waits until no environment is running, and none can
+    Without `reward_overlap`, they wait until no environment is running, and none can
     start.
     """
     state, rollout = run.state, run.config.rollout
-    if rollout.reward == "after_rollout" and (
+    if "reward_overlap" in run.config.ablation.without and (
         state.pools.init or state.pools.run or _first_to_start(run) is not None
     ):
         return
-    while state.pools.eval_queued and len(state.pools.eval) < rollout.eval_slots:
+    while state.pools.eval_queued and len(state.pools.eval) < rollout.max_running:
         trajectory = state.trajectories[next(iter(state.pools.eval_queued))]
         move(run, trajectory, Stage.EVAL)
         run.emit(StartEval(trajectory_id=trajectory.id, attempt=trajectory.attempt))

@@ -283,7 +283,7 @@ def dispatch(run: Run, waited_for: list[EngineId | None] | None = None) -> None:
     """
     state = run.state
     if not state.turns.queue or (
-        run.config.rollout.env_stepping == "batch" and _any_environment_steps(run)
+        "free_stepping" in run.config.ablation.without and _any_environment_steps(run)
     ):
         return
     if run.turn_queues.is_overgrown(state):

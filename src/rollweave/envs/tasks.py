@@ -262,7 +262,7 @@ class TaskSource:
 
     def transcripts(self, *, seed: int) -> Iterator[Sequence[Message]]:
         """Yield scripted conversations for the warm-up, endlessly, from the domains in
-        proportion to `warmup_weight`.
+        turn.
 
         Raises ConfigError if a domain has none.
         """
@@ -276,7 +276,7 @@ class TaskSource:
                 raise ConfigError(
                     f"warmup.steps must be 0 where an environment has no transcript(), got {name!r}"
                 )
-        weights = [(name, self._domains[name].warmup_weight) for name in names]
+        weights = [(name, 1.0) for name in names]
         drawn: dict[str, int] = {}
         while True:
             name = next_domain(weights, drawn)

@@ -4,8 +4,8 @@ trajectory.
 An environment has one thread for its lifetime, because a resource that it opens (a
 database connection, for example) may belong to the thread that opened it. Nothing
 queues for a thread: there is one for each live environment, whose number
-`rollout.max_running` and `rollout.init_slots` bound, and one for each reward being
-computed, whose number `rollout.eval_slots` bounds.
+`rollout.max_running` bounds, and one for each reward being
+computed, whose number it bounds as well.
 
 Invariants: calls of one environment run one after another on one thread; an abandoned
 call stays on its thread and is counted until it returns, and its environment is never

@@ -52,7 +52,7 @@ from rollweave.runtime.wiring import Wiring
 from rollweave.runtime.world import World
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import ModeName
+from rollweave.schema.config.sections import BLOCK_TOKENS, TRAINER_THREADS, ModeName
 from rollweave.schema.errors import ConfigError, DiskError
 from rollweave.schema.events import EngineSlot
 from rollweave.schema.prediction import PredictorSpec
@@ -97,7 +97,7 @@ def train(
         raise ConfigError(
             f"weights.transport {extra} must be installed ({how_to_install(extra)}), got none"
         )
-    check_installed(config.rollout)
+    check_installed(config)
     with contextlib.chdir("."):  # the user's modules may change the directory
         source = TaskSource(config)
     with RunDir.claim(config, resume=resume) as run:
@@ -336,7 +336,7 @@ class Processes:
         self._programs, self._on_ready = programs, on_ready
         # placement by length rank, allocation and repacking need the measured cost of steps
         self._profiles = (
-            scheduling(config.rollout).by_rank
+            scheduling(config.rollout, config.ablation).by_rank
             or config.allocation is not None
             or config.rollout.mode is ModeName.DECOUPLED
         )
@@ -357,9 +357,9 @@ class Processes:
             threads=slot.degree,
             max_slots=engines.max_slots,
             kv_tokens=engines.kv_tokens,
-            block_tokens=engines.block_tokens,
+            block_tokens=BLOCK_TOKENS,
             prefill_chunk_tokens=engines.prefill_chunk_tokens,
-            prefix_cache=engines.prefix_cache,
+            prefix_cache="prefix_cache" not in self._config.ablation.without,
             deterministic=engines.deterministic,
             version=self._version,
             profile=self._profiles,
@@ -399,7 +399,7 @@ class Processes:
             from rollweave.runtime.entrypoints.trainer import build
 
             return ThreadTrainer(spec, build, start_s=start_s, on_ready=self._trainer_ready)
-        env = _threads(trainer.threads)
+        env = _threads(TRAINER_THREADS)
         return ProcessTrainer(
             spec,
             module=self._programs.trainer,

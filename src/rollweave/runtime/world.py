@@ -115,7 +115,7 @@ class World:
             tasks=tasks,
             warn=metrics.warned,
         )
-        self._predicts = scheduling(config.rollout).predicts
+        self._predicts = scheduling(config.rollout, config.ablation).predicts
         drawer = TaskDrawer(draw, tasks=tasks, post=post)
         self._effects = Effects(self._handlers(drawer), never=(c.Deliver,))
 

@@ -53,9 +53,7 @@ async def decode_requests(body: bytes, *, max_requests: int) -> tuple[list[Rollo
     requests: list[RolloutRequest] = []
     async for element in _elements(text, start.end()):
         if len(requests) == max_requests:
-            raise TooLargeError(
-                f"rollouts must be at most {max_requests} requests (serve.queue), got more"
-            )
+            raise TooLargeError(f"rollouts must be at most {max_requests} requests, got more")
         requests.append(_decode(element.encode(), f"rollouts[{len(requests)}]"))
         if len(requests) % REQUESTS_AT_ONCE == 0:
             await asyncio.sleep(0)

@@ -48,6 +48,15 @@ PAGE_MEMBERS = 10_000
 megabyte.
 """
 
+QUEUE = 10_000
+"""Maximum number of rollouts that wait to start; more are refused."""
+
+QUEUE_MB = 1024
+"""Maximum MiB of requests and tasks that are not done; more are refused."""
+
+KEPT_RESULTS = 100_000
+"""Number of the newest finished rollouts whose results are kept."""
+
 ROLLOUTS_AT_ONCE = 100
 """Number of rollouts that are handled between two yields to the event loop, which takes
 some milliseconds.
@@ -113,7 +122,7 @@ class RolloutManager:
             command.attempt,
             command.stop_reason,
             entry,
-            keep=self._config.serve.keep,
+            keep=KEPT_RESULTS,
         )
         self._world.post(RolloutAcknowledged(trajectory_id=command.trajectory_id))
         if self._store.segment != self._pruned_segment:
@@ -144,7 +153,7 @@ class RolloutManager:
     @property
     def queue(self) -> int:
         """Maximum number of rollouts that may wait to begin."""
-        return self._config.serve.queue
+        return QUEUE
 
     def handlers(self) -> list[str]:
         """Return the task domains of the configuration, for which rollouts may be
@@ -187,12 +196,11 @@ class RolloutManager:
             self._check_open()
             # another client may have submitted the same id during the wait
             unknown = [one for one in resolved if not self._is_known(one[0], one[1])]
-            jobs = self._jobs.add(unknown, max_bytes=self._config.serve.queue_mb << 20)
+            jobs = self._jobs.add(unknown, max_bytes=QUEUE_MB << 20)
             if jobs is None:
-                used, limit = self._jobs.unfinished_bytes / 2**20, self._config.serve.queue_mb
+                used = self._jobs.unfinished_bytes / 2**20
                 raise FullError(
-                    f"unfinished requests may use at most {limit} MiB (serve.queue_mb); "
-                    f"{used:.1f} MiB are in use"
+                    f"unfinished requests may use at most {QUEUE_MB} MiB; {used:.1f} MiB are in use"
                 )
             for job in jobs:
                 self._post(job)

@@ -14,7 +14,7 @@ from rollweave.record.trace import ENGINES, Trace
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
-from rollweave.schema.config.sections import EngineConfig
+from rollweave.schema.config.sections import BLOCK_TOKENS, EngineConfig
 from rollweave.sim.clock import Clock
 from rollweave.sim.cost import EngineCosts, TrainerCosts
 from rollweave.sim.engine import Done, SimEngine
@@ -67,6 +67,7 @@ class SimFleet:
         trainer: TrainerCosts,
         relays: SimRelays,
         settings: Callable[[int], EngineConfig],
+        prefix_cache: bool,
         trace: Trace | None,
     ) -> None:
         self._clock, self._post, self._costs, self._trainer, self._settings = (
@@ -76,7 +77,7 @@ class SimFleet:
             trainer,
             settings,
         )
-        self._relays, self._trace = relays, trace
+        self._relays, self._trace, self._prefix_cache = relays, trace, prefix_cache
         self.nodes: dict[EngineId, Node] = {}
         self._changed: dict[EngineId, Node] = {}
         self.checkpoints: Callable[[], Container[int]] = tuple  # steps that an engine can read
@@ -249,7 +250,7 @@ class SimFleet:
             return
         started, reader, writer = self._clock.now, source.engine, target.engine
         blocks, weights = reader.export_kv(started, key, shared_key), reader.weights_id
-        tokens = blocks * self._settings(source.group).block_tokens
+        tokens = blocks * BLOCK_TOKENS
 
         def arrived() -> None:
             if source.engine is not reader or target.engine is not writer:
@@ -260,11 +261,7 @@ class SimFleet:
                 )
             else:
                 moved = writer.import_kv(self._clock.now, key, shared_key, blocks)
-                self._post(
-                    msgspec.structs.replace(
-                        done, moved_tokens=moved * self._settings(target.group).block_tokens
-                    )
-                )
+                self._post(msgspec.structs.replace(done, moved_tokens=moved * BLOCK_TOKENS))
 
         self._clock.after(reader.cost.move_s(tokens), arrived)
 
@@ -297,8 +294,8 @@ class SimFleet:
                 cost=cost,
                 slots=settings.max_slots,
                 chunk_tokens=settings.prefill_chunk_tokens,
-                block_tokens=settings.block_tokens,
-                prefix_cache=settings.prefix_cache,
+                block_tokens=BLOCK_TOKENS,
+                prefix_cache=self._prefix_cache,
                 kv_tokens=room,
             )
             self._post(

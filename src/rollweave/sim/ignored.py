@@ -5,7 +5,7 @@ time.
 from collections.abc import Iterator
 from typing import Any
 
-from rollweave.schema.config.root import SIMULATED_CONTEXT, RunConfig
+from rollweave.schema.config.root import SIMULATED_MODEL, RunConfig
 from rollweave.schema.config.sections import Section
 
 ALL = ()
@@ -16,11 +16,9 @@ IGNORED: dict[str, tuple[str, ...]] = {
     "rollout": ("temperature", "top_p", "top_k"),
     "trainer": (
         "ranks",
-        "threads",
         "lr",
         "final_lr",
         "warmup_steps",
-        "beta2",
         "weight_decay",
         "max_grad_norm",
         "epochs",
@@ -38,15 +36,13 @@ IGNORED: dict[str, tuple[str, ...]] = {
 all others.
 """
 
-IGNORED_TASK = ("options", "isolation", "time_s", "warmup_weight")
+IGNORED_TASK = ("options", "isolation", "time_s")
 IGNORED_ENGINE = ("deterministic",)
 
 
 def ignored(config: RunConfig) -> list[str]:
     """Return the names of changed settings that a simulation of `config` ignores."""
-    scratch = config.model.scratch
-    simulated = scratch is not None and scratch.context == SIMULATED_CONTEXT
-    names = [] if simulated else ["model"]
+    names = [] if config.model.path == SIMULATED_MODEL else ["model"]
     for name, fields in IGNORED.items():
         section = getattr(config, name)
         names += [

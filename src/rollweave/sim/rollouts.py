@@ -22,7 +22,7 @@ from rollweave.sim.clock import Clock
 from rollweave.sim.engine import Done
 from rollweave.sim.fleet import SimFleet
 from rollweave.sim.kv import Request
-from rollweave.sim.serverless import Serverless
+from rollweave.sim.serverless import Judges
 from rollweave.sim.workload import Plan, Workload
 
 Key = tuple[TrajectoryId, int]
@@ -76,11 +76,11 @@ class Rollouts:
         work: Mapping[str, Workload],
         seed: int,
         trace: Trace | None,
-        serverless: Serverless | None = None,
+        judges: Judges | None = None,
         keep_partial_turns: bool = False,
     ) -> None:
         """`keep_partial_turns` is that of `rollout/pipeline.py`."""
-        self._serverless, self._keeps_turns = serverless, keep_partial_turns
+        self._judges, self._keeps_turns = judges, keep_partial_turns
         self._reporting = False
         self._clock, self._post, self._fleet, self._work, self._seed = (
             clock,
@@ -209,8 +209,8 @@ class Rollouts:
         attempt.began_part = self._clock.now
         hangs = attempt.plan.fails_in == "eval" and attempt.plan.stop is StopReason.REWARD_HANG
         wait = attempt.start.task.limits.step_s if hangs else attempt.plan.reward_s
-        if self._serverless is not None:
-            wait = self._serverless.call(self._clock.now, wait)
+        if self._judges is not None:
+            wait = self._judges.call(self._clock.now, wait)
         attempt.ticket = self._clock.after(wait, lambda: self._eval_over(attempt))
 
     def cancel(self, command: c.CancelTrajectory) -> None:

@@ -13,6 +13,7 @@ from rollweave.record.summary import Summary, summarize, write_summary
 from rollweave.record.trace import Trace
 from rollweave.schema.config.root import RunConfig
 from rollweave.sim.metrics import SimMetrics
+from rollweave.sim.serverless import Judges
 from rollweave.sim.workload import Workload
 from rollweave.sim.world import Costs, Journal, World, section
 
@@ -78,11 +79,14 @@ def simulate(
     costs: Costs | None = None,
     work: dict[str, Workload] | None = None,
     watch: Journal | None = None,
+    rewards: Judges | None = None,
+    controller_s: float = 0.0,
 ) -> Outcome:
     """Simulate `config` and return the outcome.
 
     The run is recorded in the directory `run` if given, else `watch` receives its
-    journal; `on_metrics` is called with every line of metrics. Raises ConfigError,
+    journal; `on_metrics` is called with every line of metrics; `rewards` and
+    `controller_s` are those of `World`. Raises ConfigError,
     DiskError, StuckError.
     """
     sim = section(config)
@@ -92,7 +96,14 @@ def simulate(
     journal = RunJournal(run.journal) if run is not None else None
     trace = Trace(run.trace) if run is not None else None
     world = World(
-        config, observer=metrics, journal=journal or watch, trace=trace, costs=costs, work=work
+        config,
+        observer=metrics,
+        journal=journal or watch,
+        trace=trace,
+        costs=costs,
+        work=work,
+        rewards=rewards,
+        controller_s=controller_s,
     )
     metrics.watch(world)
     core = world.run()
@@ -105,13 +116,14 @@ def simulate(
     if run is not None:
         write_summary(run.summary, summary)
     engines = sum(slot.degree for slot in world.slots)
+    shared = "disaggregation" in config.ablation.without
     return Outcome(
         summary=summary,
         lines=metrics.lines,
         events=world.events,
-        gpus=max(engines, sim.trainer_gpus) if sim.colocated else engines + sim.trainer_gpus,
+        gpus=max(engines, sim.trainer_gpus) if shared else engines + sim.trainer_gpus,
         engine_gpus=engines,
-        rewards_used=world.serverless.utilization() if world.serverless is not None else None,
+        rewards_used=rewards.utilization() if rewards is not None else None,
     )
 
 

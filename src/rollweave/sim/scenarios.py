@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import PRIORITIES
 from rollweave.schema.work import StopReason
 from rollweave.sim.workload import Plan, Workload
 
@@ -83,7 +84,7 @@ def scenario(seed: int) -> RunConfig:
         "run": {
             "name": f"faults-{seed}",
             "steps": draw.randint(3, 6),
-            "checkpoint_every": draw.choice([0, 1, 2]),
+            "checkpoint_every": draw.choice([None, 1, 2]),
             "seed": seed,
         },
         "sim": {"model": "qwen3-8b", "gpu": "h800", "trainer_gpus": 8},
@@ -111,18 +112,19 @@ def scenario(seed: int) -> RunConfig:
         "eval": {"every": draw.choice([0, 2]), "episodes": 3, "final_episodes": 2},
         "watchdog": {
             "turn_s": 120.0,
-            "weights_s": 90.0,
-            "train_s": 300.0,
-            "start_s": 120.0,
+            "train_s": 900.0,
             "restarts": 100_000,
         },
     }
-    data["rollout"] |= data.pop("scheduling")
+    data["rollout"]["scheduling"] = data.pop("scheduling", "turn")
     if "allocation" in data:
         del data["engines"]["count"]
     if (decoupling := random.Random(f"decoupled/{seed}")).random() < DECOUPLED_SHARE:
         _decouple(data, decoupling)
-    data["weights"] = _weights(seed, most=data["engines"].get("count", 2))
+    relays, whole = _weights(seed, most=data["engines"].get("count", 2))
+    data["weights"] = {"relays": relays}
+    if whole:
+        data["ablation"]["without"] = ["deltas"]
     return RunConfig.model_validate(data)
 
 
@@ -130,13 +132,10 @@ def _decouple(data: dict[str, Any], draw: random.Random) -> None:
     """Turn the run into one of mode decoupled, which fixes some settings and adds
     others.
     """
-    for key in ("placement", "migration", "spare_groups"):
-        data["rollout"].pop(key, None)
-    if (
-        data["rollout"].pop("scheduling", "turn") == "trajectory"
-        and data["rollout"]["priority"] is None
-    ):
-        data["rollout"]["priority"] = "longest_first"
+    data["rollout"].pop("spare_groups")
+    by_length = data["rollout"].pop("scheduling", "turn") == "trajectory"
+    orders = [one for one in data["ablation"]["policies"] if one in PRIORITIES]
+    data["ablation"]["policies"] = orders or (["longest_first"] if by_length else [])
     if data.pop("allocation", None) is not None:
         data["engines"]["count"] = draw.randint(1, 4)
     data["rollout"] |= {"mode": "decoupled", "engine_batch": draw.choice([None, 1, 6])}
@@ -156,28 +155,25 @@ def _scheduling(seed: int) -> dict[str, Any]:
     """
     draw = random.Random(f"scheduling/{seed}")
     if draw.random() < 0.5:
-        return {"scheduling": {}}
-    chosen = {
-        "scheduling": "trajectory",
-        "priority": draw.choice([None, "fcfs", "round_robin", "shortest_first"]),
-        "placement": draw.choice(
-            [None, None, "presorted", "pinned", "affinity", "least_load", "hybrid"]
-        ),
-    }
-    if chosen["placement"] in (None, "presorted"):
-        chosen["migration"] = draw.choice([None, "rank", "never"])
+        return {"ablation": {"policies": []}}
+    priority = draw.choice([None, "fcfs", "round_robin", "shortest_first"])
+    placement = draw.choice([None, None, "presorted", "pinned", "affinity", "least_load", "hybrid"])
+    migration = None
+    if placement in (None, "presorted"):
+        migration = draw.choice([None, "rank", "never"])
+    chosen = [one for one in (priority, placement, migration) if one is not None]
+    data: dict[str, Any] = {"scheduling": "trajectory", "ablation": {"policies": chosen}}
     if draw.random() < 0.3:
-        return {
-            "scheduling": chosen,
-            "allocation": {"budget": draw.randint(2, 6), "degrees": [1, 2], "every": 1},
-        }
-    return {"scheduling": chosen}
+        data["allocation"] = {"budget": draw.randint(2, 6), "degrees": [1, 2]}
+    return data
 
 
-def _weights(seed: int, *, most: int) -> dict[str, Any]:
-    """Draw the settings of weight transfer: half of the runs have relays."""
+def _weights(seed: int, *, most: int) -> tuple[int, bool]:
+    """Draw the number of relays, of which half of the runs have any, and whether they
+    send whole weights alone.
+    """
     draw = random.Random(f"weights/{seed}")
-    return {"relays": min(most, draw.choice([0, 0, 0, 1, 2, 4])), "delta": draw.random() < 0.7}
+    return min(most, draw.choice([0, 0, 0, 1, 2, 4])), draw.random() >= 0.7
 
 
 def rates(seed: int, *, storm_s: float = STORM_S) -> Rates:

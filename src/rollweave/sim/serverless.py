@@ -1,6 +1,9 @@
-"""Rewards on a serverless platform: instances start on demand, serve one call at a
-time, and stop after an idle period.
+"""Instances that compute rewards, one call at a time: on a serverless platform they
+start on demand and stop after an idle period; dedicated ones are always there.
 """
+
+import heapq
+from typing import Protocol
 
 COLD_S = 2.7
 """Seconds that a first call waits for its instance: 2.2 to 3.2 s measured with Ray
@@ -16,6 +19,42 @@ KEEP_S = 60.0
 """Seconds for which an idle instance is kept. Assumption: the shortest period that
 common platforms offer.
 """
+
+
+class Judges(Protocol):
+    """Instances that compute rewards; issue `call`s in the order of time."""
+
+    def call(self, now: float, seconds: float) -> float:
+        """Begin a call that works for `seconds`.
+
+        Returns the seconds until its answer.
+        """
+
+    def utilization(self) -> float:
+        """Return the share of the instances' time in which they worked."""
+
+
+class Dedicated:
+    """A fixed number of instances; calls wait for a free one in the order of time."""
+
+    def __init__(self, count: int) -> None:
+        self._free_at = [0.0] * count
+        self._busy_s = 0.0
+
+    def call(self, now: float, seconds: float) -> float:
+        """Begin a call that works for `seconds`.
+
+        Returns the seconds until its answer.
+        """
+        end = max(now, self._free_at[0]) + seconds
+        heapq.heapreplace(self._free_at, end)
+        self._busy_s += seconds
+        return end - now
+
+    def utilization(self) -> float:
+        """Return the share of the time until the last answer in which they worked."""
+        until = max(self._free_at)
+        return self._busy_s / (until * len(self._free_at)) if until else 0.0
 
 
 class Serverless:

@@ -7,6 +7,7 @@ staleness bound; requested checkpoints exist.
 """
 
 from rollweave.core.policy.modes import preset
+from rollweave.core.policy.redundancy import MIN_MEMBERS
 from rollweave.record.summary import Summary
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
@@ -68,10 +69,9 @@ class TrainerOracle:
         assert (command.step, command.part) == self._position, (
             f"{command.step}.{command.part} at {self._position}"
         )
-        rollout = self._config.rollout
         for group in command.groups:
             members, size = group.trajectory_ids, self._config.group_size(group.name)
-            assert min(rollout.min_members, size) <= len(set(members)) == len(members) <= size, (
+            assert min(MIN_MEMBERS, size) <= len(set(members)) == len(members) <= size, (
                 f"{group} is delivered in part"
             )
             for step, groups in self._lineage.items():

@@ -31,7 +31,7 @@ from rollweave.sim.predictor import SimPredictor
 from rollweave.sim.profile import ProfileCost
 from rollweave.sim.relays import SimRelays
 from rollweave.sim.rollouts import Rollouts
-from rollweave.sim.serverless import Serverless
+from rollweave.sim.serverless import Judges
 from rollweave.sim.trainer import SimTrainer
 from rollweave.sim.workload import Workload, workload
 from rollweave.train.lengths import check_installed
@@ -71,10 +71,13 @@ class World:
         trace: Trace | None = None,
         costs: Costs | None = None,
         work: dict[str, Workload] | None = None,
+        rewards: Judges | None = None,
+        controller_s: float = 0.0,
         keep_partial_turns: bool = False,
     ) -> None:
-        """`keep_partial_turns` is that of `rollout/pipeline.py`; mode decoupled always
-        keeps them.
+        """`rewards` computes them, all at once if None. The controller takes
+        `controller_s` for one event, while later ones wait. `keep_partial_turns` is that
+        of `rollout/pipeline.py`; mode decoupled always keeps them.
         """
         self.config = config
         self.core = Core(config, rules=rules_of(config))
@@ -82,7 +85,7 @@ class World:
         self.inbox: deque[e.Event] = deque()
         self.events = 0
         self.over: str | None = None
-        self._controller_s = section(config).controller_s
+        self._controller_s = controller_s
         self._serving = False  # the controller is handling the first event of the inbox
         self._journal = journal
         engine_costs, trainer_cost = costs if costs is not None else costs_of(config)
@@ -101,9 +104,9 @@ class World:
             trainer=trainer_cost,
             relays=self.relays,
             settings=config.engines.__getitem__,
+            prefix_cache="prefix_cache" not in config.ablation.without,
             trace=trace,
         )
-        self.serverless = Serverless() if section(config).serverless else None
         self.rollouts = Rollouts(
             clock=self.clock,
             post=self.post,
@@ -111,7 +114,7 @@ class World:
             work=work if work is not None else workloads_of(config),
             seed=config.run.seed,
             trace=trace,
-            serverless=self.serverless,
+            judges=rewards,
             keep_partial_turns=keep_partial_turns or config.rollout.mode is ModeName.DECOUPLED,
         )
         self.trainer = SimTrainer(
@@ -122,7 +125,7 @@ class World:
             trace=trace,
         )
         self.fleet.checkpoints = lambda: self.trainer.checkpoints
-        check_installed(config.rollout)
+        check_installed(config)
         self.predictor = SimPredictor(
             clock=self.clock, post=self.post, name=config.rollout.predictor
         )

@@ -11,6 +11,11 @@ import torch
 
 from rollweave.schema.config.sections import AlgorithmConfig
 
+FORWARD_UNTIL = 0.9
+"""Share of the run after which the forward KL term, which keeps choices alive, is 0; it
+falls over the second half of that share.
+"""
+
 MAX_LOG_RATIO = 20.0
 """Bound of log-ratios: beyond ±20 the exponential would overflow or dominate the batch,
 and only the sign matters.
@@ -107,12 +112,13 @@ def _importance(
 
 
 def kl_coefficient(algorithm: AlgorithmConfig, *, step: int, steps: int) -> float:
-    """Return `kl` at training step `step` of `steps`: constant, then decreasing
-    linearly to 0 at the fraction `kl_until` of the run.
+    """Return `kl` at training step `step` of `steps`: constant for the reverse
+    divergence; for the forward one constant, then decreasing linearly to 0 at
+    `FORWARD_UNTIL` of the run.
     """
-    if algorithm.kl_until >= 1:
+    if algorithm.kl_direction == "reverse":
         return algorithm.kl
-    left = 1 - step / max(1.0, algorithm.kl_until * steps)
+    left = 1 - step / max(1.0, FORWARD_UNTIL * steps)
     return algorithm.kl * min(1.0, max(0.0, 2 * left))
 
 

@@ -15,15 +15,15 @@ from torch import nn
 from rollweave.schema.config.sections import TrainerConfig
 from rollweave.train.distributed import full_tensor, is_sharded, local_tensor, sharded_like
 
-BETA1 = 0.9
+BETAS = (0.9, 0.95)
+"""AdamW's decay rates of the first and the second moment."""
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def new_optimizer(
-    model: nn.Module, *, lr: float, beta2: float, weight_decay: float
-) -> torch.optim.AdamW:
+def new_optimizer(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(
-        model.parameters(), lr=lr, betas=(BETA1, beta2), weight_decay=weight_decay, fused=True
+        model.parameters(), lr=lr, betas=BETAS, weight_decay=weight_decay, fused=True
     )
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from rollweave.schema.config.sections import ScratchModel
+from rollweave.schema.config.sections import HEAD_DIM, ScratchModel
 from rollweave.train.files import new_directory
 from rollweave.weights.checkpoint import ModelShape, read_shape
 
@@ -30,6 +30,14 @@ ROLES = ("system", "user", "assistant", "tool")
 
 CHARACTERS = "".join(sorted(set(string.printable) - set("\r\x0b\x0c")))
 
+INIT_STD = 0.12
+"""Standard deviation of random weights: that of transformers, 0.02, is for wider
+models.
+"""
+
+ROPE_THETA = 100.0
+"""Base of the rotary embeddings: sequences of such a model are short."""
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
@@ -38,27 +46,29 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_checkpoint(path: Path, *, scratch: ScratchModel, words: Sequence[str], seed: int) -> None:
+def build_checkpoint(
+    path: Path, *, scratch: ScratchModel, context: int, words: Sequence[str], seed: int
+) -> None:
     """Write config, random weights (drawn from `seed`) and tokenizer to directory
-    `path`.
+    `path`; `context` is the maximum length of a sequence.
 
     Raises `ValueError` for a word that cannot be a token.
     """
     from safetensors.torch import save_file
 
     tokenizer = build_tokenizer(words)
-    config = _model_config(scratch, tokenizer)
+    config = _model_config(scratch, tokenizer, context)
     with new_directory(path) as directory:
         (directory / "config.json").write_text(json.dumps(config, indent=2))
-        tensors = _random_weights(read_shape(directory), init_std=scratch.init_std, seed=seed)
+        tensors = _random_weights(read_shape(directory), init_std=INIT_STD, seed=seed)
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         tokenizer.save(str(directory / "tokenizer.json"))
         (directory / "tokenizer_config.json").write_text(
-            json.dumps(_tokenizer_config(scratch.context), indent=2)
+            json.dumps(_tokenizer_config(context), indent=2)
         )
 
 
-def _model_config(scratch: ScratchModel, tokenizer: Tokenizer) -> dict[str, object]:
+def _model_config(scratch: ScratchModel, tokenizer: Tokenizer, context: int) -> dict[str, object]:
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -67,15 +77,15 @@ def _model_config(scratch: ScratchModel, tokenizer: Tokenizer) -> dict[str, obje
         "num_hidden_layers": scratch.layers,
         "num_attention_heads": scratch.heads,
         "num_key_value_heads": scratch.kv_heads,
-        "head_dim": scratch.head_dim,
+        "head_dim": HEAD_DIM,
         "intermediate_size": scratch.ffn,
-        "max_position_embeddings": scratch.context,
-        "initializer_range": scratch.init_std,
+        "max_position_embeddings": context,
+        "initializer_range": INIT_STD,
         "tie_word_embeddings": True,
         "attention_bias": False,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": scratch.rope_theta},
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
         "bos_token_id": None,
         "eos_token_id": tokenizer.token_to_id(TURN_END),
         "pad_token_id": tokenizer.token_to_id(PAD),

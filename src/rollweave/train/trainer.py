@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import TRAINER_THREADS
 from rollweave.schema.errors import NonFiniteLossError, RollweaveError, TrainerError
 from rollweave.schema.training import (
     Copied,
@@ -52,7 +53,7 @@ from rollweave.train.publishing import WeightPublisher
 from rollweave.train.ratios import group_ratios
 from rollweave.train.rows import Row, batch_rows
 from rollweave.train.update import Update
-from rollweave.train.warmup import warm_up
+from rollweave.train.warmup import SCRATCH_LR, warm_up
 from rollweave.train.weights import (
     clone_parameters,
     load_named_tensors,
@@ -79,7 +80,7 @@ class Trainer:
 
         Raises `TrainerError` for a model that it cannot train.
         """
-        torch.set_num_threads(config.trainer.threads)
+        torch.set_num_threads(TRAINER_THREADS)
         self._config = config
         self._model_dir = model_dir
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
@@ -89,7 +90,7 @@ class Trainer:
         shard_model(self._model, list(self._model.model.layers), self._ranks)
         trainer = config.trainer
         self._optimizer = new_optimizer(
-            self._model, lr=trainer.lr, beta2=trainer.beta2, weight_decay=trainer.weight_decay
+            self._model, lr=trainer.lr, weight_decay=trainer.weight_decay
         )
         self._passes = Passes(self._model, self._ranks, micro_tokens=trainer.micro_tokens)
         device = torch.device(config.model.device)
@@ -115,7 +116,15 @@ class Trainer:
         """Run the supervised warm-up configured by `[warmup]`, before step 0; every
         rank is given the same transcripts. See `warmup`.
         """
-        return warm_up(self._passes, transcripts, self._config.warmup, trainer=self._config.trainer)
+        config = self._config
+        lr = SCRATCH_LR if config.model.scratch is not None else config.trainer.lr
+        return warm_up(
+            self._passes,
+            transcripts,
+            config.warmup,
+            lr=lr,
+            trainer=config.trainer,
+        )
 
     def handle(self, command: TrainerCommand) -> TrainerReply | None:
         """Execute one command.

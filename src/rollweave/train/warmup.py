@@ -18,6 +18,11 @@ from rollweave.train.optimizer import clip_gradients, new_optimizer, set_learnin
 from rollweave.train.packing import Example
 from rollweave.train.passes import Passes
 
+SCRATCH_LR = 1e-2
+"""Learning rate for a model from scratch; a checkpoint is warmed up with the peak rate
+of training.
+"""
+
 FINAL_SHARE = 0.1
 """Fraction of the learning rate at the last step; it decreases linearly."""
 
@@ -27,6 +32,7 @@ def warm_up(
     transcripts: Iterator[TokenSequence],
     warmup: WarmupConfig,
     *,
+    lr: float,
     trainer: TrainerConfig,
 ) -> list[float]:
     """Take `warmup.steps` optimizer steps of `warmup.batch` transcripts each; return
@@ -35,9 +41,7 @@ def warm_up(
     Trains on the output tokens, with `warmup.observations` on prompt and observation
     tokens, too. Raises `TrainerError` if transcripts run out, and `NonFiniteLossError`.
     """
-    optimizer = new_optimizer(
-        passes.model, lr=warmup.lr, beta2=trainer.beta2, weight_decay=trainer.weight_decay
-    )
+    optimizer = new_optimizer(passes.model, lr=lr, weight_decay=trainer.weight_decay)
     losses = []
     for step in range(warmup.steps):
         examples = [
@@ -47,9 +51,7 @@ def warm_up(
         examples = [example for example in examples if len(example.targets)]
         if not examples:
             raise TrainerError("warm-up needs transcripts with output tokens")
-        set_learning_rate(
-            optimizer, warmup.lr * (1 - (1 - FINAL_SHARE) * step / max(1, warmup.steps - 1))
-        )
+        set_learning_rate(optimizer, lr * (1 - (1 - FINAL_SHARE) * step / max(1, warmup.steps - 1)))
         optimizer.zero_grad(set_to_none=True)
         weight = 1 / sum(len(example.targets) for example in examples)
         loss = passes.backward(
@@ -61,8 +63,8 @@ def warm_up(
         norm = clip_gradients(passes.model, trainer.max_grad_norm)
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise NonFiniteLossError(
-                f"warm-up step {step}: loss {loss:g}, gradient norm {norm:g}; warmup.lr is "
-                f"{warmup.lr:g}"
+                f"warm-up step {step}: loss {loss:g}, gradient norm "
+                f"{norm:g}; the learning rate is {lr:g}"
             )
         optimizer.step()
         losses.append(loss)

@@ -22,7 +22,7 @@ from rollweave.core.policy.priority import (
 from rollweave.core.policy.routing import SKEW, EngineLoad, choose
 from rollweave.core.policy.scheduling import Scheduling, scheduling
 from rollweave.schema.base import EngineId
-from rollweave.schema.config.sections import RolloutConfig
+from rollweave.schema.config.sections import AblationConfig, RolloutConfig
 from tests.support.properties import examples
 
 A, B, C = EngineId("a"), EngineId("b"), EngineId("c")
@@ -232,9 +232,9 @@ def test_what_follows_from_the_choices(priority: str, placement: str) -> None:
 
 
 def test_presets_and_what_is_mixed_into_them() -> None:
-    assert scheduling(RolloutConfig()).placement == "affinity"
-    assert not scheduling(RolloutConfig()).predicts
-    overridden = scheduling(RolloutConfig(scheduling="trajectory"))
+    assert scheduling(RolloutConfig(), AblationConfig()).placement == "affinity"
+    assert not scheduling(RolloutConfig(), AblationConfig()).predicts
+    overridden = scheduling(RolloutConfig(scheduling="trajectory"), AblationConfig())
     assert (overridden.priority, overridden.placement, overridden.migration) == (
         "longest_first",
         "partition",
@@ -242,7 +242,9 @@ def test_presets_and_what_is_mixed_into_them() -> None:
     )
     assert overridden.predicts
     assert overridden.preempts
-    pinned = scheduling(RolloutConfig(scheduling="trajectory", placement="pinned"))
+    pinned = scheduling(
+        RolloutConfig(scheduling="trajectory"), AblationConfig(policies=("pinned",))
+    )
     assert pinned.migration == "never"
     assert pinned.homes
     assert not pinned.by_rank

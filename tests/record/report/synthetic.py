@@ -42,7 +42,7 @@ CONFIG = """
 name = "made-up"
 steps = 40
 [model.scratch]
-hidden = 16
+hidden = 32
 [[tasks]]
 env = "frozenlake"
 [[tasks]]

@@ -12,13 +12,14 @@ from rollweave.schema.config.sections import ScratchModel
 from rollweave.train.scratch import build_checkpoint
 from rollweave.weights.checkpoint import read_shape
 
-SCRATCH = ScratchModel(hidden=24, layers=3, heads=4, kv_heads=2, head_dim=8, ffn=40, context=64)
+SCRATCH = ScratchModel(hidden=64, layers=3)
+CONTEXT = 64
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "model"
-    build_checkpoint(path, scratch=SCRATCH, words=["one", "two"], seed=0)
+    build_checkpoint(path, scratch=SCRATCH, context=CONTEXT, words=["one", "two"], seed=0)
     return path
 
 
@@ -30,7 +31,7 @@ def numbers_in(path: Path) -> int:
 def test_parameters_are_those_of_the_checkpoint(built: Path) -> None:
     shape = read_shape(built)
     assert parameters(shape) == numbers_in(built)
-    assert parameters(scratch_shape(SCRATCH, shape.vocab)) == numbers_in(built)
+    assert parameters(scratch_shape(SCRATCH, shape.vocab, context=CONTEXT)) == numbers_in(built)
 
 
 def config(*overrides: str) -> RunConfig:
@@ -39,7 +40,8 @@ def config(*overrides: str) -> RunConfig:
 
 def needs(*overrides: str) -> dict[str, int]:
     return {
-        need.what: need.total for need in memory(config(*overrides), scratch_shape(SCRATCH, 200))
+        need.what: need.total
+        for need in memory(config(*overrides), scratch_shape(SCRATCH, 200, context=CONTEXT))
     }
 
 
@@ -48,7 +50,7 @@ def test_adamw_keeps_two_moments_beside_weights_and_gradients() -> None:
     assert (
         sizes["trainer: weights"]
         == sizes["trainer: gradients"]
-        == 4 * parameters(scratch_shape(SCRATCH, 200))
+        == 4 * parameters(scratch_shape(SCRATCH, 200, context=CONTEXT))
     )
     assert sizes["trainer: optimizer (AdamW)"] == 2 * sizes["trainer: weights"]
     assert sizes["trainer: copy for a checkpoint"] == 3 * sizes["trainer: weights"]
@@ -63,7 +65,7 @@ def test_each_engine_needs_weights_and_kv() -> None:
     one, three = needs("engines.kv_tokens=4096"), needs("engines.kv_tokens=4096", "engines.count=3")
     assert three["engines: KV cache"] == 3 * one["engines: KV cache"]
     # tokens, keys and values, layers, heads, dim, float32
-    assert one["engines: KV cache"] == 4096 * 2 * 3 * 2 * 8 * 4
+    assert one["engines: KV cache"] == 4096 * 2 * 3 * 2 * 16 * 4
     assert three["engines: weights"] == 3 * one["engines: weights"]
 
 
@@ -71,7 +73,7 @@ def test_bfloat16_halves_the_engines_memory_but_not_the_trainers() -> None:
     full, half = needs(), needs("model.dtype=bfloat16")
     assert 2 * half["engines: weights"] == full["engines: weights"]
     assert half["trainer: weights"] == full["trainer: weights"]
-    shape = scratch_shape(SCRATCH, 200)
+    shape = scratch_shape(SCRATCH, 200, context=CONTEXT)
     assert 2 * kv_bytes(shape, 2) == kv_bytes(shape, 4)
 
 

@@ -23,10 +23,6 @@ CASES = [
         "rollout.predictor has no effect where no priority or placement predicts",
     ),
     (
-        ["algorithm.kl_until=0.5"],
-        "algorithm.kl_until has no effect while algorithm.kl is 0, got 0.5",
-    ),
-    (
         ["algorithm.kl_direction=forward"],
         "algorithm.kl_direction has no effect while algorithm.kl is 0, got forward",
     ),
@@ -57,8 +53,7 @@ CASES = [
 ]
 USED = [
     ["rollout.mode=partial", "rollout.alpha=2"],
-    ["rollout.priority=longest_first", "rollout.predictor=boosted"],
-    ["algorithm.kl=0.1", "algorithm.kl_until=0.5"],
+    ["ablation.policies=['longest_first']", "rollout.predictor=boosted"],
     ["algorithm.kl=0.1", "algorithm.kl_direction=forward"],
     ["algorithm.correction=tis", "algorithm.is_cap=5"],
     ["algorithm.advantage=gigpo", "algorithm.gamma=0.9"],

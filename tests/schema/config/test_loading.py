@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.schema.config.loading import _keys, dumps, load, loads
+from rollweave.schema.config.loading import FORMER, dumps, load, loads, settings_of
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import ModeName
 from rollweave.schema.errors import ConfigError
@@ -55,7 +55,7 @@ def test_overrides() -> None:
             'run.dir="quo ted"',
             "eval.every=1",
             "eval.stop_at=0.5",
-            "model.scratch.hidden=48",
+            "model.scratch.hidden=96",
             "tasks.0.options.maps=random",
             'run.sinks=["wandb"]',
         ],
@@ -63,7 +63,7 @@ def test_overrides() -> None:
     assert (config.rollout.alpha, config.tasks[1].max_turns, config.eval.stop_at) == (3, 7, 0.5)
     assert (config.run.name, config.run.dir, config.run.sinks) == ("other", "quo ted", ("wandb",))
     assert config.model.scratch is not None
-    assert config.model.scratch.hidden == 48
+    assert config.model.scratch.hidden == 96
     assert config.tasks[0].options["maps"] == "random"
 
 
@@ -115,7 +115,7 @@ def test_every_problem_has_a_line_with_field_rule_value_and_file() -> None:
         ("model.scratch.hiden", " (did you mean hidden?)"),
         ("runn", " (did you mean run?)"),
         ("trainer.alpha", " (did you mean rollout.alpha?)"),
-        ("run.zzzzz", " (run has name, dir, seed, steps, checkpoint_every, checkpoint_s, sinks)"),
+        ("run.zzzzz", " (run has name, dir, seed, steps, checkpoint_every, sinks)"),
     ],
 )
 def test_an_unknown_key_suggests_the_nearest(key: str, suggestion: str) -> None:
@@ -142,7 +142,7 @@ def test_an_unknown_key_suggests_the_nearest(key: str, suggestion: str) -> None:
         ("run.steps=true", "run.steps must be a whole number, got True"),
         ('run.steps="3"', "run.steps must be a whole number, got '3'"),
         ("trainer.lr=true", "trainer.lr must be a number, got True"),
-        ("model.scratch.head_dim=3", "model.scratch.head_dim must be a multiple of 2, got 3"),
+        ("model.scratch.hidden=48", "model.scratch.hidden must be a multiple of 32, got 48"),
         ("tasks.0.max_turns=0", "tasks.0.max_turns must be at least 1, got 0"),
     ],
 )
@@ -180,8 +180,7 @@ def test_what_must_be_set() -> None:
         ("run.name.x=1", "--set: run.name.x must be in a section, got one of str"),
         (
             "weights.3=1",
-            "--set (and my.toml): unknown key weights.3 (weights has relays, delta, "
-            "transport, dtype)",
+            "--set (and my.toml): unknown key weights.3 (weights has relays, transport, dtype)",
         ),
     ],
 )
@@ -210,7 +209,7 @@ def test_a_byte_order_mark_is_no_problem(tmp_path: Path) -> None:
     assert load(tmp_path / "a.toml") == loads(GOOD)
 
 
-LEAVES = [key for key in _keys(RunConfig, "") if not key.startswith(("sim.", "allocation."))]
+LEAVES = [key for key in settings_of(RunConfig) if not key.startswith(("sim.", "allocation."))]
 PLACES = {"tasks": "tasks.0"}
 WRONG = [
     "true",
@@ -254,3 +253,39 @@ def test_a_file_of_the_wrong_shape_is_one_line_a_section() -> None:
         "my.toml: tasks must be a list, got 'x'",
         "my.toml: engines must be a list, got 4",
     ]
+
+
+def _written(key: str) -> str:
+    """Return the override that writes a former key."""
+    return key.replace("tasks.", "tasks.0.") + "=1"
+
+
+@pytest.mark.parametrize("key", sorted(FORMER))
+def test_a_former_key_names_the_one_that_replaces_it(key: str) -> None:
+    now = FORMER[key]
+    said = now if now.startswith("is gone: ") else f"is now {now}"
+    written = _written(key).removesuffix("=1")
+    base = GOOD.replace("[run]", '[sim]\nmodel = "qwen3-8b"\n[allocation]\nbudget = 2\n[run]')
+    assert problems(base, _written(key)) == [f"--set (and my.toml): {written} {said}"]
+
+
+def test_a_former_key_in_a_file_is_one_line() -> None:
+    text = GOOD.replace('mode = "partial"', 'mode = "partial"\nenv_stepping = "batch"')
+    assert problems(text) == ["my.toml: rollout.env_stepping is now ablation.without"]
+
+
+@pytest.mark.parametrize("key", sorted(FORMER))
+def test_former_keys_are_gone_and_their_successors_exist(key: str) -> None:
+    keys = settings_of(RunConfig)
+    assert key not in keys
+    assert FORMER[key] in keys or FORMER[key].startswith("is gone: ")
+
+
+def test_a_section_has_at_most_one_policy_of_each_kind() -> None:
+    assert problems(GOOD, 'ablation.policies=["fcfs", "round_robin"]') == [
+        "my.toml: ablation.policies must have at most one of fcfs, round_robin, shortest_first, "
+        "longest_first, got fcfs and round_robin"
+    ]
+    (line,) = problems(GOOD, 'ablation.policies=["lifo"]')
+    assert line.startswith("my.toml: ablation.policies must be among fcfs, ")
+    assert line.endswith("got 'lifo'")

@@ -158,7 +158,7 @@ def test_laminar_is_the_mode_decoupled_with_its_concurrency() -> None:
     )
     assert config.rollout.mode is ModeName.DECOUPLED
     assert (config.rollout.engine_batch, config.rollout.max_running) == (256, 6 * 256)
-    assert not config.rollout.repack
+    assert config.ablation.without == ("repack",)
     assert config.engines[0].count == 24 // 4
 
 

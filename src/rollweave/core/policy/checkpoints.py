@@ -2,6 +2,9 @@
 cost little.
 """
 
+CHECKPOINT_S = 30.0
+"""Minimum seconds between checkpoints by time."""
+
 COST_SHARE = 0.05
 """Maximum share of the time spent writing checkpoints."""
 

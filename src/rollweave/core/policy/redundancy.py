@@ -7,6 +7,11 @@ from collections.abc import Sequence
 
 from rollweave.core.policy.staleness import acceptable
 
+MIN_MEMBERS = 2
+"""Minimum number of members with which a group that lost others to failures is trained
+on.
+"""
+
 EQUAL_REWARDS = 1e-9
 """Maximum difference of rewards that count as equal: a group of them has no advantage
 to learn from (DAPO).

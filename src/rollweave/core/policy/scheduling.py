@@ -3,13 +3,13 @@ user may also combine them (Heddle §4, §5).
 """
 
 from rollweave.schema.base import Struct
-from rollweave.schema.config.sections import ModeName, RolloutConfig
-
-PRESETS = {
-    "turn": ("fcfs", "affinity", "never"),
-    "trajectory": ("longest_first", "partition", "gain"),
-}
-"""Priority, placement and migration of each preset."""
+from rollweave.schema.config.sections import (
+    PARTITIONS,
+    POLICIES,
+    AblationConfig,
+    ModeName,
+    RolloutConfig,
+)
 
 
 class Scheduling(Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class Scheduling(Struct, frozen=True, kw_only=True):
         """Whether engines own shares of the trajectories sorted by length, planned by
         their work, or by eq. 2 (presorted).
         """
-        return self.placement in ("partition", "presorted")
+        return self.placement in PARTITIONS
 
     @property
     def homes(self) -> bool:
@@ -53,17 +53,15 @@ class Scheduling(Struct, frozen=True, kw_only=True):
         return self.by_rank and self.priority in ("fcfs", "longest_first")
 
 
-def scheduling(rollout: RolloutConfig) -> Scheduling:
+def scheduling(rollout: RolloutConfig, ablation: AblationConfig) -> Scheduling:
     """Return the preset with the overrides. Nothing migrates without a partition.
 
     In mode decoupled a trajectory stays on its engine until that is consolidated.
     """
-    priority, placement, migration = PRESETS[rollout.scheduling]
-    placement = "pinned" if rollout.mode is ModeName.DECOUPLED else rollout.placement or placement
+    priority, placement, migration = POLICIES[rollout.scheduling]
+    placement = "pinned" if rollout.mode is ModeName.DECOUPLED else ablation.placement or placement
     return Scheduling(
-        priority=rollout.priority or priority,
+        priority=ablation.priority or priority,
         placement=placement,
-        migration=(rollout.migration or migration)
-        if placement in ("partition", "presorted")
-        else "never",
+        migration=(ablation.migration or migration) if placement in PARTITIONS else "never",
     )

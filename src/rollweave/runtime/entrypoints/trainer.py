@@ -13,6 +13,7 @@ from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.conversation import tokenize_transcript
 from rollweave.runtime.links.trainer import TrainerSpec, serve
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import TRAINER_THREADS
 from rollweave.schema.errors import TrainerError
 from rollweave.schema.training import TrainerReady
 from rollweave.train.scratch import build_checkpoint
@@ -30,12 +31,16 @@ def build(spec: TrainerSpec) -> tuple[TrainerReady, Trainer]:
     A model from scratch is built first if it does not exist; a fresh run warms it up.
     """
     config = RunConfig.model_validate_json(spec.config)
-    torch.set_num_threads(config.trainer.threads)
+    torch.set_num_threads(TRAINER_THREADS)
     model_dir = Path(spec.model)
     if config.model.scratch is not None and not model_dir.exists():
         if spec.rank == 0:
             build_checkpoint(
-                model_dir, scratch=config.model.scratch, words=spec.words, seed=config.run.seed
+                model_dir,
+                scratch=config.model.scratch,
+                context=config.max_tokens,
+                words=spec.words,
+                seed=config.run.seed,
             )
         else:
             _await_model(model_dir)

@@ -153,7 +153,7 @@ def _sinks(config: RunConfig) -> Iterator[Check]:
 
 def _predictor(config: RunConfig) -> Iterator[Check]:
     try:
-        check_installed(config.rollout)
+        check_installed(config)
     except ConfigError as error:
         field, _, problem = str(error).partition(": ")
         yield fail(field, problem)
@@ -207,11 +207,11 @@ def _rules(config: RunConfig) -> Iterator[Check]:
 
 def _cpu(config: RunConfig) -> Iterator[Check]:
     trainer, degrees = config.trainer, [slot.degree for slot in first_engines(config)]
-    threads = sum(degrees) + trainer.ranks * trainer.threads
+    threads = sum(degrees) + trainer.ranks
     engines = " + ".join(
         f"{degrees.count(degree)} engines × {degree}" for degree in dict.fromkeys(degrees)
     )
-    text = f"{engines} + {trainer.ranks} trainers × {trainer.threads} threads on {cores()} cores"
+    text = f"{engines} + {trainer.ranks} trainers on {cores()} cores"
     yield (
         ok("cores", text) if threads <= cores() else warn("cores", f"{text}: they will share cores")
     )

@@ -9,7 +9,7 @@ interpreter with its libraries.
 from rollweave.core.membership import first_engines
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import ScratchModel
+from rollweave.schema.config.sections import HEAD_DIM, ScratchModel
 from rollweave.weights.checkpoint import ModelShape
 
 PROCESS_BYTES = 450 << 20
@@ -55,7 +55,7 @@ class Need(Struct, frozen=True, kw_only=True):
         return self.count * self.each
 
 
-def scratch_shape(scratch: ScratchModel, vocab: int) -> ModelShape:
+def scratch_shape(scratch: ScratchModel, vocab: int, *, context: int) -> ModelShape:
     """Return the shape of the model that `[model.scratch]` builds with `vocab` tokens."""
     return ModelShape(
         vocab=vocab,
@@ -63,9 +63,9 @@ def scratch_shape(scratch: ScratchModel, vocab: int) -> ModelShape:
         layers=scratch.layers,
         heads=scratch.heads,
         kv_heads=scratch.kv_heads,
-        head_dim=scratch.head_dim,
+        head_dim=HEAD_DIM,
         ffn=scratch.ffn,
-        context=scratch.context,
+        context=context,
         eps=1e-6,
         tied=True,
         qkv_bias=False,

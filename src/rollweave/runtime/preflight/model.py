@@ -78,7 +78,7 @@ def _model(
                 )
         codec = ChatCodec(tokenizer, ChatTemplate(CHAT_TEMPLATE, special={}, name="model.scratch"))
         vocab = tokenizer.get_vocab_size()
-        shape = scratch_shape(config.model.scratch, vocab)
+        shape = scratch_shape(config.model.scratch, vocab, context=config.max_tokens)
         text = (
             f"{parameters(shape):,} random weights, {vocab} tokens, {len(set(words))} of them "
             "words of the tasks"

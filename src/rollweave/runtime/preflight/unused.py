@@ -42,18 +42,18 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, Section, tuple[str, ...], st
     rollout, algorithm = config.rollout, config.algorithm
     if rollout.mode not in WINDOWED:
         yield "rollout", rollout, ("alpha",), f"in mode {rollout.mode.value}"
-    if not scheduling(rollout).predicts:
+    if not scheduling(rollout, config.ablation).predicts:
         yield "rollout", rollout, ("predictor",), "where no priority or placement predicts lengths"
     if not algorithm.kl:
-        yield "algorithm", algorithm, ("kl_direction", "kl_until"), "while algorithm.kl is 0"
+        yield "algorithm", algorithm, ("kl_direction",), "while algorithm.kl is 0"
     if algorithm.correction == "bypass":
         yield "algorithm", algorithm, ("is_cap",), "with algorithm.correction bypass"
     if not algorithm.advantage.startswith("gigpo"):
         yield "algorithm", algorithm, ("gamma",), f"with algorithm.advantage {algorithm.advantage}"
     if not config.warmup.steps:
-        yield "warmup", config.warmup, ("batch", "lr", "observations"), "while warmup.steps is 0"
+        yield "warmup", config.warmup, ("batch", "observations"), "while warmup.steps is 0"
     if not config.weights.relays:
-        yield "weights", config.weights, ("delta", "transport"), "while weights.relays is 0"
+        yield "weights", config.weights, ("transport",), "while weights.relays is 0"
     if not config.eval.every:
         yield (
             "eval",
@@ -72,6 +72,4 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, Section, tuple[str, ...], st
         yield "faults", config.faults, ("latency_sigma",), "while faults.latency_s is 0"
     for index, task in enumerate(config.tasks):
         if len(config.tasks) == 1:
-            yield f"tasks.{index}", task, ("weight", "warmup_weight"), "with one task domain"
-        elif not config.warmup.steps:
-            yield f"tasks.{index}", task, ("warmup_weight",), "while warmup.steps is 0"
+            yield f"tasks.{index}", task, ("weight",), "with one task domain"

@@ -50,6 +50,44 @@ RULES = {
 (`schema/config/sections.matching`).
 """
 
+FORMER = {
+    "algorithm.kl_until": "is gone: with algorithm.kl_direction forward, the term ends at 90 %",
+    "allocation.every": "is gone: allocation plans after every step",
+    "engines.block_tokens": "is gone: a KV block has 16 tokens",
+    "engines.prefix_cache": "ablation.without",
+    "model.scratch.context": "is gone: the longest tasks.max_tokens",
+    "model.scratch.ffn": "is gone: three times model.scratch.hidden",
+    "model.scratch.head_dim": "is gone: a head is 16 wide",
+    "model.scratch.heads": "is gone: model.scratch.hidden / 16",
+    "model.scratch.init_std": "is gone: random weights have a standard deviation of 0.12",
+    "model.scratch.kv_heads": "is gone: model.scratch.hidden / 32",
+    "model.scratch.rope_theta": "is gone: the base of the rotary embeddings is 100",
+    "rollout.env_stepping": "ablation.without",
+    "rollout.eval_slots": "rollout.max_running",
+    "rollout.init_slots": "rollout.max_running",
+    "rollout.migration": "ablation.policies",
+    "rollout.min_members": "is gone: a group is trained on with at least two members",
+    "rollout.placement": "ablation.policies",
+    "rollout.priority": "ablation.policies",
+    "rollout.repack": "ablation.without",
+    "rollout.reward": "ablation.without",
+    "run.checkpoint_s": "run.checkpoint_every",
+    "serve.keep": "is gone: the results of the newest 100,000 rollouts are kept",
+    "serve.queue": "is gone: at most 10,000 rollouts wait",
+    "serve.queue_mb": "is gone: unfinished requests use at most 1,024 MiB",
+    "sim.colocated": "ablation.without",
+    "sim.controller_s": "is gone: a simulated controller takes no time",
+    "sim.serverless": "is gone: simulated rewards are computed at once",
+    "tasks.warmup_weight": "is gone: the warm-up draws from all task domains alike",
+    "trainer.beta2": "is gone: AdamW's second beta is 0.95",
+    "trainer.threads": "is gone: a trainer process has one CPU thread",
+    "warmup.lr": "is gone: 0.01 from scratch, trainer.lr for a checkpoint",
+    "watchdog.start_s": "watchdog.train_s",
+    "watchdog.weights_s": "watchdog.train_s",
+    "weights.delta": "ablation.without",
+}
+"""Settings of earlier versions: the one that replaces it, or why it is gone."""
+
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read TOML file `path`, apply `overrides` (`rollout.alpha=2`,
@@ -184,6 +222,9 @@ def _line(detail: ErrorDetails, name: str, touched: Sequence[tuple[str | int, ..
     source = f"{OVERRIDES} (and {name})" if where in touched else name
     field = ".".join(map(str, where))
     if detail["type"] == "extra_forbidden":
+        named = ".".join(part for part in where if isinstance(part, str))
+        if (now := FORMER.get(named)) is not None:
+            return f"{source}: {field} {now if now.startswith('is gone') else f'is now {now}'}"
         return f"{source}: unknown key {field}{_suggestion(where)}"
     if detail["type"] == "missing":
         return f"{source}: {field} must be set, got nothing"
@@ -207,7 +248,7 @@ def _suggestion(where: tuple[str | int, ...]) -> str:
     keys = list(section.model_fields) if section is not None else []
     if near := difflib.get_close_matches(last, keys, n=1):
         return f" (did you mean {near[0]}?)"
-    if elsewhere := [key for key in _keys(RunConfig, "") if key.rpartition(".")[2] == last]:
+    if elsewhere := [key for key in settings_of(RunConfig) if key.rpartition(".")[2] == last]:
         return f" (did you mean {elsewhere[0]}?)"
     place = ".".join(map(str, where[:-1]))
     return f" ({place or 'the file'} has {', '.join(keys)})" if keys else ""
@@ -230,11 +271,12 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     return next((model for inner in get_args(annotation) if (model := _model_in(inner))), None)
 
 
-def _keys(model: type[BaseModel], prefix: str) -> list[str]:
+def settings_of(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """Return the keys of all settings in `model`, each after `prefix`."""
     found: list[str] = []
     for name, field in model.model_fields.items():
         inner = _model_in(field.annotation)
-        found += _keys(inner, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
+        found += settings_of(inner, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
     return found
 
 

@@ -10,6 +10,9 @@ from typing import Annotated, Any, Self
 from pydantic import Field, field_serializer, field_validator, model_validator
 
 from rollweave.schema.config.sections import (
+    PARTITIONS,
+    POLICIES,
+    AblationConfig,
     AlgorithmConfig,
     AllocationConfig,
     BufferConfig,
@@ -31,9 +34,9 @@ from rollweave.schema.config.sections import (
     WeightsConfig,
 )
 
-SIMULATED_CONTEXT = 1 << 24
-"""Context of the model that stands for `sim.model` if [model] is missing: longer than
-any trajectory. It is never trained.
+SIMULATED_MODEL = "sim.model"
+"""`model.path` of a run that is only simulated, where [model] is missing: it has no
+weights.
 """
 
 
@@ -55,6 +58,7 @@ class RunConfig(Section):
     sandbox: SandboxConfig = SandboxConfig()
     sim: SimConfig | None = None
     serve: ServeConfig = ServeConfig()
+    ablation: AblationConfig = AblationConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -63,7 +67,7 @@ class RunConfig(Section):
         shape is `sim.model`.
         """
         if isinstance(data, dict) and data.get("sim") is not None and "model" not in data:
-            return {**data, "model": {"scratch": {"context": SIMULATED_CONTEXT}}}
+            return {**data, "model": {"path": SIMULATED_MODEL}}
         return data
 
     @field_validator("engines", mode="before")
@@ -84,6 +88,13 @@ class RunConfig(Section):
     def group_size(self, name: str) -> int:
         """Return the number of trajectories in a group of task domain `name`."""
         return self.own_group_sizes().get(name, self.rollout.group_size)
+
+    @property
+    def max_tokens(self) -> int:
+        """The maximum number of tokens of any trajectory: the context of a model from
+        scratch.
+        """
+        return max(task.max_tokens for task in self.tasks)
 
     @property
     def published_dtype(self) -> str:
@@ -107,6 +118,9 @@ class RunConfig(Section):
         fixed |= {
             f"tasks ({task.name}).env": (task.env, envs.get(task.name)) for task in former.tasks
         }
+        if self.model.scratch is not None and self.max_tokens > former.max_tokens:
+            # the model was built for no longer sequences
+            fixed["tasks.max_tokens"] = (former.max_tokens, self.max_tokens)
         return [
             f"{field} must stay as the run began, {before!r}, got {after!r}"
             for field, (before, after) in fixed.items()
@@ -125,15 +139,11 @@ class RunConfig(Section):
                 f"got {rollout.alpha}"
             )
         self._check_own_pace()
-        partition = (rollout.placement or rollout.scheduling) in (
-            "partition",
-            "presorted",
-            "trajectory",
-        )
-        if rollout.migration not in (None, "never") and not partition:
+        migration = self.ablation.migration
+        if migration not in (None, "never") and self._placement not in PARTITIONS:
             raise ValueError(
-                "rollout.migration must be never unless rollout.placement is partition or "
-                f"presorted, got {rollout.migration}"
+                "ablation.policies must have the migration never unless the placement is "
+                f"{' or '.join(PARTITIONS)}, got {migration}"
             )
         relative = self.algorithm.advantage != "reinforce_pp"
         for name, size in {"rollout": rollout.group_size, **self.own_group_sizes()}.items():
@@ -141,11 +151,6 @@ class RunConfig(Section):
                 raise ValueError(
                     f"{name}.group_size must be at least 2 for {self.algorithm.advantage}, got "
                     f"{size}"
-                )
-            if rollout.min_members > size:
-                raise ValueError(
-                    f"rollout.min_members must be at most {name}.group_size "
-                    f"({size}), got {rollout.min_members}"
                 )
         if (
             self.algorithm.kl
@@ -165,15 +170,9 @@ class RunConfig(Section):
             raise ValueError(
                 f"weights.relays must be at most the engines ({engines}), got {self.weights.relays}"
             )
-        if self.sim is not None and self.sim.colocated and self.weights.relays:
-            raise ValueError(
-                f"weights.relays must be 0 with sim.colocated, got {self.weights.relays}"
-            )
-        if self.sim is not None and self.sim.colocated and rollout.mode is not ModeName.SYNC:
-            raise ValueError(
-                f"sim.colocated must go with rollout.mode sync, got mode {rollout.mode.value}"
-            )
-        longest = max(task.max_tokens for task in self.tasks)
+        if "disaggregation" in self.ablation.without:
+            self._check_colocated()
+        longest = self.max_tokens
         for group in self.engines:
             if longest > group.kv_tokens:
                 raise ValueError(
@@ -187,11 +186,6 @@ class RunConfig(Section):
                 )
         if self.allocation is not None:
             self._check_allocation(self.allocation)
-        if self.model.scratch is not None and longest > self.model.scratch.context:
-            raise ValueError(
-                f"model.scratch.context must hold one trajectory ({longest} tokens), got "
-                f"{self.model.scratch.context}"
-            )
         return self
 
     def _check_own_pace(self) -> None:
@@ -210,36 +204,60 @@ class RunConfig(Section):
                     "rollout.engine_batch must be left out unless rollout.mode is decoupled, got "
                     f"{rollout.engine_batch}"
                 )
-            if not rollout.repack:
+            if "repack" in self.ablation.without:
                 raise ValueError(
-                    "rollout.repack must be left out unless rollout.mode is "
-                    f"decoupled, got {rollout.repack}"
+                    "ablation.without must not have repack unless rollout.mode is decoupled, "
+                    f"got mode {rollout.mode.value}"
                 )
             return
         if rollout.scheduling != "turn":
             raise ValueError(
                 "rollout.scheduling must be turn in mode decoupled, where a trajectory keeps to "
                 "its engine (its order alone: "
-                f'rollout.priority = "longest_first"), got {rollout.scheduling}'
+                f'ablation.policies = ["longest_first"]), got {rollout.scheduling}'
             )
-        must = {
-            "placement": (rollout.placement, (None, "pinned")),
-            "migration": (rollout.migration, (None, "never")),
-            "env_stepping": (rollout.env_stepping, ("trajectory",)),
-            "reward": (rollout.reward, ("overlap",)),
-            "spare_groups": (rollout.spare_groups, (0,)),
+        ablation = self.ablation
+        fixed = {
+            "placement": (ablation.placement, "pinned"),
+            "migration": (ablation.migration, "never"),
         }
-        for name, (value, allowed) in must.items():
-            if value not in allowed:
+        for name, (value, only) in fixed.items():
+            if value not in (None, only):
                 raise ValueError(
-                    f"rollout.{name} must be {allowed[-1]} in mode decoupled, got {value}"
+                    f"ablation.policies must have the {name} {only} in mode decoupled, got {value}"
                 )
+        for mechanism in ("free_stepping", "reward_overlap"):
+            if mechanism in ablation.without:
+                raise ValueError(
+                    f"ablation.without must not have {mechanism} in mode decoupled, got "
+                    f"{list(ablation.without)}"
+                )
+        if rollout.spare_groups:
+            raise ValueError(
+                f"rollout.spare_groups must be 0 in mode decoupled, got {rollout.spare_groups}"
+            )
         if self.allocation is not None:
             raise ValueError("allocation must be left out in mode decoupled, got one")
         if self.buffer.groups is not None and self.buffer.groups < rollout.groups_per_step:
             raise ValueError(
                 "buffer.groups must be at least rollout.groups_per_step "
                 f"({rollout.groups_per_step}), got {self.buffer.groups}"
+            )
+
+    @property
+    def _placement(self) -> str:
+        return self.ablation.placement or POLICIES[self.rollout.scheduling][1]
+
+    def _check_colocated(self) -> None:
+        """Check that engines and trainer can share the same simulated GPUs in turn."""
+        problem = "ablation.without must not have disaggregation"
+        if self.sim is None:
+            raise ValueError(f"{problem} without [sim], got none")
+        if self.weights.relays:
+            raise ValueError(f"{problem} with weights.relays, got {self.weights.relays}")
+        if self.rollout.mode is not ModeName.SYNC:
+            raise ValueError(
+                f"{problem} unless rollout.mode is sync, got mode {self.rollout.mode.value}"
             )
 
     def _check_allocation(self, allocation: AllocationConfig) -> None:

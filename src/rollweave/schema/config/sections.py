@@ -60,29 +60,34 @@ class ModeName(enum.StrEnum):
     DECOUPLED = "decoupled"
 
 
+HEAD_DIM = 16
+"""Width of an attention head of a model from scratch; two heads share keys and values."""
+
+
 class ScratchModel(Section):
-    """Architecture of a Qwen3-style model that starts from random weights, with a
-    word-level tokenizer of the tasks' words.
+    """A Qwen3-style model that starts from random weights, with a word-level tokenizer
+    of the tasks' words.
     """
 
-    hidden: PositiveInt = 64
-    layers: PositiveInt = 2
-    heads: PositiveInt = 4
-    kv_heads: PositiveInt = 2
-    head_dim: Annotated[PositiveInt, Field(multiple_of=2)] = 16  # rotary embeddings turn pairs
-    ffn: PositiveInt = 192
-    init_std: Positive = 0.06
-    rope_theta: Positive = 10000.0
-    context: PositiveInt = 2048
+    hidden: Annotated[PositiveInt, Field(multiple_of=2 * HEAD_DIM)] = Field(
+        64, description="Width of the model; an MLP is three times as wide."
+    )
+    layers: PositiveInt = Field(2, description="Number of layers.")
 
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                "model.scratch.heads must be a multiple of kv_heads, got "
-                f"{self.heads} and {self.kv_heads}"
-            )
-        return self
+    @property
+    def heads(self) -> int:
+        """Number of attention heads."""
+        return self.hidden // HEAD_DIM
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of heads of keys and values."""
+        return self.heads // 2
+
+    @property
+    def ffn(self) -> int:
+        """Width of an MLP."""
+        return 3 * self.hidden
 
 
 class ModelConfig(Section):
@@ -117,9 +122,6 @@ class TaskConfig(Section):
         "", description="Name of the task domain in metrics; the environment's name if empty."
     )
     weight: Positive = Field(1.0, description="Share of groups drawn from this domain.")
-    warmup_weight: Positive = Field(
-        1.0, description="Share of the warm-up's transcripts drawn from this domain."
-    )
     group_size: PositiveInt | None = Field(
         None, description="Trajectories in a group of this domain; rollout.group_size if unset."
     )
@@ -177,22 +179,13 @@ class RolloutConfig(Section):
     spare_members: Count = Field(
         0, description="Members launched beyond group_size; the slowest are cancelled."
     )
-    min_members: PositiveInt = Field(
-        2,
-        description="Minimum number of members with which a group that lost others to failures is "
-        "trained on.",
-    )
     dynamic_sampling: Flag = Field(
         False, description="Drop groups whose rewards are all equal and draw others (DAPO)."
     )
     max_running: PositiveInt = Field(
-        64, description="Maximum number of trajectories whose environments are alive at once."
-    )
-    init_slots: PositiveInt = Field(
-        16, description="Maximum number of environments that start at once (INIT pool)."
-    )
-    eval_slots: PositiveInt = Field(
-        16, description="Maximum number of rewards that are computed at once (EVAL pool)."
+        64,
+        description="Maximum number of trajectories whose environments are alive at once, and of "
+        "rewards that are computed at once.",
     )
     temperature: Positive = Field(1.0, description="Sampling temperature in training.")
     top_p: Annotated[float, Field(gt=0, le=1, strict=True)] = Field(
@@ -207,48 +200,101 @@ class RolloutConfig(Section):
         description="Maximum number of trajectories on one engine in mode decoupled, within its "
         "share of max_running; twice its slots if unset.",
     )
-    repack: Flag = Field(
-        True,
-        description="In mode decoupled, move the tail of an engine's batch to other engines, so "
-        "that it is free for new weights (Laminar §5).",
-    )
-    env_stepping: Literal["trajectory", "batch"] = Field(
-        "trajectory",
-        description="`batch` makes all environments wait for the slowest one before each turn "
-        "(RollArt's baseline).",
-    )
-    reward: Literal["overlap", "after_rollout"] = Field(
-        "overlap",
-        description="`after_rollout` computes rewards only once the whole batch is rolled out "
-        "(RollArt's baseline).",
-    )
     scheduling: Literal["turn", "trajectory"] = Field(
         "turn",
-        description="Preset of the next three settings (core/policy/scheduling.py). turn: fcfs, "
-        "affinity, never; trajectory: longest_first, partition, gain (Heddle).",
-    )
-    priority: Literal["fcfs", "round_robin", "shortest_first", "longest_first"] | None = Field(
-        None, description="The order in which turns run; set by the preset if unset."
-    )
-    placement: (
-        Literal["affinity", "pinned", "least_load", "hybrid", "partition", "presorted"] | None
-    ) = Field(
-        None,
-        description="The engine that runs a turn (core/policy/routing.py), or the way in which "
-        "trajectories are divided by length: partition by their work, presorted by "
-        "Heddle's eq. 2; set by the preset if unset.",
-    )
-    migration: Literal["never", "rank", "gain"] | None = Field(
-        None,
-        description="When a trajectory moves to the engine of its new rank (partition, presorted): "
-        "never, whenever that engine differs (rank), or if the predicted gain exceeds "
-        "the exposed cost (gain); set by the preset if unset.",
+        description="Preset of the policies that decide when and where turns run "
+        "(core/policy/scheduling.py). turn: fcfs, affinity, never migrated; trajectory: "
+        "longest_first, partition, migrated by gain (Heddle).",
     )
     predictor: Literal["ridge", "boosted", "lm", "prompt", "history"] = Field(
         "ridge",
         description="The predictor of trajectory lengths (train/lengths/), for policies that need "
         "one.",
     )
+
+
+PRIORITIES = ("fcfs", "round_robin", "shortest_first", "longest_first")
+PLACEMENTS = ("affinity", "pinned", "least_load", "hybrid", "partition", "presorted")
+MIGRATIONS = ("never", "rank", "gain")
+"""The scheduling policies, by what they decide (core/policy/)."""
+
+PARTITIONS = ("partition", "presorted")
+"""Placements that divide the trajectories among the engines by their length."""
+
+POLICIES = {
+    "turn": ("fcfs", "affinity", "never"),
+    "trajectory": ("longest_first", "partition", "gain"),
+}
+"""Priority, placement and migration of each preset."""
+
+Mechanism = Literal[
+    "free_stepping", "reward_overlap", "repack", "deltas", "prefix_cache", "disaggregation"
+]
+
+
+class AblationConfig(Section):
+    """Baselines and ablations. They exist for comparisons with the papers' baselines; a
+    run for its own sake leaves them out.
+    """
+
+    policies: tuple[str, ...] = Field(
+        (),
+        description="Policies in place of those of rollout.scheduling, at most one of each kind. "
+        "The order in which turns run: fcfs, round_robin, shortest_first, longest_first. "
+        "The engine that runs a turn: affinity, pinned, least_load, hybrid; or the way in "
+        "which trajectories are divided by length: partition by their work, presorted by "
+        "Heddle's eq. 2. When a trajectory moves to the engine of its new rank: never, "
+        "rank (whenever that engine differs), gain (if the predicted gain exceeds the "
+        "exposed cost).",
+    )
+    without: tuple[Mechanism, ...] = Field(
+        (),
+        description="Mechanisms to do without: free_stepping (all environments wait for the "
+        "slowest one before each turn), reward_overlap (rewards wait until the whole "
+        "batch is rolled out), repack (mode decoupled: the tail of an engine's batch "
+        "stays), deltas (relays send whole weights), prefix_cache (an engine forgets "
+        "finished turns), disaggregation (a simulated trainer takes turns with the engines "
+        "on the same GPUs; mode sync).",
+    )
+
+    @model_validator(mode="after")
+    def _one_of_each_kind(self) -> Self:
+        known = (*PRIORITIES, *PLACEMENTS, *MIGRATIONS)
+        for name in self.policies:
+            if name not in known:
+                raise ValueError(
+                    f"ablation.policies must be among {', '.join(known)}, got {name!r}"
+                )
+        for kind in (PRIORITIES, PLACEMENTS, MIGRATIONS):
+            chosen = [name for name in self.policies if name in kind]
+            if len(chosen) > 1:
+                raise ValueError(
+                    f"ablation.policies must have at most one of {', '.join(kind)}, got "
+                    f"{' and '.join(chosen)}"
+                )
+        return self
+
+    @property
+    def priority(self) -> str | None:
+        """The order of turns, if it is not the preset's."""
+        return self._chosen(PRIORITIES)
+
+    @property
+    def placement(self) -> str | None:
+        """The placement of turns, if it is not the preset's."""
+        return self._chosen(PLACEMENTS)
+
+    @property
+    def migration(self) -> str | None:
+        """When trajectories migrate, if that is not the preset's choice."""
+        return self._chosen(MIGRATIONS)
+
+    def _chosen(self, kind: tuple[str, ...]) -> str | None:
+        return next((name for name in self.policies if name in kind), None)
+
+
+BLOCK_TOKENS = 16
+"""Tokens in one KV block."""
 
 
 class EngineConfig(Section):
@@ -264,30 +310,19 @@ class EngineConfig(Section):
     max_slots: PositiveInt = Field(
         64, description="Maximum number of sequences that one engine decodes at once."
     )
-    kv_tokens: PositiveInt = Field(
+    kv_tokens: Annotated[PositiveInt, Field(multiple_of=BLOCK_TOKENS)] = Field(
         65536,
         description="Size of one engine's KV cache in tokens; a simulation lowers it to what its "
         "GPUs have room for.",
     )
-    block_tokens: PositiveInt = Field(16, description="Tokens in one KV block.")
     prefill_chunk_tokens: PositiveInt = Field(
         512, description="Maximum number of prompt tokens that one engine step computes."
     )
-    prefix_cache: Flag = Field(True, description="Keep the KV of finished turns for the next turn.")
     deterministic: Flag = Field(
         False,
         description="Use fixed tiles, so that results do not depend on the rest of the batch, bit "
         "for bit; slower.",
     )
-
-    @model_validator(mode="after")
-    def _whole_blocks(self) -> Self:
-        if self.kv_tokens % self.block_tokens:
-            raise ValueError(
-                f"engines.kv_tokens must be a multiple of block_tokens ({self.block_tokens}), got "
-                f"{self.kv_tokens}"
-            )
-        return self
 
 
 class AllocationConfig(Section):
@@ -299,7 +334,6 @@ class AllocationConfig(Section):
     degrees: Annotated[tuple[PositiveInt, ...], Field(min_length=2)] = Field(
         (1, 2, 4, 8), description="Degrees to choose from; unless set, those within the budget."
     )
-    every: PositiveInt = Field(5, description="Training steps between plans.")
 
     @model_validator(mode="before")
     @classmethod
@@ -314,20 +348,20 @@ class AllocationConfig(Section):
         return data
 
 
+TRAINER_THREADS = 1
+"""CPU threads of one trainer process."""
+
+
 class TrainerConfig(Section):
     ranks: PositiveInt = Field(
         1, description="Trainer processes (FSDP2 over gloo or NCCL beyond one)."
     )
-    threads: PositiveInt = Field(1, description="CPU threads of one trainer process.")
     lr: Positive = Field(1e-5, description="Peak learning rate.")
     final_lr: Share = Field(
         1.0,
         description="Learning rate at the last step, as a share of the peak; linear in between.",
     )
     warmup_steps: Count = Field(5, description="Steps of linear learning-rate warm-up.")
-    beta2: Annotated[float, Field(gt=0, lt=1, strict=True)] = Field(
-        0.95, description="AdamW's second beta; the first is 0.9."
-    )
     weight_decay: NotNegative = Field(0.0, description="AdamW's decoupled weight decay.")
     max_grad_norm: Positive = Field(
         1.0, description="Gradient norm above which gradients are scaled down."
@@ -365,13 +399,10 @@ class AlgorithmConfig(Section):
     )
     kl_direction: Literal["reverse", "forward"] = Field(
         "reverse",
-        description="reverse: k3 estimate of KL(policy, start) on sampled tokens; forward: exact "
-        "KL(start, policy) over the vocabulary, which keeps every choice of the start alive.",
-    )
-    kl_until: Share = Field(
-        1.0,
-        description="Share of the run after which the KL term is zero; it falls linearly over the "
-        "second half of that share. 1 keeps it constant.",
+        description="reverse: k3 estimate of KL(policy, start) on sampled tokens, with a constant "
+        "coefficient; forward: exact KL(start, policy) over the vocabulary, which keeps "
+        "every choice of the start alive, with a coefficient that falls to 0 from 45 % to 90 % "
+        "of the run.",
     )
     entropy: NotNegative = Field(0.0, description="Coefficient of the entropy bonus.")
 
@@ -384,7 +415,6 @@ class WarmupConfig(Section):
 
     steps: Count = Field(0, description="Optimizer steps; 0 is no warm-up.")
     batch: PositiveInt = Field(16, description="Transcripts in one step.")
-    lr: Positive = Field(1e-2, description="Learning rate, decayed linearly to a tenth.")
     observations: Flag = Field(
         False, description="Also predict observation tokens, not only the agent's."
     )
@@ -435,10 +465,6 @@ class WeightsConfig(Section):
         0,
         description="Number of machines among which engines are divided, each with a relay that "
         "holds the weights for them (Laminar §4); 0: engines read the trainer's memory.",
-    )
-    delta: Flag = Field(
-        True,
-        description="Relays send only the changes since a version that both hold.",
     )
     transport: TransportName = Field("tcp", description="Transport of weights between relays.")
     dtype: Literal["float32", "bfloat16"] | None = Field(
@@ -492,26 +518,33 @@ class WatchdogConfig(Section):
     on and counted.
     """
 
-    start_s: Positive = Field(
-        120.0, description="Maximum seconds until an engine, relay or trainer process is ready."
-    )
     turn_s: Positive = Field(
         60.0,
         description="Maximum seconds of one turn on an engine, after which it is aborted and "
         "retried elsewhere.",
     )
-    weights_s: Positive = Field(
-        60.0,
-        description="Maximum seconds in which an engine suspends, loads or resumes, or a relay "
-        "fetches a version.",
-    )
     train_s: Positive = Field(
         600.0,
-        description="Maximum seconds of one training step, measurement, publication or checkpoint.",
+        description="Maximum seconds of one training step, measurement, publication or checkpoint. "
+        "A fifth of it is the maximum until an engine, relay or trainer process is ready; "
+        "a tenth, of an engine that suspends, loads or resumes, and of a relay that fetches "
+        "a version.",
     )
     restarts: Count = Field(
         3, description="Maximum number of restarts of one engine, relay or the trainer."
     )
+
+    @property
+    def start_s(self) -> float:
+        """Maximum seconds until an engine, relay or trainer process is ready."""
+        return self.train_s / 5
+
+    @property
+    def weights_s(self) -> float:
+        """Maximum seconds in which an engine suspends, loads or resumes, or a relay
+        fetches a version.
+        """
+        return self.train_s / 10
 
 
 class SimConfig(Section):
@@ -524,19 +557,10 @@ class SimConfig(Section):
     link: str = Field(
         "rdma", description="Link over which weights reach the engines, by name (sim/hardware.py)."
     )
-    colocated: Flag = Field(
-        False, description="Engines and trainer share the same GPUs in turn (mode sync)."
-    )
     workloads: dict[str, str] = Field(
         default_factory=dict,
         description="Workload of each task domain: a family (sim/families.py), a .jsonl trace or a "
         "run; the environment's name if missing.",
-    )
-    serverless: Flag = Field(
-        False, description="Rewards run on instances that start on demand and stop when idle."
-    )
-    controller_s: NotNegative = Field(
-        0.0, description="Seconds that the controller takes for one event; later events wait."
     )
     profile: str | None = Field(
         None,
@@ -560,13 +584,11 @@ class RunSection(Section):
     )
     seed: Seed = Field(0, description="Seed of tasks, sampling and training.")
     steps: Count = Field(100, description="Training steps.")
-    checkpoint_every: Count = Field(
-        0, description="Steps between checkpoints; 0: checkpoint_s decides."
-    )
-    checkpoint_s: NotNegative = Field(
-        30.0,
-        description="Minimum seconds between checkpoints, each taken after a step; longer if "
-        "writing one takes more than a twentieth of that. 0: none by time.",
+    checkpoint_every: Count | None = Field(
+        None,
+        description="Steps between checkpoints, in addition to those by time: at least 30 s apart, "
+        "and 20 times as long as writing one takes. Unset: by time alone; 0: none before the "
+        "end.",
     )
     sinks: tuple[Literal["tensorboard", "wandb"], ...] = Field(
         (), description="Metric sinks in addition to metrics.jsonl."
@@ -608,13 +630,6 @@ class ServeConfig(Section):
         description="Names, or name:port, by which clients call the service, in addition to "
         "localhost and its addresses.",
     )
-    queue: Annotated[int, Field(ge=1, le=100_000, strict=True)] = Field(
-        10_000, description="Maximum number of rollouts that wait to start; more are refused (429)."
-    )
-    queue_mb: PositiveInt = Field(
-        1024,
-        description="Maximum MiB of requests and tasks that are not done; more are refused (429).",
-    )
     engines: Literal["local", "registered"] = Field(
         "local",
         description="local: [[engines]] on the model's checkpoint, and those that are registered; "
@@ -623,9 +638,6 @@ class ServeConfig(Section):
     engine_hosts: tuple[str, ...] = Field(
         ("127.0.0.0/8", "::1", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7"),
         description="Hosts of engines that clients may register: names, addresses, networks.",
-    )
-    keep: PositiveInt = Field(
-        100_000, description="Number of the newest finished rollouts whose results are kept."
     )
 
     @model_validator(mode="after")

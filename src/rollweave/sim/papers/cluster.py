@@ -18,6 +18,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import RollweaveError
 from rollweave.sim.families import INIT_TIMEOUT_S
 from rollweave.sim.run import Outcome, simulate
+from rollweave.sim.serverless import Dedicated, Judges, Serverless
 from rollweave.sim.workload import Plan, Workload, workload
 from rollweave.sim.world import Journal
 
@@ -59,11 +60,12 @@ class Setup(Struct, frozen=True, kw_only=True):
     tp: int = 1
     mode: str = "sync"
     alpha: int = 1
-    colocated: bool = False
     link: str = "rdma"
     slots: int = SLOTS
-    prefix_cache: bool = True
-    serverless: bool = False  # serverless rewards
+    judges: int = 0  # instances that compute rewards; 0: as many as needed, at once
+    serverless: bool = False  # rewards on a serverless platform, without `judges`
+    policies: tuple[str, ...] = ()  # of [ablation]
+    without: tuple[str, ...] = ()  # of [ablation]
     rollout: Mapping[str, Any] = {}  # further settings of [rollout]
     # degrees from which the core chooses after each step; if empty, all have `tp`
     degrees: tuple[int, ...] = ()
@@ -73,15 +75,13 @@ class Setup(Struct, frozen=True, kw_only=True):
         alive = self.environments or self.batch
         return RunConfig.model_validate(
             {
-                "run": {"name": "reproduce", "steps": steps, "seed": seed, "checkpoint_s": 0},
+                "run": {"name": "reproduce", "steps": steps, "seed": seed, "checkpoint_every": 0},
                 "sim": {
                     "model": self.model,
                     "gpu": self.gpu,
                     "trainer_gpu": "h800" if self.gpu == "h20" else self.gpu,
                     "trainer_gpus": self.trainer_gpus,
-                    "colocated": self.colocated,
                     "link": self.link,
-                    "serverless": self.serverless,
                 },
                 "tasks": [
                     {
@@ -100,8 +100,6 @@ class Setup(Struct, frozen=True, kw_only=True):
                     "groups_per_step": self.batch // self.group_size,
                     "group_size": self.group_size,
                     "max_running": alive,
-                    "init_slots": alive,
-                    "eval_slots": alive,
                     **self.rollout,
                 },
                 "engines": {
@@ -113,20 +111,24 @@ class Setup(Struct, frozen=True, kw_only=True):
                     "max_slots": self.slots,
                     "kv_tokens": 1 << 30,  # above the capacity of the GPUs, which are the limit
                     "prefill_chunk_tokens": CHUNK_TOKENS,
-                    "prefix_cache": self.prefix_cache,
                 },
-                "allocation": {"budget": self.rollout_gpus, "degrees": self.degrees, "every": 1}
+                "allocation": {"budget": self.rollout_gpus, "degrees": self.degrees}
                 if self.degrees
                 else None,
+                "ablation": {"policies": self.policies, "without": self.without},
                 "eval": {"final_episodes": 0},
                 "watchdog": {
-                    "start_s": FOREVER_S,
                     "turn_s": FOREVER_S,
-                    "weights_s": FOREVER_S,
                     "train_s": FOREVER_S,
                 },
             }
         )
+
+    def rewards(self) -> Judges | None:
+        """Return new instances that compute the rewards of a run."""
+        if self.serverless:
+            return Serverless()
+        return Dedicated(self.judges) if self.judges else None
 
     def but(self, **changes: Any) -> "Setup":
         """Return a copy with `changes`."""
@@ -203,7 +205,9 @@ def steps_of(
     Raises ExperimentError.
     """
     work = {task: (vary or _as_it_is)(workload(task)) for task in setup.tasks}
-    outcome = simulate(setup.config(steps=steps, seed=seed), work=work, watch=watch)
+    outcome = simulate(
+        setup.config(steps=steps, seed=seed), work=work, watch=watch, rewards=setup.rewards()
+    )
     if outcome.summary.error:
         raise ExperimentError(f"the run ended early: {outcome.summary.error}")
     return outcome

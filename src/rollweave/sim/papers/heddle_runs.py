@@ -47,7 +47,7 @@ open; at most those of a machine.
 
 
 class System(Struct, frozen=True, kw_only=True):
-    """The settings of [rollout] in which Heddle's systems differ."""
+    """The policies in which Heddle's systems differ."""
 
     priority: str
     placement: str
@@ -174,7 +174,7 @@ class Case(Struct, frozen=True, kw_only=True):
             gpu="h100",
             tp=self.tp,
             slots=self.slots or slots,
-            rollout=msgspec.structs.asdict(self.system),
+            policies=msgspec.structs.astuple(self.system),
             degrees=degrees,
         )
 

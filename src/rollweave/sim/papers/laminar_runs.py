@@ -278,14 +278,20 @@ def config_of(
         tp=tp,
         mode=MODES[system],
         alpha=ALPHA,
-        colocated=system == "verl",
         slots=CONCURRENCY,
-        rollout={"engine_batch": concurrency, "repack": repack} if system == "Laminar" else {},
+        rollout={"engine_batch": concurrency} if system == "Laminar" else {},
+        without=_without(system, repack=repack),
     )
     config = setup.config(steps=steps)
     return config.model_copy(
         update={"trainer": config.trainer.model_copy(update={"minibatches": UPDATES})}
     )
+
+
+def _without(system: str, *, repack: bool) -> tuple[str, ...]:
+    if system == "verl":
+        return ("disaggregation",)
+    return () if repack or system != "Laminar" else ("repack",)
 
 
 def _simulate(config: RunConfig, trainer: TrainerCost, shape: ModelShape, tp: int) -> Outcome:

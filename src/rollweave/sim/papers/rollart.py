@@ -65,7 +65,7 @@ def monolithic(setup: Setup) -> Setup:
     Sync+ (§7.1, "a strengthened monolithic baseline" in §1).
     """
     gpus = setup.rollout_gpus + setup.trainer_gpus
-    return setup.but(rollout_gpus=gpus, trainer_gpus=gpus, colocated=True)
+    return setup.but(rollout_gpus=gpus, trainer_gpus=gpus, without=("disaggregation",))
 
 
 def scale(shrink: int, steps: int) -> str:
@@ -100,8 +100,8 @@ def fig4(quick: bool) -> list[Row]:
         size: seconds(h800, "frozenlake", size) / seconds(h20, "frozenlake", size) for size in sizes
     }
     uncached = {
-        size: seconds(h800.but(prefix_cache=False), "frozenlake", size)
-        / seconds(h20.but(prefix_cache=False), "frozenlake", size)
+        size: seconds(h800.but(without=("prefix_cache",)), "frozenlake", size)
+        / seconds(h20.but(without=("prefix_cache",)), "frozenlake", size)
         for size in sizes[: 1 if quick else 2]
     }
     maths = {
@@ -152,7 +152,7 @@ def modes(setup: Setup, steps: int) -> dict[str, Pace]:
     """
     alone = monolithic(setup)
     runs = {
-        "Sync": alone.but(rollout={"env_stepping": "batch", "reward": "after_rollout"}),
+        "Sync": alone.but(without=(*alone.without, "free_stepping", "reward_overlap")),
         "Sync+": alone,
         "One-off": setup.but(mode="one_step"),
         "AReaL": setup.but(mode="partial"),

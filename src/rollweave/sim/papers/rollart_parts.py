@@ -48,7 +48,7 @@ def fig11b(quick: bool) -> list[Row]:
         trainer_gpus=32 // shrink,
         batch=512 // shrink,
     )
-    batched = setup.but(rollout={"env_stepping": "batch"})
+    batched = setup.but(without=("free_stepping",))
     rows = []
     for sigma in (1.0, 10.0) if quick else (1.0, 4.0, 7.0, 10.0):
 
@@ -95,15 +95,13 @@ def fig12(quick: bool) -> list[Row]:
         trainer_gpus=8,
         batch=groups * members,
         group_size=members,
-        rollout={"eval_slots": JUDGES},
+        judges=JUDGES,
     )
     runs = {
         "local": local,
-        "serverless": local.but(rollout_gpus=8, rollout={}, serverless=True),
+        "serverless": local.but(rollout_gpus=8, serverless=True),
         "local, each": local.but(batch=3 * local.batch),
-        "serverless, each": local.but(
-            rollout_gpus=8, rollout={}, serverless=True, batch=3 * local.batch
-        ),
+        "serverless, each": local.but(rollout_gpus=8, serverless=True, batch=3 * local.batch),
     }
     outcomes = {
         name: [first_step(setup, seed=seed) for seed in range(steps)]

@@ -39,7 +39,9 @@ def fig1c(quick: bool) -> list[Row]:
     """
     steps = 1 if quick else 4
     setup = FROZENLAKE.but(group_size=8, slots=256)
-    eight, bare = (rollout_s(setup.but(prefix_cache=cache), steps=steps) for cache in (True, False))
+    eight, bare = (
+        rollout_s(setup.but(without=missing), steps=steps) for missing in ((), ("prefix_cache",))
+    )
     row = functools.partial(Row, experiment="rose-fig1c")
     note = f"{mean_of(steps, 'rollout')}; as many sequences at once as vLLM's default"
     rows = [
@@ -119,7 +121,7 @@ def table3(quick: bool) -> list[Row]:
     """
     steps = 1 if quick else 5
     seconds = {
-        name: rollout_s(FROZENLAKE.but(rollout={"placement": name}), steps=steps)
+        name: rollout_s(FROZENLAKE.but(policies=(name,)), steps=steps)
         for name in ("pinned", *(placement for _, placement in TURN_WISE.values()))
     }
     note = (

@@ -6,19 +6,19 @@ Their modules need scikit-learn or torch, and are imported when a regressor is b
 from rollweave.core.policy.predict import Regressor
 from rollweave.core.policy.scheduling import scheduling
 from rollweave.io.extras import how_to_install, missing_from
-from rollweave.schema.config.sections import RolloutConfig
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 
 REGRESSORS = ("ridge", "boosted", "lm", "prompt", "history")
 
 
-def check_installed(rollout: RolloutConfig | None = None) -> None:
+def check_installed(config: RunConfig | None = None) -> None:
     """Raise ConfigError if lengths are predicted and a package for that is missing.
 
     A predictor survives regressors that fail, so that a missing package would only make
-    its predictions worse. Without `rollout`, lengths are predicted in any case.
+    its predictions worse. Without `config`, lengths are predicted in any case.
     """
-    if rollout is not None and not scheduling(rollout).predicts:
+    if config is not None and not scheduling(config.rollout, config.ablation).predicts:
         return
     if missing := missing_from("predict"):
         raise ConfigError(
