@@ -7,6 +7,7 @@ import io
 import json
 import re
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -339,6 +340,21 @@ async def test_limits() -> None:
         SessionLimits(calls=0)
 
 
+async def test_a_session_without_quota_reads_no_further_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = SessionLimits(calls=1)
+    async with gateway(Script(["a"]), session={"limits": limits}) as (made, client):
+        assert (await client.post(ask("first")))[0] == 200
+        assert (await client.post(ask("second")))[0] == 429
+        recorder = next(iter(made._sessions.values())).recorder
+        monkeypatch.setattr(recorder, "begin", None)
+        for text in ("second", "third"):
+            status, body = await client.post(ask(text))
+            assert (status, body["error"]["code"]) == (429, "insufficient_quota")
+        assert len(recorder._calls_by_key) == 1  # refused requests are forgotten
+
+
 async def test_bounds_the_tokens_of_a_session() -> None:
     script = Script(["hello"])
     enough = len(encode("hello")) + 2
@@ -574,7 +590,7 @@ BODIES = [
     b"null",
     b"\xff\xfe",
     b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}',
-    b'{"model": "m", "messages": ' + b"[" * 100_000,
+    b'{"model": "m", "messages": ' + b"[" * 90_000,
     b'{"model": "m", "temperature": NaN, "messages": [{"role": "user", "content": "x"}]}',
     b'{"model": "m", "tools": [{"type": "function", "function": {"name": "a", "x": "\\udc00"}}], '
     b'"messages": []}',
@@ -628,6 +644,27 @@ def test_any_json_is_parsed_or_refused(change: dict[str, Any]) -> None:
     except RequestError as error:
         refused = error.status
         assert refused == 400
+
+
+def test_a_body_of_too_many_parts_is_refused_before_it_is_parsed() -> None:
+    for part in ('{"role":"user","content":""}', "1", '""', "[", '"', '",'):
+        body = ('{"model":"m","messages":[' + ",".join([part] * 400_000)).encode()
+        began = time.process_time()
+        with pytest.raises(RequestError, match="at most 100000 strings, commas") as refused:
+            parse_chat(body)
+        assert refused.value.status == 413
+        assert time.process_time() - began < 1.0
+    text = '",[{\\' * 200_000
+    assert parse_chat(json.dumps(ask(text)).encode()).messages[0].content == text
+
+
+def test_an_error_ends_the_validation() -> None:
+    began = time.process_time()
+    with pytest.raises(RequestError, match=r"messages\.0\.content\.0: .* got 1"):
+        parse_chat(
+            json.dumps(ask() | {"messages": [{"role": "user", "content": [1] * 99_000}]}).encode()
+        )
+    assert time.process_time() - began < 0.5
 
 
 # What goes wrong.

@@ -163,10 +163,8 @@ class SessionRecorder:
         there is one. `forced` is the prefix that the agent's message must have. Raises
         ChatError if the chat template refuses the messages.
         """
-        earlier = self._calls_by_key.get(key, [])
-        repeats = [call for call in earlier if call.state is CallState.LOST]
-        if repeats or (repeated and earlier):
-            call = (repeats or earlier)[-1]
+        call = self.repeated_call(key, repeated=repeated)
+        if call is not None:
             if call.state is CallState.LOST:
                 call.state = CallState.ANSWERED
             return call
@@ -187,6 +185,12 @@ class SessionRecorder:
         self._calls_by_key.setdefault(key, []).append(call)
         return call
 
+    def repeated_call(self, key: Hashable, *, repeated: bool) -> Call | None:
+        """Return the call that a request repeats, as `begin` defines it, or None."""
+        earlier = self._calls_by_key.get(key, [])
+        lost = [call for call in earlier if call.state is CallState.LOST]
+        return (lost or earlier)[-1] if lost or (repeated and earlier) else None
+
     def answer(self, call: Call, result: GenerateResult, message: Message) -> None:
         """Record the engine's answer, and the message that the program will receive.
 
@@ -204,7 +208,10 @@ class SessionRecorder:
             f"only a call that waits can be dropped, and it was {call.state}"
         )
         call.state = CallState.DROPPED
-        self._calls_by_key[call.key].remove(call)
+        others = self._calls_by_key[call.key]
+        others.remove(call)
+        if not others:
+            del self._calls_by_key[call.key]
 
     def lose(self, call: Call) -> None:
         """Record that the answer did not reach the program, unless the program has

@@ -7,7 +7,9 @@ run where the session is pinned (`PINNED_FIELDS`), it has a value without effect
 (`io/http/fields.py`, and the tables here for messages), or the request is refused.
 """
 
+import itertools
 import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -137,8 +139,8 @@ class _Part(_Open):
 
 class _Message(_Open):
     role: Literal["developer", "system", "user", "assistant", "tool"]
-    content: str | list[_Part] | None = None
-    tool_calls: list[_Call] | None = None
+    content: str | Annotated[list[_Part], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[_Call], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
@@ -174,6 +176,14 @@ class _StreamOptions(_Strict):
     continuous_usage_stats: Literal[False] | None = None
 
 
+MAX_TOKENS = 100_000
+"""Maximum number of JSON strings, commas and opening brackets in one request, enough for
+ten thousand messages. Validating that many takes some tenths of a second and delays all
+trajectories.
+"""
+
+_TOKEN = re.compile(rb'[,\[{]|"(?:[^"\\]|\\.)*+"', re.DOTALL)
+
 StopText = Annotated[str, Field(min_length=1)]
 MAX_STOPS = 16
 """Maximum number of stop strings, and of stop tokens, in one request."""
@@ -181,8 +191,8 @@ MAX_STOPS = 16
 
 class _Chat(_Open):
     model: str
-    messages: list[_Message] = Field(min_length=1)
-    tools: list[_Tool] | None = None
+    messages: Annotated[list[_Message], Field(fail_fast=True)] = Field(min_length=1)
+    tools: Annotated[list[_Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none", "required"] | _Choice | None = None
     parallel_tool_calls: bool | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -202,7 +212,13 @@ class _Chat(_Open):
 
 
 def parse_chat(body: bytes) -> ChatRequest:
-    """Parse the body of a chat request. Raises RequestError (400)."""
+    """Parse the body of a chat request. Raises RequestError (400, or 413 for a body of
+    too many parts).
+    """
+    if _has_too_many_tokens(body):
+        raise RequestError(
+            413, f"the body must have at most {MAX_TOKENS} strings, commas and brackets, got more"
+        )
     try:
         chat = _Chat.model_validate_json(body)
     except ValidationError as error:
@@ -245,6 +261,14 @@ def parse_chat(body: bytes) -> ChatRequest:
         stream=bool(chat.stream),
         include_usage=chat.stream_options is not None and bool(chat.stream_options.include_usage),
     )
+
+
+def _has_too_many_tokens(body: bytes) -> bool:
+    """Count the tokens of `_TOKEN`, unless all bytes that could be part of one are few."""
+    if sum(map(body.count, (b",", b"[", b"{", b'"'))) <= MAX_TOKENS:
+        return False
+    tokens = sum(1 for _ in itertools.islice(_TOKEN.finditer(body), MAX_TOKENS + 1))
+    return tokens > MAX_TOKENS
 
 
 def _forced(chat: _Chat, names: list[str]) -> str | None:

@@ -165,6 +165,10 @@ class Session:
         self._check_size(chat)
         if chat.tools:
             self._check_tools(chat)
+        if self.recorder.repeated_call(key, repeated=repeated) is None:
+            self._check_concurrency()
+            if self.exhausted is not None:  # the first refusal still reads the history
+                self._check_quota()
         if chat.call is not None and self._tools is not None:
             forced = self._tools.call_prefix(chat.call)
         try:
@@ -217,18 +221,19 @@ class Session:
                 param="tool_choice",
             )
 
-    def _admit(self, chat: ChatRequest, call: Call) -> Sampling:
-        """Return how to sample the call. Raises RequestError if a limit is exceeded."""
-        limits = self.limits
+    def _check_concurrency(self) -> None:
         running = sum(
             turn.task is not None and not turn.task.done() for turn in self._turns.values()
         )
-        if running >= limits.concurrent:
+        if running >= self.limits.concurrent:
             raise RequestError(
                 429,
-                f"concurrent calls must be at most {limits.concurrent}",
+                f"concurrent calls must be at most {self.limits.concurrent}",
                 code="rate_limit_exceeded",
             )
+
+    def _check_quota(self) -> None:
+        limits = self.limits
         if len(self._turns) >= limits.calls:
             self.exhausted = StopReason.MAX_TURNS
             raise RequestError(
@@ -241,6 +246,11 @@ class Session:
                 f"tokens sampled in a session must be at most {limits.tokens}",
                 code="insufficient_quota",
             )
+
+    def _admit(self, chat: ChatRequest, call: Call) -> Sampling:
+        """Return how to sample the call. Raises RequestError if a limit is exceeded."""
+        limits = self.limits
+        self._check_quota()
         room = limits.context - len(call.prompt)
         if room < 1:
             self.exhausted = StopReason.MAX_TOKENS
