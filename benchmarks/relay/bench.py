@@ -110,7 +110,7 @@ def bench_relay(
     plan: RelayPlan | None = None,
     network: Network | None = None,
 ) -> Result:
-    """Run the bench. Only tests pass `size` and `network`."""
+    """Run the bench. Only tests pass `plan` and `network`."""
     plan = plan or (QUICK if quick else FULL)
     with workspace() as logs, network or Network(max(*plan.relays, 5)) as net:
         return asyncio.run(_measure(plan, net, logs, progress))
@@ -123,9 +123,9 @@ async def _measure(plan: RelayPlan, net: Network, logs: Path, progress: Progress
     figures: dict[str, Figure] = {}
     with publish(
         relay_wait.payload(plan.nbytes, TENSORS), version=1, weights_id=1, directory=logs
-    ) as whole:
-        figures |= await _broadcasts(plan, net, logs, whole.manifest, progress)
-        figures |= await _repairs(plan, net, logs, whole.manifest, progress)
+    ) as publication:
+        figures |= await _broadcasts(plan, net, logs, publication.manifest, progress)
+        figures |= await _repairs(plan, net, logs, publication.manifest, progress)
     if net.why_not:
         missing = (
             "repair_cut_s",
@@ -196,9 +196,8 @@ async def _broadcasts(
                 publications=plan.publications,
                 period_s=plan.period_s,
             )
-            together = times.gloo[largest]
             figures |= relay_wait.figures(
-                waited, together, statistics.median(times.chain[largest]), plan.nbytes
+                waited, times.gloo[largest], statistics.median(times.chain[largest]), plan.nbytes
             )
             return figures
     finally:

@@ -48,7 +48,7 @@ async def ablation(
     clusters: Clusters, update: Versions, plan: LinksPlan, directory: Path, progress: Progress
 ) -> dict[tuple[float, str], list[Delivery]]:
     """Measure each variant over each speed, in turn."""
-    runs_by_key: dict[tuple[float, str], list[Delivery]] = {}
+    deliveries: dict[tuple[float, str], list[Delivery]] = {}
     with _pair(update, plan.hidden, directory) as pair:
         for number in range(plan.rounds):
             for rate in plan.rates:
@@ -57,10 +57,10 @@ async def ablation(
                     f"{plan.rounds}"
                 )
                 for variant in VARIANTS:
-                    runs_by_key.setdefault((rate, variant), []).append(
+                    deliveries.setdefault((rate, variant), []).append(
                         await _run(clusters, variant, pair, plan, rate)
                     )
-    return runs_by_key
+    return deliveries
 
 
 async def growing(
@@ -69,7 +69,7 @@ async def growing(
     """Return the time of a delta over that of the full version, by speed and by the
     changed fraction, in turn.
     """
-    ratios_by_key: dict[tuple[float, float], list[float]] = {}
+    ratios_measured: dict[tuple[float, float], list[float]] = {}
     rng = np.random.default_rng(0)
     count = sum(math.prod(shape) for shape in layers(plan.hidden, 1).values())
     for fraction in plan.fractions:
@@ -79,10 +79,10 @@ async def growing(
                 for _ in range(plan.rounds):
                     full = await _run(clusters, "shard", pair, plan, rate)
                     sparse = await _run(clusters, "sparse", pair, plan, rate)
-                    ratios_by_key.setdefault((rate, fraction), []).append(
+                    ratios_measured.setdefault((rate, fraction), []).append(
                         sparse.seconds / full.seconds
                     )
-    return ratios_by_key
+    return ratios_measured
 
 
 async def _run(
@@ -135,17 +135,17 @@ def crossing(fractions: Sequence[float], ratios: Sequence[float]) -> float | Non
 
 
 def figures(
-    runs_by_key: dict[tuple[float, str], list[Delivery]], plan: LinksPlan
+    deliveries: dict[tuple[float, str], list[Delivery]], plan: LinksPlan
 ) -> dict[str, Figure]:
     """Return figures. A gain is that of a variant over the one before it, at the
     reference speed; `pull_hidden` is the part that the push alone hides.
     """
     seconds = {
-        key: statistics.median(run.seconds for run in runs) for key, runs in runs_by_key.items()
+        key: statistics.median(run.seconds for run in runs) for key, runs in deliveries.items()
     }
     at = {variant: seconds[plan.reference, variant] for variant in VARIANTS}
-    costs = [run.cost for run in runs_by_key[plan.reference, "async"] if run.cost is not None]
-    naive = [run.cost for run in runs_by_key[plan.reference, "batch"] if run.cost is not None]
+    costs = [run.cost for run in deliveries[plan.reference, "async"] if run.cost is not None]
+    naive = [run.cost for run in deliveries[plan.reference, "batch"] if run.cost is not None]
     pull, exposed = (
         statistics.median(getattr(cost, name) for cost in costs)
         for name in ("accumulated_pull_s", "exposed_pull_s")
@@ -167,9 +167,9 @@ def figures(
         "exposed_pull_s": exposed,
         "naive_s": statistics.median(cost.naive_s for cost in naive),
         "pull_hidden": 1 - exposed / pull if pull else None,
-        "sparse_over_whole_bytes": runs_by_key[plan.reference, "sparse"][0].sent_bytes
-        / runs_by_key[plan.reference, "shard"][0].sent_bytes,
-        "mismatches": sum(run.mismatches for runs in runs_by_key.values() for run in runs),
+        "sparse_over_whole_bytes": deliveries[plan.reference, "sparse"][0].sent_bytes
+        / deliveries[plan.reference, "shard"][0].sent_bytes,
+        "mismatches": sum(run.mismatches for runs in deliveries.values() for run in runs),
         "curve_mbits": list(plan.rates),
         **curves,
         "curve_sparse_over_shard": [
@@ -179,13 +179,13 @@ def figures(
 
 
 def growing_figures(
-    ratios_by_key: dict[tuple[float, float], list[float]], plan: LinksPlan
+    ratios_measured: dict[tuple[float, float], list[float]], plan: LinksPlan
 ) -> tuple[dict[str, Figure], dict[str, Any]]:
     """Return the crossings, and the reasons for those that are missing."""
     shown: dict[str, Figure] = {"curve_fractions": list(plan.fractions)}
     why: dict[str, Any] = {}
     for rate in plan.crossed:
-        ratios = [statistics.median(ratios_by_key[rate, fraction]) for fraction in plan.fractions]
+        ratios = [statistics.median(ratios_measured[rate, fraction]) for fraction in plan.fractions]
         name = f"crossover_{rate:g}_mbits"
         shown[name] = crossing(plan.fractions, ratios)
         shown[f"curve_sparse_over_whole_{rate:g}_mbits"] = ratios

@@ -37,7 +37,7 @@ class Network:
     def __init__(self, hosts: int, *, loopback: bool = False) -> None:
         self.hosts = hosts
         self.why_not = "hosts are loopback, without limits, as requested" if loopback else ""
-        """Why all of it is loopback; empty where hosts are namespaces."""
+        """Reason why all hosts are loopback; empty where they are namespaces."""
         self._spaces: list[int] = []
         self._switch = self._home = -1
 
@@ -144,7 +144,7 @@ class Network:
                         "link set eth0 up",
                     ],
                 )
-        self.limit(1000.0)  # fails here and now where `tc` has no such discipline
+        self.limit(1000.0)  # raises here where `tc` lacks the discipline
         self.limit(None)
 
     def _unwind(self) -> None:
@@ -192,7 +192,7 @@ def _new(back: int) -> int:
     if _libc.unshare(CLONE_NEWNET):
         raise OSError(
             ctypes.get_errno(),
-            f"no network namespace can be made: {os.strerror(ctypes.get_errno())}",
+            f"no network namespace can be created: {os.strerror(ctypes.get_errno())}",
         )
     try:
         return _current()

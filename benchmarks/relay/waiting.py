@@ -41,7 +41,7 @@ class Waits:
 
 
 @dataclass
-class _Setting:
+class _Measurement:
     """The trainer's tensors, its publications, and the versions of each relay."""
 
     tier: Tier
@@ -53,7 +53,7 @@ class _Setting:
     manifests: dict[int, WeightManifest] = field(default_factory=dict)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
-    def loaded(self, relay: int, version: int) -> bool:
+    def fetched(self, relay: int, version: int) -> bool:
         return relay in self.manifests and self.manifests[relay].weights_id >= version
 
 
@@ -73,46 +73,41 @@ async def waits(
     """
     rng = random.Random(0)
     with ThreadPoolExecutor(engines + 1) as pool:
-        setting = _Setting(tier, tensors, directory, pool)
+        run = _Measurement(tier, tensors, directory, pool)
         tasks = [
-            asyncio.create_task(_engine(setting, relay, period_s, random.Random(rng.random())))
+            asyncio.create_task(_engine(run, relay, period_s, random.Random(rng.random())))
             for relay in range(engines)
         ]
-        tasks.append(
-            asyncio.create_task(_train(setting, engines, chunk_bytes, publications, period_s))
-        )
+        tasks.append(asyncio.create_task(_train(run, engines, chunk_bytes, publications, period_s)))
         try:
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in ended:  # training, unless something has failed
+            for task in ended:  # the trainer's, unless one has failed
                 task.result()
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-    return setting.waits
+    return run.waits
 
 
 async def _train(
-    setting: _Setting, relays: int, chunk_bytes: int, publications: int, period_s: float
+    run: _Measurement, relays: int, chunk_bytes: int, publications: int, period_s: float
 ) -> None:
     loop = asyncio.get_running_loop()
     opened: list[Publication] = []
     try:
         for _ in range(publications):
             until = time.monotonic() + period_s
-            publication, stall = await loop.run_in_executor(setting.pool, _published, setting)
-            setting.waits.stalls.append(stall)
+            publication, stall = await loop.run_in_executor(run.pool, _published, run)
+            run.waits.stalls.append(stall)
             opened.append(publication)
-            keep = (setting.newest,) if setting.newest else ()
-            setting.newest = publication.manifest.weights_id
+            keep = (run.newest,) if run.newest else ()
+            run.newest = publication.manifest.weights_id
             message = FetchVersion(
                 manifest=publication.manifest, keep=keep, chunk_bytes=chunk_bytes
             )
             await asyncio.gather(
-                *(
-                    _fetch(setting, relay, message, source)
-                    for relay, source in enumerate(chain(relays))
-                )
+                *(_fetch(run, relay, message, source) for relay, source in enumerate(chain(relays)))
             )
             await asyncio.sleep(max(0.0, until - time.monotonic()))
             while len(opened) > KEEP:
@@ -122,50 +117,48 @@ async def _train(
             publication.close()
 
 
-async def _fetch(setting: _Setting, relay: int, message: FetchVersion, source: int | None) -> None:
-    answer = await setting.tier.links[relay].fetch(
-        msgspec.structs.replace(message, source=setting.tier.source(source))
+async def _fetch(run: _Measurement, relay: int, message: FetchVersion, source: int | None) -> None:
+    answer = await run.tier.links[relay].fetch(
+        msgspec.structs.replace(message, source=run.tier.source(source))
     )
     manifest = checked(relay, answer).manifest
-    async with setting.changed:
-        setting.manifests[relay] = manifest
-        setting.changed.notify_all()
+    async with run.changed:
+        run.manifests[relay] = manifest
+        run.changed.notify_all()
 
 
-async def _engine(setting: _Setting, relay: int, period_s: float, rng: random.Random) -> None:
+async def _engine(run: _Measurement, relay: int, period_s: float, rng: random.Random) -> None:
     """At random moments, if there is a new version, wait until the host has it, and
     load it.
     """
-    weights = {name: torch.zeros_like(tensor) for name, tensor in setting.tensors.items()}
+    weights = {name: torch.zeros_like(tensor) for name, tensor in run.tensors.items()}
     loaded = 0
     loop = asyncio.get_running_loop()
     while True:
         await asyncio.sleep(rng.uniform(0.5, 1.5) * period_s)
-        wanted, requested_at = setting.newest, time.monotonic()
+        wanted, requested_at = run.newest, time.monotonic()
         if wanted == loaded:
             continue
-        cached = setting.loaded(relay, wanted)
-        async with setting.changed:
-            while not setting.loaded(relay, wanted):
-                await setting.changed.wait()
-            manifest = setting.manifests[relay]
-        await loop.run_in_executor(setting.pool, _load, weights, manifest)
+        cached = run.fetched(relay, wanted)
+        async with run.changed:
+            while not run.fetched(relay, wanted):
+                await run.changed.wait()
+            manifest = run.manifests[relay]
+        await loop.run_in_executor(run.pool, _load, weights, manifest)
         loaded = manifest.weights_id
         seconds = time.monotonic() - requested_at
-        setting.waits.engines.append(seconds)
+        run.waits.engines.append(seconds)
         if cached:
-            setting.waits.cached.append(seconds)
+            run.waits.cached.append(seconds)
 
 
-def _published(setting: _Setting) -> tuple[Publication, float]:
+def _published(run: _Measurement) -> tuple[Publication, float]:
     """Publish the next version. Returns it and the seconds for which the trainer's
     thread was held up.
     """
-    version = setting.tier.next_id()
+    version = run.tier.next_id()
     began = time.monotonic()
-    publication = publish(
-        setting.tensors, version=version, weights_id=version, directory=setting.directory
-    )
+    publication = publish(run.tensors, version=version, weights_id=version, directory=run.directory)
     return publication, time.monotonic() - began
 
 
@@ -188,8 +181,8 @@ def payload(nbytes: int, tensors: int) -> dict[str, torch.Tensor]:
 def figures(
     waits: Waits, global_waits: Sequence[float], chain_s: float, nbytes: int
 ) -> dict[str, Figure]:
-    """Return figures; `together` are the waits of a global synchronization, `chain_s`
-    one by the chain.
+    """Return figures; `global_waits` are those of a global synchronization,
+    `chain_s` is the seconds of a broadcast by the chain.
     """
     load = statistics.median(waits.cached) if waits.cached else 0.0
     stall, sync = (

@@ -28,12 +28,12 @@ ISOLATING = (DEFAULT, "zygote")
 
 ROUNDS, QUICK_ROUNDS = 100, 20
 WARM_UP = 3
-"""Rounds before the measured ones."""
+"""Number of rounds before the measured ones."""
 
 CONCURRENT, QUICK_CONCURRENT = 200, 40
 
 POOL = 4
-"""Sandboxes that a pool keeps warm while they are taken one after the other."""
+"""Number of sandboxes that a pool keeps ready while they are taken one by one."""
 
 ATTACKS_AT_ONCE = 2
 
@@ -82,7 +82,7 @@ async def _bench(*, quick: bool) -> Result:
         "mb_each": "proportional set size of a sandbox's processes, all alive at once, without its "
         "files, which are in memory too",
         "attacks": _tried(),
-        "uid": "own uids, given by root" if os.getuid() == 0 else "our own",
+        "uid": "separate uids, assigned by root" if os.getuid() == 0 else "our own",
     }
     try:
         for name in ISOLATING:
@@ -144,7 +144,7 @@ async def _ready(
 
 
 async def _concurrent(made: Backend, measured: BackendMeasurement, *, count: int) -> None:
-    """Start all at once; each must run a command while all others live."""
+    """Start all at once; each must run a command while all others are alive."""
     began = time.perf_counter()
     results = await asyncio.gather(
         *(made.start(SandboxSpec()) for _ in range(count)), return_exceptions=True

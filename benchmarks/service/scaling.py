@@ -197,9 +197,8 @@ def conditions_of(plan: ScalingPlan) -> dict[str, Any]:
     return {
         "jobs_per_s_1": f"by number of service processes, alternating {plan.rounds} rounds of "
         f"{plan.each} rollouts for each process, {PER_PROCESS} of them at once, one client for "
-        f"all; a process may run {ENVIRONMENTS} environments, whose steps take {STEP_S:g} s, up "
-        f"to {TURNS} turns of {TURN_TOKENS} tokens; engines have spare slots, {TOKEN_MS:g} ms a "
-        "token",
+        f"all; a process may run {ENVIRONMENTS} environments, whose steps take {STEP_S:g} s, up to "
+        f"{TURNS} turns of {TURN_TOKENS} tokens; engines have spare slots, {TOKEN_MS:g} ms a token",
         "jobs_per_s_saturated_1": f"{plan.saturated} rollouts a round, environments and engines "
         "that take no time: this measures the machine's cores, which services, engines and client "
         "share",

@@ -90,7 +90,7 @@ class RunUnderTest:
         settings = [] if steps is None else [f"run.steps={steps}"]
         self.config = load(self._config_file, settings)
         command = [sys.executable, "-m", "rollweave.cli.main", "train", str(self._config_file)]
-        command += [word for setting in settings for word in ("--set", setting)] + (
+        command += [argument for setting in settings for argument in ("--set", setting)] + (
             ["--resume"] if resume else []
         )
         # This checkout, not an installed one.
@@ -112,7 +112,7 @@ class RunUnderTest:
 
     @property
     def pid(self) -> int:
-        assert self._process is not None, "it lives"
+        assert self._process is not None, "the run was started"
         return self._process.pid
 
     def children(self, module: str = "rollweave.") -> list[int]:
@@ -122,12 +122,13 @@ class RunUnderTest:
     def strike(
         self, module: str, number: signal.Signals, choose: Callable[[list[int]], int]
     ) -> None:
-        """Send the signal to one of the processes of `module`, once there is one.
-        Raises RollweaveError as `wait`.
+        """Send the signal to a process of `module`, once there is one.
+
+        Raises RollweaveError as `wait` does.
         """
 
         def struck() -> bool:
-            # It has ended, and another is about to start.
+            # The process may have ended, and another is about to start.
             with contextlib.suppress(ProcessLookupError):
                 if victims := self.children(module):
                     os.kill(choose(victims), number)
@@ -142,7 +143,7 @@ class RunUnderTest:
         """
         self.inspect()
         os.kill(self.pid, signal.SIGKILL)
-        self._over()
+        self._reap()
 
     def finish(self, limit_s: float) -> dict[str, Any]:
         """Wait until the run ends by itself, and return its summary.
@@ -152,7 +153,7 @@ class RunUnderTest:
         self.wait(
             lambda: self._process is not None and self._process.poll() is not None, limit_s, "end"
         )
-        self._over()
+        self._reap()
         if self._process is None or self._process.returncode != 0:
             raise RollweaveError(self._failure("the run failed"))
         self.inspect()
@@ -177,8 +178,8 @@ class RunUnderTest:
                 )
             time.sleep(INSPECT_S)
 
-    def _over(self) -> None:
-        assert self._process is not None, "it lived"
+    def _reap(self) -> None:
+        assert self._process is not None, "the run was started"
         self._process.wait()
         until = time.monotonic() + CHILDREN_END_S
         while (left := self.children()) and time.monotonic() < until:
@@ -192,7 +193,7 @@ class RunUnderTest:
     # The run's records.
 
     def inspect(self) -> None:
-        """Keep the current journal, even if another replaces it."""
+        """Keep a link to the current journal, which another may replace."""
         self._steps.read()
         with contextlib.suppress(FileNotFoundError):
             inode = self.run.journal.stat().st_ino
@@ -264,7 +265,7 @@ class StepCounter:
     def __init__(self, path: Path) -> None:
         self._path, self._offset = path, 0
         self.count, self.last = 0, -1
-        """How many there are, and the number of the last."""
+        """Number of recorded steps, and the number of the last one."""
 
     def read(self) -> None:
         """Read the lines written since; an incomplete line is left for later."""
@@ -273,9 +274,9 @@ class StepCounter:
             complete, newline, _ = file.read().rpartition(b"\n")
             self._offset += len(complete) + len(newline)
             for line in complete.splitlines():
-                output = json.loads(line)
-                if output["kind"] == "step":
-                    self.count, self.last = self.count + 1, output["step"]
+                entry = json.loads(line)
+                if entry["kind"] == "step":
+                    self.count, self.last = self.count + 1, entry["step"]
 
 
 def versions_of(sequences: Sequence[TokenSequence]) -> set[int]:

@@ -56,8 +56,7 @@ def advance(run: Run) -> None:
         if state.checkpoints.failed_at == state.trainer.step:
             state.error = (
                 f"the final checkpoint of step {state.trainer.step} failed: "
-                f"{state.checkpoints.error}; "
-                f"last good checkpoint: step {state.checkpoints.newest}"
+                f"{state.checkpoints.error}; last good checkpoint: step {state.checkpoints.newest}"
             )
             _finish_with_error(run)
             return
