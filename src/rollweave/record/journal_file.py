@@ -35,7 +35,7 @@ REMEDY = (
 
 
 def journal_format(version: int = SCHEMA_VERSION) -> RecordFormat:
-    """The file format of a journal."""
+    """Return the file format of a journal."""
     return RecordFormat(
         name="a journal",
         magic=b"RWJRNL\r\n",

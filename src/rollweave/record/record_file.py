@@ -123,7 +123,9 @@ class RecordFormat:
         return xxhash.xxh32_intdigest(struct.pack("<IBQ", nbytes, kind, offset), seed=self.version)
 
     def _is_torn_header(self, data: bytes) -> bool:
-        """True if the file was cut off while it was created: it never held a record."""
+        """Return whether the file was cut off while it was created: it never held a
+        record.
+        """
         return self.header.startswith(data.rstrip(b"\0")) and not data.startswith(self.header)
 
     def damaged(self, path: Path, offset: int, problem: str) -> CorruptJournalError:
@@ -135,14 +137,14 @@ class RecordFormat:
 
 
 def _blank(data: bytes, start: int) -> bool:
-    """True if no record follows: the file ends, or was extended but not yet written
-    when the power failed.
+    """Return whether no record follows: the file ends, or was extended but not yet
+    written when the power failed.
     """
     return data.count(0, start) == max(0, len(data) - start)
 
 
 def _unwritten(payload: memoryview) -> bool:
-    """True if the payload ends in zeros: its space was allocated, but a power loss left
-    it unwritten.
+    """Return whether the payload ends in zeros: its space was allocated, but a power
+    loss left it unwritten.
     """
     return not payload or payload[-1] == 0

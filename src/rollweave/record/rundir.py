@@ -98,8 +98,8 @@ class RunDir:
         return run
 
     def has_content(self) -> bool:
-        """True if a run has written here: anything except the lock, a token and empty
-        directories.
+        """Return whether a run has written here: anything except the lock, a token and
+        empty directories.
         """
         own_files = (self.lock, self.token)
         return self.path.exists() and any(
@@ -200,7 +200,7 @@ def _locked(path: Path, flags: int, *, optional: bool = False) -> int:
 
 
 def _is_same_file(path: Path, fd: int) -> bool:
-    """True if `path` is still the file behind `fd`."""
+    """Return whether `path` is still the file behind `fd`."""
     try:
         named = path.stat()
     except FileNotFoundError:

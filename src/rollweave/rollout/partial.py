@@ -67,7 +67,7 @@ class PartialTurn:
         self._generate_s = delta.generate_s
 
     def finish(self, result: GenerateResult) -> None:
-        """Accept the answer of an engine that was told to stop: all that it has
+        """Accept the answer of an engine that was requested to stop: all that it has
         sampled.
 
         It must extend the tokens that the engine has reported.

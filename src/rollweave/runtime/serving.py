@@ -51,7 +51,7 @@ class ServiceWorld:
         self._effects = Effects(handlers, never=TRAINING_ONLY)
 
     async def run(self, first: RunStarted | WorldLost) -> str:
-        """Live until the core says `Finish`; return its error, or "".
+        """Run until the core issues `Finish`; return its error, or "".
 
         A service finishes once it was stopped and every result is acknowledged.
         """

@@ -71,7 +71,7 @@ class World:
         self._checkpoints, self._metrics, self._progress = checkpoints, metrics, progress
         self._compact_bytes = compact_bytes
         self.ended_at = 0.0
-        """Run time at which the core said `Finish`."""
+        """Run time at which the core issued `Finish`."""
         self._phase = Phase.RUNNING
         self._rollouts = RolloutRuntime(
             wiring,
@@ -120,7 +120,7 @@ class World:
         self._effects = Effects(self._handlers(drawer), never=(c.Deliver,))
 
     async def run(self, first: Event, *, engines: Sequence[EngineSlot], fresh: bool) -> str:
-        """Live from event `first` until the core says `Finish`; return its error, or
+        """Run from event `first` until the core issues `Finish`; return its error, or
         "".
         """
         with contextlib.closing(self._control):

@@ -104,8 +104,8 @@ class Group:
             _write(f"{folder}/cgroup.procs", "0")
 
     def out_of_memory(self) -> bool:
-        """True if the kernel killed a process because the group was at its limit, not
-        because the machine's memory was full.
+        """Return whether the kernel killed a process because the group was at its
+        limit, not because the machine's memory was full.
         """
         if "memory" not in self.folders:
             return False
@@ -286,8 +286,8 @@ def _above(folder: str, top: str) -> str:
 
 
 def _offers(folder: str, controller: str) -> bool:
-    """True if a group of version 2 offers the controller to groups below it; switch it
-    on if the group is delegated to us.
+    """Return whether a group of version 2 offers the controller to groups below it;
+    switch it on if the group is delegated to us.
     """
     control = f"{folder}/cgroup.subtree_control"
     if controller not in _words(control) and _delegated(folder):
@@ -297,7 +297,7 @@ def _offers(folder: str, controller: str) -> bool:
 
 
 def _delegated(folder: str) -> bool:
-    """True if the group is delegated to us: it is our user's own, or the service
+    """Return whether the group is delegated to us: it is our user's own, or the service
     manager has marked it.
     """
     for name in ("user.delegate", "trusted.delegate"):

@@ -90,7 +90,7 @@ class Copy:
                 self._file(source, target, name, where)
 
     def _is_wanted(self, where: str) -> bool:
-        """True if anything at or below a path is to be copied."""
+        """Return whether anything at or below a path is to be copied."""
         return (
             not self._only
             or self._is_selected(where)
@@ -224,8 +224,9 @@ def _descend(layer: int, folder: str) -> tuple[int, bool]:
 
 
 def _leads_out(link: str, depth: int) -> bool:
-    """True if a symbolic link in a folder `depth` levels below the top may lead out of
-    it. After a name, `..` need not lead back, because the name may be a link, too.
+    """Return whether a symbolic link in a folder `depth` levels below the top may lead
+    out of it. After a name, `..` need not lead back, because the name may be a link,
+    too.
     """
     names = [name for name in link.split("/") if name not in ("", ".")]
     ups = next((place for place, name in enumerate(names) if name != ".."), len(names))

@@ -171,7 +171,7 @@ def _editable(file: Path) -> Iterator[str]:
 
 
 def _below(path: str, folder: str) -> bool:
-    """True if the path is the folder, or in it."""
+    """Return whether the path is the folder, or in it."""
     return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 

@@ -215,7 +215,7 @@ class _Tunnel:
             )
         elif event.method or event.number != request.number:
             raise SandboxSpoiledError(
-                f"it sent request {event.number} amid request {request.number}"
+                f"it sent request {event.number} during request {request.number}"
             )
         if len(request.body) + len(body) > BODY_BYTES:
             raise SandboxSpoiledError(f"it sent a request of more than {BODY_BYTES} bytes")

@@ -167,11 +167,13 @@ class Hosts(Struct, frozen=True):
         return cls(frozenset(names), tuple(networks))
 
     def admits_name(self, host: str) -> bool:
-        """True if connections to the host are allowed, whatever address its name has."""
+        """Return whether connections to the host are allowed, whatever address its name
+        has.
+        """
         return host.lower().rstrip(".") in self.names
 
     def admits_ip(self, text: str) -> bool:
-        """True if connections to this IP address are allowed.
+        """Return whether connections to this IP address are allowed.
 
         One of `METADATA` must be an entry itself, not in a network.
         """

@@ -269,7 +269,7 @@ class StepTime(Struct, frozen=True, kw_only=True):
 
 class EngineJoined(TaggedStruct, frozen=True, kw_only=True):
     """The process is ready, and stale until it has loaded weights. `profile` holds the
-    step times that it measured, if it was told to.
+    step times that it measured, if requested.
 
     `version` is the version of the weights that it serves already; only engines of a
     service have one.

@@ -45,7 +45,7 @@ def as_json(value: object) -> bytes:
 
 
 def is_deep(value: Any) -> bool:
-    """True if objects and lists are nested more than `DEPTH` deep."""
+    """Return whether objects and lists are nested more than `DEPTH` deep."""
     within = [value] if isinstance(value, dict | list) else []
     for _ in range(DEPTH):
         within = [

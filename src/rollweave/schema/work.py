@@ -11,7 +11,7 @@ from rollweave.schema.base import GroupId, Struct, TaskId, TrajectoryId
 class StopReason(enum.StrEnum):
     """Why a trajectory ended. Every trajectory ends with exactly one reason."""
 
-    FINISHED = "finished"  # the environment said done
+    FINISHED = "finished"  # the environment reported `done`
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"
     TIME_BUDGET = "time_budget"  # active time over the budget while the agent or environment worked
@@ -22,7 +22,7 @@ class StopReason(enum.StrEnum):
     ENGINE_FAILURE = "engine_failure"  # a turn failed more often than the retry policy allows
     STALE = "stale"  # aborted by the staleness bound
     SURPLUS = "surplus"  # a redundant member or group that is no longer needed
-    WORLD_LOST = "world_lost"  # the controller restarted and the trajectory could not go on
+    WORLD_LOST = "world_lost"  # the controller restarted, and the trajectory could not continue
     CANCELLED = "cancelled"  # by the user or by the end of the run
 
 

@@ -68,18 +68,18 @@ class ServiceObserver(Protocol):
     """The caller's view of a service: it is notified of the stages of its life."""
 
     def on_ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
-        """The service answers at `address` to clients with `token`; None admits every
-        client that can connect.
+        """Handle that the service answers at `address` to clients with `token`; None
+        admits every client that can connect.
 
         `stop`, which any thread may call, ends the service: after the accepted rollouts
         are done (True), or at once (False).
         """
 
     def on_warning(self, command: Warn) -> None:
-        """A component has a problem."""
+        """Handle a problem of a component."""
 
     def on_stopping(self, drain: bool) -> None:
-        """The service accepts no more rollouts, and ends."""
+        """Handle that the service accepts no more rollouts, and ends."""
 
 
 def serve(

@@ -322,7 +322,7 @@ class SimFleet:
             if step is None
             else step in self.checkpoints()
         )
-        error = "" if there else "the weights are not there any more"
+        error = "" if there else "the weights no longer exist"
         if self.refusals.get(node.id, 0) > 0:
             self.refusals[node.id] -= 1
             error = "the digest differs"

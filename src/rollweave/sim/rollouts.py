@@ -378,7 +378,7 @@ class Rollouts:
                 )
             )
             return
-        if start.purpose is Purpose.TRAIN:  # nobody reads the tokens of an evaluation
+        if start.purpose is Purpose.TRAIN:  # the tokens of an evaluation are never read
             self.scored[start.trajectory_id] = Scored(
                 name=start.task.tag,
                 initiated=start.initiated_version,

@@ -34,7 +34,7 @@ class RankGroup:
         return self.rank == 0
 
     def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks."""
+        """Sum the values over the ranks."""
         if self.world > 1:
             dist.all_reduce(values)
         return values

@@ -154,7 +154,7 @@ class NixlCarrier:
 
 
 def _imported(module: str, *, extra: str) -> Any:
-    """Raises ConfigError, which names the extra."""
+    """Import the module. Raises ConfigError, which names the extra."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -168,7 +168,9 @@ def _address(view: memoryview) -> int:
 
 
 def _decode(token: bytes, into: memoryview | None) -> _Token:
-    """Raises WireError for bytes that are not a token, or not one for `into`."""
+    """Decode a token. Raises WireError for bytes that are not a token, or not one for
+    `into`.
+    """
     try:
         decoded = _decoder.decode(token)
     except (msgspec.DecodeError, ValueError) as error:

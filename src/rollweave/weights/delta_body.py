@@ -118,9 +118,9 @@ def decode(form: int, body: memoryview, old: Array) -> Array:
 
 
 def _positions_where(count: int, test: Callable[[slice], Array]) -> Array:
-    """Positions below `count` at which `test` is true.
+    """Return the positions below `count` at which `test` is true.
 
-    Works in pieces: large temporary arrays would be paged in again each time.
+    It works in pieces: large temporary arrays would be paged in again each time.
     """
     pieces = range(0, count, PIECE_ELEMENTS)
     return np.concatenate(
@@ -132,8 +132,8 @@ def _positions_where(count: int, test: Callable[[slice], Array]) -> Array:
 
 
 def _nonzero(mask: Array) -> Array:
-    """Like `np.flatnonzero` of booleans, which is several times slower when few are
-    set: test words of eight first.
+    """Return what `np.flatnonzero` does for booleans, which is several times slower
+    when few are set: test words of eight first.
     """
     if 10 * np.count_nonzero(mask) > len(mask):
         return np.flatnonzero(mask)
@@ -158,8 +158,8 @@ def _positions_below(bits: Array, limit: int) -> Array:
 
 
 def differences_of(old: Array, new: Array) -> Array:
-    """Distance in floats, modulo their number, in zigzag order: 0 is none, 1 one down,
-    2 one up, 3 two down, …
+    """Return distances in floats, modulo their number, in zigzag order: 0 is none, 1
+    one down, 2 one up, 3 two down, …
     """
     difference = (_ordered(new) - _ordered(old)).view(f"<i{old.itemsize}")
     return ((difference << 1) ^ (difference >> (8 * old.itemsize - 1))).view(old.dtype)
@@ -183,7 +183,7 @@ def _ordered(bits: Array) -> Array:
 
 
 def _magnitude(bits: Array) -> Array:
-    """The elements without their signs, doubled."""
+    """Return the elements without their signs, doubled."""
     doubled: Array = bits << bits.dtype.type(1)
     return doubled
 
@@ -222,8 +222,8 @@ def _encode_sparse(old: Array, new: Array, positions: Array, *, smaller: bool) -
 
 
 def _limits(old: Array, positions: Array) -> list[int]:
-    """Magnitudes below which elements are small, decreasing; empty if small elements
-    hardly change more often than others.
+    """Return decreasing magnitudes below which elements are small; empty if small
+    elements hardly change more often than others.
     """
     if len(positions) < MIN_CHANGES:
         return []
@@ -280,7 +280,8 @@ def _unpack_changes(reader: "_Reader", dtype: np.dtype[Any], *, among: int) -> t
 
 
 def _gaps(positions: Array, width: int) -> Array:
-    """Number of elements between each position and the one before it, in `width` bytes.
+    """Return the number of elements between each position and the one before it, in
+    `width` bytes.
 
     The largest number is not a gap: it is to be added to the next one.
     """

@@ -482,7 +482,9 @@ def _supersedes(later: FetchVersion, command: FetchVersion) -> bool:
 
 
 def _request(writer: VersionWriter, base: StoredVersion | None) -> Request:
-    """The request for all bytes that the writer lacks, as changes of `base` if given."""
+    """Return the request for all bytes that the writer lacks, as changes of `base` if
+    given.
+    """
     manifest, done = writer.manifest, writer.contiguous
     return Request(
         weights_id=manifest.weights_id,

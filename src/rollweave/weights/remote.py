@@ -277,7 +277,7 @@ class RemoteStore:
         return message
 
     def _finish(self, upload: _Upload) -> None:
-        """If this was the last part, verify the version, and keep it or drop it."""
+        """Verify the version if this was the last part, and keep it or drop it."""
         writer = upload.writer
         manifest = writer.manifest
         if (

@@ -336,7 +336,7 @@ class TcpChannel:
         return data
 
     async def _fill(self, view: memoryview) -> None:
-        """Raises FetchError (source)."""
+        """Fill the view from the socket. Raises FetchError (source)."""
         done = 0
         while done < len(view):
             self.waiting_since = self._loop.time()

@@ -41,7 +41,7 @@ class Body(NamedTuple):
 
     @classmethod
     def of_file(cls, fd: int, start: int, stop: int, *, checksum: int) -> "Body":
-        """Bytes `[start, stop)` of a file that does not change."""
+        """Return the bytes `[start, stop)` of a file that does not change."""
         return cls(stop - start, checksum, None, fd, start)
 
 

@@ -172,8 +172,8 @@ class HttpEngine:
     def generate(
         self, request: GenerateRequest, on_tokens: OnTokens | None = None
     ) -> asyncio.Future[GenerateResult]:
-        """As in the protocol, except that connections race: the order of requests is
-        not kept.
+        """Generate as in the protocol, except that connections race: the order of
+        requests is not kept.
 
         No tokens are reported before the turn ends. Servers other than Rollweave's
         resume a turn as described in `resuming.py`.

@@ -168,8 +168,8 @@ class Transport:
         return await self._exchange("POST", path, body)
 
     async def get(self, path: str) -> bytes:
-        """Like `post_once`, within `reply_s`; a server that is too busy for it counts
-        as failed.
+        """Get a resource as `post_once` does, within `reply_s`; a server that is too
+        busy for it counts as failed.
         """
         try:
             async with asyncio.timeout(self._reply_s):

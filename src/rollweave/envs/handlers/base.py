@@ -117,7 +117,7 @@ class AgentHandler(Protocol):
     """
 
     async def init(self, job: Job) -> None:
-        """Prepare: start the sandbox, write the files."""
+        """Prepare the task: start the sandbox, write the files."""
 
     async def run(self, agent: Agent) -> None:
         """Let the agent work until it is done."""

@@ -98,7 +98,9 @@ class SandboxHandler:
         return Score(reward=0.0, success=False) if isinstance(error, SandboxSpoiledError) else None
 
     async def eval_exception(self, error: BaseException) -> Score | None:
-        """Judge as for `run`, because code that the agent left runs here, too."""
+        """Classify an exception as in `run`, because code that the agent left runs
+        here, too.
+        """
         return await self.run_exception(error)
 
 

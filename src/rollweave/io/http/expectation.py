@@ -52,7 +52,7 @@ async def go_ahead(request: web.Request) -> None:
     """Send `100 Continue` if the client waits for it."""
     if _expected(request) and not request.content.is_eof():
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # the response has not begun
+        request.writer.output_size = 0  # the response has not started
 
 
 def _expected(request: web.Request) -> list[str]:

@@ -66,10 +66,10 @@ class Guard:
         self._machine = socket.gethostname().lower()
 
     def middleware(self) -> Middleware:
-        """The aiohttp middleware.
+        """Check a request before its handler runs.
 
-        It must be the innermost one, so that the application's own middlewares write
-        the errors.
+        This must be the innermost aiohttp middleware, so that the application's own
+        middlewares write the errors.
         """
 
         @web.middleware
@@ -189,7 +189,7 @@ def _is_loopback(name: str) -> bool:
 
 
 def is_loopback_host(host: str) -> bool:
-    """True if only this host can reach a server that listens at `host`."""
+    """Return whether only this host can reach a server that listens at `host`."""
     return host == "localhost" or _is_loopback(host)
 
 

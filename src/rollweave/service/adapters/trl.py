@@ -61,7 +61,7 @@ def parse_prompt(prompt: str) -> RolloutRequest:
 
 
 def rollout_reward(rollout_reward: Sequence[float | None], **_: Any) -> list[float | None]:
-    """A reward function for TRL that returns the environments' rewards."""
+    """Return the environments' rewards: a reward function for TRL."""
     return list(rollout_reward)
 
 
@@ -171,7 +171,7 @@ class RolloutWorker:
     """TRL's `RolloutWorkerProtocol` by asynchronous DAPO: informative groups, as soon
     as they are complete (`service/batches.py`).
 
-    Samples carry the version with which their group was begun, so that TRL can drop
+    Samples carry the version with which their group started, so that TRL can drop
     stale ones.
     """
 

@@ -89,7 +89,7 @@ Verl* ignores the cache beyond a load ratio of 32.
 
 
 def fig12(quick: bool) -> list[Row]:
-    """Rollout throughput over tasks and models."""
+    """Reproduce rollout throughput over tasks and models."""
     row = functools.partial(Row, experiment="heddle-fig12")
     studies = study(
         quick,
@@ -155,7 +155,9 @@ PRIORITIES = {
 
 
 def fig14(quick: bool) -> list[Row]:
-    """Rollout time, and queueing delay of the longest trajectory, by scheduler."""
+    """Reproduce rollout time, and the queueing delay of the longest trajectory, by
+    scheduler.
+    """
     row = functools.partial(Row, experiment="heddle-fig14")
     rows = []
     for task, _, runs, scale in study(
@@ -204,7 +206,7 @@ equal (§7).
 
 
 def fig15(quick: bool) -> list[Row]:
-    """Rollout throughput by placement."""
+    """Reproduce rollout throughput by placement."""
     row = functools.partial(Row, experiment="heddle-fig15")
     rows = []
     for task, _, runs, scale in study(
@@ -260,7 +262,7 @@ LINEAR = (
 
 
 def fig16(quick: bool) -> list[Row]:
-    """Rollout throughput by GPUs of a worker."""
+    """Reproduce rollout throughput by the number of GPUs of a worker."""
     row = functools.partial(Row, experiment="heddle-fig16")
     wide = f"Fix-{QUICK_WIDE if quick else WIDE}"
     rows = []

@@ -100,7 +100,7 @@ def _scaling(
 
 
 def fig11(quick: bool) -> list[Row]:
-    """Training throughput on mathematical reasoning."""
+    """Reproduce training throughput on mathematical reasoning."""
     models = ("7B",) if quick else tuple(SCALES)
     systems = ("verl", "Laminar") if quick else SYSTEMS
     curves = _curves("dapo-math", models, systems, quick=quick)
@@ -180,7 +180,7 @@ def _over(experiment: str, row: str, published: Published, ours: float, note: st
 
 
 def fig12(quick: bool) -> list[Row]:
-    """Training throughput on tool calling, 7B."""
+    """Reproduce training throughput on tool calling, 7B."""
     systems = ("verl", "Laminar") if quick else SYSTEMS
     curves = _curves("tool-calling", ("7B",), systems, quick=quick)
     name, note = "laminar-fig12", OURS + ("; against verl at 256 GPUs only" if quick else "")
@@ -197,7 +197,7 @@ def fig12(quick: bool) -> list[Row]:
 
 
 def fig10(quick: bool) -> list[Row]:
-    """Inherent staleness.
+    """Reproduce inherent staleness.
 
     Laminar observed at most 4 in all settings; Fig. 10 may be of the throughput or the
     convergence runs.
@@ -237,7 +237,7 @@ def fig10(quick: bool) -> list[Row]:
 
 
 def fig15(quick: bool) -> list[Row]:
-    """Repack, on and off (§8.4)."""
+    """Compare runs with repacking and without (§8.4)."""
     name = "laminar-fig15"
     part = f"half the cluster{', 16 prompts' if quick else ''}"
     with_it, without = (repacking(repack=repack, quick=quick) for repack in (True, False))
@@ -293,7 +293,7 @@ def fig15(quick: bool) -> list[Row]:
 
 
 def fig16(quick: bool) -> list[Row]:
-    """A machine with two of sixteen engines is lost."""
+    """Reproduce the loss of a machine with two of sixteen engines."""
     recovery = recover(quick=quick)
     note = (
         f"one of eight engines, half the cluster and {'16' if quick else 'half the'} prompts; mode "

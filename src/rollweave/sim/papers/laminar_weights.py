@@ -80,7 +80,7 @@ def mean_wait_s(*, local_s: float, spread_s: float, period_s: float) -> float:
 
 
 def fig19(quick: bool) -> list[Row]:
-    """Chain broadcast between relays."""
+    """Reproduce the chain broadcast between relays."""
     del quick
     name, size = "laminar-fig19", model("qwen2.5-72b").weight_bytes
     all_s = chain_s(size, RELAYS + 1)

@@ -43,7 +43,7 @@ def rate(measured: Pace) -> float:
 
 
 def table3(quick: bool) -> list[Row]:
-    """Action time, GPU utilization and instances per second."""
+    """Reproduce action time, GPU utilization and instances per second."""
     shrink, steps = (4, 1) if quick else (1, 6)
     node = NODE.but(
         rollout_gpus=NODE_GPUS // shrink, trainer_gpus=32 // shrink, batch=NODE.batch // shrink
@@ -117,8 +117,8 @@ def table3(quick: bool) -> list[Row]:
 
 
 def fig5(quick: bool) -> list[Row]:
-    """Rollout throughput of SWE by nodes, the batch growing with them; the text has
-    "nearly linearly", without numbers.
+    """Reproduce rollout throughput of SWE by nodes, where the batch grows with them.
+    The text has "nearly linearly", without numbers.
     """
     shrink, steps, nodes = (4, 1, (1, 2)) if quick else (2, 2, (1, 2, 4))
     paces = {

@@ -78,8 +78,8 @@ def scale(shrink: int, steps: int) -> str:
 
 
 def fig4(quick: bool) -> list[Row]:
-    """§3.1: Qwen3-8B/32K with prefix caching, two H800 or six H20, several batch sizes
-    (ours: the text has none).
+    """Reproduce §3.1: Qwen3-8B/32K with prefix caching, on two H800 or six H20, at
+    several batch sizes (ours, because the text has none).
     """
     steps, sizes = (2, (32, 128)) if quick else (5, (32, 64, 128, 256))
     h800 = Setup(
@@ -185,7 +185,9 @@ FIRST_DONE = (
 
 
 def fig10b(quick: bool, *, size: str) -> list[Row]:
-    """Tokens of a global batch over step time, means of five iterations (§7.1)."""
+    """Reproduce tokens of a global batch over step time, as means of five iterations
+    (§7.1).
+    """
     shrink, steps = (QUICK, 2) if quick else (1, 5)
     paces = modes(base(size, shrink=shrink), steps)
     note = scale(shrink, steps)
@@ -246,9 +248,10 @@ def dropped(measured: Pace) -> float:
 
 
 def fig10c(quick: bool) -> list[Row]:
-    """Qwen3-14B on 64, 96 and 128 H800, normalized to Sync+ on 64. By our reading,
-    training has a quarter of them (§7.1: 32 of 128), and RollArt's 1.33-2.08 are the
-    ends of its curve.
+    """Reproduce Qwen3-14B on 64, 96 and 128 H800, normalized to Sync+ on 64.
+
+    By our reading, training has a quarter of them (§7.1: 32 of 128), and RollArt's
+    1.33-2.08 are the ends of its curve.
     """
     shrink, steps = (QUICK, 1) if quick else (1, 3)
     gpus = (64, 128) if quick else (64, 96, 128)
@@ -284,7 +287,7 @@ def fig10c(quick: bool) -> list[Row]:
 
 
 def fig13(quick: bool, *, size: str) -> list[Row]:
-    """§7.3, R4: step time by the bound α.
+    """Reproduce §7.3, R4: step time by the bound α.
 
     The number of environments is the same for all α.
     """
@@ -319,7 +322,7 @@ def fig13(quick: bool, *, size: str) -> list[Row]:
 
 
 def fig11a(quick: bool) -> list[Row]:
-    """§7.3, R1: 64 H800 and 24 H20 by task against 72 H800 or 208 H20."""
+    """Reproduce §7.3, R1: 64 H800 and 24 H20 by task against 72 H800 or 208 H20."""
     note = "to be built: engines of several kinds in one run, and routing by task (policy/affinity)"
     return [
         Row(

@@ -33,8 +33,8 @@ JUDGES = 4
 
 
 def fig11b(quick: bool) -> list[Row]:
-    """§7.3, R2: Qwen3-8B/32K, latency of a call normal around 10 s, trajectory- against
-    batch-level stepping, step times.
+    """Reproduce §7.3, R2: step times of Qwen3-8B/32K with trajectory- and batch-level
+    stepping, where the latency of a call is normal around 10 s.
 
     Our reading: batches of 512 from all tasks but SWE on 128 GPUs, synchronous, so that
     only stepping differs.
@@ -80,11 +80,12 @@ def _judging_s(seed: int, *, groups: int, members: int) -> float:
 
 
 def fig12(quick: bool) -> list[Row]:
-    """§7.3, R3: mathematical tasks with Qwen3-8B/16K on 16 H800, eight of them for
-    training; batch 84.
+    """Reproduce §7.3, R3: mathematical tasks with Qwen3-8B/16K on 16 H800, eight of
+    them for training, with batch 84.
 
-    Our reading: 84 is the sum of the three jobs' batches, in groups of 4. Local: four
-    GPUs roll out and four judge; serverless: all eight roll out.
+    Our reading: 84 is the sum of the three jobs' batches, in groups of 4. If rewards
+    are local, four GPUs roll out and four judge; if they are serverless, all eight roll
+    out.
     """
     steps, groups, members = (3 if quick else 10), 21, 4
     local = Setup(
@@ -168,8 +169,8 @@ def trainer(size: str, *, over: str) -> TrainerCost:
 
 
 def table3(quick: bool) -> list[Row]:
-    """§3.2: weights from the training to the inference cluster over 200 Gb/s Ethernet
-    and 400 Gb/s InfiniBand, one copy.
+    """Reproduce §3.2: one copy of the weights from the training to the inference
+    cluster, over 200 Gb/s Ethernet and 400 Gb/s InfiniBand.
     """
     published = {"8B": (6.911, 5.466), "14B": (14.437, 5.817), "32B": (29.649, 9.442)}
     note = (
@@ -208,7 +209,8 @@ def transfer(size: str) -> tuple[float, float]:
 
 
 def table4(quick: bool) -> list[Row]:
-    """§7.4: the store is one machine beside the inference cluster; 96 GPUs roll out.
+    """Reproduce §7.4: the store is one machine beside the inference cluster, and 96
+    GPUs roll out.
 
     The cost functions alone give the rows.
     """
@@ -242,8 +244,8 @@ def table4(quick: bool) -> list[Row]:
 
 
 def fig14a(quick: bool) -> list[Row]:
-    """§7.4: step time if rollouts wait for push and pull, over that of `bounded`, where
-    the push is hidden. SWE is left out.
+    """Reproduce §7.4: step time if rollouts wait for push and pull, over that of
+    `bounded`, where the push is hidden. SWE is left out.
     """
     shrink, steps = (4, 1) if quick else (2, 3)
     rows = []
@@ -278,8 +280,8 @@ def fig14a(quick: bool) -> list[Row]:
 
 
 def fig14b(quick: bool) -> list[Row]:
-    """§7.4: rollout time of Qwen3-8B/32K on 32 H800, GEM-math, by groups and members
-    launched beyond those needed.
+    """Reproduce §7.4: rollout time of Qwen3-8B/32K on 32 H800 with GEM-math, by groups
+    and members launched beyond those needed.
 
     The number needed is not in the text: 32 groups of 8 (assumption). All launched ones
     are alive at once.
@@ -349,8 +351,8 @@ def _failing(work: Workload) -> Workload:
 
 
 def table5(quick: bool) -> list[Row]:
-    """§7.4: SWE, batch 128; each prefill node has eight H800, each decoding node eight
-    H20.
+    """Reproduce §7.4: SWE with batch 128, where each prefill node has eight H800 and
+    each decoding node eight H20.
     """
     published = {
         ("32B", "1P3D"): (722.7, 741.2),

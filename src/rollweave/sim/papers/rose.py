@@ -32,7 +32,7 @@ training, all H800.
 
 
 def fig1c(quick: bool) -> list[Row]:
-    """§2.2: rollout time with and without prefix caching, groups of 8.
+    """Reproduce §2.2: rollout time with and without prefix caching, in groups of 8.
 
     The numbers of GPUs between which it falls from 607 s to 435 s are not in the text:
     from 8 to 16, the cluster's size, is our reading.
@@ -73,8 +73,8 @@ def fig1c(quick: bool) -> list[Row]:
 
 
 def fig14(quick: bool) -> list[Row]:
-    """App. E: rollout time of FrozenLake on eight dedicated GPUs and 4, 8 or 16
-    borrowed ones, first five steps.
+    """Reproduce App. E: rollout time of FrozenLake on eight dedicated GPUs and 4, 8 or
+    16 borrowed ones, over the first five steps.
     """
     published = {4: 1.26, 8: 1.45, 16: 1.69}
     steps, counts = (1, (8,)) if quick else (5, (4, 8, 16))
@@ -116,8 +116,8 @@ it.
 
 
 def table3(quick: bool) -> list[Row]:
-    """§6.4: routing of each turn against pinning a trajectory to a worker, first five
-    steps.
+    """Reproduce §6.4: routing of each turn against pinning a trajectory to a worker,
+    over the first five steps.
     """
     steps = 1 if quick else 5
     seconds = {
