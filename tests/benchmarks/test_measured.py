@@ -12,7 +12,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.world import World
-from tests.core.test_core import config as core_config
+from tests.support.core import config as core_config
 
 
 class Priced:

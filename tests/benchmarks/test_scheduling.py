@@ -55,7 +55,7 @@ from rollweave.schema.serving import (
     Suspended,
 )
 from tests.sim.scripted import Scripted
-from tests.sim.test_recording import one_domain
+from tests.support.simulation import one_domain
 
 # The workload.
 

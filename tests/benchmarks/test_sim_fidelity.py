@@ -12,7 +12,7 @@ from rollweave.schema.config.loading import load
 from rollweave.sim.profile import Profile, Sample
 from rollweave.sim.workload import read_run
 from tests.sim.scripted import Scripted
-from tests.sim.test_recording import one_domain
+from tests.support.simulation import one_domain
 
 
 def profile(path: Path, *, scale: float) -> Path:

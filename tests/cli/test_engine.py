@@ -19,7 +19,7 @@ from rollweave.cli.main import app
 from rollweave.engine.clients.http import HttpEngine, HttpSpec
 from rollweave.schema.errors import EngineLostError
 from rollweave.schema.serving import GenerateRequest, Sampling
-from tests.engine.clients.test_conformance import environment, tiny_checkpoint
+from tests.support.engines import environment, tiny_checkpoint
 
 
 @contextlib.asynccontextmanager

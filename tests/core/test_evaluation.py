@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
-from tests.core.test_core import MODES, config
 from tests.core.world import World
+from tests.support.core import MODES, config
 from tests.support.properties import examples
 
 

@@ -15,9 +15,9 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, GroupId
 from rollweave.schema.config.root import RunConfig
-from tests.core.test_core import config, restart_controller
-from tests.core.test_version_affinity import E0, Hand, decoupled_config
 from tests.core.world import World
+from tests.support.core import config, restart_controller
+from tests.support.hand import E0, Hand, decoupled_config
 from tests.support.properties import examples
 
 

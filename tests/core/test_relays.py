@@ -9,114 +9,14 @@ from hypothesis import strategies as st
 
 from rollweave.core.core import Core
 from rollweave.core.policy.relay import repair
-from rollweave.core.state import EngineStatus, Relay, RelayStatus
+from rollweave.core.state import EngineStatus, RelayStatus
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
-from tests.core.test_core import ALLOCATION, MODES, SCHEDULINGS, config, restart_controller
 from tests.core.world import World
+from tests.support.core import ALLOCATION, MODES, SCHEDULINGS, config, restart_controller
 from tests.support.properties import examples
-
-
-class Driver:
-    """A core with `relays` machines of one engine each, driven event by event."""
-
-    def __init__(
-        self, relays: int, *, restarts: int = 3, delta: bool = True, mode: str = "partial"
-    ) -> None:
-        run_config = config(
-            mode,
-            engines={"count": relays},
-            weights={"relays": relays},
-            ablation={"without": [] if delta else ["deltas"]},
-            watchdog={"restarts": restarts},
-        )
-        self.config, self.core, self.now, self.published = run_config, Core(run_config), 0.0, -1
-        slots = tuple(e.EngineSlot(id=EngineId(f"e{number}")) for number in range(relays))
-        self.send(e.RunStarted(engines=slots, relays=relays))
-
-    def send(self, event: e.Event) -> list[c.Command]:
-        out = self.core.handle(self.now, event)
-        self.core.check()
-        return out
-
-    def up(self) -> "Driver":
-        """Relays and trainer are ready, and the first weights are published. Engines
-        are not ready.
-        """
-        for relay in list(self.core.state.relays):
-            self.send(e.RelayJoined(relay_id=relay, epoch=0))
-        self.send(e.TrainerReady(epoch=0, step=0))
-        return self
-
-    def engines_up(self) -> list[c.Command]:
-        return [
-            command
-            for engine in list(self.core.state.engines)
-            for command in self.send(
-                e.EngineJoined(engine_id=engine, epoch=0, max_slots=3, kv_total_tokens=9)
-            )
-        ]
-
-    def publish(self) -> list[c.Command]:
-        trainer, weights_id = (
-            self.core.state.trainer,
-            self.core.state.publication.next_weights_id - 1,
-        )
-        return self.send(
-            e.WeightsPublished(epoch=trainer.epoch, version=trainer.step, weights_id=weights_id)
-        )
-
-    def publish_again(self) -> list[c.Command]:
-        """Lose the trainer and restart it: it publishes its version again, under a new
-        id.
-        """
-        self.send(e.TrainerLost(epoch=self.core.state.trainer.epoch, error="killed"))
-        self.send(e.TrainerReady(epoch=self.core.state.trainer.epoch, step=0))
-        return self.publish()
-
-    def hold(self, relay: str, weights_id: int) -> list[c.Command]:
-        epoch = self.relay(relay).epoch
-        return self.send(e.WeightsFetched(relay_id=relay, epoch=epoch, weights_id=weights_id))
-
-    def lose(self, relay: str) -> list[c.Command]:
-        return self.send(e.RelayLost(relay_id=relay, epoch=self.relay(relay).epoch, error="killed"))
-
-    def join(self, relay: str) -> list[c.Command]:
-        return self.send(e.RelayJoined(relay_id=relay, epoch=self.relay(relay).epoch))
-
-    def suspect(self, relay: str) -> list[c.Command]:
-        return self.send(e.RelaySuspected(relay_id=relay, epoch=self.relay(relay).epoch))
-
-    def hear(self, relay: str) -> list[c.Command]:
-        return self.send(e.RelayRecovered(relay_id=relay, epoch=self.relay(relay).epoch))
-
-    def stall(self, relay: str) -> list[c.Command]:
-        state = self.relay(relay)
-        assert state.source is not None
-        event = e.FetchStalled(
-            relay_id=relay, epoch=state.epoch, weights_id=state.fetching, source=state.source
-        )
-        return self.send(event)
-
-    def refuse(self, relay: str, reason: str) -> list[c.Command]:
-        state = self.relay(relay)
-        event = e.FetchFailed(
-            relay_id=relay,
-            epoch=state.epoch,
-            weights_id=state.fetching,
-            try_number=state.fetches,
-            reason=reason,  # type: ignore[arg-type]
-            error="no luck",
-        )
-        return self.send(event)
-
-    def wait(self, seconds: float) -> list[c.Command]:
-        self.now += seconds
-        return self.send(e.TimerFired())
-
-    def relay(self, name: str) -> Relay:
-        return self.core.state.relays[name]
+from tests.support.relay_driver import Driver
 
 
 def ways(commands: list[c.Command]) -> dict[str, str | None]:

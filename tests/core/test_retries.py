@@ -9,8 +9,8 @@ import pytest
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.work import StopReason
-from tests.core.test_core import config
 from tests.core.world import World
+from tests.support.core import config
 
 
 class Broken(World):

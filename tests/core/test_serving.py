@@ -19,8 +19,8 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
 from rollweave.schema.work import Limits, StopReason, Task
-from tests.core.test_core import config
 from tests.core.world import World
+from tests.support.core import config
 from tests.support.properties import examples
 
 SCHEDULINGS = ("turn", "trajectory")

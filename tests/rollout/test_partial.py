@@ -43,8 +43,8 @@ from rollweave.schema.serving import (
     spans_cover,
 )
 from rollweave.schema.work import Purpose, Task
-from tests.engine.clients.test_conformance import environment, real_loop, tiny_checkpoint
 from tests.rollout.fakes import TRAJECTORY, NoSpans, OneWordEngine
+from tests.support.engines import environment, real_loop, tiny_checkpoint
 
 PROMPT = (5, 6)
 TRUTH = tuple(range(10, 30))

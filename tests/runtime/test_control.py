@@ -38,7 +38,7 @@ from rollweave.schema.events import (
 )
 from rollweave.schema.events import TrainerReady as Ready
 from rollweave.schema.packing import as_json
-from tests.core.test_core import ALLOCATION, config
+from tests.support.core import ALLOCATION, config
 
 E0, E1, E2 = EngineId("e0"), EngineId("e1"), EngineId("e2")
 

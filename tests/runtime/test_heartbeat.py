@@ -14,7 +14,7 @@ from rollweave.schema.events import EngineLost, EngineSlot
 from rollweave.schema.serving import EngineStats, LoadCheckpoint
 from rollweave.schema.weights import WeightManifest
 from tests.rollout.fakes import OneWordEngine
-from tests.runtime.test_migration import A, B, staged
+from tests.support.migration import A, B, staged
 
 BEAT = {"reply_s": 0.05, "heartbeat_s": 0.01}
 

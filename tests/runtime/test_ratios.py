@@ -12,9 +12,9 @@ from rollweave.record.journal import Replay
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
-from tests.runtime.test_runs import controller
 from tests.runtime.whole import (
     assert_no_processes,
+    controller,
     fault,
     lines,
     make_config,

@@ -38,20 +38,12 @@ from tests.runtime.real import (
     run_to_end,
     summary,
 )
+from tests.support.mounts import can_mount
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 # Disks.
-
-
-def can_mount() -> bool:
-    """Return whether this user may mount a tmpfs in a separate namespace."""
-    try:
-        mount = ["unshare", "-Urm", "mount", "-t", "tmpfs", "none", "/mnt"]
-        return subprocess.run(mount, capture_output=True, check=False).returncode == 0
-    except OSError:
-        return False
 
 
 @pytest.mark.skipif(

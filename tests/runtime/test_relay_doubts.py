@@ -21,7 +21,7 @@ from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import Command
 from rollweave.schema.weights import RelaySpec
-from tests.core.test_core import config
+from tests.support.core import config
 from tests.weights.host import Memory, until, versions
 
 COUNT = 4

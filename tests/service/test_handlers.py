@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,13 @@ from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import TurnWithdrawn
 from tests.engine.clients.echo_engine import process_state
 from tests.runtime.whole import make_config, run, run_dir
-from tests.sandbox.sandboxes import needs, no_process_left
+from tests.sandbox.sandboxes import needs
 from tests.service.api import call, game, wait_until
 from tests.service.serving import Program, service_config, serving
+from tests.support.services import ZYGOTE, nothing_left
 from tests.worlds.referee import Referee
 
 BOXED = {"env": "tests.runtime.agents:Boxed", "time_s": 60.0, "step_s": 20.0}
-ZYGOTE = {"backend": "zygote"}
-
-
-@contextlib.contextmanager
-def nothing_left() -> Iterator[None]:
-    needs("zygote")
-    with no_process_left():
-        yield
 
 
 async def rollout(tmp_path: Path, **options: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from tests.envs.handlers.programs import agent_program
 from tests.runtime.whole import make_config, run
 from tests.service.api import call, game
 from tests.service.serving import service_config, serving
-from tests.service.test_handlers import ZYGOTE, nothing_left
+from tests.support.services import ZYGOTE, nothing_left
 
 TASK = {"env": "program", "time_s": 60.0, "step_s": 30.0}
 

@@ -13,7 +13,7 @@ from rollweave.service.backends import backend_factory
 from rollweave.service.prorl import task_domain
 from tests.service.api import call, wait_until
 from tests.service.serving import Serving, service_config, serving
-from tests.service.test_engines import elsewhere, registered
+from tests.support.services import elsewhere, registered
 
 
 async def post(service: Serving, path: str, body: Any = None) -> tuple[int, Any]:

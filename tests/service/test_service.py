@@ -25,10 +25,10 @@ from rollweave.service.client import (
     Rollouts,
     ServiceError,
 )
-from tests.io.http.test_guard import ATTACKS
 from tests.runtime.whole import assert_no_processes
 from tests.service.api import call, game, wait_until
 from tests.service.serving import Program, Serving, service_config, serving
+from tests.support.http import ATTACKS
 
 
 async def test_a_rollout_returns_tokens_and_reward(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from rollweave.sim import cost
 from rollweave.sim.cost import EngineCost, EngineCosts, TrainerCost
 from rollweave.sim.hardware import GPUS, Gpu, gpu, link
 from rollweave.sim.models import model
+from tests.support.simulation import decode_step, looped
 
 PLACEMENTS = [
     ("h800", "qwen2.5-7b", 1),
@@ -29,16 +30,8 @@ def engine(hardware: str = "h800", shape: str = "qwen3-8b", tp: int = 1) -> Engi
     return EngineCost(gpu=gpu(hardware), model=model(shape), tp=tp)
 
 
-def decode_step(costs: EngineCosts, decode: int, context: int) -> float:
-    return costs.step_s(prefill_tokens=0, prefill_context=0, decode=decode, decode_context=context)
-
-
 def prefill_step(costs: EngineCosts, tokens: int, context: int) -> float:
     return costs.step_s(prefill_tokens=tokens, prefill_context=context, decode=0, decode_context=0)
-
-
-def looped(costs: EngineCosts, decode: int, context: int, steps: int) -> float:
-    return sum(decode_step(costs, decode, context + i * decode) for i in range(steps))
 
 
 # One step.

@@ -21,40 +21,9 @@ from rollweave.engine.planner.batching import Batcher, Entry
 from rollweave.engine.planner.blocks import BlockLedger
 from rollweave.sim.engine import Done, SimEngine
 from rollweave.sim.kv import Request
+from tests.support.simulation import Linear
 
 SIZE = 4
-
-
-@dataclass(frozen=True)
-class Linear:
-    """A cost that grows with every amount.
-
-    With `kinked` it has no closed form, so that evenly spaced steps cannot be assumed.
-    """
-
-    kv_tokens: int
-    kinked: bool = False
-
-    def step_s(
-        self, *, prefill_tokens: int, prefill_context: int, decode: int, decode_context: int
-    ) -> float:
-        memory = 0.01 + 1e-5 * (decode_context + prefill_context / 8)
-        compute = 1e-4 * (prefill_tokens + decode) + 1e-6 * (prefill_context + decode_context)
-        return max(memory, 3 * compute) if self.kinked else memory + compute
-
-    def decode_s(self, *, decode: int, decode_context: int, steps: int) -> float:
-        if self.kinked:
-            return sum(
-                self.step_s(
-                    prefill_tokens=0,
-                    prefill_context=0,
-                    decode=decode,
-                    decode_context=decode_context + step * decode,
-                )
-                for step in range(steps)
-            )
-        total = steps * decode_context + decode * steps * (steps - 1) // 2
-        return steps * (0.01 + 1e-4 * decode) + 1.1e-5 * total
 
 
 @dataclass(frozen=True)

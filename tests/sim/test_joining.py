@@ -15,7 +15,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import ModeName
 from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.world import World
-from tests.sim.test_world import config
+from tests.support.simulation import config
 from tests.worlds.referee import Referee
 
 

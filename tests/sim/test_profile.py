@@ -13,7 +13,7 @@ from rollweave.schema.errors import ConfigError
 from rollweave.sim import profile
 from rollweave.sim.cost import EngineCosts
 from rollweave.sim.profile import ProfileCost, Sample
-from tests.sim.test_cost import decode_step, looped
+from tests.support.simulation import decode_step, looped
 
 PRICES = st.tuples(*[st.one_of(st.just(0.0), st.floats(1e-7, 1e-2)) for _ in range(4)])
 WORK = st.tuples(

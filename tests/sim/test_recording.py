@@ -11,22 +11,13 @@ import pytest
 
 from rollweave.record.store import TrajectoryReader
 from rollweave.schema import events as e
-from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import SegmentKind
 from rollweave.sim.workload import Plan, Recorded, read_run, workload
-from tests.core.test_core import config as core_config
 from tests.runtime import whole
 from tests.sim.scripted import KINDS, Scripted
-
-
-def one_domain(mode: str = "bounded") -> RunConfig:
-    return core_config(
-        mode,
-        steps=6,
-        tasks=[{"env": "a"}],
-        rollout={"spare_members": 1, "retries": 3},
-    )
+from tests.support.core import config as core_config
+from tests.support.simulation import one_domain
 
 
 def rounded(groups: list[list[list[Plan]]]) -> list[list[list[Any]]]:

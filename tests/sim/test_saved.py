@@ -11,7 +11,7 @@ from rollweave.schema.base import EngineId
 from rollweave.schema.events import Event
 from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.world import World
-from tests.sim.test_world import config
+from tests.support.simulation import config
 
 E0, E1 = EngineId("e0"), EngineId("e1")
 

@@ -29,8 +29,7 @@ from rollweave.sim.relays import SimRelays
 from rollweave.sim.rollouts import Rollouts
 from rollweave.sim.workload import Plan, TurnPlan
 from rollweave.sim.world import World
-from tests.sim.test_engine import Linear
-from tests.sim.test_world import config
+from tests.support.simulation import Linear, config
 from tests.worlds.referee import Referee
 
 TURN, PROMPT = 1200, 40

@@ -10,49 +10,12 @@ import pytest
 
 from rollweave.record.journal import Replay
 from rollweave.record.report.page import write_report
-from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.run import Outcome, directory_of, simulate
 from rollweave.sim.world import costs_of, workloads_of
+from tests.support.simulation import config
 
 MODES = ("sync", "one_step", "stream", "partial", "bounded")
-
-
-def config(
-    directory: Path,
-    *,
-    mode: str = "bounded",
-    seed: int = 0,
-    sim: dict[str, Any] | None = None,
-    ablation: dict[str, Any] | None = None,
-    **rollout: Any,
-) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "run": {"name": "small", "dir": str(directory), "steps": 4, "seed": seed},
-            "sim": {"model": "qwen3-8b", "trainer_gpus": 8, **(sim or {})},
-            "tasks": [
-                {
-                    "env": "webshop",
-                    "max_turns": 20,
-                    "max_tokens": 16384,
-                    "max_turn_tokens": 4096,
-                    "step_s": 600.0,
-                }
-            ],
-            "rollout": {
-                "mode": mode,
-                "groups_per_step": 8,
-                "group_size": 4,
-                "max_running": 64,
-                **rollout,
-            },
-            "ablation": ablation or {},
-            "engines": {"count": 3, "max_slots": 16},
-            "eval": {"every": 2, "episodes": 4, "final_episodes": 8},
-            "watchdog": {"turn_s": 3600.0},
-        }
-    )
 
 
 def test_the_same_seed_gives_the_same_journal_to_the_byte(tmp_path: Path) -> None:

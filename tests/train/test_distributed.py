@@ -1,7 +1,6 @@
 """Two ranks train like one: under torchrun, and as plain child processes."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,18 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from rollweave.train.distributed import init_ranks
+from tests.support.training import ROOT, free_port
 from tests.train.builders import make_model
 from tests.train.rank_worker import run
 
-ROOT = Path(__file__).parents[2]
 WORKER = "tests.train.rank_worker"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def start_all(kind: str, model_dir: Path, out: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.training import ROOT, free_port
 from tests.train.builders import make_model
-from tests.train.test_distributed import ROOT, free_port
 
 WORKER = [sys.executable, "-m", "tests.train.publish_worker"]
 

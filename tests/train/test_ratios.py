@@ -28,8 +28,8 @@ from rollweave.schema.work import ScoredGroup, Segment, SegmentKind, TokenSequen
 from rollweave.train.trainer import Trainer
 from rollweave.weights.publication import read_tensors
 from tests.support.properties import examples
+from tests.support.training import poisoned
 from tests.train.builders import make_batch, make_config, make_model, make_sequence, make_trajectory
-from tests.train.test_trainer import poisoned
 
 TEMPERATURE = 0.7
 

@@ -27,6 +27,7 @@ from rollweave.schema.training import (
 from rollweave.schema.work import Batch
 from rollweave.train.trainer import Trainer
 from rollweave.weights.publication import read_tensors
+from tests.support.training import poisoned
 from tests.train.builders import make_batch, make_config, make_model
 
 
@@ -56,19 +57,6 @@ def trained(trainer: Trainer, batch: Batch) -> dict[str, float]:
     assert isinstance(reply, Trained), reply
     assert (reply.step, reply.part) == (batch.step, batch.part)
     return reply.metrics.values
-
-
-def poisoned(batch: Batch, value: float) -> Batch:
-    """Return the batch with one log-prob of its last group replaced."""
-    group = batch.groups[-1]
-    trajectory = group.trajectories[0]
-    sequence = trajectory.sequences[0]
-    place = next(i for i, sampled in enumerate(sequence.output_mask()) if sampled)
-    logprobs = (*sequence.logprobs[:place], value, *sequence.logprobs[place + 1 :])
-    sequence = msgspec.structs.replace(sequence, logprobs=logprobs)
-    trajectory = msgspec.structs.replace(trajectory, sequences=(sequence,), reward=5.0)
-    group = msgspec.structs.replace(group, trajectories=(trajectory, *group.trajectories[1:]))
-    return msgspec.structs.replace(batch, groups=(*batch.groups[:-1], group))
 
 
 def test_a_step_changes_the_weights_and_reports_metrics(model_dir: Path, tmp_path: Path) -> None:

@@ -3,9 +3,7 @@ and the embedded engine.
 """
 
 import asyncio
-import json
 import socket
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from aiohttp import web
 from rollweave.engine.clients.base import EngineBackend
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.http import HttpEngine, HttpSpec
-from rollweave.engine.clients.inproc import MakeLoop, in_thread
+from rollweave.engine.clients.inproc import in_thread
 from rollweave.engine.clients.process import in_process
 from rollweave.engine.clients.server import EngineServer
 from rollweave.schema.base import EngineId
@@ -48,59 +46,14 @@ from tests.engine.clients.echo_engine import (
     EchoLoop,
     kv_manifest,
 )
+from tests.support.engines import environment, real_loop, tiny_checkpoint
 
-ROOT = Path(__file__).parents[3]
 Connect = Callable[..., EngineBackend]
-
-
-def tiny_checkpoint(directory: Path, **changes: object) -> Path:
-    """Write a random Qwen3-shaped checkpoint of a few thousand parameters without
-    transformers; `changes` apply to its config.
-    """
-    import torch
-    from safetensors.torch import save_file
-
-    from rollweave.weights.checkpoint import read_shape
-
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "vocab_size": 128,
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "intermediate_size": 24,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": True,
-        "eos_token_id": 1,
-        **changes,
-    }
-    (directory / "config.json").write_text(json.dumps(config))
-    torch.manual_seed(0)
-    tensors = {
-        name: torch.randn(shape) * 0.1 for name, shape in read_shape(directory).tensors().items()
-    }
-    save_file(tensors, directory / "model.safetensors")
-    return directory
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-def real_loop() -> MakeLoop:
-    from rollweave.engine.loop import EngineLoop
-
-    return EngineLoop
-
-
-def environment() -> dict[str, str]:
-    return {
-        "PYTHONPATH": f"{ROOT}:{':'.join(path for path in sys.path if path)}",
-        "OMP_NUM_THREADS": "1",
-    }
 
 
 KINDS = ("fake in a thread", "fake in a process", "ours in a thread", "ours in a process")

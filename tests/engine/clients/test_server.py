@@ -35,7 +35,7 @@ from rollweave.schema.serving import (
     Sampling,
     VersionSpan,
 )
-from tests.engine.clients.test_conformance import tiny_checkpoint
+from tests.support.engines import tiny_checkpoint
 
 VOCAB = 128
 MOST = 30

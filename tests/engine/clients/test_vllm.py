@@ -25,7 +25,7 @@ from rollweave.schema.serving import (
     GenerateRequest,
     Sampling,
 )
-from tests.engine.clients.test_conformance import tiny_checkpoint
+from tests.support.engines import tiny_checkpoint
 
 pytestmark = [
     pytest.mark.slow,

@@ -21,6 +21,7 @@ from rollweave.io.http.bodies import body_of
 from rollweave.io.http.guard import JSON, Guard, given_token, kept_token, read_token
 from rollweave.io.http.listening import listening
 from rollweave.schema.errors import ConfigError
+from tests.support.http import ATTACKS
 
 TOKEN = "a-token-of-more-than-16-characters"
 Place = tuple[str, int]
@@ -273,20 +274,6 @@ async def served(token: str | None = None) -> AsyncIterator[str]:
     app.add_routes([web.get("/get", _echo), web.route("*", "/v1/{path:.*}", _echo)])
     async with listening(app, "127.0.0.1", 0, guard=Guard(token=token), shutdown_s=0.1) as url:
         yield url
-
-
-ATTACKS = [
-    ("POST", {"Content-Type": "text/plain"}, 415),
-    ("POST", {"Content-Type": "application/x-www-form-urlencoded", "Origin": "http://evil"}, 403),
-    ("POST", {"Content-Type": "multipart/form-data; boundary=x", "Origin": "null"}, 403),
-    ("POST", {"Content-Type": JSON, "Origin": "http://evil"}, 403),
-    ("POST", {"Content-Type": JSON, "Host": "evil.com"}, 421),
-    ("POST", {"Content-Type": JSON, "Host": "evil.com", "Origin": "http://evil.com"}, 421),
-    ("OPTIONS", {"Origin": "http://evil", "Access-Control-Request-Method": "POST"}, 403),
-    ("DELETE", {"Origin": "http://evil"}, 403),
-    ("GET", {"Sec-Fetch-Site": "cross-site"}, 403),
-    ("GET", {"Host": "evil.com", "Connection": "Upgrade", "Upgrade": "websocket"}, 421),
-]
 
 
 @pytest.mark.parametrize(("method", "headers", "status"), ATTACKS)

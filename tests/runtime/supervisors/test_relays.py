@@ -17,8 +17,14 @@ from rollweave.schema.commands import Command
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import Event
 from rollweave.schema.weights import WeightManifest
-from tests.runtime.test_runs import assert_trained_once
-from tests.runtime.whole import assert_no_processes, fault, make_config, run, run_dir
+from tests.runtime.whole import (
+    assert_no_processes,
+    assert_trained_once,
+    fault,
+    make_config,
+    run,
+    run_dir,
+)
 
 E0, E1, E3 = EngineId("e0"), EngineId("e1"), EngineId("e3")
 

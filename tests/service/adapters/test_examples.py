@@ -16,8 +16,7 @@ from rollweave.schema.errors import RollweaveError
 from rollweave.schema.work import SegmentKind
 from rollweave.service.client import Rollouts
 from tests.service.serving import service_config, serving
-
-from .test_rows import kinds, sequence
+from tests.support.sequences import kinds, sequence
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

@@ -1,0 +1,33 @@
+"""Modes: the presets, and when engines update."""
+
+import pytest
+
+from rollweave.core.policy.modes import Mode, Update, preset, update_now
+from rollweave.schema.config.sections import ModeName
+
+
+def test_the_presets_are_those_of_the_design() -> None:
+    assert preset(ModeName.SYNC, 9) == Mode(window=0, update=Update.AT_ONCE)
+    assert preset(ModeName.ONE_STEP, 9) == Mode(window=1, update=Update.ROLLED_OUT)
+    assert preset(ModeName.STREAM, 9) == Mode(window=1, update=Update.ROLLED_OUT, streamed=True)
+    assert preset(ModeName.PARTIAL, 9) == Mode(window=9, update=Update.AT_ONCE, aborts=False)
+    assert preset(ModeName.BOUNDED, 9) == Mode(window=9, update=Update.AT_ONCE)
+
+
+@pytest.mark.parametrize(
+    ("update", "batch_ready", "in_flight", "too_old", "expected"),
+    [
+        (Update.AT_ONCE, False, 5, False, True),
+        (Update.ROLLED_OUT, False, 5, False, False),
+        (Update.ROLLED_OUT, False, 0, False, True),
+        (Update.ROLLED_OUT, True, 5, False, True),
+        (Update.ROLLED_OUT, False, 5, True, True),
+    ],
+)
+def test_when_engines_take_new_weights(
+    update: Update, batch_ready: bool, in_flight: int, too_old: bool, expected: bool
+) -> None:
+    mode = Mode(window=1, update=update)
+    assert (
+        update_now(mode, batch_ready=batch_ready, in_flight=in_flight, too_old=too_old) is expected
+    )

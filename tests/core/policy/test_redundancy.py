@@ -1,0 +1,100 @@
+"""Capacity, spare groups and verdicts on groups, each against its rule in plain Python."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollweave.core.policy.redundancy import Verdict, capacity, group_verdict, pool_room
+from rollweave.core.policy.staleness import acceptable
+from tests.support.properties import examples
+
+
+@settings(max_examples=examples(300))
+@given(
+    window=st.integers(0, 4),
+    serving=st.integers(0, 8),
+    following=st.integers(0, 8),
+    batch=st.integers(1, 5),
+    last=st.integers(1, 9),
+)
+def test_capacity_admits_exactly_the_groups_that_can_still_be_trained_in_time(
+    window: int, serving: int, following: int, batch: int, last: int
+) -> None:
+    """The slow reference: walk through the batches ahead, group by group, until one
+    would be too stale or too late.
+    """
+    slow = 0
+    while acceptable(serving, following, window):
+        trained_at = following + slow // batch
+        if trained_at - serving > window or trained_at >= last:
+            break
+        slow += 1
+    fast = capacity(
+        window=window,
+        serving_version=serving,
+        next_version=following,
+        groups_per_step=batch,
+        spare_groups=0,
+        last_step=last,
+    )
+    assert fast == slow
+    spare = capacity(
+        window=window,
+        serving_version=serving,
+        next_version=following,
+        groups_per_step=batch,
+        spare_groups=2,
+        last_step=last,
+    )
+    assert spare == (fast + 2 if fast else 0)
+
+
+@settings(max_examples=examples(300))
+@given(
+    free_capacity=st.integers(0, 20),
+    waiting=st.integers(0, 12),
+    running=st.integers(0, 12),
+    group_size=st.integers(1, 4),
+    active=st.integers(0, 5),
+    buffered=st.integers(0, 5),
+    buffer_capacity=st.integers(0, 20),
+    next_version=st.integers(0, 5),
+    groups_per_step=st.integers(1, 4),
+    last_step=st.integers(1, 6),
+)
+def test_the_pool_is_filled_while_buffer_and_steps_have_room(**given: int) -> None:
+    """The slow reference: draw group by group."""
+    size = given["group_size"]
+    in_flight = -(-(given["waiting"] + given["running"]) // size)
+    trained = (given["last_step"] - given["next_version"]) * given["groups_per_step"]
+    slow = 0
+    while (
+        given["waiting"] + slow * size < given["free_capacity"]
+        and given["buffered"] + in_flight + slow < given["buffer_capacity"]
+        and given["active"] + given["buffered"] + slow < trained
+    ):
+        slow += 1
+    assert pool_room(**given) == slow
+
+
+@pytest.mark.parametrize(
+    ("rewards", "pending", "dynamic", "expected"),
+    [
+        ([], 4, False, Verdict.WAIT),
+        ([1.0, 0.0, 1.0], 1, False, Verdict.WAIT),
+        ([1.0, 0.0, 1.0, 0.0], 3, False, Verdict.COMPLETE),
+        ([1.0, 0.0], 0, False, Verdict.COMPLETE),
+        ([1.0], 0, False, Verdict.INCOMPLETE),
+        ([], 0, True, Verdict.INCOMPLETE),
+        ([1.0] * 4, 0, True, Verdict.FILTERED),
+        ([1.0] * 4, 0, False, Verdict.COMPLETE),
+        ([1.0, 1.0, 1.0, 0.9], 0, True, Verdict.COMPLETE),
+    ],
+)
+def test_group_verdict(
+    rewards: list[float], pending: int, dynamic: bool, expected: Verdict
+) -> None:
+    verdict = group_verdict(
+        rewards, pending=pending, group_size=4, min_members=2, dynamic_sampling=dynamic
+    )
+    assert verdict is expected

@@ -1,0 +1,128 @@
+"""Routing, placements and preemption, each against its rule in plain Python."""
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollweave.core.policy.routing import SKEW, EngineLoad, choose
+from rollweave.schema.base import EngineId
+
+loads = st.lists(
+    st.tuples(st.integers(0, 4), st.integers(1, 4), st.integers(0, 9)), min_size=0, max_size=5
+).map(
+    lambda found: [
+        EngineLoad(
+            id=EngineId(f"e{index}"),
+            active=min(active, slots),
+            slots=slots,
+            tokens=min(active, slots) * tokens,
+        )
+        for index, (active, slots, tokens) in enumerate(found)
+    ]
+)
+
+
+@given(
+    engines=loads,
+    affine=st.integers(0, 5),
+    avoid=st.sets(st.integers(0, 5)),
+    placement=st.sampled_from(["affinity", "least_load"]),
+)
+def test_routing_prefers_affinity_then_the_least_load_and_never_overfills(
+    engines: list[EngineLoad], affine: int, avoid: set[int], placement: str
+) -> None:
+    avoided = [EngineId(f"e{index}") for index in sorted(avoid)]
+    known = {engine.id: engine for engine in engines}
+    chosen = choose(known, affine=EngineId(f"e{affine}"), avoid=avoided, placement=placement)
+    free = {engine.id: engine for engine in engines if engine.active < engine.slots}
+    if not free:
+        assert chosen is None
+        return
+    assert chosen in free
+    good = {name: engine for name, engine in free.items() if name not in avoided} or free
+    assert chosen in good
+    if avoid and not free.keys() - avoided and f"e{affine}" in free:
+        assert chosen == f"e{affine}", "its cache, where all have failed the turn"
+    elif placement == "least_load":
+        assert good[chosen].active / good[chosen].slots == min(
+            e.active / e.slots for e in good.values()
+        )
+    elif f"e{affine}" in good:
+        assert chosen == f"e{affine}"
+    else:
+        assert good[chosen].tokens / good[chosen].slots == min(
+            e.tokens / e.slots for e in good.values()
+        )
+
+
+A, B, C = EngineId("a"), EngineId("b"), EngineId("c")
+
+
+def load(name: EngineId, active: int, slots: int = 4, lowest: float = -math.inf) -> EngineLoad:
+    return EngineLoad(id=name, active=active, slots=slots, lowest=lowest)
+
+
+def test_placements_choose_as_they_say() -> None:
+    engines = {A: load(A, 3), B: load(B, 0)}
+    assert choose(engines, affine=A) == A
+    assert choose(engines, affine=A, placement="least_load") == B
+    assert choose(engines, affine=A, placement="hybrid") == A
+    skewed = {A: load(A, int(SKEW) + 1, 64), B: load(B, 1, 64)}
+    assert choose(skewed, affine=A, placement="hybrid") == B
+    assert choose(skewed, affine=A, avoid=[B], placement="hybrid") == A
+    nearly = {A: load(A, int(SKEW), 64), B: load(B, 1, 64)}
+    assert choose(nearly, affine=A, placement="hybrid") == A
+    assert choose({A: load(A, 3, 4), B: load(B, 4, 16)}, affine=A, placement="least_load") == B
+    assert choose({A: load(A, 3), B: load(B, 0)}, affine=A, avoid=[A, B]) == A
+
+
+@given(
+    before=st.lists(st.integers(1, 900), min_size=2, max_size=40),
+    after=st.lists(st.integers(1, 900), min_size=1, max_size=80),
+    old=st.integers(1, 4),
+)
+def test_a_newcomer_gets_its_share_and_is_not_buried(
+    before: list[int], after: list[int], old: int
+) -> None:
+    """Turns without an engine, of so many tokens: nobody is ahead of another by more
+    than its last turn.
+    """
+    tokens = {EngineId(f"e{number}"): 0 for number in range(old)}
+    last: dict[EngineId, int] = {}
+    for number, weight in enumerate([*before, *after]):
+        if number == len(before):
+            tokens[EngineId("new")] = 0
+        loads = {
+            name: EngineLoad(id=name, active=0, slots=100, tokens=count)
+            for name, count in tokens.items()
+        }
+        chosen = choose(loads, affine=None)
+        assert chosen is not None
+        assert tokens[chosen] == min(tokens.values())
+        tokens[chosen] += weight
+        last[chosen] = weight
+    if tokens["new"] > max(count for name, count in tokens.items() if name != "new"):
+        assert tokens["new"] - last[EngineId("new")] <= min(
+            count for name, count in tokens.items() if name != "new"
+        )
+
+
+def test_preemption_takes_the_slot_of_a_lower_rank_only() -> None:
+    full = {A: load(A, 4, lowest=2.0), B: load(B, 4, lowest=1.0)}
+    assert choose(full, affine=A, rank=3.0) is None
+    assert choose(full, affine=A, rank=3.0, preempts=True) == A
+    assert choose(full, affine=A, rank=1.5, preempts=True) == B
+    assert choose(full, affine=A, rank=1.0, preempts=True) is None
+    assert choose(full, affine=B, avoid=[B], rank=1.5, preempts=True) is None
+    half = {A: load(A, 4, lowest=2.0), B: load(B, 3, lowest=4.0)}
+    assert choose(half, affine=A, rank=3.0, preempts=True) == B, "a free slot comes first"
+
+
+def test_a_turn_runs_at_once_on_a_free_slot_or_in_place_of_a_lower_rank() -> None:
+    assert load(A, 3).runs(0.0, preempts=False)
+    full = load(A, 4, lowest=2.0)
+    assert not full.runs(3.0, preempts=False)
+    assert full.runs(3.0, preempts=True)
+    assert not full.runs(2.0, preempts=True)
+    assert not full.runs(1.0, preempts=True)

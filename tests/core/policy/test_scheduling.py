@@ -1,0 +1,37 @@
+"""The presets of scheduling and the settings that override them."""
+
+import pytest
+
+from rollweave.core.policy.scheduling import Scheduling, scheduling
+from rollweave.schema.config.sections import AblationConfig, RolloutConfig
+
+
+@pytest.mark.parametrize("placement", ["affinity", "least_load", "pinned", "partition"])
+@pytest.mark.parametrize("priority", ["fcfs", "round_robin", "shortest_first", "longest_first"])
+def test_what_follows_from_the_choices(priority: str, placement: str) -> None:
+    found = Scheduling(priority=priority, placement=placement, migration="never")
+    by_rank = placement == "partition"
+    assert found.by_rank is by_rank
+    assert found.predicts is (by_rank or priority == "longest_first")
+    assert found.preempts is (priority in ("shortest_first", "longest_first"))
+    assert found.homes is (by_rank or placement == "pinned")
+    assert found.keeps is (by_rank and priority in ("fcfs", "longest_first"))
+
+
+def test_presets_and_what_is_mixed_into_them() -> None:
+    assert scheduling(RolloutConfig(), AblationConfig()).placement == "affinity"
+    assert not scheduling(RolloutConfig(), AblationConfig()).predicts
+    overridden = scheduling(RolloutConfig(scheduling="trajectory"), AblationConfig())
+    assert (overridden.priority, overridden.placement, overridden.migration) == (
+        "longest_first",
+        "partition",
+        "gain",
+    )
+    assert overridden.predicts
+    assert overridden.preempts
+    pinned = scheduling(
+        RolloutConfig(scheduling="trajectory"), AblationConfig(policies=("pinned",))
+    )
+    assert pinned.migration == "never"
+    assert pinned.homes
+    assert not pinned.by_rank

@@ -1,0 +1,98 @@
+"""Configurations of the core, and helpers that drive a random world."""
+
+from typing import Any
+
+from rollweave.core.core import Core
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import PRIORITIES
+from tests.core.world import World
+
+MODES = ("sync", "one_step", "stream", "partial", "bounded", "decoupled")
+
+
+SCHEDULINGS: dict[str, dict[str, object]] = {
+    "turn": {},
+    "trajectory": {"scheduling": "trajectory"},
+    "heddle": {"scheduling": "trajectory", "policies": ["rank"]},
+    "verl": {"policies": ["round_robin", "pinned"]},
+    "verl*": {"policies": ["round_robin", "hybrid"]},
+    "autellix": {"policies": ["shortest_first", "least_load"]},
+    "preempting": {"policies": ["longest_first", "affinity"]},
+}
+"""Settings of [rollout], and `policies` and `without` of [ablation], for `config`."""
+
+
+ALLOCATION = {"budget": 5, "degrees": [1, 2, 4]}
+
+
+FIXED = ("spare_groups", "without")
+"""Settings in which mode decoupled leaves no choice."""
+
+
+def config(mode: str = "bounded", *, steps: int = 4, **sections: Any) -> RunConfig:
+    rollout: dict[str, Any] = {
+        "mode": mode,
+        "groups_per_step": 3,
+        "group_size": 2,
+        "max_running": 8,
+        **sections.pop("rollout", {}),
+    }
+    if mode == "decoupled":
+        rollout = {key: value for key, value in rollout.items() if key not in FIXED}
+        orders = [one for one in rollout.pop("policies", ()) if one in PRIORITIES]
+        by_length = rollout.pop("scheduling", "turn") == "trajectory"
+        rollout["policies"] = orders or (["longest_first"] if by_length else [])
+        sections["allocation"] = None
+    ablation = {name: rollout.pop(name) for name in ("policies", "without") if name in rollout}
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "t", "steps": steps, "checkpoint_every": 2, **sections.pop("run", {})},
+            "model": {"scratch": {}},
+            "tasks": sections.pop("tasks", [{"env": "a", "weight": 2.0}, {"env": "b"}]),
+            "rollout": rollout,
+            "ablation": {**ablation, **sections.pop("ablation", {})},
+            "engines": {
+                **({"count": 2} if sections.get("allocation") is None else {}),
+                "max_slots": 3,
+                **sections.pop("engines", {}),
+            },
+            "eval": {"episodes": 2, "final_episodes": 3, **sections.pop("eval", {})},
+            **sections,
+        }
+    )
+
+
+def restart_controller(world: World) -> None:
+    """Lose everything in flight; the core is restored from its snapshot."""
+    world.heap.clear()
+    world.timer = None
+    world.finish = None
+    world.core = Core.restore(world.core.snapshot(), world.config)
+    world.engine_epoch = dict.fromkeys(world.engine_epoch, 0)
+    world.engine_version.clear()
+    slots = tuple(
+        e.EngineSlot(id=EngineId(name), degree=degree)
+        for name, degree in world.engine_degrees.items()
+    )
+    relays = world.begin_relays()
+    world.feed(e.WorldLost(engines=slots, relays=relays))
+    if world.finish is None:
+        for name in world.engine_epoch:
+            world.join(name)
+        for name in world.relay_epoch:
+            world.join_relay(name)
+
+
+def until(world: World, kind: type[c.Command]) -> c.Command:
+    """Run until a command of this kind is emitted, and return it."""
+    seen = len(world.commands)
+    while True:
+        world.step()
+        for commands in world.commands[seen:]:
+            for command in commands:
+                if isinstance(command, kind):
+                    return command
+        seen = len(world.commands)

@@ -1,0 +1,72 @@
+"""A service with registered engines, and checks of its sandboxes."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from rollweave.engine.clients.client import EngineClient
+from rollweave.engine.clients.inproc import in_thread
+from rollweave.engine.clients.server import EngineServer
+from rollweave.schema.base import EngineId
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.serving import EngineSpec
+from tests.engine.clients.echo_engine import EchoLoop
+from tests.sandbox.sandboxes import needs, no_process_left
+from tests.service.serving import service_config
+
+
+def registered(directory: Path) -> RunConfig:
+    """Return the configuration of a service without local engines. The echo engine's
+    tokens are below 128.
+    """
+    config = service_config(directory, serve={"engines": "registered"})
+    (Path(config.model.path or "") / "config.json").write_text(json.dumps({"vocab_size": 128}))
+    return config
+
+
+class Words:
+    def encode(self, text: str) -> list[int]:
+        return [5] * len(text)
+
+    def decode(self, tokens: Any) -> str:
+        return "a" * len(tokens)
+
+
+ECHO = EngineSpec(id=EngineId("e0"), model="echo", max_slots=4)
+
+
+@contextlib.asynccontextmanager
+async def elsewhere(
+    spec: EngineSpec = ECHO, loop: Any = EchoLoop
+) -> AsyncIterator[tuple[EngineClient, str]]:
+    """Serve an engine over HTTP; yield its client and its address."""
+    present: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    present.set_result(None)
+    engine = EngineClient(
+        "echo", in_thread(spec, loop, model_ready=present), start_s=20.0, reply_s=20.0
+    )
+    app = EngineServer(engine, model="echo", text=Words()).application()
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+    await engine.ready()
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield engine, f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+        await engine.close()
+
+
+ZYGOTE = {"backend": "zygote"}
+
+
+@contextlib.contextmanager
+def nothing_left() -> Iterator[None]:
+    needs("zygote")
+    with no_process_left():
+        yield
