@@ -17,8 +17,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from rollweave.cli.interrupt import INTERRUPTED, exit_on_interrupt, raise_on_interrupt
-from rollweave.io.process_setup import import_from_working_directory
+from rollweave.cli.interrupt import exit_on_interrupt, raise_on_interrupt
+from rollweave.io.process_setup import INTERRUPTED, import_from_working_directory
 from rollweave.schema.errors import ConfigError, RollweaveError
 
 FAILED, WRONG_INPUT = 1, 2

@@ -7,10 +7,7 @@ Imports nothing that is slow, because it runs before everything else.
 import os
 import signal
 
-from rollweave.io.process_setup import reset_signals
-
-INTERRUPTED = 130
-"""Exit code that shells report for a program that Ctrl-C ended."""
+from rollweave.io.process_setup import INTERRUPTED, reset_signals
 
 
 def install_signals() -> None:

@@ -8,10 +8,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from rollweave.cli.console import FAILED, err, out, print_error
-from rollweave.cli.interrupt import INTERRUPTED
 from rollweave.cli.progress import display
 from rollweave.cli.runs import clear
 from rollweave.cli.start import resolve
+from rollweave.io.process_setup import INTERRUPTED
 from rollweave.record.report.page import write_report
 from rollweave.record.rundir import RunDir
 from rollweave.record.summary import (

@@ -7,7 +7,7 @@ engine takes its KV along, one transfer at a time for each engine; the last to l
 frees it.
 """
 
-from rollweave.core import migration, turns, version_affinity
+from rollweave.core import dispatching, migration, turns, version_affinity
 from rollweave.core.length_index import EngineWork
 from rollweave.core.policy.repack import Move, Replica, batch_bound, repack
 from rollweave.core.run import Run
@@ -55,7 +55,7 @@ def run_now(run: Run) -> None:
         _move_all(run, move)
     if moves:
         state.counters.scheduling.released += len(moves)
-        turns.enqueue_all(run, migration.begin(run))
+        dispatching.enqueue_all(run, migration.begin(run))
 
 
 def _replica(run: Run, engine: Engine, held: int, before: int) -> Replica:
@@ -113,4 +113,6 @@ def _move_all(run: Run, move: Move) -> None:
             trajectory.assigned_engine, trajectory.kv_resident = move.target, False
             run.reindex(trajectory)
             if trajectory.turn is not None and isinstance(trajectory.turn.place, Queued):
-                turns.requeue(run, QueuedTurn(trajectory, trajectory.turn, trajectory.turn.place))
+                dispatching.requeue(
+                    run, QueuedTurn(trajectory, trajectory.turn, trajectory.turn.place)
+                )

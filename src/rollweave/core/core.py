@@ -14,6 +14,7 @@ import msgspec
 
 from rollweave.core import (
     allocation,
+    dispatching,
     ending,
     engines,
     evaluation,
@@ -96,7 +97,7 @@ class Core:
         elif isinstance(event, e.TurnRequested | e.TurnDone | e.PredictionReady):
             # The most frequent events by far: they make nothing but turns possible.
             barrier = "free_stepping" in self._run.config.ablation.without
-            turns.dispatch(run, None if barrier else run.dirty_queues)
+            dispatching.dispatch(run, None if barrier else run.dirty_queues)
         elif not self.finished:
             _use_what_is_possible(run)
         return run.out
@@ -173,7 +174,7 @@ STEPS: tuple[Callable[[Run], None], ...] = (
     groups.launch,
     trajectories.start_inits,
     trajectories.start_evals,
-    turns.dispatch,
+    dispatching.dispatch,
     ending.advance,
 )
 """What an event may make possible, in the order in which one thing enables the next."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from rollweave.core import (
     assignment,
     costs,
+    dispatching,
     membership,
     trajectories,
     turns,
@@ -250,7 +251,7 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
     _enter(run, engine, EngineStatus.STARTING)
     assignment.engines_changed(run)
     run.pacing.unassign_engine(run, engine)
-    turns.requeue_from(run, engine)
+    dispatching.requeue_from(run, engine)
     command = RestartEngine(
         engine_id=engine.id,
         degree=engine.degree,
@@ -383,7 +384,7 @@ def drain(run: Run, engine: Engine) -> None:
     """
     engine.draining = True
     _membership_changed(run)
-    turns.requeue_from(run, engine)
+    dispatching.requeue_from(run, engine)
 
 
 def remove(run: Run, engine: Engine, reason: str) -> None:
@@ -394,7 +395,7 @@ def remove(run: Run, engine: Engine, reason: str) -> None:
         _count_departure(state, engine)
     _membership_changed(run)
     run.pacing.unassign_engine(run, engine)
-    turns.requeue_from(run, engine)
+    dispatching.requeue_from(run, engine)
     run.emit(RemoveEngine(engine_id=engine.id, reason=reason))
 
 

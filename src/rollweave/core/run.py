@@ -112,8 +112,8 @@ class Run:
         self.state = state
         self.now = 0.0
         self._fleet: Fleet | None = None
-        self._lanes: TurnQueues | None = None
-        self._order: LengthIndex | None = None
+        self._turn_queues: TurnQueues | None = None
+        self._length_index: LengthIndex | None = None
         self.out: list[Command] = []
         # facts on which core/lifecycle acts before the event is over
         self.over: deque[AttemptOver] = deque()
@@ -185,12 +185,12 @@ class Run:
     @property
     def turn_queues(self) -> TurnQueues:
         """The queued turns by the engine that they wait for."""
-        if self._lanes is None:
-            self._lanes = TurnQueues.of(self.state)
-        return self._lanes
+        if self._turn_queues is None:
+            self._turn_queues = TurnQueues.of(self.state)
+        return self._turn_queues
 
     def rebuild_turn_queues(self) -> None:
-        self._lanes = None
+        self._turn_queues = None
 
     @property
     def length_index(self) -> LengthIndex:
@@ -198,16 +198,16 @@ class Run:
 
         Maintained only while trajectories are assigned to engines.
         """
-        if self._order is None:
-            self._order = LengthIndex.of(
+        if self._length_index is None:
+            self._length_index = LengthIndex.of(
                 self.state, by_level=self.scheduling.priority == "longest_first"
             )
-        return self._order
+        return self._length_index
 
     def reindex(self, trajectory: Trajectory) -> None:
         """Index the trajectory again after its estimate, engine or stage has changed."""
-        if self._order is not None:
-            self._order.update(trajectory)
+        if self._length_index is not None:
+            self._length_index.update(trajectory)
 
     def serving_version(self) -> int | None:
         """The oldest version among engines that have weights; None if no engine has

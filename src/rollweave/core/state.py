@@ -9,6 +9,7 @@ import enum
 
 import msgspec
 
+from rollweave.core.counters import Counters, Idle
 from rollweave.core.policy.work import Rate
 from rollweave.schema.base import EngineId, GroupId, TrajectoryId
 from rollweave.schema.events import StepTime
@@ -336,61 +337,6 @@ class Phase(enum.StrEnum):
     FINISHED = "finished"
 
 
-class SchedulingCounters(msgspec.Struct):
-    """The actions of trajectory-level scheduling, and their cost."""
-
-    predictions: int = 0  # requested
-    predictions_late: int = 0  # came too late for the turn, or never
-    preemptions: int = 0
-    overdue: int = 0  # turns that ran because they were overtaken too often
-    plans: int = 0
-    migrations: int = 0
-    migrations_dropped: int = 0  # because the tool was done before the transfer began
-    migrations_failed: int = 0
-    moved_tokens: int = 0
-    exposed_s: float = 0.0  # seconds for which turns waited for a transfer
-    queue_s: float = 0.0  # seconds for which turns waited, in the core or on their engine
-    reallocations: int = 0
-    released: int = 0  # engines freed by consolidation
-    repacked: int = 0  # trajectories moved by consolidation
-
-
-class Counters(msgspec.Struct):
-    """Training trajectories by their end.
-
-    `started` = trained + dropped + cancelled + buffered + in flight, always.
-    """
-
-    started: int = 0
-    trained: int = 0
-    cancelled: int = 0
-    dropped: dict[str, int] = {}
-    retried: dict[str, int] = {}
-    # attempts launched, for any purpose: each is under way, or has ended with one stop
-    # reason
-    attempts: int = 0
-    relaunched: int = 0  # attempts at a trajectory after its first
-    stop_reasons: dict[str, int] = {}
-    eval_started: int = 0
-    eval_scored: int = 0
-    eval_dropped: int = 0
-    submitted: int = 0  # rollouts submitted to a service: delivered by stop reason, or under way
-    delivered: dict[str, int] = {}
-    staleness: dict[int, int] = {}  # trained trajectories by steps from launch to training
-    # trajectories rolled out by versions published from launch to end (Laminar §6)
-    inherent: dict[int, int] = {}
-    evicted: int = 0  # groups that had no place in the buffer
-    engines_joined: int = 0  # registered during the run
-    engines_left: int = 0  # withdrawn, and gone
-    turns: int = 0
-    cut_turns: dict[str, int] = {}  # number of turns that ended at max_turn_tokens, by task domain
-    output_tokens: int = 0
-    cached_tokens: int = 0
-    context_tokens: int = 0
-    watchdog: dict[str, int] = {}
-    scheduling: SchedulingCounters = msgspec.field(default_factory=SchedulingCounters)
-
-
 class DomainStats(msgspec.Struct):
     """Lengths and times of a task domain's trajectories.
 
@@ -405,16 +351,6 @@ class DomainStats(msgspec.Struct):
     turn_tokens: float | None = None  # sampled tokens of a turn
     turn_s: float | None = None  # seconds of a turn on its engine
     tool_s: float | None = None  # seconds of an environment's step
-
-
-class Idle(msgspec.Struct):
-    """Seconds of the engines (summed) and of the trainer by what they did or waited
-    for, since the run began.
-    """
-
-    engines: dict[str, float] = {}
-    trainer: dict[str, float] = {}
-    clock: float | None = None
 
 
 class Pools(msgspec.Struct):

@@ -1,15 +1,18 @@
-"""Turns: ranked, queued, given to an engine that would run them at once, and retried
-elsewhere when the engine fails.
+"""Turns: requested, answered or failed, and retried elsewhere when their engine fails.
 
-Invariants: a queued turn is in `state.turns.queue`, one on an engine in exactly that engine's
-`active`, and one that is held in neither, while its trajectory's KV moves; `dispatch`
-fences late answers. An engine is given more turns than it has slots only by a turn that
-preempts (Heddle Alg. 1): it runs the highest ranks of those that it has.
+Invariants: a queued turn is in `state.turns.queue`, one on an engine in exactly that
+engine's `active`, and one that is held in neither, while its trajectory's KV moves;
+`dispatch` fences late answers. `core/dispatching` queues turns and gives them to engines.
 """
 
-from rollweave.core import assignment, attempts, lengths, migration, trajectories, turn_priority
-from rollweave.core.policy.priority import is_overdue, overdue_rank
-from rollweave.core.policy.routing import choose
+from rollweave.core import (
+    attempts,
+    dispatching,
+    lengths,
+    migration,
+    trajectories,
+    turn_priority,
+)
 from rollweave.core.run import Run
 from rollweave.core.state import (
     Engine,
@@ -21,9 +24,7 @@ from rollweave.core.state import (
     Trajectory,
     Turn,
 )
-from rollweave.core.turn_queues import QueuedTurn, QueueKey
-from rollweave.schema.base import EngineId, TrajectoryId
-from rollweave.schema.commands import StartTurn
+from rollweave.core.turn_queues import QueuedTurn
 from rollweave.schema.events import (
     MigrationDone,
     PredictionReady,
@@ -48,7 +49,7 @@ def on_requested(run: Run, event: TurnRequested) -> None:
     turn = Turn(number=event.turn, context_tokens=event.context_tokens, since=run.now)
     trajectory.turn = turn
     if not migration.holds_turn(run, trajectory):
-        enqueue(run, trajectory, turn)
+        dispatching.enqueue(run, trajectory, turn)
 
 
 def on_done(run: Run, event: TurnDone) -> None:
@@ -76,7 +77,7 @@ def on_done(run: Run, event: TurnDone) -> None:
     lengths.learn_turn(run, trajectory, event.output_tokens, run.now - turn.since - event.queue_s)
     if trajectory.predicted_at_turn >= 0:
         # while the environment works the trajectory may move
-        enqueue_all(run, migration.consider(run, trajectory))
+        dispatching.enqueue_all(run, migration.consider(run, trajectory))
 
 
 def on_failed(run: Run, event: TurnFailed) -> None:
@@ -114,14 +115,14 @@ def on_prediction(run: Run, event: PredictionReady) -> None:
     )  # its order in the KV of that engine may have changed
     turn = trajectory.turn
     if turn is None:
-        enqueue_all(run, migration.consider(run, trajectory))
+        dispatching.enqueue_all(run, migration.consider(run, trajectory))
         return
     match turn.place:
         case Queued() as place:
             if trajectory.turns_requested <= 1 and run.pacing.interchangeable:
                 trajectory.assigned_engine = None  # no engine has KV of it yet
                 run.reindex(trajectory)
-            requeue(run, QueuedTurn(trajectory, turn, place))
+            dispatching.requeue(run, QueuedTurn(trajectory, turn, place))
         case OnEngine():
             turn_priority.rerank(run, trajectory)
         case Held():
@@ -130,14 +131,14 @@ def on_prediction(run: Run, event: PredictionReady) -> None:
 
 def on_migration_done(run: Run, event: MigrationDone) -> None:
     """Queue the turns that have waited for the transfer."""
-    enqueue_all(run, migration.complete(run, event))
+    dispatching.enqueue_all(run, migration.complete(run, event))
 
 
 def give_up_late_migrations(run: Run) -> None:
     """Give up transfers that have taken too long, and queue the turns that have waited
     for them.
     """
-    enqueue_all(run, migration.give_up_late(run))
+    dispatching.enqueue_all(run, migration.give_up_late(run))
 
 
 def _find(
@@ -173,7 +174,7 @@ def fail(run: Run, trajectory: Trajectory, engine: Engine, error: str) -> None:
         trajectory.turn = None
         trajectories.cancel(run, trajectory, StopReason.ENGINE_FAILURE)
     else:
-        enqueue(run, trajectory, turn)
+        dispatching.enqueue(run, trajectory, turn)
 
 
 def fail_all(run: Run, engine: Engine, error: str, *, abort: bool) -> None:
@@ -211,273 +212,7 @@ def recall_all(run: Run, engine: Engine) -> None:
         trajectory = run.state.trajectories[trajectory_id]
         turn = trajectory.open_turn
         recall(run, trajectory, turn)
-        enqueue(run, trajectory, turn)
-
-
-# The queue.
-
-
-def enqueue(run: Run, trajectory: Trajectory, turn: Turn) -> None:
-    """Queue the open turn for its trajectory's assigned engine, or for any."""
-    state = run.state
-    state.turns.arrivals += 1
-    turn.arrival = state.turns.arrivals
-    turn.rank = turn_priority.rank_of(run, trajectory, turn)
-    queue = assignment.queue_of(run, trajectory, turn.avoid)
-    turn.place = Queued(
-        engine=queue,
-        given=_turns_given(run, queue),
-        # Where KV is kept for trajectories in the order of their launch, their turns
-        # must come in that order too.
-        tiebreak=trajectory.launched_at if run.scheduling.by_rank else float(turn.arrival),
-    )
-    state.turns.queue[trajectory.id] = turn.arrival
-    run.turn_queues.add(QueuedTurn(trajectory, turn, turn.place))
-    run.dirty_queues.append(queue)
-
-
-def enqueue_all(run: Run, released: list[Trajectory]) -> None:
-    """Queue the turns that have waited for transfers of KV."""
-    for trajectory in released:
-        enqueue(run, trajectory, trajectory.open_turn)
-
-
-def requeue(run: Run, queued: QueuedTurn) -> QueuedTurn:
-    """Requeue a turn whose trajectory's estimate or engine has changed, and return it
-    with its new place.
-
-    It keeps its place among equals.
-    """
-    trajectory, turn, place = queued
-    queue = assignment.queue_of(run, trajectory, turn.avoid)
-    if queue != place.engine:
-        place = Queued(engine=queue, given=_turns_given(run, queue), tiebreak=place.tiebreak)
-        turn.place = place
-    if turn.rank < overdue_rank(turn.arrival):
-        turn.rank = turn_priority.rank_of(run, trajectory, turn)
-    moved = QueuedTurn(trajectory, turn, place)
-    run.turn_queues.add(moved)
-    run.dirty_queues.append(queue)
-    return moved
-
-
-def requeue_from(run: Run, engine: Engine) -> None:
-    """Requeue the turns that wait for this engine, which takes none for a while or ever
-    again.
-    """
-    for trajectory_id in list(run.state.turns.queue):
-        trajectory = run.state.trajectories[trajectory_id]
-        turn = trajectory.open_turn
-        if isinstance(turn.place, Queued) and turn.place.engine == engine.id:
-            requeue(run, QueuedTurn(trajectory, turn, turn.place))
-
-
-def _turns_given(run: Run, engine_id: EngineId | None) -> int:
-    """The number of turns that this engine, or any, was given so far."""
-    return run.state.turns.given if engine_id is None else run.state.engines[engine_id].turns_given
-
-
-def dispatch(run: Run, waited_for: list[EngineId | None] | None = None) -> None:
-    """Give queued turns to engines that would run them at once: those that wait for one
-    of these engines, or all if none are named.
-    """
-    state = run.state
-    if not state.turns.queue or (
-        "free_stepping" in run.config.ablation.without and _any_environment_steps(run)
-    ):
-        return
-    if run.turn_queues.is_overgrown(state):
-        run.rebuild_turn_queues()
-    if not run.scheduling.homes:  # every turn waits for any engine
-        while (run.fleet.free or run.scheduling.preempts) and _start_next(run, None):
-            pass
-        return
-    _assign_waiting(run)
-    for engine_id in (None, *state.engines) if waited_for is None else waited_for:
-        while _start_next(run, engine_id):
-            pass
-    if run.scheduling.migration == "gain":
-        _steal_work(run, waited_for)
-
-
-def _steal_work(run: Run, waited_for: list[EngineId | None] | None) -> None:
-    """Let engines with a free slot, of those that the event touched, take turns that
-    wait for other engines.
-    """
-    if not run.fleet.free:
-        return
-    for engine_id in run.fleet.loads if waited_for is None else dict.fromkeys(waited_for):
-        while engine_id is not None and _has_slot(run, engine_id) and _steal_turn(run, engine_id):
-            pass
-
-
-def _has_slot(run: Run, engine_id: EngineId) -> bool:
-    load = run.fleet.loads.get(engine_id)
-    return load is not None and load.active < load.slots
-
-
-def _steal_turn(run: Run, engine_id: EngineId) -> bool:
-    """Give this engine the first turn that waits for another one.
-
-    Return False if it cannot run that turn.
-    """
-    queues = [
-        (other, resident)
-        for other in run.turn_queues.engines
-        if other != engine_id
-        for resident in (True, False)
-    ]
-    ready = [
-        queued
-        for queue in queues
-        if (queued := _next_in(run, queue)) is not None and engine_id not in queued.turn.avoid
-    ]
-    if not ready:
-        return False
-    first = min(ready, key=_dispatch_key)
-    if not assignment.fits_in_kv(run, first.trajectory, run.state.engines[engine_id]):
-        return False
-    _reassign(run, first.trajectory, engine_id)
-    _start_turn(run, first, engine_id)
-    return True
-
-
-def _reassign(run: Run, trajectory: Trajectory, engine_id: EngineId) -> None:
-    """Assign the trajectory to this engine, which computes its context again."""
-    trajectory.assigned_engine, trajectory.kv_resident = engine_id, False
-    run.reindex(trajectory)
-
-
-def _assign_waiting(run: Run) -> None:
-    """Assign the queued turns that had no engine when they were queued."""
-    if not run.pacing.interchangeable:  # each waits for an engine with its own weights
-        for waiting in run.turn_queues.waiting(run.state, (None, False)):
-            if assignment.queue_of(run, waiting.trajectory, ()) is not None:
-                requeue(run, waiting)
-        return
-    while (first := run.turn_queues.first(run.state, (None, False))) is not None:
-        if requeue(run, first).place.engine is None:
-            return  # no engine takes turns
-
-
-def _start_next(run: Run, waited_for: EngineId | None) -> bool:
-    """Start the first turn that waits for this engine, or for any, and can run.
-
-    Return False if there is none.
-    """
-    heads = [_next_in(run, (waited_for, resident)) for resident in (True, False)]
-    for queued in sorted((head for head in heads if head is not None), key=_dispatch_key):
-        chosen = (
-            _assigned_or_free_engine(run, queued)
-            if run.scheduling.homes
-            else _engine_for(run, queued)
-        )
-        if chosen is not None:
-            _start_turn(run, queued, chosen)
-            return True
-    return False
-
-
-def _dispatch_key(queued: QueuedTurn) -> tuple[float, float, TrajectoryId]:
-    return (-queued.turn.rank, queued.place.tiebreak, queued.trajectory.id)
-
-
-def _next_in(run: Run, queue: QueueKey) -> QueuedTurn | None:
-    """The turn of this queue that runs next.
-
-    One that was overtaken too often goes first.
-    """
-    state, waited_for = run.state, queue[0]
-    oldest = run.turn_queues.oldest(state, queue)
-    if oldest is None:
-        return None
-    turn = oldest.turn
-    engine = state.engines.get(waited_for) if waited_for is not None else None
-    slots = engine.max_slots if engine is not None else run.fleet.slots
-    if is_overdue(
-        _turns_given(run, waited_for) - oldest.place.given, slots=slots
-    ) and turn.rank < overdue_rank(turn.arrival):
-        turn.rank = overdue_rank(turn.arrival)
-        state.counters.scheduling.overdue += 1
-        run.turn_queues.add(oldest)
-    return run.turn_queues.first(state, queue)
-
-
-def _engine_for(run: Run, queued: QueuedTurn) -> EngineId | None:
-    return choose(
-        run.fleet.loads,
-        affine=queued.trajectory.engine,
-        avoid=queued.turn.avoid,
-        placement=run.scheduling.placement,
-        rank=queued.turn.rank,
-        preempts=run.scheduling.preempts,
-    )
-
-
-def _has_alternative(run: Run, turn: Turn) -> bool:
-    """True if an engine that has not failed this turn could take it."""
-    return any(
-        assignment.is_usable(run, engine_id)
-        for engine_id in run.state.engines
-        if engine_id not in turn.avoid
-    )
-
-
-def _assigned_or_free_engine(run: Run, queued: QueuedTurn) -> EngineId | None:
-    """The assigned engine if it has a slot and KV to spare; else the least loaded
-    engine that has, which is assigned then; else the assigned one by preemption.
-
-    Computing a context again costs less than waiting for the end of another turn, or
-    making another one wait.
-    """
-    trajectory, turn, place = queued
-    if place.engine in turn.avoid and run.pacing.interchangeable and _has_alternative(run, turn):
-        place = requeue(run, queued).place  # its engine failed it when there was no alternative
-    assigned = run.fleet.loads.get(place.engine) if place.engine is not None else None
-    fits = assigned is not None and assignment.fits_in_kv(
-        run, trajectory, run.state.engines[assigned.id]
-    )
-    if assigned is not None and fits and assigned.active < assigned.slots:
-        return assigned.id
-    if run.scheduling.migration == "gain" and run.fleet.free:
-        free = [load.id for load in run.fleet.loads.values() if load.active < load.slots]
-        idlest = assignment.least_loaded(
-            run, [engine_id for engine_id in free if engine_id not in (place.engine, *turn.avoid)]
-        )
-        if idlest is not None and assignment.fits_in_kv(run, trajectory, idlest):
-            _reassign(run, trajectory, idlest.id)
-            return idlest.id
-    if assigned is not None and fits and assigned.runs(turn.rank, preempts=run.scheduling.preempts):
-        return assigned.id
-    return None
-
-
-def _start_turn(run: Run, queued: QueuedTurn, chosen: EngineId) -> None:
-    trajectory, turn, _ = queued
-    state, engine = run.state, run.state.engines[chosen]
-    counted = state.counters.scheduling
-    del state.turns.queue[trajectory.id]
-    counted.preemptions += len(engine.active) >= engine.max_slots
-    counted.queue_s += run.now - turn.since
-    state.turns.given += 1
-    engine.turns_given += 1
-    turn.place, turn.since = OnEngine(engine=chosen, given=engine.turns_given), run.now
-    if run.scheduling.homes and not trajectory.kv_resident:
-        trajectory.kv_resident = True
-        run.reindex(trajectory)
-    run.fleet.occupy(engine, trajectory.id, turn)
-    run.emit(
-        StartTurn(
-            trajectory_id=trajectory.id,
-            attempt=trajectory.attempt,
-            turn=turn.number,
-            engine_id=chosen,
-            rank=turn.rank,
-            dispatch=turn.dispatch,
-            # then it was sampled only under weights that this engine serves, too
-            resume=not run.pacing.interchangeable,
-        )
-    )
+        dispatching.enqueue(run, trajectory, turn)
 
 
 def is_late(run: Run, engine: Engine, turn: Turn) -> bool:
@@ -489,14 +224,4 @@ def is_late(run: Run, engine: Engine, turn: Turn) -> bool:
     return (
         run.now - max(turn.since, engine.since, engine.oversubscribed_at)
         > run.config.watchdog.turn_s
-    )
-
-
-def _any_environment_steps(run: Run) -> bool:
-    """True while an environment is starting or stepping: batch-level interaction waits
-    for the slowest (RollArt Fig. 5b).
-    """
-    state = run.state
-    return bool(state.pools.init) or any(
-        state.trajectories[member].turn is None for member in state.pools.run
     )

@@ -13,6 +13,9 @@ import signal
 import sys
 from collections.abc import Container
 
+INTERRUPTED = 130
+"""Exit status of a program that Ctrl-C ended, by convention of the shells."""
+
 PYTHONS = (signal.SIGPIPE, signal.SIGXFSZ)
 """Signals that the interpreter ignores by itself; `subprocess` restores them in
 children.

@@ -24,6 +24,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, NoReturn, Self, TypeVar
 
 from rollweave.io.child import kill_all
+from rollweave.io.process_setup import INTERRUPTED
 from rollweave.schema.errors import Interrupted
 
 T = TypeVar("T")
@@ -44,9 +45,6 @@ ENDING_S = 15.0
 """Maximum duration of the end after a second signal, in seconds, while the loop still
 runs.
 """
-
-INTERRUPTED = 130
-"""Exit status of a program that Ctrl-C ended, by convention of the shells."""
 
 SHOW_CURSOR = "\x1b[?25h"
 """Terminal sequence that shows the cursor, which a progress display may have hidden."""

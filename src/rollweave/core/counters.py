@@ -1,0 +1,70 @@
+"""The counts of a run and the account of its time: parts of its state that reports and
+metrics read.
+"""
+
+import msgspec
+
+
+class SchedulingCounters(msgspec.Struct):
+    """The actions of trajectory-level scheduling, and their cost."""
+
+    predictions: int = 0  # requested
+    predictions_late: int = 0  # came too late for the turn, or never
+    preemptions: int = 0
+    overdue: int = 0  # turns that ran because they were overtaken too often
+    plans: int = 0
+    migrations: int = 0
+    migrations_dropped: int = 0  # because the tool was done before the transfer began
+    migrations_failed: int = 0
+    moved_tokens: int = 0
+    exposed_s: float = 0.0  # seconds for which turns waited for a transfer
+    queue_s: float = 0.0  # seconds for which turns waited, in the core or on their engine
+    reallocations: int = 0
+    released: int = 0  # engines freed by consolidation
+    repacked: int = 0  # trajectories moved by consolidation
+
+
+class Counters(msgspec.Struct):
+    """Training trajectories by their end.
+
+    `started` = trained + dropped + cancelled + buffered + in flight, always.
+    """
+
+    started: int = 0
+    trained: int = 0
+    cancelled: int = 0
+    dropped: dict[str, int] = {}
+    retried: dict[str, int] = {}
+    # attempts launched, for any purpose: each is under way, or has ended with one stop
+    # reason
+    attempts: int = 0
+    relaunched: int = 0  # attempts at a trajectory after its first
+    stop_reasons: dict[str, int] = {}
+    eval_started: int = 0
+    eval_scored: int = 0
+    eval_dropped: int = 0
+    submitted: int = 0  # rollouts submitted to a service: delivered by stop reason, or under way
+    delivered: dict[str, int] = {}
+    staleness: dict[int, int] = {}  # trained trajectories by steps from launch to training
+    # trajectories rolled out by versions published from launch to end (Laminar §6)
+    inherent: dict[int, int] = {}
+    evicted: int = 0  # groups that had no place in the buffer
+    engines_joined: int = 0  # registered during the run
+    engines_left: int = 0  # withdrawn, and gone
+    turns: int = 0
+    cut_turns: dict[str, int] = {}  # number of turns that ended at max_turn_tokens, by task domain
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    context_tokens: int = 0
+    watchdog: dict[str, int] = {}
+    scheduling: SchedulingCounters = msgspec.field(default_factory=SchedulingCounters)
+
+
+class Idle(msgspec.Struct):
+    """Seconds of the engines (summed) and of the trainer by what they did or waited
+    for, since the run began.
+    """
+
+    engines: dict[str, float] = {}
+    trainer: dict[str, float] = {}
+    clock: float | None = None
