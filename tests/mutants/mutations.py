@@ -34,7 +34,7 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.BitAnd: ast.BitOr,
 }
 FUNCTIONS = {"min": "max", "max": "min", "any": "all", "all": "any"}
-SYMMETRIC = {"staleness", "np.maximum", "np.minimum"}
+SYMMETRIC = {"staleness", "np.maximum", "torch.minimum"}
 """Functions of two arguments whose order has no effect."""
 FIELDS_LEFT_ALONE = {"annotation", "returns", "decorator_list"}
 NODES_LEFT_ALONE = (ast.JoinedStr, ast.Assert)

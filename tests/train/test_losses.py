@@ -153,7 +153,9 @@ def test_weights_make_the_configured_mean(lengths: list[int], seed: int, aggrega
     assert mean == pytest.approx(expected, abs=1e-12)
 
 
-def run_one(correction: str, *, logprob: float, behavior: float, proximal: float) -> float:
+def run_one(
+    correction: str, *, logprob: float, behavior: float, proximal: float, is_cap: float = 2.0
+) -> float:
     """Return the gradient by the log-prob of one token with advantage 1."""
     logprobs_input = torch.tensor([logprob], requires_grad=True)
     loss, _ = policy_loss(
@@ -165,7 +167,7 @@ def run_one(correction: str, *, logprob: float, behavior: float, proximal: float
         proximal=torch.tensor([proximal]),
         divergence=None,
         kl=0.0,
-        algorithm=AlgorithmConfig(correction=correction),  # type: ignore[arg-type]
+        algorithm=AlgorithmConfig(correction=correction, is_cap=is_cap),  # type: ignore[arg-type]
     )
     loss.backward()  # type: ignore[no-untyped-call]
     assert logprobs_input.grad is not None
@@ -184,6 +186,11 @@ def test_decoupled_at_the_start_is_the_importance_weighted_policy_gradient() -> 
 def test_the_two_corrections_differ_beyond_the_cap() -> None:
     assert run_one("decoupled", logprob=-1.0, behavior=-3.0, proximal=-1.0) == 0.0
     assert run_one("tis", logprob=-1.0, behavior=-3.0, proximal=-1.0) == pytest.approx(-2.0)
+
+
+def test_a_weight_at_the_cap_counts() -> None:
+    for correction in ("decoupled", "tis"):
+        assert run_one(correction, logprob=-1.0, behavior=-1.0, proximal=-1.0, is_cap=1.0) == -1.0
 
 
 def test_extreme_log_probs_stay_finite() -> None:
@@ -207,3 +214,5 @@ def test_the_kl_coefficient_is_constant_then_decreases_to_zero() -> None:
     assert coefficients[15] == pytest.approx(0.1 / 3)
     assert coefficients[18:] == [0.0, 0.0]
     assert coefficients == sorted(coefficients, reverse=True)
+    short = AlgorithmConfig(kl=0.1, kl_until=0.5)
+    assert kl_coefficient(short, step=1, steps=3) == pytest.approx(0.1 * 2 / 3)

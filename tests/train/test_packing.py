@@ -2,6 +2,8 @@
 within their bounds.
 """
 
+import itertools
+
 import hypothesis.strategies as st
 import torch
 from hypothesis import given, settings
@@ -36,7 +38,9 @@ def test_labels_follow_their_inputs(listed: list[Example]) -> None:
         list(zip(packed.tokens[packed.predicting].tolist(), packed.labels.tolist(), strict=True))
         == expected
     )
-    assert len(packed.tokens) == sum(int(e.targets[-1]) for e in listed)
+    inputs = [int(e.targets[-1]) for e in listed]
+    assert len(packed.tokens) == sum(inputs)
+    assert packed.longest == max(inputs)
 
 
 @settings(max_examples=examples(80))
@@ -63,3 +67,27 @@ def test_micro_batches_stay_within_their_bounds(lengths: list[int], max_tokens: 
         chosen = [lengths[index] for index in batch]
         assert sum(chosen) <= max_tokens or len(chosen) == 1
         assert 2 * sum(chosen) >= max(chosen) * len(chosen)
+    for batch, following in itertools.pairwise(batches):
+        joined = [lengths[index] for index in (*batch, following[0])]
+        assert joined == sorted(joined)
+        padded = 2 * sum(joined) < max(joined) * len(joined)
+        assert sum(joined) > max_tokens or padded, "no micro-batch is closed early"
+
+
+def test_a_packed_batch_moves_to_a_device_as_a_whole() -> None:
+    listed = [Example(torch.arange(length), torch.tensor([1, length - 1])) for length in (4, 9)]
+    packed = pack(listed)
+    assert packed.to(torch.device("cpu")) is packed
+    moved = packed.to(torch.device("meta"))
+    assert moved.longest == packed.longest
+    for before, after in [
+        (packed, moved),
+        (packed.keys, moved.keys),
+        (packed.queries, moved.queries),
+    ]:
+        for name in before.__slots__:
+            value = getattr(before, name)
+            if isinstance(value, torch.Tensor):
+                assert getattr(after, name).device.type == "meta"
+                assert getattr(after, name).shape == value.shape
+    assert (moved.keys.dense, moved.queries.dense) == (packed.keys.dense, packed.queries.dense)
