@@ -259,6 +259,16 @@ def test_unneeded_segments_are_deleted(tmp_path: Path) -> None:
         assert store.ids() == ["g"]
 
 
+def test_files_with_other_names_are_no_segments(tmp_path: Path) -> None:
+    with TrajectoryStore(tmp_path) as store:
+        store.append(ended("a"))
+    for name in ("٣", "-1", "00", "999999999999999999999 copy"):
+        (tmp_path / f"{name}.bin").write_bytes((tmp_path / "000000.bin").read_bytes())
+    assert len(TrajectoryReader(tmp_path).entries) == 1
+    with TrajectoryStore(tmp_path) as store:
+        assert (store.ids(), store.segment) == (["a"], 0)
+
+
 def test_forgotten_segments_are_not_read_again(tmp_path: Path) -> None:
     """The time to open depends on the index, not on the history: an older file may even
     be damaged.

@@ -119,7 +119,9 @@ def _segment_path(directory: Path, number: int) -> Path:
 
 
 def _segments(directory: Path) -> list[int]:
-    return sorted(int(path.stem) for path in directory.glob("*.bin") if path.stem.isdecimal())
+    paths = {path for path in directory.glob("*.bin") if path.stem.isdecimal()}
+    numbers = {int(path.stem) for path in paths}
+    return sorted(number for number in numbers if _segment_path(directory, number) in paths)
 
 
 def _scan(directory: Path, number: int, keys: list[StoredAttempt | Scored]) -> int:

@@ -30,8 +30,10 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps with a complete checkpoint, ascending."""
-        names = [path.name.removeprefix("step-") for path in self.directory.glob("step-*")]
-        return sorted(int(name) for name in names if name.isdecimal())
+        paths = set(self.directory.glob("step-*"))
+        names = [path.name.removeprefix("step-") for path in paths]
+        steps = {int(name) for name in names if name.isdecimal()}
+        return sorted(step for step in steps if self.path(step) in paths)
 
     def prune(self, keep: Iterable[int]) -> None:
         """Remove all complete checkpoints but these.

@@ -181,7 +181,7 @@ def written_steps(path: Path) -> set[int]:
     """
     steps: set[int] = set()
     for line in path.read_bytes().splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError, TypeError, KeyError):
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             read = json.loads(line)
             if read["kind"] == "step":
                 steps.add(read["step"])

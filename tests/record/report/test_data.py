@@ -19,7 +19,14 @@ def run(tmp_path: Path) -> RunDir:
 
 @pytest.mark.parametrize(
     "rubbish",
-    [b"", b"{", b"3\n[1]\nnull\n", b"\xff\xfe[", b'{"kind": "new"}\n{"ph": "X"}\n{"ph": "M"}\n'],
+    [
+        b"",
+        b"{",
+        b"3\n[1]\nnull\n",
+        b"\xff\xfe[",
+        b'{"kind": "new"}\n{"ph": "X"}\n{"ph": "M"}\n',
+        b"[" * 200_000,
+    ],
 )
 @pytest.mark.parametrize("name", ["metrics", "summary", "trace", "config"])
 def test_damaged_file_is_left_out(run: RunDir, name: str, rubbish: bytes) -> None:

@@ -175,7 +175,7 @@ def _objects(texts: Iterable[str]) -> Iterator[dict[str, Any]]:
     for text in texts:
         try:
             value = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
             yield value
