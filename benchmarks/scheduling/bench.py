@@ -311,7 +311,7 @@ def conditions_of(runs: Mapping[str, Sequence[VariantRun]], plan: SchedulingPlan
     )
     lengths = ", ".join(f"{one.tail_turns} of {one.turns} turns" for one in rollouts)
     return {
-        "ways": {variant: dict(VARIANTS[variant]) for variant in runs},
+        "variants": {variant: dict(VARIANTS[variant]) for variant in runs},
         "steps": f"{extent}; ratios are medians over pairs of equal step and seed, over {OURS}",
         "workload": f"{plan.groups} prompts x {MEMBERS}, 12 tokens a turn at most; the longest "
         f"had {lengths}",

@@ -93,8 +93,7 @@ class TmuxTerminal:
     _TMUX = "tmux -S /tmp/tmux -f /dev/null"
     _RUN = (
         f'{_TMUX} send-keys -t s "clear; $1; {_TMUX} wait-for -S done" Enter && {_TMUX} wait-for '
-        "done"
-        f" && {_TMUX} capture-pane -p -t s"
+        f"done && {_TMUX} capture-pane -p -t s"
     )
 
     def __init__(self, sandbox: Sandbox) -> None:

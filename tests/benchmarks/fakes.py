@@ -11,8 +11,8 @@ def fake_python(directory: Path, behaviour: str = "") -> str:
     program = directory / f"python-{behaviour}"
     packages = Path(__file__).parent / "fake_vllm"
     program.write_text(
-        f"#!/bin/sh\nPYTHONPATH='{packages}' FAKE_VLLM='{behaviour}' exec "
-        f"'{sys.executable}' \"$@\"\n"
+        f"#!/bin/sh\nPYTHONPATH='{packages}' FAKE_VLLM='{behaviour}' exec '{sys.executable}' "
+        '"$@"\n'
     )
     program.chmod(0o755)
     return str(program)

@@ -127,9 +127,9 @@ def test_a_journal_that_was_compacted_is_refused(tmp_path: Path) -> None:
     ("points", "expected"),
     [
         ([(0, 1.0), (10, 2.0), (20, 3.0)], (1.0, 0.1)),
-        ([(10, 2.0), (10, 4.0)], (3.0, 0.0)),  # one length: nothing is known of the slope
+        ([(10, 2.0), (10, 4.0)], (3.0, 0.0)),  # one length: the slope is unknown
         ([(10, 4.0), (20, 2.0)], (3.0, 0.0)),  # more tokens never cost less
-        ([(10, 1.0), (20, 4.0)], (0.0, 0.18)),  # nor does a step take less than nothing
+        ([(10, 1.0), (20, 4.0)], (0.0, 0.18)),  # nor is a time negative
     ],
 )
 def test_a_line_has_no_negative_price(

@@ -50,7 +50,7 @@ def test_a_fit_is_judged_by_its_samples() -> None:
     assert fit == pytest.approx(
         {"fit_error_median": 0.0, "fit_over_measured": 1.0, "core_share": 0.5}, abs=1e-9
     )
-    # More work that took less time: the best that no negative price can do is their
+    # More work took less time: without negative prices, the best fit is the
     # mean.
     odd = [
         Sample(prefill_tokens=n, prefill_context=n, decode=n, decode_context=n, seconds=2.0 - n)

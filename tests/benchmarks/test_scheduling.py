@@ -175,7 +175,7 @@ def test_the_engine_reports_the_paced_profile() -> None:
     assert (ready.max_slots, ready.max_context) == (2, 3)
 
 
-# What is read from a run.
+# Reading of a run.
 
 
 def test_a_journal_is_read_as_it_happened(tmp_path: Path) -> None:

@@ -112,8 +112,7 @@ def test_a_crash_at_the_start_is_reported_with_its_last_output(tmp_path: Path) -
     with (
         pytest.raises(
             PeerError,
-            match=r"exit status 1 before it was ready.*\nno kernel for heads "
-            r"of 16",
+            match=r"exit status 1 before it was ready.*\nno kernel for heads of 16",
         ),
         server(tmp_path, "crashes") as peer,
     ):

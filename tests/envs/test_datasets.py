@@ -143,8 +143,7 @@ def test_refuses_invalid_jsonl_options(tmp_path: Path) -> None:
     assert draw(of, "data").tag == "data"
     with pytest.raises(
         ConfigError,
-        match=r"must have records for split validation, .*a\.jsonl "
-        r"has none: add records, or set",
+        match=r"must have records for split validation, .*a\.jsonl has none: add records, or set",
     ):
         draw(of, "data", 0, Purpose.EVAL)
 
@@ -191,8 +190,7 @@ def test_refuses_invalid_reasoning_options() -> None:
         Gym(id="reasoning_gym/chain_sum", make={"min_terms": -1})
     with pytest.raises(
         ConfigError,
-        match=r"no actions and no observe for a dataset, got "
-        r"'reasoning_gym/.* with \('a',\)",
+        match=r"no actions and no observe for a dataset, got 'reasoning_gym/.* with \('a',\)",
     ):
         Gym(id="reasoning_gym/chain_sum", actions=("a",))
 

@@ -229,8 +229,7 @@ async def test_a_template_that_the_server_refuses_is_not(transport: str) -> None
         await env.reset(TASK)
         with pytest.raises(
             EnvError,
-            match=r"options\.action must suit the server's "
-            r"action.*missing",
+            match=r"options\.action must suit the server's action.*missing",
         ):
             await env.step("ok")
         with pytest.raises(EnvError, match="the session is closed"):
@@ -296,8 +295,7 @@ async def test_a_server_that_hangs(transport: str) -> None:
     async with served("hang", transport=transport, timeout_s=0.2) as (_, env):
         with pytest.raises(
             EnvError,
-            match=r"did not answer reset within options.timeout_s = 0.2 "
-            r"s",
+            match=r"did not answer reset within options.timeout_s = 0.2 s",
         ):
             await env.reset(TASK)
         assert env._line._http is None
@@ -332,8 +330,7 @@ async def test_an_observation_without_the_named_field() -> None:
     async with served(observe="{board}") as (_, env):
         with pytest.raises(
             EnvError,
-            match=r"must name fields of the observation \(text, count\), "
-            r"got 'board'",
+            match=r"must name fields of the observation \(text, count\), got 'board'",
         ):
             await env.reset(TASK)
 
@@ -344,8 +341,7 @@ async def test_an_observation_without_the_named_field() -> None:
         ({"base_url": "localhost:8000"}, r"options\.base_url must be http\(s\)://host"),
         (
             {"action": {"message": "hello"}},
-            r"options\.action must be 'json', or an object with "
-            r"'\{text\}'",
+            r"options\.action must be 'json', or an object with '\{text\}'",
         ),
         ({"action": "text"}, r"options\.action must be 'json'.*got 'text'"),
         ({"transport": "grpc"}, r"options\.transport must be websocket or http, got 'grpc'"),

@@ -53,8 +53,7 @@ def test_options_are_checked_against_the_constructor() -> None:
     check_options("frozenlake", {"maps": "fixed"})
     with pytest.raises(
         ConfigError,
-        match=r"must suit FrozenLake\(.*maps.*\): got an unexpected "
-        r"keyword argument 'map'",
+        match=r"must suit FrozenLake\(.*maps.*\): got an unexpected keyword argument 'map'",
     ):
         check_options("frozenlake", {"map": "fixed"})
     with pytest.raises(ConfigError, match="missing a required argument: 'reward'"):

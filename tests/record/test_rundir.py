@@ -141,8 +141,7 @@ def test_directory_in_place_of_a_file_is_reported_and_nothing_changes(
     before = tree(run.path)
     with pytest.raises(
         ConfigError,
-        match=rf"^{run.path / name} must be a file, got a directory; "
-        r"move it away$",
+        match=rf"^{run.path / name} must be a file, got a directory; move it away$",
     ):
         RunDir.claim(run_config, resume=True)
     assert tree(run.path) == before
@@ -159,8 +158,7 @@ def test_file_in_place_of_a_directory_is_reported(tmp_path: Path, name: str) -> 
     (run.path / name).touch()
     with pytest.raises(
         ConfigError,
-        match=rf"^{run.path / name} must be a directory, got a file; "
-        r"move it away$",
+        match=rf"^{run.path / name} must be a directory, got a file; move it away$",
     ):
         RunDir.claim(run_config, resume=True)
 
@@ -184,8 +182,7 @@ def test_unwritable_paths_are_reported_and_nothing_changes(
     what = "a file" if name else "a directory"
     with pytest.raises(
         ConfigError,
-        match=rf"^{refused} must be {what} to write to, got one that "
-        r"is read-only or whose",
+        match=rf"^{refused} must be {what} to write to, got one that is read-only or whose",
     ):
         RunDir.claim(run_config, resume=True)
     assert tree(run.path) == before

@@ -332,8 +332,7 @@ def test_altered_record_is_not_read(tmp_path: Path) -> None:
         path.write_bytes(data)
         with pytest.raises(
             CorruptJournalError,
-            match=r"000000\.bin: record at byte 12 does not "
-            r"match",
+            match=r"000000\.bin: record at byte 12 does not match",
         ):
             store.get([TrajectoryId("a")])
 

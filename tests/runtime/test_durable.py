@@ -57,9 +57,8 @@ def test_a_run_whose_journal_is_lost_does_not_start_afresh(
     with pytest.raises(
         ConfigError,
         match=r"^--resume: .*/run holds steps 1, 2 of its checkpoints, [\d,]+ bytes of "
-        r"trajectories, metrics.jsonl of trained "
-        r"steps, summary.json, but journal.bin (is missing|has no complete record): .* nothing was "
-        r"changed; .* --fresh`",
+        r"trajectories, metrics.jsonl of trained steps, summary.json, but journal.bin (is "
+        r"missing|has no complete record): .* nothing was changed; .* --fresh`",
     ):
         run(config, resume=True)
     assert content(run_dir(config)) == before
@@ -82,8 +81,7 @@ def test_the_journal_of_another_run_is_refused(tmp_path: Path) -> None:
     before = content(run_dir(config))
     with pytest.raises(
         ConfigError,
-        match=r"journal.bin must be the journal of run \w{32}, as "
-        r"run.json says, got that of",
+        match=r"journal.bin must be the journal of run \w{32}, as run.json says, got that of",
     ):
         run(config, resume=True)
     assert content(run_dir(config)) == before
@@ -129,8 +127,7 @@ def test_a_changed_model_file_is_named(tmp_path: Path, change: str) -> None:
     path.write_bytes(data.replace(b"1", b"2", 1) if b"1" in data else data[:-1])
     with pytest.raises(
         ConfigError,
-        match=rf"the model must stay as the run began with it: {path} "
-        r"has changed; bring .*",
+        match=rf"the model must stay as the run began with it: {path} has changed; bring .*",
     ):
         run(make_config(tmp_path, steps=3), resume=True)
     path.unlink()
@@ -221,8 +218,7 @@ def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
     shutil.rmtree(run_dir(config) / "checkpoints")
     with pytest.raises(
         ConfigError,
-        match=r"checkpoints must hold step 2, where journal.bin "
-        r"resumes, found no checkpoint; ",
+        match=r"checkpoints must hold step 2, where journal.bin resumes, found no checkpoint; ",
     ):
         run(make_config(tmp_path, steps=3), resume=True)
 
@@ -238,8 +234,7 @@ def test_a_journal_without_its_snapshot_is_named(tmp_path: Path) -> None:
     journal.write_bytes(data)
     with pytest.raises(
         CorruptJournalError,
-        match=r"must begin with a snapshot or RunStarted, got "
-        r"\w+: its beginning is lost",
+        match=r"must begin with a snapshot or RunStarted, got \w+: its beginning is lost",
     ):
         run(config, resume=True)
     journal.write_bytes(JOURNAL.header + JOURNAL.record(SNAPSHOT, b"?", len(JOURNAL.header)))
@@ -259,8 +254,7 @@ def test_a_damaged_segment_put_aside_loses_only_its_trajectories(
     segment.write_bytes(data)
     with pytest.raises(
         CorruptJournalError,
-        match=rf"{segment}: is not a segment of trajectories "
-        r".* `mv .*\.damaged`",
+        match=rf"{segment}: is not a segment of trajectories .* `mv .*\.damaged`",
     ):
         run(config, resume=True)
     assert segment.read_bytes() == data

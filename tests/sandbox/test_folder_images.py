@@ -181,8 +181,7 @@ def test_a_missing_back_end_says_what_to_install(monkeypatch: pytest.MonkeyPatch
         backend("bubblewrap")
     with pytest.raises(
         SandboxError,
-        match=r"no sandbox: .*apt-get install bubblewrap.*name the "
-        r"back end: plain",
+        match=r"no sandbox: .*apt-get install bubblewrap.*name the back end: plain",
     ):
         backend()
     with pytest.raises(SandboxError, match=r"apptainer\.org"):

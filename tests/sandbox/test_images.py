@@ -123,8 +123,8 @@ class _Endless(BaseHTTPRequestHandler):
         (
             b"x",
             0.3,
-            r"all sources together must send it within limit_s = 0.3 s; "
-            r"http://127.0.0.1:1: not asked: all sources",
+            r"all sources together must send it within limit_s = 0.3 s; http://127.0.0.1:1: not "
+            r"asked: all sources",
         ),
         (b"", 0.3, "all sources together must send it within"),
     ],

@@ -133,8 +133,8 @@ async def test_a_cell_out_of_time_is_interrupted_and_names_persist(
 
 async def test_a_cell_that_ignores_the_interrupt_is_killed(cells: IPython) -> None:
     cell = (
-        "import os, signal\nsignal.signal(signal.SIGINT, "
-        "signal.SIG_IGN)\nprint(os.getpid())\nwhile True: pass"
+        "import os, signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint(os.getpid())\n"
+        "while True: pass"
     )
     result = await cells.run(cell, timeout_s=SHORT_S)
     assert (result.timed_out, result.restarted, result.died, result.error) == (

@@ -327,8 +327,7 @@ async def test_refuses_a_journal_without_its_job_database(
     for _ in range(2):
         with pytest.raises(
             ConfigError,
-            match=r"must hold the jobs\.sqlite that belongs to its "
-            r"journal\.bin",
+            match=r"must hold the jobs\.sqlite that belongs to its journal\.bin",
         ):
             Serving(config).stop()
 
@@ -345,8 +344,7 @@ def test_directory_errors_name_no_option_of_another_command(tmp_path: Path) -> N
     (run_dir(full) / "notes.txt").touch()
     with pytest.raises(
         ConfigError,
-        match=r"full must be empty or hold a run, found other files "
-        r"and no config\.toml$",
+        match=r"full must be empty or hold a run, found other files and no config\.toml$",
     ):
         Serving(full).stop()
     (tmp_path / "file").touch()

@@ -312,8 +312,7 @@ async def test_plain_sandboxes_require_a_flag(tmp_path: Path) -> None:
     config = service_config(tmp_path, sandbox={"backend": "plain"})
     with pytest.raises(
         ConfigError,
-        match=r"sandbox.backend must isolate .* `rollweave serve "
-        r"--unsandboxed` allows that",
+        match=r"sandbox.backend must isolate .* `rollweave serve --unsandboxed` allows that",
     ):
         Serving(config)
     assert not (tmp_path / "service").exists()
@@ -650,8 +649,8 @@ async def test_names_the_service_that_does_not_answer(tmp_path: Path, unused_tcp
             assert (await client.get("mine", wait_s=60.0)).state == "done"
             with pytest.raises(
                 NoServiceError,
-                match=r"no service that answers knows rollout "
-                rf"'none'; these do not answer: {unreachable}",
+                match=r"no service that answers knows rollout 'none'; these do not answer: "
+                rf"{unreachable}",
             ):
                 await client.get("none")
 

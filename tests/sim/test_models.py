@@ -61,7 +61,6 @@ def test_a_tied_head_is_counted_once():
 def test_refuses_unknown_models_with_the_closest_one():
     with pytest.raises(
         ConfigError,
-        match=r"model must be one of .*qwen3-8b.*, got 'Qwen3-8' "
-        r"\(did you mean qwen3-8b\?\)",
+        match=r"model must be one of .*qwen3-8b.*, got 'Qwen3-8' \(did you mean qwen3-8b\?\)",
     ):
         model("Qwen3-8")

@@ -78,8 +78,7 @@ def test_refuses_untrustworthy_journals(tmp_path: Path) -> None:
     (run / "config.toml").write_text(settings.replace("max_running = 8", "max_running = 7"))
     with pytest.raises(
         ConfigError,
-        match=r"must lead to the decisions recorded in it, event .* "
-        r"another configuration",
+        match=r"must lead to the decisions recorded in it, event .* another configuration",
     ):
         workload(str(run))
     (run / "config.toml").unlink()

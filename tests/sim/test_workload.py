@@ -229,8 +229,7 @@ def test_another_attempt_is_another_plan_of_the_same_task() -> None:
 def test_refuses_unknown_workloads_with_one_error(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"workload must be one of swe, .* got 'tool-caling'; "
-        r"did you mean 'tool-calling'\?",
+        match=r"workload must be one of swe, .* got 'tool-caling'; did you mean 'tool-calling'\?",
     ):
         workload("tool-caling")
     for name in ("", "a" * 5000, "\0"):

@@ -257,8 +257,7 @@ def test_refuses_impossible_numbers() -> None:
         (lambda: TensorParallel(tp=4, ep=3), r"ep must divide tp \(4\), got 3"),
         (
             lambda: Model((), heads=4, kv_heads=3),
-            r"heads must be a multiple of kv_heads \(3\), "
-            r"got 4",
+            r"heads must be a multiple of kv_heads \(3\), got 4",
         ),
         (lambda: Fsdp(2).shard(DENSE.model(), 2), r"rank must be in \[0, 2\), got 2"),
         (
@@ -316,8 +315,7 @@ def one(name: str, *shape: int) -> Model:
         ),
         (
             one("model.layers.0.mlp.experts.down_proj", 2, 3, 4),
-            r"must have shape \[experts, "
-            r"hidden, inner\] with hidden 4",
+            r"must have shape \[experts, hidden, inner\] with hidden 4",
         ),
     ],
 )

@@ -142,8 +142,8 @@ def show(outcome: Outcome, *, kv: str) -> None:
     seconds, summary = outcome.step_s, outcome.summary
     table.add_row(
         "steps",
-        f"{summary.steps} in {human_seconds(summary.wall_s)} of simulated "
-        f"time, {outcome.events:,} events",
+        f"{summary.steps} in {human_seconds(summary.wall_s)} of simulated time, {outcome.events:,} "
+        "events",
     )
     if seconds:
         spread = (

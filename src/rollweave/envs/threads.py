@@ -100,8 +100,7 @@ class EnvThreads:
             most, _ = self.abandoned.most_common(1)[0]
             raise EnvError(
                 f"at most {MAX_ABANDONED} calls of environments may be abandoned, got {count}, "
-                f"most of them in {most}; "
-                'isolation = "process" ends calls that do not return'
+                f'most of them in {most}; isolation = "process" ends calls that do not return'
             )
         worker = self._idle.pop() if self._idle else _Worker()
         self._workers.add(worker)
@@ -116,8 +115,7 @@ class EnvThreads:
         self.abandoned[what] += 1
         count = self.abandoned.total()
         self.on_abandoned(
-            f"{what} was abandoned and has not returned: its thread is lost ({count} so "
-            "far); "
+            f"{what} was abandoned and has not returned: its thread is lost ({count} so far); "
             'isolation = "process" ends such calls'
         )
 

@@ -182,8 +182,8 @@ def _files(spec: SandboxSpec) -> dict[str, str]:
             "/etc/passwd": "root:x:0:0:root:/root:/bin/sh\n"
             f"agent:x:1000:1000:agent:{HOME}:/bin/bash\n",
             "/etc/group": "root:x:0:\nagent:x:1000:\n",
-            "/etc/hosts": "127.0.0.1 localhost\n::1 "
-            f"localhost\n{spec.env.get(LOOPBACK, '127.0.0.1')} {spec.hostname}\n",
+            "/etc/hosts": "127.0.0.1 localhost\n::1 localhost\n"
+            f"{spec.env.get(LOOPBACK, '127.0.0.1')} {spec.hostname}\n",
             "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
         }
         files |= {

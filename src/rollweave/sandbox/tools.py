@@ -40,8 +40,7 @@ EDIT_S = 30.0
 """Maximum seconds of an editor's action, with a slow disk."""
 
 ESCAPES = re.compile(
-    r"\x1b(?:\[[0-?]*[ "
-    r"-/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[PX^_][^\x1b]*\x1b\\|[ -/]*[0-~])"
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[PX^_][^\x1b]*\x1b\\|[ -/]*[0-~])"
 )
 """Terminal escapes (ECMA-48): colors, movements, titles."""
 

@@ -317,8 +317,8 @@ class TrainerCost:
         if gpus < needed:
             need = f"{state / 1e9:.0f} GB of training state"
             raise ConfigError(
-                f"gpus must be at least {needed} to train {model.name} on "
-                f"{gpu.name} ({need}), got {gpus}"
+                f"gpus must be at least {needed} to train {model.name} on {gpu.name} ({need}), got "
+                f"{gpus}"
             )
         self._gpu, self._model, self._gpus, self._link = gpu, model, gpus, link
 

@@ -63,8 +63,8 @@ def warm_up(
         norm = clip_gradients(passes.model, trainer.max_grad_norm)
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise NonFiniteLossError(
-                f"warm-up step {step}: loss {loss:g}, gradient norm "
-                f"{norm:g}; the learning rate is {lr:g}"
+                f"warm-up step {step}: loss {loss:g}, gradient norm {norm:g}; the learning rate is "
+                f"{lr:g}"
             )
         optimizer.step()
         losses.append(loss)

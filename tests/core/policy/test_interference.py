@@ -54,8 +54,7 @@ def test_a_table_gives_seconds_by_degree_and_size() -> None:
         ({2: [1.0, math.inf]}, r"seconds\[2\] must be finite and positive, got inf"),
         (
             {1: [1.0, 3.0, 2.0]},
-            r"seconds\[1\] must not fall as the group grows, got 2.0 after 3.0 "
-            r"for group size 3",
+            r"seconds\[1\] must not fall as the group grows, got 2.0 after 3.0 for group size 3",
         ),
         ({1: [1.0], 2: [1.0, 2.0]}, "same group size for every degree"),
     ],

@@ -416,19 +416,12 @@ BROKEN = [
     (
         Completions(),
         changed(COMPLETION_ANSWER, *CHOICE, "token_ids", to=[9, 10]),
-        r"must be in \[0, 10\), got 9 to "
-        r""
-        r""
-        r""
-        r""
-        r""
-        r"10",
+        r"must be in \[0, 10\), got 9 to 10",
     ),
     (
         Completions(),
         changed(COMPLETION_ANSWER, *CHOICE, "token_ids", to=[9, -1]),
-        r"must be in \[0, 10\), got -1 "
-        r"to 9",
+        r"must be in \[0, 10\), got -1 to 9",
     ),
     (Sglang(), changed(SGLANG_ANSWER, "output_ids", to=[9]), "other tokens"),
     (

@@ -407,8 +407,7 @@ async def test_absent_server_is_reported_in_time() -> None:
     try:
         with pytest.raises(
             EngineLostError,
-            match=r"was not ready within 0\.3 s: connection "
-            r"refused",
+            match=r"was not ready within 0\.3 s: connection refused",
         ):
             await engine.ready()
     finally:

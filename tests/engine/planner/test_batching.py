@@ -167,8 +167,7 @@ def test_too_large_request_is_refused_and_one_that_just_fits_finishes() -> None:
     world = World(batcher(blocks=3))
     with pytest.raises(
         ValueError,
-        match=r"must fit the KV cache \(12 tokens\), got a request of "
-        r"up to 13",
+        match=r"must fit the KV cache \(12 tokens\), got a request of up to 13",
     ):
         world.add(entry("large", [1] * 6, output=8))
     world.add(entry("just", [1] * 6, output=7))

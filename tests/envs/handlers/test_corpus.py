@@ -120,8 +120,7 @@ def test_lines_of_json(tmp_path: Path) -> None:
         ("{", r"c\.jsonl:1: must be a JSON object with 'text': JSONDecodeError"),
         (
             '{"text": "a"}\n{"title": "b"}',
-            r"c\.jsonl:2: must be a JSON object with 'text': "
-            r"KeyError",
+            r"c\.jsonl:2: must be a JSON object with 'text': KeyError",
         ),
         ('{"text": 3}', r"c\.jsonl:1: .*text must be a string, got int"),
         ("[1]", r"c\.jsonl:1: .*"),
@@ -144,14 +143,12 @@ def test_refuses_an_unreadable_corpus(tmp_path: Path) -> None:
         documents(str(tmp_path / "no"))
     with pytest.raises(
         ConfigError,
-        match=r"options\.corpus must have documents \(.txt, .md, or "
-        r"lines of JSON\), .* has none",
+        match=r"options\.corpus must have documents \(.txt, .md, or lines of JSON\), .* has none",
     ):
         documents(str(tmp_path))
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(
         ConfigError,
-        match=r"options\.corpus must be a folder of UTF-8 "
-        r"texts.*decode",
+        match=r"options\.corpus must be a folder of UTF-8 texts.*decode",
     ):
         documents(f"{tmp_path}/")

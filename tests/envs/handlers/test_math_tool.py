@@ -68,8 +68,7 @@ async def test_calls_in_text() -> None:
         lambda messages: (
             "```ipython\nprint(pow(2, 100, 97))\n```"
             if len(messages) == 2
-            else r"So it is "
-            rf"\boxed{{{last(messages)}}}."
+            else rf"So it is \boxed{{{last(messages)}}}."
         )
     )
     async with sandboxes() as boxes:
@@ -153,8 +152,7 @@ async def test_refuses_a_foreign_payload() -> None:
     handler = MathTool()
     with pytest.raises(
         EnvError,
-        match=r"payload must have question and answer as text, got "
-        r"\{\"answer\": 3",
+        match=r"payload must have question and answer as text, got \{\"answer\": 3",
     ):
         await handler.init(
             Job(task=new_task(question="2 + 1?", answer=3), seed=0, sandboxes=Sandboxes("zygote"))
@@ -227,8 +225,7 @@ def test_problems_from_a_users_file(tmp_path: Path) -> None:
         ({"question": [{"role": "user", "content": "?"}], "answer": "1"}, "'question' as text"),
         (
             {"question": "?", "answer": "1" * 1001},
-            r"'answer' must have at most 1000 characters, "
-            r"got 1001",
+            r"'answer' must have at most 1000 characters, got 1001",
         ),
         ({"problem": "?", "answer": 1}, r"a\.jsonl:1: must be a JSON object with 'question'"),
     ],
@@ -244,8 +241,7 @@ def test_refuses_an_invalid_record(tmp_path: Path, record: dict[str, Any], probl
     [
         (
             {"families": ["algebra"]},
-            r"options\.families must be some of modular_power, .*got "
-            r"'algebra'",
+            r"options\.families must be some of modular_power, .*got 'algebra'",
         ),
         ({"level": 4}, r"options\.level must be from 1 to 3, got 4"),
         ({"level": "2"}, r"options\.level must be from 1 to 3, got '2'"),
@@ -261,8 +257,7 @@ def test_refuses_invalid_options(options: dict[str, Any], problem: str) -> None:
 def test_refuses_more_invalid_options() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"options\.path must be a readable file, got "
-        r"'nowhere\.jsonl'",
+        match=r"options\.path must be a readable file, got 'nowhere\.jsonl'",
     ):
         make(0, path="nowhere.jsonl")
     with pytest.raises(ConfigError, match=r"options\.calls must be native or text, got 'json'"):

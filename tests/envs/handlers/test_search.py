@@ -183,13 +183,11 @@ async def test_the_tool() -> None:
     [
         (
             {"service": "bing", "key_env": KEY_ENV},
-            r"options\.web\.service must be one of tavily, "
-            r"serper, got 'bing'",
+            r"options\.web\.service must be one of tavily, serper, got 'bing'",
         ),
         (
             {"service": "tavily", "key_env": "NOT_SET"},
-            r"options\.web\.key_env must name an "
-            r"environment variable that is set",
+            r"options\.web\.key_env must name an environment variable that is set",
         ),
         (
             {"service": "tavily", "key_env": KEY_ENV, "url": "ftp://x"},
@@ -197,13 +195,11 @@ async def test_the_tool() -> None:
         ),
         (
             {"service": "tavily"},
-            r"options\.web must have service, key_env and perhaps url, got "
-            r"service",
+            r"options\.web must have service, key_env and perhaps url, got service",
         ),
         (
             {"service": "tavily", "key_env": KEY_ENV, "key": "x"},
-            r"options\.web must have .*got "
-            r"key, key_env, service",
+            r"options\.web must have .*got key, key_env, service",
         ),
     ],
 )

@@ -156,8 +156,7 @@ async def test_the_users_own_documents_and_questions(tmp_path: Path) -> None:
     agent = Scripted(
         [
             calls(("search", {"query": "red pump"})),
-            rf"\boxed{{{12 * minutes}\text{{ "
-            rf"litres}}}}",
+            rf"\boxed{{{12 * minutes}\text{{ litres}}}}",
         ]
     )
     async with sandboxes() as boxes:
@@ -236,8 +235,7 @@ async def test_a_payload_without_a_world() -> None:
     ):
         with pytest.raises(
             EnvError,
-            match=r"payload must have the seed of its world where there "
-            r"is no options\.corpus",
+            match=r"payload must have the seed of its world where there is no options\.corpus",
         ):
             await Stem().init(Job(task=new_task(**payload), seed=0, sandboxes=Sandboxes("zygote")))
 
@@ -282,23 +280,19 @@ WEB = {"service": "tavily", "key_env": "NOT_SET_ANYWHERE"}
         ),
         (
             {"path": "q.jsonl"},
-            r"options\.path, with your questions, must come with .*got "
-            r"\{'path': 'q.jsonl'\}",
+            r"options\.path, with your questions, must come with .*got \{'path': 'q.jsonl'\}",
         ),
         (
             {"held_out": "q.jsonl"},
-            r"options\.held_out must come with options\.path, got 'q.jsonl' "
-            r"alone",
+            r"options\.held_out must come with options\.path, got 'q.jsonl' alone",
         ),
         (
             {"corpus": "docs", "web": WEB},
-            r"options must have corpus or web, not both, got 'docs' "
-            r"and",
+            r"options must have corpus or web, not both, got 'docs' and",
         ),
         (
             {"corpus": "no/such", "path": "q"},
-            r"options\.corpus must be a folder of UTF-8 texts or "
-            r"a JSONL file, got 'no/such'",
+            r"options\.corpus must be a folder of UTF-8 texts or a JSONL file, got 'no/such'",
         ),
         ({"corpus": "EMPTY", "path": "q"}, r"options\.corpus must have documents .*has none"),
         (

@@ -362,14 +362,12 @@ async def test_refuses_invalid_options() -> None:
         Swe(timeout_s=0)
     with pytest.raises(
         ConfigError,
-        match=r"options\.output_bytes must be positive and finite, "
-        r"got -1",
+        match=r"options\.output_bytes must be positive and finite, got -1",
     ):
         Swe(output_bytes=-1)
     async with sandboxes() as boxes:
         with pytest.raises(
             ValueError,
-            match=r"task\.payload\.bug must be the id of a bug, got "
-            r"'none'",
+            match=r"task\.payload\.bug must be the id of a bug, got 'none'",
         ):
             await Swe().init(Job(task=new_task(bug="none"), seed=0, sandboxes=boxes))

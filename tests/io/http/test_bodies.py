@@ -117,8 +117,8 @@ async def test_refuses_late_bodies() -> None:
         host, _, port = url.removeprefix("http://").strip("/").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         head = (
-            f"POST / HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: "
-            f"application/json\r\nContent-Length: 100\r\n\r\n{{"
+            f"POST / HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: 100\r\n\r\n{{"
         )
         writer.write(head.encode())
         assert b" 408 " in await reader.readline()

@@ -296,8 +296,8 @@ async def test_a_body_without_the_token_is_not_read() -> None:
         host, _, port = url.removeprefix("http://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         head = (
-            f"POST /v1/x HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: "
-            f"{JSON}\r\nContent-Length: 1000000\r\n\r\n"
+            f"POST /v1/x HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: {JSON}\r\n"
+            "Content-Length: 1000000\r\n\r\n"
         )
         writer.write(head.encode())
         assert b" 401 " in await reader.readline()

@@ -222,8 +222,7 @@ async def test_accepts_the_clients_default_fields_and_honors_or_refuses_others(
             )
             with pytest.raises(
                 BadRequestError,
-                match=r"min_p must be 0 or null: it is not "
-                r"supported, got 0\.1",
+                match=r"min_p must be 0 or null: it is not supported, got 0\.1",
             ):
                 await openai.chat.completions.create(**request, extra_body={"min_p": 0.1})
             with pytest.raises(BadRequestError, match="reasoning_effort must be null"):

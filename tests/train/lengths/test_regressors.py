@@ -167,8 +167,7 @@ def test_names_match_the_configuration() -> None:
     )
     with pytest.raises(
         ConfigError,
-        match=r"rollout.predictor must be one of ridge, .*, got "
-        r"'rigde'",
+        match=r"rollout.predictor must be one of ridge, .*, got 'rigde'",
     ):
         build_regressor("rigde")
     with pytest.raises(ConfigError, match="without a checkpoint"):

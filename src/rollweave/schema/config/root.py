@@ -213,8 +213,8 @@ class RunConfig(Section):
         if rollout.scheduling != "turn":
             raise ValueError(
                 "rollout.scheduling must be turn in mode decoupled, where a trajectory keeps to "
-                "its engine (its order alone: "
-                f'ablation.policies = ["longest_first"]), got {rollout.scheduling}'
+                'its engine (its order alone: ablation.policies = ["longest_first"]), got '
+                f"{rollout.scheduling}"
             )
         ablation = self.ablation
         fixed = {
@@ -276,8 +276,8 @@ class RunConfig(Section):
                 for group in self.engines
             ]
             raise ValueError(
-                "engines must be one group without count and degree where "
-                f"[allocation] decides them, got {given}"
+                "engines must be one group without count and degree where [allocation] decides "
+                f"them, got {given}"
             )
         if self.model.device != "cpu" and self.sim is None:
             raise ValueError(

@@ -302,11 +302,11 @@ def fig16(quick: bool) -> list[Row]:
 
 EXPERIMENTS = [
     Experiment(
-        name="heddle-fig12", title="rollout throughput", source="Heddle Fig. 12, §7.1", run=fig12
+        name="heddle-fig12", title="Rollout throughput", source="Heddle Fig. 12, §7.1", run=fig12
     ),
     heddle_prediction.EXPERIMENT,
-    Experiment(name="heddle-fig14", title="schedulers", source="Heddle Fig. 14, §7.2", run=fig14),
-    Experiment(name="heddle-fig15", title="placements", source="Heddle Fig. 15, §7.3", run=fig15),
+    Experiment(name="heddle-fig14", title="Schedulers", source="Heddle Fig. 14, §7.2", run=fig14),
+    Experiment(name="heddle-fig15", title="Placements", source="Heddle Fig. 15, §7.3", run=fig15),
     Experiment(
         name="heddle-fig16", title="GPUs of a worker", source="Heddle Fig. 16, §7.4", run=fig16
     ),

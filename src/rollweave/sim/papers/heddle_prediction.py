@@ -265,7 +265,7 @@ def fig13(quick: bool) -> list[Row]:
 
 EXPERIMENT = Experiment(
     name=NAME,
-    title="length prediction, recall of the longest tenth and correlation",
+    title="Length prediction, recall of the longest tenth and correlation",
     source="Heddle Fig. 13, §7.2",
     run=fig13,
 )

@@ -325,28 +325,28 @@ def fig16(quick: bool) -> list[Row]:
 
 EXPERIMENTS = [
     Experiment(
-        name="laminar-fig10", title="inherent staleness", source="Laminar Fig. 10, §6", run=fig10
+        name="laminar-fig10", title="Inherent staleness", source="Laminar Fig. 10, §6", run=fig10
     ),
     Experiment(
         name="laminar-fig11",
-        title="training throughput, mathematics",
+        title="Training throughput, mathematics",
         source="Laminar Fig. 11, §8.1",
         run=fig11,
     ),
     Experiment(
         name="laminar-fig12",
-        title="training throughput, tool calling",
+        title="Training throughput, tool calling",
         source="Laminar Fig. 12, §8.1",
         run=fig12,
     ),
     Experiment(
-        name="laminar-fig14", title="waiting for weights", source="Laminar Fig. 14, §8.3", run=fig14
+        name="laminar-fig14", title="Waiting for weights", source="Laminar Fig. 14, §8.3", run=fig14
     ),
-    Experiment(name="laminar-fig15", title="repack", source="Laminar Fig. 15, Table 1", run=fig15),
+    Experiment(name="laminar-fig15", title="Repack", source="Laminar Fig. 15, Table 1", run=fig15),
     Experiment(
-        name="laminar-fig16", title="a machine fails", source="Laminar Fig. 16, §8.5", run=fig16
+        name="laminar-fig16", title="A machine fails", source="Laminar Fig. 16, §8.5", run=fig16
     ),
     Experiment(
-        name="laminar-fig19", title="chain broadcast", source="Laminar Fig. 19, App. C", run=fig19
+        name="laminar-fig19", title="Chain broadcast", source="Laminar Fig. 19, App. C", run=fig19
     ),
 ]

@@ -184,9 +184,9 @@ def _waits(size: str, tp: int, stall: float, *, quick: bool) -> list[Row]:
             mean,
             at_once,
             37,
-            f"closed form: engines request weights at any time of a step "
-            f"(the trainer's {period:.0f} s) and wait for those in transfer "
-            f"({spread:.2f} s): {mean - local:.4f} s more than the best case; {against}",
+            "closed form: engines request weights at any time of a step (the trainer's "
+            f"{period:.0f} s) and wait for those in transfer ({spread:.2f} s): {mean - local:.4f} "
+            f"s more than the best case; {against}",
         ),
         saved(
             f"wait saved, best case, {size}, over all engines pulling at once",

@@ -42,11 +42,9 @@ def as_markdown(results: Sequence[tuple[Experiment, Sequence[Row]]], *, quick: b
         "## The papers' results on the simulated world",
         "",
         f"Written by `{command}`: {len(rows)} rows, {missing} of them missing. *Published* quotes "
-        "the text of the paper; "
-        "a range is matched as a range, and *ratio* is then ours over its nearer end, 1 inside it. "
-        f'"{NOT_IN_TEXT}": our copy does not state the value. Rows in *italics* are our own '
-        "variants. "
-        "Nothing in the simulator is fitted to these numbers.",
+        "the text of the paper; a range is matched as a range, and *ratio* is then ours over its "
+        f'nearer end, 1 inside it. "{NOT_IN_TEXT}": our copy does not state the value. Rows in '
+        "*italics* are our own variants. Nothing in the simulator is fitted to these numbers.",
     ]
     for experiment, experiment_rows in results:
         lines += [

@@ -27,7 +27,7 @@ signal.pause()
 
 class Server(ThreadingHTTPServer):
     request_queue_size = (
-        64  # as many as ask at once, and more: whoever finds no place in it may be reset
+        64  # more than the concurrent connections: a connection beyond the backlog may be reset
     )
 
 
