@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from rollweave.core.consolidation import PERIOD_S
-from rollweave.core.engines import MAX_LOAD_FAILURES
 from rollweave.core.policy.experience import Experience
 from rollweave.core.state import EngineStatus, Stage
+from rollweave.core.weight_updates import MAX_LOAD_FAILURES
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import GroupId, TrajectoryId

@@ -28,6 +28,7 @@ from rollweave.core import (
     trajectories,
     turns,
     watchdog,
+    weight_updates,
 )
 from rollweave.core.accounting import Account, account
 from rollweave.core.checks import check
@@ -133,8 +134,8 @@ HANDLERS: Mapping[type[Event], Callable[[Run, Any], None]] = {
     e.TimerFired: watchdog.on_timer,
     e.StepTrained: training.on_trained,
     e.WeightsPublished: training.on_published,
-    e.EngineSuspended: engines.on_suspended,
-    e.WeightsLoaded: engines.on_loaded,
+    e.EngineSuspended: weight_updates.on_suspended,
+    e.WeightsLoaded: weight_updates.on_loaded,
     e.WeightsFetched: relays.on_fetched,
     e.RunStarted: recovery.on_started,
     e.WorldLost: recovery.on_world_lost,
@@ -144,7 +145,7 @@ HANDLERS: Mapping[type[Event], Callable[[Run, Any], None]] = {
     e.EngineRegistered: engines.on_registered,
     e.EngineWithdrawn: engines.on_withdrawn,
     e.EngineLost: engines.on_lost,
-    e.WeightsLoadFailed: engines.on_load_failed,
+    e.WeightsLoadFailed: weight_updates.on_load_failed,
     e.RelayJoined: relays.on_joined,
     e.RelayLost: relays.on_lost,
     e.RelaySuspected: relays.on_suspected,
@@ -166,7 +167,7 @@ STEPS: tuple[Callable[[Run], None], ...] = (
     ending.advance,
     groups.drop_expired,
     relays.advance,
-    engines.update,
+    weight_updates.update,
     training.take_batch,
     groups.drop_expired,
     evaluation.advance,
