@@ -35,9 +35,9 @@ class Drawers:
         await self._box.write(self._drawer, self._number.encode())
 
     async def run(self, agent: Agent) -> None:
-        asked = Message(role="user", content=f"read {self._drawer}")
-        said = await agent.chat([asked])
-        self._found = await Bash(self._box).run(said.content)
+        request = Message(role="user", content=f"read {self._drawer}")
+        reply = await agent.chat([request])
+        self._result = await Bash(self._box).run(reply.content)
 
     async def close(self) -> None:
         await self._box.stop(grace_s=0.0)
@@ -46,7 +46,7 @@ class Drawers:
         self._box.kill()
 
     async def eval(self) -> Score:
-        right = self._found.output.strip() == self._number
+        right = self._result.output.strip() == self._number
         return Score(reward=float(right), success=right)
 
     @classmethod
@@ -60,7 +60,7 @@ class Drawers:
 
     @classmethod
     def transcript(cls, rng: random.Random, options: Options) -> Sequence[Message]:
-        """Any command on any drawer: the form, and no answer."""
+        """Show any command on any drawer: the format, not the answer."""
         return (
             Message(role="user", content=f"read {rng.choice(DRAWERS)}"),
             Message(role="assistant", content=f"{rng.choice(COMMANDS)} {rng.choice(DRAWERS)}"),

@@ -30,7 +30,7 @@ from rollweave import (
 
 
 async def record(checkpoint: Path, command: list[str], device: str) -> tuple[int, SessionRecording]:
-    """The program's exit status, and what it was told and sampled."""
+    """Return the program's exit status and the recorded sequences."""
     engine, ids = start_engine(checkpoint, device=device), itertools.count()
     context = (await engine.ready()).max_context
 
@@ -58,7 +58,7 @@ async def record(checkpoint: Path, command: list[str], device: str) -> tuple[int
 
 
 def main() -> int:
-    """Exit as the program does."""
+    """Run the command line, and exit with the program's status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

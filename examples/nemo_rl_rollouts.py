@@ -3,14 +3,14 @@
 
 Written against NeMo-RL's source (`nemo_rl/experience/rollouts.py`, 2026), which needs
 GPUs and is not on PyPI: it was not run. `message_log_of` and `rollout` are tested with
-stand-ins. NeMo-RL has no hook for it; before `grpo_train`:
+stand-ins. NeMo-RL has no hook for it, so replace the function before `grpo_train`:
 
     import nemo_rl.algorithms.grpo as grpo
     with Rollouts(["http://service:8300"]) as rollouts:
         grpo.run_multi_turn_rollout = RollweaveRollouts(rollouts)
         grpo.grpo_train(...)
 
-Rows of the data set say which task they are: `extra_env_info = {"rollweave":
+Rows of the data set name their task: `extra_env_info = {"rollweave":
 {"handler": "swe", "index": 7}}`, the fields of a `RolloutRequest`. Rows that NeMo-RL
 repeated for a group become the members of one rollout. Register the vLLM servers of
 NeMo-RL's generation as the service's engines, so that rollouts come from the weights
@@ -36,8 +36,8 @@ ROLES = {
 
 
 def message_log_of(sequence: TokenSequence) -> list[dict[str, Any]]:
-    """NeMo-RL's message log: a message a segment, token for token; the sampled ones
-    with `generation_logprobs`.
+    """Return NeMo-RL's message log: one message per segment with exactly its tokens, and
+    `generation_logprobs` for sampled ones.
 
     Contents are empty: nothing is rendered to be tokenized again.
     """
@@ -55,15 +55,16 @@ def message_log_of(sequence: TokenSequence) -> list[dict[str, Any]]:
 def rollout(
     rollouts: Rollouts, batch: Any, *, temperature: float | None = None
 ) -> tuple[Any, dict[str, Any]]:
-    """The batch with `message_log`, `total_reward`, `truncated`, `length`; and metrics.
+    """Return the batch with `message_log`, `total_reward`, `truncated`, `length`; and
+    metrics.
 
     A rollout that failed, or that is not one sequence, has `loss_multiplier` 0 and its
-    group's mean reward: it neither is trained on nor moves the baseline. Raises what
-    `Rollouts.run` raises.
+    group's mean reward: it is not trained on and does not change the baseline. Raises the
+    errors of `Rollouts.run`.
     """
-    said = [json.dumps(info["rollweave"], sort_keys=True) for info in batch["extra_env_info"]]
+    tasks = [json.dumps(info["rollweave"], sort_keys=True) for info in batch["extra_env_info"]]
     requests = []
-    for text, equal in groupby(said):
+    for text, equal in groupby(tasks):
         request = msgspec.json.decode(text, type=RolloutRequest)
         if temperature is not None:
             request = msgspec.structs.replace(
@@ -84,36 +85,36 @@ def rollout(
             rewards.append(stand_in if reward is None else reward)
             valid.append(reward is not None)
             truncated.append(member.stop_reason in (StopReason.MAX_TOKENS, StopReason.MAX_TURNS))
-    found = batch.copy()
-    found["message_log"] = [
+    merged = batch.copy()
+    merged["message_log"] = [
         log or before for log, before in zip(logs, batch["message_log"], strict=True)
     ]
-    found["length"] = torch.tensor(
-        [sum(len(message["token_ids"]) for message in log) for log in found["message_log"]]
+    merged["length"] = torch.tensor(
+        [sum(len(message["token_ids"]) for message in log) for log in merged["message_log"]]
     )
-    found["total_reward"] = torch.tensor(rewards, dtype=torch.float32)
-    found["truncated"] = torch.tensor(truncated)
-    found["loss_multiplier"] = batch["loss_multiplier"] * torch.tensor(valid, dtype=torch.float32)
+    merged["total_reward"] = torch.tensor(rewards, dtype=torch.float32)
+    merged["truncated"] = torch.tensor(truncated)
+    merged["loss_multiplier"] = batch["loss_multiplier"] * torch.tensor(valid, dtype=torch.float32)
     metrics = {
         "mean_total_reward": statistics.fmean(rewards),
         "failed_rollouts": valid.count(False),
     }
-    return found, metrics
+    return merged, metrics
 
 
 def _reward(member: MemberStatus) -> float | None:
-    """None for a rollout that cannot be trained on here."""
+    """Return None for a rollout that cannot be trained on here."""
     if member.result is None or len(member.result.sequences) != 1:
         return None
     return member.result.reward
 
 
 class RollweaveRollouts:
-    """In place of `nemo_rl.algorithms.grpo.run_multi_turn_rollout`."""
+    """Replaces `nemo_rl.algorithms.grpo.run_multi_turn_rollout`."""
 
     def __init__(self, rollouts: Rollouts, *, temperature: float | None = None) -> None:
-        """`temperature`: that of `policy.generation`, by which NeMo-RL divides the
-        logits when it trains.
+        """`temperature` is that of `policy.generation`, by which NeMo-RL divides the logits
+        in training.
         """
         self._rollouts, self._temperature = rollouts, temperature
 
@@ -127,8 +128,8 @@ class RollweaveRollouts:
         max_rollout_turns: int = 999999,
         greedy: bool = False,
     ) -> tuple[Any, dict[str, Any]]:
-        """Its own generation and environments are not used: the service has both, and
-        its handler's limits.
+        """Roll out the batch. NeMo-RL's generation and environments are not used: the
+        service has both, and its handler's limits.
         """
         del policy_generation, tokenizer, task_to_env, max_seq_len, max_rollout_turns
         return rollout(

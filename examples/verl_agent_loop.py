@@ -1,4 +1,4 @@
-"""verl on rollouts of a service: an agent loop that asks for a rollout in place of
+"""verl on rollouts of a service: an agent loop that requests a rollout instead of
 driving one.
 
 Written against the source of verl 0.9.1 (`verl.experimental.agent_loop`), which needs
@@ -15,13 +15,13 @@ use it:
 2. `actor_rollout_ref.rollout.agent.default_agent_loop=rollweave`, and
    `rollout.calculate_log_probs=True`.
 3. Register verl's own servers as the service's engines, so that rollouts come from the
-   weights that verl syncs: `LLMServerManager.get_addresses()` gives them, `register`
-   below tells the service (`serve.engines = "registered"`).
-4. The data set's `extra_info` says which task a row is: `{"index": 7}`, or `{"payload":
+   weights that verl syncs: `LLMServerManager.get_addresses()` returns them, and
+   `register` below registers them (`serve.engines = "registered"`).
+4. The data set's `extra_info` names the task of a row: `{"index": 7}`, or `{"payload":
    {...}, "seed": 7}`.
 
-verl asks for every attempt on its own and waits for all of a step: DAPO's batches
-(`docs/TRAINERS.md`) are for loops that ask themselves.
+verl requests every attempt separately and waits for all of a step: DAPO's batches
+(`docs/TRAINERS.md`) are for loops that request batches.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ except ImportError:  # to read and to test the conversion without verl
     AgentLoopMetrics = AgentLoopOutput = dict
 
 TRIES = 3
-"""Of a rollout whose failure was nobody's fault but the infrastructure's: verl has no
+"""Maximum attempts at a rollout that fails because of the infrastructure: verl has no
 sample without a reward.
 """
 
@@ -58,12 +58,12 @@ sample without a reward.
 def fields_of(
     trajectory: Trajectory, *, prompt_length: int, response_length: int
 ) -> dict[str, Any]:
-    """The fields of verl's `AgentLoopOutput`, without `metrics`. Observations have mask
-    0, and log-prob 0.
+    """Return the fields of verl's `AgentLoopOutput`, without `metrics`. Observations have
+    mask 0 and log-prob 0.
 
     Raises ValueError for a trajectory that is not one sequence with a reward, or whose
-    prompt is too long: verl would cut its left away, so that what is trained on is not
-    what was sampled.
+    prompt is too long: verl would cut off its beginning, and would then train on a
+    sequence that was not sampled.
     """
     if trajectory.reward is None or len(trajectory.sequences) != 1:
         raise ValueError(
@@ -99,15 +99,15 @@ def fields_of(
 def request_of(
     handler: str, extra_info: dict[str, Any], sampling_params: dict[str, Any]
 ) -> RolloutRequest:
-    """What the service is asked for. verl's top_k of -1 is our 0: all tokens.
+    """Return the request for the service. verl's top_k of -1 is our 0: all tokens.
 
-    Raises ValueError for what it does not do.
+    Raises ValueError for parameters that the service does not support.
     """
-    honored = ("temperature", "top_p", "top_k", "logprobs")  # log-probs always come along
+    honored = ("temperature", "top_p", "top_k", "logprobs")  # log-probs are always returned
     others = {name: value for name, value in sampling_params.items() if name not in honored}
-    found = refused_field(others)
-    if found is not None:
-        name, rule = found
+    refused = refused_field(others)
+    if refused is not None:
+        name, rule = refused
         raise ValueError(f"sampling_params.{name} {rule}, got {others[name]!r:.100}")
     decoding = Decoding(
         temperature=float(sampling_params["temperature"]),
@@ -123,28 +123,28 @@ def request_of(
 
 
 async def register(service: str, servers: list[str]) -> None:
-    """Tell the service of verl's servers: vLLM with token ids."""
+    """Register verl's servers at the service: vLLM with token ids."""
     async with RolloutClient(service) as client:
         for server in servers:
             await client.register(EngineRequest(address=f"http://{server}", dialect="completions"))
 
 
 class RollweaveAgentLoop(AgentLoopBase):
-    """One attempt at one task, at the service.
+    """Request one attempt at one task from the service.
 
-    The client is one for each worker, so that load is spread.
+    Each worker has one client, so that load is distributed.
     """
 
-    clients: dict[tuple[Any, ...], RolloutClient] = {}  # noqa: RUF012 (shared on purpose: verl makes a loop for each sample)
+    clients: dict[tuple[Any, ...], RolloutClient] = {}  # noqa: RUF012 (shared on purpose: verl creates a loop for each sample)
 
     def __init__(self, *args: Any, addresses: list[str], handler: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._addresses, self._handler = tuple(addresses), handler
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
-        """verl's `AgentLoopOutput`.
+        """Return verl's `AgentLoopOutput`.
 
-        Raises RollweaveError where the rollout fails again and again.
+        Raises RollweaveError if the rollout fails repeatedly.
         """
         client = await self._client()
         for _ in range(TRIES):

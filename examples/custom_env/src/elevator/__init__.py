@@ -1,4 +1,4 @@
-"""Take the elevator to the floor that called it: an environment of one's own."""
+"""Take the elevator to the floor that called it: an example of a custom environment."""
 
 import random
 
@@ -8,7 +8,7 @@ ACTIONS = {"<up>": 1, "<down>": -1, "<open>": 0}
 
 
 class Elevator:
-    """The agent is told ` at=2 call=above` and says `<up>`, `<down>` or `<open>`.
+    """The agent reads ` at=2 call=above` and answers `<up>`, `<down>` or `<open>`.
 
     Opening ends it: right floor, reward 1.
     """
@@ -36,8 +36,8 @@ class Elevator:
         where = "above" if self.call > self.at else "below" if self.call < self.at else "here"
         return f" at={self.at} call={where}"
 
-    # The rest serves a model that starts from random weights: the words of its
-    # tokenizer, and how a turn looks.
+    # The rest is for models that start from random weights: the words of their
+    # tokenizer, and the format of a turn.
 
     @classmethod
     def words(cls, options):
@@ -47,14 +47,14 @@ class Elevator:
 
     @classmethod
     def transcript(cls, rng, options):
-        """Random actions: the format of a turn, no strategy."""
+        """Show random actions: the format of a turn, no strategy."""
         env = cls(**options)
         env.at, env.call = rng.randint(1, env.floors), rng.randint(1, env.floors)
-        said = [Message(role="user", content=env.look())]
+        messages = [Message(role="user", content=env.look())]
         for _ in range(8):
             action = rng.choice(list(ACTIONS))
             step = env.step(action)
-            said += [Message(role="assistant", content=action), *step.messages]
+            messages += [Message(role="assistant", content=action), *step.messages]
             if step.done:
                 break
-        return said
+        return messages
