@@ -6,10 +6,12 @@ neither while they are made, a quarter of the collection's time, nor in a test.
 """
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 
 from rollweave.io.process_setup import reset_signals
+from tests.support.forking import Forked
 from tests.support.properties import register_profiles
 
 gc.disable()
@@ -20,6 +22,16 @@ register_profiles()
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def forked_children() -> Iterator[None]:
+    """Fork the engines, trainers, relays and predictors that a test starts in its own
+    process.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rollweave.io.child.Popen", Forked)
+        yield
 
 
 def pytest_terminal_summary(

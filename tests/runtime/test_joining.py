@@ -22,6 +22,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import WorldLost
 from tests.cli.commands import invoke
 from tests.runtime.whole import ROOT, assert_no_processes, lines, make_config, run_dir, write
+from tests.support.forking import Forked
 from tests.worlds.referee import Referee
 
 LIMIT_S = 60.0
@@ -91,7 +92,7 @@ def living(config: RunConfig, *, resume: bool = False) -> Iterator[Life]:
     ]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "src")))}
     with (Path(config.run.dir) / "printed").open("wb") as printed:
-        process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=printed, stderr=printed)
+        process = Forked(command, env=env, cwd=ROOT, stdout=printed, stderr=printed)
     try:
         yield Life(config, process)
     finally:

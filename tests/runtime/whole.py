@@ -21,6 +21,7 @@ from rollweave.schema.config.loading import dumps, load
 from rollweave.schema.config.root import RunConfig
 from tests.engine.clients.echo_engine import process_state
 from tests.rollout.fakes import TEMPLATE
+from tests.support.forking import Forked
 
 FAKES = Programs(
     engine="tests.engine.clients.echo_engine",
@@ -167,7 +168,7 @@ def controller(config: RunConfig) -> subprocess.Popen[bytes]:
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     with (Path(config.run.dir) / "printed").open("wb") as printed:
-        return subprocess.Popen(command, env=env, cwd=ROOT, stdout=printed, stderr=printed)
+        return Forked(command, env=env, cwd=ROOT, stdout=printed, stderr=printed)
 
 
 def killed(config: RunConfig) -> None:

@@ -22,6 +22,7 @@ from rollweave.service import launch
 from rollweave.service.backends import BackendFactory, backend_factory
 from rollweave.service.service import Service
 from tests.runtime.whole import FAKES, ROOT, make_config
+from tests.support.forking import Forked
 
 WAIT_S = 60.0
 
@@ -136,9 +137,7 @@ class Program:
         limit = ["prlimit", f"--nofile={files // 2}:{files}"] if files is not None else []
         command = [*limit, sys.executable, "-m", "tests.service.serving", str(file)]
         with (Path(config.run.dir) / "stderr").open("wb") as stderr:
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=stderr
-            )
+            self.process = Forked(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=stderr)
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().decode().strip()
         if not self.address:

@@ -36,7 +36,8 @@ async def test_a_rollout_returns_tokens_and_reward(tmp_path: Path) -> None:
         status, body, _ = await call(
             service.address, "POST", "/v1/rollouts", game(id="a/1", members=3)
         )
-        assert (status, body["state"], len(body["members"])) == (202, "queued", 3)
+        assert (status, len(body["members"])) == (202, 3)
+        assert body["state"] in ("queued", "running")  # as the engines are ready sooner or later
         status, body, _ = await call(service.address, "GET", "/v1/rollouts/a%2F1?wait=30")
         assert (status, body["state"]) == (200, "done")
         for member in body["members"]:

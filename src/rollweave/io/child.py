@@ -13,12 +13,12 @@ import itertools
 import os
 import signal
 import socket
-import subprocess
 import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from subprocess import DEVNULL, Popen, TimeoutExpired
 
 from rollweave.io.boot import COMMAND
 from rollweave.io.wire import FrameDecoder, frame
@@ -40,7 +40,7 @@ UNREAD_BYTES = 1 << 30
 less than memory.
 """
 
-_spawned: "weakref.WeakSet[subprocess.Popen[bytes]]" = weakref.WeakSet()
+_spawned: "weakref.WeakSet[Popen[bytes]]" = weakref.WeakSet()
 
 
 class Child:
@@ -52,7 +52,7 @@ class Child:
     def __init__(
         self,
         name: str,
-        process: subprocess.Popen[bytes],
+        process: Popen[bytes],
         ours: socket.socket,
         log: Path,
         on_frame: Callable[[bytes], None],
@@ -178,12 +178,12 @@ class Child:
     def _wait(self) -> int:
         try:
             return self._process.wait(EXIT_S)
-        except subprocess.TimeoutExpired:
+        except TimeoutExpired:
             self._process.kill()
             return self._process.wait()
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def _end(process: "Popen[bytes]") -> None:
     """Kill and reap a process unless it is reaped; a killed process ends at once."""
     if process.returncode is None:
         process.kill()
@@ -202,7 +202,7 @@ def kill_all() -> None:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _forget(process: "subprocess.Popen[bytes]", ours: socket.socket) -> None:
+def _forget(process: "Popen[bytes]", ours: socket.socket) -> None:
     ours.close()
     _end(process)
 
@@ -227,9 +227,9 @@ def spawn(
     log.parent.mkdir(parents=True, exist_ok=True)
     try:
         with log.open("ab") as output, theirs:
-            process = subprocess.Popen(
+            process = Popen(
                 [*COMMAND, "-m", module, str(theirs.fileno()), str(os.getpid()), *arguments],
-                stdin=subprocess.DEVNULL,
+                stdin=DEVNULL,
                 stdout=output,
                 stderr=output,
                 pass_fds=(theirs.fileno(),),

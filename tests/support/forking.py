@@ -1,0 +1,248 @@
+"""`Forked`, a `subprocess.Popen` whose child is forked from a server that has imported the
+child's modules: a start takes milliseconds of CPU in place of up to two seconds.
+
+Each test process has one server, which imports the modules of a program when the program
+is first started. Invariants: the child is a child of the test process, with its arguments,
+environment, working directory and file descriptors, and the process id by which `Popen`
+waits for it and signals it; it has neither the memory of the test process nor its threads.
+
+A program that is not an interpreter's, or that runs with interpreter options, starts as
+`Popen` starts it. Tests of a start itself (what it imports, its signals, its output
+before the imports) use `subprocess.Popen`.
+"""
+
+import ast
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import functools
+import gc
+import importlib.util
+import inspect
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).parents[2]
+PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
+REQUEST_BYTES = 1 << 20
+"""Maximum size of a request: arguments and environment."""
+
+FIRST_SPARE_FD = 500
+"""File descriptors from here on are none that a test process passes to a child."""
+
+IMPORTED_LATER = {
+    "rollweave.runtime.entrypoints.predictor": "rollweave.train.lengths.regressors",
+}
+"""What a module imports before it is ready, but not at its top."""
+
+Request = dict[str, Any]
+
+
+class Forked(subprocess.Popen[Any]):
+    """A child process that the server forks if it is an interpreter's."""
+
+    def _execute_child(self, *given: Any) -> None:
+        names = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]
+        values = {
+            name.removeprefix("unused_"): value for name, value in zip(names, given, strict=True)
+        }
+        args = list(values["args"])
+        if (
+            sys.platform != "linux"
+            or args[0] != sys.executable
+            or args[1] not in ("-c", "-m")
+            or values["preexec_fn"] is not None
+        ):
+            super()._execute_child(*given)
+            return
+        streams = [
+            own if fd == -1 else fd
+            for own, fd in enumerate(
+                (values["p2cread"], values["c2pwrite"], values["errwrite"]),
+            )
+        ]
+        request = {
+            "argv": args[1:],
+            "cwd": str(values["cwd"] or Path.cwd()),
+            "env": dict(values["env"] if values["env"] is not None else os.environ),
+            "fds": [0, 1, 2, *values["pass_fds"]],
+            "new_session": values["start_new_session"],
+        }
+        self.pid = server().fork(request, [*streams, *values["pass_fds"]])
+        self._child_created = True
+        ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(values[end] for end in ends))
+
+
+class Server:
+    """The server of this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid())],
+                cwd=ROOT,
+                env={name: os.environ[name] for name in os.environ if name != "PYTHONPATH"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+            )
+
+    def fork(self, request: Request, fds: list[int]) -> int:
+        """Start a child, and return its process id.
+
+        The server's grandchild becomes our child because its parent ends while we adopt
+        orphans.
+        """
+        with self._lock:
+            adopt_orphans(True)
+            try:
+                socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
+                answer = self._socket.recv(REQUEST_BYTES)
+            finally:
+                adopt_orphans(False)
+        if not answer:
+            raise ChildProcessError("the server that forks children ended")
+        return int(answer)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
+
+@functools.cache
+def server() -> Server:
+    made = Server()
+    atexit.register(made.close)
+    return made
+
+
+def adopt_orphans(adopt: bool) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
+
+
+def serve(control: socket.socket, parent_pid: int) -> Request:
+    """Fork a child for each request; return the request in the child."""
+    while True:
+        data, fds, _, _ = socket.recv_fds(control, REQUEST_BYTES, 64)
+        if not data:
+            os._exit(0)  # the test process has ended
+        request: Request = json.loads(data)
+        preload(request["argv"])
+        gc.freeze()
+        between = os.fork()
+        if between:
+            for fd in fds:
+                os.close(fd)
+            os.waitpid(between, 0)
+            continue
+        if os.fork():
+            os._exit(0)
+        while os.getppid() != parent_pid:
+            time.sleep(0.0002)  # until the process between has ended
+        if request["new_session"]:
+            os.setsid()
+        answer = str(os.getpid()).encode()
+        control.send(answer)
+        control.close()
+        take_descriptors(fds, request["fds"])
+        return request
+
+
+def preload(argv: list[str]) -> None:
+    """Import what a program imports first, without executing the program.
+
+    An error is left to the program.
+    """
+    with contextlib.suppress(Exception):
+        source = argv[1]
+        if "-m" in argv:
+            module = argv[argv.index("-m") + 1]
+            source = Path(importlib.util.find_spec(module).origin).read_text()
+            if module in IMPORTED_LATER:
+                importlib.import_module(IMPORTED_LATER[module])
+        for node in ast.parse(source).body:
+            match node:
+                case ast.Import():
+                    for alias in node.names:
+                        importlib.import_module(alias.name)
+                case ast.ImportFrom(module=str(name), level=0):
+                    importlib.import_module(name)
+
+
+def take_descriptors(received: list[int], numbers: list[int]) -> None:
+    """Give the descriptors the numbers that they have in the test process."""
+    spare = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_SPARE_FD) for fd in received]
+    for fd in received:
+        os.close(fd)
+    for fd, number in zip(spare, numbers, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+
+
+def run(request: Request, paths: list[str]) -> NoReturn:
+    """Run a program as the interpreter does, and end the process."""
+    option, program, *arguments = request["argv"]
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    added = os.environ.get("PYTHONPATH", "")
+    here = request["cwd"] if option == "-m" else ""
+    sys.path[:] = [here, *filter(None, added.split(os.pathsep)), *paths]
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(  # noqa: SIM115
+        2, "w", closefd=False, errors="backslashreplace", buffering=1
+    )
+    status = 0
+    try:
+        if option == "-m":
+            sys.argv[:] = ["-m", *arguments]
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            sys.argv[:] = ["-c", *arguments]
+            main = type(sys)("__main__")
+            sys.modules["__main__"] = main
+            exec(compile(program, "<string>", "exec"), main.__dict__)
+    except SystemExit as end:
+        if end.code is not None and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except KeyboardInterrupt:
+        sys.excepthook(*sys.exc_info())
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status & 0xFF)
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    parent_pid = int(sys.argv[2])
+    numbered = fcntl.fcntl(control.fileno(), fcntl.F_DUPFD_CLOEXEC, FIRST_SPARE_FD)
+    control.close()
+    paths = sys.path[1:]
+    run(serve(socket.socket(fileno=numbered), parent_pid), paths)
+
+
+if __name__ == "__main__":
+    main()
