@@ -1,0 +1,133 @@
+"""A planned fleet: what it is planned for, and how the running one becomes it."""
+
+import pytest
+
+from rollweave.core import allocation
+from rollweave.core.core import Core
+from rollweave.core.costs import groups_of
+from rollweave.core.policy.allocation import allocate_groups
+from rollweave.core.policy.work import occupied
+from rollweave.core.run import Run
+from rollweave.core.state import DomainStats, Phase
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId
+from tests.support.core import ALLOCATION, config
+
+DEGREES = (1, 2, 4)
+TAIL = [4000, *[10] * 40]
+"""One trajectory is much longer than the others."""
+
+
+def profile(degree: int, *, gain: float) -> tuple[e.StepTime, ...]:
+    """The step times of an engine that is `gain` times as fast for twice the degree."""
+    speed = gain ** (degree.bit_length() - 1)
+    return tuple(e.StepTime(batch=batch, seconds=(1 + 0.1 * batch) / speed) for batch in (1, 4, 16))
+
+
+def fleet(*degrees: int, lengths: list[int], gain: float = 1.9) -> Run:
+    """A run whose engines have these degrees, and have measured all of DEGREES."""
+    core = Core(config("bounded", rollout={"scheduling": "trajectory"}, allocation=ALLOCATION))
+    slots = tuple(
+        e.EngineSlot(id=EngineId(f"e{number}"), degree=degree)
+        for number, degree in enumerate((*degrees, *DEGREES))
+    )
+    core.handle(0.0, e.RunStarted(engines=slots))
+    for slot in slots:
+        core.handle(
+            0.0,
+            e.EngineJoined(
+                engine_id=slot.id,
+                epoch=0,
+                max_slots=16,
+                kv_total_tokens=10**6,
+                profile=profile(slot.degree, gain=gain),
+            ),
+        )
+    for slot in slots[len(degrees) :]:
+        del core.state.engines[slot.id]
+    core.state.domains["a"] = DomainStats(lengths=lengths, length_sum=sum(lengths))
+    core.state.trainer.step = 1
+    core._run.out = []
+    return core._run
+
+
+def degrees_of(run: Run) -> list[int]:
+    """The degrees of the engines that stay, and of those that are to be started."""
+    staying = [one.degree for one in run.state.engines.values() if not one.draining]
+    return sorted([*staying, *run.state.allocation.pending_degrees])
+
+
+def test_the_fleet_becomes_the_planned_one() -> None:
+    run = fleet(1, 1, 1, 1, 1, lengths=TAIL)
+    allocation.plan(run)
+    works = allocation._batch(run)
+    planned = allocate_groups(groups_of(run, works, DEGREES), 5, DEGREES)
+    assert degrees_of(run) == sorted(planned.degrees) == [1, 4], "the longest gets four GPUs"
+    assert run.state.allocation.pending_degrees == [4]
+    assert run.state.counters.scheduling.reallocations == 1
+    assert run.state.allocation.planned_at == 1
+
+
+def test_engines_of_the_plan_start_when_the_budget_has_room() -> None:
+    run = fleet(1, 1, 1, 1, 1, lengths=TAIL)
+    allocation.plan(run)
+    engines = run.state.engines
+    while len(engines) > 1:
+        allocation.advance(run)
+        assert not [command for command in run.out if isinstance(command, c.StartEngine)]
+        del engines[next(one.id for one in engines.values() if one.draining)]
+    allocation.advance(run)
+    (started,) = [command for command in run.out if isinstance(command, c.StartEngine)]
+    assert started.degree == 4
+    assert run.state.allocation.pending_degrees == []
+
+
+@pytest.mark.parametrize("gain", [1.0, 1.02])
+def test_a_fleet_that_saves_little_is_not_worth_its_starts(gain: float) -> None:
+    """All trajectories are alike: more GPUs for an engine save next to nothing."""
+    run = fleet(1, 1, 1, 1, 1, lengths=[100] * 40, gain=gain)
+    allocation.plan(run)
+    assert degrees_of(run) == [1] * 5
+    assert run.state.counters.scheduling.reallocations == 0
+
+
+@pytest.mark.parametrize("hindrance", ["pending", "draining", "recent", "ending", "few"])
+def test_nothing_is_planned(hindrance: str) -> None:
+    run = fleet(1, 1, 1, 1, 1, lengths=TAIL if hindrance != "few" else TAIL[:4])
+    match hindrance:
+        case "pending":
+            run.state.allocation.pending_degrees = [1]
+        case "draining":
+            next(iter(run.state.engines.values())).draining = True
+        case "recent":
+            run.state.allocation.planned_at = 1
+        case "ending":
+            run.state.phase = Phase.EVALUATING
+    before = degrees_of(run)
+    allocation.plan(run)
+    assert degrees_of(run) == before
+
+
+def test_degrees_that_no_engine_measured_are_left_out_with_a_warning() -> None:
+    run = fleet(1, 1, 1, 1, 1, lengths=TAIL)
+    del run.state.measured[4]
+    allocation.plan(run)
+    assert degrees_of(run) == [1, 2, 2]
+    (warning,) = [command for command in run.out if isinstance(command, c.Warn)]
+    assert "no engine of degree 4 fits the budget of 5" in warning.message
+
+
+def test_a_batch_is_spaced_evenly_by_length() -> None:
+    """Six of a hundred: the middle of each sixth, with the context that it occupies."""
+    run = fleet(1, lengths=list(range(1, 101)))
+    run.state.domains["a"].prompt_tokens = 7.0
+    run.state.domains["a"].context_growth = 2.0
+    expected = [92, 75, 59, 42, 25, 9]
+    assert allocation._batch(run) == [
+        (length, round(occupied(length, context=7.0, growth=2.0))) for length in expected
+    ]
+    run.state.domains["a"].lengths = [5, 3]
+    assert [length for length, _ in allocation._batch(run)] == [5, 3]
+    run.state.domains.clear()
+    assert allocation._batch(run) == []

@@ -1,0 +1,53 @@
+"""Costs follow what the engines measured, and nothing where degrees cannot be compared."""
+
+import pytest
+
+from rollweave.core import costs
+from rollweave.core.policy.work import rate
+from rollweave.schema.events import StepTime
+from tests.core.test_allocation import TAIL, fleet, profile
+
+WORKS = [(40, 400), (20, 100), (10, 50)]
+
+
+def test_groups_cost_what_their_degrees_measured() -> None:
+    run = fleet(1, lengths=TAIL)
+    groups = costs.groups_of(run, WORKS, (1, 2))
+    for degree in (1, 2):
+        measured = rate(profile(degree, gain=1.9), slots=16, kv_tokens=10**6)
+        assert groups.seconds(degree, 0, 3) == measured.seconds(longest=40, tokens=70, occupied=550)
+
+
+def test_degrees_cost_the_same_if_one_is_unmeasured() -> None:
+    run = fleet(1, lengths=TAIL)
+    del run.state.measured[2]
+    groups = costs.groups_of(run, WORKS, (1, 2))
+    same = rate(costs.UNMEASURED, slots=16, kv_tokens=550)
+    for degree in (1, 2):
+        assert groups.seconds(degree, 0, 3) == same.seconds(longest=40, tokens=70, occupied=550)
+
+
+def test_an_engine_without_a_profile_has_a_rate_and_no_measurement() -> None:
+    run = fleet(1, lengths=TAIL)
+    engine = next(iter(run.state.engines.values()))
+    engine.max_slots, engine.kv_tokens = 0, 0
+    before = dict(run.state.measured)
+    costs.joined(run, engine, ())
+    assert costs.rate_of(engine) == rate(costs.UNMEASURED, slots=1, kv_tokens=1)
+    assert run.state.measured == before
+    costs.joined(run, engine, (StepTime(batch=1, seconds=3.0),))
+    assert run.state.measured[1].rate == costs.rate_of(engine)
+    assert run.state.measured[1].slots == 1
+
+
+def test_recent_lengths_are_of_all_domains() -> None:
+    run = fleet(1, lengths=[3, 5])
+    run.state.domains["b"] = type(run.state.domains["a"])(lengths=[7])
+    assert costs.recent_lengths(run) == [3, 5, 7]
+
+
+def test_only_the_shortest_context_prices_a_table() -> None:
+    points = [StepTime(batch=b, context=c, seconds=1.0) for b, c in [(1, 64), (4, 64), (1, 4096)]]
+    assert costs._shortest(points) == points[:2]
+    with pytest.raises(ValueError, match="min"):
+        costs._shortest([])
