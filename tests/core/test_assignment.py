@@ -1,0 +1,220 @@
+"""The assignment of trajectories to engines: by work, by rank, and by what KV holds."""
+
+import pytest
+
+from rollweave.core import assignment
+from rollweave.core.assignment import KV_KEPT_TURNS, REPLAN_GROWTH
+from rollweave.core.core import Core
+from rollweave.core.policy.priority import overdue_rank
+from rollweave.core.run import Run
+from rollweave.core.state import (
+    DomainStats,
+    Group,
+    GroupStatus,
+    Stage,
+    Trajectory,
+    Turn,
+)
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId, GroupId, TrajectoryId
+from rollweave.schema.work import Purpose
+from tests.support.core import config
+
+E0, E1 = EngineId("e0"), EngineId("e1")
+
+
+def running(*estimates: int, engine: EngineId | None = None) -> Run:
+    """A run of one group whose members run, with these estimates of the remaining
+    tokens, and two engines that serve.
+    """
+    core = Core(config("bounded", rollout={"scheduling": "trajectory"}))
+    core.handle(
+        0.0, e.RunStarted(engines=tuple(e.EngineSlot(id=engine_id) for engine_id in (E0, E1)))
+    )
+    for engine_id in (E0, E1):
+        core.handle(
+            0.0,
+            e.EngineJoined(engine_id=engine_id, epoch=0, max_slots=4, kv_total_tokens=100),
+        )
+        core.state.engines[engine_id].version = 0
+    run, state = core._run, core.state
+    group = Group(
+        id=GroupId("g9"),
+        name="a",
+        index=0,
+        purpose=Purpose.TRAIN,
+        since=0.0,
+        status=GroupStatus.ACTIVE,
+    )
+    state.groups[group.id] = group
+    state.domains["a"] = DomainStats(turn_s=2.0, tool_s=1.0)
+    for number, estimate in enumerate(estimates):
+        trajectory = Trajectory(
+            id=TrajectoryId(f"g9.{number}"),
+            group_id=group.id,
+            member=number,
+            stage=Stage.RUN,
+            estimate=estimate,
+            kv_token_steps=estimate,
+            kv_demand=40,
+            predicted_at_turn=0,
+            length_bucket=0,
+            launched_at=float(number),
+            assigned_engine=engine,
+            kv_resident=engine is not None,
+            turn=Turn(number=0, context_tokens=0, since=0.0),
+        )
+        state.trajectories[trajectory.id] = trajectory
+        run.reindex(trajectory)
+    return run
+
+
+def members(run: Run) -> list[Trajectory]:
+    return [one for one in run.state.trajectories.values() if one.group_id == "g9"]
+
+
+# KV.
+
+
+def test_kv_holds_those_that_claim_it_first() -> None:
+    """Three residents need 40 tokens each; the cache has 100."""
+    run = running(10, 10, 10, engine=E0)
+    engine = run.state.engines[E0]
+    assert [assignment.fits_in_kv(run, one, engine) for one in members(run)] == [True, True, False]
+    engine.kv_tokens = 120
+    assert [assignment.fits_in_kv(run, one, engine) for one in members(run)] == [True] * 3
+    engine.kv_tokens = 10
+    assert [assignment.fits_in_kv(run, one, engine) for one in members(run)] == [True, False, False]
+
+
+def test_a_stranger_comes_after_all_residents() -> None:
+    run = running(10, 10, 10, engine=E0)
+    first = members(run)[0]
+    first.kv_resident = False
+    run.reindex(first)
+    assert not assignment.fits_in_kv(run, first, run.state.engines[E0])
+    assert assignment.fits_in_kv(run, first, run.state.engines[E1])
+
+
+@pytest.mark.parametrize("exempt", ["unpredicted", "overdue", "slow tools"])
+def test_kv_holds_no_one_back_who_is(exempt: str) -> None:
+    run = running(10, 10, 10, engine=E0)
+    last = members(run)[-1]
+    match exempt:
+        case "unpredicted":
+            last.predicted_at_turn = -1
+        case "overdue":
+            assert last.turn is not None
+            last.turn.rank = overdue_rank(last.turn.arrival)
+        case "slow tools":
+            run.state.domains["a"].tool_s = 2.1
+    assert assignment.fits_in_kv(run, last, run.state.engines[E0])
+
+
+def test_no_kv_is_kept_for_environments_that_work_long() -> None:
+    """Seconds are counted from the environment's start, in mean turns of 2 s."""
+    run = running(10, 10, 10, engine=E0)
+    away, _, last = members(run)
+    away.turn, away.since = None, 1.0
+    run.now = 1.0 + 2.0 * KV_KEPT_TURNS
+    assert not assignment.fits_in_kv(run, last, run.state.engines[E0])
+    run.now += 0.1
+    assert assignment.fits_in_kv(run, last, run.state.engines[E0])
+    run.state.engines[E0].kv_tokens = 79
+    assert not assignment.fits_in_kv(run, last, run.state.engines[E0]), "one is left"
+    run.state.domains["a"].turn_s = 1e9
+    assert not assignment.fits_in_kv(run, last, run.state.engines[E0])
+
+
+def test_an_empty_cache_takes_any_context() -> None:
+    run = running(10, 10, engine=E0)
+    away, last = members(run)
+    run.state.engines[E0].kv_tokens = 10
+    away.turn, run.now = None, 100.0
+    assert assignment.fits_in_kv(run, last, run.state.engines[E0])
+
+
+# Work.
+
+
+def test_the_engine_that_is_done_first_is_the_least_loaded() -> None:
+    run = running(50, 20)
+    first, second = members(run)
+    for one, engine_id in ((first, E0), (second, E1)):
+        one.assigned_engine = engine_id
+        run.reindex(one)
+    engines = run.state.engines
+    assert assignment.work_s(run, engines[E0]) > assignment.work_s(run, engines[E1]) > 0
+    assert assignment.least_loaded(run) is engines[E1]
+    assert assignment.least_loaded(run, among=[E0]) is engines[E0]
+    assert assignment.least_loaded(run, among=[]) is None
+    second.assigned_engine = E0
+    run.reindex(second)
+    assert assignment.work_s(run, engines[E1]) == 0.0
+    engines[E1].draining = True
+    assert assignment.least_loaded(run) is engines[E0]
+    engines[E0].version = -1
+    assert assignment.least_loaded(run) is None
+
+
+# Ranks.
+
+
+def test_ranks_are_planned_once_and_again_after_growth() -> None:
+    run = running(100, 1, 1, 1)
+    longest, *short = members(run)
+    home = assignment.engine_of_rank(run, longest)
+    others = {assignment.engine_of_rank(run, one) for one in short}
+    assert len({home, *others}) == 2, "both engines get some"
+    plans = run.state.counters.scheduling.plans
+    assert (plans, run.state.partition.planned) == (1, 4)
+    assert sum(share.size for share in run.state.partition.shares) == 4
+    run.state.partition.predictions = int(4 * REPLAN_GROWTH)
+    assert assignment.engine_of_rank(run, longest) == home
+    assert run.state.counters.scheduling.plans == 1
+    run.state.partition.predictions += 1
+    assignment.engine_of_rank(run, longest)
+    assert run.state.counters.scheduling.plans == 2
+    assert run.state.partition.predictions == 0
+
+
+def test_an_engine_that_drains_or_has_no_weights_gets_no_share() -> None:
+    for change in ({"draining": True}, {"version": -1}):
+        run = running(100, 1, 1, 1)
+        for name, value in change.items():
+            setattr(run.state.engines[E1], name, value)
+        assert {assignment.engine_of_rank(run, one) for one in members(run)} == {E0}
+        assert not assignment.is_usable(run, E1)
+        assert assignment.is_usable(run, E0)
+    assert not assignment.is_usable(run, EngineId("e7"))
+
+
+def test_a_trajectory_keeps_its_engine_while_that_is_usable() -> None:
+    run = running(100, 1, 1, 1)
+    longest = members(run)[0]
+    home = assignment.engine_of_rank(run, longest)
+    assignment.assign_usable(run, longest, [])
+    assert longest.assigned_engine == home
+    longest.kv_resident = True
+    assignment.assign_usable(run, longest, [])
+    assert longest.kv_resident
+    (other,) = {E0, E1} - {home}
+    assignment.assign_usable(run, longest, [home])
+    assert (longest.assigned_engine, longest.kv_resident) == (other, False)
+    assignment.assign_usable(run, longest, [home, other])
+    assert longest.assigned_engine == home, "both have failed it: its rank decides again"
+    for engine in run.state.engines.values():
+        engine.draining = True
+    assignment.assign_usable(run, longest, [])
+    assert longest.assigned_engine is None
+
+
+def test_without_a_prediction_the_least_loaded_engine_is_chosen() -> None:
+    run = running(100, 1)
+    longest, short = members(run)
+    longest.assigned_engine = E0
+    run.reindex(longest)
+    short.predicted_at_turn = -1
+    assignment.assign_usable(run, short, [])
+    assert short.assigned_engine == E1
+    assert run.state.counters.scheduling.plans == 0
