@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollweave.core.accounting import Account
-from rollweave.core.state import State
+from rollweave.core.state import Evaluations, State
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import Ended, Scored, TrajectoryStore
 from rollweave.record.summary import Summary, write_summary
@@ -81,7 +81,11 @@ class _Writer:
         self._run, self._steps, self._error, self._finished = run, steps, error, finished
         self._first = "length" if cut else "stop"
         defining = dict.fromkeys(("frozenlake", "calculator"))
-        self._state, self._now, self._rng = State(defines_success=defining), 0.0, random.Random(7)
+        self._state, self._now, self._rng = (
+            State(evaluations=Evaluations(defines_success=defining)),
+            0.0,
+            random.Random(7),
+        )
         self._ids = build_tokenizer(WORDS)
 
     def write(self) -> None:

@@ -36,7 +36,9 @@ def test_damaged_file_is_left_out(run: RunDir, name: str, rubbish: bytes) -> Non
 
 
 def test_good_lines_around_bad_ones_count(run: RunDir) -> None:
-    run.metrics.write_bytes(b"[1]\n" + run.metrics.read_bytes() + b'{"kind": "step", "st')
+    run.metrics.write_bytes(
+        b'[1]\n{"kind": "step"}\n' + run.metrics.read_bytes() + b'{"kind": "step", "st'
+    )
     assert [line["step"] for line in read_run(run).steps] == [0, 1, 2]
 
 

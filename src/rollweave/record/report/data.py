@@ -142,7 +142,7 @@ def read_run(run: RunDir) -> RunData:
 
 def _add_line(data: RunData, line: dict[str, Any]) -> None:
     match line.get("kind"):
-        case "step":
+        case "step" if isinstance(line.get("step"), int):
             while data.steps and data.steps[-1]["step"] >= line["step"]:
                 data.lost.append(data.steps.pop())
             data.steps.append(line)
@@ -151,7 +151,7 @@ def _add_line(data: RunData, line: dict[str, Any]) -> None:
         case "warning":
             data.warnings.append(line)
         case "best":
-            data.best = line["step"]
+            data.best = line.get("step")
         case "started" | "resumed":
             data.generations += 1
             data.simulated = bool(line.get("simulated"))
