@@ -34,7 +34,7 @@ def test_the_glossary_is_short_and_in_order() -> None:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_relative_links_lead_somewhere(path: Path) -> None:
+def test_relative_links_have_targets(path: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text())
     local = [link for link in links if "://" not in link and not link.startswith("mailto:")]
     assert [link for link in local if not (path.parent / link).exists()] == []

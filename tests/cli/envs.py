@@ -30,7 +30,7 @@ class Fine:
 
     @classmethod
     def transcript(cls, rng: random.Random, options: Options) -> Sequence[Message]:
-        """Says yes or no by chance."""
+        """Answers yes or no at random."""
         return [
             Message(role="user", content="hello"),
             Message(role="assistant", content=rng.choice(["yes", "no"])),
@@ -109,7 +109,7 @@ class Wordy(Fine):
 
     @classmethod
     def transcript(cls, rng: random.Random, options: Options) -> Sequence[Message]:
-        """Says left, or now and then right."""
+        """Answers left, or sometimes right."""
         answer = "left" if rng.random() < 0.8 else "right"
         return [Message(role="user", content="hello"), Message(role="assistant", content=answer)]
 

@@ -260,7 +260,7 @@ def test_ctrl_c_twice_ends_a_run_whose_function_never_ends(
     ]
     assert len(children) >= 2, "engine and trainer"
     process.send_signal(signal.SIGINT)
-    # a second SIGINT would be one with the first, which nobody has taken yet
+    # a second SIGINT would be one with the first, which is still pending
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors.splitlines()[-1]) == (130, "interrupted"), errors

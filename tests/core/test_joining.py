@@ -115,7 +115,7 @@ def test_an_engine_that_joins_is_stale_until_loaded_and_launches_a_batch() -> No
     assert (state.engines[E1].status, state.engines[E1].version) == (EngineStatus.SERVING, 0)
     assert hand.loads[-1].engine_id == E1
     assert len(hand.on(E1)) == 2, "its batch"
-    hand.feed(registered(E1))  # said twice
+    hand.feed(registered(E1))  # reported twice
     assert [engine.id for engine in state.engines.values()] == [E0, E1]
     assert state.counters.engines_joined == 1
 
@@ -207,7 +207,7 @@ def test_an_engine_may_join_for_the_final_evaluation() -> None:
 # Leaving.
 
 
-def test_an_engine_that_leaves_finishes_only_what_it_launched() -> None:
+def test_a_draining_engine_finishes_only_its_own_trajectories() -> None:
     hand = Hand(decoupled_config())
     on_e1 = hand.on(E1)
     hand.feed(e.EngineWithdrawn(engine_id=E1, drain=True))
@@ -317,7 +317,7 @@ def test_an_engine_leaving_when_the_controller_was_lost_has_left_for_good() -> N
     core.handle(0.0, e.RunStarted(engines=first_engines(run_config)))
     core.handle(0.0, registered(EngineId("e3")))
     for name in ("e1", "e3"):
-        core.state.engines[EngineId(name)].leaving = True  # what each began goes on
+        core.state.engines[EngineId(name)].leaving = True  # its trajectories continue
     for life in (1.0, 2.0, 3.0):
         slots = engines_to_start(run_config, core.state)
         assert [slot.id for slot in slots] == ["e0", "e2"]

@@ -51,7 +51,7 @@ def test_published_weights_go_along_the_chain_at_once(relays: int) -> None:
     assert ways(commands) == {
         f"r{number}": f"r{number - 1}" if number else None for number in range(relays)
     }
-    assert set(bases(commands).values()) == {None}, "nobody has anything to begin from"
+    assert set(bases(commands).values()) == {None}, "no relay has a base"
 
 
 def test_the_next_weights_are_sent_as_changes_if_both_ends_have_the_last() -> None:
@@ -126,7 +126,7 @@ def test_a_restarted_relay_is_last_and_fetches_the_newest() -> None:
     assert ways(driver.hold("r0", 0)) == {"r0": "r2"}
 
 
-def test_an_engine_loads_what_its_own_machine_holds() -> None:
+def test_an_engine_loads_versions_of_its_own_machine() -> None:
     driver = Driver(2).up()
     driver.publish()
     assert loads(driver.engines_up()) == []
@@ -513,7 +513,7 @@ def test_two_hanging_neighbors_are_both_skipped() -> None:
     driver = Driver(5).up()
     driver.publish()
     assert ways(driver.suspect("r2")) == {"r3": "r1"}
-    assert ways(driver.suspect("r1")) == {"r3": "r0"}, "r2 is silent itself: it goes on as it is"
+    assert ways(driver.suspect("r1")) == {"r3": "r0"}, "r2 is silent itself and keeps its source"
     assert ways(driver.hear("r2")) == {"r2": "r0"}
     assert ways(driver.lose("r1")) == {}
 
@@ -567,7 +567,7 @@ def test_a_relay_that_stays_suspected_is_restarted() -> None:
     ]
     assert not driver.relay("r1").suspected
     driver.send(e.RelaySuspected(relay_id="r1", epoch=0))
-    assert not driver.relay("r1").suspected, "that was said of its life before"
+    assert not driver.relay("r1").suspected, "that report was about its former process"
 
 
 def test_engines_load_from_the_memory_of_a_hanging_relay() -> None:

@@ -27,7 +27,7 @@ SCHEDULINGS = ("turn", "trajectory")
 
 
 class Service(World):
-    """A world in which `asked` groups are submitted at random times, some members are
+    """A world in which `submitted` groups are submitted at random times, some members are
     cancelled, and engines are registered and withdrawn.
     """
 

@@ -139,7 +139,7 @@ def test_a_late_score_is_evicted_from_the_store() -> None:
                 late_reward = e.RewardReady(
                     trajectory_id=command.trajectory_id, attempt=command.attempt, reward=1.0
                 )
-    for _ in range(2):  # while it closes, and when nobody knows it any more
+    for _ in range(2):  # while it closes, and when it is forgotten
         world.feed(late_reward)
         evicted = [
             command.trajectory_ids for command in world.commands[-1] if isinstance(command, c.Evict)

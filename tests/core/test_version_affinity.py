@@ -32,7 +32,9 @@ def test_an_engine_updates_when_its_trajectories_are_over_without_waiting_for_ot
     assert state.publication.version == 1
     assert [engine.version for engine in state.engines.values()] == [0, 0], "both have trajectories"
     hand.end(hand.on(E0)[0])
-    assert len(hand.on(E0)) == 1, "it has begun its batch and has old weights: it begins no more"
+    assert len(hand.on(E0)) == 1, (
+        "it has launched its batch and has old weights: it launches no more"
+    )
     hand.end(hand.on(E0)[0])
     assert state.engines[E0].version == 1
     assert state.engines[E1].version == 0
@@ -131,7 +133,7 @@ def test_trajectories_of_a_lost_engine_wait_until_their_version_is_loaded_again(
     assert [engine.version for engine in state.engines.values()] == [1, 0]
     orphans = hand.on(E1)
     hand.lose(E1)
-    assert not set(orphans) & hand.turns.keys(), "nobody has version 0"
+    assert not set(orphans) & hand.turns.keys(), "no engine has version 0"
     assert set(state.unassigned) == set(orphans)
     hand.join(E1)
     assert hand.loads[-1].version == 0
@@ -228,7 +230,7 @@ def test_a_checkpoint_stays_while_an_engine_reads_it() -> None:
     assert {state.trajectories[name].attempt for name in orphans} == {0}
 
 
-def test_random_worlds_read_only_checkpoints_that_hold_the_wanted_version() -> None:
+def test_random_worlds_read_only_checkpoints_with_the_required_version() -> None:
     """The world asserts that a checkpoint has the numbers that were published, also
     after another lineage has written it.
     """

@@ -607,7 +607,7 @@ class World:
             case c.RestartTrainer():
                 assert command.step in {None, *self.checkpoints}, "a checkpoint that was pruned"
                 # The one before may be gone: pruned by a later save whose answer the
-                # controller did not live to hear.
+                # controller did not survive to receive.
                 newer = any(step > (command.step or 0) for step in self.checkpoints)
                 assert command.fallback in {None, *self.checkpoints} or newer, (
                     "a fallback that was pruned"

@@ -180,12 +180,12 @@ async def test_migrated_trajectory_equals_one_that_stays(
     moved = await converse([a, b, b, a, b], over=over, **sampling)
     assert_same(moved, stayed)
     assert [result.cached_tokens for result in moved] == [result.cached_tokens for result in stayed]
-    # nothing but the tail block, and what the tool said, was computed
+    # only the tail block and the tool's output were computed
     assert moved[1].cached_tokens == 48
     one, two, both = await a.stats(), await b.stats(), await reference.stats()
     assert one.cached_tokens + two.cached_tokens == both.cached_tokens
     assert one.prompt_tokens + two.prompt_tokens == both.prompt_tokens
-    # what was imported is idle, for whoever needs room
+    # imported blocks are idle, and may be evicted
     assert (one.kv_used_tokens, two.kv_used_tokens) == (0, 0)
 
 
@@ -276,7 +276,7 @@ def memory_of(manifest: KvManifest) -> bytes:
 async def fetched(
     manifest: KvManifest, *, secret: bytes = b"", start: int = 0, length: int | None = None
 ) -> bytes:
-    """What the source sends to who shows the manifest's secret (or another)."""
+    """Return the bytes that the source sends to a client with the manifest's secret (or another)."""
     port = manifest.where
     assert isinstance(port, KvPort)
     reader, writer = await asyncio.open_connection(port.host, port.port)
@@ -552,7 +552,7 @@ async def test_source_that_never_finishes_does_not_block_the_target(
         target.import_kv(PROMPT, msgspec.structs.replace(manifest, where=where))
     )
     await stuck.wait()
-    # its loop goes on
+    # its loop continues
     assert (await target.generate(request("x", PROMPT, max_tokens=5))).finish is FinishReason.LENGTH
     await target.close()
     with pytest.raises(EngineLostError):

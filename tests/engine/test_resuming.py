@@ -297,7 +297,7 @@ def test_budget_includes_the_resumed_part(path: str, uninterrupted: list[Generat
     )
 
 
-# What is told on the way.
+# Progress.
 
 
 def grown(reported: Sequence[TokenDelta]) -> tuple[tuple[int, ...], tuple[float, ...]]:
@@ -324,11 +324,11 @@ def test_deltas_are_the_beginning_of_the_result_and_none_follows_it(path: str) -
     reported = {
         str(i): [piece for piece in pieces(outcome) if piece.id == str(i)] for i in range(6)
     }
-    assert not reported["2"]  # nobody wanted to hear of it
+    assert not reported["2"]  # it was not streamed
     for i in (0, 1, 3, 4, 5):
         result, (tokens, logprobs) = outcome.results[str(i)], grown(reported[str(i)])
         assert (tokens, logprobs) == (result.tokens[: len(tokens)], result.logprobs[: len(tokens)])
-        # a second passes with each step: all but the last are told
+        # a second passes with each step: all but the last are reported
         assert len(result.tokens) - len(tokens) <= 1
         generate = [piece.generate_s for piece in reported[str(i)]]
         assert generate == sorted(generate)

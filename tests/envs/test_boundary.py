@@ -38,7 +38,7 @@ async def test_a_sync_environment() -> None:
     await env.close()
 
 
-async def test_an_environment_that_asks_is_told_how_the_words_ended() -> None:
+async def test_passes_the_finish_reason_to_an_environment_that_takes_it() -> None:
     env = guarded("Listener")
     assert await env.step("a", finish_reason="length") == Step.of("a: length")
     assert await env.step("a") == Step.of("a: stop")
@@ -47,7 +47,7 @@ async def test_an_environment_that_asks_is_told_how_the_words_ended() -> None:
     )
 
 
-async def test_an_async_environment_lives_between_its_calls_and_frees_what_it_took() -> None:
+async def test_an_async_environment_lives_between_its_calls_and_is_closed() -> None:
     env = guarded("AsyncEcho")
     await env.reset(TASK)
     assert await env.step("a") == Step.of("alive: True")
@@ -78,7 +78,7 @@ async def test_an_async_environment_lives_between_its_calls_and_frees_what_it_to
         ("unshowable", "got a Unshowable that cannot be shown"),
     ],
 )
-async def test_what_is_wrong_with_a_step(action: str, problem: str) -> None:
+async def test_refuses_an_invalid_step(action: str, problem: str) -> None:
     env = guarded("Echo")
     await env.reset(TASK)
     with pytest.raises(EnvError, match=problem):
@@ -153,7 +153,7 @@ async def test_a_hook_gives_a_number_or_a_score() -> None:
         ("nan", "must return a finite number, .*, or a Score, got Score"),
     ],
 )
-async def test_what_is_wrong_with_a_reward(action: str, problem: str) -> None:
+async def test_refuses_an_invalid_reward(action: str, problem: str) -> None:
     with pytest.raises(RewardError, match=problem):
         await score("Scored", action)
 
@@ -254,7 +254,7 @@ class RaisingRepr:
     words=TEXT,
     how=st.sampled_from(["answers", "reset raises", "step raises", "garbage", "close raises"]),
 )
-async def test_whatever_text_an_environment_has_it_enters_valid(words: str, how: str) -> None:
+async def test_any_text_of_an_environment_is_made_valid(words: str, how: str) -> None:
     RaisingStr.WORDS = words
     env = GuardedEnv(f"{__name__}:Says", {"how": how}, faults=NONE, seed=0, block=False)
     texts = []

@@ -57,7 +57,7 @@ def data(tmp_path: Path, **options: Any) -> TaskSource:
     )
 
 
-def test_jsonl_asks_and_scores(tmp_path: Path) -> None:
+def test_jsonl_prompts_and_scores(tmp_path: Path) -> None:
     of = data(tmp_path, path=write(tmp_path / "a.jsonl", *questions(100)), system="be exact")
     task = draw(of, "data")
     env = Jsonl(path=str(tmp_path / "a.jsonl"), reward=REWARD, system="be exact")
@@ -155,7 +155,7 @@ def reasoning(tmp_path: Path, dataset: str, **options: Any) -> TaskSource:
     )
 
 
-def test_reasoning_asks_and_scores(tmp_path: Path) -> None:
+def test_reasoning_prompts_and_scores(tmp_path: Path) -> None:
     options: Any = {"make": {"min_terms": 2, "max_terms": 2}, "prompt": "Sums. "}
     of = reasoning(tmp_path, "chain_sum", **options)
     task = draw(of, "r")
@@ -260,7 +260,7 @@ def test_gymnasiums_reward_is_the_sum_of_its_steps(tmp_path: Path) -> None:
     assert asyncio.run(of.provider("g").score(ended, seed=0)) == Score(reward=1.25, success=True)
 
 
-def test_an_episode_knows_what_the_agent_said() -> None:
+def test_an_episode_has_the_agents_messages() -> None:
     of = episode(new_task(), "a", "b")
     assert isinstance(of, Episode)
     assert of.actions() == ("a", "b")

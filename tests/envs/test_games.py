@@ -105,7 +105,7 @@ def test_training_maps_have_gymnasiums_density_of_ice() -> None:
     assert FROZEN < ice < FROZEN + 0.08  # a little more, because hopeless maps are drawn again
 
 
-def test_some_training_tasks_begin_elsewhere_and_no_held_out_task_does() -> None:
+def test_only_training_tasks_may_start_at_another_cell() -> None:
     def starts(split: Split) -> Counter[int]:
         tasks = [
             FrozenLake.make_task(index=index, seed=0, split=split, options={})

@@ -185,7 +185,7 @@ async def test_an_episode(transport: str) -> None:
 
 
 @both
-async def test_success_is_what_the_metadata_say(transport: str) -> None:
+async def test_success_is_read_from_the_metadata(transport: str) -> None:
     for text, success in (("end well", True), ("end badly", False), ("end", None)):
         async with served(transport=transport) as (_, env):
             await env.reset(TASK)
@@ -317,7 +317,7 @@ async def test_no_server(transport: str, unused_tcp_port: int) -> None:
     await env.close()
 
 
-async def test_the_server_is_told_at_the_end() -> None:
+async def test_the_session_is_closed_at_the_end() -> None:
     async with served() as (server, env):
         await env.reset(TASK)
         assert server.open == 1
@@ -431,7 +431,7 @@ async def test_openenvs_own_server(real: str) -> None:
     envs = [OpenEnv(base_url=real, action={"number": "{text}"}) for _ in range(4)]
     for seed, env in enumerate(envs):
         assert (await env.reset(new_task(seed=seed))).messages[0].content == f"sum {seed}"
-    for seed, env in enumerate(envs):  # each session has an environment of its own
+    for seed, env in enumerate(envs):  # each session has its own environment
         assert await env.step(" 4 ") == Step.of(
             f"sum {seed + 4}", reward=2.0, state_key=f"sum {seed + 4}"
         )

@@ -60,7 +60,7 @@ def test_options_are_checked_against_the_constructor() -> None:
         check_options("jsonl", {"path": "x"})
 
 
-def test_load_finds_what_is_inside_a_class() -> None:
+def test_load_resolves_nested_attributes() -> None:
     assert load(f"{HERE}Echo.reset", what="it") is Echo.reset
     with pytest.raises(ConfigError, match="the reward: "):
         load(f"{HERE}Echo.rest", what="the reward")

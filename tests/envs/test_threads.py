@@ -46,7 +46,7 @@ async def opened(of: TaskSource, kind: str) -> blocking.Plain:
 
 
 async def entered(gate: Gate) -> None:
-    """Return once an environment has begun to block."""
+    """Return once an environment has started to block."""
     await asyncio.to_thread(gate.entered.acquire)
 
 
@@ -131,7 +131,7 @@ async def test_an_abandoned_call_is_counted_and_its_environment_never_called_aga
         await env.step("a")
     await env.close()
     assert [what for what, _ in gate.calls] == ["made", "reset", "step"]
-    assert await (await opened(of, "Plain")).step("a") == Step.of("on")  # others go on
+    assert await (await opened(of, "Plain")).step("a") == Step.of("on")  # others continue
 
 
 async def test_an_abandoned_call_that_returns_is_not_counted(of: TaskSource, gate: Gate) -> None:

@@ -31,7 +31,7 @@ from rollweave.sandbox.plain import Plain
 async def main():
     used, unused = Plain(), Plain()
     await used.start(SandboxSpec())
-    places = [folder for one in (used, unused) for folder in (one._launcher._base, one._launcher._kept)]
+    places = [folder for one in (used, unused) for folder in (one._launcher._base, one._launcher._snapshots)]
     print(json.dumps([used._launcher._process.pid, places]), flush=True)
     await asyncio.sleep(1000)
 
@@ -71,13 +71,13 @@ async def wait_until_removed(places: list[str]) -> None:
     """By the suite's own limit: another start on this machine may be removing them just
     now.
     """
-    while any(map(os.path.exists, places)):  # noqa: ASYNC110 (nothing tells)
+    while any(map(os.path.exists, places)):  # noqa: ASYNC110 (there is no event)
         await asyncio.sleep(0.01)
 
 
 async def test_the_next_start_removes_folders_of_a_killed_owner() -> None:
     async with opened("plain") as backend_:
-        living = [backend_._launcher._base, backend_._launcher._kept]  # type: ignore[attr-defined]
+        living = [backend_._launcher._base, backend_._launcher._snapshots]  # type: ignore[attr-defined]
         with owner() as (process, supervisor, places), owner() as (_, _, others):
             with ended(supervisor):
                 process.kill()
@@ -90,7 +90,7 @@ async def test_the_next_start_removes_folders_of_a_killed_owner() -> None:
 
 async def test_the_next_start_removes_folders_of_an_owner_killed_with_its_supervisor() -> None:
     with owner() as (process, supervisor, places):
-        process.send_signal(signal.SIGSTOP)  # it must not hear of its supervisor's end
+        process.send_signal(signal.SIGSTOP)  # it must not notice its supervisor's end
         with ended(supervisor):
             os.kill(supervisor, signal.SIGKILL)
         process.kill()

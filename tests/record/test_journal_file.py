@@ -182,7 +182,7 @@ def test_a_failed_rotation_leaves_the_journal_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "journal.bin"
     with JournalWriter(path) as writer:
         writer.append(*SAMPLE[0])
-        (tmp_path / f"journal.bin{NEW_SUFFIX}").mkdir()  # nobody can open a file there
+        (tmp_path / f"journal.bin{NEW_SUFFIX}").mkdir()  # no file can be opened there
         with pytest.raises(OSError, match="directory"):
             writer.rotate(b"snapshot")
         writer.append(*SAMPLE[1])

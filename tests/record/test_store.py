@@ -316,7 +316,7 @@ def test_reopened_store_has_all_unforgotten_trajectories(
         elif step == "o":
             store.close()
             store = TrajectoryStore(directory, segment_bytes=400)
-            # as a core says that was restored
+            # as a restored core requests
             store.forget([one for one in store.ids() if one not in expected])
         assert {one.id: (one.attempt, one.reward) for one in store.get(store.ids())} == expected
     store.close()

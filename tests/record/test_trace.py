@@ -47,7 +47,7 @@ def test_killed_run_continues_after_its_last_complete_line(tmp_path: Path) -> No
     trace = Trace(path)
     trace.span(TRAINER, "trainer", "second", 1.0, 2.0)
     trace.close()
-    trace = Trace(path)  # a run that had ended may go on too
+    trace = Trace(path)  # an ended run may continue, too
     trace.span(TRAINER, "trainer", "third", 2.0, 3.0)
     trace.close()
     names = [event["name"] for event in events(path) if event["ph"] == "X"]

@@ -676,7 +676,7 @@ async def test_an_abandoned_call_withdraws_its_turn(
     stage_.init()
     await stage_.until(EnvReady)
     stage_.run()
-    await stage_.until(TurnWithdrawn)  # nobody granted it
+    await stage_.until(TurnWithdrawn)  # it was not granted
     again = await stage_.until(TurnRequested, after=3)
     assert isinstance(again, TurnRequested)
     assert again.turn == 1

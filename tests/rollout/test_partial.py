@@ -446,7 +446,7 @@ async def test_a_refused_turn_restarts() -> None:
         (
             result(20, finish=FinishReason.LENGTH, resumed_tokens=3),
             0,
-        ),  # went on from somewhere else
+        ),  # continued from another position
         (result(20, finish=FinishReason.LENGTH, resumed_tokens=4, tokens=(1, *TRUTH[1:])), 0),
         (result(20, finish=FinishReason.LENGTH, resumed_tokens=4, version=-1), 0),
     ],
@@ -526,7 +526,7 @@ async def test_long_turns_are_reported_periodically() -> None:
     await stage.task
     stage.progress.report()
     assert len(stage.of(TurnsProgressed)) == 2
-    assert stage.progress._timer is None  # nobody looks where there is nothing to see
+    assert stage.progress._timer is None  # no timer without progress
 
 
 async def test_a_turn_without_an_engine_is_not_reported() -> None:

@@ -366,7 +366,7 @@ async def test_an_aborted_turn_is_dispatched_again(store: TrajectoryStore) -> No
     assert harness.engine.live == 0
 
 
-async def test_the_context_is_what_the_engine_has_processed(store: TrajectoryStore) -> None:
+async def test_the_context_is_that_processed_by_the_engine(store: TrajectoryStore) -> None:
     """The context is complete from the moment at which the turn is reported as done,
     even if the episode has not received the answer.
     """

@@ -1,4 +1,4 @@
-"""A predictor process that misbehaves as its regressor's name says."""
+"""A predictor process that misbehaves according to its regressor's name."""
 
 import os
 

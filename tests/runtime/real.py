@@ -229,7 +229,7 @@ def at_gate(life: Life, gate: Path) -> None:
 
 
 def check_totals(config: RunConfig, summary_: dict[str, Any]) -> None:
-    """Check that the run has trained and evaluated all that its configuration asks for."""
+    """Check that the run has trained and evaluated all that its configuration requires."""
     assert (summary_["error"], summary_["steps"]) == ("", config.run.steps)
     assert summary_["account"]["trained"] == GROUPS * MEMBERS * config.run.steps
     assert summary_["eval_episodes"] == {"lake": 8}

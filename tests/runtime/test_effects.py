@@ -78,7 +78,7 @@ def test_a_command_is_one_call_of_one_part(kind: type[Any]) -> None:
 
 
 @pytest.mark.parametrize("context", [(5, 6, 7), None])
-def test_kv_migrates_with_the_context_that_the_pipeline_knows(
+def test_kv_migrates_with_the_context_of_the_pipeline(
     context: tuple[int, ...] | None,
 ) -> None:
     calls: list[tuple[Any, ...]] = []
@@ -95,7 +95,7 @@ def test_kv_migrates_with_the_context_that_the_pipeline_knows(
     assert calls == [(ID, 1), (MIGRATE, context)]
 
 
-def test_a_prediction_is_asked_with_the_context_that_the_pipeline_knows() -> None:
+def test_a_prediction_is_requested_with_the_context_of_the_pipeline() -> None:
     calls: list[tuple[Any, ...]] = []
     predictor = Recorder([])
     predictor.predict = lambda *arguments: calls.append(arguments)  # type: ignore[attr-defined]

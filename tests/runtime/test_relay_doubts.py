@@ -77,7 +77,7 @@ class Bench:
         self.pump.post(e.TrainerReady(epoch=0, step=0))
 
     async def publish(self, memory: Memory) -> None:
-        """Publish as soon as the core asks for it."""
+        """Publish as soon as the core requests it."""
         weights_id = memory.manifest.weights_id
         await until(lambda: self.core.state.publication.next_weights_id == weights_id + 1)
         self.manifests.published(memory.manifest, ())

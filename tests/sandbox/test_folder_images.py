@@ -175,7 +175,7 @@ async def test_the_real_apptainer() -> None:
         await real.close()
 
 
-def test_a_missing_back_end_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_back_end_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(SandboxError, match="apt-get install bubblewrap"):
         backend("bubblewrap")

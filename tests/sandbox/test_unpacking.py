@@ -279,7 +279,7 @@ def test_refuses_archives_beyond_the_bounds_and_leaves_nothing(
         (Bounds(depth=2), "at most bounds.depth = 2 names, got 3"),
     ],
 )
-def test_does_not_pack_what_could_not_be_unpacked(
+def test_does_not_pack_a_folder_that_could_not_be_unpacked(
     tmp_path: Path, bounds: Bounds, message: str
 ) -> None:
     (tmp_path / "tree" / "a" / "b").mkdir(parents=True)

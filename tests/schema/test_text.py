@@ -105,7 +105,7 @@ def test_digits_of_another_script_are_no_number(digits: str) -> None:
 @pytest.mark.parametrize(
     ("text", "value"), [("1", 1.0), ("-.5", -0.5), ("+2.", 2.0), ("1e-3", 0.001), ("007", 7.0)]
 )
-def test_what_is_a_decimal(text: str, value: float) -> None:
+def test_accepts_decimals(text: str, value: float) -> None:
     assert decimal(text) == value
 
 
@@ -128,5 +128,5 @@ def test_what_is_a_decimal(text: str, value: float) -> None:
         "--1",
     ],
 )
-def test_what_is_no_decimal(text: str) -> None:
+def test_refuses_other_numbers(text: str) -> None:
     assert decimal(text) is None

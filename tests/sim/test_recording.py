@@ -51,7 +51,7 @@ def test_a_run_is_read_back_exactly(mode: str, tmp_path: Path) -> None:
     )
 
 
-def test_reads_attempts_begun_after_a_compaction(tmp_path: Path) -> None:
+def test_reads_attempts_started_after_a_compaction(tmp_path: Path) -> None:
     world = Scripted(one_domain("sync"), tmp_path / "run", compact_at=150)
     assert world.run().error == ""
     assert any(isinstance(event, e.EnvReady) for _, event in world.journal[:150])

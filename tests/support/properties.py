@@ -1,7 +1,7 @@
 """Hypothesis profiles: how many examples check a property, and from which seed.
 
 ``dev`` is the profile of ``make test``: a third of the examples, and the same ones in
-every run. ``thorough`` is the profile of ``make test-slow``: all examples, drawn anew in
+every run. ``thorough`` is the profile of ``make test-slow``: all examples, drawn again in
 each run.
 """
 

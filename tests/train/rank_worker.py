@@ -56,7 +56,7 @@ def run(model_dir: Path, out: Path, *, rank: int, world: int) -> dict[str, torch
             assert isinstance(
                 saved := trainer.handle(Save(path=str(out / "c"), export=True)), Saved
             ), saved
-        # One group of two: with two minibatches some ranks have no work of their own.
+        # One group of two: with two minibatches some ranks have no work.
         reply = trainer.handle(
             TrainOn(batch=make_batch(step, step=step, groups=1 if step == 1 else 3, size=2))
         )

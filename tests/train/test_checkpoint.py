@@ -47,7 +47,7 @@ def write(path: Path, step: int) -> None:
     save(path, some(step), export_dtype=torch.float32)
 
 
-def test_loads_what_was_saved(tmp_path: Path) -> None:
+def test_loads_a_saved_checkpoint(tmp_path: Path) -> None:
     write(tmp_path / "c", 7)
     loaded = load(tmp_path / "c")
     assert loaded.step == 7

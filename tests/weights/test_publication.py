@@ -223,7 +223,7 @@ def test_a_publisher_keeps_the_last_versions_open(tmp_path: Path, memfd: bool) -
         read_tensors(manifests[3])
 
 
-def test_a_publisher_keeps_what_is_needed(tmp_path: Path) -> None:
+def test_a_publisher_keeps_needed_versions(tmp_path: Path) -> None:
     publisher = Publisher(tmp_path, keep=2)
     for weights_id, needed in enumerate([(), (0,), (0, 1), (0, 2), ()]):
         publisher.publish({"w": torch.zeros(1)}, version=0, weights_id=weights_id, needed=needed)

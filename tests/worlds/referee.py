@@ -37,7 +37,7 @@ class Referee:
         self.cancelled: set[Attempt] = set()
         # ended by themselves while their cancellation was on its way
         self.crossed: set[Attempt] = set()
-        self.turns: dict[Attempt, int] = {}  # turns asked for
+        self.turns: dict[Attempt, int] = {}  # turns requested
         self.requested: set[Attempt] = set()  # attempts that wait for their turn
         self.open: dict[Attempt, tuple[int, int]] = {}  # attempts → (turn, try) on an engine
         # attempts → a turn whose answer has crossed its abortion
@@ -46,7 +46,7 @@ class Referee:
         # (attempt, turn, try) → tokens of it that were sampled
         self.sampled: dict[tuple[str, int, int, int], int] = {}
         self.aborted: set[tuple[str, int, int, int]] = set()
-        # attempts → turn before which a prediction was asked for
+        # attempts → turn before which a prediction was requested
         self.predicting: dict[Attempt, int] = {}
         self.moving: dict[int, Attempt] = {}  # transfers under way
         self.engines: dict[str, tuple[int, str]] = {}  # engine → (epoch, what it owes)
@@ -87,7 +87,7 @@ class Referee:
                 self.seen.add(type(command).__name__)
                 self.command(command)
 
-    # What the world says.
+    # Events of the world.
 
     def event(self, event: Event) -> None:
         match event:
@@ -106,7 +106,7 @@ class Referee:
                 self.relays = {f"r{number}": (0, "join") for number in range(event.relays)}
                 self.silent.clear()
             case e.TimerFired():
-                assert self.timer, "a timer that nobody set"
+                assert self.timer, "a timer that was not set"
                 self.timer = False
             case e.GroupSubmitted() | e.DrawFailed():
                 assert event.group_id in self.drawing, f"{event} was not asked for"
@@ -194,7 +194,7 @@ class Referee:
                 for attempt in [
                     attempt for attempt in self.open if self.with_[attempt] == event.engine_id
                 ]:
-                    # what it still said comes late
+                    # its last reports are stale
                     self.aborted.add((*attempt, *self.open.pop(attempt)))
             case e.RelayJoined():
                 self._relay(event, "join")
@@ -291,7 +291,7 @@ class Referee:
             table.pop(attempt, None)  # type: ignore[attr-defined]
         self.cancelled.discard(attempt)
 
-    # What the core asks for.
+    # Commands of the core.
 
     def command(self, command: Command) -> None:
         match command:

@@ -105,7 +105,7 @@ def test_a_fleet_of_several_degrees_keeps_the_contract(world: World, tmp_path: P
 @pytest.mark.parametrize("world", [live, simulated])
 def test_a_run_with_relays_keeps_the_contract(world: World, mode: str, tmp_path: Path) -> None:
     referee = judge(*world(tmp_path, mode, engines={"count": 3}, weights={"relays": 2}))
-    # of the last weights nobody may have need
+    # the last weights may be unneeded
     assert [owed for owed in referee.owed() if not owed.startswith("take")] == []
     assert {"RelayJoined", "FetchWeights", "WeightsFetched", "WeightsLoaded"} <= referee.seen
 

@@ -119,7 +119,7 @@ def test_annealing_is_never_faster(
     check(allocation, lengths, gpus, cost)
 
 
-def test_annealing_finds_what_its_order_allows_and_repeats() -> None:
+def test_annealing_is_deterministic_and_near_the_optimum_of_its_order() -> None:
     """Long trajectories want high degrees: from any start annealing comes near, with
     the paper's program or ours inside.
     """
@@ -157,7 +157,7 @@ def watched(
     return anneal(lengths, 16, (1, 2, 4), cost, np.random.default_rng(seed), placing=placing), tried
 
 
-def test_annealing_gives_the_best_that_it_has_seen() -> None:
+def test_annealing_returns_the_best_fleet_that_it_tried() -> None:
     """Where all fleets are nearly equal, it never settles, and the last is not the
     best.
     """

@@ -42,7 +42,7 @@ def hosts(prefix: str) -> st.SearchStrategy[list[Host]]:
 
 
 @given(hosts("llm"), hosts("rollout"))
-def test_servers_are_spread_near_first_and_nobody_is_left_out(
+def test_servers_are_distributed_near_first_and_to_every_client(
     llms: Sequence[Host], rollouts: Sequence[Host]
 ) -> None:
     uses = spread(llms, rollouts)
@@ -72,7 +72,9 @@ def test_servers_are_spread_near_first_and_nobody_is_left_out(
     shared = [len(names) for names in users.values()]
     assert max(shared) - min(shared) <= 1, "all are shared alike"
     exclusive = sum(len(used) == 1 for used in uses.values())
-    assert sum(shared) - len(llms) <= exclusive, "only who would have none borrows, and borrows one"
+    assert sum(shared) - len(llms) <= exclusive, (
+        "only a client without a server of its own borrows, and borrows one"
+    )
 
 
 def test_the_rest_is_dealt_round_robin() -> None:

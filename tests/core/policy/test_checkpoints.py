@@ -11,11 +11,11 @@ from rollweave.core.policy.checkpoints import checkpoint_is_due
 seconds = st.floats(0, 1e6)
 
 COST_SHARE = 1 / 20
-"""Stated anew: what the knob's sentence promises."""
+"""Restate the promise of the setting's description."""
 
 
 @given(every_s=st.floats(0.001, 1e6), last_s=seconds, since_s=seconds)
-def test_writing_takes_its_share_at_most_and_waits_no_longer_than_that_asks(
+def test_writing_keeps_its_share_and_waits_no_longer_than_necessary(
     every_s: float, last_s: float, since_s: float
 ) -> None:
     if checkpoint_is_due(since_s, every_s=every_s, last_s=last_s):
@@ -26,7 +26,7 @@ def test_writing_takes_its_share_at_most_and_waits_no_longer_than_that_asks(
 
 
 @given(last_s=seconds, since_s=seconds)
-def test_none_is_due_where_none_is_wanted(last_s: float, since_s: float) -> None:
+def test_none_is_due_if_disabled(last_s: float, since_s: float) -> None:
     assert not checkpoint_is_due(since_s, every_s=0.0, last_s=last_s)
 
 

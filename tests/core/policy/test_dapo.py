@@ -180,7 +180,7 @@ def one_batch(rule: DapoRule) -> Dapo:
     return dapo
 
 
-def test_on_policy_a_full_batch_ends_what_is_under_way() -> None:
+def test_on_policy_a_full_batch_cancels_groups_in_flight() -> None:
     dapo = one_batch(DapoRule(groups=2, group_size=2, under_way=5, staleness=0))
     assert (dapo.overdue(), dapo.room()) == ([2, 3, 4], 0)
     assert dapo.end_group(2, [0.0, 1.0]) is Verdict.INCOMPLETE  # it was too late
@@ -189,9 +189,7 @@ def test_on_policy_a_full_batch_ends_what_is_under_way() -> None:
     assert dapo.room() == 5
 
 
-def test_within_the_bound_what_is_under_way_goes_on_and_is_replenished_while_the_trainer_trains() -> (
-    None
-):
+def test_within_the_bound_groups_continue_and_are_replenished_during_training() -> None:
     dapo = one_batch(DapoRule(groups=2, group_size=2, under_way=5, staleness=1))
     assert (dapo.overdue(), list(dapo.under_way), dapo.room()) == ([], [2, 3, 4], 2)
     dapo.end_group(2, [1.0, 1.0])
@@ -202,7 +200,7 @@ def test_within_the_bound_what_is_under_way_goes_on_and_is_replenished_while_the
     assert dapo.take() == [3, 4]  # at once
 
 
-def test_groups_that_fail_without_end_are_told() -> None:
+def test_reports_groups_that_only_fail() -> None:
     dapo = Dapo(DapoRule(groups=1, group_size=2, under_way=1, staleness=1))
     dapo.request_batch(0)
     for _ in range(4):
@@ -228,7 +226,7 @@ def test_groups_that_fail_without_end_are_told() -> None:
         ({"staleness": -1}, "staleness must be at least 0, got -1"),
     ],
 )
-def test_a_rule_that_cannot_be_is_refused(fields: dict[str, int], message: str) -> None:
+def test_refuses_an_invalid_rule(fields: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DapoRule(**{"groups": 2, "group_size": 4, "under_way": 4, "staleness": 1, **fields})
 

@@ -84,7 +84,7 @@ def distance(one: Experience) -> float:
 def test_a_batch_is_the_best_by_its_strategy(
     buffer: list[Experience], wanted: int, strategy: Literal["fifo", "newest", "advantage", "ratio"]
 ) -> None:
-    """Best first, found one by one; among equals who came first."""
+    """The best comes first; among equals, the earlier arrival."""
     left = sorted(buffer, key=lambda one: one.arrived)
     expected: list[GroupId] = []
     while left and len(expected) < wanted:

@@ -81,14 +81,14 @@ def test_a_plan_is_the_share_of_its_first_tokens_in_each_bucket(plan: list[int])
     assert buckets.tolist() == pytest.approx(slow, abs=1e-6)
 
 
-def test_the_columns_that_are_named_hold_what_they_say() -> None:
+def test_named_columns_have_their_values() -> None:
     values = row(context(), None)
     assert values[LOG_PROMPT] == pytest.approx(math.log(101))
     assert (values[TURN], values[OUTPUT], values[SIBLING_MEAN]) == (2, 60, 90)
     assert (values[NUMBERS:] == 0).all()
 
 
-def test_numbers_are_lengths_what_siblings_leave_and_logarithms() -> None:
+def test_numbers_are_lengths_differences_to_siblings_and_logarithms() -> None:
     """A trajectory of 2 turns and 60 tokens, whose siblings took 90 on average."""
     found = row(context(reward=0.25), None)[:NUMBERS].tolist()
     assert found[1:13] == pytest.approx(
@@ -109,7 +109,7 @@ def test_before_its_first_turn_a_trajectory_has_no_mean() -> None:
     assert [found[index] for index in (1, 2, 7, 8, 9, 10, 13, 14, 15, 16)] == [0.0] * 10
 
 
-def test_siblings_of_whom_none_has_ended_say_nothing() -> None:
+def test_siblings_count_once_one_has_ended() -> None:
     without_siblings = row(context(siblings=0, sibling_mean=0.0, sibling_longest=0), 1)
     assert (
         row(context(siblings=0, sibling_mean=33.0, sibling_longest=44), 1) == without_siblings

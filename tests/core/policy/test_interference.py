@@ -102,7 +102,7 @@ def test_step_times_never_fall(measured: list[StepTime], largest: int) -> None:
     assert (np.diff(fitted) >= -1e-12).all()
 
 
-def test_step_times_go_on_as_straight_lines() -> None:
+def test_step_times_extrapolate_linearly() -> None:
     fitted = step_times(affine([2, 4, 16]), largest=40)
     assert fitted[1:] == pytest.approx(10 + 0.5 * np.arange(2, 41))
     assert fitted[0] == fitted[1]
@@ -255,7 +255,7 @@ def test_a_degree_without_a_profile_is_refused() -> None:
         simulated_s([(2, [1.0])], profile={1: affine([1, 4])}, slots={1: 4, 2: 4})
 
 
-def test_what_is_interpolated_is_near_what_would_be_simulated() -> None:
+def test_interpolated_times_are_near_simulated_ones() -> None:
     lengths = np.random.default_rng(0).lognormal(8.0, 1.0, size=1000)
     profile = {1: affine([1, 8, 64])}
     table = tabulate(

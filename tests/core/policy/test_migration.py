@@ -20,7 +20,7 @@ from tests.support.properties import examples
 def test_ranks_fill_the_shares_in_proportion(sizes: list[int], active: int) -> None:
     targets = [retarget(sizes, rank=rank, active=active) for rank in range(active)]
     assert targets == sorted(targets)
-    assert all(sizes[target] for target in targets), "nobody belongs to an empty share"
+    assert all(sizes[target] for target in targets), "an empty share gets no rank"
     for index, size in enumerate(sizes):
         assert abs(targets.count(index) - size * active / sum(sizes)) < 1
     if active == sum(sizes):
@@ -37,7 +37,7 @@ def test_ranks_fill_the_shares_in_proportion(sizes: list[int], active: int) -> N
         ([1], -1, 1, "rank"),
     ],
 )
-def test_ranks_that_cannot_be(sizes: list[int], rank: int, active: int, text: str) -> None:
+def test_refuses_invalid_ranks(sizes: list[int], rank: int, active: int, text: str) -> None:
     with pytest.raises(ValueError, match=f"{text} must be"):
         retarget(sizes, rank=rank, active=active)
 

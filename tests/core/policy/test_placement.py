@@ -27,7 +27,7 @@ from tests.support.properties import examples
 
 
 def check(placement: Placement, lengths: list[float], workers: list[int], cost: CostTable) -> None:
-    """The spans are a partition of the sorted list, and cost what is said."""
+    """The spans are a partition of the sorted list, and have the stated cost."""
     assert len(placement.spans) == len(workers)
     positions = sorted(position for start, end in placement.spans for position in range(start, end))
     assert positions == list(range(len(lengths)))
@@ -52,7 +52,7 @@ FLOATS = st.lists(st.floats(1e-3, 1e5), min_size=1, max_size=40)
 
 @settings(max_examples=examples(150))
 @given(FLOATS, st.integers(1, 40), tables(degrees=(2,), largest=40))
-def test_equal_workers_get_what_the_papers_program_finds(
+def test_equal_workers_get_the_optimum_of_the_papers_program(
     lengths: list[float], count: int, cost: CostTable
 ) -> None:
     workers = [2] * min(count, len(lengths))
@@ -156,7 +156,7 @@ def test_a_fast_worker_of_many_need_not_come_first() -> None:
     assert place_dp([10.0, 9.0, 9.0, 9.0, 9.0], [2, 1], cost).makespan_s == 11.0
 
 
-def test_what_the_makespan_leaves_open_is_shared_out() -> None:
+def test_slack_within_the_makespan_is_distributed() -> None:
     """One worker could take all within the makespan that the longest alone needs; then
     the others would have nothing.
     """
@@ -178,7 +178,7 @@ def test_each_trajectory_alone_on_its_worker() -> None:
     )
 
 
-def test_beyond_the_limits_a_placement_does_not_say_that_it_is_exact() -> None:
+def test_beyond_the_limits_a_placement_is_not_marked_exact() -> None:
     row = [1.0 + 0.01 * size for size in range(600)]
     cost = CostTable(
         {degree: [second / (1 + 0.3 * degree) for second in row] for degree in range(1, 10)}
@@ -209,7 +209,7 @@ def test_beyond_the_limits_a_placement_does_not_say_that_it_is_exact() -> None:
     st.floats(0.0, 1.0),
     st.integers(1, 9),
 )
-def test_aggregating_loses_no_more_than_is_said(
+def test_aggregating_loses_at_most_the_stated_loss(
     lengths: list[float], workers: list[int], cost: CostTable, share: float, chunk: int
 ) -> None:
     workers = workers[: len(lengths)]
@@ -226,7 +226,7 @@ def test_aggregating_loses_no_more_than_is_said(
         assert placement == exact
 
 
-def test_aggregating_can_lose_and_says_how_much() -> None:
+def test_aggregating_states_its_loss() -> None:
     cost = CostTable({1: [1.0, 2.0, 3.0, 4.0]})
     placement = place_dp([5.0, 5.0, 5.0, 5.0], [1, 1], cost, below=6.0, chunk=3)
     assert (placement.makespan_s, placement.exact) == (15.0, False)

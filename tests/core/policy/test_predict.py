@@ -275,7 +275,7 @@ numbers = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, 
 
 @settings(max_examples=examples(40))
 @given(pairs=numbers, share=st.sampled_from([0.1, 0.3, 0.5, 1.0]))
-def test_recall_is_what_is_found_on_average_over_all_orders_of_equal_numbers(
+def test_recall_averages_over_all_orders_of_equal_numbers(
     pairs: list[tuple[int, int]], share: float
 ) -> None:
     predicted, actual = ([float(value) for value in values] for values in zip(*pairs, strict=True))
@@ -286,7 +286,7 @@ def test_recall_is_what_is_found_on_average_over_all_orders_of_equal_numbers(
     assert 0.0 <= recall <= 1.0 + 1e-12
 
 
-def test_recall_does_not_depend_on_the_order_and_knows_its_ends() -> None:
+def test_recall_does_not_depend_on_the_order_and_has_exact_extremes() -> None:
     actual = [float(value) for value in range(100)]
     assert recall_of_longest(actual, actual) == 1.0
     assert recall_of_longest(actual[::-1], actual) == 0.0
@@ -321,7 +321,7 @@ def test_pearson_is_the_mean_product_of_standard_scores(
         ([1.0, 2.0], [math.inf, 2.0], "actual must be finite numbers, got inf"),
     ],
 )
-def test_measures_refuse_what_cannot_be_compared(
+def test_measures_refuse_unequal_or_empty_sequences(
     measure: Callable[[list[float], list[float]], float],
     predicted: list[float],
     actual: list[float],

@@ -31,7 +31,9 @@ def view(**fields: float) -> TurnView:
         ("longest_first", {"level": 5}, {"level": 4}),
     ],
 )
-def test_who_runs_first(name: str, first: dict[str, float], then: dict[str, float]) -> None:
+def test_each_priority_ranks_its_first_turn_higher(
+    name: str, first: dict[str, float], then: dict[str, float]
+) -> None:
     assert RANKS[name](view(**first)) > RANKS[name](view(**then))
 
 

@@ -1,4 +1,4 @@
-"""Relay chains: who takes from whom, in what pieces, and what a lost relay changes."""
+"""Relay chains: the source of each relay, the pieces, and the effects of a lost relay."""
 
 import random
 from collections.abc import Sequence
@@ -109,7 +109,7 @@ def pipeline_s(sizes: list[float], nodes: int, start_s: float, byte_s: float) ->
 @given(
     st.integers(0, 10_000), st.integers(1, 9), st.integers(1, 30), st.floats(0, 2), st.floats(0, 2)
 )
-def test_the_formula_is_what_a_pipeline_takes(
+def test_the_formula_is_the_time_of_a_pipeline(
     nbytes: int, nodes: int, chunks: int, start_s: float, byte_s: float
 ) -> None:
     expected = pipeline_s([nbytes / chunks] * chunks, nodes, start_s, byte_s)

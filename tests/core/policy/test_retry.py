@@ -40,7 +40,7 @@ def test_only_failures_that_say_nothing_about_the_agent_are_tried_again() -> Non
         (3, 0, Failover.REMOVE_ENGINE),
     ],
 )
-def test_a_machine_goes_when_restarts_do_not_help_and_others_can_go_on(
+def test_a_machine_is_removed_after_its_restarts_if_others_can_continue(
     restarts: int, elsewhere: int, expected: Failover
 ) -> None:
     assert failover(restarts=restarts, limit=3, elsewhere=elsewhere) is expected

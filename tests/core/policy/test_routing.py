@@ -63,7 +63,7 @@ def load(name: EngineId, active: int, slots: int = 4, lowest: float = -math.inf)
     return EngineLoad(id=name, active=active, slots=slots, lowest=lowest)
 
 
-def test_placements_choose_as_they_say() -> None:
+def test_placements_choose_by_their_rules() -> None:
     engines = {A: load(A, 3), B: load(B, 0)}
     assert choose(engines, affine=A) == A
     assert choose(engines, affine=A, placement="least_load") == B
@@ -82,7 +82,7 @@ def test_placements_choose_as_they_say() -> None:
     after=st.lists(st.integers(1, 900), min_size=1, max_size=80),
     old=st.integers(1, 4),
 )
-def test_a_newcomer_gets_its_share_and_is_not_buried(
+def test_a_new_engine_gets_its_share_without_overload(
     before: list[int], after: list[int], old: int
 ) -> None:
     """Turns without an engine, of so many tokens: nobody is ahead of another by more

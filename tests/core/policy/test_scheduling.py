@@ -8,7 +8,7 @@ from rollweave.schema.config.sections import AblationConfig, RolloutConfig
 
 @pytest.mark.parametrize("placement", ["affinity", "least_load", "pinned", "partition"])
 @pytest.mark.parametrize("priority", ["fcfs", "round_robin", "shortest_first", "longest_first"])
-def test_what_follows_from_the_choices(priority: str, placement: str) -> None:
+def test_derived_properties_of_the_choices(priority: str, placement: str) -> None:
     found = Scheduling(priority=priority, placement=placement, migration="never")
     by_rank = placement == "partition"
     assert found.by_rank is by_rank
@@ -18,7 +18,7 @@ def test_what_follows_from_the_choices(priority: str, placement: str) -> None:
     assert found.keeps is (by_rank and priority in ("fcfs", "longest_first"))
 
 
-def test_presets_and_what_is_mixed_into_them() -> None:
+def test_settings_override_presets() -> None:
     assert scheduling(RolloutConfig(), AblationConfig()).placement == "affinity"
     assert not scheduling(RolloutConfig(), AblationConfig()).predicts
     overridden = scheduling(RolloutConfig(scheduling="trajectory"), AblationConfig())

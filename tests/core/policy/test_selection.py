@@ -32,7 +32,7 @@ def test_the_best_is_the_newest_of_the_greatest(
     assert chosen == max(range(len(figures)), key=lambda number: (figures[number], number))
 
 
-def test_a_domain_whose_episodes_never_said_so_has_not_succeeded() -> None:
+def test_a_domain_that_never_reports_success_has_not_succeeded() -> None:
     assert measure({}, {"a": 5.0}, {"a"}) == 0.0
     assert measure({}, {"a": -5.0}, ()) == -5.0
     with pytest.raises(ValueError, match="at least one task domain"):

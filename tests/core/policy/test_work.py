@@ -154,7 +154,7 @@ def test_a_groups_seconds_are_those_of_its_own_members(
     )
 
 
-def test_level_keeps_the_makespan_and_gives_everybody_something() -> None:
+def test_leveling_keeps_the_makespan_and_leaves_no_worker_empty() -> None:
     one = Rate(fixed_s=1.0, sequence_s=0.0, context_s=0.0, slots=100, kv_tokens=10**9)
     problem = Problem(ByWork([(10, 0)] + [(1, 0)] * 9, {1: one}))
     path = problem.least(in_order([1, 1, 1]))
@@ -171,7 +171,7 @@ def test_level_keeps_the_makespan_and_gives_everybody_something() -> None:
     context=st.floats(0, 0.01),
     contexts=st.sampled_from([(100, 4000), (64,)]),
 )
-def test_a_rate_gives_back_what_was_measured(
+def test_a_rate_reproduces_the_measurements(
     fixed: float, sequence: float, context: float, contexts: tuple[int, ...]
 ) -> None:
     points = [

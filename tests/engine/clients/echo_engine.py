@@ -1,8 +1,8 @@
 """A fake engine's loop without a model: it counts up from the last prompt token. It
 also runs as a process.
 
-A prompt that begins with HOLD is answered only when it is aborted; so is one with TELL,
-of whose turn the first `TOLD` tokens are reported before; one with REFUSE is answered
+A prompt that begins with HOLD is answered only when it is aborted; so is one with PROGRESS,
+the first `PROGRESS_TOKENS` tokens of which are reported before; one with REFUSE is answered
 by an error; with CRASH the engine dies; with DEAF it takes no further command. Weights
 whose digest is "bad" are refused. While suspended, answers wait. Its KV consists of the
 prompts that it has answered, and has weights 0.

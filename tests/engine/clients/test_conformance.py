@@ -422,7 +422,7 @@ async def test_a_rank_may_change_at_any_time(connect: Connect, kind: str) -> Non
     await client.suspend()
     waiting = client.generate(request("r0", 5))
     client.rerank("r0", 3.0)
-    client.rerank("r0", float("nan"))  # makes no sense, and harms nobody
+    client.rerank("r0", float("nan"))  # invalid, and without effect
     client.rerank("unknown", 3.0)
     client.resume()
     assert (await waiting).id == "r0"

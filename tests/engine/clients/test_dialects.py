@@ -153,7 +153,7 @@ def changed(answer: Any, *path: str | int, to: object) -> Any:
     return copy
 
 
-# What is asked.
+# Requests.
 
 
 def test_vllm_receives_every_parameter() -> None:

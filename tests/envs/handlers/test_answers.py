@@ -97,7 +97,7 @@ def test_parses_numbers(text: str, value: Fraction | int) -> None:
         ),
     ],
 )
-def test_refuses_what_is_no_number(text: str) -> None:
+def test_refuses_other_text_than_numbers(text: str) -> None:
     assert parse_number(text) is None
     assert not equivalent(text, "12")
 

@@ -89,7 +89,7 @@ def test_git_applies_the_patch(
         (folder / path).parent.mkdir(exist_ok=True)
         (folder / path).write_bytes(text.encode())
     empty = [path for path in {*before, *after} if not before.get(path) and not after.get(path)]
-    # a patch of nothing says nothing
+    # an empty patch has no content
     collected, _ = changes(listing(**after), before, keep=lambda path: path not in empty)
     text = patch(before, collected)
     if text:

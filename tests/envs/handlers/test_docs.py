@@ -1,4 +1,4 @@
-"""The handler in the documentation does what the documentation says."""
+"""The handler in the documentation works as described."""
 
 import re
 from collections.abc import Sequence

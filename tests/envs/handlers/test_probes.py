@@ -154,7 +154,7 @@ def test_a_value_that_equals_everything_does_not_pass() -> None:
     assert describe(Text("other")) == "'other'"
 
 
-def test_a_probe_notes_what_is_raised() -> None:
+def test_a_probe_notes_exceptions() -> None:
     probe = Probe()
     with probe.raised():
         raise SystemExit(0)

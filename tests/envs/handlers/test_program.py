@@ -42,7 +42,7 @@ async def sandboxes(request: pytest.FixtureRequest) -> AsyncIterator[Sandboxes]:
 
 def kept_folders(sandboxes: Sandboxes) -> list[Path]:
     """Return the folders of snapshots that exist."""
-    return list(Path(sandboxes._backend._launcher._kept).iterdir())  # type: ignore[union-attr]
+    return list(Path(sandboxes._backend._launcher._snapshots).iterdir())  # type: ignore[union-attr]
 
 
 async def test_scores_a_programs_output_and_hides_fields(

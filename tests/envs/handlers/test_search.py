@@ -28,7 +28,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Server:
-    """Answers with each of `says` in turn, then repeats the last: a status, or the
+    """Answers with each of `responses` in turn, then repeats the last: a status, or the
     results.
     """
 

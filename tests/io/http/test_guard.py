@@ -305,7 +305,7 @@ async def test_a_body_without_the_token_is_not_read() -> None:
 
 
 async def _exchange(url: str, request: bytes, body: bytes = b"") -> list[int]:
-    """Send a request, and the body once it is asked for.
+    """Send a request, and the body once the server requests it.
 
     Return all statuses that came.
     """

@@ -44,7 +44,7 @@ def test_good_lines_around_bad_ones_count(run: RunDir) -> None:
 
 def test_totals_are_those_of_the_summary(run: RunDir) -> None:
     """This holds even if the lines add up to less, because a killed controller had done
-    more than its last line says.
+    more than its last line has.
     """
     summary = json.loads(run.summary.read_text())
     summary["inherent_staleness"] = {"0": 7, "3": 2}

@@ -97,7 +97,7 @@ def test_a_frame_maps_its_corners() -> None:
     assert math.isfinite(flat.y(0))
 
 
-def test_a_stacked_bar_shows_only_what_took_time() -> None:
+def test_a_stacked_bar_omits_causes_without_time() -> None:
     drawn = stacked(
         {"trainer": {"busy": 3.0, "batch": 1.0, "saving": 0.0}},
         {"busy": "--a", "batch": "--b", "saving": "--c"},

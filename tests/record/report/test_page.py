@@ -114,7 +114,7 @@ def test_only_the_metrics_are_needed(run: RunDir) -> None:
 @pytest.mark.parametrize(
     "lines", [[], ['{"kind": "started", "at": 0.0}'], ['{"kind": "news"}', "garbage"]]
 )
-def test_a_run_that_has_barely_begun(tmp_path: Path, lines: list[str]) -> None:
+def test_a_run_without_a_complete_step(tmp_path: Path, lines: list[str]) -> None:
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert "not finished" in checked(render(read_run(RunDir(tmp_path))))
 

@@ -278,7 +278,7 @@ async def test_pinned_sampling_overrides_the_client() -> None:
     assert sampling.seed != 3
 
 
-# Who may ask.
+# Access.
 
 
 async def test_a_session_requires_its_token() -> None:

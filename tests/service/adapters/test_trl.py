@@ -262,7 +262,7 @@ def test_async_grpo_trains_on_the_workers_samples_and_updates_the_engine(
     )
 
     monkeypatch.setattr(packing, "_flash_attn", lambda: PlainAttention)
-    # asks for the GPU's name
+    # queries the GPU's name
     monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
     with served(tmp_path) as (_, engine, address):
         rule = DapoRule(groups=2, group_size=GROUP, under_way=3, staleness=2)

@@ -28,7 +28,7 @@ def trajectories(
     plans: bool = False,
     opening: bool = False,
 ) -> list[Example]:
-    """Generate trajectories whose turns are all about as long as their level says.
+    """Generate trajectories whose turns are all about as long as their level.
 
     With `plans` the plan reveals the level, too; with `opening` the first turn is only
     the plan, equally long for all.
