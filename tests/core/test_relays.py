@@ -186,7 +186,7 @@ def test_the_loss_of_the_trainer_is_blamed_on_no_relay() -> None:
     driver = Driver(2).up()
     driver.publish()
     for _ in range(300):
-        if driver.relay("r0").fetching >= 0:
+        if driver.relay("r0").fetch is not None:
             driver.refuse("r0", "source")
         assert not any(isinstance(command, c.RestartRelay) for command in driver.wait(1.0))
     assert [relay.restarts for relay in driver.core.state.relays.values()] == [0, 0]
@@ -198,7 +198,7 @@ def test_a_relay_that_always_refuses_is_restarted() -> None:
     driver.hold("r0", 0)
     restarted: list[c.Command] = []
     for _ in range(70):
-        if driver.relay("r1").fetching >= 0:
+        if driver.relay("r1").fetch is not None:
             driver.refuse("r1", "room")
         restarted += [
             command for command in driver.wait(1.0) if isinstance(command, c.RestartRelay)
@@ -222,12 +222,12 @@ def test_the_failure_of_an_outdated_fetch_is_ignored() -> None:
     driver.publish()
     old = driver.relay("r2").fetches
     driver.lose("r1")
-    assert driver.relay("r2").source == "r0"
+    assert driver.source("r2") == "r0"
     stale = e.FetchFailed(
         relay_id="r2", epoch=0, weights_id=0, try_number=old, reason="source", error="r1 is gone"
     )
     assert ways(driver.send(stale)) == {}
-    assert driver.relay("r2").source == "r0"
+    assert driver.source("r2") == "r0"
 
 
 def serving(driver: Driver, *relays: str) -> None:
@@ -469,7 +469,7 @@ def test_a_source_that_should_have_the_version_and_fails_is_restarted_too() -> N
     driver.hold("r0", 0)
     restarted: list[str] = []
     for _ in range(70):
-        if driver.relay("r1").fetching >= 0:
+        if driver.relay("r1").fetch is not None:
             driver.refuse("r1", "source")
         restarted += [
             command.relay_id for command in driver.wait(1.0) if isinstance(command, c.RestartRelay)
@@ -484,7 +484,7 @@ def test_a_relay_whose_source_hangs_switches_to_the_one_before_it_and_stays_ther
     driver = Driver(4).up()
     driver.publish()
     assert ways(driver.suspect("r1")) == {"r2": "r0"}
-    assert (driver.core.state.chain.order, driver.relay("r1").source) == (
+    assert (driver.core.state.chain.order, driver.source("r1")) == (
         ["r0", "r1", "r2", "r3"],
         "r0",
     ), "it keeps its place"
@@ -497,7 +497,7 @@ def test_the_relay_behind_a_hanging_master_fetches_from_the_trainer() -> None:
     driver.publish()
     assert ways(driver.suspect("r0")) == {"r1": None}
     assert ways(driver.hear("r0")) == {}
-    assert [driver.relay(relay).source for relay in driver.core.state.chain.order] == [
+    assert [driver.source(relay) for relay in driver.core.state.chain.order] == [
         None,
         None,
         "r1",
@@ -537,11 +537,11 @@ def test_a_relay_without_another_source_waits_for_the_hanging_one() -> None:
     driver.hold("r1", 0)
     driver.publish_again()
     driver.refuse("r0", "source")  # the trainer is gone
-    assert driver.relay("r1").fetching == -1
+    assert driver.relay("r1").fetch is None
     driver.wait(1.0)
-    assert (driver.relay("r0").source, driver.relay("r1").source) == (None, "r0")
+    assert (driver.source("r0"), driver.source("r1")) == (None, "r0")
     driver.suspect("r0")
-    assert driver.relay("r1").source is None
+    assert driver.source("r1") is None
     driver.refuse("r1", "source")
     assert ways(driver.hear("r0")) == {"r1": "r0"}
 
@@ -637,11 +637,12 @@ def step(driver: Driver, data: st.DataObject) -> list[c.Command]:
     if relay.status is RelayStatus.STARTING:
         return driver.join(name)
     deeds = ["lose", "hear" if relay.suspected else "suspect", "publish", "wait"]
-    if relay.fetching >= 0 and not relay.suspected:
-        has = relay.source is None or relay.fetching in driver.relay(relay.source).versions
+    if relay.fetch is not None and not relay.suspected:
+        source = relay.fetch.source
+        has = source is None or relay.fetch.weights_id in driver.relay(source).versions
         deeds += [
             "refuse",
-            *(["stall"] if relay.source is not None else []),
+            *(["stall"] if source is not None else []),
             *(["hold"] * 3 if has else []),
         ]
     match data.draw(st.sampled_from(deeds)):
@@ -654,7 +655,7 @@ def step(driver: Driver, data: st.DataObject) -> list[c.Command]:
         case "publish":
             return driver.publish_again()
         case "hold":
-            return driver.hold(name, relay.fetching)
+            return driver.hold(name, driver.fetch(name).weights_id)
         case "stall":
             return driver.stall(name)
         case "refuse":
@@ -674,8 +675,7 @@ def test_every_relay_that_can_fetches_from_a_responsive_one(
     driver.publish()
     for _ in range(data.draw(st.integers(1, 30))):
         before = {
-            name: (relay.fetching, relay.source, relay.epoch)
-            for name, relay in driver.core.state.relays.items()
+            name: (relay.fetch, relay.epoch) for name, relay in driver.core.state.relays.items()
         }
         commands = [
             command for command in step(driver, data) if isinstance(command, c.FetchWeights)
@@ -683,43 +683,44 @@ def test_every_relay_that_can_fetches_from_a_responsive_one(
         state = driver.core.state
         for command in commands:
             assert command.source in may_give(driver, command.relay_id, command.weights_id), command
-            taking, source, epoch = before[command.relay_id]
-            if (taking, epoch) == (
-                command.weights_id,
-                driver.relay(command.relay_id).epoch,
-            ) and source != command.source:
-                relay = driver.relay(command.relay_id)
-                assert source not in may_give(driver, relay.id, taking) or source in [
-                    *relay.refused_sources,
-                    *relay.stalled_sources,
-                ]
+            former, epoch = before[command.relay_id]
+            relay = driver.relay(command.relay_id)
+            if (
+                former is not None
+                and (former.weights_id, epoch) == (command.weights_id, relay.epoch)
+                and former.source != command.source
+            ):
+                assert former.source not in may_give(
+                    driver, relay.id, former.weights_id
+                ) or former.source in [*relay.refused_sources, *relay.stalled_sources]
         for name in state.chain.order:
             relay = driver.relay(name)
-            version = relay.fetching if relay.fetching >= 0 else state.publication.weights_id
+            fetch = relay.fetch
+            version = fetch.weights_id if fetch is not None else state.publication.weights_id
             better = [
                 other
                 for other in may_give(driver, name, version)
                 if other not in relay.refused_sources
             ]
-            if relay.fetching < 0 and version not in relay.versions:
+            if fetch is None and version not in relay.versions:
                 assert not better, f"{name} could take from {better}"
             elif (
-                relay.fetching >= 0
-                and relay.source is not None
-                and driver.relay(relay.source).suspected
+                fetch is not None
+                and fetch.source is not None
+                and driver.relay(fetch.source).suspected
             ):
                 assert relay.suspected or not better, f"{name} could take from {better}"
         for name in state.chain.order:
             seen = [name]
             while (
-                (last := driver.relay(seen[-1])).fetching >= 0
+                (last := driver.relay(seen[-1]).fetch) is not None
                 and last.source is not None
                 and last.source not in seen
             ):
-                if last.fetching in driver.relay(last.source).versions:
+                if last.weights_id in driver.relay(last.source).versions:
                     break
                 seen.append(last.source)
-            assert last.fetching < 0 or last.source not in seen, f"they wait for each other: {seen}"
+            assert last is None or last.source not in seen, f"they wait for each other: {seen}"
 
 
 @settings(max_examples=examples(25))
@@ -737,11 +738,11 @@ def test_all_relays_get_the_weights_once_all_respond(relays: int, data: st.DataO
     for _ in range(3 * relays):
         driver.wait(1.0)
         for name in state.chain.order:
-            relay = driver.relay(name)
-            if relay.fetching >= 0 and (
-                relay.source is None or relay.fetching in driver.relay(relay.source).versions
+            fetch = driver.relay(name).fetch
+            if fetch is not None and (
+                fetch.source is None or fetch.weights_id in driver.relay(fetch.source).versions
             ):
-                driver.hold(name, relay.fetching)
+                driver.hold(name, fetch.weights_id)
     assert all(
         state.publication.weights_id in driver.relay(name).versions for name in state.chain.order
     )

@@ -420,7 +420,9 @@ class World:
             if version in versions_in_use
         }
         for relay in state.relays.values():
-            needed |= {relay.fetching, relay.base, *relay.versions[-1:]}  # type: ignore[arg-type]
+            needed |= {*relay.versions[-1:]}
+            if relay.fetch is not None:
+                needed |= {relay.fetch.weights_id, relay.fetch.base}  # type: ignore[arg-type]
         newest = max(self.version_of, default=-1)
         spare = set(command.keep) - needed - {newest}
         assert not spare, f"{command} keeps {spare}, which nobody needs"

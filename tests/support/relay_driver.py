@@ -1,7 +1,7 @@
 """A world of relays whose fetches a test completes by hand."""
 
 from rollweave.core.core import Core
-from rollweave.core.state import Relay
+from rollweave.core.state import Fetch, Relay
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
@@ -82,10 +82,13 @@ class Driver:
         return self.send(e.RelayRecovered(relay_id=relay, epoch=self.relay(relay).epoch))
 
     def stall(self, relay: str) -> list[c.Command]:
-        state = self.relay(relay)
-        assert state.source is not None
+        fetch = self.fetch(relay)
+        assert fetch.source is not None
         event = e.FetchStalled(
-            relay_id=relay, epoch=state.epoch, weights_id=state.fetching, source=state.source
+            relay_id=relay,
+            epoch=self.relay(relay).epoch,
+            weights_id=fetch.weights_id,
+            source=fetch.source,
         )
         return self.send(event)
 
@@ -94,7 +97,7 @@ class Driver:
         event = e.FetchFailed(
             relay_id=relay,
             epoch=state.epoch,
-            weights_id=state.fetching,
+            weights_id=self.fetch(relay).weights_id,
             try_number=state.fetches,
             reason=reason,  # type: ignore[arg-type]
             error="no luck",
@@ -107,3 +110,11 @@ class Driver:
 
     def relay(self, name: str) -> Relay:
         return self.core.state.relays[name]
+
+    def fetch(self, name: str) -> Fetch:
+        fetch = self.relay(name).fetch
+        assert fetch is not None, f"{name} fetches nothing"
+        return fetch
+
+    def source(self, name: str) -> str | None:
+        return self.fetch(name).source

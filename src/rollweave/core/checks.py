@@ -203,20 +203,22 @@ def _check_weights(run: Run) -> None:
         and max(state.publication.checkpointed.values()) <= state.checkpoints.newest
     ), state.publication.checkpointed
     for place, relay in enumerate(state.relays[relay_id] for relay_id in state.chain.order):
-        assert (relay.status is RelayStatus.FETCHING) == (relay.fetching >= 0), relay
+        assert (relay.status is RelayStatus.FETCHING) == (relay.fetch is not None), relay
         assert relay.versions == sorted(set(relay.versions)), relay
         assert relay.fetching not in relay.versions, relay
         assert len(relay.versions) <= MAX_VERSIONS + 1, relay
-        source = state.relays[relay.source] if relay.source is not None else None
-        if relay.fetching >= 0 and source is not None and relay.fetching not in source.versions:
-            assert source.fetching == relay.fetching, (
-                f"{relay.id} takes {relay.fetching} from {source.id}, which lacks it"
+        fetch = relay.fetch
+        if fetch is None:
+            continue
+        source = state.relays[fetch.source] if fetch.source is not None else None
+        if source is not None and fetch.weights_id not in source.versions:
+            assert source.fetching == fetch.weights_id, (
+                f"{relay.id} fetches {fetch.weights_id} from {source.id}, which lacks it"
             )
             assert state.chain.order.index(source.id) < place, (
-                f"{relay.id} takes from {source.id}, which stands behind it"
+                f"{relay.id} fetches from {source.id}, which stands behind it"
             )
-        if relay.base is not None:
-            assert relay.base in relay.versions, relay
+        assert fetch.base is None or fetch.base in relay.versions, relay
     for engine in state.engines.values():
         machine = machine_of(run, engine)
         assert machine is None or f"r{machine}" in state.relays, (

@@ -24,7 +24,7 @@ from rollweave.core import engines, weights
 from rollweave.core.policy.relay import sends_changes
 from rollweave.core.policy.retry import Failover, failover
 from rollweave.core.run import Run
-from rollweave.core.state import Phase, Relay, RelayStatus
+from rollweave.core.state import Fetch, Phase, Relay, RelayStatus
 from rollweave.schema.commands import FetchWeights, RestartRelay
 from rollweave.schema.events import (
     FetchFailed,
@@ -65,34 +65,23 @@ def on_fetched(run: Run, event: WeightsFetched) -> None:
     relay = _find(run, event.relay_id, event.epoch)
     if relay is None or relay.status is RelayStatus.STARTING:
         return
-    asked = relay.fetching == event.weights_id
+    expected = relay.fetching == event.weights_id
     if event.weights_id not in relay.versions and (
-        asked or event.weights_id in run.state.publication.retained
+        expected or event.weights_id in run.state.publication.retained
     ):
         insort(relay.versions, event.weights_id)
-    if not asked:
+    if not expected:
         return
     if len(relay.versions) > 1:
         relay.restarts = (
             0  # it has survived from one version to the next: earlier failures are forgiven
         )
-    (
-        relay.refused_sources,
-        relay.stalled_sources,
-        relay.force_full,
-        relay.starved_since,
-        relay.failed_source,
-    ) = (
-        [],
-        [],
-        False,
-        None,
-        None,
-    )
+    relay.refused_sources, relay.stalled_sources, relay.force_full = [], [], False
+    relay.starved_since = relay.failed_source = None
     _stop(run, relay)
     _measure_broadcast(run)
     for other in run.state.relays.values():
-        if other.source == relay.id:
+        if other.fetch is not None and other.fetch.source == relay.id:
             other.since = run.now  # a timeout is now its own fault
 
 
@@ -101,18 +90,23 @@ def on_fetch_failed(run: Run, event: FetchFailed) -> None:
     version; else another source may do better.
     """
     relay = _find(run, event.relay_id, event.epoch)
-    if relay is None or (relay.fetching, relay.fetches) != (event.weights_id, event.try_number):
+    fetch = relay.fetch if relay is not None else None
+    if (
+        relay is None
+        or fetch is None
+        or (fetch.weights_id, relay.fetches) != (event.weights_id, event.try_number)
+    ):
         return
     run.warn(
         relay.id,
         f"weights {event.weights_id} not fetched ({event.reason}): {event.error}",
-        count="take_refused",
+        count="fetch_refused",
     )
-    source = run.state.relays.get(relay.source or "")
-    if event.reason in ("base", "broken") and relay.base is not None:
+    source = run.state.relays.get(fetch.source or "")
+    if event.reason in ("base", "broken") and fetch.base is not None:
         relay.force_full = True
     else:
-        relay.refused_sources.append(relay.source)
+        relay.refused_sources.append(fetch.source)
     if (
         event.reason == "source"
         and source is not None
@@ -129,22 +123,24 @@ def on_fetch_failed(run: Run, event: FetchFailed) -> None:
 
 def on_stalled(run: Run, event: FetchStalled) -> None:
     relay = _find(run, event.relay_id, event.epoch)
+    fetch = relay.fetch if relay is not None else None
     if (
         relay is None
-        or (relay.fetching, relay.source) != (event.weights_id, event.source)
+        or fetch is None
+        or (fetch.weights_id, fetch.source) != (event.weights_id, event.source)
         or event.source in relay.stalled_sources
     ):
         return
     tried = {*relay.refused_sources, *relay.stalled_sources, event.source}
-    ways = [source for source in _sources(run, relay, relay.fetching) if source not in tried]
+    ways = [source for source in _sources(run, relay, fetch.weights_id) if source not in tried]
     if ways:
         run.warn(
             relay.id,
-            f"weights {relay.fetching} stall on their way from {event.source}",
-            count="take_stalled",
+            f"weights {fetch.weights_id} stall on their way from {event.source}",
+            count="fetch_stalled",
         )
         relay.stalled_sources.append(event.source)
-        _fetch(run, relay, relay.fetching, ways[0])
+        _fetch(run, relay, fetch.weights_id, ways[0])
 
 
 def on_lost(run: Run, event: RelayLost) -> None:
@@ -203,11 +199,11 @@ def advance(run: Run) -> None:
     for relay in [relay for relay in state.relays.values() if relay.restart_reason]:
         restart(run, relay, relay.restart_reason)
     for relay in [state.relays[relay_id] for relay_id in state.chain.order]:
-        if relay.fetching >= 0:
-            served = _has_source(run, relay)
-            if served and (relay.suspected or not _source_is_suspected(run, relay)):
+        if relay.fetch is not None:
+            served = _has_source(run, relay.fetch)
+            if served and (relay.suspected or not _source_is_suspected(run, relay.fetch)):
                 continue  # a suspected relay cannot act: its fetch continues, or is lost with it
-            if _fetch_from_best(run, relay, relay.fetching) or served:
+            if _fetch_from_best(run, relay, relay.fetch.weights_id) or served:
                 continue
             _stop(run, relay)
         wanted = _missing_version(run, relay)
@@ -248,11 +244,12 @@ def check_timeouts(run: Run) -> None:
     is. Clear refusals, so that these sources are tried again.
     """
     state, limits = run.state, run.config.watchdog
-    taking = {relay.id: relay.fetching for relay in state.relays.values()}
+    fetching = {relay.id: relay.fetching for relay in state.relays.values()}
     waiting = {
         relay.id
         for relay in state.relays.values()
-        if taking.get(relay.source or "") == relay.fetching
+        if relay.fetch is not None
+        and fetching.get(relay.fetch.source or "") == relay.fetch.weights_id
     }
     for relay in list(state.relays.values()):
         waited = run.now - relay.since
@@ -280,17 +277,17 @@ def check_timeouts(run: Run) -> None:
             relay.refused_sources = []
 
 
-def _has_source(run: Run, relay: Relay) -> bool:
-    if relay.source is None:
+def _has_source(run: Run, fetch: Fetch) -> bool:
+    if fetch.source is None:
         return True
-    source = run.state.relays.get(relay.source)
+    source = run.state.relays.get(fetch.source)
     return source is not None and (
-        relay.fetching in source.versions or relay.fetching == source.fetching
+        fetch.weights_id in source.versions or fetch.weights_id == source.fetching
     )
 
 
-def _source_is_suspected(run: Run, relay: Relay) -> bool:
-    return relay.source is not None and run.state.relays[relay.source].suspected
+def _source_is_suspected(run: Run, fetch: Fetch) -> bool:
+    return fetch.source is not None and run.state.relays[fetch.source].suspected
 
 
 def _is_chain_head(run: Run, relay: Relay) -> bool:
@@ -339,9 +336,9 @@ def _fetch(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
     ):
         both = {*relay.versions} & {*run.state.relays[source].versions} - {wanted}
         base = max(both, default=None)
-    if relay.fetching < 0:
+    if relay.fetch is None:
         _enter(run, relay, RelayStatus.FETCHING)
-    relay.fetching, relay.source, relay.base, relay.since = wanted, source, base, run.now
+    relay.fetch, relay.since = Fetch(weights_id=wanted, source=source, base=base), run.now
     relay.fetches += 1
     if source is not None and wanted == run.state.publication.weights_id:
         form = "whole" if base is None else "changes"
@@ -384,7 +381,7 @@ def _measure_broadcast(run: Run) -> None:
 
 
 def _stop(run: Run, relay: Relay) -> None:
-    relay.fetching, relay.source, relay.base = -1, None, None
+    relay.fetch = None
     _enter(run, relay, RelayStatus.READY)
 
 

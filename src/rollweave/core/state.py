@@ -210,6 +210,14 @@ class RelayStatus(enum.StrEnum):
     FETCHING = "fetching"
 
 
+class Fetch(msgspec.Struct, frozen=True, kw_only=True):
+    """A fetch of weights by a relay."""
+
+    weights_id: int
+    source: str | None  # id of a relay; None: the trainer
+    base: int | None  # weights to which the fetched change applies; None: the whole version
+
+
 class Relay(msgspec.Struct):
     """The relay of a machine.
 
@@ -222,9 +230,7 @@ class Relay(msgspec.Struct):
     epoch: int = 0
     since: float = 0.0
     versions: list[int] = []  # weights ids, ascending
-    fetching: int = -1
-    source: str | None = None
-    base: int | None = None
+    fetch: Fetch | None = None  # the one under way
     fetches: int = 0  # number of fetches so far, of any weights
     # sources that failed since its last success or the watchdog's last check
     refused_sources: list[str | None] = []
@@ -243,6 +249,11 @@ class Relay(msgspec.Struct):
     @property
     def suspected(self) -> bool:
         return self.suspected_since is not None
+
+    @property
+    def fetching(self) -> int | None:
+        """The id of the weights that it fetches."""
+        return self.fetch.weights_id if self.fetch is not None else None
 
 
 class Migration(msgspec.Struct):

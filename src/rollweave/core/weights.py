@@ -38,11 +38,10 @@ def needed(run: Run) -> tuple[int, ...]:
     for engine in state.engines.values():
         ids |= {engine.weights_id, engine.loading_id}
     for relay in state.relays.values():
-        ids |= {
-            relay.fetching,
-            relay.base if relay.base is not None else -1,
-            *relay.versions[-1:],
-        }
+        ids |= {*relay.versions[-1:]}
+        if relay.fetch is not None:
+            base = relay.fetch.base
+            ids |= {relay.fetch.weights_id, base if base is not None else -1}
     ids |= run.pacing.bound_weights(run)
     loadable = {*state.publication.retained, state.publication.weights_id} - {-1}
     return tuple(sorted(ids & loadable))[-MAX_VERSIONS:]
