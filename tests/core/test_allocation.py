@@ -3,53 +3,13 @@
 import pytest
 
 from rollweave.core import allocation
-from rollweave.core.core import Core
 from rollweave.core.costs import groups_of
 from rollweave.core.policy.allocation import allocate_groups
 from rollweave.core.policy.work import occupied
 from rollweave.core.run import Run
-from rollweave.core.state import DomainStats, Phase
+from rollweave.core.state import Phase
 from rollweave.schema import commands as c
-from rollweave.schema import events as e
-from rollweave.schema.base import EngineId
-from tests.support.core import ALLOCATION, config
-
-DEGREES = (1, 2, 4)
-TAIL = [4000, *[10] * 40]
-"""One trajectory is much longer than the others."""
-
-
-def profile(degree: int, *, gain: float) -> tuple[e.StepTime, ...]:
-    """The step times of an engine that is `gain` times as fast for twice the degree."""
-    speed = gain ** (degree.bit_length() - 1)
-    return tuple(e.StepTime(batch=batch, seconds=(1 + 0.1 * batch) / speed) for batch in (1, 4, 16))
-
-
-def fleet(*degrees: int, lengths: list[int], gain: float = 1.9) -> Run:
-    """A run whose engines have these degrees, and have measured all of DEGREES."""
-    core = Core(config("bounded", rollout={"scheduling": "trajectory"}, allocation=ALLOCATION))
-    slots = tuple(
-        e.EngineSlot(id=EngineId(f"e{number}"), degree=degree)
-        for number, degree in enumerate((*degrees, *DEGREES))
-    )
-    core.handle(0.0, e.RunStarted(engines=slots))
-    for slot in slots:
-        core.handle(
-            0.0,
-            e.EngineJoined(
-                engine_id=slot.id,
-                epoch=0,
-                max_slots=16,
-                kv_total_tokens=10**6,
-                profile=profile(slot.degree, gain=gain),
-            ),
-        )
-    for slot in slots[len(degrees) :]:
-        del core.state.engines[slot.id]
-    core.state.domains["a"] = DomainStats(lengths=lengths, length_sum=sum(lengths))
-    core.state.trainer.step = 1
-    core._run.out = []
-    return core._run
+from tests.support.states import DEGREES, TAIL, fleet
 
 
 def degrees_of(run: Run) -> list[int]:

@@ -5,7 +5,7 @@ import pytest
 from rollweave.core import costs
 from rollweave.core.policy.work import rate
 from rollweave.schema.events import StepTime
-from tests.core.test_allocation import TAIL, fleet, profile
+from tests.support.states import TAIL, fleet, profile
 
 WORKS = [(40, 400), (20, 100), (10, 50)]
 

@@ -1,0 +1,98 @@
+"""Runs whose state a test lays out, for the functions of one sub-machine."""
+
+from rollweave.core.core import Core
+from rollweave.core.run import Run
+from rollweave.core.state import DomainStats, Group, GroupStatus, Stage, Trajectory, Turn
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId, GroupId, TrajectoryId
+from rollweave.schema.work import Purpose
+from tests.support.core import ALLOCATION, config
+
+E0, E1 = EngineId("e0"), EngineId("e1")
+
+DEGREES = (1, 2, 4)
+TAIL = [4000, *[10] * 40]
+"""One trajectory is much longer than the others."""
+
+
+def profile(degree: int, *, gain: float) -> tuple[e.StepTime, ...]:
+    """The step times of an engine that is `gain` times as fast for twice the degree."""
+    speed = gain ** (degree.bit_length() - 1)
+    return tuple(e.StepTime(batch=batch, seconds=(1 + 0.1 * batch) / speed) for batch in (1, 4, 16))
+
+
+def fleet(*degrees: int, lengths: list[int], gain: float = 1.9) -> Run:
+    """A run whose engines have these degrees, and have measured all of DEGREES."""
+    core = Core(config("bounded", rollout={"scheduling": "trajectory"}, allocation=ALLOCATION))
+    slots = tuple(
+        e.EngineSlot(id=EngineId(f"e{number}"), degree=degree)
+        for number, degree in enumerate((*degrees, *DEGREES))
+    )
+    core.handle(0.0, e.RunStarted(engines=slots))
+    for slot in slots:
+        core.handle(
+            0.0,
+            e.EngineJoined(
+                engine_id=slot.id,
+                epoch=0,
+                max_slots=16,
+                kv_total_tokens=10**6,
+                profile=profile(slot.degree, gain=gain),
+            ),
+        )
+    for slot in slots[len(degrees) :]:
+        del core.state.engines[slot.id]
+    core.state.domains["a"] = DomainStats(lengths=lengths, length_sum=sum(lengths))
+    core.state.trainer.step = 1
+    core._run.out = []
+    return core._run
+
+
+def running(*estimates: int, engine: EngineId | None = None) -> Run:
+    """A run of one group whose members run, with these estimates of the remaining
+    tokens, and two engines that serve.
+    """
+    core = Core(config("bounded", rollout={"scheduling": "trajectory"}))
+    core.handle(
+        0.0, e.RunStarted(engines=tuple(e.EngineSlot(id=engine_id) for engine_id in (E0, E1)))
+    )
+    for engine_id in (E0, E1):
+        core.handle(
+            0.0,
+            e.EngineJoined(engine_id=engine_id, epoch=0, max_slots=4, kv_total_tokens=100),
+        )
+        core.state.engines[engine_id].version = 0
+    run, state = core._run, core.state
+    group = Group(
+        id=GroupId("g9"),
+        name="a",
+        index=0,
+        purpose=Purpose.TRAIN,
+        since=0.0,
+        status=GroupStatus.ACTIVE,
+    )
+    state.groups[group.id] = group
+    state.domains["a"] = DomainStats(turn_s=2.0, tool_s=1.0)
+    for number, estimate in enumerate(estimates):
+        trajectory = Trajectory(
+            id=TrajectoryId(f"g9.{number}"),
+            group_id=group.id,
+            member=number,
+            stage=Stage.RUN,
+            estimate=estimate,
+            kv_token_steps=estimate,
+            kv_demand=40,
+            predicted_at_turn=0,
+            length_bucket=0,
+            launched_at=float(number),
+            assigned_engine=engine,
+            kv_resident=engine is not None,
+            turn=Turn(number=0, context_tokens=0, since=0.0),
+        )
+        state.trajectories[trajectory.id] = trajectory
+        run.reindex(trajectory)
+    return run
+
+
+def members(run: Run) -> list[Trajectory]:
+    return [one for one in run.state.trajectories.values() if one.group_id == "g9"]
