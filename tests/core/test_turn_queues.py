@@ -1,0 +1,122 @@
+"""The queues of turns, against a look at all queued turns."""
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from rollweave.core.state import Held, Queued, State, Trajectory, Turn
+from rollweave.core.turn_queues import STALE_ENTRIES, QueuedTurn, TurnQueues
+from rollweave.schema.base import EngineId, GroupId, TrajectoryId
+from tests.support.properties import examples
+
+ENGINES = (None, EngineId("e0"), EngineId("e1"))
+
+changes = st.lists(
+    st.tuples(
+        st.sampled_from(["queue", "queue", "requeue", "leave"]),
+        st.integers(0, 4),  # trajectory
+        st.sampled_from(ENGINES),
+        st.booleans(),  # its KV is there
+        st.integers(0, 2),  # rank
+        st.integers(0, 3),  # tiebreak
+    ),
+    max_size=40,
+)
+
+
+class Queues:
+    """The queues, and the state that they are derived from."""
+
+    def __init__(self) -> None:
+        self.state, self.queues, self.arrivals = State(), TurnQueues(), 0
+
+    def change(
+        self,
+        what: str,
+        number: int,
+        engine: EngineId | None,
+        resident: bool,
+        rank: int,
+        tiebreak: int,
+    ) -> None:
+        name = TrajectoryId(f"t{number}")
+        waiting = self.state.turns.queue
+        if what == "leave":
+            if name in waiting:
+                del waiting[name]
+                self.state.trajectories[name].open_turn.place = Held()
+            return
+        if what == "queue":
+            self.arrivals += 1
+            waiting.pop(name, None)
+            waiting[name] = self.arrivals
+            self.state.trajectories[name] = Trajectory(
+                id=name,
+                group_id=GroupId("g0"),
+                member=number,
+                turn=Turn(number=0, context_tokens=0, since=0.0, arrival=self.arrivals),
+            )
+        elif name not in waiting:
+            return
+        trajectory = self.state.trajectories[name]
+        trajectory.kv_resident = resident
+        turn = trajectory.open_turn
+        turn.rank = float(rank)
+        turn.place = Queued(engine=engine, given=0, tiebreak=float(tiebreak))
+        self.queues.add(QueuedTurn(trajectory, turn, turn.place))
+
+
+@settings(max_examples=examples(300))
+@given(changes=changes)
+def test_each_queue_gives_the_first_the_oldest_and_all(
+    changes: list[tuple[str, int, EngineId | None, bool, int, int]],
+) -> None:
+    found = Queues()
+    for change in changes:
+        found.change(*change)
+        compare(found)
+    found.queues = TurnQueues.of(found.state)
+    compare(found)
+
+
+def compare(found: Queues) -> None:
+    waiting = [found.state.trajectories[name] for name in found.state.turns.queue]
+    for engine in ENGINES:
+        for resident in (True, False):
+            own = [
+                one
+                for one in waiting
+                if isinstance(one.open_turn.place, Queued)
+                and (one.open_turn.place.engine, one.kv_resident) == (engine, resident)
+            ]
+            key = engine, resident
+            listed = {queued.trajectory.id for queued in found.queues.waiting(found.state, key)}
+            assert listed == {one.id for one in own}
+            if engine is not None and own:
+                assert engine in found.queues.engines
+            first = found.queues.first(found.state, key)
+            oldest = found.queues.oldest(found.state, key)
+            if not own:
+                assert first is None
+                assert oldest is None
+                continue
+            assert first is not None
+            assert oldest is not None
+            assert first.trajectory == min(own, key=claim)
+            assert oldest.trajectory == min(own, key=lambda one: one.open_turn.arrival)
+
+
+def claim(trajectory: Trajectory) -> tuple[float, float, str]:
+    turn = trajectory.open_turn
+    assert isinstance(turn.place, Queued)
+    return (-turn.rank, turn.place.tiebreak, trajectory.id)
+
+
+def test_queues_are_overgrown_when_most_entries_are_stale() -> None:
+    found = Queues()
+    for _ in range(STALE_ENTRIES + 2):
+        found.change("queue", 0, None, False, 0, 0)
+    assert not found.queues.is_overgrown(found.state), "twice as many as live ones, and some"
+    found.change("queue", 0, None, False, 0, 0)
+    assert found.queues.is_overgrown(found.state)
+    assert found.queues.first(found.state, (None, False)) is not None
+    assert not found.queues.is_overgrown(found.state), "stale ones were discarded on the way"
