@@ -73,10 +73,10 @@ def test_no_slot_stays_free_while_a_turn_waits(seed: int, mode: str) -> None:
 def test_a_clean_run_trains_every_step_once_within_the_bound(mode: str) -> None:
     world = World(config(mode, trainer={"minibatches": 2}), seed=1)
     assert world.run().error == ""
-    books = world.core.account()
-    assert books.balanced
-    assert books.in_flight == 0
-    assert books.trained == 4 * 3 * 2
+    account = world.core.account()
+    assert account.balanced
+    assert account.in_flight == 0
+    assert account.trained == 4 * 3 * 2
     assert sorted(world.trained) == [0, 1, 2, 3]
     # decoupled has none: whatever is rolled out is trained on
     window = {"sync": 0, "decoupled": 4}.get(mode, 1)
@@ -192,9 +192,9 @@ def test_any_world_ends_accounted_for(
     )
     world = World(settings_, seed, failure=failure, hang=hang)
     finish = world.run()
-    books = world.core.account()
-    assert books.balanced
-    assert books.in_flight == 0
+    account = world.core.account()
+    assert account.balanced
+    assert account.in_flight == 0
     if finish.error:
         assert "checkpoint" in finish.error
         return
@@ -307,10 +307,10 @@ def test_the_controller_may_be_lost_at_any_event(
         assert world.handled < 50_000
         world.step()
     assert world.finish.error == "" or "checkpoint" in world.finish.error
-    books = world.core.account()
-    assert books.balanced
-    assert books.in_flight == 0
-    assert books.trained == sum(len(ids) for ids in world.trained.values())
+    account = world.core.account()
+    assert account.balanced
+    assert account.in_flight == 0
+    assert account.trained == sum(len(ids) for ids in world.trained.values())
     everything = [member for ids in world.trained.values() for member in ids]
     assert len(everything) == len(set(everything))
 
@@ -422,11 +422,11 @@ def test_after_a_damaged_checkpoint_the_one_before_it_is_used() -> None:
     world.damaged_checkpoint = False
     while world.finish is None:
         world.step()
-    books = world.core.account()
-    assert books.balanced
-    assert books.trained == 6 * 3 * 2
+    account = world.core.account()
+    assert account.balanced
+    assert account.trained == 6 * 3 * 2
     everything = [member for ids in world.trained.values() for member in ids]
-    assert len(everything) == len(set(everything)) == books.trained
+    assert len(everything) == len(set(everything)) == account.trained
 
 
 def test_the_run_ends_at_once_if_no_checkpoint_can_be_read() -> None:

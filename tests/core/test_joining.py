@@ -82,9 +82,9 @@ def test_any_run_whose_engines_join_and_leave_ends_accounted_for(
         assert world.handled < 60_000, f"no end: {world.core.state.phase}"
         world.step()
     assert world.finish.error == "" or failure
-    books = world.core.account()
-    assert books.balanced
-    assert books.in_flight == 0
+    account = world.core.account()
+    assert account.balanced
+    assert account.in_flight == 0
     everything = [member for ids in world.trained.values() for member in ids]
     assert len(everything) == len(set(everything))
 

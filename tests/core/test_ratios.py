@@ -318,9 +318,9 @@ def test_any_world_is_accounted_for_and_trained_by_ratio(
         assert world.handled < 50_000
         world.step()
     assert world.finish.error == "" or "checkpoint" in world.finish.error
-    books = world.core.account()
-    assert books.balanced
-    assert books.in_flight == 0
+    account = world.core.account()
+    assert account.balanced
+    assert account.in_flight == 0
     if not world.finish.error:
         assert sorted(world.trained) == list(range(6))
 

@@ -339,9 +339,9 @@ def test_any_world_with_relays_ends_accounted_for(
     )
     world = World(run_config, seed, failure=failure, hang=hang)
     finish = world.run()
-    books = world.core.account()
-    assert books.balanced
-    assert books.in_flight == 0
+    account = world.core.account()
+    assert account.balanced
+    assert account.in_flight == 0
     if restarts > 1:
         assert finish.error == "" or "checkpoint" in finish.error
     if not finish.error:

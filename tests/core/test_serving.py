@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.core.core import Core
-from rollweave.core.policy.retry import WORLDS
+from rollweave.core.policy.retry import MAX_WORLDS_LOST
 from rollweave.core.state import EngineStatus, Phase, Stage
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
@@ -294,7 +294,7 @@ def test_an_orderly_end_keeps_rollouts_that_need_an_engine(engine: str) -> None:
 def test_a_rollout_under_way_in_too_many_lost_worlds_is_given_up() -> None:
     world = Service(submitted=1)
     world.start()
-    for life in range(WORLDS):
+    for life in range(MAX_WORLDS_LOST):
         while not world.core.state.pools.run:
             world.step()
         under_way = set(world.core.state.pools.run)
@@ -312,7 +312,7 @@ def test_a_rollout_under_way_in_too_many_lost_worlds_is_given_up() -> None:
         abandoned = [
             warning for warning in world.warnings[before:] if "is given up" in warning.message
         ]
-        assert len(abandoned) == (len(under_way) if life == WORLDS - 1 else 0)
+        assert len(abandoned) == (len(under_way) if life == MAX_WORLDS_LOST - 1 else 0)
     world.until_delivered()
     assert {world.delivered[name][0].stop_reason for name in under_way} == {StopReason.WORLD_LOST}
 

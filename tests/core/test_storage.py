@@ -94,9 +94,9 @@ def test_trajectories_that_the_store_lost_are_not_trained_on_again() -> None:
     while world.finish is None:
         world.step()
     assert world.finish.error == ""
-    books = world.core.account()
-    assert books.dropped["world_lost"] == len(group.chosen)
-    assert books.trained == sum(len(ids) for ids in world.trained.values())
+    account = world.core.account()
+    assert account.dropped["world_lost"] == len(group.chosen)
+    assert account.trained == sum(len(ids) for ids in world.trained.values())
     assert lost not in [member for ids in world.trained.values() for member in ids]
 
 

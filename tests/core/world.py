@@ -10,7 +10,7 @@ import random
 
 from rollweave.core.core import Core
 from rollweave.core.membership import first_engines, next_id
-from rollweave.core.policy.retry import STRIKES_BEFORE_RESTART
+from rollweave.core.policy.retry import TIMEOUTS_BEFORE_RESTART
 from rollweave.core.weights import MAX_VERSIONS
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
@@ -391,7 +391,7 @@ class World:
         # perhaps after this one
         freed = any(isinstance(one, c.CancelTrajectory | c.AbortTurn) for one in self.commands[-1])
         # else its own engine may be the better one
-        if command.engine_id in failed and not run.scheduling.homes and not freed:
+        if command.engine_id in failed and not run.scheduling.assigns and not freed:
             others = {
                 one.id for one in run.fleet.loads.values() if one.active < one.slots
             } - self.tried_on[turn]
@@ -513,9 +513,9 @@ class World:
                     )
             case c.RestartEngine():
                 silent = self.unanswered_turns.pop(command.engine_id, 0)
-                assert "turns in a row" not in command.reason or silent >= STRIKES_BEFORE_RESTART, (
-                    f"{command} of {silent}"
-                )
+                assert (
+                    "turns in a row" not in command.reason or silent >= TIMEOUTS_BEFORE_RESTART
+                ), f"{command} of {silent}"
                 self.engine_epoch[command.engine_id] = command.epoch
                 self.join(command.engine_id)
             case c.StartEngine():

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollweave.core.policy.retry import WORLDS
+from rollweave.core.policy.retry import MAX_WORLDS_LOST
 from rollweave.record.store import TrajectoryReader
 from rollweave.schema.config.root import RunConfig
 from tests.runtime.whole import run_dir
@@ -88,7 +88,7 @@ async def test_a_rollout_that_kills_the_service_is_abandoned_after_some_restarts
     config = words(tmp_path, "", {"env": "tests.service.invalid_text:Killer"})
     service = Program(config)
     assert (await call(service.address, "POST", "/v1/rollouts", game(id="poison")))[0] == 202
-    for _ in range(WORLDS - 1):
+    for _ in range(MAX_WORLDS_LOST - 1):
         assert service.process.wait(60) == 1
         service.kill()
         service = Program(config)

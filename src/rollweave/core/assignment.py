@@ -32,7 +32,7 @@ def queue_of(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> Eng
     """The engine for which the trajectory's turns wait; None for any, or while there is
     none.
     """
-    if not run.scheduling.homes:
+    if not run.scheduling.assigns:
         return None
     run.pacing.assign(run, trajectory, avoid)
     return trajectory.assigned_engine
@@ -82,7 +82,7 @@ def fits_in_kv(run: Run, trajectory: Trajectory, engine: Engine) -> bool:
     """
     turn = trajectory.turn
     if (
-        not run.scheduling.keeps
+        not run.scheduling.reserves_kv
         or trajectory.predicted_at_turn < 0
         or (turn is not None and turn.rank >= overdue_rank(turn.arrival))
     ):

@@ -29,7 +29,7 @@ from rollweave.schema.work import Purpose
 
 def check(run: Run) -> None:
     assert run.fleet == Fleet.of(run.state), "the fleet is what a fresh count gives"
-    if run.scheduling.homes:
+    if run.scheduling.assigns:
         assert run.length_index == LengthIndex.of(
             run.state, by_level=run.scheduling.priority == "longest_first"
         ), "the order is what a fresh sort gives"
@@ -43,8 +43,8 @@ def check(run: Run) -> None:
     _check_fleet(run)
     _check_saving(run)
     _check_attempts(run)
-    books = account(run.state)
-    assert books.balanced, f"unaccounted trajectories: {books}"
+    accounts = account(run.state)
+    assert accounts.balanced, f"unaccounted trajectories: {accounts}"
 
 
 def _check_indices(run: Run) -> None:
@@ -269,21 +269,21 @@ def _check_attempts(run: Run) -> None:
     for one in state.trajectories.values():
         assert one.launched == (one.stage in ALIVE or one.stage is Stage.EVAL_QUEUED), one
     if not state.serving:
-        begun = counters.started + counters.eval_started + counters.relaunched
-        assert counters.attempts == begun, (
-            f"{counters.attempts} attempts, {begun} begun: {counters}"
+        started = counters.started + counters.eval_started + counters.relaunched
+        assert counters.attempts == started, (
+            f"{counters.attempts} attempts, {started} started: {counters}"
         )
 
 
 def _check_service(run: Run) -> None:
     """Assert that every submitted rollout is delivered or under way."""
     state, over = run.state, (Stage.SCORED, Stage.ENDED)
-    asked = [
+    submitted = [
         one
         for one in state.trajectories.values()
         if state.groups[one.group_id].purpose is Purpose.SERVE
     ]
-    under_way = sum(one.stage not in over for one in asked)
+    under_way = sum(one.stage not in over for one in submitted)
     assert state.counters.submitted == sum(state.counters.delivered.values()) + under_way, (
         state.counters
     )

@@ -86,7 +86,7 @@ def dispatch(run: Run, waited_for: list[EngineId | None] | None = None) -> None:
         return
     if run.turn_queues.is_overgrown(state):
         run.rebuild_turn_queues()
-    if not run.scheduling.homes:  # every turn waits for any engine
+    if not run.scheduling.assigns:  # every turn waits for any engine
         while (run.fleet.free or run.scheduling.preempts) and _start_next(run, None):
             pass
         return
@@ -167,7 +167,7 @@ def _start_next(run: Run, waited_for: EngineId | None) -> bool:
     for queued in sorted((head for head in heads if head is not None), key=_dispatch_key):
         chosen = (
             _assigned_or_free_engine(run, queued)
-            if run.scheduling.homes
+            if run.scheduling.assigns
             else _engine_for(run, queued)
         )
         if chosen is not None:
@@ -260,7 +260,7 @@ def _start_turn(run: Run, queued: QueuedTurn, chosen: EngineId) -> None:
     state.turns.given += 1
     engine.turns_given += 1
     turn.place, turn.since = OnEngine(engine=chosen, given=engine.turns_given), run.now
-    if run.scheduling.homes and not trajectory.kv_resident:
+    if run.scheduling.assigns and not trajectory.kv_resident:
         trajectory.kv_resident = True
         run.reindex(trajectory)
     run.fleet.occupy(engine, trajectory.id, turn)

@@ -52,22 +52,22 @@ can load nothing is STALE, unless its own weights still serve.
 """
 
 
-def start(run: Run, begun: tuple[EngineSlot, ...]) -> None:
+def start(run: Run, slots: tuple[EngineSlot, ...]) -> None:
     """Record the engines that a new world starts. Engines that were leaving a former
     world have gone with it.
     """
     state, configured = run.state, {slot.id for slot in membership.first_engines(run.config)}
     for engine in state.engines.values():
-        if engine.leaving and all(slot.id != engine.id for slot in begun):
+        if engine.leaving and all(slot.id != engine.id for slot in slots):
             _count_departure(state, engine)
     state.engines = {
-        slot.id: _engine(run, slot, joined=slot.id not in configured) for slot in begun
+        slot.id: _engine(run, slot, joined=slot.id not in configured) for slot in slots
     }
     state.membership.withdrawn = [
         name for name in state.membership.withdrawn if name not in state.engines
     ]
     state.membership.next_number = max(
-        [state.membership.next_number, *(membership.number_of(slot.id) + 1 for slot in begun)]
+        [state.membership.next_number, *(membership.number_of(slot.id) + 1 for slot in slots)]
     )
     _membership_changed(run)
 

@@ -175,7 +175,7 @@ def _set_estimate(run: Run, trajectory: Trajectory, tokens: float) -> None:
     """Set the estimate in whole tokens, so that sums over trajectories do not depend on
     their order.
     """
-    if not (run.scheduling.predicts or run.scheduling.homes):
+    if not (run.scheduling.predicts or run.scheduling.assigns):
         return  # estimates are not used
     trajectory.estimate = round(max(1.0, min(tokens, MAX_ESTIMATE)))
     known = run.domain_of(trajectory).context_growth

@@ -14,7 +14,7 @@ from rollweave.core import (
     trajectories,
     watchdog,
 )
-from rollweave.core.policy.retry import WORLDS
+from rollweave.core.policy.retry import MAX_WORLDS_LOST
 from rollweave.core.run import Run
 from rollweave.core.state import ALIVE, GroupStatus, Phase, Stage, Trajectory
 from rollweave.schema.commands import DrawTask
@@ -122,9 +122,9 @@ def _count_lost_world(run: Run, trajectory: Trajectory) -> None:
     since its environment runs in the world.
     """
     trajectory.worlds_lost += 1
-    if trajectory.worlds_lost == WORLDS:
+    if trajectory.worlds_lost == MAX_WORLDS_LOST:
         text = (
-            f"is given up: {WORLDS} controllers were lost while it was under way, perhaps because "
-            "of its environment"
+            f"is given up: {MAX_WORLDS_LOST} controllers were lost while it was under way, "
+            "perhaps because of its environment"
         )
         run.warn(trajectory.id, text, count="suspects")

@@ -17,7 +17,7 @@ from rollweave.core import (
     turn_priority,
     turns,
 )
-from rollweave.core.policy.retry import STRIKES_BEFORE_RESTART
+from rollweave.core.policy.retry import TIMEOUTS_BEFORE_RESTART
 from rollweave.core.run import Run
 from rollweave.core.state import (
     Engine,
@@ -116,7 +116,7 @@ def _check_turns(run: Run, engine: Engine) -> None:
             continue
         engine.consecutive_timeouts += 1
         turns.time_out(run, engine, trajectory)
-        if engine.consecutive_timeouts >= STRIKES_BEFORE_RESTART:
+        if engine.consecutive_timeouts >= TIMEOUTS_BEFORE_RESTART:
             engines.restart(
                 run, engine, f"{engine.consecutive_timeouts} turns in a row without an answer"
             )

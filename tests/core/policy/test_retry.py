@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollweave.core.policy.retry import RETRYABLE, WORLDS, Failover, failover, try_again
+from rollweave.core.policy.retry import MAX_WORLDS_LOST, RETRYABLE, Failover, failover, try_again
 from rollweave.schema.work import TRAINABLE, StopReason
 
 
@@ -10,8 +10,8 @@ def test_only_failures_that_say_nothing_about_the_agent_are_tried_again() -> Non
     assert not RETRYABLE & TRAINABLE
     assert try_again(StopReason.ENV_ERROR, attempt=1, retries=2)
     assert not try_again(StopReason.ENV_ERROR, attempt=2, retries=2)
-    assert try_again(StopReason.WORLD_LOST, attempt=99, retries=0, worlds=WORLDS - 1)
-    assert not try_again(StopReason.WORLD_LOST, attempt=0, retries=99, worlds=WORLDS)
+    assert try_again(StopReason.WORLD_LOST, attempt=99, retries=0, worlds=MAX_WORLDS_LOST - 1)
+    assert not try_again(StopReason.WORLD_LOST, attempt=0, retries=99, worlds=MAX_WORLDS_LOST)
     # the same words twice are a bug where they are an error, and nothing new where they
     # are a wait
     for reason in StopReason:

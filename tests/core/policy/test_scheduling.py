@@ -14,8 +14,8 @@ def test_derived_properties_of_the_choices(priority: str, placement: str) -> Non
     assert found.by_rank is by_rank
     assert found.predicts is (by_rank or priority == "longest_first")
     assert found.preempts is (priority in ("shortest_first", "longest_first"))
-    assert found.homes is (by_rank or placement == "pinned")
-    assert found.keeps is (by_rank and priority in ("fcfs", "longest_first"))
+    assert found.assigns is (by_rank or placement == "pinned")
+    assert found.reserves_kv is (by_rank and priority in ("fcfs", "longest_first"))
 
 
 def test_settings_override_presets() -> None:
@@ -33,5 +33,5 @@ def test_settings_override_presets() -> None:
         RolloutConfig(scheduling="trajectory"), AblationConfig(policies=("pinned",))
     )
     assert pinned.migration == "never"
-    assert pinned.homes
+    assert pinned.assigns
     assert not pinned.by_rank

@@ -110,17 +110,17 @@ class ProgressivePredictor:
 
         `estimate` then answers it, together with others that wait.
         """
-        asked = self._open.get(key)
-        if asked is None:
+        questions = self._open.get(key)
+        if questions is None:
             if len(self._open) >= self._open_attempts:
                 self._open.popitem(last=False)
-            asked = self._open[key] = deque(maxlen=ATTEMPT_CONTEXTS)
+            questions = self._open[key] = deque(maxlen=ATTEMPT_CONTEXTS)
         elif (
-            context.plan == asked[-1].context.plan
+            context.plan == questions[-1].context.plan
         ):  # one object for all turns: plans off the wire are the bulk of memory
-            context = msgspec.structs.replace(context, plan=asked[-1].context.plan)
+            context = msgspec.structs.replace(context, plan=questions[-1].context.plan)
         question = Question(context, row(context, self._slot(context.domain)))
-        asked.append(question)
+        questions.append(question)
         return question
 
     def estimate(self, questions: Sequence[Question]) -> list[float]:
@@ -148,10 +148,10 @@ class ProgressivePredictor:
         """Record that the attempt ended after `output_tokens` sampled tokens; None
         discards an attempt that was cut off.
         """
-        asked = self._open.pop(key, None)
-        if asked is None or output_tokens is None:
+        questions = self._open.pop(key, None)
+        if questions is None or output_tokens is None:
             return
-        for question in asked:
+        for question in questions:
             if len(self._harvest) >= self._window:
                 former, tokens = self._harvest.popleft()
                 self._count(former.context.domain, -tokens, -1)

@@ -21,7 +21,7 @@ that was used up would be used up again.
 """
 
 
-WORLDS = 5
+MAX_WORLDS_LOST = 5
 """Maximum number of worlds lost while a trajectory is under way: it may be the cause,
 and then no restart would help.
 """
@@ -43,14 +43,14 @@ def try_again(
     lost world unless there were too many, since the trajectory is rarely the cause.
     """
     if reason is StopReason.WORLD_LOST:
-        return worlds < WORLDS
+        return worlds < MAX_WORLDS_LOST
     if reason in DETERMINISTIC and repeated:
         return False
     return reason in RETRYABLE and attempt < retries
 
 
-STRIKES_BEFORE_RESTART = 2
-"""Maximum number of consecutive turns that an engine may let time out: one may be a
+TIMEOUTS_BEFORE_RESTART = 2
+"""Number of consecutive timeouts of turns at which an engine is restarted: one may be a
 long turn, two are a stuck engine.
 """
 

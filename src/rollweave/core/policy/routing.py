@@ -55,14 +55,14 @@ def choose(
     `affine` ran the trajectory's last turn. The engines `avoid` failed this very turn
     before: they are a last resort.
     """
-    home = engines.get(affine) if affine is not None and affine not in avoid else None
+    preferred = engines.get(affine) if affine is not None and affine not in avoid else None
     if placement == "least_load" or (placement == "hybrid" and _skewed(engines)):
-        home = None
-    if home is not None and home.active < home.slots:
-        return home.id  # the usual case, without a look at the others
+        preferred = None
+    if preferred is not None and preferred.active < preferred.slots:
+        return preferred.id  # the usual case, without a look at the others
     free = [engine for engine in engines.values() if engine.active < engine.slots]
     if not free and preempts:
-        return _to_preempt(engines, home, avoid, rank)
+        return _to_preempt(engines, preferred, avoid, rank)
     if not free:
         return None
     wanted = [engine for engine in free if engine.id not in avoid] if avoid else free
@@ -73,15 +73,15 @@ def choose(
 
 def _to_preempt(
     engines: Mapping[EngineId, EngineLoad],
-    home: EngineLoad | None,
+    preferred: EngineLoad | None,
     avoid: Sequence[EngineId],
     rank: float,
 ) -> EngineId | None:
     """Return the engine on which a turn of this rank would preempt another, since every
     slot is taken.
     """
-    if home is not None and rank > home.lowest:
-        return home.id
+    if preferred is not None and rank > preferred.lowest:
+        return preferred.id
     lower = [
         engine for engine in engines.values() if rank > engine.lowest and engine.id not in avoid
     ]

@@ -39,14 +39,14 @@ class Scheduling(Struct, frozen=True, kw_only=True):
         return self.placement in PARTITIONS
 
     @property
-    def homes(self) -> bool:
+    def assigns(self) -> bool:
         """Whether a trajectory is bound to an engine, for which its turns wait even if
         another one is free.
         """
         return self.placement == "pinned" or self.by_rank
 
     @property
-    def keeps(self) -> bool:
+    def reserves_kv(self) -> bool:
         """Whether an engine reserves its KV cache for its own trajectories in the order
         of their ranks, which must not change often.
         """
