@@ -254,9 +254,9 @@ def fig15(quick: bool) -> list[Row]:
 # Fig. 16.
 
 LINEAR = (
-    "in our hardware model tensor parallelism scales almost linearly, so that wide workers lose no "
-    "throughput to narrow ones, so that little is left to gain over them; where observations are "
-    "long, they lose by the prompt tokens of a step, as many for a wide worker as for a narrow "
+    "in our hardware model tensor parallelism scales almost linearly: wide workers lose almost no "
+    "throughput, which leaves little to gain over them; where observations are long, adaptive "
+    "degrees lose, because a step computes as many prompt tokens on a narrow worker as on a wide "
     "one, which the plan ignores"
 )
 

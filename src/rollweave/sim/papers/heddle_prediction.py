@@ -212,8 +212,8 @@ LABELS = {
     "history": ("history-based", "mean length of the same prompt's 16 members in an earlier epoch"),
     "prompt": (
         "prompt-only",
-        "by the prompt's length, which is drawn apart from its task's difficulty: chance; no text "
-        "to read",
+        "by the prompt's length, which is drawn independently of its task's difficulty: chance; "
+        "there is no text to read",
     ),
     "after 0": ("ours before the first turn", "nothing but the prompt's length is known: chance"),
     "after 1": ("ours after one turn", "plans hold no text"),

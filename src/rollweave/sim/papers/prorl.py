@@ -86,8 +86,8 @@ def table3(quick: bool) -> list[Row]:
             row="throughput, full over no efficient bash",
             published=0.37 / 0.29,
             ours=rate(full) / rate(slow),
-            note="published: of the two rates; in ours the engines are the bottleneck, so that "
-            "slower actions cost little",
+            note="published: ratio of the two rates; in ours the engines are the bottleneck, so "
+            "that slower actions cost little",
         )
     )
     for name, instances, used, missing in (

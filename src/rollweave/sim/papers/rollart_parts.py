@@ -120,7 +120,9 @@ def fig12(quick: bool) -> list[Row]:
     )
     shares_used = [outcome.rewards_used or 0.0 for outcome in outcomes["serverless"]]
     row = functools.partial(Row, experiment="rollart-fig12", note=mean_of(steps, "rollout"))
-    one_by_one = "each judging GPU gives one verdict at a time, of the family's seconds: assumption"
+    one_by_one = (
+        "assumption: each judging GPU gives one verdict at a time, which takes the family's seconds"
+    )
     return [
         row(
             row="rollout, local judges",
@@ -134,7 +136,8 @@ def fig12(quick: bool) -> list[Row]:
             row="local over serverless",
             published=158.0 / 77.0,
             ours=seconds["local"] / seconds["serverless"],
-            note="published: of the two times; in ours the longest trajectory takes most of either",
+            note="published: ratio of the two times; in ours the longest trajectory takes most of "
+            "either",
         ),
         row(
             row="local over serverless, if 84 is each job's batch",
@@ -414,7 +417,7 @@ EXPERIMENTS = (
     ),
     Experiment(
         name="rollart-table5",
-        title="Prefill and decoding apart",
+        title="Disaggregated prefill and decoding",
         source="RollArt Table 5, §7.4",
         run=table5,
     ),

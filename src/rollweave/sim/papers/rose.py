@@ -66,7 +66,7 @@ def fig1c(quick: bool) -> list[Row]:
                 row="8 over 16 GPUs",
                 published=607.0 / 435.0,
                 ours=eight / sixteen,
-                note=f"{note}; published: of the times",
+                note=f"{note}; published: ratio of the times",
             )
         )
     return rows
@@ -126,8 +126,8 @@ def table3(quick: bool) -> list[Row]:
     }
     note = (
         f"{mean_of(steps, 'rollout')}; eight dedicated GPUs without borrowed ones, {AT_ONCE} slots "
-        "each; pinned finds every prefix in its cache, while a turn-wise one whose engine is full "
-        "moves to one without its prefix"
+        "each; pinned finds every prefix in its cache, while a turn-wise trajectory whose engine "
+        "is full moves to an engine without its prefix"
     )
     missing = "to be built: an ALFWorld family (turns and lengths are in none of our papers)"
     row = functools.partial(Row, experiment="rose-table3")
