@@ -78,8 +78,8 @@ def scale(shrink: int, steps: int) -> str:
 
 
 def fig4(quick: bool) -> list[Row]:
-    """Reproduce §3.1: Qwen3-8B/32K with prefix caching, on two H800 or six H20, at
-    several batch sizes (ours, because the text has none).
+    """Reproduce RollArt §3.1: Qwen3-8B/32K with prefix caching, on two H800 or six H20,
+    at several batch sizes (ours, because the text has none).
     """
     steps, sizes = (2, (32, 128)) if quick else (5, (32, 64, 128, 256))
     h800 = Setup(
@@ -287,7 +287,7 @@ def fig10c(quick: bool) -> list[Row]:
 
 
 def fig13(quick: bool, *, size: str) -> list[Row]:
-    """Reproduce §7.3, R4: step time by the bound α.
+    """Reproduce RollArt §7.3, R4: step time by the bound α.
 
     The number of environments is the same for all α.
     """
@@ -322,7 +322,9 @@ def fig13(quick: bool, *, size: str) -> list[Row]:
 
 
 def fig11a(quick: bool) -> list[Row]:
-    """Reproduce §7.3, R1: 64 H800 and 24 H20 by task against 72 H800 or 208 H20."""
+    """Reproduce RollArt §7.3, R1: 64 H800 and 24 H20 by task against 72 H800 or 208
+    H20.
+    """
     note = "to be built: engines of several kinds in one run, and routing by task (policy/affinity)"
     return [
         Row(

@@ -33,8 +33,8 @@ JUDGES = 4
 
 
 def fig11b(quick: bool) -> list[Row]:
-    """Reproduce §7.3, R2: step times of Qwen3-8B/32K with trajectory- and batch-level
-    stepping, where the latency of a call is normal around 10 s.
+    """Reproduce RollArt §7.3, R2: step times of Qwen3-8B/32K with trajectory- and
+    batch-level stepping, where the latency of a call is normal around 10 s.
 
     Our reading: batches of 512 from all tasks but SWE on 128 GPUs, synchronous, so that
     only stepping differs.
@@ -80,8 +80,8 @@ def _judging_s(seed: int, *, groups: int, members: int) -> float:
 
 
 def fig12(quick: bool) -> list[Row]:
-    """Reproduce §7.3, R3: mathematical tasks with Qwen3-8B/16K on 16 H800, eight of
-    them for training, with batch 84.
+    """Reproduce RollArt §7.3, R3: mathematical tasks with Qwen3-8B/16K on 16 H800,
+    eight of them for training, with batch 84.
 
     Our reading: 84 is the sum of the three jobs' batches, in groups of 4. If rewards
     are local, four GPUs roll out and four judge; if they are serverless, all eight roll
@@ -172,8 +172,8 @@ def trainer(size: str, *, over: str) -> TrainerCost:
 
 
 def table3(quick: bool) -> list[Row]:
-    """Reproduce §3.2: one copy of the weights from the training to the inference
-    cluster, over 200 Gb/s Ethernet and 400 Gb/s InfiniBand.
+    """Reproduce RollArt §3.2: one copy of the weights from the training to the
+    inference cluster, over 200 Gb/s Ethernet and 400 Gb/s InfiniBand.
     """
     published = {"8B": (6.911, 5.466), "14B": (14.437, 5.817), "32B": (29.649, 9.442)}
     note = (
@@ -212,8 +212,8 @@ def transfer(size: str) -> tuple[float, float]:
 
 
 def table4(quick: bool) -> list[Row]:
-    """Reproduce §7.4: the store is one machine beside the inference cluster, and 96
-    GPUs roll out.
+    """Reproduce RollArt §7.4: the store is one machine beside the inference cluster,
+    and 96 GPUs roll out.
 
     The cost functions alone give the rows.
     """
@@ -247,8 +247,8 @@ def table4(quick: bool) -> list[Row]:
 
 
 def fig14a(quick: bool) -> list[Row]:
-    """Reproduce §7.4: step time if rollouts wait for push and pull, over that of
-    `bounded`, where the push is hidden. SWE is left out.
+    """Reproduce RollArt §7.4: step time if rollouts wait for push and pull, over that
+    of `bounded`, where the push is hidden. SWE is left out.
     """
     shrink, steps = (4, 1) if quick else (2, 3)
     rows = []
@@ -283,8 +283,8 @@ def fig14a(quick: bool) -> list[Row]:
 
 
 def fig14b(quick: bool) -> list[Row]:
-    """Reproduce §7.4: rollout time of Qwen3-8B/32K on 32 H800 with GEM-math, by groups
-    and members launched beyond those needed.
+    """Reproduce RollArt §7.4: rollout time of Qwen3-8B/32K on 32 H800 with GEM-math, by
+    groups and members launched beyond those needed.
 
     The number needed is not in the text: 32 groups of 8 (assumption). All launched ones
     are alive at once.
@@ -354,8 +354,8 @@ def _failing(work: Workload) -> Workload:
 
 
 def table5(quick: bool) -> list[Row]:
-    """Reproduce §7.4: SWE with batch 128, where each prefill node has eight H800 and
-    each decoding node eight H20.
+    """Reproduce RollArt §7.4: SWE with batch 128, where each prefill node has eight
+    H800 and each decoding node eight H20.
     """
     published = {
         ("32B", "1P3D"): (722.7, 741.2),

@@ -32,7 +32,8 @@ training, all H800.
 
 
 def fig1c(quick: bool) -> list[Row]:
-    """Reproduce §2.2: rollout time with and without prefix caching, in groups of 8.
+    """Reproduce ROSE §2.2: rollout time with and without prefix caching, in groups of
+    8.
 
     The numbers of GPUs between which it falls from 607 s to 435 s are not in the text:
     from 8 to 16, the cluster's size, is our reading.
@@ -73,8 +74,8 @@ def fig1c(quick: bool) -> list[Row]:
 
 
 def fig14(quick: bool) -> list[Row]:
-    """Reproduce App. E: rollout time of FrozenLake on eight dedicated GPUs and 4, 8 or
-    16 borrowed ones, over the first five steps.
+    """Reproduce ROSE App. E: rollout time of FrozenLake on eight dedicated GPUs and 4,
+    8 or 16 borrowed ones, over the first five steps.
     """
     published = {4: 1.26, 8: 1.45, 16: 1.69}
     steps, counts = (1, (8,)) if quick else (5, (4, 8, 16))
@@ -116,8 +117,8 @@ it.
 
 
 def table3(quick: bool) -> list[Row]:
-    """Reproduce §6.4: routing of each turn against pinning a trajectory to a worker,
-    over the first five steps.
+    """Reproduce ROSE §6.4: routing of each turn against pinning a trajectory to a
+    worker, over the first five steps.
     """
     steps = 1 if quick else 5
     seconds = {
