@@ -1,0 +1,155 @@
+"""The engines that a world begins with, and which may join or leave it."""
+
+from typing import Any
+
+import pytest
+
+from rollweave.core import membership
+from rollweave.core.membership import engines_to_start, first_engines
+from rollweave.core.state import Engine, Phase, Relay, State
+from rollweave.schema.base import EngineId
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.events import EngineSlot
+from tests.support.core import config
+
+
+def engine(number: int, **fields: Any) -> Engine:
+    return Engine(id=EngineId(f"e{number}"), **fields)
+
+
+def state_of(*engines: Engine, next_number: int = 0, machines: int = 0) -> State:
+    state = State(engines={one.id: one for one in engines})
+    state.membership.next_number = next_number
+    state.chain.machines = machines
+    state.relays = {
+        f"r{number}": Relay(id=f"r{number}", machine=number) for number in range(machines)
+    }
+    return state
+
+
+def grouped(*counts: int) -> RunConfig:
+    """Engines in groups of these counts, of degree 1, 2 and so on."""
+    one = config("bounded").engines[0]
+    groups = [
+        one.model_copy(update={"count": count, "degree": degree})
+        for degree, count in enumerate(counts, start=1)
+    ]
+    return config("bounded").model_copy(update={"engines": groups})
+
+
+def planned(budget: int, degrees: list[int]) -> RunConfig:
+    sections: dict[str, Any] = {"allocation": {"budget": budget, "degrees": degrees}}
+    return config("bounded", rollout={"scheduling": "trajectory"}, **sections)
+
+
+def described(slots: tuple[EngineSlot, ...]) -> list[tuple[str, int, int]]:
+    return [(slot.id, slot.degree, slot.group) for slot in slots]
+
+
+def test_the_first_engines_are_numbered_through_the_groups() -> None:
+    assert described(first_engines(grouped(2, 1))) == [("e0", 1, 0), ("e1", 1, 0), ("e2", 2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [(7, [4, 2, 1]), (8, [4, 2, 1, 1]), (5, [2, 1, 1, 1]), (3, [2, 1]), (2, [1, 1])],
+)
+def test_a_planned_fleet_begins_with_one_of_each_degree(budget: int, expected: list[int]) -> None:
+    degrees = [degree for degree in (1, 2, 4) if degree <= budget]
+    assert [slot.degree for slot in first_engines(planned(budget, degrees))] == expected
+
+
+def test_a_world_begins_without_those_that_left_and_with_those_that_joined() -> None:
+    state = state_of(
+        engine(0), engine(1, leaving=True), engine(3, joined=True, group=1), next_number=5
+    )
+    state.membership.withdrawn = [EngineId("e2")]
+    assert described(engines_to_start(grouped(2, 1), state)) == [("e0", 1, 0), ("e3", 2, 1)]
+    state.engines[EngineId("e3")].leaving = True
+    assert described(engines_to_start(grouped(2, 1), state)) == [("e0", 1, 0)]
+    state.membership.withdrawn = [EngineId("e0"), EngineId("e2")]
+    assert engines_to_start(grouped(2, 1), state) == first_engines(grouped(2, 1)), "never none"
+
+
+def test_an_engine_that_joined_gets_another_name_if_the_configuration_has_grown() -> None:
+    state = state_of(engine(1, joined=True), engine(2, joined=True), next_number=3)
+    assert described(engines_to_start(grouped(2), state)) == [
+        ("e0", 1, 0),
+        ("e1", 1, 0),
+        ("e3", 1, 0),
+        ("e2", 1, 0),
+    ]
+    assert [slot.id for slot in engines_to_start(grouped(5), state)][5:] == ["e5", "e6"]
+
+
+def test_an_engine_of_a_group_that_is_gone_joins_the_first() -> None:
+    state = state_of(engine(3, joined=True, group=1), next_number=4)
+    assert described(engines_to_start(grouped(1), state))[1:] == [("e3", 1, 0)]
+
+
+def test_a_planned_fleet_continues_as_it_was_or_was_to_be() -> None:
+    state = state_of(engine(4, degree=2), engine(5, degree=1, draining=True), next_number=7)
+    state.allocation.pending_degrees = [1, 2]
+    assert described(engines_to_start(planned(5, [1, 2]), state)) == [
+        ("e4", 2, 0),
+        ("e7", 1, 0),
+        ("e8", 2, 0),
+    ]
+    for run_config in (planned(4, [1, 2]), planned(8, [1, 4])):
+        assert engines_to_start(run_config, state) == first_engines(run_config), "it fits no longer"
+    assert engines_to_start(planned(5, [1, 2]), State()) == first_engines(planned(5, [1, 2]))
+
+
+def test_the_next_engine_is_on_a_machine_that_is_up() -> None:
+    assert membership.next_id(state_of(next_number=3)) == "e3"
+    state = state_of(next_number=3, machines=3)
+    assert membership.next_id(state) == "e3"
+    del state.relays["r0"]
+    assert membership.next_id(state) == "e4"
+    del state.relays["r1"]
+    assert membership.next_id(state) == "e5"
+    del state.relays["r2"]
+    assert membership.next_id(state) is None
+
+
+def test_who_may_not_join() -> None:
+    def refusal(state: State, number: int = 3, group: int = 0) -> str:
+        slot = EngineSlot(id=EngineId(f"e{number}"), group=group)
+        return membership.why_not_join(grouped(1, 1), state, slot)
+
+    assert refusal(state_of(next_number=3)) == ""
+    assert refusal(state_of(next_number=3), group=1) == ""
+    assert "no group 2" in refusal(state_of(next_number=3), group=2)
+    assert "was the name of another engine" in refusal(state_of(next_number=4))
+    state = state_of(next_number=3, machines=2)
+    assert refusal(state) == ""
+    del state.relays["r1"]
+    assert "the machine of e3 was given up" in refusal(state)
+    assert refusal(state, 4) == ""
+    state.phase = Phase.FINISHED
+    assert refusal(state, 4) == "the run is over"
+    slot = EngineSlot(id=EngineId("e9"))
+    assert "[allocation] decides" in membership.why_not_join(planned(5, [1, 2]), State(), slot)
+
+
+def test_who_may_not_leave() -> None:
+    def refusal(*others: Engine, version: int = 1) -> str:
+        own = engine(0, version=version)
+        return membership.why_not_leave(grouped(2), state_of(own, *others), own)
+
+    assert refusal(engine(1, version=1)) == ""
+    assert refusal() == "e0 is the last engine"
+    assert refusal(engine(1, version=1, leaving=True)) == "e0 is the last engine"
+    assert refusal(engine(1, version=1, draining=True)) == "e0 is the last engine"
+    assert "the only engine that has weights" in refusal(engine(1))
+    assert "the only engine that has weights" in refusal(engine(1), version=0)
+    assert refusal(engine(1, version=0)) == ""
+    assert refusal(engine(1), version=-1) == ""
+    own = engine(0)
+    assert "[allocation] decides" in membership.why_not_leave(planned(5, [1, 2]), State(), own)
+
+
+def test_machines_take_engines_in_turn() -> None:
+    assert [membership.machine_of(EngineId(f"e{n}"), 3) for n in range(5)] == [0, 1, 2, 0, 1]
+    assert membership.machine_of(EngineId("e1"), 0) is None
+    assert membership.number_of(EngineId("e17")) == 17
