@@ -214,5 +214,4 @@ def test_the_kl_coefficient_is_constant_then_decreases_to_zero() -> None:
     assert coefficients[15] == pytest.approx(0.1 / 3)
     assert coefficients[18:] == [0.0, 0.0]
     assert coefficients == sorted(coefficients, reverse=True)
-    short = AlgorithmConfig(kl=0.1, kl_until=0.5)
-    assert kl_coefficient(short, step=1, steps=3) == pytest.approx(0.1 * 2 / 3)
+    assert kl_coefficient(falling, step=1, steps=2) == pytest.approx(0.1 * 2 * (1 - 1 / 1.8))
