@@ -2,7 +2,7 @@
 
 from rollweave.core import weights
 from rollweave.core.run import Run
-from rollweave.core.state import Relay
+from rollweave.core.state import Fetch, Relay
 from rollweave.core.weights import MAX_VERSIONS
 from tests.support.states import E0, E1, running
 
@@ -48,11 +48,11 @@ def test_what_relays_hold_pass_on_and_build_on_is_kept() -> None:
     run.state.publication.retained = {10: 1, 20: 2}
     first.versions, second.versions = [10, 20], [10]
     assert weights.needed(run) == (10, 20), "the newest of each"
-    second.versions, second.fetching = [], 10
+    second.versions, second.fetch = [], Fetch(weights_id=10, source=None, base=None)
     assert weights.needed(run) == (10, 20)
-    second.fetching, second.base = -1, 10
+    second.fetch = Fetch(weights_id=20, source=None, base=10)
     assert weights.needed(run) == (10, 20)
-    second.base = None
+    second.fetch = None
     assert weights.needed(run) == (20,)
 
 
@@ -87,7 +87,7 @@ def test_what_a_lost_trainer_leaves_is_what_relays_hold() -> None:
     run = published(1, 2, machines=2)
     first, second = run.state.relays.values()
     run.state.publication.retained = {10: 1, 20: 2, 30: 3}
-    first.versions, second.fetching = [10], 30
+    first.versions, second.fetch = [10], Fetch(weights_id=30, source=None, base=None)
     weights.trainer_lost(run)
     assert run.state.publication.retained == {10: 1, 30: 3}
 
