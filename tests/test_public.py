@@ -145,9 +145,13 @@ def test_train_runs_and_resumes_and_refuses(
     assert capsys.readouterr().out == ""
 
 
-def test_settings_without_effect_are_warnings(config: Path) -> None:
-    with pytest.warns(UserWarning, match=r"rollout\.predictor"):
+def test_settings_without_effect_are_refused(config: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.predictor has no effect"):
         train(config, ["run.steps=0", "rollout.predictor=boosted"], inproc=True)
+    made = load(config)
+    written = made.rollout.model_copy(update={"predictor": "boosted"})
+    with pytest.raises(ConfigError, match=r"rollout\.predictor.* has no effect"):
+        train(made.model_copy(update={"rollout": written}), inproc=True)
 
 
 def test_a_run_that_fails_raises(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,11 @@ def _served(directory: Path) -> Iterator[str]:
     """
     observer = _Observer()
     config = _config(directory, {"path": str(_model(directory))})
-    options = {"observer": observer, "make_backend": _no_backend, "no_token": True}
+    options = {
+        "observer": observer,
+        "make_backend": _no_backend,
+        "access": launch.Access(port=0, no_token=True),
+    }
     thread = threading.Thread(target=launch.serve, args=(config,), kwargs=options, name="service")
     thread.start()
     address, stop = observer.started.get(timeout=120.0)
@@ -174,7 +178,6 @@ def _config(directory: Path, model: dict[str, Any], **sections: Any) -> RunConfi
         },
         "engines": {"count": 1, "max_slots": slots, "kv_tokens": 16384},
         "faults": {"latency_s": LATENCY_S, "latency_sigma": SIGMA},
-        "serve": {"port": 0},
     }
     return RunConfig.model_validate(made | sections)
 

@@ -1,5 +1,5 @@
 """Measures the step times of the embedded engine for one model: the `Profile` with
-which `sim.profile` simulates it.
+which `sim.gpu` simulates it.
 
 There are two kinds of work, each for several batch sizes and lengths: conversations
 that begin together, whose next turns find most of their context in the prefix cache;
@@ -104,7 +104,7 @@ def bench_profile(path: Path, model: Path | None, *, quick: bool) -> Result:
             "prefill_s": [_shown(s) for s in profile.samples if not s.decode],
         },
         conditions={
-            "profile": f"{path}: use it as sim.profile",
+            "profile": f"{path}: use it as sim.gpu",
             "subject": profile.subject,
             **FIT_CONDITIONS,
         },
@@ -251,7 +251,7 @@ def fit_figures(measured: Measurement) -> dict[str, float]:
 
 
 FIT_CONDITIONS = {
-    "fit_error_median": "of the linear cost that sim.profile fits, against each sample",
+    "fit_error_median": "of the linear cost that sim.gpu fits, against each sample",
     "fit_over_measured": "the fitted seconds of all samples over the measured ones; the fit "
     "weighs relative errors",
     "core_share": "CPU seconds of the engine's thread over the seconds of its steps: below 1, the "

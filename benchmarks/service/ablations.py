@@ -153,7 +153,7 @@ def _config(directory: Path, model: Path) -> RunConfig:
                 for name in ("shell", "tmux")
             ],
             "rollout": {"max_running": ENGINES * SLOTS},
-            "serve": {"port": 0, "engines": "registered"},
+            "serve": {"engines": "registered"},
         }
     )
 

@@ -180,7 +180,6 @@ def _config(directory: Path, model: Path, *, held: int = 0, step_s: float = 0.0)
             "rollout": {"max_running": slots},
             "engines": {"count": 1, "max_slots": 32, "kv_tokens": 16384},
             "faults": {"latency_s": step_s, "latency_sigma": SIGMA},
-            "serve": {"port": 0},
         }
     )
 
@@ -217,7 +216,7 @@ class _Running:
                 make_backend=_no_backend,
                 programs=Programs(),
                 on_service=self._on_service,
-                no_token=True,
+                access=launch.Access(port=0, no_token=True),
             )
         except BaseException as error:
             self._error = error

@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         observer=_Observer(),
         make_backend=backend_factory(config),
         on_service=observe,
-        no_token=True,
+        access=launch.Access(port=0, no_token=True),
     )
 
 

@@ -131,7 +131,7 @@ def _config(directory: Path, model: Path, workload: Workload) -> RunConfig:
             "tasks": [lake],
             "rollout": {"max_running": workload.environments},
             "faults": {"latency_s": workload.step_s, "latency_sigma": 0.0},
-            "serve": {"port": 0, "engines": "registered"},
+            "serve": {"engines": "registered"},
         }
     )
 

@@ -215,7 +215,7 @@ def simulate_again(
 ) -> Simulated:
     """Repeat the recorded run on the virtual clock."""
     # The shape and the GPUs of [sim] play no part: both costs are given.
-    made = config.model_copy(update={"sim": SimConfig(model="qwen3-8b", profile=str(profile))})
+    made = config.model_copy(update={"sim": SimConfig(model="qwen3-8b")})
     path, metrics = profile.with_name("simulated.bin"), SimMetrics()
     with RunJournal(path) as journal:
         engine = ProfileCost.from_json(profile)

@@ -50,7 +50,7 @@ def test_a_port_in_use_prints_one_line_and_leaves_no_directory(tmp_path: Path) -
         port = listener.getsockname()[1]
         result = CliRunner().invoke(app, ["serve", str(file), "--port", str(port)])
     line = (
-        f"serve.host and serve.port must be a free address of this machine, got 127.0.0.1:{port}: "
+        f"--host and --port must be a free address of this machine, got 127.0.0.1:{port}: "
         "address already in use"
     )
     assert result.exit_code == 2
@@ -59,15 +59,16 @@ def test_a_port_in_use_prints_one_line_and_leaves_no_directory(tmp_path: Path) -
     assert not (Path(config.run.dir) / config.run.name).exists()
 
 
+HOST = ("--host", "192.0.2.1", "--port", "0", "--token-env", "TOKEN")
+
+
 def test_reports_an_address_of_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "service.toml"
-    file.write_text(
-        dumps(service_config(tmp_path, serve={"host": "192.0.2.1", "token_env": "TOKEN"}))
-    )
+    file.write_text(dumps(service_config(tmp_path)))
     monkeypatch.setenv("TOKEN", "secret")
-    result = CliRunner().invoke(app, ["serve", str(file)])
+    result = CliRunner().invoke(app, ["serve", str(file), *HOST])
     assert result.exit_code == 2
     assert "got 192.0.2.1:0: cannot assign requested address" in result.stderr
 

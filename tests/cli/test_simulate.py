@@ -62,9 +62,7 @@ def test_a_simulation_reports_no_success(tmp_path: Path) -> None:
 
 def test_the_kv_cache_has_the_configured_size(tmp_path: Path) -> None:
     by_gpu = run(tmp_path)
-    assert "tokens in each engine (limited by the GPU's memory or sim.profile)" in " ".join(
-        by_gpu.stdout.split()
-    )
+    assert "tokens in each engine (limited by sim.gpu)" in " ".join(by_gpu.stdout.split())
     small = run(tmp_path, engines="kv_tokens = 1024")
     assert "1,024 tokens in each engine (engines.kv_tokens)" in " ".join(small.stdout.split())
     slow, fast = (

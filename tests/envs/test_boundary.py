@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from rollweave.envs.base import Observation, Score, Step, new_task
 from rollweave.envs.boundary import GuardedEnv, checked_score, score_episode
 from rollweave.envs.faults import Faulty
-from rollweave.schema.config.sections import FaultsConfig
+from rollweave.schema.config.sections import Faults
 from rollweave.schema.errors import EnvError, RewardError
 from rollweave.schema.work import Task
 
 from .worlds import HERE, draw, episode, source
 
-NONE = FaultsConfig()
+NONE = Faults()
 TASK = new_task(seed=5)
 
 

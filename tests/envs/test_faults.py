@@ -9,7 +9,7 @@ import pytest
 from rollweave.envs.base import Observation, Step, new_task
 from rollweave.envs.boundary import GuardedEnv, score_episode
 from rollweave.envs.faults import Faulty
-from rollweave.schema.config.sections import FaultsConfig
+from rollweave.schema.config.sections import Faults
 from rollweave.schema.errors import EnvError, RewardError
 
 from .worlds import HERE, Echo, episode
@@ -18,7 +18,7 @@ CALLS = 400
 
 
 def faulty(seed: int, **rates: float) -> Faulty:
-    return Faulty(Echo(), FaultsConfig.model_validate(rates), seed=seed, block=False)
+    return Faulty(Echo(), Faults.model_validate(rates), seed=seed, block=False)
 
 
 async def outcome(env: Faulty) -> str:
@@ -68,7 +68,7 @@ async def latencies(seed: int) -> list[float]:
         slept.append(delay)
 
     env = Faulty(
-        Echo(), FaultsConfig(latency_s=2.0, latency_sigma=0.5), seed=seed, block=False, sleep=sleep
+        Echo(), Faults(latency_s=2.0, latency_sigma=0.5), seed=seed, block=False, sleep=sleep
     )
     await env.reset(new_task())
     assert not slept
@@ -87,10 +87,10 @@ async def test_latency_is_log_normal_and_deterministic() -> None:
 
 
 async def test_faults_are_attributed_at_the_boundary() -> None:
-    env = GuardedEnv(f"{HERE}Echo", {}, faults=FaultsConfig(env_error=1.0), seed=0, block=False)
+    env = GuardedEnv(f"{HERE}Echo", {}, faults=Faults(env_error=1.0), seed=0, block=False)
     with pytest.raises(EnvError, match=r"step raised InjectedError: injected by faults\.env_error"):
         await env.step("a")
-    env = GuardedEnv(f"{HERE}Echo", {}, faults=FaultsConfig(env_garbage=1.0), seed=0, block=False)
+    env = GuardedEnv(f"{HERE}Echo", {}, faults=Faults(env_garbage=1.0), seed=0, block=False)
     with pytest.raises(EnvError, match="step must return Step, got 'not an observation'"):
         await env.step("a")
 
@@ -99,7 +99,7 @@ async def test_reward_faults() -> None:
     outcomes: list[object] = []
     for seed in range(100):
         call = score_episode(
-            f"{HERE}Echo", {}, episode(new_task()), faults=FaultsConfig(reward_error=0.3), seed=seed
+            f"{HERE}Echo", {}, episode(new_task()), faults=Faults(reward_error=0.3), seed=seed
         )
         outcomes += await asyncio.gather(call, return_exceptions=True)
     errors = [outcome for outcome in outcomes if isinstance(outcome, RewardError)]

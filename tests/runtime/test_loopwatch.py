@@ -17,7 +17,7 @@ import pytest
 from rollweave.core.policy.experience import sample
 from rollweave.envs.boundary import GuardedEnv
 from rollweave.runtime.loopwatch import Culprit, LoopWatch
-from rollweave.schema.config.sections import FaultsConfig
+from rollweave.schema.config.sections import Faults
 from tests.runtime import holding
 from tests.runtime.whole import ROOT, assert_no_processes, lines, make_config, run, write
 
@@ -58,7 +58,7 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reports]:
 async def test_an_environment_that_blocks_is_named_with_its_method(
     reports: Reports, kind: str, is_async: bool
 ) -> None:
-    env = GuardedEnv(f"{HERE}:{kind}", {}, faults=FaultsConfig(), seed=0, block=False)
+    env = GuardedEnv(f"{HERE}:{kind}", {}, faults=Faults(), seed=0, block=False)
     with reports.watch():
         await env.step("a")  # returns because it was noticed
         while not reports.over:  # noqa: ASYNC110 (the loop is what is watched)

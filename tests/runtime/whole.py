@@ -77,7 +77,7 @@ def make_config(
         "model": {"path": str(model)},
         "tasks": [{**TASK, "options": dict(options or {}), **dict(task or {})}],
         "rollout": {"groups_per_step": 2, "group_size": 2, "max_running": 8},
-        "eval": {"episodes": 0, "final_episodes": 4},
+        "eval": {"final_episodes": 4},
         "engines": {"count": 2},
     }
     for name, values in sections.items():

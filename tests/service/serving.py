@@ -31,9 +31,8 @@ def service_config(directory: Path, **sections: Any) -> RunConfig:
     """Return a configuration with port 0, the game of `tests.runtime.game` and two echo
     engines.
     """
-    serve = {"port": 0, **sections.pop("serve", {})}
     run = {"name": "service", **sections.pop("run", {})}
-    return make_config(directory, run=run, serve=serve, **sections)
+    return make_config(directory, run=run, **sections)
 
 
 def no_engine(request: EngineRequest, name: str, *_: object) -> NoReturn:
@@ -62,13 +61,14 @@ class Serving:
     """
 
     def __init__(
-        self, config: RunConfig, *, make_backend: BackendFactory = no_engine, **flags: bool
+        self, config: RunConfig, *, make_backend: BackendFactory = no_engine, **access: Any
     ) -> None:
         self.observer = Observer()
         self._error: BaseException | None = None
         self._make_backend = make_backend
         self.service: Service
-        self._flags = {"no_token": config.serve.token_env is None, **flags}
+        self._unsandboxed = access.pop("unsandboxed", False)
+        self._access = launch.Access(**{"port": 0, "no_token": "token_env" not in access, **access})
         self.token: str | None = None
         self._thread = threading.Thread(target=self._serve, args=(config,), name="service")
         self._thread.start()
@@ -89,7 +89,8 @@ class Serving:
                 make_backend=self._make_backend,
                 programs=FAKES,
                 on_service=self._on_service,
-                **self._flags,
+                access=self._access,
+                unsandboxed=self._unsandboxed,
             )
         except BaseException as error:
             self._error = error
@@ -127,7 +128,7 @@ def serving(
 class Program:
     """A service in another process, which may open at most `files` files."""
 
-    def __init__(self, config: RunConfig, *, files: int | None = None) -> None:
+    def __init__(self, config: RunConfig, *, files: int | None = None, port: int = 0) -> None:
         file = Path(config.run.dir) / "given.toml"
         file.write_text(dumps(config))
         env = {
@@ -135,7 +136,7 @@ class Program:
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         }
         limit = ["prlimit", f"--nofile={files // 2}:{files}"] if files is not None else []
-        command = [*limit, sys.executable, "-m", "tests.service.serving", str(file)]
+        command = [*limit, sys.executable, "-m", "tests.service.serving", str(file), str(port)]
         with (Path(config.run.dir) / "stderr").open("wb") as stderr:
             self.process = Forked(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=stderr)
         assert self.process.stdout is not None
@@ -177,5 +178,5 @@ if __name__ == "__main__":
         observer=Printing(),
         make_backend=backend_factory(given),
         programs=FAKES,
-        no_token=True,
+        access=launch.Access(port=int(sys.argv[2]), no_token=True),
     )

@@ -222,7 +222,7 @@ async def test_retries_while_the_service_is_full(
 async def test_a_restarted_service_loses_no_group(tmp_path: Path, unused_tcp_port: int) -> None:
     """The service restarts at the same address, with its directory."""
     gate = tmp_path / "gate"
-    run_config = config(tmp_path, serve={"port": unused_tcp_port})
+    run_config = config(tmp_path)
     tasks = (draw(f"i{n}", GOOD, gate=str(gate)) for n in range(2))
     program = Program(run_config)
     try:

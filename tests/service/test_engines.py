@@ -186,10 +186,7 @@ async def test_engines_are_distributed_and_move_when_a_service_fails(tmp_path: P
             for status in await asyncio.gather(*tasks):
                 assert status.members[0].stop_reason == "finished"
             port = int(services[0].rpartition(":")[2])
-            again = configs[0].model_copy(
-                update={"serve": configs[0].serve.model_copy(update={"port": port})}
-            )
-            programs[0] = Program(again)
+            programs[0] = Program(configs[0], port=port)
             await wait_for_shares(services, [2, 2])
             await client.register_engines(
                 [EngineRequest(address=place, dialect="rollweave") for place in places[:2]]

@@ -275,7 +275,7 @@ async def test_a_failing_environment_gives_no_reward(tmp_path: Path, stage: str)
 
 async def test_requires_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUR_TOKEN", "tschüss")
-    with serving(service_config(tmp_path, serve={"token_env": "OUR_TOKEN"})) as service:
+    with serving(service_config(tmp_path), token_env="OUR_TOKEN") as service:
         for headers in ({}, {"Authorization": "Bearer no"}, {"Authorization": "tschüss"}):
             status, body, _ = await call(service.address, "GET", "/v1/handlers", headers=headers)
             assert (status, body["error"]["type"]) == (401, "unauthorized")
@@ -337,13 +337,14 @@ async def test_web_pages_cannot_reach_a_service_without_a_token(tmp_path: Path) 
 
 def test_reports_invalid_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("READ_FROM_A_FILE", "secret\n")
-    for sections, words in (
-        ({"serve": {"host": "0.0.0.0"}}, "--no-token must be left out"),
-        ({"serve": {"token_env": "NO_SUCH_VARIABLE"}}, "serve.token_env must name a variable"),
-        ({"serve": {"token_env": "READ_FROM_A_FILE"}}, "without a line's end"),
+    for access, words in (
+        ({"host": "0.0.0.0"}, "--no-token must be left out"),
+        ({"token_env": "NO_SUCH_VARIABLE"}, "--token-env must name a variable"),
+        ({"token_env": "READ_FROM_A_FILE"}, "without a line's end"),
+        ({"names": ("a b",)}, "--allow-host"),
     ):
         with pytest.raises(ConfigError, match=words):
-            Serving(service_config(tmp_path, **sections)).stop()
+            Serving(service_config(tmp_path), **access).stop()
 
 
 @pytest.mark.parametrize("drain", [True, False])

@@ -73,13 +73,10 @@ def test_a_run_directory_is_read_like_a_live_one(tmp_path: Path) -> None:
     ("sim", "words"),
     [
         ({"gpu": "h900"}, r"^sim\.gpu must be one of"),
-        ({"trainer_gpu": "h900"}, r"^sim\.trainer_gpu must be one of"),
         ({"model": "qwen"}, r"^sim\.model must be one of"),
         ({"link": "string"}, r"^sim\.link must be one of"),
         ({"trainer_gpus": 1, "model": "qwen2.5-7b"}, r"^sim\.trainer_gpus must be at least 2"),
         ({"model": "qwen2.5-72b", "gpu": "a100"}, r"engines\.degree must be at least 2"),
-        ({"workloads": {"webshop": "shopping"}}, r"^sim\.workloads\.webshop must be one of"),
-        ({"workloads": {"lake": "frozenlake"}}, "sim.workloads must name task domains"),
     ],
 )
 def test_refuses_impossible_settings_before_writing_files(
@@ -133,9 +130,7 @@ def test_prompts_that_do_not_fit_end_the_run_with_the_reason(tmp_path: Path) -> 
         '{"prompt_tokens": 1000000, "init_s": 1, "turns": [[5, 5, 1]], "reward_s": 1, "reward": 1}'
     )
     (tmp_path / "long.jsonl").write_text(line + "\n")
-    outcome = simulate(
-        config(tmp_path, sim={"workloads": {"webshop": str(tmp_path / "long.jsonl")}})
-    )
+    outcome = simulate(config(tmp_path, env=str(tmp_path / "long.jsonl")))
     assert "the first prompt (1000000 tokens) leaves no room" in outcome.summary.error
     assert outcome.summary.account.balanced
 
@@ -143,8 +138,8 @@ def test_prompts_that_do_not_fit_end_the_run_with_the_reason(tmp_path: Path) -> 
 def test_dynamic_sampling_ends_without_informative_groups(tmp_path: Path) -> None:
     line = '{"prompt_tokens": 10, "init_s": 1, "turns": [[5, 5, 1]], "reward_s": 1, "reward": 1}'
     (tmp_path / "same.jsonl").write_text(line + "\n")
-    same = {"workloads": {"webshop": str(tmp_path / "same.jsonl")}}
-    run_config = config(tmp_path, sim=same, dynamic_sampling=True, groups_per_step=1)
+    same = str(tmp_path / "same.jsonl")
+    run_config = config(tmp_path, env=same, dynamic_sampling=True, groups_per_step=1)
     outcome = simulate(run_config)
     assert "100 groups in a row had equal rewards" in outcome.summary.error
     assert outcome.summary.account.balanced

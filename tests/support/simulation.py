@@ -16,6 +16,7 @@ def config(
     seed: int = 0,
     sim: dict[str, Any] | None = None,
     ablation: dict[str, Any] | None = None,
+    env: str = "webshop",
     **rollout: Any,
 ) -> RunConfig:
     return RunConfig.model_validate(
@@ -24,7 +25,8 @@ def config(
             "sim": {"model": "qwen3-8b", "trainer_gpus": 8, **(sim or {})},
             "tasks": [
                 {
-                    "env": "webshop",
+                    "env": env,
+                    "tag": "webshop",
                     "max_turns": 20,
                     "max_tokens": 16384,
                     "max_turn_tokens": 4096,

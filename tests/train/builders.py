@@ -27,7 +27,7 @@ from rollweave.train.packing import Example
 
 torch.set_num_threads(1)
 
-SCRATCH, CONTEXT = ScratchModel(hidden=64, layers=2), 256
+SCRATCH, CONTEXT = ScratchModel(hidden=32, layers=2), 256
 WORDS = [f" at={column}{row}" for column in "abcd" for row in range(1, 5)] + [
     "<up>",
     "<down>",
@@ -37,7 +37,7 @@ VOCABULARY = 100  # fewer than the tokenizer has
 
 
 def make_model(
-    path: Path, *, seed: int = 0, head_dim: int = HEAD_DIM, kv_heads: int = 2, **shape: Any
+    path: Path, *, seed: int = 0, head_dim: int = HEAD_DIM, kv_heads: int = 1, **shape: Any
 ) -> Path:
     """Build a model; `head_dim` and `kv_heads` replace the constants of one from
     scratch.

@@ -130,7 +130,7 @@ def test_the_trainer_refuses_an_incomplete_checkpoint_unchanged(
     assert isinstance(reply, TrainFailed)
     assert "damaged" in reply.error
     assert trainer.step == 1
-    other = make_model(tmp_path / "other", layers=1)
+    other = make_model(tmp_path / "other", hidden=64)
     assert isinstance(
         Trainer(make_config(), other, tmp_path).handle(Save(path=str(tmp_path / "o"))), Saved
     )

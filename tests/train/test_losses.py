@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 
 from rollweave.schema.config.sections import AlgorithmConfig
-from rollweave.train.losses import k3, kl_coefficient, policy_loss, token_weights
+from rollweave.train import losses
+from rollweave.train.losses import IS_CAP, k3, kl_coefficient, policy_loss, token_weights
 from rollweave.train.metrics import TOKEN_SUMS, metrics_from_sums
 from tests.support.properties import examples
 
@@ -42,8 +43,8 @@ def slow_loss(
     importance = math.exp(proximal - behavior)
     if algorithm.correction == "bypass":
         importance = 1.0
-    elif importance > algorithm.is_cap:
-        importance = 0.0 if algorithm.correction == "decoupled" else algorithm.is_cap
+    elif importance > IS_CAP:
+        importance = 0.0 if algorithm.correction == "decoupled" else IS_CAP
     difference = reference - logprob
     loss = -importance * surrogate - algorithm.entropy * entropy
     slope = -importance * slope
@@ -59,7 +60,6 @@ def algorithms(draw: st.DrawFn) -> AlgorithmConfig:
         correction=draw(st.sampled_from(["bypass", "decoupled", "tis"])),
         clip_low=draw(st.sampled_from([0.1, 0.2])),
         clip_high=draw(st.sampled_from([0.2, 0.28])),
-        is_cap=draw(st.sampled_from([1.1, 2.0])),
         kl=draw(st.sampled_from([0.0, 0.3])),
         entropy=draw(st.sampled_from([0.0, 0.05])),
     )
@@ -130,9 +130,7 @@ def check_sums(
         clipped += (advantage > 0 and ratio > 1 + algorithm.clip_high) or (
             advantage < 0 and ratio < 1 - algorithm.clip_low
         )
-        masked += (
-            algorithm.correction != "bypass" and math.exp(proximal - behavior) > algorithm.is_cap
-        )
+        masked += algorithm.correction != "bypass" and math.exp(proximal - behavior) > IS_CAP
     assert sums["clipped"] == clipped
     assert sums["masked"] == masked
 
@@ -153,9 +151,7 @@ def test_weights_make_the_configured_mean(lengths: list[int], seed: int, aggrega
     assert mean == pytest.approx(expected, abs=1e-12)
 
 
-def run_one(
-    correction: str, *, logprob: float, behavior: float, proximal: float, is_cap: float = 2.0
-) -> float:
+def run_one(correction: str, *, logprob: float, behavior: float, proximal: float) -> float:
     """Return the gradient by the log-prob of one token with advantage 1."""
     logprobs_input = torch.tensor([logprob], requires_grad=True)
     loss, _ = policy_loss(
@@ -167,7 +163,7 @@ def run_one(
         proximal=torch.tensor([proximal]),
         divergence=None,
         kl=0.0,
-        algorithm=AlgorithmConfig(correction=correction, is_cap=is_cap),  # type: ignore[arg-type]
+        algorithm=AlgorithmConfig(correction=correction),  # type: ignore[arg-type]
     )
     loss.backward()  # type: ignore[no-untyped-call]
     assert logprobs_input.grad is not None
@@ -188,9 +184,10 @@ def test_the_two_corrections_differ_beyond_the_cap() -> None:
     assert run_one("tis", logprob=-1.0, behavior=-3.0, proximal=-1.0) == pytest.approx(-2.0)
 
 
-def test_a_weight_at_the_cap_counts() -> None:
+def test_a_weight_at_the_cap_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "IS_CAP", 1.0)
     for correction in ("decoupled", "tis"):
-        assert run_one(correction, logprob=-1.0, behavior=-1.0, proximal=-1.0, is_cap=1.0) == -1.0
+        assert run_one(correction, logprob=-1.0, behavior=-1.0, proximal=-1.0) == -1.0
 
 
 def test_extreme_log_probs_stay_finite() -> None:

@@ -16,6 +16,7 @@ from rollweave.schema.config.sections import AlgorithmConfig
 from rollweave.schema.training import Publish, Published, Trained, TrainOn
 from rollweave.schema.work import Batch
 from rollweave.train.advantages import token_advantages
+from rollweave.train.losses import IS_CAP
 from rollweave.train.trainer import Trainer
 from rollweave.weights.publication import read_tensors
 from tests.train.builders import make_batch, make_config, make_model
@@ -53,9 +54,9 @@ def slow_token(
     loss = -torch.minimum(ratio * advantage, bounded * advantage)
     importance = torch.exp(proximal - behaviour)
     if algorithm.correction == "decoupled":
-        loss = loss * (importance if importance <= algorithm.is_cap else 0.0)
+        loss = loss * (importance if importance <= IS_CAP else 0.0)
     elif algorithm.correction == "tis":
-        loss = loss * torch.clamp(importance, max=algorithm.is_cap)
+        loss = loss * torch.clamp(importance, max=IS_CAP)
     difference = reference - logprob
     return loss + algorithm.kl * (difference.exp() - difference - 1) - algorithm.entropy * entropy
 
@@ -148,8 +149,8 @@ def configured(**algorithm: Any) -> RunConfig:
 
 CASES: list[dict[str, Any]] = [
     {"correction": "bypass"},
-    {"correction": "decoupled", "is_cap": 1.3},
-    {"correction": "tis", "is_cap": 1.3},
+    {"correction": "decoupled"},
+    {"correction": "tis"},
     {"correction": "decoupled", "kl": 0.2, "entropy": 0.02, "aggregate": "sequence_mean"},
     {"correction": "bypass", "kl": 0.2, "entropy": 0.02, "advantage": "gigpo", "gamma": 0.9},
 ]

@@ -1,4 +1,4 @@
-"""Warm-up learns the outputs of transcripts, and observations only if configured."""
+"""Warm-up learns the outputs of transcripts, and a model from scratch observations, too."""
 
 import itertools
 import random
@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import ModelConfig
 from rollweave.schema.errors import NonFiniteLossError, TrainerError
 from rollweave.schema.work import TokenSequence
 from rollweave.train import trainer
@@ -30,7 +32,7 @@ def transcripts() -> Iterator[TokenSequence]:
     return itertools.cycle([make_sequence(rng) for _ in range(4)])
 
 
-def configured(**warmup: object) -> object:
+def configured(**warmup: object) -> RunConfig:
     config = make_config()
     return config.model_copy(
         update={"warmup": config.warmup.model_copy(update={"steps": 30, "batch": 4, **warmup})}
@@ -52,29 +54,28 @@ def losses_of(trainer: Trainer, kind: bool) -> float:
     return float(-logprobs.mean())
 
 
-def test_learns_outputs_and_observations_only_if_configured(
-    model_dir: Path, tmp_path: Path
-) -> None:
-    outputs_only = Trainer(configured(), model_dir, tmp_path)  # type: ignore[arg-type]
+def test_learns_outputs_and_from_scratch_observations(model_dir: Path, tmp_path: Path) -> None:
+    checkpoint = {"model": ModelConfig(path=str(model_dir))}
+    outputs_only = Trainer(configured().model_copy(update=checkpoint), model_dir, tmp_path)
     before = losses_of(outputs_only, kind=False)
     losses = outputs_only.warm_up(transcripts())
     assert len(losses) == 30
     assert losses[-1] < 0.5 < 4 < losses[0]
     assert losses_of(outputs_only, kind=True) < 0.5
     assert losses_of(outputs_only, kind=False) > before
-    both = Trainer(configured(observations=True), model_dir, tmp_path)  # type: ignore[arg-type]
+    both = Trainer(configured(), model_dir, tmp_path)
     both.warm_up(transcripts())
     assert losses_of(both, kind=False) < before / 2
     assert outputs_only.step == 0
 
 
 def test_no_steps_need_no_transcripts(model_dir: Path, tmp_path: Path) -> None:
-    assert Trainer(configured(steps=0), model_dir, tmp_path).warm_up(iter(())) == []  # type: ignore[arg-type]
+    assert Trainer(configured(steps=0), model_dir, tmp_path).warm_up(iter(())) == []
 
 
 def test_too_few_transcripts_are_an_error(model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainerError, match="needs 4 transcripts"):
-        Trainer(configured(), model_dir, tmp_path).warm_up(itertools.islice(transcripts(), 3))  # type: ignore[arg-type]
+        Trainer(configured(), model_dir, tmp_path).warm_up(itertools.islice(transcripts(), 3))
 
 
 def test_a_loss_that_is_not_finite_names_the_setting(
@@ -85,7 +86,7 @@ def test_a_loss_that_is_not_finite_names_the_setting(
         NonFiniteLossError,
         match=r"warm-up step \d+: loss \S+, gradient norm \S+; the learning rate is 1e\+20",
     ):
-        Trainer(configured(), model_dir, tmp_path).warm_up(transcripts())  # type: ignore[arg-type]
+        Trainer(configured(), model_dir, tmp_path).warm_up(transcripts())
 
 
 def test_selects_the_targets_of_a_transcript() -> None:

@@ -31,9 +31,10 @@ def simulated(directory: Path, mode: str, **sections: Any) -> tuple[RunConfig, P
     run_config = make_config(
         directory, **{**sections, "rollout": {**sections.get("rollout", {}), "mode": mode}}
     )
-    data = run_config.model_dump() | {
-        "sim": {"model": "qwen3-8b", "workloads": {"game": "frozenlake"}}
-    }
+    data = run_config.model_dump() | {"sim": {"model": "qwen3-8b"}}
+    data["tasks"] = [
+        task | {"env": "frozenlake", "tag": task["tag"] or "game"} for task in data["tasks"]
+    ]
     config = RunConfig.model_validate(data)
     with directory_of(config) as at:
         assert simulate(config, run=at).summary.error == ""

@@ -52,6 +52,18 @@ Overrides = Annotated[
 InProcess = Annotated[
     bool, typer.Option("--inproc", help="Run everything in one process, for debugging.")
 ]
+AllowedHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-host",
+        metavar="NAME",
+        help="Another host name under which clients reach this server. May be repeated.",
+    ),
+]
+TokenEnv = Annotated[
+    str | None,
+    typer.Option(metavar="VARIABLE", help="Environment variable with the clients' token."),
+]
 NoToken = Annotated[
     bool,
     typer.Option(
@@ -128,8 +140,11 @@ def serve(
     ],
     overrides: Overrides = None,
     port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")
-    ] = None,
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")
+    ] = 8300,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    names: AllowedHosts = None,
+    token_env: TokenEnv = None,
     no_token: NoToken = False,
     unsandboxed: Annotated[
         bool,
@@ -143,9 +158,16 @@ def serve(
     """Serve rollouts of CONFIG's tasks over HTTP."""
     with errors_reported():
         from rollweave.cli.serve import serve as work
+        from rollweave.service.launch import Access
 
-        sets = [*(overrides or []), *([f"serve.port={port}"] if port is not None else [])]
-        work(config, sets, inproc=inproc, no_token=no_token, unsandboxed=unsandboxed)
+        access = Access(
+            host=host,
+            port=port,
+            token_env=token_env,
+            no_token=no_token,
+            names=tuple(names or ()),
+        )
+        work(config, overrides or [], inproc=inproc, access=access, unsandboxed=unsandboxed)
 
 
 @app.command()
@@ -215,18 +237,8 @@ def engine(
         int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")
     ] = 8000,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    names: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow-host",
-            metavar="NAME",
-            help="Another host name under which clients reach this server. May be repeated.",
-        ),
-    ] = None,
-    token_env: Annotated[
-        str | None,
-        typer.Option(metavar="VARIABLE", help="Environment variable with the clients' token."),
-    ] = None,
+    names: AllowedHosts = None,
+    token_env: TokenEnv = None,
     token_file: Annotated[
         Path | None,
         typer.Option(
@@ -369,7 +381,7 @@ def bench(
     ] = None,
     profile: Annotated[
         Path | None,
-        typer.Option(help="With engine: file to write its step times to, for `sim.profile`."),
+        typer.Option(help="With engine: file to write its step times to, for `sim.gpu`."),
     ] = None,
     model: Annotated[
         Path | None,

@@ -27,7 +27,7 @@ def serve(
     overrides: Sequence[str],
     *,
     inproc: bool,
-    no_token: bool = False,
+    access: launch.Access = launch.ON_LOOPBACK,
     unsandboxed: bool = False,
 ) -> None:
     """Serve until a signal ends it."""
@@ -38,10 +38,10 @@ def serve(
     )
     launch.serve(
         config,
-        observer=_Terminal(config),
+        observer=_Terminal(config, access),
         make_backend=backend_factory(config),
         inproc=inproc,
-        no_token=no_token,
+        access=access,
         unsandboxed=unsandboxed,
     )
 
@@ -67,8 +67,8 @@ def service_of_run(name: str, overrides: Sequence[str]) -> RunConfig:
 class _Terminal:
     """Prints the stages of a service on the terminal."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
+    def __init__(self, config: RunConfig, access: launch.Access) -> None:
+        self._config, self._access = config, access
 
     def on_ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
         del stop  # signals stop the service
@@ -84,7 +84,7 @@ class _Terminal:
                 "[yellow]no token: every program of every user on this host has access[/]",
                 soft_wrap=True,
             )
-        elif (variable := self._config.serve.token_env) is not None:
+        elif (variable := self._access.token_env) is not None:
             out.print(f"[dim]token: the value of ${escape(variable)}[/]", soft_wrap=True)
         else:
             file = RunDir(Path(self._config.run.dir) / self._config.run.name).token

@@ -21,7 +21,6 @@ from rollweave.record.summary import account_line, scheduling_line
 from rollweave.runtime.preflight.checks import human_seconds
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import FaultsConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.fleet import kv_room
 from rollweave.sim.ignored import ignored
@@ -68,7 +67,7 @@ def simulate(
             f"[yellow]without effect in a simulation:[/] {escape(', '.join(without_effect))}",
             soft_wrap=True,
         )
-    if config.faults != FaultsConfig():
+    if config.faults:
         err.print(
             "[yellow]\\[faults] is ignored:[/] it applies to real environments; `--faults "
             "SEED` injects faults into a simulation"
@@ -100,9 +99,7 @@ def _kv_text(config: RunConfig, costs: Costs) -> str:
     }
     sizes = sorted({size for size, _ in capacities})
     limited_by = (
-        "engines.kv_tokens"
-        if all(size < gpu for size, gpu in capacities)
-        else "limited by the GPU's memory or sim.profile"
+        "engines.kv_tokens" if all(size < gpu for size, gpu in capacities) else "limited by sim.gpu"
     )
     extremes = " to ".join(f"{size:,}" for size in (sizes[0], sizes[-1])[: len(sizes)])
     return f"{extremes} tokens in each engine ({limited_by})"

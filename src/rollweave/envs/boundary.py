@@ -19,7 +19,7 @@ from rollweave.envs.faults import Faulty, reward_fault
 from rollweave.envs.foreign import describe_error, running_task, text_of, type_name
 from rollweave.envs.registry import resolve
 from rollweave.envs.threads import Caller, call_in_thread, call_inline
-from rollweave.schema.config.sections import FaultsConfig
+from rollweave.schema.config.sections import Faults
 from rollweave.schema.errors import EnvError, Interrupted, RewardError
 from rollweave.schema.text import valid, valid_tree
 from rollweave.schema.work import Task
@@ -66,7 +66,7 @@ class GuardedEnv:
         name: str,
         options: Options,
         *,
-        faults: FaultsConfig,
+        faults: Faults,
         seed: int,
         block: bool,
         via: Caller = call_inline,
@@ -151,7 +151,7 @@ async def score_episode(
     options: Options,
     episode: Episode,
     *,
-    faults: FaultsConfig,
+    faults: Faults,
     seed: int,
     via: Caller = call_in_thread,
 ) -> Score:

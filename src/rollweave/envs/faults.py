@@ -15,7 +15,7 @@ from typing import Any
 
 from rollweave.envs.base import mix
 from rollweave.envs.threads import Caller, call_inline
-from rollweave.schema.config.sections import FaultsConfig
+from rollweave.schema.config.sections import Faults
 from rollweave.schema.work import Task
 
 GARBAGE = "not an observation"
@@ -34,7 +34,7 @@ class Faulty:
     def __init__(
         self,
         env: Any,
-        faults: FaultsConfig,
+        faults: Faults,
         *,
         seed: int,
         block: bool,
@@ -81,7 +81,7 @@ class Faulty:
         return await self._via(call, argument)
 
 
-def reward_fault(faults: FaultsConfig, *, seed: int) -> None:
+def reward_fault(faults: Faults, *, seed: int) -> None:
     """Raise if `faults.reward_error` applies to the reward of this trajectory."""
     if random.Random(mix(seed, "reward")).random() < faults.reward_error:
         raise InjectedError("injected by faults.reward_error")

@@ -27,7 +27,7 @@ from rollweave.envs.threads import EnvThread, EnvThreads, call_inline, needs_thr
 from rollweave.schema.base import TaskId
 from rollweave.schema.chat import Message
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import FaultsConfig, TaskConfig
+from rollweave.schema.config.sections import Faults, TaskConfig
 from rollweave.schema.errors import ConfigError, EnvError, RewardError, RollweaveError
 from rollweave.schema.text import valid_tree
 from rollweave.schema.work import Purpose, Task
@@ -56,7 +56,7 @@ class DomainEnvProvider:
     """Opens environments and scores episodes of one task domain."""
 
     def __init__(
-        self, config: TaskConfig, faults: FaultsConfig, workers: WorkerPool, threads: EnvThreads
+        self, config: TaskConfig, faults: Faults, workers: WorkerPool, threads: EnvThreads
     ) -> None:
         self._config, self._faults, self._workers, self._threads = config, faults, workers, threads
 
@@ -183,7 +183,7 @@ class TaskSource:
         )
         self.threads = EnvThreads()
         self._providers = {
-            task.name: DomainEnvProvider(task, config.faults, self.workers, self.threads)
+            task.name: DomainEnvProvider(task, config.injected, self.workers, self.threads)
             for task in config.tasks
         }
 

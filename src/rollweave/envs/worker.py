@@ -26,7 +26,7 @@ from rollweave.envs.protocol import (
 )
 from rollweave.io.parent import Parent
 from rollweave.io.wire import decoder_of, encode
-from rollweave.schema.config.sections import FaultsConfig
+from rollweave.schema.config.sections import Faults
 from rollweave.schema.errors import EnvError, RewardError
 
 
@@ -79,8 +79,8 @@ class Worker:
         return self._env
 
 
-def _faults(spec: EnvSpec) -> FaultsConfig:
-    return FaultsConfig.model_validate(spec.faults)
+def _faults(spec: EnvSpec) -> Faults:
+    return Faults.model_validate(spec.faults)
 
 
 async def serve(parent: Parent) -> None:

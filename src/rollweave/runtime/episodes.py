@@ -82,7 +82,6 @@ class Episodes:
         sampling = Sampling(
             temperature=rollout.temperature if training else self._config.eval.temperature,
             top_p=rollout.top_p if training else 1.0,
-            top_k=rollout.top_k if training else 0,
             stop_token_ids=codec.stop_token_ids,
             stop=codec.stop,
             allowed=(*codec.single_token_ids(words), *codec.stop_token_ids) if words else (),

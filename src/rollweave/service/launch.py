@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -38,10 +39,9 @@ from rollweave.runtime.recover import Beginning, model_dir, recover, settle
 from rollweave.runtime.serving import ServiceWorld
 from rollweave.runtime.signals import on_ending_signals, run_to_the_end
 from rollweave.runtime.wiring import Wiring
-from rollweave.schema.address import Hosts
+from rollweave.schema.address import Hosts, check_names
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import ServeConfig
 from rollweave.schema.errors import ConfigError, DiskError, EngineError, RollweaveError
 from rollweave.schema.events import EngineSlot
 from rollweave.service import http
@@ -52,7 +52,7 @@ from rollweave.service.prorl import ProRL
 from rollweave.service.registry import is_registered
 from rollweave.service.service import Service
 
-NAMES = "serve.host and serve.port"
+NAMES = "--host and --port"
 """Names of the settings that define the address, for error messages."""
 
 COMPACT_S = 5.0
@@ -62,6 +62,26 @@ megabyte a second.
 
 SHUTDOWN_S = 5.0
 """Maximum seconds for HTTP requests that are under way when the service ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """The address of a service and the clients that it admits, as given by the options
+    of `rollweave serve`.
+
+    `names` are further names under which clients reach it; `no_token` admits every
+    program on this host.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8300
+    token_env: str | None = None
+    no_token: bool = False
+    names: tuple[str, ...] = ()
+
+
+ON_LOOPBACK = Access()
+"""The default: loopback, with a token that is generated and kept."""
 
 
 class ServiceObserver(Protocol):
@@ -90,13 +110,13 @@ def serve(
     inproc: bool = False,
     programs: Programs | None = None,
     on_service: Callable[[Service], None] = lambda _: None,
-    no_token: bool = False,
+    access: Access = ON_LOOPBACK,
     unsandboxed: bool = False,
 ) -> None:
     """Serve until SIGINT or SIGTERM: after the first, accepted rollouts are completed;
     the second cancels them.
 
-    `no_token` admits every program on this host. Without `unsandboxed`, a sandbox that
+    Without `unsandboxed`, a sandbox that
     isolates nothing is refused, because the commands of clients would run as this user.
     `on_service` gets the service itself, on its event loop, for use without HTTP.
     Raises ConfigError, also if the port is taken, and DiskError. Any other failure that
@@ -113,9 +133,13 @@ def serve(
             "which they run as this user; `rollweave serve --unsandboxed` allows that"
         )
     token_given = given_token(
-        config.serve.token_env, no_token=no_token, host=config.serve.host, named="serve.token_env"
+        access.token_env, no_token=access.no_token, host=access.host, named="--token-env"
     )
-    check_address(config.serve.host, config.serve.port, names=NAMES)
+    try:
+        check_names(access.names, field="--allow-host")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    check_address(access.host, access.port, names=NAMES)
     # errors in these are reported before the directory is created
     source, codec = TaskSource(config), ChatCodec.from_directory(Path(config.model.path))
     directory = RunDir((Path(config.run.dir) / config.run.name).absolute())
@@ -125,7 +149,8 @@ def serve(
             run,
             source,
             codec,
-            token=None if no_token else token_given or kept_token(run.token),
+            token=None if access.no_token else token_given or kept_token(run.token),
+            access=access,
             inproc=inproc,
             programs=programs or Programs(),
             make_backend=make_backend,
@@ -165,13 +190,14 @@ class _Launch:
         codec: ChatCodec,
         *,
         token: str | None,
+        access: Access,
         inproc: bool,
         programs: Programs,
         make_backend: BackendFactory,
     ) -> None:
         self._config, self._run, self._source, self._codec = config, run, source, codec
         self._token, self._inproc, self._programs = token, inproc, programs
-        self._make_backend = make_backend
+        self._make_backend, self._access = make_backend, access
 
     async def run(self, observer: ServiceObserver, on_service: Callable[[Service], None]) -> None:
         config, run = self._config, self._run
@@ -287,14 +313,14 @@ class _Launch:
         hosts = Hosts.parse(config.engine_hosts, field="serve.engine_hosts")
         app = http.make_app(service, hosts)
         app.add_routes(ProRL(service, codec=self._codec, hosts=hosts).routes())
-        guard = Guard(token=self._token, hosts=config.hosts)
+        guard = Guard(token=self._token, hosts=self._access.names)
 
         def on_listening(address: str) -> None:
             replace_file(self._run.address, address.encode())
             observer.on_ready(address, self._token, stop_from_any_thread)
 
         answering = asyncio.create_task(
-            _answer(app, config, guard, stopped=stopped, on_listening=on_listening)
+            _answer(app, self._access, guard, stopped=stopped, on_listening=on_listening)
         )
         compacting = asyncio.create_task(_compact(world, service.warned))
         try:
@@ -315,7 +341,7 @@ class _Launch:
 
 async def _answer(
     app: web.Application,
-    config: ServeConfig,
+    access: Access,
     guard: Guard,
     *,
     stopped: asyncio.Event,
@@ -323,7 +349,7 @@ async def _answer(
 ) -> None:
     """Answer HTTP requests until `stopped`; `on_listening` gets the address."""
     async with listening(
-        app, config.host, config.port, guard=guard, shutdown_s=SHUTDOWN_S, names=NAMES
+        app, access.host, access.port, guard=guard, shutdown_s=SHUTDOWN_S, names=NAMES
     ) as address:
         on_listening(address)
         await stopped.wait()

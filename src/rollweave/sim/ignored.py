@@ -13,7 +13,7 @@ ALL = ()
 
 IGNORED: dict[str, tuple[str, ...]] = {
     "run": ("sinks",),
-    "rollout": ("temperature", "top_p", "top_k"),
+    "rollout": ("temperature", "top_p"),
     "trainer": (
         "ranks",
         "lr",
@@ -28,7 +28,6 @@ IGNORED: dict[str, tuple[str, ...]] = {
     "warmup": ALL,
     "weights": ("transport", "dtype"),
     "eval": ("temperature", "stop_at"),
-    "faults": ALL,
     "sandbox": ALL,
     "serve": ALL,
 }
@@ -49,6 +48,7 @@ def ignored(config: RunConfig) -> list[str]:
             f"{name}.{field}"
             for field in _changed(section, fields or tuple(type(section).model_fields))
         ]
+    names += [f"faults.{name}" for name in config.faults]
     for index, task in enumerate(config.tasks):
         names += [f"tasks.{index}.{field}" for field in _changed(task, IGNORED_TASK)]
     for index, group in enumerate(config.engines):

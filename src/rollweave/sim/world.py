@@ -51,6 +51,15 @@ class Journal(Protocol):
         """Record an event and the core's commands, before they are executed."""
 
 
+PROFILE = ".json"
+"""End of the name of a file with measured step times, as `sim.gpu`."""
+
+TRAINER_GPU = "h800"
+"""GPU of the trainer where that of the engines trains nothing."""
+
+ONLY_SERVE = ("h20",)
+"""GPUs on which engines run, but no trainer (RollArt §7.1)."""
+
 Costs = tuple[Mapping[int, EngineCosts], TrainerCosts]
 """The cost models of the trainer and of engines by their degree."""
 
@@ -244,13 +253,13 @@ def costs_of(config: RunConfig) -> Costs:
     with _renaming("model", "sim.model"):
         shape = model(sim.model)
     engines: dict[int, EngineCosts] = {}
-    if sim.profile is not None:
+    measured = sim.gpu.endswith(PROFILE)
+    if measured:
         if len(set(degrees)) > 1:
             raise ConfigError(
-                "sim.profile must stand for engines of one degree, got degrees "
-                f"{sorted(set(degrees))}"
+                f"sim.gpu must stand for engines of one degree, got degrees {sorted(set(degrees))}"
             )
-        engines[degrees[0]] = ProfileCost.from_json(sim.profile)
+        engines[degrees[0]] = ProfileCost.from_json(sim.gpu)
     else:
         key = "allocation.degrees" if config.allocation is not None else "engines.degree"
         with _renaming("tp", key), _renaming("gpu", "sim.gpu"), _renaming("model", "sim.model"):
@@ -265,14 +274,13 @@ def costs_of(config: RunConfig) -> Costs:
         raise ConfigError(
             f"tasks.max_tokens must fit the KV cache of an engine ({room} tokens), got {longest}"
         )
-    trainer_gpu = "sim.trainer_gpu" if sim.trainer_gpu else "sim.gpu"
     with (
         _renaming("gpus", "sim.trainer_gpus"),
-        _renaming("gpu", trainer_gpu),
+        _renaming("gpu", "sim.gpu"),
         _renaming("link", "sim.link"),
     ):
         trainer = TrainerCost(
-            gpu=gpu(sim.trainer_gpu or sim.gpu),
+            gpu=gpu(TRAINER_GPU if measured or sim.gpu in ONLY_SERVE else sim.gpu),
             model=shape,
             gpus=sim.trainer_gpus,
             link=link(sim.link),
@@ -294,20 +302,8 @@ def _renaming(name: str, key: str) -> Iterator[None]:
 
 def workloads_of(config: RunConfig) -> dict[str, Workload]:
     """Return the workloads by task domain. Raises ConfigError."""
-    sim = section(config)
-    unknown = sorted(set(sim.workloads) - {task.name for task in config.tasks})
-    if unknown:
-        names = ", ".join(task.name for task in config.tasks)
-        raise ConfigError(f"sim.workloads must name task domains ({names}), got {unknown[0]!r}")
     workloads = {}
-    for task in config.tasks:
-        key = (
-            f"sim.workloads.{task.name}"
-            if task.name in sim.workloads
-            else f"tasks ({task.name}).env, the workload,"
-        )
-        with _renaming("workload", key):
-            workloads[task.name] = workload(
-                sim.workloads.get(task.name, task.env), domain=task.name
-            )
+    for index, task in enumerate(config.tasks):
+        with _renaming("workload", f"tasks.{index}.env"):
+            workloads[task.name] = workload(task.env, domain=task.name)
     return workloads

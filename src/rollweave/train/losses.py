@@ -11,6 +11,9 @@ import torch
 
 from rollweave.schema.config.sections import AlgorithmConfig
 
+IS_CAP = 2.0
+"""Cap of the importance weights of `decoupled` and `tis`."""
+
 FORWARD_UNTIL = 0.9
 """Share of the run after which the forward KL term, which keeps choices alive, is 0; it
 falls over the second half of that share.
@@ -56,9 +59,9 @@ def policy_loss(
     - `bypass`: old = behavior, the log-probs of the engine (the clip bounds the whole
       distance from the rollout);
     - `decoupled` (AReaL §5.2): old = proximal, recomputed when the step began; the loss
-      is weighted by exp(proximal - behavior), and tokens whose weight exceeds `is_cap`
+      is weighted by exp(proximal - behavior), and tokens whose weight exceeds `IS_CAP`
       are dropped;
-    - `tis`: as decoupled, but the weight is truncated to `is_cap` and no token is
+    - `tis`: as decoupled, but the weight is truncated to `IS_CAP` and no token is
       dropped.
 
     Added to this are `kl` times each token's `divergence` from the reference, and minus
@@ -105,10 +108,10 @@ def _importance(
         return None, torch.zeros_like(behavior)
     assert proximal is not None, "decoupled and tis need recomputed log-probs"
     weight = (proximal - behavior).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    beyond = weight > algorithm.is_cap
+    beyond = weight > IS_CAP
     if algorithm.correction == "decoupled":
         return weight.masked_fill(beyond, 0.0), beyond.float()
-    return weight.clamp(max=algorithm.is_cap), beyond.float()
+    return weight.clamp(max=IS_CAP), beyond.float()
 
 
 def kl_coefficient(algorithm: AlgorithmConfig, *, step: int, steps: int) -> float:

@@ -117,12 +117,14 @@ class Trainer:
         rank is given the same transcripts. See `warmup`.
         """
         config = self._config
-        lr = SCRATCH_LR if config.model.scratch is not None else config.trainer.lr
+        # a model from scratch learns the language of the observations, too
+        scratch = config.model.scratch is not None
         return warm_up(
             self._passes,
             transcripts,
             config.warmup,
-            lr=lr,
+            lr=SCRATCH_LR if scratch else config.trainer.lr,
+            observations=scratch,
             trainer=config.trainer,
         )
 

@@ -33,19 +33,20 @@ def warm_up(
     warmup: WarmupConfig,
     *,
     lr: float,
+    observations: bool,
     trainer: TrainerConfig,
 ) -> list[float]:
     """Take `warmup.steps` optimizer steps of `warmup.batch` transcripts each; return
     the loss (nats per token) of each step.
 
-    Trains on the output tokens, with `warmup.observations` on prompt and observation
+    Trains on the output tokens, with `observations` on prompt and observation
     tokens, too. Raises `TrainerError` if transcripts run out, and `NonFiniteLossError`.
     """
     optimizer = new_optimizer(passes.model, lr=lr, weight_decay=trainer.weight_decay)
     losses = []
     for step in range(warmup.steps):
         examples = [
-            warmup_example(sequence, observations=warmup.observations)
+            warmup_example(sequence, observations=observations)
             for sequence in _take_transcripts(transcripts, warmup.batch)
         ]
         examples = [example for example in examples if len(example.targets)]

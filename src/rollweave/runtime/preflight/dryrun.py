@@ -17,10 +17,10 @@ from rollweave.runtime.preflight.checks import Check, fail, ok, warn
 from rollweave.runtime.preflight.environments import Domain, examine_domain
 from rollweave.runtime.preflight.machine import cores
 from rollweave.runtime.preflight.model import examine_model
-from rollweave.runtime.preflight.unused import without_effect
 from rollweave.runtime.recover import lost, rebuild
 from rollweave.runtime.sinks import missing_sinks
 from rollweave.runtime.supervisors.relays import host_of, missing_extra
+from rollweave.schema.config.effects import without_effect
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, CorruptJournalError
@@ -52,7 +52,6 @@ def examine(
         checks += domain_checks
         if domain is not None:
             domains.append(domain)
-    unused = [warn(UNUSED, line) for line in without_effect(config, cores=cores())]
     return [
         *checks,
         *_cpu(config),
@@ -60,8 +59,22 @@ def examine(
         *_predictor(config),
         *examine_model(config, domains),
         *_target(config),
-        *unused,
+        *_without_effect(config),
     ]
+
+
+def _without_effect(config: RunConfig) -> Iterator[Check]:
+    """Refuse settings without effect, also of a configuration that comes from no file."""
+    for line in without_effect(config):
+        key, _, detail = line.partition(" ")
+        yield fail(key, detail)
+    if config.model.device == "cpu":
+        for degree in sorted({group.degree for group in config.engines if group.degree > cores()}):
+            yield warn(
+                UNUSED,
+                f"engines.degree has no effect beyond the {cores()} cores of this machine, got "
+                f"{degree}",
+            )
 
 
 def _readable_directory(config: RunConfig, *, resume: bool, fresh: bool, deep: bool) -> list[Check]:

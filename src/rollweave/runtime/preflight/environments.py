@@ -23,7 +23,7 @@ from rollweave.runtime.preflight.checks import Check, fail, ok
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import FaultsConfig, TaskConfig
+from rollweave.schema.config.sections import TaskConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.schema.work import Limits, Purpose, StopReason, Task
 
@@ -189,7 +189,7 @@ def _draw(config: RunConfig, task: TaskConfig) -> Task:
 
 
 def _only(config: RunConfig, task: TaskConfig) -> RunConfig:
-    return config.model_copy(update={"tasks": (task,), "faults": FaultsConfig()})
+    return config.model_copy(update={"tasks": (task,), "faults": {}})
 
 
 def _first_observation(config: RunConfig, task: TaskConfig, drawn: Task) -> Observation:

@@ -15,6 +15,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from rollweave.schema.config.effects import without_effect
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 
@@ -51,6 +52,7 @@ RULES = {
 """
 
 FORMER = {
+    "algorithm.is_cap": "is gone: an importance weight is at most 2",
     "algorithm.kl_until": "is gone: with algorithm.kl_direction forward, the term ends at 90 %",
     "allocation.every": "is gone: allocation plans after every step",
     "engines.block_tokens": "is gone: a KV block has 16 tokens",
@@ -71,17 +73,26 @@ FORMER = {
     "rollout.priority": "ablation.policies",
     "rollout.repack": "ablation.without",
     "rollout.reward": "ablation.without",
+    "rollout.top_k": "is gone: training samples without top-k",
     "run.checkpoint_s": "run.checkpoint_every",
+    "serve.host": "is gone: give `rollweave serve --host`",
+    "serve.hosts": "is gone: give `rollweave serve --allow-host`",
     "serve.keep": "is gone: the results of the newest 100,000 rollouts are kept",
+    "serve.port": "is gone: give `rollweave serve --port`",
     "serve.queue": "is gone: at most 10,000 rollouts wait",
     "serve.queue_mb": "is gone: unfinished requests use at most 1,024 MiB",
+    "serve.token_env": "is gone: give `rollweave serve --token-env`",
     "sim.colocated": "ablation.without",
     "sim.controller_s": "is gone: a simulated controller takes no time",
+    "sim.profile": "sim.gpu",
     "sim.serverless": "is gone: simulated rewards are computed at once",
+    "sim.trainer_gpu": "is gone: the trainer has the engines' GPU, or an h800 for h20",
+    "sim.workloads": "tasks.env",
     "tasks.warmup_weight": "is gone: the warm-up draws from all task domains alike",
     "trainer.beta2": "is gone: AdamW's second beta is 0.95",
     "trainer.threads": "is gone: a trainer process has one CPU thread",
     "warmup.lr": "is gone: 0.01 from scratch, trainer.lr for a checkpoint",
+    "warmup.observations": "is gone: a model from scratch predicts them, a checkpoint does not",
     "watchdog.start_s": "watchdog.train_s",
     "watchdog.weights_s": "watchdog.train_s",
     "weights.delta": "ablation.without",
@@ -114,13 +125,16 @@ def loads(text: str, overrides: Sequence[str] = (), *, name: str = "config") -> 
         raise ConfigError(f"{name}: config must be valid TOML: {error}") from error
     touched = [_override(data, override) for override in overrides]
     try:
-        return RunConfig.model_validate(data)
+        config = RunConfig.model_validate(data)
     except ValidationError as error:
         lines = [
             _line(detail, name, touched)
             for detail in _own([_as_written(detail, data) for detail in error.errors()])
         ]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from error
+    if idle := without_effect(config):
+        raise ConfigError("\n".join(f"{name}: {line}" for line in idle))
+    return config
 
 
 def dumps(config: RunConfig) -> str:
@@ -260,22 +274,22 @@ def _section(path: Sequence[str | int]) -> type[BaseModel] | None:
         if isinstance(part, int):
             continue
         field = model.model_fields.get(part) if model else None
-        model = _model_in(field.annotation) if field else None
+        model = model_in(field.annotation) if field else None
     return model
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
+def model_in(annotation: Any) -> type[BaseModel] | None:
     """Return the section within an annotation, also in a tuple or an optional."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((model for inner in get_args(annotation) if (model := _model_in(inner))), None)
+    return next((model for inner in get_args(annotation) if (model := model_in(inner))), None)
 
 
 def settings_of(model: type[BaseModel], prefix: str = "") -> list[str]:
     """Return the keys of all settings in `model`, each after `prefix`."""
     found: list[str] = []
     for name, field in model.model_fields.items():
-        inner = _model_in(field.annotation)
+        inner = model_in(field.annotation)
         found += settings_of(inner, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
     return found
 

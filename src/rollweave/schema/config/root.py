@@ -12,15 +12,18 @@ from pydantic import Field, field_serializer, field_validator, model_validator
 from rollweave.schema.config.sections import (
     PARTITIONS,
     POLICIES,
+    RATES,
     AblationConfig,
     AlgorithmConfig,
     AllocationConfig,
     BufferConfig,
     EngineConfig,
     EvalConfig,
-    FaultsConfig,
+    Fault,
+    Faults,
     ModelConfig,
     ModeName,
+    NotNegative,
     RolloutConfig,
     RunSection,
     SandboxConfig,
@@ -53,7 +56,14 @@ class RunConfig(Section):
     warmup: WarmupConfig = WarmupConfig()
     weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig = EvalConfig()
-    faults: FaultsConfig = FaultsConfig()
+    faults: dict[Fault, NotNegative] = Field(
+        default_factory=dict,
+        description="Failures injected into real environments, for tests and benches; none in a "
+        "simulation. Shares of calls: env_error raise, env_hang never return, env_garbage return "
+        "something other than an observation; reward_error: of rewards, raise. latency_s is the "
+        "median of a log-normal latency added to each step, latency_sigma the sigma of its "
+        "logarithm (1 if missing).",
+    )
     watchdog: WatchdogConfig = WatchdogConfig()
     sandbox: SandboxConfig = SandboxConfig()
     sim: SimConfig | None = None
@@ -88,6 +98,11 @@ class RunConfig(Section):
     def group_size(self, name: str) -> int:
         """Return the number of trajectories in a group of task domain `name`."""
         return self.own_group_sizes().get(name, self.rollout.group_size)
+
+    @property
+    def injected(self) -> Faults:
+        """The failures of [faults]."""
+        return Faults.model_validate(self.faults)
 
     @property
     def max_tokens(self) -> int:
@@ -139,6 +154,9 @@ class RunConfig(Section):
                 f"got {rollout.alpha}"
             )
         self._check_own_pace()
+        for kind, rate in self.faults.items():
+            if kind in RATES and rate > 1:
+                raise ValueError(f"faults.{kind} must be at most 1, got {rate}")
         migration = self.ablation.migration
         if migration not in (None, "never") and self._placement not in PARTITIONS:
             raise ValueError(

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from rollweave.schema.address import Hosts, check_names
+from rollweave.schema.address import Hosts
 from rollweave.schema.weights import TransportName
 from rollweave.schema.work import Limits
 
@@ -116,7 +116,8 @@ class TaskConfig(Section):
     """One task domain. Groups are drawn from the domains in proportion to `weight`."""
 
     env: str = Field(
-        description="Registered environment or handler, or `package.module:Class` of your own."
+        description="Registered environment or handler, or `package.module:Class` of your own; in "
+        "a simulation also a family of workloads (sim/families.py), a .jsonl trace or a run."
     )
     tag: str = Field(
         "", description="Name of the task domain in metrics; the environment's name if empty."
@@ -191,7 +192,6 @@ class RolloutConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1, strict=True)] = Field(
         1.0, description="Nucleus sampling in training."
     )
-    top_k: Count = Field(0, description="Top-k sampling in training; 0 is off.")
     retries: Count = Field(
         2, description="Number of retries of a turn or an environment start after a failure."
     )
@@ -388,11 +388,8 @@ class AlgorithmConfig(Section):
     correction: Literal["bypass", "decoupled", "tis"] = Field(
         "bypass",
         description="bypass: the ratio to the rollout's log-probs; decoupled: to recomputed ones, "
-        "weighted by proximal/behavior; tis: to recomputed ones, weighted by the "
-        "truncated token ratio.",
-    )
-    is_cap: Positive = Field(
-        2.0, description="Cap of the importance weight of `decoupled` and `tis`."
+        "weighted by proximal/behavior; tis: to recomputed ones, weighted by the truncated "
+        "token ratio. A weight is at most 2.",
     )
     kl: NotNegative = Field(
         0.0, description="Coefficient of the KL divergence to the starting weights."
@@ -415,9 +412,6 @@ class WarmupConfig(Section):
 
     steps: Count = Field(0, description="Optimizer steps; 0 is no warm-up.")
     batch: PositiveInt = Field(16, description="Transcripts in one step.")
-    observations: Flag = Field(
-        False, description="Also predict observation tokens, not only the agent's."
-    )
 
 
 class BufferConfig(Section):
@@ -494,23 +488,23 @@ class EvalConfig(Section):
     )
 
 
-class FaultsConfig(Section):
-    """Failures injected into real environments, for tests and benches; none in a
-    simulation. Rates are per environment call.
-    """
+RATES = ("env_error", "env_hang", "env_garbage", "reward_error")
+"""Kinds of injected failures; each has a rate."""
 
-    env_error: Share = Field(0.0, description="Rate of calls that raise.")
-    env_hang: Share = Field(0.0, description="Rate of calls that never return.")
-    env_garbage: Share = Field(
-        0.0, description="Rate of calls that return something other than an observation."
-    )
-    reward_error: Share = Field(0.0, description="Rate of rewards that raise.")
-    latency_s: NotNegative = Field(
-        0.0, description="Median of a log-normal latency added to each step; 0 is none."
-    )
-    latency_sigma: NotNegative = Field(
-        1.0, description="Sigma of that latency's logarithm: the weight of its tail."
-    )
+Fault = Literal[
+    "env_error", "env_hang", "env_garbage", "reward_error", "latency_s", "latency_sigma"
+]
+
+
+class Faults(Section):
+    """The failures of [faults], with those that are not injected."""
+
+    env_error: Share = 0.0
+    env_hang: Share = 0.0
+    env_garbage: Share = 0.0
+    reward_error: Share = 0.0
+    latency_s: NotNegative = 0.0
+    latency_sigma: NotNegative = 1.0
 
 
 class WatchdogConfig(Section):
@@ -551,20 +545,14 @@ class SimConfig(Section):
     """The simulated engines, environments and trainer of `rollweave simulate` (sim/)."""
 
     model: str = Field(description="Model shape, by name (sim/models.py).")
-    gpu: str = Field("h800", description="GPU of the engines, by name (sim/hardware.py).")
-    trainer_gpu: str = Field("", description="GPU of the trainer; that of the engines if empty.")
+    gpu: str = Field(
+        "h800",
+        description="GPU of engines and trainer, by name (sim/hardware.py), or a .json file with "
+        "measured step times of an engine; an h800 trains where this one does not.",
+    )
     trainer_gpus: PositiveInt = Field(8, description="GPUs of the trainer.")
     link: str = Field(
         "rdma", description="Link over which weights reach the engines, by name (sim/hardware.py)."
-    )
-    workloads: dict[str, str] = Field(
-        default_factory=dict,
-        description="Workload of each task domain: a family (sim/families.py), a .jsonl trace or a "
-        "run; the environment's name if missing.",
-    )
-    profile: str | None = Field(
-        None,
-        description="File with measured step times of an engine, in place of the GPU's roofline.",
     )
 
 
@@ -613,23 +601,6 @@ class SandboxConfig(Section):
 class ServeConfig(Section):
     """`rollweave serve`: rollouts over HTTP."""
 
-    host: str = Field(
-        "127.0.0.1",
-        description="Address to listen on. The default accepts connections from this machine only.",
-    )
-    port: Annotated[int, Field(ge=0, le=65535, strict=True)] = Field(
-        8300, description="Port to listen on; 0: any free port."
-    )
-    token_env: str | None = Field(
-        None,
-        description="Environment variable with the bearer token that requests must carry; if unset,"
-        " a token is generated and kept.",
-    )
-    hosts: tuple[str, ...] = Field(
-        (),
-        description="Names, or name:port, by which clients call the service, in addition to "
-        "localhost and its addresses.",
-    )
     engines: Literal["local", "registered"] = Field(
         "local",
         description="local: [[engines]] on the model's checkpoint, and those that are registered; "
@@ -642,6 +613,5 @@ class ServeConfig(Section):
 
     @model_validator(mode="after")
     def _hosts_are_hosts(self) -> Self:
-        check_names(self.hosts, field="serve.hosts")
         Hosts.parse(self.engine_hosts, field="serve.engine_hosts")
         return self

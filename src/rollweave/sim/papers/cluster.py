@@ -79,7 +79,6 @@ class Setup(Struct, frozen=True, kw_only=True):
                 "sim": {
                     "model": self.model,
                     "gpu": self.gpu,
-                    "trainer_gpu": "h800" if self.gpu == "h20" else self.gpu,
                     "trainer_gpus": self.trainer_gpus,
                     "link": self.link,
                 },

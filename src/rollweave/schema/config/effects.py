@@ -1,0 +1,96 @@
+"""The settings that have no effect beside others. A file that changes one is refused,
+so that its user does not wait for the effect.
+
+Invariant: only what was written counts, and only where it differs from the default, so
+that a configuration that was dumped loads as itself.
+"""
+
+from collections.abc import Callable, Iterator
+
+from pydantic import BaseModel
+
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import PARTITIONS, POLICIES, ModeName
+
+WINDOWED = (ModeName.PARTIAL, ModeName.BOUNDED)
+"""Modes in which `rollout.alpha` bounds staleness."""
+
+STEPWISE = (ModeName.SYNC, ModeName.ONE_STEP)
+"""Modes that launch groups for a step, of which some may be spare."""
+
+Rule = Callable[[RunConfig], str | None]
+"""Returns why a setting has no effect; None if it has one."""
+
+
+def _predicts(config: RunConfig) -> bool:
+    priority, placement, _ = POLICIES[config.rollout.scheduling]
+    return (config.ablation.priority or priority) == "longest_first" or (
+        config.ablation.placement or placement
+    ) in PARTITIONS
+
+
+def _unless(has_effect: Callable[[RunConfig], object], why: str) -> Rule:
+    return lambda config: None if has_effect(config) else why.format(config=config)
+
+
+IN_MODE = "in mode {config.rollout.mode.value}"
+
+RULES: dict[str, Rule] = {
+    "algorithm.gamma": _unless(
+        lambda config: config.algorithm.advantage.startswith("gigpo"),
+        "with algorithm.advantage {config.algorithm.advantage}",
+    ),
+    "algorithm.kl_direction": _unless(
+        lambda config: config.algorithm.kl, "while algorithm.kl is 0"
+    ),
+    "eval.episodes": _unless(
+        lambda config: config.eval.every or not config.eval.final_episodes,
+        "while eval.every is 0 (the last evaluation has eval.final_episodes)",
+    ),
+    "eval.stop_at": _unless(
+        lambda config: config.eval.every,
+        "while eval.every is 0, since periodic evaluations reach it",
+    ),
+    "eval.temperature": _unless(
+        lambda config: config.eval.every or config.eval.final_episodes,
+        "without evaluations (eval.every and eval.final_episodes are 0)",
+    ),
+    "rollout.alpha": _unless(lambda config: config.rollout.mode in WINDOWED, IN_MODE),
+    "rollout.group_size": _unless(
+        lambda config: len(config.own_group_sizes()) < len(config.tasks),
+        "where each task domain has its own",
+    ),
+    "rollout.predictor": _unless(_predicts, "where no policy predicts lengths"),
+    "rollout.spare_groups": _unless(lambda config: config.rollout.mode in STEPWISE, IN_MODE),
+    "warmup.batch": _unless(lambda config: config.warmup.steps, "while warmup.steps is 0"),
+    "weights.transport": _unless(lambda config: config.weights.relays, "while weights.relays is 0"),
+}
+"""Setting → when it has no effect."""
+
+
+def without_effect(config: RunConfig) -> list[str]:
+    """Return a line for each changed setting without effect, such as `rollout.alpha has
+    no effect in mode sync, got 2`.
+    """
+    return [f"{key} has no effect {why}, got {value}" for key, why, value in _idle(config)]
+
+
+def _idle(config: RunConfig) -> Iterator[tuple[str, str, object]]:
+    """Yield each changed setting without effect, why it has none, and its value."""
+    for key, rule in RULES.items():
+        name, field = key.split(".")
+        section = getattr(config, name)
+        if is_changed(section, field) and (why := rule(config)) is not None:
+            yield key, why, getattr(section, field)
+    if len(config.tasks) == 1 and is_changed(config.tasks[0], "weight"):
+        yield "tasks.0.weight", "with one task domain", config.tasks[0].weight
+    if "deltas" in config.ablation.without and not config.weights.relays:
+        yield "ablation.without", "for deltas while weights.relays is 0", "deltas"
+    if "latency_sigma" in config.faults and not config.faults.get("latency_s"):
+        yield "faults.latency_sigma", "without faults.latency_s", config.faults["latency_sigma"]
+
+
+def is_changed(section: BaseModel, field: str) -> bool:
+    """True if `field` was written, and differs from its default."""
+    default = type(section).model_fields[field].get_default(call_default_factory=True)
+    return field in section.model_fields_set and getattr(section, field) != default

@@ -1,0 +1,146 @@
+"""Changed settings without effect are refused, and no others."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from rollweave.schema.config.effects import RULES, without_effect
+from rollweave.schema.config.loading import dumps, loads, model_in, settings_of
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.errors import ConfigError
+
+CONFIG = """
+[run]
+name = "lake"
+[model.scratch]
+hidden = 32
+[[tasks]]
+env = "frozenlake"
+"""
+
+CASES = [
+    (["rollout.mode=sync", "rollout.alpha=2"], "rollout.alpha has no effect in mode sync, got 2"),
+    (
+        ["rollout.predictor=boosted"],
+        "rollout.predictor has no effect where no policy predicts lengths, got boosted",
+    ),
+    (
+        [
+            "rollout.scheduling=trajectory",
+            "ablation.policies=['fcfs', 'affinity']",
+            "rollout.predictor=boosted",
+        ],
+        "rollout.predictor has no effect where no policy predicts lengths, got boosted",
+    ),
+    (["rollout.spare_groups=1"], "rollout.spare_groups has no effect in mode bounded, got 1"),
+    (
+        ["tasks.0.group_size=4", "rollout.group_size=6"],
+        "rollout.group_size has no effect where each task domain has its own, got 6",
+    ),
+    (
+        ["algorithm.kl_direction=forward"],
+        "algorithm.kl_direction has no effect while algorithm.kl is 0, got forward",
+    ),
+    (
+        ["algorithm.gamma=0.9"],
+        "algorithm.gamma has no effect with algorithm.advantage grpo, got 0.9",
+    ),
+    (["warmup.batch=3"], "warmup.batch has no effect while warmup.steps is 0, got 3"),
+    (
+        ["weights.transport=nixl"],
+        "weights.transport has no effect while weights.relays is 0, got nixl",
+    ),
+    (
+        ["ablation.without=['deltas']"],
+        "ablation.without has no effect for deltas while weights.relays is 0, got deltas",
+    ),
+    (["eval.episodes=3"], "eval.episodes has no effect while eval.every is 0"),
+    (["eval.stop_at=0.5"], "eval.stop_at has no effect while eval.every is 0"),
+    (
+        ["eval.final_episodes=0", "eval.temperature=1"],
+        "eval.temperature has no effect without evaluations",
+    ),
+    (
+        ["faults.latency_sigma=3"],
+        "faults.latency_sigma has no effect without faults.latency_s, got 3.0",
+    ),
+    (["tasks.0.weight=3"], "tasks.0.weight has no effect with one task domain, got 3.0"),
+]
+USED = [
+    ["rollout.mode=partial", "rollout.alpha=2"],
+    ["rollout.mode=sync", "rollout.spare_groups=1"],
+    ["ablation.policies=['longest_first']", "rollout.predictor=boosted"],
+    ["ablation.policies=['pinned']", "rollout.scheduling=trajectory", "rollout.predictor=history"],
+    ["algorithm.kl=0.1", "algorithm.kl_direction=forward"],
+    ["algorithm.advantage=gigpo", "algorithm.gamma=0.9"],
+    ["warmup.steps=1", "warmup.batch=3"],
+    ["weights.relays=1", "weights.transport=nixl", "ablation.without=['deltas']"],
+    ["eval.every=2", "eval.episodes=3", "eval.stop_at=0.5"],
+    ["faults.latency_s=1", "faults.latency_sigma=3"],
+    ["eval.final_episodes=0", "eval.episodes=3"],
+    ["rollout.group_size=6"],
+]
+DEFAULTS = ["rollout.mode=sync", "rollout.alpha=1", "eval.episodes=64", "tasks.0.weight=1"]
+
+
+def refused(overrides: list[str]) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        loads(CONFIG, overrides, name="my.toml")
+    return str(error.value).splitlines()
+
+
+def test_defaults_are_accepted_even_where_they_are_written() -> None:
+    assert without_effect(loads(CONFIG)) == []
+    assert loads(CONFIG, DEFAULTS).rollout.alpha == 1
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step", "stream", "partial", "bounded", "decoupled"])
+def test_what_was_dumped_has_nothing_without_effect(mode: str) -> None:
+    config = loads(CONFIG, [f"rollout.mode={mode}"])
+    assert loads(dumps(config)) == config
+
+
+@pytest.mark.parametrize(("overrides", "line"), CASES, ids=["+".join(case[0]) for case in CASES])
+def test_each_change_without_effect_is_refused_in_one_line(overrides: list[str], line: str) -> None:
+    (text,) = refused(overrides)
+    assert text.startswith(f"my.toml: {line}")
+
+
+@pytest.mark.parametrize("overrides", USED, ids=["+".join(each) for each in USED])
+def test_changes_with_an_effect_are_accepted(overrides: list[str]) -> None:
+    assert without_effect(loads(CONFIG, overrides)) == []
+
+
+def test_several_changes_are_all_refused() -> None:
+    overrides = ["rollout.spare_groups=1", "algorithm.gamma=0.9", "warmup.batch=3"]
+    random.Random(0).shuffle(overrides)
+    assert sorted(line.split()[1] for line in refused(overrides)) == [
+        "algorithm.gamma",
+        "rollout.spare_groups",
+        "warmup.batch",
+    ]
+
+
+def test_each_rule_is_of_a_setting_and_has_a_case() -> None:
+    assert RULES.keys() <= set(settings_of(RunConfig))
+    assert RULES.keys() <= {line.split()[0] for _, line in CASES}
+
+
+def _fields(model: type[BaseModel]) -> Iterator[tuple[type[BaseModel], str, FieldInfo]]:
+    """Yield the settings of `model` and of the sections in it."""
+    for name, field in model.model_fields.items():
+        inner = model_in(field.annotation)
+        if inner is None:
+            yield model, name, field
+        else:
+            yield from _fields(inner)
+
+
+def test_there_are_few_settings_and_each_has_a_sentence() -> None:
+    keys = settings_of(RunConfig)
+    assert len(keys) <= 90, keys
+    for model, name, field in _fields(RunConfig):
+        assert (field.description or "").endswith("."), f"{model.__name__}.{name}"
