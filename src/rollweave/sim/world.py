@@ -98,7 +98,6 @@ class World:
         self._serving = False  # the controller is handling the first event of the inbox
         self._journal = journal
         engine_costs, trainer_cost = costs if costs is not None else costs_of(config)
-        limits = {task.name: task.limits for task in config.tasks}
         self.relays = SimRelays(
             clock=self.clock,
             post=self.post,
@@ -135,9 +134,8 @@ class World:
         )
         self.fleet.checkpoints = lambda: self.trainer.checkpoints
         check_installed(config)
-        self.predictor = SimPredictor(
-            clock=self.clock, post=self.post, name=config.rollout.predictor
-        )
+        predictor = config.rollout.predictor
+        self.predictor = SimPredictor(clock=self.clock, post=self.post, name=predictor)
         self.effects = Effects(
             clock=self.clock,
             post=self.post,
@@ -146,13 +144,13 @@ class World:
             trainer=self.trainer,
             relays=self.relays,
             predictor=self.predictor,
-            limits=limits.__getitem__,
+            limits={task.name: task.limits for task in config.tasks}.__getitem__,
             observer=observer,
             finish=self._finish,
         )
         self.slots = first_engines(config)
+        # called after every event: tests and fault searches check the core here
         self.each_event: Callable[[], None] | None = None
-        """Called after every event: tests and fault searches check the core here."""
 
     def post(self, event: e.Event) -> None:
         self.inbox.append(event)
