@@ -29,6 +29,15 @@ client = openai.OpenAI(base_url=sys.argv[1], api_key=sys.argv[2], max_retries=0,
 def talk(text, **more):
     return client.chat.completions.create(model="any", messages=[{"role": "user", "content": text}], **more)
 """
+TALK = """
+def talk(text):
+    body = json.dumps({"model": "any", "messages": [{"role": "user", "content": text}]})
+    head = {"Authorization": "Bearer " + sys.argv[2], "Content-Type": "application/json"}
+    status, _, answer = ask(sys.argv[1], "/chat/completions", "POST", body, head)
+    assert status == 200, answer
+    return json.loads(answer)["choices"][0]["message"]["content"]
+"""
+"""As `OPENAI`, without the second of CPU in which OpenAI's client is imported."""
 
 
 @contextlib.asynccontextmanager
@@ -105,17 +114,17 @@ async def test_tools_work_while_more_programs_wait_than_are_served(
     many = 3 * MAX_IN_FLIGHT
     source = f"""
 answers = []
-threads = [threading.Thread(target=lambda: answers.append(talk("hi").choices[0].message.content)) for _ in range({many})]
+threads = [threading.Thread(target=lambda: answers.append(talk("hi"))) for _ in range({many})]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
 print(answers.count("hello"))
 """
     async with gateway(script) as (_, client), tunnel(sandbox, client.base_url) as url:
         first = asyncio.create_task(
-            run(sandbox, OPENAI + "talk('first')", url, client.access.token)
+            run(sandbox, TALK + "talk('first')", url, client.access.token)
         )
         await script.started.get()
-        asking = asyncio.create_task(output_of(sandbox, OPENAI + source, url, client.access.token))
+        asking = asyncio.create_task(output_of(sandbox, TALK + source, url, client.access.token))
         for _ in range(MAX_IN_FLIGHT - 1):
             await script.started.get()
         bash = Bash(sandbox)
@@ -135,7 +144,7 @@ async def test_a_program_that_is_killed_ends_its_generation(sandbox: Sandbox) ->
     async with gateway(script) as (server, client), tunnel(sandbox, client.base_url) as url:
         for _ in range(2):
             asking = asyncio.create_task(
-                run(sandbox, OPENAI + "talk('hi')", url, client.access.token)
+                run(sandbox, TALK + "talk('hi')", url, client.access.token)
             )
             await script.started.get()
             asking.cancel()
@@ -149,7 +158,7 @@ async def test_killing_a_sandbox_ends_its_generations_and_the_tunnel(
     script = Script(hold=True)
     async with gateway(script) as (_, client), tunnel(sandbox, client.base_url) as url:
         asking = [
-            asyncio.create_task(run(sandbox, OPENAI + "talk('hi')", url, client.access.token))
+            asyncio.create_task(run(sandbox, TALK + "talk('hi')", url, client.access.token))
             for _ in range(2)
         ]
         for _ in asking:
@@ -166,14 +175,14 @@ async def test_closing_a_tunnel_disconnects_clients_and_another_may_open(sandbox
     source = """
 try:
     talk("hi")
-except openai.APIConnectionError:
+except (OSError, http.client.HTTPException):
     print("left")
 """
     async with gateway(script) as (_, client):
         for _ in range(2):
             async with tunnel(sandbox, client.base_url) as url:
                 asking = asyncio.create_task(
-                    output_of(sandbox, OPENAI + source, url, client.access.token)
+                    output_of(sandbox, TALK + source, url, client.access.token)
                 )
                 await script.started.get()
                 with pytest.raises(SandboxRefusedError, match="one tunnel at a time"):
@@ -181,13 +190,13 @@ except openai.APIConnectionError:
                         pass
             assert await asking == "left"
             assert script.cancelled.get_nowait() is None
-        error = await run(sandbox, OPENAI + source, url, client.access.token)
+        error = await run(sandbox, TALK + source, url, client.access.token)
         assert error.stdout == b"left\n"
 
 
 async def test_a_snapshot_during_a_call_and_a_tunnel_into_the_branch() -> None:
     script = Script(hold=True)
-    source = OPENAI + "print(talk('hi').choices[0].message.content)"
+    source = TALK + "print(talk('hi'))"
     for name in ISOLATING:
         async with opened(name) as backend, gateway(script) as (_, client):
             pool = Pool(backend, SPEC, size=1)
