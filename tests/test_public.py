@@ -99,11 +99,11 @@ def test_import_loads_nothing_heavy() -> None:
 
 @pytest.mark.parametrize(
     "first",
-    ["import rollweave.train.losses", "from rollweave.train import losses", "import rollweave"],
+    ["import rollweave.train.files", "from rollweave.train import files", "import rollweave"],
 )
 def test_train_is_the_function_whatever_is_imported_first(first: str) -> None:
     done = python(
-        f"{first}\nfrom rollweave import train\nimport rollweave.train.packing\nassert "
+        f"{first}\nfrom rollweave import train\nimport rollweave.train.lengths\nassert "
         "rollweave.train is train\ntrain.__call__"
     )
     assert done.returncode == 0, done.stderr

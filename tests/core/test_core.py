@@ -390,7 +390,9 @@ def test_a_silent_engine_is_restarted_and_counted() -> None:
     assert world.core.state.counters.watchdog["engine_restarted"] == 1
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))]
+)
 def test_an_engine_that_answers_sometimes_is_not_considered_silent(seed: int) -> None:
     """`World` counts consecutive turns without an answer for each engine."""
     run_config = config(steps=12, engines={"count": 2}, watchdog={"restarts": 10_000})

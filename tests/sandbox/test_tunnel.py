@@ -120,9 +120,7 @@ threads = [threading.Thread(target=lambda: answers.append(talk("hi"))) for _ in 
 print(answers.count("hello"))
 """
     async with gateway(script) as (_, client), tunnel(sandbox, client.base_url) as url:
-        first = asyncio.create_task(
-            run(sandbox, TALK + "talk('first')", url, client.access.token)
-        )
+        first = asyncio.create_task(run(sandbox, TALK + "talk('first')", url, client.access.token))
         await script.started.get()
         asking = asyncio.create_task(output_of(sandbox, TALK + source, url, client.access.token))
         for _ in range(MAX_IN_FLIGHT - 1):

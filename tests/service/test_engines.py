@@ -23,7 +23,10 @@ from tests.support.engines import tiny_checkpoint
 from tests.support.services import elsewhere, registered
 
 
-@pytest.mark.parametrize(("dtype", "exact"), [("float32", True), ("bfloat16", False)])
+@pytest.mark.parametrize(
+    ("dtype", "exact"),
+    [("float32", True), pytest.param("bfloat16", False, marks=pytest.mark.slow)],
+)
 async def test_warns_of_an_engine_that_rounds_a_float32_checkpoint(
     tmp_path: Path, dtype: str, exact: bool
 ) -> None:

@@ -20,7 +20,7 @@ from rollweave.sim.scenarios import FLEET_CHANGES, MODES, PROCESS_FAULTS, rates,
 from rollweave.sim.trainer_oracle import TrainerOracle
 
 SEEDS = 50
-BLOCK = 10
+BLOCK = 5
 
 
 @pytest.mark.parametrize(

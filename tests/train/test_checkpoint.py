@@ -26,6 +26,7 @@ from rollweave.schema.training import (
 )
 from rollweave.train.checkpoint import Checkpoint, latest, load, save, verify
 from rollweave.train.trainer import Trainer
+from tests.support.forking import Forked
 from tests.train.builders import make_batch, make_config, make_model
 
 
@@ -180,18 +181,21 @@ for name, limit in (("c", -1), ("c", 200), ("c", 20000), ("d", -1)):
 
 def test_a_failed_write_keeps_the_former_checkpoint(model_dir: Path, tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
-    done = subprocess.run(
+    limited = Forked(
         [sys.executable, "-c", LIMITED, str(model_dir), str(tmp_path)],
         stdout=subprocess.PIPE,
         text=True,
-        check=True,
         cwd=root,
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
         },
     )
-    assert done.stdout.split() == ["Saved", "SaveFailed", "SaveFailed", "Saved"]
+    output, _ = limited.communicate()
+    assert (limited.returncode, output.split()) == (
+        0,
+        ["Saved", "SaveFailed", "SaveFailed", "Saved"],
+    )
     assert load(tmp_path / "c").step == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "d"]
 

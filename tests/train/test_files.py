@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rollweave.train.files import new_directory
+from tests.support.forking import Forked
 
 
 def test_a_directory_appears_once_it_is_complete(tmp_path: Path) -> None:
@@ -65,6 +66,7 @@ CHILD = """
 import sys
 from pathlib import Path
 from rollweave.train.files import new_directory
+from tests.support.forking import Forked
 with new_directory(Path(sys.argv[1])) as directory:
     (directory / "x").write_text("half")
     print("now", flush=True)
@@ -73,7 +75,7 @@ with new_directory(Path(sys.argv[1])) as directory:
 
 
 def test_the_next_writer_removes_leftovers_of_a_kill(tmp_path: Path) -> None:
-    child = subprocess.Popen(
+    child = Forked(
         [sys.executable, "-c", CHILD, str(tmp_path / "a")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forking import Forked
 from tests.support.training import ROOT, free_port
 from tests.train.builders import make_model
 
@@ -30,7 +31,7 @@ def start(
     }
     common |= {"MASTER_PORT": str(free_port())}
     return [
-        subprocess.Popen(
+        Forked(
             [
                 *(prefix if rank == world - 1 else ()),
                 *WORKER,

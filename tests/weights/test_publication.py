@@ -26,6 +26,7 @@ from rollweave.weights.publication import (
     publish,
     read_tensors,
 )
+from tests.support.forking import Forked
 from tests.support.properties import examples
 
 ROOT = Path(__file__).parents[2]
@@ -184,7 +185,7 @@ sys.stdin.read()
 def test_another_process_reads_a_version_until_its_publisher_is_killed(
     tmp_path: Path, kind: str
 ) -> None:
-    child = subprocess.Popen(
+    child = Forked(
         [sys.executable, "-c", CHILD, str(tmp_path), kind],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -380,10 +381,7 @@ for version in range(40):
 
 def test_two_processes_publish_at_once_in_one_directory(tmp_path: Path) -> None:
     """Each also removes leftovers repeatedly, but never files that the other one holds."""
-    both = [
-        subprocess.Popen([sys.executable, "-c", MANY, str(tmp_path), str(own)])
-        for own in (100, 200)
-    ]
+    both = [Forked([sys.executable, "-c", MANY, str(tmp_path), str(own)]) for own in (100, 200)]
     assert [child.wait() for child in both] == [0, 0]
     assert not list(tmp_path.iterdir())
 

@@ -7,6 +7,7 @@ compute.
 """
 
 import contextlib
+import gc
 import os
 import queue
 import socket
@@ -35,7 +36,13 @@ class Parent:
 
     @classmethod
     def from_arguments(cls) -> "Parent":
-        """Connect by the command line that `spawn` made."""
+        """Connect by the command line that `spawn` made.
+
+        The imports are done: garbage is collected from here on, without their objects,
+        which persist.
+        """
+        gc.freeze()
+        gc.enable()
         return cls(int(sys.argv[1]))
 
     def send(self, payload: bytes) -> None:
