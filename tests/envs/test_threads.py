@@ -19,7 +19,7 @@ from . import blocking
 from .blocking import HERE, Gate
 from .worlds import draw, episode, source
 
-KINDS = ("Plain", "Mixed", "Quick", "Heir", "Async", "SlowToMake", "BadlyMade", "Scored")
+KINDS = ("Plain", "Mixed", "Quick", "Heir", "Async", "SlowToMake", "FailingInit", "Scored")
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ async def test_bounds_the_abandoned_calls(of: TaskSource, gate: Gate) -> None:
 
 async def test_a_constructor_that_blocks_or_fails(of: TaskSource, gate: Gate) -> None:
     with pytest.raises(EnvError, match="making the environment raised RuntimeError: no database"):
-        await opened(of, "BadlyMade")
+        await opened(of, "FailingInit")
     call = asyncio.create_task(opened(of, "SlowToMake"))
     await entered(gate)
     assert await (await opened(of, "Plain")).step("a") == Step.of("on")

@@ -23,7 +23,7 @@ class Host:
 
     def quiet(self) -> bool:
         """Return whether there is no event, after all data sent so far."""
-        return all(self.next(0.0) == ({"gone": []}, b"") for _ in range(20))
+        return all(self.next(0.0) == ({"disconnected": []}, b"") for _ in range(20))
 
     def answer(
         self,
@@ -61,15 +61,15 @@ def test_limits_requests_in_flight() -> None:
         programs = [sent(host) for _ in range(4)]
         first = host.next()[0]
         expected = {"method": "GET", "target": "/a", "headers": {"authorization": "t"}}
-        assert first == {"gone": [], "number": 1, **expected, "more": False}
+        assert first == {"disconnected": [], "number": 1, **expected, "more": False}
         assert host.next()[0]["number"] == 2
         assert host.quiet()
         programs[0].close()
         third, disconnected = host.next()[0], [1]
         if "number" not in third:
-            assert third == {"gone": [1]}
+            assert third == {"disconnected": [1]}
             third, disconnected = host.next()[0], []
-        assert (third["gone"], third["number"]) == (disconnected, 3)
+        assert (third["disconnected"], third["number"]) == (disconnected, 3)
         assert host.quiet()
         host.answer(2)
         assert host.next()[0]["number"] == 4
@@ -94,9 +94,9 @@ def test_a_large_body_comes_in_parts_and_ends_with_its_program() -> None:
             if not complete:
                 sock.close()
                 event = host.next()[0]
-                while not event["gone"]:
+                while not event["disconnected"]:
                     event = host.next()[0]
-                assert event == {"gone": [events[0][0]["number"]]}
+                assert event == {"disconnected": [events[0][0]["number"]]}
                 assert host.quiet()
                 break
             while events[-1][0]["more"]:
@@ -120,8 +120,8 @@ def test_a_client_that_sends_endlessly_is_disconnected() -> None:
         with contextlib.suppress(ConnectionError):
             while not events:
                 sock.sendall(b"x" * (AHEAD_BYTES // 2))
-                events = host.next(0.0)[0]["gone"]
-        assert (events or host.next()[0]["gone"]) == [1]
+                events = host.next(0.0)[0]["disconnected"]
+        assert (events or host.next()[0]["disconnected"]) == [1]
         sock.close()
 
 
@@ -138,9 +138,9 @@ def test_an_abort_closes_the_connection_without_an_event() -> None:
 def test_a_cancelled_poll_loses_no_event() -> None:
     with opened() as host:
         host.stop.set()
-        assert host.next(1000.0) == ({"gone": []}, b"")
+        assert host.next(1000.0) == ({"disconnected": []}, b"")
         host.stop.clear()
         sock = sent(host)
         assert host.next()[0]["number"] == 1
         sock.close()
-        assert host.next()[0] == {"gone": [1]}
+        assert host.next()[0] == {"disconnected": [1]}
