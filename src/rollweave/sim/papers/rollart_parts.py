@@ -108,10 +108,8 @@ def fig12(quick: bool) -> list[Row]:
         name: [first_step(setup, seed=seed) for seed in range(steps)]
         for name, setup in runs.items()
     }
-    times = {
-        name: [float(outcome.steps[0]["at"]) for outcome in found]
-        for name, found in outcomes.items()
-    }
+    firsts = {name: [each.steps[0] for each in found] for name, found in outcomes.items()}
+    times = {name: [float(first["at"]) for first in found] for name, found in firsts.items()}
     seconds = {name: statistics.fmean(found) for name, found in times.items()}
     judging = [_judging_s(seed, groups=groups, members=members) for seed in range(steps)]
     used = statistics.fmean(
