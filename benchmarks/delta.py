@@ -81,8 +81,7 @@ QUICK = DeltaPlan(
 )
 OWN_ALWAYS = (
     "run.checkpoint_every=1",
-    "eval.every=0",
-    "eval.final_episodes=0",
+    "eval={final_episodes=0}",
     "trainer.final_lr=1",
 )
 

@@ -48,7 +48,7 @@ alone needs others that continue.
 """
 
 COMMON = (*LATENCY, *EVALUATION, *ENGINES, "run.steps=100", "run.name=modes")
-QUICK = ("run.steps=4", "eval.every=0", "warmup.steps=5")
+QUICK = ("run.steps=4", "eval={final_episodes=0}", "warmup.steps=5")
 
 
 def bench_modes(*, seeds: int | None, quick: bool, progress: Callable[[str], None]) -> Result:

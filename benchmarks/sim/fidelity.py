@@ -61,8 +61,7 @@ CASES = {"": (), "_wide": WIDE}
 OVERRIDES = (
     "run.steps=30",
     "run.checkpoint_every=0",
-    "eval.every=0",
-    "eval.final_episodes=0",
+    "eval={final_episodes=0}",
     "run.name=fidelity",
 )
 """Settings under which a run only trains steps: evaluations could end it early, and

@@ -59,6 +59,8 @@ def lake(directory: Path, *, task: dict[str, Any] | None = None, **sections: Any
     }
     for name, values in sections.items():
         data[name] = {**data.get(name, {}), **values} if isinstance(values, dict) else values
+    if not data["eval"]["every"]:
+        del data["eval"]["episodes"]  # it has no effect
     limits = {"max_turns": 6, "max_tokens": 300, "max_turn_tokens": 6}
     data["tasks"] = [
         {"env": "frozenlake", "tag": "lake", "options": {"maps": "fixed"}, **limits, **(task or {})}

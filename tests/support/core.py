@@ -47,6 +47,8 @@ def config(mode: str = "bounded", *, steps: int = 4, **sections: Any) -> RunConf
         rollout["policies"] = orders or (["longest_first"] if by_length else [])
         sections["allocation"] = None
     ablation = {name: rollout.pop(name) for name in ("policies", "without") if name in rollout}
+    evaluation = sections.pop("eval", {})
+    episodes = {"episodes": 2} if evaluation.get("every") else {}  # without effect otherwise
     return RunConfig.model_validate(
         {
             "run": {"name": "t", "steps": steps, "checkpoint_every": 2, **sections.pop("run", {})},
@@ -59,7 +61,7 @@ def config(mode: str = "bounded", *, steps: int = 4, **sections: Any) -> RunConf
                 "max_slots": 3,
                 **sections.pop("engines", {}),
             },
-            "eval": {"episodes": 2, "final_episodes": 3, **sections.pop("eval", {})},
+            "eval": {"final_episodes": 3, **episodes, **evaluation},
             **sections,
         }
     )
