@@ -256,7 +256,7 @@ class RaisingRepr:
 )
 async def test_any_text_of_an_environment_is_made_valid(words: str, how: str) -> None:
     RaisingStr.WORDS = words
-    env = GuardedEnv(f"{__name__}:Says", {"how": how}, faults=NONE, seed=0, block=False)
+    env = GuardedEnv(f"{__name__}:RaisingStr", {"how": how}, faults=NONE, seed=0, block=False)
     texts = []
     for call in (lambda: env.reset(TASK), lambda: env.step("a"), env.close):
         try:
@@ -264,21 +264,23 @@ async def test_any_text_of_an_environment_is_made_valid(words: str, how: str) ->
         except EnvError as error:
             texts.append(str(error))
     with pytest.raises(RewardError) as raised:
-        await score_episode(f"{__name__}:Says", {"how": how}, episode(TASK), faults=NONE, seed=0)
+        await score_episode(
+            f"{__name__}:RaisingStr", {"how": how}, episode(TASK), faults=NONE, seed=0
+        )
     msgspec.msgpack.encode([*texts, str(raised.value)])
 
 
 def test_a_task_enters_with_valid_text(tmp_path: Path) -> None:
     RaisingStr.WORDS = SURROGATE
-    tasks = source(tmp_path, {"env": f"{__name__}:Says", "options": {"how": ""}})
-    assert draw(tasks, f"{__name__}:Says").payload == '{"words": "\ufffd"}'
+    tasks = source(tmp_path, {"env": f"{__name__}:RaisingStr", "options": {"how": ""}})
+    assert draw(tasks, f"{__name__}:RaisingStr").payload == '{"words": "\ufffd"}'
 
 
 async def test_keys_stay_different_where_they_are_no_text_or_too_long() -> None:
     keys = []
     for words in (SURROGATE, "\udcfe", "x" * 2000, "y" + "x" * 1999, "plain"):
         RaisingStr.WORDS = words
-        env = GuardedEnv(f"{__name__}:Says", {"how": ""}, faults=NONE, seed=0, block=False)
+        env = GuardedEnv(f"{__name__}:RaisingStr", {"how": ""}, faults=NONE, seed=0, block=False)
         keys.append((await env.reset(TASK)).state_key)
     assert len(set(keys)) == 5
     assert keys[-1] == "plain"
@@ -324,7 +326,9 @@ def test_a_score_beyond_all_bounds_is_refused(value: Any) -> None:
 
 async def test_a_long_error_is_cut() -> None:
     RaisingStr.WORDS = "x" * 10_000_000
-    env = GuardedEnv(f"{__name__}:Says", {"how": "reset raises"}, faults=NONE, seed=0, block=False)
+    env = GuardedEnv(
+        f"{__name__}:RaisingStr", {"how": "reset raises"}, faults=NONE, seed=0, block=False
+    )
     with pytest.raises(EnvError) as raised:
         await env.reset(TASK)
     assert len(str(raised.value)) < 10_000
