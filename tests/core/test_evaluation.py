@@ -2,15 +2,23 @@
 and a reached target is recorded as the end of the run.
 """
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollweave.core import evaluation
+from rollweave.core.run import Run
+from rollweave.core.state import Best, EngineStatus, Trajectory
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
+from rollweave.schema.base import TrajectoryId
+from rollweave.schema.work import StopReason
 from tests.core.world import World
 from tests.support.core import MODES, config
 from tests.support.properties import examples
+from tests.support.states import E0, E1, running
 
 
 class Judge(World):
@@ -130,3 +138,181 @@ def test_a_target_without_a_success_rate_is_reported_once_and_never_reached() ->
         "no episode of a, b has reported one so far" in message
         or "no episode of b, a has reported one so far" in message
     )
+
+
+# By hand.
+
+
+def evaluating(**sections: Any) -> Run:
+    """A run whose two engines serve version 4, without trajectories."""
+    run = running(**sections)
+    for engine in run.state.engines.values():
+        engine.status, engine.version, engine.weights_id = EngineStatus.SERVING, 4, 7
+    run.state.publication.weights_id = 7
+    run.state.groups.clear()
+    run.fleet_changed()
+    run.out = []
+    return run
+
+
+def drawn(run: Run) -> list[tuple[str, int]]:
+    return [(one.name, one.index) for one in run.out if isinstance(one, c.DrawTask)]
+
+
+@pytest.mark.parametrize(
+    ("step", "every", "newest", "due"),
+    [
+        (2, 2, -1, True),
+        (3, 2, -1, False),
+        (4, 3, -1, True),  # the last one
+        (4, 3, 4, False),
+        (2, 0, -1, False),
+        (4, 0, -1, False),
+    ],
+)
+def test_when_a_version_is_to_be_evaluated(step: int, every: int, newest: int, due: bool) -> None:
+    run = evaluating(eval={"every": every})
+    assert run.config.run.steps == 4
+    run.state.evaluations.newest_version = newest
+    assert evaluation.is_due(run, step) is due
+
+
+def test_an_evaluation_draws_held_out_tasks_of_every_domain() -> None:
+    run = evaluating(eval={"every": 2})
+    run.state.checkpoints.newest = 4
+    evaluation.begin(run, version=4, final=False)
+    planned = run.state.evaluations.current
+    assert planned is not None
+    assert (planned.version, planned.weights_id, planned.checkpointed) == (4, 7, True)
+    evaluation.begin(run, version=5, final=True)
+    assert run.state.evaluations.current is planned, "the one under way continues"
+    evaluation.advance(run)
+    assert drawn(run) == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+    assert planned.started
+    evaluation.advance(run)
+    assert len(drawn(run)) == 4
+
+
+def test_a_final_evaluation_draws_tasks_that_no_periodic_one_has_seen() -> None:
+    run = evaluating()
+    evaluation.begin(run, version=4, final=True)
+    evaluation.advance(run)
+    first = evaluation.FINAL_TASKS_FROM
+    assert drawn(run) == [(name, first + n) for n in range(3) for name in ("a", "b")]
+    assert run.state.evaluations.current is not None
+    assert not run.state.evaluations.current.checkpointed
+
+
+def test_no_more_episodes_are_drawn_than_may_run() -> None:
+    run = evaluating(rollout={"max_running": 4})
+    evaluation.begin(run, version=4, final=True)
+    evaluation.advance(run)
+    assert len(drawn(run)) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "starts"),
+    [
+        ({}, True),
+        ({"version": 3}, False),
+        ({"status": EngineStatus.LOADING}, False),
+        ({"status": EngineStatus.LOADING, "version": -1}, False),
+        ({"status": EngineStatus.STARTING, "version": -1}, True),
+        ({"status": EngineStatus.STALE}, False),
+    ],
+)
+def test_an_evaluation_waits_for_every_engine_with_weights(
+    change: dict[str, Any], starts: bool
+) -> None:
+    run = evaluating()
+    for name, value in change.items():
+        setattr(run.state.engines[E1], name, value)
+    evaluation.begin(run, version=4, final=False)
+    evaluation.advance(run)
+    assert bool(drawn(run)) is starts
+
+
+def test_an_evaluation_whose_version_is_gone_is_abandoned() -> None:
+    run = evaluating()
+    assert not evaluation.holds_weights(run)
+    evaluation.begin(run, version=4, final=False)
+    assert not evaluation.holds_weights(run), "it has not started"
+    evaluation.advance(run)
+    assert evaluation.holds_weights(run)
+    run.state.engines[E0].version = 5
+    assert evaluation.holds_weights(run), "one engine has it"
+    run.state.engines[E1].version = 5
+    assert not evaluation.holds_weights(run)
+    assert run.state.evaluations.current is None
+    assert run.state.counters.watchdog == {"evaluation_lost": 1}
+
+
+def test_lost_checkpoints_take_the_best_with_them() -> None:
+    run = evaluating()
+    evaluation.begin(run, version=4, final=False)
+    current, evaluations = run.state.evaluations.current, run.state.evaluations
+    assert current is not None
+    evaluation.checkpoint_saved(run, 3)
+    assert not current.checkpointed
+    evaluation.checkpoint_saved(run, 4)
+    assert current.checkpointed
+    evaluations.best = Best(step=4, success={}, reward={"a": 1.0})
+    evaluation.checkpoints_lost(run, 4)
+    assert current.checkpointed
+    assert evaluations.best_step == 4
+    evaluation.checkpoints_lost(run, 3)
+    assert not current.checkpointed
+    assert evaluations.best_step is None
+
+
+@pytest.mark.parametrize("saving", ["owed", "being written"])
+def test_an_evaluation_ends_when_its_checkpoint_is_written(saving: str) -> None:
+    run = evaluating()
+    trainer = run.state.trainer
+    trainer.step = 4
+    evaluation.begin(run, version=4, final=False)
+    current = run.state.evaluations.current
+    assert current is not None
+    current.to_draw.clear()
+    trainer.save_pending, trainer.saving = saving == "owed", 4 if saving != "owed" else None
+    evaluation.advance(run)
+    assert run.state.evaluations.current is current
+    trainer.save_pending, trainer.saving = False, 3
+    evaluation.advance(run)
+    assert run.state.evaluations.current is None
+    assert run.state.evaluations.newest_version == 4
+
+
+def test_episodes_are_counted_by_their_domain() -> None:
+    run = evaluating(rollout={"max_running": 64})
+    evaluation.begin(run, version=4, final=True)
+    evaluation.advance(run)
+    run.state.evaluations.defines_success["a"] = None
+    groups = list(run.state.groups.values())
+    assert [group.name for group in groups] == ["a", "b"] * 3
+    outcomes = [(1.0, True), (0.25, None), (0.5, False), (0.75, None)]
+    for group, (reward, success) in zip(groups, outcomes, strict=False):
+        scored = Trajectory(
+            id=TrajectoryId(f"{group.id}.0"),
+            group_id=group.id,
+            member=0,
+            reward=reward,
+            success=success,
+            started=True,
+        )
+        evaluation.member_scored(run, group, scored)
+    evaluation.member_ended(run, groups[4], scored, StopReason.ENV_ERROR)
+    evaluation.abandon_episode(run, groups[5])
+    assert run.state.groups == {}
+    counters = run.state.counters
+    assert (counters.eval_scored, counters.eval_dropped) == (4, 1)
+    evaluation.advance(run)
+    (record,) = [one for one in run.out if isinstance(one, c.RecordEvaluation)]
+    assert record.episodes == {"a": 2, "b": 2}
+    assert record.success == {"a": 0.5}
+    assert record.reward == {"a": 0.75, "b": 0.5}
+    assert record.failed == {"a": 1, "b": 1}
+    assert (record.final, record.version) == (True, 4)
+    assert run.state.evaluations.final_done
+    evaluation.reopen(run)
+    assert not run.state.evaluations.final_done

@@ -1,5 +1,7 @@
 """Runs whose state a test lays out, for the functions of one sub-machine."""
 
+from typing import Any
+
 from rollweave.core.core import Core
 from rollweave.core.run import Run
 from rollweave.core.state import DomainStats, Group, GroupStatus, Stage, Trajectory, Turn
@@ -48,11 +50,12 @@ def fleet(*degrees: int, lengths: list[int], gain: float = 1.9) -> Run:
     return core._run
 
 
-def running(*estimates: int, engine: EngineId | None = None) -> Run:
+def running(*estimates: int, engine: EngineId | None = None, **sections: Any) -> Run:
     """A run of one group whose members run, with these estimates of the remaining
     tokens, and two engines that serve.
     """
-    core = Core(config("bounded", rollout={"scheduling": "trajectory"}))
+    rollout = {"scheduling": "trajectory", **sections.pop("rollout", {})}
+    core = Core(config("bounded", rollout=rollout, **sections))
     core.handle(
         0.0, e.RunStarted(engines=tuple(e.EngineSlot(id=engine_id) for engine_id in (E0, E1)))
     )
