@@ -50,12 +50,14 @@ def fleet(*degrees: int, lengths: list[int], gain: float = 1.9) -> Run:
     return core._run
 
 
-def running(*estimates: int, engine: EngineId | None = None, **sections: Any) -> Run:
+def running(
+    *estimates: int, engine: EngineId | None = None, mode: str = "bounded", **sections: Any
+) -> Run:
     """A run of one group whose members run, with these estimates of the remaining
     tokens, and two engines that serve.
     """
     rollout = {"scheduling": "trajectory", **sections.pop("rollout", {})}
-    core = Core(config("bounded", rollout=rollout, **sections))
+    core = Core(config(mode, rollout=rollout, **sections))
     core.handle(
         0.0, e.RunStarted(engines=tuple(e.EngineSlot(id=engine_id) for engine_id in (E0, E1)))
     )
