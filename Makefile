@@ -41,7 +41,7 @@ mutants: .venv/ready-test
 lint: .venv/ready-test
 	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/ruff format --check src tests benchmarks examples
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 	$(BIN)/lint-imports
 
 format: .venv/ready-test

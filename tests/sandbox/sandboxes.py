@@ -122,7 +122,7 @@ def image(folder: Path) -> str:
         "tkinter",
     )
     shutil.copytree(library, target, ignore=ignore)
-    for extension in (target / "lib-dynload").glob("*.so"):
+    for extension in (library / "lib-dynload").glob("*.so"):
         _libraries(root, extension)
     for shared in python.glob("lib/libpython*.so*"):
         _install(root, shared, to=f"usr/lib/{shared.name}")
@@ -137,12 +137,17 @@ def _install(root: Path, program: Path, to: str | None = None) -> None:
 
 
 def _libraries(root: Path, program: Path) -> None:
-    listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=False).stdout
-    for word in listed.split():
-        if word.startswith("/") and not (root / word.lstrip("/")).exists():
-            target = root / word.lstrip("/")
+    for library in _linked(Path(os.path.realpath(program))):
+        target = root / library.lstrip("/")
+        if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(os.path.realpath(word), target)
+            shutil.copy2(os.path.realpath(library), target)
+
+
+@functools.cache
+def _linked(program: Path) -> list[str]:
+    listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=False).stdout
+    return [word for word in listed.split() if word.startswith("/")]
 
 
 def python(source: str) -> list[str]:
