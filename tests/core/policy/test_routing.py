@@ -70,6 +70,7 @@ def test_placements_choose_by_their_rules() -> None:
     assert choose(engines, affine=A, placement="hybrid") == A
     skewed = {A: load(A, int(SKEW) + 1, 64), B: load(B, 1, 64)}
     assert choose(skewed, affine=A, placement="hybrid") == B
+    assert choose(skewed, affine=A) == A
     assert choose(skewed, affine=A, avoid=[B], placement="hybrid") == A
     nearly = {A: load(A, int(SKEW), 64), B: load(B, 1, 64)}
     assert choose(nearly, affine=A, placement="hybrid") == A
