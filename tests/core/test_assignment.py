@@ -46,6 +46,12 @@ def test_kv_holds_no_one_back_who_is(exempt: str) -> None:
     assert assignment.fits_in_kv(run, last, run.state.engines[E0])
 
 
+def test_tools_as_slow_as_turns_are_worth_the_kv() -> None:
+    run = running(10, 10, 10, engine=E0)
+    run.state.domains["a"].tool_s = run.state.domains["a"].turn_s
+    assert not assignment.fits_in_kv(run, members(run)[-1], run.state.engines[E0])
+
+
 def test_no_kv_is_kept_for_environments_that_work_long() -> None:
     """Seconds are counted from the environment's start, in mean turns of 2 s."""
     run = running(10, 10, 10, engine=E0)
@@ -126,10 +132,12 @@ def test_an_engine_that_drains_or_has_no_weights_gets_no_share() -> None:
 
 def test_a_trajectory_keeps_its_engine_while_that_is_usable() -> None:
     run = running(100, 1, 1, 1)
-    longest = members(run)[0]
+    longest, short, *_ = members(run)
     home = assignment.engine_of_rank(run, longest)
+    short.assigned_engine = home
+    run.reindex(short)
     assignment.assign_usable(run, longest, [])
-    assert longest.assigned_engine == home
+    assert longest.assigned_engine == home, "its rank's, although the other one is idle"
     longest.kv_resident = True
     assignment.assign_usable(run, longest, [])
     assert longest.kv_resident

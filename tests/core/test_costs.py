@@ -2,10 +2,10 @@
 
 import pytest
 
-from rollweave.core import costs
+from rollweave.core import assignment, costs
 from rollweave.core.policy.work import rate
 from rollweave.schema.events import StepTime
-from tests.support.states import TAIL, fleet, profile
+from tests.support.states import E0, TAIL, fleet, profile, running
 
 WORKS = [(40, 400), (20, 100), (10, 50)]
 
@@ -38,6 +38,14 @@ def test_an_engine_without_a_profile_has_a_rate_and_no_measurement() -> None:
     costs.joined(run, engine, (StepTime(batch=1, seconds=3.0),))
     assert run.state.measured[1].rate == costs.rate_of(engine)
     assert run.state.measured[1].slots == 1
+
+
+def test_another_rate_changes_the_seconds_of_the_same_work() -> None:
+    run = running(50, engine=E0)
+    engine = run.state.engines[E0]
+    before = assignment.work_s(run, engine)
+    costs.joined(run, engine, (StepTime(batch=1, seconds=100.0),))
+    assert assignment.work_s(run, engine) > 10 * before
 
 
 def test_recent_lengths_are_of_all_domains() -> None:

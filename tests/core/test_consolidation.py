@@ -1,0 +1,62 @@
+"""What consolidation knows of an engine before it plans."""
+
+from rollweave.core import consolidation
+from rollweave.core.consolidation import PERIOD_S
+from rollweave.core.run import Run
+from tests.support.hand import E0, E1, Hand, decoupled_config
+
+
+def outdated(*, context: int, **sections: dict[str, object]) -> Run:
+    """Two engines with older weights, whose trajectories all have contexts so long."""
+    run = Hand(decoupled_config(**sections)).core._run
+    run.state.publication.weights_id += 1
+    lengthen(run, context)
+    run.now = run.state.consolidated_at = 0.0
+    return run
+
+
+def lengthen(run: Run, context: int) -> None:
+    for trajectory in run.state.trajectories.values():
+        trajectory.context_tokens = context
+
+
+def test_an_engines_peak_is_the_most_that_it_held() -> None:
+    run = outdated(context=400)
+    peaks = []
+    for context in (400, 450, 300):
+        lengthen(run, context)
+        consolidation.run_now(run)
+        peaks.append([run.state.engines[engine_id].peak_kv for engine_id in (E0, E1)])
+    assert peaks == [[800, 800], [900, 900], [900, 900]]
+
+
+def test_it_runs_once_in_a_period() -> None:
+    run = outdated(context=400)
+    run.now = PERIOD_S - 0.1
+    consolidation.check_due(run)
+    assert run.state.engines[E0].peak_kv is None
+    run.now = PERIOD_S
+    consolidation.check_due(run)
+    assert run.state.engines[E0].peak_kv == 800
+    assert run.state.consolidated_at == PERIOD_S
+
+
+def test_engines_with_the_newest_weights_or_that_leave_are_not_considered() -> None:
+    run = outdated(context=400)
+    run.state.engines[E0].leaving = True
+    run.state.engines[E1].weights_id = run.state.publication.weights_id
+    consolidation.run_now(run)
+    assert [run.state.engines[engine_id].peak_kv for engine_id in (E0, E1)] == [None, None]
+
+
+def test_without_consolidation_nothing_is_considered() -> None:
+    run = outdated(context=400, ablation={"without": ["repack"]})
+    consolidation.run_now(run)
+    assert run.state.engines[E0].peak_kv is None
+
+
+def test_the_batch_bound_is_the_least_of_the_engines() -> None:
+    run = outdated(context=400)
+    run.state.engines[E1].max_slots = 7
+    assert consolidation._batch_max(run, [E0, E1]) == min(run.state.engines[E0].max_slots, 7)
+    assert consolidation._batch_max(run, [E1]) == 7
