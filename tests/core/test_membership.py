@@ -4,21 +4,22 @@ from typing import Any
 
 import pytest
 
-from rollweave.core import membership
+from rollweave.core import engines, membership
 from rollweave.core.membership import engines_to_start, first_engines
 from rollweave.core.state import Engine, Phase, Relay, State
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import EngineSlot
 from tests.support.core import config
+from tests.support.states import running
 
 
 def engine(number: int, **fields: Any) -> Engine:
     return Engine(id=EngineId(f"e{number}"), **fields)
 
 
-def state_of(*engines: Engine, next_number: int = 0, machines: int = 0) -> State:
-    state = State(engines={one.id: one for one in engines})
+def state_of(*listed: Engine, next_number: int = 0, machines: int = 0) -> State:
+    state = State(engines={one.id: one for one in listed})
     state.membership.next_number = next_number
     state.chain.machines = machines
     state.relays = {
@@ -147,6 +148,22 @@ def test_who_may_not_leave() -> None:
     assert refusal(engine(1), version=-1) == ""
     own = engine(0)
     assert "[allocation] decides" in membership.why_not_leave(planned(5, [1, 2]), State(), own)
+
+
+def test_a_world_without_an_engine_that_was_leaving_counts_its_departure() -> None:
+    run = running()
+    state = run.state
+    state.engines = {one.id: one for one in (engine(0), engine(1, leaving=True), engine(2))}
+    state.engines[EngineId("e2")].leaving = True
+    state.membership.withdrawn = [EngineId("e0")]
+    engines.start(run, (EngineSlot(id=EngineId("e0")), EngineSlot(id=EngineId("e2"))))
+    assert state.counters.engines_left == 1
+    assert [(one.id, one.leaving, one.joined) for one in state.engines.values()] == [
+        ("e0", False, False),
+        ("e2", False, True),
+    ]
+    assert state.membership.withdrawn == ["e1"], "it has gone for good"
+    assert state.membership.next_number == 3
 
 
 def test_machines_take_engines_in_turn() -> None:

@@ -265,7 +265,6 @@ def remove_drained(run: Run) -> None:
             )
             engine.leaving = engine.draining = False
             _membership_changed(run)
-            continue
         if engine.leaving and not engine.draining and run.pacing.may_drain(run, engine):
             drain(run, engine)
         if engine.draining and not engine.active:
