@@ -311,8 +311,13 @@ async def test_a_stage_that_raises(
 @pytest.mark.parametrize("stage", ["init", "run", "eval"])
 @pytest.mark.parametrize("how", [hang, stubborn])
 async def test_a_stage_that_hangs(
-    store: TrajectoryStore, listener: GatewayListener, stage: str, how: Any
+    store: TrajectoryStore,
+    listener: GatewayListener,
+    stage: str,
+    how: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("rollweave.rollout.handler_episode.CANCEL_S", 0.2)
     handler = Played(**{f"on_{stage}": how})
     stage_ = harness(store, listener, handler, step_s=0.05)
     over = await stage_.play()
@@ -332,8 +337,15 @@ async def test_a_stage_that_hangs(
 )
 @pytest.mark.parametrize("place", ["close", "hook"])
 async def test_slow_hooks_do_not_delay_the_pipeline(
-    store: TrajectoryStore, listener: GatewayListener, place: str, how: Any
+    store: TrajectoryStore,
+    listener: GatewayListener,
+    place: str,
+    how: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("rollweave.rollout.handler_episode.CANCEL_S", 0.2)
+    monkeypatch.setattr("rollweave.rollout.pipeline.CLOSE_S", 0.5)
+
     class Closed(Played):
         async def close(self) -> None:
             await how()

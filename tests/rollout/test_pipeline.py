@@ -168,8 +168,13 @@ async def test_sampling_seeds_depend_on_run_trajectory_attempt_and_turn(
     ],
 )
 async def test_every_behavior_of_an_environment_has_a_typed_stop_reason(
-    store: TrajectoryStore, script: Script, reason: StopReason, error: str
+    store: TrajectoryStore,
+    script: Script,
+    reason: StopReason,
+    error: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("rollweave.rollout.pipeline.CLOSE_S", 0.5)
     harness = Harness(store, script, step_s=0.05 if reason is StopReason.ENV_HANG else 10.0)
     ended = await harness.play()
     assert ended.stop_reason is reason

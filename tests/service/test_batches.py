@@ -241,7 +241,10 @@ async def test_a_restarted_service_loses_no_group(tmp_path: Path, unused_tcp_por
         program.terminate()
 
 
-async def test_fails_if_no_service_answers_within_patience(unused_tcp_port: int) -> None:
+async def test_fails_if_no_service_answers_within_patience(
+    unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollweave.service.client.MAX_BACKOFF_S", 0.2)
     address = f"http://127.0.0.1:{unused_tcp_port}"
     async with (
         RolloutClient(address) as client,

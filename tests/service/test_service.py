@@ -434,6 +434,13 @@ async def test_a_lost_engine_costs_only_time(tmp_path: Path) -> None:
 # The client.
 
 
+@pytest.fixture
+def brief_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a client wait less between its attempts, of which it makes as many."""
+    monkeypatch.setattr("rollweave.service.client.MAX_BACKOFF_S", 0.2)
+
+
+@pytest.mark.usefixtures("brief_waits")
 async def test_a_client_balances_and_fails_over(tmp_path: Path) -> None:
     """One of two services is killed with rollouts under way: the other one runs them."""
     gate = tmp_path / "gate"
@@ -643,6 +650,7 @@ def test_a_client_without_an_event_loop_uses_ids(tmp_path: Path) -> None:
         assert [member.stop_reason for member in rollouts.stream(submitted.id)] == ["finished"] * 2
 
 
+@pytest.mark.usefixtures("brief_waits")
 async def test_names_the_service_that_does_not_answer(tmp_path: Path, unused_tcp_port: int) -> None:
     unreachable = f"http://127.0.0.1:{unused_tcp_port}"
     with serving(service_config(tmp_path)) as service:
@@ -657,6 +665,7 @@ async def test_names_the_service_that_does_not_answer(tmp_path: Path, unused_tcp
                 await client.get("none")
 
 
+@pytest.mark.usefixtures("brief_waits")
 async def test_fails_if_no_service_answers(unused_tcp_port: int) -> None:
     async with RolloutClient(f"http://127.0.0.1:{unused_tcp_port}") as client:
         with pytest.raises(NoServiceError, match=rf"{unused_tcp_port} \(.*Connect call failed"):
