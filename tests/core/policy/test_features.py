@@ -99,6 +99,11 @@ def test_numbers_are_lengths_differences_to_siblings_and_logarithms() -> None:
     assert [math.expm1(value) for value in logarithms] == pytest.approx(numbers, rel=1e-5)
 
 
+def test_one_sibling_is_enough_to_tell() -> None:
+    found = row(context(siblings=1), None)[:NUMBERS].tolist()
+    assert (found[3], found[4], found[12]) == (90, 120, 1.0)
+
+
 def test_a_trajectory_that_is_longer_than_its_siblings_leaves_nothing_of_theirs() -> None:
     found = row(context(output_tokens=200), None)[:NUMBERS].tolist()
     assert found[5:7] == found[22:24] == [0.0, 0.0]
