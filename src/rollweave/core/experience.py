@@ -23,7 +23,7 @@ FUNCTION_MARK = ":"
 def choose_batch(run: Run, wanted: int) -> list[GroupId]:
     """The groups of the next (mini-)batch: `wanted` of them, or none."""
     state, name = run.state, run.config.buffer.sample
-    if not run.pacing.samples_buffer or name == "fifo":
+    if name == "fifo":
         return list(state.buffer)[:wanted]
     trainer = state.trainer
     moment = f"{run.config.run.seed}/{trainer.epoch}/{trainer.step}/{trainer.parts_done}"
@@ -45,11 +45,7 @@ def unmeasured(run: Run, wanted: int) -> list[GroupId]:
     held up once.
     """
     state = run.state
-    if (
-        not run.pacing.samples_buffer
-        or run.config.buffer.sample != "ratio"
-        or len(state.buffer) <= wanted
-    ):
+    if run.config.buffer.sample != "ratio" or len(state.buffer) <= wanted:
         return []
     left = [group_id for group_id in state.buffer if ratio(run, state.groups[group_id]) is None]
     return left if len(state.buffer) - len(left) < wanted else []
