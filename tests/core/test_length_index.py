@@ -100,6 +100,18 @@ def test_a_change_discards_the_cached_work() -> None:
                 assigned_engine=ENGINES[0],
             )
         )
-    index.loads[ENGINES[0]].work_s = 3.0
+    load = index.loads[ENGINES[0]]
+    load.work_s = 3.0
     index.drop(TrajectoryId("g0.1"))
-    assert index.loads[ENGINES[0]].work_s is None
+    assert load.work_s is None
+    load.work_s = 3.0
+    index.update(
+        Trajectory(
+            id=TrajectoryId("g0.2"),
+            group_id=GroupId("g0"),
+            member=2,
+            estimate=5,
+            assigned_engine=ENGINES[0],
+        )
+    )
+    assert load.work_s is None
