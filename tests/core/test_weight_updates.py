@@ -1,0 +1,132 @@
+"""How an engine comes to other weights, and what it does if it cannot."""
+
+import pytest
+
+from rollweave.core import weight_updates
+from rollweave.core.run import Run
+from rollweave.core.state import EngineStatus, Evaluation, Relay
+from rollweave.core.weight_updates import MAX_LOAD_FAILURES
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from tests.support.states import E0, E1, running
+
+
+def updating(status: EngineStatus = EngineStatus.LOADING, *, machines: int = 0) -> Run:
+    """Version 2, of weights 20, is published; the first engine has version 1 and is in
+    this status.
+    """
+    run = running()
+    state = run.state
+    for engine in state.engines.values():
+        engine.status, engine.version, engine.weights_id = EngineStatus.SERVING, 1, 10
+    first = state.engines[E0]
+    first.status, first.loading_id = status, 20
+    state.publication.version, state.publication.weights_id = 2, 20
+    state.publication.retained = {20: 2}
+    state.chain.machines = machines
+    state.relays = {f"r{n}": Relay(id=f"r{n}", machine=n, versions=[20]) for n in range(machines)}
+    run.fleet_changed()
+    run.out = []
+    return run
+
+
+def loaded(run: Run, *, weights_id: int = 20, epoch: int = 0) -> None:
+    weight_updates.on_loaded(
+        run, e.WeightsLoaded(engine_id=E0, epoch=epoch, weights_id=weights_id, version=2)
+    )
+
+
+def failed(run: Run, *, weights_id: int = 20) -> None:
+    weight_updates.on_load_failed(
+        run, e.WeightsLoadFailed(engine_id=E0, epoch=0, weights_id=weights_id, error="torn")
+    )
+
+
+def loads(run: Run) -> list[tuple[int, int, int | None]]:
+    return [
+        (one.version, one.weights_id, one.from_checkpoint)
+        for one in run.out
+        if isinstance(one, c.LoadWeights)
+    ]
+
+
+def test_a_load_that_succeeded_forgives_failures_and_resumes() -> None:
+    run = updating()
+    engine = run.state.engines[E0]
+    engine.restarts, engine.load_failures, engine.peak_kv = 2, 1, 50
+    loaded(run)
+    assert (engine.status, engine.version, engine.weights_id) == (EngineStatus.SERVING, 2, 20)
+    assert (engine.restarts, engine.load_failures, engine.peak_kv) == (0, 0, None)
+    assert run.out == [c.ResumeEngine(engine_id=E0)]
+
+
+def test_the_first_load_forgives_no_restart() -> None:
+    run = updating()
+    engine = run.state.engines[E0]
+    engine.version, engine.restarts = -1, 2
+    loaded(run)
+    assert (engine.version, engine.restarts) == (2, 2)
+
+
+@pytest.mark.parametrize("late", ["weights", "epoch", "status"])
+def test_news_of_another_load_is_ignored(late: str) -> None:
+    run = updating(EngineStatus.SERVING if late == "status" else EngineStatus.LOADING)
+    loaded(run, weights_id=19 if late == "weights" else 20, epoch=1 if late == "epoch" else 0)
+    assert run.state.engines[E0].version == 1
+    failed(run, weights_id=19 if late == "weights" else 20) if late != "epoch" else None
+    assert run.state.engines[E0].load_failures == 0
+
+
+def test_a_failed_load_is_tried_again_and_then_the_engine_restarts() -> None:
+    run = updating(machines=2)
+    engine = run.state.engines[E0]
+    for failure in range(1, MAX_LOAD_FAILURES):
+        failed(run)
+        assert engine.load_failures == failure
+        assert loads(run) == [(2, 20, None)] * failure
+    assert run.state.relays["r0"].restart_reason == ""
+    failed(run)
+    assert engine.status is EngineStatus.STARTING
+    assert run.state.relays["r0"].restart_reason == "e0 cannot load from it"
+    assert run.state.relays["r1"].restart_reason == ""
+
+
+def test_a_suspended_engine_loads_the_newest_weights() -> None:
+    run = updating(EngineStatus.SUSPENDING)
+    weight_updates.on_suspended(run, e.EngineSuspended(engine_id=E0, epoch=0))
+    engine = run.state.engines[E0]
+    assert (engine.status, engine.loading_id, engine.loading_step) == (
+        EngineStatus.LOADING,
+        20,
+        None,
+    )
+    assert loads(run) == [(2, 20, None)]
+    weight_updates.on_suspended(run, e.EngineSuspended(engine_id=E1, epoch=0))
+    assert len(loads(run)) == 1, "it serves"
+
+
+@pytest.mark.parametrize(
+    ("machines", "status"), [(2, EngineStatus.SERVING), (0, EngineStatus.STALE)]
+)
+def test_an_engine_whose_weights_are_gone_serves_on_or_waits(
+    machines: int, status: EngineStatus
+) -> None:
+    """With relays the published weights come again when the relay does."""
+    run = updating(EngineStatus.SUSPENDING, machines=machines)
+    run.state.publication.retained = {}
+    weight_updates.on_suspended(run, e.EngineSuspended(engine_id=E0, epoch=0))
+    engine = run.state.engines[E0]
+    assert (engine.status, engine.loading_id) == (status, -1)
+    assert loads(run) == []
+
+
+@pytest.mark.parametrize(("version", "status"), [(1, "serving"), (0, "stale")])
+def test_an_evaluation_holds_newer_weights_back(version: int, status: str) -> None:
+    run = updating(EngineStatus.SUSPENDING)
+    run.state.evaluations.current = Evaluation(
+        version=1, final=False, to_draw=[], weights_id=10, started=True
+    )
+    run.state.engines[E0].version = version
+    weight_updates.on_suspended(run, e.EngineSuspended(engine_id=E0, epoch=0))
+    assert run.state.engines[E0].status == status
+    assert loads(run) == []
