@@ -107,6 +107,14 @@ def test_a_replica_may_be_filled_to_the_bound() -> None:
     assert repack([replica("a", 41), replica("b", 50)], batch_max=32, kv_max=0.9) == []
 
 
+def test_a_replica_whose_slots_are_all_taken_may_move_to_a_larger_one() -> None:
+    group = [replica("a", 30, 8, slots=8), replica("b", 35, 1)]
+    assert repack(group, batch_max=32, kv_max=0.99) == [
+        Move(source=EngineId("a"), target=EngineId("b"))
+    ]
+    assert repack([replica("a", 30, 9, slots=8), group[1]], batch_max=32, kv_max=0.99) == []
+
+
 def test_received_work_moves_along() -> None:
     """Where the receiver moves on, all that it has goes to where it ends up, in one
     move each.

@@ -1,0 +1,95 @@
+"""A new world: what was under way starts again, and the loss is counted against it."""
+
+import pytest
+
+from rollweave.core import recovery
+from rollweave.core.policy.retry import MAX_WORLDS_LOST
+from rollweave.core.run import Run
+from rollweave.core.state import GroupStatus, Phase, Stage
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId, GroupId, TaskId
+from rollweave.schema.work import Limits, Purpose, Task
+from tests.support.states import E0, members, running
+
+
+def under_way(*stages: Stage) -> Run:
+    """A group whose members are in these stages."""
+    run = running(*[5 for _ in stages])
+    state = run.state
+    group = state.groups[GroupId("g9")]
+    group.task = Task(id=TaskId("t"), env="a", seed=0, limits=Limits(step_s=5.0))
+    state.drawing.active[group.id] = None
+    for trajectory, stage in zip(members(run), stages, strict=True):
+        trajectory.stage, trajectory.turn = stage, None
+        group.members.append(trajectory.id)
+        pools = {
+            Stage.QUEUED: state.pools.queued,
+            Stage.INIT: state.pools.init,
+            Stage.RUN: state.pools.run,
+            Stage.EVAL_QUEUED: state.pools.eval_queued,
+            Stage.EVAL: state.pools.eval,
+        }
+        pools[stage][trajectory.id] = None
+        run.reindex(trajectory)
+    run.out = []
+    return run
+
+
+def lose(run: Run) -> None:
+    recovery.on_world_lost(run, e.WorldLost(engines=(e.EngineSlot(id=E0),)))
+
+
+def test_what_was_under_way_is_queued_again() -> None:
+    stages = (Stage.QUEUED, Stage.INIT, Stage.RUN, Stage.EVAL_QUEUED, Stage.EVAL)
+    run = under_way(*stages)
+    lose(run)
+    found = members(run)
+    assert [one.stage for one in found] == [Stage.QUEUED] * 5
+    assert [one.attempt for one in found] == [0, 1, 1, 1, 1]
+    assert [one.worlds_lost for one in found] == [0, 1, 1, 0, 1], "only what the world held"
+    assert list(run.state.engines) == [E0]
+
+
+@pytest.mark.parametrize("lost", [MAX_WORLDS_LOST - 2, MAX_WORLDS_LOST - 1])
+def test_a_trajectory_that_was_in_many_lost_worlds_is_given_up(lost: int) -> None:
+    run = under_way(Stage.RUN, Stage.QUEUED)
+    suspect = members(run)[0]
+    suspect.worlds_lost = lost
+    lose(run)
+    given_up = lost == MAX_WORLDS_LOST - 1
+    assert run.state.counters.watchdog.get("suspects", 0) == given_up
+    assert (suspect.stage is Stage.QUEUED) is not given_up
+
+
+def test_a_service_that_ended_in_order_blames_no_rollout() -> None:
+    for phase, lost in ((Phase.FINISHED, 0), (Phase.SERVING, 1)):
+        run = under_way(Stage.RUN, Stage.EVAL_QUEUED)
+        run.state.serving, run.state.phase = True, phase
+        run.state.groups[GroupId("g9")].purpose = Purpose.SERVE
+        lose(run)
+        assert [one.worlds_lost for one in members(run)] == [lost, 0]
+        assert run.state.phase is Phase.SERVING
+
+
+def test_tasks_that_were_being_drawn_are_drawn_again() -> None:
+    run = under_way(Stage.QUEUED)
+    group = run.state.groups[GroupId("g9")]
+    for other in [one for one in run.state.groups.values() if one is not group]:
+        other.status = GroupStatus.DROPPED
+    group.status, run.now = GroupStatus.DRAWING, 9.0
+    lose(run)
+    drawn = [one for one in run.out if isinstance(one, c.DrawTask)]
+    assert drawn[0] == c.DrawTask(group_id=group.id, name="a", index=0, purpose=Purpose.TRAIN)
+    assert group.since == 9.0
+
+
+def test_a_world_begins_with_its_engines_and_relays() -> None:
+    run = running()
+    run.now = 3.0
+    engines = tuple(e.EngineSlot(id=EngineId(f"e{number}")) for number in range(3))
+    recovery.on_started(run, e.RunStarted(engines=engines, relays=2, run_id="r"))
+    state = run.state
+    assert list(state.engines) == ["e0", "e1", "e2"]
+    assert (list(state.relays), state.chain.machines) == (["r0", "r1"], 2)
+    assert (state.run_id, state.trainer.since, state.serving) == ("r", 3.0, False)
