@@ -1,0 +1,121 @@
+"""What a relay remembers of a fetch: of one that succeeded nothing, of a failed one why."""
+
+import pytest
+
+from rollweave.core import relays
+from rollweave.core.run import Run
+from rollweave.core.state import Fetch, Relay, RelayStatus
+from rollweave.schema import events as e
+from tests.support.states import running
+
+
+def fetching(*, source: str | None = "r0", base: int | None = None) -> tuple[Run, Relay]:
+    """The second of three relays fetches weights 20; the first one has them."""
+    run = running()
+    state = run.state
+    state.publication.weights_id, state.publication.retained = 20, {10: 1, 20: 2}
+    state.chain.machines = 3
+    state.relays = {
+        f"r{number}": Relay(
+            id=f"r{number}", machine=number, status=RelayStatus.READY, versions=[10]
+        )
+        for number in range(3)
+    }
+    state.chain.order = list(state.relays)
+    state.relays["r0"].versions = [10, 20]
+    relay = state.relays["r1"]
+    relay.status, relay.fetches = RelayStatus.FETCHING, 4
+    relay.fetch = Fetch(weights_id=20, source=source, base=base)
+    run.now, run.out = 9.0, []
+    return run, relay
+
+
+def fails(run: Run, reason: str, *, weights_id: int = 20, number: int = 4) -> None:
+    relays.on_fetch_failed(
+        run,
+        e.FetchFailed(
+            relay_id="r1",
+            epoch=0,
+            weights_id=weights_id,
+            try_number=number,
+            reason=reason,  # type: ignore[arg-type]
+            error="no luck",
+        ),
+    )
+
+
+def test_a_fetch_that_succeeded_forgets_what_went_wrong() -> None:
+    run, relay = fetching()
+    follower = run.state.relays["r2"]
+    follower.status = RelayStatus.FETCHING
+    follower.fetch = Fetch(weights_id=20, source="r1", base=None)
+    relay.refused_sources, relay.stalled_sources, relay.force_full = ["r2"], ["r2"], True
+    relay.starved_since, relay.failed_source, relay.restarts = 3.0, "r0", 2
+    relays.on_fetched(run, e.WeightsFetched(relay_id="r1", epoch=0, weights_id=20))
+    assert relay.versions == [10, 20]
+    assert (relay.refused_sources, relay.stalled_sources, relay.force_full) == ([], [], False)
+    assert (relay.starved_since, relay.failed_source, relay.restarts) == (None, None, 0)
+    assert (relay.status, relay.fetch) == (RelayStatus.READY, None)
+    assert follower.since == 9.0, "a timeout is now its own fault"
+    assert run.state.relays["r0"].since == 0.0
+
+
+def test_the_first_version_forgives_no_restart() -> None:
+    run, relay = fetching()
+    relay.versions, relay.restarts = [], 2
+    relays.on_fetched(run, e.WeightsFetched(relay_id="r1", epoch=0, weights_id=20))
+    assert (relay.versions, relay.restarts) == ([20], 2)
+
+
+def test_weights_that_were_not_asked_for_count_while_they_are_kept() -> None:
+    run, relay = fetching()
+    relays.on_fetched(run, e.WeightsFetched(relay_id="r1", epoch=0, weights_id=5))
+    assert relay.versions == [10]
+    run.state.publication.retained[15] = 1
+    relays.on_fetched(run, e.WeightsFetched(relay_id="r1", epoch=0, weights_id=15))
+    assert relay.versions == [10, 15]
+    assert relay.fetching == 20
+    relays.on_fetched(run, e.WeightsFetched(relay_id="r1", epoch=1, weights_id=20))
+    assert relay.fetching == 20, "of another life"
+
+
+@pytest.mark.parametrize("reason", ["base", "broken"])
+def test_a_change_that_does_not_fit_is_followed_by_the_whole_version(reason: str) -> None:
+    run, relay = fetching(base=10)
+    fails(run, reason)
+    assert (relay.force_full, relay.refused_sources) == (True, [])
+    assert (relay.starved_since, relay.failed_source) == (9.0, None)
+    run, relay = fetching()
+    fails(run, reason)
+    assert (relay.force_full, relay.refused_sources) == (False, ["r0"])
+
+
+@pytest.mark.parametrize("fault", ["its own", "suspected", "lacks them"])
+def test_a_source_that_should_have_had_them_is_remembered(fault: str) -> None:
+    run, relay = fetching()
+    source = run.state.relays["r0"]
+    if fault == "suspected":
+        source.suspected_since = 8.0
+    elif fault == "lacks them":
+        source.versions = [10]
+    fails(run, "source")
+    assert relay.refused_sources == ["r0"]
+    own = fault == "its own"
+    assert relay.failed_source == ("r0" if own else None)
+    assert relay.starved_since == (9.0 if own else None)
+    assert run.state.counters.watchdog == {"fetch_refused": 1}
+
+
+def test_starving_begins_with_the_first_failure() -> None:
+    run, relay = fetching()
+    relay.starved_since = 2.0
+    fails(run, "room")
+    assert (relay.starved_since, relay.refused_sources) == (2.0, ["r0"])
+
+
+@pytest.mark.parametrize("late", [{"weights_id": 10}, {"number": 3}])
+def test_news_of_an_earlier_fetch_is_ignored(late: dict[str, int]) -> None:
+    run, relay = fetching()
+    fails(run, "source", **late)
+    assert (relay.fetching, relay.refused_sources) == (20, [])
+    assert run.state.counters.watchdog == {}
