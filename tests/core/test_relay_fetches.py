@@ -4,14 +4,17 @@ import pytest
 
 from rollweave.core import relays
 from rollweave.core.run import Run
-from rollweave.core.state import Fetch, Relay, RelayStatus
+from rollweave.core.state import Evaluation, Fetch, Relay, RelayStatus
+from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from tests.support.states import running
 
 
-def fetching(*, source: str | None = "r0", base: int | None = None) -> tuple[Run, Relay]:
+def fetching(
+    *, source: str | None = "r0", base: int | None = None, mode: str = "bounded"
+) -> tuple[Run, Relay]:
     """The second of three relays fetches weights 20; the first one has them."""
-    run = running()
+    run = running(mode=mode)
     state = run.state
     state.publication.weights_id, state.publication.retained = 20, {10: 1, 20: 2}
     state.chain.machines = 3
@@ -119,3 +122,72 @@ def test_news_of_an_earlier_fetch_is_ignored(late: dict[str, int]) -> None:
     fails(run, "source", **late)
     assert (relay.fetching, relay.refused_sources) == (20, [])
     assert run.state.counters.watchdog == {}
+
+
+def asked(run: Run) -> list[tuple[str, str | None]]:
+    """The relays that begin to fetch, each with its source."""
+    return [(one.relay_id, one.source) for one in run.out if isinstance(one, c.FetchWeights)]
+
+
+def test_a_fetch_under_way_is_left_alone() -> None:
+    run, relay = fetching()
+    run.state.relays["r2"].versions = [20]
+    before = relay.fetch
+    relays.advance(run)
+    assert (asked(run), relay.fetch) == ([], before)
+    run.state.relays["r0"].suspected_since = relay.suspected_since = 8.0
+    relays.advance(run)
+    assert (asked(run), relay.fetch) == ([], before), "it cannot act"
+
+
+def test_a_fetch_from_a_suspected_source_goes_on_from_another_if_there_is_one() -> None:
+    run, relay = fetching()
+    run.state.relays["r0"].suspected_since = 8.0
+    run.state.relays["r2"].versions = [20]
+    relays.advance(run)
+    assert asked(run) == [("r1", None)], "it acts as the master"
+    run, relay = fetching()
+    run.state.relays["r0"].suspected_since = 8.0
+    run.state.relays["r2"].versions = [20]
+    relay.refused_sources = [None, "r2"]
+    relays.advance(run)
+    assert relay.fetch == Fetch(weights_id=20, source="r0", base=None)
+    assert asked(run) == []
+
+
+def test_a_relay_whose_source_is_gone_takes_another_or_stops() -> None:
+    run, relay = fetching()
+    run.state.relays["r0"].versions = [10]
+    run.state.relays["r2"].versions = [20]
+    run.state.relays["r0"].refused_sources = [None, "r2"]
+    relays.advance(run)
+    assert asked(run) == [("r1", "r2")]
+    run, relay = fetching()
+    run.state.relays["r0"].versions = [10]
+    run.state.relays["r2"].versions = [20]
+    run.state.relays["r0"].refused_sources = [None, "r2"]
+    relay.refused_sources = ["r2"]
+    relays.advance(run)
+    assert relay.fetch is None
+
+
+def test_a_relay_fetches_the_published_weights_that_it_lacks() -> None:
+    run, _ = fetching()
+    relays.advance(run)
+    assert asked(run) == [("r2", "r1")], "the one before it is fetching them"
+
+
+def test_older_weights_are_fetched_by_the_master_if_no_relay_has_them() -> None:
+    """An evaluation waits for weights 10, which the trainer still has."""
+    for holders, expected in (((), 10), (("r2",), None), (("r0", "r1", "r2"), None)):
+        run, _ = fetching(mode="decoupled")
+        run.state.evaluations.current = Evaluation(
+            version=1, final=False, to_draw=[], weights_id=10
+        )
+        for relay in run.state.relays.values():
+            relay.versions = [10, 20] if relay.id in holders else [20]
+        master, second = run.state.relays["r0"], run.state.relays["r1"]
+        assert relays._missing_version(run, master) == expected
+        assert relays._missing_version(run, second) is None
+        del run.state.publication.retained[10]
+        assert relays._missing_version(run, master) is None

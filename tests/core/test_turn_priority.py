@@ -1,0 +1,69 @@
+"""Ranks of turns that an engine has, and what promotes them."""
+
+from rollweave.core import turn_priority
+from rollweave.core.policy.priority import OVERTAKES, overdue_rank
+from rollweave.core.run import Run
+from rollweave.core.state import EngineStatus, OnEngine, Trajectory
+from rollweave.schema import commands as c
+from tests.support.states import E0, members, running
+
+SLOTS = 2
+
+
+def crowded() -> Run:
+    """An engine of two slots has three turns, of ranks 5, 4 and 1."""
+    run = running(10, 10, 10)
+    engine = run.state.engines[E0]
+    engine.status, engine.max_slots = EngineStatus.SERVING, SLOTS
+    run.fleet_changed()
+    for number, (one, rank) in enumerate(zip(members(run), (5.0, 4.0, 1.0), strict=True)):
+        one.open_turn.rank, one.open_turn.arrival = rank, number
+        one.open_turn.place = OnEngine(engine=E0, given=number)
+        run.fleet.occupy(engine, one.id, one.open_turn)
+    engine.turns_given = 2 + OVERTAKES * SLOTS
+    run.out = []
+    return run
+
+
+def reranked(run: Run) -> list[tuple[str, float]]:
+    return [(one.trajectory_id, one.rank) for one in run.out if isinstance(one, c.RerankTurn)]
+
+
+def victim(run: Run) -> Trajectory:
+    return members(run)[2]
+
+
+def test_a_turn_that_was_overtaken_too_often_is_promoted() -> None:
+    run = crowded()
+    turn_priority.promote_overdue(run)
+    assert reranked(run) == []
+    run.state.engines[E0].turns_given += 1
+    turn_priority.promote_overdue(run)
+    rank = overdue_rank(victim(run).open_turn.arrival)
+    assert reranked(run) == [(victim(run).id, rank)]
+    assert victim(run).open_turn.rank == rank
+    assert run.state.counters.scheduling.overdue == 1
+    assert run.fleet.loads[E0].lowest == 5.0
+
+
+def test_an_engine_with_a_slot_for_each_turn_has_no_victims() -> None:
+    run = crowded()
+    run.state.engines[E0].turns_given += 100
+    run.state.engines[E0].max_slots = 3
+    run.fleet_changed()
+    turn_priority.promote_overdue(run)
+    assert reranked(run) == []
+
+
+def test_a_new_estimate_changes_the_rank_of_a_turn_on_its_engine() -> None:
+    run = crowded()
+    one = victim(run)
+    one.length_bucket = 7
+    turn_priority.rerank(run, one)
+    assert reranked(run) == [(one.id, 7.0)]
+    turn_priority.rerank(run, one)
+    assert len(reranked(run)) == 1, "the same rank is not sent again"
+    one.open_turn.rank = overdue_rank(one.open_turn.arrival)
+    one.length_bucket = 3
+    turn_priority.rerank(run, one)
+    assert len(reranked(run)) == 1, "an overdue turn keeps its rank"
