@@ -22,7 +22,6 @@ from rollweave.service import launch
 from rollweave.service.backends import BackendFactory, backend_factory
 from rollweave.service.service import Service
 from tests.runtime.whole import FAKES, ROOT, make_config
-from tests.support.forking import Forked
 
 WAIT_S = 60.0
 
@@ -138,7 +137,9 @@ class Program:
         limit = ["prlimit", f"--nofile={files // 2}:{files}"] if files is not None else []
         command = [*limit, sys.executable, "-m", "tests.service.serving", str(file), str(port)]
         with (Path(config.run.dir) / "stderr").open("wb") as stderr:
-            self.process = Forked(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=stderr)
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=stderr
+            )
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().decode().strip()
         if not self.address:
