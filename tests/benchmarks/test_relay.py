@@ -47,6 +47,12 @@ from rollweave.weights.pushpull import TransferCost
 SECONDS = st.floats(0, 1e-2)
 
 
+@pytest.fixture(autouse=True)
+def real_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relay starts in the network namespace of its machine."""
+    monkeypatch.setattr("rollweave.io.child.Popen", subprocess.Popen)
+
+
 @given(
     start=SECONDS,
     byte=st.floats(0, 1e-5),

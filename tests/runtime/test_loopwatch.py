@@ -24,6 +24,12 @@ from tests.runtime.whole import ROOT, assert_no_processes, lines, make_config, r
 HERE = "tests.runtime.holding"
 
 
+@pytest.fixture(autouse=True)
+def real_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first fork waits for the server, which blocks the event loop."""
+    monkeypatch.setattr("rollweave.io.child.Popen", subprocess.Popen)
+
+
 class Reports:
     """Records the reports of a watch. `reported` is set by the first one."""
 
