@@ -117,6 +117,7 @@ def test_a_domain_learns_running_means() -> None:
     assert hand.stats.turn_tokens == pytest.approx(3 + MEAN_WEIGHT * (5 - 3))
     assert hand.stats.turn_s == pytest.approx(2 + MEAN_WEIGHT * (6 - 2))
     assert hand.of(FIRST).context_tokens == 25
+    assert hand.core.state.counters.turns == 2
 
 
 def test_a_finished_trajectory_is_one_of_the_domains_lengths() -> None:
