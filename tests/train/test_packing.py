@@ -74,6 +74,13 @@ def test_micro_batches_stay_within_their_bounds(lengths: list[int], max_tokens: 
         assert sum(joined) > max_tokens or padded, "no micro-batch is closed early"
 
 
+def test_micro_batches_are_filled_to_their_bounds() -> None:
+    assert split_micro_batches([2, 3], max_tokens=5) == [[0, 1]]
+    assert split_micro_batches([2, 3], max_tokens=4) == [[0], [1]]
+    assert split_micro_batches([1, 1, 4], max_tokens=9) == [[0, 1, 2]], "half is padding"
+    assert split_micro_batches([1, 1, 5], max_tokens=9) == [[0, 1], [2]]
+
+
 def test_a_packed_batch_moves_to_a_device_as_a_whole() -> None:
     listed = [Example(torch.arange(length), torch.tensor([1, length - 1])) for length in (4, 9)]
     packed = pack(listed)
