@@ -203,3 +203,16 @@ def test_a_trajectory_that_vacates_an_engine_never_returns() -> None:
     run.state.engines[E0].draining = True
     done(run, tokens=0, error="lost", number=1)
     assert longest.assigned_engine is None
+
+
+def test_a_turn_that_waits_to_vacate_is_released_if_the_target_has_changed() -> None:
+    run = uneven(*EIGHT)
+    longest = members(run)[0]
+    longest.turn = Turn(number=0, context_tokens=0, since=1.0)
+    migration.vacate(run, longest, E0, E1)
+    run.state.engines[E1].draining = True
+    run.now = 3.0
+    assert migration.begin(run) == [longest]
+    assert (longest.migration, longest.assigned_engine) == (None, None)
+    counted = run.state.counters.scheduling
+    assert (counted.migrations_failed, counted.migrations, counted.moved_tokens) == (1, 0, 0)

@@ -118,5 +118,8 @@ def test_queues_are_overgrown_when_most_entries_are_stale() -> None:
     assert not found.queues.is_overgrown(found.state), "twice as many as live ones, and some"
     found.change("queue", 0, None, False, 0, 0)
     assert found.queues.is_overgrown(found.state)
+    found.change("queue", 1, None, False, 0, 0)
+    assert not found.queues.is_overgrown(found.state), "there is one more live turn"
+    found.change("leave", 1, None, False, 0, 0)
     assert found.queues.first(found.state, (None, False)) is not None
     assert not found.queues.is_overgrown(found.state), "stale ones were discarded on the way"

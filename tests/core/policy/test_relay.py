@@ -150,6 +150,7 @@ def test_chunks_are_neither_too_long_nor_too_short(
     size = chunk_bytes(nbytes, nodes=nodes, start_s=start_s, byte_s=byte_s)
     best = chunk_count(nbytes, nodes=nodes, start_s=start_s, byte_s=byte_s)
     assert LEAST_CHUNK_BYTES <= size <= CHUNK_BYTES
+    assert size == min(CHUNK_BYTES, max(LEAST_CHUNK_BYTES, (nbytes + best - 1) // best))
     if LEAST_CHUNK_BYTES < size < CHUNK_BYTES:
         assert 0 <= size - nbytes / best < 1
 
