@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.core import evaluation
+from rollweave.core import evaluation, training
 from rollweave.core.run import Run
 from rollweave.core.state import Best, EngineStatus, Trajectory
 from rollweave.schema import commands as c
@@ -316,3 +316,12 @@ def test_episodes_are_counted_by_their_domain() -> None:
     assert run.state.evaluations.final_done
     evaluation.reopen(run)
     assert not run.state.evaluations.final_done
+
+
+def test_a_trainer_that_comes_back_earlier_has_lost_later_checkpoints() -> None:
+    for step, kept in ((4, 4), (3, None)):
+        run = evaluating()
+        run.state.evaluations.best = Best(step=4, success={}, reward={"a": 1.0})
+        run.state.checkpoints.newest = 4
+        training.on_ready(run, e.TrainerReady(epoch=run.state.trainer.epoch, step=step))
+        assert run.state.evaluations.best_step == kept
