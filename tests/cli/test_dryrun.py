@@ -44,8 +44,14 @@ kv_tokens = 2048
 """
 
 
-def config(tmp_path: Path, *overrides: str) -> RunConfig:
-    return loads(CONFIG, [f'run.dir="{tmp_path}"', *overrides])
+SECOND = """
+[[tasks]]
+env = "nim"
+"""
+
+
+def config(tmp_path: Path, *overrides: str, text: str = CONFIG) -> RunConfig:
+    return loads(text, [f'run.dir="{tmp_path}"', *overrides])
 
 
 def test_a_valid_run_passes_all_checks(tmp_path: Path) -> None:
@@ -54,7 +60,7 @@ def test_a_valid_run_passes_all_checks(tmp_path: Path) -> None:
     details = {check.name: check.detail for check in checks}
     assert details["tasks.0.env"] == "fine: tests.cli.envs.Fine"
     assert details["tasks.0 task"] == "begins with 'hello'"
-    assert details["tasks.0 warm-up"] == "Says yes or no by chance."
+    assert details["tasks.0 warm-up"] == "Answers yes or no at random."
     assert details["tasks.0 prompt"] == "9 of 1024 tokens"
     assert "about" in details["memory"]
     assert "checkpoints" in details["disk"]
@@ -313,7 +319,8 @@ def test_a_run_that_is_resumed_keeps_its_model_tasks_and_seed(tmp_path: Path) ->
     run = RunDir(tmp_path / "dry")
     run.path.mkdir()
     run.journal.touch()
-    run.config.write_text(dumps(config(tmp_path)))
+    both = CONFIG + SECOND
+    run.config.write_text(dumps(config(tmp_path, text=both)))
     changes = [
         "run.seed=5",
         "model.scratch.hidden=64",
@@ -322,7 +329,8 @@ def test_a_run_that_is_resumed_keeps_its_model_tasks_and_seed(tmp_path: Path) ->
         "tasks.0.weight=2",
         "model.dtype=bfloat16",
     ]
-    wrong = failures(dryrun.examine(config(tmp_path, *changes), deep=False, resume=True))
+    changed = config(tmp_path, *changes, text=both)
+    wrong = failures(dryrun.examine(changed, deep=False, resume=True))
     assert [(check.name, check.detail.split(" must stay")[0]) for check in wrong] == [
         ("--resume", "run.seed"),
         ("--resume", "model.scratch"),

@@ -224,7 +224,7 @@ async def test_a_restarted_service_loses_no_group(tmp_path: Path, unused_tcp_por
     gate = tmp_path / "gate"
     run_config = config(tmp_path)
     tasks = (draw(f"i{n}", GOOD, gate=str(gate)) for n in range(2))
-    program = Program(run_config)
+    program = Program(run_config, port=unused_tcp_port)
     try:
         async with (
             RolloutClient(program.address) as client,
@@ -234,7 +234,7 @@ async def test_a_restarted_service_loses_no_group(tmp_path: Path, unused_tcp_por
             await wait_until(program.address, "/health", lambda health: health["run"] == 4)
             program.kill()
             gate.touch()
-            program = await asyncio.to_thread(Program, run_config)
+            program = await asyncio.to_thread(Program, run_config, port=unused_tcp_port)
             assert sorted(names(await waiting)) == ["i0", "i1"]
             assert batches.account.failed == 0
     finally:

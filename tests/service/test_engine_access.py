@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollweave.engine.clients.transport import Transport
-from rollweave.schema.address import Hosts, parse_address
+from rollweave.schema.address import Hosts, check_names, parse_address
 from rollweave.schema.config.sections import ServeConfig
 from rollweave.schema.errors import ConfigError, EngineError
 from rollweave.schema.service import EngineRequest
@@ -180,8 +180,8 @@ def test_refuses_invalid_engine_hosts(entry: str) -> None:
     ],
 )
 def test_refuses_invalid_names_of_the_service(entry: str) -> None:
-    with pytest.raises(ValueError, match=r"serve\.hosts must be names of hosts .*got"):
-        ServeConfig(hosts=("gpu", entry))
+    with pytest.raises(ValueError, match=r"--allow-host must be names of hosts .*got"):
+        check_names(("gpu", entry), field="--allow-host")
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_refuses_invalid_names_of_the_service(entry: str) -> None:
     ],
 )
 def test_names_of_the_service_may_have_a_port(entry: str) -> None:
-    assert ServeConfig(hosts=(entry,)).hosts == (entry,)
+    check_names((entry,), field="--allow-host")
 
 
 async def test_refuses_a_body_with_a_lone_surrogate(tmp_path: Path) -> None:

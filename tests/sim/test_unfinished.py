@@ -14,7 +14,7 @@ from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
 from rollweave.schema.commands import Command
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import EngineConfig
+from rollweave.schema.config.sections import BLOCK_TOKENS, EngineConfig
 from rollweave.schema.events import Event
 from rollweave.schema.serving import PROGRESS_S
 from rollweave.schema.work import Limits, Purpose, Task
@@ -180,7 +180,9 @@ def undisturbed_s() -> float:
 
 def sampled_by(seconds: float) -> int:
     """Return the tokens of it sampled after that time."""
-    engine = SimEngine(cost=COST, slots=4, chunk_tokens=512, block_tokens=4, prefix_cache=True)
+    engine = SimEngine(
+        cost=COST, slots=4, chunk_tokens=512, block_tokens=BLOCK_TOKENS, prefix_cache=True
+    )
     engine.add(0.0, Request(key="a", context_tokens=PROMPT, output_tokens=TURN))
     aborted = engine.abort(seconds, "a")
     assert aborted is not None
@@ -215,9 +217,8 @@ def test_a_turn_moved_with_its_kv_recomputes_nothing() -> None:
     )
     stage.until(stage.clock.now + 1.0)
     (moved,) = [event for _, event in stage.events if isinstance(event, e.MigrationDone)]
-    half = sampled_by(full_s / 2)
-    # full blocks; the last token has none
-    assert PROMPT + half - 6 < moved.moved_tokens < PROMPT + half
+    with_kv = PROMPT + sampled_by(full_s / 2) - 1  # the last token has none
+    assert moved.moved_tokens == with_kv - with_kv % BLOCK_TOKENS
     stage.start("e1", 1, resume=True)
     at, done = stage.done()
     assert at - 1.0 - full_s < 1.0 + 0.1

@@ -21,6 +21,7 @@ from rollweave.record.summary import account_line, scheduling_line
 from rollweave.runtime.preflight.checks import human_seconds
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import Faults
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.fleet import kv_room
 from rollweave.sim.ignored import ignored
@@ -67,7 +68,7 @@ def simulate(
             f"[yellow]without effect in a simulation:[/] {escape(', '.join(without_effect))}",
             soft_wrap=True,
         )
-    if config.faults:
+    if config.injected != Faults():
         err.print(
             "[yellow]\\[faults] is ignored:[/] it applies to real environments; `--faults "
             "SEED` injects faults into a simulation"

@@ -48,7 +48,8 @@ def ignored(config: RunConfig) -> list[str]:
             f"{name}.{field}"
             for field in _changed(section, fields or tuple(type(section).model_fields))
         ]
-    names += [f"faults.{name}" for name in config.faults]
+    injected = config.injected
+    names += [f"faults.{field}" for field in _changed(injected, tuple(type(injected).model_fields))]
     for index, task in enumerate(config.tasks):
         names += [f"tasks.{index}.{field}" for field in _changed(task, IGNORED_TASK)]
     for index, group in enumerate(config.engines):

@@ -7,6 +7,9 @@ import statistics
 import pytest
 
 from rollweave.schema.work import StopReason
+from rollweave.sim.cost import TrainerCost
+from rollweave.sim.hardware import gpu, link
+from rollweave.sim.models import model
 from rollweave.sim.papers.cluster import (
     ExperimentError,
     GaussianSteps,
@@ -17,6 +20,7 @@ from rollweave.sim.papers.cluster import (
     rollout_s,
 )
 from rollweave.sim.workload import Plan, Workload, workload
+from rollweave.sim.world import costs_of
 
 SMALL = Setup(
     model="qwen3-8b",
@@ -61,7 +65,10 @@ def test_a_set_up_is_a_run() -> None:
         2,
     )
     assert config.sim is not None
-    assert (config.sim.gpu, config.sim.trainer_gpu, config.engines[0].degree) == ("h20", "h800", 4)
+    assert (config.sim.gpu, config.engines[0].degree) == ("h20", 4)
+    h800 = TrainerCost(gpu=gpu("h800"), model=model("qwen3-8b"), gpus=8, link=link("rdma"))
+    trainer = costs_of(config)[1]
+    assert trainer.step_s(tokens=10_000, context=1) == h800.step_s(tokens=10_000, context=1)
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step", "partial", "bounded"])
