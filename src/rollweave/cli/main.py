@@ -290,6 +290,55 @@ def engine(
 
 
 @app.command()
+def host(
+    join: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Address of the run's controller.")
+    ],
+    name: Annotated[
+        str | None, typer.Option(help="Name of this host in the run; its host name by default.")
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Address at which the run's other hosts reach this one."),
+    ] = None,
+    secret_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File with the run's secret (host.secret in its directory); without it the "
+            "secret is read from the environment variable ROLLWEAVE_HOST_SECRET.",
+        ),
+    ] = None,
+    labels: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--resource",
+            metavar="NAME=COUNT",
+            help="A resource of this host by which a pool may select it. May be repeated.",
+        ),
+    ] = None,
+    join_s: Annotated[
+        float, typer.Option(min=1.0, help="Maximum seconds without a controller.")
+    ] = 600.0,
+) -> None:
+    """Offer this host to a run: its controller starts engines and trainer ranks here."""
+    with errors_reported():
+        from rollweave.cli.host import Joining
+        from rollweave.cli.host import host as work
+
+        work(
+            Joining(
+                controller=join,
+                name=name,
+                address=address,
+                secret_file=secret_file,
+                labels=labels or (),
+                join_s=join_s,
+            )
+        )
+
+
+@app.command()
 def doctor() -> None:
     """Check this installation and this machine."""
     with errors_reported():

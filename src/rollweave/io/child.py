@@ -9,20 +9,18 @@ does not interpret the frames.
 
 import asyncio
 import contextlib
-import itertools
 import os
 import signal
 import socket
 import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
+from typing import Protocol
 
 from rollweave.io.boot import COMMAND
-from rollweave.io.wire import FrameDecoder, frame
-from rollweave.schema.errors import WireError
+from rollweave.io.framing import FramedSocket
 
 EXIT_S = 2.0
 """Seconds that a child's interpreter has to shut down after its socket ends, before it
@@ -32,15 +30,49 @@ is killed.
 TAIL_BYTES = 2000
 """Maximum bytes of the log that an error quotes: the last frames of a traceback."""
 
-RECEIVE_BYTES = 1 << 18
-"""Maximum number of bytes read from the socket at once."""
-
-UNREAD_BYTES = 1 << 30
-"""Maximum number of bytes queued for a child that does not read: more than any batch,
-less than memory.
-"""
-
 _spawned: "weakref.WeakSet[Popen[bytes]]" = weakref.WeakSet()
+
+
+class ChildProcess(Protocol):
+    """A process that was started for this one, on this host or another, with a
+    connection to it.
+
+    All calls belong to the event loop's thread; none but `gone` waits.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name of the process in logs and errors."""
+
+    @property
+    def pid(self) -> int:
+        """The process id on its host; 0 while it is not known."""
+
+    def send(self, payload: bytes) -> None:
+        """Queue one frame. It is dropped if the process is gone."""
+
+    def kill(self) -> None:
+        """Kill the process at once. `on_gone` follows."""
+
+    async def gone(self) -> None:
+        """Return once `on_gone` was called."""
+
+
+class Spawn(Protocol):
+    """Starts processes on one host, as `spawn` does on this one."""
+
+    def __call__(
+        self,
+        *,
+        name: str,
+        module: str,
+        log: Path,
+        env: Mapping[str, str],
+        on_frame: Callable[[bytes], None],
+        on_gone: Callable[[str], None],
+        arguments: Sequence[str] = (),
+    ) -> ChildProcess:
+        """See `spawn`."""
 
 
 class Child:
@@ -60,127 +92,75 @@ class Child:
     ) -> None:
         self.name = name
         self._process = process
-        self._socket = ours
         self._log = log
-        self._on_frame, self._on_gone = on_frame, on_gone
-        self._decoder = FrameDecoder()
-        self._unsent: deque[memoryview] = deque()
-        self._unsent_bytes = 0
+        self._on_gone = on_gone
         self._error = ""
-        self._closed = False
         self._gone = asyncio.Event()
         self._reaper: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         # A child that is garbage collected, or whose event loop ends, leaves no
         # process.
         weakref.finalize(self, _forget, process, ours)
-        ours.setblocking(False)
-        self._loop.add_reader(ours, self._readable)
+        self._frames = FramedSocket(ours, on_frame=on_frame, on_end=self._on_end)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def send(self, payload: bytes) -> None:
-        """Queue one frame, which is sent with all others of this turn of the event
-        loop.
-
-        It is dropped if the child is gone.
-        """
-        if self._closed:
-            return
-        if not self._unsent:
-            self._loop.call_soon(self._flush)
-        for piece in frame(payload):
-            self._unsent.append(memoryview(piece))
-            self._unsent_bytes += len(piece)
-        if self._unsent_bytes > UNREAD_BYTES:
-            self._fail(f"does not read: more than {UNREAD_BYTES} bytes wait")
+        """Queue one frame. It is dropped if the child is gone."""
+        self._frames.send(payload)
 
     def kill(self) -> None:
         """Send SIGKILL at once. `on_gone` follows."""
         if not self._gone.is_set():
-            self._fail("killed")
+            self._error = self._error or "killed"
+            self._process.kill()
+            self._frames.close()
 
     async def gone(self) -> None:
         """Return once the process is reaped and `on_gone` was called."""
         await self._gone.wait()
 
-    def _readable(self) -> None:
-        try:
-            data = self._socket.recv(RECEIVE_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._close()
-            return
-        try:
-            for payload in self._decoder.feed(data):
-                if not self._closed:
-                    self._on_frame(payload)
-        except WireError as error:
-            self._fail(f"sent an invalid frame: {error}")
-
-    def _flush(self) -> None:
-        if not self._closed:
-            self._writable()
-
-    def _writable(self) -> None:
-        try:
-            while self._unsent:
-                sent = self._socket.sendmsg(list(itertools.islice(self._unsent, 64)))
-                self._unsent_bytes -= sent
-                while sent:
-                    piece = self._unsent.popleft()
-                    if sent < len(piece):
-                        self._unsent.appendleft(piece[sent:])
-                    sent -= min(sent, len(piece))
-        except BlockingIOError:
-            self._loop.add_writer(self._socket, self._writable)
-            return
-        except OSError:
-            self._close()  # the reader would detect the end, too, but later
-            return
-        self._loop.remove_writer(self._socket)
-
-    def _fail(self, error: str) -> None:
-        self._error = self._error or error
-        self._process.kill()
-        self._close()
-
-    def _close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._loop.remove_reader(self._socket)
-        self._loop.remove_writer(self._socket)
-        self._socket.close()
-        self._unsent.clear()
+    def _on_end(self, error: str) -> None:
+        if error:
+            self._error = self._error or error
+            self._process.kill()
         self._reaper = self._loop.create_task(self._reap(), name=f"reap {self.name}")
 
     async def _reap(self) -> None:
-        """Wait for the process on a thread, which does not block the loop and works on
-        every system.
-        """
         try:
-            status = await asyncio.to_thread(self._wait)
+            status = await exit_status(self._process, within_s=EXIT_S)
         finally:
             _end(self._process)  # the task may have been cancelled before the thread began
-        reason = f"{self._error or 'ended'} ({_status(status)})"
-        tail = log_tail(self._log)
         try:
-            self._on_gone(f"{reason}; end of {self._log}:\n{tail}" if tail else reason)
+            self._on_gone(why_it_ended(status, self._log, self._error))
         finally:
             self._gone.set()
 
-    def _wait(self) -> int:
+
+async def exit_status(process: "Popen[bytes]", *, within_s: float | None) -> int:
+    """Wait for a process and return its exit status; kill it if that takes longer than
+    `within_s`.
+
+    Waits on a thread, which does not block the event loop and works on every system.
+    """
+
+    def wait() -> int:
         try:
-            return self._process.wait(EXIT_S)
+            return process.wait(within_s)
         except TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
+            process.kill()
+            return process.wait()
+
+    return await asyncio.to_thread(wait)
+
+
+def why_it_ended(status: int, log: Path, error: str = "") -> str:
+    """Describe the end of a process by its exit status and the tail of its log."""
+    reason = f"{error or 'ended'} ({_status(status)})"
+    tail = log_tail(log)
+    return f"{reason}; end of {log}:\n{tail}" if tail else reason
 
 
 def _end(process: "Popen[bytes]") -> None:
@@ -224,27 +204,45 @@ def spawn(
     OSError if no process can be made.
     """
     ours, theirs = socket.socketpair()
-    log.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with log.open("ab") as output, theirs:
-            process = Popen(
-                [*COMMAND, "-m", module, str(theirs.fileno()), str(os.getpid()), *arguments],
-                stdin=DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-                    **env,
-                },
-            )
+        with theirs:
+            process = start_process(theirs, module=module, log=log, env=env, arguments=arguments)
     except BaseException:
         ours.close()
         raise
-    _spawned.add(process)
     return Child(name, process, ours, log, on_frame, on_gone)
+
+
+def start_process(
+    connection: socket.socket,
+    *,
+    module: str,
+    log: Path,
+    env: Mapping[str, str],
+    arguments: Sequence[str] = (),
+) -> "Popen[bytes]":
+    """Start `-m module` as `spawn` does, with `connection` to its peer, of which the
+    caller closes its own descriptor.
+
+    Raises OSError.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        process = Popen(
+            [*COMMAND, "-m", module, str(connection.fileno()), str(os.getpid()), *arguments],
+            stdin=DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=(connection.fileno(),),
+            start_new_session=True,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                **env,
+            },
+        )
+    _spawned.add(process)
+    return process
 
 
 def log_tail(log: Path) -> str:

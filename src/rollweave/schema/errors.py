@@ -36,6 +36,10 @@ class EngineLostError(EngineError):
     """The engine's process or connection is gone."""
 
 
+class HostError(RollweaveError):
+    """A host cannot join a run, or is lost to it."""
+
+
 class TrainerError(RollweaveError):
     """The trainer failed while executing a command."""
 

@@ -1,0 +1,92 @@
+"""`rollweave host`: offers this host to the run of a controller elsewhere."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollweave.cli.console import err
+from rollweave.runtime.hosts.agent import HostAgent
+from rollweave.runtime.hosts.resources import resources
+from rollweave.runtime.signals import on_ending_signals
+from rollweave.schema.errors import ConfigError, HostError
+
+SECRET_VARIABLE = "ROLLWEAVE_HOST_SECRET"
+"""Environment variable with the secret of the run, in place of its file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joining:
+    """The options of `rollweave host`."""
+
+    controller: str
+    name: str | None
+    address: str | None
+    secret_file: Path | None
+    labels: Sequence[str]
+    join_s: float
+
+
+def host(joining: Joining) -> None:
+    """Serve the run until it is over, or until SIGINT or SIGTERM.
+
+    Raises ConfigError for wrong options, and for a host that the controller refuses.
+    """
+    agent = HostAgent(
+        name=joining.name or socket.gethostname(),
+        controller=_address(joining.controller),
+        secret=_secret(joining.secret_file),
+        resources=resources(_labels(joining.labels)),
+        join_s=joining.join_s,
+        address=joining.address,
+        on_change=lambda line: err.print(line, markup=False, soft_wrap=True),
+    )
+    try:
+        asyncio.run(_until_signal(agent))
+    except HostError as error:
+        raise ConfigError(str(error)) from None
+
+
+async def _until_signal(agent: HostAgent) -> None:
+    serving = asyncio.ensure_future(agent.run())
+    with on_ending_signals(serving.cancel):
+        try:
+            await serving
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+
+
+def _address(text: str) -> tuple[str, int]:
+    name, _, port = text.rpartition(":")
+    if not name or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"--join must be HOST:PORT of the controller, got {text}")
+    return name.strip("[]"), int(port)
+
+
+def _secret(file: Path | None) -> bytes:
+    if file is None:
+        text, field = os.environ.get(SECRET_VARIABLE, ""), SECRET_VARIABLE
+    else:
+        field = f"--secret-file {file}"
+        try:
+            text = file.read_text()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{field} must be a readable file: {error}") from None
+    if not text.strip():
+        raise ConfigError(f"{field} must hold the secret of the run, got nothing")
+    return text.strip().encode()
+
+
+def _labels(texts: Sequence[str]) -> dict[str, float]:
+    labels: dict[str, float] = {}
+    for text in texts:
+        name, _, count = text.partition("=")
+        try:
+            labels[name] = float(count or 1)
+        except ValueError:
+            labels[name] = 0
+        if not name or not 0 < labels[name] < float("inf"):
+            raise ConfigError(f"--resource must be NAME or NAME=COUNT, got {text}")
+    return labels

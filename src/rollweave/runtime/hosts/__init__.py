@@ -1,0 +1,1 @@
+"""The hosts of a run: the agents that start its processes, and their launchers."""

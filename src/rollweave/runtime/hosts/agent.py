@@ -1,0 +1,308 @@
+"""The agent of a host: the only process there that starts others for a run.
+
+Invariants: every process is a child of the agent, which the kernel kills with it; the
+processes of one membership end before the next one begins; an agent that has not heard
+from its controller for the lease that it was given ends them all. Its own clock decides
+that, so a host that was cut off or stopped ends what it had without being reached.
+"""
+
+import asyncio
+import os
+import socket
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollweave.io.child import exit_status, start_process
+from rollweave.io.framing import FramedSocket, send_frame
+from rollweave.io.wire import decoder_of, encode
+from rollweave.package import VERSION
+from rollweave.runtime.hosts.authentication import introduce
+from rollweave.schema.errors import HostError
+from rollweave.schema.hosts import (
+    AttachProcess,
+    ControllerMessage,
+    HostAccepted,
+    HostAlive,
+    HostReady,
+    HostRefused,
+    JoinHost,
+    KillProcess,
+    ProcessEnded,
+    ProcessLogged,
+    ProcessStarted,
+    ReleaseHost,
+    Resources,
+    StartProcess,
+)
+
+CONNECT_S = 5.0
+"""Maximum seconds to connect to the controller, once."""
+
+RETRY_S = 1.0
+"""Seconds between two attempts to reach a controller."""
+
+ACCEPT_S = 10.0
+"""Maximum seconds until the controller answers the offer to join."""
+
+ALIVE_S = 0.5
+"""Seconds between two signs of life, and between two looks at the processes' logs."""
+
+LOG_BYTES = 1 << 18
+"""Maximum bytes of one process's log that are sent at once."""
+
+_decode = decoder_of(ControllerMessage)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Process:
+    number: int
+    popen: "subprocess.Popen[bytes]"
+    log: Path
+    sent: int = 0
+    """Bytes of the log that were sent."""
+
+
+class HostAgent:
+    """Joins the run of the controller at `controller`, again after each loss, until the
+    run is over.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        controller: tuple[str, int],
+        secret: bytes,
+        resources: Resources,
+        join_s: float,
+        address: str | None = None,
+        on_change: Callable[[str], None] = print,
+    ) -> None:
+        """`join_s` bounds the time without a controller. `address` is where other hosts
+        reach this one; by default the address from which it reaches the controller.
+        `on_change` receives a line whenever the host joins or loses a run.
+        """
+        self.name, self._controller, self._secret = name, controller, secret
+        self._resources, self._join_s, self._address = resources, join_s, address
+        self._on_change = on_change
+
+    @property
+    def where(self) -> str:
+        """The controller's address as text."""
+        return f"{self._controller[0]}:{self._controller[1]}"
+
+    async def run(self) -> None:
+        """Serve until the run is over.
+
+        Raises `HostError` if the controller refuses this host, or if none is reached
+        within `join_s`.
+        """
+        while True:
+            sock = await self._connect()
+            with tempfile.TemporaryDirectory(prefix="rollweave-host-") as logs:
+                membership = _Membership(self, sock, Path(logs))
+                over, reason = await membership.run()
+            if over:
+                self._on_change(f"host {self.name}: the run is over")
+                return
+            self._on_change(f"host {self.name}: left the run at {self.where}: {reason}")
+
+    async def connect(self) -> socket.socket:
+        """Open a connection to the controller, up to the end of the handshake.
+
+        Raises OSError, TimeoutError, HostError.
+        """
+        loop = asyncio.get_running_loop()
+        host, port = self._controller
+        async with asyncio.timeout(CONNECT_S):
+            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            sock = socket.socket(found[0][0], socket.SOCK_STREAM)
+            try:
+                sock.setblocking(False)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                await loop.sock_connect(sock, found[0][4])
+                await introduce(sock, self._secret, where=self.where)
+            except BaseException:
+                sock.close()
+                raise
+        return sock
+
+    def joining(self, sock: socket.socket) -> JoinHost:
+        """Return the offer of this host to the controller behind `sock`."""
+        return JoinHost(
+            name=self.name,
+            address=self._address or sock.getsockname()[0],
+            package=VERSION,
+            resources=self._resources,
+        )
+
+    def enter(self, accepted: HostAccepted) -> str:
+        """Enter the run's working directory; return why that is impossible, or ""."""
+        try:
+            if Path(accepted.mark_path).read_text() != accepted.mark:
+                raise OSError("another file of that name")
+            os.chdir(accepted.directory)
+        except (OSError, ValueError) as problem:
+            return (
+                f"host {self.name} must see the run's directory and the controller's working "
+                f"directory ({accepted.mark_path}, {accepted.directory}), got {problem}"
+            )
+        self._on_change(f"host {self.name}: joined the run at {self.where}")
+        return ""
+
+    async def _connect(self) -> socket.socket:
+        """Connect, again and again for at most `join_s`."""
+        error: Exception = HostError("not tried")
+        try:
+            async with asyncio.timeout(self._join_s):
+                while True:
+                    try:
+                        return await self.connect()
+                    except (OSError, TimeoutError) as problem:
+                        error = problem
+                    await asyncio.sleep(RETRY_S)
+        except TimeoutError:
+            raise HostError(
+                f"the controller at {self.where} must be reached within {self._join_s:g} s; last: "
+                f"{error or 'no answer'}"
+            ) from None
+
+
+class _Membership:
+    """One membership in a run, from `JoinHost` to the end of its connection."""
+
+    def __init__(self, agent: HostAgent, sock: socket.socket, logs: Path) -> None:
+        self._agent, self._logs = agent, logs
+        self._loop = asyncio.get_running_loop()
+        self._processes: dict[int, _Process] = {}
+        self._tasks: dict[int, asyncio.Task[ProcessEnded]] = {}
+        """The life of each process, by its number."""
+        self._ended: asyncio.Future[str] = self._loop.create_future()
+        self._released = False
+        self._refused = ""
+        self._lease_s = ACCEPT_S
+        self._received_at = self._loop.time()
+        self._control = FramedSocket(sock, on_frame=self._on_frame, on_end=self._on_end)
+        self._control.send(encode(agent.joining(sock)))
+
+    async def run(self) -> tuple[bool, str]:
+        """Serve, and return whether the run is over, and otherwise why the membership
+        ended.
+
+        Raises `HostError` if the host is refused.
+        """
+        watch = self._loop.create_task(self._watch())
+        try:
+            reason = await self._ended
+        finally:
+            watch.cancel()
+            await self._end_all()
+            self._control.close()
+        if self._refused:
+            raise HostError(self._refused)
+        return self._released, reason
+
+    async def _watch(self) -> None:
+        """Send signs of life and logs, and end the membership when its lease is over."""
+        while True:
+            self._control.send(encode(HostAlive()))
+            for process in list(self._processes.values()):
+                self._forward_log(process)
+            await asyncio.sleep(ALIVE_S)
+            if self._loop.time() - self._received_at > self._lease_s:
+                self._end(f"the controller was silent for {self._lease_s:g} s")
+
+    def _on_frame(self, payload: bytes) -> None:
+        self._received_at = self._loop.time()
+        match _decode(payload):
+            case HostAccepted() as accepted:
+                self._accept(accepted)
+            case HostRefused(error=error):
+                self._refused = error
+                self._end(error)
+            case StartProcess(process=number) as start:
+                task = self._tasks[number] = self._loop.create_task(self._run_process(start))
+                task.add_done_callback(lambda task: self._on_process_ended(number, task))
+            case KillProcess(process=number):
+                self._kill(number)
+            case ReleaseHost():
+                self._released = True
+                self._end("the run is over")
+            case HostAlive():
+                pass
+
+    def _accept(self, accepted: HostAccepted) -> None:
+        """Enter the run, if this host sees what all hosts must see."""
+        self._lease_s = accepted.lease_s
+        if (error := self._agent.enter(accepted)) and not self._refused:
+            self._refused = error
+        self._control.send(encode(HostReady(error=error)))
+
+    async def _run_process(self, start: StartProcess) -> ProcessEnded:
+        """Run one process from its start to its end."""
+        number = start.process
+        try:
+            process = self._processes[number] = await self._open(start)
+        except (OSError, TimeoutError, HostError) as error:
+            return ProcessEnded(process=number, error=str(error) or type(error).__name__)
+        self._control.send(encode(ProcessStarted(process=number, pid=process.popen.pid)))
+        status = await exit_status(process.popen, within_s=None)
+        while self._forward_log(process):
+            pass
+        return ProcessEnded(process=number, status=status)
+
+    def _on_process_ended(self, number: int, task: "asyncio.Task[ProcessEnded]") -> None:
+        self._processes.pop(number, None)
+        del self._tasks[number]
+        cancelled = ProcessEnded(process=number, error="killed before it was started")
+        self._control.send(encode(cancelled if task.cancelled() else task.result()))
+
+    async def _open(self, start: StartProcess) -> _Process:
+        """Connect to the controller, and start the process with that connection."""
+        log = self._logs / f"{start.process}.log"
+        sock = await self._agent.connect()
+        with sock:
+            attach = AttachProcess(host=self._agent.name, process=start.process, key=start.key)
+            await send_frame(sock, encode(attach))
+            # the mode belongs to the connection, which the process shares
+            sock.setblocking(True)
+            popen = start_process(
+                sock, module=start.module, log=log, env=start.env, arguments=start.arguments
+            )
+        return _Process(number=start.process, popen=popen, log=log)
+
+    def _kill(self, number: int) -> None:
+        if number in self._processes:
+            self._processes[number].popen.kill()
+        elif number in self._tasks:
+            self._tasks[number].cancel()  # it is not started yet
+
+    def _forward_log(self, process: _Process) -> bool:
+        """Send what is new in a log, and return whether there was anything."""
+        try:
+            with process.log.open("rb") as log:
+                log.seek(process.sent)
+                data = log.read(LOG_BYTES)
+        except OSError:
+            return False
+        if data:
+            process.sent += len(data)
+            self._control.send(encode(ProcessLogged(process=process.number, data=data)))
+        return bool(data)
+
+    async def _end_all(self) -> None:
+        """Kill all processes, and wait until they are reaped."""
+        for number in list(self._tasks):
+            self._kill(number)
+        if self._tasks:
+            await asyncio.wait(self._tasks.values())
+
+    def _on_end(self, error: str) -> None:
+        self._end(error or "its connection ended")
+
+    def _end(self, reason: str) -> None:
+        if not self._ended.done():
+            self._ended.set_result(reason)

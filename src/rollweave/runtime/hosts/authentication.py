@@ -1,0 +1,62 @@
+"""The beginning of a connection between a host's agent and the controller: each proves
+to the other that it knows the run's secret, which never crosses the network.
+
+The frames that follow are neither encrypted nor signed: hosts of a run share a network
+that no other party can read (`docs/SECURITY.md`).
+"""
+
+import asyncio
+import hmac
+import os
+import socket
+
+from rollweave.io.framing import receive_exactly
+from rollweave.schema.errors import HostError
+
+GREETING = b"rollweave host 1\n"
+NONCE_BYTES = 32
+MAC_BYTES = 32
+REFUSED = bytes(MAC_BYTES)
+"""The controller's answer to a wrong proof."""
+
+HANDSHAKE_S = 5.0
+"""Maximum seconds that a handshake takes."""
+
+
+async def admit(sock: socket.socket, secret: bytes) -> bool:
+    """Greet a connection that was accepted; return False for one that does not know the
+    secret.
+
+    Raises OSError and TimeoutError for a connection that ends or is silent.
+    """
+    loop, ours = asyncio.get_running_loop(), os.urandom(NONCE_BYTES)
+    async with asyncio.timeout(HANDSHAKE_S):
+        await loop.sock_sendall(sock, GREETING + ours)
+        reply = await receive_exactly(sock, NONCE_BYTES + MAC_BYTES)
+        theirs, proof = reply[:NONCE_BYTES], reply[NONCE_BYTES:]
+        known = hmac.compare_digest(proof, _proof(secret, b"agent", ours, theirs))
+        answer = _proof(secret, b"controller", ours, theirs) if known else REFUSED
+        await loop.sock_sendall(sock, answer)
+        return known
+
+
+async def introduce(sock: socket.socket, secret: bytes, *, where: str) -> None:
+    """Complete the handshake with the controller at `where`.
+
+    Raises `HostError` if the other end is no controller of this secret, and OSError and
+    TimeoutError as `admit` does.
+    """
+    loop, ours = asyncio.get_running_loop(), os.urandom(NONCE_BYTES)
+    async with asyncio.timeout(HANDSHAKE_S):
+        greeting = await receive_exactly(sock, len(GREETING) + NONCE_BYTES)
+        if not greeting.startswith(GREETING):
+            raise HostError(f"{where} must be the controller of a run, got another server")
+        theirs = greeting[len(GREETING) :]
+        await loop.sock_sendall(sock, ours + _proof(secret, b"agent", theirs, ours))
+        answer = await receive_exactly(sock, MAC_BYTES)
+    if not hmac.compare_digest(answer, _proof(secret, b"controller", theirs, ours)):
+        raise HostError(f"the secret must be that of the run at {where}, got another one")
+
+
+def _proof(secret: bytes, side: bytes, controllers: bytes, agents: bytes) -> bytes:
+    return hmac.digest(secret, GREETING + side + controllers + agents, "sha256")

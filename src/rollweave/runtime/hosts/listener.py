@@ -1,0 +1,446 @@
+"""The controller's side of other hosts: a listener that agents join, and one
+`RemoteHost` for each of them.
+
+Invariants: no message is read before the handshake; a host counts as lost as soon as
+its connection ends or has been silent for `SILENT_S`, and `on_lost` is then called
+exactly once, after every process of the host has reported its end; a name is that of at
+most one host at a time.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from rollweave.io.child import ChildProcess, why_it_ended
+from rollweave.io.framing import FramedSocket, receive_frame, send_frame
+from rollweave.io.wire import decoder_of, encode
+from rollweave.package import VERSION
+from rollweave.runtime.hosts.authentication import admit
+from rollweave.runtime.tasks import Tasks
+from rollweave.schema.errors import HostError, WireError
+from rollweave.schema.hosts import (
+    AgentMessage,
+    AttachProcess,
+    HostAccepted,
+    HostAlive,
+    HostReady,
+    HostRefused,
+    JoinHost,
+    KillProcess,
+    ProcessEnded,
+    ProcessLogged,
+    ProcessStarted,
+    ReleaseHost,
+    StartProcess,
+)
+
+ALIVE_S = 0.5
+"""Seconds between two signs of life, in both directions."""
+
+SILENT_S = 4.0
+"""Seconds without a sign of life after which a host counts as lost: more than a busy
+machine delays one, and little enough that the run goes on within five seconds.
+"""
+
+LEASE_S = 10.0
+"""Seconds without a sign of life after which an agent ends its processes: longer than
+`SILENT_S`, so that no host ends what the controller still counts on.
+"""
+
+DRAIN_S = 2.0
+"""Maximum seconds between the two reports of a process's end: that of its connection,
+and that of the agent.
+"""
+
+FIRST_FRAME_S = 5.0
+"""Maximum seconds between the handshake and the message that follows it."""
+
+MAX_UNAUTHENTICATED = 64
+"""Maximum number of connections that are in the handshake; further ones are closed."""
+
+CONTROL_BYTES = 4 << 20
+"""Maximum size of an agent's message: a chunk of a log is smaller."""
+
+_decode = decoder_of(AgentMessage)
+
+
+class RemoteProcess:
+    """A `ChildProcess` on another host."""
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        host: "RemoteHost",
+        log: Path,
+        on_frame: Callable[[bytes], None],
+        on_gone: Callable[[str], None],
+    ) -> None:
+        self.name, self.number, self.key = name, number, os.urandom(16)
+        self.pid = 0
+        self._host, self._log = host, log
+        self._on_frame, self._on_gone = on_frame, on_gone
+        self._unsent: list[bytes] = []
+        """Frames that were sent before the process had a connection."""
+        self._frames: FramedSocket | None = None
+        self._ended: ProcessEnded | None = None
+        self._error = ""
+        self._gone = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def send(self, payload: bytes) -> None:
+        """Queue one frame. It is dropped if the process is gone."""
+        if self._frames is not None:
+            self._frames.send(payload)
+        elif not self._gone.is_set():
+            self._unsent.append(payload)
+
+    def kill(self) -> None:
+        """Kill the process at once. `on_gone` follows."""
+        if self._gone.is_set():
+            return
+        self._error = self._error or "killed"
+        self._host.kill(self)
+        if self._frames is not None:
+            self._frames.close()
+
+    async def gone(self) -> None:
+        """Return once `on_gone` was called."""
+        await self._gone.wait()
+
+    def attach(self, sock: socket.socket) -> None:
+        """Use the connection that the agent has opened for this process."""
+        if self._error or self._ended is not None or self._frames is not None:
+            sock.close()
+            return
+        self._frames = FramedSocket(sock, on_frame=self._on_frame, on_end=self._on_disconnected)
+        for payload in self._unsent:
+            self._frames.send(payload)
+        self._unsent.clear()
+
+    def logged(self, data: bytes) -> None:
+        """Append output of the process to its log on this host."""
+        with contextlib.suppress(OSError), self._log.open("ab") as log:
+            log.write(data)
+
+    def on_ended(self, ended: ProcessEnded) -> None:
+        """Take the agent's report that the process is reaped."""
+        self._ended = ended
+        if self._frames is None or self._frames.closed:
+            self._finish()
+        else:  # its last frames may still be on their way
+            self._within(DRAIN_S, self._frames.close)
+
+    def on_host_lost(self, reason: str) -> None:
+        """End with the host: the process can no longer be reached."""
+        self._error = self._error or reason
+        if self._frames is not None:
+            self._frames.close()
+        self._finish()
+
+    def _on_disconnected(self, error: str) -> None:
+        self._error = self._error or error
+        if self._ended is not None:
+            self._finish()
+        elif error:
+            self._host.kill(self)
+        else:  # its interpreter may take a moment to end
+            self._within(DRAIN_S, lambda: self._host.kill(self))
+
+    def _within(self, seconds: float, action: Callable[[], None]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(seconds, action)
+
+    def _finish(self) -> None:
+        if self._gone.is_set():
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._unsent.clear()
+        where = f"on host {self._host.name}"
+        if self._ended is None:
+            reason = f"{self._error} {where}" if self._error == "killed" else self._error
+        elif self._ended.error:
+            reason = f"cannot be started {where}: {self._ended.error}"
+        else:
+            reason = why_it_ended(
+                self._ended.status, self._log, f"{self._error or 'ended'} {where}"
+            )
+        self._gone.set()
+        self._on_gone(reason)
+
+
+class RemoteHost:
+    """A host that has joined. `spawn` starts processes there, as `io/child.spawn` does
+    here.
+    """
+
+    def __init__(self, joined: JoinHost, sock: socket.socket, *, silent_s: float) -> None:
+        self.name, self.address, self.resources = joined.name, joined.address, joined.resources
+        self._silent_s = silent_s
+        self._loop = asyncio.get_running_loop()
+        self.lost: asyncio.Future[str] = self._loop.create_future()
+        """The reason of the loss; done once the host is lost or released."""
+        self._control = FramedSocket(
+            sock, on_frame=self._on_frame, on_end=self._on_end, limit=CONTROL_BYTES
+        )
+        self.ready: asyncio.Future[str] = self._loop.create_future()
+        """The error of the agent's `HostReady`, "" if there is none."""
+        self._reason = ""
+        self._missed = 0
+        self._timer = self._loop.call_later(ALIVE_S, self._tick)
+        self._processes: dict[int, RemoteProcess] = {}
+        self._numbers = itertools.count()
+
+    def spawn(
+        self,
+        *,
+        name: str,
+        module: str,
+        log: Path,
+        env: Mapping[str, str],
+        on_frame: Callable[[bytes], None],
+        on_gone: Callable[[str], None],
+        arguments: Sequence[str] = (),
+    ) -> ChildProcess:
+        """Start a process on this host; see `io/child.Spawn`. Raises OSError if the host
+        is lost.
+        """
+        if self._control.closed:
+            raise OSError(f"host {self.name} is lost")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        process = RemoteProcess(name, next(self._numbers), self, log, on_frame, on_gone)
+        self._processes[process.number] = process
+        self._control.send(
+            encode(
+                StartProcess(
+                    process=process.number,
+                    key=process.key,
+                    name=name,
+                    module=module,
+                    env=dict(env),
+                    arguments=tuple(arguments),
+                )
+            )
+        )
+        return process
+
+    def kill(self, process: RemoteProcess) -> None:
+        """Let the agent kill a process."""
+        self._control.send(encode(KillProcess(process=process.number)))
+
+    def attach(self, message: AttachProcess, sock: socket.socket) -> None:
+        """Give a new connection to the process that it belongs to, or close it."""
+        process = self._processes.get(message.process)
+        if process is None or process.key != message.key:
+            sock.close()
+        else:
+            process.attach(sock)
+
+    def accept(self, accepted: HostAccepted) -> None:
+        """Tell the agent that its host belongs to the run."""
+        self._control.send(encode(accepted))
+
+    def release(self) -> None:
+        """Let the agent end all its processes and leave, because the run is over."""
+        self._control.send(encode(ReleaseHost()))
+
+    def lose(self, reason: str) -> None:
+        """Give the host up now."""
+        self._reason = self._reason or reason
+        self._control.close()
+
+    def _on_frame(self, payload: bytes) -> None:
+        self._missed = 0
+        match _decode(payload):
+            case ProcessStarted() as started:
+                if (process := self._processes.get(started.process)) is not None:
+                    process.pid = started.pid
+            case ProcessLogged() as logged:
+                if (process := self._processes.get(logged.process)) is not None:
+                    process.logged(logged.data)
+            case ProcessEnded() as ended:
+                if (process := self._processes.pop(ended.process, None)) is not None:
+                    process.on_ended(ended)
+            case HostReady() as ready if not self.ready.done():
+                self.ready.set_result(ready.error)
+            case HostAlive():
+                pass
+            case other:
+                raise WireError(f"{type(other).__name__} is out of place")
+
+    def _tick(self) -> None:
+        """Send a sign of life, and count those that are missing.
+
+        The clock stands still while our own event loop does, so that a busy controller
+        loses no host.
+        """
+        self._missed += 1
+        if self._missed * ALIVE_S > self._silent_s:
+            self.lose(f"silent for {self._silent_s:g} s")
+            return
+        self._control.send(encode(HostAlive()))
+        self._timer = self._loop.call_later(ALIVE_S, self._tick)
+
+    def _on_end(self, error: str) -> None:
+        self._timer.cancel()
+        reason = f"host {self.name} is lost: {self._reason or error or 'its connection ended'}"
+        processes, self._processes = list(self._processes.values()), {}
+        for process in processes:
+            process.on_host_lost(reason)
+        if not self.ready.done():
+            self.ready.set_result(reason)
+        self.lost.set_result(reason)
+
+
+class HostListener:
+    """Admits agents that know `secret`.
+
+    All callbacks run on the event loop. `on_refused` receives why a host cannot join;
+    `on_lost` receives the reason of a loss, and is not called for hosts that `close`
+    releases.
+    """
+
+    def __init__(
+        self,
+        *,
+        secret: bytes,
+        accepted: HostAccepted,
+        tasks: Tasks,
+        on_joined: Callable[[RemoteHost], None],
+        on_lost: Callable[[RemoteHost, str], None],
+        on_refused: Callable[[str], None],
+        silent_s: float = SILENT_S,
+    ) -> None:
+        self._secret, self._accepted, self._tasks = secret, accepted, tasks
+        self._on_joined, self._on_lost, self._on_refused = on_joined, on_lost, on_refused
+        self._silent_s = silent_s
+        self._hosts: dict[str, RemoteHost] = {}
+        self._greeted = 0
+        self._socket: socket.socket | None = None
+        self._closing = False
+
+    @property
+    def port(self) -> int:
+        """The port on which it listens."""
+        assert self._socket is not None, "it listens"
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    def listen(self, address: str, port: int) -> None:
+        """Listen on one address of this host. Raises OSError."""
+        sock = socket.socket(
+            socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM
+        )
+        try:
+            # a resumed controller takes the port of its predecessor
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((address, port))
+            sock.listen(MAX_UNAUTHENTICATED)
+            sock.setblocking(False)
+        except BaseException:
+            sock.close()
+            raise
+        self._socket = sock
+        self._tasks.spawn(self._accept(sock), "accept hosts")
+
+    async def close(self) -> None:
+        """Release all hosts, wait until they have ended their processes, and stop
+        listening.
+        """
+        self._closing = True
+        if self._socket is not None:
+            self._socket.close()
+        hosts = list(self._hosts.values())
+        for host in hosts:
+            host.release()
+        if hosts:
+            await asyncio.wait([host.lost for host in hosts], timeout=DRAIN_S)
+        for host in hosts:
+            host.lose("the run is over")
+
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while not self._closing:
+            try:
+                sock, _ = await loop.sock_accept(listening)
+            except OSError:
+                await asyncio.sleep(ALIVE_S)  # too many open files, for example
+                continue
+            if self._greeted >= MAX_UNAUTHENTICATED:
+                sock.close()
+            else:
+                self._greeted += 1
+                self._tasks.spawn(self._greet(sock), "greet a host")
+
+    async def _greet(self, sock: socket.socket) -> None:
+        """Complete the handshake, and pass the connection on by its first message."""
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if await admit(sock, self._secret):
+                async with asyncio.timeout(FIRST_FRAME_S):
+                    message = _decode(await receive_frame(sock, CONTROL_BYTES))
+                await self._dispatch(sock, message)
+            else:
+                sock.close()
+        except (OSError, TimeoutError, WireError):
+            sock.close()
+        except BaseException:
+            sock.close()
+            raise
+        finally:
+            self._greeted -= 1
+
+    async def _dispatch(self, sock: socket.socket, message: object) -> None:
+        match message:
+            case AttachProcess() if message.host in self._hosts:
+                self._hosts[message.host].attach(message, sock)
+            case JoinHost():
+                await self._join(sock, message)
+            case _:
+                sock.close()
+
+    async def _join(self, sock: socket.socket, joined: JoinHost) -> None:
+        """Admit a host, or tell its agent and the user why not."""
+        try:
+            self._check(joined)
+        except HostError as problem:
+            await send_frame(sock, encode(HostRefused(error=str(problem))))
+            sock.close()
+            self._on_refused(str(problem))
+            return
+        host = self._hosts[joined.name] = RemoteHost(joined, sock, silent_s=self._silent_s)
+        host.accept(self._accepted)
+        if error := await host.ready:
+            del self._hosts[host.name]
+            host.lose(error)
+            self._on_refused(error)
+            return
+        self._on_joined(host)
+        host.lost.add_done_callback(lambda lost: self._forget(host, lost.result()))
+
+    def _check(self, joined: JoinHost) -> None:
+        """Raise `HostError` for a host that must not join."""
+        if self._closing:
+            raise HostError("the run is over")
+        if joined.package != VERSION:
+            raise HostError(
+                f"rollweave on host {joined.name} must be version {VERSION}, as on the "
+                f"controller, got {joined.package}"
+            )
+        if joined.name in self._hosts:
+            raise HostError(
+                f"host names must be distinct, got {joined.name} a second time, from "
+                f"{joined.address}"
+            )
+
+    def _forget(self, host: RemoteHost, reason: str) -> None:
+        del self._hosts[host.name]
+        if not self._closing:
+            self._on_lost(host, reason)

@@ -1,0 +1,143 @@
+"""Hosts and their devices, and the messages between the controller and the agent of a
+host (`runtime/hosts`).
+
+An agent opens one connection for its own messages, which begins with `JoinHost`, and
+one for each process that it starts, which begins with `AttachProcess` and then carries
+the process's own frames.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from rollweave.schema.base import Struct, TaggedStruct
+
+
+class Device(Struct, frozen=True, kw_only=True):
+    """One GPU. `index` is its number on its host, as CUDA_VISIBLE_DEVICES counts."""
+
+    index: int
+    kind: str
+    """The name that its driver gives it, for example "NVIDIA H200"."""
+    memory_bytes: int
+
+
+class Resources(Struct, frozen=True, kw_only=True):
+    """What a host has for a run.
+
+    `labels` are resources by a name that the user chose, as in Ray.
+    """
+
+    cpus: int
+    memory_bytes: int
+    devices: tuple[Device, ...] = ()
+    labels: Mapping[str, float] = msgspec.field(default_factory=dict)
+
+
+class JoinHost(TaggedStruct, frozen=True, kw_only=True):
+    """Offer a host to the controller. Answered by `HostAccepted` or `HostRefused`.
+
+    `package` is the version of Rollweave there; `address` is the IP address at which
+    other hosts reach this one.
+    """
+
+    name: str
+    address: str
+    package: str
+    resources: Resources
+
+
+class AttachProcess(TaggedStruct, frozen=True, kw_only=True):
+    """Make this connection that of the process number `process` of host `host`."""
+
+    host: str
+    process: int
+    key: bytes
+    """The key of the `StartProcess` that is answered, so that a connection of an
+    earlier membership cannot be mistaken for one of this membership.
+    """
+
+
+class ProcessStarted(TaggedStruct, frozen=True, kw_only=True):
+    process: int
+    pid: int
+
+
+class ProcessLogged(TaggedStruct, frozen=True, kw_only=True):
+    """Bytes that the process has written to its standard output or error."""
+
+    process: int
+    data: bytes
+
+
+class ProcessEnded(TaggedStruct, frozen=True, kw_only=True):
+    """The process is reaped, or could not be started for the reason in `error`."""
+
+    process: int
+    status: int = 0
+    error: str = ""
+
+
+class HostAlive(TaggedStruct, frozen=True, kw_only=True):
+    """Sent several times a second by both sides, so that silence is noticed."""
+
+
+class HostReady(TaggedStruct, frozen=True, kw_only=True):
+    """Answers `HostAccepted`. With an `error` the host cannot serve the run, and leaves."""
+
+    error: str = ""
+
+
+AgentMessage = (
+    JoinHost | HostReady | AttachProcess | ProcessStarted | ProcessLogged | ProcessEnded | HostAlive
+)
+
+
+class HostAccepted(TaggedStruct, frozen=True, kw_only=True):
+    """The host belongs to the run until its connection ends, or until it has not heard
+    from the controller for `lease_s`: then it ends all processes that it started.
+
+    `directory` is the controller's working directory. `mark` is the content of the file
+    `mark_path` in the run's directory, which every host must see. Answered by
+    `HostReady`.
+    """
+
+    lease_s: float
+    directory: str
+    mark_path: str
+    mark: str
+
+
+class HostRefused(TaggedStruct, frozen=True, kw_only=True):
+    error: str
+
+
+class StartProcess(TaggedStruct, frozen=True, kw_only=True):
+    """Start `python -m module` with `arguments`, and with `env` added to the agent's
+    environment.
+
+    Answered by a connection that begins with `AttachProcess` and by `ProcessStarted`,
+    and finally by `ProcessEnded`.
+    """
+
+    process: int
+    key: bytes
+    name: str
+    module: str
+    env: dict[str, str]
+    arguments: tuple[str, ...] = ()
+
+
+class KillProcess(TaggedStruct, frozen=True, kw_only=True):
+    """Kill the process. `ProcessEnded` follows."""
+
+    process: int
+
+
+class ReleaseHost(TaggedStruct, frozen=True, kw_only=True):
+    """The run is over: end all processes, and do not join it again."""
+
+
+ControllerMessage = (
+    HostAccepted | HostRefused | StartProcess | KillProcess | ReleaseHost | HostAlive
+)

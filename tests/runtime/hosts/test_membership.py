@@ -1,0 +1,215 @@
+"""Hosts join, leave and are lost; their processes end with their membership."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from rollweave.runtime.hosts.listener import RemoteHost
+from tests.runtime.hosts.joined import SECRET, Listening, agent, listening
+from tests.runtime.hosts.test_spawn import Started, alive, until
+
+WAIT_S = 60.0
+
+
+async def joined(here: Listening) -> RemoteHost:
+    return await asyncio.wait_for(here.joined.get(), WAIT_S)
+
+
+async def lost(here: Listening) -> tuple[str, str]:
+    return await asyncio.wait_for(here.lost.get(), WAIT_S)
+
+
+async def last_line(process: asyncio.subprocess.Process) -> tuple[int | None, str]:
+    _, errors = await asyncio.wait_for(process.communicate(), WAIT_S)
+    return process.returncode, errors.decode().strip()
+
+
+async def test_a_host_joins_with_its_resources(tmp_path: Path) -> None:
+    async with listening(tmp_path) as here, agent(here.address, "--resource", "H20=4"):
+        host = await joined(here)
+        assert (host.name, host.address) == ("b", "127.0.0.1")
+        assert host.resources.cpus >= 1
+        assert host.resources.labels == {"H20": 4.0}
+
+
+async def test_a_released_host_ends_its_processes_and_exits(tmp_path: Path) -> None:
+    async with listening(tmp_path) as here, agent(here.address) as process:
+        one = Started((await joined(here)).spawn, tmp_path / "one.log")
+        await one.ask(b"hello")
+        pid = one.process.pid
+        await here.listener.close()
+        await one.end()
+        code, text = await last_line(process)
+        assert code == 0
+        assert text.endswith("host b: the run is over")
+        assert not alive(pid)
+        assert here.lost.empty()
+
+
+async def test_a_killed_agent_is_a_lost_host_and_leaves_no_process(tmp_path: Path) -> None:
+    async with listening(tmp_path) as here, agent(here.address) as process:
+        host = await joined(here)
+        started = [Started(host.spawn, tmp_path / f"{n}.log") for n in range(3)]
+        for one in started:
+            await one.ask(b"hello")
+        process.kill()
+        name, reason = await lost(here)
+        assert name == "b"
+        for one in started:
+            assert await one.end() == reason
+            await until(lambda one=one: not alive(one.process.pid))  # type: ignore[misc]
+        with pytest.raises(OSError, match="host b is lost"):
+            Started(host.spawn, tmp_path / "late.log")
+
+
+async def test_a_stopped_host_is_lost_and_ends_its_processes_when_it_continues(
+    tmp_path: Path,
+) -> None:
+    async with (
+        listening(tmp_path, silent_s=1.0, lease_s=1.5) as here,
+        agent(here.address) as process,
+    ):
+        one = Started((await joined(here)).spawn, tmp_path / "one.log")
+        await one.ask(b"hello")
+        os.kill(process.pid, signal.SIGSTOP)
+        os.kill(one.process.pid, signal.SIGSTOP)
+        _, reason = await lost(here)
+        assert "silent for 1 s" in reason
+        assert await one.end() == reason
+        os.kill(process.pid, signal.SIGCONT)
+        await joined(here)  # as a new member
+        assert not alive(one.process.pid)
+
+
+class CutLink:
+    """A connection between agent and controller that can stop carrying bytes."""
+
+    def __init__(self, port: int) -> None:
+        self._port, self.open = port, asyncio.Event()
+        self.open.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._carry(reader, far_writer))
+            group.create_task(self._carry(far_reader, writer))
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                await self.open.wait()
+                writer.write(data)
+                await writer.drain()
+            await self.open.wait()
+        writer.close()
+
+
+@contextlib.asynccontextmanager
+async def cut_link(port: int) -> AsyncIterator[tuple[CutLink, str]]:
+    link = CutLink(port)
+    server = await asyncio.start_server(link.serve, "127.0.0.1", 0)
+    async with server:
+        yield link, f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        link.open.set()
+
+
+async def test_a_cut_off_host_ends_its_processes_by_itself_and_joins_again(
+    tmp_path: Path,
+) -> None:
+    async with (
+        listening(tmp_path, silent_s=1.0, lease_s=2.0) as here,
+        cut_link(here.listener.port) as (link, address),
+        agent(address),
+    ):
+        one = Started((await joined(here)).spawn, tmp_path / "one.log")
+        await one.ask(b"hello")
+        pid = one.process.pid
+        link.open.clear()
+        await lost(here)
+        await one.end()
+        await until(lambda: not alive(pid))  # without any message from here
+        link.open.set()
+        again = Started((await joined(here)).spawn, tmp_path / "two.log")
+        assert await again.ask(b"hello") == b"echo hello"
+
+
+async def test_a_wrong_secret_is_refused_in_one_line(tmp_path: Path) -> None:
+    async with listening(tmp_path) as here, agent(here.address, secret=b"wrong") as process:
+        code, text = await last_line(process)
+        assert code == 2
+        assert "the secret must be that of the run" in text
+        assert here.address in text
+        assert here.joined.empty()
+
+
+async def test_a_second_host_of_a_name_is_refused(tmp_path: Path) -> None:
+    async with listening(tmp_path) as here, agent(here.address):
+        await joined(here)
+        async with agent(here.address) as second:
+            code, text = await last_line(second)
+            assert code == 2
+            assert "host names must be distinct, got b a second time" in text
+            assert "a second time" in await here.refused.get()
+        async with agent(here.address, name="c"):
+            assert (await joined(here)).name == "c"
+
+
+async def test_another_version_of_the_package_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollweave.runtime.hosts.listener.VERSION", "9.9")
+    async with listening(tmp_path) as here, agent(here.address) as process:
+        code, text = await last_line(process)
+        assert code == 2
+        assert "rollweave on host b must be version 9.9" in text
+
+
+async def test_a_host_that_does_not_see_the_runs_directory_is_refused(tmp_path: Path) -> None:
+    async with listening(tmp_path) as here:
+        (tmp_path / "mark").write_text("another run")
+        async with agent(here.address) as process:
+            code, text = await last_line(process)
+            assert code == 2
+            assert "must see the run's directory" in text
+            assert "must see the run's directory" in await here.refused.get()
+            assert here.joined.empty()
+
+
+async def test_an_agent_gives_up_without_a_controller() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{unused.getsockname()[1]}"
+        async with agent(where, "--join-s", "1") as process:
+            code, text = await last_line(process)
+    assert code == 2
+    assert f"the controller at {where} must be reached within 1 s" in text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--secret-file", "/nowhere"), ("--resource", "=3"), ("--resource", "H20=none")],
+)
+async def test_wrong_options_are_refused(options: tuple[str, str]) -> None:
+    async with agent("127.0.0.1:1", *options) as process:
+        code, text = await last_line(process)
+    assert code == 2
+    assert text.count("\n") == 0
+    assert options[0] in text
+
+
+async def test_strangers_neither_join_nor_keep_hosts_out(tmp_path: Path) -> None:
+    async with listening(tmp_path) as here, contextlib.AsyncExitStack() as stack:
+        for payload in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(200), SECRET * 10):
+            for _ in range(10):
+                _, writer = await asyncio.open_connection("127.0.0.1", here.listener.port)
+                stack.callback(writer.close)
+                writer.write(payload)
+        async with agent(here.address):
+            assert (await joined(here)).name == "b"

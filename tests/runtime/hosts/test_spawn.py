@@ -1,0 +1,163 @@
+"""One suite for both ways to start a process: on this host, and by an agent on another."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from rollweave.io.child import ChildProcess, Spawn, spawn
+from tests.runtime.hosts.joined import joined_host
+
+PROGRAM = "tests.runtime.hosts.program"
+
+
+@pytest.fixture(params=["local", "remote"])
+async def start(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Spawn]:
+    if request.param == "local":
+        yield spawn
+    else:
+        async with joined_host(tmp_path) as (host, _):
+            yield host.spawn
+
+
+class Started:
+    """A process with what it has reported."""
+
+    def __init__(self, start: Spawn, log: Path, **options: object) -> None:
+        self.frames: asyncio.Queue[bytes] = asyncio.Queue()
+        self.reasons: list[str] = []
+        self.ended = asyncio.Event()
+        self.log = log
+        self.process: ChildProcess = start(
+            name="one",
+            module=PROGRAM,
+            log=log,
+            env={"COLOR": "blue"},
+            on_frame=self._on_frame,
+            on_gone=self._on_gone,
+            arguments=("first", "second"),
+        )
+
+    def _on_frame(self, payload: bytes) -> None:
+        assert not self.reasons, "no frame follows the end"
+        self.frames.put_nowait(payload)
+
+    def _on_gone(self, reason: str) -> None:
+        self.reasons.append(reason)
+        self.ended.set()
+
+    async def ask(self, payload: bytes) -> bytes:
+        self.process.send(payload)
+        return await asyncio.wait_for(self.frames.get(), 30)
+
+    async def end(self) -> str:
+        await asyncio.wait_for(self.process.gone(), 30)
+        assert len(self.reasons) == 1
+        return self.reasons[0]
+
+
+@pytest.fixture
+async def one(start: Spawn, tmp_path: Path) -> Started:
+    return Started(start, tmp_path / "logs" / "one.log")
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 (another process)
+            await asyncio.sleep(0.01)
+
+
+async def test_frames_are_answered_in_order(one: Started) -> None:
+    for number in range(100):
+        one.process.send(str(number).encode())
+    for number in range(100):
+        assert await asyncio.wait_for(one.frames.get(), 30) == b"echo %d" % number
+    one.process.kill()
+    await one.end()
+
+
+async def test_large_frames_arrive_whole(one: Started) -> None:
+    assert await one.ask(bytes(1 << 25)) == b"echo " + bytes(1 << 25)
+    assert len(await one.ask(b"large")) == 32 << 20
+    one.process.kill()
+    await one.end()
+
+
+async def test_environment_directory_and_arguments_arrive(one: Started) -> None:
+    assert await one.ask(b"environment") == b"blue"
+    assert await one.ask(b"directory") == os.getcwd().encode()
+    await until(lambda: one.log.exists() and "begun first second" in one.log.read_text())
+    one.process.kill()
+    await one.end()
+
+
+async def test_an_orderly_end_is_reported_with_its_status(one: Started) -> None:
+    await one.ask(b"hello")
+    one.process.send(b"end")
+    assert "ended" in (reason := await one.end())
+    assert "exit status 0" in reason
+
+
+async def test_a_failure_is_reported_with_the_end_of_the_log(one: Started) -> None:
+    await one.ask(b"hello")
+    one.process.send(b"fail")
+    assert "exit status 3" in (reason := await one.end())
+    assert "a reason on standard error" in reason
+
+
+async def test_a_killed_process_is_gone_before_its_end_is_reported(one: Started) -> None:
+    await one.ask(b"hello")
+    pid = one.process.pid
+    assert alive(pid)
+    one.process.kill()
+    one.process.kill()
+    assert "killed" in await one.end()
+    assert not alive(pid)
+    one.process.kill()
+    one.process.send(b"nothing receives this")
+
+
+async def test_a_process_that_kills_itself_is_reported_with_the_signal(one: Started) -> None:
+    await one.ask(b"hello")
+    one.process.send(b"die")
+    assert "SIGKILL" in await one.end()
+
+
+async def test_a_process_may_be_killed_before_it_has_begun(start: Spawn, tmp_path: Path) -> None:
+    for number in range(5):
+        one = Started(start, tmp_path / f"{number}.log")
+        await asyncio.sleep(number * 0.01)  # at several moments of its start
+        one.process.kill()
+        assert "killed" in await one.end()
+
+
+async def test_a_stopped_process_can_be_killed(one: Started) -> None:
+    await one.ask(b"hello")
+    os.kill(one.process.pid, signal.SIGSTOP)
+    one.process.kill()
+    await one.end()
+
+
+async def test_a_module_that_does_not_exist_is_the_reason(start: Spawn, tmp_path: Path) -> None:
+    reasons: list[str] = []
+    process = start(
+        name="none",
+        module="tests.no_such_module",
+        log=tmp_path / "none.log",
+        env={},
+        on_frame=lambda _: None,
+        on_gone=reasons.append,
+    )
+    await asyncio.wait_for(process.gone(), 30)
+    assert "no_such_module" in reasons[0]
