@@ -21,6 +21,7 @@ from rollweave.train.trainer import Trainer
 from rollweave.train.weights import named_tensors
 from rollweave.weights.publication import bytes_of, read_tensors
 from tests.train.builders import make_batch, make_config
+from tests.train.ranks import meet
 
 SMALL_BYTES = 4096
 
@@ -29,12 +30,13 @@ class Rank:
     """A trained trainer, and the weights that it should publish."""
 
     def __init__(self, model_dir: Path, out: Path) -> None:
-        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        ranks = meet()
+        self.rank, self.world = ranks.rank, ranks.world
         config = make_config()
         config = config.model_copy(
             update={"model": config.model.model_copy(update={"dtype": "bfloat16"})}
         )
-        self.trainer = Trainer(config, model_dir, out, rank=self.rank, world=self.world)
+        self.trainer = Trainer(config, model_dir, out, ranks=ranks)
         self.train(0)
 
     def train(self, step: int) -> None:

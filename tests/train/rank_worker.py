@@ -4,7 +4,6 @@ restores, and writes the weights to a file.
 Arguments: model directory, output directory. Rank and world come from the environment.
 """
 
-import os
 import sys
 from pathlib import Path
 
@@ -25,9 +24,11 @@ from rollweave.schema.training import (
     TrainFailed,
     TrainOn,
 )
+from rollweave.train.distributed import ALONE, RankGroup
 from rollweave.train.trainer import Trainer
 from rollweave.weights.publication import read_tensors
 from tests.train.builders import make_batch, make_config
+from tests.train.ranks import meet
 
 CASE = {
     "trainer": {"minibatches": 2, "micro_tokens": 60},
@@ -43,11 +44,11 @@ def weights_of(trainer: Trainer, version: int) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in read_tensors(reply.manifest).items()}
 
 
-def run(model_dir: Path, out: Path, *, rank: int, world: int) -> dict[str, torch.Tensor]:
+def run(model_dir: Path, out: Path, ranks: RankGroup = ALONE) -> dict[str, torch.Tensor]:
     """Return the weights after three steps, the last of them repeated after restoring a
     checkpoint, and the measured ratios.
     """
-    trainer = Trainer(make_config(**CASE), model_dir, out, rank=rank, world=world)  # type: ignore[arg-type]
+    trainer = Trainer(make_config(**CASE), model_dir, out, ranks=ranks)  # type: ignore[arg-type]
     refused = trainer.handle(TrainOn(batch=make_batch(0, step=5)))
     assert isinstance(refused, TrainFailed)
     figures = {}
@@ -76,7 +77,7 @@ def run(model_dir: Path, out: Path, *, rank: int, world: int) -> dict[str, torch
     assert all(torch.allclose(first[name], again[name], atol=1e-6) for name in again), (
         "a restored trainer goes on the same way"
     )
-    if world > 1:
+    if ranks.world > 1:
         torch.distributed.barrier()  # rank 0's publication ends with it
     assert trainer.handle(StopTrainer()) is None
     return first | {
@@ -87,9 +88,9 @@ def run(model_dir: Path, out: Path, *, rank: int, world: int) -> dict[str, torch
 
 
 if __name__ == "__main__":
-    own_rank, own_world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    found = run(Path(sys.argv[1]), Path(sys.argv[2]), rank=own_rank, world=own_world)
+    own = meet()
+    found = run(Path(sys.argv[1]), Path(sys.argv[2]), own)
     save_file(
         {name: tensor.contiguous() for name, tensor in found.items()},
-        Path(sys.argv[2]) / f"rank{own_rank}.safetensors",
+        Path(sys.argv[2]) / f"rank{own.rank}.safetensors",
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.forking import Forked
-from tests.support.training import ROOT, free_port
+from tests.support.training import ROOT
 from tests.train.builders import make_model
 
 WORKER = [sys.executable, "-m", "tests.train.publish_worker"]
@@ -24,12 +24,11 @@ def start(
     common = os.environ | {
         "OMP_NUM_THREADS": "1",
         "WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
+        "STORE": str(directory / "store"),
     }
     common |= {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     }
-    common |= {"MASTER_PORT": str(free_port())}
     return [
         Forked(
             [

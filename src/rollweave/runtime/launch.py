@@ -34,6 +34,7 @@ from rollweave.runtime.episodes import Episodes
 from rollweave.runtime.links.relay import in_process as relay_in_process
 from rollweave.runtime.links.trainer import (
     ProcessTrainer,
+    RankPlace,
     ThreadTrainer,
     TrainerBackend,
     TrainerSpec,
@@ -390,7 +391,6 @@ class Processes:
             config=self._config.model_dump_json(),
             model=str(self.model_dir),
             run_dir=str(self._run.path),
-            world=1 if self._inproc else trainer.ranks,
             words=self._words,
             warm_up=fresh,
         )
@@ -403,8 +403,8 @@ class Processes:
         return ProcessTrainer(
             spec,
             module=self._programs.trainer,
+            places=[RankPlace(env=env)] * trainer.ranks,
             logs=self._run.logs,
-            env=env,
             start_s=start_s,
             on_ready=self._trainer_ready,
         )

@@ -68,6 +68,14 @@ class StopTrainer(TaggedStruct, frozen=True, kw_only=True):
 TrainerCommand = TrainOn | Measure | Publish | Save | Restore | StopTrainer
 
 
+class StoreOpened(TaggedStruct, frozen=True, kw_only=True):
+    """Rank 0 has opened the store at which the ranks meet. Sent before `TrainerReady` if
+    there are several.
+    """
+
+    address: str
+
+
 class TrainerReady(TaggedStruct, frozen=True, kw_only=True):
     parameters: int
 
@@ -140,7 +148,8 @@ class Restored(TaggedStruct, frozen=True, kw_only=True):
 
 
 TrainerReply = (
-    TrainerReady
+    StoreOpened
+    | TrainerReady
     | Trained
     | Measured
     | TrainFailed

@@ -5,8 +5,13 @@ same calls in the same order. FSDP2 and distributed tensors are imported only if
 are several ranks, because that takes seconds.
 """
 
+import contextlib
 import dataclasses
+import datetime
+import fcntl
 import os
+import socket
+import struct
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,12 +19,24 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from typing_extensions import TypeIs
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
+
+COLLECTIVE_S = 1800.0
+"""Maximum seconds of one collective operation. The trainer is ended much earlier if one
+of its ranks is lost, or if a step takes too long.
+"""
+
+STORE_BACKLOG = 1024
+"""Maximum number of ranks that connect to the store at the same moment."""
+
+SIOCGIFADDR = 0x8915
+"""Reads an interface's address (<linux/sockios.h>)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,21 +80,83 @@ class RankGroup:
         return gathered
 
 
-def init_ranks(rank: int, world: int, device: torch.device) -> RankGroup:
-    """Join the other ranks at MASTER_ADDR:MASTER_PORT (torchrun's contract).
+ALONE = RankGroup(rank=0, world=1)
+"""The only rank of a trainer."""
 
-    Raises `ValueError` if these are not set.
+
+def open_store(address: str) -> tuple[TCPStore, str]:
+    """Open the store at which the ranks of a trainer meet, on one address of this host.
+
+    Return it, for rank 0, and where the other ranks reach it ("10.0.0.1:29500"). Raises
+    OSError.
     """
-    if world > 1 and not dist.is_initialized():
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        if missing:
-            raise ValueError(
-                f"{world} trainer ranks need the environment variables {' and '.join(missing)}"
-            )
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listening:
+        # the store itself would listen on every address of this host
+        listening.bind((address, 0))
+        listening.listen(STORE_BACKLOG)
+        port: int = listening.getsockname()[1]
+        store = TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
         )
+    return store, f"{address}:{port}"
+
+
+def join_store(where: str) -> TCPStore:
+    """Connect to the store of rank 0."""
+    host, _, port = where.rpartition(":")
+    return TCPStore(host, int(port), is_master=False)
+
+
+def join_ranks(
+    rank: int,
+    world: int,
+    *,
+    store: Store,
+    device: torch.device,
+    address: str = "127.0.0.1",
+    timeout_s: float = COLLECTIVE_S,
+) -> RankGroup:
+    """Join the other ranks that meet at `store`; `address` is that of this host.
+
+    Tensors on a GPU go through NCCL, all others through Gloo.
+    """
+    if interface := interface_of(address):
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, interface)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
     return RankGroup(rank=rank, world=world)
+
+
+def interface_of(address: str) -> str | None:
+    """Return the network interface with this IPv4 address, or None.
+
+    The libraries of the ranks choose one by the name of the host otherwise, which may
+    not be the one by which the other hosts reach it.
+    """
+    try:
+        wanted = socket.inet_aton(address)
+    except OSError:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            with contextlib.suppress(OSError):  # it has no address
+                if fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24] == wanted:
+                    return name
+    return None
 
 
 def shutdown_ranks(ranks: RankGroup) -> None:

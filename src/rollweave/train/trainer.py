@@ -40,7 +40,7 @@ from rollweave.schema.training import (
 )
 from rollweave.schema.work import Batch, TokenSequence
 from rollweave.train import checkpoint
-from rollweave.train.distributed import init_ranks, shard_model, shutdown_ranks
+from rollweave.train.distributed import ALONE, RankGroup, shard_model, shutdown_ranks
 from rollweave.train.model import load_model
 from rollweave.train.optimizer import (
     Snapshot,
@@ -74,9 +74,9 @@ class Trainer:
     """
 
     def __init__(
-        self, config: RunConfig, model_dir: Path, run_dir: Path, *, rank: int = 0, world: int = 1
+        self, config: RunConfig, model_dir: Path, run_dir: Path, *, ranks: RankGroup = ALONE
     ) -> None:
-        """Load `model_dir` and, with several ranks, join the others.
+        """Load `model_dir`, as one of `ranks`.
 
         Raises `TrainerError` for a model that it cannot train.
         """
@@ -84,7 +84,7 @@ class Trainer:
         self._config = config
         self._model_dir = model_dir
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
-        self._ranks = init_ranks(rank, world, torch.device(config.model.device))
+        self._ranks = ranks
         self._model = load_model(model_dir, dtype=config.model.dtype, device=config.model.device)
         self._parameters = sum(parameter.numel() for parameter in self._model.parameters())
         shard_model(self._model, list(self._model.model.layers), self._ranks)

@@ -11,6 +11,7 @@ import pytest
 
 from rollweave.runtime.links.trainer import (
     ProcessTrainer,
+    RankPlace,
     ThreadTrainer,
     TrainerBackend,
     TrainerLostError,
@@ -47,7 +48,6 @@ async def connect(tmp_path: Path) -> AsyncIterator[Connect]:
             config="{}",
             model=str(tmp_path / "none"),
             run_dir=str(tmp_path / run_dir),
-            world=2 if kind == "two ranks" else 1,
         )
         if kind == "thread":
             backends.append(ThreadTrainer(spec, build, start_s=20.0))
@@ -56,8 +56,8 @@ async def connect(tmp_path: Path) -> AsyncIterator[Connect]:
             backends.append(
                 ProcessTrainer(
                     spec,
+                    places=[RankPlace(env=env)] * (2 if kind == "two ranks" else 1),
                     logs=tmp_path / "logs",
-                    env=env,
                     start_s=20.0,
                     module="tests.runtime.fake_trainer",
                 )

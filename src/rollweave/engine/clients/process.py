@@ -1,5 +1,5 @@
-"""An engine in a child process: its messages are frames over the socket pair that
-`io/child.py` opens.
+"""An engine in a process of its own, on this host or another: its messages are frames
+over the connection that `io/child.Spawn` opens.
 """
 
 import asyncio
@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rollweave.engine.clients.client import OpenLink
-from rollweave.io.child import spawn
+from rollweave.io.child import Spawn
+from rollweave.io.child import spawn as spawn_here
 from rollweave.io.wire import decoder_of, encode
 from rollweave.schema.serving import EngineCommand, EngineReply, EngineSpec
 
@@ -23,6 +24,7 @@ class ProcessLink:
         self,
         spec: EngineSpec,
         *,
+        spawn: Spawn,
         module: str,
         log: Path,
         env: Mapping[str, str],
@@ -60,6 +62,7 @@ def in_process(
     log: Path,
     env: Mapping[str, str],
     model_ready: asyncio.Future[None],
+    spawn: Spawn = spawn_here,
 ) -> OpenLink:
     """Return how `EngineClient` starts an engine as a child process.
 
@@ -68,6 +71,7 @@ def in_process(
     """
     return lambda on_reply, on_lost: ProcessLink(
         spec,
+        spawn=spawn,
         module=module,
         log=log,
         env=env,

@@ -4,6 +4,7 @@ started by `runtime/links/trainer.py`.
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import TRAINER_THREADS
 from rollweave.schema.errors import TrainerError
 from rollweave.schema.training import TrainerReady
+from rollweave.train.distributed import ALONE, RankGroup, join_ranks, join_store, open_store
 from rollweave.train.scratch import build_checkpoint
 from rollweave.train.trainer import Trainer
 
@@ -25,14 +27,16 @@ ranks fail.
 """
 
 
-def build(spec: TrainerSpec) -> tuple[TrainerReady, Trainer]:
-    """Build the trainer of one rank.
+def build(spec: TrainerSpec, announce: Callable[[str], None]) -> tuple[TrainerReady, Trainer]:
+    """Build the trainer of one rank. If there are several, rank 0 announces the store at
+    which they meet.
 
     A model from scratch is built first if it does not exist; a fresh run warms it up.
     """
     config = RunConfig.model_validate_json(spec.config)
     torch.set_num_threads(TRAINER_THREADS)
     model_dir = Path(spec.model)
+    ranks = _meet(spec, torch.device(config.model.device), announce)
     if config.model.scratch is not None and not model_dir.exists():
         if spec.rank == 0:
             build_checkpoint(
@@ -44,7 +48,7 @@ def build(spec: TrainerSpec) -> tuple[TrainerReady, Trainer]:
             )
         else:
             _await_model(model_dir)
-    trainer = Trainer(config, model_dir, Path(spec.run_dir), rank=spec.rank, world=spec.world)
+    trainer = Trainer(config, model_dir, Path(spec.run_dir), ranks=ranks)
     if spec.warm_up and config.warmup.steps:
         source = TaskSource(config)
         codec = ChatCodec.from_directory(model_dir)
@@ -53,6 +57,17 @@ def build(spec: TrainerSpec) -> tuple[TrainerReady, Trainer]:
             for messages in source.transcripts(seed=config.run.seed)
         )
     return trainer.ready(), trainer
+
+
+def _meet(spec: TrainerSpec, device: torch.device, announce: Callable[[str], None]) -> RankGroup:
+    if spec.world == 1:
+        return ALONE
+    if spec.rank == 0:
+        store, where = open_store(spec.address)
+        announce(where)
+    else:
+        store = join_store(spec.store)
+    return join_ranks(spec.rank, spec.world, store=store, device=device, address=spec.address)
 
 
 def _await_model(model_dir: Path) -> None:

@@ -9,17 +9,17 @@ trainer is lost, every later call raises; `lost` is done, with the reason, after
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import queue
-import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeGuard
 
 import msgspec
 
-from rollweave.io.child import Child, spawn
+from rollweave.io.child import ChildProcess, Spawn, spawn
 from rollweave.io.parent import Parent
 from rollweave.io.wire import decoder_of, encode
 from rollweave.schema.base import Struct
@@ -29,6 +29,7 @@ from rollweave.schema.training import (
     Saved,
     SaveFailed,
     StopTrainer,
+    StoreOpened,
     TrainerCommand,
     TrainerReady,
     TrainerReply,
@@ -61,9 +62,10 @@ class TrainerRefusedError(TrainerLostError):
 class TrainerSpec(Struct, frozen=True, kw_only=True):
     """The specification of one rank of the trainer.
 
-    `config` is a `RunConfig` as JSON; `warm_up` asks for the supervised warm-up. If the
-    model does not exist yet, `words` are the word tokens of the tokenizer that is built
-    from scratch.
+    `address` is that of the rank's host, and `store` that of the store of rank 0, at
+    which all ranks meet if there are several. `config` is a `RunConfig` as JSON;
+    `warm_up` asks for the supervised warm-up. If the model does not exist yet, `words`
+    are the word tokens of the tokenizer that is built from scratch.
     """
 
     config: str
@@ -71,6 +73,8 @@ class TrainerSpec(Struct, frozen=True, kw_only=True):
     run_dir: str
     rank: int = 0
     world: int = 1
+    address: str = "127.0.0.1"
+    store: str = ""
     words: tuple[str, ...] = ()
     warm_up: bool = False
 
@@ -110,7 +114,21 @@ class TrainerBackend(Protocol):
         """End the trainer now, without waiting."""
 
 
-BuildTrainer = Callable[[TrainerSpec], tuple[TrainerReady, TrainerLike]]
+BuildTrainer = Callable[[TrainerSpec, Callable[[str], None]], tuple[TrainerReady, TrainerLike]]
+"""Build the trainer of one rank. Rank 0 of several calls the second argument with the
+address of the store that it has opened, before it waits for the others.
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankPlace:
+    """Where one rank of the trainer runs: how to start a process there, what to add to
+    its environment, and the address of the host.
+    """
+
+    spawn: Spawn = spawn
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    address: str = "127.0.0.1"
 
 
 def serve(build: BuildTrainer) -> None:
@@ -120,7 +138,10 @@ def serve(build: BuildTrainer) -> None:
     it.
     """
     parent = Parent.from_arguments()
-    built = _try_build(build, decoder_of(TrainerSpec)(parent.receive()))
+    spec = decoder_of(TrainerSpec)(parent.receive())
+    built = _try_build(
+        build, spec, lambda address: parent.send(encode(StoreOpened(address=address)))
+    )
     parent.send(encode(built if isinstance(built, TrainFailed) else built[0]))
     commands = parent.queue()
     if isinstance(built, TrainFailed):
@@ -136,14 +157,14 @@ def serve(build: BuildTrainer) -> None:
 
 
 def _try_build(
-    build: BuildTrainer, spec: TrainerSpec
+    build: BuildTrainer, spec: TrainerSpec, announce: Callable[[str], None]
 ) -> tuple[TrainerReady, TrainerLike] | TrainFailed:
     """Build a trainer, or return the failure that its input causes every time.
 
     Raises other errors, such as a full disk.
     """
     try:
-        return build(spec)
+        return build(spec, announce)
     except OSError:
         raise
     except RollweaveError as error:
@@ -271,7 +292,7 @@ class ThreadTrainer:
 
     def _main(self, spec: TrainerSpec, build: BuildTrainer) -> None:
         try:
-            built = _try_build(build, spec)
+            built = _try_build(build, spec, lambda _: None)
             if isinstance(built, TrainFailed):
                 self._call(self._replies.receive, built)
                 return
@@ -303,38 +324,40 @@ class ProcessTrainer:
         self,
         spec: TrainerSpec,
         *,
+        places: Sequence[RankPlace],
         logs: Path,
-        env: Mapping[str, str],
         start_s: float,
         module: str,
         on_ready: Callable[[], None] = _nothing,
     ) -> None:
+        """Start one rank at each of `places`. Raises OSError."""
         self._start_s = start_s
         self._replies = _Replies(on_ready)
         self._straggler: asyncio.TimerHandle | None = None
-        self._children: list[Child] = []
-        self._reply_counts = [0] * spec.world
+        self._children: list[ChildProcess] = []
+        self._reply_counts = [0] * len(places)
         """Number of replies by rank."""
-        port = str(_free_port()) if spec.world > 1 else ""
-        for rank in range(spec.world):
-            rank_env = {
-                **env,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(spec.world),
-            }
-            if spec.world > 1:
-                rank_env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            child = spawn(
-                name=f"trainer-{rank}",
-                module=module,
-                log=logs / f"trainer-{rank}.log",
-                env=rank_env,
-                on_frame=lambda payload, rank=rank: self._on_reply(rank, payload),  # type: ignore[misc]
-                on_gone=lambda reason, rank=rank: self._on_gone(rank, reason),  # type: ignore[misc]
-            )
-            child.send(encode(msgspec.structs.replace(spec, rank=rank)))
-            self._children.append(child)
+        self._specs = [
+            msgspec.structs.replace(spec, rank=rank, world=len(places), address=place.address)
+            for rank, place in enumerate(places)
+        ]
+        try:
+            for rank, place in enumerate(places):
+                self._children.append(self._start(rank, place, logs, module))
+        except OSError:
+            self.kill()
+            raise
+        self._children[0].send(encode(self._specs[0]))
+
+    def _start(self, rank: int, place: RankPlace, logs: Path, module: str) -> ChildProcess:
+        return place.spawn(
+            name=f"trainer-{rank}",
+            module=module,
+            log=logs / f"trainer-{rank}.log",
+            env=place.env,
+            on_frame=lambda payload: self._on_reply(rank, payload),
+            on_gone=lambda reason: self._on_gone(rank, reason),
+        )
 
     @property
     def lost(self) -> asyncio.Future[str]:
@@ -378,6 +401,10 @@ class ProcessTrainer:
 
     def _on_reply(self, rank: int, payload: bytes) -> None:
         reply = _decode(payload)
+        if isinstance(reply, StoreOpened):
+            for spec, child in zip(self._specs[1:], self._children[1:], strict=True):
+                child.send(encode(msgspec.structs.replace(spec, store=reply.address)))
+            return
         if rank == 0 and self._replies.is_late(reply):
             self._replies.receive(reply)
             return
@@ -403,10 +430,3 @@ class ProcessTrainer:
             self._straggler = None
         self._replies.lose(f"trainer rank {rank}: {reason}")
         self.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
