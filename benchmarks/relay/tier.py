@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.relay.network import Network
+from rollweave.io.child import spawn
 from rollweave.runtime.links.relay import ProcessRelay, in_process
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import (
@@ -141,7 +142,7 @@ async def tier(network: Network, hosts: Sequence[int], logs: Path) -> AsyncItera
             with network.inside(host):
                 spec = RelaySpec(id=f"r{number}", host=network.address(host))
                 link = in_process(logs=logs)(
-                    spec, functools.partial(mark, number), functools.partial(stop, number)
+                    spawn, spec, functools.partial(mark, number), functools.partial(stop, number)
                 )
             assert isinstance(link, ProcessRelay), "in_process makes processes"
             opened.append(link)

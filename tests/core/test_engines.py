@@ -1,22 +1,21 @@
-"""An engine that joins, fails, restarts, or is given up with its machine."""
+"""An engine that joins, fails, restarts, or is given up with its host."""
 
 import pytest
 
 from rollweave.core import engines
 from rollweave.core.run import Run
-from rollweave.core.state import EngineStatus, Relay
+from rollweave.core.state import EngineStatus
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
-from tests.support.states import E0, E1, members, running
+from tests.support.states import E0, E1, members, place_on_hosts, running
 
 
-def serving(*, machines: int = 0) -> Run:
+def serving(*, hosts: int = 0) -> Run:
     run = running(5)
     state = run.state
     for engine in state.engines.values():
         engine.status, engine.version, engine.weights_id = EngineStatus.SERVING, 3, 5
-    state.chain.machines = machines
-    state.relays = {f"r{n}": Relay(id=f"r{n}", machine=n) for n in range(machines)}
+    place_on_hosts(state, hosts)
     state.chain.order = list(state.relays)
     run.fleet_changed()
     run.out = []
@@ -72,9 +71,9 @@ def test_planned_engines_and_services_outlive_the_last_engine() -> None:
         assert run.state.error == ""
 
 
-def test_a_machine_whose_engines_keep_failing_is_given_up() -> None:
-    """Engine 0 is on machine 0, and engine 1 on machine 1."""
-    run = serving(machines=2)
+def test_a_host_whose_engines_keep_failing_is_given_up() -> None:
+    """Engine 0 is on host 0, and engine 1 on host 1."""
+    run = serving(hosts=2)
     engine = run.state.engines[E0]
     engine.restarts = run.config.watchdog.restarts
     engines.restart(run, engine, "stuck")
@@ -82,12 +81,12 @@ def test_a_machine_whose_engines_keep_failing_is_given_up() -> None:
     assert run.state.chain.order == ["r1"]
     assert [command.relay_id for command in of(run, c.RemoveRelay)] == ["r0"]  # type: ignore[attr-defined]
     assert [command.engine_id for command in of(run, c.RemoveEngine)] == [E0]  # type: ignore[attr-defined]
-    assert run.state.counters.watchdog == {"machine_evicted": 1}
+    assert run.state.counters.watchdog == {"host_evicted": 1}
 
 
 @pytest.mark.parametrize("elsewhere", ["without weights", "leaving", "draining"])
-def test_a_machine_stays_if_no_other_serves(elsewhere: str) -> None:
-    run = serving(machines=2)
+def test_a_host_stays_if_no_other_serves(elsewhere: str) -> None:
+    run = serving(hosts=2)
     other = run.state.engines[E1]
     match elsewhere:
         case "without weights":

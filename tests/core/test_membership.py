@@ -6,25 +6,22 @@ import pytest
 
 from rollweave.core import engines, membership
 from rollweave.core.membership import engines_to_start, first_engines
-from rollweave.core.state import Engine, Phase, Relay, State
+from rollweave.core.state import Engine, Phase, State
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import EngineSlot
 from tests.support.core import config
-from tests.support.states import running
+from tests.support.states import place_on_hosts, running
 
 
 def engine(number: int, **fields: Any) -> Engine:
     return Engine(id=EngineId(f"e{number}"), **fields)
 
 
-def state_of(*listed: Engine, next_number: int = 0, machines: int = 0) -> State:
+def state_of(*listed: Engine, next_number: int = 0) -> State:
     state = State(engines={one.id: one for one in listed})
     state.membership.next_number = next_number
-    state.chain.machines = machines
-    state.relays = {
-        f"r{number}": Relay(id=f"r{number}", machine=number) for number in range(machines)
-    }
+    place_on_hosts(state, 0)
     return state
 
 
@@ -101,16 +98,8 @@ def test_a_planned_fleet_continues_as_it_was_or_was_to_be() -> None:
     assert engines_to_start(planned(5, [1, 2]), State()) == first_engines(planned(5, [1, 2]))
 
 
-def test_the_next_engine_is_on_a_machine_that_is_up() -> None:
+def test_the_next_engine_has_a_number_that_none_had() -> None:
     assert membership.next_id(state_of(next_number=3)) == "e3"
-    state = state_of(next_number=3, machines=3)
-    assert membership.next_id(state) == "e3"
-    del state.relays["r0"]
-    assert membership.next_id(state) == "e4"
-    del state.relays["r1"]
-    assert membership.next_id(state) == "e5"
-    del state.relays["r2"]
-    assert membership.next_id(state) is None
 
 
 def test_who_may_not_join() -> None:
@@ -122,11 +111,9 @@ def test_who_may_not_join() -> None:
     assert refusal(state_of(next_number=3), group=1) == ""
     assert "no group 2" in refusal(state_of(next_number=3), group=2)
     assert "was the name of another engine" in refusal(state_of(next_number=4))
-    state = state_of(next_number=3, machines=2)
-    assert refusal(state) == ""
-    del state.relays["r1"]
-    assert "the machine of e3 was given up" in refusal(state)
-    assert refusal(state, 4) == ""
+    state = state_of(next_number=3)
+    state.hosts.up.clear()
+    assert refusal(state) == "no host is up"
     state.phase = Phase.FINISHED
     assert refusal(state, 4) == "the run is over"
     slot = EngineSlot(id=EngineId("e9"))
@@ -166,7 +153,10 @@ def test_a_world_without_an_engine_that_was_leaving_counts_its_departure() -> No
     assert state.membership.next_number == 3
 
 
-def test_machines_take_engines_in_turn() -> None:
-    assert [membership.machine_of(EngineId(f"e{n}"), 3) for n in range(5)] == [0, 1, 2, 0, 1]
-    assert membership.machine_of(EngineId("e1"), 0) is None
+def test_hosts_take_the_first_engines_in_turn() -> None:
+    run_config = config("bounded", engines={"count": 5}, weights={"relays": 3})
+    assert [slot.host for slot in first_engines(run_config)] == [0, 1, 2, 0, 1]
+
+
+def test_the_number_of_an_engine() -> None:
     assert membership.number_of(EngineId("e17")) == 17

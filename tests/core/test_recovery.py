@@ -91,5 +91,5 @@ def test_a_world_begins_with_its_engines_and_relays() -> None:
     recovery.on_started(run, e.RunStarted(engines=engines, relays=2, run_id="r"))
     state = run.state
     assert list(state.engines) == ["e0", "e1", "e2"]
-    assert (list(state.relays), state.chain.machines) == (["r0", "r1"], 2)
+    assert (list(state.relays), state.chain.relayed) == (["r0", "r1"], True)
     assert (state.run_id, state.trainer.since, state.serving) == ("r", 3.0, False)

@@ -7,7 +7,7 @@ from rollweave.core.run import Run
 from rollweave.core.state import Evaluation, Fetch, Relay, RelayStatus
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
-from tests.support.states import running
+from tests.support.states import place_on_hosts, running
 
 
 def fetching(
@@ -17,13 +17,9 @@ def fetching(
     run = running(mode=mode)
     state = run.state
     state.publication.weights_id, state.publication.retained = 20, {10: 1, 20: 2}
-    state.chain.machines = 3
-    state.relays = {
-        f"r{number}": Relay(
-            id=f"r{number}", machine=number, status=RelayStatus.READY, versions=[10]
-        )
-        for number in range(3)
-    }
+    place_on_hosts(state, 3)
+    for relay in state.relays.values():
+        relay.status, relay.versions = RelayStatus.READY, [10]
     state.chain.order = list(state.relays)
     state.relays["r0"].versions = [10, 20]
     relay = state.relays["r1"]

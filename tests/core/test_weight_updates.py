@@ -4,14 +4,14 @@ import pytest
 
 from rollweave.core import weight_updates
 from rollweave.core.run import Run
-from rollweave.core.state import EngineStatus, Evaluation, Relay
+from rollweave.core.state import EngineStatus, Evaluation
 from rollweave.core.weight_updates import MAX_LOAD_FAILURES
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
-from tests.support.states import E0, E1, running
+from tests.support.states import E0, E1, place_on_hosts, running
 
 
-def updating(status: EngineStatus = EngineStatus.LOADING, *, machines: int = 0) -> Run:
+def updating(status: EngineStatus = EngineStatus.LOADING, *, hosts: int = 0) -> Run:
     """Version 2, of weights 20, is published; the first engine has version 1 and is in
     this status.
     """
@@ -23,8 +23,9 @@ def updating(status: EngineStatus = EngineStatus.LOADING, *, machines: int = 0) 
     first.status, first.loading_id = status, 20
     state.publication.version, state.publication.weights_id = 2, 20
     state.publication.retained = {20: 2}
-    state.chain.machines = machines
-    state.relays = {f"r{n}": Relay(id=f"r{n}", machine=n, versions=[20]) for n in range(machines)}
+    place_on_hosts(state, hosts)
+    for relay in state.relays.values():
+        relay.versions = [20]
     run.fleet_changed()
     run.out = []
     return run
@@ -78,7 +79,7 @@ def test_news_of_another_load_is_ignored(late: str) -> None:
 
 
 def test_a_failed_load_is_tried_again_and_then_the_engine_restarts() -> None:
-    run = updating(machines=2)
+    run = updating(hosts=2)
     engine = run.state.engines[E0]
     for failure in range(1, MAX_LOAD_FAILURES):
         failed(run)
@@ -105,14 +106,12 @@ def test_a_suspended_engine_loads_the_newest_weights() -> None:
     assert len(loads(run)) == 1, "it serves"
 
 
-@pytest.mark.parametrize(
-    ("machines", "status"), [(2, EngineStatus.SERVING), (0, EngineStatus.STALE)]
-)
+@pytest.mark.parametrize(("hosts", "status"), [(2, EngineStatus.SERVING), (0, EngineStatus.STALE)])
 def test_an_engine_whose_weights_are_gone_serves_on_or_waits(
-    machines: int, status: EngineStatus
+    hosts: int, status: EngineStatus
 ) -> None:
     """With relays the published weights come again when the relay does."""
-    run = updating(EngineStatus.SUSPENDING, machines=machines)
+    run = updating(EngineStatus.SUSPENDING, hosts=hosts)
     run.state.publication.retained = {}
     weight_updates.on_suspended(run, e.EngineSuspended(engine_id=E0, epoch=0))
     engine = run.state.engines[E0]

@@ -4,17 +4,15 @@ from rollweave.core import weights
 from rollweave.core.run import Run
 from rollweave.core.state import Fetch, Relay
 from rollweave.core.weights import MAX_VERSIONS
-from tests.support.states import E0, E1, running
+from tests.support.states import E0, E1, place_on_hosts, running
 
 
-def published(*versions: int, machines: int = 0) -> Run:
+def published(*versions: int, hosts: int = 0) -> Run:
     """A run that has published these versions, each under ten times its number; with
-    `machines` each has a relay.
+    `hosts` each has a relay.
     """
     run = running()
-    run.state.chain.machines = machines
-    for machine in range(machines):
-        run.state.relays[f"r{machine}"] = Relay(id=f"r{machine}", machine=machine)
+    place_on_hosts(run.state, hosts)
     for engine in run.state.engines.values():
         engine.weights_id = engine.version = -1
     for version in versions:
@@ -43,7 +41,7 @@ def test_the_newest_version_is_kept_and_those_in_use() -> None:
 
 
 def test_what_relays_hold_pass_on_and_build_on_is_kept() -> None:
-    run = published(1, 2, machines=2)
+    run = published(1, 2, hosts=2)
     first, second = run.state.relays.values()
     run.state.publication.retained = {10: 1, 20: 2}
     first.versions, second.versions = [10, 20], [10]
@@ -62,8 +60,7 @@ def test_no_more_versions_are_kept_than_fit() -> None:
     publication.retained = {number: number for number in range(20)}
     publication.weights_id = 19
     run.state.relays = {
-        f"r{number}": Relay(id=f"r{number}", machine=number, versions=[number])
-        for number in range(20)
+        f"r{number}": Relay(id=f"r{number}", host=number, versions=[number]) for number in range(20)
     }
     assert weights.needed(run) == tuple(range(20 - MAX_VERSIONS, 20))
 
@@ -74,7 +71,7 @@ def test_ids_are_given_once() -> None:
 
 
 def test_a_publication_is_a_new_chance_for_sources() -> None:
-    run = published(1, machines=1)
+    run = published(1, hosts=1)
     (relay,) = run.state.relays.values()
     relay.refused_sources, relay.stalled_sources, relay.force_full = ["r1"], ["r2"], True
     run.state.chain.broadcast = {"whole": 1}
@@ -84,7 +81,7 @@ def test_a_publication_is_a_new_chance_for_sources() -> None:
 
 
 def test_what_a_lost_trainer_leaves_is_what_relays_hold() -> None:
-    run = published(1, 2, machines=2)
+    run = published(1, 2, hosts=2)
     first, second = run.state.relays.values()
     run.state.publication.retained = {10: 1, 20: 2, 30: 3}
     first.versions, second.fetch = [10], Fetch(weights_id=30, source=None, base=None)
@@ -104,8 +101,8 @@ def test_without_relays_an_engine_loads_what_the_trainer_holds() -> None:
     assert not weights.is_obtainable(run, 20)
 
 
-def test_with_relays_an_engine_loads_what_its_own_machine_holds() -> None:
-    run = published(1, 2, machines=2)
+def test_with_relays_an_engine_loads_what_its_own_host_holds() -> None:
+    run = published(1, 2, hosts=2)
     first, second = run.state.relays.values()
     run.state.publication.retained = {10: 1, 20: 2}
     first.versions, second.versions = [10, 20], [10]
@@ -147,7 +144,7 @@ def test_only_decoupled_runs_load_checkpoints() -> None:
 
 
 def test_a_lost_relay_leaves_the_chain() -> None:
-    run = published(machines=2)
+    run = published(hosts=2)
     run.state.chain.order = ["r0", "r1"]
     weights.leave_chain(run, run.state.relays["r0"])
     assert run.state.chain.order == ["r1"]

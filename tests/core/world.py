@@ -17,6 +17,7 @@ from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TaskId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import ModeName
+from rollweave.schema.hosts import HostSlot
 from rollweave.schema.work import Limits, StopReason, Task
 
 
@@ -35,6 +36,7 @@ class World:
         withdrawn.
         """
         self.config, self.restless = config, restless
+        self.changing_hosts = 0.0  # share of events after which a host is lost or joins
         self.core = Core(config)
         self.random = random.Random(seed)
         self.failure, self.spread, self.hang = failure, spread, hang
@@ -47,6 +49,7 @@ class World:
         self.reported_versions: dict[str, set[int]] = {}  # versions reported to the core
         self.fetches: dict[str, c.FetchWeights] = {}  # fetches under way
         self.begin_relays()
+        self.hosts = 99  # number of the newest host that has joined
         self.dying_relays: set[str] = set()  # relays that die as soon as they are up
         self.all_fetches: list[c.FetchWeights] = []
         self.finish: c.Finish | None = None
@@ -85,13 +88,18 @@ class World:
 
     # Driving.
 
+    def slots(self) -> tuple[e.EngineSlot, ...]:
+        """Return the engines of a new world, dealt to its hosts."""
+        hosts = max(1, self.config.weights.relays)
+        return tuple(
+            e.EngineSlot(id=EngineId(name), degree=degree, host=number % hosts)
+            for number, (name, degree) in enumerate(self.engine_degrees.items())
+        )
+
     def start(self) -> None:
         self.feed(
             e.RunStarted(
-                engines=tuple(
-                    e.EngineSlot(id=EngineId(name), degree=degree)
-                    for name, degree in self.engine_degrees.items()
-                ),
+                engines=self.slots(),
                 relays=len(self.relay_epoch),
             )
         )
@@ -175,10 +183,7 @@ class World:
         """
         state = self.core.state
         if self.random.random() < 0.5 and len(state.engines) < 5:
-            name = next_id(state)
-            event: e.Event | None = (
-                e.EngineRegistered(engine=e.EngineSlot(id=name)) if name is not None else None
-            )
+            event: e.Event | None = e.EngineRegistered(engine=e.EngineSlot(id=next_id(state)))
         else:
             name = self.random.choice(list(state.engines)) if state.engines else None
             event = (
@@ -190,9 +195,22 @@ class World:
             for _ in range(self.random.choice([1, 1, 2])):
                 self.later(event)
 
+    def change_hosts(self) -> None:
+        """Lose a host, or let one join; the report may come twice."""
+        up = self.core.state.hosts.up
+        if len(up) > 1 and self.random.random() < 0.5:
+            event: e.Event = e.HostLost(host=self.random.choice(list(up)), error="silent")
+        else:
+            self.hosts += 1
+            event = e.HostJoined(host=HostSlot(number=self.hosts, cpus=self.random.randint(1, 4)))
+        for _ in range(self.random.choice([1, 1, 2])):
+            self.later(event)
+
     def step(self) -> None:
         if self.restless and self.random.random() < self.restless:
             self.change_fleet()
+        if self.changing_hosts and self.random.random() < self.changing_hosts:
+            self.change_hosts()
         if self.timer is not None and (not self.heap or self.timer <= self.heap[0][0]):
             self.now, self.timer = max(self.now, self.timer), None
             self.feed(e.TimerFired())
@@ -488,9 +506,9 @@ class World:
                     )
                     assert command.version == command.from_checkpoint
                 elif self.reported_versions:
-                    machine = f"r{int(command.engine_id[1:]) % len(self.reported_versions)}"
-                    assert command.weights_id in self.reported_versions[machine], (
-                        f"{command} of what {machine} does not hold"
+                    relay = f"r{self.core.state.engines[command.engine_id].host}"
+                    assert command.weights_id in self.reported_versions[relay], (
+                        f"{command} of what {relay} does not hold"
                     )
                 self.loads.setdefault(command.engine_id, []).append(command.weights_id)
                 key = {

@@ -134,7 +134,7 @@ def test_an_engine_joins_a_training_run_and_serves_turns(tmp_path: Path, relays:
         assert code == 0
         assert text.splitlines()[0] == "e2: starting"
         life.serving("e0", "e1", "e2")
-        assert (life.engines()["e2"]["joined"], life.engines()["e2"]["machine"]) == (
+        assert (life.engines()["e2"]["joined"], life.engines()["e2"]["host"]) == (
             True,
             0 if relays else None,
         )

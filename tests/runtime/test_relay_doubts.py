@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from rollweave.core.core import Core
+from rollweave.io.child import Spawn
 from rollweave.record.journal import Replay, RunJournal
 from rollweave.record.trace import Trace
+from rollweave.runtime.hosts.hosts import hosts_here
 from rollweave.runtime.links.relay import OnStalled, OnSuspected, ProcessRelay, in_process
 from rollweave.runtime.manifests import Manifests
 from rollweave.runtime.pump import Pump, RunClock
@@ -35,14 +37,14 @@ class Bench:
     """
 
     def __init__(self, directory: Path, journal: RunJournal, tasks: Tasks, trace: Trace) -> None:
-        self.core, self.manifests = Core(CONFIG), Manifests(COUNT)
+        self.core, self.manifests = Core(CONFIG), Manifests(relayed=True)
         self.links: dict[str, ProcessRelay] = {}
         self.fetches: list[c.FetchWeights] = []
         self.restarted: list[str] = []
         clock = RunClock()
         self.pump = Pump(self.core, journal=journal, clock=clock.now, execute=self._execute)
         self.relays = RelaySupervisor(
-            count=COUNT,
+            hosts=hosts_here(COUNT),
             open_relay=self._open,
             transport="tcp",
             manifests=self.manifests,
@@ -53,8 +55,10 @@ class Bench:
         )
         self._start = in_process(logs=directory / "logs", silent_s=60.0)
 
-    def _open(self, spec: RelaySpec, suspected: OnSuspected, stalled: OnStalled) -> ProcessRelay:
-        link = self._start(spec, suspected, stalled)
+    def _open(
+        self, spawn: Spawn, spec: RelaySpec, suspected: OnSuspected, stalled: OnStalled
+    ) -> ProcessRelay:
+        link = self._start(spawn, spec, suspected, stalled)
         assert isinstance(link, ProcessRelay)
         self.links[spec.id] = link
         return link
@@ -70,9 +74,11 @@ class Bench:
                 pass
 
     async def begin(self) -> None:
-        slots = tuple(e.EngineSlot(id=EngineId(f"e{number}")) for number in range(COUNT))
+        slots = tuple(
+            e.EngineSlot(id=EngineId(f"e{number}"), host=number) for number in range(COUNT)
+        )
         self.pump.post(e.RunStarted(engines=slots, relays=COUNT))
-        self.relays.start()
+        self.relays.start(COUNT)
         await until(lambda: len(self.core.state.chain.order) == COUNT)
         self.pump.post(e.TrainerReady(epoch=0, step=0))
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from rollweave.core.policy.relay import broadcast_s
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
-from rollweave.schema.base import EngineId
 from rollweave.sim.clock import Clock
 from rollweave.sim.relays import DELTA_SHARE, RESTART_S, SILENT_S, SUSPECT_S, SimRelays
 
@@ -36,7 +35,7 @@ class Stage:
         self.clock = Clock()
         self.events: list[tuple[float, e.Event]] = []
         self.relays = SimRelays(
-            clock=self.clock, post=self._post, cost=Costs(), machines=relays, trace=None
+            clock=self.clock, post=self._post, cost=Costs(), hosts=relays, trace=None
         )
         self.relays.start()
         self.run()
@@ -192,16 +191,16 @@ def test_refuses_weights_that_are_missing() -> None:
         if isinstance(event, e.FetchFailed)
     }
     assert refused == {"r1": "source", "r2": "base"}
-    assert not stage.relays.serves(EngineId("e1"), 0)
+    assert not stage.relays.serves(1, 0)
 
 
 def test_a_restarted_relay_has_no_weights() -> None:
     stage = Stage(1)
     stage.take(0, None)
     stage.run()
-    assert stage.relays.serves(EngineId("e7"), 0)
-    stage.relays.restart(c.RestartRelay(relay_id="r0", epoch=1, reason="injected"))
+    assert stage.relays.serves(0, 0)
+    stage.relays.restart(c.RestartRelay(relay_id="r0", host=0, epoch=1, reason="injected"))
     stage.run()
     now, event = stage.events[-1]
     assert (now, event) == (RESTART_S, e.RelayJoined(relay_id="r0", epoch=1))
-    assert not stage.relays.serves(EngineId("e7"), 0)
+    assert not stage.relays.serves(0, 0)

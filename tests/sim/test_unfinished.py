@@ -77,9 +77,7 @@ class Stage:
             post=self.post,
             costs={1: COST},
             trainer=trainer,
-            relays=SimRelays(
-                clock=self.clock, post=self.post, cost=trainer, machines=0, trace=None
-            ),
+            relays=SimRelays(clock=self.clock, post=self.post, cost=trainer, hosts=0, trace=None),
             settings=lambda _: settings,
             prefix_cache=True,
             trace=None,

@@ -5,7 +5,6 @@ from typing import Any
 from rollweave.core.core import Core
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
-from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import PRIORITIES
 from tests.core.world import World
@@ -75,12 +74,8 @@ def restart_controller(world: World) -> None:
     world.core = Core.restore(world.core.snapshot(), world.config)
     world.engine_epoch = dict.fromkeys(world.engine_epoch, 0)
     world.engine_version.clear()
-    slots = tuple(
-        e.EngineSlot(id=EngineId(name), degree=degree)
-        for name, degree in world.engine_degrees.items()
-    )
     relays = world.begin_relays()
-    world.feed(e.WorldLost(engines=slots, relays=relays))
+    world.feed(e.WorldLost(engines=world.slots(), relays=relays))
     if world.finish is None:
         for name in world.engine_epoch:
             world.join(name)

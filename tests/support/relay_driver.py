@@ -9,7 +9,7 @@ from tests.support.core import config
 
 
 class Driver:
-    """A core with `relays` machines of one engine each, driven event by event."""
+    """A core with `relays` hosts of one engine each, driven event by event."""
 
     def __init__(
         self, relays: int, *, restarts: int = 3, delta: bool = True, mode: str = "partial"
@@ -22,8 +22,14 @@ class Driver:
             watchdog={"restarts": restarts},
         )
         self.config, self.core, self.now, self.published = run_config, Core(run_config), 0.0, -1
-        slots = tuple(e.EngineSlot(id=EngineId(f"e{number}")) for number in range(relays))
-        self.send(e.RunStarted(engines=slots, relays=relays))
+        self.relays = relays
+        self.send(self.begin())
+
+    def begin(self) -> e.RunStarted:
+        slots = tuple(
+            e.EngineSlot(id=EngineId(f"e{number}"), host=number) for number in range(self.relays)
+        )
+        return e.RunStarted(engines=slots, relays=self.relays)
 
     def send(self, event: e.Event) -> list[c.Command]:
         out = self.core.handle(self.now, event)

@@ -4,9 +4,19 @@ from typing import Any
 
 from rollweave.core.core import Core
 from rollweave.core.run import Run
-from rollweave.core.state import DomainStats, Group, GroupStatus, Stage, Trajectory, Turn
+from rollweave.core.state import (
+    DomainStats,
+    Group,
+    GroupStatus,
+    Relay,
+    Stage,
+    State,
+    Trajectory,
+    Turn,
+)
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, GroupId, TrajectoryId
+from rollweave.schema.hosts import HostSlot
 from rollweave.schema.work import Purpose
 from tests.support.core import ALLOCATION, config
 
@@ -15,6 +25,15 @@ E0, E1 = EngineId("e0"), EngineId("e1")
 DEGREES = (1, 2, 4)
 TAIL = [4000, *[10] * 40]
 """One trajectory is much longer than the others."""
+
+
+def place_on_hosts(state: State, count: int) -> None:
+    """Deal the engines to `count` hosts, each with a relay; 0: to one host without."""
+    state.hosts.up = {number: HostSlot(number=number) for number in range(max(1, count))}
+    state.chain.relayed = count > 0
+    state.relays = {f"r{number}": Relay(id=f"r{number}", host=number) for number in range(count)}
+    for number, engine in enumerate(state.engines.values()):
+        engine.host = number % max(1, count)
 
 
 def profile(degree: int, *, gain: float) -> tuple[e.StepTime, ...]:

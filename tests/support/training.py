@@ -1,6 +1,5 @@
 """Helpers of the tests of training."""
 
-import socket
 from pathlib import Path
 
 import msgspec
@@ -8,13 +7,6 @@ import msgspec
 from rollweave.schema.work import Batch
 
 ROOT = Path(__file__).parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def poisoned(batch: Batch, value: float) -> Batch:

@@ -49,7 +49,7 @@ def _show(reply: ControlReply) -> None:
     if reply.added:
         out.print(f"{', '.join(reply.added)}: starting")
     grouped = any(line.group for line in reply.engines)
-    placed = any(line.machine is not None for line in reply.engines)
+    placed = any(line.host is not None for line in reply.engines)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for heading in (
         "engine",
@@ -63,6 +63,6 @@ def _show(reply: ControlReply) -> None:
     for line in reply.engines:
         version = str(line.version) if line.version >= 0 else "-"
         busy = f"{line.busy} of {line.slots}" if line.slots else "-"
-        more = [*([str(line.group)] if grouped else []), *([str(line.machine)] if placed else [])]
+        more = [*([str(line.group)] if grouped else []), *([str(line.host)] if placed else [])]
         table.add_row(line.id, line.status, version, busy, *more)
     out.print(table)

@@ -9,12 +9,10 @@ from pathlib import Path
 
 from rollweave.cli.console import err
 from rollweave.runtime.hosts.agent import HostAgent
+from rollweave.runtime.hosts.cluster import SECRET_VARIABLE
 from rollweave.runtime.hosts.resources import resources
 from rollweave.runtime.signals import on_ending_signals
 from rollweave.schema.errors import ConfigError, HostError
-
-SECRET_VARIABLE = "ROLLWEAVE_HOST_SECRET"
-"""Environment variable with the secret of the run, in place of its file."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,10 +97,10 @@ def advance(run: Run) -> None:
     if config is None:
         return
     pending = state.allocation.pending_degrees
-    while pending and pending[0] <= config.budget - sum(
-        engine.degree for engine in state.engines.values()
+    while (
+        state.hosts.up
+        and pending
+        and pending[0] <= config.budget - sum(engine.degree for engine in state.engines.values())
     ):
         name = membership.next_id(state)
-        if name is None:
-            return  # no machine is up, and the run ends
         engines.add(run, EngineSlot(id=name, degree=pending.pop(0)))

@@ -23,7 +23,7 @@ from rollweave.core.state import (
     Stage,
     TrainerStatus,
 )
-from rollweave.core.weights import MAX_VERSIONS, machine_of, needed
+from rollweave.core.weights import MAX_VERSIONS, needed, relay_id
 from rollweave.schema.work import Purpose
 
 
@@ -190,7 +190,7 @@ def _check_affinity(run: Run) -> None:
 
 def _check_weights(run: Run) -> None:
     """Assert that relays wait only for weights that will come, and that engines are on
-    machines that are up.
+    hosts that are up.
     """
     state = run.state
     up = {relay.id for relay in state.relays.values() if relay.status is not RelayStatus.STARTING}
@@ -202,7 +202,7 @@ def _check_weights(run: Run) -> None:
         state.checkpoints.newest is not None
         and max(state.publication.checkpointed.values()) <= state.checkpoints.newest
     ), state.publication.checkpointed
-    for place, relay in enumerate(state.relays[relay_id] for relay_id in state.chain.order):
+    for place, relay in enumerate(state.relays[name] for name in state.chain.order):
         assert (relay.status is RelayStatus.FETCHING) == (relay.fetch is not None), relay
         assert relay.versions == sorted(set(relay.versions)), relay
         assert relay.fetching not in relay.versions, relay
@@ -220,10 +220,11 @@ def _check_weights(run: Run) -> None:
             )
         assert fetch.base is None or fetch.base in relay.versions, relay
     for engine in state.engines.values():
-        machine = machine_of(run, engine)
-        assert machine is None or f"r{machine}" in state.relays, (
-            f"{engine.id} is on a machine that was given up"
+        assert engine.host in state.hosts.up or state.serving, (
+            f"{engine.id} is on a host that was given up"
         )
+        assert not state.chain.relayed or relay_id(engine.host) in state.relays, engine
+    assert {*state.relays} <= {relay_id(host) for host in state.hosts.up}
 
 
 def _check_fleet(run: Run) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from rollweave.core import (
     assignment,
+    bindings,
     costs,
     dispatching,
     membership,
@@ -73,7 +74,15 @@ def start(run: Run, slots: tuple[EngineSlot, ...]) -> None:
 
 
 def _engine(run: Run, slot: EngineSlot, *, joined: bool) -> Engine:
-    return Engine(id=slot.id, degree=slot.degree, group=slot.group, joined=joined, since=run.now)
+    return Engine(
+        id=slot.id,
+        degree=slot.degree,
+        group=slot.group,
+        host=slot.host,
+        devices=slot.devices,
+        joined=joined,
+        since=run.now,
+    )
 
 
 def _membership_changed(run: Run) -> None:
@@ -108,7 +117,7 @@ def on_lost(run: Run, event: EngineLost) -> None:
 
 
 def restart(run: Run, engine: Engine, reason: str) -> None:
-    """Restart the engine in place, or give up the engine or its machine after repeated
+    """Restart the engine in place, or give up the engine or its host after repeated
     failure (RollArt §8, Laminar §3.3).
 
     The run ends if no engine is left.
@@ -120,15 +129,14 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
         remove(run, engine, reason)
         _end_if_last(run, engine, reason)
         return
-    limit, machine = run.config.watchdog.restarts, weights.machine_of(run, engine)
+    limit = run.config.watchdog.restarts
     match failover(
-        restarts=engine.restarts, limit=limit, elsewhere=_serving_elsewhere(run, machine)
+        restarts=engine.restarts, limit=limit, elsewhere=_serving_elsewhere(run, engine.host)
     ):
         case Failover.EVICT_MACHINE:
-            assert machine is not None, "there is an elsewhere"
             evict(
                 run,
-                machine,
+                engine.host,
                 f"engine {engine.id} failed {engine.restarts + 1} times; last: {reason}",
             )
             return
@@ -156,48 +164,48 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
         engine_id=engine.id,
         degree=engine.degree,
         group=engine.group,
+        host=engine.host,
+        devices=engine.devices,
         epoch=engine.epoch,
         reason=reason,
     )
     run.emit(command)
 
 
-def evict(run: Run, machine: int, reason: str) -> None:
-    """Give up a machine, with its relay and all its engines.
+def evict(run: Run, host: int, reason: str) -> None:
+    """Give up a host, with its relay and all its engines.
 
     Relays that fetch weights from it find another source.
     """
     state = run.state
-    run.warn(f"machine {machine}", f"given up: {reason}", count="machine_evicted")
-    relay = state.relays.pop(f"r{machine}")
-    weights.leave_chain(run, relay)
-    run.emit(RemoveRelay(relay_id=relay.id, reason=reason))
-    for engine in [
-        engine for engine in state.engines.values() if weights.machine_of(run, engine) == machine
-    ]:
-        turns.fail_all(run, engine, f"machine {machine} was given up: {reason}", abort=True)
+    run.warn(f"host {host}", f"given up: {reason}", count="host_evicted")
+    state.hosts.up.pop(host, None)
+    relay = state.relays.pop(weights.relay_id(host), None)
+    if relay is not None:
+        weights.leave_chain(run, relay)
+        run.emit(RemoveRelay(relay_id=relay.id, reason=reason))
+    for engine in [engine for engine in state.engines.values() if engine.host == host]:
+        turns.fail_all(run, engine, f"host {host} was given up: {reason}", abort=True)
         remove(run, engine, reason)
         _end_if_last(run, engine, reason)
 
 
-def _serving_elsewhere(run: Run, machine: int | None) -> int:
-    """The number of engines on other machines that have weights; 0 without machines."""
-    if machine is None:
+def _serving_elsewhere(run: Run, host: int) -> int:
+    """The number of engines on other hosts that have weights; 0 without relays."""
+    if not run.state.chain.relayed:
         return 0
-    others = [
-        engine
-        for engine in run.state.engines.values()
-        if weights.machine_of(run, engine) != machine
-    ]
+    others = [engine for engine in run.state.engines.values() if engine.host != host]
     return sum(engine.version >= 0 and not engine.departing for engine in others)
 
 
 def _end_if_last(run: Run, engine: Engine, reason: str) -> None:
-    """End the run if the removed engine was the last, and there is no machine for
-    another or none is planned.
+    """End the run if the removed engine was the last, and there is no host for another
+    or none is planned.
     """
     state = run.state
-    planned = bool(state.allocation.pending_degrees) and membership.next_id(state) is not None
+    planned = bool(state.allocation.pending_degrees or state.hosts.unplaced) and bool(
+        state.hosts.up
+    )
     if not state.engines and not planned and not state.serving:
         state.error = state.error or f"no engine is left; the last one ({engine.id}): {reason}"
 
@@ -224,13 +232,26 @@ def on_registered(run: Run, event: EngineRegistered) -> None:
 
 
 def add(run: Run, slot: EngineSlot, *, joined: bool = False) -> None:
-    """Start this engine."""
+    """Start this engine where there is a place, or once there is one."""
     state = run.state
+    placed = bindings.bind_engine(run.config, state, slot)
+    if placed is None:
+        state.hosts.unplaced.append((slot.degree, slot.group))
+        return
+    slot = placed
     state.engines[slot.id] = _engine(run, slot, joined=joined)
     if not state.serving:  # a service's engines are not numbered
         state.membership.next_number = membership.number_of(slot.id) + 1
     run.fleet_changed()
-    run.emit(StartEngine(engine_id=slot.id, degree=slot.degree, group=slot.group))
+    run.emit(
+        StartEngine(
+            engine_id=slot.id,
+            degree=slot.degree,
+            group=slot.group,
+            host=slot.host,
+            devices=slot.devices,
+        )
+    )
 
 
 def on_withdrawn(run: Run, event: EngineWithdrawn) -> None:

@@ -5,7 +5,9 @@ former engine is not taken for one about another.
 """
 
 import itertools
+from collections.abc import Iterable
 
+from rollweave.core.bindings import bind_all, one_machine
 from rollweave.core.state import Engine, Phase, State
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
@@ -14,8 +16,9 @@ from rollweave.schema.events import EngineSlot
 
 
 def first_engines(config: RunConfig) -> tuple[EngineSlot, ...]:
-    """The configured engines. With [allocation]: one engine of each degree as far as
-    the budget allows, and the rest of the budget in the smallest ones.
+    """The configured engines, placed on one machine. With [allocation]: one engine of
+    each degree as far as the budget allows, and the rest of the budget in the smallest
+    ones.
 
     So every degree that fits beside smaller ones is measured before the first plan.
     """
@@ -27,21 +30,24 @@ def first_engines(config: RunConfig) -> tuple[EngineSlot, ...]:
             for place, group in enumerate(config.engines)
             for _ in range(group.count)
         ]
-    return tuple(
-        EngineSlot(id=_name(number), degree=degree, group=group)
-        for number, (degree, group) in enumerate(engines)
+    return _on_one_machine(
+        config,
+        [
+            EngineSlot(id=_name(number), degree=degree, group=group)
+            for number, (degree, group) in enumerate(engines)
+        ],
     )
 
 
 def engines_to_start(config: RunConfig, state: State) -> tuple[EngineSlot, ...]:
     """The engines that a world begins with, the first one or a restarted one: the
-    configured ones that were not withdrawn, and those that joined.
+    configured ones that were not withdrawn, and those that joined; placed on one machine.
 
     With [allocation]: those that the run has or was about to start. If they no longer
     fit the configuration, the fleet begins as in a new run.
     """
     if config.allocation is not None:
-        return _planned(config, config.allocation, state)
+        return _on_one_machine(config, _planned(config, config.allocation, state))
     gone = {
         *state.membership.withdrawn,
         *(engine.id for engine in state.engines.values() if engine.leaving),
@@ -58,7 +64,7 @@ def engines_to_start(config: RunConfig, state: State) -> tuple[EngineSlot, ...]:
             name = engine.id if engine.id not in taken else _name(next(fresh))
             group = engine.group if engine.group < len(config.engines) else 0  # or shrunk
             slots.append(EngineSlot(id=name, degree=config.engines[group].degree, group=group))
-    return tuple(slots) or configured
+    return _on_one_machine(config, slots) if slots else configured
 
 
 def _planned(
@@ -77,6 +83,10 @@ def _planned(
     return slots
 
 
+def _on_one_machine(config: RunConfig, slots: Iterable[EngineSlot]) -> tuple[EngineSlot, ...]:
+    return bind_all(config, slots, one_machine(config.weights.relays))[0]
+
+
 def _initial_degrees(allocation: AllocationConfig) -> list[int]:
     left, degrees = allocation.budget, []
     for degree in sorted(allocation.degrees):
@@ -90,18 +100,9 @@ def _initial_degrees(allocation: AllocationConfig) -> list[int]:
 # Changes during a run.
 
 
-def next_id(state: State) -> EngineId | None:
-    """The id of the next engine: a number that no engine has had, on a machine that is
-    up.
-
-    None if no machine is up.
-    """
-    machines, first = state.chain.machines, state.membership.next_number
-    if not machines:
-        return _name(first)
-    alive = {relay.machine for relay in state.relays.values()}
-    numbers = range(first, first + machines)
-    return next((_name(number) for number in numbers if number % machines in alive), None)
+def next_id(state: State) -> EngineId:
+    """The id of the next engine: a number that no engine has had."""
+    return _name(state.membership.next_number)
 
 
 def why_not_join(config: RunConfig, state: State, slot: EngineSlot) -> str:
@@ -120,8 +121,8 @@ def why_not_join(config: RunConfig, state: State, slot: EngineSlot) -> str:
         )
     if number_of(slot.id) < state.membership.next_number:
         return f"{slot.id} was the name of another engine"
-    if state.chain.machines and f"r{machine_of(slot.id, state.chain.machines)}" not in state.relays:
-        return f"the machine of {slot.id} was given up"
+    if not state.hosts.up:
+        return "no host is up"
     return ""
 
 
@@ -150,13 +151,6 @@ def remaining_engines(state: State, engine: Engine) -> list[Engine]:
 def number_of(engine_id: EngineId) -> int:
     """The number of an engine: 3 for e3."""
     return int(engine_id.removeprefix("e"))
-
-
-def machine_of(engine_id: EngineId, machines: int) -> int | None:
-    """Return the machine that the engine is on, of those with a relay; None without
-    relays.
-    """
-    return number_of(engine_id) % machines if machines else None
 
 
 def _name(number: int) -> EngineId:

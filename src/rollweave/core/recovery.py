@@ -7,6 +7,7 @@ from rollweave.core import (
     engines,
     evaluation,
     groups,
+    hosts,
     lifecycle,
     relays,
     serving,
@@ -25,6 +26,7 @@ from rollweave.schema.work import StopReason
 def on_started(run: Run, event: RunStarted) -> None:
     run.state.run_id = event.run_id
     run.state.trainer.since = run.now
+    hosts.start(run, event.hosts, event.ranks, event.relays)
     engines.start(run, event.engines)
     relays.start(run, event.relays)
     run.state.serving = event.serving
@@ -106,6 +108,7 @@ def _replace_world(run: Run, event: WorldLost, *, killed: bool) -> None:
     state.unassigned.clear()
     state.allocation.pending_degrees.clear()
     state.publication.checkpointed.clear()
+    hosts.start(run, event.hosts, event.ranks, event.relays)
     engines.start(run, event.engines)
     relays.start(run, event.relays)
     for trajectory in list(state.trajectories.values()):

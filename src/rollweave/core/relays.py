@@ -1,4 +1,4 @@
-"""Relays: one for each machine, which pass the published weights along a chain (Laminar
+"""Relays: one for each host, which pass the published weights along a chain (Laminar
 §4).
 
 The master, first in the chain, fetches them from the trainer, every other relay from
@@ -47,18 +47,26 @@ LEGAL: Mapping[RelayStatus, frozenset[RelayStatus]] = {
 def start(run: Run, count: int) -> None:
     """Record the relays that a new world starts."""
     state = run.state
-    state.chain.machines, state.chain.order = count, []
+    state.chain.relayed, state.chain.order = count > 0, []
     state.relays = {
-        f"r{machine}": Relay(id=f"r{machine}", machine=machine, since=run.now)
-        for machine in range(count)
+        weights.relay_id(host): Relay(id=weights.relay_id(host), host=host, since=run.now)
+        for host in range(count)
     }
+
+
+def add(run: Run, host: int) -> None:
+    """Start a relay on a host that has joined."""
+    relay_id = weights.relay_id(host)
+    run.state.relays[relay_id] = Relay(id=relay_id, host=host, since=run.now)
+    run.emit(RestartRelay(relay_id=relay_id, host=host, epoch=0, reason="its host has joined"))
 
 
 def on_joined(run: Run, event: RelayJoined) -> None:
     relay = _find(run, event.relay_id, event.epoch)
     if relay is not None and relay.status is RelayStatus.STARTING:
         _enter(run, relay, RelayStatus.READY)
-        run.state.chain.order.append(relay.id)
+        order = run.state.chain.order
+        order.insert(0 if _only_it_reaches_the_trainer(run, relay) else len(order), relay.id)
 
 
 def on_fetched(run: Run, event: WeightsFetched) -> None:
@@ -164,7 +172,7 @@ def on_recovered(run: Run, event: RelayRecovered) -> None:
 
 def restart(run: Run, relay: Relay, reason: str) -> None:
     """Remove the relay from the chain and restart it as its last member, or give up its
-    machine after repeated failure.
+    host after repeated failure.
     """
     state = run.state
     if state.phase is Phase.FINISHED:
@@ -173,7 +181,7 @@ def restart(run: Run, relay: Relay, reason: str) -> None:
     if failover(restarts=relay.restarts, limit=limit, elsewhere=0) is not Failover.RESTART:
         engines.evict(
             run,
-            relay.machine,
+            relay.host,
             f"relay {relay.id} failed {relay.restarts + 1} times; last: {reason}",
         )
         return
@@ -181,14 +189,14 @@ def restart(run: Run, relay: Relay, reason: str) -> None:
     weights.leave_chain(run, relay)
     fresh = Relay(
         id=relay.id,
-        machine=relay.machine,
+        host=relay.host,
         epoch=relay.epoch + 1,
         restarts=relay.restarts + 1,
         fetches=relay.fetches,
         since=run.now,
     )
     state.relays[relay.id] = fresh
-    run.emit(RestartRelay(relay_id=fresh.id, epoch=fresh.epoch, reason=reason))
+    run.emit(RestartRelay(relay_id=fresh.id, host=fresh.host, epoch=fresh.epoch, reason=reason))
 
 
 def advance(run: Run) -> None:
@@ -299,6 +307,21 @@ def _is_chain_head(run: Run, relay: Relay) -> bool:
     return all(state.relays[other].suspected for other in order[: order.index(relay.id)])
 
 
+def _reaches_the_trainer(run: Run, relay: Relay) -> bool:
+    """True if the relay can read the memory in which the trainer publishes: that of the
+    machine of its first rank.
+    """
+    hosts = run.state.hosts
+    first = hosts.up.get(hosts.ranks[0].host) if hosts.ranks else None
+    return first is None or hosts.up[relay.host].machine == first.machine
+
+
+def _only_it_reaches_the_trainer(run: Run, relay: Relay) -> bool:
+    """True if the relay must be the first of the chain."""
+    machines = {host.machine for host in run.state.hosts.up.values()}
+    return len(machines) > 1 and _reaches_the_trainer(run, relay)
+
+
 def _sources(run: Run, relay: Relay, wanted: int) -> list[str | None]:
     """The sources from which the relay may fetch these weights, the best first: the
     nearest before it, then any that has them whole.
@@ -319,7 +342,8 @@ def _sources(run: Run, relay: Relay, wanted: int) -> list[str | None]:
     whole = [
         other.id for other in (*before, *behind) if not other.suspected and wanted in other.versions
     ]
-    first: list[str | None] = [None] if _is_chain_head(run, relay) else []
+    heads = _is_chain_head(run, relay) and _reaches_the_trainer(run, relay)
+    first: list[str | None] = [None] if heads else []
     return [*first, *whole, *near] if relay.force_full else [*first, *near, *whole]
 
 

@@ -13,6 +13,7 @@ from rollweave.core.counters import Counters, Idle
 from rollweave.core.policy.work import Rate
 from rollweave.schema.base import EngineId, GroupId, TrajectoryId
 from rollweave.schema.events import StepTime
+from rollweave.schema.hosts import HostSlot, RankSlot
 from rollweave.schema.work import Decoding, Purpose, StopReason, Task
 
 
@@ -170,6 +171,8 @@ class Engine(msgspec.Struct):
     id: EngineId
     degree: int = 1
     group: int = 0  # index in the configuration's engines
+    host: int = 0
+    devices: tuple[int, ...] = ()
     joined: bool = False  # it joined during the run, and returns in every later world
     leaving: bool = False  # it was withdrawn: it launches nothing, and drains when it may
     draining: bool = False  # it takes no more turns, and is removed when its last one is done
@@ -219,13 +222,13 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Relay(msgspec.Struct):
-    """The relay of a machine.
+    """The relay of a host.
 
     It fetches one version at a time. Sources are ids of relays; None is the trainer.
     """
 
     id: str
-    machine: int
+    host: int
     status: RelayStatus = RelayStatus.STARTING
     epoch: int = 0
     since: float = 0.0
@@ -413,6 +416,15 @@ class Membership(msgspec.Struct):
     withdrawn: list[EngineId] = []  # configured engines that are gone for good, in later worlds too
 
 
+class Hosts(msgspec.Struct):
+    """The hosts, and the trainer's places on them (owner: `core/hosts`)."""
+
+    up: dict[int, HostSlot] = {}  # by number
+    ranks: list[RankSlot] = []
+    # engines that were on a lost host and have no place yet, as degree and group
+    unplaced: list[tuple[int, int]] = []
+
+
 class Allocation(msgspec.Struct):
     """The plan of the engines' degrees (owner: `core/allocation`)."""
 
@@ -423,9 +435,7 @@ class Allocation(msgspec.Struct):
 class Chain(msgspec.Struct):
     """The chain of relays that broadcasts weights (owner: `core/relays`)."""
 
-    # number of machines at the start of the world: engine number k is on machine k modulo
-    # this number; 0: no relays
-    machines: int = 0
+    relayed: bool = False  # there is a relay on every host
     order: list[str] = []  # relays that are up, the master first
     # fetches of the published weights from another relay, by form: whole, changes
     broadcast: dict[str, int] = {}
@@ -522,6 +532,7 @@ class State(msgspec.Struct):
     migrations: Migrations = msgspec.field(default_factory=Migrations)
     drawing: Drawing = msgspec.field(default_factory=Drawing)
     membership: Membership = msgspec.field(default_factory=Membership)
+    hosts: Hosts = msgspec.field(default_factory=Hosts)
     allocation: Allocation = msgspec.field(default_factory=Allocation)
     chain: Chain = msgspec.field(default_factory=Chain)
     publication: Publication = msgspec.field(default_factory=Publication)

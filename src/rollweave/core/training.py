@@ -9,6 +9,7 @@ damaged. A version is published once its step is complete.
 
 from rollweave.core import (
     allocation,
+    bindings,
     consolidation,
     evaluation,
     experience,
@@ -435,8 +436,14 @@ def start_process(run: Run, reason: str) -> None:
     trainer.saving, trainer.save_pending = None, False
     trainer.epoch += 1
     _enter(run, TrainerStatus.STARTING)
+    ranks = bindings.bind_ranks(run.config, state)
+    if state.hosts.ranks and not ranks:
+        state.error = state.error or f"no host has room for the trainer; last: {reason}"
+        return
+    state.hosts.ranks = ranks
     run.emit(
         RestartTrainer(
+            ranks=tuple(ranks),
             epoch=trainer.epoch,
             step=state.checkpoints.newest,
             fallback=state.checkpoints.previous,

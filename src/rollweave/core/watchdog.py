@@ -60,7 +60,7 @@ def check_deadlines(run: Run) -> None:
     if state.phase is Phase.FINISHED:
         return
     for engine in list(state.engines.values()):
-        if engine.id in state.engines:  # else it was removed with its machine
+        if engine.id in state.engines:  # else it was removed with its host
             _check_engine(run, engine)
     relays.check_timeouts(run)
     for trajectory_id in [

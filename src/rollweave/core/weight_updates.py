@@ -136,7 +136,7 @@ def _load(run: Run, engine: Engine, weights_id: int | None) -> None:
                 engine_id=engine.id, version=version, weights_id=weights_id, from_checkpoint=step
             )
         )
-    elif run.state.chain.machines and engine.version >= 0:  # its relay was lost in the meantime
+    elif run.state.chain.relayed and engine.version >= 0:  # its relay was lost in the meantime
         _resume(run, engine)
     else:
         _make_stale(run, engine)

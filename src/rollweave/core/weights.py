@@ -2,9 +2,9 @@
 load now.
 
 The trainer and the relays keep these versions in memory and release all others. With
-relays an engine loads only from its own machine's relay (Laminar §4), so it can load
+relays an engine loads only from its own host's relay (Laminar §4), so it can load
 what that relay holds. In mode decoupled any engine can also read a version from a
-checkpoint that holds it (§3.3), since all machines see the run's directory. Weights ids
+checkpoint that holds it (§3.3), since all hosts see the run's directory. Weights ids
 only grow.
 
 Invariants: `state.publication.retained` has the newest published version, and of earlier
@@ -14,7 +14,6 @@ checkpoint may no longer hold.
 
 from collections.abc import Container
 
-from rollweave.core import membership
 from rollweave.core.policy.relay import repair
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, Relay
@@ -103,15 +102,14 @@ def keep_checkpoints(run: Run, *, but: Container[int]) -> None:
     }
 
 
-def machine_of(run: Run, engine: Engine) -> int | None:
-    """The machine that the engine is on; None without relays."""
-    return membership.machine_of(engine.id, run.state.chain.machines)
-
-
 def relay_of(run: Run, engine: Engine) -> Relay | None:
-    """The relay on the engine's machine; None without relays."""
-    machine = machine_of(run, engine)
-    return run.state.relays.get(f"r{machine}") if machine is not None else None
+    """The relay on the engine's host; None without relays."""
+    return run.state.relays.get(relay_id(engine.host)) if run.state.chain.relayed else None
+
+
+def relay_id(host: int) -> str:
+    """The id of a host's relay."""
+    return f"r{host}"
 
 
 def leave_chain(run: Run, relay: Relay) -> None:
@@ -136,7 +134,7 @@ def is_in_memory(run: Run, engine: Engine, weights_id: int) -> bool:
     """True if the engine can load these weights without a checkpoint."""
     relay = relay_of(run, engine)
     return weights_id in run.state.publication.retained and (
-        not run.state.chain.machines or (relay is not None and weights_id in relay.versions)
+        not run.state.chain.relayed or (relay is not None and weights_id in relay.versions)
     )
 
 
@@ -148,7 +146,7 @@ def newest(run: Run, engine: Engine) -> int | None:
     ones of a checkpoint, unless the engine's own are newer.
     """
     published, retained = run.state.publication.weights_id, run.state.publication.retained
-    if run.state.chain.machines:
+    if run.state.chain.relayed:
         relay = relay_of(run, engine)
         held = relay.versions if relay is not None else ()
         in_memory = next((version for version in reversed(held) if version in retained), -1)

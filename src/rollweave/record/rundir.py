@@ -45,6 +45,8 @@ class RunDir:
         self.address = path / "address"
         self.engine_tokens = path / "engine-tokens.json"
         self.report = path / "report.html"
+        self.host_secret = path / "host.secret"
+        self.host_mark = path / "host.mark"
         self._fds: list[int] = []
 
     @classmethod

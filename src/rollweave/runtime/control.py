@@ -19,7 +19,7 @@ from typing import assert_never
 
 import msgspec
 
-from rollweave.core.membership import machine_of, next_id, why_not_join, why_not_leave
+from rollweave.core.membership import next_id, why_not_join, why_not_leave
 from rollweave.core.state import Engine, State
 from rollweave.runtime.pump import PostEvent
 from rollweave.runtime.tasks import Tasks
@@ -158,8 +158,6 @@ class Control:
         added: list[EngineSlot] = []
         for _ in range(request.count):
             name, group = next_id(self._state()), request.group
-            if name is None:
-                return self._reply(*added, error="no machine is left")
             degree = self._config.engines[group].degree if group < len(self._config.engines) else 1
             slot = EngineSlot(id=name, degree=degree, group=group)
             if why := why_not_join(self._config, self._state(), slot):
@@ -206,7 +204,7 @@ class Control:
             id=engine.id,
             status="leaving" if engine.departing else engine.status,
             version=engine.version,
-            machine=machine_of(engine.id, self._state().chain.machines),
+            host=engine.host if self._state().chain.relayed else None,
             group=engine.group,
             degree=engine.degree,
             slots=engine.max_slots,

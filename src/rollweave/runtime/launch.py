@@ -9,11 +9,12 @@ that ended reports why, and accounts for every trajectory that it started.
 import asyncio
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from rollweave.core.bindings import bind_all, one_machine
 from rollweave.core.core import Core
 from rollweave.core.membership import engines_to_start, first_engines
 from rollweave.core.policy.scheduling import scheduling
@@ -31,6 +32,8 @@ from rollweave.record.summary import Summary, account_line, outcome_line, summar
 from rollweave.record.trace import Trace
 from rollweave.runtime.checkpoints import Checkpoints
 from rollweave.runtime.episodes import Episodes
+from rollweave.runtime.hosts.cluster import Cluster
+from rollweave.runtime.hosts.hosts import Hosts
 from rollweave.runtime.links.relay import in_process as relay_in_process
 from rollweave.runtime.links.trainer import (
     ProcessTrainer,
@@ -49,13 +52,15 @@ from rollweave.runtime.supervisors.predictor import OpenPredictor
 from rollweave.runtime.supervisors.predictor import in_process as predict_in_process
 from rollweave.runtime.supervisors.predictor import in_thread as predict_in_thread
 from rollweave.runtime.supervisors.relays import missing_extra
+from rollweave.runtime.tasks import Tasks
 from rollweave.runtime.wiring import Wiring
 from rollweave.runtime.world import World
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import BLOCK_TOKENS, TRAINER_THREADS, ModeName
 from rollweave.schema.errors import ConfigError, DiskError
-from rollweave.schema.events import EngineSlot
+from rollweave.schema.events import EngineSlot, RunStarted, WorldLost
+from rollweave.schema.hosts import RankSlot
 from rollweave.schema.prediction import PredictorSpec
 from rollweave.schema.serving import EngineSpec
 from rollweave.train.lengths import check_installed
@@ -99,6 +104,8 @@ def train(
             f"weights.transport {extra} must be installed ({how_to_install(extra)}), got none"
         )
     check_installed(config)
+    if inproc and config.cluster is not None:
+        raise ConfigError("--inproc must be left out with [cluster], whose hosts run processes")
     with contextlib.chdir("."):  # the user's modules may change the directory
         source = TaskSource(config)
     with RunDir.claim(config, resume=resume) as run:
@@ -131,11 +138,21 @@ class _Start:
         self._digesting: asyncio.Task[None] | None = None
 
     async def run(self) -> Summary:
+        if not self._run.config.exists():
+            # before any other file: a directory with a configuration can be resumed
+            self._run.write_config(self._config)
+        async with Tasks() as tasks:
+            cluster = Cluster(self._config, self._run, tasks, say=self._progress.phase)
+            try:
+                await cluster.gather()
+                return await self._run_on(cluster)
+            finally:
+                await cluster.close()
+                tasks.cancel_all()
+
+    async def _run_on(self, cluster: Cluster) -> Summary:
         config, run = self._config, self._run
         with contextlib.ExitStack() as stack:
-            if not run.config.exists():
-                # before any other file: a directory with a configuration can be resumed
-                run.write_config(config)
             store = stack.enter_context(TrajectoryStore(run.trajectories))
             beginning = recover(config, run, store)
             if not run.identity.exists():
@@ -167,14 +184,14 @@ class _Start:
                 watched(show=self._show, warn=metrics.warned, trace=trace, clock=clock.now)
             )
             episodes = Episodes(config, model_dir(config, run), self._source, clock)
-            world, slots = self._world(beginning, clock, journal, store, metrics, trace, episodes)
+            first = self._first(beginning, cluster)
+            world = self._world(
+                cluster.hosts, beginning, clock, journal, store, metrics, trace, episodes
+            )
             with _signals(world, self._progress):
                 try:
-                    await world.run(
-                        beginning.first(slots, relays=config.weights.relays),
-                        engines=slots,
-                        fresh=not beginning.resumed,
-                    )
+                    cluster.report_to(world.post)
+                    await world.run(first, fresh=not beginning.resumed)
                 except DiskError as error:
                     raise DiskError(
                         error.errno,
@@ -229,8 +246,22 @@ class _Start:
                 )
             metrics.warned(Warn(component="journal", message=text))
 
+    def _first(self, beginning: Beginning, cluster: Cluster) -> RunStarted | WorldLost:
+        """Return the event with which this life begins, with the places of all processes.
+
+        Raises `ConfigError` if there is none for one of them.
+        """
+        config = self._config
+        slots, relays = engines_to_start(config, beginning.core.state), config.weights.relays
+        hosts = cluster.slots or one_machine(relays)
+        slots, ranks, unbound = bind_all(config, slots, hosts)
+        if unbound:
+            raise ConfigError("\n".join(f"{one.role}: {one.reason}" for one in unbound))
+        return beginning.first(slots, hosts=hosts, ranks=ranks, relays=len(cluster.slots) or relays)
+
     def _world(
         self,
+        hosts: Hosts,
         beginning: Beginning,
         clock: RunClock,
         journal: RunJournal,
@@ -238,13 +269,14 @@ class _Start:
         metrics: Metrics,
         trace: Trace,
         episodes: Episodes,
-    ) -> tuple[World, tuple[EngineSlot, ...]]:
+    ) -> World:
         config, source = self._config, self._source
         checkpoints = Checkpoints(self._run.checkpoints)
         checkpoints.clear_unfinished()
         processes = Processes(
             config,
             self._run,
+            hosts,
             words=source.words(),
             inproc=self._inproc,
             programs=self._programs,
@@ -257,10 +289,11 @@ class _Start:
             journal=journal,
             store=store,
             trace=trace,
+            hosts=hosts,
             make_engine=processes.engine,
             make_episode=episodes.make,
         )
-        world = World(
+        return World(
             wiring,
             checkpoints=checkpoints,
             metrics=metrics,
@@ -271,7 +304,6 @@ class _Start:
             open_relay=relay_in_process(logs=self._run.logs, module=self._programs.relay),
             open_predictor=processes.predictor(),
         )
-        return world, engines_to_start(config, beginning.core.state)
 
     def _on_ready(self, identity: Identity) -> None:
         """Record the digests of the run's first model, once a trainer is ready and the
@@ -321,6 +353,7 @@ class Processes:
         self,
         config: RunConfig,
         run: RunDir,
+        hosts: Hosts,
         *,
         words: tuple[str, ...],
         inproc: bool,
@@ -334,6 +367,7 @@ class Processes:
         """
         self._version = version
         self._config, self._run, self._words, self._inproc = config, run, words, inproc
+        self._hosts = hosts
         self._programs, self._on_ready = programs, on_ready
         # placement by length rank, allocation and repacking need the measured cost of steps
         self._profiles = (
@@ -349,6 +383,7 @@ class Processes:
     def engine(self, slot: EngineSlot, epoch: int) -> EngineClient:
         """Start epoch `epoch` of an engine. Raises OSError."""
         engine_id, watchdog = slot.id, self._config.watchdog
+        host = self._hosts.host(slot.host)
         engines = self._config.engines[slot.group]
         spec = EngineSpec(
             id=engine_id,
@@ -364,6 +399,7 @@ class Processes:
             deterministic=engines.deterministic,
             version=self._version,
             profile=self._profiles,
+            kv_host=host.address,
         )
         if self._inproc:
             # torch stays out of a controller that does not need it
@@ -372,21 +408,25 @@ class Processes:
             link = in_thread(spec, EngineLoop, model_ready=self._model_ready)
         else:
             log = self._run.logs / f"{engine_id}.log"
-            env = _threads(slot.degree)
             link = in_process(
-                spec, module=self._programs.engine, log=log, env=env, model_ready=self._model_ready
+                spec,
+                module=self._programs.engine,
+                log=log,
+                env={**_threads(slot.degree), **host.environment(slot.devices)},
+                model_ready=self._model_ready,
+                spawn=host.spawn,
             )
         name = f"engine {engine_id}.{epoch}"
         return EngineClient(
             name, link, start_s=BACKSTOP * watchdog.start_s, reply_s=BACKSTOP * watchdog.weights_s
         )
 
-    def trainer(self, epoch: int, fresh: bool) -> TrainerBackend:
-        """Start a trainer, which warms up if it is `fresh` and not to be restored.
+    def trainer(self, epoch: int, fresh: bool, ranks: Sequence[RankSlot]) -> TrainerBackend:
+        """Start a trainer with these ranks, which warms up if it is `fresh` and not to be
+        restored.
 
         Raises OSError.
         """
-        trainer = self._config.trainer
         spec = TrainerSpec(
             config=self._config.model_dump_json(),
             model=str(self.model_dir),
@@ -399,15 +439,19 @@ class Processes:
             from rollweave.runtime.entrypoints.trainer import build
 
             return ThreadTrainer(spec, build, start_s=start_s, on_ready=self._trainer_ready)
-        env = _threads(TRAINER_THREADS)
         return ProcessTrainer(
             spec,
             module=self._programs.trainer,
-            places=[RankPlace(env=env)] * trainer.ranks,
+            places=[self._rank(slot) for slot in ranks],
             logs=self._run.logs,
             start_s=start_s,
             on_ready=self._trainer_ready,
         )
+
+    def _rank(self, slot: RankSlot) -> RankPlace:
+        host = self._hosts.host(slot.host)
+        env = {**_threads(TRAINER_THREADS), **host.environment(slot.devices)}
+        return RankPlace(spawn=host.spawn, env=env, address=host.address)
 
     def predictor(self) -> OpenPredictor:
         """Return a function that starts the predictor of lengths.

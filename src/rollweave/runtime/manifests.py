@@ -1,5 +1,5 @@
 """Locate weights for engines: in the trainer's memory or, with relays, in the memory of
-the relay on the engine's machine (Laminar §4).
+the relay on the engine's host (Laminar §4).
 
 Invariant: a manifest is listed while its weights are in memory, as far as reported. An
 engine refuses weights that vanished without a report.
@@ -7,19 +7,18 @@ engine refuses weights that vanished without a report.
 
 from collections.abc import Collection
 
-from rollweave.core.membership import machine_of
-from rollweave.schema.base import EngineId
 from rollweave.schema.weights import WeightManifest
 
 
 class Manifests:
-    """The manifests of the trainer and of each machine's relay; 0 machines stand for no
-    relays.
+    """The manifests of the trainer and, if there are relays (`relayed`), of each host's
+    relay.
     """
 
-    def __init__(self, machines: int = 0) -> None:
+    def __init__(self, *, relayed: bool = False) -> None:
+        self._relayed = relayed
         self._trainer: dict[int, WeightManifest] = {}
-        self._relays: list[dict[int, WeightManifest]] = [{} for _ in range(machines)]
+        self._relays: dict[int, dict[int, WeightManifest]] = {}
 
     def published(self, manifest: WeightManifest, keep: Collection[int]) -> None:
         """Record that the trainer has these weights in memory and, of its others, those
@@ -36,25 +35,24 @@ class Manifests:
 
     def anywhere(self, weights_id: int) -> WeightManifest | None:
         """Return a manifest from any place: places differ in the location only."""
-        places = (self._trainer, *self._relays)
+        places = (self._trainer, *self._relays.values())
         return next((place[weights_id] for place in places if weights_id in place), None)
 
-    def add(self, machine: int, manifest: WeightManifest) -> None:
-        """Record that a machine's relay has these weights in memory."""
-        self._relays[machine][manifest.weights_id] = manifest
+    def add(self, host: int, manifest: WeightManifest) -> None:
+        """Record that a host's relay has these weights in memory."""
+        self._relays.setdefault(host, {})[manifest.weights_id] = manifest
 
-    def keep(self, machine: int, weights_ids: Collection[int]) -> None:
-        """Record that a machine's relay drops all other weights."""
-        self._relays[machine] = {
+    def keep(self, host: int, weights_ids: Collection[int]) -> None:
+        """Record that a host's relay drops all other weights."""
+        self._relays[host] = {
             weights_id: manifest
-            for weights_id, manifest in self._relays[machine].items()
+            for weights_id, manifest in self._relays.get(host, {}).items()
             if weights_id in weights_ids
         }
 
-    def of_engine(self, engine_id: EngineId, weights_id: int) -> WeightManifest | None:
-        """Return the manifest that this engine reads; None if it cannot get these
-        weights.
+    def on_host(self, host: int, weights_id: int) -> WeightManifest | None:
+        """Return the manifest that an engine of this host reads; None if it cannot get
+        these weights.
         """
-        machine = machine_of(engine_id, len(self._relays))
-        place = self._trainer if machine is None else self._relays[machine]
+        place = self._relays.get(host, {}) if self._relayed else self._trainer
         return place.get(weights_id)

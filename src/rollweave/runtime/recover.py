@@ -36,6 +36,7 @@ from rollweave.schema.config.loading import differences, dumps, load, loads
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import EngineSlot, RunStarted, WorldLost
+from rollweave.schema.hosts import HostSlot, RankSlot
 from rollweave.schema.work import Purpose
 
 START_OVER = (
@@ -65,12 +66,27 @@ class Beginning:
     changes: tuple[str, ...] = ()
 
     def first(
-        self, engines: tuple[EngineSlot, ...], *, relays: int = 0, serving: bool = False
+        self,
+        engines: tuple[EngineSlot, ...],
+        *,
+        hosts: tuple[HostSlot, ...] = (),
+        ranks: tuple[RankSlot, ...] = (),
+        relays: int = 0,
+        serving: bool = False,
     ) -> RunStarted | WorldLost:
         """Return the event with which this life begins."""
         if self.resumed:
-            return WorldLost(engines=engines, missing=self.missing, relays=relays)
-        return RunStarted(engines=engines, relays=relays, serving=serving, run_id=self.identity.id)
+            return WorldLost(
+                engines=engines, hosts=hosts, ranks=ranks, missing=self.missing, relays=relays
+            )
+        return RunStarted(
+            engines=engines,
+            hosts=hosts,
+            ranks=ranks,
+            relays=relays,
+            serving=serving,
+            run_id=self.identity.id,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from rollweave.record.trace import ENVIRONMENTS, Trace
 from rollweave.rollout.driver import MakeEpisode
 from rollweave.rollout.pipeline import Pipeline
 from rollweave.runtime.effects import Handlers, Timer, rollout_handlers
+from rollweave.runtime.hosts.hosts import Hosts
 from rollweave.runtime.manifests import Manifests
 from rollweave.runtime.pump import Pump, RunClock
 from rollweave.runtime.supervisors.engines import EngineSupervisor
@@ -38,6 +39,7 @@ class Wiring:
     journal: RunJournal
     store: TrajectoryStore
     trace: Trace
+    hosts: Hosts
     make_engine: Callable[[EngineSlot, int], EngineBackend]
     make_episode: MakeEpisode
 
@@ -51,7 +53,7 @@ class RolloutRuntime:
         *,
         execute: Callable[[Command], None],
         keep_partial_turns: bool = False,
-        machines: int = 0,
+        relayed: bool = False,
         reply_s: float | None = None,
         checkpoint: Callable[[int, int], LoadCheckpoint] | None = None,
     ) -> None:
@@ -63,7 +65,7 @@ class RolloutRuntime:
         clock = wiring.clock.now
         self.tasks = Tasks()
         self.pump = Pump(wiring.core, journal=wiring.journal, clock=clock, execute=execute)
-        self.manifests = Manifests(machines)
+        self.manifests = Manifests(relayed=relayed)
         self.engines = EngineSupervisor(
             make=wiring.make_engine,
             tasks=self.tasks,
@@ -71,6 +73,7 @@ class RolloutRuntime:
             clock=clock,
             trace=wiring.trace,
             manifests=self.manifests,
+            hosts=wiring.hosts,
             reply_s=reply_s,
             checkpoint=checkpoint,
         )

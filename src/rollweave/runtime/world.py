@@ -9,7 +9,7 @@ the user nor the core caused passes through.
 import asyncio
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from rollweave.core.policy.scheduling import scheduling
@@ -18,16 +18,16 @@ from rollweave.runtime.checkpoints import Checkpoints
 from rollweave.runtime.control import Control
 from rollweave.runtime.effects import Effects, Handlers, TaskDrawer, training_handlers
 from rollweave.runtime.links.relay import OpenRelay
-from rollweave.runtime.links.trainer import TrainerBackend
 from rollweave.runtime.metrics import Metrics, Progress
 from rollweave.runtime.supervisors.engines import REPLY_S
 from rollweave.runtime.supervisors.predictor import OpenPredictor, PredictorSupervisor
 from rollweave.runtime.supervisors.relays import RelaySupervisor
-from rollweave.runtime.supervisors.trainer import TrainerSupervisor
+from rollweave.runtime.supervisors.trainer import MakeTrainer, TrainerSupervisor
 from rollweave.runtime.wiring import RolloutRuntime, Wiring
 from rollweave.schema import commands as c
 from rollweave.schema.config.sections import ModeName
-from rollweave.schema.events import EngineSlot, Event, StopRequested
+from rollweave.schema.events import Event, RunStarted, StopRequested, WorldLost
+from rollweave.schema.hosts import RankSlot
 from rollweave.schema.serving import LoadCheckpoint
 from rollweave.schema.training import TrainMetrics
 from rollweave.schema.work import Batch, Purpose, Task
@@ -58,7 +58,7 @@ class World:
         progress: Progress,
         control: Path,
         draw: Callable[[str, int, Purpose], Task],
-        make_trainer: Callable[[int, bool], TrainerBackend],
+        make_trainer: MakeTrainer,
         open_relay: OpenRelay,
         open_predictor: OpenPredictor,
         compact_bytes: int = COMPACT_BYTES,
@@ -78,7 +78,7 @@ class World:
             execute=self._execute,
             keep_partial_turns=config.rollout.mode is ModeName.DECOUPLED,
             reply_s=REPLY_S,
-            machines=config.weights.relays,
+            relayed=config.weights.relays > 0 or config.cluster is not None,
             checkpoint=functools.partial(_saved_weights, checkpoints, config.published_dtype),
         )
         tasks, post, clock = self._rollouts.tasks, self._rollouts.pump.post, wiring.clock.now
@@ -95,7 +95,7 @@ class World:
             on_saved=self._compact,
         )
         self._relays = RelaySupervisor(
-            count=config.weights.relays,
+            hosts=wiring.hosts,
             open_relay=open_relay,
             transport=config.weights.transport,
             manifests=self._rollouts.manifests,
@@ -119,22 +119,27 @@ class World:
         drawer = TaskDrawer(draw, tasks=tasks, post=post)
         self._effects = Effects(self._handlers(drawer), never=(c.Deliver,))
 
-    async def run(self, first: Event, *, engines: Sequence[EngineSlot], fresh: bool) -> str:
-        """Run from event `first` until the core issues `Finish`; return its error, or
+    async def run(self, first: RunStarted | WorldLost, *, fresh: bool) -> str:
+        """Live from event `first` until the core says `Finish`; return its error, or
         "".
         """
         with contextlib.closing(self._control):
-            return await self._run(first, engines, fresh=fresh)
+            return await self._run(first, fresh=fresh)
 
-    async def _run(self, first: Event, engines: Sequence[EngineSlot], *, fresh: bool) -> str:
+    @property
+    def post(self) -> Callable[[Event], None]:
+        """Post an event from outside, such as the loss of a host."""
+        return self._rollouts.pump.post
+
+    async def _run(self, first: RunStarted | WorldLost, *, fresh: bool) -> str:
         rollouts = self._rollouts
         async with rollouts.tasks:
             try:
                 rollouts.pump.post(first)
-                rollouts.engines.start(engines)
-                self._relays.start()
+                rollouts.engines.start(first.engines)
+                self._relays.start(first.relays)
                 if fresh:
-                    self._trainer.start(0)
+                    self._trainer.start(0, ranks=first.ranks or (RankSlot(),))
                 if self._predicts:
                     self._predictor.start()
                 self._control.open()

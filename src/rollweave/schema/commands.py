@@ -6,6 +6,7 @@ silently: a command that cannot be executed is answered by the failing event.
 """
 
 from rollweave.schema.base import EngineId, GroupId, Struct, TaggedStruct, TrajectoryId
+from rollweave.schema.hosts import RankSlot
 from rollweave.schema.prediction import LengthContext
 from rollweave.schema.work import Decoding, Purpose, StopReason, Task
 
@@ -185,12 +186,14 @@ class Migrate(TaggedStruct, frozen=True, kw_only=True):
 
 class StartEngine(TaggedStruct, frozen=True, kw_only=True):
     """Start an engine of parallel degree `degree` with the settings of its group, as
-    epoch 0. → EngineJoined | EngineLost
+    epoch 0, on `devices` of a host or on the CPU there. → EngineJoined | EngineLost
     """
 
     engine_id: EngineId
     degree: int
     group: int = 0
+    host: int = 0
+    devices: tuple[int, ...] = ()
 
 
 class SuspendEngine(TaggedStruct, frozen=True, kw_only=True):
@@ -226,6 +229,8 @@ class RestartEngine(TaggedStruct, frozen=True, kw_only=True):
     engine_id: EngineId
     degree: int
     group: int = 0
+    host: int = 0
+    devices: tuple[int, ...] = ()
     epoch: int
     reason: str
 
@@ -259,11 +264,12 @@ class FetchWeights(TaggedStruct, frozen=True, kw_only=True):
 
 
 class RestartRelay(TaggedStruct, frozen=True, kw_only=True):
-    """Kill what is left of the process and start it again as `epoch`, without weights.
-    → RelayJoined | RelayLost
+    """Kill what is left of the process and start it again as `epoch`, without weights,
+    or for the first time on a host that has joined. → RelayJoined | RelayLost
     """
 
     relay_id: str
+    host: int
     epoch: int
     reason: str
 
@@ -342,13 +348,14 @@ class RestartTrainer(TaggedStruct, frozen=True, kw_only=True):
     of step `step`, or start fresh (None).
 
     If that checkpoint is damaged, the one of step `fallback` is restored, if there is
-    one. → TrainerReady | TrainerLost
+    one. `ranks` are the places of its ranks. → TrainerReady | TrainerLost
     """
 
     epoch: int
     step: int | None
     reason: str
     fallback: int | None = None
+    ranks: tuple[RankSlot, ...] = ()
 
 
 # The run.

@@ -40,14 +40,14 @@ ControlRequest = ListEngines | AddEngines | WithdrawEngine
 class EngineLine(Struct, frozen=True, kw_only=True):
     """The state of an engine.
 
-    `version` is -1 before it has weights. `machine` is that of its relay, or None
+    `version` is -1 before it has weights. `host` is the number of its host, or None
     without relays.
     """
 
     id: EngineId
     status: str
     version: int
-    machine: int | None
+    host: int | None
     group: int
     degree: int
     slots: int

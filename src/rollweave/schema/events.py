@@ -10,6 +10,7 @@ reads it.
 from typing import Literal
 
 from rollweave.schema.base import EngineId, GroupId, Struct, TaggedStruct, TrajectoryId
+from rollweave.schema.hosts import HostSlot, RankSlot
 from rollweave.schema.work import Decoding, StopReason, Task
 
 
@@ -17,24 +18,30 @@ class EngineSlot(Struct, frozen=True, kw_only=True):
     """An engine that the world starts. `degree` is its parallel degree: CPU threads, or
     GPUs that share every layer.
 
-    `group` is the index of its group of engines in the configuration, from 0.
+    `group` is the index of its group of engines in the configuration, from 0. It runs on
+    `devices` of host number `host`, or on the CPU there.
     """
 
     id: EngineId
     degree: int = 1
     group: int = 0
+    host: int = 0
+    devices: tuple[int, ...] = ()
 
 
 class RunStarted(TaggedStruct, frozen=True, kw_only=True):
     """The world is up for the first time, and starts the engines `engines`.
 
     A world with `serving` has no trainer and runs the rollouts that clients submit.
-    `relays` is the number of relays that it starts, r0, r1, …, one per machine; engine
-    k is on machine k modulo that number. `run_id` identifies the run, so that its
-    journal cannot be mistaken for that of another run.
+    `hosts` are numbered from 0; without any, everything is on one host. With `relays`
+    it starts a relay on each of the first so many hosts, r0, r1, …. `ranks` are the
+    trainer's. `run_id` identifies the run, so that its journal cannot be mistaken for
+    that of another run.
     """
 
     engines: tuple[EngineSlot, ...]
+    hosts: tuple[HostSlot, ...] = ()
+    ranks: tuple[RankSlot, ...] = ()
     serving: bool = False
     relays: int = 0
     run_id: str = ""
@@ -49,6 +56,8 @@ class WorldLost(TaggedStruct, frozen=True, kw_only=True):
     """
 
     engines: tuple[EngineSlot, ...]
+    hosts: tuple[HostSlot, ...] = ()
+    ranks: tuple[RankSlot, ...] = ()
     missing: tuple[TrajectoryId, ...] = ()
     relays: int = 0
 
@@ -333,6 +342,26 @@ class EngineLost(TaggedStruct, frozen=True, kw_only=True):
     error: str
 
 
+# Hosts.
+
+
+class HostJoined(TaggedStruct, frozen=True, kw_only=True):
+    """A host has joined during the run. No number is used twice in a world, not even for
+    a host that was lost and joins again.
+    """
+
+    host: HostSlot
+
+
+class HostLost(TaggedStruct, frozen=True, kw_only=True):
+    """A host can no longer be reached, and ends what runs there by itself. The losses of
+    its processes follow.
+    """
+
+    host: int
+    error: str
+
+
 # Relays.
 
 
@@ -514,6 +543,8 @@ Event = (
     | WorldLost
     | StopRequested
     | TimerFired
+    | HostJoined
+    | HostLost
     | GroupSubmitted
     | DrawFailed
     | RolloutsSubmitted

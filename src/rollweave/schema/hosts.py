@@ -1,5 +1,5 @@
-"""Hosts and their devices, and the messages between the controller and the agent of a
-host (`runtime/hosts`).
+"""Hosts as the core knows them, their devices, and the messages between the controller
+and the agent of a host (`runtime/hosts`).
 
 An agent opens one connection for its own messages, which begins with `JoinHost`, and
 one for each process that it starts, which begins with `AttachProcess` and then carries
@@ -11,6 +11,30 @@ from collections.abc import Mapping
 import msgspec
 
 from rollweave.schema.base import Struct, TaggedStruct
+
+
+class HostSlot(Struct, frozen=True, kw_only=True):
+    """A host of the world, by its number in this run.
+
+    `devices` are the indices of its GPUs, `pools` the pools that it belongs to. Hosts of
+    one `machine` share memory: several stand for the hosts of a larger cluster then.
+    """
+
+    number: int
+    name: str = ""
+    machine: str = ""
+    cpus: int = 1
+    devices: tuple[int, ...] = ()
+    pools: tuple[str, ...] = ()
+
+
+class RankSlot(Struct, frozen=True, kw_only=True):
+    """A rank of the trainer: it runs on `devices` of host number `host`, or on the CPU
+    there.
+    """
+
+    host: int = 0
+    devices: tuple[int, ...] = ()
 
 
 class Device(Struct, frozen=True, kw_only=True):

@@ -32,6 +32,7 @@ from rollweave.record.store import TrajectoryStore
 from rollweave.record.trace import SERVICE_LIMIT, Trace
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.runtime.episodes import Episodes
+from rollweave.runtime.hosts.hosts import hosts_here
 from rollweave.runtime.launch import Processes, Programs, torn
 from rollweave.runtime.loopwatch import watched
 from rollweave.runtime.pump import RunClock
@@ -254,10 +255,11 @@ class _Launch:
         service: Service,
         episodes: Episodes,
     ) -> ServiceWorld:
-        config = self._config
+        config, hosts = self._config, hosts_here(0)
         processes = Processes(
             config,
             self._run,
+            hosts,
             words=(),
             inproc=self._inproc,
             programs=self._programs,
@@ -286,6 +288,7 @@ class _Launch:
             journal=journal,
             store=store,
             trace=trace,
+            hosts=hosts,
             make_engine=make_engine,
             make_episode=episodes.make,
         )

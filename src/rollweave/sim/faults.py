@@ -287,8 +287,6 @@ class Chaos:
         draw, state = self._random, self.world.core.state
         if kind == "engine joins" and len(state.engines) < MAX_FLEET:
             group, name = draw.randrange(len(self._config.engines)), next_id(state)
-            if name is None:
-                return False
             slot = e.EngineSlot(id=name, degree=self._config.engines[group].degree, group=group)
             self.world.post(e.EngineRegistered(engine=slot))
             return True

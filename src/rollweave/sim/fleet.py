@@ -40,6 +40,7 @@ class Node:
     epoch: int
     degree: int
     group: int = 0
+    host: int = 0
     engine: SimEngine | None = None
     version: int = -1
     ticket: int = 0  # of its next wake-up
@@ -93,19 +94,29 @@ class SimFleet:
         """Start engines immediately: a run's own beginning is not studied."""
         for slot in slots:
             self.nodes[slot.id] = node = Node(
-                id=slot.id, epoch=0, degree=slot.degree, group=slot.group
+                id=slot.id, epoch=0, degree=slot.degree, group=slot.group, host=slot.host
             )
             self._starting(node, 0.0)
 
     def add(self, command: c.StartEngine) -> None:
-        node = Node(id=command.engine_id, epoch=0, degree=command.degree, group=command.group)
+        node = Node(
+            id=command.engine_id,
+            epoch=0,
+            degree=command.degree,
+            group=command.group,
+            host=command.host,
+        )
         self.nodes[command.engine_id] = node
         self._starting(node, RESTART_S)
 
     def restart(self, command: c.RestartEngine) -> None:
         self._drop(self.nodes.get(command.engine_id))
         node = Node(
-            id=command.engine_id, epoch=command.epoch, degree=command.degree, group=command.group
+            id=command.engine_id,
+            epoch=command.epoch,
+            degree=command.degree,
+            group=command.group,
+            host=command.host,
         )
         self.nodes[command.engine_id] = node
         self._starting(node, RESTART_S)
@@ -177,12 +188,12 @@ class SimFleet:
                 node, self._trainer.saved_s(engines=readers), lambda: self._loaded(node, command)
             )
             return
-        machine = self._relays.machine_of(node.id)
+        relayed = self._relays.relayed
         together = sum(
-            other.loading and self._relays.machine_of(other.id) == machine
+            other.loading and (not relayed or other.host == node.host)
             for other in self.nodes.values()
         )
-        cost = self._trainer.load_s if machine is None else self._trainer.beside_s
+        cost = self._trainer.beside_s if relayed else self._trainer.load_s
         self._later(
             node, cost(engines=together, tp=node.degree), lambda: self._loaded(node, command)
         )
@@ -318,7 +329,7 @@ class SimFleet:
         assert node.engine is not None, "a lost engine has no ticket"
         step = command.from_checkpoint
         there = (
-            self._relays.serves(node.id, command.weights_id)
+            self._relays.serves(node.host, command.weights_id)
             if step is None
             else step in self.checkpoints()
         )

@@ -1,5 +1,5 @@
 """The simulated relays, which fetch weights from each other in the time of the links
-between their machines.
+between their hosts.
 
 Invariants: commands and answers are those of `runtime/supervisors/relays.py`; a relay
 is never ahead of its source, and ends at least a chunk after it (Laminar §4.2: a
@@ -11,11 +11,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rollweave.core.membership import machine_of
 from rollweave.record.trace import RELAYS, Trace
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
-from rollweave.schema.base import EngineId
 from rollweave.sim.clock import Clock
 from rollweave.sim.cost import TrainerCosts
 
@@ -58,7 +56,7 @@ class Node:
 
 
 class SimRelays:
-    """Relays r0, r1, …, one on each of `machines`."""
+    """Relays r0, r1, …, one on each of `hosts`."""
 
     def __init__(
         self,
@@ -66,14 +64,14 @@ class SimRelays:
         clock: Clock,
         post: Callable[[e.Event], None],
         cost: TrainerCosts,
-        machines: int,
+        hosts: int,
         trace: Trace | None,
     ) -> None:
-        self._clock, self._post, self._cost, self._machines, self._trace = (
+        self._clock, self._post, self._cost, self._hosts, self._trace = (
             clock,
             post,
             cost,
-            machines,
+            hosts,
             trace,
         )
         self.nodes: dict[str, Node] = {}
@@ -83,8 +81,8 @@ class SimRelays:
 
     def start(self) -> None:
         """Start all relays immediately, like engines."""
-        for machine in range(self._machines):
-            self._begin(Node(id=f"r{machine}", epoch=0), 0.0)
+        for host in range(self._hosts):
+            self._begin(Node(id=f"r{host}", epoch=0), 0.0)
 
     def restart(self, command: c.RestartRelay) -> None:
         self._drop(self.nodes.get(command.relay_id))
@@ -140,18 +138,18 @@ class SimRelays:
             self._drop(node)
         self.nodes.clear()
 
-    def machine_of(self, engine_id: EngineId) -> int | None:
-        """Return the machine of the engine; None without relays."""
-        return machine_of(engine_id, self._machines)
+    @property
+    def relayed(self) -> bool:
+        """Whether engines get weights from relays."""
+        return self._hosts > 0
 
-    def serves(self, engine_id: EngineId, weights_id: int) -> bool:
-        """Return whether the engine can read these weights, from its machine's relay
+    def serves(self, host: int, weights_id: int) -> bool:
+        """Return whether an engine of this host can read these weights, from its relay
         or, without relays, from the trainer.
         """
-        machine = self.machine_of(engine_id)
-        if machine is None:
+        if not self.relayed:
             return True
-        node = self.nodes.get(f"r{machine}")
+        node = self.nodes.get(f"r{host}")
         return node is not None and weights_id in node.versions
 
     # Weights.

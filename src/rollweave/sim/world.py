@@ -102,7 +102,7 @@ class World:
             clock=self.clock,
             post=self.post,
             cost=trainer_cost,
-            machines=config.weights.relays,
+            hosts=config.weights.relays,
             trace=trace,
         )
         self.fleet = SimFleet(

@@ -62,7 +62,7 @@ async def test_a_killed_agent_is_a_lost_host_and_leaves_no_process(tmp_path: Pat
         name, reason = await lost(here)
         assert name == "b"
         for one in started:
-            assert await one.end() == reason
+            assert await one.end() == f"host b is lost: {reason}"
             await until(lambda one=one: not alive(one.process.pid))  # type: ignore[misc]
         with pytest.raises(OSError, match="host b is lost"):
             Started(host.spawn, tmp_path / "late.log")
@@ -81,7 +81,7 @@ async def test_a_stopped_host_is_lost_and_ends_its_processes_when_it_continues(
         os.kill(one.process.pid, signal.SIGSTOP)
         _, reason = await lost(here)
         assert "silent for 1 s" in reason
-        assert await one.end() == reason
+        assert await one.end() == f"host b is lost: {reason}"
         os.kill(process.pid, signal.SIGCONT)
         await joined(here)  # as a new member
         assert not alive(one.process.pid)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rollweave.io.child import spawn
 from rollweave.runtime.links.relay import (
     ONE_THREAD,
     SUSPECT_BEATS,
@@ -58,7 +59,14 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
         env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'src'}"
         relays.append(
             ProcessRelay(
-                spec, suspected, stalled, log=log, env=env, silent_s=silent_s, module=module
+                spec,
+                suspected,
+                stalled,
+                spawn=spawn,
+                log=log,
+                env=env,
+                silent_s=silent_s,
+                module=module,
             )
         )
         return relays[-1]

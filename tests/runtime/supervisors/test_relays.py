@@ -104,7 +104,7 @@ def test_a_refused_delta_is_followed_by_a_full_fetch(tmp_path: Path) -> None:
     assert_trained_once(config)
 
 
-def test_a_relay_that_never_starts_removes_its_machine(tmp_path: Path) -> None:
+def test_a_relay_that_never_starts_removes_its_host(tmp_path: Path) -> None:
     config = with_relays(tmp_path, rollout={"mode": "sync"}, watchdog={"restarts": 1})
     fault(config, "kill-r1-0")
     fault(config, "kill-r1-1")
@@ -150,20 +150,20 @@ def test_without_relays_engines_read_the_trainers_memory() -> None:
     manifests = Manifests()
     manifests.published(manifest(0, "a"), ())
     manifests.published(manifest(1, "b"), (0,))
-    assert manifests.of_engine(E0, 0) == manifest(0, "a")
+    assert manifests.on_host(0, 0) == manifest(0, "a")
     manifests.published(manifest(2, "c"), (1,))
-    assert manifests.of_engine(E0, 0) is None
-    assert manifests.of_engine(E1, 2) == manifest(2, "c")
+    assert manifests.on_host(0, 0) is None
+    assert manifests.on_host(1, 2) == manifest(2, "c")
 
 
-def test_with_relays_engines_read_their_machines_memory() -> None:
-    manifests = Manifests(2)
+def test_with_relays_engines_read_their_hosts_memory() -> None:
+    manifests = Manifests(relayed=True)
     manifests.published(manifest(0, "trainer"), ())
-    assert manifests.of_engine(E0, 0) is None
+    assert manifests.on_host(0, 0) is None
     manifests.add(1, manifest(0, "r1"))
-    assert manifests.of_engine(E0, 0) is None
-    assert manifests.of_engine(E1, 0) == manifests.of_engine(E3, 0) == manifest(0, "r1")
+    assert manifests.on_host(0, 0) is None
+    assert manifests.on_host(1, 0) == manifest(0, "r1")
     manifests.published(manifest(1, "trainer"), ())
     assert (manifests.of_trainer(0), manifests.anywhere(0)) == (None, manifest(0, "r1"))
     manifests.keep(1, ())
-    assert (manifests.of_engine(E1, 0), manifests.anywhere(0)) == (None, None)
+    assert (manifests.on_host(1, 0), manifests.anywhere(0)) == (None, None)

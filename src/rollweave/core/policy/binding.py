@@ -60,7 +60,8 @@ def bind(
     The larger a demand, the earlier it chooses; among equal ones the first does.
     Among hosts that have enough free devices a role takes the one where its group is
     already, then the one with the fewest free devices, so that large demands find a
-    whole host. Roles on the CPU go where the fewest roles per core are.
+    whole host. Roles on the CPU go where the fewest roles per core are, those of groups
+    aside.
     """
     order = list(demands)
     table = _Table(hosts, bound)
@@ -92,7 +93,8 @@ class _Table:
         """Record a binding. One to a host that is gone takes nothing."""
         if binding.host not in self._hosts:
             return
-        self._roles[binding.host] += 1
+        if not group:
+            self._roles[binding.host] += 1
         for device in binding.devices:
             if (binding.host, device) in self._users:
                 self._users[binding.host, device] += 1

@@ -3,12 +3,13 @@
 
 Invariants: no message is read before the handshake; a host counts as lost as soon as
 its connection ends or has been silent for `SILENT_S`, and `on_lost` is then called
-exactly once, after every process of the host has reported its end; a name is that of at
+exactly once, before every process of the host reports its end; a name is that of at
 most one host at a time.
 """
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import os
 import socket
@@ -184,8 +185,10 @@ class RemoteHost:
         self.name, self.address, self.resources = joined.name, joined.address, joined.resources
         self._silent_s = silent_s
         self._loop = asyncio.get_running_loop()
-        self.lost: asyncio.Future[str] = self._loop.create_future()
-        """The reason of the loss; done once the host is lost or released."""
+        self.on_lost: Callable[[str], None] = lambda _: None
+        """Receives the reason of the loss, before the host's processes report theirs."""
+        self.gone = asyncio.Event()
+        """Set once the host is lost or released."""
         self._control = FramedSocket(
             sock, on_frame=self._on_frame, on_end=self._on_end, limit=CONTROL_BYTES
         )
@@ -289,13 +292,14 @@ class RemoteHost:
 
     def _on_end(self, error: str) -> None:
         self._timer.cancel()
-        reason = f"host {self.name} is lost: {self._reason or error or 'its connection ended'}"
-        processes, self._processes = list(self._processes.values()), {}
-        for process in processes:
-            process.on_host_lost(reason)
+        reason = self._reason or error or "its connection ended"
         if not self.ready.done():
             self.ready.set_result(reason)
-        self.lost.set_result(reason)
+        self.on_lost(reason)
+        processes, self._processes = list(self._processes.values()), {}
+        for process in processes:
+            process.on_host_lost(f"host {self.name} is lost: {reason}")
+        self.gone.set()
 
 
 class HostListener:
@@ -360,7 +364,9 @@ class HostListener:
         for host in hosts:
             host.release()
         if hosts:
-            await asyncio.wait([host.lost for host in hosts], timeout=DRAIN_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DRAIN_S):
+                    await asyncio.gather(*(host.gone.wait() for host in hosts))
         for host in hosts:
             host.lose("the run is over")
 
@@ -422,8 +428,8 @@ class HostListener:
             host.lose(error)
             self._on_refused(error)
             return
+        host.on_lost = functools.partial(self._forget, host)
         self._on_joined(host)
-        host.lost.add_done_callback(lambda lost: self._forget(host, lost.result()))
 
     def _check(self, joined: JoinHost) -> None:
         """Raise `HostError` for a host that must not join."""

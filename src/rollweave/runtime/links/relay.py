@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from rollweave.io.child import spawn
+from rollweave.io.child import Spawn
 from rollweave.io.wire import decoder_of, encode
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import (
@@ -102,8 +102,8 @@ OnSuspected = Callable[[bool], None]
 OnStalled = Callable[[VersionStalled], None]
 """Receives the report that a fetch makes no progress."""
 
-OpenRelay = Callable[[RelaySpec, OnSuspected, OnStalled], RelayLink]
-"""Start a relay. Raises OSError."""
+OpenRelay = Callable[[Spawn, RelaySpec, OnSuspected, OnStalled], RelayLink]
+"""Start a relay on the host of this `Spawn`. Raises OSError."""
 
 
 def in_process(
@@ -113,15 +113,18 @@ def in_process(
     silent_s: float = SILENT_S,
     module: str = "rollweave.runtime.entrypoints.relay",
 ) -> OpenRelay:
-    """Run each relay as a child process, `python -m module`, whose output goes to
+    """Run each relay as a process, `python -m module`, whose output goes to
     `logs/<id>.log`.
     """
 
-    def start(spec: RelaySpec, on_suspected: OnSuspected, on_stalled: OnStalled) -> ProcessRelay:
+    def start(
+        spawn: Spawn, spec: RelaySpec, on_suspected: OnSuspected, on_stalled: OnStalled
+    ) -> ProcessRelay:
         return ProcessRelay(
             spec,
             on_suspected,
             on_stalled,
+            spawn=spawn,
             log=logs / f"{spec.id}.log",
             env=env,
             silent_s=silent_s,
@@ -132,7 +135,7 @@ def in_process(
 
 
 class ProcessRelay:
-    """`RelayLink` to a child process, whose first frame is a `RelaySpec`."""
+    """`RelayLink` to a process, whose first frame is a `RelaySpec`."""
 
     def __init__(
         self,
@@ -140,6 +143,7 @@ class ProcessRelay:
         on_suspected: OnSuspected,
         on_stalled: OnStalled,
         *,
+        spawn: Spawn,
         log: Path,
         env: Mapping[str, str],
         silent_s: float,

@@ -13,13 +13,14 @@ from rollweave.core.membership import first_engines
 from rollweave.envs.rules import named, rule
 from rollweave.io.extras import how_to_install
 from rollweave.record.rundir import RunDir
+from rollweave.runtime.hosts.hosts import hosts_here
 from rollweave.runtime.preflight.checks import Check, fail, ok, warn
 from rollweave.runtime.preflight.environments import Domain, examine_domain
 from rollweave.runtime.preflight.machine import cores
 from rollweave.runtime.preflight.model import examine_model
 from rollweave.runtime.recover import lost, rebuild
 from rollweave.runtime.sinks import missing_sinks
-from rollweave.runtime.supervisors.relays import host_of, missing_extra
+from rollweave.runtime.supervisors.relays import missing_extra
 from rollweave.schema.config.effects import without_effect
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
@@ -56,6 +57,7 @@ def examine(
         *checks,
         *_cpu(config),
         *_relays(config),
+        *_cluster(config),
         *_predictor(config),
         *examine_model(config, domains),
         *_target(config),
@@ -172,6 +174,23 @@ def _predictor(config: RunConfig) -> Iterator[Check]:
         yield fail(field, problem)
 
 
+def _cluster(config: RunConfig) -> Iterator[Check]:
+    cluster = config.cluster
+    if cluster is None:
+        return
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in cluster.host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((cluster.host, cluster.port))
+    except OSError as error:
+        yield fail(
+            "cluster.address",
+            f"must be a free address of this host, got {cluster.address}: {error}",
+        )
+    else:
+        yield ok("cluster", f"waits for {cluster.hosts} hosts at {cluster.address}")
+
+
 def _relays(config: RunConfig) -> Iterator[Check]:
     weights = config.weights
     if not weights.relays:
@@ -180,18 +199,18 @@ def _relays(config: RunConfig) -> Iterator[Check]:
         yield fail(
             "weights.transport", f"{extra} must be installed ({how_to_install(extra)}), got none"
         )
+    addresses = [host.address for host in hosts_here(weights.relays).by_number.values()]
     try:
-        for machine in range(weights.relays):
+        for address in addresses:
             with socket.socket() as probe:
-                probe.bind((host_of(machine), 0))
+                probe.bind((address, 0))
     except OSError as error:
         yield fail(
             "weights.relays",
-            f"must each have their own loopback address, {host_of(machine)} is not available: "
-            f"{error}",
+            f"must each have their own loopback address, {address} is not available: {error}",
         )
     else:
-        first, last = host_of(0), host_of(weights.relays - 1)
+        first, last = addresses[0], addresses[-1]
         yield ok(
             "relays", f"{weights.relays} processes on {first} to {last} over {weights.transport}"
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from rollweave.engine.clients.base import EngineBackend
 from rollweave.record.trace import ENGINES, Trace
+from rollweave.runtime.hosts.hosts import Hosts, hosts_here
 from rollweave.runtime.manifests import Manifests
 from rollweave.runtime.supervisors.supervisor import Supervised, Supervisor
 from rollweave.runtime.tasks import Tasks
@@ -73,8 +74,9 @@ class EngineSupervisor:
 
     `make(slot, epoch)` starts a process, and may raise OSError. `manifests` locates
     weights in memory; `checkpoint(version, weights_id)` locates those of a checkpoint,
-    on a file system that all machines share. KV migrates through shared memory of this
-    host, where all engines are today, or through TCP (`kv_over`), within `migration_s`.
+    on a file system that all hosts share. KV migrates through shared memory where two
+    engines are on one machine, and through TCP elsewhere, or as `kv_over` says, within
+    `migration_s`.
     """
 
     def __init__(
@@ -87,7 +89,8 @@ class EngineSupervisor:
         trace: Trace,
         manifests: Manifests | None = None,
         checkpoint: Callable[[int, int], LoadCheckpoint] | None = None,
-        kv_over: KvTransport = "shm",
+        hosts: Hosts | None = None,
+        kv_over: KvTransport | None = None,
         migration_s: float = MIGRATION_S,
         reply_s: float | None = None,
         heartbeat_s: float = HEARTBEAT_S,
@@ -98,6 +101,7 @@ class EngineSupervisor:
         self._make, self._tasks, self._post = make, tasks, post
         self._clock, self._trace = clock, trace
         self._manifests, self._checkpoint = manifests or Manifests(), checkpoint
+        self._hosts = hosts if hosts is not None else hosts_here(0)
         self._kv_over, self._migration_s = kv_over, migration_s
         self._reply_s, self._heartbeat_s = reply_s, heartbeat_s
         self._engines = Supervisor[EngineProcess, Ready](
@@ -110,11 +114,10 @@ class EngineSupervisor:
             self._begin(slot)
 
     def add(self, command: StartEngine) -> None:
-        self._begin(EngineSlot(id=command.engine_id, degree=command.degree, group=command.group))
+        self._begin(_slot(command))
 
     def restart(self, command: RestartEngine) -> None:
-        slot = EngineSlot(id=command.engine_id, degree=command.degree, group=command.group)
-        self._begin(slot, epoch=command.epoch)
+        self._begin(_slot(command), epoch=command.epoch)
 
     def remove(self, command: RemoveEngine) -> None:
         if self._engines.remove(command.engine_id) is not None:
@@ -219,7 +222,7 @@ class EngineSupervisor:
             return
         source: WeightManifest | LoadCheckpoint | None
         if command.from_checkpoint is None:
-            source = self._manifests.of_engine(engine_id, weights_id)
+            source = self._manifests.on_host(engine.slot.host, weights_id)
         else:
             assert self._checkpoint is not None, "a world without a trainer has no checkpoints"
             source = self._checkpoint(command.from_checkpoint, weights_id)
@@ -283,6 +286,15 @@ class EngineSupervisor:
             )
         )
 
+    def _kv_between(self, source: EngineId, target: EngineId) -> KvTransport:
+        first, second = self._engines.get(source), self._engines.get(target)
+        near = (
+            first is not None
+            and second is not None
+            and self._hosts.share_memory(first.slot.host, second.slot.host)
+        )
+        return "shm" if near else "tcp"
+
     async def _copy_kv(self, command: Migrate, tokens: Sequence[int]) -> int:
         """Return the number of tokens whose KV the target now has.
 
@@ -293,7 +305,8 @@ class EngineSupervisor:
         source, target = self.backend(command.source), self.backend(command.target)
         if source is None or target is None:
             raise KvError(f"{command.source if source is None else command.target} is not running")
-        manifest = await source.export_kv(tokens, self._kv_over)
+        over = self._kv_over or self._kv_between(command.source, command.target)
+        manifest = await source.export_kv(tokens, over)
         try:
             moved = await target.import_kv(tokens, manifest)
         finally:
@@ -301,6 +314,16 @@ class EngineSupervisor:
         if self.backend(command.target) is not target or target.lost.done():
             raise KvError(f"{command.target} ended during the migration")
         return moved
+
+
+def _slot(command: StartEngine | RestartEngine) -> EngineSlot:
+    return EngineSlot(
+        id=command.engine_id,
+        degree=command.degree,
+        group=command.group,
+        host=command.host,
+        devices=command.devices,
+    )
 
 
 async def _replies(backend: EngineBackend, reply_s: float) -> bool:

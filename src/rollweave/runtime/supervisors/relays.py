@@ -1,18 +1,19 @@
 """Execute the core's commands about relays, and report the results.
 
-Each relay is a process that listens on its own loopback address, as if it were alone on
-its machine. Invariants: as of `runtime/supervisors/supervisor.py`; if several fetches
-of the same weights overlap, only the last one is answered.
+Each relay is a process that listens on its host's address. Invariants: as of
+`runtime/supervisors/supervisor.py`; if several fetches of the same weights overlap, only
+the last one is answered.
 """
 
 import asyncio
 import importlib.util
-import ipaddress
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollweave.core.policy.relay import chunk_bytes
+from rollweave.core.weights import relay_id
 from rollweave.record.trace import RELAYS, Trace
+from rollweave.runtime.hosts.hosts import Hosts
 from rollweave.runtime.links.relay import OpenRelay, RelayLink
 from rollweave.runtime.manifests import Manifests
 from rollweave.runtime.supervisors.supervisor import Supervised, Supervisor, until_lost
@@ -44,12 +45,6 @@ from rollweave.schema.weights import (
     WeightManifest,
 )
 
-FIRST_HOST = ipaddress.IPv4Address("127.0.0.2")
-"""Address of machine 0; the following machines have the following addresses.
-
-Each loopback address looks like a host of its own, and `tc` can tell them apart.
-"""
-
 CHUNK_S = 1e-3
 """Seconds that a chunk costs beyond its bytes: frame, digest, and a wake-up of the
 receiver.
@@ -76,16 +71,11 @@ def missing_extra(config: WeightsConfig) -> str | None:
     )
 
 
-def host_of(machine: int) -> str:
-    """Return the address on which a machine's relay listens."""
-    return str(FIRST_HOST + machine)
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class RelayProcess(Supervised[RelayLink]):
     """One epoch of one relay."""
 
-    machine: int
+    host: int
     address: RelayAddress | None = None
     """None until the relay listens."""
 
@@ -99,7 +89,7 @@ class RelaySupervisor:
     def __init__(
         self,
         *,
-        count: int,
+        hosts: Hosts,
         open_relay: OpenRelay,
         transport: TransportName,
         manifests: Manifests,
@@ -108,7 +98,8 @@ class RelaySupervisor:
         clock: Callable[[], float],
         trace: Trace,
     ) -> None:
-        self._count, self._open, self._transport = count, open_relay, transport
+        self._hosts = hosts
+        self._open, self._transport = open_relay, transport
         self._manifests = manifests
         self._tasks, self._post, self._clock, self._trace = tasks, post, clock, trace
         self._byte_s = BYTE_S
@@ -116,10 +107,12 @@ class RelaySupervisor:
             tasks=tasks, start=self._start, watch=self._watch, on_lost=self._on_lost
         )
 
-    def start(self) -> None:
-        """Start epoch 0 of each relay, at the beginning of a life."""
-        for machine in range(self._count):
-            self._relays.begin(RelayProcess(name=f"r{machine}", epoch=0, machine=machine))
+    def start(self, count: int) -> None:
+        """Start epoch 0 of the relays of the first `count` hosts, at the beginning of a
+        life.
+        """
+        for host in range(count):
+            self._relays.begin(RelayProcess(name=relay_id(host), epoch=0, host=host))
 
     def fetch(self, command: FetchWeights) -> None:
         relay = self._relays.get(command.relay_id)
@@ -131,7 +124,7 @@ class RelaySupervisor:
             self._post(_failed(command, relay, "source", str(error)))
             return
         keep = (*command.keep, command.base_id) if command.base_id is not None else command.keep
-        self._manifests.keep(relay.machine, keep)
+        self._manifests.keep(relay.host, keep)
         chunk = chunk_bytes(
             manifest.nbytes, nodes=len(self._relays), start_s=CHUNK_S, byte_s=self._byte_s
         )
@@ -149,17 +142,15 @@ class RelaySupervisor:
         )
 
     def restart(self, command: RestartRelay) -> None:
-        former = self._relays.get(command.relay_id)
-        assert former is not None, "the core restarts no relay that it removed"
-        self._manifests.keep(former.machine, ())
+        self._manifests.keep(command.host, ())
         self._relays.begin(
-            RelayProcess(name=former.name, epoch=command.epoch, machine=former.machine)
+            RelayProcess(name=command.relay_id, epoch=command.epoch, host=command.host)
         )
 
     def remove(self, command: RemoveRelay) -> None:
         relay = self._relays.remove(command.relay_id)
         if relay is not None:
-            self._manifests.keep(relay.machine, ())
+            self._manifests.keep(relay.host, ())
 
     async def close(self) -> None:
         """End every relay, in order if it can."""
@@ -167,8 +158,10 @@ class RelaySupervisor:
 
     async def _start(self, relay: RelayProcess) -> RelayReady:
         relay.started_at = self._clock()
-        spec = RelaySpec(id=relay.name, host=host_of(relay.machine), transport=self._transport)
+        host = self._hosts.host(relay.host)
+        spec = RelaySpec(id=relay.name, host=host.address, transport=self._transport)
         relay.link = self._open(
+            host.spawn,
             spec,
             lambda silent: self._on_suspected(relay, silent=silent),
             lambda message: self._on_stalled(relay, message),
@@ -185,7 +178,7 @@ class RelaySupervisor:
         return await until_lost(relay.link)
 
     def _on_lost(self, relay: RelayProcess, error: Exception | str) -> None:
-        self._manifests.keep(relay.machine, ())
+        self._manifests.keep(relay.host, ())
         self._trace.instant(RELAYS, relay.name, "lost", self._clock())
         self._post(RelayLost(relay_id=relay.name, epoch=relay.epoch, error=str(error)))
 
@@ -260,7 +253,7 @@ class RelaySupervisor:
         if command.source is not None and command.base_id is None and result.nbytes:
             self._byte_s = result.seconds / result.nbytes
         if not relay.retired:
-            self._manifests.add(relay.machine, result.manifest)
+            self._manifests.add(relay.host, result.manifest)
         self._post(
             WeightsFetched(
                 relay_id=command.relay_id, epoch=relay.epoch, weights_id=command.weights_id

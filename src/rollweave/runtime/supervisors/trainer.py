@@ -36,6 +36,7 @@ from rollweave.schema.events import (
     TrainFailed,
     WeightsPublished,
 )
+from rollweave.schema.hosts import RankSlot
 from rollweave.schema.training import (
     Copied,
     Measure,
@@ -57,6 +58,12 @@ from rollweave.schema.work import Batch, ScoredGroup
 TRAINER_NAME = "trainer"
 
 
+MakeTrainer = Callable[[int, bool, Sequence[RankSlot]], TrainerBackend]
+"""Start epoch `epoch` of the trainer, `fresh` or to be restored, with a rank at each
+place. Raises OSError.
+"""
+
+
 class DamagedCheckpointError(TrainerLostError):
     """The trainer is alive but cannot read a checkpoint."""
 
@@ -65,6 +72,7 @@ class DamagedCheckpointError(TrainerLostError):
 class TrainerProcess(Supervised[TrainerBackend]):
     """One epoch of the trainer."""
 
+    ranks: Sequence[RankSlot]
     steps: Sequence[int] = ()
     """Steps of the checkpoints to restore from, best first; none for a fresh start."""
 
@@ -72,7 +80,7 @@ class TrainerProcess(Supervised[TrainerBackend]):
 class TrainerSupervisor:
     """The trainer of a world.
 
-    `make(epoch, fresh)` starts a process, and may raise OSError. `on_published`
+    `make(epoch, fresh, ranks)` starts its ranks, and may raise OSError. `on_published`
     receives new weights, and the ids of the older ones that the trainer keeps;
     `on_saved` is called once a checkpoint is in the journal.
     """
@@ -80,7 +88,7 @@ class TrainerSupervisor:
     def __init__(
         self,
         *,
-        make: Callable[[int, bool], TrainerBackend],
+        make: MakeTrainer,
         tasks: Tasks,
         post: PostEvent,
         clock: Callable[[], float],
@@ -99,17 +107,23 @@ class TrainerSupervisor:
             tasks=tasks, start=self._start, watch=self._watch, on_lost=self._on_lost
         )
 
-    def start(self, epoch: int, steps: Sequence[int] = ()) -> None:
+    def start(
+        self, epoch: int, steps: Sequence[int] = (), *, ranks: Sequence[RankSlot] = (RankSlot(),)
+    ) -> None:
         """Start a trainer from the first of these checkpoints that can be read, or
         afresh without any.
 
         The former process is killed.
         """
-        self._trainer.begin(TrainerProcess(name=TRAINER_NAME, epoch=epoch, steps=steps))
+        self._trainer.begin(
+            TrainerProcess(name=TRAINER_NAME, epoch=epoch, steps=steps, ranks=ranks)
+        )
 
     def restart(self, command: RestartTrainer) -> None:
         self.start(
-            command.epoch, [step for step in (command.step, command.fallback) if step is not None]
+            command.epoch,
+            [step for step in (command.step, command.fallback) if step is not None],
+            ranks=command.ranks or (RankSlot(),),
         )
 
     def train(self, command: TrainStep) -> None:
@@ -151,7 +165,7 @@ class TrainerSupervisor:
 
     async def _start(self, trainer: TrainerProcess) -> tuple[int, str]:
         trainer.started_at = self._clock()
-        trainer.link = self._make(trainer.epoch, not trainer.steps)
+        trainer.link = self._make(trainer.epoch, not trainer.steps, trainer.ranks)
         await trainer.link.ready()
         return await self._restore_first(trainer.link, trainer.steps)
 

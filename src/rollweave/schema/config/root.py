@@ -17,6 +17,7 @@ from rollweave.schema.config.sections import (
     AlgorithmConfig,
     AllocationConfig,
     BufferConfig,
+    ClusterConfig,
     EngineConfig,
     EvalConfig,
     Fault,
@@ -54,6 +55,7 @@ class RunConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     warmup: WarmupConfig = WarmupConfig()
+    cluster: ClusterConfig | None = None
     weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig = EvalConfig()
     faults: dict[Fault, NotNegative] = Field(
@@ -152,6 +154,11 @@ class RunConfig(Section):
             raise ValueError(
                 "rollout.alpha must be at least 1 in mode bounded (0 is mode sync), "
                 f"got {rollout.alpha}"
+            )
+        if self.cluster is not None and self.weights.relays:
+            raise ValueError(
+                "weights.relays must be left out with [cluster], whose hosts have one each, got "
+                f"{self.weights.relays}"
             )
         self._check_own_pace()
         for kind, rate in self.faults.items():

@@ -452,6 +452,39 @@ class BufferConfig(Section):
     )
 
 
+class ClusterConfig(Section):
+    """The other hosts of a run. Without this section, it uses this machine alone.
+
+    Every host runs an agent (`rollweave host`), which joins the controller; the
+    controller's own machine takes part only if an agent is there, too.
+    """
+
+    address: Annotated[
+        str,
+        matching(
+            r"(\[[0-9a-fA-F:.]+\]|[^\[\]:@/?#\s]+):[0-9]{1,5}",
+            "be an address and a port, HOST:PORT",
+        ),
+    ] = Field(
+        description="Address of this machine and port on which the controller listens for hosts; "
+        "port 0 is any free one."
+    )
+    hosts: PositiveInt = Field(
+        description="Number of hosts that must have joined before the run begins; others may join "
+        "later."
+    )
+    join_s: Positive = Field(600.0, description="Maximum seconds to wait for these hosts.")
+
+    @property
+    def host(self) -> str:
+        """The address without the port."""
+        return self.address.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+
 class WeightsConfig(Section):
     """How weights reach the engines."""
 

@@ -1,0 +1,117 @@
+"""Bind engines and trainer ranks to hosts and their devices, as `policy/binding` decides.
+
+Without hosts of a cluster, everything is on one host; with `weights.relays` that one
+stands for so many hosts, each with a relay.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from rollweave.core.policy.binding import Binding, Capacity, Demand, Unbound, bind
+from rollweave.core.state import State
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.events import EngineSlot
+from rollweave.schema.hosts import HostSlot, RankSlot
+
+TRAINER = "trainer"
+"""Group of the trainer's ranks."""
+
+
+def one_machine(relays: int) -> tuple[HostSlot, ...]:
+    """The hosts of a run on one machine: as many as it has relays, and at least one."""
+    return tuple(HostSlot(number=number) for number in range(max(1, relays)))
+
+
+def bind_all(
+    config: RunConfig, engines: Iterable[EngineSlot], hosts: Sequence[HostSlot]
+) -> tuple[tuple[EngineSlot, ...], tuple[RankSlot, ...], list[Unbound]]:
+    """The places of all engines and of the trainer's ranks, and what has no place."""
+    slots = list(engines)
+    demands = [
+        *(_rank(config, rank, hosts) for rank in range(config.trainer.ranks)),
+        *(_engine(slot.id, slot.degree, hosts) for slot in slots),
+    ]
+    bindings, unbound = bind(demands, _capacities(hosts))
+    places = {binding.role: binding for binding in bindings}
+    numbers = {_name(host): host.number for host in hosts}
+    ranks = [places[demand.role] for demand in demands if demand.group and demand.role in places]
+    return (
+        tuple(
+            EngineSlot(
+                id=slot.id,
+                degree=slot.degree,
+                group=slot.group,
+                host=numbers[places[slot.id].host],
+                devices=places[slot.id].devices,
+            )
+            for slot in slots
+            if slot.id in places
+        ),
+        tuple(RankSlot(host=numbers[place.host], devices=place.devices) for place in ranks),
+        unbound,
+    )
+
+
+def bind_engine(config: RunConfig, state: State, slot: EngineSlot) -> EngineSlot | None:
+    """The place of one more engine beside all that have one; None if there is none."""
+    hosts = list(state.hosts.up.values())
+    bindings, _ = bind(
+        [_engine(slot.id, slot.degree, hosts)], _capacities(hosts), _bound(state, ranks=True)
+    )
+    if not bindings:
+        return None
+    (place,) = bindings
+    number = next(host.number for host in hosts if _name(host) == place.host)
+    return EngineSlot(
+        id=slot.id, degree=slot.degree, group=slot.group, host=number, devices=place.devices
+    )
+
+
+def bind_ranks(config: RunConfig, state: State) -> list[RankSlot]:
+    """The places of the trainer's ranks beside the engines: the present ones, unless one
+    of their hosts is lost. Empty if there is no place for all of them.
+    """
+    present, hosts = state.hosts.ranks, list(state.hosts.up.values())
+    if all(rank.host in state.hosts.up for rank in present):
+        return present
+    demands = [_rank(config, rank, hosts) for rank in range(len(present))]
+    bindings, unbound = bind(demands, _capacities(hosts), _bound(state, ranks=False))
+    numbers = {_name(host): host.number for host in hosts}
+    return (
+        []
+        if unbound
+        else [RankSlot(host=numbers[place.host], devices=place.devices) for place in bindings]
+    )
+
+
+def _rank(config: RunConfig, rank: int, hosts: Sequence[HostSlot]) -> Demand:
+    devices = 1 if any(host.devices for host in hosts) else 0
+    return Demand(role=f"{TRAINER} rank {rank}", devices=devices, group=TRAINER)
+
+
+def _engine(name: str, degree: int, hosts: Sequence[HostSlot]) -> Demand:
+    return Demand(role=name, devices=degree if any(host.devices for host in hosts) else 0)
+
+
+def _bound(state: State, *, ranks: bool) -> list[Binding]:
+    names = {host.number: _name(host) for host in state.hosts.up.values()}
+    engines = [
+        Binding(role=engine.id, host=names.get(engine.host, ""), devices=engine.devices)
+        for engine in state.engines.values()
+    ]
+    own = [
+        Binding(role=f"{TRAINER} rank {rank}", host=names.get(slot.host, ""), devices=slot.devices)
+        for rank, slot in enumerate(state.hosts.ranks)
+        if slot.devices
+    ]
+    return engines + own if ranks else engines
+
+
+def _capacities(hosts: Sequence[HostSlot]) -> list[Capacity]:
+    return [
+        Capacity(host=_name(host), cpus=host.cpus, devices=host.devices, pools=host.pools)
+        for host in hosts
+    ]
+
+
+def _name(host: HostSlot) -> str:
+    return str(host.number)

@@ -1,0 +1,171 @@
+"""The hosts of one run, from the first that joins to the end: they are gathered before
+the world starts, and reported to it afterwards.
+
+Without a cluster this machine is the only host, and nothing listens. With one, agents
+join the controller, which starts no process on its own machine unless an agent is there.
+"""
+
+import asyncio
+import itertools
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rollweave.io.disk import replace_file
+from rollweave.record.rundir import RunDir
+from rollweave.runtime.hosts.hosts import Host, Hosts, hosts_here
+from rollweave.runtime.hosts.listener import LEASE_S, HostListener, RemoteHost
+from rollweave.runtime.tasks import Tasks
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.events import Event, HostJoined, HostLost
+from rollweave.schema.hosts import HostAccepted, HostSlot
+
+SECRET_VARIABLE = "ROLLWEAVE_HOST_SECRET"
+"""Environment variable with the secret of the run, for controller and agents alike, in
+place of its file.
+"""
+
+SECRET_BYTES = 32
+"""Number of random bytes in a generated secret."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Member:
+    number: int
+    remote: RemoteHost
+
+
+class Cluster:
+    """The hosts of a run. `say` receives lines for the user."""
+
+    def __init__(
+        self, config: RunConfig, run: RunDir, tasks: Tasks, *, say: Callable[[str], None]
+    ) -> None:
+        self._config, self._run, self._tasks, self._say = config, run, tasks, say
+        self._numbers = itertools.count()
+        self._members: dict[str, _Member] = {}
+        self._changed = asyncio.Event()
+        self._post: Callable[[Event], None] | None = None
+        self._listener: HostListener | None = None
+        self.hosts: Hosts = hosts_here(config.weights.relays)
+        self.slots: tuple[HostSlot, ...] = ()
+        """The hosts with which the world starts; empty for this machine alone."""
+
+    async def gather(self) -> None:
+        """Wait until as many hosts have joined as the configuration asks for.
+
+        Raises `ConfigError` if they do not in time, or if the address is not free.
+        """
+        cluster = self._config.cluster
+        if cluster is None:
+            return
+        self.hosts = Hosts()
+        self._listener = self._listen(cluster.address)
+        secret = "" if SECRET_VARIABLE in os.environ else f" --secret-file {self._run.host_secret}"
+        self._say(f"waiting for {cluster.hosts} hosts: rollweave host --join {self._where}{secret}")
+        try:
+            async with asyncio.timeout(cluster.join_s):
+                while len(self._members) < cluster.hosts:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            names = ", ".join(self._members) or "none"
+            raise ConfigError(
+                f"cluster.hosts must join within {cluster.join_s:g} s, {cluster.hosts} of them, "
+                f"got {names}"
+            ) from None
+        self.slots = tuple(_slot(member) for member in self._members.values())
+
+    def report_to(self, post: Callable[[Event], None]) -> None:
+        """Post an event for every host that joins or is lost from now on.
+
+        Hosts that have changed since `gather` are reported at once.
+        """
+        self._post = post
+        numbers = {member.number for member in self._members.values()}
+        for slot in self.slots:
+            if slot.number not in numbers:
+                post(HostLost(host=slot.number, error="its connection ended"))
+        known = {slot.number for slot in self.slots}
+        for member in self._members.values():
+            if self.slots and member.number not in known:
+                post(HostJoined(host=_slot(member)))
+
+    async def close(self) -> None:
+        """Release all hosts."""
+        if self._listener is not None:
+            await self._listener.close()
+
+    @property
+    def _where(self) -> str:
+        assert self._listener is not None, "it listens"
+        assert self._config.cluster is not None, "there is a cluster"
+        return f"{self._config.cluster.host}:{self._listener.port}"
+
+    def _listen(self, address: str) -> HostListener:
+        assert self._config.cluster is not None, "there is a cluster"
+        run, mark = self._run, secrets.token_hex(SECRET_BYTES)
+        replace_file(run.host_mark, mark.encode())
+        listener = HostListener(
+            secret=self._secret(),
+            accepted=HostAccepted(
+                lease_s=LEASE_S,
+                directory=os.getcwd(),
+                mark_path=str(run.host_mark),
+                mark=mark,
+            ),
+            tasks=self._tasks,
+            on_joined=self._on_joined,
+            on_lost=self._on_lost,
+            on_refused=self._say,
+        )
+        try:
+            listener.listen(self._config.cluster.host, self._config.cluster.port)
+        except OSError as error:
+            raise ConfigError(
+                f"cluster.address must be a free address of this host, got {address}: {error}"
+            ) from None
+        return listener
+
+    def _secret(self) -> bytes:
+        """Return the secret that the environment sets, or that of the run, which is made
+        if there is none.
+        """
+        if text := os.environ.get(SECRET_VARIABLE, "").strip():
+            return text.encode()
+        file = self._run.host_secret
+        if not file.exists():
+            replace_file(file, f"{secrets.token_hex(SECRET_BYTES)}\n".encode(), mode=0o600)
+        return file.read_text().strip().encode()
+
+    def _on_joined(self, remote: RemoteHost) -> None:
+        member = self._members[remote.name] = _Member(number=next(self._numbers), remote=remote)
+        self.hosts.by_number[member.number] = Host(
+            name=remote.name, address=remote.address, spawn=remote.spawn
+        )
+        self._changed.set()
+        if self._post is not None:
+            self._post(HostJoined(host=_slot(member)))
+        else:
+            self._say(f"host {remote.name} has joined")
+
+    def _on_lost(self, remote: RemoteHost, reason: str) -> None:
+        member = self._members.pop(remote.name)
+        del self.hosts.by_number[member.number]
+        if self._post is not None:
+            self._post(HostLost(host=member.number, error=reason))
+        else:
+            self._say(f"host {remote.name} is lost: {reason}")
+
+
+def _slot(member: _Member) -> HostSlot:
+    remote = member.remote
+    return HostSlot(
+        number=member.number,
+        name=remote.name,
+        machine=remote.name,
+        cpus=remote.resources.cpus,
+        devices=tuple(device.index for device in remote.resources.devices),
+    )

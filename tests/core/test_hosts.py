@@ -1,0 +1,174 @@
+"""Hosts that are lost and that join, and the places of engines and trainer ranks."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId
+from rollweave.schema.hosts import HostSlot, RankSlot
+from tests.core.world import World
+from tests.support.core import MODES, config
+from tests.support.properties import examples
+from tests.support.relay_driver import Driver
+
+
+def started(commands: list[c.Command]) -> list[tuple[str, int, tuple[int, ...]]]:
+    return [
+        (command.engine_id, command.host, command.devices)
+        for command in commands
+        if isinstance(command, c.StartEngine)
+    ]
+
+
+def of(commands: list[c.Command], kind: type) -> list[c.Command]:
+    return [command for command in commands if isinstance(command, kind)]
+
+
+def test_engines_of_a_lost_host_start_elsewhere_under_new_names() -> None:
+    driver = Driver(3).up()
+    commands = driver.send(e.HostLost(host=1, error="silent"))
+    assert started(commands) == [("e3", 0, ())]
+    (removed,) = of(commands, c.RemoveRelay)
+    assert isinstance(removed, c.RemoveRelay)
+    assert removed.relay_id == "r1"
+    assert list(driver.core.state.engines) == ["e0", "e2", "e3"]
+    assert driver.core.state.chain.order == ["r0", "r2"]
+
+
+def test_reports_of_what_was_on_a_lost_host_come_too_late() -> None:
+    driver = Driver(2).up()
+    driver.send(e.HostLost(host=1, error="silent"))
+    for event in (
+        e.HostLost(host=1, error="silent"),
+        e.EngineLost(engine_id=EngineId("e1"), epoch=0, error="gone"),
+        e.RelayLost(relay_id="r1", epoch=0, error="gone"),
+    ):
+        assert of(driver.send(event), c.StartEngine) == []
+
+
+def test_a_host_that_joins_gets_a_relay_at_the_end_of_the_chain() -> None:
+    driver = Driver(2).up()
+    commands = driver.send(e.HostJoined(host=HostSlot(number=2, name="c")))
+    (relay,) = of(commands, c.RestartRelay)
+    assert relay == c.RestartRelay(relay_id="r2", host=2, epoch=0, reason="its host has joined")
+    driver.join("r2")
+    assert driver.core.state.chain.order == ["r0", "r1", "r2"]
+    assert driver.send(e.HostJoined(host=HostSlot(number=2, name="c"))) == []
+
+
+def test_the_loss_of_the_last_host_ends_the_run() -> None:
+    driver = Driver(1).up()
+    driver.send(e.HostLost(host=0, error="its connection ended"))
+    assert "host 0 is lost: its connection ended" in driver.core.state.error
+
+
+class OnGpus(Driver):
+    """Two hosts of two GPUs each, on machines of their own: the trainer on the first GPU
+    of host 0, and engines on all others.
+    """
+
+    def begin(self) -> e.RunStarted:
+        hosts = tuple(
+            HostSlot(number=number, machine=f"m{number}", devices=(0, 1)) for number in range(2)
+        )
+        places = {"e0": (0, (1,)), "e1": (1, (0,)), "e2": (1, (1,))}
+        return e.RunStarted(
+            engines=tuple(
+                e.EngineSlot(id=EngineId(name), host=host, devices=devices)
+                for name, (host, devices) in places.items()
+            ),
+            hosts=hosts,
+            ranks=(RankSlot(host=0, devices=(0,)),),
+            relays=2,
+        )
+
+
+def test_a_restarted_engine_keeps_its_devices() -> None:
+    driver = OnGpus(2).up()
+    commands = driver.send(e.EngineLost(engine_id=EngineId("e2"), epoch=0, error="killed"))
+    (restart,) = of(commands, c.RestartEngine)
+    assert isinstance(restart, c.RestartEngine)
+    assert (restart.host, restart.devices) == (1, (1,))
+
+
+def test_engines_share_the_devices_that_are_left() -> None:
+    driver = OnGpus(2).up()
+    commands = driver.send(e.HostLost(host=1, error="silent"))
+    assert started(commands) == [("e3", 0, (0,)), ("e4", 0, (1,))]
+
+
+def test_a_trainer_whose_host_is_lost_restarts_elsewhere() -> None:
+    driver = OnGpus(2).up()
+    driver.send(e.HostLost(host=0, error="silent"))
+    (restart,) = of(driver.send(e.TrainerLost(epoch=0, error="gone")), c.RestartTrainer)
+    assert isinstance(restart, c.RestartTrainer)
+    assert [slot.host for slot in restart.ranks] == [1]
+    assert driver.core.state.hosts.ranks == list(restart.ranks)
+
+
+def test_a_trainer_that_fails_on_its_host_stays_there() -> None:
+    driver = OnGpus(2).up()
+    (restart,) = of(driver.send(e.TrainerLost(epoch=0, error="killed")), c.RestartTrainer)
+    assert isinstance(restart, c.RestartTrainer)
+    assert restart.ranks == (RankSlot(host=0, devices=(0,)),)
+
+
+def test_only_the_relay_beside_the_trainer_reads_its_memory() -> None:
+    """Whichever relay joins first: the one on the trainer's machine heads the chain."""
+    driver = OnGpus(2)
+    driver.join("r1")
+    driver.join("r0")
+    assert driver.core.state.chain.order == ["r0", "r1"]
+    driver.send(e.TrainerReady(epoch=0, step=0))
+    driver.publish()
+    assert driver.source("r0") is None
+    assert driver.source("r1") == "r0"
+    driver.suspect("r0")
+    assert driver.relay("r1").fetch is None or driver.source("r1") == "r0"
+
+
+def test_places_survive_a_snapshot() -> None:
+    driver = OnGpus(2).up()
+    restored = type(driver.core).restore(driver.core.snapshot(), config("partial"))
+    assert restored.state.hosts == driver.core.state.hosts
+
+
+@settings(max_examples=examples(60))
+@given(
+    seed=st.integers(0, 2**16),
+    mode=st.sampled_from([*MODES, "decoupled"]),
+    relays=st.integers(1, 4),
+    restless=st.sampled_from([0.0, 0.05]),
+)
+def test_any_run_whose_hosts_come_and_go_ends_accounted_for(
+    seed: int, mode: str, relays: int, restless: float
+) -> None:
+    """The run ends early only if its last host is lost."""
+    run_config = config(
+        mode,
+        engines={"count": relays},
+        weights={"relays": relays},
+        watchdog={"restarts": 1000},
+    )
+    world = World(run_config, seed, restless=restless)
+    world.changing_hosts = 0.02
+    world.start()
+    while world.finish is None:
+        assert world.handled < 60_000, f"no end: {world.core.state.phase}"
+        world.step()
+    if world.core.state.hosts.up:
+        assert world.finish.error == ""
+    account = world.core.account()
+    assert account.balanced
+    assert account.in_flight == 0
+
+
+def test_the_random_runs_do_lose_hosts_and_gain_some() -> None:
+    """Otherwise the test above would show nothing."""
+    world = World(config("bounded", steps=8, engines={"count": 3}, weights={"relays": 3}), seed=1)
+    world.changing_hosts = 0.02
+    world.run()
+    watchdog = world.core.state.counters.watchdog
+    assert watchdog["host_joined"] > 2
+    assert watchdog["host_evicted"] > 2

@@ -1,0 +1,230 @@
+"""Whole runs on hosts whose agents are processes: results, and the loss of hosts."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollweave.record.journal import Replay
+from rollweave.schema.config.loading import load
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.events import HostJoined, HostLost, RunStarted
+from tests.runtime.whole import (
+    ROOT,
+    assert_no_processes,
+    assert_trained_once,
+    controller,
+    lines,
+    make_config,
+    replay,
+    run,
+    run_dir,
+)
+
+SECRET = "a secret of the tests"
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLWEAVE_HOST_SECRET", SECRET)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Agents:
+    """Agents of the test's hosts, by name."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, *names: str) -> None:
+        for name in names:
+            self.processes[name] = subprocess.Popen(
+                [
+                    *(sys.executable, "-c", "from rollweave.cli.entry import main; main()"),
+                    *("host", "--join", f"127.0.0.1:{self.port}", "--name", name),
+                    *("--join-s", "60"),
+                ],
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        self.processes[name].send_signal(number)
+
+    def statuses(self) -> dict[str, int]:
+        """Wait for all agents, and return their exit statuses."""
+        return {name: process.wait(60) for name, process in self.processes.items()}
+
+
+@pytest.fixture
+def agents() -> Iterator[Agents]:
+    running = Agents(free_port())
+    try:
+        yield running
+    finally:
+        for process in running.processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+            process.wait()
+
+
+def config_of(directory: Path, agents: Agents, *, hosts: int = 2, **sections: Any) -> RunConfig:
+    cluster = {"address": f"127.0.0.1:{agents.port}", "hosts": hosts, "join_s": 60.0}
+    return make_config(directory, cluster=cluster, **sections)
+
+
+def reached(config: RunConfig, step: int) -> bool:
+    """Return whether the run has trained this step."""
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+        return len(lines(config, "step")) > step
+    return False
+
+
+@contextlib.contextmanager
+def meanwhile(config: RunConfig, step: int, action: Callable[[], None]) -> Iterator[None]:
+    """Call `action` on another thread as soon as the run has trained `step`."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.is_set() and not reached(config, step):
+            time.sleep(0.01)
+        if not over.is_set():
+            action()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def events(config: RunConfig, *kinds: type) -> list[Any]:
+    replayed = Replay(run_dir(config) / "journal.bin", load(run_dir(config) / "config.toml"))
+    return [event for _, event, _ in replayed if isinstance(event, kinds)]
+
+
+def test_a_run_uses_all_its_hosts(tmp_path: Path, agents: Agents) -> None:
+    config = config_of(tmp_path, agents)
+    agents.start("a", "b")
+    summary = run(config)
+    assert summary.error == ""
+    assert summary.account.balanced
+    (begun,) = events(config, RunStarted)
+    assert sorted(host.name for host in begun.hosts) == ["a", "b"]
+    assert [slot.host for slot in begun.engines] == [0, 1]
+    assert begun.relays == 2
+    assert_trained_once(config)
+    assert agents.statuses() == {"a": 0, "b": 0}
+    assert_no_processes(config)
+    assert replay(config).differing == 0
+
+
+@pytest.mark.parametrize("lost", [0, 1], ids=["with the trainer", "with an engine"])
+def test_a_lost_host_is_replaced_by_the_others(tmp_path: Path, agents: Agents, lost: int) -> None:
+    config = config_of(tmp_path, agents, steps=40)
+    agents.start("a", "b")
+
+    def kill() -> None:
+        (begun,) = events(config, RunStarted)
+        agents.signal(begun.hosts[lost].name, signal.SIGKILL)
+
+    with meanwhile(config, 3, kill):
+        summary = run(config)
+    assert summary.error == ""
+    assert summary.account.balanced
+    (event,) = events(config, HostLost)
+    assert event.host == lost
+    assert_trained_once(config)
+    assert sorted(agents.statuses().values()) == [-signal.SIGKILL, 0]
+    assert_no_processes(config)
+    assert replay(config).differing == 0
+
+
+def test_a_host_joins_during_the_run_and_takes_over(tmp_path: Path, agents: Agents) -> None:
+    """The only host is lost once another has joined; it had nothing to do before."""
+    config = config_of(tmp_path, agents, hosts=1, steps=60)
+    agents.start("a")
+
+    def join_then_kill() -> None:
+        agents.start("b")
+        deadline = time.monotonic() + 60
+        while not events(config, HostJoined) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        agents.signal("a", signal.SIGKILL)
+
+    with meanwhile(config, 1, join_then_kill):
+        summary = run(config)
+    assert summary.error == ""
+    assert summary.account.balanced
+    assert [type(event) for event in events(config, HostJoined, HostLost)] == [
+        HostJoined,
+        HostLost,
+    ]
+    assert_trained_once(config)
+    assert agents.statuses() == {"a": -signal.SIGKILL, "b": 0}
+    assert_no_processes(config)
+
+
+def test_the_loss_of_the_last_host_ends_the_run_with_its_reason(
+    tmp_path: Path, agents: Agents
+) -> None:
+    config = config_of(tmp_path, agents, hosts=1, steps=60)
+    agents.start("a")
+    with meanwhile(config, 1, lambda: agents.signal("a", signal.SIGKILL)):
+        summary = run(config)
+    assert "host a is lost" in summary.error
+    assert summary.account.balanced
+    assert_no_processes(config)
+
+
+def test_a_resumed_controller_finds_its_hosts(tmp_path: Path, agents: Agents) -> None:
+    config = config_of(tmp_path, agents, steps=30)
+    agents.start("a", "b")
+    with controller(config) as first:
+        deadline = time.monotonic() + 60
+        while not reached(config, 3) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        first.kill()
+    summary = run(config, resume=True)
+    assert summary.error == ""
+    assert summary.account.balanced
+    assert_trained_once(config)
+    assert agents.statuses() == {"a": 0, "b": 0}
+    assert_no_processes(config)
+
+
+def test_missing_hosts_are_named(tmp_path: Path, agents: Agents) -> None:
+    config = config_of(tmp_path, agents, hosts=2)
+    cluster = config.cluster.model_copy(update={"join_s": 8.0}) if config.cluster else None
+    agents.start("a")
+    with pytest.raises(ConfigError, match=r"cluster\.hosts must join within 8 s, 2 of them, got a"):
+        run(config.model_copy(update={"cluster": cluster}))
+    assert agents.statuses() == {"a": 0}
+
+
+def test_an_address_in_use_is_refused(tmp_path: Path, agents: Agents) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", agents.port))
+        taken.listen()
+        with pytest.raises(ConfigError, match=r"cluster\.address must be a free address"):
+            run(config_of(tmp_path, agents))
