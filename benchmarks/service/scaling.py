@@ -96,7 +96,7 @@ def scaling(
             )
             served = stack.enter_context(Child("benchmarks.service.slot_engines", *arguments))
             configs = [
-                _config(scratch / f"{prefix}{number}", model, workload)
+                config_of(scratch / f"{prefix}{number}", model, workload)
                 for number in range(max(plan.processes))
             ]
             services = [stack.enter_context(started(config)) for config in configs]
@@ -116,7 +116,8 @@ def scaling(
     return rates_by_workload
 
 
-def _config(directory: Path, model: Path, workload: Workload) -> RunConfig:
+def config_of(directory: Path, model: Path, workload: Workload) -> RunConfig:
+    """Return the configuration of a service process."""
     limits = {"max_turns": TURNS, "max_tokens": 300, "max_turn_tokens": TURN_TOKENS}
     lake = {
         "env": "frozenlake",
@@ -124,13 +125,14 @@ def _config(directory: Path, model: Path, workload: Workload) -> RunConfig:
         "options": {"maps": "fixed", "grammar": True},
         **limits,
     }
+    latency = {"latency_s": workload.step_s, "latency_sigma": 0.0}
     return RunConfig.model_validate(
         {
             "run": {"name": "node", "dir": str(directory)},
             "model": {"path": str(model)},
             "tasks": [lake],
             "rollout": {"max_running": workload.environments},
-            "faults": {"latency_s": workload.step_s, "latency_sigma": 0.0},
+            "faults": latency if workload.step_s else {},
             "serve": {"engines": "registered"},
         }
     )

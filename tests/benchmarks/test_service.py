@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from rollweave.cli.bench import bench
 from rollweave.engine.clients.http import HttpEngine, HttpSpec
 from rollweave.engine.clients.probe import Logprobs
 from rollweave.schema.base import GroupId, TaskId, TrajectoryId
+from rollweave.schema.config.loading import dumps, loads
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.service import MemberStatus, RolloutRequest, RolloutStatus
 from rollweave.schema.serving import FinishReason, GenerateRequest, Sampling
@@ -290,6 +292,13 @@ def test_ratios_are_medians_of_rounds_and_a_missing_one_has_a_reason() -> None:
     assert figures["ablation_ratio_bash"] is figures["jobs_per_s_no_bash"] is None
     assert list(conditions) == ["ablation_ratio_bash"]
     assert "tmux is not installed" in conditions["ablation_ratio_bash"]
+
+
+@pytest.mark.parametrize("prefix", service_scaling.WORKLOADS)
+def test_a_process_of_each_workload_can_load_its_configuration(prefix: str) -> None:
+    workload = service_scaling.WORKLOADS[prefix]
+    config = service_scaling.config_of(Path("services"), Path("model"), workload)
+    assert loads(dumps(config)).injected.latency_s == workload.step_s
 
 
 def test_throughput_is_by_workload_and_number_of_processes() -> None:

@@ -448,7 +448,8 @@ def test_an_evaluation_whose_weights_are_lost_blocks_nothing() -> None:
     while until(world, c.SaveCheckpoint).step != 2:  # type: ignore[attr-defined]
         pass
     evaluation = world.core.state.evaluations.current
-    assert evaluation is not None and evaluation.version == 2  # that of version 0 has ended
+    assert evaluation is not None
+    assert evaluation.version == 2  # that of version 0 has ended
     world.feed(e.CheckpointFailed(epoch=world.trainer_epoch, step=2, error="disk full"))
     world.feed(e.TrainerLost(epoch=world.trainer_epoch, error="killed"))
     while world.finish is None:
