@@ -175,4 +175,4 @@ def test_an_engine_of_another_degree_is_removed_by_the_plan() -> None:
     assert run.state.counters.engines_left == 0
     (removed,) = of(run, c.RemoveEngine)
     assert isinstance(removed, c.RemoveEngine)
-    assert removed.reason == "the plan no longer has an engine of its degree"
+    assert removed.reason == "another engine takes its place"

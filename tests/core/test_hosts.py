@@ -47,6 +47,18 @@ def test_reports_of_what_was_on_a_lost_host_come_too_late() -> None:
         assert of(driver.send(event), c.StartEngine) == []
 
 
+def test_an_engine_that_stands_in_for_another_moves_to_a_host_that_joins() -> None:
+    driver = Driver(2).up()
+    driver.engines_up()
+    driver.send(e.HostLost(host=1, error="silent"))
+    assert {one.id: one.host for one in driver.core.state.engines.values()} == {"e0": 0, "e2": 0}
+    commands = driver.send(e.HostJoined(host=HostSlot(number=2, name="c")))
+    assert started(commands) == [("e3", 2, ())]
+    removed = [command.engine_id for command in of(commands, c.RemoveEngine)]  # type: ignore[attr-defined]
+    assert removed == ["e2"]
+    assert started(driver.send(e.HostJoined(host=HostSlot(number=3)))) == []
+
+
 def test_a_host_that_joins_gets_a_relay_at_the_end_of_the_chain() -> None:
     driver = Driver(2).up()
     commands = driver.send(e.HostJoined(host=HostSlot(number=2, name="c")))

@@ -31,6 +31,7 @@ def restart(world: World) -> None:
     world.core = Core.restore(world.core.snapshot(), world.config)
     slots = engines_to_start(world.config, world.core.state)
     world.engine_degrees = {str(slot.id): slot.degree for slot in slots}
+    world.engine_hosts = {str(slot.id): slot.host for slot in slots}
     world.engine_epoch = dict.fromkeys(world.engine_degrees, 0)
     world.engine_version.clear()
     world.feed(e.WorldLost(engines=slots, relays=world.begin_relays()))

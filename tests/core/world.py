@@ -49,6 +49,7 @@ class World:
         self.reported_versions: dict[str, set[int]] = {}  # versions reported to the core
         self.fetches: dict[str, c.FetchWeights] = {}  # fetches under way
         self.begin_relays()
+        self.engine_hosts: dict[str, int] = {}
         self.hosts = 99  # number of the newest host that has joined
         self.dying_relays: set[str] = set()  # relays that die as soon as they are up
         self.all_fetches: list[c.FetchWeights] = []
@@ -91,9 +92,12 @@ class World:
     def slots(self) -> tuple[e.EngineSlot, ...]:
         """Return the engines of a new world, dealt to its hosts."""
         hosts = max(1, self.config.weights.relays)
+        self.engine_hosts = {
+            name: number % hosts for number, name in enumerate(self.engine_degrees)
+        }
         return tuple(
-            e.EngineSlot(id=EngineId(name), degree=degree, host=number % hosts)
-            for number, (name, degree) in enumerate(self.engine_degrees.items())
+            e.EngineSlot(id=EngineId(name), degree=degree, host=self.engine_hosts[name])
+            for name, degree in self.engine_degrees.items()
         )
 
     def start(self) -> None:
@@ -506,7 +510,7 @@ class World:
                     )
                     assert command.version == command.from_checkpoint
                 elif self.reported_versions:
-                    relay = f"r{self.core.state.engines[command.engine_id].host}"
+                    relay = f"r{self.engine_hosts[command.engine_id]}"
                     assert command.weights_id in self.reported_versions[relay], (
                         f"{command} of what {relay} does not hold"
                     )
@@ -541,6 +545,7 @@ class World:
                 self.names.add(command.engine_id)
                 self.engine_degrees[command.engine_id] = command.degree
                 self.engine_epoch[command.engine_id] = 0
+                self.engine_hosts[command.engine_id] = command.host
                 self.join(command.engine_id)
             case c.RemoveEngine():
                 self.engine_version.pop(command.engine_id, None)

@@ -97,6 +97,7 @@ def _bound(state: State, *, ranks: bool) -> list[Binding]:
     engines = [
         Binding(role=engine.id, host=names.get(engine.host, ""), devices=engine.devices)
         for engine in state.engines.values()
+        if engine.devices or not engine.draining
     ]
     own = [
         Binding(role=f"{TRAINER} rank {rank}", host=names.get(slot.host, ""), devices=slot.devices)

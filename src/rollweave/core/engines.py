@@ -292,9 +292,7 @@ def remove_drained(run: Run) -> None:
             remove(
                 run,
                 engine,
-                "it was withdrawn"
-                if engine.leaving
-                else "the plan no longer has an engine of its degree",
+                "it was withdrawn" if engine.leaving else "another engine takes its place",
             )
 
 

@@ -2,13 +2,15 @@
 
 With several hosts there is a relay on each. A lost host takes its relay, its engines
 and the trainer with it if it had one of its ranks. Its engines start again elsewhere,
-under new names; those for which there is no place wait for a host that joins. The
-trainer starts again from its checkpoint, once the loss of its processes is reported.
+under new names; those for which there is no place wait for a host that joins, and the
+others move there once they may drain. The trainer starts again from its checkpoint, once
+the loss of its processes is reported.
 """
 
 from rollweave.core import bindings, engines, membership, relays
 from rollweave.core.run import Run
 from rollweave.core.state import Phase
+from rollweave.schema.base import EngineId
 from rollweave.schema.events import EngineSlot, HostJoined, HostLost
 from rollweave.schema.hosts import HostSlot, RankSlot
 
@@ -18,6 +20,7 @@ def start(run: Run, hosts: tuple[HostSlot, ...], ranks: tuple[RankSlot, ...], re
     part = run.state.hosts
     part.up = {host.number: host for host in hosts or bindings.one_machine(relayed)}
     part.ranks, part.unplaced = list(ranks), []
+    part.displaced, part.returning = [], {}
 
 
 def on_joined(run: Run, event: HostJoined) -> None:
@@ -29,6 +32,7 @@ def on_joined(run: Run, event: HostJoined) -> None:
     if state.chain.relayed:
         relays.add(run, number)
     run.warn(_name(event.host), "has joined", count="host_joined")
+    state.hosts.returning = dict.fromkeys(state.hosts.displaced, number)
     advance(run)
 
 
@@ -45,11 +49,40 @@ def on_lost(run: Run, event: HostLost) -> None:
     ]
     state.hosts.unplaced += lost
     engines.evict(run, event.host, f"{_name(host)} is lost: {event.error}")
-    advance(run)
+    before = [*state.engines]
+    _start_unplaced(run)
+    state.hosts.displaced += [name for name in state.engines if name not in before]
 
 
 def advance(run: Run) -> None:
-    """Start the engines that have no place yet, as far as there is one now."""
+    """Start the engines that have no place yet, as far as there is one now, and move
+    those that stand in for others to a host that has joined.
+    """
+    if run.state.hosts.unplaced:
+        _start_unplaced(run)
+    for engine_id, host in list(run.state.hosts.returning.items()):
+        _return(run, engine_id, host)
+
+
+def _return(run: Run, engine_id: EngineId, host: int) -> None:
+    """Start another engine on this host if it has a place, and drain this one."""
+    state, part = run.state, run.state.hosts
+    engine = state.engines.get(engine_id)
+    if engine is not None and not engine.departing and host in part.up:
+        slot = EngineSlot(id=membership.next_id(state), degree=engine.degree, group=engine.group)
+        place = bindings.bind_engine(run.config, state, slot)
+        if place is not None and place.host == host:
+            if not run.pacing.may_drain(run, engine):
+                return  # a later event may let it
+            engines.add(run, slot)
+            engines.drain(run, engine)
+            part.displaced.remove(engine_id)
+    elif engine is None:
+        part.displaced.remove(engine_id)
+    del part.returning[engine_id]
+
+
+def _start_unplaced(run: Run) -> None:
     state = run.state
     waiting, state.hosts.unplaced = state.hosts.unplaced, []
     for degree, group in waiting:

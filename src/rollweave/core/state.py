@@ -423,6 +423,9 @@ class Hosts(msgspec.Struct):
     ranks: list[RankSlot] = []
     # engines that were on a lost host and have no place yet, as degree and group
     unplaced: list[tuple[int, int]] = []
+    displaced: list[EngineId] = []  # engines that stand in for those of a lost host
+    # those of them that move to a host that has joined, once they may drain
+    returning: dict[EngineId, int] = {}
 
 
 class Allocation(msgspec.Struct):
