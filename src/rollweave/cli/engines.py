@@ -57,7 +57,7 @@ def _show(reply: ControlReply) -> None:
         "version",
         "busy",
         *(["group"] if grouped else []),
-        *(["machine"] if placed else []),
+        *(["host"] if placed else []),
     ):
         table.add_column(heading, justify="left" if heading in ("engine", "status") else "right")
     for line in reply.engines:

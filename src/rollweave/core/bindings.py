@@ -16,9 +16,11 @@ TRAINER = "trainer"
 """Group of the trainer's ranks."""
 
 
-def one_machine(relays: int) -> tuple[HostSlot, ...]:
-    """The hosts of a run on one machine: as many as it has relays, and at least one."""
-    return tuple(HostSlot(number=number) for number in range(max(1, relays)))
+def one_machine(relays: int, pools: Iterable[str] = ()) -> tuple[HostSlot, ...]:
+    """The hosts of a run on one machine: as many as it has relays, and at least one. All
+    of them are in these pools.
+    """
+    return tuple(HostSlot(number=number, pools=tuple(pools)) for number in range(max(1, relays)))
 
 
 def bind_all(
@@ -28,7 +30,7 @@ def bind_all(
     slots = list(engines)
     demands = [
         *(_rank(config, rank, hosts) for rank in range(config.trainer.ranks)),
-        *(_engine(slot.id, slot.degree, hosts) for slot in slots),
+        *(_engine(config, slot, hosts) for slot in slots),
     ]
     bindings, unbound = bind(demands, _capacities(hosts))
     places = {binding.role: binding for binding in bindings}
@@ -55,7 +57,7 @@ def bind_engine(config: RunConfig, state: State, slot: EngineSlot) -> EngineSlot
     """The place of one more engine beside all that have one; None if there is none."""
     hosts = list(state.hosts.up.values())
     bindings, _ = bind(
-        [_engine(slot.id, slot.degree, hosts)], _capacities(hosts), _bound(state, ranks=True)
+        [_engine(config, slot, hosts)], _capacities(hosts), _bound(state, ranks=True)
     )
     if not bindings:
         return None
@@ -84,12 +86,21 @@ def bind_ranks(config: RunConfig, state: State) -> list[RankSlot]:
 
 
 def _rank(config: RunConfig, rank: int, hosts: Sequence[HostSlot]) -> Demand:
-    devices = 1 if any(host.devices for host in hosts) else 0
-    return Demand(role=f"{TRAINER} rank {rank}", devices=devices, group=TRAINER)
+    return Demand(
+        role=f"{TRAINER} rank {rank}",
+        devices=1 if any(host.devices for host in hosts) else 0,
+        pools=config.pools_of(config.trainer.pool),
+        group=TRAINER,
+    )
 
 
-def _engine(name: str, degree: int, hosts: Sequence[HostSlot]) -> Demand:
-    return Demand(role=name, devices=degree if any(host.devices for host in hosts) else 0)
+def _engine(config: RunConfig, slot: EngineSlot, hosts: Sequence[HostSlot]) -> Demand:
+    group = config.engines[slot.group] if slot.group < len(config.engines) else None
+    return Demand(
+        role=slot.id,
+        devices=slot.degree if any(host.devices for host in hosts) else 0,
+        pools=config.pools_of(group.pool if group is not None else None),
+    )
 
 
 def _bound(state: State, *, ranks: bool) -> list[Binding]:

@@ -84,7 +84,7 @@ def _planned(
 
 
 def _on_one_machine(config: RunConfig, slots: Iterable[EngineSlot]) -> tuple[EngineSlot, ...]:
-    return bind_all(config, slots, one_machine(config.weights.relays))[0]
+    return bind_all(config, slots, one_machine(config.weights.relays, config.pools))[0]
 
 
 def _initial_degrees(allocation: AllocationConfig) -> list[int]:

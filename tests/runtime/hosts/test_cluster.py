@@ -54,13 +54,14 @@ class Agents:
         self.port = port
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, *names: str) -> None:
+    def start(self, *names: str, resource: str | None = None) -> None:
         for name in names:
             self.processes[name] = subprocess.Popen(
                 [
                     *(sys.executable, "-c", "from rollweave.cli.entry import main; main()"),
                     *("host", "--join", f"127.0.0.1:{self.port}", "--name", name),
                     *("--join-s", "60"),
+                    *(["--resource", resource] if resource is not None else []),
                 ],
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
             )
@@ -211,6 +212,41 @@ def test_a_resumed_controller_finds_its_hosts(tmp_path: Path, agents: Agents) ->
     assert_trained_once(config)
     assert agents.statuses() == {"a": 0, "b": 0}
     assert_no_processes(config)
+
+
+POOLS = {"compute": {"resource": "H800"}, "bandwidth": {"resource": "H20"}}
+
+
+def test_roles_run_in_their_pools(tmp_path: Path, agents: Agents) -> None:
+    config = config_of(
+        tmp_path,
+        agents,
+        pools=POOLS,
+        trainer={"pool": "compute"},
+        engines={"count": 3, "pool": "bandwidth"},
+    )
+    agents.start("a", resource="H800=8")
+    agents.start("b", resource="H20=8")
+    assert run(config).error == ""
+    (begun,) = events(config, RunStarted)
+    names = {host.number: host.name for host in begun.hosts}
+    assert {names[slot.host] for slot in begun.engines} == {"b"}
+    assert [names[rank.host] for rank in begun.ranks] == ["a"]
+
+
+def test_a_fallback_serves_where_a_pool_has_no_host(tmp_path: Path, agents: Agents) -> None:
+    pools = {**POOLS, "bandwidth": {"resource": "H20", "fallback": ["compute"]}}
+    config = config_of(tmp_path, agents, hosts=1, pools=pools, engines={"pool": "bandwidth"})
+    agents.start("a", resource="H800")
+    assert run(config).error == ""
+
+
+def test_a_pool_without_a_host_is_named(tmp_path: Path, agents: Agents) -> None:
+    config = config_of(tmp_path, agents, hosts=1, pools=POOLS, engines={"pool": "bandwidth"})
+    agents.start("a", resource="H800")
+    with pytest.raises(ConfigError, match="e0: there is no host of pool bandwidth"):
+        run(config)
+    assert agents.statuses() == {"a": 0}
 
 
 def test_missing_hosts_are_named(tmp_path: Path, agents: Agents) -> None:

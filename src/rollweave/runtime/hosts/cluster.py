@@ -76,7 +76,7 @@ class Cluster:
                 f"cluster.hosts must join within {cluster.join_s:g} s, {cluster.hosts} of them, "
                 f"got {names}"
             ) from None
-        self.slots = tuple(_slot(member) for member in self._members.values())
+        self.slots = tuple(_slot(self._config, member) for member in self._members.values())
 
     def report_to(self, post: Callable[[Event], None]) -> None:
         """Post an event for every host that joins or is lost from now on.
@@ -91,7 +91,7 @@ class Cluster:
         known = {slot.number for slot in self.slots}
         for member in self._members.values():
             if self.slots and member.number not in known:
-                post(HostJoined(host=_slot(member)))
+                post(HostJoined(host=_slot(self._config, member)))
 
     async def close(self) -> None:
         """Release all hosts."""
@@ -147,7 +147,7 @@ class Cluster:
         )
         self._changed.set()
         if self._post is not None:
-            self._post(HostJoined(host=_slot(member)))
+            self._post(HostJoined(host=_slot(self._config, member)))
         else:
             self._say(f"host {remote.name} has joined")
 
@@ -160,12 +160,18 @@ class Cluster:
             self._say(f"host {remote.name} is lost: {reason}")
 
 
-def _slot(member: _Member) -> HostSlot:
-    remote = member.remote
+def _slot(config: RunConfig, member: _Member) -> HostSlot:
+    remote, resources = member.remote, member.remote.resources
+    kinds = [device.kind for device in resources.devices]
     return HostSlot(
         number=member.number,
         name=remote.name,
         machine=remote.name,
-        cpus=remote.resources.cpus,
-        devices=tuple(device.index for device in remote.resources.devices),
+        cpus=resources.cpus,
+        devices=tuple(device.index for device in resources.devices),
+        pools=tuple(
+            name
+            for name, pool in config.pools.items()
+            if pool.resource in resources.labels or any(pool.resource in kind for kind in kinds)
+        ),
     )

@@ -5,6 +5,7 @@ Every knob has a sentence in `sections.py`. `schema/config/loading.py` reads fil
 overrides into a `RunConfig`.
 """
 
+import difflib
 from typing import Annotated, Any, Self
 
 from pydantic import Field, field_serializer, field_validator, model_validator
@@ -25,6 +26,7 @@ from rollweave.schema.config.sections import (
     ModelConfig,
     ModeName,
     NotNegative,
+    PoolConfig,
     RolloutConfig,
     RunSection,
     SandboxConfig,
@@ -56,6 +58,7 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     warmup: WarmupConfig = WarmupConfig()
     cluster: ClusterConfig | None = None
+    pools: dict[str, PoolConfig] = Field(default_factory=dict)
     weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig = EvalConfig()
     faults: dict[Fault, NotNegative] = Field(
@@ -160,6 +163,7 @@ class RunConfig(Section):
                 "weights.relays must be left out with [cluster], whose hosts have one each, got "
                 f"{self.weights.relays}"
             )
+        self._check_pools()
         self._check_own_pace()
         for kind, rate in self.faults.items():
             if kind in RATES and rate > 1:
@@ -212,6 +216,33 @@ class RunConfig(Section):
         if self.allocation is not None:
             self._check_allocation(self.allocation)
         return self
+
+    def pools_of(self, pool: str | None) -> tuple[str, ...]:
+        """Return a role's pool and its fallbacks; none if it may run on any host."""
+        return () if pool is None else (pool, *self.pools[pool].fallback)
+
+    def _check_pools(self) -> None:
+        """Check that every pool that is named exists, and that there are hosts for
+        pools.
+        """
+        if self.pools and self.cluster is None:
+            raise ValueError(f"pools must be left out without [cluster], got {list(self.pools)}")
+        named = {
+            "trainer.pool": self.trainer.pool,
+            **{f"engines.{n}.pool": group.pool for n, group in enumerate(self.engines)},
+            **{
+                f"pools.{name}.fallback": other
+                for name, pool in self.pools.items()
+                for other in pool.fallback
+            },
+        }
+        for field, name in named.items():
+            if name is not None and name not in self.pools:
+                near = difflib.get_close_matches(name, self.pools, n=1)
+                hint = f" (did you mean {near[0]}?)" if near else ""
+                raise ValueError(
+                    f"{field} must be one of the pools {list(self.pools)}, got {name!r}{hint}"
+                )
 
     def _check_own_pace(self) -> None:
         """Check the settings of mode decoupled, in which a trajectory stays on its

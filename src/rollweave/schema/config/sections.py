@@ -304,6 +304,9 @@ class EngineConfig(Section):
     """
 
     count: PositiveInt = Field(1, description="Engine processes.")
+    pool: str | None = Field(
+        None, description="Pool of hosts on which these engines run; any host if unset."
+    )
     degree: PositiveInt = Field(
         1, description="Parallel degree of one engine: CPU threads, or GPUs in a simulation."
     )
@@ -355,6 +358,9 @@ TRAINER_THREADS = 1
 class TrainerConfig(Section):
     ranks: PositiveInt = Field(
         1, description="Trainer processes (FSDP2 over gloo or NCCL beyond one)."
+    )
+    pool: str | None = Field(
+        None, description="Pool of hosts on which the trainer's ranks run; any host if unset."
     )
     lr: Positive = Field(1e-5, description="Peak learning rate.")
     final_lr: Share = Field(
@@ -483,6 +489,19 @@ class ClusterConfig(Section):
     @property
     def port(self) -> int:
         return int(self.address.rpartition(":")[2])
+
+
+class PoolConfig(Section):
+    """A class of hosts, by what they have (RollArt §5.2)."""
+
+    resource: str = Field(
+        min_length=1,
+        description="What a host of this pool has: a resource that its agent names (`--resource`), "
+        "or a part of the name of its GPUs.",
+    )
+    fallback: tuple[str, ...] = Field(
+        (), description="Pools that are used where this one has no free devices, in this order."
+    )
 
 
 class WeightsConfig(Section):

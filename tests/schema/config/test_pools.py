@@ -1,0 +1,60 @@
+"""Pools that a configuration names."""
+
+from typing import Any
+
+import pytest
+
+from rollweave.schema.config.root import RunConfig
+
+POOLS = {
+    "compute": {"resource": "H800"},
+    "bandwidth": {"resource": "H20", "fallback": ["compute"]},
+}
+
+
+def config(**sections: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "r", "steps": 1},
+            "model": {"path": "m"},
+            "tasks": [{"env": "frozenlake"}],
+            "cluster": {"address": "10.0.0.1:7400", "hosts": 2},
+            "pools": POOLS,
+            **sections,
+        }
+    )
+
+
+def test_a_role_uses_its_pool_and_then_the_fallbacks() -> None:
+    run = config(trainer={"pool": "compute"}, engines={"pool": "bandwidth"})
+    assert run.pools_of(run.trainer.pool) == ("compute",)
+    assert run.pools_of(run.engines[0].pool) == ("bandwidth", "compute")
+    assert run.pools_of(None) == ()
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"cluster": None}, "pools must be left out without"),
+        (
+            {"trainer": {"pool": "compte"}},
+            r"trainer.pool must be one of the pools .*, got 'compte' \(did you mean compute\?\)",
+        ),
+        ({"engines": [{}, {"pool": "x"}]}, r"engines.1.pool must be one of .*, got 'x'"),
+        (
+            {"pools": {"a": {"resource": "H20", "fallback": ["b"]}}},
+            r"pools.a.fallback must be one of the pools \['a'\], got 'b'",
+        ),
+        ({"cluster": {"address": "nowhere", "hosts": 1}}, "be an address and a port"),
+        ({"weights": {"relays": 1}}, "weights.relays must be left out with"),
+    ],
+)
+def test_refuses_pools_that_do_not_fit(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(**sections)
+
+
+def test_the_address_of_a_cluster_has_a_host_and_a_port() -> None:
+    cluster = config(cluster={"address": "[fe80::1]:80", "hosts": 1}).cluster
+    assert cluster is not None
+    assert (cluster.host, cluster.port) == ("fe80::1", 80)
