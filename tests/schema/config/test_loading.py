@@ -210,7 +210,7 @@ def test_a_byte_order_mark_is_no_problem(tmp_path: Path) -> None:
 
 
 LEAVES = [key for key in settings_of(RunConfig) if not key.startswith(("sim.", "allocation."))]
-PLACES = {"tasks": "tasks.0"}
+PLACES = {"tasks": "tasks.0", "pools": "pools.one"}
 WRONG = [
     "true",
     "-1",
