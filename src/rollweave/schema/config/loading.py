@@ -43,6 +43,7 @@ RULES = {
     "model_type": "be a section",
     "multiple_of": "be a multiple of {multiple_of:g}",
     "string_too_long": "have at most {max_length} characters",
+    "string_too_short": "have at least {min_length} characters",
     "string_type": "be text",
     "too_short": "have at least {min_length} of them",
     "tuple_type": "be a list",
