@@ -5,8 +5,11 @@ import asyncio
 import pytest
 
 from benchmarks.sandbox.attacks import BAIT, Outcome, attacks_here, attempt
+from rollweave.sandbox.base import Limits, SandboxSpec
+from rollweave.sandbox.devices import SHM_BYTES, SHM_FILES
+from rollweave.sandbox.stage import inodes
 
-from .sandboxes import ISOLATING, opened
+from .sandboxes import ISOLATING, opened, python
 
 AT_ONCE = 4
 
@@ -24,6 +27,31 @@ async def test_no_attack_escapes(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
         outcomes = await asyncio.gather(*(one(attack) for attack in attacks_here()))
     assert [outcome for outcome in outcomes if outcome.escaped] == []
+
+
+FILE_SYSTEMS = """
+import os
+for line in open("/proc/self/mounts"):
+    _, where, kind, options, *_ = line.split()
+    if kind == "tmpfs" and "rw" in options.split(","):
+        size = os.statvfs(where)
+        print(where, size.f_files, size.f_blocks * size.f_frsize)
+"""
+
+
+@pytest.mark.parametrize("name", ISOLATING)
+async def test_every_writable_memory_file_system_is_bounded(name: str) -> None:
+    """In files as in bytes: the attack on files may end by another bound."""
+    limits = Limits()
+    async with opened(name) as backend:
+        sandbox = await backend.start(SandboxSpec(limits=limits))
+        lines = (await sandbox.exec(python(FILE_SYSTEMS))).stdout.decode().splitlines()
+    found = {where: (int(files), int(size)) for where, files, size in map(str.split, lines)}
+    assert "/dev/shm" in found
+    most_bytes = max(limits.disk_bytes, SHM_BYTES)
+    for where, (files, size) in found.items():
+        assert 0 < files <= max(inodes(limits.disk_bytes), SHM_FILES), where
+        assert 0 < size <= most_bytes, where
 
 
 @pytest.mark.parametrize(
