@@ -80,6 +80,8 @@ class OnGpus(Driver):
     of host 0, and engines on all others.
     """
 
+    device = "cuda"
+
     def begin(self) -> e.RunStarted:
         hosts = tuple(
             HostSlot(number=number, machine=f"m{number}", devices=(0, 1)) for number in range(2)
@@ -108,6 +110,18 @@ def test_engines_share_the_devices_that_are_left() -> None:
     driver = OnGpus(2).up()
     commands = driver.send(e.HostLost(host=1, error="silent"))
     assert started(commands) == [("e3", 0, (0,)), ("e4", 0, (1,))]
+
+
+class OnCpus(OnGpus):
+    """The same hosts, whose GPUs the run does not use."""
+
+    device = "cpu"
+
+
+def test_a_run_on_the_cpu_takes_no_devices() -> None:
+    driver = OnCpus(2).up()
+    commands = driver.send(e.HostLost(host=1, error="silent"))
+    assert started(commands) == [("e3", 0, ()), ("e4", 0, ())]
 
 
 def test_a_trainer_whose_host_is_lost_restarts_elsewhere() -> None:

@@ -11,6 +11,8 @@ from tests.support.core import config
 class Driver:
     """A core with `relays` hosts of one engine each, driven event by event."""
 
+    device = "cpu"
+
     def __init__(
         self, relays: int, *, restarts: int = 3, delta: bool = True, mode: str = "partial"
     ) -> None:
@@ -20,6 +22,7 @@ class Driver:
             weights={"relays": relays},
             ablation={"without": [] if delta else ["deltas"]},
             watchdog={"restarts": restarts},
+            model={"path": "m", "device": self.device},
         )
         self.config, self.core, self.now, self.published = run_config, Core(run_config), 0.0, -1
         self.relays = relays

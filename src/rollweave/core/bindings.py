@@ -88,7 +88,7 @@ def bind_ranks(config: RunConfig, state: State) -> list[RankSlot]:
 def _rank(config: RunConfig, rank: int, hosts: Sequence[HostSlot]) -> Demand:
     return Demand(
         role=f"{TRAINER} rank {rank}",
-        devices=1 if any(host.devices for host in hosts) else 0,
+        devices=1 if _on_gpus(config, hosts) else 0,
         pools=config.pools_of(config.trainer.pool),
         group=TRAINER,
     )
@@ -98,9 +98,13 @@ def _engine(config: RunConfig, slot: EngineSlot, hosts: Sequence[HostSlot]) -> D
     group = config.engines[slot.group] if slot.group < len(config.engines) else None
     return Demand(
         role=slot.id,
-        devices=slot.degree if any(host.devices for host in hosts) else 0,
+        devices=slot.degree if _on_gpus(config, hosts) else 0,
         pools=config.pools_of(group.pool if group is not None else None),
     )
+
+
+def _on_gpus(config: RunConfig, hosts: Sequence[HostSlot]) -> bool:
+    return config.model.device != "cpu" and any(host.devices for host in hosts)
 
 
 def _bound(state: State, *, ranks: bool) -> list[Binding]:

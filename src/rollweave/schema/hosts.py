@@ -17,7 +17,8 @@ class HostSlot(Struct, frozen=True, kw_only=True):
     """A host of the world, by its number in this run.
 
     `devices` are the indices of its GPUs, `pools` the pools that it belongs to. Hosts of
-    one `machine` share memory: several stand for the hosts of a larger cluster then.
+    the same `machine` share its memory: on one machine, several of its addresses may
+    stand for hosts.
     """
 
     number: int

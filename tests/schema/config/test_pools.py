@@ -46,6 +46,7 @@ def test_a_role_uses_its_pool_and_then_the_fallbacks() -> None:
             r"pools.a.fallback must be one of the pools \['a'\], got 'b'",
         ),
         ({"cluster": {"address": "nowhere", "hosts": 1}}, "be an address and a port"),
+        ({"model": {"path": "m", "device": "cuda:1"}}, "model.device must be cpu or cuda"),
         ({"weights": {"relays": 1}}, "weights.relays must be left out with"),
     ],
 )

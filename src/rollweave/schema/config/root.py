@@ -225,6 +225,11 @@ class RunConfig(Section):
         """Check that every pool that is named exists, and that there are hosts for
         pools.
         """
+        if self.cluster is not None and self.model.device not in ("cpu", "cuda"):
+            raise ValueError(
+                "model.device must be cpu or cuda with [cluster], where each process sees its own "
+                f"GPUs only, got {self.model.device}"
+            )
         if self.pools and self.cluster is None:
             raise ValueError(f"pools must be left out without [cluster], got {list(self.pools)}")
         named = {
