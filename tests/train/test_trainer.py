@@ -4,6 +4,7 @@ trainer continues as if never stopped.
 
 import math
 import random
+import threading
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ import torch
 
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.training import (
+    Copied,
     Publish,
     Published,
     Restore,
@@ -21,6 +23,7 @@ from rollweave.schema.training import (
     SaveFailed,
     StopTrainer,
     Trained,
+    TrainerReply,
     TrainFailed,
     TrainOn,
 )
@@ -275,3 +278,23 @@ def test_random_batches_never_make_the_trainer_raise(model_dir: Path, tmp_path: 
     for step in range(8):
         batch = make_batch(step, step=step, groups=rng.randint(1, 2), size=rng.randint(1, 4))
         assert isinstance(trainer.handle(TrainOn(batch=batch)), Trained)
+
+
+def test_a_checkpoint_may_follow_the_report_of_the_one_before(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """At once: on the writing thread, which has not ended yet."""
+    trainer = new_trainer(model_dir, tmp_path)
+    replies: list[TrainerReply | None] = []
+    reported = threading.Event()
+
+    def on_done(reply: TrainerReply) -> None:
+        replies.extend((reply, trainer.handle(Save(path=str(tmp_path / "second")))))
+        reported.set()
+
+    copied = trainer.handle(Save(path=str(tmp_path / "first"), background=True))
+    assert isinstance(copied, Copied)
+    trainer.write(on_done)
+    assert reported.wait(60)
+    assert [type(reply) for reply in replies] == [Saved, Saved]
+    trainer.close()

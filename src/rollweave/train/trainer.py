@@ -102,6 +102,7 @@ class Trainer:
         self._step = 0
         self._parts_done = 0
         self._writer: threading.Thread | None = None
+        self._writing = False  # a checkpoint, in the background
         self._unwritten: tuple[Save, checkpoint.Checkpoint, float] | None = None
 
     @property
@@ -265,7 +266,7 @@ class Trainer:
             raise TrainerError(
                 f"step {self._step} is incomplete: {self._parts_done} parts are trained"
             )
-        if self._writer is not None and self._writer.is_alive():
+        if self._writing:
             raise TrainerError("the previous checkpoint is still being written")
         state = checkpoint.Checkpoint(
             step=self._step,
@@ -295,6 +296,7 @@ class Trainer:
                 name="checkpoint",
                 daemon=True,
             )
+            self._writing = True
             self._writer.start()
 
     def _write_in_background(
@@ -304,7 +306,10 @@ class Trainer:
         started: float,
         on_done: Callable[[TrainerReply], None],
     ) -> None:
-        if error := self._write(command, state):
+        error = self._write(command, state)
+        # before the report: the next checkpoint may follow it at once
+        self._writing = False
+        if error:
             on_done(SaveFailed(path=command.path, error=error))
         else:
             on_done(Saved(path=command.path, save_s=time.perf_counter() - started))
