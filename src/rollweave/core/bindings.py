@@ -6,7 +6,9 @@ stands for so many hosts, each with a relay.
 
 from collections.abc import Iterable, Sequence
 
-from rollweave.core.policy.binding import Binding, Capacity, Demand, Unbound, bind
+import msgspec
+
+from rollweave.core.policy.binding import Binding, Demand, Unbound, bind
 from rollweave.core.state import State
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import EngineSlot
@@ -32,23 +34,12 @@ def bind_all(
         *(_rank(config, rank, hosts) for rank in range(config.trainer.ranks)),
         *(_engine(config, slot, hosts) for slot in slots),
     ]
-    bindings, unbound = bind(demands, _capacities(hosts))
+    bindings, unbound = bind(demands, hosts)
     places = {binding.role: binding for binding in bindings}
-    numbers = {_name(host): host.number for host in hosts}
     ranks = [places[demand.role] for demand in demands if demand.group and demand.role in places]
     return (
-        tuple(
-            EngineSlot(
-                id=slot.id,
-                degree=slot.degree,
-                group=slot.group,
-                host=numbers[places[slot.id].host],
-                devices=places[slot.id].devices,
-            )
-            for slot in slots
-            if slot.id in places
-        ),
-        tuple(RankSlot(host=numbers[place.host], devices=place.devices) for place in ranks),
+        tuple(_placed(slot, places[slot.id]) for slot in slots if slot.id in places),
+        tuple(RankSlot(host=place.host, devices=place.devices) for place in ranks),
         unbound,
     )
 
@@ -56,16 +47,8 @@ def bind_all(
 def bind_engine(config: RunConfig, state: State, slot: EngineSlot) -> EngineSlot | None:
     """The place of one more engine beside all that have one; None if there is none."""
     hosts = list(state.hosts.up.values())
-    bindings, _ = bind(
-        [_engine(config, slot, hosts)], _capacities(hosts), _bound(state, ranks=True)
-    )
-    if not bindings:
-        return None
-    (place,) = bindings
-    number = next(host.number for host in hosts if _name(host) == place.host)
-    return EngineSlot(
-        id=slot.id, degree=slot.degree, group=slot.group, host=number, devices=place.devices
-    )
+    bindings, _ = bind([_engine(config, slot, hosts)], hosts, _bound(state, ranks=True))
+    return _placed(slot, bindings[0]) if bindings else None
 
 
 def bind_ranks(config: RunConfig, state: State) -> list[RankSlot]:
@@ -76,13 +59,14 @@ def bind_ranks(config: RunConfig, state: State) -> list[RankSlot]:
     if all(rank.host in state.hosts.up for rank in present):
         return present
     demands = [_rank(config, rank, hosts) for rank in range(len(present))]
-    bindings, unbound = bind(demands, _capacities(hosts), _bound(state, ranks=False))
-    numbers = {_name(host): host.number for host in hosts}
-    return (
-        []
-        if unbound
-        else [RankSlot(host=numbers[place.host], devices=place.devices) for place in bindings]
-    )
+    bindings, unbound = bind(demands, hosts, _bound(state, ranks=False))
+    if unbound:
+        return []
+    return [RankSlot(host=place.host, devices=place.devices) for place in bindings]
+
+
+def _placed(slot: EngineSlot, place: Binding) -> EngineSlot:
+    return msgspec.structs.replace(slot, host=place.host, devices=place.devices)
 
 
 def _rank(config: RunConfig, rank: int, hosts: Sequence[HostSlot]) -> Demand:
@@ -108,26 +92,14 @@ def _on_gpus(config: RunConfig, hosts: Sequence[HostSlot]) -> bool:
 
 
 def _bound(state: State, *, ranks: bool) -> list[Binding]:
-    names = {host.number: _name(host) for host in state.hosts.up.values()}
     engines = [
-        Binding(role=engine.id, host=names.get(engine.host, ""), devices=engine.devices)
+        Binding(role=engine.id, host=engine.host, devices=engine.devices)
         for engine in state.engines.values()
         if engine.devices or not engine.draining
     ]
     own = [
-        Binding(role=f"{TRAINER} rank {rank}", host=names.get(slot.host, ""), devices=slot.devices)
+        Binding(role=f"{TRAINER} rank {rank}", host=slot.host, devices=slot.devices)
         for rank, slot in enumerate(state.hosts.ranks)
         if slot.devices
     ]
     return engines + own if ranks else engines
-
-
-def _capacities(hosts: Sequence[HostSlot]) -> list[Capacity]:
-    return [
-        Capacity(host=_name(host), cpus=host.cpus, devices=host.devices, pools=host.pools)
-        for host in hosts
-    ]
-
-
-def _name(host: HostSlot) -> str:
-    return str(host.number)

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollweave.core.policy.binding import Binding, Capacity, Demand, Unbound, bind
+from rollweave.core.policy.binding import Binding, Demand, Unbound, bind
+from rollweave.schema.hosts import HostSlot
 
 
-def host(name: str, devices: int, *pools: str, cpus: int = 8) -> Capacity:
-    return Capacity(host=name, cpus=cpus, devices=tuple(range(devices)), pools=pools)
+def host(number: int, devices: int, *pools: str, cpus: int = 8) -> HostSlot:
+    return HostSlot(number=number, cpus=cpus, devices=tuple(range(devices)), pools=pools)
 
 
 def engine(number: int, devices: int = 1, *pools: str) -> Demand:
@@ -21,58 +22,58 @@ def rank(number: int, devices: int = 1, *pools: str) -> Demand:
     return Demand(role=f"rank {number}", devices=devices, pools=pools, group="trainer")
 
 
-def places(bindings: list[Binding]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def places(bindings: list[Binding]) -> dict[str, tuple[int, tuple[int, ...]]]:
     return {binding.role: (binding.host, binding.devices) for binding in bindings}
 
 
 def test_each_role_gets_a_gpu_of_its_own() -> None:
-    bindings, unbound = bind([rank(0), rank(1), *(engine(n) for n in range(6))], [host("a", 8)])
+    bindings, unbound = bind([rank(0), rank(1), *(engine(n) for n in range(6))], [host(0, 8)])
     assert unbound == []
     assert sorted(binding.devices[0] for binding in bindings) == list(range(8))
     assert not any(binding.shared for binding in bindings)
 
 
 def test_roles_share_evenly_where_there_are_too_few_devices() -> None:
-    bindings, _ = bind([rank(0), *(engine(n) for n in range(4))], [host("a", 2)])
+    bindings, _ = bind([rank(0), *(engine(n) for n in range(4))], [host(0, 2)])
     users = Counter(binding.devices[0] for binding in bindings)
     assert sorted(users.values()) == [2, 3]
     assert [binding.shared for binding in bindings] == [False, False, True, True, True]
 
 
 def test_one_device_serves_all() -> None:
-    bindings, _ = bind([rank(0), engine(0), engine(1)], [host("a", 1)])
+    bindings, _ = bind([rank(0), engine(0), engine(1)], [host(0, 1)])
     assert {binding.devices for binding in bindings} == {(0,)}
 
 
 def test_ranks_stay_together() -> None:
-    hosts = [host("a", 8), host("b", 8)]
+    hosts = [host(0, 8), host(1, 8)]
     bindings, _ = bind([engine(0), *(rank(n) for n in range(7)), engine(1)], hosts)
     assert len({binding.host for binding in bindings if binding.role.startswith("rank")}) == 1
 
 
 def test_a_large_demand_finds_a_whole_host() -> None:
-    hosts = [host("a", 8), host("b", 8)]
+    hosts = [host(0, 8), host(1, 8)]
     bindings, unbound = bind([engine(0), engine(1), engine(2, 8), engine(3, 4)], hosts)
     assert unbound == []
     assert not any(binding.shared for binding in bindings)
 
 
 def test_a_short_pool_uses_its_fallback_before_it_shares() -> None:
-    hosts = [host("a", 1, "bandwidth"), host("b", 2, "compute")]
+    hosts = [host(0, 1, "bandwidth"), host(1, 2, "compute")]
     demands = [engine(n, 1, "bandwidth", "compute") for n in range(4)]
     bindings, _ = bind(demands, hosts)
     assert places(bindings) == {
-        "e0": ("a", (0,)),
-        "e1": ("b", (0,)),
-        "e2": ("b", (1,)),
-        "e3": ("a", (0,)),
+        "e0": (0, (0,)),
+        "e1": (1, (0,)),
+        "e2": (1, (1,)),
+        "e3": (0, (0,)),
     }
 
 
 def test_a_pool_is_not_left_without_a_fallback() -> None:
-    hosts = [host("a", 1, "bandwidth"), host("b", 8, "compute")]
+    hosts = [host(0, 1, "bandwidth"), host(1, 8, "compute")]
     bindings, _ = bind([engine(n, 1, "bandwidth") for n in range(3)], hosts)
-    assert {binding.host for binding in bindings} == {"a"}
+    assert {binding.host for binding in bindings} == {0}
 
 
 @pytest.mark.parametrize(
@@ -84,25 +85,25 @@ def test_a_pool_is_not_left_without_a_fallback() -> None:
     ],
 )
 def test_what_cannot_be_bound_is_named(demand: Demand, reason: str) -> None:
-    assert bind([demand], [host("a", 2, "H20")]) == ([], [Unbound(role="e0", reason=reason)])
+    assert bind([demand], [host(0, 2, "H20")]) == ([], [Unbound(role="e0", reason=reason)])
 
 
 def test_roles_on_the_cpu_are_spread_by_cores() -> None:
-    hosts = [host("a", 0, cpus=2), host("b", 0, cpus=6)]
+    hosts = [host(0, 0, cpus=2), host(1, 0, cpus=6)]
     bindings, _ = bind([engine(n, 0) for n in range(8)], hosts)
-    assert Counter(binding.host for binding in bindings) == {"a": 2, "b": 6}
+    assert Counter(binding.host for binding in bindings) == {0: 2, 1: 6}
 
 
 def test_equal_hosts_take_roles_on_the_cpu_in_turn() -> None:
-    hosts = [host(name, 0) for name in "abc"]
+    hosts = [host(number, 0) for number in range(3)]
     bindings, _ = bind([engine(n, 0) for n in range(7)], hosts)
-    assert "".join(binding.host for binding in bindings) == "abcabca"
+    assert [binding.host for binding in bindings] == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_bound_roles_keep_their_devices() -> None:
-    bound = [Binding(role="e0", host="a", devices=(0,)), Binding(role="e9", host="gone")]
-    bindings, _ = bind([engine(1)], [host("a", 2)], bound)
-    assert places(bindings) == {"e1": ("a", (1,))}
+    bound = [Binding(role="e0", host=0, devices=(0,)), Binding(role="e9", host=9)]
+    bindings, _ = bind([engine(1)], [host(0, 2)], bound)
+    assert places(bindings) == {"e1": (0, (1,))}
 
 
 POOLS = ("x", "y")
@@ -112,7 +113,7 @@ HOSTS = st.lists(
     max_size=5,
 ).map(
     lambda drawn: [
-        host(f"h{n}", devices, *sorted(pools), cpus=cpus)
+        host(n, devices, *sorted(pools), cpus=cpus)
         for n, (devices, pools, cpus) in enumerate(drawn)
     ]
 )
@@ -128,14 +129,14 @@ DEMANDS = st.lists(
 
 
 @given(HOSTS, DEMANDS)
-def test_every_binding_is_valid(hosts: list[Capacity], demands: list[Demand]) -> None:
+def test_every_binding_is_valid(hosts: list[HostSlot], demands: list[Demand]) -> None:
     bindings, unbound = bind(demands, hosts)
     assert sorted([b.role for b in bindings] + [u.role for u in unbound]) == sorted(
         demand.role for demand in demands
     )
-    by_name, by_role = {h.host: h for h in hosts}, {demand.role: demand for demand in demands}
+    by_number, by_role = {h.number: h for h in hosts}, {demand.role: demand for demand in demands}
     for binding in bindings:
-        demand, where = by_role[binding.role], by_name[binding.host]
+        demand, where = by_role[binding.role], by_number[binding.host]
         assert len(set(binding.devices)) == demand.devices == len(binding.devices)
         assert {*binding.devices} <= {*where.devices}
         assert not demand.pools or {*demand.pools} & {*where.pools}
@@ -154,7 +155,7 @@ def test_every_binding_is_valid(hosts: list[Capacity], demands: list[Demand]) ->
 @given(st.lists(st.sampled_from([1, 2, 4, 8]), max_size=16), st.integers(1, 4))
 def test_powers_of_two_share_only_if_they_must(sizes: list[int], count: int) -> None:
     """Among hosts of eight devices first come, first served by size wastes none."""
-    hosts = [host(f"h{n}", 8) for n in range(count)]
+    hosts = [host(n, 8) for n in range(count)]
     bindings, unbound = bind([engine(n, size) for n, size in enumerate(sizes)], hosts)
     assert unbound == []
     assert any(binding.shared for binding in bindings) == (sum(sizes) > 8 * count)
@@ -162,14 +163,14 @@ def test_powers_of_two_share_only_if_they_must(sizes: list[int], count: int) -> 
 
 @given(HOSTS, DEMANDS, st.data())
 def test_a_rebinding_moves_nothing_that_is_bound(
-    hosts: list[Capacity], demands: list[Demand], data: st.DataObject
+    hosts: list[HostSlot], demands: list[Demand], data: st.DataObject
 ) -> None:
     """After the loss of a host, what was elsewhere stays, and what finds a place is on
     a host that is left.
     """
     bindings, _ = bind(demands, hosts)
-    gone = data.draw(st.sampled_from(hosts)).host
-    left = [h for h in hosts if h.host != gone]
+    gone = data.draw(st.sampled_from(hosts)).number
+    left = [h for h in hosts if h.number != gone]
     stay = [binding for binding in bindings if binding.host != gone]
     moving = [d for d in demands if d.role not in {binding.role for binding in stay}]
     moved, _ = bind(moving, left, stay)

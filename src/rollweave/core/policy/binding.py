@@ -8,18 +8,7 @@ shares the devices of its own pool that the fewest roles have.
 from collections.abc import Iterable, Sequence
 
 from rollweave.schema.base import Struct
-
-
-class Capacity(Struct, frozen=True, kw_only=True):
-    """A host as far as roles can be bound to it.
-
-    `devices` are the indices of its GPUs; `pools` are the pools that it belongs to.
-    """
-
-    host: str
-    cpus: int
-    devices: tuple[int, ...] = ()
-    pools: tuple[str, ...] = ()
+from rollweave.schema.hosts import HostSlot
 
 
 class Demand(Struct, frozen=True, kw_only=True):
@@ -36,10 +25,13 @@ class Demand(Struct, frozen=True, kw_only=True):
 
 
 class Binding(Struct, frozen=True, kw_only=True):
-    """The place of a role. `shared` is true if another role had its devices already."""
+    """The place of a role: the number of its host, and its GPUs there.
+
+    `shared` is true if another role had these GPUs already.
+    """
 
     role: str
-    host: str
+    host: int
     devices: tuple[int, ...] = ()
     shared: bool = False
 
@@ -52,7 +44,7 @@ class Unbound(Struct, frozen=True, kw_only=True):
 
 
 def bind(
-    demands: Iterable[Demand], hosts: Sequence[Capacity], bound: Iterable[Binding] = ()
+    demands: Iterable[Demand], hosts: Sequence[HostSlot], bound: Iterable[Binding] = ()
 ) -> tuple[list[Binding], list[Unbound]]:
     """Return a place for each demand beside those that are `bound` already, in order,
     and the demands for which no host has enough devices.
@@ -80,12 +72,12 @@ def bind(
 class _Table:
     """The hosts, and the roles that are bound to them."""
 
-    def __init__(self, hosts: Sequence[Capacity], bound: Iterable[Binding]) -> None:
-        self._hosts = {host.host: host for host in hosts}
-        self._ranks = {host.host: rank for rank, host in enumerate(hosts)}
-        self._users = {(host.host, device): 0 for host in hosts for device in host.devices}
+    def __init__(self, hosts: Sequence[HostSlot], bound: Iterable[Binding]) -> None:
+        self._hosts = {host.number: host for host in hosts}
+        self._ranks = {host.number: rank for rank, host in enumerate(hosts)}
+        self._users = {(host.number, device): 0 for host in hosts for device in host.devices}
         self._roles = dict.fromkeys(self._hosts, 0)
-        self._groups: dict[str, dict[str, int]] = {}
+        self._groups: dict[str, dict[int, int]] = {}
         for binding in bound:
             self.take(binding, "")
 
@@ -107,17 +99,17 @@ class _Table:
         if not demand.devices:
             for hosts in pools:
                 if hosts:
-                    return Binding(role=demand.role, host=min(hosts, key=self._by_load).host)
+                    return Binding(role=demand.role, host=min(hosts, key=self._by_load).number)
             return self._unbound(demand)
         for hosts in pools:
             with_room = [host for host in hosts if len(self._free(host)) >= demand.devices]
             if with_room:
                 host = min(with_room, key=lambda host: self._by_room(host, demand.group))
                 chosen = self._free(host)[: demand.devices]
-                return Binding(role=demand.role, host=host.host, devices=chosen)
+                return Binding(role=demand.role, host=host.number, devices=chosen)
         return self._shared(demand, pools)
 
-    def _shared(self, demand: Demand, pools: Sequence[Sequence[Capacity]]) -> Binding | Unbound:
+    def _shared(self, demand: Demand, pools: Sequence[Sequence[HostSlot]]) -> Binding | Unbound:
         """Share the least used devices of the first pool that has enough of them."""
         for hosts in pools:
             large = [host for host in hosts if len(host.devices) >= demand.devices]
@@ -128,10 +120,12 @@ class _Table:
                 )
         return self._unbound(demand)
 
-    def _least_used(self, host: Capacity, demand: Demand) -> Binding:
-        devices = sorted(host.devices, key=lambda device: (self._users[host.host, device], device))
+    def _least_used(self, host: HostSlot, demand: Demand) -> Binding:
+        devices = sorted(
+            host.devices, key=lambda device: (self._users[host.number, device], device)
+        )
         chosen = tuple(sorted(devices[: demand.devices]))
-        return Binding(role=demand.role, host=host.host, devices=chosen, shared=True)
+        return Binding(role=demand.role, host=host.number, devices=chosen, shared=True)
 
     def _uses(self, place: Binding) -> int:
         return sum(self._users[place.host, device] for device in place.devices)
@@ -146,15 +140,15 @@ class _Table:
         )
         return Unbound(role=demand.role, reason=reason)
 
-    def _members(self, pool: str) -> list[Capacity]:
+    def _members(self, pool: str) -> list[HostSlot]:
         return [host for host in self._hosts.values() if pool in host.pools]
 
-    def _free(self, host: Capacity) -> tuple[int, ...]:
-        return tuple(device for device in host.devices if not self._users[host.host, device])
+    def _free(self, host: HostSlot) -> tuple[int, ...]:
+        return tuple(device for device in host.devices if not self._users[host.number, device])
 
-    def _by_load(self, host: Capacity) -> tuple[float, int]:
-        return self._roles[host.host] / max(1, host.cpus), self._ranks[host.host]
+    def _by_load(self, host: HostSlot) -> tuple[float, int]:
+        return self._roles[host.number] / max(1, host.cpus), self._ranks[host.number]
 
-    def _by_room(self, host: Capacity, group: str) -> tuple[int, int, int]:
-        members = self._groups.get(group, {}).get(host.host, 0)
-        return -members, len(self._free(host)), self._ranks[host.host]
+    def _by_room(self, host: HostSlot, group: str) -> tuple[int, int, int]:
+        members = self._groups.get(group, {}).get(host.number, 0)
+        return -members, len(self._free(host)), self._ranks[host.number]
