@@ -68,7 +68,9 @@ def _return(run: Run, engine_id: EngineId, host: int) -> None:
     """Start another engine on this host if it has a place, and drain this one."""
     state, part = run.state, run.state.hosts
     engine = state.engines.get(engine_id)
-    if engine is not None and not engine.departing and host in part.up:
+    if engine is None or engine.departing:
+        part.displaced.remove(engine_id)
+    elif host in part.up:
         slot = EngineSlot(id=membership.next_id(state), degree=engine.degree, group=engine.group)
         place = bindings.bind_engine(run.config, state, slot)
         if place is not None and place.host == host:
@@ -77,8 +79,6 @@ def _return(run: Run, engine_id: EngineId, host: int) -> None:
             engines.add(run, slot)
             engines.drain(run, engine)
             part.displaced.remove(engine_id)
-    elif engine is None:
-        part.displaced.remove(engine_id)
     del part.returning[engine_id]
 
 
