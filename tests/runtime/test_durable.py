@@ -98,7 +98,7 @@ def test_a_run_without_its_identity_resumes_and_gets_it_back(tmp_path: Path) -> 
     identity = read_identity(path)
     assert identity is not None
     assert (identity.id, identity.model) == (before.id, before.model)
-    (warning,) = lines(config, "warning")
+    (warning,) = [line for line in lines(config, "warning") if "run.json" in line["message"]]
     assert warning["message"].startswith(
         "run.json is missing, so that journal and model were not checked"
     )
