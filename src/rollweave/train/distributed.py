@@ -22,6 +22,8 @@ from torch import nn
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from typing_extensions import TypeIs
 
+from rollweave.io.sockets import bound_socket
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -90,10 +92,8 @@ def open_store(address: str) -> tuple[TCPStore, str]:
     Return it, for rank 0, and where the other ranks reach it ("10.0.0.1:29500"). Raises
     OSError.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listening:
-        # the store itself would listen on every address of this host
-        listening.bind((address, 0))
+    # the store itself would listen on every address of this host
+    with bound_socket(address, 0) as listening:
         listening.listen(STORE_BACKLOG)
         port: int = listening.getsockname()[1]
         store = TCPStore(

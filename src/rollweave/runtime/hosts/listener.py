@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rollweave.io.child import ChildProcess, why_it_ended
 from rollweave.io.framing import FramedSocket, receive_frame, send_frame
+from rollweave.io.sockets import bound_socket
 from rollweave.io.wire import decoder_of, encode
 from rollweave.package import VERSION
 from rollweave.runtime.hosts.authentication import admit
@@ -338,13 +339,8 @@ class HostListener:
 
     def listen(self, address: str, port: int) -> None:
         """Listen on one address of this host. Raises OSError."""
-        sock = socket.socket(
-            socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM
-        )
+        sock = bound_socket(address, port)
         try:
-            # a resumed controller takes the port of its predecessor
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind((address, port))
             sock.listen(MAX_UNAUTHENTICATED)
             sock.setblocking(False)
         except BaseException:

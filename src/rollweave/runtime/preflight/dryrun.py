@@ -4,7 +4,6 @@ All checks are made even if some fail, so that the user learns of every problem 
 """
 
 import contextlib
-import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from rollweave.core.membership import first_engines
 from rollweave.envs.rules import named, rule
 from rollweave.io.extras import how_to_install
+from rollweave.io.sockets import bound_socket
 from rollweave.record.rundir import RunDir
 from rollweave.runtime.hosts.hosts import hosts_here
 from rollweave.runtime.preflight.checks import Check, fail, ok, warn
@@ -179,9 +179,7 @@ def _cluster(config: RunConfig) -> Iterator[Check]:
     if cluster is None:
         return
     try:
-        with socket.socket(socket.AF_INET6 if ":" in cluster.host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((cluster.host, cluster.port))
+        bound_socket(cluster.host, cluster.port).close()
     except OSError as error:
         yield fail(
             "cluster.address",
@@ -202,8 +200,7 @@ def _relays(config: RunConfig) -> Iterator[Check]:
     addresses = [host.address for host in hosts_here(weights.relays).by_number.values()]
     try:
         for address in addresses:
-            with socket.socket() as probe:
-                probe.bind((address, 0))
+            bound_socket(address, 0).close()
     except OSError as error:
         yield fail(
             "weights.relays",
@@ -249,8 +246,7 @@ def _cpu(config: RunConfig) -> Iterator[Check]:
     )
     if trainer.ranks > 1:
         try:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
+            bound_socket("127.0.0.1", 0).close()
         except OSError as error:
             yield fail(
                 "trainer.ranks",
