@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rollweave.core.policy.pools import empty_pools, pools_of, unserved
 from rollweave.io.disk import replace_file
 from rollweave.record.rundir import RunDir
 from rollweave.runtime.hosts.hosts import Host, Hosts, hosts_here
@@ -56,7 +57,8 @@ class Cluster:
     async def gather(self) -> None:
         """Wait until as many hosts have joined as the configuration asks for.
 
-        Raises `ConfigError` if they do not in time, or if the address is not free.
+        Raises `ConfigError` if they do not in time, if the address is not free, or if a
+        role has no host in its pools.
         """
         cluster = self._config.cluster
         if cluster is None:
@@ -77,6 +79,9 @@ class Cluster:
                 f"got {names}"
             ) from None
         self.slots = tuple(_slot(self._config, member) for member in self._members.values())
+        present = [member.remote.resources for member in self._members.values()]
+        if empty := unserved(self._config, empty_pools(self._config.pools, present)):
+            raise ConfigError("\n".join(f"{pool.field} {pool.describe()}" for pool in empty))
 
     def report_to(self, post: Callable[[Event], None]) -> None:
         """Post an event for every host that joins or is lost from now on.
@@ -162,16 +167,11 @@ class Cluster:
 
 def _slot(config: RunConfig, member: _Member) -> HostSlot:
     remote, resources = member.remote, member.remote.resources
-    kinds = [device.kind for device in resources.devices]
     return HostSlot(
         number=member.number,
         name=remote.name,
         machine=remote.name,
         cpus=resources.cpus,
         devices=tuple(device.index for device in resources.devices),
-        pools=tuple(
-            name
-            for name, pool in config.pools.items()
-            if pool.resource in resources.labels or any(pool.resource in kind for kind in kinds)
-        ),
+        pools=pools_of(config.pools, resources),
     )

@@ -9,15 +9,19 @@ import difflib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from rollweave.schema.config.effects import without_effect
+from rollweave.schema.config.hosts import HostsFile
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
+from rollweave.schema.hosts import Resources
+
+S = TypeVar("S", bound=BaseModel)
 
 FILE_BYTES = 1 << 20
 """Maximum size of a configuration file in bytes."""
@@ -105,7 +109,27 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read TOML file `path`, apply `overrides` (`rollout.alpha=2`,
     `tasks.0.max_turns=8`). Raises ConfigError.
     """
-    file = Path(path)
+    return loads(_read(Path(path)), overrides, name=str(path))
+
+
+def load_hosts(path: Path) -> dict[str, Resources]:
+    """Read a TOML file that describes hosts, and return what each has. Raises
+    ConfigError.
+    """
+    return _validated(HostsFile, _parse(_read(path), str(path)), str(path)).by_name()
+
+
+def loads(text: str, overrides: Sequence[str] = (), *, name: str = "config") -> RunConfig:
+    """Like `load`, from text; `name` stands for the file in errors."""
+    data = _parse(text, name)
+    touched = [_override(data, override) for override in overrides]
+    config = _validated(RunConfig, data, name, touched)
+    if idle := without_effect(config):
+        raise ConfigError("\n".join(f"{name}: {line}" for line in idle))
+    return config
+
+
+def _read(file: Path) -> str:
     try:
         with file.open("rb") as source:  # it may be a pipe or a device
             data = source.read(FILE_BYTES + 1)
@@ -115,27 +139,28 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{file}: config must be a readable text file: {error}") from error
     if len(data) > FILE_BYTES:
         raise ConfigError(f"{file}: config must have at most {FILE_BYTES} bytes, got more")
-    return loads(text, overrides, name=str(file))
+    return text
 
 
-def loads(text: str, overrides: Sequence[str] = (), *, name: str = "config") -> RunConfig:
-    """Like `load`, from text; `name` stands for the file in errors."""
+def _parse(text: str, name: str) -> dict[str, Any]:
     try:
-        data = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{name}: config must be valid TOML: {error}") from error
-    touched = [_override(data, override) for override in overrides]
+
+
+def _validated(
+    file: type[S], data: dict[str, Any], name: str, touched: Sequence[tuple[str | int, ...]] = ()
+) -> S:
+    """Return the file's content, or raise ConfigError with a line for each problem."""
     try:
-        config = RunConfig.model_validate(data)
+        return file.model_validate(data)
     except ValidationError as error:
         lines = [
-            _line(detail, name, touched)
+            _line(detail, file, name, touched)
             for detail in _own([_as_written(detail, data) for detail in error.errors()])
         ]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from error
-    if idle := without_effect(config):
-        raise ConfigError("\n".join(f"{name}: {line}" for line in idle))
-    return config
 
 
 def dumps(config: RunConfig) -> str:
@@ -232,7 +257,12 @@ def _own(details: Sequence[ErrorDetails]) -> list[ErrorDetails]:
     ]
 
 
-def _line(detail: ErrorDetails, name: str, touched: Sequence[tuple[str | int, ...]]) -> str:
+def _line(
+    detail: ErrorDetails,
+    file: type[BaseModel],
+    name: str,
+    touched: Sequence[tuple[str | int, ...]],
+) -> str:
     where = tuple(part for part in detail["loc"])
     source = f"{OVERRIDES} (and {name})" if where in touched else name
     field = ".".join(map(str, where))
@@ -240,7 +270,7 @@ def _line(detail: ErrorDetails, name: str, touched: Sequence[tuple[str | int, ..
         named = ".".join(part for part in where if isinstance(part, str))
         if (now := FORMER.get(named)) is not None:
             return f"{source}: {field} {now if now.startswith('is gone') else f'is now {now}'}"
-        return f"{source}: unknown key {field}{_suggestion(where)}"
+        return f"{source}: unknown key {field}{_suggestion(file, where)}"
     if detail["type"] == "missing":
         return f"{source}: {field} must be set, got nothing"
     message, kind = detail["msg"], detail["type"]
@@ -255,22 +285,22 @@ def _short(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
-def _suggestion(where: tuple[str | int, ...]) -> str:
+def _suggestion(file: type[BaseModel], where: tuple[str | int, ...]) -> str:
     """Suggest the nearest key of the same section, else one of that name anywhere, else
     all keys of the section.
     """
-    section, last = _section(where[:-1]), str(where[-1])
+    section, last = _section(file, where[:-1]), str(where[-1])
     keys = list(section.model_fields) if section is not None else []
     if near := difflib.get_close_matches(last, keys, n=1):
         return f" (did you mean {near[0]}?)"
-    if elsewhere := [key for key in settings_of(RunConfig) if key.rpartition(".")[2] == last]:
+    if elsewhere := [key for key in settings_of(file) if key.rpartition(".")[2] == last]:
         return f" (did you mean {elsewhere[0]}?)"
     place = ".".join(map(str, where[:-1]))
     return f" ({place or 'the file'} has {', '.join(keys)})" if keys else ""
 
 
-def _section(path: Sequence[str | int]) -> type[BaseModel] | None:
-    model: type[BaseModel] | None = RunConfig
+def _section(file: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel] | None:
+    model: type[BaseModel] | None = file
     for part in path:
         if isinstance(part, int):
             continue

@@ -1,0 +1,90 @@
+"""Decide which hosts belong to which pool (RollArt §5.2).
+
+A host belongs to a pool that asks for one of its resources, or for a part of the name
+of one of its GPUs.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+from rollweave.schema.base import Struct
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import PoolConfig
+from rollweave.schema.hosts import Resources
+
+
+class EmptyPool(Struct, frozen=True, kw_only=True):
+    """A pool to which no host belongs.
+
+    `offered` is what the hosts have, and `nearest` the part of it that is most like the
+    pool's resource, or "".
+    """
+
+    pool: str
+    resource: str
+    offered: tuple[str, ...]
+    nearest: str
+
+    @property
+    def field(self) -> str:
+        return f"pools.{self.pool}.resource"
+
+    def describe(self) -> str:
+        """Return the rule that the pool's resource breaks, and its value."""
+        offered = ", ".join(self.offered) or "they have none that a pool can ask for"
+        hint = f" (did you mean {self.nearest}?)" if self.nearest else ""
+        return f"must be a resource or GPU of a host ({offered}), got {self.resource!r}{hint}"
+
+
+def pools_of(pools: Mapping[str, PoolConfig], host: Resources) -> tuple[str, ...]:
+    """Return the pools to which this host belongs."""
+    return tuple(
+        name
+        for name, pool in pools.items()
+        if pool.resource in host.labels
+        or any(pool.resource in device.kind for device in host.devices)
+    )
+
+
+def empty_pools(pools: Mapping[str, PoolConfig], hosts: Iterable[Resources]) -> list[EmptyPool]:
+    """Return the pools to which none of these hosts belongs."""
+    present = list(hosts)
+    offered = dict.fromkeys(
+        name
+        for host in present
+        for name in (*host.labels, *(device.kind for device in host.devices))
+    )
+    served = {name for host in present for name in pools_of(pools, host)}
+    return [
+        EmptyPool(
+            pool=name,
+            resource=pool.resource,
+            offered=tuple(offered),
+            nearest=_nearest(pool.resource, offered),
+        )
+        for name, pool in pools.items()
+        if name not in served
+    ]
+
+
+def unserved(config: RunConfig, empty: Iterable[EmptyPool]) -> list[EmptyPool]:
+    """Return those of the pools without hosts that a role needs, because its fallbacks
+    have no hosts either.
+    """
+    without = {pool.pool: pool for pool in empty}
+    roles = (config.trainer.pool, *(group.pool for group in config.engines))
+    needed = {
+        role
+        for role in roles
+        if role is not None and all(name in without for name in config.pools_of(role))
+    }
+    return [pool for name, pool in without.items() if name in needed]
+
+
+def _nearest(resource: str, offered: Iterable[str]) -> str:
+    """Return the resource, GPU or word of a GPU's name that is most like this one."""
+    words = {
+        word.casefold(): word for name in offered for word in (name, *name.split()) if len(word) > 1
+    }
+    near = difflib.get_close_matches(resource.casefold(), words, n=1)
+    return words[near[0]] if near else ""

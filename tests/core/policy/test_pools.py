@@ -1,0 +1,68 @@
+"""Which hosts belong to which pool, and what is said of a pool without hosts."""
+
+import pytest
+
+from rollweave.core.policy.pools import empty_pools, pools_of, unserved
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.hosts import Device, Resources
+
+
+def host(*kinds: str, **labels: float) -> Resources:
+    devices = tuple(
+        Device(index=index, kind=kind, memory_bytes=1) for index, kind in enumerate(kinds)
+    )
+    return Resources(cpus=1, memory_bytes=1, devices=devices, labels=labels)
+
+
+def config(trainer: str = "a", engines: str = "b") -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "r", "steps": 1},
+            "model": {"path": "m"},
+            "tasks": [{"env": "frozenlake"}],
+            "cluster": {"address": "10.0.0.1:7400", "hosts": 2},
+            "pools": {
+                "a": {"resource": "H100"},
+                "b": {"resource": "H20", "fallback": ["a"]},
+            },
+            "trainer": {"pool": trainer},
+            "engines": {"pool": engines},
+        }
+    )
+
+
+POOLS = config().pools
+
+
+def test_a_host_belongs_to_pools_by_its_resources_and_its_gpus() -> None:
+    assert pools_of(POOLS, host("NVIDIA H100 80GB HBM3")) == ("a",)
+    assert pools_of(POOLS, host(H20=8, H100=1)) == ("a", "b")
+    assert pools_of(POOLS, host("NVIDIA A100", H2=1)) == ()
+
+
+def test_a_pool_without_hosts_is_needed_unless_a_fallback_has_some() -> None:
+    empty = empty_pools(POOLS, [host("NVIDIA H100"), host()])
+    assert [pool.pool for pool in empty] == ["b"]
+    assert unserved(config(), empty) == []
+    none = empty_pools(POOLS, [host()])
+    assert [pool.pool for pool in unserved(config(), none)] == ["a", "b"]
+    assert [pool.pool for pool in unserved(config(engines="a"), none)] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("present", "text"),
+    [
+        (
+            [host("NVIDIA H10O"), host(cpu=1)],
+            "must be a resource or GPU of a host (NVIDIA H10O, cpu), got 'H100' "
+            "(did you mean H10O?)",
+        ),
+        ([host(h100=1)], "(h100), got 'H100' (did you mean h100?)"),
+        ([host("NVIDIA L4")], "(NVIDIA L4), got 'H100'"),
+        ([host()], "(they have none that a pool can ask for), got 'H100'"),
+    ],
+)
+def test_names_the_nearest_resource(present: list[Resources], text: str) -> None:
+    pool = empty_pools(POOLS, present)[0]
+    assert pool.field == "pools.a.resource"
+    assert pool.describe().endswith(text)

@@ -1,0 +1,86 @@
+"""A file that describes hosts."""
+
+from pathlib import Path
+
+import pytest
+
+from rollweave.schema.config.loading import load_hosts
+from rollweave.schema.errors import ConfigError
+
+GIB = 1 << 30
+
+
+def read(tmp_path: Path, text: str) -> list[str]:
+    """Return the lines of the error that reading the file raises."""
+    file = tmp_path / "hosts.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        load_hosts(file)
+    return [line.removeprefix(f"{file}: ") for line in str(raised.value).splitlines()]
+
+
+def test_several_equal_hosts_have_numbered_names_and_gpus_in_order(tmp_path: Path) -> None:
+    file = tmp_path / "hosts.toml"
+    file.write_text(
+        '[[hosts]]\nname = "node"\ncount = 2\ncpus = 96\nmemory_gib = 512\nresources = { H20 = 8 }\n'
+        'gpus = [{ kind = "A", memory_gib = 24 }, { kind = "B", count = 2, memory_gib = 47.5 }]\n'
+        '[[hosts]]\nname = "plain"\ncpus = 4\nmemory_gib = 0.5\n'
+    )
+    hosts = load_hosts(file)
+    assert list(hosts) == ["node-0", "node-1", "plain"]
+    assert hosts["node-0"] == hosts["node-1"]
+    node, plain = hosts["node-1"], hosts["plain"]
+    assert (node.cpus, node.memory_bytes, dict(node.labels)) == (96, 512 * GIB, {"H20": 8})
+    assert [(gpu.index, gpu.kind, gpu.memory_bytes / GIB) for gpu in node.devices] == [
+        (0, "A", 24),
+        (1, "B", 47.5),
+        (2, "B", 47.5),
+    ]
+    assert (plain.devices, plain.memory_bytes) == ((), GIB // 2)
+
+
+HOST = '[[hosts]]\nname = "a"\ncpus = 1\nmemory_gib = 1\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("", ["hosts must be set, got nothing"]),
+        ("hosts = []", ["hosts must have at least 1 of them, got []"]),
+        ("[[hosts]", ["config must be valid TOML: Expected ']]'"]),
+        (
+            "[[hosts]]\ncpus = 0\nmemory_gib = true\n",
+            [
+                "hosts.0.name must be set",
+                "hosts.0.cpus must be at least 1, got 0",
+                "hosts.0.memory_gib must be a number, got True",
+            ],
+        ),
+        (f"{HOST}gpu = 3", ["unknown key hosts.0.gpu (did you mean gpus?)"]),
+        (
+            f'{HOST}gpus = [{{ kind = "H20", memory = 1 }}]',
+            [
+                "hosts.0.gpus.0.memory_gib must be set",
+                "unknown key hosts.0.gpus.0.memory (did you mean memory_gib?)",
+            ],
+        ),
+        (f"{HOST}count = 1000000000", ["hosts.0.count must be at most 10000, got 1000000000"]),
+        (f"{HOST}resources = {{ x = 0 }}", ["hosts.0.resources.x must be above 0, got 0"]),
+        (HOST + HOST, ["hosts must have distinct names, got 'a' a second time"]),
+        (
+            f"{HOST}count = 2\n" + HOST.replace('"a"', '"a-1"'),
+            ["hosts must have distinct names, got 'a-1' a second time"],
+        ),
+    ],
+)
+def test_a_malformed_file_gives_one_line_for_each_problem(
+    tmp_path: Path, text: str, lines: list[str]
+) -> None:
+    found = read(tmp_path, text)
+    assert len(found) == len(lines)
+    assert all(one.startswith(line) for one, line in zip(found, lines, strict=True)), found
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml: config must be a readable text file"):
+        load_hosts(tmp_path / "nowhere.toml")
