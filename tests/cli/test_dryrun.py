@@ -120,7 +120,7 @@ def test_a_valid_run_passes_all_checks(tmp_path: Path) -> None:
             "allowed_words must be among words, which are one token each, got 'adieu'",
         ),
         ("tasks.0.options.sings=1", "tasks.0", "unexpected keyword argument 'sings'"),
-        ("engines.kv_tokens=1000000000000", "memory", "the largest part is engines: KV cache"),
+        ("engines.kv_tokens=1000000000000", "engines.kv_tokens", "for KV cache of engines"),
         ("model.scratch.hidden=400000000", "disk", "must hold the checkpoints"),
     ],
 )
@@ -347,7 +347,7 @@ def test_a_run_that_is_resumed_keeps_its_model_tasks_and_seed(tmp_path: Path) ->
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
         ),
         ("tasks.0.env=tests.cli.envs:Foreign", "model"),
-        ("engines.kv_tokens=1000000000000", "memory"),
+        ("engines.kv_tokens=1000000000000", "engines.kv_tokens"),
         ("model.scratch.hidden=400000000", "disk"),
     ],
 )

@@ -87,8 +87,17 @@ def train(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Run all checks, and do not train.")
+        bool,
+        typer.Option("--dry-run", help="Run all checks, list all processes, and do not train."),
     ] = False,
+    hosts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --dry-run: a TOML file that describes the hosts of [cluster], which need "
+            "not be there.",
+        ),
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume the run where it ended or was killed.")
     ] = False,
@@ -102,7 +111,15 @@ def train(
         from rollweave.cli.train import train as work
 
         sets = [*(overrides or []), *([f"rollout.mode={mode}"] if mode is not None else [])]
-        work(config, sets, dry_run=dry_run, resume=resume, fresh=fresh, inproc=inproc)
+        work(
+            config,
+            sets,
+            dry_run=dry_run,
+            hosts=hosts,
+            resume=resume,
+            fresh=fresh,
+            inproc=inproc,
+        )
 
 
 @app.command("eval")

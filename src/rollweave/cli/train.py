@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rollweave.cli.console import FAILED, err, out, print_error
+from rollweave.cli.layout import show_layout
 from rollweave.cli.progress import display
 from rollweave.cli.runs import clear
 from rollweave.cli.start import resolve
@@ -24,18 +25,41 @@ from rollweave.record.summary import (
 from rollweave.runtime import launch
 from rollweave.runtime.preflight import dryrun
 from rollweave.runtime.preflight.checks import human_seconds, must_pass, show
+from rollweave.schema.config.loading import load_hosts
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.errors import RollweaveError
+from rollweave.schema.errors import ConfigError, RollweaveError
 
 
 def train(
-    path: Path, overrides: Sequence[str], *, dry_run: bool, resume: bool, fresh: bool, inproc: bool
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    dry_run: bool,
+    hosts: Path | None,
+    resume: bool,
+    fresh: bool,
+    inproc: bool,
 ) -> None:
-    """Train as configured in the file or run directory at `path`, and print the result."""
+    """Train as configured in the file or run directory at `path`, and print the result.
+
+    A dry run only checks the configuration and prints the processes: those on `hosts`,
+    a file that describes hosts, if it is given.
+    """
+    if hosts is not None and not dry_run:
+        raise ConfigError(f"--hosts must be left out without --dry-run, got {hosts}")
     config, resume = resolve(path, overrides, resume=resume, fresh=fresh)
-    checks = dryrun.examine(config, resume=resume, fresh=fresh, deep=dry_run)
+    planned = dryrun.plan(
+        config,
+        resume=resume,
+        fresh=fresh,
+        deep=dry_run,
+        hosts=load_hosts(hosts) if hosts is not None else None,
+    )
+    checks = planned.checks
     if dry_run:
         show(checks, out)
+        if planned.layout is not None:
+            show_layout(planned.layout, out)
     must_pass(checks)
     if dry_run:
         out.print("[green]ready:[/] all checks passed")

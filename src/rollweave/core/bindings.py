@@ -4,7 +4,7 @@ Without hosts of a cluster, everything is on one host; with `weights.relays` tha
 stands for so many hosts, each with a relay.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
@@ -41,6 +41,23 @@ def bind_all(
         tuple(_placed(slot, places[slot.id]) for slot in slots if slot.id in places),
         tuple(RankSlot(host=place.host, devices=place.devices) for place in ranks),
         unbound,
+    )
+
+
+def crowded(config: RunConfig, places: Collection[tuple[object, tuple[int, ...]]]) -> str:
+    """Return the rule that the trainer's ranks break if two of them share a GPU, which
+    NCCL does not admit, or "".
+
+    A place is a host with the rank's devices there.
+    """
+    gpus = len(set(places))
+    if gpus == len(places):
+        return ""
+    pools = config.pools_of(config.trainer.pool)
+    where = f" of pool {' or '.join(pools)}" if pools else ""
+    return (
+        f"must be at most the number of GPUs{where} ({gpus}), of which NCCL requires one for each "
+        f"rank, got {len(places)}"
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rollweave.core.bindings import bind_all, one_machine
+from rollweave.core.bindings import bind_all, crowded, one_machine
 from rollweave.core.core import Core
 from rollweave.core.membership import engines_to_start, first_engines
 from rollweave.core.policy.scheduling import scheduling
@@ -257,6 +257,8 @@ class _Start:
         slots, ranks, unbound = bind_all(config, slots, hosts)
         if unbound:
             raise ConfigError("\n".join(f"{one.role}: {one.reason}" for one in unbound))
+        if problem := crowded(config, [(one.host, one.devices) for one in ranks if one.devices]):
+            raise ConfigError(f"trainer.ranks {problem}")
         return beginning.first(slots, hosts=hosts, ranks=ranks, relays=len(cluster.slots) or relays)
 
     def _world(

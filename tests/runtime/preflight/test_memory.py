@@ -1,16 +1,37 @@
-"""The estimate is exact for weights and KV."""
+"""The estimate is exact for weights and KV, and close for what a backward pass needs."""
 
 from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 
-from rollweave.runtime.preflight.memory import kv_bytes, memory, parameters, scratch_shape
+from rollweave.runtime.preflight.memory import (
+    CPU_TOKENS,
+    HEAD_COPIES,
+    HEAD_LOGITS,
+    MASTER_BYTES,
+    PUBLICATIONS,
+    Part,
+    engine_parts,
+    gathered_layers,
+    kv_bytes,
+    parameters,
+    rank_parts,
+    relay_parts,
+    saved_bytes,
+    scratch_shape,
+)
 from rollweave.schema.config.loading import loads
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import ScratchModel
+from rollweave.train.model import MAX_LOGITS, Model
+from rollweave.train.packing import Example, pack
+from rollweave.train.passes import CACHE_TOKENS
 from rollweave.train.scratch import build_checkpoint
-from rollweave.weights.checkpoint import read_shape
+from rollweave.weights.checkpoint import ModelShape, read_shape
 
 SCRATCH = ScratchModel(hidden=64, layers=3)
 CONTEXT = 64
@@ -38,48 +59,186 @@ def config(*overrides: str) -> RunConfig:
     return loads('[run]\nname = "m"\n[model.scratch]\n[[tasks]]\nenv = "nim"\n', overrides)
 
 
-def needs(*overrides: str) -> dict[str, int]:
-    return {
-        need.what: need.total
-        for need in memory(config(*overrides), scratch_shape(SCRATCH, 200, context=CONTEXT))
-    }
+SMALL = scratch_shape(SCRATCH, 200, context=CONTEXT)
+
+
+def sizes(parts: list[Part]) -> dict[str, int]:
+    return {part.what: part.nbytes for part in parts}
+
+
+def rank(*overrides: str, number: int = 0) -> dict[str, int]:
+    return sizes(rank_parts(config(*overrides), SMALL, rank=number))
+
+
+def engine(*overrides: str) -> dict[str, int]:
+    run = config(*overrides)
+    return sizes(engine_parts(run, SMALL, run.engines[0]))
 
 
 def test_adamw_keeps_two_moments_beside_weights_and_gradients() -> None:
-    sizes = needs()
-    assert (
-        sizes["trainer: weights"]
-        == sizes["trainer: gradients"]
-        == 4 * parameters(scratch_shape(SCRATCH, 200, context=CONTEXT))
-    )
-    assert sizes["trainer: optimizer (AdamW)"] == 2 * sizes["trainer: weights"]
-    assert sizes["trainer: copy for a checkpoint"] == 3 * sizes["trainer: weights"]
+    parts = rank()
+    assert parts["weights"] == parts["gradients"] == 4 * parameters(SMALL)
+    assert parts["optimizer"] == 2 * parts["weights"]
+    assert parts["copy for a checkpoint"] == 3 * parts["weights"]
 
 
-def test_a_reference_needs_memory_only_with_kl() -> None:
-    assert "trainer: reference" not in needs()
-    assert needs("algorithm.kl=0.1")["trainer: reference"] == needs()["trainer: weights"]
+def test_a_reference_and_a_copy_to_undo_a_batch_need_memory_only_if_used() -> None:
+    assert not {"reference", "copy of the state"} & set(rank())
+    assert rank("algorithm.kl=0.1")["reference"] == 2 * rank()["weights"]
+    for knob in ("epochs", "minibatches"):
+        assert rank(f"trainer.{knob}=2")["copy of the state"] == 3 * rank()["weights"]
 
 
 def test_each_engine_needs_weights_and_kv() -> None:
-    one, three = needs("engines.kv_tokens=4096"), needs("engines.kv_tokens=4096", "engines.count=3")
-    assert three["engines: KV cache"] == 3 * one["engines: KV cache"]
+    parts = engine("engines.kv_tokens=4096")
     # tokens, keys and values, layers, heads, dim, float32
-    assert one["engines: KV cache"] == 4096 * 2 * 3 * 2 * 16 * 4
-    assert three["engines: weights"] == 3 * one["engines: weights"]
+    assert parts["KV cache"] == parts["copy of the KV cache"] == 4096 * 2 * 3 * 2 * 16 * 4
+    assert parts["weights"] == 4 * parameters(SMALL)
+    assert "copy of the KV cache" not in engine("model.dtype=bfloat16")
+    assert "copy of the KV cache" not in engine("engines.deterministic=true")
+    assert {"one step", "CUDA"} <= set(engine("model.device=cuda"))
 
 
 def test_bfloat16_halves_the_engines_memory_but_not_the_trainers() -> None:
-    full, half = needs(), needs("model.dtype=bfloat16")
-    assert 2 * half["engines: weights"] == full["engines: weights"]
-    assert half["trainer: weights"] == full["trainer: weights"]
-    shape = scratch_shape(SCRATCH, 200, context=CONTEXT)
-    assert 2 * kv_bytes(shape, 2) == kv_bytes(shape, 4)
+    half = "model.dtype=bfloat16"
+    assert 2 * engine(half)["weights"] == engine()["weights"]
+    assert rank(half)["weights"] == rank()["weights"]
+    assert 2 * rank(half)["published weights"] == rank()["published weights"]
+    assert rank("weights.dtype=bfloat16")["published weights"] == rank(half)["published weights"]
+    assert 2 * kv_bytes(SMALL, 2) == kv_bytes(SMALL, 4)
+
+
+def test_only_the_first_rank_and_the_relays_of_other_hosts_keep_published_weights() -> None:
+    assert rank()["published weights"] == PUBLICATIONS * 4 * parameters(SMALL)
+    assert "published weights" not in rank("trainer.ranks=2", number=1)
+    beside = sizes(relay_parts(config(), SMALL, beside_trainer=True))
+    other = sizes(relay_parts(config(), SMALL, beside_trainer=False))
+    assert other["published weights"] == rank()["published weights"]
+    assert "published weights" not in beside
 
 
 def test_activations_are_bounded_by_the_packed_pass_and_by_the_batch() -> None:
-    assert (
-        needs("trainer.micro_tokens=512")["trainer: activations"] < needs()["trainer: activations"]
-    )
+    assert rank("trainer.micro_tokens=1200")["activations"] < rank()["activations"]
     small = ("rollout.groups_per_step=1", "rollout.group_size=2")
-    assert needs(*small) == needs(*small, "trainer.micro_tokens=1000000")
+    assert rank(*small) == rank(*small, "trainer.micro_tokens=1000000")
+    assert (CPU_TOKENS, HEAD_LOGITS) == (CACHE_TOKENS, MAX_LOGITS)
+
+
+# Against a slow and obvious reference.
+
+shapes = st.builds(
+    lambda layers, heads, group, dim, hidden, ffn, vocab, tied, norm, bias: ModelShape(
+        vocab=vocab,
+        hidden=hidden,
+        layers=layers,
+        heads=heads * group,
+        kv_heads=heads,
+        head_dim=2 * dim,
+        ffn=ffn,
+        context=CONTEXT,
+        eps=1e-6,
+        tied=tied,
+        qkv_bias=bias,
+        out_bias=False,
+        mlp_bias=bias,
+        qk_norm=norm,
+        inv_freq=tuple(1.0 for _ in range(dim)),
+        eos_token_ids=(),
+    ),
+    layers=st.integers(1, 5),
+    heads=st.integers(1, 4),
+    group=st.integers(1, 4),
+    dim=st.integers(1, 32),
+    hidden=st.integers(1, 300),
+    ffn=st.integers(1, 400),
+    vocab=st.integers(2, 500),
+    tied=st.booleans(),
+    norm=st.booleans(),
+    bias=st.booleans(),
+)
+
+
+def numel(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@given(shape=shapes, ranks=st.integers(1, 16))
+def test_shards_hold_the_whole_model_and_little_more(shape: ModelShape, ranks: int) -> None:
+    with torch.device("meta"):
+        model = Model(shape, torch.float32)
+    total = numel(model) * MASTER_BYTES
+    run = config(f"trainer.ranks={ranks}")
+    shards = [sizes(rank_parts(run, shape, rank=number)) for number in range(ranks)]
+    for what, copies in (("weights", 1), ("gradients", 1), ("optimizer", 2)):
+        held = sum(shard[what] for shard in shards)
+        assert copies * total <= held < copies * (total + ranks * MASTER_BYTES)
+    layers = [numel(layer) for layer in model.model.layers]
+    rest = numel(model) - sum(layers)
+    assert gathered_layers(shape) == MASTER_BYTES * (3 * layers[0] + 2 * rest)
+    assert all(("gathered layers" in shard) == (ranks > 1) for shard in shards)
+
+
+def kept_for_backward(shape: ModelShape, dtype: torch.dtype, lengths: list[int]) -> int:
+    """Return the bytes of all memory that autograd keeps, except for parameters."""
+    torch.manual_seed(0)
+    model = Model(shape, dtype)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack_hook(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    examples = [
+        Example(
+            tokens=torch.randint(0, shape.vocab, (length + 1,)),
+            targets=torch.arange(1, length + 1),
+        )
+        for length in lengths
+    ]
+    with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda tensor: tensor):
+        model(pack(examples), 1.0)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def decoder(**sizes: int) -> ModelShape:
+    values = {"hidden": 64, "layers": 3, "heads": 4, "kv_heads": 2, "dim": 16, "ffn": 192, **sizes}
+    dim = values.pop("dim")
+    return ModelShape(
+        vocab=128,
+        head_dim=dim,
+        context=4096,
+        eps=1e-6,
+        tied=False,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm=dim == 16,
+        inv_freq=tuple(1.0 for _ in range(dim // 2)),
+        eos_token_ids=(),
+        **values,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [[256], [768], [256] * 4])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        decoder(),
+        decoder(heads=8, hidden=128, ffn=320, layers=4),
+        decoder(heads=4, kv_heads=4, dim=32, hidden=200, ffn=700, layers=6),
+    ],
+    ids=["small", "narrow heads", "no groups"],
+)
+def test_activations_are_what_autograd_keeps(
+    shape: ModelShape, lengths: list[int], dtype: torch.dtype
+) -> None:
+    measured = kept_for_backward(shape, dtype, lengths)
+    tokens = sum(lengths)
+    estimate = saved_bytes(
+        shape, tokens, longest=max(lengths), width=dtype.itemsize, on_cpu=True
+    ) + (HEAD_COPIES * 4 * tokens * shape.vocab)
+    assert measured <= estimate <= 1.15 * measured

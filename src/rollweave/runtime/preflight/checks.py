@@ -68,11 +68,11 @@ def show(checks: Sequence[Check], console: Console) -> None:
 
 def human_bytes(count: float) -> str:
     """Format a size, such as `3.4 GiB`."""
-    for unit in ("B", "KiB", "MiB"):
+    for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
-    return f"{count:.1f} GiB"
+    return f"{count:.1f} TiB"
 
 
 def human_seconds(seconds: float) -> str:

@@ -5,7 +5,7 @@ All checks are made even if some fail, so that the user learns of every problem 
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rollweave.core.membership import first_engines
@@ -16,25 +16,48 @@ from rollweave.record.rundir import RunDir
 from rollweave.runtime.hosts.hosts import hosts_here
 from rollweave.runtime.preflight.checks import Check, fail, ok, warn
 from rollweave.runtime.preflight.environments import Domain, examine_domain
+from rollweave.runtime.preflight.layout import Layout
 from rollweave.runtime.preflight.machine import cores
 from rollweave.runtime.preflight.model import examine_model
 from rollweave.runtime.recover import lost, rebuild
 from rollweave.runtime.sinks import missing_sinks
 from rollweave.runtime.supervisors.relays import missing_extra
+from rollweave.schema.base import Struct
 from rollweave.schema.config.effects import without_effect
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, CorruptJournalError
+from rollweave.schema.hosts import Resources
 from rollweave.train.lengths import check_installed
 
 UNUSED = "no effect"
 """Name of the checks for settings without effect, which a real run shows as well."""
 
 
+class Examination(Struct, frozen=True, kw_only=True):
+    """The results of all checks, and the processes of the run, if these can be told."""
+
+    checks: list[Check]
+    layout: Layout | None
+
+
 def examine(
     config: RunConfig, *, resume: bool = False, fresh: bool = False, deep: bool = True
 ) -> list[Check]:
-    """Run all checks.
+    """Run all checks, as `plan` does."""
+    return plan(config, resume=resume, fresh=fresh, deep=deep).checks
+
+
+def plan(
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    fresh: bool = False,
+    deep: bool = True,
+    hosts: Mapping[str, Resources] | None = None,
+) -> Examination:
+    """Run all checks, and lay out the processes of the run: over `hosts`, which need not
+    be there, if they are given.
 
     `deep` also resets an environment of each domain with a task, which may take time
     and acquire resources.
@@ -53,16 +76,17 @@ def examine(
         checks += domain_checks
         if domain is not None:
             domains.append(domain)
-    return [
-        *checks,
+    model_checks, layout = examine_model(config, domains, hosts)
+    checks += [
         *_cpu(config),
         *_relays(config),
-        *_cluster(config),
+        *_cluster(config, hosts),
         *_predictor(config),
-        *examine_model(config, domains),
+        *model_checks,
         *_target(config),
         *_without_effect(config),
     ]
+    return Examination(checks=checks, layout=layout)
 
 
 def _without_effect(config: RunConfig) -> Iterator[Check]:
@@ -70,7 +94,7 @@ def _without_effect(config: RunConfig) -> Iterator[Check]:
     for line in without_effect(config):
         key, _, detail = line.partition(" ")
         yield fail(key, detail)
-    if config.model.device == "cpu":
+    if config.model.device == "cpu" and config.cluster is None:
         for degree in sorted({group.degree for group in config.engines if group.degree > cores()}):
             yield warn(
                 UNUSED,
@@ -174,9 +198,22 @@ def _predictor(config: RunConfig) -> Iterator[Check]:
         yield fail(field, problem)
 
 
-def _cluster(config: RunConfig) -> Iterator[Check]:
+def _cluster(config: RunConfig, hosts: Mapping[str, Resources] | None) -> Iterator[Check]:
     cluster = config.cluster
     if cluster is None:
+        if hosts is not None:
+            yield fail("--hosts", f"must be left out without [cluster], got {len(hosts)} hosts")
+        return
+    text = f"waits for {cluster.hosts} hosts at {cluster.address}"
+    if hosts is not None:
+        if cluster.hosts > len(hosts):
+            yield fail(
+                "cluster.hosts",
+                f"must be at most the number of hosts described ({len(hosts)}), got "
+                f"{cluster.hosts}",
+            )
+        else:
+            yield ok("cluster", text)
         return
     try:
         bound_socket(cluster.host, cluster.port).close()
@@ -186,7 +223,7 @@ def _cluster(config: RunConfig) -> Iterator[Check]:
             f"must be a free address of this host, got {cluster.address}: {error}",
         )
     else:
-        yield ok("cluster", f"waits for {cluster.hosts} hosts at {cluster.address}")
+        yield ok("cluster", text)
 
 
 def _relays(config: RunConfig) -> Iterator[Check]:
@@ -235,6 +272,8 @@ def _rules(config: RunConfig) -> Iterator[Check]:
 
 
 def _cpu(config: RunConfig) -> Iterator[Check]:
+    if config.cluster is not None:
+        return
     trainer, degrees = config.trainer, [slot.degree for slot in first_engines(config)]
     threads = sum(degrees) + trainer.ranks
     engines = " + ".join(

@@ -1,15 +1,15 @@
 """Estimate the memory and disk that a run needs, from its configuration and the model's
 shape alone.
 
-The estimate is exact for weights, gradients, optimizer and KV cache. It counts the
-activations that a forward pass keeps for the backward pass, and a fixed amount for each
-interpreter with its libraries.
+The estimate is exact for weights, gradients, optimizer, KV cache and published weights.
+The tensors that a forward pass keeps for the backward pass are counted operation by
+operation, for passes over a single sequence. Processes, CUDA and the temporary tensors
+of one operation are allowed for by constants, which were not measured on a GPU.
 """
 
-from rollweave.core.membership import first_engines
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import HEAD_DIM, ScratchModel
+from rollweave.schema.config.sections import HEAD_DIM, EngineConfig, ScratchModel
 from rollweave.weights.checkpoint import ModelShape
 
 PROCESS_BYTES = 450 << 20
@@ -17,13 +17,22 @@ PROCESS_BYTES = 450 << 20
 350 to 450 MB were measured on a CPU.
 """
 
-HEAD_ROWS_BYTES = 64 << 20
-"""Maximum size of the logits, log-probs and their gradient at a time: the trainer
-computes the head in bounded parts.
+CUDA_BYTES = 640 << 20
+"""Memory on a GPU of one process's CUDA context, kernels and workspaces."""
+
+HEAD_LOGITS = 1 << 26
+"""Maximum number of logits that the trainer holds at once (`train/model.MAX_LOGITS`)."""
+
+HEAD_COPIES = 3
+"""Number of float32 tensors as large as the logits: these, the exponentials, and the
+gradient.
 """
 
+CPU_TOKENS = 2048
+"""Maximum number of tokens of one pass on a CPU (`train/passes.CACHE_TOKENS`)."""
+
 PUBLICATIONS = 3
-"""Number of weight versions that the trainer keeps published."""
+"""Number of weight versions that the trainer and each relay keep."""
 
 CHECKPOINTS_KEPT = 3
 """Number of checkpoints on disk: the newest, the best, and the one being written."""
@@ -40,19 +49,16 @@ segments.
 """
 
 
-class Need(Struct, frozen=True, kw_only=True):
-    """One use of memory: `count` times `each` bytes, in GPU memory (`on_device`) if
-    there is a GPU.
+class Part(Struct, frozen=True, kw_only=True):
+    """One use of memory by a process: GPU memory (`on_device`) if it runs on a GPU.
+
+    `knob` is the setting that changes it most directly.
     """
 
     what: str
-    count: int
-    each: int
-    on_device: bool
-
-    @property
-    def total(self) -> int:
-        return self.count * self.each
+    nbytes: int
+    on_device: bool = True
+    knob: str
 
 
 def scratch_shape(scratch: ScratchModel, vocab: int, *, context: int) -> ModelShape:
@@ -79,84 +85,80 @@ def scratch_shape(scratch: ScratchModel, vocab: int, *, context: int) -> ModelSh
 
 def parameters(shape: ModelShape) -> int:
     """Return the number of trained parameters."""
-    total = 0
-    for dimensions in shape.tensors().values():
-        size = 1
-        for dimension in dimensions:
-            size *= dimension
-        total += size
-    return total
+    return sum(_size(dimensions) for dimensions in shape.tensors().values())
 
 
-def memory(config: RunConfig, shape: ModelShape) -> list[Need]:
-    """Return the run's uses of memory, except for the user's environments."""
-    trainer, engines = config.trainer, first_engines(config)
-    kv_tokens = [config.engines[engine.group].kv_tokens for engine in engines]
-    count = parameters(shape)
-    width = DTYPE_BYTES[config.model.dtype]
-    shard = -(-count // trainer.ranks)
-    needs = [
-        Need(
-            what="trainer: weights", count=trainer.ranks, each=shard * MASTER_BYTES, on_device=True
-        ),
-        Need(
-            what="trainer: gradients",
-            count=trainer.ranks,
-            each=shard * MASTER_BYTES,
-            on_device=True,
-        ),
-        Need(
-            what="trainer: optimizer (AdamW)",
-            count=trainer.ranks,
-            each=2 * shard * MASTER_BYTES,
-            on_device=True,
-        ),
-        Need(
-            what="trainer: activations",
-            count=trainer.ranks,
-            each=activations(config, shape),
-            on_device=True,
-        ),
-        Need(
-            what="trainer: copy for a checkpoint",
-            count=1,
-            each=3 * count * MASTER_BYTES,
-            on_device=False,
-        ),
-        Need(
-            what="trainer: published weights",
-            count=PUBLICATIONS,
-            each=count * MASTER_BYTES,
-            on_device=False,
-        ),
-        Need(what="engines: weights", count=len(engines), each=count * width, on_device=True),
-        *(
-            Need(
-                what="engines: KV cache",
-                count=kv_tokens.count(tokens),
-                each=tokens * kv_bytes(shape, width),
-                on_device=True,
-            )
-            for tokens in dict.fromkeys(kv_tokens)
-        ),
-        Need(
-            what="processes",
-            count=1 + len(engines) + trainer.ranks,
-            each=PROCESS_BYTES,
-            on_device=False,
+def rank_parts(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Part]:
+    """Return what one rank of the trainer keeps in memory."""
+    trainer, count = config.trainer, parameters(shape)
+    shard = -(-count // trainer.ranks) * MASTER_BYTES
+    parts = [
+        Part(what="weights", nbytes=shard, knob="trainer.ranks"),
+        Part(what="gradients", nbytes=shard, knob="trainer.ranks"),
+        Part(what="optimizer", nbytes=2 * shard, knob="trainer.ranks"),
+        Part(
+            what="activations",
+            nbytes=activations(config, shape),
+            knob="trainer.micro_tokens",
         ),
     ]
     if config.algorithm.kl:
-        needs.insert(
-            3,
-            Need(
-                what="trainer: reference",
-                count=trainer.ranks,
-                each=shard * MASTER_BYTES,
-                on_device=True,
-            ),
+        # while it computes with them, a rank sets its own weights aside
+        parts.append(Part(what="reference", nbytes=2 * shard, knob="algorithm.kl"))
+    if trainer.epochs * trainer.minibatches > 1:
+        # a failed batch is undone
+        parts.append(Part(what="copy of the state", nbytes=3 * shard, knob="trainer.minibatches"))
+    if trainer.ranks > 1:
+        parts.append(
+            Part(what="gathered layers", nbytes=gathered_layers(shape), knob="trainer.ranks")
         )
-    return needs
+    parts.append(
+        Part(
+            what="copy for a checkpoint",
+            nbytes=3 * count * MASTER_BYTES,
+            on_device=False,
+            knob="model",
+        )
+    )
+    if rank == 0:
+        parts.append(_versions(config, shape))
+    return [*parts, *_process(config, knob="trainer.ranks")]
+
+
+def engine_parts(config: RunConfig, shape: ModelShape, group: EngineConfig) -> list[Part]:
+    """Return what one engine keeps in memory."""
+    width = DTYPE_BYTES[config.model.dtype]
+    kv = group.kv_tokens * kv_bytes(shape, width)
+    parts = [
+        Part(what="weights", nbytes=parameters(shape) * width, knob="model"),
+        Part(what="KV cache", nbytes=kv, knob="engines.kv_tokens"),
+    ]
+    if config.model.device == "cpu":
+        if config.model.dtype == "float32" and not group.deterministic:
+            parts.append(Part(what="copy of the KV cache", nbytes=kv, knob="engines.kv_tokens"))
+    else:
+        # attention gathers the blocks of one layer, and new weights arrive one by one
+        largest = max(_size(dimensions) for dimensions in shape.tensors().values())
+        logits = 2 * group.max_slots * shape.vocab * 4
+        parts.append(
+            Part(
+                what="one step",
+                nbytes=kv // shape.layers + largest * width + logits,
+                knob="engines.kv_tokens",
+            )
+        )
+    return [*parts, *_process(config, knob="engines.count")]
+
+
+def relay_parts(config: RunConfig, shape: ModelShape, *, beside_trainer: bool) -> list[Part]:
+    """Return what one relay keeps in memory; beside the trainer it maps the trainer's."""
+    versions = [] if beside_trainer else [_versions(config, shape)]
+    return [*versions, _interpreter(knob="model")]
+
+
+def other_parts() -> list[Part]:
+    """Return what the controller, or the predictor of lengths, keeps in memory."""
+    return [_interpreter(knob="model")]
 
 
 def kv_bytes(shape: ModelShape, width: int) -> int:
@@ -165,20 +167,63 @@ def kv_bytes(shape: ModelShape, width: int) -> int:
 
 
 def activations(config: RunConfig, shape: ModelShape) -> int:
-    """Return the bytes that one packed forward pass of `micro_tokens` keeps for the
-    backward pass.
+    """Return the bytes that one packed forward pass keeps for the backward pass.
 
-    Each layer keeps its two inputs, their norms and the two sums (6 hidden), queries twice
-    and the attended values, keys and values twice, gate, up, their product and its
-    activation (4 ffn), and the attention weights of the longest sequence.
+    It is that of one sequence of the maximum length, or of several, of `micro_tokens`
+    together. Weights that are converted or concatenated for a product are kept, too.
     """
     longest = max(task.max_tokens for task in config.tasks)
+    on_cpu = config.model.device == "cpu"
+    micro = min(config.trainer.micro_tokens, CPU_TOKENS) if on_cpu else config.trainer.micro_tokens
+    tokens = min(max(micro, longest), batch_tokens(config))
+    logits = min(HEAD_LOGITS, tokens * shape.vocab)
+    return saved_bytes(
+        shape, tokens, longest=longest, width=DTYPE_BYTES[config.model.dtype], on_cpu=on_cpu
+    ) + (HEAD_COPIES * 4 * logits)
+
+
+def saved_bytes(shape: ModelShape, tokens: int, *, longest: int, width: int, on_cpu: bool) -> int:
+    """Return the bytes that the layers keep for the backward pass over `tokens` of
+    sequences of `longest` tokens, computed in numbers of `width` bytes.
+    """
+    hidden, ffn, layers = shape.hidden, shape.ffn, shape.layers
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    per_token = shape.layers * (
-        6 * shape.hidden + 3 * q + 4 * kv + 4 * shape.ffn + shape.heads * longest
+    # both norms before their weights and after, in float32 and as the inputs of products
+    row = 2 * hidden * (4 + width)
+    # queries and keys: the norm before its weight, the rotations, and the rotated values
+    row += (q + kv) * ((4 if shape.qk_norm else 0) + 4 + width)
+    # values with what they are a part of, attended values, and those as an input
+    row += (q + 2 * kv) * width + 2 * q * width
+    # gate and up, and their product
+    row += 3 * ffn * width
+    scores = shape.heads * longest * width
+    if width == 4 and on_cpu:
+        row += q * width  # scaled queries
+        # the attention weights: later keys of whole blocks are left out below the last layer
+        attention = (layers - 1) * scores * 5 // 8 + scores
+    elif width == 4:
+        attention = layers * scores
+    else:
+        # These kernels keep no weights. The last layer has a mask, for which kernels of GPUs
+        # compute the weights in float32.
+        attention = layers * shape.heads * 4
+        attention += longest * width if on_cpu else 2 * shape.heads * longest * 4
+    qkv, gate_up = hidden * (q + 2 * kv), 2 * hidden * ffn
+    copied = qkv + gate_up + (0 if width == 4 else hidden * q + hidden * ffn)
+    return tokens * (layers * row + attention) + layers * copied * width
+
+
+def gathered_layers(shape: ModelShape) -> int:
+    """Return the bytes of the weights and gradients that a rank has in full at a time:
+    those of one layer, the weights of the next, and those outside of the layers.
+    """
+    within = sum(
+        _size(dimensions)
+        for name, dimensions in shape.tensors().items()
+        if name.startswith("model.layers.0.")
     )
-    tokens = min(config.trainer.micro_tokens, batch_tokens(config))
-    return tokens * per_token * DTYPE_BYTES[config.model.dtype] + HEAD_ROWS_BYTES
+    outside = parameters(shape) - shape.layers * within
+    return (3 * within + 2 * outside) * MASTER_BYTES
 
 
 def batch_tokens(config: RunConfig) -> int:
@@ -205,3 +250,31 @@ def trajectory_bytes(config: RunConfig) -> int:
     """
     started = config.run.steps * batch_tokens(config)
     return int(started * STORED_TOKEN_BYTES)
+
+
+def _versions(config: RunConfig, shape: ModelShape) -> Part:
+    each = parameters(shape) * DTYPE_BYTES[config.published_dtype]
+    return Part(
+        what="published weights",
+        nbytes=PUBLICATIONS * each,
+        on_device=False,
+        knob="model",
+    )
+
+
+def _process(config: RunConfig, *, knob: str) -> list[Part]:
+    """Return what a process needs that computes."""
+    if config.model.device == "cpu":
+        return [_interpreter(knob=knob)]
+    return [Part(what="CUDA", nbytes=CUDA_BYTES, knob=knob), _interpreter(knob=knob)]
+
+
+def _interpreter(*, knob: str) -> Part:
+    return Part(what="process", nbytes=PROCESS_BYTES, on_device=False, knob=knob)
+
+
+def _size(dimensions: tuple[int, ...]) -> int:
+    size = 1
+    for dimension in dimensions:
+        size *= dimension
+    return size

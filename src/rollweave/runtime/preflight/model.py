@@ -5,7 +5,7 @@ model from scratch on the CPU.
 """
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,13 +13,20 @@ import msgspec
 from rollweave.rollout.chat.codec import ChatCodec, ChatError
 from rollweave.rollout.chat.conversation import tokenize_transcript
 from rollweave.rollout.chat.template import ChatTemplate
-from rollweave.runtime.preflight.checks import Check, fail, human_bytes, ok, warn
+from rollweave.runtime.preflight.checks import Check, fail, failures, human_bytes, ok, warn
 from rollweave.runtime.preflight.environments import Domain
-from rollweave.runtime.preflight.machine import gpu_memory, memory_bytes
+from rollweave.runtime.preflight.layout import (
+    COMFORT,
+    Layout,
+    PlannedHost,
+    check_layout,
+    check_pools,
+    described,
+    lay_out,
+    this_machine,
+)
 from rollweave.runtime.preflight.memory import (
-    Need,
     checkpoint_bytes,
-    memory,
     parameters,
     scratch_shape,
     trajectory_bytes,
@@ -27,6 +34,7 @@ from rollweave.runtime.preflight.memory import (
 from rollweave.schema.chat import Message
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, WeightsError
+from rollweave.schema.hosts import Resources
 from rollweave.train.scratch import CHAT_TEMPLATE, build_tokenizer
 from rollweave.weights.checkpoint import ModelShape, read_shape, read_sizes
 
@@ -38,29 +46,31 @@ SLACK = 8
 empty.
 """
 
-COMFORT = 0.8
-"""Share of the free space beyond which an estimate deserves a warning."""
 
+def examine_model(
+    config: RunConfig, domains: Sequence[Domain], hosts: Mapping[str, Resources] | None = None
+) -> tuple[list[Check], Layout | None]:
+    """Check the model and its needs, and return the processes of the run, if these can
+    be told.
 
-def examine_model(config: RunConfig, domains: Sequence[Domain]) -> list[Check]:
-    """Check the model and its needs.
-
-    `domains` are the task domains whose checks passed.
+    `domains` are the task domains whose checks passed. With `hosts`, the run is planned
+    for these, and only the model's shape must be known here.
     """
+    complete = len(domains) == len(config.tasks)
     try:
-        shape, checks = _model(config, domains, complete=len(domains) == len(config.tasks))
+        shape, checks = _model(config, domains, complete=complete, elsewhere=hosts is not None)
     except ConfigError as error:
-        return [fail("model", str(error))]
+        return [fail("model", str(error))], None
     except (ValueError, KeyError, TypeError) as error:
-        return [fail("model", _text(error))]
-    if shape is not None:
-        checks += _memory(config, shape)
-        checks += _disk(config, shape)
-    return checks
+        return [fail("model", _text(error))], None
+    if shape is None:
+        return checks, None
+    layout, layout_checks = _layout(config, shape, hosts)
+    return [*checks, *layout_checks, *_disk(config, shape, elsewhere=hosts is not None)], layout
 
 
 def _model(
-    config: RunConfig, domains: Sequence[Domain], *, complete: bool
+    config: RunConfig, domains: Sequence[Domain], *, complete: bool, elsewhere: bool
 ) -> tuple[ModelShape | None, list[Check]]:
     """Return the model's shape, or None if it depends on tasks whose checks failed.
 
@@ -103,9 +113,20 @@ def _model(
         raise ConfigError(f"model.path must be a checkpoint directory, got {config.model.path!r}")
     shape = read_shape(directory)
     checks = [
-        ok("model.path", f"{directory}: {parameters(shape):,} weights, context {shape.context:,}"),
-        _weights(directory, shape),
+        ok("model.path", f"{directory}: {parameters(shape):,} weights, context {shape.context:,}")
     ]
+    longest = max(task.max_tokens for task in config.tasks)
+    if longest > shape.context:
+        checks.append(
+            fail(
+                "tasks.max_tokens",
+                f"must be at most the model's context ({shape.context}), got {longest}",
+            )
+        )
+    if elsewhere and not (directory / "tokenizer.json").exists():
+        text = "only config.json is here: weights, tokenizer and prompts are not checked"
+        return shape, [*checks, warn("weights", text)]
+    checks.append(_weights(directory, shape))
     codec = ChatCodec.from_directory(directory)
     checks.append(
         ok(
@@ -115,14 +136,6 @@ def _model(
     )
     for domain in domains:
         codec.single_token_ids(domain.allowed)
-    longest = max(task.max_tokens for task in config.tasks)
-    if longest > shape.context:
-        checks.append(
-            fail(
-                "tasks.max_tokens",
-                f"must be at most the model's context ({shape.context}), got {longest}",
-            )
-        )
     return shape, [
         *checks,
         *_prompts(codec, domains),
@@ -241,45 +254,38 @@ def _weights(directory: Path, shape: ModelShape) -> Check:
     )
 
 
-def _memory(config: RunConfig, shape: ModelShape) -> Iterator[Check]:
-    needs = memory(config, shape)
-    on_gpu = config.model.device != "cpu"
-    for need in needs:
-        times = f" ({need.count} × {human_bytes(need.each)})" if need.count > 1 else ""
-        yield ok(f"  {need.what}", f"{human_bytes(need.total)}{times}")
-    if config.cluster is not None:
-        return  # its hosts have that memory, and are not known yet
-    _, available = memory_bytes()
-    host = [need for need in needs if not (on_gpu and need.on_device)]
-    yield _fits("memory", host, available, "free")
-    if on_gpu:
+def _layout(
+    config: RunConfig, shape: ModelShape, hosts: Mapping[str, Resources] | None
+) -> tuple[Layout | None, list[Check]]:
+    """Lay the run out over `hosts`, or over this machine if it has no cluster."""
+    planned: list[PlannedHost] | None = None
+    checks: list[Check] = []
+    if hosts is not None:
+        planned, checks = described(config, hosts), list(check_pools(config, hosts))
+        if failures(checks):
+            return None, checks
+    elif config.cluster is None:
         try:
-            _, free = gpu_memory(config.model.device)
+            planned = this_machine(config)
         except (RuntimeError, AssertionError) as error:
-            yield fail(
-                "model.device",
-                f"must be a CUDA device that works, got {config.model.device} ({error})",
-            )
-            return
-        yield _fits(config.model.device, [need for need in needs if need.on_device], free, "free")
+            return None, [
+                fail(
+                    "model.device",
+                    f"must be a CUDA device that works, got {config.model.device} ({error})",
+                )
+            ]
+    layout = lay_out(config, shape, planned)
+    return layout, [*checks, *check_layout(config, layout, planned)]
 
 
-def _fits(name: str, needs: Sequence[Need], available: int, what: str) -> Check:
-    total = sum(need.total for need in needs)
-    text = f"about {human_bytes(total)} of {human_bytes(available)} {what}"
-    if not available:
-        return warn(name, f"about {human_bytes(total)}; the size of memory is unknown")
-    if total > available:
-        largest = max(needs, key=lambda need: need.total)
-        return fail(
-            name,
-            f"must fit: needs {text}; the largest part is {largest.what}, "
-            f"{human_bytes(largest.total)}",
-        )
-    return warn(name, f"{text}: tight") if total > COMFORT * available else ok(name, text)
-
-
-def _disk(config: RunConfig, shape: ModelShape) -> Iterator[Check]:
+def _disk(config: RunConfig, shape: ModelShape, *, elsewhere: bool) -> Iterator[Check]:
+    checkpoints, trajectories = checkpoint_bytes(config, shape), trajectory_bytes(config)
+    text = (
+        f"{human_bytes(checkpoints)} checkpoints + at most {human_bytes(trajectories)} trajectories"
+    )
+    if elsewhere:
+        yield ok("disk", text)
+        return
     parent = Path(config.run.dir)
     try:
         while not parent.exists():
@@ -289,11 +295,7 @@ def _disk(config: RunConfig, shape: ModelShape) -> Iterator[Check]:
         return  # no directory can have this name: `run.dir` has a check of its own
     if not total:
         return  # /proc and the like hold no files at all; the check of `run.dir` reports that
-    checkpoints, trajectories = checkpoint_bytes(config, shape), trajectory_bytes(config)
-    text = (
-        f"{human_bytes(checkpoints)} checkpoints + at most {human_bytes(trajectories)} "
-        f"trajectories of {human_bytes(free)} free"
-    )
+    text += f" of {human_bytes(free)} free"
     if checkpoints > free:
         yield fail("disk", f"must hold the checkpoints: {text}")
     elif checkpoints + trajectories > COMFORT * free:

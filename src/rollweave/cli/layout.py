@@ -1,0 +1,240 @@
+"""The process table of a run, as `rollweave train --dry-run` prints it."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markup import escape
+from rich.measure import Measurement
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from rollweave.runtime.preflight.checks import human_bytes
+from rollweave.runtime.preflight.layout import COMFORT, RELAY, Layout, Place, Process
+from rollweave.runtime.preflight.memory import Part
+
+BAR = 10
+"""Number of characters of a bar that shows how full a memory is."""
+
+UNKNOWN = "not known"
+
+
+def show_layout(layout: Layout, console: Console) -> None:
+    """Print the processes, what one of each kind needs, and how full each memory is."""
+    known = all(process.host for process in layout.processes)
+    _title(f"{len(layout.processes)} processes", console)
+    console.print(_processes(layout))
+    _title("memory of one process, estimated", console)
+    console.print(_parts(layout))
+    if layout.places:
+        _title("memory that all of them need", console)
+        console.print(_places(layout.places))
+    console.print("\n[dim]Not included: environments, their sandboxes, and rewards.[/]")
+    if not known:
+        console.print(
+            "[dim]Which host runs what is known once they have joined; --hosts FILE describes "
+            "them in advance.[/]"
+        )
+
+
+def _title(text: str, console: Console) -> None:
+    console.print()
+    console.print(Rule(f"[bold]{text}[/]", align="left", style="dim"))
+
+
+def _processes(layout: Layout) -> Table:
+    on_gpu = any(process.on_gpu for process in layout.processes)
+    pools = any(process.pool for process in layout.processes)
+    table = _table("host")
+    table.add_column("process", overflow="fold")
+    if pools:
+        table.add_column("pool", overflow="fold")
+    if on_gpu:
+        table.add_column("devices", no_wrap=True)
+        table.add_column("GPU memory", justify="right", no_wrap=True)
+    table.add_column("memory", justify="right", no_wrap=True)
+    users = {
+        (place.host, place.device.index): len(place.users)
+        for place in layout.places
+        if place.device is not None
+    }
+    host = None
+    for alike in _alike(layout.processes):
+        first, count = alike[0], len(alike)
+        if host is not None and first.host != host:
+            table.add_section()
+        name = escape(first.host or UNKNOWN) if first.host != host else ""
+        host = first.host
+        row = [name, escape(_named(alike))]
+        if pools:
+            row.append(escape(first.pool) or "-")
+        if on_gpu:
+            shared = any(
+                users.get((process.host, index), 0) > 1
+                for process in alike
+                for index in process.devices
+            )
+            row.append(_devices(alike) + (" [yellow]shared[/]" if shared else ""))
+            row.append(_times(count, first.device_bytes))
+        row.append(_times(count, first.host_bytes))
+        table.add_row(*row)
+    return table
+
+
+def _parts(layout: Layout) -> Table:
+    table = _table("process")
+    table.add_column("where", no_wrap=True)
+    table.add_column("each", justify="right", no_wrap=True)
+    table.add_column("of which", overflow="fold")
+    kinds: dict[tuple[str, int], list[Process]] = {}
+    for process in layout.processes:
+        kinds.setdefault((process.role, process.group), []).append(process)
+    for members in kinds.values():
+        for on_device in (True, False):
+            by_parts: dict[tuple[Part, ...], list[Process]] = {}
+            for process in members:
+                by_parts.setdefault(_parts_of(process, on_device), []).append(process)
+            for parts, alike in by_parts.items():
+                if len(parts) > 1:
+                    table.add_row(
+                        escape(_named(alike)),
+                        "GPU" if on_device else "host",
+                        human_bytes(sum(part.nbytes for part in parts)),
+                        _Items([f"{part.what} {human_bytes(part.nbytes)}" for part in parts]),
+                    )
+    return table
+
+
+class _Items:
+    """Items in as many lines as they need, none of them broken."""
+
+    def __init__(self, items: Sequence[str]) -> None:
+        self._items = [f"{item}," for item in items[:-1]] + [items[-1]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line = ""
+        for item in self._items:
+            if line and len(line) + 1 + len(item) > options.max_width:
+                yield Text(line)
+                line = item
+            else:
+                line = f"{line} {item}".strip()
+        yield Text(line)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(max(map(len, self._items)), len(" ".join(self._items)))
+
+
+def _parts_of(process: Process, on_device: bool) -> tuple[Part, ...]:
+    return tuple(part for part in process.parts if (process.on_gpu and part.on_device) == on_device)
+
+
+def _places(places: Sequence[Place]) -> Table:
+    table = _table("host")
+    table.columns[0].no_wrap = True
+    table.add_column("memory", no_wrap=True)
+    kinds = any(place.device is not None and place.device.kind for place in places)
+    if kinds:
+        table.add_column("kind", overflow="fold")
+    table.add_column("needed of all", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("", justify="right", no_wrap=True)
+    host = None
+    for alike in _equal(places):
+        first = alike[0]
+        if host is not None and first.host != host:
+            table.add_section()
+        row = [escape(first.host) if first.host != host else ""]
+        host = first.host
+        indices = [place.device.index for place in alike if place.device is not None]
+        row.append(_gpus(indices) if indices else "host")
+        if kinds:
+            row.append(escape(_kind(first)))
+        color = "red" if first.share > 1 else "yellow" if first.share > COMFORT else "green"
+        filled = min(BAR, round(first.share * BAR))
+        row += [
+            f"{human_bytes(first.needed)} of {human_bytes(first.nbytes) if first.nbytes else '?'}",
+            f"[{color}]{'█' * filled}[/][dim]{'░' * (BAR - filled)}[/]",
+            f"{first.share:.0%}" if first.nbytes else "?",
+        ]
+        table.add_row(*row)
+    return table
+
+
+def _kind(place: Place) -> str:
+    return "" if place.device is None else place.device.kind.removeprefix("NVIDIA ")
+
+
+def _table(first: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(first, overflow="fold")
+    return table
+
+
+def _alike(processes: Iterable[Process]) -> Iterator[list[Process]]:
+    """Group neighbors that differ only in their names and devices."""
+
+    def key(process: Process) -> tuple[object, ...]:
+        return (
+            process.host,
+            process.role,
+            process.pool,
+            process.group,
+            process.device_bytes,
+            process.host_bytes,
+        )
+
+    return (list(group) for _, group in itertools.groupby(processes, key))
+
+
+def _equal(places: Iterable[Place]) -> Iterator[list[Place]]:
+    """Group neighboring GPUs of a host that are equally full."""
+
+    def key(place: Place) -> tuple[object, ...]:
+        kind = place.device.kind if place.device is not None else None
+        return place.host, kind, place.nbytes, place.needed
+
+    return (list(group) for _, group in itertools.groupby(places, key))
+
+
+def _named(processes: Sequence[Process]) -> str:
+    role = processes[0].role
+    names = [process.name for process in processes]
+    if len(names) == 1:
+        return f"{role} {names[0]}".strip() if role != RELAY else role
+    if role == RELAY:
+        return f"{len(names)} relays"
+    return f"{role}s {_ranges(names)}"
+
+
+def _devices(processes: Sequence[Process]) -> str:
+    return _gpus(sorted({index for process in processes for index in process.devices}))
+
+
+def _gpus(indices: Sequence[int]) -> str:
+    if not indices:
+        return "-"
+    return f"GPU{'s' if len(indices) > 1 else ''} {_ranges([str(index) for index in indices])}"
+
+
+def _ranges(names: Sequence[str]) -> str:
+    """Shorten names with consecutive numbers, such as `e0–e3, e7`."""
+    runs: list[list[str]] = []
+    for name in names:
+        if runs and _number(name) == _number(runs[-1][-1]) + 1:
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return ", ".join(run[0] if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+
+
+def _number(name: str) -> int:
+    digits = name.lstrip("e")
+    return int(digits) if digits.isdecimal() else -2
+
+
+def _times(count: int, nbytes: int) -> str:
+    if not nbytes:
+        return "-"
+    return f"{count} × {human_bytes(nbytes)}" if count > 1 else human_bytes(nbytes)

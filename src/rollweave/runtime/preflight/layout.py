@@ -1,0 +1,386 @@
+"""Lay the processes of a run out over its hosts, as the run itself will, and add up the
+memory that they need on each GPU and each host.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from rollweave.core.bindings import bind_all, crowded, one_machine
+from rollweave.core.membership import first_engines
+from rollweave.core.policy.binding import Unbound
+from rollweave.core.policy.pools import empty_pools, pools_of, unserved
+from rollweave.core.policy.scheduling import scheduling
+from rollweave.runtime.hosts.hosts import hosts_here
+from rollweave.runtime.preflight.checks import Check, fail, human_bytes, ok, warn
+from rollweave.runtime.preflight.machine import gpu_memory, memory_bytes
+from rollweave.runtime.preflight.memory import (
+    Part,
+    engine_parts,
+    other_parts,
+    rank_parts,
+    relay_parts,
+)
+from rollweave.schema.base import Struct
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.events import EngineSlot
+from rollweave.schema.hosts import Device, HostSlot, RankSlot, Resources
+from rollweave.weights.checkpoint import ModelShape
+
+HERE = "this host"
+"""Name of the machine on which a run without a cluster is."""
+
+COMFORT = 0.8
+"""Share of the memory beyond which an estimate deserves a warning."""
+
+CONTROLLER, PREDICTOR, RELAY, RANK, ENGINE = (
+    "controller",
+    "predictor",
+    "relay",
+    "trainer rank",
+    "engine",
+)
+"""What processes do."""
+
+
+class PlannedHost(Struct, frozen=True, kw_only=True):
+    """A host and its memory, in bytes: 0 where it is not known.
+
+    `devices` are its GPUs by the indices of `slot`, each with the memory that a run may
+    use. Hosts of one `machine` share its memory.
+    """
+
+    slot: HostSlot
+    name: str
+    machine: str
+    memory_bytes: int
+    devices: tuple[Device, ...] = ()
+
+
+class Process(Struct, frozen=True, kw_only=True):
+    """A process of the run. `host` is "" as long as it is not known.
+
+    `group` is the index of an engine's section, `threads` what it computes with.
+    """
+
+    role: str
+    name: str
+    host: str
+    pool: str = ""
+    on_gpu: bool = False
+    devices: tuple[int, ...] = ()
+    group: int = 0
+    threads: int = 0
+    parts: tuple[Part, ...]
+
+    @property
+    def device_bytes(self) -> int:
+        """The memory that it needs on each of its GPUs."""
+        parts = [part.nbytes for part in self.parts if self.on_gpu and part.on_device]
+        return sum(parts) // max(1, len(self.devices))
+
+    @property
+    def host_bytes(self) -> int:
+        """The main memory that it needs."""
+        return sum(part.nbytes for part in self.parts if not (self.on_gpu and part.on_device))
+
+
+class Place(Struct, frozen=True, kw_only=True):
+    """A GPU, or the main memory of a machine, and the processes that use it."""
+
+    host: str
+    device: Device | None
+    nbytes: int
+    users: tuple[Process, ...]
+
+    @property
+    def needed(self) -> int:
+        return sum(self.need_of(user) for user in self.users)
+
+    @property
+    def share(self) -> float:
+        """The share of the memory that is needed; 0 where its size is not known."""
+        return self.needed / self.nbytes if self.nbytes else 0.0
+
+    def need_of(self, process: Process) -> int:
+        return process.host_bytes if self.device is None else process.device_bytes
+
+    def largest(self) -> tuple[Process, Part]:
+        """Return the part that needs the most memory, and a process that has it."""
+        sizes: dict[tuple[str, str], int] = {}
+        examples: dict[tuple[str, str], tuple[Process, Part]] = {}
+        for process in self.users:
+            for part in process.parts:
+                if (process.on_gpu and part.on_device) == (self.device is not None):
+                    key = process.role, part.what
+                    sizes[key] = sizes.get(key, 0) + part.nbytes
+                    examples.setdefault(key, (process, part))
+        return examples[max(sizes, key=lambda key: sizes[key])]
+
+
+class Layout(Struct, frozen=True, kw_only=True):
+    """The processes of a run, and their places. Without hosts, places are not known."""
+
+    processes: tuple[Process, ...]
+    places: tuple[Place, ...]
+    unbound: tuple[Unbound, ...] = ()
+
+
+def this_machine(config: RunConfig) -> list[PlannedHost]:
+    """Return this machine as the hosts of a run. Raises RuntimeError for a GPU that
+    does not work.
+    """
+    names = hosts_here(config.weights.relays).by_number
+    _, available = memory_bytes()
+    devices: tuple[Device, ...] = ()
+    if config.model.device != "cpu":
+        _, free = gpu_memory(config.model.device)
+        index = int(config.model.device.partition(":")[2] or 0)
+        devices = (Device(index=index, kind="", memory_bytes=free),)
+    return [
+        PlannedHost(
+            slot=slot,
+            name=names[slot.number].name,
+            machine=HERE,
+            memory_bytes=available,
+            devices=devices,
+        )
+        for slot in one_machine(config.weights.relays)
+    ]
+
+
+def described(config: RunConfig, hosts: Mapping[str, Resources]) -> list[PlannedHost]:
+    """Return hosts that are not there, as they would join."""
+    return [
+        PlannedHost(
+            slot=HostSlot(
+                number=number,
+                name=name,
+                machine=name,
+                cpus=host.cpus,
+                devices=tuple(device.index for device in host.devices),
+                pools=pools_of(config.pools, host),
+            ),
+            name=name,
+            machine=name,
+            memory_bytes=host.memory_bytes,
+            devices=host.devices,
+        )
+        for number, (name, host) in enumerate(hosts.items())
+    ]
+
+
+def lay_out(config: RunConfig, shape: ModelShape, hosts: Sequence[PlannedHost] | None) -> Layout:
+    """Return the processes of a run at its beginning, and what they need where.
+
+    Without `hosts`, those of its cluster are not known.
+    """
+    engines, ranks = first_engines(config), tuple(RankSlot() for _ in range(config.trainer.ranks))
+    unbound: list[Unbound] = []
+    if hosts is not None:
+        slots = [host.slot for host in hosts]
+        engines, ranks, unbound = bind_all(config, engines, slots)
+    plan = _Plan(config, shape, hosts)
+    processes = [
+        *plan.controller(),
+        *plan.relays(ranks),
+        *(plan.rank(number, slot) for number, slot in enumerate(ranks)),
+        *(plan.engine(slot) for slot in engines),
+    ]
+    order = {host.name: number for number, host in enumerate(hosts or ())}
+    processes.sort(key=lambda process: order.get(process.host, -1))
+    return Layout(
+        processes=tuple(processes),
+        places=tuple(_places(processes, hosts or ())),
+        unbound=tuple(unbound),
+    )
+
+
+def check_pools(config: RunConfig, hosts: Mapping[str, Resources]) -> Iterator[Check]:
+    """Refuse pools without hosts, unless fallbacks replace them."""
+    empty = empty_pools(config.pools, hosts.values())
+    needed = unserved(config, empty)
+    for pool in empty:
+        yield (fail if pool in needed else warn)(pool.field, pool.describe())
+
+
+def check_layout(
+    config: RunConfig, layout: Layout, hosts: Sequence[PlannedHost] | None
+) -> Iterator[Check]:
+    """Refuse processes that have no place, or too little memory."""
+    if hosts is None:
+        return
+    gpus = sum(len(host.devices) for host in hosts)
+    if config.model.device.startswith("cuda") and not gpus:
+        yield fail("model.device", f"must be cpu on hosts without GPUs, got {config.model.device}")
+        return
+    for one in layout.unbound:
+        yield fail(_field_of(config, one.role), f"must have a place, got {one.role}: {one.reason}")
+    if config.cluster is not None:
+        yield from _check_cores(layout, hosts)
+    ranks = [process for process in layout.processes if process.role == RANK]
+    places = [(rank.host, rank.devices) for rank in ranks if rank.devices]
+    if problem := crowded(config, places):
+        yield fail("trainer.ranks", problem)
+    else:
+        yield from _check_memory(config, layout.places)
+
+
+class _Plan:
+    """Makes the processes of one run."""
+
+    def __init__(
+        self, config: RunConfig, shape: ModelShape, hosts: Sequence[PlannedHost] | None
+    ) -> None:
+        self._config, self._shape, self._hosts = config, shape, hosts
+        self._names = {host.slot.number: host.name for host in hosts or ()}
+        self._on_gpu = config.model.device != "cpu"
+
+    def controller(self) -> Iterator[Process]:
+        """The processes beside the user's terminal."""
+        config = self._config
+        cluster = config.cluster
+        here = self._names.get(0, "") if cluster is None else cluster.host
+        yield Process(role=CONTROLLER, name="", host=here, parts=tuple(other_parts()))
+        if scheduling(config.rollout, config.ablation).predicts:
+            name = config.rollout.predictor
+            yield Process(role=PREDICTOR, name=name, host=here, parts=tuple(other_parts()))
+
+    def relays(self, ranks: Sequence[RankSlot]) -> Iterator[Process]:
+        config = self._config
+        count = config.weights.relays
+        if config.cluster is not None:
+            count = len(self._hosts) if self._hosts is not None else config.cluster.hosts
+        first = ranks[0].host if ranks else 0
+        for number in range(count):
+            beside = number == first
+            parts = relay_parts(config, self._shape, beside_trainer=beside)
+            name = self._names.get(number, "")
+            yield Process(role=RELAY, name=str(number), host=name, parts=tuple(parts))
+
+    def rank(self, number: int, slot: RankSlot) -> Process:
+        return Process(
+            role=RANK,
+            name=str(number),
+            host=self._names.get(slot.host, ""),
+            pool=self._config.trainer.pool or "",
+            on_gpu=self._on_gpu,
+            devices=self._devices(slot.devices),
+            threads=1,
+            parts=tuple(rank_parts(self._config, self._shape, rank=number)),
+        )
+
+    def engine(self, slot: EngineSlot) -> Process:
+        group = self._config.engines[slot.group]
+        return Process(
+            role=ENGINE,
+            name=slot.id,
+            host=self._names.get(slot.host, ""),
+            pool=group.pool or "",
+            on_gpu=self._on_gpu,
+            devices=self._devices(slot.devices),
+            group=slot.group,
+            threads=1 if self._on_gpu else slot.degree,
+            parts=tuple(engine_parts(self._config, self._shape, group)),
+        )
+
+    def _devices(self, devices: tuple[int, ...]) -> tuple[int, ...]:
+        """On one machine, without bindings, all use the device of the configuration."""
+        if devices or not self._on_gpu or self._config.cluster is not None:
+            return devices
+        return tuple(device.index for host in (self._hosts or ())[:1] for device in host.devices)
+
+
+def _places(processes: Sequence[Process], hosts: Sequence[PlannedHost]) -> Iterator[Place]:
+    for machine in dict.fromkeys(host.machine for host in hosts):
+        members = {host.name: host for host in hosts if host.machine == machine}
+        users = [process for process in processes if process.host in members]
+        first = next(iter(members.values()))
+        for device in first.devices:
+            yield Place(
+                host=machine,
+                device=device,
+                nbytes=device.memory_bytes,
+                users=tuple(user for user in users if device.index in user.devices),
+            )
+        yield Place(host=machine, device=None, nbytes=first.memory_bytes, users=tuple(users))
+
+
+def _check_cores(layout: Layout, hosts: Sequence[PlannedHost]) -> Iterator[Check]:
+    """Warn of hosts whose processes share cores."""
+    for machine in dict.fromkeys(host.machine for host in hosts):
+        members = [host for host in hosts if host.machine == machine]
+        names = [host.name for host in members]
+        users = [process for process in layout.processes if process.host in names]
+        count = members[0].slot.cpus
+        counts = {f"{role}s": sum(user.role == role for user in users) for role in (ENGINE, RANK)}
+        threads = sum(user.threads for user in users)
+        text = " + ".join(f"{number} {role}" for role, number in counts.items() if number)
+        if threads > count:
+            yield warn("cores", f"{machine}: {text}, {threads} threads, share {count} cores")
+
+
+def _check_memory(config: RunConfig, places: Iterable[Place]) -> Iterator[Check]:
+    failed: dict[tuple[str, str], list[Place]] = {}
+    fullest: dict[bool, Place] = {}
+    for place in places:
+        on_device = place.device is not None
+        if place.nbytes and place.needed > place.nbytes:
+            process, part = place.largest()
+            failed.setdefault((_field(config, process, part), part.what), []).append(place)
+        elif on_device not in fullest or place.share > fullest[on_device].share:
+            fullest[on_device] = place
+    for (field, what), full in failed.items():
+        process, _ = full[0].largest()
+        need = sum(
+            part.nbytes
+            for user in full[0].users
+            for part in user.parts
+            if user.role == process.role and part.what == what
+        )
+        others = f" (and of {len(full) - 1} more)" if len(full) > 1 else ""
+        yield fail(
+            field,
+            f"must fit, beside all else, into the {human_bytes(full[0].nbytes)} of "
+            f"{_where(full[0])}{others}, got {_value(config, field)}: about "
+            f"{human_bytes(full[0].needed)} are needed, {human_bytes(need)} of them for "
+            f"{what} of {process.role}s",
+        )
+    if failed:
+        return
+    for on_device, place in fullest.items():
+        name = "GPU memory" if on_device else "memory"
+        text = f"about {human_bytes(place.needed)}"
+        if not place.nbytes:
+            yield warn(name, f"{text}; the size of memory is unknown")
+            continue
+        text += f" of {human_bytes(place.nbytes)} on {_where(place)}"
+        yield warn(name, f"{text}: tight") if place.share > COMFORT else ok(name, text)
+
+
+def _where(place: Place) -> str:
+    return place.host if place.device is None else f"GPU {place.device.index} of {place.host}"
+
+
+def _field(config: RunConfig, process: Process, part: Part) -> str:
+    section, _, knob = part.knob.partition(".")
+    if section == "engines" and len(config.engines) > 1:
+        return f"engines.{process.group}.{knob}"
+    return part.knob
+
+
+def _value(config: RunConfig, field: str) -> object:
+    """Return the value of a setting, as an error quotes it."""
+    if field == "model":
+        return config.model.path or "[model.scratch]"
+    section, _, knob = field.rpartition(".")
+    if section.startswith("engines"):
+        return getattr(config.engines[int(section.partition(".")[2] or 0)], knob)
+    value = getattr(getattr(config, section), knob)
+    return "none" if value is None else value
+
+
+def _field_of(config: RunConfig, role: str) -> str:
+    """Return the section of a role that has no place."""
+    for slot in first_engines(config):
+        if slot.id == role:
+            return f"engines.{slot.group}" if len(config.engines) > 1 else "engines"
+    return "trainer"

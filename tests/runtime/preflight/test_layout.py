@@ -1,0 +1,218 @@
+"""Where the processes of a run are, what they need there, and what does not fit."""
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollweave.runtime.preflight.checks import Status
+from rollweave.runtime.preflight.layout import (
+    Layout,
+    check_layout,
+    described,
+    lay_out,
+    this_machine,
+)
+from rollweave.runtime.preflight.memory import scratch_shape
+from rollweave.schema.config.loading import loads
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import ScratchModel
+from rollweave.schema.hosts import Device, Resources
+
+GIB = 1 << 30
+SHAPE = scratch_shape(ScratchModel(hidden=512, layers=4), 32_000, context=1024)
+CLUSTER = """
+[run]
+name = "r"
+[model.scratch]
+[[tasks]]
+env = "nim"
+[cluster]
+address = "10.0.0.1:7400"
+hosts = 1
+[pools.train]
+resource = "T"
+[pools.roll]
+resource = "R"
+fallback = ["train"]
+[trainer]
+pool = "train"
+[engines]
+pool = "roll"
+"""
+
+
+def config(*overrides: str) -> RunConfig:
+    return loads(CLUSTER, overrides)
+
+
+def host(gpus: int = 0, *, cpus: int = 64, gib: float = 64, **labels: float) -> Resources:
+    devices = tuple(
+        Device(index=index, kind="GPU", memory_bytes=int(gib * GIB)) for index in range(gpus)
+    )
+    return Resources(cpus=cpus, memory_bytes=512 * GIB, devices=devices, labels=labels)
+
+
+def laid_out(run: RunConfig, hosts: Mapping[str, Resources]) -> tuple[Layout, list[str]]:
+    """Return the layout, and the problems of it."""
+    planned = described(run, hosts)
+    layout = lay_out(run, SHAPE, planned)
+    checks = check_layout(run, layout, planned)
+    return layout, [
+        f"{check.name}: {check.detail}" for check in checks if check.status is Status.FAIL
+    ]
+
+
+def test_every_process_is_where_the_run_would_start_it() -> None:
+    run = config("model.device=cuda", "trainer.ranks=2", "engines.count=3")
+    layout, problems = laid_out(run, {"a": host(2, T=2), "b": host(2, R=2)})
+    assert problems == []
+    assert [
+        (process.host, process.role, process.name, process.pool, process.devices)
+        for process in layout.processes
+    ] == [
+        ("10.0.0.1", "controller", "", "", ()),
+        ("a", "relay", "0", "", ()),
+        ("a", "trainer rank", "0", "train", (0,)),
+        ("a", "trainer rank", "1", "train", (1,)),
+        ("b", "relay", "1", "", ()),
+        ("b", "engine", "e0", "roll", (0,)),
+        ("b", "engine", "e1", "roll", (1,)),
+        ("b", "engine", "e2", "roll", (0,)),
+    ]
+    shared, own, memory = (place for place in layout.places if place.host == "b")
+    assert [user.name for user in shared.users] == ["e0", "e2"]
+    assert shared.needed == 2 * own.needed
+    assert len(memory.users) == 4
+
+
+def test_a_policy_that_predicts_has_a_predictor_beside_the_controller() -> None:
+    layout, _ = laid_out(config("rollout.scheduling=trajectory"), {"a": host(T=1)})
+    predictor = layout.processes[1]
+    assert (predictor.host, predictor.role, predictor.name) == ("10.0.0.1", "predictor", "ridge")
+
+
+def test_hosts_of_a_cluster_are_not_known_before_they_join() -> None:
+    run = config("cluster.hosts=2", "engines.count=2")
+    layout = lay_out(run, SHAPE, None)
+    assert layout.places == ()
+    assert [(process.host, process.role) for process in layout.processes] == [
+        ("10.0.0.1", "controller"),
+        ("", "relay"),
+        ("", "relay"),
+        ("", "trainer rank"),
+        ("", "engine"),
+        ("", "engine"),
+    ]
+    assert list(check_layout(run, layout, None)) == []
+
+
+def test_relays_on_one_machine_share_its_memory() -> None:
+    run = loads(
+        '[run]\nname = "r"\n[model.scratch]\n[[tasks]]\nenv = "nim"\n[weights]\nrelays = 2\n'
+        "[engines]\ncount = 2\n"
+    )
+    layout = lay_out(run, SHAPE, this_machine(run))
+    (memory,) = layout.places
+    assert len(memory.users) == len(layout.processes) == 6
+    assert {process.host for process in layout.processes} == {"host 0", "host 1"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "hosts", "problem"),
+    [
+        (["model.device=cuda"], {"a": host(T=1)}, "model.device: must be cpu on hosts without"),
+        (
+            ["model.device=cuda", "trainer.ranks=3"],
+            {"a": host(2, T=2), "b": host(4, R=4)},
+            "trainer.ranks: must be at most the number of GPUs of pool train (2), of which NCCL "
+            "requires one for each rank, got 3",
+        ),
+        (
+            ["trainer.pool=roll", "pools.roll.fallback=[]"],
+            {"a": host(T=1)},
+            "trainer: must have a place, got trainer rank 0: there is no host of pool roll",
+        ),
+        (
+            ["model.device=cuda", "engines.kv_tokens=8388608", "engines.count=2"],
+            {"a": host(1, T=1), "b": host(2, R=2)},
+            "engines.kv_tokens: must fit, beside all else, into the 64.0 GiB of GPU 0 of b (and of "
+            "1 more), got 8388608: about 80.8 GiB are needed, 64.0 GiB of them for KV cache of "
+            "engines",
+        ),
+        (
+            ["engines.kv_tokens=8388608", "engines.count=5"],
+            {"a": host(T=1)},
+            "engines.kv_tokens: must fit, beside all else, into the 512.0 GiB of a, got 8388608",
+        ),
+        (
+            ["model.device=cuda"],
+            {"a": host(1, T=1, R=1, gib=4)},
+            "trainer.micro_tokens: must fit, beside all else, into the 4.0 GiB of GPU 0 of a, got "
+            "16384",
+        ),
+    ],
+)
+def test_what_has_no_place_or_too_little_memory_is_refused(
+    overrides: list[str], hosts: dict[str, Resources], problem: str
+) -> None:
+    _, problems = laid_out(config(*overrides), hosts)
+    (found, *_) = problems
+    assert problem in found
+
+
+def test_a_full_gpu_and_shared_cores_are_warned_of() -> None:
+    run = config("model.device=cuda")
+    layout, _ = laid_out(run, {"a": host(1, T=1), "b": host(1, R=1)})
+    on_a = next(place for place in layout.places if place.host == "a")
+    tight = host(1, T=1, cpus=0, gib=on_a.needed / GIB / 0.9)
+    planned = described(run, {"a": tight, "b": host(1, R=1, gib=24)})
+    checks = list(check_layout(run, lay_out(run, SHAPE, planned), planned))
+    warnings = {check.name: check.detail for check in checks if check.status is Status.WARN}
+    assert warnings["cores"] == "a: 1 trainer ranks, 1 threads, share 0 cores"
+    assert warnings["GPU memory"].endswith("on GPU 0 of a: tight")
+
+
+# Against a slow and obvious reference.
+
+
+@settings(deadline=None)
+@given(
+    gpus=st.lists(st.integers(0, 4), min_size=1, max_size=4),
+    engines=st.integers(1, 9),
+    ranks=st.integers(1, 5),
+    kv=st.integers(64, 4096),
+    cuda=st.booleans(),
+)
+def test_each_memory_holds_the_parts_of_the_processes_that_use_it(
+    gpus: list[int], engines: int, ranks: int, kv: int, cuda: bool
+) -> None:
+    run = config(
+        f"model.device={'cuda' if cuda else 'cpu'}",
+        f"engines.count={engines}",
+        f"engines.kv_tokens={16 * kv}",
+        f"trainer.ranks={ranks}",
+    )
+    hosts = {f"h{number}": host(count, T=1, R=1) for number, count in enumerate(gpus)}
+    layout, _ = laid_out(run, hosts)
+    assert len(layout.processes) == 1 + len(gpus) + ranks + engines
+    needed: dict[tuple[str, int | None], int] = {
+        (name, index): 0
+        for name, one in hosts.items()
+        for index in [*range(len(one.devices)), None]
+    }
+    for process in layout.processes:
+        for part in process.parts:
+            where: int | None = None
+            if cuda and part.on_device and process.devices:
+                (where,) = process.devices
+            if (process.host, where) in needed and not (
+                cuda and part.on_device and not process.devices and process.on_gpu
+            ):
+                needed[process.host, where] += part.nbytes
+    found = {
+        (place.host, None if place.device is None else place.device.index): place.needed
+        for place in layout.places
+    }
+    assert found == needed
