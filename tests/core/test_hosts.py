@@ -140,6 +140,19 @@ def test_a_trainer_that_fails_on_its_host_stays_there() -> None:
     assert restart.ranks == (RankSlot(host=0, devices=(0,)),)
 
 
+def test_losses_of_hosts_do_not_use_up_the_restarts_of_the_trainer() -> None:
+    driver = OnGpus(2, restarts=1).up()
+    for number in range(4):
+        present = driver.core.state.hosts.ranks[0].host
+        driver.send(e.HostJoined(host=HostSlot(number=10 + number, devices=(0, 1))))
+        driver.send(e.HostLost(host=present, error="silent"))
+        driver.send(e.TrainerLost(epoch=driver.core.state.trainer.epoch, error="gone"))
+    assert driver.core.state.error == ""
+    for _ in range(2):
+        driver.send(e.TrainerLost(epoch=driver.core.state.trainer.epoch, error="killed"))
+    assert driver.core.state.error == "the trainer failed 2 times; last: lost: killed"
+
+
 def test_only_the_relay_beside_the_trainer_reads_its_memory() -> None:
     """Whichever relay joins first: the one on the trainer's machine heads the chain."""
     driver = OnGpus(2)
@@ -154,6 +167,32 @@ def test_only_the_relay_beside_the_trainer_reads_its_memory() -> None:
     assert driver.relay("r1").fetch is None or driver.source("r1") == "r0"
 
 
+class OnThreeMachines(Driver):
+    """Three hosts on machines of their own, the trainer on host 0, an engine on each."""
+
+    def begin(self) -> e.RunStarted:
+        hosts = tuple(HostSlot(number=number, machine=f"m{number}") for number in range(3))
+        engines = tuple(e.EngineSlot(id=EngineId(f"e{number}"), host=number) for number in range(3))
+        return e.RunStarted(engines=engines, hosts=hosts, ranks=(RankSlot(host=0),), relays=3)
+
+
+def test_the_relay_beside_a_trainer_that_has_moved_heads_the_chain() -> None:
+    """Otherwise no relay could fetch what the trainer publishes from then on."""
+    driver = OnThreeMachines(3).up()
+    driver.publish()
+    driver.send(e.HostJoined(host=HostSlot(number=3, machine="m3", cpus=64)))
+    driver.join("r3")
+    assert driver.source("r3") == "r2"
+    driver.send(e.HostLost(host=0, error="silent"))
+    (restart,) = of(driver.send(e.TrainerLost(epoch=0, error="gone")), c.RestartTrainer)
+    assert isinstance(restart, c.RestartTrainer)
+    assert [slot.host for slot in restart.ranks] == [3]
+    assert driver.core.state.chain.order == ["r3", "r1", "r2"]
+    driver.send(e.TrainerReady(epoch=1, step=0))
+    driver.publish()
+    assert [driver.source(name) for name in ("r3", "r1", "r2")] == [None, "r3", "r1"]
+
+
 def test_places_survive_a_snapshot() -> None:
     driver = OnGpus(2).up()
     restored = type(driver.core).restore(driver.core.snapshot(), config("partial"))
@@ -166,9 +205,10 @@ def test_places_survive_a_snapshot() -> None:
     mode=st.sampled_from([*MODES, "decoupled"]),
     relays=st.integers(1, 4),
     restless=st.sampled_from([0.0, 0.05]),
+    own_machines=st.booleans(),
 )
 def test_any_run_whose_hosts_come_and_go_ends_accounted_for(
-    seed: int, mode: str, relays: int, restless: float
+    seed: int, mode: str, relays: int, restless: float, own_machines: bool
 ) -> None:
     """The run ends early only if its last host is lost."""
     run_config = config(
@@ -178,7 +218,7 @@ def test_any_run_whose_hosts_come_and_go_ends_accounted_for(
         watchdog={"restarts": 1000},
     )
     world = World(run_config, seed, restless=restless)
-    world.changing_hosts = 0.02
+    world.changing_hosts, world.own_machines = 0.02, own_machines
     world.start()
     while world.finish is None:
         assert world.handled < 60_000, f"no end: {world.core.state.phase}"

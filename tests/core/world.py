@@ -17,7 +17,7 @@ from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TaskId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import ModeName
-from rollweave.schema.hosts import HostSlot
+from rollweave.schema.hosts import HostSlot, RankSlot
 from rollweave.schema.work import Limits, StopReason, Task
 
 
@@ -37,6 +37,7 @@ class World:
         """
         self.config, self.restless = config, restless
         self.changing_hosts = 0.0  # share of events after which a host is lost or joins
+        self.own_machines = False  # hosts share no memory, and the trainer is lost with its host
         self.core = Core(config)
         self.random = random.Random(seed)
         self.failure, self.spread, self.hang = failure, spread, hang
@@ -105,6 +106,10 @@ class World:
             e.RunStarted(
                 engines=self.slots(),
                 relays=len(self.relay_epoch),
+                hosts=tuple(map(self.host, range(len(self.relay_epoch))))
+                if self.own_machines
+                else (),
+                ranks=(RankSlot(),) if self.own_machines else (),
             )
         )
         for name in self.relay_epoch:
@@ -112,6 +117,9 @@ class World:
         for name in self.engine_epoch:
             self.join(name)
         self.later(e.TrainerReady(epoch=0, step=0))
+
+    def host(self, number: int, cpus: int = 1) -> HostSlot:
+        return HostSlot(number=number, cpus=cpus, machine=f"m{number}" if self.own_machines else "")
 
     def join(self, name: str) -> None:
         self.engine_version.pop(name, None)
@@ -206,7 +214,7 @@ class World:
             event: e.Event = e.HostLost(host=self.random.choice(list(up)), error="silent")
         else:
             self.hosts += 1
-            event = e.HostJoined(host=HostSlot(number=self.hosts, cpus=self.random.randint(1, 4)))
+            event = e.HostJoined(host=self.host(self.hosts, self.random.randint(1, 4)))
         for _ in range(self.random.choice([1, 1, 2])):
             self.later(event)
 
@@ -223,6 +231,10 @@ class World:
         self.now, _, event = heapq.heappop(self.heap)
         if not isinstance(event, e.WeightsFetched | e.FetchFailed) or self.arrives(event):
             self.feed(event)
+        if isinstance(event, e.HostLost) and self.own_machines:
+            ranks = self.core.state.hosts.ranks
+            if any(rank.host == event.host for rank in ranks):
+                self.later(e.TrainerLost(epoch=self.trainer_epoch, error="its host is lost"))
 
     def arrives(self, event: e.WeightsFetched | e.FetchFailed) -> bool:
         """True if a fetch is over; false if a newer one has replaced it, or its source
@@ -494,6 +506,12 @@ class World:
                     )
                 )
             case c.FetchWeights():
+                state = self.core.state
+                assert (
+                    command.source is not None
+                    or not self.own_machines
+                    or state.relays[command.relay_id].host == state.hosts.ranks[0].host
+                ), f"{command.relay_id} cannot read the trainer's memory"
                 self.take(command)
             case c.RestartRelay():
                 self.forget_relay(command.relay_id)

@@ -206,6 +206,7 @@ def advance(run: Run) -> None:
     state = run.state
     for relay in [relay for relay in state.relays.values() if relay.restart_reason]:
         restart(run, relay, relay.restart_reason)
+    _lead_beside_the_trainer(run)
     for relay in [state.relays[relay_id] for relay_id in state.chain.order]:
         if relay.fetch is not None:
             served = _has_source(run, relay.fetch)
@@ -309,17 +310,39 @@ def _is_chain_head(run: Run, relay: Relay) -> bool:
 
 def _reaches_the_trainer(run: Run, relay: Relay) -> bool:
     """True if the relay can read the memory in which the trainer publishes: that of the
-    machine of its first rank.
+    machine of its first rank. A lost host's memory is gone, unless all hosts stand for
+    this machine.
     """
     hosts = run.state.hosts
+    machine = hosts.up[relay.host].machine
     first = hosts.up.get(hosts.ranks[0].host) if hosts.ranks else None
-    return first is None or hosts.up[relay.host].machine == first.machine
+    return machine == (first.machine if first is not None else "") or not hosts.ranks
 
 
 def _only_it_reaches_the_trainer(run: Run, relay: Relay) -> bool:
     """True if the relay must be the first of the chain."""
     machines = {host.machine for host in run.state.hosts.up.values()}
     return len(machines) > 1 and _reaches_the_trainer(run, relay)
+
+
+def _lead_beside_the_trainer(run: Run) -> None:
+    """Let the relay that alone reaches the trainer head the chain, once the trainer has
+    moved to its host.
+
+    It stops a fetch from a relay that is fetching itself, and that now stands behind it.
+    """
+    state, order = run.state, run.state.chain.order
+    for relay in [state.relays[relay_id] for relay_id in order]:
+        if _only_it_reaches_the_trainer(run, relay):
+            if relay.id == order[0]:
+                return
+            order.remove(relay.id)
+            order.insert(0, relay.id)
+            if relay.fetch is not None and relay.fetch.source is not None:
+                source = state.relays.get(relay.fetch.source)
+                if source is None or relay.fetch.weights_id not in source.versions:
+                    _stop(run, relay)
+            return
 
 
 def _sources(run: Run, relay: Relay, wanted: int) -> list[str | None]:

@@ -406,7 +406,8 @@ def on_lost(run: Run, event: TrainerLost) -> None:
 def restart(run: Run, reason: str) -> None:
     """Restart the trainer from the last checkpoint.
 
-    The batch in training goes back to the buffer.
+    The batch in training goes back to the buffer. The loss of a host of its ranks is no
+    failure of the trainer, and is not counted as one.
     """
     state, trainer = run.state, run.state.trainer
     if state.phase is Phase.FINISHED:
@@ -415,7 +416,8 @@ def restart(run: Run, reason: str) -> None:
     groups.return_to_buffer(run, taken, trained=False)
     trainer.parts_done = 0
     trainer.saving, trainer.save_pending = None, False
-    if trainer.restarts >= run.config.watchdog.restarts:
+    host_lost = any(rank.host not in state.hosts.up for rank in state.hosts.ranks)
+    if trainer.restarts >= run.config.watchdog.restarts and not host_lost:
         _enter(run, TrainerStatus.STARTING)
         state.error = (
             state.error or f"the trainer failed {trainer.restarts + 1} times; last: {reason}"
@@ -426,7 +428,7 @@ def restart(run: Run, reason: str) -> None:
         f"restarted from checkpoint {state.checkpoints.newest}: {reason}",
         count="trainer_restarted",
     )
-    trainer.restarts += 1
+    trainer.restarts += not host_lost
     start_process(run, reason)
 
 
