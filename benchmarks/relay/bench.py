@@ -23,12 +23,12 @@ import numpy as np
 from benchmarks.contract import Figure, Result
 from benchmarks.delta import QUICK as DELTA
 from benchmarks.delta import Versions, adam, bfloat16
+from benchmarks.network import Network
 from benchmarks.relay import broadcast as relay_broadcast
 from benchmarks.relay import links as relay_links
 from benchmarks.relay import repair as relay_repair
 from benchmarks.relay import waiting as relay_wait
 from benchmarks.relay.gloo import Gloo
-from benchmarks.relay.network import Network
 from benchmarks.relay.store import clusters, layers
 from benchmarks.relay.tier import tier
 from rollweave.core.policy.relay import chunk_bytes

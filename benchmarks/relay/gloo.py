@@ -14,7 +14,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from benchmarks.relay.network import Network, enter
+from benchmarks.network import Network, enter
 from benchmarks.relay.peer import PATIENCE_S, reply_of
 from rollweave.io.boot import die_with
 from rollweave.io.child import spawn

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.relay.network import Network
+from benchmarks.network import Network
 from rollweave.io.child import spawn
 from rollweave.io.parent import Parent
 from rollweave.io.wire import decoder_of, encode

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.relay.network import Network
+from benchmarks.network import Network
 from benchmarks.relay.tier import Tier, chain, checked, tier
 from rollweave.core.policy import relay as policy
 from rollweave.core.policy.relay import LEAST_CHUNK_BYTES

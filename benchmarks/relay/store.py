@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import torch
 
-from benchmarks.relay.network import Network
+from benchmarks.network import Network
 from benchmarks.relay.peer import Moved, Peer, PullPart, PushPart, Range
 from benchmarks.relay.tier import Tier, checked, tier
 from rollweave.schema.weights import FetchVersion, RelayAddress, WeightManifest

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.relay.network import Network
+from benchmarks.network import Network
 from rollweave.io.child import spawn
 from rollweave.runtime.links.relay import ProcessRelay, in_process
 from rollweave.schema.errors import WeightsError

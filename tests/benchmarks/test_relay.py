@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from benchmarks.network import Network
 from benchmarks.relay import broadcast as relay_broadcast
 from benchmarks.relay import links as relay_links
 from benchmarks.relay import waiting as relay_wait
 from benchmarks.relay.bench import PREFIX, QUICK, RelayPlan, bench_relay, workspace
 from benchmarks.relay.broadcast import FIT_CHUNKS, Link, Times, fit
 from benchmarks.relay.links import crossing, growing_figures, redrawn
-from benchmarks.relay.network import Network
 from benchmarks.relay.repair import Fault, repaired
 from benchmarks.relay.store import (
     VARIANTS,
@@ -280,7 +280,7 @@ def test_hosts_reach_each_other_and_the_original_namespace_is_unchanged() -> Non
 KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from benchmarks.relay.network import Network
+from benchmarks.network import Network
 from benchmarks.relay.tier import tier
 
 async def main(net):

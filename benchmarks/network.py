@@ -11,8 +11,10 @@ import contextlib
 import ctypes
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Self
 
 CLONE_NEWNET = 0x40000000  # <linux/sched.h>
@@ -103,6 +105,22 @@ class Network:
             raise RuntimeError(self.why_not)
         _run("ip", [f"link set h{host} {state}"])
 
+    def processes(self, host: int) -> list[int]:
+        """Return the ids of the processes on that host, except zombies.
+
+        Raises RuntimeError on loopback.
+        """
+        if self.why_not:
+            raise RuntimeError(self.why_not)
+        space = os.fstat(self._spaces[host])
+        return [pid for pid in _process_ids() if _is_in(pid, space)]
+
+    def signal_all(self, host: int, number: signal.Signals) -> None:
+        """Send a signal to every process on that host."""
+        for pid in self.processes(host):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     def limit(self, mbits: float | None, hosts: Iterable[int] | None = None) -> None:
         """Limit the links of these hosts (default: all) to so many megabits a second up
         and down; None removes the limit.
@@ -154,6 +172,20 @@ class Network:
             if fd >= 0:
                 os.close(fd)
         self._spaces, self._switch, self._home = [], -1, -1
+
+
+def _process_ids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+
+
+def _is_in(pid: int, space: os.stat_result) -> bool:
+    try:
+        if os.stat(f"/proc/{pid}/ns/net").st_ino != space.st_ino:
+            return False
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:  # it has ended
+        return False
+    return state not in "ZX"
 
 
 def _discipline(device: str, mbits: float | None) -> str:
