@@ -102,6 +102,13 @@ def test_shows_every_evaluation(plain: Plain, text: io.StringIO) -> None:
     ]
 
 
+def test_prints_every_named_wait(plain: Plain, text: io.StringIO) -> None:
+    for seconds in (10, 20, 40, 80):
+        message = f"waiting {seconds} s for relay r1: fetching"
+        plain.line({"kind": "waiting", "component": "relay r1", "message": message})
+    assert text.getvalue().count("for relay r1: fetching") == 4
+
+
 def test_limits_the_warnings_of_a_component(plain: Plain, text: io.StringIO) -> None:
     for number in range(20):
         plain.line({"kind": "warning", "component": "engine e0", "message": f"lost {number}"})

@@ -101,6 +101,7 @@ async def test_resumes_from_another_source_where_it_stopped() -> None:
             after.start_fetch(memory.manifest, host)
             first.allow(3)
             await until(lambda: received_bytes(host, 1) == 768 * KIB)
+            assert host.relay.progress() == (768 * KIB, memory.manifest.nbytes)
             first.version.withdraw("the test ends it")
             assert "the test ends it" in failed(await host.answer(), "source")
             host.start_fetch(memory.manifest, other)
@@ -110,6 +111,7 @@ async def test_resumes_from_another_source_where_it_stopped() -> None:
                 assert answer.nbytes == memory.manifest.nbytes
             assert second.requests[0].ranges == ((768 * KIB, memory.manifest.nbytes),)
             assert host.payload(1) == after.payload(1) == memory.payload
+            assert host.relay.progress() == (0, 0)
 
 
 async def test_another_source_supersedes_the_first() -> None:

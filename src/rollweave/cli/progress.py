@@ -101,6 +101,8 @@ class Plain:
                 self._print(evaluation_text(line))
             case "warning":
                 self._warn(line)
+            case "waiting":
+                self._print(str(line["message"]))
             case _:
                 pass
 
@@ -169,6 +171,8 @@ class Terminal:
                 )
             case "warning":
                 self._warnings.append(f"{line['component']}: {line['message']}")
+            case "waiting":
+                self._warnings.append(str(line["message"]))
             case _:
                 pass
 

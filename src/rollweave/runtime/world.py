@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rollweave.core.policy.scheduling import scheduling
 from rollweave.core.state import Phase
+from rollweave.core.waits import waits
 from rollweave.runtime.checkpoints import Checkpoints
 from rollweave.runtime.control import Control
 from rollweave.runtime.effects import Effects, Handlers, TaskDrawer, training_handlers
@@ -23,6 +24,7 @@ from rollweave.runtime.supervisors.engines import REPLY_S
 from rollweave.runtime.supervisors.predictor import OpenPredictor, PredictorSupervisor
 from rollweave.runtime.supervisors.relays import RelaySupervisor
 from rollweave.runtime.supervisors.trainer import MakeTrainer, TrainerSupervisor
+from rollweave.runtime.waiting import name_long_waits
 from rollweave.runtime.wiring import RolloutRuntime, Wiring
 from rollweave.schema import commands as c
 from rollweave.schema.config.sections import ModeName
@@ -143,6 +145,7 @@ class World:
                 if self._predicts:
                     self._predictor.start()
                 self._control.open()
+                rollouts.tasks.spawn(self._name_long_waits(), "name long waits")
                 await rollouts.pump.run()
                 await asyncio.gather(
                     rollouts.engines.close(), self._relays.close(), self._trainer.close()
@@ -152,6 +155,15 @@ class World:
                 rollouts.tasks.cancel_all()
         assert rollouts.error is not None, "the pump ends with Finish"
         return rollouts.error
+
+    async def _name_long_waits(self) -> None:
+        await name_long_waits(
+            lambda: waits(self._core.state, self._relays.progress()),
+            clock=self._wiring.clock.now,
+            report=lambda wait, line: self._metrics.event(
+                "waiting", component=wait.component, message=line
+            ),
+        )
 
     def stop(self) -> None:
         """End the run in order, as the user asks."""

@@ -136,7 +136,13 @@ HEARTBEAT_S = 0.2
 class RelayHeartbeat(TaggedStruct, frozen=True, kw_only=True):
     """Sent every `HEARTBEAT_S` seconds, so that a hung relay can be distinguished from
     a working one.
+
+    `received` of `whole` bytes have arrived of the version that it fetches; both are 0 if
+    it fetches none.
     """
+
+    received: int = 0
+    whole: int = 0
 
 
 RelayReply = RelayReady | VersionFetched | VersionStalled | VersionFailed | RelayHeartbeat

@@ -142,6 +142,16 @@ class Relay:
         stored = self._store.get(weights_id)
         return stored.manifest if stored is not None else None
 
+    def progress(self) -> tuple[int, int]:
+        """Return the bytes that have arrived of a version that is being fetched, and its
+        size; zeros if there is none.
+        """
+        for pending in self._pending.values():
+            if pending.work is not None:
+                received = pending.writer.contiguous if pending.writer is not None else 0
+                return received, pending.manifest.nbytes
+        return 0, 0
+
     async def close(self) -> None:
         """Release everything. Fetches in progress are not answered."""
         if self._listener is not None:

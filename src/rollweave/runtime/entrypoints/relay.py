@@ -44,7 +44,8 @@ async def serve(parent: Parent, spec: RelaySpec) -> None:
 
     parent.listen(on_frame)
     while not stopped.is_set():
-        send(RelayHeartbeat())
+        received, whole = relay.progress()
+        send(RelayHeartbeat(received=received, whole=whole))
         try:
             async with asyncio.timeout(HEARTBEAT_S):
                 await stopped.wait()

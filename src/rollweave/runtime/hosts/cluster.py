@@ -9,15 +9,18 @@ import asyncio
 import itertools
 import os
 import secrets
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollweave.core.policy.pools import empty_pools, pools_of, unserved
+from rollweave.core.policy.waiting import Wait
 from rollweave.io.disk import replace_file
 from rollweave.record.rundir import RunDir
 from rollweave.runtime.hosts.hosts import Host, Hosts, hosts_here
 from rollweave.runtime.hosts.listener import LEASE_S, HostListener, RemoteHost
 from rollweave.runtime.tasks import Tasks
+from rollweave.runtime.waiting import name_long_waits
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import Event, HostJoined, HostLost
@@ -67,6 +70,7 @@ class Cluster:
         self._listener = self._listen(cluster.address)
         secret = "" if SECRET_VARIABLE in os.environ else f" --secret-file {self._run.host_secret}"
         self._say(f"waiting for {cluster.hosts} hosts: rollweave host --join {self._where}{secret}")
+        naming = self._tasks.spawn(self._name_long_wait(cluster.hosts), "name the wait for hosts")
         try:
             async with asyncio.timeout(cluster.join_s):
                 while len(self._members) < cluster.hosts:
@@ -78,10 +82,23 @@ class Cluster:
                 f"cluster.hosts must join within {cluster.join_s:g} s, {cluster.hosts} of them, "
                 f"got {names}"
             ) from None
+        finally:
+            naming.cancel()
         self.slots = tuple(_slot(self._config, member) for member in self._members.values())
         present = [member.remote.resources for member in self._members.values()]
         if empty := unserved(self._config, empty_pools(self._config.pools, present)):
             raise ConfigError("\n".join(f"{pool.field} {pool.describe()}" for pool in empty))
+
+    async def _name_long_wait(self, hosts: int) -> None:
+        """Say from time to time which hosts have joined."""
+        began = time.monotonic()
+
+        def waits() -> list[Wait]:
+            names = ", ".join(self._members) or "none"
+            what = f"{len(self._members)} of {hosts} joined {self._where} so far: {names}"
+            return [Wait(component="hosts", what=what, since=began)]
+
+        await name_long_waits(waits, clock=time.monotonic, report=lambda _, line: self._say(line))
 
     def report_to(self, post: Callable[[Event], None]) -> None:
         """Post an event for every host that joins or is lost from now on.

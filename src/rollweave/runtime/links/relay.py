@@ -76,6 +76,12 @@ class RelayLink(Protocol):
     def lost(self) -> asyncio.Future[str]:
         """The reason of the loss; done once the relay is gone."""
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes that have arrived of the version that it fetches, and the size of that
+        version; zeros if it fetches none.
+        """
+
     async def ready(self) -> RelayReady:
         """Wait until the relay listens, and return its address.
 
@@ -153,6 +159,8 @@ class ProcessRelay:
         self._on_suspected, self._on_stalled = on_suspected, on_stalled
         self._missed = 0
         """Number of missed heartbeats in a row."""
+        self._heartbeat = RelayHeartbeat()
+        """The newest heartbeat."""
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = self._loop.create_future()
         self._ready: asyncio.Future[RelayReady] = self._loop.create_future()
@@ -179,6 +187,10 @@ class ProcessRelay:
     @property
     def pid(self) -> int:
         return self._child.pid
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        return self._heartbeat.received, self._heartbeat.whole
 
     async def ready(self) -> RelayReady:
         return await asyncio.shield(self._ready)
@@ -224,8 +236,8 @@ class ProcessRelay:
                 self._on_result(failed.weights_id, failed)
             case VersionStalled() as stalled:
                 self._on_stalled(stalled)
-            case RelayHeartbeat():
-                pass
+            case RelayHeartbeat() as heartbeat:
+                self._heartbeat = heartbeat
 
     def _on_missed(self) -> None:
         """Count a missed heartbeat."""

@@ -152,6 +152,10 @@ class RelaySupervisor:
         if relay is not None:
             self._manifests.keep(relay.host, ())
 
+    def progress(self) -> dict[str, tuple[int, int]]:
+        """Return the progress of each relay that runs (`RelayLink.progress`)."""
+        return {relay.name: relay.link.progress for relay in self._relays if relay.link is not None}
+
     async def close(self) -> None:
         """End every relay, in order if it can."""
         await self._relays.close()

@@ -1,0 +1,64 @@
+"""Decide which waits of a run are named in its log, and when: one that is longer than
+usual, and again whenever it has become twice as long.
+"""
+
+from collections.abc import Iterable
+
+from rollweave.schema.base import Struct
+
+FIRST_S = 10.0
+"""Minimum seconds of a wait that is named: a healthy small run has none as long."""
+
+UNUSUAL = 2.0
+"""Ratio of a wait to the usual one of its kind from which it is named."""
+
+GROWTH = 2.0
+"""Ratio of two seconds at which the same wait is named."""
+
+
+class Wait(Struct, frozen=True, kw_only=True):
+    """The run waits for `component`, of which `what` says what it does or lacks.
+
+    `since` is None if only the wait itself shows when it began. Such a wait usually
+    takes `usual_s`.
+    """
+
+    component: str
+    what: str
+    since: float | None = None
+    usual_s: float = 0.0
+
+
+def wait_line(wait: Wait, seconds: float) -> str:
+    """Return the line that names a wait of so many seconds."""
+    return f"waiting {seconds:.0f} s for {wait.component}: {wait.what}"
+
+
+class LongWaits:
+    """The present waits, with the seconds after which each is named next.
+
+    A wait is the same one as long as its component and its beginning are the same.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, float | None], tuple[float, float]] = {}
+        """Beginning of each wait, and the seconds after which it is named."""
+
+    def due(self, now: float, waits: Iterable[Wait]) -> list[tuple[Wait, float]]:
+        """Return those of the present waits that are to be named now, with their
+        seconds.
+        """
+        present: dict[tuple[str, float | None], tuple[float, float]] = {}
+        named: list[tuple[Wait, float]] = []
+        for wait in waits:
+            key = (wait.component, wait.since)
+            began = now if wait.since is None else wait.since
+            first = max(FIRST_S, UNUSUAL * wait.usual_s)
+            began, due_s = self._known.get(key, (began, first))
+            seconds = now - began
+            if seconds >= due_s:
+                named.append((wait, seconds))
+                due_s = GROWTH * seconds
+            present[key] = (began, due_s)
+        self._known = present
+        return named

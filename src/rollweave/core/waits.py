@@ -1,0 +1,119 @@
+"""What a run waits for: hosts, relays, engines and the trainer, each with what it does."""
+
+from collections.abc import Iterator, Mapping
+
+from rollweave.core.policy.waiting import Wait
+from rollweave.core.state import Engine, EngineStatus, Phase, Relay, RelayStatus, State
+from rollweave.core.state import TrainerStatus as Status
+
+MEGABYTE = 1_000_000
+
+
+def waits(state: State, received: Mapping[str, tuple[int, int]]) -> Iterator[Wait]:
+    """Yield the present waits.
+
+    `received` has the bytes that each fetching relay has received, and those of the whole
+    version, as far as they are known.
+    """
+    if state.phase is Phase.FINISHED:
+        return
+    for engine in state.engines.values():
+        if what := _engine(state, engine):
+            name = f"engine {engine.id}{_on_host(state, engine.host)}"
+            yield Wait(component=name, what=what, since=engine.since)
+    for relay in state.relays.values():
+        yield from _relay(state, relay, received.get(relay.id, (0, 0)))
+    if count := len(state.hosts.unplaced):
+        what = f"no host has a place for {count} of the engines"
+        yield Wait(component="another host", what=what)
+    if not state.serving:
+        yield from _trainer(state)
+
+
+def _engine(state: State, engine: Engine) -> str:
+    match engine.status:
+        case EngineStatus.STARTING:
+            return "starting"
+        case EngineStatus.STALE:
+            return "ready, without weights that it may use"
+        case EngineStatus.SUSPENDING:
+            return "suspending its turns to load new weights"
+        case EngineStatus.LOADING:
+            return f"loading {_version(state, engine.loading_id)}"
+        case EngineStatus.SERVING:
+            return ""
+
+
+def _relay(state: State, relay: Relay, received: tuple[int, int]) -> Iterator[Wait]:
+    name, since, what = f"relay {relay.id}{_on_host(state, relay.host)}", relay.since, ""
+    missing, (done, whole) = state.publication.weights_id, received
+    if relay.status is RelayStatus.STARTING:
+        what = "starting"
+    elif relay.fetch is not None:
+        fetched, source = _version(state, relay.fetch.weights_id), relay.fetch.source
+        what = f"fetching {fetched} from {source or 'the trainer'}"
+        if whole:
+            what += f", {done / MEGABYTE:,.0f} of {whole / MEGABYTE:,.0f} MB"
+    if what:
+        yield Wait(component=name, what=what, since=since)
+    elif missing in state.publication.retained and missing not in relay.versions:
+        yield Wait(component=name, what=f"without a source of {_version(state, missing)}")
+    if relay.suspected_since is not None:
+        yield Wait(
+            component=f"a sign of life of {name}", what="silent", since=relay.suspected_since
+        )
+
+
+def _trainer(state: State) -> Iterator[Wait]:
+    trainer, spent = state.trainer, state.idle.trainer
+    steps = max(1, trainer.step)
+    match trainer.status:
+        case Status.IDLE | Status.SAVING:
+            pass
+        case Status.STARTING:
+            saved = state.checkpoints.newest
+            what = "starting" if saved is None else f"starting from the checkpoint of step {saved}"
+            yield Wait(component=_trainer_name(state), what=what, since=trainer.since)
+        case Status.TRAINING:
+            yield Wait(
+                component=_trainer_name(state),
+                what=f"training step {trainer.step}",
+                since=trainer.since,
+                usual_s=spent.get("busy", 0.0) / steps,
+            )
+        case Status.MEASURING | Status.PUBLISHING as status:
+            yield Wait(
+                component=_trainer_name(state),
+                what=f"{status} at step {trainer.step}",
+                since=trainer.since,
+                usual_s=spent.get(status, 0.0) / steps,
+            )
+    if trainer.saving is not None:
+        yield Wait(
+            component=f"the checkpoint of step {trainer.saving}",
+            what="being written",
+            since=trainer.save_requested_at,
+            usual_s=trainer.last_save_s,
+        )
+
+
+def _trainer_name(state: State) -> str:
+    hosts = dict.fromkeys(rank.host for rank in state.hosts.ranks)
+    names = [name for host in hosts if (name := _host_name(state, host))]
+    return f"the trainer on {', '.join(names)}" if names else "the trainer"
+
+
+def _on_host(state: State, number: int) -> str:
+    name = _host_name(state, number)
+    return f" on {name}" if name else ""
+
+
+def _host_name(state: State, number: int) -> str:
+    """Return the host's name; "" for a run on one machine, whose hosts have none."""
+    host = state.hosts.up.get(number)
+    return f"host {host.name}" if host is not None and host.name else ""
+
+
+def _version(state: State, weights_id: int) -> str:
+    version = state.publication.retained.get(weights_id)
+    return f"weights {weights_id}" if version is None else f"version {version}"

@@ -1,0 +1,25 @@
+"""Name long waits in the log of a run while they last: `core/waits` lists them, and
+`core/policy/waiting` decides when each is named.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from rollweave.core.policy.waiting import LongWaits, Wait, wait_line
+
+CHECK_S = 1.0
+"""Seconds between two checks of the waits."""
+
+
+async def name_long_waits(
+    waits: Callable[[], Iterable[Wait]],
+    *,
+    clock: Callable[[], float],
+    report: Callable[[Wait, str], None],
+) -> None:
+    """Report each long wait, with its line, until this task is cancelled."""
+    long_waits = LongWaits()
+    while True:
+        for wait, seconds in long_waits.due(clock(), waits()):
+            report(wait, wait_line(wait, seconds))
+        await asyncio.sleep(CHECK_S)
