@@ -33,7 +33,7 @@ from tests.engine.clients.echo_engine import sign_in, take_fault
 def main() -> None:
     parent = Parent.from_arguments()
     spec = decoder_of(RelaySpec)(parent.receive())
-    model = str(Path(os.readlink("/proc/self/fd/1")).parents[2] / "model")
+    model = str(Path(os.readlink("/proc/self/fd/1")).parent.parent.parent / "model")
     sign_in(model)
     frames, decode = parent.queue(), decoder_of(RelayCommand)
 

@@ -7,6 +7,7 @@ that, so a host that was cut off or stopped ends what it had without being reach
 """
 
 import asyncio
+import contextlib
 import os
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from rollweave.io.child import exit_status, start_process
 from rollweave.io.framing import FramedSocket, send_frame
@@ -60,7 +62,8 @@ _decode = decoder_of(ControllerMessage)
 class _Process:
     number: int
     popen: "subprocess.Popen[bytes]"
-    log: Path
+    log: IO[bytes]
+    """Its output, in a file without a name, which ends with the agent."""
     sent: int = 0
     """Bytes of the log that were sent."""
 
@@ -101,10 +104,7 @@ class HostAgent:
         within `join_s`.
         """
         while True:
-            sock = await self._connect()
-            with tempfile.TemporaryDirectory(prefix="rollweave-host-") as logs:
-                membership = _Membership(self, sock, Path(logs))
-                over, reason = await membership.run()
+            over, reason = await _Membership(self, await self._connect()).run()
             if over:
                 self._on_change(f"host {self.name}: the run is over")
                 return
@@ -174,8 +174,8 @@ class HostAgent:
 class _Membership:
     """One membership in a run, from `JoinHost` to the end of its connection."""
 
-    def __init__(self, agent: HostAgent, sock: socket.socket, logs: Path) -> None:
-        self._agent, self._logs = agent, logs
+    def __init__(self, agent: HostAgent, sock: socket.socket) -> None:
+        self._agent = agent
         self._loop = asyncio.get_running_loop()
         self._processes: dict[int, _Process] = {}
         self._tasks: dict[int, asyncio.Task[ProcessEnded]] = {}
@@ -249,9 +249,10 @@ class _Membership:
         except (OSError, TimeoutError, HostError) as error:
             return ProcessEnded(process=number, error=str(error) or type(error).__name__)
         self._control.send(encode(ProcessStarted(process=number, pid=process.popen.pid)))
-        status = await exit_status(process.popen, within_s=None)
-        while self._forward_log(process):
-            pass
+        with process.log:
+            status = await exit_status(process.popen, within_s=None)
+            while self._forward_log(process):
+                pass
         return ProcessEnded(process=number, status=status)
 
     def _on_process_ended(self, number: int, task: "asyncio.Task[ProcessEnded]") -> None:
@@ -262,16 +263,21 @@ class _Membership:
 
     async def _open(self, start: StartProcess) -> _Process:
         """Connect to the controller, and start the process with that connection."""
-        log = self._logs / f"{start.process}.log"
         sock = await self._agent.connect()
-        with sock:
+        with sock, contextlib.ExitStack() as opened:
             attach = AttachProcess(host=self._agent.name, process=start.process, key=start.key)
             await send_frame(sock, encode(attach))
             # the mode belongs to the connection, which the process shares
             sock.setblocking(True)
+            log = opened.enter_context(tempfile.TemporaryFile())
             popen = start_process(
-                sock, module=start.module, log=log, env=start.env, arguments=start.arguments
+                sock,
+                module=start.module,
+                log=Path(f"/dev/fd/{log.fileno()}"),
+                env=start.env,
+                arguments=start.arguments,
             )
+            opened.pop_all()
         return _Process(number=start.process, popen=popen, log=log)
 
     def _kill(self, number: int) -> None:
@@ -283,9 +289,7 @@ class _Membership:
     def _forward_log(self, process: _Process) -> bool:
         """Send what is new in a log, and return whether there was anything."""
         try:
-            with process.log.open("rb") as log:
-                log.seek(process.sent)
-                data = log.read(LOG_BYTES)
+            data = os.pread(process.log.fileno(), LOG_BYTES, process.sent)
         except OSError:
             return False
         if data:
