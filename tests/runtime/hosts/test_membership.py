@@ -140,6 +140,24 @@ async def test_a_cut_off_host_ends_its_processes_by_itself_and_joins_again(
         assert await again.ask(b"hello") == b"echo hello"
 
 
+async def test_a_host_that_comes_back_at_once_waits_for_the_loss_of_the_former_one(
+    tmp_path: Path,
+) -> None:
+    """After a power failure, its first connection never ends."""
+    async with (
+        listening(tmp_path, silent_s=3.0) as here,
+        cut_link(here.listener.port) as (link, address),
+        agent(address) as former,
+    ):
+        await joined(here)
+        link.open.clear()
+        former.kill()
+        async with agent(here.address):
+            assert (await lost(here))[0] == "b"
+            assert (await joined(here)).name == "b"
+            assert here.refused.empty()
+
+
 async def test_a_wrong_secret_is_refused_in_one_line(tmp_path: Path) -> None:
     async with listening(tmp_path) as here, agent(here.address, secret=b"wrong") as process:
         code, text = await last_line(process)

@@ -197,6 +197,8 @@ class RemoteHost:
         """The error of the agent's `HostReady`, "" if there is none."""
         self._reason = ""
         self._missed = 0
+        self._received = asyncio.Event()
+        """Set at the next message, and at the end."""
         self._timer = self._loop.call_later(ALIVE_S, self._tick)
         self._processes: dict[int, RemoteProcess] = {}
         self._numbers = itertools.count()
@@ -246,6 +248,14 @@ class RemoteHost:
         else:
             process.attach(sock)
 
+    async def is_alive(self) -> bool:
+        """Wait for a sign of life; return False if the host is lost instead."""
+        await asyncio.sleep(ALIVE_S)  # for messages that were sent earlier
+        self._received.clear()
+        if not self._control.closed:
+            await self._received.wait()
+        return not self._control.closed
+
     def accept(self, accepted: HostAccepted) -> None:
         """Tell the agent that its host belongs to the run."""
         self._control.send(encode(accepted))
@@ -261,6 +271,7 @@ class RemoteHost:
 
     def _on_frame(self, payload: bytes) -> None:
         self._missed = 0
+        self._received.set()
         match _decode(payload):
             case ProcessStarted() as started:
                 if (process := self._processes.get(started.process)) is not None:
@@ -293,6 +304,7 @@ class RemoteHost:
 
     def _on_end(self, error: str) -> None:
         self._timer.cancel()
+        self._received.set()
         reason = self._reason or error or "its connection ended"
         if not self.ready.done():
             self.ready.set_result(reason)
@@ -409,7 +421,14 @@ class HostListener:
                 sock.close()
 
     async def _join(self, sock: socket.socket, joined: JoinHost) -> None:
-        """Admit a host, or tell its agent and the user why not."""
+        """Admit a host, or tell its agent and the user why not.
+
+        A host that was started again may join before the loss of the former one is
+        noticed.
+        """
+        former = self._hosts.get(joined.name)
+        if former is not None:
+            await former.is_alive()
         try:
             self._check(joined)
         except HostError as problem:
