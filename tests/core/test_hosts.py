@@ -126,11 +126,19 @@ def test_a_run_on_the_cpu_takes_no_devices() -> None:
 
 def test_a_trainer_whose_host_is_lost_restarts_elsewhere() -> None:
     driver = OnGpus(2).up()
-    driver.send(e.HostLost(host=0, error="silent"))
-    (restart,) = of(driver.send(e.TrainerLost(epoch=0, error="gone")), c.RestartTrainer)
+    (restart,) = of(driver.send(e.HostLost(host=0, error="silent")), c.RestartTrainer)
     assert isinstance(restart, c.RestartTrainer)
     assert [slot.host for slot in restart.ranks] == [1]
     assert driver.core.state.hosts.ranks == list(restart.ranks)
+    assert driver.send(e.TrainerLost(epoch=0, error="gone")) == [], "it is known"
+
+
+def test_a_trainer_whose_host_is_given_up_restarts_elsewhere() -> None:
+    """No relay could fetch from a host that is no longer used."""
+    driver = OnGpus(2, restarts=0).up()
+    (restart,) = of(driver.lose("r0"), c.RestartTrainer)
+    assert isinstance(restart, c.RestartTrainer)
+    assert [slot.host for slot in restart.ranks] == [1]
 
 
 def test_a_trainer_that_fails_on_its_host_stays_there() -> None:
@@ -146,7 +154,6 @@ def test_losses_of_hosts_do_not_use_up_the_restarts_of_the_trainer() -> None:
         present = driver.core.state.hosts.ranks[0].host
         driver.send(e.HostJoined(host=HostSlot(number=10 + number, devices=(0, 1))))
         driver.send(e.HostLost(host=present, error="silent"))
-        driver.send(e.TrainerLost(epoch=driver.core.state.trainer.epoch, error="gone"))
     assert driver.core.state.error == ""
     for _ in range(2):
         driver.send(e.TrainerLost(epoch=driver.core.state.trainer.epoch, error="killed"))
@@ -183,10 +190,10 @@ def test_the_relay_beside_a_trainer_that_has_moved_heads_the_chain() -> None:
     driver.send(e.HostJoined(host=HostSlot(number=3, machine="m3", cpus=64)))
     driver.join("r3")
     assert driver.source("r3") == "r2"
-    driver.send(e.HostLost(host=0, error="silent"))
-    (restart,) = of(driver.send(e.TrainerLost(epoch=0, error="gone")), c.RestartTrainer)
+    (restart,) = of(driver.send(e.HostLost(host=0, error="silent")), c.RestartTrainer)
     assert isinstance(restart, c.RestartTrainer)
     assert [slot.host for slot in restart.ranks] == [3]
+    driver.wait(1.0)
     assert driver.core.state.chain.order == ["r3", "r1", "r2"]
     driver.send(e.TrainerReady(epoch=1, step=0))
     driver.publish()

@@ -54,7 +54,6 @@ def test_a_relay_without_a_source_and_a_lost_trainer_are_named() -> None:
     driver = Named(2).up()
     driver.publish()
     driver.send(e.HostLost(host=0, error="silent"))
-    driver.send(e.TrainerLost(epoch=0, error="gone"))
     lines = driver.waits()
     assert "the trainer on host b: starting" in lines
     assert "engine e2 on host b: starting" in lines

@@ -3,11 +3,10 @@
 With several hosts there is a relay on each. A lost host takes its relay, its engines
 and the trainer with it if it had one of its ranks. Its engines start again elsewhere,
 under new names; those for which there is no place wait for a host that joins, and the
-others move there once they may drain. The trainer starts again from its checkpoint, once
-the loss of its processes is reported.
+others move there once they may drain. The trainer starts again from its checkpoint.
 """
 
-from rollweave.core import bindings, engines, membership, relays
+from rollweave.core import bindings, engines, membership, relays, training
 from rollweave.core.run import Run
 from rollweave.core.state import Phase
 from rollweave.schema.base import EngineId
@@ -55,13 +54,26 @@ def on_lost(run: Run, event: HostLost) -> None:
 
 
 def advance(run: Run) -> None:
-    """Start the engines that have no place yet, as far as there is one now, and move
-    those that stand in for others to a host that has joined.
+    """Start the trainer elsewhere if its host is gone, and the engines that have no place
+    yet, as far as there is one now; move those that stand in for others to a host that
+    has joined.
     """
+    if _trainer_is_cut_off(run) and not run.state.error:
+        training.restart(run, "its host is gone")
     if run.state.hosts.unplaced:
         _start_unplaced(run)
     for engine_id, host in list(run.state.hosts.returning.items()):
         _return(run, engine_id, host)
+
+
+def _trainer_is_cut_off(run: Run) -> bool:
+    """True if a rank was on a host that is lost or was given up. Hosts that stand for
+    this machine do not take the trainer with them.
+    """
+    part = run.state.hosts
+    return any(rank.host not in part.up for rank in part.ranks) and any(
+        host.machine for host in part.up.values()
+    )
 
 
 def _return(run: Run, engine_id: EngineId, host: int) -> None:
