@@ -16,6 +16,7 @@ PROMISES = (
     "escapes",
     "mismatches",
     "unaccounted",
+    "lost_trajectories",
     "trained_twice",
     "mixed_versions",
     "leftovers",

@@ -60,6 +60,8 @@ class RunUnderTest:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.run = RunDir((Path(config.run.dir) / config.run.name).absolute())
+        self.env: dict[str, str] = {}
+        """What its controllers have in their environment beyond ours."""
         self.leftovers = 0
         """Processes that outlived their controller."""
         self._config_file = self.run.path.with_suffix(".toml")
@@ -93,12 +95,7 @@ class RunUnderTest:
         command += [argument for setting in settings for argument in ("--set", setting)] + (
             ["--resume"] if resume else []
         )
-        # This checkout, not an installed one.
-        ours = str(Path(__file__).parents[2] / "src")
-        env = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, (ours, os.environ.get("PYTHONPATH")))),
-        }
+        env = {**os.environ, **self.env, "PYTHONPATH": source_path()}
         with self._output.open("ab") as output:
             self._process = subprocess.Popen(
                 command,
@@ -107,7 +104,7 @@ class RunUnderTest:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                preexec_fn=_die_with,
+                preexec_fn=die_with_us,
             )
 
     @property
@@ -285,7 +282,13 @@ def versions_of(sequences: Sequence[TokenSequence]) -> set[int]:
     return {segment.version for segment in segments if segment.kind is SegmentKind.OUTPUT}
 
 
-def _die_with() -> None:
+def source_path() -> str:
+    """Return the PYTHONPATH of this checkout, which precedes an installed one."""
+    ours = str(Path(__file__).parents[2] / "src")
+    return os.pathsep.join(filter(None, (ours, os.environ.get("PYTHONPATH"))))
+
+
+def die_with_us() -> None:
     """Let the kernel end the future controller when this process ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

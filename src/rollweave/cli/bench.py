@@ -40,6 +40,8 @@ BENCHES = {
     "delta": "delta:bench_delta",
     "relay": "relay.bench:bench_relay",
     "soak": "soak.bench:bench_soak",
+    "cluster": "cluster.bench:bench_cluster",
+    "cluster_soak": "cluster.soak:bench_cluster_soak",
 }
 """Benchmark → the function in `benchmarks/` that runs it, as `module:function`."""
 

@@ -1,0 +1,1 @@
+"""Bench `cluster`: runs on several hosts, which are lost."""

@@ -1,0 +1,317 @@
+"""Bench `cluster`: two examples trained across three hosts, beside the same runs on one
+host; and how a run continues after the loss of a host.
+
+The hosts are network namespaces with links of limited speed, and share the cores of this
+machine. The controller is on none of them. One engine runs on each host, the trainer on
+one of them. Runs on one host have as many engines.
+
+Root, `ip` and `tc` are needed; without them, no figure is measured.
+"""
+
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cluster.hosts import CONTROLLER, MEGABITS, HostsUnderTest
+from benchmarks.cluster.run import PATIENCE_S, ClusterRun, lost_trajectories
+from benchmarks.contract import Figure, Result
+from benchmarks.runs import conditions_of, example
+from rollweave.schema.config.loading import load
+from rollweave.schema.config.root import RunConfig
+
+HOSTS = 3
+PORT = 7400
+"""Port of the controller: in the namespace of the switch, every port is free."""
+
+FIXED, LONGTAIL = "frozenlake_fixed.toml", "longtail.toml"
+
+UNBOUNDED = 1_000_000
+"""Steps of a run whose end is set later."""
+
+FIGURES = (
+    "success",
+    "success_longtail",
+    "wall_over_one_host",
+    "wall_over_one_host_longtail",
+    "host_loss_detected_s",
+    "host_loss_recovered_s",
+    "lost_trajectories",
+    "unaccounted",
+    "leftovers",
+    "exposed_over_transfer",
+    "controller_ms_per_turn",
+    "trajectories_at_once",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterPlan:
+    """Length of the bench: `pairs` runs of the fixed lake on one host and on all, each of
+    `steps` steps; as many of the long-tailed one as `tails`, of `tail_steps` steps;
+    `losses` losses of a host in a run that has no other end.
+    """
+
+    settings: tuple[str, ...]
+    pairs: int
+    steps: int
+    tails: int
+    tail_steps: int
+    losses: int
+    trained_first: int
+    """Steps that are trained before the first loss, and between two of them."""
+
+
+FULL = ClusterPlan(
+    settings=("run.checkpoint_every=5",),
+    pairs=5,
+    steps=40,
+    tails=1,
+    tail_steps=160,
+    losses=6,
+    trained_first=6,
+)
+QUICK = ClusterPlan(
+    settings=(
+        "run.checkpoint_every=2",
+        "model.scratch.hidden=32",
+        "model.scratch.layers=1",
+        "warmup.steps=5",
+        "rollout.groups_per_step=4",
+        "rollout.group_size=4",
+        "rollout.max_running=32",
+        "eval={final_episodes=16}",
+    ),
+    pairs=1,
+    steps=4,
+    tails=0,
+    tail_steps=0,
+    losses=1,
+    trained_first=3,
+)
+
+
+def bench_cluster(*, quick: bool, progress: Callable[[str], None]) -> Result:
+    """Return the figures of `FIGURES`."""
+    return measure_cluster(QUICK if quick else FULL, progress=progress)
+
+
+def measure_cluster(plan: ClusterPlan, *, progress: Callable[[str], None]) -> Result:
+    """Run the bench.
+
+    Raises RollweaveError where a run fails or makes no progress, and then keeps its
+    directory, as it does where a promise is broken.
+    """
+    scratch = Path(tempfile.mkdtemp(prefix="rollweave-cluster-"))
+    figures: dict[str, Figure] = dict.fromkeys(FIGURES)
+    conditions: dict[str, Any] = {}
+    with HostsUnderTest(HOSTS, scratch) as hosts:
+        if hosts.why_not:
+            shutil.rmtree(scratch)
+            reason = f"not measured: {hosts.why_not}"
+            return Result(
+                bench="cluster", figures=figures, conditions=dict.fromkeys(FIGURES, reason)
+            )
+        measuring = _Measuring(plan, hosts, scratch, progress)
+        measuring.compare("", FIXED, plan.pairs, plan.steps)
+        measuring.compare("_longtail", LONGTAIL, plan.tails, plan.tail_steps)
+        measuring.lose_hosts()
+        figures |= measuring.figures
+        figures["leftovers"] = len(hosts.leftovers()) + measuring.leftovers
+        conditions |= measuring.conditions
+    result = Result(bench="cluster", figures=figures, conditions=conditions | _conditions(plan))
+    for name in FIGURES:
+        if figures[name] is None:
+            result.conditions.setdefault(name, "not measured: --quick has no such runs")
+    if result.broken:
+        progress(f"broken: {', '.join(result.broken)}; {scratch} has the runs")
+    else:
+        shutil.rmtree(scratch)
+    return result
+
+
+class _Measuring:
+    """The runs of one bench, and their figures."""
+
+    def __init__(
+        self,
+        plan: ClusterPlan,
+        hosts: HostsUnderTest,
+        scratch: Path,
+        progress: Callable[[str], None],
+    ) -> None:
+        self._plan, self._hosts, self._scratch, self._progress = plan, hosts, scratch, progress
+        self._runs = 0
+        self._ms_per_turn: list[float] = []
+        self._most = 0
+        self.leftovers = 0
+        self.figures: dict[str, Figure] = {"lost_trajectories": 0, "unaccounted": 0}
+        self.conditions: dict[str, Any] = {}
+
+    def compare(self, suffix: str, name: str, pairs: int, steps: int) -> None:
+        """Train an example on one host and on all of them, alternating."""
+        ratios: list[float] = []
+        successes: list[float] = []
+        for number in range(pairs):
+            seconds: dict[bool, float] = {}
+            for on_cluster in (False, True) if number % 2 == 0 else (True, False):
+                settings = (f"run.steps={steps}", f"run.seed={number}")
+                with self._run(name, settings, on_cluster=on_cluster) as run:
+                    summary = run.finish(PATIENCE_S)
+                    seconds[on_cluster] = run.training_s(0, steps - 1)
+                    self._balance(run, summary["account"], on_cluster=on_cluster)
+                    if on_cluster:
+                        successes.append(min(summary["success_rate"].values()))
+                self._hosts.wait_for_agents()
+            ratios.append(seconds[True] / seconds[False])
+            self._progress(
+                f"{name}, seed {number}: {seconds[False]:.0f} s on one host, "
+                f"{seconds[True]:.0f} s on {HOSTS}, success {successes[-1]:.3f}"
+            )
+        if pairs:
+            self.figures[f"wall_over_one_host{suffix}"] = round(statistics.median(ratios), 3)
+            self.figures[f"success{suffix}"] = round(statistics.median(successes), 4)
+            self.conditions[f"wall_over_one_host{suffix}_all"] = [
+                round(ratio, 3) for ratio in ratios
+            ]
+
+    def lose_hosts(self) -> None:
+        """Let hosts lose their power, in turn that of the trainer and another one; each
+        comes back once training is as far as it was.
+        """
+        detected: list[float] = []
+        recovered: list[float] = []
+        with self._run(FIXED, (f"run.steps={UNBOUNDED}",), on_cluster=True) as run:
+            for number in range(self._plan.losses):
+                noticed, as_far = self._lose_one(run, with_trainer=number % 2 == 0)
+                detected.append(noticed)
+                recovered.append(as_far)
+            account = run.stop(PATIENCE_S)["account"]
+            self._balance(run, account, on_cluster=True)
+        self._hosts.wait_for_agents()
+        self.figures |= {
+            "host_loss_detected_s": round(statistics.median(detected), 2),
+            "host_loss_recovered_s": round(statistics.median(recovered), 2),
+            "controller_ms_per_turn": round(statistics.median(self._ms_per_turn), 3)
+            if self._ms_per_turn
+            else None,
+            "trajectories_at_once": self._most,
+        }
+        self.conditions |= {
+            "host_loss_detected_s_all": [round(seconds, 2) for seconds in detected],
+            "host_loss_recovered_s_all": [round(seconds, 2) for seconds in recovered],
+        }
+
+    def _lose_one(self, run: ClusterRun, *, with_trainer: bool) -> tuple[float, float]:
+        """Lose a host after some steps, and wait until it is back; return the seconds
+        until the loss was noticed, and until training was as far as before.
+        """
+        enough = run.reached + self._plan.trained_first
+        run.wait(lambda: run.reached >= enough, PATIENCE_S, f"step {enough}")
+        victim = self._victim(run, with_trainer=with_trainer)
+        name, step, lost_at = self._hosts.name(victim), run.reached, time.monotonic()
+        self._hosts.fail(victim)
+        detected = run.wait_for(lambda: run.lost_after(name, lost_at), f"the loss of host {name}")
+        recovered = run.wait_for(lambda: run.trained_after(step, lost_at), f"step {step}")
+        self._progress(
+            f"host {name} lost at step {step}: noticed after {detected:.1f} s, as far as before "
+            f"after {recovered:.1f} s"
+        )
+        self._hosts.restore(victim)
+        joining_at = time.monotonic()
+        self._hosts.start(victim, port=PORT)
+        run.wait_for(lambda: run.joined_after(name, joining_at), f"host {name} again")
+        return detected, recovered
+
+    def _victim(self, run: ClusterRun, *, with_trainer: bool) -> int:
+        """Return the host of the trainer, or the next one."""
+        trainer = self._hosts.number(run.trainer_host())
+        return trainer if with_trainer else (trainer + 1) % HOSTS
+
+    def _run(self, name: str, settings: tuple[str, ...], *, on_cluster: bool) -> "_Started":
+        self._runs += 1
+        own = (f'run.dir="{self._scratch}"', f"run.name=run{self._runs}", "run.sinks=[]")
+        config = config_of(
+            name, (*self._plan.settings, *settings, *own), hosts=HOSTS if on_cluster else 0
+        )
+        return _Started(config, self._hosts if on_cluster else None)
+
+    def _balance(self, run: ClusterRun, account: dict[str, Any], *, on_cluster: bool) -> None:
+        """Add up what is lost, and what a controller of a cluster carried."""
+        for figure, count in (
+            ("lost_trajectories", lost_trajectories(account)),
+            ("unaccounted", run.unaccounted(account)),
+        ):
+            before = self.figures[figure]
+            assert isinstance(before, int), "it counts"
+            self.figures[figure] = before + count
+        self.leftovers += run.leftovers
+        if on_cluster:
+            if (each := run.controller_ms_per_turn()) is not None:
+                self._ms_per_turn.append(each)
+            self._most = max(self._most, run.most_at_once())
+
+
+class _Started:
+    """A run with its agents, as a context."""
+
+    def __init__(self, config: RunConfig, hosts: HostsUnderTest | None) -> None:
+        self._run, self._hosts = ClusterRun(config), hosts
+
+    def __enter__(self) -> ClusterRun:
+        self._run.__enter__()
+        self._run.start()
+        if self._hosts is not None:
+            self._hosts.start(*range(HOSTS), port=PORT)
+        return self._run
+
+    def __exit__(self, *error: object) -> None:
+        self._run.__exit__(*error)
+
+
+def config_of(name: str, settings: tuple[str, ...], *, hosts: int, port: int = PORT) -> RunConfig:
+    """Return the configuration of an example with an engine for each of the three hosts,
+    that does not end on success. Raises ConfigError.
+    """
+    cluster = f'cluster={{address="{CONTROLLER}:{port}", hosts={hosts}, join_s=120}}'
+    config = load(
+        example(name),
+        [
+            f"engines={{count={HOSTS}, max_slots=16}}",
+            *([cluster] if hosts else []),
+            *settings,
+        ],
+    )
+    return config.model_copy(update={"eval": config.eval.model_copy(update={"stop_at": None})})
+
+
+def _conditions(plan: ClusterPlan) -> dict[str, Any]:
+    return {
+        **conditions_of(Path(FIXED), plan.settings),
+        "hosts": f"{HOSTS} network namespaces of this machine, whose cores they share, each with "
+        f"a link of {MEGABITS:g} Mbit/s in both directions; the controller and the environments "
+        "are on none of them",
+        "wall_over_one_host": f"seconds from the first to the last of {plan.steps} steps of "
+        f"{FIXED} on {HOSTS} hosts over those of the same run on one machine without a cluster, "
+        f"both with {HOSTS} engines, alternating: median of {plan.pairs}",
+        "success": "greedy, held-out, of the best checkpoint, on the hosts; median",
+        "host_loss_detected_s": "from the loss of power of a host (its link is cut, then every "
+        "process on it is killed) to the warning that it is lost; in turn the trainer's host and "
+        "another one; median",
+        "host_loss_recovered_s": "from the loss of power to the end of the first training step "
+        "that had not been trained before; the trainer goes back to its last checkpoint; median",
+        "lost_trajectories": "ended because of a host or controller, over all runs: must be 0",
+        "unaccounted": "started - (trained + dropped + cancelled + buffered), plus the difference "
+        "to the journals, plus trajectories that were trained twice, over all runs",
+        "leftovers": "processes on hosts and files of their agents after all runs",
+        "exposed_over_transfer": "not measured: engines do not report seconds stopped apart from "
+        "those of the transfer",
+        "controller_ms_per_turn": "CPU of the controller's process, with the environments, from "
+        "its first step to its last one; median of the runs on all hosts",
+        "trajectories_at_once": "greatest number of attempts under way, bounded by "
+        "rollout.max_running",
+    }

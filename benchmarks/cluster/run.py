@@ -1,0 +1,238 @@
+"""A run whose hosts are lost: when that is noticed, when training is as far again as it
+was, and what became of its trajectories.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cluster.hosts import SECRET
+from benchmarks.soak.bench import unaccounted
+from benchmarks.soak.run_under_test import RunUnderTest
+from rollweave.cli.console import FAILED
+from rollweave.core.state import EngineStatus, State
+from rollweave.envs.rules import rules_of
+from rollweave.io.process_setup import INTERRUPTED
+from rollweave.record.journal import Replay
+from rollweave.runtime.hosts.cluster import SECRET_VARIABLE
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.errors import RollweaveError
+
+LOST_REASONS = ("engine_failure", "world_lost")
+"""Reasons for which a trajectory ends because of its host or controller."""
+
+PATIENCE_S = 900.0
+"""Maximum seconds of any wait, on a busy machine."""
+
+CLOCKS_S = 0.2
+"""Error of a time of a run's line on this process's clock, in seconds."""
+
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class LineFollower:
+    """Follows a growing `metrics.jsonl`, with the time at which each line was written on
+    this process's clock.
+
+    The run's own clock has another beginning. The smallest delay of any line so far
+    tells how far apart they are; lines are read at least ten times a second. Lines that
+    are there already are left out: another controller's clock began elsewhere.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._apart = path, float("inf")
+        self._offset = path.stat().st_size if path.exists() else 0
+        self.lines: list[dict[str, Any]] = []
+
+    def read(self) -> None:
+        """Read the lines written since; an incomplete line is left for later."""
+        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
+            file.seek(self._offset)
+            complete, newline, _ = file.read().rpartition(b"\n")
+            self._offset += len(complete) + len(newline)
+            now = time.monotonic()
+            for line in map(json.loads, complete.splitlines()):
+                self.lines.append(line)
+                self._apart = min(self._apart, now - line["at"])
+
+    def time_of(self, line: dict[str, Any]) -> float:
+        """Return when a line was written, on the clock `time.monotonic`."""
+        return float(line["at"]) + self._apart
+
+
+class ClusterRun(RunUnderTest):
+    """A run on hosts of a cluster, or on this machine alone."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.env = {SECRET_VARIABLE: SECRET, "OMP_NUM_THREADS": "1"}
+        self._follower = LineFollower(self.run.metrics)
+        self._cpu: list[tuple[int, float]] = []
+        """Turns until a step of the newest controller, and the seconds of CPU that it
+        had used by then.
+        """
+
+    def start(self, *, steps: int | None = None) -> None:
+        self._follower, self._cpu = LineFollower(self.run.metrics), []
+        super().start(steps=steps)
+
+    def inspect(self) -> None:
+        super().inspect()
+        before = len(self._of("step"))
+        self._follower.read()
+        if len(self._of("step")) > before:
+            turns = sum(int(line["turns"]) for line in self._of("step"))
+            with contextlib.suppress(OSError):
+                self._cpu.append((turns, _cpu_s(self.pid)))
+
+    def stop(self, limit_s: float) -> dict[str, Any]:
+        """End the run in order, and return its summary.
+
+        Raises RollweaveError where it does not end in time.
+        """
+        os.kill(self.pid, signal.SIGINT)
+        self.wait(lambda: self.status is not None, limit_s, "end after SIGINT")
+        self._reap()
+        self.inspect()
+        if self.status not in (0, INTERRUPTED):
+            raise RollweaveError(self._failure("the run failed"))
+        summary: dict[str, Any] = json.loads(self.run.summary.read_text())
+        return summary
+
+    @property
+    def status(self) -> int | None:
+        """The exit status of the controller; None while it runs."""
+        return self._process.poll() if self._process is not None else None
+
+    @property
+    def failed(self) -> bool:
+        """True once the controller has ended with an error."""
+        return self.status == FAILED
+
+    # What happened.
+
+    def warnings(self, text: str) -> list[tuple[float, str]]:
+        """Return the warnings of the newest controller whose lines contain `text`, with their
+        times on the clock `time.monotonic`.
+        """
+        return [
+            (self._follower.time_of(line), line["message"])
+            for line in self._of("warning")
+            if text in f"{line['component']} {line['message']}"
+        ]
+
+    def waiting(self) -> list[str]:
+        """Return the lines that name long waits."""
+        return [line["message"] for line in self._of("waiting")]
+
+    def wait_for(self, value: Callable[[], float | None], what: str) -> float:
+        """Wait until there is a value, and return it. Raises RollweaveError as `wait` does."""
+        found: list[float] = []
+
+        def is_there() -> bool:
+            result = value()
+            found.extend([] if result is None else [result])
+            return result is not None
+
+        self.wait(is_there, PATIENCE_S, what)
+        return found[0]
+
+    def lost_after(self, host: str, since: float) -> float | None:
+        """Return the seconds from this time until the loss of this host was noticed; None
+        if it is not yet.
+        """
+        return self._first_after(f"host {host} is lost", since)
+
+    def joined_after(self, host: str, since: float) -> float | None:
+        """Return the seconds from this time until this host joined; None if it has not."""
+        return self._first_after(f"host {host} has joined", since)
+
+    def trained_after(self, step: int, since: float) -> float | None:
+        """Return the seconds from this time until this step was trained for the first time
+        since; None if it is not yet.
+        """
+        times = [
+            self._follower.time_of(line)
+            for line in self._of("step")
+            if line["step"] >= step and self._follower.time_of(line) > since
+        ]
+        return times[0] - since if times else None
+
+    def training_s(self, first: int, last: int) -> float:
+        """Return the seconds from the end of one step to that of another."""
+        at = {line["step"]: float(line["at"]) for line in self._of("step")}
+        return at[last] - at[first]
+
+    def controller_ms_per_turn(self) -> float | None:
+        """Return the milliseconds of CPU that the newest controller used for a turn, from
+        its first step to its last one; None if it has trained fewer than two.
+        """
+        if len(self._cpu) < 2:
+            return None
+        (first_turns, first_s), (turns, seconds) = self._cpu[0], self._cpu[-1]
+        return 1000 * (seconds - first_s) / max(1, turns - first_turns)
+
+    def unaccounted(self, account: dict[str, Any]) -> int:
+        """See `benchmarks.soak.bench.unaccounted`; trajectories that were trained twice
+        count, too.
+        """
+        ids = self.lineage().ids
+        return unaccounted(account, trained=len(ids)) + len(ids) - len(set(ids))
+
+    def most_at_once(self) -> int:
+        """Return the greatest number of trajectories whose attempts were under way at
+        once.
+        """
+        most = 0
+        for path, config in self._journals:
+            replay = Replay(path, config, rules=rules_of(config))
+            for _ in replay:
+                pools = replay.core.state.pools
+                most = max(most, len(pools.init) + len(pools.run) + len(pools.eval))
+        return most
+
+    @staticmethod
+    def now() -> float:
+        """Return the time on the clock of all times of this class."""
+        return time.monotonic()
+
+    def serves_on(self, host: str) -> bool:
+        """Return whether an engine serves on the host of this name."""
+        state = self.state()
+        numbers = {number for number, slot in state.hosts.up.items() if slot.name == host}
+        return any(
+            engine.host in numbers and engine.status is EngineStatus.SERVING
+            for engine in state.engines.values()
+        )
+
+    def state(self) -> State:
+        """Return the core's state, as the journal describes it now."""
+        return Replay(self.run.journal, self.config, rules=rules_of(self.config)).finish().state
+
+    def trainer_host(self) -> str:
+        """Return the name of the host of the trainer's first rank."""
+        hosts = self.state().hosts
+        return hosts.up[hosts.ranks[0].host].name
+
+    def _first_after(self, text: str, since: float) -> float | None:
+        times = [at for at, _ in self.warnings(text) if at > since - CLOCKS_S]
+        return max(0.0, times[0] - since) if times else None
+
+    def _of(self, kind: str) -> list[dict[str, Any]]:
+        return [line for line in self._follower.lines if line["kind"] == kind]
+
+
+def lost_trajectories(account: dict[str, Any]) -> int:
+    """Return the trajectories that ended because a host or controller was lost."""
+    return sum(account["dropped"].get(reason, 0) for reason in LOST_REASONS)
+
+
+def _cpu_s(pid: int) -> float:
+    """Return the seconds of CPU that a process has used. Raises OSError."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS

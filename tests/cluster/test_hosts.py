@@ -1,0 +1,226 @@
+"""Real runs on hosts that are network namespaces, and everything that may happen to a host:
+the run succeeds, every trajectory is accounted for, and nothing is left behind.
+
+These tests need root, `ip` and `tc`, and take minutes: `make test-cluster`.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.cluster.hosts import CONTROLLER, HostsUnderTest, mounts, shared_memory
+from benchmarks.cluster.run import ClusterRun, lost_trajectories
+from benchmarks.cluster.soak import NOTICED_S
+from tests.runtime.real import ROOT, lake
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+PORT = 7400
+STEPS = 30
+LIMIT_S = 300.0
+"""Maximum seconds to wait for anything on a busy machine."""
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostsUnderTest]:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for the tests' own environment
+    memory, mounted = shared_memory(), mounts()
+    with HostsUnderTest(2, tmp_path / "hosts") as made:
+        if made.why_not:
+            pytest.skip(made.why_not)
+        yield made
+        made.wait_for_agents()
+        assert made.leftovers() == []
+    assert shared_memory() - memory == set()
+    assert mounts() == mounted
+
+
+class Lakes:
+    """Runs on the braked lake."""
+
+    def __init__(self, hosts: HostsUnderTest, directory: Path) -> None:
+        self.hosts, self.directory = hosts, directory
+        self.brake = directory / "brake"
+        self.brake.touch()
+
+    @contextlib.contextmanager
+    def running(
+        self,
+        *,
+        agents: tuple[int, ...] = (0, 1),
+        port: int = PORT,
+        name: str = "",
+        **sections: Any,
+    ) -> Iterator[ClusterRun]:
+        """Start a run on these hosts, and wait until it has trained two steps."""
+        config = lake(
+            self.directory / "runs",
+            task={"env": "tests.cluster.lake:Lake", "options": {"brake": str(self.brake)}},
+            **{
+                "run": {"name": f"lake{name}", "steps": STEPS, "checkpoint_every": 2},
+                "engines": {"count": 2, "max_slots": 8, "kv_tokens": 4096},
+                "eval": {"every": 0, "final_episodes": 8},
+                "cluster": {
+                    "address": f"{CONTROLLER}:{port}",
+                    "hosts": len(agents),
+                    "join_s": LIMIT_S,
+                },
+                **sections,
+            },
+        )
+        with ClusterRun(config) as run:
+            run.start()
+            self.hosts.start(*agents, port=port, run=name)
+            run.wait(lambda: run.trained >= 2, LIMIT_S, "two steps")
+            yield run
+
+    def end(self, *runs: ClusterRun) -> None:
+        """Let the runs end quickly, and check their results."""
+        self.brake.unlink(missing_ok=True)
+        for run in runs:
+            summary = run.finish(LIMIT_S)
+            assert (summary["error"], summary["steps"]) == ("", run.config.run.steps)
+            assert summary["eval_episodes"] == {"lake": 8}
+            assert run.unaccounted(summary["account"]) == 0
+            assert lost_trajectories(summary["account"]) == 0
+            assert run.leftovers == 0
+            assert not run.run.control.exists()
+
+    def other(self, run: ClusterRun) -> int:
+        """Return the host without the trainer."""
+        return 1 - self.hosts.number(run.trainer_host())
+
+
+@pytest.fixture
+def lakes(hosts: HostsUnderTest, tmp_path: Path) -> Lakes:
+    return Lakes(hosts, tmp_path)
+
+
+def noticed(run: ClusterRun, name: str, since: float) -> None:
+    """Check that the loss of a host is noticed in time, and that training continues."""
+    step = run.reached
+    seconds = run.wait_for(lambda: run.lost_after(name, since), f"the loss of host {name}")
+    assert seconds <= NOTICED_S
+    run.wait_for(lambda: run.trained_after(step, since), f"step {step}")
+
+
+def await_true(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_an_agent_is_killed(lakes: Lakes) -> None:
+    with lakes.running() as run:
+        victim = lakes.other(run)
+        name, since = lakes.hosts.name(victim), run.now()
+        lakes.hosts.kill_agent(name)
+        noticed(run, name, since)
+        run.wait(lambda: not lakes.hosts.processes(victim), LIMIT_S, "the end of its processes")
+        lakes.end(run)
+
+
+def test_a_host_loses_its_power(lakes: Lakes) -> None:
+    with lakes.running() as run:
+        victim = lakes.other(run)
+        name, since = lakes.hosts.name(victim), run.now()
+        lakes.hosts.fail(victim)
+        noticed(run, name, since)
+        lakes.end(run)
+
+
+def test_the_trainers_host_loses_its_power(lakes: Lakes) -> None:
+    with lakes.running() as run:
+        name, since = run.trainer_host(), run.now()
+        lakes.hosts.fail(lakes.hosts.number(name))
+        noticed(run, name, since)
+        assert run.trainer_host() != name
+        assert run.warnings("restarted from checkpoint")
+        lakes.end(run)
+
+
+def test_a_link_is_cut_for_20_seconds(lakes: Lakes) -> None:
+    with lakes.running() as run:
+        victim = lakes.other(run)
+        name, since = lakes.hosts.name(victim), run.now()
+        lakes.hosts.cut(victim)
+        noticed(run, name, since)
+        run.wait(lambda: len(lakes.hosts.processes(victim)) == 1, LIMIT_S, "the end of its lease")
+        run.wait(lambda: run.now() - since >= 20, LIMIT_S, "20 seconds")
+        lakes.hosts.restore(victim)
+        run.wait_for(lambda: run.joined_after(name, since), f"host {name} again")
+        run.wait(lambda: run.serves_on(name), LIMIT_S, "an engine there")
+        lakes.end(run)
+
+
+def test_a_host_hangs(lakes: Lakes) -> None:
+    with lakes.running() as run:
+        victim = lakes.other(run)
+        name, since = lakes.hosts.name(victim), run.now()
+        before = lakes.hosts.processes(victim)
+        lakes.hosts.hang(victim)
+        noticed(run, name, since)
+        lakes.hosts.wake(victim)
+        run.wait_for(lambda: run.joined_after(name, since), f"host {name} again")
+        run.wait(lambda: run.serves_on(name), LIMIT_S, "an engine there")
+        assert len({*before} & {*lakes.hosts.processes(victim)}) == 1, "the agent alone goes on"
+        lakes.end(run)
+
+
+def test_the_controller_is_killed_and_resumed_on_the_same_hosts(lakes: Lakes) -> None:
+    with lakes.running() as run:
+        agents = lakes.hosts.agents_left()
+        run.kill()
+        for host in range(2):
+            await_true(lambda host=host: len(lakes.hosts.processes(host)) == 1)  # type: ignore[misc]
+        run.start()
+        run.wait(lambda: run.trained >= 3, LIMIT_S, "a step of the resumed run")
+        assert lakes.hosts.agents_left() == agents
+        lakes.end(run)
+
+
+def test_a_host_is_added_and_takes_over(lakes: Lakes) -> None:
+    with lakes.running(agents=(0,)) as run:
+        since = run.now()
+        lakes.hosts.start(1, port=PORT)
+        run.wait_for(lambda: run.joined_after("b", since), "host b")
+        since = run.now()
+        lakes.hosts.fail(0)
+        noticed(run, "a", since)
+        assert run.trainer_host() == "b"
+        lakes.end(run)
+
+
+def test_two_runs_share_two_hosts_of_which_one_is_lost(lakes: Lakes) -> None:
+    with (
+        lakes.running(name="1") as one,
+        lakes.running(name="2", port=PORT + 1) as other,
+    ):
+        since = one.now()
+        lakes.hosts.fail(1)
+        for run, name in ((one, "b1"), (other, "b2")):
+            noticed(run, name, since)
+        lakes.end(one, other)
+
+
+def test_a_slow_fetch_is_named_with_its_bytes(lakes: Lakes) -> None:
+    large = {"scratch": {"hidden": 256, "layers": 4}}
+    with lakes.running(model=large) as run:
+        victim = lakes.other(run)
+        name = lakes.hosts.name(victim)
+        lakes.hosts.limit(2.0, victim)
+
+        def is_named() -> bool:
+            return any(
+                f"relay r{victim} on host {name}: fetching version" in line and " MB" in line
+                for line in run.waiting()
+            )
+
+        run.wait(is_named, LIMIT_S, "the name of the wait")
+        lakes.hosts.limit(1000.0, victim)
+        lakes.end(run)
