@@ -1,10 +1,13 @@
 """A frozen lake on which a test can hold a run back without stopping it."""
 
 import asyncio
+import random
+from collections.abc import Sequence
 from pathlib import Path
 
-from rollweave.envs.base import Observation, Options, Split, Step, new_task, payload_of
+from rollweave.envs.base import Options, Split, Step, new_task, payload_of
 from rollweave.envs.frozenlake import FrozenLake
+from rollweave.schema.chat import Message
 from rollweave.schema.work import Task
 
 BRAKED_S = 0.5
@@ -18,9 +21,6 @@ class Lake(FrozenLake):
         super().__init__(maps="fixed")
         self._brake = brake
 
-    def reset(self, task: Task) -> Observation:
-        return super().reset(task)
-
     async def step(self, action: str) -> Step:  # type: ignore[override]
         if Path(self._brake).is_file():  # noqa: ASYNC240
             await asyncio.sleep(BRAKED_S)
@@ -30,3 +30,7 @@ class Lake(FrozenLake):
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
         task = super().make_task(index=index, seed=seed, split=split, options={"maps": "fixed"})
         return new_task(seed=task.seed, **payload_of(task))
+
+    @classmethod
+    def transcript(cls, rng: random.Random, options: Options) -> Sequence[Message]:
+        return FrozenLake.transcript(rng, {"maps": "fixed"})
