@@ -16,12 +16,12 @@ def laid_out() -> State:
     """
     state = State()
     for name, status, fields in (
-        (A, EngineStatus.SERVING, {"version": 3, "weights_id": 5}),
+        (A, EngineStatus.SERVING, {"version": 3, "weights_id": 5, "pool": "fast"}),
         (B, EngineStatus.SERVING, {"version": 4, "weights_id": 6, "leaving": True}),
-        (C, EngineStatus.STARTING, {}),
-        (D, EngineStatus.LOADING, {"version": 2, "weights_id": 4, "loading_id": 6}),
+        (C, EngineStatus.STARTING, {"pool": "slow"}),
+        (D, EngineStatus.LOADING, {"version": 2, "weights_id": 4, "loading_id": 6, "pool": "big"}),
         (F, EngineStatus.STALE, {"version": 3, "weights_id": 5}),
-        (G, EngineStatus.SERVING, {"version": 1, "weights_id": 1, "draining": True}),
+        (G, EngineStatus.SERVING, {"version": 1, "draining": True, "pool": "old"}),
     ):
         state.engines[name] = Engine(id=name, status=status, max_slots=2, **fields)  # type: ignore[arg-type]
     for number, (name, rank) in enumerate(RANKS.items()):
@@ -52,6 +52,13 @@ def test_a_load_has_the_lowest_rank_that_runs() -> None:
     assert (loads[A].active, loads[A].slots, loads[A].tokens, loads[A].lowest) == (3, 2, 33, 2.0)
     assert (loads[B].active, loads[B].slots, loads[B].tokens) == (0, 2, 0)
     assert loads[B].lowest == -math.inf
+
+
+def test_a_pool_is_live_while_an_engine_of_it_takes_turns_or_loads_weights() -> None:
+    fleet = Fleet.of(laid_out())
+    assert fleet.live_pools == {"fast", "big"}
+    assert {pool: list(loads) for pool, loads in fleet.loads_by_pool.items()} == {"fast": [A]}
+    assert fleet.loads_by_pool["fast"][A] == fleet.loads[A]
 
 
 def test_changes_of_turns_are_counted_as_they_come() -> None:

@@ -8,13 +8,14 @@ from rollweave.core.turn_queues import STALE_ENTRIES, QueuedTurn, TurnQueues
 from rollweave.schema.base import EngineId, GroupId, TrajectoryId
 from tests.support.properties import examples
 
-ENGINES = (None, EngineId("e0"), EngineId("e1"))
+QUEUES = ((None, ""), (None, "fast"), (EngineId("e0"), ""), (EngineId("e1"), ""))
+"""Engines that turns wait for, and pools whose engines they prefer."""
 
 changes = st.lists(
     st.tuples(
         st.sampled_from(["queue", "queue", "requeue", "leave"]),
         st.integers(0, 4),  # trajectory
-        st.sampled_from(ENGINES),
+        st.sampled_from(QUEUES),
         st.booleans(),  # its KV is there
         st.integers(0, 2),  # rank
         st.integers(0, 3),  # tiebreak
@@ -33,7 +34,7 @@ class Queues:
         self,
         what: str,
         number: int,
-        engine: EngineId | None,
+        waits_for: tuple[EngineId | None, str],
         resident: bool,
         rank: int,
         tiebreak: int,
@@ -61,14 +62,15 @@ class Queues:
         trajectory.kv_resident = resident
         turn = trajectory.open_turn
         turn.rank = float(rank)
-        turn.place = Queued(engine=engine, given=0, tiebreak=float(tiebreak))
+        engine, pool = waits_for
+        turn.place = Queued(engine=engine, pool=pool, given=0, tiebreak=float(tiebreak))
         self.queues.add(QueuedTurn(trajectory, turn, turn.place))
 
 
 @settings(max_examples=examples(300))
 @given(changes=changes)
 def test_each_queue_gives_the_first_the_oldest_and_all(
-    changes: list[tuple[str, int, EngineId | None, bool, int, int]],
+    changes: list[tuple[str, int, tuple[EngineId | None, str], bool, int, int]],
 ) -> None:
     found = Queues()
     for change in changes:
@@ -80,15 +82,16 @@ def test_each_queue_gives_the_first_the_oldest_and_all(
 
 def compare(found: Queues) -> None:
     waiting = [found.state.trajectories[name] for name in found.state.turns.queue]
-    for engine in ENGINES:
+    for engine, pool in QUEUES:
         for resident in (True, False):
             own = [
                 one
                 for one in waiting
                 if isinstance(one.open_turn.place, Queued)
-                and (one.open_turn.place.engine, one.kv_resident) == (engine, resident)
+                and (one.open_turn.place.engine, one.open_turn.place.pool) == (engine, pool)
+                and one.kv_resident == resident
             ]
-            key = engine, resident
+            key = engine, pool, resident
             listed = {queued.trajectory.id for queued in found.queues.waiting(found.state, key)}
             assert listed == {one.id for one in own}
             if engine is not None and own:
@@ -114,12 +117,12 @@ def claim(trajectory: Trajectory) -> tuple[float, float, str]:
 def test_queues_are_overgrown_when_most_entries_are_stale() -> None:
     found = Queues()
     for _ in range(STALE_ENTRIES + 2):
-        found.change("queue", 0, None, False, 0, 0)
+        found.change("queue", 0, QUEUES[0], False, 0, 0)
     assert not found.queues.is_overgrown(found.state), "twice as many as live ones, and some"
-    found.change("queue", 0, None, False, 0, 0)
+    found.change("queue", 0, QUEUES[0], False, 0, 0)
     assert found.queues.is_overgrown(found.state)
-    found.change("queue", 1, None, False, 0, 0)
+    found.change("queue", 1, QUEUES[0], False, 0, 0)
     assert not found.queues.is_overgrown(found.state), "there is one more live turn"
     found.change("leave", 1, None, False, 0, 0)
-    assert found.queues.first(found.state, (None, False)) is not None
+    assert found.queues.first(found.state, (None, "", False)) is not None
     assert not found.queues.is_overgrown(found.state), "stale ones were discarded on the way"

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from rollweave.core.costs import groups_of, rate_of
+from rollweave.core.policy.affinity import serving_pool
 from rollweave.core.policy.migration import retarget
 from rollweave.core.policy.placement import place_groups
 from rollweave.core.policy.priority import overdue_rank
@@ -57,9 +58,21 @@ def _takes_turns(engine: Engine) -> bool:
     return not engine.draining and engine.version >= 0
 
 
+def usable(run: Run, trajectory: Trajectory) -> list[Engine]:
+    """The engines to which the trajectory may be assigned now: those that take turns, or
+    will, of the pool that serves its domain.
+    """
+    pool = serving_pool(run.pools_of(trajectory), run.fleet.live_pools)
+    return [
+        engine
+        for engine in run.state.engines.values()
+        if _takes_turns(engine) and pool in (None, engine.pool)
+    ]
+
+
 def _choose_engine(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> EngineId | None:
-    usable = [engine for engine in run.state.engines.values() if _takes_turns(engine)]
-    wanted = [engine for engine in usable if engine.id not in avoid] or usable
+    engines = usable(run, trajectory)
+    wanted = [engine for engine in engines if engine.id not in avoid] or engines
     if not wanted:
         return None
     # Without a prediction for the trajectory its rank is meaningless, and members of a

@@ -83,7 +83,7 @@ def bind_ranks(config: RunConfig, state: State) -> list[RankSlot]:
 
 
 def _placed(slot: EngineSlot, place: Binding) -> EngineSlot:
-    return msgspec.structs.replace(slot, host=place.host, devices=place.devices)
+    return msgspec.structs.replace(slot, host=place.host, devices=place.devices, pool=place.pool)
 
 
 def _rank(config: RunConfig, rank: int, hosts: Sequence[HostSlot]) -> Demand:

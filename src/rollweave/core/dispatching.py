@@ -6,6 +6,7 @@ Invariant: an engine is given more turns than it has slots only by a turn that p
 """
 
 from rollweave.core import assignment, turn_priority
+from rollweave.core.policy.affinity import serving_pool
 from rollweave.core.policy.priority import is_overdue, overdue_rank
 from rollweave.core.policy.routing import choose
 from rollweave.core.run import Run
@@ -22,8 +23,10 @@ def enqueue(run: Run, trajectory: Trajectory, turn: Turn) -> None:
     turn.arrival = state.turns.arrivals
     turn.rank = turn_priority.rank_of(run, trajectory, turn)
     queue = assignment.queue_of(run, trajectory, turn.avoid)
+    pools = run.pools_of(trajectory)
     turn.place = Queued(
         engine=queue,
+        pool=pools[0] if pools and not run.scheduling.assigns else "",
         given=_turns_given(run, queue),
         # Where KV is kept for trajectories in the order of their launch, their turns
         # must come in that order too.
@@ -120,7 +123,7 @@ def _steal_turn(run: Run, engine_id: EngineId) -> bool:
     Return False if it cannot run that turn.
     """
     queues = [
-        (other, resident)
+        (other, "", resident)
         for other in run.turn_queues.engines
         if other != engine_id
         for resident in (True, False)
@@ -149,11 +152,11 @@ def _reassign(run: Run, trajectory: Trajectory, engine_id: EngineId) -> None:
 def _assign_waiting(run: Run) -> None:
     """Assign the queued turns that had no engine when they were queued."""
     if not run.pacing.interchangeable:  # each waits for an engine with its own weights
-        for waiting in run.turn_queues.waiting(run.state, (None, False)):
+        for waiting in run.turn_queues.waiting(run.state, (None, "", False)):
             if assignment.queue_of(run, waiting.trajectory, ()) is not None:
                 requeue(run, waiting)
         return
-    while (first := run.turn_queues.first(run.state, (None, False))) is not None:
+    while (first := run.turn_queues.first(run.state, (None, "", False))) is not None:
         if requeue(run, first).place.engine is None:
             return  # no engine takes turns
 
@@ -163,7 +166,10 @@ def _start_next(run: Run, waited_for: EngineId | None) -> bool:
 
     Return False if there is none.
     """
-    heads = [_next_in(run, (waited_for, resident)) for resident in (True, False)]
+    pools = run.queue_pools if waited_for is None else ("",)
+    heads = [
+        _next_in(run, (waited_for, pool, resident)) for pool in pools for resident in (True, False)
+    ]
     for queued in sorted((head for head in heads if head is not None), key=_dispatch_key):
         chosen = (
             _assigned_or_free_engine(run, queued)
@@ -202,8 +208,10 @@ def _next_in(run: Run, queue: QueueKey) -> QueuedTurn | None:
 
 
 def _engine_for(run: Run, queued: QueuedTurn) -> EngineId | None:
+    pool = queued.place.pool
+    serving = serving_pool(run.config.pools_of(pool or None), run.fleet.live_pools)
     return choose(
-        run.fleet.loads,
+        run.fleet.loads if serving is None else run.fleet.loads_by_pool.get(serving, {}),
         affine=queued.trajectory.engine,
         avoid=queued.turn.avoid,
         placement=run.scheduling.placement,
@@ -212,12 +220,10 @@ def _engine_for(run: Run, queued: QueuedTurn) -> EngineId | None:
     )
 
 
-def _has_alternative(run: Run, turn: Turn) -> bool:
+def _has_alternative(run: Run, queued: QueuedTurn) -> bool:
     """True if an engine that has not failed this turn could take it."""
     return any(
-        assignment.is_usable(run, engine_id)
-        for engine_id in run.state.engines
-        if engine_id not in turn.avoid
+        engine.id not in queued.turn.avoid for engine in assignment.usable(run, queued.trajectory)
     )
 
 
@@ -229,7 +235,7 @@ def _assigned_or_free_engine(run: Run, queued: QueuedTurn) -> EngineId | None:
     making another one wait.
     """
     trajectory, turn, place = queued
-    if place.engine in turn.avoid and run.pacing.interchangeable and _has_alternative(run, turn):
+    if place.engine in turn.avoid and run.pacing.interchangeable and _has_alternative(run, queued):
         place = requeue(run, queued).place  # its engine failed it when there was no alternative
     assigned = run.fleet.loads.get(place.engine) if place.engine is not None else None
     fits = assigned is not None and assignment.fits_in_kv(

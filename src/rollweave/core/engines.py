@@ -80,6 +80,7 @@ def _engine(run: Run, slot: EngineSlot, *, joined: bool) -> Engine:
         group=slot.group,
         host=slot.host,
         devices=slot.devices,
+        pool=slot.pool,
         joined=joined,
         since=run.now,
     )

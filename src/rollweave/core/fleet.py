@@ -19,6 +19,9 @@ from rollweave.schema.base import EngineId, TrajectoryId
 @dataclass(kw_only=True)
 class Fleet:
     loads: dict[EngineId, EngineLoad] = field(default_factory=dict)  # only engines that take turns
+    loads_by_pool: dict[str, dict[EngineId, EngineLoad]] = field(default_factory=dict)
+    # pools with an engine that takes turns, or will once it has loaded other weights
+    live_pools: frozenset[str] = frozenset()
     slots: int = 0  # all slots of the engines that take turns
     active: int = 0  # turns on these engines
     # slots of these engines without a turn; an engine with more turns than slots has none
@@ -59,10 +62,19 @@ class Fleet:
             engine_id: sum(turn.context_tokens for turn in given)
             for engine_id, given in turns.items()
         }
+        loads = {
+            engine.id: _load(engine, ranks[engine.id], tokens[engine.id]) for engine in serving
+        }
+        by_pool: dict[str, dict[EngineId, EngineLoad]] = {}
+        for engine in serving:
+            if engine.pool:
+                by_pool.setdefault(engine.pool, {})[engine.id] = loads[engine.id]
         return cls(
-            loads={
-                engine.id: _load(engine, ranks[engine.id], tokens[engine.id]) for engine in serving
-            },
+            loads=loads,
+            loads_by_pool=by_pool,
+            live_pools=frozenset(
+                engine.pool for engine in staying if engine.pool and engine.version >= 0
+            ),
             slots=sum(engine.max_slots for engine in serving),
             active=sum(len(engine.active) for engine in serving),
             free=sum(max(0, engine.max_slots - len(engine.active)) for engine in serving),
@@ -112,6 +124,8 @@ class Fleet:
         after = self.loads[engine.id] = _load(
             engine, self._ranks[engine.id], self._tokens[engine.id]
         )
+        if engine.pool:
+            self.loads_by_pool[engine.pool][engine.id] = after
         self.active += after.active - before.active
         self.free += max(0, after.slots - after.active) - max(0, before.slots - before.active)
         self.busy += (after.active > 0) - (before.active > 0)

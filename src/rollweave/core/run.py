@@ -124,6 +124,12 @@ class Run:
         self.tasks: dict[str, TaskConfig] = {task.name: task for task in config.tasks}
         self.task_weights = [(task.name, task.weight) for task in config.tasks]
         self.group_sizes = {name: config.group_size(name) for name in self.tasks}
+        self._pools = {task.name: config.pools_of(task.pool) for task in config.tasks}
+        # pools by which turns wait for any engine; "" if it may be of any pool
+        self.queue_pools: tuple[str, ...] = ("",)
+        if not self.scheduling.assigns:
+            owned = [pools[0] for pools in self._pools.values() if pools]
+            self.queue_pools = tuple(dict.fromkeys(["", *owned]))
         # A streamed step trains mini-batch by mini-batch as groups complete; any other
         # takes its batch whole.
         self.minibatches_per_step = (
@@ -145,6 +151,12 @@ class Run:
         """The statistics of the trajectory's task domain."""
         name = self.state.groups[trajectory.group_id].name
         return self.state.domains.setdefault(name, DomainStats())
+
+    def pools_of(self, trajectory: Trajectory) -> tuple[str, ...]:
+        """The pools whose engines should run the trajectory's turns, the preferred one
+        first; none if any engine should.
+        """
+        return self._pools.get(self.state.groups[trajectory.group_id].name, ())
 
     def next_version(self) -> int:
         """The version at which the next mini-batch to be taken will be trained: the

@@ -45,6 +45,7 @@ class Queued(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     engine: EngineId | None  # None: any
     given: int  # turns that this queue had given when the turn joined it
     tiebreak: float  # lower first among equal ranks: its arrival, or its trajectory's launch
+    pool: str = ""  # whose engines it prefers, if it waits for any engine
 
 
 class OnEngine(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -173,6 +174,7 @@ class Engine(msgspec.Struct):
     group: int = 0  # index in the configuration's engines
     host: int = 0
     devices: tuple[int, ...] = ()
+    pool: str = ""  # that its place belongs to (core/policy/affinity)
     joined: bool = False  # it joined during the run, and returns in every later world
     leaving: bool = False  # it was withdrawn: it launches nothing, and drains when it may
     draining: bool = False  # it takes no more turns, and is removed when its last one is done

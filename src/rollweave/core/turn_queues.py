@@ -1,9 +1,10 @@
 """The queued turns by what they wait for, highest rank first, and the oldest of each
 queue, so that none starves.
 
-A queue is keyed by an engine, or None for any engine, and by whether the trajectory's
-KV is there: a turn whose KV must find room first does not block one whose KV is
-present.
+A queue is keyed by an engine, or None for any engine and then by the pool whose engines
+its turns prefer, so that a pool that is full does not block the others; and by whether
+the trajectory's KV is there: a turn whose KV must find room first does not block one
+whose KV is present.
 
 Derived from the state (`state.turns.queue` and the turns) and never written to a snapshot.
 Entries of turns that have left the queue stay in the heaps until they surface, or until
@@ -17,7 +18,7 @@ from typing import NamedTuple, Self
 from rollweave.core.state import Queued, State, Trajectory, Turn
 from rollweave.schema.base import EngineId, TrajectoryId
 
-QueueKey = tuple[EngineId | None, bool]
+QueueKey = tuple[EngineId | None, str, bool]
 
 
 class QueuedTurn(NamedTuple):
@@ -54,7 +55,7 @@ class TurnQueues:
     def engines(self) -> list[EngineId]:
         """The engines that turns may wait for."""
         return list(
-            dict.fromkeys(engine_id for engine_id, _ in self._heaps if engine_id is not None)
+            dict.fromkeys(engine_id for engine_id, _, _ in self._heaps if engine_id is not None)
         )
 
     def add(self, queued: QueuedTurn) -> None:
@@ -62,7 +63,7 @@ class TurnQueues:
         entry becomes stale.
         """
         trajectory, turn, place = queued
-        key = place.engine, trajectory.kv_resident
+        key = _key(queued)
         heapq.heappush(
             self._heaps.setdefault(key, []),
             (-turn.rank, place.tiebreak, trajectory.id, turn.arrival),
@@ -118,4 +119,8 @@ def _find(state: State, trajectory_id: TrajectoryId, arrival: int) -> QueuedTurn
 
 
 def _waits(queued: QueuedTurn, key: QueueKey) -> bool:
-    return (queued.place.engine, queued.trajectory.kv_resident) == key
+    return _key(queued) == key
+
+
+def _key(queued: QueuedTurn) -> QueueKey:
+    return queued.place.engine, queued.place.pool, queued.trajectory.kv_resident

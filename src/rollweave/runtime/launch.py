@@ -253,7 +253,7 @@ class _Start:
         """
         config = self._config
         slots, relays = engines_to_start(config, beginning.core.state), config.weights.relays
-        hosts = cluster.slots or one_machine(relays)
+        hosts = cluster.slots or one_machine(relays, config.pools)
         slots, ranks, unbound = bind_all(config, slots, hosts)
         if unbound:
             raise ConfigError("\n".join(f"{one.role}: {one.reason}" for one in unbound))

@@ -19,7 +19,8 @@ class EngineSlot(Struct, frozen=True, kw_only=True):
     GPUs that share every layer.
 
     `group` is the index of its group of engines in the configuration, from 0. It runs on
-    `devices` of host number `host`, or on the CPU there.
+    `devices` of host number `host`, or on the CPU there. `pool` is the pool through which
+    it got this place: its group's, or a fallback of that; empty without one.
     """
 
     id: EngineId
@@ -27,6 +28,7 @@ class EngineSlot(Struct, frozen=True, kw_only=True):
     group: int = 0
     host: int = 0
     devices: tuple[int, ...] = ()
+    pool: str = ""
 
 
 class RunStarted(TaggedStruct, frozen=True, kw_only=True):

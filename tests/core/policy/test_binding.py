@@ -68,6 +68,7 @@ def test_a_short_pool_uses_its_fallback_before_it_shares() -> None:
         "e2": (1, (1,)),
         "e3": (0, (0,)),
     }
+    assert [one.pool for one in bindings] == ["bandwidth", "compute", "compute", "bandwidth"]
 
 
 def test_a_pool_is_not_left_without_a_fallback() -> None:
@@ -139,7 +140,7 @@ def test_every_binding_is_valid(hosts: list[HostSlot], demands: list[Demand]) ->
         demand, where = by_role[binding.role], by_number[binding.host]
         assert len(set(binding.devices)) == demand.devices == len(binding.devices)
         assert {*binding.devices} <= {*where.devices}
-        assert not demand.pools or {*demand.pools} & {*where.pools}
+        assert binding.pool in ({*demand.pools} & {*where.pools} if demand.pools else {""})
     users = Counter((b.host, device) for b in bindings for device in b.devices)
     for binding in bindings:
         alone = all(users[binding.host, device] == 1 for device in binding.devices)

@@ -25,6 +25,10 @@ def config(**sections: Any) -> RunConfig:
     )
 
 
+ENGINES = [{"pool": "compute"}, {"pool": "bandwidth"}]
+"""Groups of engines of both pools."""
+
+
 def test_a_role_uses_its_pool_and_then_the_fallbacks() -> None:
     run = config(trainer={"pool": "compute"}, engines={"pool": "bandwidth"})
     assert run.pools_of(run.trainer.pool) == ("compute",)
@@ -44,6 +48,30 @@ def test_a_role_uses_its_pool_and_then_the_fallbacks() -> None:
         (
             {"pools": {"a": {"resource": "H20", "fallback": ["b"]}}},
             r"pools.a.fallback must be one of the pools \['a'\], got 'b'",
+        ),
+        (
+            {"tasks": [{"env": "a", "pool": "bandwith"}], "engines": ENGINES},
+            r"tasks.0.pool must be .*, got 'bandwith' \(did you mean bandwidth\?\)",
+        ),
+        (
+            {"tasks": [{"env": "a", "pool": "bandwidth"}], "engines": [{"pool": "compute"}, {}]},
+            r"tasks.0.pool must be one of the pools of engines \['compute'\], got 'bandwidth'",
+        ),
+        (
+            {
+                "tasks": [{"env": "a", "pool": "compute"}],
+                "engines": ENGINES,
+                "rollout": {"mode": "decoupled"},
+            },
+            "tasks.0.pool must be left out in mode decoupled",
+        ),
+        (
+            {
+                "tasks": [{"env": "a", "pool": "compute"}],
+                "engines": ENGINES,
+                "rollout": {"scheduling": "trajectory"},
+            },
+            "tasks.0.pool must be left out in mode decoupled, and where placement is partition",
         ),
         ({"cluster": {"address": "nowhere", "hosts": 1}}, "be an address and a port"),
         ({"model": {"path": "m", "device": "cuda:1"}}, "model.device must be cpu or cuda"),

@@ -5,7 +5,7 @@ its own pool or, where that is short, from a fallback. Where all of these are ta
 shares the devices of its own pool that the fewest roles have.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rollweave.schema.base import Struct
 from rollweave.schema.hosts import HostSlot
@@ -27,13 +27,15 @@ class Demand(Struct, frozen=True, kw_only=True):
 class Binding(Struct, frozen=True, kw_only=True):
     """The place of a role: the number of its host, and its GPUs there.
 
-    `shared` is true if another role had these GPUs already.
+    `shared` is true if another role had these GPUs already. `pool` is the one of its
+    demand through which the place was found, empty if any host would do.
     """
 
     role: str
     host: int
     devices: tuple[int, ...] = ()
     shared: bool = False
+    pool: str = ""
 
 
 class Unbound(Struct, frozen=True, kw_only=True):
@@ -95,37 +97,40 @@ class _Table:
             members[binding.host] = members.get(binding.host, 0) + 1
 
     def place(self, demand: Demand) -> Binding | Unbound:
-        pools = [self._members(pool) for pool in demand.pools] or [list(self._hosts.values())]
+        pools = {pool: self._members(pool) for pool in demand.pools} or {
+            "": list(self._hosts.values())
+        }
         if not demand.devices:
-            for hosts in pools:
+            for pool, hosts in pools.items():
                 if hosts:
-                    return Binding(role=demand.role, host=min(hosts, key=self._by_load).number)
+                    host = min(hosts, key=self._by_load)
+                    return Binding(role=demand.role, host=host.number, pool=pool)
             return self._unbound(demand)
-        for hosts in pools:
+        for pool, hosts in pools.items():
             with_room = [host for host in hosts if len(self._free(host)) >= demand.devices]
             if with_room:
                 host = min(with_room, key=lambda host: self._by_room(host, demand.group))
                 chosen = self._free(host)[: demand.devices]
-                return Binding(role=demand.role, host=host.number, devices=chosen)
+                return Binding(role=demand.role, host=host.number, devices=chosen, pool=pool)
         return self._shared(demand, pools)
 
-    def _shared(self, demand: Demand, pools: Sequence[Sequence[HostSlot]]) -> Binding | Unbound:
+    def _shared(self, demand: Demand, pools: Mapping[str, Sequence[HostSlot]]) -> Binding | Unbound:
         """Share the least used devices of the first pool that has enough of them."""
-        for hosts in pools:
+        for pool, hosts in pools.items():
             large = [host for host in hosts if len(host.devices) >= demand.devices]
             if large:
                 return min(
-                    (self._least_used(host, demand) for host in large),
+                    (self._least_used(host, demand, pool) for host in large),
                     key=lambda place: (self._uses(place), self._ranks[place.host]),
                 )
         return self._unbound(demand)
 
-    def _least_used(self, host: HostSlot, demand: Demand) -> Binding:
+    def _least_used(self, host: HostSlot, demand: Demand, pool: str) -> Binding:
         devices = sorted(
             host.devices, key=lambda device: (self._users[host.number, device], device)
         )
         chosen = tuple(sorted(devices[: demand.devices]))
-        return Binding(role=demand.role, host=host.number, devices=chosen, shared=True)
+        return Binding(role=demand.role, host=host.number, devices=chosen, shared=True, pool=pool)
 
     def _uses(self, place: Binding) -> int:
         return sum(self._users[place.host, device] for device in place.devices)

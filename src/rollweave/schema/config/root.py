@@ -6,6 +6,7 @@ overrides into a `RunConfig`.
 """
 
 import difflib
+from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import Field, field_serializer, field_validator, model_validator
@@ -235,6 +236,7 @@ class RunConfig(Section):
         named = {
             "trainer.pool": self.trainer.pool,
             **{f"engines.{n}.pool": group.pool for n, group in enumerate(self.engines)},
+            **{f"tasks.{n}.pool": task.pool for n, task in enumerate(self.tasks)},
             **{
                 f"pools.{name}.fallback": other
                 for name, pool in self.pools.items()
@@ -242,11 +244,15 @@ class RunConfig(Section):
             },
         }
         for field, name in named.items():
-            if name is not None and name not in self.pools:
-                near = difflib.get_close_matches(name, self.pools, n=1)
-                hint = f" (did you mean {near[0]}?)" if near else ""
+            _check_pool(field, name, "the pools", list(self.pools))
+        of_engines = list(dict.fromkeys(group.pool for group in self.engines if group.pool))
+        for number, task in enumerate(self.tasks):
+            _check_pool(f"tasks.{number}.pool", task.pool, "the pools of engines", of_engines)
+            if task.pool is not None and self._binds_trajectories:
                 raise ValueError(
-                    f"{field} must be one of the pools {list(self.pools)}, got {name!r}{hint}"
+                    f"tasks.{number}.pool must be left out in mode decoupled, and where placement "
+                    f"is {' or '.join(PARTITIONS)}: they choose engines by weights or by length, "
+                    f"got {task.pool!r}"
                 )
 
     def _check_own_pace(self) -> None:
@@ -306,6 +312,11 @@ class RunConfig(Section):
             )
 
     @property
+    def _binds_trajectories(self) -> bool:
+        """True if a policy chooses engines among all of them."""
+        return self.rollout.mode is ModeName.DECOUPLED or self._placement in PARTITIONS
+
+    @property
     def _placement(self) -> str:
         return self.ablation.placement or POLICIES[self.rollout.scheduling][1]
 
@@ -345,3 +356,11 @@ class RunConfig(Section):
                 f"allocation must be left out on {self.model.device}: an embedded engine has one "
                 f"GPU, got {allocation}"
             )
+
+
+def _check_pool(field: str, name: str | None, what: str, known: Sequence[str]) -> None:
+    """Raise ValueError if a pool that is named is not among those `known`."""
+    if name is not None and name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise ValueError(f"{field} must be one of {what} {list(known)}, got {name!r}{hint}")

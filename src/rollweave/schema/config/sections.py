@@ -122,6 +122,11 @@ class TaskConfig(Section):
     tag: str = Field(
         "", description="Name of the task domain in metrics; the environment's name if empty."
     )
+    pool: str | None = Field(
+        None,
+        description="Pool whose engines run the turns of this domain (RollArt §5.2); while none of "
+        "them serves, those of its fallbacks, and then any engine. Any engine if unset.",
+    )
     weight: Positive = Field(1.0, description="Share of groups drawn from this domain.")
     group_size: PositiveInt | None = Field(
         None, description="Trajectories in a group of this domain; rollout.group_size if unset."
