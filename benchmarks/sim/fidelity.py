@@ -39,6 +39,7 @@ from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import SimConfig
 from rollweave.schema.serving import EngineSpec, GenerateRequest, Sampling
+from rollweave.sim.hosts import NO_POOL
 from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.profile import ProfileCost
 from rollweave.sim.workload import Plan, Recorded, Workload, read_run
@@ -218,7 +219,7 @@ def simulate_again(
     path, metrics = profile.with_name("simulated.bin"), SimMetrics()
     with RunJournal(path) as journal:
         engine = ProfileCost.from_json(profile)
-        costs = ({group.degree: engine for group in made.engines}, MeasuredTrainer(live))
+        costs = ({(NO_POOL, group.degree): engine for group in made.engines}, MeasuredTrainer(live))
         world = World(
             made,
             observer=metrics,

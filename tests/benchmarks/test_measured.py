@@ -61,7 +61,9 @@ def simulated() -> RunConfig:
 def simulate(config: RunConfig, path: Path) -> World:
     metrics = SimMetrics()
     with RunJournal(path) as journal:
-        world = World(config, observer=metrics, journal=journal, costs=({1: Priced()}, Priced()))
+        world = World(
+            config, observer=metrics, journal=journal, costs=({("", 1): Priced()}, Priced())
+        )
         metrics.watch(world)
         world.run()
     return world
@@ -107,7 +109,7 @@ def test_a_run_that_trained_nothing_is_refused() -> None:
 
 def test_a_journal_that_was_compacted_is_refused(tmp_path: Path) -> None:
     config = simulated()
-    world = World(config, observer=SimMetrics(), costs=({1: Priced()}, Priced()))
+    world = World(config, observer=SimMetrics(), costs=({("", 1): Priced()}, Priced()))
     world.start()
     for _ in range(20):
         world.step()

@@ -75,7 +75,8 @@ class Stage:
         self.fleet = SimFleet(
             clock=self.clock,
             post=self.post,
-            costs={1: COST},
+            costs={("", 1): COST},
+            pool_of=lambda _: "",
             trainer=trainer,
             relays=SimRelays(clock=self.clock, post=self.post, cost=trainer, hosts=0, trace=None),
             settings=lambda _: settings,

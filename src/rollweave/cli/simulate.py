@@ -24,6 +24,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import Faults
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.fleet import kv_room
+from rollweave.sim.hosts import NO_POOL
 from rollweave.sim.ignored import ignored
 from rollweave.sim.run import Outcome, directory_of
 from rollweave.sim.run import simulate as run_simulation
@@ -94,13 +95,17 @@ def _kv_text(config: RunConfig, costs: Costs) -> str:
     engines of several kinds, the smallest and the largest.
     """
     degrees = config.allocation.degrees if config.allocation is not None else ()
-    kinds = [(degree, group) for group in config.engines for degree in (degrees or (group.degree,))]
-    capacities = {
-        (kv_room(costs[0][degree], group), costs[0][degree].kv_tokens) for degree, group in kinds
-    }
+    kinds = [
+        (costs[0][(group.pool or NO_POOL) if config.pools else NO_POOL, degree], group)
+        for group in config.engines
+        for degree in (degrees or (group.degree,))
+    ]
+    capacities = {(kv_room(cost, group), cost.kv_tokens) for cost, group in kinds}
     sizes = sorted({size for size, _ in capacities})
     limited_by = (
-        "engines.kv_tokens" if all(size < gpu for size, gpu in capacities) else "limited by sim.gpu"
+        "engines.kv_tokens"
+        if all(size < gpu for size, gpu in capacities)
+        else f"limited by {'the GPUs of the pools' if config.pools else 'sim.gpu'}"
     )
     extremes = " to ".join(f"{size:,}" for size in (sizes[0], sizes[-1])[: len(sizes)])
     return f"{extremes} tokens in each engine ({limited_by})"
@@ -116,6 +121,7 @@ def figures(outcome: Outcome) -> dict[str, Any]:
         "trained_tokens_per_s": outcome.trained_tokens_per_s,
         "engines": outcome.idle("engines"),
         "trainer": outcome.idle("trainer"),
+        "pools": outcome.pools_busy,
         "staleness": staleness(outcome),
         "gpus": outcome.gpus,
         "gpu_hours": outcome.gpu_hours,
@@ -168,6 +174,11 @@ def show(outcome: Outcome, *, kv: str) -> None:
                 for cause, share in shares
                 if share >= 0.0005
             ),
+        )
+    if outcome.pools_busy:
+        table.add_row(
+            "pools",
+            ", ".join(f"{pool} working {share:.1%}" for pool, share in outcome.pools_busy.items()),
         )
     table.add_row("KV cache", kv)
     used = [line["kv_used"] for line in outcome.steps]

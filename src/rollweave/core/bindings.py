@@ -26,12 +26,18 @@ def one_machine(relays: int, pools: Iterable[str] = ()) -> tuple[HostSlot, ...]:
 
 
 def bind_all(
-    config: RunConfig, engines: Iterable[EngineSlot], hosts: Sequence[HostSlot]
+    config: RunConfig,
+    engines: Iterable[EngineSlot],
+    hosts: Sequence[HostSlot],
+    *,
+    trainer: bool = True,
 ) -> tuple[tuple[EngineSlot, ...], tuple[RankSlot, ...], list[Unbound]]:
-    """The places of all engines and of the trainer's ranks, and what has no place."""
+    """The places of all engines and, if the `trainer` is on these hosts, too, of its
+    ranks; and what has no place.
+    """
     slots = list(engines)
     demands = [
-        *(_rank(config, rank, hosts) for rank in range(config.trainer.ranks)),
+        *(_rank(config, rank, hosts) for rank in range(config.trainer.ranks if trainer else 0)),
         *(_engine(config, slot, hosts) for slot in slots),
     ]
     bindings, unbound = bind(demands, hosts)

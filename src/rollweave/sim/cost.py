@@ -120,6 +120,38 @@ class EngineCosts(Protocol):
         """
 
 
+class SharedCost:
+    """An engine that shares its GPUs with others, so that they are `engines` together.
+
+    Each has an equal share of the time, also while others are idle, and of the KV cache.
+    """
+
+    def __init__(self, cost: EngineCosts, *, engines: int) -> None:
+        self._cost, self._engines = cost, engines
+        self.kv_tokens = cost.kv_tokens // engines
+
+    def step_s(
+        self, *, prefill_tokens: int, prefill_context: int, decode: int, decode_context: int
+    ) -> float:
+        """See `EngineCosts`."""
+        return self._engines * self._cost.step_s(
+            prefill_tokens=prefill_tokens,
+            prefill_context=prefill_context,
+            decode=decode,
+            decode_context=decode_context,
+        )
+
+    def move_s(self, tokens: int) -> float:
+        """See `EngineCosts`."""
+        return self._cost.move_s(tokens)
+
+    def decode_s(self, *, decode: int, decode_context: int, steps: int) -> float:
+        """See `EngineCosts`."""
+        return self._engines * self._cost.decode_s(
+            decode=decode, decode_context=decode_context, steps=steps
+        )
+
+
 class EngineCost:
     """An engine of `tp` GPUs of one machine.
 

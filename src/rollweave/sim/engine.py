@@ -213,6 +213,12 @@ class SimEngine:
         self._run_until(now)
         return self._batch.kv.insert(key, shared_key, blocks)
 
+    def reprice(self, now: float, cost: EngineCosts) -> None:
+        """Compute at other costs once the running step has ended."""
+        self._run_until(now)
+        self._cut(now)
+        self.cost = cost
+
     def suspend(self, now: float) -> float:
         """Compute nothing after the running step. Returns the time at which that ends."""
         self._run_until(now)

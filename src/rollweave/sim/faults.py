@@ -27,7 +27,9 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import DiskError
 from rollweave.sim.scenarios import (
     FLEET_CHANGES,
+    HOST_FAULTS,
     MAX_FLEET,
+    MAX_HOSTS,
     PROCESS_FAULTS,
     RELAY_FAULTS,
     STORM_S,
@@ -48,6 +50,10 @@ MAX_EVENTS_RATIO = 100
 """Maximum events of a run of the user's configuration, as a multiple of its events
 without faults.
 """
+
+
+OF_THE_CONTROLLER = (e.TimerFired, e.RunStarted, e.WorldLost, e.HostJoined, e.HostLost)
+"""Events of the controller itself, which no connection can lose or delay."""
 
 
 class Report(Struct, frozen=True, kw_only=True):
@@ -207,7 +213,7 @@ class Chaos:
 
     def _send(self, event: e.Event, deliver: Callable[[e.Event], None]) -> None:
         draw, rates, now, life = self._random, self._rates, self.world.clock.now, self._life
-        if now > rates.until_s or isinstance(event, e.TimerFired | e.RunStarted | e.WorldLost):
+        if now > rates.until_s or isinstance(event, OF_THE_CONTROLLER):
             deliver(event)
             return
         if draw.random() < rates.lost:
@@ -247,14 +253,21 @@ class Chaos:
     def _strike(self) -> None:
         if self.world.over is not None or self.world.clock.now > self._rates.until_s:
             return
-        relayed, planned = self._config.weights.relays > 0, self._config.allocation is not None
+        hosts, planned = self.world.hosts, self._config.allocation is not None
         kinds = {
             **PROCESS_FAULTS,
-            **(RELAY_FAULTS if relayed else {}),
+            **(RELAY_FAULTS if hosts.relays else {}),
+            **(HOST_FAULTS if hosts.up else {}),
             **({} if planned else FLEET_CHANGES),
         }
         kind = self._random.choices(list(kinds), weights=list(kinds.values()))[0]
-        handlers = self._strike_engine, self._change_fleet, self._strike_relay, self._strike_other
+        handlers = (
+            self._strike_engine,
+            self._change_fleet,
+            self._strike_relay,
+            self._strike_host,
+            self._strike_other,
+        )
         if any(strike(kind) for strike in handlers):
             self.faults[kind] += 1
         self._plan_next()
@@ -311,6 +324,18 @@ class Chaos:
             case _:
                 relays.refusals[relay] = draw.randint(1, 3)
         return True
+
+    def _strike_host(self, kind: str) -> bool:
+        """Lose a host other than the last one, or let one join in the pool of another."""
+        draw, world = self._random, self.world
+        up = [*world.hosts.up]
+        if kind == "host lost" and len(up) > 1:
+            world.lose_host(draw.choice(up), "injected")
+            return True
+        if kind == "host joins" and len(up) < MAX_HOSTS:
+            world.join_host(world.hosts.pool_of(draw.choice(up)))
+            return True
+        return False
 
     def _strike_other(self, kind: str) -> bool:
         trainer = self.world.trainer

@@ -5,6 +5,7 @@ Invariant: commands and answers are those of `runtime/supervisors/engines.py`; a
 to an engine of an earlier epoch changes nothing.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.sections import BLOCK_TOKENS, EngineConfig
 from rollweave.sim.clock import Clock
-from rollweave.sim.cost import EngineCosts, TrainerCosts
+from rollweave.sim.cost import EngineCosts, SharedCost, TrainerCosts
 from rollweave.sim.engine import Done, SimEngine
 from rollweave.sim.kv import Request
 from rollweave.sim.relays import SimRelays
@@ -41,6 +42,8 @@ class Node:
     degree: int
     group: int = 0
     host: int = 0
+    devices: tuple[int, ...] = ()
+    sharing: int = 1  # engines on these devices
     engine: SimEngine | None = None
     version: int = -1
     ticket: int = 0  # of its next wake-up
@@ -52,7 +55,8 @@ class Node:
 
 
 class SimFleet:
-    """The engines, with `settings` for each engine group.
+    """The engines, with `settings` for each engine group, and `costs` by the pool of
+    their host (`pool_of`) and their degree.
 
     `on_done(engine_id, version, done)` is called for every finished turn, and
     `on_lost(engine_id, reported)` for every engine that ends, with the tokens that it
@@ -64,7 +68,8 @@ class SimFleet:
         *,
         clock: Clock,
         post: Callable[[e.Event], None],
-        costs: Mapping[int, EngineCosts],
+        costs: Mapping[tuple[str, int], EngineCosts],
+        pool_of: Callable[[int], str],
         trainer: TrainerCosts,
         relays: SimRelays,
         settings: Callable[[int], EngineConfig],
@@ -79,6 +84,9 @@ class SimFleet:
             settings,
         )
         self._relays, self._trace, self._prefix_cache = relays, trace, prefix_cache
+        self._pool_of = pool_of
+        # GPU-seconds of work of former engines, by pool
+        self._former_busy_s: defaultdict[str, float] = defaultdict(float)
         self.nodes: dict[EngineId, Node] = {}
         self._changed: dict[EngineId, Node] = {}
         self.checkpoints: Callable[[], Container[int]] = tuple  # steps that an engine can read
@@ -93,36 +101,23 @@ class SimFleet:
     def start(self, slots: Sequence[e.EngineSlot]) -> None:
         """Start engines immediately: a run's own beginning is not studied."""
         for slot in slots:
-            self.nodes[slot.id] = node = Node(
-                id=slot.id, epoch=0, degree=slot.degree, group=slot.group, host=slot.host
-            )
+            self.nodes[slot.id] = node = _node(slot, epoch=0)
             self._starting(node, 0.0)
 
     def add(self, command: c.StartEngine) -> None:
-        node = Node(
-            id=command.engine_id,
-            epoch=0,
-            degree=command.degree,
-            group=command.group,
-            host=command.host,
-        )
-        self.nodes[command.engine_id] = node
+        self.nodes[command.engine_id] = node = _node(command, epoch=0)
         self._starting(node, RESTART_S)
 
     def restart(self, command: c.RestartEngine) -> None:
         self._drop(self.nodes.get(command.engine_id))
-        node = Node(
-            id=command.engine_id,
-            epoch=command.epoch,
-            degree=command.degree,
-            group=command.group,
-            host=command.host,
-        )
-        self.nodes[command.engine_id] = node
+        self.nodes[command.engine_id] = node = _node(command, epoch=command.epoch)
         self._starting(node, RESTART_S)
 
     def remove(self, command: c.RemoveEngine) -> None:
-        self._drop(self.nodes.pop(command.engine_id, None))
+        node = self.nodes.pop(command.engine_id, None)
+        self._drop(node)
+        if node is not None:
+            self._share(node.host)
 
     def lose(self, engine_id: EngineId, error: str) -> None:
         """Kill the process. The turns that it served fail with this one event."""
@@ -137,6 +132,12 @@ class SimFleet:
         if node is not None:
             self._drop(node)
             node.lost = True
+
+    def lose_host(self, host: int) -> None:
+        """Kill all processes of a host, without reports."""
+        for node in self.nodes.values():
+            if node.host == host:
+                self.silence(node.id)
 
     def suspect(self, engine_id: EngineId, error: str) -> None:
         """Report a healthy process as lost."""
@@ -165,6 +166,14 @@ class SimFleet:
         for node in self.nodes.values():
             self._drop(node)
         self.nodes.clear()
+
+    def busy_by_pool(self) -> dict[str, float]:
+        """Return the GPU-seconds in which engines have computed, by pool."""
+        seconds = defaultdict(float, self._former_busy_s)
+        for node in self.nodes.values():
+            if node.engine is not None:
+                seconds[self._pool_of(node.host)] += node.degree * node.engine.busy_s
+        return dict(seconds)
 
     # Weights.
 
@@ -296,11 +305,12 @@ class SimFleet:
         self._touch(node)
 
     def _starting(self, node: Node, seconds: float) -> None:
-        cost, settings = self._costs[node.degree], self._settings(node.group)
-
-        room = kv_room(cost, settings)
+        settings = self._settings(node.group)
+        self._share(node.host)
 
         def joined() -> None:
+            cost = self._cost(node)
+            room = kv_room(cost, settings)
             node.engine = SimEngine(
                 cost=cost,
                 slots=settings.max_slots,
@@ -359,6 +369,22 @@ class SimFleet:
             )
         )
 
+    def _cost(self, node: Node) -> EngineCosts:
+        cost = self._costs[self._pool_of(node.host), node.degree]
+        return cost if node.sharing == 1 else SharedCost(cost, engines=node.sharing)
+
+    def _share(self, host: int) -> None:
+        """Let the engines of a host that share its GPUs take turns on them."""
+        nodes = [node for node in self.nodes.values() if node.host == host and node.devices]
+        users = Counter(device for node in nodes for device in node.devices)
+        for node in nodes:
+            sharing = max(users[device] for device in node.devices)
+            if sharing != node.sharing:
+                node.sharing = sharing
+                if node.engine is not None:
+                    node.engine.reprice(self._clock.now, self._cost(node))
+                    self._touch(node)
+
     def _later(self, node: Node, seconds: float, action: Callable[[], None]) -> None:
         node.tickets = [self._clock.after(seconds, action)]
 
@@ -372,7 +398,19 @@ class SimFleet:
             self._clock.cancel(ticket)
         if node.engine is not None:
             self.on_lost(node.id, node.engine.reported_tokens(self._clock.now))
+            self._former_busy_s[self._pool_of(node.host)] += node.degree * node.engine.busy_s
         node.loading, node.engine = False, None
+
+
+def _node(slot: e.EngineSlot | c.StartEngine | c.RestartEngine, *, epoch: int) -> Node:
+    return Node(
+        id=slot.id if isinstance(slot, e.EngineSlot) else slot.engine_id,
+        epoch=epoch,
+        degree=slot.degree,
+        group=slot.group,
+        host=slot.host,
+        devices=slot.devices,
+    )
 
 
 def kv_room(cost: EngineCosts, settings: EngineConfig) -> int:

@@ -32,6 +32,8 @@ class Outcome:
     events: int
     gpus: int
     engine_gpus: int
+    # share of the time in which the engines of each pool compute
+    pools_busy: dict[str, float]
     # share of the time in which serverless reward instances worked
     rewards_used: float | None = None
 
@@ -123,6 +125,7 @@ def simulate(
         events=world.events,
         gpus=max(engines, sim.trainer_gpus) if shared else engines + sim.trainer_gpus,
         engine_gpus=engines,
+        pools_busy=world.pools_busy() if config.pools else {},
         rewards_used=rewards.utilization() if rewards is not None else None,
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import PRIORITIES
+from rollweave.schema.config.sections import PARTITIONS, PLACEMENTS, POLICIES, PRIORITIES
 from rollweave.schema.work import StopReason
 from rollweave.sim.workload import Plan, Workload
 
@@ -52,6 +52,12 @@ They are no faults, but strike at the same moments.
 
 RELAY_FAULTS = {"relay lost": 4, "relay silent": 2, "relay hangs": 4, "fetch refused": 3}
 """Additional process faults of runs with relays, by weight."""
+
+HOST_FAULTS = {"host lost": 2, "host joins": 2}
+"""Additional faults of runs with several hosts, by weight."""
+
+MAX_HOSTS = 6
+"""Maximum number of hosts up to which hosts join."""
 
 MAX_FLEET = 6
 """Maximum number of engines up to which engines join."""
@@ -125,6 +131,8 @@ def scenario(seed: int) -> RunConfig:
     data["weights"] = {"relays": relays}
     if whole:
         data["ablation"]["without"] = ["deltas"]
+    if not relays and "allocation" not in data:
+        _divide(data, random.Random(f"pools/{seed}"))
     return RunConfig.model_validate(data)
 
 
@@ -145,6 +153,27 @@ def _decouple(data: dict[str, Any], draw: random.Random) -> None:
         "evict": draw.choice(["age", "size"]),
         "max_age": draw.choice([None, None, 1, 2]),
     }
+
+
+def _divide(data: dict[str, Any], draw: random.Random) -> None:
+    """Divide the engines of a third of the runs between two pools, and let task domains
+    name one where a policy allows it.
+    """
+    if draw.random() > 1 / 3:
+        return
+    data["pools"] = {
+        "compute": {"resource": "H800"},
+        "bandwidth": {"resource": "H20", "fallback": draw.choice([[], ["compute"]])},
+    }
+    data["engines"] = [{**data["engines"], "pool": pool} for pool in data["pools"]]
+    rollout, policies = data["rollout"], data["ablation"]["policies"]
+    placement = next(
+        (one for one in policies if one in PLACEMENTS),
+        POLICIES[rollout.get("scheduling", "turn")][1],
+    )
+    if rollout["mode"] != "decoupled" and placement not in PARTITIONS:
+        for task in data["tasks"]:
+            task["pool"] = draw.choice([None, *data["pools"]])
 
 
 def _scheduling(seed: int) -> dict[str, Any]:

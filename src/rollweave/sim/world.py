@@ -6,7 +6,7 @@ give the same events at the same times, so that two journals are equal to the by
 wall clock, no threads, no torch.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -14,6 +14,7 @@ from typing import Protocol
 from rollweave.core.core import Core
 from rollweave.core.membership import engines_to_start, first_engines
 from rollweave.core.state import Stage
+from rollweave.core.weights import relay_id
 from rollweave.envs.rules import rules_of
 from rollweave.record.trace import Trace
 from rollweave.schema import commands as c
@@ -26,7 +27,8 @@ from rollweave.sim.cost import EngineCost, EngineCosts, TrainerCost, TrainerCost
 from rollweave.sim.effects import Effects, RunObserver
 from rollweave.sim.fleet import SimFleet
 from rollweave.sim.hardware import gpu, link
-from rollweave.sim.models import model
+from rollweave.sim.hosts import NO_POOL, SimHosts, degrees_of, gpu_of
+from rollweave.sim.models import ModelShape, model
 from rollweave.sim.predictor import SimPredictor
 from rollweave.sim.profile import ProfileCost
 from rollweave.sim.relays import SimRelays
@@ -60,8 +62,10 @@ TRAINER_GPU = "h800"
 ONLY_SERVE = ("h20",)
 """GPUs on which engines run, but no trainer (RollArt §7.1)."""
 
-Costs = tuple[Mapping[int, EngineCosts], TrainerCosts]
-"""The cost models of the trainer and of engines by their degree."""
+Costs = tuple[Mapping[tuple[str, int], EngineCosts], TrainerCosts]
+"""The cost models of engines, by the pool of their host ("" in a run without pools) and
+their degree, and of the trainer.
+"""
 
 
 class World:
@@ -98,17 +102,19 @@ class World:
         self._serving = False  # the controller is handling the first event of the inbox
         self._journal = journal
         engine_costs, trainer_cost = costs if costs is not None else costs_of(config)
+        self.hosts = SimHosts(config)
         self.relays = SimRelays(
             clock=self.clock,
             post=self.post,
             cost=trainer_cost,
-            hosts=config.weights.relays,
+            hosts=self.hosts.relays,
             trace=trace,
         )
         self.fleet = SimFleet(
             clock=self.clock,
             post=self.post,
             costs=engine_costs,
+            pool_of=self.hosts.pool_of,
             trainer=trainer_cost,
             relays=self.relays,
             settings=config.engines.__getitem__,
@@ -148,7 +154,7 @@ class World:
             observer=observer,
             finish=self._finish,
         )
-        self.slots = first_engines(config)
+        self.slots = self.hosts.place(first_engines(config))
         # called after every event: tests and fault searches check the core here
         self.each_event: Callable[[], None] | None = None
 
@@ -156,7 +162,9 @@ class World:
         self.inbox.append(event)
 
     def start(self) -> None:
-        self.post(e.RunStarted(engines=self.slots, relays=self.config.weights.relays))
+        self.post(
+            e.RunStarted(engines=self.slots, hosts=self.hosts.first, relays=self.hosts.relays)
+        )
         self.fleet.start(self.slots)
         self.relays.start()
         self.trainer.start()
@@ -182,14 +190,42 @@ class World:
         self.rollouts.forget_all()
         self.trainer.drop()
         self.predictor.drop()
-        self.slots = engines_to_start(self.config, core.state)
+        self.hosts.begin()
+        self.slots = self.hosts.place(engines_to_start(self.config, core.state))
         self.fleet.start(self.slots)
         self.relays.start()
         self.post(
             e.WorldLost(
-                engines=self.slots, missing=tuple(missing), relays=self.config.weights.relays
+                engines=self.slots,
+                hosts=self.hosts.first,
+                missing=tuple(missing),
+                relays=self.hosts.relays,
             )
         )
+
+    def pools_busy(self) -> dict[str, float]:
+        """Return the share of the time in which the GPUs of the engines of each pool, as
+        the run began, have computed.
+        """
+        busy = self.fleet.busy_by_pool()
+        gpus = Counter[str]()
+        for slot in self.slots:
+            gpus[self.hosts.pool_of(slot.host)] += slot.degree
+        seconds = max(self.clock.now, 1e-9)
+        return {pool: busy.get(pool, 0.0) / (count * seconds) for pool, count in gpus.items()}
+
+    def lose_host(self, number: int, error: str) -> str | None:
+        """Kill all processes of a host. Returns its pool, or None if it is not up."""
+        pool = self.hosts.lose(number)
+        if pool is not None:
+            self.fleet.lose_host(number)
+            self.relays.silence(relay_id(number))
+            self.post(e.HostLost(host=number, error=error))
+        return pool
+
+    def join_host(self, pool: str) -> None:
+        """Let another host of this pool join."""
+        self.post(e.HostJoined(host=self.hosts.add(pool)))
 
     def run(self) -> Core:
         """Run to the end. Raises StuckError."""
@@ -243,27 +279,14 @@ def section(config: RunConfig) -> SimConfig:
 def costs_of(config: RunConfig) -> Costs:
     """Return the costs of engines and trainer. Raises ConfigError."""
     sim = section(config)
-    degrees = (
-        config.allocation.degrees
-        if config.allocation is not None
-        else [group.degree for group in config.engines]
-    )
     with _renaming("model", "sim.model"):
         shape = model(sim.model)
-    engines: dict[int, EngineCosts] = {}
-    measured = sim.gpu.endswith(PROFILE)
-    if measured:
-        if len(set(degrees)) > 1:
-            raise ConfigError(
-                f"sim.gpu must stand for engines of one degree, got degrees {sorted(set(degrees))}"
-            )
-        engines[degrees[0]] = ProfileCost.from_json(sim.gpu)
-    else:
-        key = "allocation.degrees" if config.allocation is not None else "engines.degree"
-        with _renaming("tp", key), _renaming("gpu", "sim.gpu"), _renaming("model", "sim.model"):
-            engines |= {
-                degree: EngineCost(gpu=gpu(sim.gpu), model=shape, tp=degree) for degree in degrees
-            }
+    engines: dict[tuple[str, int], EngineCosts] = {}
+    for pool, degrees in degrees_of(config).items():
+        engines |= {
+            (pool, degree): cost
+            for degree, cost in _engine_costs(config, pool, degrees, shape).items()
+        }
     longest, room = (
         max(task.max_tokens for task in config.tasks),
         min(engine.kv_tokens for engine in engines.values()),
@@ -272,18 +295,37 @@ def costs_of(config: RunConfig) -> Costs:
         raise ConfigError(
             f"tasks.max_tokens must fit the KV cache of an engine ({room} tokens), got {longest}"
         )
+    name, key = gpu_of(config, config.trainer.pool or NO_POOL)
+    if name.endswith(PROFILE) or name.lower() in ONLY_SERVE:
+        name = TRAINER_GPU
     with (
         _renaming("gpus", "sim.trainer_gpus"),
-        _renaming("gpu", "sim.gpu"),
+        _renaming("gpu", key),
         _renaming("link", "sim.link"),
     ):
         trainer = TrainerCost(
-            gpu=gpu(TRAINER_GPU if measured or sim.gpu in ONLY_SERVE else sim.gpu),
+            gpu=gpu(name),
             model=shape,
             gpus=sim.trainer_gpus,
             link=link(sim.link),
         )
     return engines, trainer
+
+
+def _engine_costs(
+    config: RunConfig, pool: str, degrees: Sequence[int], shape: ModelShape
+) -> dict[int, EngineCosts]:
+    """Return the costs of a pool's engines by degree. Raises ConfigError."""
+    name, key = gpu_of(config, pool)
+    if name.endswith(PROFILE):
+        if len(set(degrees)) > 1:
+            raise ConfigError(
+                f"{key} must stand for engines of one degree, got degrees {sorted(set(degrees))}"
+            )
+        return {degrees[0]: ProfileCost.from_json(name)}
+    degree_key = "allocation.degrees" if config.allocation is not None else "engines.degree"
+    with _renaming("tp", degree_key), _renaming("gpu", key), _renaming("model", "sim.model"):
+        return {degree: EngineCost(gpu=gpu(name), model=shape, tp=degree) for degree in degrees}
 
 
 @contextmanager

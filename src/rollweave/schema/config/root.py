@@ -83,7 +83,7 @@ class RunConfig(Section):
         shape is `sim.model`.
         """
         if isinstance(data, dict) and data.get("sim") is not None and "model" not in data:
-            return {**data, "model": {"path": SIMULATED_MODEL}}
+            return {**data, "model": {"path": SIMULATED_MODEL, "device": "cuda"}}
         return data
 
     @field_validator("engines", mode="before")
@@ -159,10 +159,10 @@ class RunConfig(Section):
                 "rollout.alpha must be at least 1 in mode bounded (0 is mode sync), "
                 f"got {rollout.alpha}"
             )
-        if self.cluster is not None and self.weights.relays:
+        if (self.cluster is not None or self.pools) and self.weights.relays:
             raise ValueError(
-                "weights.relays must be left out with [cluster], whose hosts have one each, got "
-                f"{self.weights.relays}"
+                "weights.relays must be left out with [cluster], whose hosts have one each, and "
+                f"with [pools], got {self.weights.relays}"
             )
         self._check_pools()
         self._check_own_pace()
@@ -231,8 +231,10 @@ class RunConfig(Section):
                 "model.device must be cpu or cuda with [cluster], where each process sees its own "
                 f"GPUs only, got {self.model.device}"
             )
-        if self.pools and self.cluster is None:
-            raise ValueError(f"pools must be left out without [cluster], got {list(self.pools)}")
+        if self.pools and self.cluster is None and self.sim is None:
+            raise ValueError(
+                f"pools must be left out without [cluster] and [sim], got {list(self.pools)}"
+            )
         named = {
             "trainer.pool": self.trainer.pool,
             **{f"engines.{n}.pool": group.pool for n, group in enumerate(self.engines)},
@@ -243,6 +245,8 @@ class RunConfig(Section):
                 for other in pool.fallback
             },
         }
+        if self.sim is not None:
+            named |= {f"sim.pools.{name}": name for name in self.sim.pools}
         for field, name in named.items():
             _check_pool(field, name, "the pools", list(self.pools))
         of_engines = list(dict.fromkeys(group.pool for group in self.engines if group.pool))

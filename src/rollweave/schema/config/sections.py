@@ -598,6 +598,21 @@ class WatchdogConfig(Section):
         return self.train_s / 10
 
 
+class SimPoolConfig(Section):
+    """The simulated hosts of a pool."""
+
+    gpu: str | None = Field(
+        None,
+        description="GPU of these hosts, by name (sim/hardware.py); the one that the pool's "
+        "`resource` names if unset.",
+    )
+    hosts: PositiveInt | None = Field(
+        None,
+        description="Number of these hosts, with eight GPUs each; as many as the pool's engines "
+        "need if unset.",
+    )
+
+
 class SimConfig(Section):
     """The simulated engines, environments and trainer of `rollweave simulate` (sim/)."""
 
@@ -605,8 +620,10 @@ class SimConfig(Section):
     gpu: str = Field(
         "h800",
         description="GPU of engines and trainer, by name (sim/hardware.py), or a .json file with "
-        "measured step times of an engine; an h800 trains where this one does not.",
+        "measured step times of an engine; an h800 trains where this one does not. Pools have "
+        "their own.",
     )
+    pools: dict[str, SimPoolConfig] = Field(default_factory=dict)
     trainer_gpus: PositiveInt = Field(8, description="GPUs of the trainer.")
     link: str = Field(
         "rdma", description="Link over which weights reach the engines, by name (sim/hardware.py)."

@@ -18,6 +18,7 @@ from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.sim.cost import EngineCost, EngineCosts, TrainerCost
 from rollweave.sim.hardware import Link, gpu, link
+from rollweave.sim.hosts import NO_POOL
 from rollweave.sim.metrics import SimMetrics, kv_used
 from rollweave.sim.models import ModelShape, model
 from rollweave.sim.papers.cluster import ExperimentError, Setup
@@ -295,7 +296,7 @@ def _without(system: str, *, repack: bool) -> tuple[str, ...]:
 
 
 def _simulate(config: RunConfig, trainer: TrainerCost, shape: ModelShape, tp: int) -> Outcome:
-    outcome = simulate(config, costs=({tp: _engine(shape, tp)}, trainer))
+    outcome = simulate(config, costs=({(NO_POOL, tp): _engine(shape, tp)}, trainer))
     if outcome.summary.error:
         raise ExperimentError(f"the run ended early: {outcome.summary.error}")
     return outcome
@@ -337,7 +338,7 @@ class Part:
         )
         shape, (training, _, tp) = model(MODELS[name]), placement(name, "Laminar", gpus)
         costs = (
-            {tp: _engine(shape, tp)},
+            {(NO_POOL, tp): _engine(shape, tp)},
             trainer(shape=shape, gpus=training, share=share, updates=UPDATES),
         )
         self._metrics = SimMetrics()

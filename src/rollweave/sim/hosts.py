@@ -1,0 +1,174 @@
+"""The simulated hosts: those of the run's pools, of its cluster, or of its relays.
+
+A pool has as many hosts as its engines need, or as `sim.pools` says, with eight GPUs
+each. The simulated trainer has machines beside these.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+from rollweave.core.bindings import bind_all, one_machine
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import SimPoolConfig
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.events import EngineSlot
+from rollweave.schema.hosts import HostSlot
+from rollweave.sim.hardware import GPUS, GPUS_PER_MACHINE
+
+NO_POOL = ""
+"""Pool of all engines in a run without pools."""
+
+
+class SimHosts:
+    """The hosts of a world: some may be lost, and others join.
+
+    `up` are those of now, by number; empty stands for one host. `first` are those with
+    which a world begins.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        """Raises ConfigError."""
+        self._config = config
+        self.relays = relays_of(config)
+        pools = [pool for pool in config.pools for _ in range(_count(config, pool))]
+        self._first_pools = pools or [NO_POOL] * (self.relays if config.cluster is not None else 0)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a world."""
+        self.up: dict[int, HostSlot] = {}
+        self._pools: list[str] = []  # by the number of a host
+        for pool in self._first_pools:
+            self.add(pool)
+        self.first = tuple(self.up.values())
+        if not self.first and self.relays:  # the core knows them without being told
+            self.up = {host.number: host for host in one_machine(self.relays)}
+            self._pools = [NO_POOL] * len(self.up)
+
+    def add(self, pool: str) -> HostSlot:
+        """Add a host of this pool, under a number that none had before in this world."""
+        number = len(self._pools)
+        slot = HostSlot(number=number, name=f"{pool or 'host'}-{number}")
+        if pool:
+            known = self._config.pools
+            slot = HostSlot(
+                number=number,
+                name=slot.name,
+                machine=slot.name,
+                cpus=GPUS_PER_MACHINE,
+                devices=tuple(range(GPUS_PER_MACHINE)),
+                pools=tuple(name for name in known if known[name].resource == known[pool].resource),
+            )
+        self.up[number] = slot
+        self._pools.append(pool)
+        return slot
+
+    def lose(self, number: int) -> str | None:
+        """Remove a host. Returns its pool, or None if it is not up."""
+        return self._pools[number] if self.up.pop(number, None) is not None else None
+
+    def pool_of(self, number: int) -> str:
+        """Return the pool whose hardware the host has."""
+        return self._pools[number] if number < len(self._pools) else NO_POOL
+
+    def place(self, slots: Iterable[EngineSlot]) -> tuple[EngineSlot, ...]:
+        """Return the engines of a new world with their places. Raises ConfigError where
+        a pool lacks GPUs.
+        """
+        slots = tuple(slots)
+        if not self.first:
+            return slots  # they are placed as on one machine
+        placed, _, unbound = bind_all(self._config, slots, self.first, trainer=False)
+        if unbound:
+            raise ConfigError(f"{unbound[0].role}: {unbound[0].reason}")
+        users = Counter((slot.host, device) for slot in placed for device in slot.devices)
+        for slot in placed:
+            if any(users[slot.host, device] > 1 for device in slot.devices):
+                raise ConfigError(
+                    f"sim.pools.{slot.pool}.hosts must have {GPUS_PER_MACHINE} GPUs for its "
+                    f"engines and those that fall back to it, got {_count(self._config, slot.pool)}"
+                )
+        return placed
+
+
+def relays_of(config: RunConfig) -> int:
+    """Return the number of relays: one for each host of a cluster, else
+    `weights.relays`.
+    """
+    if config.cluster is None:
+        return config.weights.relays
+    return sum(_count(config, pool) for pool in config.pools) or config.cluster.hosts
+
+
+def degrees_of(config: RunConfig) -> dict[str, list[int]]:
+    """Return the degrees of the engines that may run in each pool, also as a fallback.
+
+    Raises ConfigError for a group of engines without a pool among pools.
+    """
+    if not config.pools:
+        allocation = config.allocation
+        return {
+            NO_POOL: [
+                *(
+                    allocation.degrees
+                    if allocation is not None
+                    else (group.degree for group in config.engines)
+                )
+            ]
+        }
+    if config.allocation is not None:
+        raise ConfigError(
+            "allocation must be left out in a simulation with [pools], whose hosts are those that "
+            f"the engines need, got {config.allocation}"
+        )
+    degrees: dict[str, list[int]] = {}
+    for number, group in enumerate(config.engines):
+        if group.pool is None:
+            raise ConfigError(
+                f"engines.{number}.pool must be given in a simulation with [pools], got none"
+            )
+        for pool in config.pools_of(group.pool):
+            degrees.setdefault(pool, []).append(group.degree)
+    return degrees
+
+
+def gpu_of(config: RunConfig, pool: str) -> tuple[str, str]:
+    """Return the name of the GPU of a pool, and the key of the setting that gives it.
+
+    Raises ConfigError where the pool's resource names no GPU.
+    """
+    assert config.sim is not None, "only a simulation has simulated hosts"
+    if pool == NO_POOL:
+        return config.sim.gpu, "sim.gpu"
+    given = config.sim.pools.get(pool, SimPoolConfig()).gpu
+    if given is not None:
+        return given, f"sim.pools.{pool}.gpu"
+    resource = config.pools[pool].resource
+    named = [word for word in re.split(r"[^a-z0-9]+", resource.lower()) if word in GPUS]
+    if not named:
+        raise ConfigError(
+            f"sim.pools.{pool}.gpu must be given, because pools.{pool}.resource names none of "
+            f"{', '.join(sorted(GPUS))}, got {resource!r}"
+        )
+    return named[0], f"pools.{pool}.resource"
+
+
+def _count(config: RunConfig, pool: str) -> int:
+    """Return the number of hosts of a pool: as given, or as its groups of engines need
+    where the largest engines choose first.
+    """
+    assert config.sim is not None, "only a simulation has simulated hosts"
+    given = config.sim.pools.get(pool, SimPoolConfig()).hosts
+    if given is not None:
+        return given
+    groups = [group for group in config.engines if group.pool == pool]
+    degrees = [group.degree for group in groups for _ in range(group.count)]
+    free: list[int] = []
+    for degree in sorted(degrees, reverse=True):
+        host = next((n for n, room in enumerate(free) if room >= degree), None)
+        if host is None:
+            free.append(max(0, GPUS_PER_MACHINE - degree))
+        else:
+            free[host] -= degree
+    return len(free)
