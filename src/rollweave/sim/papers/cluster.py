@@ -57,6 +57,11 @@ class Setup(Struct, frozen=True, kw_only=True):
     group_size: int = 8
     environments: int = 0
     gpu: str = "h800"
+    # GPUs for rollouts by their kind, in pools of that name; if empty, all are `gpu`
+    kinds: Mapping[str, int] = {}
+    # task → kind of GPU on which its turns run; any if missing
+    prefers: Mapping[str, str] = {}
+    relayed: bool = False  # a relay on each machine, from which its engines fetch weights
     tp: int = 1
     mode: str = "sync"
     alpha: int = 1
@@ -73,6 +78,17 @@ class Setup(Struct, frozen=True, kw_only=True):
     def config(self, *, steps: int, seed: int = 0) -> RunConfig:
         """Return the configuration of a run of `steps` steps. Raises ValueError."""
         alive = self.environments or self.batch
+        settings = {
+            "max_slots": self.slots,
+            "kv_tokens": 1 << 30,  # above the capacity of the GPUs, which are the limit
+            "prefill_chunk_tokens": CHUNK_TOKENS,
+        }
+        kinds = self.kinds or ({self.gpu: self.rollout_gpus} if self.relayed else {})
+        groups = [
+            {"count": gpus // self.tp, "degree": self.tp, "pool": kind, **settings}
+            for kind, gpus in kinds.items()
+        ]
+        alike = {"count": self.rollout_gpus // self.tp, "degree": self.tp}
         return RunConfig.model_validate(
             {
                 "run": {"name": "reproduce", "steps": steps, "seed": seed, "checkpoint_every": 0},
@@ -85,6 +101,7 @@ class Setup(Struct, frozen=True, kw_only=True):
                 "tasks": [
                     {
                         "env": task,
+                        "pool": self.prefers.get(task),
                         "max_turns": 1000,
                         "max_tokens": self.context,
                         "max_turn_tokens": self.context,
@@ -101,16 +118,9 @@ class Setup(Struct, frozen=True, kw_only=True):
                     "max_running": alive,
                     **self.rollout,
                 },
-                "engines": {
-                    **(
-                        {}
-                        if self.degrees
-                        else {"count": self.rollout_gpus // self.tp, "degree": self.tp}
-                    ),
-                    "max_slots": self.slots,
-                    "kv_tokens": 1 << 30,  # above the capacity of the GPUs, which are the limit
-                    "prefill_chunk_tokens": CHUNK_TOKENS,
-                },
+                "pools": {kind: {"resource": kind} for kind in kinds},
+                "cluster": {"address": "127.0.0.1:0", "hosts": 1} if self.relayed else None,
+                "engines": groups or {**({} if self.degrees else alike), **settings},
                 "allocation": {"budget": self.rollout_gpus, "degrees": self.degrees}
                 if self.degrees
                 else None,
