@@ -411,7 +411,7 @@ class TrainerCost:
 
     def beside_s(self, *, engines: int, tp: int) -> float:
         """Use PCIe, from the memory of the host."""
-        return self.load_s(engines=engines, tp=tp, over=link("pcie"))
+        return TrainerCost.load_s(self, engines=engines, tp=tp, over=link("pcie"))
 
     def copy_s(self) -> float:
         """Model each GPU copying its share over PCIe."""

@@ -27,7 +27,7 @@ from rollweave.sim.papers.rows import Experiment, Published, Row
 
 OURS = (
     "Laminar: our mode decoupled on its placement, 1,024 trajectories per engine, weights from a "
-    "relay beside it over PCIe"
+    "chain of relays, one on each machine"
 )
 
 OVER = {
@@ -293,12 +293,13 @@ def fig15(quick: bool) -> list[Row]:
 
 
 def fig16(quick: bool) -> list[Row]:
-    """Reproduce the loss of a machine with two of sixteen engines."""
+    """Reproduce the loss of a machine with its relay and two of sixteen engines."""
     recovery = recover(quick=quick)
+    machine = "one of four machines, half the cluster, 16 prompts" if quick else "one of eight"
     note = (
-        f"one of eight engines, half the cluster and {'16' if quick else 'half the'} prompts; mode "
-        f"decoupled; {RESTART_S:.0f} s is our assumed start of an engine on the same machine; "
-        "Laminar's includes allocating another"
+        f"{machine}, with its relay and two engines; mode decoupled; another machine joins at "
+        f"once, and {RESTART_S:.0f} s is our assumed start of an engine there; Laminar's includes "
+        "allocating it"
     )
     rows = [
         Row(

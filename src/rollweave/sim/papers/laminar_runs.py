@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from rollweave.core.state import EngineStatus
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.sim.cost import EngineCost, EngineCosts, TrainerCost
@@ -157,18 +156,14 @@ class Sliced(TrainerCost):
         """Let the engines of the other parts pull at the same time."""
         return super().load_s(engines=self._share * engines, tp=tp, over=over)
 
-
-class Relayed(Sliced):
-    """A trainer whose engines fetch weights from the relay beside them, independently
-    of each other (Laminar §4.2). A broadcast takes less than half a second
-    (`laminar_weights`), in which few engines request the weights: that is left out.
-    """
-
-    def load_s(self, *, engines: int, tp: int, over: Link | None = None) -> float:
-        return TrainerCost.load_s(self, engines=1, tp=tp, over=over or link("pcie"))
+    def lag_s(self) -> float:
+        """Let the chain be as long as that of the complete cluster: each relay stands for
+        those of all parts.
+        """
+        return self._share * super().lag_s()
 
 
-class Instant(Relayed):
+class Instant(Sliced):
     """A trainer that takes no time, so that the engines' limits show."""
 
     def step_s(self, *, tokens: int, context: int) -> float:
@@ -208,7 +203,7 @@ def measure(
         task, name, system, gpus, share=share, steps=warm + measured + after, placed=placed
     )
     shape = model(MODELS[name])
-    trainer = (Relayed if system == "Laminar" else Sliced)(
+    trainer = Sliced(
         shape=shape, gpus=training, share=share, updates=1 if system == "stream" else UPDATES
     )
     outcome = _simulate(config, trainer, shape, tp)
@@ -282,6 +277,7 @@ def config_of(
         slots=CONCURRENCY,
         rollout={"engine_batch": concurrency} if system == "Laminar" else {},
         without=_without(system, repack=repack),
+        relayed=system == "Laminar",
     )
     config = setup.config(steps=steps)
     return config.model_copy(
@@ -292,18 +288,22 @@ def config_of(
 def _without(system: str, *, repack: bool) -> tuple[str, ...]:
     if system == "verl":
         return ("disaggregation",)
-    return () if repack or system != "Laminar" else ("repack",)
+    if system != "Laminar":
+        return ()
+    return ("deltas",) if repack else ("deltas", "repack")
 
 
 def _simulate(config: RunConfig, trainer: TrainerCost, shape: ModelShape, tp: int) -> Outcome:
-    outcome = simulate(config, costs=({(NO_POOL, tp): _engine(shape, tp)}, trainer))
+    outcome = simulate(config, costs=(_engines(config, shape, tp), trainer))
     if outcome.summary.error:
         raise ExperimentError(f"the run ended early: {outcome.summary.error}")
     return outcome
 
 
-def _engine(shape: ModelShape, tp: int) -> EngineCosts:
-    return EngineCost(gpu=gpu("h800"), model=shape, tp=tp)
+def _engines(config: RunConfig, shape: ModelShape, tp: int) -> dict[tuple[str, int], EngineCosts]:
+    """Return the costs of engines of `tp` H800, by the pool of their hosts."""
+    (pool,) = config.pools or (NO_POOL,)
+    return {(pool, tp): EngineCost(gpu=gpu("h800"), model=shape, tp=tp)}
 
 
 # Laminar alone, inspected during a run.
@@ -322,7 +322,7 @@ class Part:
         share: int,
         steps: int,
         quick: bool,
-        trainer: type[Relayed] = Relayed,
+        trainer: type[Sliced] = Sliced,
         concurrency: int = CONCURRENCY,
         repack: bool = True,
     ) -> None:
@@ -338,7 +338,7 @@ class Part:
         )
         shape, (training, _, tp) = model(MODELS[name]), placement(name, "Laminar", gpus)
         costs = (
-            {(NO_POOL, tp): _engine(shape, tp)},
+            _engines(config, shape, tp),
             trainer(shape=shape, gpus=training, share=share, updates=UPDATES),
         )
         self._metrics = SimMetrics()
@@ -392,7 +392,7 @@ def staleness_shares(concurrency: int, *, quick: bool) -> dict[int, float]:
     return {age: counts[age] / counts.total() for age in sorted(counts)}
 
 
-def repacking(*, repack: bool, quick: bool, trainer: type[Relayed] = Relayed) -> Repacking:
+def repacking(*, repack: bool, quick: bool, trainer: type[Sliced] = Sliced) -> Repacking:
     """Simulate the 32B on 128 GPUs (Laminar §8.4), with this trainer."""
     share = 2
     warm, measured, after = _window(
@@ -443,25 +443,34 @@ FAILS_IN = 2
 
 
 def recover(*, quick: bool) -> Recovery:
-    """Lose a machine with an eighth of the engines, of the 32B on 128 GPUs.
+    """Lose a machine with its relay and two engines, of the 32B on 128 GPUs, while
+    another machine joins.
 
     Raises ExperimentError.
     """
 
     def part() -> Part:
-        return Part("32B", 128, share=2, steps=FAILS_IN + 4, quick=quick)
+        return Part("32B", 128, share=2 if quick else 1, steps=FAILS_IN + 4, quick=quick)
 
     failing = part()
     failing.until_step(FAILS_IN)
     world = failing.world
-    lost, at = world.slots[0].id, world.clock.now
-    world.fleet.lose(lost, "the machine failed")
+    lost, at = world.slots[0].host, world.clock.now
+    pool = world.lose_host(lost, "the machine failed")
+    assert pool is not None, "it is up"
+    world.join_host(pool)
+    state = world.core.state
 
-    def is_gone() -> bool:
-        return world.core.state.engines[lost].status is not EngineStatus.SERVING
+    def has_recovered() -> bool:
+        engines = state.engines.values()
+        return (
+            len(engines) == len(world.slots)
+            and not state.hosts.displaced
+            and all(engine.version >= 0 for engine in engines)
+        )
 
-    failing.until(is_gone)
-    failing.until(lambda: not is_gone())
+    failing.until(lambda: lost not in state.hosts.up)
+    failing.until(has_recovered)
     seconds = world.clock.now - at
     if quick:
         return Recovery(seconds=seconds, slowdown=None)

@@ -1,16 +1,25 @@
-"""Laminar's experiments on weight transfer (§4, §8.3, App. C): closed forms over
-published links, without a run.
+"""Laminar's experiments on weight transfer (§4, §8.3, App. C): simulated runs with a
+relay on each machine, beside closed forms over published links.
 
-The chain, its chunks and its repair are those of our relays (`core/policy/relay`).
+The chain, its chunks and its repair are those of our relays (`core/relays`,
+`sim/relays`).
 """
 
+import statistics
+from collections.abc import Callable, Sequence
+
 from rollweave.core.policy.relay import broadcast_s, chunk_bytes, chunk_count
-from rollweave.sim.cost import LINK_EFFICIENCY
-from rollweave.sim.hardware import GPUS_PER_MACHINE, link
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.config.root import RunConfig
+from rollweave.sim.cost import LINK_EFFICIENCY, EngineCost
+from rollweave.sim.hardware import GPUS_PER_MACHINE, gpu, link
+from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.models import model
-from rollweave.sim.papers.laminar_runs import MEMBERS, PROMPTS, UPDATES, Sliced
+from rollweave.sim.papers.cluster import ExperimentError, Setup
+from rollweave.sim.papers.laminar_runs import CONTEXT, MEMBERS, PROMPTS, UPDATES, Sliced
 from rollweave.sim.papers.rows import Row
-from rollweave.sim.workload import workload
+from rollweave.sim.world import World
 
 RELAYS = 127
 """Relays beside the master, on 1,024 GPUs (Laminar Fig. 19)."""
@@ -18,13 +27,16 @@ RELAYS = 127
 GPUS = 512
 """GPUs for training, and as many for rollouts, at the largest scale of Fig. 14."""
 
-SAMPLE = 64
-"""Groups of the workload whose lengths give a training step's tokens."""
+AT_ONCE = 256
+"""Trajectories of an engine in Fig. 14: those of the convergence runs (App. A.3)."""
 
 REPAIR_MESSAGES = 2
 """Messages from the decision to repair a chain to the first bytes: to the successor,
 and from it to its new source.
 """
+
+PARTS = 16
+"""Parts of the cluster of which one is simulated for Fig. 14."""
 
 
 def machine_bytes_per_s() -> float:
@@ -67,58 +79,148 @@ def repair_s(size: int, nodes: int) -> float:
     )
 
 
-def mean_wait_s(*, local_s: float, spread_s: float, period_s: float) -> float:
-    """Return the mean wait of an engine that requests the newest version at any time
-    between two versions, `period_s` apart.
-
-    For the first `spread_s` the version is still on its way to the engine's machine: a
-    request then waits for the rest, on average half of it. Then the engine loads it
-    from the machine's memory, `local_s`.
+class Watched:
+    """A simulated run whose weights travel along a chain of relays, and the seconds in
+    which each engine waited for them.
     """
-    waiting_s = min(spread_s, period_s)
-    return local_s + waiting_s / period_s * (spread_s - waiting_s / 2)
+
+    def __init__(self, config: RunConfig, trainer: Sliced, *, size: str, tp: int) -> None:
+        cost = EngineCost(gpu=gpu("h800"), model=model(f"qwen2.5-{size}"), tp=tp)
+        metrics = SimMetrics()
+        self.world = World(
+            config, observer=metrics, journal=self, costs=({("h800", tp): cost}, trainer)
+        )
+        metrics.watch(self.world)
+        self.stall_s: list[float] = []  # of the trainer, for each publication
+        self.waits_s: list[float] = []  # of an engine, for each version that it loads
+        self._publishing = 0.0
+        self._suspended: dict[str, float] = {}
+        self.world.start()
+
+    def append(self, now: float, event: e.Event, commands: Sequence[c.Command]) -> None:
+        """Note when engines and trainer begin to wait, and when they continue."""
+        if isinstance(event, e.WeightsPublished):
+            self.stall_s.append(now - self._publishing)
+        if isinstance(event, e.WeightsLoaded) and event.engine_id in self._suspended:
+            self.waits_s.append(now - self._suspended.pop(event.engine_id))
+        for command in commands:
+            if isinstance(command, c.PublishWeights):
+                self._publishing = now
+            elif isinstance(command, c.SuspendEngine):
+                self._suspended[command.engine_id] = now
+            elif isinstance(command, c.RestartEngine):
+                self._suspended.pop(command.engine_id, None)
+
+    def until(self, what: Callable[[], bool]) -> None:
+        """Run until the condition holds. Raises ExperimentError where the run ends before."""
+        while not what():
+            if self.world.over is not None:
+                raise ExperimentError(f"the run ended early: {self.world.over}")
+            self.world.step()
+
+    def until_published(self, version: int) -> float:
+        """Run until this version is published. Returns the time of that."""
+        publication = self.world.core.state.publication
+        self.until(lambda: publication.version >= version)
+        return publication.at
+
+    def until_broadcast(self, *, without: str = "") -> float:
+        """Run until every relay but that one has the published weights. Returns the
+        seconds since their publication.
+        """
+        state = self.world.core.state
+        published = state.publication.weights_id
+        self.until(
+            lambda: all(
+                published in relay.versions
+                for relay in state.relays.values()
+                if relay.id != without
+            )
+        )
+        return self.world.clock.now - state.publication.at
+
+
+def broadcast(size: str, *, relays: int, lost: bool = False) -> tuple[float, float]:
+    """Simulate the broadcast of the first trained version to so many relays beside the
+    master, on machines with an engine each. Returns its seconds, and where the relay in
+    the middle is `lost` half-way, those from the loss to the end.
+    """
+    setup = Setup(
+        model=f"qwen2.5-{size}",
+        tasks=("dapo-math",),
+        context=CONTEXT,
+        rollout_gpus=GPUS_PER_MACHINE * (relays + 1),
+        trainer_gpus=GPUS,
+        batch=2 * MEMBERS,
+        group_size=MEMBERS,
+        tp=GPUS_PER_MACHINE,
+        mode="one_step",
+        relayed=True,
+        without=("deltas",),
+    )
+    trainer = Sliced(shape=model(f"qwen2.5-{size}"), gpus=GPUS, share=1, updates=UPDATES)
+
+    def watched() -> tuple[Watched, float]:
+        run = Watched(setup.config(steps=3), trainer, size=size, tp=GPUS_PER_MACHINE)
+        return run, run.until_published(1)
+
+    run, _ = watched()
+    seconds = run.until_broadcast()
+    if not lost:
+        return seconds, 0.0
+    run, at = watched()
+    run.until(lambda: run.world.clock.now >= at + seconds / 2)
+    middle, struck = f"r{(relays + 1) // 2}", run.world.clock.now
+    run.world.relays.lose(middle, "the machine failed")
+    return seconds, run.until_broadcast(without=middle) - (struck - at)
 
 
 def fig19(quick: bool) -> list[Row]:
     """Reproduce the chain broadcast between relays."""
-    del quick
+    relays = 31 if quick else RELAYS
     name, size = "laminar-fig19", model("qwen2.5-72b").weight_bytes
-    all_s = chain_s(size, RELAYS + 1)
-    formula = "closed form (App. C, eq. 1), 32 MiB chunks, eight 400 Gb/s adapters at 80 %"
+    all_s, after_loss_s = broadcast("72b", relays=relays, lost=True)
+    one_s, _ = broadcast("72b", relays=1)
+    later_s = max(0.0, after_loss_s - all_s / 2)
+    repaired_s = later_s + repair_s(size, relays + 1)
+    links = "eight 400 Gb/s adapters at 80 %, 32 MiB chunks"
     return [
         Row(
             experiment=name,
-            row=f"72B to {RELAYS} relays",
+            row=f"72B to {relays} relays",
             published=(0.0, 1.6),
             ours=all_s,
             unit="s",
-            note=f"{formula}; published as less than 1.6 s",
+            note=f"simulated run, {links}; closed form (App. C, eq. 1): "
+            f"{chain_s(size, relays + 1):.3f} s; published as less than 1.6 s",
         ),
         Row(
             experiment=name,
-            row=f"{RELAYS} relays over one relay",
+            row=f"{relays} relays over one relay",
             published=None,
-            ours=all_s / chain_s(size, 2),
-            note=f"{formula}; published: nearly constant",
+            ours=all_s / one_s,
+            note=f"simulated runs, {links}; published: nearly constant",
         ),
         Row(
             experiment=name,
             row="with the best number of chunks",
             published=None,
-            ours=best_chain_s(size, RELAYS + 1),
+            ours=best_chain_s(size, relays + 1),
             unit="s",
-            note="App. C.3, T*(p)",
+            note="closed form, App. C.3, T*(p)",
             own=True,
         ),
         Row(
             experiment=name,
             row="repair of the chain, once a loss is known",
             published=(0.0, 1.0),
-            ours=repair_s(size, RELAYS + 1),
+            ours=repaired_s,
             unit="s",
-            note="closed form: two messages and a chunk that is sent again, as the loss is noticed "
-            "instantly (§3.3); published as less than one second. `rollweave bench relay` measures "
-            "ours from the kill on",
+            note="simulated run: the relay in the middle is lost half-way, and the broadcast to "
+            f"the others ends {later_s:.4f} s later than without; added are two messages and the "
+            "chunk that is sent again, which the simulator leaves out; the loss is noticed "
+            "instantly (§3.3); published as less than one second. `rollweave bench relay` "
+            "measures ours from the kill on",
         ),
     ]
 
@@ -136,27 +238,30 @@ def fig14(quick: bool) -> list[Row]:
 
 def _waits(size: str, tp: int, stall: float, *, quick: bool) -> list[Row]:
     name, shape = "laminar-fig14", model(f"qwen2.5-{size}")
-    cost = Sliced(shape=shape, gpus=GPUS, share=1, updates=UPDATES)
     machines = GPUS // GPUS_PER_MACHINE
+    run = _part(size, tp, quick=quick)
     at_once = best_chain_s(shape.weight_bytes, machines)
-    local = cost.load_s(engines=1, tp=tp, over=link("pcie"))
-    pulled = cost.load_s(engines=GPUS // tp, tp=tp)
-    spread = chain_s(shape.weight_bytes, machines)
-    period = _period_s(cost, groups=SAMPLE // 8 if quick else SAMPLE)
-    mean = mean_wait_s(local_s=local, spread_s=spread, period_s=period)
+    pulled = Sliced(shape=shape, gpus=GPUS, share=1, updates=UPDATES).load_s(
+        engines=GPUS // tp, tp=tp
+    )
+    best, mean = min(run.waits_s), statistics.fmean(run.waits_s)
+    simulated = (
+        f"simulated part of the cluster (1/{PARTS}), {len(run.waits_s)} loads of engines with "
+        f"{AT_ONCE} trajectories; mode decoupled, in which an engine keeps its weights until its "
+        "relay has newer ones"
+    )
     against = (
         f"a broadcast by all adapters at 80 % to {machines} machines, {at_once:.2f} s, is the "
-        "optimum of a global one; the measured NCCL broadcast is far from that, and its seconds "
-        "are not in text. Published is the maximum over all sizes"
+        "optimum of a global one (closed form); the measured NCCL broadcast is far from that, and "
+        "its seconds are not in text. Published is the maximum over all sizes"
     )
 
     def saved(row: str, seconds: float, other: float, published: float | None, note: str) -> Row:
-        ours = 100 * (1 - seconds / other)
         return Row(
             experiment=name,
             row=row,
             published=published,
-            ours=ours,
+            ours=100 * (1 - seconds / other),
             unit="%",
             note=note,
             own=published is None,
@@ -167,53 +272,65 @@ def _waits(size: str, tp: int, stall: float, *, quick: bool) -> list[Row]:
             experiment=name,
             row=f"actor stall, {size}",
             published=stall,
-            ours=cost.publish_s(),
+            ours=statistics.fmean(run.stall_s),
             unit="s",
-            note="weights over size of eight adapters; resharding and copies between host and GPU "
-            "are not modeled",
+            note="simulated run: weights over size of eight adapters; resharding, and copies "
+            "between host and GPU, are not modeled",
         ),
         saved(
             f"wait saved, best case, {size}, over a global broadcast",
-            local,
+            best,
             at_once,
             47,
-            f"closed form: PCIe {local:.2f} s; {against}",
+            f"{best:.2f} s over PCIe; {simulated}; {against}",
         ),
         saved(
             f"wait saved, average, {size}, over a global broadcast",
             mean,
             at_once,
             37,
-            "closed form: engines request weights at any time of a step (the trainer's "
-            f"{period:.0f} s) and wait for those in transfer ({spread:.2f} s): {mean - local:.4f} "
-            f"s more than the best case; {against}",
+            f"{mean:.2f} s over PCIe, with the wait for others on the machine; {simulated}; "
+            f"{against}",
         ),
         saved(
-            f"wait saved, best case, {size}, over all engines pulling at once",
-            local,
+            f"wait saved, average, {size}, over all engines pulling at once",
+            mean,
             pulled,
             None,
-            f"closed form: PCIe {local:.2f} s; engines on {GPUS} GPUs pull from one machine in "
-            f"{pulled:.2f} s, without relays",
+            f"{mean:.2f} s; {simulated}; engines on {GPUS} GPUs pull from one machine in "
+            f"{pulled:.2f} s, without relays (closed form)",
         ),
     ]
 
 
-def _period_s(cost: Sliced, *, groups: int) -> float:
-    """Return the seconds of a training step on 8,192 trajectories of the mathematical
-    tasks.
-
-    Versions cannot follow each other faster.
-    """
-    plans = workload("dapo-math")
-    lengths = [
-        plan.prompt_tokens
-        + sum(turn.output_tokens + turn.observation_tokens for turn in plan.turns)
-        for index in range(groups)
-        for plan in (
-            plans.plan(index=index, member=member, attempt=0, seed=0) for member in range(MEMBERS)
-        )
-    ]
-    share = PROMPTS / groups
-    contexts = sum(length * (length + 1) // 2 for length in lengths)
-    return cost.step_s(tokens=round(share * sum(lengths)), context=round(share * contexts))
+def _part(size: str, tp: int, *, quick: bool) -> Watched:
+    """Return a finished run of a part of the cluster of Fig. 14."""
+    engines = GPUS // tp // PARTS
+    rounds = -(-engines * AT_ONCE * PARTS // (PROMPTS * MEMBERS))
+    setup = Setup(
+        model=f"qwen2.5-{size}",
+        tasks=("dapo-math",),
+        context=CONTEXT,
+        rollout_gpus=GPUS // PARTS,
+        trainer_gpus=GPUS,
+        batch=PROMPTS * MEMBERS // PARTS,
+        group_size=MEMBERS,
+        environments=engines * AT_ONCE,
+        tp=tp,
+        mode="decoupled",
+        slots=AT_ONCE,
+        rollout={"engine_batch": AT_ONCE},
+        without=("deltas",),
+        relayed=True,
+    )
+    config = setup.config(steps=3 if quick else 4 * rounds)
+    config = config.model_copy(
+        update={"trainer": config.trainer.model_copy(update={"minibatches": UPDATES})}
+    )
+    trainer = Sliced(shape=model(f"qwen2.5-{size}"), gpus=GPUS, share=PARTS, updates=UPDATES)
+    run = Watched(config, trainer, size=size, tp=tp)
+    while run.world.over is None:
+        run.world.step()
+    if run.world.over:
+        raise ExperimentError(f"the run ended early: {run.world.over}")
+    return run
