@@ -9,7 +9,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile
 # Without compiled modules, each process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-cluster coverage mutants lint format figures clean
+.PHONY: demo test test-slow test-cluster gpu coverage mutants lint format figures clean
 
 demo: .venv/ready
 	$(BIN)/rollweave doctor
@@ -28,6 +28,10 @@ test-slow: .venv/ready-test
 # Real runs on several hosts, which are lost: network namespaces, for which root is needed.
 test-cluster: .venv/ready-test
 	$(TORCH_THREADS) $(BIN)/pytest -p no:randomly -m cluster tests/cluster
+
+# Where nothing can be installed, wheels in .whl/ take the place of .venv (benchmarks/gpu.sh).
+gpu: $(if $(wildcard .whl),,.venv/ready-test)
+	PYTHON=$(PYTHON) benchmarks/gpu.sh
 
 # Measured on 2026-11-23: core 98 %, its policies 99.5 %, schema 93 %.
 COVERED := tests/core tests/schema tests/test_public.py tests/service/test_engine_access.py

@@ -24,6 +24,7 @@ from rollweave.schema.serving import (
     Generated,
     GenerateRequest,
     GenerateResult,
+    KvRefused,
     LoadFailed,
     Ready,
     Sampled,
@@ -79,7 +80,7 @@ class Harness:
                 raise EngineError(
                     f"the engine did not answer with {kind.__name__} in {PATIENCE_S} s"
                 ) from None
-            if isinstance(reply, EngineFatal | LoadFailed):
+            if isinstance(reply, EngineFatal | LoadFailed | KvRefused):
                 raise EngineError(reply.error)
             if isinstance(reply, Generated):
                 self._done[reply.result.id] = reply.result
