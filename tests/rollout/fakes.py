@@ -17,6 +17,7 @@ from rollweave.rollout.chat.template import ChatTemplate
 from rollweave.rollout.driver import AgentConfig, MakeEpisode
 from rollweave.rollout.env_episode import EnvEpisode
 from rollweave.rollout.pipeline import Pipeline
+from rollweave.rollout.worker import RolloutWorker
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
 from rollweave.schema.commands import StartEval, StartInit, StartRun, StartTurn
 from rollweave.schema.errors import EngineError, EngineLostError, KvError
@@ -257,16 +258,23 @@ class Harness:
             **{"max_turns": 4, "max_tokens": 400, "time_s": 30.0, "step_s": 10.0, **limits}
         )
         self._posted = asyncio.Event()
+        clock = asyncio.get_running_loop().time
         self.pipeline = Pipeline(
-            make_episode=make or self._episode,
+            worker=lambda _: self.worker,
             engine=lambda _: None if self.engine_missing else self.engine,
             store=store,
             post=self._post,
-            spawn=self._spawn,
-            clock=asyncio.get_running_loop().time,
+            clock=clock,
             spans=NoSpans(),
             waiting_limit=2,
             keep_partial_turns=keep_partial_turns,
+        )
+        self.worker = RolloutWorker(
+            make_episode=make or self._episode,
+            report=self.pipeline.on_report,
+            spawn=self._spawn,
+            clock=clock,
+            waiting_limit=2,
         )
 
     def init(
@@ -301,6 +309,11 @@ class Harness:
 
     def eval(self, attempt: int = 0) -> None:
         self.pipeline.start_eval(StartEval(trajectory_id=TRAJECTORY, attempt=attempt))
+
+    @property
+    def active_attempts(self) -> int:
+        """The attempts under way, for the controller or for the worker."""
+        return max(self.pipeline.active_attempts, self.worker.active_attempts)
 
     async def until(self, kind: type[Event], after: int = 0) -> Event:
         """Wait for the first event of this kind, from position `after` on."""

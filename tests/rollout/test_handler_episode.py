@@ -243,7 +243,7 @@ async def test_a_complete_attempt(store: TrajectoryStore, listener: GatewayListe
     assert sequence.versions() == (3, 3)
     assert handler.log == ["init", "run", "close", "eval", "result"]
     await stage_.idle()
-    assert stage_.pipeline.active_attempts == 0
+    assert stage_.active_attempts == 0
 
 
 async def test_a_rewritten_context_and_a_second_agent_open_sequences(
@@ -344,7 +344,7 @@ async def test_slow_hooks_do_not_delay_the_pipeline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("rollweave.rollout.handler_episode.CANCEL_S", 0.2)
-    monkeypatch.setattr("rollweave.rollout.pipeline.CLOSE_S", 0.5)
+    monkeypatch.setattr("rollweave.rollout.worker.CLOSE_S", 0.5)
 
     class Closed(Played):
         async def close(self) -> None:
@@ -647,7 +647,7 @@ async def test_cancellation_at_any_await(
     assert not any(isinstance(event, TurnWithdrawn) for event in stage_.events)
     assert "close" in handler.log
     await stage_.idle()
-    assert (stage_.pipeline.active_attempts, stage_.engine.live) == (0, 0)
+    assert (stage_.active_attempts, stage_.engine.live) == (0, 0)
 
 
 # Agent programs.

@@ -5,6 +5,7 @@ never from a wrong token.
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from rollweave.rollout.driver import TurnResult
 from rollweave.rollout.partial import PartialTurn
 from rollweave.rollout.progress import ProgressReporter
 from rollweave.rollout.turns import Turns
+from rollweave.rollout.worker import TurnRelay
 from rollweave.schema.base import EngineId, GroupId, TaskId
 from rollweave.schema.commands import AbortTurn, RerankTurn, StartInit, StartTurn
 from rollweave.schema.errors import EngineError, EngineLostError
@@ -31,6 +33,7 @@ from rollweave.schema.events import (
     TurnRequested,
     TurnsProgressed,
 )
+from rollweave.schema.rollouts import AttemptReport, TurnAsked, TurnGivenUp
 from rollweave.schema.serving import (
     EngineSpec,
     FinishReason,
@@ -47,6 +50,8 @@ from tests.rollout.fakes import TRAJECTORY, NoSpans, OneWordEngine
 from tests.support.engines import environment, real_loop, tiny_checkpoint
 
 PROMPT = (5, 6)
+IDLE: Any = SimpleNamespace(budget_s=60.0, reward=0.0)
+"""What a turn asks of its episode."""
 TRUTH = tuple(range(10, 30))
 """The tokens of the complete turn."""
 
@@ -216,15 +221,16 @@ class Stage:
             post=self.events.append,
             clock=asyncio.get_running_loop().time,
             spans=NoSpans(),
-            budget_s=lambda: 60.0,
+            answer=lambda answer: self.relay.answer(answer),
             progress=self.progress,
         )
+        self.relay = TurnRelay((TRAJECTORY, 0), self._report, episode=lambda: IDLE)
         self.task: asyncio.Task[TurnResult] | None = None
 
     def ask(
         self, sampling: Sampling | None = None, tokens: tuple[int, ...] = PROMPT
     ) -> asyncio.Task[TurnResult]:
-        turn = self.turns.turn(0, tokens, sampling or Sampling(max_tokens=20))
+        turn = self.relay.turn(0, tokens, sampling or Sampling(max_tokens=20))
         self.task = asyncio.get_running_loop().create_task(turn)
         return self.task
 
@@ -251,6 +257,15 @@ class Stage:
                 dispatch=dispatch,
             )
         )
+
+    def _report(self, report: AttemptReport) -> None:
+        match report:
+            case TurnAsked():
+                self.turns.request(report)
+            case TurnGivenUp(turn=number):
+                self.turns.withdraw(number)
+            case _:
+                raise AssertionError(f"a turn reports no {report}")
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -400,7 +415,7 @@ async def test_an_answer_that_crosses_an_abort_is_repeated(requests_again: bool)
     assert stage.task is not None
     await stage.task
     if requests_again:
-        following = asyncio.get_running_loop().create_task(stage.turns.turn(1, PROMPT, Sampling()))
+        following = asyncio.get_running_loop().create_task(stage.relay.turn(1, PROMPT, Sampling()))
         await settle()
     stage.abort("e0", 0)
     stage.events.clear()
@@ -420,7 +435,8 @@ async def test_an_answer_that_is_not_consumed_yet_is_not_requested_again() -> No
     stage, first, second = await streaming_turn()
     first.calls[0][1].set_result(result(20, finish=FinishReason.LENGTH))
     await asyncio.sleep(0)
-    assert stage.turns._open is not None
+    assert stage.task is not None
+    assert not stage.task.done()
     stage.start("e1", 1, resume=True)
     assert second.calls == []
     assert [done.dispatch for done in stage.of(TurnDone)] == [0, 1]
@@ -487,7 +503,8 @@ async def test_an_ended_attempt_releases_everything(when: str) -> None:
     if when == "waiting to start":
         stage.start("e1", 1, resume=True)
     assert stage.task is not None
-    stage.turns.ending = True
+    stage.turns.close()
+    stage.relay.ending = True
     stage.task.cancel()
     await asyncio.wait({stage.task})
     await settle()

@@ -104,7 +104,7 @@ async def test_a_complete_attempt(store: TrajectoryStore) -> None:
         "score 1.5 after ['hi', 'hi']",
     ]
     await harness.idle()
-    assert harness.pipeline.active_attempts == 0
+    assert harness.active_attempts == 0
 
 
 async def test_sampling_seeds_depend_on_run_trajectory_attempt_and_turn(
@@ -174,7 +174,7 @@ async def test_every_behavior_of_an_environment_has_a_typed_stop_reason(
     error: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rollweave.rollout.pipeline.CLOSE_S", 0.5)
+    monkeypatch.setattr("rollweave.rollout.worker.CLOSE_S", 0.5)
     harness = Harness(store, script, step_s=0.05 if reason is StopReason.ENV_HANG else 10.0)
     ended = await harness.play()
     assert ended.stop_reason is reason
@@ -238,7 +238,7 @@ async def test_the_time_budget_excludes_queueing(
 ) -> None:
     harness = Harness(store, Script(steps=[None]), time_s=0.2)
     ended = await harness.play()
-    assert (ended.stop_reason, harness.pipeline.active_attempts) == (StopReason.TIME_BUDGET, 0)
+    assert (ended.stop_reason, harness.active_attempts) == (StopReason.TIME_BUDGET, 0)
     harness = Harness(store, time_s=0.2)
     harness.engine.answer = engine_result("too slow", finish=FinishReason.TIME)
     ended = await harness.play()
@@ -476,7 +476,7 @@ async def test_cancellation_at_any_await_releases_everything(
     assert ended.stop_reason is (StopReason.FINISHED if stage == "closing" else StopReason.STALE)
     assert harness.engine.live == 0
     assert not any(env.is_open for env in harness.provider.envs)
-    assert harness.pipeline.active_attempts == 0
+    assert harness.active_attempts == 0
     assert sum(isinstance(event, TrajectoryEnded) for event in harness.events) == 1
     entries = TrajectoryReader(store._directory).entries
     assert len(entries) == 1
@@ -548,7 +548,7 @@ async def test_cancelling_an_evaluation(store: TrajectoryStore, started: bool) -
     harness.pipeline.cancel(cancel(StopReason.SURPLUS))
     assert (await harness.until(TrajectoryEnded, after=seen)).stop_reason is StopReason.SURPLUS
     await harness.idle()
-    assert (len(store), harness.pipeline.active_attempts) == (0, 0)
+    assert (len(store), harness.active_attempts) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -616,7 +616,7 @@ async def test_ignores_commands_of_another_attempt(store: TrajectoryStore) -> No
     harness.turn(0, attempt=0)
     harness.pipeline.cancel(cancel(attempt=0))
     await harness.until(TrajectoryEnded)  # the old attempt is not there: answered
-    assert harness.pipeline.active_attempts == 1
+    assert harness.active_attempts == 1
     harness.run(attempt=1)
     await harness.until(TurnRequested)
     harness.turn(1, attempt=1)  # not the open turn
@@ -673,7 +673,7 @@ async def test_text_that_is_not_utf_8_ends_only_its_attempt(
     harness = Harness(store, script)
     ended = await harness.play()
     await harness.idle()
-    assert not harness.pipeline.active_attempts
+    assert not harness.active_attempts
     assert len(ended.error) < 10_000
     msgspec.msgpack.encode(ended)
     (entry,) = TrajectoryReader(tmp_path / "trajectories").entries
@@ -753,7 +753,7 @@ async def test_a_bug_in_one_attempt_ends_only_that_attempt(
     assert ended.stop_reason is StopReason.ENV_ERROR
     assert ended.error.startswith("a failure that Rollweave did not foresee")
     assert f"a bug in {stage}" in ended.error
-    assert not harness.pipeline.active_attempts
+    assert not harness.active_attempts
     assert len(store) == 0
 
 

@@ -1,29 +1,25 @@
-"""The INIT/RUN/EVAL pipeline: executes the core's decisions about trajectories, and
-reports their outcomes.
+"""The controller's part of the INIT/RUN/EVAL pipeline: forwards the core's decisions
+about trajectories to the workers that run them, runs their turns on engines, and stores
+and reports their outcomes.
 
-It decides nothing: slots, queues, retries and deadlines belong to the core. Invariants:
-every attempt that was started ends in exactly one `TrajectoryEnded` (or, in EVAL, one
-reward event), posted after its environment is closed and its record is stored; a
-command for another attempt or dispatch changes nothing; a cancelled attempt leaves no
-task, environment or generation behind.
+It decides nothing: slots, queues, retries, deadlines and the choice of a worker belong to
+the core. Invariants: every attempt that was started ends in exactly one
+`TrajectoryEnded` (or, in EVAL, one reward event), or with its worker, and is stored
+before; a command for another attempt or dispatch changes nothing; a cancelled attempt
+leaves no generation behind.
 """
 
-import asyncio
 import dataclasses
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
 from rollweave.engine.clients.base import EngineBackend
-from rollweave.envs.base import Score
-from rollweave.envs.foreign import describe_error
 from rollweave.record.store import Ended, Scored, TrajectoryStore
-from rollweave.rollout.budget import EpisodeStopError
-from rollweave.rollout.chat.conversation import PLAN_TOKENS
-from rollweave.rollout.driver import Driver, MakeEpisode
 from rollweave.rollout.progress import ProgressReporter
 from rollweave.rollout.turns import Spans, Turns
+from rollweave.rollout.worker import NOT_WAITING, Key, empty_trajectory
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import (
     AbortTurn,
@@ -36,7 +32,6 @@ from rollweave.schema.commands import (
     StartRun,
     StartTurn,
 )
-from rollweave.schema.errors import DiskError
 from rollweave.schema.events import (
     EnvReady,
     Event,
@@ -45,64 +40,54 @@ from rollweave.schema.events import (
     TrajectoryEnded,
 )
 from rollweave.schema.prediction import LengthContext
-from rollweave.schema.text import shortened
-from rollweave.schema.work import BLAME_OF, TRAINABLE, Purpose, StopReason, Trajectory
+from rollweave.schema.rollouts import (
+    AttemptEnded,
+    AttemptReport,
+    AttemptScored,
+    PhaseEnded,
+    RolloutCommand,
+    TurnAsked,
+    TurnGivenUp,
+)
+from rollweave.schema.work import BLAME_OF, TRAINABLE, Purpose, StopReason
 
-CLOSE_S = 5.0
-"""Seconds that an environment has to close before it is killed: less than the core
-waits for a cancelled attempt.
-"""
 
-Key = tuple[TrajectoryId, int]
+class WorkerPort(Protocol):
+    """The way to one worker, in this process or in another."""
 
+    def send(self, command: RolloutCommand) -> None:
+        """Send a command, in order and without waiting.
 
-class Spawn(Protocol):
-    """Runs a coroutine as a task of an owner that awaits it."""
-
-    def __call__(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Start the task."""
+        Commands to a worker that is gone are dropped; its loss is reported separately.
+        """
 
 
 @dataclasses.dataclass(slots=True)
 class _Attempt:
-    """An attempt between `StartInit` and `TrajectoryEnded`."""
+    """An attempt from `StartInit` to its end, or that waits for its reward."""
 
     command: StartInit
-    episode: Driver
+    worker: WorkerPort
     turns: Turns
-    run_allowed: asyncio.Event
-    task: asyncio.Task[None] | None = None
-    started: bool = False
     cancelled: StopReason | None = None
 
     @property
-    def lane(self) -> str:
-        return self.turns.lane
-
-
-@dataclasses.dataclass(slots=True)
-class _Evaluation:
-    """An attempt between `StartEval` and its reward event."""
-
-    attempt: _Attempt
-    task: asyncio.Task[None] | None = None
-    started: bool = False
-    cancelled: StopReason | None = None
+    def key(self) -> Key:
+        return self.command.trajectory_id, self.command.attempt
 
 
 class Pipeline:
-    """`make_episode` builds the driver of one attempt; `engine` returns an engine's
-    live process.
+    """`worker` returns the live worker of an id; `engine` returns an engine's live
+    process.
     """
 
     def __init__(
         self,
         *,
-        make_episode: MakeEpisode,
+        worker: Callable[[str], WorkerPort | None],
         engine: Callable[[EngineId], EngineBackend | None],
         store: TrajectoryStore,
         post: Callable[[Event], None],
-        spawn: Spawn,
         clock: Callable[[], float],
         spans: Spans,
         waiting_limit: int,
@@ -110,18 +95,15 @@ class Pipeline:
     ) -> None:
         """Create a pipeline without attempts.
 
-        `waiting_limit` bounds the number of rolled-out attempts that are kept for a
-        `StartEval` that may never come.
-
-        With `keep_partial_turns`, the output of unfinished turns is kept for a
-        `StartTurn` that resumes them, and the progress of long turns is reported to the
-        core.
+        `waiting_limit` is as in `rollout/worker.py`. With `keep_partial_turns`, the
+        output of unfinished turns is kept for a `StartTurn` that resumes them, and the
+        progress of long turns is reported to the core.
         """
-        self._make_episode, self._engine, self._store = make_episode, engine, store
-        self._post, self._spawn, self._clock, self._spans = post, spawn, clock, spans
+        self._worker, self._engine, self._store = worker, engine, store
+        self._post, self._clock, self._spans = post, clock, spans
         self._attempts: dict[Key, _Attempt] = {}
         self._rolled_out: dict[Key, _Attempt] = {}
-        self._evaluations: dict[Key, _Evaluation] = {}
+        self._evaluations: dict[Key, _Attempt] = {}
         self._waiting_limit = waiting_limit
         self._progress = ProgressReporter(post) if keep_partial_turns else None
 
@@ -144,20 +126,20 @@ class Pipeline:
 
     def _with_attempt(
         self,
-        command: StartRun | StartTurn | AbortTurn | RerankTurn,
-        act: Callable[[_Attempt], None],
+        command: StartTurn | AbortTurn | RerankTurn,
+        act: Callable[[Turns], None],
     ) -> None:
-        """Apply `act` to the attempt that the command addresses, unless it has ended."""
+        """Apply `act` to the turns of the attempt that the command addresses, unless it
+        has ended.
+        """
         attempt = self._attempts.get((command.trajectory_id, command.attempt))
         if attempt is not None:
-            act(attempt)
+            act(attempt.turns)
 
     def start_init(self, command: StartInit) -> None:
-        key = (command.trajectory_id, command.attempt)
-        try:
-            episode = self._make_episode(command)
-        except Exception as bug:  # a bug of Rollweave fails only this attempt
-            self._fail_to_start(command, _bug_text(bug))
+        worker = self._worker(command.worker)
+        if worker is None:
+            self._lose(command, f"worker {command.worker} is lost")
             return
         turns = Turns(
             command=command,
@@ -165,42 +147,42 @@ class Pipeline:
             post=self._post,
             clock=self._clock,
             spans=self._spans,
-            budget_s=lambda: episode.budget_s,
+            answer=worker.send,
             progress=self._progress,
         )
-        attempt = self._attempts[key] = _Attempt(
-            command=command, episode=episode, turns=turns, run_allowed=asyncio.Event()
-        )
-        attempt.task = self._spawn(self._run_attempt(attempt), f"episode {attempt.lane}")
+        attempt = _Attempt(command=command, worker=worker, turns=turns)
+        self._attempts[attempt.key] = attempt
+        worker.send(command)
 
     def start_run(self, command: StartRun) -> None:
-        self._with_attempt(command, lambda attempt: attempt.run_allowed.set())
+        attempt = self._attempts.get((command.trajectory_id, command.attempt))
+        if attempt is not None:
+            attempt.worker.send(command)
 
     def start_turn(self, command: StartTurn) -> None:
-        self._with_attempt(command, lambda attempt: attempt.turns.start(command))
+        self._with_attempt(command, lambda turns: turns.start(command))
 
     def abort_turn(self, command: AbortTurn) -> None:
-        self._with_attempt(command, lambda attempt: attempt.turns.abort(command))
+        self._with_attempt(command, lambda turns: turns.abort(command))
 
     def rerank(self, command: RerankTurn) -> None:
-        self._with_attempt(command, lambda attempt: attempt.turns.rerank(command))
+        self._with_attempt(command, lambda turns: turns.rerank(command))
 
     def start_eval(self, command: StartEval) -> None:
         key = (command.trajectory_id, command.attempt)
         attempt = self._rolled_out.pop(key, None)
         if attempt is None:
-            error = "the attempt is not waiting for its reward"
             self._post(
                 RewardFailed(
                     trajectory_id=key[0],
                     attempt=key[1],
                     stop_reason=StopReason.REWARD_ERROR,
-                    error=error,
+                    error=NOT_WAITING,
                 )
             )
             return
-        evaluation = self._evaluations[key] = _Evaluation(attempt=attempt)
-        evaluation.task = self._spawn(self._evaluate(key, evaluation), f"eval {attempt.lane}")
+        self._evaluations[key] = attempt
+        attempt.worker.send(command)
 
     def cancel(self, command: CancelTrajectory) -> None:
         key = (command.trajectory_id, command.attempt)
@@ -212,11 +194,8 @@ class Pipeline:
             )
             return
         active.cancelled = command.reason
-        if isinstance(active, _Attempt):
-            active.turns.ending = True
-        # A task that has not started checks `cancelled` itself.
-        if active.started and active.task is not None:
-            active.task.cancel()
+        active.turns.close()
+        active.worker.send(command)
 
     def length_context(self, command: Predict) -> LengthContext:
         """Return the command's context with what only the pipeline knows: the rewards
@@ -225,99 +204,63 @@ class Pipeline:
         attempt = self._attempts.get((command.trajectory_id, command.attempt))
         if attempt is None:
             return command.context
-        plan = attempt.episode.plan
-        last_turn = attempt.turns.last_turn
-        if not plan and last_turn is not None:  # the driver has not yet received the first answer
-            plan = last_turn[1][:PLAN_TOKENS]
-        return msgspec.structs.replace(command.context, reward=attempt.episode.reward, plan=plan)
+        return msgspec.structs.replace(
+            command.context, reward=attempt.turns.reward, plan=attempt.turns.plan
+        )
 
     def evict(self, command: Evict) -> None:
         self._store.forget(command.trajectory_ids)
 
-    # INIT and RUN.
+    # Reports of workers.
 
-    async def _run_attempt(self, attempt: _Attempt) -> None:
-        """Run INIT and RUN, close the environment, and report the end."""
-        attempt.started = True
-        episode, error = attempt.episode, ""
-        try:
-            try:
-                if attempt.cancelled is None:
-                    reason = await self._init_and_run(attempt)
+    def on_report(self, report: AttemptReport) -> None:
+        """Handle what a worker reports about an attempt. A report about an attempt that
+        is over changes nothing.
+
+        Raises DiskError.
+        """
+        match report:
+            case AttemptEnded(trajectory=trajectory):
+                key = (trajectory.id, trajectory.attempt)
+            case _:
+                key = (report.trajectory_id, report.attempt)
+        attempt = self._attempts.get(key)
+        if isinstance(report, AttemptScored):
+            if key in self._evaluations:
+                self._scored(self._evaluations[key], report)
+        elif isinstance(report, PhaseEnded):
+            if attempt is not None or key in self._evaluations:
+                self._spans.episode_span(_lane(key), report.name, report.start, report.end)
+        elif attempt is None:
+            return
+        elif isinstance(report, AttemptEnded):
+            self._ended(attempt, report)
+        elif isinstance(report, EnvReady):
+            self._post(report)
+        elif isinstance(report, TurnAsked):
+            attempt.turns.request(report)
+        else:
+            attempt.turns.withdraw(report.turn)
+
+    def lose_worker(self, worker: WorkerPort, error: str) -> None:
+        """Store the ends of the attempts of a worker that is gone. The core learns of them
+        by the event of its loss.
+
+        Raises DiskError.
+        """
+        for table in (self._attempts, self._rolled_out, self._evaluations):
+            for attempt in [one for one in table.values() if one.worker is worker]:
+                del table[attempt.key]
+                attempt.turns.close()
+                self._spans.episode_over(_lane(attempt.key))
+                if table is self._attempts:
+                    self._append_loss(attempt.command, error)
                 else:
-                    reason = attempt.cancelled
-            except EpisodeStopError as stop:
-                reason, error = stop.reason, str(stop)
-            except asyncio.CancelledError:
-                if attempt.cancelled is None:
-                    raise
-                reason = attempt.cancelled
-            except Exception as bug:  # a bug of Rollweave fails only this attempt
-                reason, error = StopReason.ENV_ERROR, _bug_text(bug)
-        except asyncio.CancelledError:
-            episode.kill()  # the run is shutting down and does not wait for an orderly close
-            self._end(attempt, StopReason.CANCELLED, "the run ended")
-            raise
-        await _close_or_kill(episode)
-        self._end(attempt, reason, error)
+                    self._score(attempt, _lost(attempt.command, error))
 
-    async def _init_and_run(self, attempt: _Attempt) -> StopReason:
-        command, started = attempt.command, self._clock()
-        await attempt.episode.init()
-        self._spans.episode_span(attempt.lane, "init", started, self._clock())
-        self._post(
-            EnvReady(
-                trajectory_id=command.trajectory_id,
-                attempt=command.attempt,
-                prompt_tokens=attempt.episode.prompt_tokens,
-            )
-        )
-        await attempt.run_allowed.wait()
-        return await attempt.episode.run(attempt.turns)
-
-    def _end(self, attempt: _Attempt, reason: StopReason, error: str) -> None:
+    def _ended(self, attempt: _Attempt, report: AttemptEnded) -> None:
         """Store the record, then post the event."""
-        command = attempt.command
-        key = (command.trajectory_id, command.attempt)
-        try:
-            trajectory = attempt.episode.trajectory(reason, error)
-            self._append(command, trajectory)
-        except DiskError:
-            raise
-        except Exception as bug:  # the result cannot be stored, but the failure can
-            reason, error = StopReason.ENV_ERROR, _bug_text(bug)
-            trajectory = _empty_trajectory(command, error)
-            self._append(command, trajectory)
-        del self._attempts[key]
-        self._spans.episode_over(attempt.lane)
-        if reason in TRAINABLE and attempt.cancelled is None:
-            self._rolled_out[key] = attempt
-            while len(self._rolled_out) > self._waiting_limit:
-                del self._rolled_out[next(iter(self._rolled_out))]
-        elif command.purpose is not Purpose.SERVE:  # a service delivers failures too
-            self._store.forget((command.trajectory_id,))
-        self._post(
-            TrajectoryEnded(
-                trajectory_id=command.trajectory_id,
-                attempt=command.attempt,
-                stop_reason=reason,
-                turns=attempt.episode.turns,
-                tokens=sum(len(sequence.tokens) for sequence in trajectory.sequences),
-                error=error,
-            )
-        )
-
-    def _fail_to_start(self, command: StartInit, error: str) -> None:
-        trajectory = _empty_trajectory(command, error)
-        self._append(command, trajectory)
-        if command.purpose is not Purpose.SERVE:
-            self._store.forget((command.trajectory_id,))
-        key, reason = (command.trajectory_id, command.attempt), trajectory.stop_reason
-        self._post(
-            TrajectoryEnded(trajectory_id=key[0], attempt=key[1], stop_reason=reason, error=error)
-        )
-
-    def _append(self, command: StartInit, trajectory: Trajectory) -> None:
+        command, trajectory = attempt.command, report.trajectory
         self._store.append(
             Ended(
                 at=self._clock(),
@@ -326,68 +269,74 @@ class Pipeline:
                 trajectory=trajectory,
             )
         )
-
-    # EVAL.
-
-    async def _evaluate(self, key: Key, evaluation: _Evaluation) -> None:
-        evaluation.started = True
-        attempt, started = evaluation.attempt, self._clock()
-        score: Score | None = None
-        reason, error = StopReason.FINISHED, ""
-        try:
-            if evaluation.cancelled is None:
-                score = await attempt.episode.score()
-        except EpisodeStopError as stop:
-            reason, error = stop.reason, str(stop)
-        except asyncio.CancelledError:
-            if evaluation.cancelled is None:
-                evaluation.cancelled = StopReason.CANCELLED
-                self._scored(key, evaluation, None, StopReason.CANCELLED, "the run ended")
-                raise
-        except Exception as bug:  # a bug of Rollweave fails only this attempt
-            reason, error = StopReason.REWARD_ERROR, _bug_text(bug)
-        self._spans.episode_span(attempt.lane, "eval", started, self._clock())
-        self._spans.episode_over(attempt.lane)
-        self._scored(key, evaluation, score, evaluation.cancelled or reason, error)
-
-    def _scored(
-        self, key: Key, evaluation: _Evaluation, score: Score | None, reason: StopReason, error: str
-    ) -> None:
-        """Store the score, or why there is none; then post the event."""
-        trajectory_id, number = key
-        episode = evaluation.attempt.episode
-        if evaluation.cancelled is not None:
-            score = None
-        if score is not None:
-            reason = episode.stop_reason
-        self._store.score(
-            Scored(
-                at=self._clock(),
-                trajectory_id=trajectory_id,
-                attempt=number,
-                reward=score.reward if score is not None else None,
-                success=score.success if score is not None else None,
-                stop_reason=reason,
-                blame=BLAME_OF[reason],
-                eval_s=episode.eval_s,
-                error=error,
-                result=episode.result,
+        attempt.turns.close()
+        del self._attempts[attempt.key]
+        self._spans.episode_over(_lane(attempt.key))
+        if trajectory.stop_reason in TRAINABLE and attempt.cancelled is None:
+            self._rolled_out[attempt.key] = attempt
+            while len(self._rolled_out) > self._waiting_limit:
+                del self._rolled_out[next(iter(self._rolled_out))]
+        elif command.purpose is not Purpose.SERVE:  # a service delivers failures too
+            self._store.forget((command.trajectory_id,))
+        self._post(
+            TrajectoryEnded(
+                trajectory_id=command.trajectory_id,
+                attempt=command.attempt,
+                stop_reason=trajectory.stop_reason,
+                turns=report.turns,
+                tokens=sum(len(sequence.tokens) for sequence in trajectory.sequences),
+                error=trajectory.error,
             )
         )
-        del self._evaluations[key]
-        purpose = evaluation.attempt.command.purpose
-        if purpose is Purpose.EVAL or (purpose is Purpose.TRAIN and score is None):
-            self._store.forget((trajectory_id,))
-        if evaluation.cancelled is not None:
+
+    def _lose(self, command: StartInit, error: str) -> None:
+        """End an attempt whose worker was lost before it could begin."""
+        self._append_loss(command, error)
+        self._post(
+            TrajectoryEnded(
+                trajectory_id=command.trajectory_id,
+                attempt=command.attempt,
+                stop_reason=StopReason.WORKER_LOST,
+                error=error,
+            )
+        )
+
+    def _append_loss(self, command: StartInit, error: str) -> None:
+        trajectory = empty_trajectory(command, StopReason.WORKER_LOST, error)
+        self._store.append(
+            Ended(
+                at=self._clock(),
+                purpose=command.purpose,
+                member=command.member,
+                trajectory=trajectory,
+            )
+        )
+        if command.purpose is not Purpose.SERVE:
+            self._store.forget((command.trajectory_id,))
+
+    def _scored(self, attempt: _Attempt, report: AttemptScored) -> None:
+        """Store the score, or why there is none; then post the event."""
+        self._spans.episode_over(_lane(attempt.key))
+        if attempt.cancelled is not None:
+            report = msgspec.structs.replace(
+                report, reward=None, success=None, stop_reason=attempt.cancelled
+            )
+        self._score(attempt, report)
+        del self._evaluations[attempt.key]
+        trajectory_id, number = attempt.key
+        if attempt.cancelled is not None:
             self._post(
                 TrajectoryEnded(
-                    trajectory_id=trajectory_id, attempt=number, stop_reason=evaluation.cancelled
+                    trajectory_id=trajectory_id, attempt=number, stop_reason=attempt.cancelled
                 )
             )
-        elif score is None:
+        elif report.reward is None:
             self._post(
                 RewardFailed(
-                    trajectory_id=trajectory_id, attempt=number, stop_reason=reason, error=error
+                    trajectory_id=trajectory_id,
+                    attempt=number,
+                    stop_reason=report.stop_reason,
+                    error=report.error,
                 )
             )
         else:
@@ -395,41 +344,43 @@ class Pipeline:
                 RewardReady(
                     trajectory_id=trajectory_id,
                     attempt=number,
-                    reward=score.reward,
-                    success=score.success,
+                    reward=report.reward,
+                    success=report.success,
                 )
             )
 
+    def _score(self, attempt: _Attempt, report: AttemptScored) -> None:
+        self._store.score(
+            Scored(
+                at=self._clock(),
+                trajectory_id=report.trajectory_id,
+                attempt=report.attempt,
+                reward=report.reward,
+                success=report.success,
+                stop_reason=report.stop_reason,
+                blame=BLAME_OF[report.stop_reason],
+                eval_s=report.eval_s,
+                error=report.error,
+                result=report.result,
+            )
+        )
+        purpose = attempt.command.purpose
+        if purpose is Purpose.EVAL or (purpose is Purpose.TRAIN and report.reward is None):
+            self._store.forget((report.trajectory_id,))
 
-def _bug_text(bug: Exception) -> str:
-    """Describe a failure that no other part has attributed."""
-    return shortened(
-        f"a failure that Rollweave did not foresee: {describe_error('the attempt', bug)}"
-    )
 
-
-def _empty_trajectory(command: StartInit, error: str) -> Trajectory:
-    """Return the minimal record of an attempt that has no other record."""
-    reason = StopReason.ENV_ERROR
-    return Trajectory(
-        id=command.trajectory_id,
-        group_id=command.group_id,
-        task=command.task,
+def _lost(command: StartInit, error: str) -> AttemptScored:
+    return AttemptScored(
+        trajectory_id=command.trajectory_id,
         attempt=command.attempt,
-        initiated_version=command.initiated_version,
-        sequences=(),
         reward=None,
-        stop_reason=reason,
-        blame=BLAME_OF[reason],
+        success=None,
+        stop_reason=StopReason.WORKER_LOST,
+        eval_s=0.0,
         error=error,
     )
 
 
-async def _close_or_kill(episode: Driver) -> None:
-    """Close the environment; kill it if that fails or takes too long."""
-    try:
-        async with asyncio.timeout(CLOSE_S):
-            await episode.close()
-    except (Exception, asyncio.CancelledError):
-        # The author's `close` may raise anything; a cancellation has been handled before.
-        episode.kill()
+def _lane(key: Key) -> str:
+    """Return the attempt's name in the trace."""
+    return f"{key[0]}/{key[1]}"

@@ -20,14 +20,14 @@ from typing import Protocol
 import msgspec
 
 from rollweave.engine.clients.base import EngineBackend
-from rollweave.rollout.budget import EpisodeStopError
-from rollweave.rollout.driver import TurnResult
+from rollweave.rollout.chat.conversation import PLAN_TOKENS
 from rollweave.rollout.partial import PartialTurn
 from rollweave.rollout.progress import ProgressReporter
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import AbortTurn, RerankTurn, StartInit, StartTurn
 from rollweave.schema.errors import DiskError, EngineError, EngineLostError
 from rollweave.schema.events import Event, TurnDone, TurnFailed, TurnRequested, TurnWithdrawn
+from rollweave.schema.rollouts import AnswerTurn, TurnAsked
 from rollweave.schema.serving import (
     FinishReason,
     GenerateRequest,
@@ -73,7 +73,7 @@ class _OpenTurn:
     number: int
     tokens: tuple[int, ...]
     sampling: Sampling
-    answer: asyncio.Future[TurnResult]
+    budget_s: float
     dispatch: int = -1
     request_id: str = ""
     partial_turn: PartialTurn = dataclasses.field(default_factory=PartialTurn)
@@ -96,8 +96,8 @@ class _OpenTurn:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Turns:
-    """The `TurnPort` of the attempt `command`. `engine` returns an engine's live
-    process; `budget_s` returns the active seconds that remain.
+    """The turns of the attempt `command`. `engine` returns an engine's live process;
+    `answer` sends answers to the attempt's worker.
 
     With `progress`, partial turns are kept, and their progress is reported to it.
     """
@@ -107,14 +107,17 @@ class Turns:
     post: Callable[[Event], None]
     clock: Callable[[], float]
     spans: Spans
-    budget_s: Callable[[], float]
+    answer: Callable[[AnswerTurn], None]
     progress: ProgressReporter | None = None
     abort_s: float = ABORT_S
-    last_turn: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    """The context of the last turn, and the tokens that were sampled in it."""
-    ending: bool = False
-    """Whether the attempt is being cancelled, so that its open turn need not be
-    withdrawn.
+    reward: float = 0.0
+    """The reward before the last turn that was requested."""
+    plan: tuple[int, ...] = ()
+    """The first tokens of the first turn."""
+    _closed: bool = False
+    _contexts: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    """Context and answer of the last turn, and of earlier ones as long as the worker may
+    refer to them.
     """
     _open: _OpenTurn | None = None
     _done: TurnDone | None = None  # the last one
@@ -132,35 +135,55 @@ class Turns:
         None before the first turn begins.
         """
         turn = self._open
-        over = turn is not None and self.last_turn is not None and self.last_turn[0] is turn.tokens
-        if turn is not None and turn.request_id and not over:
+        if turn is not None and turn.request_id:
             partial = turn.partial_turn.partial
             return turn.tokens + (partial.tokens if partial is not None else ())
-        return sum(self.last_turn, ()) if self.last_turn is not None else None
+        return self._contexts[max(self._contexts)] if self._contexts else None
 
-    # Called by the attempt's driver.
+    # Called for the reports of the attempt's worker.
 
-    async def turn(self, number: int, tokens: tuple[int, ...], sampling: Sampling) -> TurnResult:
-        answer: asyncio.Future[TurnResult] = asyncio.get_running_loop().create_future()
+    def request(self, asked: TurnAsked) -> None:
+        """Open a turn, and request it from the core."""
+        if self._closed:
+            return
+        for number in [number for number in self._contexts if number < asked.base]:
+            del self._contexts[number]
+        context = self._contexts[asked.base][: asked.kept] if asked.kept else ()
         turn = self._open = _OpenTurn(
-            number=number, tokens=tokens, sampling=sampling, answer=answer
+            number=asked.turn,
+            tokens=context + asked.tokens,
+            sampling=asked.sampling,
+            budget_s=asked.budget_s,
         )
-        name, attempt = self.command.trajectory_id, self.command.attempt
+        self.reward = asked.reward
         self._request(turn)
-        try:
-            return await answer
-        except asyncio.CancelledError:
-            # an agent program has abandoned this call but continues to run
-            if not self.ending and answer.cancelled():
-                self.post(TurnWithdrawn(trajectory_id=name, attempt=attempt, turn=number))
-            raise
-        finally:
-            self._open = None
-            turn.forget()
-            self._stop_reporting()
 
-    def record_span(self, name: str, start: float, end: float) -> None:
-        self.spans.episode_span(self.lane, name, start, end)
+    def withdraw(self, number: int) -> None:
+        """Close the open turn: an agent program has given up this call. A turn that is
+        answered already stays answered.
+        """
+        if self._open is None or self._open.number != number:
+            return
+        self._leave(self._open)
+        self.post(
+            TurnWithdrawn(
+                trajectory_id=self.command.trajectory_id,
+                attempt=self.command.attempt,
+                turn=number,
+            )
+        )
+
+    def close(self) -> None:
+        """Give up the open turn, if any, because the attempt ends; open no other."""
+        self._closed = True
+        if self._open is not None:
+            self._leave(self._open)
+        self._contexts.clear()
+
+    def _leave(self, turn: _OpenTurn) -> None:
+        self._open = None
+        turn.forget()
+        self._stop_reporting()
 
     # Called for the core's commands.
 
@@ -169,7 +192,7 @@ class Turns:
         engine has answered the abort.
         """
         turn = self._open
-        if turn is None or turn.number != command.turn or turn.answer.done():
+        if turn is None or turn.number != command.turn:
             self._repeat_answer(command)
             return
         if turn.generating is not None:
@@ -221,7 +244,7 @@ class Turns:
             tokens=turn.tokens,
             sampling=turn.sampling,
             rank=command.rank,
-            budget_s=max(LEAST_BUDGET_S, self.budget_s()),
+            budget_s=max(LEAST_BUDGET_S, turn.budget_s),
             resumed=resumed,
         )
         started, progress = self.clock(), self.progress
@@ -312,7 +335,7 @@ class Turns:
         resumed: PartialOutput | None,
     ) -> None:
         """Handle the engine's answer, its refusal, or its loss."""
-        if future.cancelled() or turn.answer.done():
+        if future.cancelled() or self._open is not turn:
             return
         raised = future.exception()
         if isinstance(raised, EngineLostError):
@@ -324,7 +347,8 @@ class Turns:
         result = future.result()
         if result.finish is FinishReason.TIME:
             text = f"the active time ran out in turn {turn.number}"
-            turn.answer.set_exception(EpisodeStopError(StopReason.TIME_BUDGET, text))
+            self._leave(turn)
+            self._answer(command, stop=StopReason.TIME_BUDGET, error=text)
             return
         flaw = _result_error(result, self.command.purpose, resumed)
         if flaw:
@@ -334,7 +358,9 @@ class Turns:
                 turn.partial_turn = PartialTurn()
             self._failed(command, flaw)
             return
-        self.last_turn = (turn.tokens, result.tokens)
+        self._leave(turn)
+        self._contexts[turn.number] = turn.tokens + result.tokens
+        self.plan = self.plan or result.tokens[:PLAN_TOKENS]
         limit = self.command.task.limits.max_turn_tokens
         self._done = TurnDone(
             trajectory_id=command.trajectory_id,
@@ -349,13 +375,34 @@ class Turns:
             and turn.sampling.max_tokens == limit <= len(result.tokens),
         )
         self.post(self._done)
-        turn.answer.set_result(TurnResult(result=result, engine_id=command.engine_id))
+        self._answer(command, result=result)
         # No caller here can handle a trace that cannot be written: the next writer
         # reports the failure.
         with contextlib.suppress(DiskError):
             self.spans.episode_span(
                 self.lane, f"turn {turn.number} {command.engine_id}", started, self.clock()
             )
+
+    def _answer(
+        self,
+        command: StartTurn,
+        *,
+        result: GenerateResult | None = None,
+        stop: StopReason | None = None,
+        error: str = "",
+    ) -> None:
+        """Send the answer to the worker."""
+        self.answer(
+            AnswerTurn(
+                trajectory_id=command.trajectory_id,
+                attempt=command.attempt,
+                turn=command.turn,
+                engine_id=command.engine_id,
+                result=result,
+                stop=stop,
+                error=error,
+            )
+        )
 
     def _failed(self, command: StartTurn, error: str) -> None:
         self.post(

@@ -11,7 +11,8 @@ from rollweave.record.journal import RunJournal
 from rollweave.record.store import TrajectoryStore
 from rollweave.record.trace import ENVIRONMENTS, Trace
 from rollweave.rollout.driver import MakeEpisode
-from rollweave.rollout.pipeline import Pipeline
+from rollweave.rollout.pipeline import Pipeline, WorkerPort
+from rollweave.rollout.worker import RolloutWorker
 from rollweave.runtime.effects import Handlers, Timer, rollout_handlers
 from rollweave.runtime.hosts.hosts import Hosts
 from rollweave.runtime.manifests import Manifests
@@ -77,20 +78,30 @@ class RolloutRuntime:
             reply_s=reply_s,
             checkpoint=checkpoint,
         )
+        waiting_limit = WAITING_PER_SLOT * wiring.config.rollout.max_running
         self.pipeline = Pipeline(
-            make_episode=wiring.make_episode,
+            worker=self._worker,
             engine=self.engines.backend,
             store=wiring.store,
             post=self.pump.post,
-            spawn=self.tasks.spawn,
             clock=clock,
             spans=_EpisodeSpans(wiring.trace),
-            waiting_limit=WAITING_PER_SLOT * wiring.config.rollout.max_running,
+            waiting_limit=waiting_limit,
             keep_partial_turns=keep_partial_turns,
+        )
+        self._here = RolloutWorker(
+            make_episode=wiring.make_episode,
+            report=self.pipeline.on_report,
+            spawn=self.tasks.spawn,
+            clock=clock,
+            waiting_limit=waiting_limit,
         )
         self._timer = Timer(clock, self.pump.post)
         self.error: str | None = None
         """The error of the run, or "", once the core has finished it."""
+
+    def _worker(self, worker_id: str) -> WorkerPort | None:
+        return self._here
 
     def handlers(self) -> Handlers:
         return rollout_handlers(pipeline=self.pipeline, engines=self.engines, timer=self._timer)

@@ -23,8 +23,10 @@ class DrawTask(TaggedStruct, frozen=True, kw_only=True):
 
 
 class StartInit(TaggedStruct, frozen=True, kw_only=True):
-    """Start the environment of an attempt. → EnvReady | TrajectoryEnded (if the
-    environment failed to start)
+    """Start the environment of an attempt in a worker, or in the controller ("").
+
+    → EnvReady | TrajectoryEnded (if the environment failed to start). Until its end, the
+    attempt may also be lost with its worker (WorkerLost).
     """
 
     trajectory_id: TrajectoryId
@@ -35,6 +37,7 @@ class StartInit(TaggedStruct, frozen=True, kw_only=True):
     purpose: Purpose
     initiated_version: int
     decoding: Decoding = Decoding()
+    worker: str = ""
 
 
 class StartRun(TaggedStruct, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ class StopReason(enum.StrEnum):
     STALE = "stale"  # aborted by the staleness bound
     SURPLUS = "surplus"  # a redundant member or group that is no longer needed
     WORLD_LOST = "world_lost"  # the controller restarted, and the trajectory could not continue
+    WORKER_LOST = "worker_lost"  # the process that ran the attempt was lost
     CANCELLED = "cancelled"  # by the user or by the end of the run
 
 
@@ -52,6 +53,7 @@ BLAME_OF: dict[StopReason, Blame] = {
     StopReason.STALE: Blame.INFRASTRUCTURE,
     StopReason.SURPLUS: Blame.INFRASTRUCTURE,
     StopReason.WORLD_LOST: Blame.INFRASTRUCTURE,
+    StopReason.WORKER_LOST: Blame.INFRASTRUCTURE,
     StopReason.CANCELLED: Blame.USER,
 }
 

@@ -117,6 +117,7 @@ FAILED_STAGE: Mapping[str, str] = {
     StopReason.REWARD_HANG: "eval",
     StopReason.TIME_BUDGET: "timeout",
     StopReason.WORLD_LOST: "run",
+    StopReason.WORKER_LOST: "run",
 }
 """`critical_error` by stop reason; an environment that never ran failed in "init"."""
 

@@ -1,0 +1,390 @@
+"""A rollout worker: runs INIT, RUN and EVAL of attempts, in the controller or in a
+process of its own (RollArt §5.3, §6.1).
+
+It decides nothing and stores nothing. Invariants: every attempt that was started is
+reported by exactly one `AttemptEnded`, and every `StartEval` by one `AttemptScored`, after
+its environment is closed; a command for another attempt changes nothing; a cancelled
+attempt leaves no task or environment behind.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from rollweave.envs.base import Score
+from rollweave.envs.foreign import describe_error
+from rollweave.rollout.budget import EpisodeStopError
+from rollweave.rollout.driver import Driver, MakeEpisode, TurnResult
+from rollweave.schema.base import TrajectoryId
+from rollweave.schema.commands import CancelTrajectory, DrawTask, StartEval, StartInit, StartRun
+from rollweave.schema.errors import DiskError
+from rollweave.schema.events import EnvReady
+from rollweave.schema.rollouts import (
+    AnswerTurn,
+    AttemptEnded,
+    AttemptReport,
+    AttemptScored,
+    PhaseEnded,
+    RolloutCommand,
+    TurnAsked,
+    TurnGivenUp,
+)
+from rollweave.schema.serving import Sampling
+from rollweave.schema.text import shortened
+from rollweave.schema.work import BLAME_OF, TRAINABLE, StopReason, Trajectory
+
+CLOSE_S = 5.0
+"""Seconds that an environment has to close before it is killed: less than the core
+waits for a cancelled attempt.
+"""
+
+Key = tuple[TrajectoryId, int]
+
+Report = Callable[[AttemptReport], None]
+
+
+class Spawn(Protocol):
+    """Runs a coroutine as a task of an owner that awaits it."""
+
+    def __call__(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Start the task."""
+
+
+class TurnRelay:
+    """The `TurnPort` of an attempt: asks the controller for each turn, and waits for the
+    answer.
+    """
+
+    def __init__(self, key: Key, report: Report, *, episode: Callable[[], Driver]) -> None:
+        self._key, self._report, self._episode = key, report, episode
+        self.ending = False
+        """Whether the attempt is being cancelled, so that its open turn need not be given
+        up.
+        """
+        self._open: tuple[int, asyncio.Future[TurnResult]] | None = None
+        self._base = -1
+        self._known: tuple[int, ...] = ()
+        """The context of turn `_base`, and its answer."""
+
+    async def turn(self, number: int, tokens: tuple[int, ...], sampling: Sampling) -> TurnResult:
+        answer: asyncio.Future[TurnResult] = asyncio.get_running_loop().create_future()
+        self._open = (number, answer)
+        trajectory_id, attempt = self._key
+        kept = len(self._known) if tokens[: len(self._known)] == self._known else 0
+        episode = self._episode()
+        self._report(
+            TurnAsked(
+                trajectory_id=trajectory_id,
+                attempt=attempt,
+                turn=number,
+                base=self._base,
+                kept=kept,
+                tokens=tokens[kept:],
+                sampling=sampling,
+                budget_s=episode.budget_s,
+                reward=episode.reward,
+            )
+        )
+        try:
+            result = await answer
+        except asyncio.CancelledError:
+            # an agent program has abandoned this call but continues to run
+            if not self.ending and answer.cancelled():
+                self._report(
+                    TurnGivenUp(trajectory_id=trajectory_id, attempt=attempt, turn=number)
+                )
+            raise
+        finally:
+            self._open = None
+        self._base, self._known = number, tokens + result.result.tokens
+        return result
+
+    def record_span(self, name: str, start: float, end: float) -> None:
+        trajectory_id, attempt = self._key
+        self._report(
+            PhaseEnded(
+                trajectory_id=trajectory_id, attempt=attempt, name=name, start=start, end=end
+            )
+        )
+
+    def answer(self, command: AnswerTurn) -> None:
+        """Pass the answer to the episode, unless it has given the turn up."""
+        if self._open is None or self._open[0] != command.turn or self._open[1].done():
+            return
+        if command.stop is not None:
+            self._open[1].set_exception(EpisodeStopError(command.stop, command.error))
+            return
+        assert command.result is not None, "an answer has a result or a reason to stop"
+        self._open[1].set_result(
+            TurnResult(result=command.result, engine_id=command.engine_id)
+        )
+
+
+@dataclasses.dataclass(slots=True)
+class _Attempt:
+    """An attempt between `StartInit` and `AttemptEnded`."""
+
+    command: StartInit
+    episode: Driver
+    turns: TurnRelay
+    run_allowed: asyncio.Event
+    task: asyncio.Task[None] | None = None
+    started: bool = False
+    cancelled: StopReason | None = None
+
+    @property
+    def key(self) -> Key:
+        return self.command.trajectory_id, self.command.attempt
+
+    @property
+    def lane(self) -> str:
+        return f"{self.command.trajectory_id}/{self.command.attempt}"
+
+
+@dataclasses.dataclass(slots=True)
+class _Evaluation:
+    """An attempt between `StartEval` and `AttemptScored`."""
+
+    attempt: _Attempt
+    task: asyncio.Task[None] | None = None
+    started: bool = False
+    cancelled: StopReason | None = None
+
+
+class RolloutWorker:
+    """`make_episode` builds the driver of one attempt; `report` receives every report.
+
+    `draw` draws a task, where the worker is asked for that.
+    """
+
+    def __init__(
+        self,
+        *,
+        make_episode: MakeEpisode,
+        report: Report,
+        spawn: Spawn,
+        clock: Callable[[], float],
+        waiting_limit: int,
+        draw: Callable[[DrawTask], None] | None = None,
+    ) -> None:
+        """Create a worker without attempts.
+
+        `waiting_limit` bounds the number of rolled-out attempts that are kept for a
+        `StartEval` that may never come.
+        """
+        self._make_episode, self._report, self._spawn = make_episode, report, spawn
+        self._clock, self._waiting_limit, self._draw = clock, waiting_limit, draw
+        self._attempts: dict[Key, _Attempt] = {}
+        self._rolled_out: dict[Key, _Attempt] = {}
+        self._evaluations: dict[Key, _Evaluation] = {}
+
+    @property
+    def active_attempts(self) -> int:
+        """Return the number of attempts that hold resources."""
+        return len(self._attempts) + len(self._evaluations)
+
+    def send(self, command: RolloutCommand) -> None:
+        """Execute a command."""
+        match command:
+            case StartInit():
+                self._start_init(command)
+            case StartRun(trajectory_id=name, attempt=number):
+                if (attempt := self._attempts.get((name, number))) is not None:
+                    attempt.run_allowed.set()
+            case AnswerTurn(trajectory_id=name, attempt=number):
+                if (attempt := self._attempts.get((name, number))) is not None:
+                    attempt.turns.answer(command)
+            case StartEval():
+                self._start_eval(command)
+            case CancelTrajectory():
+                self._cancel(command)
+            case DrawTask():
+                assert self._draw is not None, "this worker draws tasks"
+                self._draw(command)
+
+    def _start_init(self, command: StartInit) -> None:
+        key = (command.trajectory_id, command.attempt)
+        try:
+            episode = self._make_episode(command)
+        except Exception as bug:  # a bug of Rollweave fails only this attempt
+            trajectory = empty_trajectory(command, StopReason.ENV_ERROR, _bug_text(bug))
+            self._report(AttemptEnded(trajectory=trajectory, turns=0))
+            return
+        turns = TurnRelay(key, self._report, episode=lambda: episode)
+        attempt = self._attempts[key] = _Attempt(
+            command=command, episode=episode, turns=turns, run_allowed=asyncio.Event()
+        )
+        attempt.task = self._spawn(self._run_attempt(attempt), f"episode {attempt.lane}")
+
+    def _start_eval(self, command: StartEval) -> None:
+        key = (command.trajectory_id, command.attempt)
+        attempt = self._rolled_out.pop(key, None)
+        if attempt is None:
+            self._report(
+                AttemptScored(
+                    trajectory_id=key[0],
+                    attempt=key[1],
+                    reward=None,
+                    success=None,
+                    stop_reason=StopReason.REWARD_ERROR,
+                    eval_s=0.0,
+                    error=NOT_WAITING,
+                )
+            )
+            return
+        evaluation = self._evaluations[key] = _Evaluation(attempt=attempt)
+        evaluation.task = self._spawn(self._evaluate(key, evaluation), f"eval {attempt.lane}")
+
+    def _cancel(self, command: CancelTrajectory) -> None:
+        """Cancel an attempt; one that is unknown has ended, and its end is reported."""
+        key = (command.trajectory_id, command.attempt)
+        active = self._attempts.get(key) or self._evaluations.get(key)
+        if active is None:
+            self._rolled_out.pop(key, None)
+            return
+        active.cancelled = command.reason
+        if isinstance(active, _Attempt):
+            active.turns.ending = True
+        # A task that has not started checks `cancelled` itself.
+        if active.started and active.task is not None:
+            active.task.cancel()
+
+    # INIT and RUN.
+
+    async def _run_attempt(self, attempt: _Attempt) -> None:
+        """Run INIT and RUN, close the environment, and report the end."""
+        attempt.started = True
+        episode, error = attempt.episode, ""
+        try:
+            try:
+                if attempt.cancelled is None:
+                    reason = await self._init_and_run(attempt)
+                else:
+                    reason = attempt.cancelled
+            except EpisodeStopError as stop:
+                reason, error = stop.reason, str(stop)
+            except asyncio.CancelledError:
+                if attempt.cancelled is None:
+                    raise
+                reason = attempt.cancelled
+            except Exception as bug:  # a bug of Rollweave fails only this attempt
+                reason, error = StopReason.ENV_ERROR, _bug_text(bug)
+        except asyncio.CancelledError:
+            episode.kill()  # the run is shutting down and does not wait for an orderly close
+            self._end(attempt, StopReason.CANCELLED, "the run ended")
+            raise
+        await _close_or_kill(episode)
+        self._end(attempt, reason, error)
+
+    async def _init_and_run(self, attempt: _Attempt) -> StopReason:
+        command, started = attempt.command, self._clock()
+        await attempt.episode.init()
+        attempt.turns.record_span("init", started, self._clock())
+        self._report(
+            EnvReady(
+                trajectory_id=command.trajectory_id,
+                attempt=command.attempt,
+                prompt_tokens=attempt.episode.prompt_tokens,
+            )
+        )
+        await attempt.run_allowed.wait()
+        return await attempt.episode.run(attempt.turns)
+
+    def _end(self, attempt: _Attempt, reason: StopReason, error: str) -> None:
+        """Report the end with the record."""
+        command, key, turns = attempt.command, attempt.key, attempt.episode.turns
+        del self._attempts[key]
+        if reason in TRAINABLE and attempt.cancelled is None:
+            self._rolled_out[key] = attempt
+            while len(self._rolled_out) > self._waiting_limit:
+                del self._rolled_out[next(iter(self._rolled_out))]
+        try:
+            trajectory = attempt.episode.trajectory(reason, error)
+            self._report(AttemptEnded(trajectory=trajectory, turns=turns))
+        except DiskError:
+            raise
+        except Exception as bug:  # the result cannot be stored, but the failure can
+            self._rolled_out.pop(key, None)
+            trajectory = empty_trajectory(command, StopReason.ENV_ERROR, _bug_text(bug))
+            self._report(AttemptEnded(trajectory=trajectory, turns=turns))
+
+    # EVAL.
+
+    async def _evaluate(self, key: Key, evaluation: _Evaluation) -> None:
+        evaluation.started = True
+        attempt, started = evaluation.attempt, self._clock()
+        score: Score | None = None
+        reason, error = StopReason.FINISHED, ""
+        try:
+            if evaluation.cancelled is None:
+                score = await attempt.episode.score()
+        except EpisodeStopError as stop:
+            reason, error = stop.reason, str(stop)
+        except asyncio.CancelledError:
+            if evaluation.cancelled is None:
+                evaluation.cancelled = StopReason.CANCELLED
+                self._scored(key, evaluation, None, StopReason.CANCELLED, "the run ended")
+                raise
+        except Exception as bug:  # a bug of Rollweave fails only this attempt
+            reason, error = StopReason.REWARD_ERROR, _bug_text(bug)
+        attempt.turns.record_span("eval", started, self._clock())
+        self._scored(key, evaluation, score, evaluation.cancelled or reason, error)
+
+    def _scored(
+        self, key: Key, evaluation: _Evaluation, score: Score | None, reason: StopReason, error: str
+    ) -> None:
+        """Report the score, or why there is none."""
+        episode = evaluation.attempt.episode
+        if evaluation.cancelled is not None:
+            score = None
+        del self._evaluations[key]
+        self._report(
+            AttemptScored(
+                trajectory_id=key[0],
+                attempt=key[1],
+                reward=score.reward if score is not None else None,
+                success=score.success if score is not None else None,
+                stop_reason=episode.stop_reason if score is not None else reason,
+                eval_s=episode.eval_s,
+                error=error,
+                result=episode.result,
+            )
+        )
+
+
+NOT_WAITING = "the attempt is not waiting for its reward"
+"""Why an attempt is not scored that has ended otherwise, or is too old."""
+
+
+def empty_trajectory(command: StartInit, reason: StopReason, error: str) -> Trajectory:
+    """Return the minimal record of an attempt that has no other record."""
+    return Trajectory(
+        id=command.trajectory_id,
+        group_id=command.group_id,
+        task=command.task,
+        attempt=command.attempt,
+        initiated_version=command.initiated_version,
+        sequences=(),
+        reward=None,
+        stop_reason=reason,
+        blame=BLAME_OF[reason],
+        error=error,
+    )
+
+
+def _bug_text(bug: Exception) -> str:
+    """Describe a failure that no other part has attributed."""
+    return shortened(
+        f"a failure that Rollweave did not foresee: {describe_error('the attempt', bug)}"
+    )
+
+
+async def _close_or_kill(episode: Driver) -> None:
+    """Close the environment; kill it if that fails or takes too long."""
+    try:
+        async with asyncio.timeout(CLOSE_S):
+            await episode.close()
+    except (Exception, asyncio.CancelledError):
+        # The author's `close` may raise anything; a cancellation has been handled before.
+        episode.kill()

@@ -1,0 +1,153 @@
+"""Messages between the controller and a rollout worker, which runs INIT, RUN and EVAL of
+attempts (`rollout/worker.py`).
+
+The controller forwards the core's commands about stages and answers turns. The worker
+reports what becomes of its attempts; the controller stores tokens before it posts the
+event that refers to them.
+"""
+
+from rollweave.schema.base import EngineId, Struct, TaggedStruct, TrajectoryId
+from rollweave.schema.commands import (
+    CancelTrajectory,
+    DrawTask,
+    StartEval,
+    StartInit,
+    StartRun,
+)
+from rollweave.schema.events import DrawFailed, EnvReady, GroupSubmitted
+from rollweave.schema.serving import GenerateResult, Sampling
+from rollweave.schema.work import StopReason, Trajectory
+
+BEAT_S = 0.5
+"""Seconds between two heartbeats of a worker's event loop."""
+
+
+class WorkerSpec(Struct, frozen=True, kw_only=True):
+    """What a worker process is started with.
+
+    `config` is the run's configuration as JSON. `waiting_limit` bounds the attempts that
+    are kept for an evaluation that may never come.
+    """
+
+    id: str
+    config: str
+    model_dir: str
+    logs: str
+    waiting_limit: int
+
+
+# Commands, beside those of the core.
+
+
+class AnswerTurn(TaggedStruct, frozen=True, kw_only=True):
+    """The answer to `TurnAsked`: a result and the engine that produced it, or the reason
+    why the attempt must stop.
+    """
+
+    trajectory_id: TrajectoryId
+    attempt: int
+    turn: int
+    engine_id: EngineId
+    result: GenerateResult | None = None
+    stop: StopReason | None = None
+    error: str = ""
+
+
+class StopWorker(TaggedStruct, frozen=True, kw_only=True):
+    """Cancel all attempts, report their ends, and exit."""
+
+
+RolloutCommand = StartInit | StartRun | StartEval | CancelTrajectory | DrawTask | AnswerTurn
+
+WorkerMessage = RolloutCommand | StopWorker
+"""What the controller sends to a worker process."""
+
+
+# Reports, beside the events that a worker can state itself.
+
+
+class WorkerReady(TaggedStruct, frozen=True, kw_only=True):
+    """The worker takes attempts. `now` is the time on its clock, in seconds."""
+
+    now: float
+
+
+class WorkerBeat(TaggedStruct, frozen=True, kw_only=True):
+    """Sent every `BEAT_S` seconds by the event loop of the worker."""
+
+
+class WorkerWarned(TaggedStruct, frozen=True, kw_only=True):
+    """A warning for the user.
+
+    A `passing` one is shown and not recorded.
+    """
+
+    component: str
+    message: str
+    passing: bool = False
+
+
+class TurnAsked(TaggedStruct, frozen=True, kw_only=True):
+    """The episode needs the agent's next message. Answered by `AnswerTurn`.
+
+    The context is that of turn `base` and its answer, as far as `kept` tokens, and then
+    `tokens`. `budget_s` are the active seconds that remain, `reward` is the reward so
+    far.
+    """
+
+    trajectory_id: TrajectoryId
+    attempt: int
+    turn: int
+    base: int
+    kept: int
+    tokens: tuple[int, ...]
+    sampling: Sampling
+    budget_s: float
+    reward: float
+
+
+class TurnGivenUp(TaggedStruct, frozen=True, kw_only=True):
+    """The agent program has given up this call, and continues."""
+
+    trajectory_id: TrajectoryId
+    attempt: int
+    turn: int
+
+
+class AttemptEnded(TaggedStruct, frozen=True, kw_only=True):
+    """INIT and RUN are over, and the environment is closed."""
+
+    trajectory: Trajectory
+    turns: int
+
+
+class AttemptScored(TaggedStruct, frozen=True, kw_only=True):
+    """EVAL is over. Without a `reward`, `stop_reason` and `error` say why."""
+
+    trajectory_id: TrajectoryId
+    attempt: int
+    reward: float | None
+    success: bool | None
+    stop_reason: StopReason
+    eval_s: float
+    error: str = ""
+    result: str = ""
+
+
+class PhaseEnded(TaggedStruct, frozen=True, kw_only=True):
+    """A phase of an attempt, for the trace. Times are on the worker's clock."""
+
+    trajectory_id: TrajectoryId
+    attempt: int
+    name: str
+    start: float
+    end: float
+
+
+AttemptReport = EnvReady | TurnAsked | TurnGivenUp | AttemptEnded | AttemptScored | PhaseEnded
+"""What a worker reports about an attempt."""
+
+WorkerReport = (
+    AttemptReport | GroupSubmitted | DrawFailed | WorkerReady | WorkerBeat | WorkerWarned
+)
+"""What a worker process sends to the controller."""
