@@ -38,6 +38,10 @@ class World:
         self.config, self.restless = config, restless
         self.changing_hosts = 0.0  # share of events after which a host is lost or joins
         self.own_machines = False  # hosts share no memory, and the trainer is lost with its host
+        self.losing_workers = 0.0  # share of events after which a worker is lost
+        self.worker_epoch = {f"w{number}": 0 for number in range(config.workers.count)}
+        self.worker_host = dict.fromkeys(self.worker_epoch, 0)
+        self.ready_workers: set[str] = set()
         self.core = Core(config)
         self.random = random.Random(seed)
         self.failure, self.spread, self.hang = failure, spread, hang
@@ -110,8 +114,11 @@ class World:
                 if self.own_machines
                 else (),
                 ranks=(RankSlot(),) if self.own_machines else (),
+                workers=self.worker_slots(),
             )
         )
+        for name in self.worker_epoch:
+            self.join_worker(name)
         for name in self.relay_epoch:
             self.join_relay(name)
         for name in self.engine_epoch:
@@ -135,6 +142,28 @@ class World:
                 ),
             )
         )
+
+    def worker_slots(self) -> tuple[e.WorkerSlot, ...]:
+        """Begin the workers of a new world."""
+        self.ready_workers.clear()
+        self.worker_epoch = dict.fromkeys(self.worker_epoch, 0)
+        self.worker_host = dict.fromkeys(self.worker_epoch, 0)
+        return tuple(e.WorkerSlot(id=name) for name in self.worker_epoch)
+
+    def join_worker(self, name: str) -> None:
+        """The worker is ready later, unless it fails to start."""
+        key = {"worker_id": name, "epoch": self.worker_epoch[name]}
+        self.later(
+            e.WorkerLost(**key, error="no memory") if self.fails() else e.WorkerJoined(**key)
+        )
+
+    def lose_worker(self) -> None:
+        """One of the workers that are ready dies, and its attempts report nothing more."""
+        if self.ready_workers:
+            name = self.random.choice(sorted(self.ready_workers))
+            lost = e.WorkerLost(worker_id=name, epoch=self.worker_epoch[name], error="killed")
+            for _ in range(self.random.choice([1, 1, 2])):
+                self.later(lost)
 
     def begin_relays(self) -> int:
         """Begin all relays of a new world; return their number."""
@@ -181,6 +210,13 @@ class World:
             del loads[: max(0, last - 1)]
         elif isinstance(event, e.WorldLost):
             self.lost_worlds += 1
+        elif (
+            isinstance(event, e.WorkerJoined | e.WorkerLost)
+            and event.epoch == self.worker_epoch[event.worker_id]
+        ):
+            joined = isinstance(event, e.WorkerJoined)
+            (self.ready_workers.add if joined else self.ready_workers.discard)(event.worker_id)
+            self.lost_worlds += not joined  # as many attempts may follow
         out = self.core.handle(self.now, event)
         self.core.check()
         self.journal.append((self.now, event))
@@ -223,6 +259,8 @@ class World:
             self.change_fleet()
         if self.changing_hosts and self.random.random() < self.changing_hosts:
             self.change_hosts()
+        if self.losing_workers and self.random.random() < self.losing_workers:
+            self.lose_worker()
         if self.timer is not None and (not self.heap or self.timer <= self.heap[0][0]):
             self.now, self.timer = max(self.now, self.timer), None
             self.feed(e.TimerFired())
@@ -297,6 +335,7 @@ class World:
                 )
                 self.later(e.GroupSubmitted(group_id=command.group_id, task=task), 0.0)
             case c.StartInit():
+                assert command.worker in (self.ready_workers or {""}), f"{command} to no worker"
                 self.initiated[command.trajectory_id] = command.initiated_version
                 key = {"trajectory_id": command.trajectory_id, "attempt": command.attempt}
                 if self.fails():
@@ -338,6 +377,15 @@ class World:
                 key_of_turn = (command.trajectory_id, command.attempt, command.turn)
                 if self.open.get(key_of_turn) == (command.engine_id, command.dispatch):
                     del self.open[key_of_turn]
+            case c.RestartWorker():
+                assert command.epoch > self.worker_epoch[command.worker_id], command
+                assert command.host in self.core.state.hosts.up, command
+                self.worker_epoch[command.worker_id] = command.epoch
+                self.worker_host[command.worker_id] = command.host
+                self.ready_workers.discard(command.worker_id)
+                self.join_worker(command.worker_id)
+            case c.RemoveWorker():
+                self.ready_workers.discard(command.worker_id)
             case c.Evict() | c.ResumeEngine() | c.Harvest() | c.FitPredictor():
                 pass
             case c.RerankTurn():

@@ -36,9 +36,9 @@ class Recorder:
 def tables(part: Any, pipeline: Any = None) -> tuple[Handlers, Handlers]:
     pipeline = pipeline or part
     return (
-        rollout_handlers(pipeline=pipeline, engines=part, timer=part),
+        rollout_handlers(pipeline=pipeline, engines=part, workers=part, timer=part),
         training_handlers(
-            pipeline=pipeline, trainer=part, relays=part, predictor=part, drawer=part
+            pipeline=pipeline, trainer=part, relays=part, predictor=part, draw=part.draw
         ),
     )
 

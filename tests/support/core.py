@@ -75,8 +75,10 @@ def restart_controller(world: World) -> None:
     world.engine_epoch = dict.fromkeys(world.engine_epoch, 0)
     world.engine_version.clear()
     relays = world.begin_relays()
-    world.feed(e.WorldLost(engines=world.slots(), relays=relays))
+    world.feed(e.WorldLost(engines=world.slots(), relays=relays, workers=world.worker_slots()))
     if world.finish is None:
+        for name in world.worker_epoch:
+            world.join_worker(name)
         for name in world.engine_epoch:
             world.join(name)
         for name in world.relay_epoch:

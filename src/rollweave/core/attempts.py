@@ -13,8 +13,18 @@ consequences, within the same event.
 
 from collections.abc import Mapping
 
+from rollweave.core.policy.workers import least_loaded
 from rollweave.core.run import AttemptOver, Run
-from rollweave.core.state import Held, OnEngine, Queued, Stage, State, Trajectory, Turn
+from rollweave.core.state import (
+    Held,
+    OnEngine,
+    Queued,
+    Stage,
+    State,
+    Trajectory,
+    Turn,
+    WorkerStatus,
+)
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import AbortTurn
 from rollweave.schema.work import StopReason
@@ -109,6 +119,43 @@ def abort(run: Run, trajectory: Trajectory, turn: Turn, engine_id: EngineId) -> 
     )
 
 
+def choose_worker(run: Run) -> str | None:
+    """The worker for another attempt; "" if attempts run in the controller, and None if no
+    worker is ready.
+    """
+    workers = run.state.workers
+    if not workers:
+        return ""
+    return least_loaded(
+        {
+            name: len(worker.attempts)
+            for name, worker in workers.items()
+            if worker.status is WorkerStatus.READY
+        }
+    )
+
+
+def enter_worker(run: Run, trajectory: Trajectory, worker: str) -> None:
+    """Record that the worker has the attempt."""
+    trajectory.worker = worker
+    if worker:
+        run.state.workers[worker].attempts[trajectory.id] = None
+
+
+def forgive_worker(run: Run, trajectory: Trajectory) -> None:
+    """Forget earlier losses of the attempt's worker: it has done work since."""
+    worker = run.state.workers.get(trajectory.worker)
+    if worker is not None:
+        worker.restarts = 0
+
+
+def _leave_worker(run: Run, trajectory: Trajectory) -> None:
+    worker = run.state.workers.get(trajectory.worker)
+    if worker is not None:
+        worker.attempts.pop(trajectory.id, None)
+    trajectory.worker = ""
+
+
 def count_stop(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
     """Count the end of the attempt, once, if it was launched."""
     if trajectory.launched:
@@ -120,6 +167,7 @@ def count_stop(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
 def score(run: Run, trajectory: Trajectory, stop: StopReason) -> None:
     """The attempt is scored: record it, and post the fact."""
     count_stop(run, trajectory, stop)
+    _leave_worker(run, trajectory)
     move(run, trajectory, Stage.SCORED)
     run.over.append(AttemptOver(trajectory_id=trajectory.id, reason=stop, scored=True))
 
@@ -131,5 +179,6 @@ def end(run: Run, trajectory: Trajectory, reason: StopReason, *, repeated: bool)
     """
     trajectory.closing = None
     count_stop(run, trajectory, reason)
+    _leave_worker(run, trajectory)
     move(run, trajectory, Stage.OVER)
     run.over.append(AttemptOver(trajectory_id=trajectory.id, reason=reason, repeated=repeated))

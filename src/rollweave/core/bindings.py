@@ -11,7 +11,7 @@ import msgspec
 from rollweave.core.policy.binding import Binding, Demand, Unbound, bind
 from rollweave.core.state import State
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.events import EngineSlot
+from rollweave.schema.events import EngineSlot, WorkerSlot
 from rollweave.schema.hosts import HostSlot, RankSlot
 
 TRAINER = "trainer"
@@ -74,6 +74,23 @@ def bind_engine(config: RunConfig, state: State, slot: EngineSlot) -> EngineSlot
     return _placed(slot, bindings[0]) if bindings else None
 
 
+def bind_workers(
+    config: RunConfig, hosts: Sequence[HostSlot], engines: Iterable[EngineSlot]
+) -> tuple[tuple[WorkerSlot, ...], list[Unbound]]:
+    """The places of all rollout workers beside these engines, and what has no place."""
+    bound = [Binding(role=slot.id, host=slot.host, devices=slot.devices) for slot in engines]
+    demands = [_worker(config, f"w{number}") for number in range(config.workers.count)]
+    bindings, unbound = bind(demands, hosts, bound)
+    return tuple(WorkerSlot(id=place.role, host=place.host) for place in bindings), unbound
+
+
+def bind_worker(config: RunConfig, state: State, worker_id: str) -> int | None:
+    """The host for this worker beside all that have a place; None if there is none."""
+    hosts = list(state.hosts.up.values())
+    bindings, _ = bind([_worker(config, worker_id)], hosts, _bound(state, ranks=True))
+    return bindings[0].host if bindings else None
+
+
 def bind_ranks(config: RunConfig, state: State) -> list[RankSlot]:
     """The places of the trainer's ranks beside the engines: the present ones, unless one
     of their hosts is lost. Empty if there is no place for all of them.
@@ -110,6 +127,10 @@ def _engine(config: RunConfig, slot: EngineSlot, hosts: Sequence[HostSlot]) -> D
     )
 
 
+def _worker(config: RunConfig, worker_id: str) -> Demand:
+    return Demand(role=worker_id, devices=0, pools=config.pools_of(config.workers.pool))
+
+
 def _on_gpus(config: RunConfig, hosts: Sequence[HostSlot]) -> bool:
     return config.model.device != "cpu" and any(host.devices for host in hosts)
 
@@ -125,4 +146,7 @@ def _bound(state: State, *, ranks: bool) -> list[Binding]:
         for rank, slot in enumerate(state.hosts.ranks)
         if slot.devices
     ]
-    return engines + own if ranks else engines
+    workers = [
+        Binding(role=worker.id, host=worker.host) for worker in state.workers.values()
+    ]
+    return [*engines, *workers, *(own if ranks else ())]

@@ -22,6 +22,7 @@ from rollweave.core.state import (
     RelayStatus,
     Stage,
     TrainerStatus,
+    WorkerStatus,
 )
 from rollweave.core.weights import MAX_VERSIONS, needed, relay_id
 from rollweave.schema.work import Purpose
@@ -41,6 +42,7 @@ def check(run: Run) -> None:
     _check_service(run)
     _check_weights(run)
     _check_fleet(run)
+    _check_workers(run)
     _check_saving(run)
     _check_attempts(run)
     accounts = account(run.state)
@@ -246,6 +248,28 @@ def _check_fleet(run: Run) -> None:
     for engine in leaving:
         assert not run.pacing.interchangeable or engine.draining, f"{engine} takes turns"
         assert engine.status is not EngineStatus.STARTING or not engine.active, engine
+
+
+def _check_workers(run: Run) -> None:
+    """Assert that every attempt under way is with one worker that is ready, or with none
+    where attempts run in the controller.
+    """
+    state = run.state
+    held: dict[str, str] = {}
+    for worker in state.workers.values():
+        assert not worker.attempts or worker.status is WorkerStatus.READY, worker
+        assert worker.host in state.hosts.up or worker.status in (
+            WorkerStatus.UNPLACED,
+            WorkerStatus.FAILED,
+        ), worker
+        for trajectory_id in worker.attempts:
+            assert trajectory_id not in held, f"{trajectory_id} is with two workers"
+            held[trajectory_id] = worker.id
+    for trajectory in state.trajectories.values():
+        assert held.get(trajectory.id, "") == trajectory.worker, trajectory
+        with_worker = trajectory.stage in ALIVE or trajectory.stage is Stage.EVAL_QUEUED
+        assert with_worker or not trajectory.worker, trajectory
+        assert not with_worker or bool(trajectory.worker) == bool(state.workers), trajectory
 
 
 def _check_saving(run: Run) -> None:

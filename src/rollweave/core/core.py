@@ -30,6 +30,7 @@ from rollweave.core import (
     turns,
     watchdog,
     weight_updates,
+    workers,
 )
 from rollweave.core.accounting import Account, account
 from rollweave.core.checks import check
@@ -149,6 +150,8 @@ HANDLERS: Mapping[type[Event], Callable[[Run, Any], None]] = {
     e.EngineWithdrawn: engines.on_withdrawn,
     e.EngineLost: engines.on_lost,
     e.WeightsLoadFailed: weight_updates.on_load_failed,
+    e.WorkerJoined: workers.on_joined,
+    e.WorkerLost: workers.on_lost,
     e.RelayJoined: relays.on_joined,
     e.RelayLost: relays.on_lost,
     e.RelaySuspected: relays.on_suspected,
@@ -175,6 +178,7 @@ STEPS: tuple[Callable[[Run], None], ...] = (
     groups.drop_expired,
     evaluation.advance,
     hosts.advance,
+    workers.advance,
     allocation.advance,
     groups.launch,
     trajectories.start_inits,

@@ -14,10 +14,10 @@ from rollweave.core import (
     training,
     trajectories,
     watchdog,
+    workers,
 )
-from rollweave.core.policy.retry import MAX_WORLDS_LOST
 from rollweave.core.run import Run
-from rollweave.core.state import ALIVE, GroupStatus, Phase, Stage, Trajectory
+from rollweave.core.state import ALIVE, GroupStatus, Phase, Stage
 from rollweave.schema.commands import DrawTask
 from rollweave.schema.events import RunStarted, WorldLost
 from rollweave.schema.work import StopReason
@@ -29,6 +29,7 @@ def on_started(run: Run, event: RunStarted) -> None:
     hosts.start(run, event.hosts, event.ranks, event.relays)
     engines.start(run, event.engines)
     relays.start(run, event.relays)
+    workers.start(run, event.workers)
     run.state.serving = event.serving
     if event.serving:
         serving.begin(run)
@@ -111,23 +112,11 @@ def _replace_world(run: Run, event: WorldLost, *, killed: bool) -> None:
     hosts.start(run, event.hosts, event.ranks, event.relays)
     engines.start(run, event.engines)
     relays.start(run, event.relays)
+    workers.start(run, event.workers)
     for trajectory in list(state.trajectories.values()):
         if trajectory.stage in ALIVE or trajectory.stage is Stage.EVAL_QUEUED:
             trajectory.turn = trajectory.migration = None
             if killed and trajectory.stage in ALIVE:
-                _count_lost_world(run, trajectory)
+                trajectories.suspect(run, trajectory, "controllers")
             trajectories.end_attempt(run, trajectory, trajectory.closing or StopReason.WORLD_LOST)
     lifecycle.settle(run)
-
-
-def _count_lost_world(run: Run, trajectory: Trajectory) -> None:
-    """Count the lost world against an attempt that was under way: it may be the cause,
-    since its environment runs in the world.
-    """
-    trajectory.worlds_lost += 1
-    if trajectory.worlds_lost == MAX_WORLDS_LOST:
-        text = (
-            f"is given up: {MAX_WORLDS_LOST} controllers were lost while it was under way, "
-            "perhaps because of its environment"
-        )
-        run.warn(trajectory.id, text, count="suspects")

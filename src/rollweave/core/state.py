@@ -78,7 +78,9 @@ class Trajectory(msgspec.Struct):
     member: int
     stage: Stage = Stage.QUEUED
     attempt: int = 0
-    worlds_lost: int = 0  # number of worlds lost while an attempt was under way
+    # number of controllers and workers lost while an attempt was under way
+    worlds_lost: int = 0
+    worker: str = ""  # that has this attempt
     initiated: int = -1  # weight version at launch of this attempt; -1 before
     weights_id: int = -1  # id of these weights, to which it is bound in mode decoupled
     launched_at: float = 0.0
@@ -207,6 +209,25 @@ class Engine(msgspec.Struct):
         more.
         """
         return self.leaving or self.draining
+
+
+class WorkerStatus(enum.StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    UNPLACED = "unplaced"  # there is no host for it
+    FAILED = "failed"  # given up after repeated failure
+
+
+class Worker(msgspec.Struct):
+    """A rollout worker."""
+
+    id: str
+    host: int
+    status: WorkerStatus = WorkerStatus.STARTING
+    epoch: int = 0
+    since: float = 0.0
+    restarts: int = 0  # since it last did work
+    attempts: dict[TrajectoryId, None] = {}  # that it runs, or that it will score
 
 
 class RelayStatus(enum.StrEnum):
@@ -525,6 +546,7 @@ class State(msgspec.Struct):
     trajectories: dict[TrajectoryId, Trajectory] = {}
     engines: dict[EngineId, Engine] = {}
     relays: dict[str, Relay] = {}
+    workers: dict[str, Worker] = {}  # none if attempts run in the controller
     buffer: dict[GroupId, None] = {}
     unassigned: dict[TrajectoryId, None] = {}  # no engine has their weights (mode decoupled)
     domains: dict[str, DomainStats] = {}  # by task domain

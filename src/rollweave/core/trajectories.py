@@ -8,6 +8,7 @@ closes, so what the world holds never exceeds the pools.
 
 from rollweave.core import attempts, lengths, migration
 from rollweave.core.attempts import find, move, release_turn
+from rollweave.core.policy.retry import MAX_WORLDS_LOST
 from rollweave.core.policy.staleness import staleness
 from rollweave.core.run import Run
 from rollweave.core.state import ALIVE, Stage, Trajectory
@@ -29,6 +30,7 @@ def on_env_ready(run: Run, event: EnvReady) -> None:
     trajectory = find(run, event.trajectory_id, event.attempt)
     if trajectory is not None and trajectory.stage is Stage.INIT:
         move(run, trajectory, Stage.RUN)
+        attempts.forgive_worker(run, trajectory)
         run.emit(StartRun(trajectory_id=trajectory.id, attempt=trajectory.attempt))
         lengths.learn_prompt(run, trajectory, event.prompt_tokens)
 
@@ -118,6 +120,19 @@ def end_attempt(run: Run, trajectory: Trajectory, reason: StopReason, *, failure
     attempts.end(run, trajectory, reason, repeated=repeated)
 
 
+def suspect(run: Run, trajectory: Trajectory, what: str) -> None:
+    """Count a lost controller or worker against an attempt that was under way: it may be
+    the cause, since its environment ran there.
+    """
+    trajectory.worlds_lost += 1
+    if trajectory.worlds_lost == MAX_WORLDS_LOST:
+        text = (
+            f"is given up: {MAX_WORLDS_LOST} {what} were lost while it was under way, "
+            "perhaps because of its environment"
+        )
+        run.warn(trajectory.id, text, count="suspects")
+
+
 def retry(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
     """Queue another attempt after one that ended for `reason`."""
     retried = run.state.counters.retried
@@ -156,6 +171,9 @@ def start_inits(run: Run) -> None:
         trajectory = state.trajectories[first]
         group = state.groups[trajectory.group_id]
         assert group.task is not None, "members are made when the task is known"
+        worker = attempts.choose_worker(run)
+        if worker is None:
+            return
         version = run.pacing.launch_version(run, trajectory, group.purpose)
         if version is None:
             return
@@ -170,6 +188,7 @@ def start_inits(run: Run) -> None:
                 state.counters.started += 1
             elif group.purpose is Purpose.EVAL:
                 state.counters.eval_started += 1
+        attempts.enter_worker(run, trajectory, worker)
         move(run, trajectory, Stage.INIT)
         run.emit(
             StartInit(
@@ -181,6 +200,7 @@ def start_inits(run: Run) -> None:
                 purpose=group.purpose,
                 initiated_version=version,
                 decoding=group.decoding,
+                worker=worker,
             )
         )
 

@@ -16,6 +16,7 @@ from rollweave.core import (
     trajectories,
     turn_priority,
     turns,
+    workers,
 )
 from rollweave.core.policy.retry import TIMEOUTS_BEFORE_RESTART
 from rollweave.core.run import Run
@@ -63,6 +64,7 @@ def check_deadlines(run: Run) -> None:
         if engine.id in state.engines:  # else it was removed with its host
             _check_engine(run, engine)
     relays.check_timeouts(run)
+    workers.check_timeouts(run)
     for trajectory_id in [
         *state.pools.init,
         *state.pools.run,

@@ -28,7 +28,7 @@ OPENING = b"[\n"
 BUFFER_LINES = 256
 """Number of lines buffered before they are written."""
 
-ENGINES, ENVIRONMENTS, TRAINER, CONTROLLER, RELAYS = 1, 2, 3, 4, 5
+ENGINES, ENVIRONMENTS, TRAINER, CONTROLLER, RELAYS, WORKERS = 1, 2, 3, 4, 5, 6
 """Process rows of the viewer."""
 
 ROWS = {
@@ -37,6 +37,7 @@ ROWS = {
     TRAINER: "trainer",
     CONTROLLER: "controller",
     RELAYS: "relays",
+    WORKERS: "workers",
 }
 
 

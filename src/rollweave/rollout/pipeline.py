@@ -47,7 +47,6 @@ from rollweave.schema.rollouts import (
     PhaseEnded,
     RolloutCommand,
     TurnAsked,
-    TurnGivenUp,
 )
 from rollweave.schema.work import BLAME_OF, TRAINABLE, Purpose, StopReason
 

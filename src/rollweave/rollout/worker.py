@@ -91,9 +91,7 @@ class TurnRelay:
         except asyncio.CancelledError:
             # an agent program has abandoned this call but continues to run
             if not self.ending and answer.cancelled():
-                self._report(
-                    TurnGivenUp(trajectory_id=trajectory_id, attempt=attempt, turn=number)
-                )
+                self._report(TurnGivenUp(trajectory_id=trajectory_id, attempt=attempt, turn=number))
             raise
         finally:
             self._open = None
@@ -116,9 +114,7 @@ class TurnRelay:
             self._open[1].set_exception(EpisodeStopError(command.stop, command.error))
             return
         assert command.result is not None, "an answer has a result or a reason to stop"
-        self._open[1].set_result(
-            TurnResult(result=command.result, engine_id=command.engine_id)
-        )
+        self._open[1].set_result(TurnResult(result=command.result, engine_id=command.engine_id))
 
 
 @dataclasses.dataclass(slots=True)

@@ -7,7 +7,6 @@ executed.
 """
 
 import asyncio
-import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, get_args
 
@@ -16,16 +15,9 @@ from rollweave.runtime.supervisors.engines import EngineSupervisor
 from rollweave.runtime.supervisors.predictor import PredictorSupervisor
 from rollweave.runtime.supervisors.relays import RelaySupervisor
 from rollweave.runtime.supervisors.trainer import TrainerSupervisor
-from rollweave.runtime.tasks import Tasks, on_thread
+from rollweave.runtime.supervisors.workers import WorkerSupervisor
 from rollweave.schema import commands as c
-from rollweave.schema.events import DrawFailed, Event, GroupSubmitted, TimerFired
-from rollweave.schema.text import shortened
-from rollweave.schema.work import Purpose, Task
-
-DRAW_S = 60.0
-"""Maximum time to draw one task, in seconds: a task source may download, but must not
-hold up the run.
-"""
+from rollweave.schema.events import Event, TimerFired
 
 Handlers = Mapping[type[c.Command], Callable[[Any], None]]
 """The handler of each type of command. A handler takes the command."""
@@ -72,41 +64,9 @@ class Timer:
         self._post(TimerFired())
 
 
-class TaskDrawer:
-    """Draws tasks off the event loop, one at a time: a task source is the user's code,
-    may be slow, and need not be thread-safe.
-    """
-
-    def __init__(
-        self,
-        draw: Callable[[str, int, Purpose], Task],
-        *,
-        tasks: Tasks,
-        post: Callable[[Event], None],
-    ) -> None:
-        """`draw(name, index, purpose)` returns task `index` of domain `name`."""
-        self._draw_task, self._tasks, self._post = draw, tasks, post
-        self._lock = asyncio.Lock()
-
-    def draw(self, command: c.DrawTask) -> None:
-        self._tasks.spawn(self._draw(command), f"draw {command.group_id}")
-
-    async def _draw(self, command: c.DrawTask) -> None:
-        async with self._lock:
-            try:
-                async with asyncio.timeout(DRAW_S):
-                    draw = functools.partial(
-                        self._draw_task, command.name, command.index, command.purpose
-                    )
-                    task = await on_thread(draw, f"draw {command.group_id}")
-            except Exception as error:
-                text = f"{command.name} #{command.index}: {type(error).__name__}: {error}"
-                self._post(DrawFailed(group_id=command.group_id, error=shortened(text)))
-                return
-        self._post(GroupSubmitted(group_id=command.group_id, task=task))
-
-
-def rollout_handlers(*, pipeline: Pipeline, engines: EngineSupervisor, timer: Timer) -> Handlers:
+def rollout_handlers(
+    *, pipeline: Pipeline, engines: EngineSupervisor, workers: WorkerSupervisor, timer: Timer
+) -> Handlers:
     """Return the handlers that every live world has."""
 
     def migrate(command: c.Migrate) -> None:
@@ -128,6 +88,8 @@ def rollout_handlers(*, pipeline: Pipeline, engines: EngineSupervisor, timer: Ti
         c.ResumeEngine: engines.resume,
         c.RestartEngine: engines.restart,
         c.RemoveEngine: engines.remove,
+        c.RestartWorker: workers.restart,
+        c.RemoveWorker: workers.remove,
         c.SetTimer: timer.set,
     }
 
@@ -138,7 +100,7 @@ def training_handlers(
     trainer: TrainerSupervisor,
     relays: RelaySupervisor,
     predictor: PredictorSupervisor,
-    drawer: TaskDrawer,
+    draw: Callable[[c.DrawTask], None],
 ) -> Handlers:
     """Return the handlers that a training run has in addition."""
 
@@ -146,7 +108,7 @@ def training_handlers(
         predictor.predict(command, pipeline.length_context(command))
 
     return {
-        c.DrawTask: drawer.draw,
+        c.DrawTask: draw,
         c.Predict: predict,
         c.Harvest: predictor.harvest,
         c.FitPredictor: predictor.fit,

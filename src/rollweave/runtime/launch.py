@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rollweave.core.bindings import bind_all, crowded, one_machine
+from rollweave.core.bindings import bind_all, bind_workers, crowded, one_machine
 from rollweave.core.core import Core
 from rollweave.core.membership import engines_to_start, first_engines
 from rollweave.core.policy.scheduling import scheduling
@@ -42,6 +42,7 @@ from rollweave.runtime.links.trainer import (
     TrainerBackend,
     TrainerSpec,
 )
+from rollweave.runtime.links.worker import OnReport, ProcessWorker, WorkerLink
 from rollweave.runtime.loopwatch import watched
 from rollweave.runtime.metrics import Metrics, Progress, Silent
 from rollweave.runtime.pump import RunClock
@@ -53,7 +54,7 @@ from rollweave.runtime.supervisors.predictor import in_process as predict_in_pro
 from rollweave.runtime.supervisors.predictor import in_thread as predict_in_thread
 from rollweave.runtime.supervisors.relays import missing_extra
 from rollweave.runtime.tasks import Tasks
-from rollweave.runtime.wiring import Wiring
+from rollweave.runtime.wiring import Wiring, waiting_limit
 from rollweave.runtime.world import World
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.root import RunConfig
@@ -62,6 +63,7 @@ from rollweave.schema.errors import ConfigError, DiskError
 from rollweave.schema.events import EngineSlot, RunStarted, WorldLost
 from rollweave.schema.hosts import RankSlot
 from rollweave.schema.prediction import PredictorSpec
+from rollweave.schema.rollouts import WorkerSpec
 from rollweave.schema.serving import EngineSpec
 from rollweave.train.lengths import check_installed
 
@@ -78,6 +80,7 @@ class Programs:
     engine: str = "rollweave.runtime.entrypoints.engine"
     trainer: str = "rollweave.runtime.entrypoints.trainer"
     relay: str = "rollweave.runtime.entrypoints.relay"
+    worker: str = "rollweave.runtime.entrypoints.worker"
 
 
 def train(
@@ -91,7 +94,7 @@ def train(
     """Run `config` to its end, from the beginning or from the last checkpoint
     (`resume`), with engines and trainer as processes or as threads (`inproc`).
 
-    Relays are processes in any case.
+    Relays and rollout workers are processes in any case.
 
     The first SIGINT or SIGTERM asks for an orderly end; a second one ends the run at
     once, and raises KeyboardInterrupt. Raises `ConfigError` if the user must change
@@ -255,11 +258,15 @@ class _Start:
         slots, relays = engines_to_start(config, beginning.core.state), config.weights.relays
         hosts = cluster.slots or one_machine(relays, config.pools)
         slots, ranks, unbound = bind_all(config, slots, hosts)
-        if unbound:
-            raise ConfigError("\n".join(f"{one.role}: {one.reason}" for one in unbound))
+        workers, more = bind_workers(config, hosts, slots)
+        if unbound or more:
+            raise ConfigError("
+".join(f"{one.role}: {one.reason}" for one in unbound + more))
         if problem := crowded(config, [(one.host, one.devices) for one in ranks if one.devices]):
             raise ConfigError(f"trainer.ranks {problem}")
-        return beginning.first(slots, hosts=hosts, ranks=ranks, relays=len(cluster.slots) or relays)
+        return beginning.first(
+            slots, hosts=hosts, ranks=ranks, workers=workers, relays=len(cluster.slots) or relays
+        )
 
     def _world(
         self,
@@ -294,6 +301,7 @@ class _Start:
             hosts=hosts,
             make_engine=processes.engine,
             make_episode=episodes.make,
+            make_worker=processes.worker,
         )
         return World(
             wiring,
@@ -346,7 +354,7 @@ def torn(journal: RunJournal, store: TrajectoryStore) -> list[Warn]:
 
 
 class Processes:
-    """Starts the engines, trainers and predictors of one run.
+    """Starts the engines, trainers, rollout workers and predictors of one run.
 
     If a model from scratch does not exist yet, the first trainer builds it.
     """
@@ -454,6 +462,26 @@ class Processes:
         host = self._hosts.host(slot.host)
         env = {**_threads(TRAINER_THREADS), **host.environment(slot.devices)}
         return RankPlace(spawn=host.spawn, env=env, address=host.address)
+
+    def worker(self, worker_id: str, host_number: int, on_report: OnReport) -> WorkerLink:
+        """Start a rollout worker. Raises OSError."""
+        host = self._hosts.host(host_number)
+        spec = WorkerSpec(
+            id=worker_id,
+            config=self._config.model_dump_json(),
+            model_dir=str(self.model_dir),
+            logs=str(self._run.logs),
+            waiting_limit=waiting_limit(self._config),
+        )
+        return ProcessWorker(
+            spec,
+            on_report,
+            spawn=host.spawn,
+            module=self._programs.worker,
+            log=self._run.logs / f"{worker_id}.log",
+            env=_threads(1),
+            start_s=BACKSTOP * self._config.watchdog.start_s,
+        )
 
     def predictor(self) -> OpenPredictor:
         """Return a function that starts the predictor of lengths.

@@ -35,7 +35,7 @@ from rollweave.schema.commands import Warn
 from rollweave.schema.config.loading import differences, dumps, load, loads
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.events import EngineSlot, RunStarted, WorldLost
+from rollweave.schema.events import EngineSlot, RunStarted, WorkerSlot, WorldLost
 from rollweave.schema.hosts import HostSlot, RankSlot
 from rollweave.schema.work import Purpose
 
@@ -71,18 +71,25 @@ class Beginning:
         *,
         hosts: tuple[HostSlot, ...] = (),
         ranks: tuple[RankSlot, ...] = (),
+        workers: tuple[WorkerSlot, ...] = (),
         relays: int = 0,
         serving: bool = False,
     ) -> RunStarted | WorldLost:
         """Return the event with which this life begins."""
         if self.resumed:
             return WorldLost(
-                engines=engines, hosts=hosts, ranks=ranks, missing=self.missing, relays=relays
+                engines=engines,
+                hosts=hosts,
+                ranks=ranks,
+                workers=workers,
+                missing=self.missing,
+                relays=relays,
             )
         return RunStarted(
             engines=engines,
             hosts=hosts,
             ranks=ranks,
+            workers=workers,
             relays=relays,
             serving=serving,
             run_id=self.identity.id,

@@ -4,6 +4,7 @@ Invariants: as of `runtime/world.py`; a result is in the store before its delive
 announced.
 """
 
+import asyncio
 import contextlib
 from typing import Protocol
 
@@ -40,7 +41,7 @@ class ServiceWorld:
     ) -> None:
         self.core, self._journal = wiring.core, wiring.journal
         self._compact_bytes = compact_bytes
-        self._rollouts = RolloutRuntime(wiring, execute=self._execute)
+        self._rollouts = RolloutRuntime(wiring, execute=self._execute, warn=sink.warned)
         self.pump = self._rollouts.pump
         handlers: Handlers = {
             **self._rollouts.handlers(),
@@ -60,8 +61,9 @@ class ServiceWorld:
             try:
                 self.pump.post(first)
                 rollouts.engines.start(first.engines)
+                rollouts.workers.start(first.workers)
                 await self.pump.run()
-                await rollouts.engines.close()
+                await asyncio.gather(rollouts.engines.close(), rollouts.workers.close())
                 with contextlib.suppress(DiskError):  # then the next life replays it all
                     self._journal.rotate(self.core.snapshot())
             finally:

@@ -18,8 +18,9 @@ from rollweave.runtime.hosts.hosts import Hosts
 from rollweave.runtime.manifests import Manifests
 from rollweave.runtime.pump import Pump, RunClock
 from rollweave.runtime.supervisors.engines import EngineSupervisor
+from rollweave.runtime.supervisors.workers import MakeWorker, WorkerSupervisor
 from rollweave.runtime.tasks import Tasks
-from rollweave.schema.commands import Command
+from rollweave.schema.commands import Command, Warn
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import EngineSlot
 from rollweave.schema.serving import LoadCheckpoint
@@ -28,6 +29,11 @@ WAITING_PER_SLOT = 8
 """Number of rolled-out attempts that are remembered for each living environment: about
 the length that the queue of rewards may reach.
 """
+
+
+def waiting_limit(config: RunConfig) -> int:
+    """Return the limit of `rollout/worker.py`."""
+    return WAITING_PER_SLOT * config.rollout.max_running
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +49,7 @@ class Wiring:
     hosts: Hosts
     make_engine: Callable[[EngineSlot, int], EngineBackend]
     make_episode: MakeEpisode
+    make_worker: MakeWorker
 
 
 class RolloutRuntime:
@@ -53,12 +60,13 @@ class RolloutRuntime:
         wiring: Wiring,
         *,
         execute: Callable[[Command], None],
+        warn: Callable[[Warn], None],
         keep_partial_turns: bool = False,
         relayed: bool = False,
         reply_s: float | None = None,
         checkpoint: Callable[[int, int], LoadCheckpoint] | None = None,
     ) -> None:
-        """`execute` receives each command.
+        """`execute` receives each command, and `warn` what workers warn of.
 
         `keep_partial_turns` is as in `rollout/pipeline.py`; `reply_s` and `checkpoint` are as
         in `runtime/supervisors/engines.py`.
@@ -78,7 +86,7 @@ class RolloutRuntime:
             reply_s=reply_s,
             checkpoint=checkpoint,
         )
-        waiting_limit = WAITING_PER_SLOT * wiring.config.rollout.max_running
+        limit = waiting_limit(wiring.config)
         self.pipeline = Pipeline(
             worker=self._worker,
             engine=self.engines.backend,
@@ -86,25 +94,36 @@ class RolloutRuntime:
             post=self.pump.post,
             clock=clock,
             spans=_EpisodeSpans(wiring.trace),
-            waiting_limit=waiting_limit,
+            waiting_limit=limit,
             keep_partial_turns=keep_partial_turns,
+        )
+        self.workers = WorkerSupervisor(
+            make=wiring.make_worker,
+            pipeline=self.pipeline,
+            tasks=self.tasks,
+            post=self.pump.post,
+            warn=warn,
+            clock=clock,
+            trace=wiring.trace,
         )
         self._here = RolloutWorker(
             make_episode=wiring.make_episode,
             report=self.pipeline.on_report,
             spawn=self.tasks.spawn,
             clock=clock,
-            waiting_limit=waiting_limit,
+            waiting_limit=limit,
         )
         self._timer = Timer(clock, self.pump.post)
         self.error: str | None = None
         """The error of the run, or "", once the core has finished it."""
 
     def _worker(self, worker_id: str) -> WorkerPort | None:
-        return self._here
+        return self.workers.port(worker_id) if worker_id else self._here
 
     def handlers(self) -> Handlers:
-        return rollout_handlers(pipeline=self.pipeline, engines=self.engines, timer=self._timer)
+        return rollout_handlers(
+            pipeline=self.pipeline, engines=self.engines, workers=self.workers, timer=self._timer
+        )
 
     def finish(self, error: str) -> None:
         """Let the pump return: the core has finished the run."""

@@ -17,7 +17,8 @@ from rollweave.core.state import Phase
 from rollweave.core.waits import waits
 from rollweave.runtime.checkpoints import Checkpoints
 from rollweave.runtime.control import Control
-from rollweave.runtime.effects import Effects, Handlers, TaskDrawer, training_handlers
+from rollweave.runtime.drawing import TaskDrawer
+from rollweave.runtime.effects import Effects, Handlers, training_handlers
 from rollweave.runtime.links.relay import OpenRelay
 from rollweave.runtime.metrics import Metrics, Progress
 from rollweave.runtime.supervisors.engines import REPLY_S
@@ -66,7 +67,7 @@ class World:
         compact_bytes: int = COMPACT_BYTES,
     ) -> None:
         """`control` is the path of the control socket; `draw` is as in
-        `runtime/effects.py`.
+        `runtime/drawing.py`.
         """
         config = wiring.config
         self._wiring, self._core, self._journal = wiring, wiring.core, wiring.journal
@@ -78,6 +79,7 @@ class World:
         self._rollouts = RolloutRuntime(
             wiring,
             execute=self._execute,
+            warn=metrics.warned,
             keep_partial_turns=config.rollout.mode is ModeName.DECOUPLED,
             reply_s=REPLY_S,
             relayed=config.weights.relays > 0 or config.cluster is not None,
@@ -119,7 +121,8 @@ class World:
         )
         self._predicts = scheduling(config.rollout, config.ablation).predicts
         drawer = TaskDrawer(draw, tasks=tasks, post=post)
-        self._effects = Effects(self._handlers(drawer), never=(c.Deliver,))
+        drawn_by = self._rollouts.workers.draw if config.workers.count else drawer.draw
+        self._effects = Effects(self._handlers(drawn_by), never=(c.Deliver,))
 
     async def run(self, first: RunStarted | WorldLost, *, fresh: bool) -> str:
         """Live from event `first` until the core says `Finish`; return its error, or
@@ -139,6 +142,7 @@ class World:
             try:
                 rollouts.pump.post(first)
                 rollouts.engines.start(first.engines)
+                rollouts.workers.start(first.workers)
                 self._relays.start(first.relays)
                 if fresh:
                     self._trainer.start(0, ranks=first.ranks or (RankSlot(),))
@@ -148,7 +152,10 @@ class World:
                 rollouts.tasks.spawn(self._name_long_waits(), "name long waits")
                 await rollouts.pump.run()
                 await asyncio.gather(
-                    rollouts.engines.close(), self._relays.close(), self._trainer.close()
+                    rollouts.engines.close(),
+                    rollouts.workers.close(),
+                    self._relays.close(),
+                    self._trainer.close(),
                 )
             finally:
                 await self._predictor.close()
@@ -177,7 +184,7 @@ class World:
             self._progress.phase(PHASES[self._phase])
         self._effects.execute(command)
 
-    def _handlers(self, drawer: TaskDrawer) -> Handlers:
+    def _handlers(self, draw: Callable[[c.DrawTask], None]) -> Handlers:
         return {
             **self._rollouts.handlers(),
             **training_handlers(
@@ -185,7 +192,7 @@ class World:
                 trainer=self._trainer,
                 relays=self._relays,
                 predictor=self._predictor,
-                drawer=drawer,
+                draw=draw,
             ),
             c.StartEngine: self._start_engine,
             c.RemoveEngine: self._remove_engine,

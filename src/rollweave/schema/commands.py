@@ -245,6 +245,30 @@ class RemoveEngine(TaggedStruct, frozen=True, kw_only=True):
     reason: str
 
 
+# Workers.
+
+
+class RestartWorker(TaggedStruct, frozen=True, kw_only=True):
+    """Kill what is left of the rollout worker and start it again as `epoch` on this host.
+
+    → WorkerJoined | WorkerLost
+    """
+
+    worker_id: str
+    host: int
+    epoch: int
+    reason: str
+
+
+class RemoveWorker(TaggedStruct, frozen=True, kw_only=True):
+    """Kill what is left of the process, which is not started again for now. No answer is
+    owed.
+    """
+
+    worker_id: str
+    reason: str
+
+
 # Relays.
 
 
@@ -431,6 +455,8 @@ Command = (
     | ResumeEngine
     | RestartEngine
     | RemoveEngine
+    | RestartWorker
+    | RemoveWorker
     | FetchWeights
     | RestartRelay
     | RemoveRelay

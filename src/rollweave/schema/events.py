@@ -31,19 +31,27 @@ class EngineSlot(Struct, frozen=True, kw_only=True):
     pool: str = ""
 
 
+class WorkerSlot(Struct, frozen=True, kw_only=True):
+    """A rollout worker that the world starts on host number `host`."""
+
+    id: str
+    host: int = 0
+
+
 class RunStarted(TaggedStruct, frozen=True, kw_only=True):
     """The world is up for the first time, and starts the engines `engines`.
 
     A world with `serving` has no trainer and runs the rollouts that clients submit.
     `hosts` are numbered from 0; without any, everything is on one host. With `relays`
     it starts a relay on each of the first so many hosts, r0, r1, …. `ranks` are the
-    trainer's. `run_id` identifies the run, so that its journal cannot be mistaken for
-    that of another run.
+    trainer's. Attempts run in `workers`; without any, in the controller. `run_id`
+    identifies the run, so that its journal cannot be mistaken for that of another run.
     """
 
     engines: tuple[EngineSlot, ...]
     hosts: tuple[HostSlot, ...] = ()
     ranks: tuple[RankSlot, ...] = ()
+    workers: tuple[WorkerSlot, ...] = ()
     serving: bool = False
     relays: int = 0
     run_id: str = ""
@@ -60,6 +68,7 @@ class WorldLost(TaggedStruct, frozen=True, kw_only=True):
     engines: tuple[EngineSlot, ...]
     hosts: tuple[HostSlot, ...] = ()
     ranks: tuple[RankSlot, ...] = ()
+    workers: tuple[WorkerSlot, ...] = ()
     missing: tuple[TrajectoryId, ...] = ()
     relays: int = 0
 
@@ -364,6 +373,26 @@ class HostLost(TaggedStruct, frozen=True, kw_only=True):
     error: str
 
 
+# Workers.
+
+
+class WorkerJoined(TaggedStruct, frozen=True, kw_only=True):
+    """The process takes attempts."""
+
+    worker_id: str
+    epoch: int
+
+
+class WorkerLost(TaggedStruct, frozen=True, kw_only=True):
+    """The process is gone or hung. This one event ends all attempts that it had, whose
+    ends are stored.
+    """
+
+    worker_id: str
+    epoch: int
+    error: str
+
+
 # Relays.
 
 
@@ -570,6 +599,8 @@ Event = (
     | WeightsLoaded
     | WeightsLoadFailed
     | EngineLost
+    | WorkerJoined
+    | WorkerLost
     | RelayJoined
     | RelayLost
     | RelaySuspected

@@ -147,7 +147,5 @@ class PhaseEnded(TaggedStruct, frozen=True, kw_only=True):
 AttemptReport = EnvReady | TurnAsked | TurnGivenUp | AttemptEnded | AttemptScored | PhaseEnded
 """What a worker reports about an attempt."""
 
-WorkerReport = (
-    AttemptReport | GroupSubmitted | DrawFailed | WorkerReady | WorkerBeat | WorkerWarned
-)
+WorkerReport = AttemptReport | GroupSubmitted | DrawFailed | WorkerReady | WorkerBeat | WorkerWarned
 """What a worker process sends to the controller."""

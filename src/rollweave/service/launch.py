@@ -16,6 +16,7 @@ from typing import Protocol
 
 from aiohttp import web
 
+from rollweave.core.bindings import bind_workers, one_machine
 from rollweave.core.core import Core
 from rollweave.core.membership import first_engines
 from rollweave.core.state import State
@@ -291,6 +292,7 @@ class _Launch:
             hosts=hosts,
             make_engine=make_engine,
             make_episode=episodes.make,
+            make_worker=processes.worker,
         )
         return ServiceWorld(wiring, sink=service)
 
@@ -299,7 +301,8 @@ class _Launch:
     ) -> None:
         config = self._config.serve
         slots = first_engines(self._config) if config.engines == "local" else ()
-        first = beginning.first(slots, serving=True)
+        workers, _ = bind_workers(self._config, one_machine(0), slots)
+        first = beginning.first(slots, workers=workers, serving=True)
         loop, stopped = asyncio.get_running_loop(), asyncio.Event()
         service.attach(world)
         running = asyncio.create_task(world.run(first))

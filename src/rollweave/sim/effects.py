@@ -76,6 +76,8 @@ class Effects:
             c.FetchWeights: relays.fetch,
             c.RestartRelay: relays.restart,
             c.RemoveRelay: relays.remove,
+            c.RestartWorker: _no_workers,
+            c.RemoveWorker: _no_workers,
             c.TrainStep: trainer.train,
             c.MeasureRatios: trainer.measure,
             c.PublishWeights: trainer.publish,
@@ -113,3 +115,7 @@ class Effects:
             limits=self._limits(command.name),
         )
         self._post(e.GroupSubmitted(group_id=command.group_id, task=task))
+
+
+def _no_workers(command: c.RestartWorker | c.RemoveWorker) -> None:
+    raise AssertionError(f"a simulated run has no workers: {command}")

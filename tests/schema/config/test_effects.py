@@ -54,6 +54,10 @@ CASES = [
         "weights.transport has no effect while weights.relays is 0, got nixl",
     ),
     (
+        ["workers.pool=cpus", "pools.cpus.resource=cpu", "cluster.address=a:1", "cluster.hosts=1"],
+        "workers.pool has no effect while workers.count is 0, got cpus",
+    ),
+    (
         ["ablation.without=['deltas']"],
         "ablation.without has no effect for deltas while weights.relays is 0, got deltas",
     ),

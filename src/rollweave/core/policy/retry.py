@@ -14,6 +14,7 @@ RETRYABLE = frozenset(
         StopReason.REWARD_HANG,
         StopReason.ENGINE_FAILURE,
         StopReason.WORLD_LOST,
+        StopReason.WORKER_LOST,
     }
 )
 """Failures that say nothing about the agent: another attempt may succeed. A time budget
@@ -22,8 +23,8 @@ that was used up would be used up again.
 
 
 MAX_WORLDS_LOST = 5
-"""Maximum number of worlds lost while a trajectory is under way: it may be the cause,
-and then no restart would help.
+"""Maximum number of controllers and workers lost while a trajectory is under way: it may
+be the cause, and then no restart would help.
 """
 
 DETERMINISTIC = frozenset({StopReason.ENV_ERROR, StopReason.REWARD_ERROR})
@@ -39,10 +40,11 @@ def try_again(
     by another.
 
     `repeated`: the attempt before it failed at the same stage with the same words.
-    `worlds` were lost while the trajectory was under way: another attempt follows a
-    lost world unless there were too many, since the trajectory is rarely the cause.
+    `worlds`, controllers or workers, were lost while the trajectory was under way: another
+    attempt follows such a loss unless there were too many, since the trajectory is rarely
+    the cause.
     """
-    if reason is StopReason.WORLD_LOST:
+    if reason in (StopReason.WORLD_LOST, StopReason.WORKER_LOST):
         return worlds < MAX_WORLDS_LOST
     if reason in DETERMINISTIC and repeated:
         return False

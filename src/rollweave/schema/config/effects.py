@@ -63,6 +63,7 @@ RULES: dict[str, Rule] = {
     "rollout.predictor": _unless(_predicts, "where no policy predicts lengths"),
     "rollout.spare_groups": _unless(lambda config: config.rollout.mode in STEPWISE, IN_MODE),
     "warmup.batch": _unless(lambda config: config.warmup.steps, "while warmup.steps is 0"),
+    "workers.pool": _unless(lambda config: config.workers.count, "while workers.count is 0"),
     "weights.transport": _unless(lambda config: config.weights.relays, "while weights.relays is 0"),
 }
 """Setting → when it has no effect."""

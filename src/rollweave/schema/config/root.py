@@ -39,6 +39,7 @@ from rollweave.schema.config.sections import (
     WarmupConfig,
     WatchdogConfig,
     WeightsConfig,
+    WorkersConfig,
 )
 
 SIMULATED_MODEL = "sim.model"
@@ -60,6 +61,7 @@ class RunConfig(Section):
     warmup: WarmupConfig = WarmupConfig()
     cluster: ClusterConfig | None = None
     pools: dict[str, PoolConfig] = Field(default_factory=dict)
+    workers: WorkersConfig = WorkersConfig()
     weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig = EvalConfig()
     faults: dict[Fault, NotNegative] = Field(
@@ -237,6 +239,7 @@ class RunConfig(Section):
             )
         named = {
             "trainer.pool": self.trainer.pool,
+            "workers.pool": self.workers.pool,
             **{f"engines.{n}.pool": group.pool for n, group in enumerate(self.engines)},
             **{f"tasks.{n}.pool": task.pool for n, task in enumerate(self.tasks)},
             **{

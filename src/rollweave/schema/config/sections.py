@@ -509,6 +509,19 @@ class PoolConfig(Section):
     )
 
 
+class WorkersConfig(Section):
+    """Rollout workers: processes that run environments, handlers and rewards (RollArt
+    §5.3).
+    """
+
+    count: Count = Field(
+        0, description="Number of worker processes; 0: all of this runs in the controller."
+    )
+    pool: str | None = Field(
+        None, description="Pool of hosts on which the workers run; any host if unset."
+    )
+
+
 class WeightsConfig(Section):
     """How weights reach the engines."""
 

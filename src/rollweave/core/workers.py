@@ -1,0 +1,122 @@
+"""Rollout workers: the processes that run INIT, RUN and EVAL of attempts (RollArt §5.3).
+
+An attempt stays with one worker from its start until it is scored. The loss of a worker
+ends its attempts, blamed on the infrastructure; they start again in any worker. The
+worker itself is restarted on its host, or on another one if its host is given up, or
+once a host joins. Without workers, attempts run in the controller.
+"""
+
+from rollweave.core import attempts, bindings, trajectories
+from rollweave.core.run import Run
+from rollweave.core.state import ALIVE, Phase, Worker, WorkerStatus
+from rollweave.schema.commands import RemoveWorker, RestartWorker
+from rollweave.schema.events import WorkerJoined, WorkerLost, WorkerSlot
+from rollweave.schema.work import StopReason
+
+
+def start(run: Run, slots: tuple[WorkerSlot, ...]) -> None:
+    """Record the workers that a new world starts."""
+    run.state.workers = {
+        slot.id: Worker(id=slot.id, host=slot.host, since=run.now) for slot in slots
+    }
+
+
+def on_joined(run: Run, event: WorkerJoined) -> None:
+    worker = _find(run, event.worker_id, event.epoch)
+    if worker is not None and worker.status is WorkerStatus.STARTING:
+        _enter(run, worker, WorkerStatus.READY)
+
+
+def on_lost(run: Run, event: WorkerLost) -> None:
+    worker = _find(run, event.worker_id, event.epoch)
+    if worker is not None:
+        _end_attempts(run, worker, event.error, suspect=True)
+        _restart(run, worker, f"lost: {event.error}")
+
+
+def advance(run: Run) -> None:
+    """Move workers from hosts that are given up, and start those that have no place, as
+    far as there is one now.
+    """
+    up = run.state.hosts.up
+    for worker in run.state.workers.values():
+        if worker.status is WorkerStatus.UNPLACED or (
+            worker.host not in up and worker.status is not WorkerStatus.FAILED
+        ):
+            reason = f"host {worker.host} was given up"
+            _end_attempts(run, worker, reason, suspect=False)
+            _begin(run, worker, reason)
+
+
+def check_timeouts(run: Run) -> None:
+    """Restart workers that are not ready in time. A service, which never gives up, also
+    restarts those that have failed.
+    """
+    limit = run.config.watchdog.start_s
+    for worker in run.state.workers.values():
+        if worker.status is WorkerStatus.STARTING and run.now - worker.since > limit:
+            _restart(run, worker, f"not ready within {limit:g} s")
+        elif worker.status is WorkerStatus.FAILED and run.state.serving:
+            _begin(run, worker, "it had failed")
+
+
+def _find(run: Run, worker_id: str, epoch: int) -> Worker | None:
+    worker = run.state.workers.get(worker_id)
+    return worker if worker is not None and worker.epoch == epoch else None
+
+
+def _enter(run: Run, worker: Worker, status: WorkerStatus) -> None:
+    worker.status, worker.since = status, run.now
+
+
+def _end_attempts(run: Run, worker: Worker, error: str, *, suspect: bool) -> None:
+    """End the worker's attempts. Each of those that it ran may be the cause of its loss
+    if the loss is not that of the host (`suspect`).
+    """
+    for trajectory in [run.state.trajectories[name] for name in worker.attempts]:
+        run.state.last_failure = f"{StopReason.WORKER_LOST}: {error}"
+        attempts.release_turn(run, trajectory)
+        if suspect and trajectory.stage in ALIVE:
+            trajectories.suspect(run, trajectory, "workers")
+        trajectories.end_attempt(run, trajectory, trajectory.closing or StopReason.WORKER_LOST)
+
+
+def _restart(run: Run, worker: Worker, reason: str) -> None:
+    """Restart the worker, or give it up after repeated failure. The run ends if no worker
+    is left.
+    """
+    state = run.state
+    if worker.restarts < run.config.watchdog.restarts:
+        run.warn(worker.id, f"restarted: {reason}", count="worker_restarted")
+        worker.restarts += 1
+        _begin(run, worker, reason)
+        return
+    run.warn(
+        worker.id, f"given up after {worker.restarts} restarts: {reason}", count="worker_failed"
+    )
+    worker.epoch += 1
+    _enter(run, worker, WorkerStatus.FAILED)
+    run.emit(RemoveWorker(worker_id=worker.id, reason=reason))
+    failed = all(one.status is WorkerStatus.FAILED for one in state.workers.values())
+    if failed and not state.serving and state.phase is not Phase.FINISHED:
+        state.error = state.error or f"no worker is left; the last one ({worker.id}): {reason}"
+
+
+def _begin(run: Run, worker: Worker, reason: str) -> None:
+    """Start the next epoch of the worker on its host, or where there is a place now."""
+    state = run.state
+    if worker.host not in state.hosts.up:
+        place = bindings.bind_worker(run.config, state, worker.id)
+        if place is None:
+            if worker.status is not WorkerStatus.UNPLACED:
+                run.warn(worker.id, f"waits for a host: {reason}", count="worker_unplaced")
+                worker.epoch += 1
+                _enter(run, worker, WorkerStatus.UNPLACED)
+                run.emit(RemoveWorker(worker_id=worker.id, reason=reason))
+            return
+        worker.host = place
+    worker.epoch += 1
+    _enter(run, worker, WorkerStatus.STARTING)
+    run.emit(
+        RestartWorker(worker_id=worker.id, host=worker.host, epoch=worker.epoch, reason=reason)
+    )

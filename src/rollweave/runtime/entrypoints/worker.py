@@ -1,0 +1,93 @@
+"""The process of one rollout worker: `python -m rollweave.runtime.entrypoints.worker`,
+started by `runtime/links/worker.py`.
+"""
+
+import asyncio
+import os
+from pathlib import Path
+
+from rollweave.envs.tasks import TaskSource
+from rollweave.io.parent import Parent
+from rollweave.io.wire import decoder_of, encode
+from rollweave.rollout.worker import RolloutWorker
+from rollweave.runtime.drawing import TaskDrawer
+from rollweave.runtime.episodes import Episodes
+from rollweave.runtime.loopwatch import COMPONENT, LoopWatch
+from rollweave.runtime.pump import RunClock
+from rollweave.runtime.tasks import Tasks
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.rollouts import (
+    BEAT_S,
+    StopWorker,
+    WorkerBeat,
+    WorkerMessage,
+    WorkerReady,
+    WorkerReport,
+    WorkerSpec,
+    WorkerWarned,
+)
+
+
+async def serve(parent: Parent, spec: WorkerSpec) -> None:
+    """Serve until `StopWorker`, or the end of the parent."""
+    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+    config = RunConfig.model_validate_json(spec.config)
+    clock = RunClock()
+    source = TaskSource(config, logs=Path(spec.logs))
+    episodes = Episodes(config, Path(spec.model_dir), source, clock)
+    decode = decoder_of(WorkerMessage)
+
+    def report(message: WorkerReport) -> None:
+        parent.send(encode(message))
+
+    def warn(component: str, message: str) -> None:
+        report(WorkerWarned(component=f"{spec.id} {component}", message=message))
+
+    def execute(message: WorkerMessage) -> None:
+        if isinstance(message, StopWorker):
+            stopped.set()
+        else:
+            worker.send(message)
+
+    def on_frame(payload: bytes) -> None:
+        loop.call_soon_threadsafe(execute, decode(payload))
+
+    source.threads.on_abandoned = lambda text: warn("environment", text)
+    watch = LoopWatch(
+        on_blocked=lambda culprit: warn(COMPONENT, culprit.now),
+        on_over=lambda culprit, seconds: warn(COMPONENT, culprit.later(seconds)),
+    )
+    try:
+        with watch:
+            async with Tasks() as tasks:
+                worker = RolloutWorker(
+                    make_episode=episodes.make,
+                    report=report,
+                    spawn=tasks.spawn,
+                    clock=clock.now,
+                    waiting_limit=spec.waiting_limit,
+                    draw=TaskDrawer(source.draw, tasks=tasks, post=report).draw,
+                )
+                parent.listen(on_frame)
+                report(WorkerReady(now=clock.now()))
+                while not stopped.is_set():
+                    report(WorkerBeat())
+                    try:
+                        async with asyncio.timeout(BEAT_S):
+                            await stopped.wait()
+                    except TimeoutError:
+                        continue
+                tasks.cancel_all()
+    finally:
+        await episodes.close()
+
+
+def main() -> None:
+    """Serve as the parent specifies."""
+    parent = Parent.from_arguments()
+    asyncio.run(serve(parent, decoder_of(WorkerSpec)(parent.receive())))
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # nothing outlives the process

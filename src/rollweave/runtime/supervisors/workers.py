@@ -1,0 +1,180 @@
+"""Execute the core's commands about rollout workers, and report the results.
+
+Invariants: as of `runtime/supervisors/supervisor.py`; the ends of a lost worker's attempts
+are stored before its loss is reported; every task that was requested is drawn by a worker
+that lives.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from rollweave.record.trace import WORKERS, Trace
+from rollweave.rollout.pipeline import Pipeline
+from rollweave.runtime.links.worker import OnReport, WorkerLink
+from rollweave.runtime.supervisors.supervisor import Supervised, Supervisor, until_lost
+from rollweave.runtime.tasks import Tasks
+from rollweave.schema.base import GroupId
+from rollweave.schema.commands import DrawTask, RemoveWorker, RestartWorker, Warn
+from rollweave.schema.events import (
+    DrawFailed,
+    Event,
+    GroupSubmitted,
+    WorkerJoined,
+    WorkerLost,
+    WorkerSlot,
+)
+from rollweave.schema.rollouts import (
+    PhaseEnded,
+    WorkerBeat,
+    WorkerReady,
+    WorkerReport,
+    WorkerWarned,
+)
+
+MakeWorker = Callable[[str, int, OnReport], WorkerLink]
+"""Starts the process of a worker on the host of this number. Raises OSError."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class WorkerProcess(Supervised[WorkerLink]):
+    """One epoch of one worker."""
+
+    host: int
+    offset_s: float | None = None
+    """Run time at which its clock was 0; None until it is ready."""
+
+
+@dataclass(slots=True)
+class _Draw:
+    command: DrawTask
+    worker: WorkerProcess | None = None
+
+
+class WorkerSupervisor:
+    """All rollout workers of a world, w0, w1, and so on."""
+
+    def __init__(
+        self,
+        *,
+        make: MakeWorker,
+        pipeline: Pipeline,
+        tasks: Tasks,
+        post: Callable[[Event], None],
+        warn: Callable[[Warn], None],
+        clock: Callable[[], float],
+        trace: Trace,
+    ) -> None:
+        self._make, self._pipeline, self._post, self._warn = make, pipeline, post, warn
+        self._clock, self._trace = clock, trace
+        self._draws: dict[GroupId, _Draw] = {}
+        self._workers = Supervisor[WorkerProcess, WorkerReady](
+            tasks=tasks, start=self._start, watch=self._watch, on_lost=self._on_lost
+        )
+
+    def start(self, slots: Iterable[WorkerSlot]) -> None:
+        """Start epoch 0 of each worker, at the beginning of a life."""
+        for slot in slots:
+            self._workers.begin(WorkerProcess(name=slot.id, epoch=0, host=slot.host))
+
+    def restart(self, command: RestartWorker) -> None:
+        self._forsake(self._workers.get(command.worker_id), command.reason)
+        self._workers.begin(
+            WorkerProcess(name=command.worker_id, epoch=command.epoch, host=command.host)
+        )
+
+    def remove(self, command: RemoveWorker) -> None:
+        self._forsake(self._workers.remove(command.worker_id), command.reason)
+
+    def port(self, worker_id: str) -> WorkerLink | None:
+        """Return the way to a worker; None if it does not take attempts."""
+        worker = self._workers.get(worker_id)
+        return worker.link if worker is not None and _works(worker) else None
+
+    def draw(self, command: DrawTask) -> None:
+        """Let a worker draw the task, as soon as there is one."""
+        self._draws[command.group_id] = _Draw(command)
+        self._assign_draws()
+
+    async def close(self) -> None:
+        """End every worker, in order if it can."""
+        await self._workers.close()
+
+    async def _start(self, worker: WorkerProcess) -> WorkerReady:
+        worker.started_at = self._clock()
+        worker.link = self._make(
+            worker.name, worker.host, lambda report: self._on_report(worker, report)
+        )
+        return await worker.link.ready()
+
+    async def _watch(self, worker: WorkerProcess, ready: WorkerReady) -> str:
+        worker.offset_s = self._clock() - ready.now
+        self._trace.span(
+            WORKERS, worker.name, "start", worker.started_at, self._clock(), epoch=worker.epoch
+        )
+        self._post(WorkerJoined(worker_id=worker.name, epoch=worker.epoch))
+        self._assign_draws()
+        assert worker.link is not None, "the worker is ready"
+        reason = await until_lost(worker.link)
+        if worker.link.failure is not None:
+            raise worker.link.failure  # a disk that is full, or a bug of ours
+        return reason
+
+    def _on_report(self, worker: WorkerProcess, report: WorkerReport) -> None:
+        match report:
+            case GroupSubmitted() | DrawFailed():
+                draw = self._draws.get(report.group_id)
+                if draw is not None and draw.worker is worker:
+                    del self._draws[report.group_id]
+                    self._post(report)
+            case WorkerWarned(component=component, message=message):
+                self._warn(Warn(component=component, message=message))
+            case WorkerReady() | WorkerBeat():
+                pass
+            case PhaseEnded(start=start, end=end):
+                offset = worker.offset_s or 0.0
+                self._pipeline.on_report(
+                    msgspec.structs.replace(report, start=start + offset, end=end + offset)
+                )
+            case _:
+                self._pipeline.on_report(report)
+
+    def _on_lost(self, worker: WorkerProcess, error: Exception | str) -> None:
+        self._trace.instant(WORKERS, worker.name, "lost", self._clock())
+        self._forsake(worker, str(error))
+        self._post(WorkerLost(worker_id=worker.name, epoch=worker.epoch, error=str(error)))
+
+    def _forsake(self, worker: WorkerProcess | None, reason: str) -> None:
+        """End what the worker had, and give its draws to others."""
+        if worker is None:
+            return
+        worker.retired = True
+        if worker.link is not None:
+            self._pipeline.lose_worker(worker.link, reason)
+        for draw in self._draws.values():
+            if draw.worker is worker:
+                draw.worker = None
+        self._assign_draws()
+
+    def _assign_draws(self) -> None:
+        waiting = [draw for draw in self._draws.values() if draw.worker is None]
+        working = [worker for worker in self._workers if _works(worker)]
+        if not working:
+            return
+        drawing = [draw.worker for draw in self._draws.values()]
+        for draw in waiting:
+            draw.worker = min(working, key=drawing.count)
+            drawing.append(draw.worker)
+            assert draw.worker.link is not None, "it works"
+            draw.worker.link.send(draw.command)
+
+
+def _works(worker: WorkerProcess) -> bool:
+    """Return whether the worker is ready, and not lost."""
+    return (
+        worker.link is not None
+        and worker.offset_s is not None
+        and not worker.retired
+        and not worker.link.lost.done()
+    )

@@ -1,0 +1,243 @@
+"""Rollout workers: which one gets an attempt, and what follows from the loss of one."""
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollweave.core.core import Core
+from rollweave.core.policy.retry import MAX_WORLDS_LOST
+from rollweave.core.policy.workers import least_loaded
+from rollweave.core.state import Stage, WorkerStatus
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId, TrajectoryId
+from rollweave.schema.hosts import HostSlot
+from rollweave.schema.work import BLAME_OF, Blame, StopReason, Task
+from tests.core.world import World
+from tests.support.core import MODES, config, restart_controller
+from tests.support.properties import examples
+
+HOSTS = tuple(HostSlot(number=number, cpus=2) for number in range(2))
+
+
+class Run:
+    """A core whose engine serves, with a worker on each of two hosts."""
+
+    def __init__(
+        self, *, hosts: tuple[HostSlot, ...] = HOSTS, restarts: int = 3, **sections: Any
+    ) -> None:
+        self.core = Core(
+            config(
+                engines={"count": 1},
+                watchdog={"restarts": restarts},
+                **{"workers": {"count": 2}, **sections},
+            )
+        )
+        self.now = 0.0
+        slots = tuple(e.WorkerSlot(id=f"w{number}", host=number) for number in range(2))
+        self.commands = self.send(
+            e.RunStarted(engines=(e.EngineSlot(id=EngineId("e0")),), hosts=hosts, workers=slots),
+            e.EngineJoined(engine_id=EngineId("e0"), epoch=0, max_slots=9, kv_total_tokens=900),
+            e.TrainerReady(epoch=0, step=0),
+            e.WeightsPublished(epoch=0, version=0, weights_id=0),
+            e.WeightsLoaded(engine_id=EngineId("e0"), epoch=0, version=0, weights_id=0),
+        )
+
+    def send(self, *events: e.Event) -> list[c.Command]:
+        commands: list[c.Command] = []
+        for event in events:
+            self.now += 0.01
+            commands += self.core.handle(self.now, event)
+            self.core.check()
+            for command in commands:
+                if isinstance(command, c.DrawTask):
+                    commands.remove(command)
+                    task = Task(id="t", env=command.name, seed=1)  # type: ignore[arg-type]
+                    commands += self.send(e.GroupSubmitted(group_id=command.group_id, task=task))
+        return commands
+
+    def joined(self, worker: str, epoch: int = 0) -> list[c.StartInit]:
+        return inits(self.send(e.WorkerJoined(worker_id=worker, epoch=epoch)))
+
+    def lose(self, worker: str, epoch: int = 0) -> list[c.Command]:
+        return self.send(e.WorkerLost(worker_id=worker, epoch=epoch, error="killed"))
+
+    def ready(self, trajectory: str, attempt: int = 0) -> None:
+        self.send(e.EnvReady(trajectory_id=TrajectoryId(trajectory), attempt=attempt))
+
+
+def inits(commands: list[c.Command]) -> list[c.StartInit]:
+    return [command for command in commands if isinstance(command, c.StartInit)]
+
+
+def restarts(commands: list[c.Command]) -> list[c.RestartWorker]:
+    return [command for command in commands if isinstance(command, c.RestartWorker)]
+
+
+def test_attempts_go_to_the_worker_with_the_fewest() -> None:
+    run = Run()
+    assert inits(run.commands) == []  # no worker is ready
+    first = run.joined("w0")
+    assert {command.worker for command in first} == {"w0"}
+    assert len(first) > 1
+    run.joined("w1")
+    ended = e.TrajectoryEnded(
+        trajectory_id=first[0].trajectory_id, attempt=0, stop_reason=StopReason.ENV_ERROR
+    )
+    (again,) = inits(run.send(ended))
+    assert again.worker == "w1"
+
+
+@given(st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 5)))
+def test_the_least_loaded_worker_is_the_first_with_the_fewest(loads: dict[str, int]) -> None:
+    chosen = least_loaded(loads)
+    fewest = [name for name in loads if all(loads[name] <= other for other in loads.values())]
+    assert chosen == (fewest[0] if fewest else None)
+
+
+def test_the_attempts_of_a_lost_worker_start_again_on_the_other() -> None:
+    run = Run()
+    first = run.joined("w0")
+    run.joined("w1")
+    assert BLAME_OF[StopReason.WORKER_LOST] is Blame.INFRASTRUCTURE
+    commands = run.lose("w0")
+    assert [(one.worker_id, one.host, one.epoch) for one in restarts(commands)] == [("w0", 0, 1)]
+    again = inits(commands)
+    assert [one.trajectory_id for one in again] == [one.trajectory_id for one in first]
+    assert {command.worker for command in again} == {"w1"}
+    assert {command.attempt for command in again} == {1}
+    assert run.core.state.counters.stop_reasons == {StopReason.WORKER_LOST: len(first)}
+
+
+def test_the_open_turn_of_a_lost_worker_is_aborted() -> None:
+    run = Run()
+    first = run.joined("w0")[0]
+    run.ready(first.trajectory_id)
+    run.send(
+        e.TurnRequested(trajectory_id=first.trajectory_id, attempt=0, turn=0, context_tokens=5)
+    )
+    (abort,) = [one for one in run.lose("w0") if isinstance(one, c.AbortTurn)]
+    assert abort.trajectory_id == first.trajectory_id
+
+
+def test_an_attempt_that_waits_for_its_reward_is_lost_with_its_worker() -> None:
+    run = Run(rollout={"without": ["reward_overlap"]})
+    first = run.joined("w0")[0]
+    run.ready(first.trajectory_id)
+    state = run.core.state
+    run.send(
+        e.TrajectoryEnded(
+            trajectory_id=first.trajectory_id, attempt=0, stop_reason=StopReason.FINISHED
+        )
+    )
+    assert state.trajectories[first.trajectory_id].stage is Stage.EVAL_QUEUED
+    run.lose("w0")
+    again = state.trajectories[first.trajectory_id]
+    assert (again.stage, again.attempt, again.worlds_lost) == (Stage.QUEUED, 1, 0)
+
+
+def test_an_attempt_that_loses_many_workers_is_given_up() -> None:
+    run = Run(restarts=1000)
+    first = run.joined("w0")[0]
+    for epoch in range(MAX_WORLDS_LOST):
+        run.lose("w0", epoch)
+        run.joined("w0", epoch + 1)
+    assert first.trajectory_id not in run.core.state.trajectories
+    assert run.core.state.counters.watchdog["suspects"] >= 1
+
+
+def test_a_worker_that_keeps_failing_is_given_up_and_the_last_one_ends_the_run() -> None:
+    run = Run(restarts=2)
+    for epoch in range(3):
+        run.lose("w0", epoch)
+    assert run.core.state.workers["w0"].status is WorkerStatus.FAILED
+    assert not run.core.finished
+    for epoch in range(3):
+        run.lose("w1", epoch)
+    assert run.core.state.error == "no worker is left; the last one (w1): lost: killed"
+
+
+def test_a_worker_that_has_worked_since_is_forgiven() -> None:
+    run = Run(restarts=1)
+    for epoch in range(5):
+        first = run.joined("w0", epoch)[0]
+        run.ready(first.trajectory_id, first.attempt)
+        run.lose("w0", epoch)
+    assert run.core.state.workers["w0"].status is WorkerStatus.STARTING
+
+
+def test_the_workers_of_a_lost_host_start_elsewhere_without_suspicion() -> None:
+    run = Run()
+    first = run.joined("w1")
+    commands = run.send(e.HostLost(host=1, error="silent"))
+    assert [(one.worker_id, one.host, one.epoch) for one in restarts(commands)] == [("w1", 0, 1)]
+    trajectory = run.core.state.trajectories[first[0].trajectory_id]
+    assert (trajectory.attempt, trajectory.worlds_lost) == (1, 0)
+    assert run.lose("w1") == []  # of the former epoch, too late
+
+
+def test_a_worker_without_a_host_waits_for_one() -> None:
+    pooled = (HOSTS[0], HostSlot(number=1, cpus=2, pools=("cpus",)))
+    run = Run(
+        hosts=pooled,
+        cluster={"address": "a:1", "hosts": 2},
+        pools={"cpus": {"resource": "cpus"}},
+        workers={"count": 2, "pool": "cpus"},
+    )
+    run.joined("w1")
+    commands = run.send(e.HostLost(host=1, error="silent"))
+    assert restarts(commands) == []
+    assert run.core.state.workers["w1"].status is WorkerStatus.UNPLACED
+    joined = run.send(e.HostJoined(host=HostSlot(number=2, pools=("cpus",))))
+    assert [(one.worker_id, one.host) for one in restarts(joined)] == [("w1", 2)]
+
+
+@settings(max_examples=examples(60))
+@given(
+    seed=st.integers(0, 2**16),
+    mode=st.sampled_from([*MODES, "decoupled"]),
+    count=st.integers(1, 3),
+    failure=st.sampled_from([0.0, 0.03]),
+    hang=st.sampled_from([0.0, 0.01]),
+    hosts=st.booleans(),
+    lost=st.booleans(),
+)
+def test_any_run_whose_workers_are_lost_ends_accounted_for(
+    seed: int, mode: str, count: int, failure: float, hang: float, hosts: bool, lost: bool
+) -> None:
+    """The core's invariants hold after every event; its replay gives the same commands."""
+    run_config = config(
+        mode,
+        engines={"count": 2},
+        weights={"relays": 2} if hosts else {},
+        workers={"count": count},
+        watchdog={"restarts": 1000},
+    )
+    world = World(run_config, seed, failure=failure, hang=hang)
+    world.losing_workers = 0.02
+    world.changing_hosts = 0.02 if hosts else 0.0
+    world.start()
+    restart_at = 200 if lost else 0
+    while world.finish is None:
+        assert world.handled < 60_000, f"no end: {world.core.state.phase}"
+        world.step()
+        if restart_at and world.handled >= restart_at and world.finish is None:
+            restart_at = 0
+            restart_controller(world)
+    account = world.core.account()
+    assert account.balanced
+    assert account.in_flight == 0
+    if not lost:
+        core = Core(run_config)
+        assert [core.handle(now, event) for now, event in world.journal] == world.commands
+
+
+def test_the_random_runs_do_lose_workers() -> None:
+    """Otherwise the test above would show nothing."""
+    world = World(config(steps=8, workers={"count": 2}), seed=1)
+    world.losing_workers = 0.02
+    world.run()
+    counters = world.core.state.counters
+    assert counters.watchdog["worker_restarted"] > 2
+    assert counters.stop_reasons[StopReason.WORKER_LOST] > 2
