@@ -11,17 +11,24 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from rollweave.engine.clients.base import OnTokens
 from rollweave.envs.base import Episode, Observation, Score, Step
+from rollweave.io.wire import decoder_of, encode
 from rollweave.record.store import TrajectoryStore
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.template import ChatTemplate
 from rollweave.rollout.driver import AgentConfig, MakeEpisode
 from rollweave.rollout.env_episode import EnvEpisode
-from rollweave.rollout.pipeline import Pipeline
+from rollweave.rollout.pipeline import Pipeline, WorkerPort
 from rollweave.rollout.worker import RolloutWorker
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
 from rollweave.schema.commands import StartEval, StartInit, StartRun, StartTurn
 from rollweave.schema.errors import EngineError, EngineLostError, KvError
 from rollweave.schema.events import EnvReady, Event, TrajectoryEnded, TurnRequested
+from rollweave.schema.rollouts import (
+    AttemptReport,
+    RolloutCommand,
+    WorkerMessage,
+    WorkerReport,
+)
 from rollweave.schema.serving import (
     EngineStats,
     FinishReason,
@@ -234,8 +241,31 @@ def engine_result(
 LOST = EngineLostError("gone")
 
 
+class Wire:
+    """Carries messages between pipeline and worker as frames would: encoded, in order,
+    and later.
+    """
+
+    def __init__(self, harness: "Harness") -> None:
+        self._harness = harness
+
+    def send(self, command: RolloutCommand) -> None:
+        self._carry(command, WorkerMessage, lambda message: self._harness.worker.send(message))
+
+    def report(self, report: AttemptReport) -> None:
+        self._carry(report, WorkerReport, lambda message: self._harness.pipeline.on_report(message))
+
+    def _carry(self, message: Any, kind: Any, receive: Callable[[Any], None]) -> None:
+        decoded = decoder_of(kind)(encode(message))
+        assert decoded == message
+        asyncio.get_running_loop().call_soon(receive, decoded)
+
+
 class Harness:
     """A pipeline over a scripted environment and engine, its events, and its tasks."""
+
+    wired = False
+    """Whether the worker is reached by frames, as one in another process is."""
 
     def __init__(
         self,
@@ -258,9 +288,9 @@ class Harness:
             **{"max_turns": 4, "max_tokens": 400, "time_s": 30.0, "step_s": 10.0, **limits}
         )
         self._posted = asyncio.Event()
-        clock = asyncio.get_running_loop().time
+        clock, wire = asyncio.get_running_loop().time, Wire(self)
         self.pipeline = Pipeline(
-            worker=lambda _: self.worker,
+            worker=lambda _: self.port,
             engine=lambda _: None if self.engine_missing else self.engine,
             store=store,
             post=self._post,
@@ -271,11 +301,12 @@ class Harness:
         )
         self.worker = RolloutWorker(
             make_episode=make or self._episode,
-            report=self.pipeline.on_report,
+            report=wire.report if self.wired else self.pipeline.on_report,
             spawn=self._spawn,
             clock=clock,
             waiting_limit=2,
         )
+        self.port: WorkerPort = wire if self.wired else self.worker
 
     def init(
         self, attempt: int = 0, purpose: Purpose = Purpose.TRAIN, id: TrajectoryId = TRAJECTORY

@@ -36,6 +36,8 @@ from rollweave.schema.serving import FinishReason, Sampling
 from rollweave.schema.work import Blame, SegmentKind, StopReason, Trajectory
 from tests.rollout.fakes import CODEC, TRAJECTORY, Harness, engine_result, reply_tokens
 
+pytestmark = pytest.mark.usefixtures("wired")
+
 GO = Message(role="user", content="go")
 ON = Message(role="user", content="on")
 

@@ -47,6 +47,8 @@ from tests.rollout.fakes import (
     reply_tokens,
 )
 
+pytestmark = pytest.mark.usefixtures("wired")
+
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[TrajectoryStore]:
