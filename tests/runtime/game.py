@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from rollweave.envs.base import Episode, Observation, Options, Score, Step
+from rollweave.envs.base import Episode, Observation, Options, Score, Split, Step, mix, new_task
 from rollweave.schema.work import Task
 
 
@@ -50,6 +50,34 @@ class Wanderer(Game):
     def reset(self, task: Task) -> Observation:
         os.chdir("/")
         return super().reset(task)
+
+
+class Located(Game):
+    """A game that leaves a file `<what>-<process id>` in `where` whenever its code runs,
+    and whose first step waits for the file `open` there.
+    """
+
+    def __init__(self, *, where: str, turns: int = 2) -> None:
+        super().__init__(turns=turns, wait=f"{where}/open")
+        self._where = where
+
+    def reset(self, task: Task) -> Observation:
+        _leave(self._where, "reset")
+        return super().reset(task)
+
+    @classmethod
+    def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
+        _leave(str(options["where"]), "make_task")
+        return new_task(seed=mix(seed, split, index))
+
+    @classmethod
+    def score(cls, episode: Episode, options: Options) -> Score:
+        _leave(str(options["where"]), "score")
+        return Score(reward=float(episode.task.seed % 2), success=episode.task.seed % 2 == 1)
+
+
+def _leave(where: str, what: str) -> None:
+    (Path(where) / f"{what}-{os.getpid()}").touch()
 
 
 class Blocking(Game):

@@ -19,7 +19,7 @@ from rollweave.record.journal import Replay
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.events import HostJoined, HostLost, RunStarted
+from rollweave.schema.events import HostJoined, HostLost, RunStarted, WorkerJoined
 from tests.runtime.whole import (
     ROOT,
     assert_no_processes,
@@ -232,6 +232,46 @@ def test_roles_run_in_their_pools(tmp_path: Path, agents: Agents) -> None:
     names = {host.number: host.name for host in begun.hosts}
     assert {names[slot.host] for slot in begun.engines} == {"b"}
     assert [names[rank.host] for rank in begun.ranks] == ["a"]
+
+
+@pytest.mark.slow
+def test_workers_wait_for_another_host_of_their_pool(tmp_path: Path, agents: Agents) -> None:
+    """Their attempts, which the loss of their host ends, start again on the next one."""
+    config = config_of(
+        tmp_path,
+        agents,
+        steps=60,
+        pools={"gpus": {"resource": "gpus"}, "cpus": {"resource": "cpus"}},
+        trainer={"pool": "gpus"},
+        engines={"count": 1, "pool": "gpus"},
+        workers={"count": 2, "pool": "cpus"},
+    )
+    agents.start("a", resource="gpus")
+    agents.start("b", resource="cpus")
+
+    def await_events(kind: type, count: int) -> None:
+        deadline = time.monotonic() + 60
+        while len(events(config, kind)) < count and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def replace() -> None:
+        await_events(WorkerJoined, 2)
+        agents.signal("b", signal.SIGKILL)
+        await_events(HostLost, 1)
+        agents.start("c", resource="cpus")
+
+    with meanwhile(config, 2, replace):
+        summary = run(config)
+    assert summary.error == ""
+    assert summary.account.balanced
+    (begun,) = events(config, RunStarted)
+    names = {host.number: host.name for host in begun.hosts}
+    assert [names[slot.host] for slot in begun.workers] == ["b", "b"]
+    assert summary.watchdog["worker_unplaced"] == 2
+    assert any(event.epoch for event in events(config, WorkerJoined))
+    assert_trained_once(config)
+    assert_no_processes(config)
+    assert replay(config).differing == 0
 
 
 def test_a_fallback_serves_where_a_pool_has_no_host(tmp_path: Path, agents: Agents) -> None:

@@ -1,0 +1,135 @@
+"""Whole runs whose attempts run in worker processes: results, and the loss of workers."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollweave.record.store import TrajectoryReader
+from rollweave.runtime.links import worker as link
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.work import StopReason, Trajectory
+from tests.engine.clients.echo_engine import process_state
+from tests.runtime.whole import (
+    assert_no_processes,
+    assert_trained_once,
+    lines,
+    make_config,
+    replay,
+    run,
+    run_dir,
+)
+
+LIMIT_S = 60.0
+
+
+def located(directory: Path, *, workers: int = 2, is_open: bool = True, **more: Any) -> RunConfig:
+    """Return the configuration of a run whose environments leave their process ids."""
+    where = directory / "where"
+    where.mkdir(parents=True)
+    if is_open:
+        (where / "open").touch()
+    return make_config(
+        directory,
+        task={"env": "tests.runtime.game:Located"},
+        options={"where": str(where)},
+        workers={"count": workers},
+        **more,
+    )
+
+
+def places(config: RunConfig, what: str) -> set[int]:
+    """Return the processes in which this code of the environment ran."""
+    where = Path(config.tasks[0].options["where"])
+    return {int(path.name.split("-")[1]) for path in where.glob(f"{what}-*")}
+
+
+def outcomes(config: RunConfig) -> dict[tuple[str, int], tuple[Any, ...]]:
+    """Return what is stored of each attempt, except for times."""
+    reader = TrajectoryReader(run_dir(config) / "trajectories")
+    attempts: list[Trajectory] = [reader.load(entry) for entry in reader.entries]
+    return {
+        (one.id, one.attempt): (one.sequences, one.reward, one.success, one.stop_reason)
+        for one in attempts
+        if one.stop_reason is not StopReason.CANCELLED
+    }
+
+
+def gone(pids: set[int]) -> bool:
+    deadline = time.monotonic() + LIMIT_S
+    while any(process_state(pid)[0] not in ("gone", "Z") for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_attempts_run_in_workers_as_in_the_controller(tmp_path: Path) -> None:
+    """In lockstep both give the same trajectories; the controller runs no code of an
+    environment.
+    """
+    mode = {"mode": "sync"}
+    there = located(tmp_path / "there", rollout=mode)
+    here = located(tmp_path / "here", workers=0, rollout=mode)
+    assert run(here).error == ""
+    assert places(here, "reset") == places(here, "make_task") == {os.getpid()}
+    assert run(there).error == ""
+    pids = places(there, "reset")
+    assert len(pids) == 2
+    assert os.getpid() not in pids | places(there, "make_task") | places(there, "score")
+    assert gone(pids)
+    assert outcomes(there) == outcomes(here)
+    assert_trained_once(there)
+    assert_no_processes(there)
+    assert replay(there).differing == 0
+
+
+@contextmanager
+def striking(config: RunConfig, number: signal.Signals) -> Iterator[list[int]]:
+    """Send a signal to a worker whose episodes are under way; then let all continue."""
+    struck: list[int] = []
+    where = Path(config.tasks[0].options["where"])
+
+    def strike() -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while len(places(config, "reset")) < config.workers.count and time.monotonic() < deadline:
+            time.sleep(0.01)
+        struck.append(min(places(config, "reset")))
+        os.kill(struck[0], number)
+        (where / "open").touch()
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    try:
+        yield struck
+    finally:
+        thread.join()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_lost_worker_costs_only_its_attempts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, workers: int
+) -> None:
+    monkeypatch.setattr(link, "SILENT_S", 2.0)
+    config = located(tmp_path / "run", workers=workers, is_open=False)
+    with striking(config, number) as struck:
+        summary = run(config)
+    assert summary.error == ""
+    assert summary.account.balanced
+    assert summary.watchdog["worker_restarted"] == 1
+    (warning,) = [line for line in lines(config, "warning") if "restarted" in line["message"]]
+    reason = "SIGKILL" if number is signal.SIGKILL else "sent nothing for 2 s"
+    assert reason in warning["message"]
+    stored = [stop for *_, stop in outcomes(config).values()]
+    assert stored.count(StopReason.WORKER_LOST) >= 1
+    assert gone(places(config, "reset") | set(struck))
+    assert len(places(config, "reset")) == workers + 1
+    assert_trained_once(config)
+    assert replay(config).differing == 0
