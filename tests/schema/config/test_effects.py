@@ -144,7 +144,7 @@ def _fields(model: type[BaseModel]) -> Iterator[tuple[type[BaseModel], str, Fiel
 
 
 def test_there_are_few_settings_and_each_has_a_sentence() -> None:
-    of_clusters = ("cluster.", "pools.", "sim.pools.")
+    of_clusters = ("cluster.", "pools.", "sim.pools.", "workers.")
     keys = [
         key
         for key in settings_of(RunConfig)
