@@ -146,7 +146,5 @@ def _bound(state: State, *, ranks: bool) -> list[Binding]:
         for rank, slot in enumerate(state.hosts.ranks)
         if slot.devices
     ]
-    workers = [
-        Binding(role=worker.id, host=worker.host) for worker in state.workers.values()
-    ]
+    workers = [Binding(role=worker.id, host=worker.host) for worker in state.workers.values()]
     return [*engines, *workers, *(own if ranks else ())]

@@ -216,3 +216,15 @@ def test_each_memory_holds_the_parts_of_the_processes_that_use_it(
         for place in layout.places
     }
     assert found == needed
+
+
+def test_workers_are_laid_out_in_their_pool() -> None:
+    run = config("workers.count=3", "workers.pool=roll")
+    layout, problems = laid_out(run, {"a": host(2, T=1), "b": host(2, R=1)})
+    assert problems == []
+    workers = [one for one in layout.processes if one.role == "worker"]
+    assert [(one.name, one.host, one.pool) for one in workers] == [
+        ("w0", "b", "roll"),
+        ("w1", "b", "roll"),
+        ("w2", "b", "roll"),
+    ]

@@ -72,7 +72,11 @@ def unserved(config: RunConfig, empty: Iterable[EmptyPool]) -> list[EmptyPool]:
     have no hosts either.
     """
     without = {pool.pool: pool for pool in empty}
-    roles = (config.trainer.pool, *(group.pool for group in config.engines))
+    roles = (
+        config.trainer.pool,
+        config.workers.pool,
+        *(group.pool for group in config.engines),
+    )
     needed = {
         role
         for role in roles

@@ -4,7 +4,7 @@ memory that they need on each GPU and each host.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from rollweave.core.bindings import bind_all, crowded, one_machine
+from rollweave.core.bindings import bind_all, bind_workers, crowded, one_machine
 from rollweave.core.membership import first_engines
 from rollweave.core.policy.binding import Unbound
 from rollweave.core.policy.pools import empty_pools, pools_of, unserved
@@ -18,10 +18,11 @@ from rollweave.runtime.preflight.memory import (
     other_parts,
     rank_parts,
     relay_parts,
+    worker_parts,
 )
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.events import EngineSlot
+from rollweave.schema.events import EngineSlot, WorkerSlot
 from rollweave.schema.hosts import Device, HostSlot, RankSlot, Resources
 from rollweave.weights.checkpoint import ModelShape
 
@@ -31,9 +32,10 @@ HERE = "this host"
 COMFORT = 0.8
 """Share of the memory beyond which an estimate deserves a warning."""
 
-CONTROLLER, PREDICTOR, RELAY, RANK, ENGINE = (
+CONTROLLER, PREDICTOR, WORKER, RELAY, RANK, ENGINE = (
     "controller",
     "predictor",
+    "worker",
     "relay",
     "trainer rank",
     "engine",
@@ -174,13 +176,17 @@ def lay_out(config: RunConfig, shape: ModelShape, hosts: Sequence[PlannedHost] |
     Without `hosts`, those of its cluster are not known.
     """
     engines, ranks = first_engines(config), tuple(RankSlot() for _ in range(config.trainer.ranks))
+    workers = tuple(WorkerSlot(id=f"w{number}") for number in range(config.workers.count))
     unbound: list[Unbound] = []
     if hosts is not None:
         slots = [host.slot for host in hosts]
         engines, ranks, unbound = bind_all(config, engines, slots)
+        workers, more = bind_workers(config, slots, engines)
+        unbound = [*unbound, *more]
     plan = _Plan(config, shape, hosts)
     processes = [
         *plan.controller(),
+        *(plan.worker(slot) for slot in workers),
         *plan.relays(ranks),
         *(plan.rank(number, slot) for number, slot in enumerate(ranks)),
         *(plan.engine(slot) for slot in engines),
@@ -243,6 +249,16 @@ class _Plan:
         if scheduling(config.rollout, config.ablation).predicts:
             name = config.rollout.predictor
             yield Process(role=PREDICTOR, name=name, host=here, parts=tuple(other_parts()))
+
+    def worker(self, slot: WorkerSlot) -> Process:
+        return Process(
+            role=WORKER,
+            name=slot.id,
+            host=self._names.get(slot.host, ""),
+            pool=self._config.workers.pool or "",
+            threads=1,
+            parts=tuple(worker_parts()),
+        )
 
     def relays(self, ranks: Sequence[RankSlot]) -> Iterator[Process]:
         config = self._config
@@ -311,7 +327,9 @@ def _check_cores(layout: Layout, hosts: Sequence[PlannedHost]) -> Iterator[Check
         names = [host.name for host in members]
         users = [process for process in layout.processes if process.host in names]
         count = members[0].slot.cpus
-        counts = {f"{role}s": sum(user.role == role for user in users) for role in (ENGINE, RANK)}
+        counts = {
+            f"{role}s": sum(user.role == role for user in users) for role in (ENGINE, RANK, WORKER)
+        }
         threads = sum(user.threads for user in users)
         text = " + ".join(f"{number} {role}" for role, number in counts.items() if number)
         if threads > count:
@@ -383,4 +401,4 @@ def _field_of(config: RunConfig, role: str) -> str:
     for slot in first_engines(config):
         if slot.id == role:
             return f"engines.{slot.group}" if len(config.engines) > 1 else "engines"
-    return "trainer"
+    return "workers" if role.startswith("w") else "trainer"

@@ -161,6 +161,11 @@ def other_parts() -> list[Part]:
     return [_interpreter(knob="model")]
 
 
+def worker_parts() -> list[Part]:
+    """Return what a rollout worker keeps in memory, environments and sandboxes aside."""
+    return [_interpreter(knob="workers.count")]
+
+
 def kv_bytes(shape: ModelShape, width: int) -> int:
     """Return the bytes of one token's keys and values."""
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * width
