@@ -40,7 +40,7 @@ part() {
 
 # Without an installation, doctor reports the package itself as missing: not an error here.
 part doctor 60 "$python" -m rollweave.cli.main doctor
-part tests "${TESTS_S:-240}" "$python" -m pytest -p no:cacheprovider -p no:randomly -q -rs tests/gpu tests/weights/test_staging.py || failed=1
+part tests "${TESTS_S:-240}" "$python" -m pytest -p no:cacheprovider -p no:randomly -W default -q -rs tests/gpu tests/weights/test_staging.py || failed=1
 part bench "${BENCH_S:-280}" "$python" -m rollweave.cli.main bench gpu --json ${QUICK:+--quick} || failed=1
 grep '^{"bench"' "$OUT/bench.log" > "$OUT/bench.json" || failed=1
 exit $failed

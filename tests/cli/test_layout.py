@@ -79,6 +79,11 @@ def test_shared_gpus_are_marked() -> None:
     assert "engines e0–e11 rollouts GPUs 0–7 shared" in " ".join(text.split())
 
 
+def test_workers_are_named_by_their_numbers() -> None:
+    text = " ".join(shown(80, "workers.count=4", "workers.pool=rollouts").split())
+    assert "workers w0–w3 rollouts - - 4 × 450.0 MiB" in text
+
+
 def test_a_dry_run_prints_the_table_and_passes() -> None:
     code, output, errors = invoke("train", RUN, "--dry-run", "--hosts", HOSTS)
     assert (code, errors) == (0, [])

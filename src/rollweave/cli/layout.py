@@ -222,16 +222,18 @@ def _ranges(names: Sequence[str]) -> str:
     """Shorten names with consecutive numbers, such as `e0–e3, e7`."""
     runs: list[list[str]] = []
     for name in names:
-        if runs and _number(name) == _number(runs[-1][-1]) + 1:
+        if runs and _follows(runs[-1][-1], name):
             runs[-1].append(name)
         else:
             runs.append([name])
     return ", ".join(run[0] if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
 
 
-def _number(name: str) -> int:
-    digits = name.lstrip("e")
-    return int(digits) if digits.isdecimal() else -2
+def _follows(name: str, other: str) -> bool:
+    """Return whether `other` has the next number after the same letters."""
+    letters = name.rstrip("0123456789")
+    digits = name.removeprefix(letters)
+    return bool(digits) and other == f"{letters}{int(digits) + 1}"
 
 
 def _times(count: int, nbytes: int) -> str:
