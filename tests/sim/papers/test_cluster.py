@@ -133,3 +133,23 @@ def test_slow_starts() -> None:
     assert set(map(round, delays)) == {0, 300}
     assert sum(map(round, delays)) / 300 / len(delays) == pytest.approx(0.25, abs=0.08)
     assert all(plan.turns == slow.turns for plan, slow in pairs)
+
+
+def test_kinds_of_gpus_are_pools_that_tasks_prefer() -> None:
+    setup = Setup(
+        model="qwen3-14b",
+        tasks=("frozenlake", "gem-math", "webshop"),
+        context=8192,
+        rollout_gpus=0,
+        trainer_gpus=8,
+        batch=8,
+        tp=2,
+        kinds={"h800": 8, "h20": 4},
+        prefers={"gem-math": "h20", "frozenlake": "h800"},
+    )
+    config = setup.config(steps=1)
+    assert [(group.pool, group.count) for group in config.engines] == [("h800", 4), ("h20", 2)]
+    assert [task.pool for task in config.tasks] == ["h800", "h20", None]
+    engines, _ = costs_of(config)
+    assert engines.keys() == {("h800", 2), ("h20", 2)}
+    assert engines["h800", 2].kv_tokens < engines["h20", 2].kv_tokens, "80 and 96 GB"

@@ -18,7 +18,7 @@ SLOW = frozenset(
             for size in ("8b", "14b", "32b")
         ),
         *(f"rollart-{figure}" for figure in ("fig10c", "fig11a", "fig11b", "fig14a", "fig14b")),
-        *(f"rose-{one}" for one in ("fig1c", "fig14", "table3")),
+        *(f"rose-{one}" for one in ("fig1c", "fig10", "fig14", "table3")),
         *(f"prorl-{one}" for one in ("fig5", "table3")),
     }
 )

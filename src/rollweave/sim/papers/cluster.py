@@ -13,14 +13,17 @@ from typing import Any
 
 import msgspec
 
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import RollweaveError
 from rollweave.sim.families import INIT_TIMEOUT_S
+from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.run import Outcome, simulate
 from rollweave.sim.serverless import Dedicated, Judges, Serverless
 from rollweave.sim.workload import Plan, Workload, workload
-from rollweave.sim.world import Journal
+from rollweave.sim.world import Costs, Journal, World
 
 SLOTS = 256
 """Sequences that an engine decodes at once: the default `max_num_seqs` of vLLM 0.8,
@@ -224,6 +227,92 @@ def steps_of(
 
 def _as_it_is(work: Workload) -> Workload:
     return work
+
+
+class Transfer:
+    """A version of the weights on its way: when the trainer began to publish it, and when
+    the last engine so far had it. `changes` is true if relays received changes alone.
+    """
+
+    def __init__(self, began: float) -> None:
+        self.began = self.loaded = began
+        self.changes = False
+
+    @property
+    def seconds(self) -> float:
+        return self.loaded - self.began
+
+
+class Watched:
+    """A simulated run, for inspection while its weights travel.
+
+    `stall_s` are the seconds for which the trainer waited at each publication, and
+    `waits_s` those for which an engine did at each version that it loaded.
+    """
+
+    def __init__(self, config: RunConfig, *, costs: Costs | None = None) -> None:
+        metrics = SimMetrics()
+        self.world = World(config, observer=metrics, journal=self, costs=costs)
+        metrics.watch(self.world)
+        self.stall_s: list[float] = []
+        self.waits_s: list[float] = []
+        self.transfers: dict[int, Transfer] = {}  # by version
+        self._versions: dict[int, int] = {}  # weights id → version
+        self._suspended: dict[str, float] = {}
+        self.world.start()
+
+    def append(self, now: float, event: e.Event, commands: Sequence[c.Command]) -> None:
+        """Note when engines and trainer begin to wait, and when they continue."""
+        if isinstance(event, e.WeightsPublished):
+            self.stall_s.append(now - self.transfers[event.version].began)
+        elif isinstance(event, e.WeightsLoaded):
+            self.transfers[event.version].loaded = now
+            if event.engine_id in self._suspended:
+                self.waits_s.append(now - self._suspended.pop(event.engine_id))
+        for command in commands:
+            if isinstance(command, c.PublishWeights):
+                self.transfers[command.version] = Transfer(now)
+                self._versions[command.weights_id] = command.version
+            elif isinstance(command, c.FetchWeights) and command.base_id is not None:
+                self.transfers[self._versions[command.weights_id]].changes = True
+            elif isinstance(command, c.SuspendEngine):
+                self._suspended[command.engine_id] = now
+            elif isinstance(command, c.RestartEngine):
+                self._suspended.pop(command.engine_id, None)
+
+    def until(self, what: Callable[[], bool]) -> None:
+        """Run until the condition holds. Raises ExperimentError where the run ends before."""
+        while not what():
+            if self.world.over is not None:
+                raise ExperimentError(f"the run ended early: {self.world.over}")
+            self.world.step()
+
+    def until_published(self, version: int) -> float:
+        """Run until this version is published. Returns the time of that."""
+        publication = self.world.core.state.publication
+        self.until(lambda: publication.version >= version)
+        return publication.at
+
+    def until_broadcast(self, *, without: str = "") -> float:
+        """Run until every relay but that one has the published weights. Returns the
+        seconds since their publication.
+        """
+        state = self.world.core.state
+        published = state.publication.weights_id
+
+        def everywhere() -> bool:
+            relays = [relay for relay in state.relays.values() if relay.id != without]
+            return all(published in relay.versions for relay in relays)
+
+        self.until(everywhere)
+        return self.world.clock.now - state.publication.at
+
+    def finish(self) -> None:
+        """Run to the end. Raises ExperimentError."""
+        while self.world.over is None:
+            self.world.step()
+        if self.world.over:
+            raise ExperimentError(f"the run ended early: {self.world.over}")
 
 
 # Changes of a workload.

@@ -6,20 +6,15 @@ The chain, its chunks and its repair are those of our relays (`core/relays`,
 """
 
 import statistics
-from collections.abc import Callable, Sequence
 
 from rollweave.core.policy.relay import broadcast_s, chunk_bytes, chunk_count
-from rollweave.schema import commands as c
-from rollweave.schema import events as e
-from rollweave.schema.config.root import RunConfig
 from rollweave.sim.cost import LINK_EFFICIENCY, EngineCost
 from rollweave.sim.hardware import GPUS_PER_MACHINE, gpu, link
-from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.models import model
-from rollweave.sim.papers.cluster import ExperimentError, Setup
+from rollweave.sim.papers.cluster import Setup, Watched
 from rollweave.sim.papers.laminar_runs import CONTEXT, MEMBERS, PROMPTS, UPDATES, Sliced
 from rollweave.sim.papers.rows import Row
-from rollweave.sim.world import World
+from rollweave.sim.world import Costs
 
 RELAYS = 127
 """Relays beside the master, on 1,024 GPUs (Laminar Fig. 19)."""
@@ -79,67 +74,6 @@ def repair_s(size: int, nodes: int) -> float:
     )
 
 
-class Watched:
-    """A simulated run whose weights travel along a chain of relays, and the seconds in
-    which each engine waited for them.
-    """
-
-    def __init__(self, config: RunConfig, trainer: Sliced, *, size: str, tp: int) -> None:
-        cost = EngineCost(gpu=gpu("h800"), model=model(f"qwen2.5-{size}"), tp=tp)
-        metrics = SimMetrics()
-        self.world = World(
-            config, observer=metrics, journal=self, costs=({("h800", tp): cost}, trainer)
-        )
-        metrics.watch(self.world)
-        self.stall_s: list[float] = []  # of the trainer, for each publication
-        self.waits_s: list[float] = []  # of an engine, for each version that it loads
-        self._publishing = 0.0
-        self._suspended: dict[str, float] = {}
-        self.world.start()
-
-    def append(self, now: float, event: e.Event, commands: Sequence[c.Command]) -> None:
-        """Note when engines and trainer begin to wait, and when they continue."""
-        if isinstance(event, e.WeightsPublished):
-            self.stall_s.append(now - self._publishing)
-        if isinstance(event, e.WeightsLoaded) and event.engine_id in self._suspended:
-            self.waits_s.append(now - self._suspended.pop(event.engine_id))
-        for command in commands:
-            if isinstance(command, c.PublishWeights):
-                self._publishing = now
-            elif isinstance(command, c.SuspendEngine):
-                self._suspended[command.engine_id] = now
-            elif isinstance(command, c.RestartEngine):
-                self._suspended.pop(command.engine_id, None)
-
-    def until(self, what: Callable[[], bool]) -> None:
-        """Run until the condition holds. Raises ExperimentError where the run ends before."""
-        while not what():
-            if self.world.over is not None:
-                raise ExperimentError(f"the run ended early: {self.world.over}")
-            self.world.step()
-
-    def until_published(self, version: int) -> float:
-        """Run until this version is published. Returns the time of that."""
-        publication = self.world.core.state.publication
-        self.until(lambda: publication.version >= version)
-        return publication.at
-
-    def until_broadcast(self, *, without: str = "") -> float:
-        """Run until every relay but that one has the published weights. Returns the
-        seconds since their publication.
-        """
-        state = self.world.core.state
-        published = state.publication.weights_id
-        self.until(
-            lambda: all(
-                published in relay.versions
-                for relay in state.relays.values()
-                if relay.id != without
-            )
-        )
-        return self.world.clock.now - state.publication.at
-
-
 def broadcast(size: str, *, relays: int, lost: bool = False) -> tuple[float, float]:
     """Simulate the broadcast of the first trained version to so many relays beside the
     master, on machines with an engine each. Returns its seconds, and where the relay in
@@ -161,7 +95,7 @@ def broadcast(size: str, *, relays: int, lost: bool = False) -> tuple[float, flo
     trainer = Sliced(shape=model(f"qwen2.5-{size}"), gpus=GPUS, share=1, updates=UPDATES)
 
     def watched() -> tuple[Watched, float]:
-        run = Watched(setup.config(steps=3), trainer, size=size, tp=GPUS_PER_MACHINE)
+        run = Watched(setup.config(steps=3), costs=_costs(size, GPUS_PER_MACHINE, trainer))
         return run, run.until_published(1)
 
     run, _ = watched()
@@ -328,9 +262,11 @@ def _part(size: str, tp: int, *, quick: bool) -> Watched:
         update={"trainer": config.trainer.model_copy(update={"minibatches": UPDATES})}
     )
     trainer = Sliced(shape=model(f"qwen2.5-{size}"), gpus=GPUS, share=PARTS, updates=UPDATES)
-    run = Watched(config, trainer, size=size, tp=tp)
-    while run.world.over is None:
-        run.world.step()
-    if run.world.over:
-        raise ExperimentError(f"the run ended early: {run.world.over}")
+    run = Watched(config, costs=_costs(size, tp, trainer))
+    run.finish()
     return run
+
+
+def _costs(size: str, tp: int, trainer: Sliced) -> Costs:
+    engine = EngineCost(gpu=gpu("h800"), model=model(f"qwen2.5-{size}"), tp=tp)
+    return {("h800", tp): engine}, trainer

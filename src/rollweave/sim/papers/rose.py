@@ -1,14 +1,29 @@
-"""ROSE's evaluation as far as it is built: more GPUs for rollouts, and the gain of
-prefix caching (§2.2, App. E).
+"""ROSE's evaluation as far as it is built: more GPUs for rollouts, the gain of prefix
+caching, and weights between clusters (§2.2, §6.3, App. E).
 
 ROSE's use of GPUs that serve at the same time (§4) is not built: a borrowed GPU is
 simulated as one of our own.
 """
 
 import functools
+import statistics
 
-from rollweave.sim.papers.cluster import Setup, mean_of, rollout_s
+import msgspec
+
+from rollweave.core.policy.relay import CHUNK_BYTES
+from rollweave.sim.cost import LINK_EFFICIENCY, EngineCost, TrainerCost
+from rollweave.sim.hardware import GPUS_PER_MACHINE, gpu, link
+from rollweave.sim.models import ModelShape, model
+from rollweave.sim.papers.cluster import (
+    ExperimentError,
+    Setup,
+    Watched,
+    mean_of,
+    rollout_s,
+    steps_of,
+)
 from rollweave.sim.papers.rows import Experiment, Row
+from rollweave.sim.relays import DELTA_SHARE
 
 CONTEXT = 32_768
 """Maximum tokens of Qwen3-8B/32k on FrozenLake (§6)."""
@@ -78,18 +93,22 @@ def fig14(quick: bool) -> list[Row]:
     8 or 16 borrowed ones, over the first five steps.
     """
     published = {4: 1.26, 8: 1.45, 16: 1.69}
-    steps, counts = (1, (8,)) if quick else (5, (4, 8, 16))
-    alone = rollout_s(FROZENLAKE, steps=steps)
+    steps, counts = (2, (8,)) if quick else (5, (4, 8, 16))
+    alone = _with_weights_s(FROZENLAKE, steps=steps)
     note = (
-        f"{mean_of(steps, 'rollout')}; a borrowed GPU has no other clients here, and its "
-        "weights arrive in time"
+        f"{mean_of(steps, 'rollout')} of a run, from the end of a training step to the next; a "
+        "borrowed GPU has no other clients here; weights leave over 200 Gb/s Ethernet, along a "
+        "chain of relays on the machines"
     )
     rows = [
         Row(
             experiment="rose-fig14",
             row=f"rollout speed-up with {count} borrowed GPUs",
             published=published[count],
-            ours=alone / rollout_s(FROZENLAKE.but(rollout_gpus=8 + count), steps=steps),
+            ours=alone
+            / _with_weights_s(
+                FROZENLAKE.but(rollout_gpus=8 + count, link="ethernet", relayed=True), steps=steps
+            ),
             note=note,
         )
         for count in counts
@@ -107,6 +126,127 @@ def fig14(quick: bool) -> list[Row]:
             note=missing,
         )
     )
+    return rows
+
+
+def _with_weights_s(setup: Setup, *, steps: int) -> float:
+    """Return the mean seconds of the first `steps` rollouts of a run, each from the end of
+    the training step before it, with the wait for new weights.
+    """
+    lines = steps_of(setup, steps=steps).steps
+    ends = [0.0, *(float(line["at"]) + line["trainer"]["train_s"] for line in lines[:-1])]
+    return statistics.fmean(float(line["at"]) - end for line, end in zip(lines, ends, strict=True))
+
+
+# Weights from cluster to cluster.
+
+SIZES = {"8B": ("qwen3-8b", 1), "32B": ("qwen3-32b", 4)}
+"""Shape and GPUs of an engine (§6)."""
+
+SENDER_GPUS = RECEIVER_GPUS = 16
+"""GPUs for training, and for serving in another cluster (§6.3)."""
+
+
+class TwoClusters(TrainerCost):
+    """A trainer whose weights are copied into the memory of its machine, and from there
+    cross the link of so many bits per second to the relays of another cluster.
+
+    The chain has that link once; all its other parts are faster and follow.
+    """
+
+    def __init__(self, *, shape: ModelShape, bits_per_s: float) -> None:
+        super().__init__(gpu=gpu("h800"), model=shape, gpus=SENDER_GPUS, link=link("pcie"))
+        self._between = msgspec.structs.replace(link("ethernet"), bytes_per_s=bits_per_s / 8)
+
+    def hop_s(self, *, share: float) -> float:
+        """Use the link between the clusters."""
+        return share * super().publish_s(over=self._between)
+
+    def lag_s(self) -> float:
+        """Use a chunk on that link."""
+        return self._between.latency_s + CHUNK_BYTES / (self._between.bytes_per_s * LINK_EFFICIENCY)
+
+
+def transfer_s(size: str, *, bits_per_s: float, sparse: bool) -> float:
+    """Return the seconds from the beginning of a publication until all engines of the
+    other cluster have it: whole, or only what has changed. Raises ExperimentError.
+    """
+    name, tp = SIZES[size]
+    setup = FROZENLAKE.but(
+        model=name,
+        tp=tp,
+        rollout_gpus=RECEIVER_GPUS + GPUS_PER_MACHINE,  # with the machine beside the trainer
+        trainer_gpus=SENDER_GPUS,
+        batch=16,
+        relayed=True,
+        without=() if sparse else ("deltas",),
+    )
+    shape = model(name)
+    engine = EngineCost(gpu=gpu("h800"), model=shape, tp=tp)
+    run = Watched(
+        setup.config(steps=8),
+        costs=({("h800", tp): engine}, TwoClusters(shape=shape, bits_per_s=bits_per_s)),
+    )
+    run.finish()
+    last = run.world.core.state.publication.version
+    seconds = [
+        one.seconds
+        for version, one in run.transfers.items()
+        # the first ones overlap with the weights of the beginning
+        if last // 2 < version < last and one.changes == sparse
+    ]
+    if not seconds:
+        raise ExperimentError("no version was sent in this form")
+    return statistics.fmean(seconds)
+
+
+def fig10(quick: bool) -> list[Row]:
+    """Reproduce ROSE §6.3: the seconds of a transfer between clusters, whole and sparse,
+    over 200 Gb/s and over 1 Gb/s Ethernet.
+    """
+    published = {
+        "8B": {"shard": (31.0, 109.0), "sparse": (7.0, 39.0), "gain": 4.4},
+        "32B": {"shard": (96.0, 584.0), "sparse": (21.0, 89.0), "gain": 4.6},
+    }
+    machines = RECEIVER_GPUS // GPUS_PER_MACHINE
+    note = (
+        f"simulated run: {SENDER_GPUS} GPUs train, and relays on {machines} machines receive one "
+        "copy at 80 % of one link"
+    )
+    theirs = "theirs has a link for each machine, and takes seconds that no link explains"
+    changed = f"{DELTA_SHARE:.2%} of the bytes (PULSE's share for a 7B model)"
+    rows = []
+    for size in ("8B",) if quick else tuple(SIZES):
+        row = functools.partial(Row, experiment="rose-fig10")
+        known = published[size]
+        for place, (speed, bits) in enumerate((("200 Gb/s", 200e9), ("1 Gb/s", 1e9))):
+            whole = transfer_s(size, bits_per_s=bits, sparse=False)
+            sparse = transfer_s(size, bits_per_s=bits, sparse=True)
+            rows += [
+                row(
+                    row=f"{size} shard-aware, {speed}",
+                    published=known["shard"][place],  # type: ignore[index]
+                    ours=whole,
+                    unit="s",
+                    note=f"{note}; {theirs}",
+                ),
+                row(
+                    row=f"{size} sparsity-aware, {speed}",
+                    published=known["sparse"][place],  # type: ignore[index]
+                    ours=sparse,
+                    unit="s",
+                    note=f"{note}, of {changed}; finding the changes takes no time here",
+                ),
+            ]
+            if not place:
+                rows.append(
+                    row(
+                        row=f"{size} shard-aware over sparsity-aware, {speed}",
+                        published=known["gain"],  # type: ignore[arg-type]
+                        ours=whole / sparse,
+                        note=f"{note}; {changed}",
+                    )
+                )
     return rows
 
 
@@ -153,6 +293,12 @@ EXPERIMENTS = (
     Experiment(name="rose-fig1c", title="Prefix caching", source="ROSE Fig. 1c, §2.2", run=fig1c),
     Experiment(
         name="rose-table3", title="Elastic routing", source="ROSE Table 3, §6.4", run=table3
+    ),
+    Experiment(
+        name="rose-fig10",
+        title="Weights between clusters",
+        source="ROSE Fig. 10, §6.3",
+        run=fig10,
     ),
     Experiment(name="rose-fig14", title="Borrowed GPUs", source="ROSE Fig. 14, App. E", run=fig14),
 )

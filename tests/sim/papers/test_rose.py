@@ -1,0 +1,41 @@
+"""ROSE's transfers of weights between clusters, in simulated runs."""
+
+import pytest
+
+from rollweave.sim.hardware import link
+from rollweave.sim.models import model
+from rollweave.sim.papers.rose import FROZENLAKE, SENDER_GPUS, TwoClusters, transfer_s
+from rollweave.sim.relays import DELTA_SHARE
+from rollweave.sim.world import costs_of
+
+
+def test_a_transfer_takes_the_time_of_the_link_and_changes_their_share_of_it() -> None:
+    """It begins with a copy into the memory of the trainer's machine, and ends with the
+    load from the memory of an engine's machine.
+    """
+    shape = model("qwen3-8b")
+    crossing_s = shape.weight_bytes / (0.8 * 1e9 / 8)
+    whole, sparse = (transfer_s("8B", bits_per_s=1e9, sparse=one) for one in (False, True))
+    assert whole == pytest.approx(crossing_s, rel=0.02)
+    assert DELTA_SHARE * crossing_s < sparse < DELTA_SHARE * crossing_s + 2
+    fast = transfer_s("8B", bits_per_s=200e9, sparse=False)
+    assert fast - crossing_s / 200 == pytest.approx(whole - crossing_s, abs=0.5)
+
+
+def test_relays_of_another_cluster_are_reached_over_the_link_between() -> None:
+    shape = model("qwen3-8b")
+    between = TwoClusters(shape=shape, bits_per_s=200e9)
+    other = TwoClusters(shape=shape, bits_per_s=2e9)
+    assert other.hop_s(share=1.0) == pytest.approx(100 * between.hop_s(share=1.0), rel=0.01)
+    assert between.publish_s() == other.publish_s(), "that is a copy within a machine"
+    assert between.publish_s() < shape.weight_bytes / link("pcie").bytes_per_s
+    assert SENDER_GPUS == 16
+
+
+def test_borrowed_gpus_get_weights_over_ethernet_and_a_chain_of_relays() -> None:
+    setup = FROZENLAKE.but(rollout_gpus=24, link="ethernet", relayed=True)
+    config = setup.config(steps=1)
+    slower = costs_of(config)[1]
+    faster = costs_of(FROZENLAKE.config(steps=1))[1]
+    assert slower.publish_s() > faster.publish_s()
+    assert [(group.pool, group.count) for group in config.engines] == [("h800", 24)]
