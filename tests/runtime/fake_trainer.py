@@ -19,6 +19,7 @@ from pathlib import Path
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import TrajectoryReader
 from rollweave.runtime.links.trainer import TrainerSpec, serve
+from rollweave.runtime.roles.worker import Worker
 from rollweave.schema.errors import NonFiniteLossError
 from rollweave.schema.training import (
     Copied,
@@ -50,12 +51,12 @@ CRASH, FAIL, NAN, RANK_1_DIES = 900, 901, 902, 903
 class FakeTrainer:
     """A `TrainerLike` without a model."""
 
-    def __init__(self, spec: TrainerSpec) -> None:
+    def __init__(self, spec: TrainerSpec, rank: int) -> None:
         if spec.run_dir.endswith("broken") or (Path(spec.model) / "no-trainer").exists():
             raise RuntimeError("the fake trainer cannot start")
         if spec.run_dir.endswith("refused") or (Path(spec.model) / "refused").exists():
             raise NonFiniteLossError("the fake warm-up is not finite")
-        self._rank, self._model, self._run = spec.rank, spec.model, Path(spec.run_dir)
+        self._rank, self._model, self._run = rank, spec.model, Path(spec.run_dir)
         self.step = 0
         self._copied = ""
         self._later: Callable[[TrainerReply], None] | None = None
@@ -159,18 +160,13 @@ class FakeTrainer:
                 return None
 
 
-def build(spec: TrainerSpec, announce: Callable[[str], None]) -> tuple[TrainerReady, FakeTrainer]:
-    if spec.world > 1 and spec.rank == 0:
-        announce("127.0.0.1:1")
-    assert spec.rank == 0 or spec.store == "127.0.0.1:1"
-    return TrainerReady(parameters=7), FakeTrainer(spec)
+def build(spec: TrainerSpec, worker: Worker) -> tuple[TrainerReady, FakeTrainer]:
+    return TrainerReady(parameters=7), FakeTrainer(spec, worker.rank)
 
 
-def build_rank(
-    spec: TrainerSpec, announce: Callable[[str], None]
-) -> tuple[TrainerReady, FakeTrainer]:
+def build_rank(spec: TrainerSpec, worker: Worker) -> tuple[TrainerReady, FakeTrainer]:
     sign_in(spec.model)
-    return build(spec, announce)
+    return build(spec, worker)
 
 
 if __name__ == "__main__":

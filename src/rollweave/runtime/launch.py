@@ -37,7 +37,6 @@ from rollweave.runtime.hosts.hosts import Hosts
 from rollweave.runtime.links.relay import in_process as relay_in_process
 from rollweave.runtime.links.trainer import (
     ProcessTrainer,
-    RankPlace,
     ThreadTrainer,
     TrainerBackend,
     TrainerSpec,
@@ -47,6 +46,7 @@ from rollweave.runtime.loopwatch import watched
 from rollweave.runtime.metrics import Metrics, Progress, Silent
 from rollweave.runtime.pump import RunClock
 from rollweave.runtime.recover import Beginning, lost, model_dir, recover, settle
+from rollweave.runtime.roles.group import WorkerPlace
 from rollweave.runtime.signals import on_ending_signals, run_to_the_end
 from rollweave.runtime.sinks import open_sinks
 from rollweave.runtime.supervisors.predictor import OpenPredictor
@@ -457,10 +457,10 @@ class Processes:
             on_ready=self._trainer_ready,
         )
 
-    def _rank(self, slot: RankSlot) -> RankPlace:
+    def _rank(self, slot: RankSlot) -> WorkerPlace:
         host = self._hosts.host(slot.host)
         env = {**_threads(TRAINER_THREADS), **host.environment(slot.devices)}
-        return RankPlace(spawn=host.spawn, env=env, address=host.address)
+        return WorkerPlace(spawn=host.spawn, env=env, address=host.address)
 
     def worker(self, worker_id: str, host_number: int, on_report: OnReport) -> WorkerLink:
         """Start a rollout worker. Raises OSError."""

@@ -68,14 +68,6 @@ class StopTrainer(TaggedStruct, frozen=True, kw_only=True):
 TrainerCommand = TrainOn | Measure | Publish | Save | Restore | StopTrainer
 
 
-class StoreOpened(TaggedStruct, frozen=True, kw_only=True):
-    """Rank 0 has opened the store at which the ranks meet. Sent before `TrainerReady` if
-    there are several.
-    """
-
-    address: str
-
-
 class TrainerReady(TaggedStruct, frozen=True, kw_only=True):
     parameters: int
 
@@ -147,15 +139,4 @@ class Restored(TaggedStruct, frozen=True, kw_only=True):
     step: int
 
 
-TrainerReply = (
-    StoreOpened
-    | TrainerReady
-    | Trained
-    | Measured
-    | TrainFailed
-    | Published
-    | Copied
-    | Saved
-    | SaveFailed
-    | Restored
-)
+TrainerReply = Trained | Measured | TrainFailed | Published | Copied | Saved | SaveFailed | Restored

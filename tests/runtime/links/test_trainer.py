@@ -11,13 +11,13 @@ import pytest
 
 from rollweave.runtime.links.trainer import (
     ProcessTrainer,
-    RankPlace,
     ThreadTrainer,
     TrainerBackend,
     TrainerLostError,
     TrainerRefusedError,
     TrainerSpec,
 )
+from rollweave.runtime.roles.group import WorkerPlace
 from rollweave.schema.training import (
     Copied,
     Publish,
@@ -56,7 +56,7 @@ async def connect(tmp_path: Path) -> AsyncIterator[Connect]:
             backends.append(
                 ProcessTrainer(
                     spec,
-                    places=[RankPlace(env=env)] * (2 if kind == "two ranks" else 1),
+                    places=[WorkerPlace(env=env)] * (2 if kind == "two ranks" else 1),
                     logs=tmp_path / "logs",
                     start_s=20.0,
                     module="tests.runtime.fake_trainer",

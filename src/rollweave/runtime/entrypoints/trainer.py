@@ -4,7 +4,6 @@ started by `runtime/links/trainer.py`.
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,11 +12,12 @@ from rollweave.envs.tasks import TaskSource
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.conversation import tokenize_transcript
 from rollweave.runtime.links.trainer import TrainerSpec, serve
+from rollweave.runtime.roles.worker import Worker
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import TRAINER_THREADS
 from rollweave.schema.errors import TrainerError
 from rollweave.schema.training import TrainerReady
-from rollweave.train.distributed import ALONE, RankGroup, join_ranks, join_store, open_store
+from rollweave.train.distributed import ALONE
 from rollweave.train.scratch import build_checkpoint
 from rollweave.train.trainer import Trainer
 
@@ -27,18 +27,17 @@ ranks fail.
 """
 
 
-def build(spec: TrainerSpec, announce: Callable[[str], None]) -> tuple[TrainerReady, Trainer]:
-    """Build the trainer of one rank. If there are several, rank 0 announces the store at
-    which they meet.
+def build(spec: TrainerSpec, worker: Worker) -> tuple[TrainerReady, Trainer]:
+    """Build the trainer of one rank, that of `worker`.
 
     A model from scratch is built first if it does not exist; a fresh run warms it up.
     """
     config = RunConfig.model_validate_json(spec.config)
     torch.set_num_threads(TRAINER_THREADS)
     model_dir = Path(spec.model)
-    ranks = _meet(spec, torch.device(config.model.device), announce)
+    ranks = worker.join_ranks(config.model.device) if worker.world > 1 else ALONE
     if config.model.scratch is not None and not model_dir.exists():
-        if spec.rank == 0:
+        if worker.rank == 0:
             build_checkpoint(
                 model_dir,
                 scratch=config.model.scratch,
@@ -59,17 +58,6 @@ def build(spec: TrainerSpec, announce: Callable[[str], None]) -> tuple[TrainerRe
     return trainer.ready(), trainer
 
 
-def _meet(spec: TrainerSpec, device: torch.device, announce: Callable[[str], None]) -> RankGroup:
-    if spec.world == 1:
-        return ALONE
-    if spec.rank == 0:
-        store, where = open_store(spec.address)
-        announce(where)
-    else:
-        store = join_store(spec.store)
-    return join_ranks(spec.rank, spec.world, store=store, device=device, address=spec.address)
-
-
 def _await_model(model_dir: Path) -> None:
     """Wait for the directory, which is renamed into place once it is complete."""
     deadline = time.monotonic() + MODEL_S
@@ -80,7 +68,7 @@ def _await_model(model_dir: Path) -> None:
 
 
 def main() -> None:
-    """Serve until `StopTrainer`, or the end of the parent."""
+    """Serve until the rank is stopped, or its parent ends."""
     serve(build)
 
 

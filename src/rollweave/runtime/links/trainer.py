@@ -1,6 +1,6 @@
-"""The link to the trainer, and its other end, `serve`: each command goes to every rank,
-one command at a time; the reply of rank 0 counts, and the death of any rank is the
-trainer's.
+"""The link to the trainer. Its ranks are the workers of a role (`runtime/roles`): each
+command goes to every rank, one command at a time; the reply of rank 0 counts, and the
+loss of any rank is the trainer's.
 
 Invariants: `ask` returns the trainer's reply or raises `TrainerLostError`; once the
 trainer is lost, every later call raises; `lost` is done, with the reason, after death,
@@ -9,44 +9,38 @@ trainer is lost, every later call raises; `lost` is done, with the reason, after
 
 import asyncio
 import contextlib
-import dataclasses
-import functools
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol, TypeGuard
+from typing import Any, ClassVar, Protocol, TypeVar
 
-import msgspec
-
-from rollweave.io.child import ChildProcess, Spawn, spawn
-from rollweave.io.parent import Parent
-from rollweave.io.wire import decoder_of, encode
+from rollweave.runtime.roles.group import WorkerGroup, WorkerPlace
+from rollweave.runtime.roles.serving import constructor_codec, serve_worker
+from rollweave.runtime.roles.worker import Worker, register
+from rollweave.runtime.tasks import on_thread
 from rollweave.schema.base import Struct
-from rollweave.schema.errors import NonFiniteLossError, RollweaveError, TrainerError
+from rollweave.schema.errors import RollweaveError, TrainerError
+from rollweave.schema.roles import Arguments, WorkerError, WorkerLostError
 from rollweave.schema.training import (
     Copied,
     Saved,
     SaveFailed,
     StopTrainer,
-    StoreOpened,
     TrainerCommand,
     TrainerReady,
     TrainerReply,
     TrainFailed,
 )
 
+T = TypeVar("T")
+
+NAME = "trainer"
+"""Name of the trainer's role in logs and errors."""
+
 CLOSE_S = 5.0
-"""Maximum time for the trainer to end by itself, in seconds: an interpreter with torch
-shuts down.
-"""
-
-STRAGGLER_S = 15.0
-"""Maximum time for the reply of rank 0 after another rank reported a failure, in
-seconds: beyond it, rank 0 hangs in a collective operation.
-"""
-
-_decode = decoder_of(TrainerReply)
+"""Maximum seconds for a thread to end the command that it executes."""
 
 
 class TrainerLostError(TrainerError):
@@ -60,21 +54,16 @@ class TrainerRefusedError(TrainerLostError):
 
 
 class TrainerSpec(Struct, frozen=True, kw_only=True):
-    """The specification of one rank of the trainer.
+    """The specification of the trainer, the same for all ranks.
 
-    `address` is that of the rank's host, and `store` that of the store of rank 0, at
-    which all ranks meet if there are several. `config` is a `RunConfig` as JSON;
-    `warm_up` asks for the supervised warm-up. If the model does not exist yet, `words`
-    are the word tokens of the tokenizer that is built from scratch.
+    `config` is a `RunConfig` as JSON; `warm_up` asks for the supervised warm-up. If the
+    model does not exist yet, `words` are the word tokens of the tokenizer that is built
+    from scratch.
     """
 
     config: str
     model: str
     run_dir: str
-    rank: int = 0
-    world: int = 1
-    address: str = "127.0.0.1"
-    store: str = ""
     words: tuple[str, ...] = ()
     warm_up: bool = False
 
@@ -114,134 +103,57 @@ class TrainerBackend(Protocol):
         """End the trainer now, without waiting."""
 
 
-BuildTrainer = Callable[[TrainerSpec, Callable[[str], None]], tuple[TrainerReady, TrainerLike]]
-"""Build the trainer of one rank. Rank 0 of several calls the second argument with the
-address of the store that it has opened, before it waits for the others.
-"""
+BuildTrainer = Callable[[TrainerSpec, Worker], tuple[TrainerReady, TrainerLike]]
+"""Build the trainer of one rank, that of this worker."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RankPlace:
-    """Where one rank of the trainer runs: how to start a process there, what to add to
-    its environment, and the address of the host.
-    """
+class TrainerRank(Worker):
+    """One rank of the trainer."""
 
-    spawn: Spawn = spawn
-    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    address: str = "127.0.0.1"
+    build: ClassVar[BuildTrainer]
+
+    def __init__(self, spec: TrainerSpec) -> None:
+        self._ready, self._trainer = type(self).build(spec, self)
+        self._written: Future[TrainerReply] = Future()
+
+    @register(mode="execute_first")
+    def ready(self) -> TrainerReady:
+        return self._ready
+
+    @register(mode="execute_all")
+    def handle(self, command: TrainerCommand) -> TrainerReply:
+        """Execute any command but `StopTrainer`."""
+        reply = self._trainer.handle(command)
+        assert reply is not None, "every command but StopTrainer is answered"
+        if isinstance(reply, Copied):
+            self._written = Future()
+            self._trainer.write(self._written.set_result)
+        return reply
+
+    @register(mode="execute_first", beside=True)
+    def written(self) -> Saved | SaveFailed:
+        """Wait for the reply that follows the last `Copied`."""
+        reply = self._written.result()
+        assert isinstance(reply, Saved | SaveFailed), "the reply to a copy"
+        return reply
+
+    def close(self) -> None:
+        self._trainer.handle(StopTrainer())
+
+
+def rank_class(build: BuildTrainer) -> type[TrainerRank]:
+    """Return the worker of a rank that `build` builds."""
+    return type("TrainerRank", (TrainerRank,), {"build": staticmethod(build)})
 
 
 def serve(build: BuildTrainer) -> None:
-    """Serve one rank in this process until `StopTrainer`, or the end of the parent.
-
-    A trainer that can never start reports the reason, and waits for its parent to end
-    it.
-    """
-    parent = Parent.from_arguments()
-    spec = decoder_of(TrainerSpec)(parent.receive())
-    built = _try_build(
-        build, spec, lambda address: parent.send(encode(StoreOpened(address=address)))
-    )
-    parent.send(encode(built if isinstance(built, TrainFailed) else built[0]))
-    commands = parent.queue()
-    if isinstance(built, TrainFailed):
-        commands.get()  # the parent would take our own end for the reason
-        return
-    _, trainer = built
-    decode = decoder_of(TrainerCommand)
-    while (reply := trainer.handle(decode(commands.get()))) is not None:
-        parent.send(encode(reply))
-        # only now; otherwise the reply that follows it could be sent first
-        if isinstance(reply, Copied):
-            trainer.write(lambda written: parent.send(encode(written)))
-
-
-def _try_build(
-    build: BuildTrainer, spec: TrainerSpec, announce: Callable[[str], None]
-) -> tuple[TrainerReady, TrainerLike] | TrainFailed:
-    """Build a trainer, or return the failure that its input causes every time.
-
-    Raises other errors, such as a full disk.
-    """
-    try:
-        return build(spec, announce)
-    except OSError:
-        raise
-    except RollweaveError as error:
-        return TrainFailed(error=str(error), nonfinite=isinstance(error, NonFiniteLossError))
+    """Serve one rank in this process until it is stopped, or its parent ends."""
+    rank = rank_class(build)
+    serve_worker(lambda _: rank)
 
 
 def _nothing() -> None:
     return
-
-
-class _Replies:
-    """The future replies of rank 0, and the loss of the trainer, for both backends."""
-
-    def __init__(self, on_ready: Callable[[], None]) -> None:
-        loop = asyncio.get_running_loop()
-        self._on_ready = on_ready
-        self.lost: asyncio.Future[str] = loop.create_future()
-        self.first: asyncio.Future[TrainerReply] = loop.create_future()
-        self.waiter: asyncio.Future[TrainerReply] = self.first
-        self.writing: asyncio.Future[Saved | SaveFailed] | None = None
-
-    def expect(self) -> asyncio.Future[TrainerReply]:
-        """Return the future of the next reply. Raises `TrainerLostError`."""
-        if self.lost.done():
-            raise TrainerLostError(self.lost.result())
-        assert self.waiter.done(), "the trainer takes one command at a time"
-        self.waiter = asyncio.get_running_loop().create_future()
-        return self.waiter
-
-    def is_late(self, reply: TrainerReply) -> TypeGuard[Saved | SaveFailed]:
-        """Return whether this is the reply that follows a `Copied`."""
-        return (
-            self.writing is not None
-            and not self.writing.done()
-            and isinstance(reply, Saved | SaveFailed)
-        )
-
-    def receive(self, reply: TrainerReply) -> None:
-        if self.is_late(reply):
-            assert self.writing is not None, "a caller waits for it"
-            self.writing.set_result(reply)
-            return
-        if isinstance(reply, Copied):
-            self.writing = asyncio.get_running_loop().create_future()
-        if isinstance(reply, TrainerReady):
-            self._on_ready()
-        if not self.waiter.done():
-            self.waiter.set_result(reply)
-
-    def lose(self, reason: str) -> None:
-        if self.lost.done():
-            return
-        self.lost.set_result(reason)
-        if not self.waiter.done():
-            self.waiter.set_exception(TrainerLostError(reason))
-            self.waiter.exception()  # mark it as retrieved: a waiter is not required
-        if self.writing is not None and not self.writing.done():
-            self.writing.set_exception(TrainerLostError(reason))
-            self.writing.exception()
-
-    async def written(self) -> Saved | SaveFailed:
-        assert self.writing is not None, "a copy was made"
-        return await asyncio.shield(self.writing)
-
-    async def ready(self, limit_s: float) -> TrainerReady:
-        try:
-            async with asyncio.timeout(limit_s):
-                reply = await asyncio.shield(self.first)
-        except TimeoutError:
-            raise TrainerLostError(f"the trainer was not ready within {limit_s:g} s") from None
-        if isinstance(reply, TrainFailed):
-            raise TrainerRefusedError(reply.error)
-        if not isinstance(reply, TrainerReady):
-            raise TrainerLostError(
-                f"the trainer cannot start: it sent {type(reply).__name__} instead of TrainerReady"
-            )
-        return reply
 
 
 class ThreadTrainer:
@@ -258,175 +170,174 @@ class ThreadTrainer:
         start_s: float,
         on_ready: Callable[[], None] = _nothing,
     ) -> None:
-        self._start_s = start_s
-        self._replies = _Replies(on_ready)
+        self._start_s, self._on_ready = start_s, on_ready
         self._loop = asyncio.get_running_loop()
-        self._commands: queue.SimpleQueue[TrainerCommand] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._main, args=(spec, build), name="trainer", daemon=True
-        )
+        self.lost: asyncio.Future[str] = self._loop.create_future()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._main, name=NAME, daemon=True)
         self._thread.start()
-
-    @property
-    def lost(self) -> asyncio.Future[str]:
-        return self._replies.lost
+        self._rank: asyncio.Future[TrainerRank] = self._submit(lambda: rank_class(build)(spec))
 
     async def ready(self) -> TrainerReady:
-        return await self._replies.ready(self._start_s)
+        try:
+            async with asyncio.timeout(self._start_s):
+                rank = await self._unless_lost(self._rank)
+        except TimeoutError:
+            raise TrainerLostError(
+                f"the trainer was not ready within {self._start_s:g} s"
+            ) from None
+        except TrainerLostError:
+            raise
+        except RollweaveError as error:
+            raise TrainerRefusedError(str(error)) from None
+        self._on_ready()
+        return rank.ready()
 
     async def ask(self, command: TrainerCommand) -> TrainerReply:
-        waiter = self._replies.expect()
-        self._commands.put(command)
-        return await waiter
+        rank = self._rank.result()
+        return await self._unless_lost(self._submit(lambda: rank.handle(command)))
 
     async def written(self) -> Saved | SaveFailed:
-        return await self._replies.written()
+        return await self._unless_lost(on_thread(self._rank.result().written, "written"))
 
     async def close(self) -> None:
         self.kill()
         await asyncio.to_thread(self._thread.join, CLOSE_S)
 
     def kill(self) -> None:
-        self._commands.put(StopTrainer())
-        self._replies.lose("the trainer was stopped")
+        self._jobs.put(None)
+        if not self.lost.done():
+            self.lost.set_result("the trainer was stopped")
 
-    def _main(self, spec: TrainerSpec, build: BuildTrainer) -> None:
+    def _lose(self, error: BaseException) -> TrainerLostError:
+        """Give up the trainer, because it raised what no trainer may raise."""
+        if not self.lost.done():
+            self.lost.set_result(f"{type(error).__name__}: {error}")
+        return TrainerLostError(self.lost.result())
+
+    async def _unless_lost(self, result: asyncio.Future[T]) -> T:
+        """Wait for a result. Raises `TrainerLostError` as soon as the trainer is lost."""
+        either: set[asyncio.Future[Any]] = {result, self.lost}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not result.done():
+            raise TrainerLostError(self.lost.result())
         try:
-            built = _try_build(build, spec, lambda _: None)
-            if isinstance(built, TrainFailed):
-                self._call(self._replies.receive, built)
-                return
-            ready, trainer = built
-            self._call(self._replies.receive, ready)
-            while not isinstance(command := self._commands.get(), StopTrainer):
-                reply = trainer.handle(command)
-                assert reply is not None, "every command but StopTrainer is answered"
-                self._call(self._replies.receive, reply)
-                if isinstance(reply, Copied):
-                    trainer.write(functools.partial(self._call, self._replies.receive))
-            self._call(self._replies.lose, "the trainer has ended")
+            return result.result()
         except BaseException as error:
-            self._call(self._replies.lose, f"{type(error).__name__}: {error}")
+            if isinstance(error, RollweaveError) and not isinstance(error, OSError):
+                raise
+            raise self._lose(error) from None
 
-    def _call(self, function: Callable[..., None], argument: object) -> None:
+    def _submit(self, job: Callable[[], T]) -> asyncio.Future[T]:
+        """Execute a job on the thread, after those before it."""
+        result: asyncio.Future[T] = self._loop.create_future()
+        result.add_done_callback(_retrieved)
+
+        def execute() -> None:
+            try:
+                value = job()
+            except BaseException as error:
+                self._call(result.set_exception, error)
+            else:
+                self._call(result.set_result, value)
+
+        self._jobs.put(execute)
+        return result
+
+    def _main(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def _call(self, function: Callable[[Any], None], argument: Any) -> None:
         """Call `function` on the event loop."""
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(function, argument)
 
 
-class ProcessTrainer:
-    """The trainer as one child process per rank.
+def _retrieved(result: asyncio.Future[Any]) -> None:
+    """Mark an exception as retrieved: a waiter is not required."""
+    if not result.cancelled():
+        result.exception()
 
-    `on_ready` is called as soon as rank 0 is ready.
+
+class ProcessTrainer:
+    """The trainer as a group of workers, one process per rank.
+
+    `on_ready` is called once all ranks are ready.
     """
 
     def __init__(
         self,
         spec: TrainerSpec,
         *,
-        places: Sequence[RankPlace],
+        places: Sequence[WorkerPlace],
         logs: Path,
         start_s: float,
         module: str,
         on_ready: Callable[[], None] = _nothing,
     ) -> None:
         """Start one rank at each of `places`. Raises OSError."""
-        self._start_s = start_s
-        self._replies = _Replies(on_ready)
-        self._straggler: asyncio.TimerHandle | None = None
-        self._children: list[ChildProcess] = []
-        self._reply_counts = [0] * len(places)
-        """Number of replies by rank."""
-        self._specs = [
-            msgspec.structs.replace(spec, rank=rank, world=len(places), address=place.address)
-            for rank, place in enumerate(places)
-        ]
-        try:
-            for rank, place in enumerate(places):
-                self._children.append(self._start(rank, place, logs, module))
-        except OSError:
-            self.kill()
-            raise
-        self._children[0].send(encode(self._specs[0]))
-
-    def _start(self, rank: int, place: RankPlace, logs: Path, module: str) -> ChildProcess:
-        return place.spawn(
-            name=f"trainer-{rank}",
+        self._start_s, self._on_ready = start_s, on_ready
+        self._ranks = WorkerGroup(
+            NAME,
+            TrainerRank,
+            places=places,
+            logs=logs,
             module=module,
-            log=logs / f"trainer-{rank}.log",
-            env=place.env,
-            on_frame=lambda payload: self._on_reply(rank, payload),
-            on_gone=lambda reason: self._on_gone(rank, reason),
+            arguments=constructor_codec(TrainerRank).encode((spec,), {}),
         )
 
     @property
     def lost(self) -> asyncio.Future[str]:
-        return self._replies.lost
-
-    @property
-    def pids(self) -> list[int]:
-        return [child.pid for child in self._children]
+        return self._ranks.lost
 
     async def ready(self) -> TrainerReady:
         try:
-            return await self._replies.ready(self._start_s)
-        except TrainerLostError:
+            await self._ranks.ready(self._start_s)
+        except WorkerError as error:
             self.kill()
-            raise
+            failure = error.failures[0]
+            if RollweaveError.__name__ in failure.kinds and OSError.__name__ not in failure.kinds:
+                raise TrainerRefusedError(failure.text) from None
+            raise TrainerLostError(str(error)) from None
+        except WorkerLostError as error:
+            raise TrainerLostError(str(error)) from None
+        self._on_ready()
+        ready: TrainerReady = await self._first("ready")
+        return ready
 
     async def ask(self, command: TrainerCommand) -> TrainerReply:
-        waiter = self._replies.expect()
-        payload = encode(command)
-        for child in self._children:
-            child.send(payload)
-        return await waiter
+        arguments = self._ranks.encode("handle", command)
+        everywhere = dict.fromkeys(range(self._ranks.world), arguments)
+        reply: TrainerReply = await self._call("handle", everywhere)
+        return reply
 
     async def written(self) -> Saved | SaveFailed:
-        return await self._replies.written()
+        reply: Saved | SaveFailed = await self._first("written")
+        return reply
 
     async def close(self) -> None:
-        if not self._replies.lost.done():
-            payload = encode(StopTrainer())
-            for child in self._children:
-                child.send(payload)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CLOSE_S):
-                    await asyncio.gather(*(child.gone() for child in self._children))
-        self.kill()
-        await asyncio.gather(*(child.gone() for child in self._children))
+        await self._ranks.close()
 
     def kill(self) -> None:
-        for child in self._children:
-            child.kill()
+        self._ranks.kill()
 
-    def _on_reply(self, rank: int, payload: bytes) -> None:
-        reply = _decode(payload)
-        if isinstance(reply, StoreOpened):
-            for spec, child in zip(self._specs[1:], self._children[1:], strict=True):
-                child.send(encode(msgspec.structs.replace(spec, store=reply.address)))
-            return
-        if rank == 0 and self._replies.is_late(reply):
-            self._replies.receive(reply)
-            return
-        self._reply_counts[rank] += 1
-        if rank == 0:
-            if self._straggler is not None:
-                self._straggler.cancel()
-                self._straggler = None
-            self._replies.receive(reply)
-        elif (
-            isinstance(reply, TrainFailed | SaveFailed)
-            and self._straggler is None
-            and self._reply_counts[0] < self._reply_counts[rank]
-        ):
-            loop = asyncio.get_running_loop()
-            self._straggler = loop.call_later(
-                STRAGGLER_S, self._on_gone, rank, f"failed alone: {reply.error}"
-            )
+    async def _first(self, method: str) -> Any:
+        """Call a method of rank 0."""
+        return await self._call(method, {0: self._ranks.encode(method)})
 
-    def _on_gone(self, rank: int, reason: str) -> None:
-        if self._straggler is not None:
-            self._straggler.cancel()
-            self._straggler = None
-        self._replies.lose(f"trainer rank {rank}: {reason}")
-        self.kill()
+    async def _call(self, method: str, arguments: Mapping[int, Arguments]) -> Any:
+        """Call a method, and return the result of rank 0."""
+        try:
+            replies = await self._ranks.call(method, arguments, failure_of=_failure_of)
+        except WorkerLostError as error:
+            raise TrainerLostError(str(error)) from None
+        except WorkerError as error:  # a trainer replies with its failures: this is a bug
+            self._ranks.lose(error.failures[0].rank, error.failures[0].text)
+            raise TrainerLostError(str(error)) from None
+        return replies[0]
+
+
+def _failure_of(reply: object) -> str:
+    """Return the error that a reply reports, or ""."""
+    return reply.error if isinstance(reply, TrainFailed | SaveFailed) else ""

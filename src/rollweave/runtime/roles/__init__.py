@@ -1,0 +1,1 @@
+"""Roles: groups of worker processes that are called as one (RollArt §5)."""

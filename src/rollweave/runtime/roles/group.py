@@ -1,0 +1,311 @@
+"""The workers of one role as a group: they start together, are called as one, and end
+together.
+
+Invariants: the results of a call are in the order of its ranks; a call returns, or
+raises `WorkerError` if its method raised, or `WorkerLostError`; once one worker is lost,
+or is silent beyond a deadline, all are killed, and every later call raises; `lost` is
+done, with the reason, after death, `kill` and `close` alike.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollweave.io.child import ChildProcess, Spawn, spawn
+from rollweave.io.wire import decoder_of, encode
+from rollweave.runtime.roles.serving import constructor_codec, method_codec
+from rollweave.runtime.roles.worker import Worker, declarations
+from rollweave.schema.roles import (
+    CONSTRUCTION,
+    Arguments,
+    CallMethod,
+    Raised,
+    Returned,
+    StartWorker,
+    StopWorker,
+    StoreOpened,
+    WorkerError,
+    WorkerFailure,
+    WorkerLostError,
+    WorkerMessage,
+)
+
+CLOSE_S = 5.0
+"""Maximum seconds for workers to end by themselves: an interpreter with torch shuts
+down.
+"""
+
+ALONE_S = 15.0
+"""Maximum seconds for the answers of the other ranks after one has reported a failure:
+beyond it, they hang in a collective operation.
+"""
+
+CONSTRUCTION_S = 1.0
+"""Seconds for the other ranks after one could not be constructed: for the cause, if
+theirs is one.
+"""
+
+_decode = decoder_of(WorkerMessage)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerPlace:
+    """Where one worker runs: how to start a process there, what to add to its
+    environment, the address of the host, and what the worker has there.
+    """
+
+    spawn: Spawn = spawn
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    address: str = "127.0.0.1"
+    hardware: str = ""
+    devices: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class _Call:
+    """A call that was sent to some ranks."""
+
+    done: asyncio.Future[None]
+    pending: set[int]
+    values: dict[int, Any] = dataclasses.field(default_factory=dict)
+    failures: dict[int, WorkerFailure] = dataclasses.field(default_factory=dict)
+    decode: Callable[[msgspec.Raw], Any]
+    failure_of: Callable[[Any], str]
+    alone: asyncio.TimerHandle | None = None
+    """Runs while the others may follow a rank that has failed."""
+
+
+def _no_failure(_: Any) -> str:
+    return ""
+
+
+class WorkerGroup:
+    """One process per rank, at each of `places`.
+
+    `worker` is the class, and `module` the program of its processes, which finds it by
+    `reference`. All calls belong to the event loop's thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        worker: type[Worker],
+        *,
+        places: Sequence[WorkerPlace],
+        logs: Path,
+        module: str,
+        reference: str = "",
+        arguments: Arguments | None = None,
+    ) -> None:
+        """Start the workers. Raises OSError."""
+        self.name = name
+        self._loop = asyncio.get_running_loop()
+        self._worker, self._codecs = (
+            worker,
+            {method: method_codec(worker, method) for method in declarations(worker)},
+        )
+        self.lost: asyncio.Future[str] = self._loop.create_future()
+        self._calls: dict[int, _Call] = {}
+        self._next = CONSTRUCTION
+        self._closing = False
+        self._children: list[ChildProcess] = []
+        self._construction = self._new_call(range(len(places)), decode=lambda _: None)
+        try:
+            for rank, place in enumerate(places):
+                self._children.append(self._start(rank, place, logs, module))
+        except OSError:
+            self.kill()
+            raise
+        for rank, place in enumerate(places):
+            start = StartWorker(
+                worker=reference,
+                rank=rank,
+                world=len(places),
+                address=place.address,
+                hardware=place.hardware,
+                devices=place.devices,
+                arguments=arguments or constructor_codec(worker).encode((), {}),
+            )
+            self._children[rank].send(encode(start))
+
+    def _start(self, rank: int, place: WorkerPlace, logs: Path, module: str) -> ChildProcess:
+        return place.spawn(
+            name=f"{self.name}-{rank}",
+            module=module,
+            log=logs / f"{self.name}-{rank}.log",
+            env=place.env,
+            on_frame=lambda payload: self._on_message(rank, payload),
+            on_gone=lambda reason: self.lose(rank, reason),
+        )
+
+    @property
+    def world(self) -> int:
+        """The number of workers."""
+        return len(self._children)
+
+    def calls_of(self, rank: int) -> int:
+        """Return how many calls a rank has not answered."""
+        return sum(rank in call.pending for call in self._calls.values())
+
+    async def ready(self, within_s: float) -> None:
+        """Wait until all workers are constructed.
+
+        Raises `WorkerError` if a constructor raised, and `WorkerLostError`.
+        """
+        await self._result(self._construction, "the constructor", within_s)
+
+    def argument(
+        self, method: str, parameter: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Return what a call passes for a parameter. Raises TypeError."""
+        return self._codecs[method].argument(parameter, args, kwargs)
+
+    def encode(self, method: str, *args: Any, **kwargs: Any) -> Arguments:
+        """Encode arguments of a method. Raises TypeError if they do not suit it."""
+        return self._codecs[method].encode(args, kwargs)
+
+    async def call(
+        self,
+        method: str,
+        arguments: Mapping[int, Arguments],
+        *,
+        within_s: float | None = None,
+        failure_of: Callable[[Any], str] = _no_failure,
+    ) -> list[Any]:
+        """Call a method on ranks with these arguments, and return the results in the order
+        of the mapping.
+
+        `failure_of` returns the error that a result reports, if it reports one. Raises
+        `WorkerError`, `WorkerLostError`, and TypeError for results that are not of the
+        annotated type.
+        """
+        self._must_live()
+        number, call = self._new_call(
+            arguments, decode=self._codecs[method].decode_result, failure_of=failure_of
+        )
+        payload, former = b"", None
+        for rank, encoded in arguments.items():
+            if encoded is not former:
+                former = encoded
+                payload = encode(CallMethod(call=number, method=method, arguments=encoded))
+            self._children[rank].send(payload)
+        await self._result((number, call), f"{method}()", within_s)
+        return [call.values[rank] for rank in arguments]
+
+    async def close(self) -> None:
+        """Let the workers end, and kill those that do not."""
+        if not self.lost.done():
+            self._closing = True
+            payload = encode(StopWorker())
+            for child in self._children:
+                child.send(payload)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await asyncio.gather(*(child.gone() for child in self._children))
+        self.kill()
+        await asyncio.gather(*(child.gone() for child in self._children))
+
+    def kill(self) -> None:
+        """End all workers now, without waiting; `lost` follows."""
+        for child in self._children:
+            child.kill()
+
+    def lose(self, rank: int, reason: str) -> None:
+        """Give up all workers because of one."""
+        if not self.lost.done():
+            self.lost.set_result(f"{self.name} rank {rank}: {reason}")
+            for call in list(self._calls.values()):
+                _settle(call)
+        if not self._closing:
+            self.kill()
+
+    def _must_live(self) -> None:
+        if self.lost.done():
+            raise WorkerLostError(self.lost.result())
+
+    def _new_call(
+        self,
+        ranks: "Sequence[int] | Mapping[int, Any]",
+        *,
+        decode: Callable[[msgspec.Raw], Any],
+        failure_of: Callable[[Any], str] = _no_failure,
+    ) -> tuple[int, _Call]:
+        number, self._next = self._next, self._next + 1
+        call = self._calls[number] = _Call(
+            done=self._loop.create_future(),
+            pending=set(ranks),
+            decode=decode,
+            failure_of=failure_of,
+        )
+        return number, call
+
+    async def _result(self, numbered: tuple[int, _Call], what: str, within_s: float | None) -> None:
+        """Wait for the answers to a call."""
+        number, call = numbered
+        try:
+            async with asyncio.timeout(within_s):
+                await call.done
+        except TimeoutError:
+            silent = min(call.pending)
+            self.lose(silent, f"did not answer {what} within {within_s:g} s")
+        finally:
+            _settle(call)
+            del self._calls[number]
+        if call.pending:
+            raise WorkerLostError(self.lost.result())
+        if call.failures:
+            raise WorkerError(self.name, [call.failures[rank] for rank in sorted(call.failures)])
+
+    def _on_message(self, rank: int, payload: bytes) -> None:
+        message = _decode(payload)
+        if isinstance(message, StoreOpened):
+            for child in self._children[1:]:
+                child.send(payload)
+            return
+        call = self._calls.get(message.call)
+        if call is None or rank not in call.pending:
+            return  # the caller did not wait for it
+        if isinstance(message, Returned):
+            try:
+                call.values[rank] = call.decode(message.value)
+                error = call.failure_of(call.values[rank])
+            except TypeError as problem:
+                error = str(problem)
+                call.failures[rank] = WorkerFailure(rank=rank, kinds=("TypeError",), text=error)
+        else:
+            failure = call.failures[rank] = _failure(rank, message)
+            error = f"{failure.kind}: {failure.text}"
+        call.pending.discard(rank)
+        if not call.pending:
+            _settle(call)
+        elif error and call.alone is None:
+            self._await_others(message.call, call, rank, error)
+
+    def _await_others(self, number: int, call: _Call, rank: int, error: str) -> None:
+        """Bound the time until the others answer, now that one rank has failed."""
+        if number == CONSTRUCTION:
+            call.alone = self._loop.call_later(CONSTRUCTION_S, _give_up, call)
+        else:
+            call.alone = self._loop.call_later(ALONE_S, self.lose, rank, f"failed alone: {error}")
+
+
+def _give_up(call: _Call) -> None:
+    """End a call with the failures that are known."""
+    call.pending.clear()
+    _settle(call)
+
+
+def _settle(call: _Call) -> None:
+    if call.alone is not None:
+        call.alone.cancel()
+    if not call.done.done():
+        call.done.set_result(None)
+
+
+def _failure(rank: int, raised: Raised) -> WorkerFailure:
+    return WorkerFailure(rank=rank, kinds=raised.kinds, text=raised.text, place=raised.place)

@@ -1,0 +1,165 @@
+"""Workers, and the declarations of their methods (RollArt §5.2, Listing 1).
+
+A worker is an object in a process that a `Cluster` starts. Its registered methods are
+called from the controller; everything else belongs to the worker itself.
+"""
+
+import dataclasses
+import inspect
+import math
+import typing
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from rollweave.train.distributed import RankGroup
+
+Mode = Literal["execute_all", "execute_each", "execute_one", "execute_first"]
+
+MODES: tuple[str, ...] = typing.get_args(Mode)
+
+TAG = "tag_name"
+"""Parameter of a method with `hw_mapping` that names the domain of a call."""
+
+DEFAULT = "default"
+"""Domain whose hardware serves all domains without one."""
+
+_DECLARATION = "_rollweave_declaration"
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Declaration:
+    """How a method is called from the controller."""
+
+    mode: Mode | None = None
+    timeout_s: float | None = None
+    beside: bool = False
+    affinity: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def called(self) -> Mode:
+        """The declared mode, or that of a method without one."""
+        return self.mode or ("execute_one" if self.affinity else "execute_all")
+
+
+def register(
+    *, mode: Mode | None = None, timeout_s: float | None = None, beside: bool = False
+) -> Callable[[F], F]:
+    """Make a worker's method callable from the controller.
+
+    With mode "execute_all", the default, every rank gets the same arguments, and the
+    results are a list in the order of ranks. With "execute_each", every argument is a
+    sequence with one element for each rank, and the results are such a list, too. With
+    "execute_one" the worker with the fewest calls executes the call, and with
+    "execute_first" rank 0; the result is that of the method.
+
+    A call takes at most `timeout_s` seconds, by default as many as the `Cluster` allows.
+    A worker executes one call after the other, but those of a method that is `beside`
+    run at once, each on a thread of its own.
+    """
+    if mode is not None and mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+    if timeout_s is not None and not 0 < timeout_s < math.inf:
+        raise ValueError(f"timeout_s must be positive, got {timeout_s}")
+
+    def declare(method: F) -> F:
+        return _declared(method, mode=mode, timeout_s=timeout_s, beside=beside)
+
+    return declare
+
+
+def hw_mapping(hw_affinity: Mapping[str, str]) -> Callable[[F], F]:
+    """Route the calls of a method by their argument `tag_name` to the workers whose
+    hardware suits that domain (RollArt §5.2).
+
+    `hw_affinity` maps domains to hardware; "default" stands for all others. Where no
+    worker has that hardware, all of them serve the call. Unless the method is registered
+    with another mode, one of these workers executes it.
+    """
+
+    def declare(method: F) -> F:
+        if TAG not in inspect.signature(method).parameters:
+            raise TypeError(f"{method.__qualname__} must have a parameter {TAG} for hw_mapping")
+        return _declared(method, affinity=dict(hw_affinity))
+
+    return declare
+
+
+def declarations(worker: type) -> dict[str, Declaration]:
+    """Return the registered methods of a class."""
+    found: dict[str, Declaration] = {}
+    for name in dir(worker):
+        declaration = getattr(inspect.getattr_static(worker, name), _DECLARATION, None)
+        if isinstance(declaration, Declaration):
+            found[name] = declaration
+    return found
+
+
+def _declared(method: F, **changes: Any) -> F:
+    """Add to the declaration of a method. The two decorators may come in any order."""
+    former: Declaration = getattr(method, _DECLARATION, Declaration())
+    setattr(method, _DECLARATION, dataclasses.replace(former, **changes))
+    return method
+
+
+class Ranks(Protocol):
+    """The way from a worker to the others of its role."""
+
+    @property
+    def address(self) -> str:
+        """The address of this host."""
+
+    def announce(self, store: str) -> None:
+        """Report the address of the store that rank 0 has opened."""
+
+    def store(self) -> str:
+        """Wait for that address."""
+
+
+class Worker:
+    """The base of all workers: subclass it, and register methods.
+
+    The constructor gets the arguments that `Cluster` passes on, in the worker's process.
+    These attributes are set before it runs. A worker that is made without a `Cluster` is
+    the only one of its role.
+    """
+
+    rank: int = 0
+    """Its number among the workers, from 0."""
+    world: int = 1
+    """How many workers there are."""
+    hardware: str = ""
+    """The class of hardware that it asked for and got, if it asked for one."""
+    devices: tuple[int, ...] = ()
+    """Its GPUs as the host numbers them. It sees no others, and counts these from 0."""
+
+    _ranks: Ranks | None = None
+
+    def close(self) -> None:
+        """Release what the worker holds; called once, before its process ends in order."""
+
+    def join_ranks(self, device: str | None = None) -> "RankGroup":
+        """Join the other workers in a process group of `torch.distributed`.
+
+        Must be called by all of them, in the constructor or in a method with mode
+        "execute_all". Tensors on a GPU go through NCCL, all others through Gloo. `device`
+        is by default the first of the worker's GPUs, or the CPU if it has none.
+        """
+        import torch
+
+        from rollweave.train.distributed import join_ranks, join_store, open_store
+
+        device = device or ("cuda:0" if self.devices else "cpu")
+        address = self._ranks.address if self._ranks is not None else "127.0.0.1"
+        if self.rank == 0:
+            store, where = open_store(address)
+            if self._ranks is not None:
+                self._ranks.announce(where)
+        else:
+            assert self._ranks is not None, "one of several workers has a process"
+            store = join_store(self._ranks.store())
+        return join_ranks(
+            self.rank, self.world, store=store, device=torch.device(device), address=address
+        )

@@ -1,0 +1,117 @@
+"""The messages between the controller of a role and the processes of its workers
+(`runtime/roles`), and the two ways in which a worker fails.
+
+Arguments and results are MessagePack within MessagePack: only the method's own
+annotations say what they are.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from rollweave.schema.base import Struct, TaggedStruct
+from rollweave.schema.errors import RollweaveError
+
+CONSTRUCTION = 0
+"""Number of the call that makes the worker."""
+
+
+class Arguments(Struct, frozen=True, kw_only=True):
+    """The encoded arguments of one call."""
+
+    args: tuple[msgspec.Raw, ...] = ()
+    kwargs: dict[str, msgspec.Raw] = {}  # noqa: RUF012 (msgspec copies it)
+
+
+class StartWorker(TaggedStruct, frozen=True, kw_only=True):
+    """Make the worker of this process. Answered by `Returned` or `Raised` of call 0.
+
+    `worker` refers to its class: "package.module:Class" or "/path/to/script.py:Class".
+    `address` is that of its host. `devices` are its GPUs as their host counts them, and
+    `hardware` is the class of hardware for which they were chosen.
+    """
+
+    worker: str
+    rank: int
+    world: int
+    address: str
+    hardware: str = ""
+    devices: tuple[int, ...] = ()
+    arguments: Arguments = Arguments()
+
+
+class CallMethod(TaggedStruct, frozen=True, kw_only=True):
+    """Call a registered method. Answered by `Returned` or `Raised`."""
+
+    call: int
+    method: str
+    arguments: Arguments
+
+
+class StoreOpened(TaggedStruct, frozen=True, kw_only=True):
+    """Rank 0 has opened the store at which the ranks meet: it reports this to the
+    controller, which passes it on to the other ranks.
+    """
+
+    address: str
+
+
+class StopWorker(TaggedStruct, frozen=True, kw_only=True):
+    """Close the worker, and end the process."""
+
+
+WorkerCommand = StartWorker | CallMethod | StoreOpened | StopWorker
+
+
+class Returned(TaggedStruct, frozen=True, kw_only=True):
+    call: int
+    value: msgspec.Raw
+
+
+class Raised(TaggedStruct, frozen=True, kw_only=True):
+    """A method raised an exception. `kinds` are the names of its class and of the bases
+    of that; `place` is the last line of code in its traceback.
+    """
+
+    call: int
+    kinds: tuple[str, ...]
+    text: str
+    place: str = ""
+
+
+WorkerMessage = Returned | Raised | StoreOpened
+
+
+class WorkerFailure(Struct, frozen=True, kw_only=True):
+    """The exception that a method raised on one rank."""
+
+    rank: int
+    kinds: tuple[str, ...]
+    text: str
+    place: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The name of the exception's class."""
+        return self.kinds[0]
+
+    def __str__(self) -> str:
+        place = f" ({self.place})" if self.place else ""
+        return f"rank {self.rank}: {self.kind}: {self.text}{place}"
+
+
+class WorkerError(RollweaveError):
+    """A method raised an exception on some ranks, in `failures`. The workers are alive,
+    and take further calls.
+    """
+
+    def __init__(self, name: str, failures: Sequence[WorkerFailure]) -> None:
+        self.failures = tuple(failures)
+        more = f"; and {len(failures) - 1} more" if len(failures) > 1 else ""
+        super().__init__(f"{name} {failures[0]}{more}")
+
+
+class WorkerLostError(RollweaveError):
+    """A worker's process or host is lost, or it has not answered in time. All workers of
+    its role have ended with it.
+    """
