@@ -36,11 +36,15 @@ if TYPE_CHECKING:
     from rollweave.rollout.chat.codec import ChatCodec
     from rollweave.rollout.gateway.server import Gateway, SessionRecording, serve_gateway
     from rollweave.rollout.gateway.sessions import SessionLimits
+    from rollweave.runtime.roles.cluster import Cluster
+    from rollweave.runtime.roles.role import WorkerResources
+    from rollweave.runtime.roles.worker import Worker, hw_mapping, register
     from rollweave.sandbox.base import SandboxSpec
     from rollweave.sandbox.tools import Bash, IPython
     from rollweave.schema.chat import Message
     from rollweave.schema.config.root import RunConfig
     from rollweave.schema.errors import ConfigError, RollweaveError
+    from rollweave.schema.roles import WorkerError, WorkerLostError
     from rollweave.schema.service import EngineRequest, MemberStatus, RolloutRequest
     from rollweave.schema.serving import GenerateRequest, GenerateResult, Sampling
     from rollweave.schema.work import (
@@ -62,6 +66,7 @@ __all__ = [
     "AgentHandler",
     "Bash",
     "ChatCodec",
+    "Cluster",
     "ConfigError",
     "DapoBatches",
     "DapoRollouts",
@@ -98,11 +103,17 @@ __all__ = [
     "TokenSequence",
     "Tool",
     "Trajectory",
+    "Worker",
+    "WorkerError",
+    "WorkerLostError",
+    "WorkerResources",
     "converse",
+    "hw_mapping",
     "mix",
     "new_task",
     "payload_of",
     "refused_field",
+    "register",
     "row_of",
     "serve_gateway",
     "start_engine",
@@ -134,11 +145,15 @@ _NAMES_OF = {
     "envs.handlers.tools": ("converse",),
     "core.policy.dapo": ("DapoRule",),
     "record.summary": ("Summary",),
+    "runtime.roles.cluster": ("Cluster",),
+    "runtime.roles.role": ("WorkerResources",),
+    "runtime.roles.worker": ("Worker", "hw_mapping", "register"),
     "sandbox.base": ("SandboxSpec",),
     "sandbox.tools": ("Bash", "IPython"),
     "schema.chat": ("Message",),
     "schema.config.root": ("RunConfig",),
     "schema.errors": ("ConfigError", "RollweaveError"),
+    "schema.roles": ("WorkerError", "WorkerLostError"),
     "schema.service": ("EngineRequest", "MemberStatus", "RolloutRequest"),
     "schema.serving": ("GenerateRequest", "GenerateResult", "Sampling"),
     "schema.work": ("Decoding", "SegmentKind", "StopReason", "Task", "TokenSequence", "Trajectory"),

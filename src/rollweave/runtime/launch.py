@@ -17,6 +17,7 @@ import msgspec
 from rollweave.core.bindings import bind_all, bind_workers, crowded, one_machine
 from rollweave.core.core import Core
 from rollweave.core.membership import engines_to_start, first_engines
+from rollweave.core.policy.pools import empty_pools, unserved
 from rollweave.core.policy.scheduling import scheduling
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.inproc import in_thread
@@ -32,7 +33,7 @@ from rollweave.record.summary import Summary, account_line, outcome_line, summar
 from rollweave.record.trace import Trace
 from rollweave.runtime.checkpoints import Checkpoints
 from rollweave.runtime.episodes import Episodes
-from rollweave.runtime.hosts.cluster import Cluster
+from rollweave.runtime.hosts.cluster import GatheredHosts
 from rollweave.runtime.hosts.hosts import Hosts
 from rollweave.runtime.links.relay import in_process as relay_in_process
 from rollweave.runtime.links.trainer import (
@@ -145,7 +146,14 @@ class _Start:
             # before any other file: a directory with a configuration can be resumed
             self._run.write_config(self._config)
         async with Tasks() as tasks:
-            cluster = Cluster(self._config, self._run, tasks, say=self._progress.phase)
+            cluster = GatheredHosts(
+                self._config.cluster,
+                self._config.pools,
+                self._run,
+                tasks,
+                relays=self._config.weights.relays,
+                say=self._progress.phase,
+            )
             try:
                 await cluster.gather()
                 return await self._run_on(cluster)
@@ -153,7 +161,7 @@ class _Start:
                 await cluster.close()
                 tasks.cancel_all()
 
-    async def _run_on(self, cluster: Cluster) -> Summary:
+    async def _run_on(self, cluster: GatheredHosts) -> Summary:
         config, run = self._config, self._run
         with contextlib.ExitStack() as stack:
             store = stack.enter_context(TrajectoryStore(run.trajectories))
@@ -249,12 +257,15 @@ class _Start:
                 )
             metrics.warned(Warn(component="journal", message=text))
 
-    def _first(self, beginning: Beginning, cluster: Cluster) -> RunStarted | WorldLost:
+    def _first(self, beginning: Beginning, cluster: GatheredHosts) -> RunStarted | WorldLost:
         """Return the event with which this life begins, with the places of all processes.
 
         Raises `ConfigError` if there is none for one of them.
         """
         config = self._config
+        empty = empty_pools(config.pools, cluster.present()) if cluster.slots else []
+        if lines := [f"{pool.field} {pool.describe()}" for pool in unserved(config, empty)]:
+            raise ConfigError("\n".join(lines))
         slots, relays = engines_to_start(config, beginning.core.state), config.weights.relays
         hosts = cluster.slots or one_machine(relays, config.pools)
         slots, ranks, unbound = bind_all(config, slots, hosts)

@@ -16,12 +16,12 @@ import msgspec
 
 from rollweave.core.policy.dapo import Account, Dapo, DapoRule
 from rollweave.core.policy.redundancy import Verdict
+from rollweave.io.loop_thread import LoopThread
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import RollweaveError
 from rollweave.schema.service import RolloutRequest, RolloutStatus
 from rollweave.schema.work import Trajectory
 from rollweave.service.client import Addresses, NoServiceError, RolloutClient, ServiceError
-from rollweave.service.loop import LoopThread
 
 PATIENCE_S = 300.0
 """Maximum seconds without an answer from any service before a batch fails: long enough

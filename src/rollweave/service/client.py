@@ -24,6 +24,7 @@ import msgspec
 
 from rollweave.core.policy.balancing import Host, Hysteresis, spread
 from rollweave.io.http.guard import read_token
+from rollweave.io.loop_thread import LoopThread
 from rollweave.record.rundir import RunDir
 from rollweave.schema.address import host_of, parse_address
 from rollweave.schema.errors import RollweaveError
@@ -35,7 +36,6 @@ from rollweave.schema.service import (
     RolloutRequest,
     RolloutStatus,
 )
-from rollweave.service.loop import LoopThread
 
 POLL_S, MIN_POLL_S = 20.0, 1.0
 """Seconds that one request waits for a rollout to be done; down to the minimum while

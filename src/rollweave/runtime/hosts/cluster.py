@@ -10,10 +10,10 @@ import itertools
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rollweave.core.policy.pools import empty_pools, pools_of, unserved
+from rollweave.core.policy.pools import pools_of
 from rollweave.core.policy.waiting import Wait
 from rollweave.io.disk import replace_file
 from rollweave.record.rundir import RunDir
@@ -21,10 +21,10 @@ from rollweave.runtime.hosts.hosts import Host, Hosts, hosts_here
 from rollweave.runtime.hosts.listener import LEASE_S, HostListener, RemoteHost
 from rollweave.runtime.tasks import Tasks
 from rollweave.runtime.waiting import name_long_waits
-from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import ClusterConfig, PoolConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import Event, HostJoined, HostLost
-from rollweave.schema.hosts import HostAccepted, HostSlot
+from rollweave.schema.hosts import HostAccepted, HostSlot, Resources
 
 SECRET_VARIABLE = "ROLLWEAVE_HOST_SECRET"
 """Environment variable with the secret of the run, for controller and agents alike, in
@@ -41,29 +41,37 @@ class _Member:
     remote: RemoteHost
 
 
-class Cluster:
-    """The hosts of a run. `say` receives lines for the user."""
+class GatheredHosts:
+    """The hosts of a run, or of a program's own roles. `say` receives lines for the user."""
 
     def __init__(
-        self, config: RunConfig, run: RunDir, tasks: Tasks, *, say: Callable[[str], None]
+        self,
+        cluster: ClusterConfig | None,
+        pools: Mapping[str, PoolConfig],
+        run: RunDir,
+        tasks: Tasks,
+        *,
+        relays: int = 0,
+        say: Callable[[str], None],
     ) -> None:
-        self._config, self._run, self._tasks, self._say = config, run, tasks, say
+        """`relays` is for how many hosts this machine stands without a cluster."""
+        self._cluster, self._pools, self._run = cluster, pools, run
+        self._tasks, self._say = tasks, say
         self._numbers = itertools.count()
         self._members: dict[str, _Member] = {}
         self._changed = asyncio.Event()
         self._post: Callable[[Event], None] | None = None
         self._listener: HostListener | None = None
-        self.hosts: Hosts = hosts_here(config.weights.relays)
+        self.hosts: Hosts = hosts_here(relays)
         self.slots: tuple[HostSlot, ...] = ()
         """The hosts with which the world starts; empty for this machine alone."""
 
     async def gather(self) -> None:
         """Wait until as many hosts have joined as the configuration asks for.
 
-        Raises `ConfigError` if they do not in time, if the address is not free, or if a
-        role has no host in its pools.
+        Raises `ConfigError` if they do not in time, or if the address is not free.
         """
-        cluster = self._config.cluster
+        cluster = self._cluster
         if cluster is None:
             return
         self.hosts = Hosts()
@@ -84,10 +92,7 @@ class Cluster:
             ) from None
         finally:
             naming.cancel()
-        self.slots = tuple(_slot(self._config, member) for member in self._members.values())
-        present = [member.remote.resources for member in self._members.values()]
-        if empty := unserved(self._config, empty_pools(self._config.pools, present)):
-            raise ConfigError("\n".join(f"{pool.field} {pool.describe()}" for pool in empty))
+        self.slots = tuple(self._slot(member) for member in self._members.values())
 
     async def _name_long_wait(self, hosts: int) -> None:
         """Say from time to time which hosts have joined."""
@@ -113,21 +118,28 @@ class Cluster:
         known = {slot.number for slot in self.slots}
         for member in self._members.values():
             if self.slots and member.number not in known:
-                post(HostJoined(host=_slot(self._config, member)))
+                post(HostJoined(host=self._slot(member)))
+
+    def present(self) -> list[Resources]:
+        """Return what the hosts that have joined have."""
+        return [member.remote.resources for member in self._members.values()]
 
     async def close(self) -> None:
         """Release all hosts."""
         if self._listener is not None:
             await self._listener.close()
 
+    def _slot(self, member: _Member) -> HostSlot:
+        return slot_of(self._pools, member.number, member.remote.name, member.remote.resources)
+
     @property
     def _where(self) -> str:
         assert self._listener is not None, "it listens"
-        assert self._config.cluster is not None, "there is a cluster"
-        return f"{self._config.cluster.host}:{self._listener.port}"
+        assert self._cluster is not None, "there is a cluster"
+        return f"{self._cluster.host}:{self._listener.port}"
 
     def _listen(self, address: str) -> HostListener:
-        assert self._config.cluster is not None, "there is a cluster"
+        assert self._cluster is not None, "there is a cluster"
         run, mark = self._run, secrets.token_hex(SECRET_BYTES)
         replace_file(run.host_mark, mark.encode())
         listener = HostListener(
@@ -144,7 +156,7 @@ class Cluster:
             on_refused=self._say,
         )
         try:
-            listener.listen(self._config.cluster.host, self._config.cluster.port)
+            listener.listen(self._cluster.host, self._cluster.port)
         except OSError as error:
             raise ConfigError(
                 f"cluster.address must be a free address of this host, got {address}: {error}"
@@ -169,7 +181,7 @@ class Cluster:
         )
         self._changed.set()
         if self._post is not None:
-            self._post(HostJoined(host=_slot(self._config, member)))
+            self._post(HostJoined(host=self._slot(member)))
         else:
             self._say(f"host {remote.name} has joined")
 
@@ -182,13 +194,15 @@ class Cluster:
             self._say(f"host {remote.name} is lost: {reason}")
 
 
-def _slot(config: RunConfig, member: _Member) -> HostSlot:
-    remote, resources = member.remote, member.remote.resources
+def slot_of(
+    pools: Mapping[str, PoolConfig], number: int, name: str, resources: Resources
+) -> HostSlot:
+    """Return host `number` with these resources."""
     return HostSlot(
-        number=member.number,
-        name=remote.name,
-        machine=remote.name,
+        number=number,
+        name=name,
+        machine=name,
         cpus=resources.cpus,
         devices=tuple(device.index for device in resources.devices),
-        pools=pools_of(config.pools, resources),
+        pools=pools_of(pools, resources),
     )

@@ -21,9 +21,9 @@ from rollweave.engine.clients.server import EngineServer
 from rollweave.io.http.guard import TOKEN_BYTES, Guard
 from rollweave.io.http.listening import listening
 from rollweave.io.locked_folders import temporary_folder
+from rollweave.io.loop_thread import LoopThread
 from rollweave.schema.serving import EngineSpec
 from rollweave.schema.weights import WeightManifest
-from rollweave.service.loop import LoopThread
 from rollweave.weights.publication import Publisher
 
 START_S = 300.0

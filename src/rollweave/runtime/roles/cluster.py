@@ -1,0 +1,231 @@
+"""Clusters of workers for programs: RollArt's interface for roles of the user's own
+(RollArt §5, Listing 2), on this machine or on the hosts of a `[cluster]`.
+
+A call blocks its thread; an event loop on another thread starts the workers and waits for
+them. Invariant: after `close`, which ends the `with` block, no process of the cluster is
+left.
+"""
+
+import difflib
+import inspect
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from pydantic import ValidationError
+
+import __main__
+from rollweave.io.loop_thread import LoopThread
+from rollweave.record.rundir import RunDir
+from rollweave.runtime.roles.role import Role, RoleSpec, WorkerResources
+from rollweave.runtime.roles.serving import constructor_codec
+from rollweave.runtime.roles.worker import DEFAULT, Declaration, Worker, declarations
+from rollweave.schema.config.sections import ClusterConfig
+from rollweave.schema.errors import ConfigError
+
+W = TypeVar("W", bound=Worker)
+
+
+class Cluster(Generic[W]):
+    """The workers of one role, which are called as one: each method that `worker`
+    registers is a method of the cluster.
+
+    ```
+    with Cluster(MyWorker, 2) as workers:
+        results = workers.method(argument)
+    ```
+
+    A call raises TypeError for arguments that do not suit the method, `WorkerError` if
+    the method raised, and `WorkerLostError` if a worker's process or host is lost, or if
+    it did not answer in time; all workers then end. Any thread may call.
+    """
+
+    def __init__(
+        self,
+        worker: type[W],
+        resources: int | Sequence[WorkerResources] = 1,
+        *,
+        arguments: Mapping[str, Any] | None = None,
+        name: str | None = None,
+        cluster: Mapping[str, Any] | None = None,
+        timeout_s: float = 600.0,
+        start_s: float = 300.0,
+        directory: str | os.PathLike[str] = "runs",
+    ) -> None:
+        """Start the workers, ranked in the order of `resources`; a number stands for so
+        many workers without GPUs. Each is constructed with `arguments`.
+
+        `cluster` has the settings of the section `[cluster]` of a run (`docs/CLUSTER.md`);
+        without it, the workers run on this machine. A call takes at most `timeout_s`
+        seconds unless its method is registered with another limit, and the start at most
+        `start_s`. The output of the workers is in `directory`/`name`/logs; `name` is that
+        of the class in lower case, if it is not given.
+
+        Raises ConfigError for settings that are wrong, TypeError for arguments that do not
+        suit the constructor, and what a call raises for workers that cannot be constructed.
+        """
+        self.name = name or worker.__name__.lower()
+        self._declarations = _declarations(worker)
+        spec = RoleSpec(
+            name=self.name,
+            reference=_reference(worker),
+            resources=_resources(resources),
+            arguments=constructor_codec(worker).encode((), arguments or {}),
+            timeout_s=_seconds("timeout_s", timeout_s),
+            start_s=_seconds("start_s", start_s),
+        )
+        _check_affinities(self._declarations, spec.resources)
+        run = RunDir((Path(directory) / self.name).absolute())
+        self.logs = run.logs
+        """The folder with the output of the workers."""
+        self.world = len(spec.workers)
+        """The number of workers."""
+        settings = _cluster(cluster)
+        self._closed = False
+        self._loop = LoopThread(f"cluster {self.name}")
+        self._loop.start()
+        try:
+            self._role = self._loop.call(_opened(spec, worker, settings, run))
+        except BaseException:
+            self._loop.stop()
+            raise
+
+    def close(self) -> None:
+        """End the workers, in order if they can. A second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            try:
+                self._loop.call(self._role.close())
+            finally:
+                self._loop.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        declared: Mapping[str, Declaration] = self.__dict__.get("_declarations", {})
+        if name not in declared:
+            raise AttributeError(f"no method {name!r} is registered{_nearest(name, declared)}")
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._closed:
+                raise RuntimeError(f"{name}() must be called before the cluster is closed")
+            return self._loop.call(self._role.call(name, args, kwargs))
+
+        return call
+
+
+async def _opened(
+    spec: RoleSpec, worker: type[Worker], cluster: ClusterConfig | None, run: RunDir
+) -> Role:
+    role = Role(spec, worker, cluster, run)
+    try:
+        await role.open()
+    except BaseException:
+        await role.close()
+        raise
+    return role
+
+
+def _declarations(worker: type[Worker]) -> dict[str, Declaration]:
+    """Return the registered methods of a class. Raises ConfigError for wrong ones."""
+    if not (isinstance(worker, type) and issubclass(worker, Worker)):
+        raise ConfigError(f"worker must be a subclass of Worker, got {worker!r:.100}")
+    declared = declarations(worker)
+    for name, declaration in declared.items():
+        method = f"{worker.__name__}.{name}"
+        if hasattr(Cluster, name) or name in ("name", "logs", "world"):
+            raise ConfigError(f"{method} must have another name: {name} is one of Cluster's own")
+        if inspect.iscoroutinefunction(inspect.getattr_static(worker, name)):
+            raise ConfigError(f"{method} must not be async: its worker has no event loop")
+        if declaration.affinity and declaration.called == "execute_each":
+            raise ConfigError(f"{method} must not have both hw_mapping and mode execute_each")
+    return declared
+
+
+def _reference(worker: type[Worker]) -> str:
+    """Return how processes find a class. Raises ConfigError for one that they cannot."""
+    name = worker.__qualname__
+    if "<locals>" in name:
+        raise ConfigError(f"worker must be defined at the top level of a module, got {name}")
+    if worker.__module__ != "__main__":
+        return f"{worker.__module__}:{name}"
+    if (spec := __main__.__spec__) is not None:  # python -m
+        return f"{spec.name}:{name}"
+    file = getattr(__main__, "__file__", None)
+    if file is None:
+        raise ConfigError(f"worker must be defined in a file, got {name} of an interactive session")
+    path = Path(file).absolute()
+    if path.is_relative_to(Path.cwd()):  # which hosts may see under another path
+        path = Path(path.relative_to(Path.cwd()))
+    return f"./{path}:{name}" if not path.is_absolute() else f"{path}:{name}"
+
+
+def _resources(resources: int | Sequence[WorkerResources]) -> tuple[WorkerResources, ...]:
+    needs = (
+        (WorkerResources(workers=resources),) if isinstance(resources, int) else tuple(resources)
+    )
+    for one in needs:
+        if not isinstance(one, WorkerResources):
+            raise ConfigError(f"resources must be of class WorkerResources, got {one!r:.100}")
+        if one.workers < 1:
+            raise ConfigError(f"resources: workers must be at least 1, got {one.workers}")
+        if one.devices < 0:
+            raise ConfigError(f"resources: devices must be at least 0, got {one.devices}")
+        if one.fallback and not one.hardware:
+            raise ConfigError(f"resources: fallback needs hardware, got {one.fallback} alone")
+    if not needs:
+        raise ConfigError("resources must be of at least one worker, got none")
+    return needs
+
+
+def _check_affinities(
+    declared: Mapping[str, Declaration], resources: Iterable[WorkerResources]
+) -> None:
+    """Raise ConfigError for a domain on hardware that no worker asks for, if any of them
+    asks for some: a program also runs where all hosts are alike.
+    """
+    offered = dict.fromkeys(name for one in resources for name in one.pools)
+    for method, declaration in declared.items():
+        for tag, hardware in declaration.affinity.items():
+            if offered and hardware not in offered:
+                where = "default" if tag == DEFAULT else f"domain {tag}"
+                raise ConfigError(
+                    f"{method}: hardware of {where} must be one of resources "
+                    f"({', '.join(offered)}), got {hardware!r}"
+                    f"{_nearest(hardware, offered)}"
+                )
+
+
+def _cluster(settings: Mapping[str, Any] | None) -> ClusterConfig | None:
+    try:
+        return None if settings is None else ClusterConfig.model_validate(dict(settings))
+    except ValidationError as error:
+        lines = [
+            f"cluster.{'.'.join(map(str, detail['loc']))}: {detail['msg']}, got "
+            f"{detail['input']!r:.100}"
+            for detail in error.errors()
+        ]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def _seconds(field: str, value: float) -> float:
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{field} must be positive, got {value}")
+    return value
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""

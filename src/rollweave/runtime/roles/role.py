@@ -1,0 +1,259 @@
+"""The workers of a role of the user's own: places on hosts, a group of processes there,
+and calls as its methods declare them (RollArt §5.3).
+"""
+
+import asyncio
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from typing import Any
+
+from rollweave.core.policy.binding import Binding, Demand, bind
+from rollweave.core.policy.pools import empty_pools
+from rollweave.record.rundir import RunDir
+from rollweave.runtime.hosts.cluster import GatheredHosts, slot_of
+from rollweave.runtime.hosts.resources import resources as resources_here
+from rollweave.runtime.roles.group import WorkerGroup, WorkerPlace
+from rollweave.runtime.roles.worker import DEFAULT, TAG, Declaration, Worker, declarations
+from rollweave.runtime.tasks import Tasks
+from rollweave.schema.base import Struct
+from rollweave.schema.config.sections import ClusterConfig, PoolConfig
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.hosts import HostSlot, Resources
+from rollweave.schema.roles import Arguments
+
+MODULE = "rollweave.runtime.entrypoints.role"
+
+
+class WorkerResources(Struct, frozen=True, kw_only=True):
+    """What some workers of a role need: each of `workers` gets `devices` GPUs of one host,
+    or none.
+
+    `hardware` is a resource that the agent of the host names (`--resource`), or a part of
+    the name of its GPUs. Where such hosts have no free GPUs, those of `fallback` serve.
+    """
+
+    workers: int = 1
+    devices: int = 0
+    hardware: str = ""
+    fallback: tuple[str, ...] = ()
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """Its hardware in order of preference; none stands for any."""
+        return (self.hardware, *self.fallback) if self.hardware else ()
+
+
+class RoleSpec(Struct, frozen=True, kw_only=True):
+    """A role as a program declares it. `reference` names the class to the processes."""
+
+    name: str
+    reference: str
+    resources: tuple[WorkerResources, ...]
+    arguments: Arguments
+    timeout_s: float
+    start_s: float
+
+    @property
+    def workers(self) -> list[WorkerResources]:
+        """What each rank needs."""
+        return [one for one in self.resources for _ in range(one.workers)]
+
+
+class Role:
+    """The workers of a role between `open` and `close`."""
+
+    def __init__(
+        self, spec: RoleSpec, worker: type[Worker], cluster: ClusterConfig | None, run: RunDir
+    ) -> None:
+        self._spec, self._worker, self._cluster, self.run = spec, worker, cluster, run
+        self._declarations = declarations(worker)
+        self._pools = {
+            name: PoolConfig(resource=name) for one in spec.resources for name in one.pools
+        }
+        self._stopped = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._group: WorkerGroup | None = None
+        self._hardware: list[str] = []
+        """The hardware of each rank."""
+
+    @property
+    def _workers(self) -> WorkerGroup:
+        assert self._group is not None, "it is open"
+        return self._group
+
+    async def open(self) -> None:
+        """Gather the hosts, and start the workers.
+
+        Raises ConfigError, `WorkerError`, `WorkerLostError` and OSError.
+        """
+        self.run.path.mkdir(parents=True, exist_ok=True)
+        opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        task = self._task = asyncio.create_task(self._run(opened))
+        await asyncio.wait({task, opened}, return_when=asyncio.FIRST_COMPLETED)
+        if not opened.done():
+            await task
+
+    async def close(self) -> None:
+        """End the workers, in order if they can, and release the hosts."""
+        self._stopped.set()
+        if self._task is not None:
+            if self._group is None:  # it still waits for hosts
+                self._task.cancel()
+            await asyncio.wait({self._task})
+            if self._group is not None:
+                self._task.result()
+
+    async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a method as it declares. Raises as `WorkerGroup.call`, and TypeError."""
+        declaration, workers = self._declarations[method], self._workers
+        ranks = list(range(workers.world))
+        if declaration.affinity:
+            tag = workers.argument(method, TAG, args, kwargs)
+            ranks = self._suited(declaration, tag)
+        match declaration.called:
+            case "execute_each":
+                parts = _parts(method, len(ranks), args, kwargs)
+                arguments = {
+                    rank: workers.encode(method, *positional, **named)
+                    for rank, (positional, named) in zip(ranks, parts, strict=True)
+                }
+            case "execute_all":
+                arguments = dict.fromkeys(ranks, workers.encode(method, *args, **kwargs))
+            case "execute_one":
+                rank = min(ranks, key=lambda rank: (workers.calls_of(rank), rank))
+                arguments = {rank: workers.encode(method, *args, **kwargs)}
+            case "execute_first":
+                arguments = {ranks[0]: workers.encode(method, *args, **kwargs)}
+        within_s = declaration.timeout_s or self._spec.timeout_s
+        results = await workers.call(method, arguments, within_s=within_s)
+        return results if declaration.called in ("execute_all", "execute_each") else results[0]
+
+    def _suited(self, declaration: Declaration, tag: object) -> list[int]:
+        """Return the ranks on the hardware of a domain; all if none is on it."""
+        affinity = declaration.affinity
+        wanted = affinity.get(str(tag), affinity.get(DEFAULT))
+        suited = [rank for rank, hardware in enumerate(self._hardware) if hardware == wanted]
+        return suited or list(range(len(self._hardware)))
+
+    async def _run(self, opened: "asyncio.Future[None]") -> None:
+        """Hold the hosts and the workers until `close`."""
+        async with Tasks() as tasks:
+            hosts = GatheredHosts(self._cluster, self._pools, self.run, tasks, say=_say)
+            try:
+                await hosts.gather()
+                workers = self._started(hosts)
+                try:
+                    await workers.ready(self._spec.start_s)
+                    self._group = workers
+                    opened.set_result(None)
+                    await self._stopped.wait()
+                    await workers.close()
+                finally:
+                    workers.kill()
+                    await workers.close()
+            finally:
+                await hosts.close()
+                tasks.cancel_all()
+
+    def _started(self, hosts: GatheredHosts) -> WorkerGroup:
+        """Start a worker at each place. Raises ConfigError if there is none for one."""
+        spec, present = self._spec, hosts.hosts
+        slots = hosts.slots
+        if slots:
+            offered = hosts.present()
+        else:  # this machine alone
+            offered = [resources_here()]
+            ((number, host),) = present.by_number.items()
+            slots = (slot_of(self._pools, number, host.name, offered[0]),)
+        self._must_serve(offered)
+        places = _places(spec, slots)
+        crowd = Counter(place.host for place in places)
+        by_number = {slot.number: slot for slot in slots}
+        self._hardware = [
+            next((name for name in one.pools if name in by_number[place.host].pools), "")
+            for one, place in zip(spec.workers, places, strict=True)
+        ]
+        return WorkerGroup(
+            spec.name,
+            self._worker,
+            places=[
+                WorkerPlace(
+                    spawn=present.host(place.host).spawn,
+                    env=_environment(
+                        place.devices, by_number[place.host].cpus // crowd[place.host]
+                    ),
+                    address=present.host(place.host).address,
+                    hardware=hardware,
+                    devices=place.devices,
+                )
+                for place, hardware in zip(places, self._hardware, strict=True)
+            ],
+            logs=self.run.logs,
+            module=MODULE,
+            reference=spec.reference,
+            arguments=spec.arguments,
+        )
+
+    def _must_serve(self, present: Sequence[Resources]) -> None:
+        """Raise ConfigError for hardware that no host has, nor that of its fallbacks."""
+        empty = {pool.pool: pool for pool in empty_pools(self._pools, present)}
+        for one in self._spec.resources:
+            if one.pools and all(name in empty for name in one.pools):
+                raise ConfigError(f"resources: hardware {empty[one.hardware].describe()}")
+
+
+def _places(spec: RoleSpec, hosts: Sequence[HostSlot]) -> list[Binding]:
+    """Return the place of each rank. Raises ConfigError."""
+    demands = [
+        Demand(
+            role=f"{spec.name} rank {rank}",
+            devices=one.devices,
+            pools=one.pools,
+            group=spec.name if one.devices else "",  # without GPUs, ranks are spread by cores
+        )
+        for rank, one in enumerate(spec.workers)
+    ]
+    places, unbound = bind(demands, hosts)
+    lines = [f"{one.role}: {one.reason}" for one in unbound]
+    lines += [
+        f"{place.role}: its GPUs must be those of no other worker, got {len(place.devices)} of "
+        "another one: there are too few"
+        for place in places
+        if place.shared
+    ]
+    if lines:
+        raise ConfigError("\n".join(lines))
+    return places
+
+
+def _environment(devices: Sequence[int], cores: int) -> dict[str, str]:
+    """Return the environment of a worker: it sees only these GPUs, and computes with its
+    share of the cores unless the user has set another number.
+    """
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores)))
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)),
+        "OMP_NUM_THREADS": threads,
+    }
+
+
+def _parts(
+    method: str, count: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    """Return the arguments of each of `count` ranks: element by element. Raises TypeError."""
+    for name, value in [*enumerate(args), *kwargs.items()]:
+        length = len(value) if isinstance(value, Sized) else None
+        if length != count:
+            got = type(value).__name__ if length is None else f"{length}"
+            raise TypeError(
+                f"{method}: argument {name} must have one element for each of {count} workers, "
+                f"got {got}"
+            )
+    for place in range(count):
+        yield [value[place] for value in args], {name: kwargs[name][place] for name in kwargs}
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
