@@ -160,6 +160,9 @@ class PacedEngine:
     def resume(self) -> None:
         """Do nothing: the engine is never suspended."""
 
+    async def stage(self, weights: WeightManifest) -> None:
+        self._has_none(WeightsError, "weights")
+
     async def load(self, weights: WeightManifest | LoadCheckpoint) -> None:
         self._has_none(WeightsError, "weights")
 

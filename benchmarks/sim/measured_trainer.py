@@ -38,6 +38,7 @@ class Timings(msgspec.Struct, kw_only=True):
     trained: list[tuple[int, float]] = []
     published: list[float] = []
     loaded: list[float] = []
+    swapped: list[float] = []
     saved: list[float] = []
     copied: list[float] = []
     prepared: list[float] = []
@@ -75,6 +76,8 @@ class _Reader:
         self._training: tuple[float, int] = (0.0, 0)
         self._publishing = self._saving = 0.0
         self._loading: dict[EngineId, float] = {}
+        self._staging: dict[EngineId, float] = {}
+        self._staged: dict[EngineId, int] = {}
         self._preparing: dict[TrajectoryId, float] = {}
 
     def on_command(self, now: float, command: c.Command) -> None:
@@ -86,6 +89,8 @@ class _Reader:
                 self._publishing = now
             case c.SaveCheckpoint():
                 self._saving = now
+            case c.StageWeights():
+                self._staging[command.engine_id] = now
             case c.LoadWeights():
                 self._loading[command.engine_id] = now
             case c.StartRun():
@@ -110,8 +115,13 @@ class _Reader:
                 timings.steps, timings.ended_at, timings.tokens = event.step + 1, now, self._tokens
             case e.WeightsPublished():
                 timings.published.append(now - self._publishing)
+            case e.WeightsStaged():
+                timings.loaded.append(now - self._staging[event.engine_id])
+                self._staged[event.engine_id] = event.weights_id
             case e.WeightsLoaded():
-                timings.loaded.append(now - self._loading[event.engine_id])
+                staged = self._staged.get(event.engine_id) == event.weights_id
+                seconds = timings.swapped if staged else timings.loaded
+                seconds.append(now - self._loading[event.engine_id])
                 if timings.ready_at is None:
                     timings.ready_at = now
             case e.CheckpointCopied():
@@ -145,9 +155,15 @@ class MeasuredTrainer:
     def __init__(self, timings: Timings) -> None:
         """Raises ConfigError where the run has trained no step."""
         self.constant, self.per_token = fit_line(timings.trained)
-        self._publish_s, self._load_s, self._save_s, self._copy_s = (
+        self._publish_s, self._load_s, self._swap_s, self._save_s, self._copy_s = (
             statistics.median(seconds) if seconds else 0.0
-            for seconds in (timings.published, timings.loaded, timings.saved, timings.copied)
+            for seconds in (
+                timings.published,
+                timings.loaded,
+                timings.swapped,
+                timings.saved,
+                timings.copied,
+            )
         )
 
     def step_s(self, *, tokens: int, context: int) -> float:
@@ -176,6 +192,11 @@ class MeasuredTrainer:
 
     def beside_s(self, *, engines: int, tp: int) -> float:
         return self.load_s(engines=engines, tp=tp)
+
+    def swap_s(self, *, engines: int, tp: int) -> float:
+        """Use the recorded time between the suspension and the swap of staged weights."""
+        del engines, tp
+        return self._swap_s
 
     def copy_s(self) -> float:
         return self._copy_s

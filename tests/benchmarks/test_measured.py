@@ -41,6 +41,9 @@ class Priced:
     def beside_s(self, *, engines: int, tp: int) -> float:
         return self.load_s(engines=engines, tp=tp)
 
+    def swap_s(self, *, engines: int, tp: int) -> float:
+        return 0.0625
+
     def copy_s(self) -> float:
         return 1.0
 

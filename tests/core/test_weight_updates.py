@@ -129,3 +129,122 @@ def test_an_evaluation_holds_newer_weights_back(version: int, status: str) -> No
     weight_updates.on_suspended(run, e.EngineSuspended(engine_id=E0, epoch=0))
     assert run.state.engines[E0].status == status
     assert loads(run) == []
+
+
+# Staging: an engine receives new weights while it serves.
+
+
+def staging(*, working: bool = True, decoupled: bool = False) -> Run:
+    """Version 2 is published, and the first engine, which serves version 1, can receive
+    it while it serves. With `working`, a trajectory is under way.
+    """
+    run = updating(EngineStatus.SERVING)
+    first = run.state.engines[E0]
+    first.stages, first.loading_id = True, -1
+    del run.state.engines[E1]
+    run.fleet_changed()
+    if working:
+        run.state.pools.run["t"] = None  # type: ignore[index]
+    return run
+
+
+def staged(run: Run, weights_id: int = 20, *, epoch: int = 0) -> None:
+    weight_updates.on_staged(run, e.WeightsStaged(engine_id=E0, epoch=epoch, weights_id=weights_id))
+
+
+def test_a_serving_engine_receives_weights_and_is_suspended_for_the_swap_only() -> None:
+    run = staging()
+    engine, counted = run.state.engines[E0], run.state.counters.weights
+    weight_updates.update(run)
+    assert run.out == [c.StageWeights(engine_id=E0, version=2, weights_id=20)]
+    assert engine.status is EngineStatus.SERVING
+    weight_updates.update(run)
+    assert len(run.out) == 1, "it is receiving them"
+    run.now += 5.0
+    staged(run)
+    weight_updates.update(run)
+    assert run.out[1:] == [c.SuspendEngine(engine_id=E0)]
+    weight_updates.on_suspended(run, e.EngineSuspended(engine_id=E0, epoch=0))
+    assert loads(run) == [(2, 20, None)]
+    run.now += 0.25
+    loaded(run)
+    assert (counted.updates, counted.staged) == (1, 1)
+    assert (counted.transfer_s, counted.stopped_s) == (5.0, 0.25)
+    assert (engine.weights_id, engine.staged_id, engine.staging_id) == (20, -1, -1)
+
+
+@pytest.mark.parametrize("why", ["cannot", "idle", "ablation", "failed before"])
+def test_an_engine_that_stages_nothing_is_suspended_for_the_whole_load(why: str) -> None:
+    run = staging(working=why != "idle")
+    engine, counted = run.state.engines[E0], run.state.counters.weights
+    if why == "cannot":
+        engine.stages = False
+    elif why == "ablation":
+        ablation = run.config.ablation.model_copy(update={"without": ("staging",)})
+        run.config = run.config.model_copy(update={"ablation": ablation})
+    elif why == "failed before":
+        engine.unstaged_id = 20
+    weight_updates.update(run)
+    assert run.out == [c.SuspendEngine(engine_id=E0)]
+    weight_updates.on_suspended(run, e.EngineSuspended(engine_id=E0, epoch=0))
+    run.now += 5.0
+    loaded(run)
+    assert (counted.updates, counted.staged) == (1, 0)
+    assert (counted.transfer_s, counted.stopped_s) == (5.0, 5.0)
+
+
+def test_failed_staging_leaves_the_old_weights_serving_until_the_load() -> None:
+    run = staging()
+    engine = run.state.engines[E0]
+    weight_updates.update(run)
+    failed = e.StagingFailed(engine_id=E0, epoch=0, weights_id=20, error="torn")
+    weight_updates.on_staging_failed(run, failed)
+    assert (engine.status, engine.version, engine.load_failures) == (EngineStatus.SERVING, 1, 0)
+    assert run.state.counters.watchdog == {"staging_failed": 1}
+    run.out = []
+    weight_updates.update(run)
+    assert run.out == [c.SuspendEngine(engine_id=E0)]
+
+
+def test_weights_published_in_the_meantime_follow_those_that_were_staged() -> None:
+    """Otherwise an engine that receives more slowly than the trainer publishes would
+    never update.
+    """
+    run = staging()
+    engine = run.state.engines[E0]
+    weight_updates.update(run)
+    run.state.publication.version, run.state.publication.weights_id = 3, 30
+    run.state.publication.retained = {20: 2, 30: 3}
+    weight_updates.update(run)
+    assert len(run.out) == 1
+    staged(run)
+    weight_updates.update(run)
+    weight_updates.on_suspended(run, e.EngineSuspended(engine_id=E0, epoch=0))
+    assert loads(run) == [(2, 20, None)]
+    loaded(run)
+    run.out = []
+    weight_updates.update(run)
+    assert run.out == [c.StageWeights(engine_id=E0, version=3, weights_id=30)]
+    assert engine.weights_id == 20
+
+
+@pytest.mark.parametrize("late", ["weights", "epoch"])
+def test_late_news_of_staging_is_ignored(late: str) -> None:
+    run = staging()
+    weight_updates.update(run)
+    staged(run, 19 if late == "weights" else 20, epoch=1 if late == "epoch" else 0)
+    weight_updates.update(run)
+    assert len(run.out) == 1
+    assert run.state.engines[E0].staged_id == -1
+
+
+def test_weights_are_staged_while_an_evaluation_holds_them_back() -> None:
+    run = staging()
+    run.state.evaluations.current = Evaluation(
+        version=1, final=False, to_draw=[], weights_id=10, started=True
+    )
+    weight_updates.update(run)
+    assert [type(command) for command in run.out] == [c.StageWeights]
+    staged(run)
+    weight_updates.update(run)
+    assert len(run.out) == 1, "the evaluation is not over"

@@ -36,6 +36,7 @@ class World:
         withdrawn.
         """
         self.config, self.restless = config, restless
+        self.stages = seed % 3 != 0  # engines can receive weights while they serve
         self.changing_hosts = 0.0  # share of events after which a host is lost or joins
         self.own_machines = False  # hosts share no memory, and the trainer is lost with its host
         self.losing_workers = 0.0  # share of events after which a worker is lost
@@ -140,6 +141,7 @@ class World:
                     e.StepTime(batch=batch, seconds=(1 + 0.1 * batch) / self.engine_degrees[name])
                     for batch in (1, 4, 16)
                 ),
+                stages=self.stages,
             )
         )
 
@@ -553,6 +555,8 @@ class World:
                         engine_id=command.engine_id, epoch=self.engine_epoch[command.engine_id]
                     )
                 )
+            case c.StageWeights():
+                self.stage(command)
             case c.FetchWeights():
                 state = self.core.state
                 assert (
@@ -757,6 +761,23 @@ class World:
                 "weights_id": command.weights_id,
             }
             self.later(e.FetchStalled(**key, source=command.source))
+
+    def stage(self, command: c.StageWeights) -> None:
+        """Receive weights beside those that the engine serves, or fail."""
+        name = command.engine_id
+        assert self.stages, f"{command} of an engine that cannot"
+        if self.reported_versions:
+            held = self.reported_versions[f"r{self.engine_hosts[name]}"]
+            assert command.weights_id in held, f"{command} of what its relay does not hold"
+        key = {
+            "engine_id": name,
+            "epoch": self.engine_epoch[name],
+            "weights_id": command.weights_id,
+        }
+        if self.fails():
+            self.later(e.StagingFailed(**key, error="torn"))
+        else:
+            self.later(e.WeightsStaged(**key))
 
     def doubt_relay(self, name: str) -> None:
         """The relay is silent for a while; the two reports of it may arrive in either

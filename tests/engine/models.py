@@ -2,6 +2,7 @@
 driver of an engine's loop.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -170,24 +171,28 @@ def drive(
     requests: Iterable[GenerateRequest],
     *,
     at: Mapping[int, Sequence[EngineCommand | Callable[[], EngineCommand]]] | None = None,
+    on: Mapping[type[EngineReply], Sequence[EngineCommand]] | None = None,
     check: bool = True,
     clock: "Seconds | None" = None,
 ) -> Outcome:
     """Run an engine on this thread until every request is answered. `at[n]` are further
-    commands before its n-th step.
+    commands before its n-th step, `on[kind]` those after its first reply of this kind.
 
     A `Stats` command is answered between any two steps, so its answer is the clock:
     there is no sleeping and no second thread.
     """
-    later = dict(at or {})
+    later, replies = dict(at or {}), dict(on or {})
     expected = len(list(requests := list(requests)))
-    expected += sum(isinstance(command, Add) for commands in later.values() for command in commands)
+    further = itertools.chain(*later.values(), *replies.values())
+    expected += sum(isinstance(command, Add) for command in further)
     outcome = Outcome()
     ticks = 0
 
     def reply(message: EngineReply) -> None:
         nonlocal ticks
         outcome.replies.append(message)
+        for command in replies.pop(type(message), ()):
+            loop.post(command)
         match message:
             case EngineFatal(error=error):
                 raise AssertionError(error)
@@ -198,7 +203,7 @@ def drive(
                 outcome.stats.append(stats)
                 if check and ticks:
                     loop.check()
-                if len(outcome.answers) == expected and not later:
+                if len(outcome.answers) == expected and not later and not replies:
                     loop.post(Shutdown())
                     return
                 for command in later.pop(ticks, ()):

@@ -631,7 +631,7 @@ def test_the_context_is_bounded_by_the_kv_cache(path: str) -> None:
         spec(path, kv_tokens=64), [request("x", [1] * 64), request("y", [1] * 60, max_tokens=50)]
     )
     assert outcome.of(Ready)[0] == Ready(
-        version=-1, kv_total_tokens=64, max_slots=8, max_context=64
+        version=-1, kv_total_tokens=64, max_slots=8, max_context=64, stages=True
     )
     assert "context of 64 tokens" in outcome.results["x"].error
     assert len(outcome.results["y"].tokens) == 4

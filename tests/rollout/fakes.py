@@ -208,6 +208,9 @@ class OneWordEngine:
     def resume(self) -> None:
         return
 
+    async def stage(self, weights: WeightManifest) -> None:
+        return
+
     async def load(self, weights: WeightManifest | LoadCheckpoint) -> None:
         return
 

@@ -143,3 +143,22 @@ def test_dynamic_sampling_ends_without_informative_groups(tmp_path: Path) -> Non
     outcome = simulate(run_config)
     assert "100 groups in a row had equal rewards" in outcome.summary.error
     assert outcome.summary.account.balanced
+
+
+@pytest.mark.parametrize("mode", ["one_step", "bounded", "decoupled"])
+def test_engines_stop_for_the_swap_only(tmp_path: Path, mode: str) -> None:
+    """A pull over Ethernet takes longer than one over PCIe from the host's memory."""
+
+    def counted(*without: str) -> dict[str, float]:
+        ablation = {"without": list(without)}
+        return simulate(
+            config(tmp_path, mode=mode, sim={"link": "ethernet"}, ablation=ablation)
+        ).summary.weights
+
+    staged, stopping = counted(), counted("staging")
+    assert staged["staged"] >= 4
+    assert staged["stopped_s"] / staged["updates"] < (
+        0.9 * stopping["stopped_s"] / stopping["updates"]
+    )
+    assert staged["transfer_s"] >= stopping["transfer_s"] > 0
+    assert (stopping["staged"], stopping["transfer_s"]) == (0, stopping["stopped_s"])

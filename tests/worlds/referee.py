@@ -23,6 +23,7 @@ OfAttempt = (
 )
 OfRelay = e.RelayJoined | e.RelayLost | e.WeightsFetched | e.FetchFailed
 OfEngine = e.EngineJoined | e.EngineSuspended | e.WeightsLoaded | e.WeightsLoadFailed | e.EngineLost
+OfStaging = e.WeightsStaged | e.StagingFailed
 
 
 class Referee:
@@ -50,6 +51,9 @@ class Referee:
         self.predicting: dict[Attempt, int] = {}
         self.moving: dict[int, Attempt] = {}  # transfers under way
         self.engines: dict[str, tuple[int, str]] = {}  # engine → (epoch, what it owes)
+        # engine → the weights that it is to receive while it serves, in order
+        self.staging: dict[str, list[int]] = {}
+        self.stages: set[str] = set()  # engines that can do so
         self.relays: dict[str, tuple[int, str]] = {}  # relay → (epoch, what it owes)
         self.silent: set[tuple[str, int]] = set()  # relays that are suspected, by epoch
         self.trainer: tuple[int, str] = (0, "start")
@@ -67,6 +71,7 @@ class Referee:
         ]
         engines = [f"{owes} of {name}" for name, (_, owes) in self.engines.items() if owes]
         moves = [f"migration {number} of {attempt}" for number, attempt in self.moving.items()]
+        engines += [f"staging of {name}" for name, owed in self.staging.items() if owed]
         relays = [f"{owes} of {name}" for name, (_, owes) in self.relays.items() if owes]
         return [
             *work,
@@ -102,6 +107,7 @@ class Referee:
                     self.moving,
                 ):
                     table.clear()
+                self.staging.clear()
                 self.engines = dict.fromkeys((slot.id for slot in event.engines), (0, "join"))
                 self.relays = {f"r{number}": (0, "join") for number in range(event.relays)}
                 self.silent.clear()
@@ -185,11 +191,16 @@ class Referee:
             case e.EngineJoined():
                 self._engine(event, "join")
                 assert event.max_slots > 0
+                (self.stages.add if event.stages else self.stages.discard)(event.engine_id)
             case e.EngineSuspended():
                 self._engine(event, "suspend")
             case e.WeightsLoaded() | e.WeightsLoadFailed():
                 self._engine(event, "load")
+            case e.WeightsStaged() | e.StagingFailed():
+                self._staging(event)
             case e.EngineLost():
+                if self.engines.get(event.engine_id, (-1, ""))[0] == event.epoch:
+                    self.staging.pop(event.engine_id, None)
                 self._engine(event, self.engines.get(event.engine_id, (-1, ""))[1])
                 for attempt in [
                     attempt for attempt in self.open if self.with_[attempt] == event.engine_id
@@ -274,6 +285,14 @@ class Referee:
             assert owes in owed, f"{event} while it owes {owes or 'nothing'}"
             self.engines[event.engine_id] = (epoch, "")
 
+    def _staging(self, event: OfStaging) -> None:
+        epoch, owes = self.engines.get(event.engine_id, (-1, ""))
+        if event.epoch == epoch:
+            owed = self.staging.get(event.engine_id, [])
+            assert event.weights_id in owed, f"{event} was not asked for"
+            assert owes != "join", f"{event} before it is up"
+            owed.remove(event.weights_id)
+
     def _relay(self, event: OfRelay, *owed: str) -> None:
         epoch, owes = self.relays.get(event.relay_id, (-1, ""))
         if event.epoch == epoch:
@@ -336,13 +355,18 @@ class Referee:
                 self.engines[command.engine_id] = (0, "join")
             case c.SetTimer():
                 self.timer = True
+            case c.StageWeights():
+                assert command.engine_id in self.stages, f"{command} of an engine that cannot"
+                self.staging.setdefault(command.engine_id, []).append(command.weights_id)
             case c.SuspendEngine():
                 self.engines[command.engine_id] = (self.engines[command.engine_id][0], "suspend")
             case c.LoadWeights():
                 self.engines[command.engine_id] = (self.engines[command.engine_id][0], "load")
             case c.RestartEngine():
+                self.staging.pop(command.engine_id, None)
                 self.engines[command.engine_id] = (command.epoch, "join")
             case c.RemoveEngine():
+                self.staging.pop(command.engine_id, None)
                 del self.engines[command.engine_id]
             case c.FetchWeights():
                 assert command.source is None or command.source in self.relays, (

@@ -17,7 +17,7 @@ from rollweave.cli.console import FAILED, err, out, print_error
 from rollweave.cli.faults import search_seeds
 from rollweave.cli.progress import display
 from rollweave.record.report.page import write_report
-from rollweave.record.summary import account_line, scheduling_line
+from rollweave.record.summary import account_line, scheduling_line, weights_line
 from rollweave.runtime.preflight.checks import human_seconds
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
@@ -122,6 +122,7 @@ def figures(outcome: Outcome) -> dict[str, Any]:
         "engines": outcome.idle("engines"),
         "trainer": outcome.idle("trainer"),
         "pools": outcome.pools_busy,
+        "weights": outcome.summary.weights,
         "staleness": staleness(outcome),
         "gpus": outcome.gpus,
         "gpu_hours": outcome.gpu_hours,
@@ -193,6 +194,8 @@ def show(outcome: Outcome, *, kv: str) -> None:
         )
     if scheduling := scheduling_line(summary.scheduling):
         table.add_row("scheduling", scheduling)
+    if weights := weights_line(summary.weights):
+        table.add_row("weights", weights)
     table.add_row("trajectories", account_line(summary.account))
     table.add_row("cost", f"{outcome.gpu_hours:,.1f} GPU-hours on {outcome.gpus} GPUs")
     out.print(table)

@@ -21,6 +21,7 @@ from rollweave.record.summary import (
     cut_turns_line,
     headline_figures,
     scheduling_line,
+    weights_line,
 )
 from rollweave.runtime import launch
 from rollweave.runtime.preflight import dryrun
@@ -111,6 +112,8 @@ def print_summary(summary: Summary, directory: Path) -> None:
         table.add_row("engines", _counts(summary.engines))
     if scheduling := scheduling_line(summary.scheduling):
         table.add_row("scheduling", scheduling)
+    if weights := weights_line(summary.weights):
+        table.add_row("weights", weights)
     table.add_row(
         "attempts", f"{_counts(summary.attempts)}; stopped: {_counts(summary.stop_reasons)}"
     )

@@ -200,6 +200,9 @@ def _check_weights(run: Run) -> None:
         f"{state.chain.order} are in the chain, {up} are up"
     )
     assert len(needed(run)) <= MAX_VERSIONS
+    for engine in state.engines.values():
+        assert engine.staged_id < 0 or engine.staged_id > engine.weights_id, engine
+        assert engine.staging_id < 0 or engine.status is not EngineStatus.STARTING, engine
     assert not state.publication.checkpointed or (
         state.checkpoints.newest is not None
         and max(state.publication.checkpointed.values()) <= state.checkpoints.newest

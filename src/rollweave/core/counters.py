@@ -24,6 +24,18 @@ class SchedulingCounters(msgspec.Struct):
     repacked: int = 0  # trajectories moved by consolidation
 
 
+class WeightCounters(msgspec.Struct):
+    """How relays and engines that served took new weights (RollArt Table 4)."""
+
+    updates: int = 0  # versions swapped in
+    transfer_s: float = 0.0  # seconds in which engines received and verified versions
+    stopped_s: float = 0.0  # seconds for which engines were suspended for them
+    staged: int = 0  # updates whose transfer the engine's own steps hid
+    fetch_s: float = 0.0  # seconds in which relays fetched versions, beside the engines' steps
+    fetched_whole: int = 0
+    fetched_changes: int = 0
+
+
 class Counters(msgspec.Struct):
     """Training trajectories by their end.
 
@@ -58,6 +70,7 @@ class Counters(msgspec.Struct):
     context_tokens: int = 0
     watchdog: dict[str, int] = {}
     scheduling: SchedulingCounters = msgspec.field(default_factory=SchedulingCounters)
+    weights: WeightCounters = msgspec.field(default_factory=WeightCounters)
 
 
 class Idle(msgspec.Struct):

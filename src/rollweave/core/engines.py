@@ -101,6 +101,7 @@ def on_joined(run: Run, event: EngineJoined) -> None:
     if engine is None or engine.status is not EngineStatus.STARTING:
         return
     engine.max_slots, engine.kv_tokens = event.max_slots, event.kv_total_tokens
+    engine.stages = event.stages
     costs.joined(run, engine, event.profile)
     if event.version < 0:
         enter(run, engine, EngineStatus.STALE)
@@ -156,6 +157,7 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
     engine.restarts += 1
     engine.epoch += 1
     engine.version = engine.weights_id = engine.loading_id = -1
+    engine.staging_id = engine.staged_id = engine.unstaged_id = -1
     engine.consecutive_timeouts = engine.load_failures = 0
     enter(run, engine, EngineStatus.STARTING)
     assignment.engines_changed(run)

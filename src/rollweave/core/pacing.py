@@ -28,6 +28,7 @@ class SharedPacing:
     evaluates_on_one_engine = False
     reloads_newest = True
     stale_keeps_version = True
+    updates_busy_engines = True
 
     def admits(self, run: Run, version: int) -> bool:
         return acceptable(version, run.next_version(), run.mode.window)
@@ -133,6 +134,7 @@ class IndependentPacing:
     evaluates_on_one_engine = True
     reloads_newest = False
     stale_keeps_version = False
+    updates_busy_engines = False
 
     def admits(self, run: Run, version: int) -> bool:
         return True

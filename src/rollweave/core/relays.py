@@ -78,8 +78,12 @@ def on_fetched(run: Run, event: WeightsFetched) -> None:
         expected or event.weights_id in run.state.publication.retained
     ):
         insort(relay.versions, event.weights_id)
-    if not expected:
+    if relay.fetch is None or not expected:
         return
+    counted = run.state.counters.weights
+    counted.fetch_s += run.now - relay.fetch_began
+    counted.fetched_whole += relay.fetch.base is None
+    counted.fetched_changes += relay.fetch.base is not None
     if len(relay.versions) > 1:
         relay.restarts = (
             0  # it has survived from one version to the next: earlier failures are forgiven
@@ -385,6 +389,7 @@ def _fetch(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
         base = max(both, default=None)
     if relay.fetch is None:
         _enter(run, relay, RelayStatus.FETCHING)
+        relay.fetch_began = run.now
     relay.fetch, relay.since = Fetch(weights_id=wanted, source=source, base=base), run.now
     relay.fetches += 1
     if source is not None and wanted == run.state.publication.weights_id:

@@ -48,6 +48,8 @@ class Pacing(Protocol):
     """True if an engine whose load failed loads the newest weights at once."""
     stale_keeps_version: bool
     """True if an engine that can load nothing still counts as having its version."""
+    updates_busy_engines: bool
+    """True if engines load weights while trajectories are under way there."""
 
     def admits(self, run: "Run", version: int) -> bool:
         """True if a later step could train on a trajectory launched at `version` now."""

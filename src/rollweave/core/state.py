@@ -192,6 +192,11 @@ class Engine(msgspec.Struct):
     loading_step: int | None = (
         None  # step of the checkpoint from which it loads them; None: from memory
     )
+    stages: bool = False  # it can receive weights while it serves
+    staging_id: int = -1  # weights that it receives while it serves
+    staging_since: float = 0.0
+    staged_id: int = -1  # weights that it has received, and not swapped in yet
+    unstaged_id: int = -1  # weights that it could not receive: it loads them while suspended
     max_slots: int = 0
     kv_tokens: int = 0
     since: float = 0.0
@@ -257,6 +262,7 @@ class Relay(msgspec.Struct):
     since: float = 0.0
     versions: list[int] = []  # weights ids, ascending
     fetch: Fetch | None = None  # the one under way
+    fetch_began: float = 0.0  # from the first of its sources
     fetches: int = 0  # number of fetches so far, of any weights
     # sources that failed since its last success or the watchdog's last check
     refused_sources: list[str | None] = []

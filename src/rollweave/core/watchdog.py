@@ -16,6 +16,7 @@ from rollweave.core import (
     trajectories,
     turn_priority,
     turns,
+    weight_updates,
     workers,
 )
 from rollweave.core.policy.retry import TIMEOUTS_BEFORE_RESTART
@@ -106,6 +107,8 @@ def _check_engine(run: Run, engine: Engine) -> None:
         case EngineStatus.SUSPENDING | EngineStatus.LOADING if waited > limits.weights_s:
             engines.restart(run, engine, f"stuck {engine.status} for {waited:.0f} s")
         case EngineStatus.SERVING:
+            if engine.staging_id >= 0 and run.now - engine.staging_since > limits.weights_s:
+                weight_updates.give_up_staging(run, engine, f"not within {limits.weights_s:g} s")
             _check_turns(run, engine)
         case _:
             pass

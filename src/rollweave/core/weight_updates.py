@@ -1,16 +1,26 @@
 """Weight updates of engines, without losing what is in flight.
 
-An update is suspend, load, resume (RollArt §6.2): the turns in flight stay on the
-engine, and their KV is recomputed there. While an evaluation runs, engines keep the
-version that is being evaluated. In mode decoupled each engine updates independently,
+An update is stage, suspend, load, resume (RollArt §6.2): the engine receives and
+verifies the new weights while it serves, and is suspended for the swap only. The turns
+in flight stay on it, and their KV is recomputed there. Weights are staged as soon as
+they can be, before the mode lets engines take them. An engine without room for a second
+copy, or whose staging failed, is suspended for the whole load; so is one without work,
+since there is nothing to hide the load behind. While an evaluation runs, engines keep
+the version that is being evaluated. In mode decoupled each engine updates independently,
 and `core/version_affinity` decides when and to which version.
 """
 
 from rollweave.core import assignment, engines, trajectories, version_affinity, weights
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus
-from rollweave.schema.commands import LoadWeights, ResumeEngine, SuspendEngine
-from rollweave.schema.events import EngineSuspended, WeightsLoaded, WeightsLoadFailed
+from rollweave.schema.commands import LoadWeights, ResumeEngine, StageWeights, SuspendEngine
+from rollweave.schema.events import (
+    EngineSuspended,
+    StagingFailed,
+    WeightsLoaded,
+    WeightsLoadFailed,
+    WeightsStaged,
+)
 from rollweave.schema.work import StopReason
 
 MAX_LOAD_FAILURES = 2
@@ -23,7 +33,33 @@ def on_suspended(run: Run, event: EngineSuspended) -> None:
     engine = engines.find(run, event.engine_id, event.epoch)
     if engine is None or engine.status is not EngineStatus.SUSPENDING:
         return
-    _load(run, engine, run.pacing.wanted_weights(run, engine))
+    wanted = run.pacing.wanted_weights(run, engine)
+    _load(run, engine, engine.staged_id if _swaps_staged(run, engine, wanted) else wanted)
+
+
+def on_staged(run: Run, event: WeightsStaged) -> None:
+    engine = engines.find(run, event.engine_id, event.epoch)
+    if engine is None or engine.staging_id != event.weights_id:
+        return
+    run.state.counters.weights.transfer_s += run.now - engine.staging_since
+    engine.staging_id = -1
+    engine.staged_id = event.weights_id if event.weights_id > engine.weights_id else -1
+
+
+def on_staging_failed(run: Run, event: StagingFailed) -> None:
+    engine = engines.find(run, event.engine_id, event.epoch)
+    if engine is not None and engine.staging_id == event.weights_id:
+        give_up_staging(run, engine, event.error)
+
+
+def give_up_staging(run: Run, engine: Engine, error: str) -> None:
+    """Let the engine load these weights while it is suspended, when it is time."""
+    run.warn(
+        engine.id,
+        f"weights {engine.staging_id} not received while it serves: {error}",
+        count="staging_failed",
+    )
+    engine.staging_id, engine.unstaged_id = -1, engine.staging_id
 
 
 def on_loaded(run: Run, event: WeightsLoaded) -> None:
@@ -42,10 +78,16 @@ def on_loaded(run: Run, event: WeightsLoaded) -> None:
         engine.restarts = (
             0  # it has survived from one update to the next: earlier failures are forgiven
         )
+        counted, staged = run.state.counters.weights, engine.staged_id == event.weights_id
+        counted.updates += 1
+        counted.staged += staged
+        _count_stop(run, engine, transfers=not staged)
     else:
         assignment.engines_changed(run)
     engine.version, engine.weights_id = event.version, event.weights_id
     engine.load_failures = 0
+    if engine.staged_id <= event.weights_id:
+        engine.staged_id = -1
     engine.peak_kv = None
     engines.enter(run, engine, EngineStatus.SERVING)
     run.emit(ResumeEngine(engine_id=engine.id))
@@ -60,6 +102,8 @@ def on_load_failed(run: Run, event: WeightsLoadFailed) -> None:
         or engine.loading_id != event.weights_id
     ):
         return
+    if engine.version >= 0:
+        _count_stop(run, engine, transfers=engine.staged_id != event.weights_id)
     if engine.loading_step is not None:
         _unreadable(run, engine, engine.loading_step, event.error)
         return
@@ -78,6 +122,16 @@ def on_load_failed(run: Run, event: WeightsLoadFailed) -> None:
             weights.forget(run, event.weights_id)  # older versions are not sent again
         _make_stale(run, engine)
         _reassign(run)
+
+
+def _count_stop(run: Run, engine: Engine, *, transfers: bool) -> None:
+    """Count the seconds of the load that is over; with `transfers` it also received the
+    weights.
+    """
+    counted, elapsed = run.state.counters.weights, run.now - engine.since
+    counted.stopped_s += elapsed
+    if transfers:
+        counted.transfer_s += elapsed
 
 
 def _reassign(run: Run) -> None:
@@ -107,9 +161,70 @@ def update(run: Run) -> None:
     for engine, target in run.pacing.updates(run):
         if engine.status is EngineStatus.STALE:
             _load(run, engine, target)
-        else:
+        elif _swaps_staged(run, engine, target) or not _stages(run, engine, target):
             engines.enter(run, engine, EngineStatus.SUSPENDING)
             run.emit(SuspendEngine(engine_id=engine.id))
+    _stage(run)
+
+
+def _stage(run: Run) -> None:
+    """Let serving engines receive the newest weights that they can load."""
+    published = run.state.publication.weights_id
+    for engine in run.state.engines.values():
+        if (
+            engine.stages
+            and engine.status is EngineStatus.SERVING
+            and engine.staging_id < 0
+            and published not in (engine.weights_id, engine.staged_id)
+            and not engine.departing
+        ):
+            newest = weights.newest(run, engine)
+            if (
+                newest is not None
+                and newest > max(engine.weights_id, engine.staged_id)
+                and _can_stage(run, engine, newest)
+                and _has_work(run)
+            ):
+                engine.staging_id, engine.staging_since = newest, run.now
+                version = run.state.publication.retained[newest]
+                run.emit(StageWeights(engine_id=engine.id, version=version, weights_id=newest))
+
+
+def _can_stage(run: Run, engine: Engine, weights_id: int) -> bool:
+    return (
+        engine.stages
+        and weights_id != engine.unstaged_id
+        and "staging" not in run.config.ablation.without
+        and weights.is_in_memory(run, engine, weights_id)
+    )
+
+
+def _has_work(run: Run) -> bool:
+    """True if there are trajectories whose turns hide a transfer."""
+    return bool(run.state.pools.init or run.state.pools.run)
+
+
+def _stages(run: Run, engine: Engine, target: int | None) -> bool:
+    """True if the engine serves on until it has received these weights."""
+    return (
+        run.pacing.updates_busy_engines
+        and target is not None
+        and target != engine.staged_id
+        and _can_stage(run, engine, target)
+        and _has_work(run)
+    )
+
+
+def _swaps_staged(run: Run, engine: Engine, target: int | None) -> bool:
+    """True if the engine swaps in what it has staged, even if there is something newer:
+    it would never update where weights are published faster than they are received.
+    """
+    return (
+        run.pacing.updates_busy_engines
+        and target is not None
+        and engine.weights_id < engine.staged_id <= target
+        and weights.is_in_memory(run, engine, engine.staged_id)
+    )
 
 
 def _load(run: Run, engine: Engine, weights_id: int | None) -> None:

@@ -27,7 +27,7 @@ Older versions are in checkpoints alone.
 
 
 def needed(run: Run) -> tuple[int, ...]:
-    """The versions that an engine or relay has or is loading, that a trajectory began
+    """The versions that an engine or relay has, receives or is loading, that a trajectory began
     with, or that are to be evaluated; and the newest one.
 
     Of the retained ones, ascending, the newest MAX_VERSIONS.
@@ -35,7 +35,7 @@ def needed(run: Run) -> tuple[int, ...]:
     state = run.state
     ids = {state.publication.weights_id}
     for engine in state.engines.values():
-        ids |= {engine.weights_id, engine.loading_id}
+        ids |= {engine.weights_id, engine.loading_id, engine.staging_id, engine.staged_id}
     for relay in state.relays.values():
         ids |= {*relay.versions[-1:]}
         if relay.fetch is not None:

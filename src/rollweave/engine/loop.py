@@ -4,8 +4,9 @@ work, and sleeps otherwise.
 Commands are posted from any thread and never wait for a computation; replies are called
 on the loop's thread. Every request is answered exactly once, including one that is
 refused or aborted, or whose handling raises. New weights are verified before anything
-changes; then the KV of all live requests is recomputed under them, and tokens sampled
-from then on carry the new version. A failure of the loop itself is reported as
+changes, beside the steps if there is room for a second copy (`engine/staging`); after
+the swap the KV of all live requests is recomputed under them, and tokens sampled from
+then on carry the new version. A failure of the loop itself is reported as
 `EngineFatal`, after which nothing more is answered.
 """
 
@@ -30,6 +31,7 @@ from rollweave.engine.planner.blocks import BlockLedger
 from rollweave.engine.request_state import RequestState
 from rollweave.engine.runner import Runner
 from rollweave.engine.sampler import RowParams, pack, sample
+from rollweave.engine.staging import WeightStaging
 from rollweave.schema.errors import EngineError, WeightsError
 from rollweave.schema.serving import (
     PROGRESS_S,
@@ -57,10 +59,12 @@ from rollweave.schema.serving import (
     Resume,
     Sampled,
     Shutdown,
+    Stage,
     Stats,
     Suspend,
     Suspended,
 )
+from rollweave.schema.weights import WeightManifest
 from rollweave.weights.publication import read_tensors
 from rollweave.weights.staging import on_device
 from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
@@ -131,7 +135,7 @@ class EngineLoop:
                 torch.set_num_threads(self.spec.threads)
             with torch.inference_mode():
                 self._build()
-                with closing(self._exchange):
+                with closing(self._exchange), closing(self._staging):
                     while self._handle_commands():
                         if self._suspended_at is None and self._batcher.live:
                             self._step()
@@ -157,6 +161,11 @@ class EngineLoop:
             reply=self._reply,
             is_finite=lambda: not self._tainted,
         )
+        self._staging = WeightStaging(
+            self._runner.model,
+            call_between_steps=lambda function: self._put(CallBetweenSteps(function)),
+            reply=self._reply,
+        )
         capacity = pool.blocks * pool.block_tokens
         self._max_context = min(self._runner.shape.context, capacity)
         self._stop_ids = frozenset(spec.eos_token_ids or self._runner.shape.eos_token_ids)
@@ -166,6 +175,7 @@ class EngineLoop:
             max_slots=spec.max_slots,
             max_context=self._max_context,
             profile=step_times(spec, self._runner) if spec.profile else (),
+            stages=self._staging.has_room(),
         )
         self._started_s = self._clock()
         self._reply(ready)
@@ -204,8 +214,10 @@ class EngineLoop:
                 if self._suspended_at is not None:
                     self._suspended_s += self._clock() - self._suspended_at
                     self._suspended_at = None
+            case Stage(manifest=manifest):
+                self._staging.start(manifest)
             case Load(manifest=manifest):
-                self._load(manifest.version, manifest.weights_id, lambda: read_tensors(manifest))
+                self._load_published(manifest)
             case LoadCheckpoint(directory=directory, dtype=dtype):
                 step, published = item.version, getattr(torch, dtype)
                 self._load(
@@ -283,29 +295,51 @@ class EngineLoop:
             state.stop_strings = StopStrings(self._tokenizer, sampling.stop)
         return state
 
+    def _load_published(self, manifest: WeightManifest) -> None:
+        """Swap in the weights if they are staged, wait if they are being received, else
+        load them now.
+        """
+        started = self._clock()
+        if self._staging.is_receiving(manifest):
+            self._staging.when_received(lambda: self._load_published(manifest))
+            return
+        staged = self._staging.take(manifest)
+        if staged is None:
+            self._load(manifest.version, manifest.weights_id, lambda: read_tensors(manifest))
+            return
+        self._runner.model.weights = staged
+        self._loaded(manifest.version, manifest.weights_id, started)
+        if self._runner.model.device.type == "cuda":
+            torch.cuda.empty_cache()  # give the memory of the former copy back
+
     def _load(
         self, version: int, weights_id: int, read: Callable[[], dict[str, torch.Tensor]]
     ) -> None:
-        """Verify the weights, then swap them in.
+        """Verify the weights, then copy them over those in use.
 
-        A failure before the swap changes nothing; the swap itself copies between
-        checked shapes.
+        A failure before the copy changes nothing; the copy itself is between checked
+        shapes.
         """
-        started = self._clock()
+        started, model = self._clock(), self._runner.model
         try:
             tensors = read()
-            self._runner.model.check(tensors)
-            staged = on_device(tensors, self._runner.model.device)
+            model.check(tensors)
+            staged = on_device(tensors, model.device)
         except (WeightsError, OSError, ValueError, torch.OutOfMemoryError) as error:
             self._reply(LoadFailed(version=version, error=str(error)))
             return
-        self._runner.model.load(staged)
+        model.weights.load(staged)
+        self._loaded(version, weights_id, started)
+
+    def _loaded(self, version: int, weights_id: int, started: float) -> None:
+        """Serve on with the weights that have just been swapped in."""
         self._version = version
+        self._staging.loaded(weights_id)
         recompute = self._batcher.retag(weights_id)
         self._runner.forget(wipe=self._tainted)
         self._tainted = False
-        now = self._clock()
-        self._reply(Loaded(version=version, load_s=now - started, recompute_tokens=recompute))
+        load_s = self._clock() - started
+        self._reply(Loaded(version=version, load_s=load_s, recompute_tokens=recompute))
 
     # Steps
 

@@ -54,13 +54,11 @@ class Batch:
     sampled: torch.Tensor | None
 
 
-class Decoder:
-    """The model. It is not thread-safe: its owner's loop is the only caller."""
+class DecoderWeights:
+    """One version of a decoder's parameters, in the layout of the computation."""
 
-    def __init__(
-        self, shape: ModelShape, *, device: torch.device, dtype: torch.dtype, tiles: bool = False
-    ) -> None:
-        self.shape, self.device, self.dtype, self.tiles = shape, device, dtype, tiles
+    def __init__(self, shape: ModelShape, *, device: torch.device, dtype: torch.dtype) -> None:
+        self.shape, self.device = shape, device
 
         def zeros(*size: int) -> torch.Tensor:
             return torch.zeros(size, device=device, dtype=dtype)
@@ -87,30 +85,12 @@ class Decoder:
             )
             for _ in range(shape.layers)
         ]
-        self._eps = torch.tensor(shape.eps, device=device)
-        self._inv_freq = torch.tensor(shape.inv_freq, dtype=torch.float32, device=device)
-        self._rotations = torch.empty(
-            0, 1, len(shape.inv_freq), dtype=torch.complex64, device=device
-        )
         self._interleave = torch.arange(shape.head_dim, device=device).view(2, -1).t().reshape(-1)
 
-    # Weights
-
-    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise WeightsError unless `tensors` are exactly this model's parameters by
-        name and shape, in floating point.
-        """
-        self.shape.check({name: tensor.shape for name, tensor in tensors.items()})
-        for name in self.shape.tensors():
-            if tensors[name].dtype not in FLOATS:
-                raise WeightsError(
-                    f"{name} must be float32, bfloat16 or float16, got {tensors[name].dtype}"
-                )
-
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy the parameters into the model.
+        """Copy the parameters.
 
-        Names and shapes must have passed `check`; a tied `lm_head.weight` is skipped.
+        Names and shapes must have passed `Decoder.check`; a tied `lm_head.weight` is skipped.
         """
         for name, tensor in tensors:
             if name == "lm_head.weight":
@@ -168,6 +148,48 @@ class Decoder:
             case _:
                 raise WeightsError(f"{name} is not a parameter of this model")
 
+
+class Decoder:
+    """The model. It is not thread-safe: its owner's loop is the only caller, except of
+    `check` and `allocate`, which any thread may call.
+    """
+
+    def __init__(
+        self, shape: ModelShape, *, device: torch.device, dtype: torch.dtype, tiles: bool = False
+    ) -> None:
+        self.shape, self.device, self.dtype, self.tiles = shape, device, dtype, tiles
+        self.weights = self.allocate()
+        self._eps = torch.tensor(shape.eps, device=device)
+        self._inv_freq = torch.tensor(shape.inv_freq, dtype=torch.float32, device=device)
+        self._rotations = torch.empty(
+            0, 1, len(shape.inv_freq), dtype=torch.complex64, device=device
+        )
+
+    # Weights
+
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise WeightsError unless `tensors` are exactly this model's parameters by
+        name and shape, in floating point.
+        """
+        self.shape.check({name: tensor.shape for name, tensor in tensors.items()})
+        for name in self.shape.tensors():
+            if tensors[name].dtype not in FLOATS:
+                raise WeightsError(
+                    f"{name} must be float32, bfloat16 or float16, got {tensors[name].dtype}"
+                )
+
+    def allocate(self) -> DecoderWeights:
+        """Allocate memory for one more version of the parameters.
+
+        Raises torch.OutOfMemoryError on a GPU without room.
+        """
+        return DecoderWeights(self.shape, device=self.device, dtype=self.dtype)
+
+    @property
+    def weight_bytes(self) -> int:
+        """The size of one version of the parameters."""
+        return self.parameters * self.dtype.itemsize
+
     # Computation
 
     def forward(self, batch: Batch, attention: Attention, plan: AttentionPlan) -> torch.Tensor:
@@ -175,13 +197,13 @@ class Decoder:
 
         Writes the KV of all its tokens.
         """
-        shape = self.shape
+        shape, weights = self.shape, self.weights
         ids, sampled = batch.ids, batch.sampled
         rotations = self._rotation(batch.positions, batch.longest)
         rotated, size = shape.heads + shape.kv_heads, shape.head_dim
-        x = self.embed.index_select(0, ids)
+        x = weights.embed.index_select(0, ids)
         tokens = len(x)
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(weights.layers):
             qkv = self._project(self._rms(x, layer.norm), layer.qkv, layer.qkv_bias)
             # Queries and keys are the first columns of qkv, in pairs that are rotated
             # together.
@@ -201,7 +223,7 @@ class Decoder:
             self._accumulate(x, silu(gate).mul_(up), layer.down, layer.down_bias)
         if sampled is not None:
             x = x.index_select(0, sampled)
-        return self._project(self._rms(x, self.norm), self.head, None).float()
+        return self._project(self._rms(x, weights.norm), weights.head, None).float()
 
     def _scale(self, x: torch.Tensor) -> torch.Tensor:
         """Return 1 / root mean square over the last axis: [..., 1]."""

@@ -38,7 +38,7 @@ class Runner:
         self.model = Decoder(self.shape, device=device, dtype=dtype, tiles=spec.deterministic)
         tensors = dict(read_tensors_of(directory))
         self.model.check(tensors)
-        self.model.load(tensors.items())
+        self.model.weights.load(tensors.items())
         self.pool = PagedPool(
             self.shape,
             blocks=spec.kv_tokens // spec.block_tokens,

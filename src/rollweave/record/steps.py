@@ -19,6 +19,7 @@ class CounterSnapshot:
         stops: dict[str, int],
         idle: dict[str, dict[str, float]],
         scheduling: dict[str, float],
+        weights: dict[str, float],
         inherent: dict[int, int],
         cut: dict[str, int],
     ) -> None:
@@ -29,7 +30,7 @@ class CounterSnapshot:
             idle,
             scheduling,
         )
-        self.inherent, self.cut = inherent, cut
+        self.weights, self.inherent, self.cut = weights, inherent, cut
 
     @classmethod
     def of(cls, state: State, at: float) -> "CounterSnapshot":
@@ -54,6 +55,7 @@ class CounterSnapshot:
             dict(counters.stop_reasons),
             idle,
             scheduling,
+            msgspec.structs.asdict(counters.weights),
             dict(counters.inherent),
             dict(counters.cut_turns),
         )
@@ -77,6 +79,9 @@ class CounterSnapshot:
             "scheduling": {
                 name: round(value - before.scheduling[name], 4)
                 for name, value in self.scheduling.items()
+            },
+            "weights": {
+                name: round(value - before.weights[name], 4) for name, value in self.weights.items()
             },
             "stop_reasons": {reason: count for reason, count in stops.items() if count},
             "inherent_staleness": {str(age): count for age, count in inherent.items() if count},

@@ -25,7 +25,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     trajectories of training and of evaluations, and later attempts at them (`again`);
     each has one of `stop_reasons`. `interrupted` is true if the user ended the run;
     `ended_by` names the setting that ended it before `run.steps`, if one did. `engines`
-    counts engines that joined the run and that were withdrawn.
+    counts engines that joined the run and that were withdrawn. `weights` has the seconds
+    in which engines that served received new weights, and those for which they stopped.
     """
 
     success_rate: dict[str, float]
@@ -48,6 +49,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     engines: dict[str, int] = msgspec.field(default_factory=dict)
     idle: dict[str, dict[str, float]]
     scheduling: dict[str, float] = msgspec.field(default_factory=dict)
+    weights: dict[str, float] = msgspec.field(default_factory=dict)
     error: str = ""
     ended_by: str = ""
     interrupted: bool = False
@@ -92,6 +94,7 @@ def summarize(core: Core, *, evaluation: dict[str, Any] | None, wall_s: float) -
         engines={"joined": counters.engines_joined, "left": counters.engines_left},
         idle={"engines": dict(state.idle.engines), "trainer": dict(state.idle.trainer)},
         scheduling=msgspec.structs.asdict(counters.scheduling),
+        weights=msgspec.structs.asdict(counters.weights),
         error=state.error,
         ended_by=_ended_by(core),
         interrupted=state.skip_final_eval,
@@ -164,6 +167,24 @@ def scheduling_line(counted: Mapping[str, float]) -> str:
     if counted.get("reallocations", 0):
         parts.append(f"{counted['reallocations']:,.0f} changes of the fleet")
     return ", ".join(parts)
+
+
+def weights_line(counted: Mapping[str, float]) -> str:
+    """Return one line for people on how long engines stopped for new weights; "" if
+    none took any while it served.
+    """
+    updates = counted.get("updates", 0)
+    if not updates:
+        return ""
+    text = (
+        f"{updates:,.0f} updates of engines, which stopped for {counted['stopped_s']:,.2f} s; "
+        f"{counted['transfer_s']:,.2f} s of transfer into engines"
+    )
+    if counted.get("fetch_s", 0.0):
+        changes = counted["fetched_changes"]
+        share = changes / max(1, changes + counted["fetched_whole"])
+        text += f", {counted['fetch_s']:,.2f} s into relays ({share:.0%} of them as changes)"
+    return text
 
 
 def account_line(account: Account) -> str:

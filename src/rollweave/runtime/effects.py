@@ -83,6 +83,7 @@ def rollout_handlers(
         c.Evict: pipeline.evict,
         c.Migrate: migrate,
         c.StartEngine: engines.add,
+        c.StageWeights: engines.stage,
         c.SuspendEngine: engines.suspend,
         c.LoadWeights: engines.load,
         c.ResumeEngine: engines.resume,

@@ -205,9 +205,20 @@ class SuspendEngine(TaggedStruct, frozen=True, kw_only=True):
     engine_id: EngineId
 
 
+class StageWeights(TaggedStruct, frozen=True, kw_only=True):
+    """Let the engine receive and verify published weights from memory of its host while
+    it serves, for a later `LoadWeights`. → WeightsStaged | StagingFailed | EngineLost
+    """
+
+    engine_id: EngineId
+    version: int
+    weights_id: int
+
+
 class LoadWeights(TaggedStruct, frozen=True, kw_only=True):
     """Load published weights from memory of the engine's host, or from the checkpoint
-    of step `from_checkpoint`.
+    of step `from_checkpoint`. Weights that are staged are swapped in; of weights that
+    are being staged, the answer to `StageWeights` comes first.
 
     → WeightsLoaded | WeightsLoadFailed | EngineLost
     """
@@ -451,6 +462,7 @@ Command = (
     | Migrate
     | StartEngine
     | SuspendEngine
+    | StageWeights
     | LoadWeights
     | ResumeEngine
     | RestartEngine

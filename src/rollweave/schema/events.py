@@ -301,6 +301,7 @@ class EngineJoined(TaggedStruct, frozen=True, kw_only=True):
     kv_total_tokens: int
     version: int = -1
     profile: tuple[StepTime, ...] = ()
+    stages: bool = False
 
 
 class EngineRegistered(TaggedStruct, frozen=True, kw_only=True):
@@ -323,6 +324,27 @@ class EngineSuspended(TaggedStruct, frozen=True, kw_only=True):
 
     engine_id: EngineId
     epoch: int
+
+
+class WeightsStaged(TaggedStruct, frozen=True, kw_only=True):
+    """The engine has received and verified these weights, and still serves the former
+    ones.
+    """
+
+    engine_id: EngineId
+    epoch: int
+    weights_id: int
+
+
+class StagingFailed(TaggedStruct, frozen=True, kw_only=True):
+    """The engine cannot receive these weights while it serves. It still serves the
+    former ones.
+    """
+
+    engine_id: EngineId
+    epoch: int
+    weights_id: int
+    error: str
 
 
 class WeightsLoaded(TaggedStruct, frozen=True, kw_only=True):
@@ -596,6 +618,8 @@ Event = (
     | EngineRegistered
     | EngineWithdrawn
     | EngineSuspended
+    | WeightsStaged
+    | StagingFailed
     | WeightsLoaded
     | WeightsLoadFailed
     | EngineLost

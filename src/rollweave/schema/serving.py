@@ -296,8 +296,19 @@ class Resume(TaggedStruct, frozen=True, kw_only=True):
     """Take steps again."""
 
 
+class Stage(TaggedStruct, frozen=True, kw_only=True):
+    """Receive and verify the weights in the background, beside those in use, for a
+    `Load` of the same manifest. A version that is staged already is dropped.
+
+    Answered by `Staged` or `StageFailed`.
+    """
+
+    manifest: WeightManifest
+
+
 class Load(TaggedStruct, frozen=True, kw_only=True):
-    """Verify the weights and swap them in. The live KV is recomputed under them.
+    """Swap the weights in, which are verified first unless they are staged. The live KV
+    is recomputed under them.
 
     Answered by `Loaded` or `LoadFailed`.
     """
@@ -333,6 +344,7 @@ EngineCommand = (
     | ReleaseKv
     | Suspend
     | Resume
+    | Stage
     | Load
     | LoadCheckpoint
     | Stats
@@ -348,7 +360,8 @@ class Ready(TaggedStruct, frozen=True, kw_only=True):
     yet, and it serves its checkpoint.
 
     `profile` holds its decode step times by increasing batch size, if
-    `EngineSpec.profile` is set.
+    `EngineSpec.profile` is set. `stages` is true if the engine has room for a second
+    copy of the weights, and so can receive them while it generates.
     """
 
     version: int
@@ -356,6 +369,7 @@ class Ready(TaggedStruct, frozen=True, kw_only=True):
     max_slots: int
     max_context: int
     profile: tuple[StepTime, ...] = ()
+    stages: bool = False
 
 
 class Generated(TaggedStruct, frozen=True, kw_only=True):
@@ -399,6 +413,21 @@ class Suspended(TaggedStruct, frozen=True, kw_only=True):
     """The engine is suspended with `in_flight` requests."""
 
     in_flight: int
+
+
+class Staged(TaggedStruct, frozen=True, kw_only=True):
+    """The weights are verified and ready to be swapped in."""
+
+    version: int
+    weights_id: int
+
+
+class StageFailed(TaggedStruct, frozen=True, kw_only=True):
+    """The weights are not staged. Nothing has changed."""
+
+    version: int
+    weights_id: int
+    error: str
 
 
 class Loaded(TaggedStruct, frozen=True, kw_only=True):
@@ -456,6 +485,8 @@ EngineReply = (
     | Generated
     | Progress
     | Suspended
+    | Staged
+    | StageFailed
     | Loaded
     | LoadFailed
     | Sampled

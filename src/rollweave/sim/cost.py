@@ -323,6 +323,11 @@ class TrainerCosts(Protocol):
         machine's relay, while `engines` there do.
         """
 
+    def swap_s(self, *, engines: int, tp: int) -> float:
+        """Return the seconds for which an engine of `tp` GPUs stops to take weights that
+        it has received, while `engines` of its machine do.
+        """
+
     def copy_s(self) -> float:
         """Return the seconds to copy a checkpoint into the host's memory, for which
         training waits.
@@ -412,6 +417,12 @@ class TrainerCost:
     def beside_s(self, *, engines: int, tp: int) -> float:
         """Use PCIe, from the memory of the host."""
         return TrainerCost.load_s(self, engines=engines, tp=tp, over=link("pcie"))
+
+    def swap_s(self, *, engines: int, tp: int) -> float:
+        """Assume that the KV cache leaves no room for a second copy on the GPUs: the
+        weights wait in the host's memory, and come from there over PCIe.
+        """
+        return self.load_s(engines=engines, tp=tp, over=link("pcie"))
 
     def copy_s(self) -> float:
         """Model each GPU copying its share over PCIe."""

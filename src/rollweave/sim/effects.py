@@ -68,6 +68,7 @@ class Effects:
             c.Harvest: predictor.harvest,
             c.FitPredictor: predictor.fit,
             c.StartEngine: fleet.add,
+            c.StageWeights: fleet.stage,
             c.SuspendEngine: fleet.suspend,
             c.LoadWeights: fleet.load,
             c.ResumeEngine: fleet.resume,

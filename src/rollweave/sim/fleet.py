@@ -51,6 +51,10 @@ class Node:
     since: float = 0.0
     suspended: bool = False  # by the core, until it resumes the engine
     loading: bool = False
+    staging_id: int = -1  # weights that it receives while it serves
+    staging_ticket: int = 0
+    staged_id: int = -1
+    deferred: c.LoadWeights | None = None  # a load of what it still receives
     tickets: list[int] = field(default_factory=list)  # of a suspension, load or start in progress
 
 
@@ -185,9 +189,31 @@ class SimFleet:
             self._later(node, settled - self._clock.now, lambda: self._suspended(node))
             self._touch(node)
 
+    def stage(self, command: c.StageWeights) -> None:
+        """Receive weights in the memory of the engine's host, where a relay has them
+        already.
+        """
+        node = self.nodes.get(command.engine_id)
+        if node is None or node.engine is None:
+            return
+        if node.staging_id >= 0:
+            self._clock.cancel(node.staging_ticket)
+            self._staging_failed(node, node.staging_id, "another version took its place")
+        started, node.staging_id, node.staged_id = self._clock.now, command.weights_id, -1
+        engines = sum(other.loading or other.staging_id >= 0 for other in self.nodes.values())
+        seconds = (
+            0.0 if self._relays.relayed else self._trainer.load_s(engines=engines, tp=node.degree)
+        )
+        node.staging_ticket = self._clock.after(
+            seconds, lambda: self._staged(node, command, started)
+        )
+
     def load(self, command: c.LoadWeights) -> None:
         node = self.nodes.get(command.engine_id)
         if node is None or node.engine is None:
+            return
+        if node.staging_id == command.weights_id:
+            node.deferred = command
             return
         node.loading = True
         node.since = self._clock.now
@@ -195,6 +221,16 @@ class SimFleet:
             readers = sum(other.loading for other in self.nodes.values())
             self._later(
                 node, self._trainer.saved_s(engines=readers), lambda: self._loaded(node, command)
+            )
+            return
+        if node.staged_id == command.weights_id:
+            readers = sum(
+                other.loading and other.host == node.host for other in self.nodes.values()
+            )
+            self._later(
+                node,
+                self._trainer.swap_s(engines=readers, tp=node.degree),
+                lambda: self._loaded(node, command),
             )
             return
         relayed = self._relays.relayed
@@ -326,6 +362,7 @@ class SimFleet:
                     max_slots=settings.max_slots,
                     kv_total_tokens=room,
                     profile=_profile(cost, settings.max_slots, room),
+                    stages=True,
                 )
             )
 
@@ -334,25 +371,53 @@ class SimFleet:
     def _suspended(self, node: Node) -> None:
         self._post(e.EngineSuspended(engine_id=node.id, epoch=node.epoch))
 
+    def _staged(self, node: Node, command: c.StageWeights, started: float) -> None:
+        node.staging_id = -1
+        error = self._refusal(node, self._relays.serves(node.host, command.weights_id))
+        weights_id = command.weights_id
+        if error:
+            self._staging_failed(node, weights_id, error)
+        else:
+            node.staged_id = weights_id
+            if self._trace is not None:
+                self._trace.span(
+                    ENGINES, f"{node.id} weights", f"v{command.version}", started, self._clock.now
+                )
+            self._post(e.WeightsStaged(engine_id=node.id, epoch=node.epoch, weights_id=weights_id))
+        if node.deferred is not None:
+            deferred, node.deferred = node.deferred, None
+            self.load(deferred)
+
+    def _staging_failed(self, node: Node, weights_id: int, error: str) -> None:
+        self._post(
+            e.StagingFailed(engine_id=node.id, epoch=node.epoch, weights_id=weights_id, error=error)
+        )
+
+    def _refusal(self, node: Node, there: bool) -> str:
+        """Return the reason why the engine refuses weights, or ""."""
+        if self.refusals.get(node.id, 0) > 0:
+            self.refusals[node.id] -= 1
+            return "the digest differs"
+        return "" if there else "the weights no longer exist"
+
     def _loaded(self, node: Node, command: c.LoadWeights) -> None:
         node.loading = False
         assert node.engine is not None, "a lost engine has no ticket"
         step = command.from_checkpoint
-        there = (
-            self._relays.serves(node.host, command.weights_id)
-            if step is None
-            else step in self.checkpoints()
-        )
-        error = "" if there else "the weights no longer exist"
-        if self.refusals.get(node.id, 0) > 0:
-            self.refusals[node.id] -= 1
-            error = "the digest differs"
+        if step is not None:
+            error = self._refusal(node, step in self.checkpoints())
+        elif node.staged_id == command.weights_id:
+            error = ""  # the engine has verified them
+        else:
+            error = self._refusal(node, self._relays.serves(node.host, command.weights_id))
         if error:
             failed = e.WeightsLoadFailed(
                 engine_id=node.id, epoch=node.epoch, weights_id=command.weights_id, error=error
             )
             self._post(failed)
             return
+        if node.staged_id <= command.weights_id:
+            node.staged_id = -1
         node.engine.load(self._clock.now, command.weights_id)
         node.version = command.version
         self._touch(node)
@@ -394,12 +459,12 @@ class SimFleet:
     def _drop(self, node: Node | None) -> None:
         if node is None:
             return
-        for ticket in [node.ticket, *node.tickets]:
+        for ticket in [node.ticket, node.staging_ticket, *node.tickets]:
             self._clock.cancel(ticket)
         if node.engine is not None:
             self.on_lost(node.id, node.engine.reported_tokens(self._clock.now))
             self._former_busy_s[self._pool_of(node.host)] += node.degree * node.engine.busy_s
-        node.loading, node.engine = False, None
+        node.loading, node.engine, node.staging_id = False, None, -1
 
 
 def _node(slot: e.EngineSlot | c.StartEngine | c.RestartEngine, *, epoch: int) -> Node:

@@ -48,6 +48,9 @@ from rollweave.schema.serving import (
     Resume,
     Sampled,
     Shutdown,
+    Stage,
+    Staged,
+    StageFailed,
     Stats,
     Suspend,
     Suspended,
@@ -110,6 +113,10 @@ class EchoLoop:
                     queued, self._queued = self._queued, []
                     for add in queued:
                         self._add(add)
+                case Stage(manifest=manifest):
+                    key = {"version": manifest.version, "weights_id": manifest.weights_id}
+                    bad = manifest.digest == "bad"
+                    self._reply(StageFailed(**key, error="bad") if bad else Staged(**key))
                 case Load(manifest=manifest) if manifest.digest == "bad":
                     self._reply(LoadFailed(version=manifest.version, error="digest is bad"))
                 case Load(manifest=manifest):

@@ -357,6 +357,8 @@ async def test_bad_weights_are_refused_and_the_engine_still_serves(
     client = connect(kind)
     await client.ready()
     with pytest.raises(WeightsError):
+        await client.stage(manifest(3, digest="bad"))
+    with pytest.raises(WeightsError):
         await client.load(manifest(3, digest="bad"))
     assert (await client.stats()).version == -1
     assert (await client.generate(request("r0", 5))).id == "r0"
@@ -366,6 +368,8 @@ async def test_bad_weights_are_refused_and_the_engine_still_serves(
 async def test_good_weights_mark_the_tokens(connect: Connect, kind: str) -> None:
     client = connect(kind)
     await client.ready()
+    await client.stage(manifest(7))
+    assert (await client.stats()).version == -1
     await client.load(manifest(7))
     assert (await client.generate(request("r0", 5))).versions[0].version == 7
     await client.load(LoadCheckpoint(version=6, weights_id=6, directory="", dtype="float32"))
@@ -455,6 +459,7 @@ async def test_engines_over_http_refuse_abort_forget_and_end(connect: Connect, k
         client.generate(request("r4", 5)),
         client.stats(),
         client.suspend(),
+        client.stage(manifest(1)),
         client.load(manifest(1)),
     ):
         with pytest.raises(EngineLostError):
@@ -478,6 +483,7 @@ async def test_a_killed_engine_fails_everything_pending_and_later(
     kv = kv_manifest("kv", 1)
     later = (
         client.suspend(),
+        client.stage(manifest(1)),
         client.load(manifest(1)),
         client.stats(),
         client.export_kv([5], "shm"),

@@ -145,6 +145,8 @@ async def test_operations_of_the_owner_raise() -> None:
         with pytest.raises(WeightsError, match="cannot be given weights from here"):
             await engine.load(weights)
         with pytest.raises(WeightsError, match="cannot be given weights from here"):
+            await engine.stage(weights)
+        with pytest.raises(WeightsError, match="cannot be given weights from here"):
             await engine.load(
                 LoadCheckpoint(version=1, weights_id=1, directory="", dtype="float32")
             )

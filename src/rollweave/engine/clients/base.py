@@ -95,8 +95,17 @@ class EngineBackend(Protocol):
     def resume(self) -> None:
         """Continue after `suspend`."""
 
+    async def stage(self, weights: WeightManifest) -> None:
+        """Receive and verify the weights while the engine generates, for a `load` of the
+        same manifest.
+
+        Only for an engine whose `Ready.stages` is true. Raises `WeightsError` if they
+        cannot be staged; nothing has changed then.
+        """
+
     async def load(self, weights: WeightManifest | LoadCheckpoint) -> None:
-        """Swap the weights in, from memory or from a checkpoint.
+        """Swap the weights in, from memory or from a checkpoint. If they are staged,
+        this takes the swap only.
 
         Raises `WeightsError` if the engine refuses them; it then keeps its former
         weights.

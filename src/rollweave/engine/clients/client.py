@@ -40,6 +40,9 @@ from rollweave.schema.serving import (
     Resume,
     Sampled,
     Shutdown,
+    Stage,
+    Staged,
+    StageFailed,
     Stats,
     Suspend,
     Suspended,
@@ -60,7 +63,7 @@ is gone.
 class EngineClient:
     """An engine behind a link.
 
-    `start_s` bounds `ready`, `reply_s` suspending, loading and sampling.
+    `start_s` bounds `ready`, `reply_s` suspending, staging, loading and sampling.
     """
 
     def __init__(self, name: str, open_link: OpenLink, *, start_s: float, reply_s: float) -> None:
@@ -72,6 +75,7 @@ class EngineClient:
         self._generating: dict[str, asyncio.Future[GenerateResult]] = {}
         self._on_tokens: dict[str, OnTokens] = {}
         self._suspending: deque[asyncio.Future[Suspended]] = deque()
+        self._staging: deque[asyncio.Future[Staged | StageFailed]] = deque()
         self._loading: deque[asyncio.Future[Loaded | LoadFailed]] = deque()
         self._sampling: deque[asyncio.Future[EngineStats]] = deque()
         self._kv_waiters: dict[str, asyncio.Future[KvExported | KvImported | KvRefused]] = {}
@@ -160,6 +164,11 @@ class EngineClient:
     def resume(self) -> None:
         self._link.send(Resume())
 
+    async def stage(self, weights: WeightManifest) -> None:
+        reply = await self._request(Stage(manifest=weights), self._staging, "receive weights")
+        if isinstance(reply, StageFailed):
+            raise WeightsError(reply.error)
+
     async def load(self, weights: WeightManifest | LoadCheckpoint) -> None:
         command = weights if isinstance(weights, LoadCheckpoint) else Load(manifest=weights)
         reply = await self._request(command, self._loading, "load weights")
@@ -181,7 +190,7 @@ class EngineClient:
 
     async def _request(
         self,
-        command: Suspend | Load | LoadCheckpoint | Stats,
+        command: Suspend | Stage | Load | LoadCheckpoint | Stats,
         table: deque[asyncio.Future[T]],
         what: str,
     ) -> T:
@@ -221,6 +230,8 @@ class EngineClient:
                         on_tokens(delta)
             case Suspended():
                 _resolve(self._suspending.popleft() if self._suspending else None, reply)
+            case Staged() | StageFailed():
+                _resolve(self._staging.popleft() if self._staging else None, reply)
             case Loaded() | LoadFailed():
                 _resolve(self._loading.popleft() if self._loading else None, reply)
             case Sampled(stats=stats):
@@ -260,15 +271,20 @@ class EngineClient:
             *self._generating.values(),
             *self._kv_waiters.values(),
         ]
-        for waiter in [*waiters, *self._suspending, *self._loading, *self._sampling]:
+        queues: tuple[deque[Any], ...] = (
+            self._suspending,
+            self._staging,
+            self._loading,
+            self._sampling,
+        )
+        for waiter in [*waiters, *itertools.chain.from_iterable(queues)]:
             if not waiter.done():
                 waiter.set_exception(error)
                 waiter.exception()  # mark it as retrieved: it may have no waiter
         self._generating.clear()
         self._on_tokens.clear()
-        self._suspending.clear()
-        self._loading.clear()
-        self._sampling.clear()
+        for queue in queues:
+            queue.clear()
         self._kv_waiters.clear()
 
 

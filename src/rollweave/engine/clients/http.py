@@ -228,6 +228,9 @@ class HttpEngine:
     def resume(self) -> None:
         """Do nothing: it was never suspended."""
 
+    async def stage(self, weights: WeightManifest) -> None:
+        self._refuse(WeightsError, "given weights")
+
     async def load(self, weights: WeightManifest | LoadCheckpoint) -> None:
         self._refuse(WeightsError, "given weights")
 

@@ -109,6 +109,10 @@ class RunData:
         """Return the seconds of `engines` or `trainer` by activity or cause of waiting."""
         return self._counted("idle", component)
 
+    def weights(self) -> dict[str, float]:
+        """Return how long engines received new weights, and stopped for them."""
+        return self._counted("weights")
+
     def _counted(self, *names: str) -> dict[str, float]:
         """Return totals of the whole run, including lost steps: those of the summary,
         or without one those up to the last step.

@@ -21,6 +21,7 @@ from rollweave.schema.commands import (
     RemoveEngine,
     RestartEngine,
     ResumeEngine,
+    StageWeights,
     StartEngine,
     SuspendEngine,
 )
@@ -32,8 +33,10 @@ from rollweave.schema.events import (
     EngineSuspended,
     Event,
     MigrationDone,
+    StagingFailed,
     WeightsLoaded,
     WeightsLoadFailed,
+    WeightsStaged,
 )
 from rollweave.schema.serving import EngineStats, KvTransport, LoadCheckpoint, Ready
 from rollweave.schema.weights import WeightManifest
@@ -131,6 +134,9 @@ class EngineSupervisor:
     def suspend(self, command: SuspendEngine) -> None:
         self._tasks.spawn(self._suspend(command.engine_id), f"suspend {command.engine_id}")
 
+    def stage(self, command: StageWeights) -> None:
+        self._tasks.spawn(self._stage(command), f"stage {command.engine_id}")
+
     def load(self, command: LoadWeights) -> None:
         self._tasks.spawn(self._load(command), f"load {command.engine_id}")
 
@@ -180,6 +186,7 @@ class EngineSupervisor:
             kv_total_tokens=ready.kv_total_tokens,
             version=ready.version,
             profile=ready.profile,
+            stages=ready.stages,
         )
         self._post(joined)
         assert engine.link is not None, "the engine is ready"
@@ -214,6 +221,33 @@ class EngineSupervisor:
         except EngineError:
             return  # likewise
         self._post(EngineSuspended(engine_id=engine_id, epoch=engine.epoch))
+
+    async def _stage(self, command: StageWeights) -> None:
+        engine_id, weights_id = command.engine_id, command.weights_id
+        engine = self._engines.get(engine_id)
+        if engine is None or engine.link is None:
+            return
+        manifest = self._manifests.on_host(engine.slot.host, weights_id)
+        started = self._clock()
+        try:
+            if manifest is None:
+                raise WeightsError(f"weights {weights_id} are no longer available")
+            await engine.link.stage(manifest)
+        except WeightsError as error:
+            self._post(
+                StagingFailed(
+                    engine_id=engine_id,
+                    epoch=engine.epoch,
+                    weights_id=weights_id,
+                    error=str(error),
+                )
+            )
+            return
+        except EngineError:
+            return
+        lane = f"{engine_id} weights"
+        self._trace.span(ENGINES, lane, f"v{command.version}", started, self._clock())
+        self._post(WeightsStaged(engine_id=engine_id, epoch=engine.epoch, weights_id=weights_id))
 
     async def _load(self, command: LoadWeights) -> None:
         engine_id, weights_id = command.engine_id, command.weights_id

@@ -233,7 +233,13 @@ POLICIES = {
 """Priority, placement and migration of each preset."""
 
 Mechanism = Literal[
-    "free_stepping", "reward_overlap", "repack", "deltas", "prefix_cache", "disaggregation"
+    "free_stepping",
+    "reward_overlap",
+    "repack",
+    "deltas",
+    "staging",
+    "prefix_cache",
+    "disaggregation",
 ]
 
 
@@ -257,9 +263,10 @@ class AblationConfig(Section):
         description="Mechanisms to do without: free_stepping (all environments wait for the "
         "slowest one before each turn), reward_overlap (rewards wait until the whole "
         "batch is rolled out), repack (mode decoupled: the tail of an engine's batch "
-        "stays), deltas (relays send whole weights), prefix_cache (an engine forgets "
-        "finished turns), disaggregation (a simulated trainer takes turns with the engines "
-        "on the same GPUs; mode sync).",
+        "stays), deltas (relays send whole weights), staging (engines stop while they "
+        "receive new weights), prefix_cache (an engine forgets finished turns), "
+        "disaggregation (a simulated trainer takes turns with the engines on the same GPUs; "
+        "mode sync).",
     )
 
     @model_validator(mode="after")

@@ -289,7 +289,7 @@ def _without(system: str, *, repack: bool) -> tuple[str, ...]:
     if system == "verl":
         return ("disaggregation",)
     if system != "Laminar":
-        return ()
+        return ("staging",)  # its engines stop for the whole synchronization
     return ("deltas",) if repack else ("deltas", "repack")
 
 

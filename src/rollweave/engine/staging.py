@@ -1,0 +1,164 @@
+"""Receives new weights while the engine generates, so that it stops for the swap only.
+
+A side thread maps and verifies the published bytes, and copies them into a second copy
+of the parameters. The loop exchanges the two copies between two steps, and the memory of
+the former one is given back. Invariants: the parameters in use never change while they
+are in use; each `Stage` is answered once, by `Staged` or `StageFailed`; there are never
+more than two copies; all methods belong to the loop's thread.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from rollweave.engine.model import Decoder, DecoderWeights
+from rollweave.schema.errors import WeightsError
+from rollweave.schema.serving import EngineReply, Staged, StageFailed
+from rollweave.schema.weights import WeightManifest
+from rollweave.weights.memory import available_bytes
+from rollweave.weights.publication import read_tensors
+from rollweave.weights.staging import on_device
+
+SPARE_BYTES = 64 << 20
+"""Bytes of memory that a second copy leaves free for others."""
+
+CLOSE_S = 5.0
+"""Maximum seconds to wait for the thread when the engine ends."""
+
+
+class WeightStaging:
+    """The second copy of an engine's parameters.
+
+    `call_between_steps` queues a function for the loop's thread.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        call_between_steps: Callable[[Callable[[], None]], None],
+        reply: Callable[[EngineReply], None],
+    ) -> None:
+        self._model, self._call_between_steps, self._reply = model, call_between_steps, reply
+        self._receiving: WeightManifest | None = None
+        self._staged: tuple[WeightManifest, DecoderWeights] | None = None
+        self._thread: threading.Thread | None = None
+        self._cancelled = threading.Event()
+        self._on_end: Callable[[], None] | None = None
+
+    def has_room(self) -> bool:
+        """Whether a second copy fits into the free memory now."""
+        return self._missing_bytes() <= 0
+
+    def start(self, manifest: WeightManifest) -> None:
+        """Receive this version in the background, in place of any other one."""
+        self._cancelled.set()
+        self._staged, self._receiving = None, manifest
+        self._cancelled = cancelled = threading.Event()
+        former = self._thread
+        self._thread = threading.Thread(
+            target=self._receive, args=(manifest, cancelled, former), name="staging", daemon=True
+        )
+        self._thread.start()
+
+    def is_receiving(self, manifest: WeightManifest) -> bool:
+        return self._receiving == manifest
+
+    def when_received(self, function: Callable[[], None]) -> None:
+        """Call the function once the version that is being received is staged, or has
+        failed.
+        """
+        self._on_end = function
+
+    def take(self, manifest: WeightManifest) -> DecoderWeights | None:
+        """Return this version if it is staged. The caller owns it from now on."""
+        if self._staged is None or self._staged[0] != manifest:
+            return None
+        weights, self._staged = self._staged[1], None
+        return weights
+
+    def loaded(self, weights_id: int) -> None:
+        """Give the memory of a staged version back that is not newer than these
+        weights, which are now in use.
+        """
+        if self._staged is not None and self._staged[0].weights_id <= weights_id:
+            self._staged = None
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._cancelled.set()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+
+    def _missing_bytes(self) -> int:
+        device = self._model.device
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
+        return self._model.weight_bytes + SPARE_BYTES - free
+
+    # On the side thread.
+
+    def _receive(
+        self,
+        manifest: WeightManifest,
+        cancelled: threading.Event,
+        former: threading.Thread | None,
+    ) -> None:
+        if former is not None:
+            former.join()  # it may still hold a copy
+        weights, error = None, ""
+        try:
+            weights = self._copy(manifest, cancelled)
+        except (WeightsError, OSError, ValueError, RuntimeError, MemoryError) as raised:
+            error = str(raised) or type(raised).__name__  # torch's errors are RuntimeErrors
+        self._call_between_steps(lambda: self._ended(manifest, weights, error))
+
+    def _copy(self, manifest: WeightManifest, cancelled: threading.Event) -> DecoderWeights:
+        """Raises WeightsError, OSError, ValueError, RuntimeError, MemoryError."""
+        model = self._model
+        with torch.inference_mode(), _side_stream(model.device):
+            tensors = read_tensors(manifest)
+            model.check(tensors)
+            missing = self._missing_bytes()
+            if missing > 0:
+                raise WeightsError(f"a second copy of the weights lacks {missing} bytes of memory")
+            weights = model.allocate()
+            weights.load(_until(cancelled, on_device(tensors, model.device)))
+        return weights
+
+    # On the loop's thread.
+
+    def _ended(self, manifest: WeightManifest, weights: DecoderWeights | None, error: str) -> None:
+        current = self._receiving is manifest
+        if weights is not None and not current:
+            error = "another version took its place"
+        if current:
+            self._receiving = None
+            self._staged = (manifest, weights) if weights is not None else None
+        key = {"version": manifest.version, "weights_id": manifest.weights_id}
+        self._reply(StageFailed(**key, error=error) if error else Staged(**key))
+        if current and self._on_end is not None:
+            function, self._on_end = self._on_end, None
+            function()
+
+
+def _until(
+    cancelled: threading.Event, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for item in tensors:
+        if cancelled.is_set():
+            raise WeightsError("another version took its place")
+        yield item
+
+
+@contextlib.contextmanager
+def _side_stream(device: torch.device) -> Iterator[None]:
+    """Queue work on a stream beside the model's, and wait for it at the end."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()

@@ -1,0 +1,197 @@
+"""An engine generates while it receives new weights, and stops for the swap only."""
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from rollweave.engine import staging
+from rollweave.engine.model import DecoderWeights
+from rollweave.schema.serving import (
+    EngineCommand,
+    Load,
+    Loaded,
+    LoadFailed,
+    Ready,
+    Rerank,
+    Resume,
+    Stage,
+    Staged,
+    StageFailed,
+    Suspend,
+    Suspended,
+)
+from rollweave.schema.weights import WeightManifest
+from rollweave.weights.publication import Publisher, read_tensors
+
+from .models import Outcome, build, drive, request, save, spec
+from .test_loop import PROMPTS, check_versions, publish
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return build("llama")
+
+
+@pytest.fixture(scope="module")
+def other() -> torch.nn.Module:
+    return build("llama", seed=1)
+
+
+@pytest.fixture(scope="module")
+def path(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(model, tmp_path_factory.mktemp("staged") / "model")
+
+
+@pytest.fixture
+def publisher(tmp_path: Path) -> Iterator[Publisher]:
+    made = Publisher(tmp_path, keep=9)
+    yield made
+    made.close()
+
+
+class Gate:
+    """Holds the reading of published weights until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._open = threading.Event()
+        monkeypatch.setattr(staging, "read_tensors", self._read)
+
+    def _read(self, manifest: WeightManifest) -> dict[str, torch.Tensor]:
+        assert self._open.wait(30.0)
+        return read_tensors(manifest)
+
+    def open(self) -> EngineCommand:
+        """Open the gate, as a command that changes nothing."""
+        self._open.set()
+        return Rerank(id="unknown", rank=0.0)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)
+
+
+def run(
+    path: str,
+    *,
+    at: dict[int, list[EngineCommand | Callable[[], EngineCommand]]],
+    on: dict[type, list[EngineCommand]] | None = None,
+) -> Outcome:
+    requests = [request(str(i), p, seed=i, max_tokens=60) for i, p in enumerate(PROMPTS)]
+    return drive(spec(path, prefill_chunk_tokens=32), requests, at=at, on=on)
+
+
+def copies() -> int:
+    gc.collect()
+    return sum(isinstance(each, DecoderWeights) for each in gc.get_objects())
+
+
+def order(outcome: Outcome) -> list[type]:
+    kinds = (Staged, StageFailed, Suspended, Loaded, LoadFailed)
+    return [type(reply) for reply in outcome.replies if isinstance(reply, kinds)]
+
+
+def test_tokens_before_the_swap_are_of_the_old_weights(
+    model: torch.nn.Module, other: torch.nn.Module, path: str, publisher: Publisher, gate: Gate
+) -> None:
+    manifest = publish(publisher, other, version=3)
+    before = copies()
+    outcome = run(
+        path,
+        at={4: [Stage(manifest=manifest)], 20: [gate.open]},
+        on={Staged: [Suspend(), Load(manifest=manifest), Resume()]},
+    )
+    assert order(outcome) == [Staged, Suspended, Loaded]
+    assert outcome.of(Ready)[0].stages
+    for i, prompt in enumerate(PROMPTS):
+        result = outcome.results[str(i)]
+        assert result.versions[0].version == -1
+        assert len(result.versions) == 1 or result.versions[1].start >= 15, "it did not wait"
+        check_versions(prompt, result, {-1: model, 3: other})
+    assert outcome.stats[-1].version == 3
+    assert copies() <= before, "the memory is given back"
+
+
+def test_a_load_waits_for_what_is_being_received(
+    model: torch.nn.Module, other: torch.nn.Module, path: str, publisher: Publisher, gate: Gate
+) -> None:
+    manifest = publish(publisher, other, version=3)
+    held: dict[int, list[EngineCommand | Callable[[], EngineCommand]]] = {
+        4: [Stage(manifest=manifest), Suspend(), Load(manifest=manifest)],
+        9: [gate.open],
+    }
+    outcome = run(path, at=held, on={Loaded: [Resume()]})
+    assert order(outcome) == [Suspended, Staged, Loaded]
+    for i, prompt in enumerate(PROMPTS):
+        check_versions(prompt, outcome.results[str(i)], {-1: model, 3: other})
+
+
+@pytest.mark.parametrize("damage", ["digest", "shape", "room", "gone"])
+def test_what_cannot_be_staged_changes_nothing(
+    model: torch.nn.Module,
+    other: torch.nn.Module,
+    path: str,
+    publisher: Publisher,
+    damage: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    good = publish(publisher, other, version=3)
+    bad = good
+    if damage == "digest":
+        bad = msgspec.structs.replace(good, digest="0" * 32)
+    elif damage == "shape":
+        name = "model.layers.1.self_attn.q_proj.weight"
+        state = dict(other.state_dict())
+        state[name] = state[name][:4].contiguous()
+        bad = publisher.publish(state, version=3, weights_id=4)
+    elif damage == "gone":
+        bad = msgspec.structs.replace(good, location="/proc/self/fd/999")
+    else:
+        monkeypatch.setattr(staging, "available_bytes", lambda: 0)
+    outcome = run(
+        path,
+        at={4: [Stage(manifest=bad)]},
+        on={StageFailed: [Load(manifest=bad)]},
+    )
+    loads = damage == "room"  # over the weights in use
+    assert order(outcome) == [StageFailed, Loaded if loads else LoadFailed]
+    assert outcome.of(Ready)[0].stages is not loads
+    for i, prompt in enumerate(PROMPTS):
+        check_versions(prompt, outcome.results[str(i)], {-1: model, 3: other})
+    assert outcome.stats[-1].version == (3 if loads else -1)
+
+
+def test_a_newer_version_takes_the_place_of_one_that_is_received(
+    model: torch.nn.Module, other: torch.nn.Module, path: str, publisher: Publisher, gate: Gate
+) -> None:
+    first = publish(publisher, model, version=1)
+    second = publish(publisher, other, version=2)
+    outcome = run(
+        path,
+        at={4: [Stage(manifest=first)], 5: [Stage(manifest=second)], 8: [gate.open]},
+        on={Staged: [Load(manifest=second)]},
+    )
+    assert order(outcome) == [StageFailed, Staged, Loaded]
+    assert (outcome.of(StageFailed)[0].version, outcome.of(Staged)[0].version) == (1, 2)
+
+
+def test_an_older_staged_version_is_dropped_by_a_newer_load(
+    other: torch.nn.Module, path: str, publisher: Publisher
+) -> None:
+    first = publish(publisher, other, version=1)
+    second = publish(publisher, other, version=2)
+    before = copies()
+    outcome = run(
+        path,
+        at={4: [Stage(manifest=first)]},
+        on={Staged: [Load(manifest=second)]},
+    )
+    assert order(outcome) == [Staged, Loaded]
+    assert copies() <= before
