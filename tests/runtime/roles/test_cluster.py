@@ -277,3 +277,19 @@ def test_nothing_outlives_a_script(tmp_path: Path, number: signal.Signals) -> No
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(map(alive, pids))
+
+
+def test_the_documented_example_runs(tmp_path: Path) -> None:
+    page, program = (ROOT / "docs/ROLES.md").read_text(), ROOT / "examples/roles.py"
+    assert f"```python\n{program.read_text()}```" in page
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"$ python examples/roles.py\n{done.stdout}```" in page
