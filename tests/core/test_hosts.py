@@ -112,6 +112,32 @@ def test_engines_share_the_devices_that_are_left() -> None:
     assert started(commands) == [("e3", 0, (0,)), ("e4", 0, (1,))]
 
 
+class OnTooFewGpus(Driver):
+    """Three ranks on two hosts of two GPUs each."""
+
+    device = "cuda"
+
+    def begin(self) -> e.RunStarted:
+        hosts = tuple(
+            HostSlot(number=number, machine=f"m{number}", devices=(0, 1)) for number in range(2)
+        )
+        ranks = [(0, (0,)), (0, (1,)), (1, (0,))]
+        return e.RunStarted(
+            engines=(e.EngineSlot(id=EngineId("e0"), host=1, devices=(1,)),),
+            hosts=hosts,
+            ranks=tuple(RankSlot(host=host, devices=devices) for host, devices in ranks),
+            relays=2,
+        )
+
+
+def test_ranks_share_no_gpu() -> None:
+    """NCCL would refuse them: the run ends at once, and may be resumed with more hosts."""
+    driver = OnTooFewGpus(2).up()
+    commands = driver.send(e.HostLost(host=1, error="silent"))
+    assert of(commands, c.RestartTrainer) == []
+    assert "no host has room for the trainer" in driver.core.state.error
+
+
 class OnCpus(OnGpus):
     """The same hosts, whose GPUs the run does not use."""
 

@@ -100,9 +100,12 @@ def bind_ranks(config: RunConfig, state: State) -> list[RankSlot]:
         return present
     demands = [_rank(config, rank, hosts) for rank in range(len(present))]
     bindings, unbound = bind(demands, hosts, _bound(state, ranks=False))
-    if unbound:
-        return []
-    return [RankSlot(host=place.host, devices=place.devices) for place in bindings]
+    ranks = [RankSlot(host=place.host, devices=place.devices) for place in bindings]
+    return [] if unbound or crowded(config, _on_devices(ranks)) else ranks
+
+
+def _on_devices(ranks: Iterable[RankSlot]) -> list[tuple[object, tuple[int, ...]]]:
+    return [(rank.host, rank.devices) for rank in ranks if rank.devices]
 
 
 def _placed(slot: EngineSlot, place: Binding) -> EngineSlot:
