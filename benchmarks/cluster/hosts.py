@@ -29,6 +29,9 @@ CONTROLLER = SWITCH
 JOIN_S = 120.0
 """Maximum seconds that an agent searches for a controller."""
 
+CACHE = "torchinductor"
+"""In the name of torch's cache, which it keeps for later processes."""
+
 SECRET = "a secret of three hosts"
 """The secret of all runs."""
 
@@ -161,13 +164,13 @@ class HostsUnderTest:
         return {name: agent.wait(limit_s) for name, agent in self._agents.items()}
 
     def leftovers(self) -> list[str]:
-        """Describe what is left of runs that are over: processes on hosts, files of
-        agents, and shared memory that no process has open.
+        """Describe what is left of runs that are over: processes on hosts, and files of
+        agents.
         """
         left = [f"process {pid}" for host in range(self.count) for pid in self.processes(host)]
         scratch = self._directory / "scratch"
         if scratch.exists():
-            left += [f"file {path}" for path in scratch.iterdir()]
+            left += [f"file {path}" for path in scratch.iterdir() if CACHE not in path.name]
         return left
 
 

@@ -5,6 +5,7 @@ These tests need root, `ip` and `tc`, and take minutes: `make test-cluster`.
 """
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,10 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 PORT = 7400
 STEPS = 30
+FETCHING = re.compile(
+    r"waiting \d+ s for relay r\d on host (?P<host>.): fetching version \d+ from r\d, "
+    r"[1-9]\d* of \d+ MB"
+)
 LIMIT_S = 300.0
 """Maximum seconds to wait for anything on a busy machine."""
 
@@ -217,7 +222,7 @@ def test_a_slow_fetch_is_named_with_its_bytes(lakes: Lakes) -> None:
 
         def is_named() -> bool:
             return any(
-                f"relay r{victim} on host {name}: fetching version" in line and " MB" in line
+                (named := FETCHING.search(line)) is not None and named["host"] == name
                 for line in run.waiting()
             )
 

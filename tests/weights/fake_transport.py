@@ -22,6 +22,7 @@ class FakeChannel:
         self.other: FakeChannel | None = None
         self._closed = False
         self.waiting_since: float | None = None
+        self.received_bytes = 0
 
     async def send(self, message: Message, body: Body | None = None) -> None:
         data = b""

@@ -77,6 +77,8 @@ class _PendingVersion:
     manifest: WeightManifest
     commands: deque[FetchVersion] = field(default_factory=deque)
     writer: VersionWriter | None = None
+    channel: Channel | None = None
+    """From which it arrives."""
     nbytes: int = 0
     started: float = field(default_factory=time.monotonic)
     worker: "asyncio.Task[None] | None" = None
@@ -149,7 +151,9 @@ class Relay:
         for pending in self._pending.values():
             if pending.work is not None:
                 received = pending.writer.contiguous if pending.writer is not None else 0
-                return received, pending.manifest.nbytes
+                if pending.channel is not None:
+                    received += pending.channel.received_bytes
+                return min(received, pending.manifest.nbytes), pending.manifest.nbytes
         return 0, 0
 
     async def close(self) -> None:
@@ -347,6 +351,7 @@ class Relay:
         channel: Channel | None = None
         try:
             channel = stalls.channel = await self._transport.connect(source)
+            pending.channel = channel
             await channel.send(_request(writer, base))
             while writer.contiguous < manifest.nbytes:
                 message, checksum = await channel.receive(allocate)
@@ -378,6 +383,7 @@ class Relay:
                         )
         finally:
             stalls.close()
+            pending.channel = None
             if channel is not None:
                 channel.close()
 

@@ -224,6 +224,7 @@ class TcpChannel:
         )
         self._loop = asyncio.get_running_loop()
         self.waiting_since: float | None = None
+        self.received_bytes = 0
 
     async def send(self, message: Message, body: Body | None = None) -> None:
         head = encode(message)
@@ -273,6 +274,7 @@ class TcpChannel:
                             "broken",
                             f"{self._peer} sent {nbytes} bytes that were damaged in transit",
                         )
+            self.received_bytes = 0
             return message, check
         except WireError as error:
             self.close()
@@ -354,6 +356,7 @@ class TcpChannel:
             if count == 0:
                 raise FetchError("source", f"{self._peer} closed the connection")
             done += count
+            self.received_bytes = done
             # yields to other tasks even if bytes always are available
             await asyncio.sleep(0)
 

@@ -54,6 +54,12 @@ class Channel(Protocol):
         None if it is not waiting, or this is unknown.
         """
 
+    @property
+    def received_bytes(self) -> int:
+        """The bytes that have arrived of the body that `receive` waits for, as far as they
+        pass through this connection.
+        """
+
     async def send(self, message: Message, body: Body | None = None) -> None:
         """Send a message. Raises FetchError (source)."""
 
