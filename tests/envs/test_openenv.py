@@ -32,6 +32,7 @@ class Server:
 
     def __init__(self, fault: str = "") -> None:
         self.fault, self.actions, self.open, self.left = fault, [], 0, asyncio.Event()  # type: ignore[var-annotated]
+        self.busy = self.tries = 0  # tries that are turned away, and tries so far
 
     def app(self) -> web.Application:
         app = web.Application()
@@ -64,7 +65,10 @@ class Server:
             [{"type": "string_too_long", "loc": ["message"]}] if len(data["message"]) > 20 else []
         )
 
-    async def socket(self, request: web.Request) -> web.WebSocketResponse:
+    async def socket(self, request: web.Request) -> web.StreamResponse:
+        self.tries += 1
+        if self.tries <= self.busy:
+            return web.Response(status=503, text="starting")
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         self.open += 1
@@ -111,6 +115,9 @@ class Server:
 
     async def request(self, request: web.Request) -> web.StreamResponse:
         what, data = request.path.removeprefix("/"), await request.json()
+        self.tries += 1
+        if self.tries <= self.busy:
+            return web.Response(status=503, text="starting")
         match self.fault:
             case "hang":
                 await asyncio.Event().wait()
@@ -165,6 +172,11 @@ async def served(fault: str = "", **options: Any) -> AsyncIterator[tuple[Server,
             await env.close()
 
 
+@pytest.fixture(autouse=True)
+def waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openenv, "BACK_OFF_S", (0.01, 0.02, 0.04))
+
+
 both = pytest.mark.parametrize("transport", ["websocket", "http"])
 
 
@@ -182,6 +194,42 @@ async def test_an_episode(transport: str) -> None:
             ("step", {"message": "ab"}),
             ("step", {"message": "end"}),
         ]
+
+
+@both
+async def test_a_server_that_is_busy_is_tried_again(transport: str) -> None:
+    async with served(transport=transport) as (server, env):
+        server.busy = 3
+        assert (await env.reset(TASK)).messages[0].content.startswith('{"text": "seed 7"')
+        assert server.tries == 4
+        assert (await env.step("ab")).reward == 0.2
+
+
+@both
+async def test_a_server_that_stays_busy_is_given_up(transport: str) -> None:
+    async with served(transport=transport) as (server, env):
+        server.busy = 100
+        with pytest.raises(EnvError, match="503"):
+            await env.reset(TASK)
+        assert server.tries == 4
+        assert env._line._http is None
+
+
+async def test_a_full_server_is_tried_again_until_it_has_room() -> None:
+    async with served("full") as (server, env):
+        resetting = asyncio.create_task(env.reset(TASK))
+        await asyncio.wait_for(server.left.wait(), 10)
+        server.fault = ""
+        await resetting
+
+
+async def test_a_step_is_sent_only_once() -> None:
+    async with served(transport="http") as (server, env):
+        await env.reset(TASK)
+        server.busy = server.tries + 1
+        with pytest.raises(EnvError, match="step failed with status 503"):
+            await env.step("ab")
+        assert server.tries == 2
 
 
 @both

@@ -8,6 +8,10 @@ By WebSocket (`/ws`) each connection is a session: `{"type": "reset" | "step" | 
 persists between requests, and one attempt at a time. OpenEnv's own server creates a new
 one for every request.
 
+A session lasts for its attempt. A server that cannot be reached, or has no room for one
+more session, is tried again with exponential back-off (RollArt §8); later failures end the
+attempt, since a session's state is lost with its connection.
+
 Invariants: whatever a server sends or fails to send, `reset` and `step` return valid
 values or raise EnvError; after either has raised, and after `close`, the session is
 closed.
@@ -17,6 +21,7 @@ import asyncio
 import contextlib
 import json
 import math
+import random
 import re
 import urllib.parse
 from collections.abc import AsyncIterator, Mapping
@@ -41,11 +46,20 @@ object.
 CLOSE_S = 2.0
 """Seconds that a server has to close the connection."""
 
+BACK_OFF_S = 0.25, 0.5, 1.0, 2.0, 4.0
+"""Seconds between two tries to begin a session, each changed at random by up to a half."""
+
+BUSY = frozenset({429, 502, 503, 504})
+"""HTTP statuses of a server, or a proxy before it, that may have room later."""
+
 MOST_BYTES = 16 * 2**20
 """Maximum bytes of an answer: it becomes tokens."""
 
 SHOWN = 200
 """Maximum characters of a malformed answer that an error quotes."""
+
+FULL = "CAPACITY_REACHED"
+"""Code of the error of a server that has no room for another session."""
 
 OURS = frozenset({"missing", "extra_forbidden"})
 """Kinds of a server's validation errors that an action's template causes, never the
@@ -71,6 +85,14 @@ class _RefusedError(Exception):
         super().__init__(str(errors)[:SHOWN])
         listed = errors if isinstance(errors, list) else []
         self.kinds = {str(error.get("type")) for error in listed if isinstance(error, dict)}
+
+
+class _UnavailableError(Exception):
+    """No session was begun, for the reason `cause`; one may be later."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
 
 
 class OpenEnv:
@@ -176,7 +198,7 @@ class OpenEnv:
         """Send a request and return the answer. Raises EnvError, and _RefusedError."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                raw = await self._line.ask(what, data)
+                raw = await self._patiently(what, data)
             return msgspec.convert(raw, _Result)
         except TimeoutError as error:
             raise EnvError(
@@ -191,6 +213,19 @@ class OpenEnv:
             raise EnvError(
                 f"{self._url}: {what} was answered with another shape: {error}: {_short(raw)}"
             ) from error
+
+    async def _patiently(self, what: str, data: dict[str, Any]) -> Any:
+        """Send a request; where no session is begun, wait and try again."""
+        for wait_s in BACK_OFF_S:
+            try:
+                return await self._line.ask(what, data)
+            except _UnavailableError:
+                await self._line.close()
+            await asyncio.sleep(wait_s * random.uniform(0.5, 1.5))
+        try:
+            return await self._line.ask(what, data)
+        except _UnavailableError as error:
+            raise error.cause from None
 
     def _written(self, observation: dict[str, Any]) -> str:
         fields = {name: value for name, value in observation.items() if name != "metadata"}
@@ -224,9 +259,16 @@ class _Socket:
                 raise EnvError(f"{self._url}: the session is closed")
             self._http = aiohttp.ClientSession()
             limits = aiohttp.ClientWSTimeout(ws_close=CLOSE_S)
-            self._socket = await self._http.ws_connect(
-                f"{self._url}/ws", timeout=limits, max_msg_size=MOST_BYTES
-            )
+            try:
+                self._socket = await self._http.ws_connect(
+                    f"{self._url}/ws", timeout=limits, max_msg_size=MOST_BYTES
+                )
+            except aiohttp.WSServerHandshakeError as error:
+                if error.status not in BUSY:
+                    raise
+                raise _UnavailableError(error) from error
+            except (aiohttp.ClientConnectionError, OSError) as error:
+                raise _UnavailableError(error) from error
         # A server that refuses a session sends the reason and closes the connection.
         with contextlib.suppress(ConnectionError):
             await self._socket.send_json({"type": what, "data": data})
@@ -241,9 +283,12 @@ class _Socket:
         if kind == "error" and isinstance(body, dict):
             if body.get("code") == "VALIDATION_ERROR":
                 raise _RefusedError(body.get("errors") or body.get("message"))
-            raise EnvError(
+            refused = EnvError(
                 f"{self._url}: {what}: {body.get('code')}: {_short(body.get('message'))}"
             )
+            if body.get("code") == FULL and what == "reset":
+                raise _UnavailableError(refused)
+            raise refused
         if kind != "observation":
             raise EnvError(
                 f"{self._url}: {what} must be answered with type observation, got {_short(answer)}"
@@ -277,17 +322,26 @@ class _Requests:
                 raise EnvError(f"{self._url}: the session is closed")
             self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
         body = data if what == "reset" else {"action": data}
-        async with self._http.post(
-            f"{self._url}/{what}", json=body, allow_redirects=False
-        ) as answer:
+        try:
+            return await self._post(self._http, what, body)
+        except aiohttp.ClientConnectorError as error:  # nothing was sent
+            if what != "reset":
+                raise
+            raise _UnavailableError(error) from error
+
+    async def _post(self, http: aiohttp.ClientSession, what: str, body: dict[str, Any]) -> Any:
+        async with http.post(f"{self._url}/{what}", json=body, allow_redirects=False) as answer:
             raw = await _bounded(answer, f"{self._url}: {what}")
             if answer.status == 422:
                 raise _RefusedError(_parsed(raw, f"{self._url}: {what}").get("detail"))
             if answer.status != 200:
-                raise EnvError(
+                failed = EnvError(
                     f"{self._url}: {what} failed with status {answer.status}: "
                     f"{_short(raw.decode(errors='replace'))}"
                 )
+                if answer.status in BUSY and what == "reset":
+                    raise _UnavailableError(failed)
+                raise failed
             return _parsed(raw, f"{self._url}: {what}")
 
     async def close(self) -> None:
