@@ -35,6 +35,7 @@ BENCHES = {
     "placement": "placement.bench:bench_placement",
     "scheduling": "scheduling.bench:bench_scheduling",
     "service": "service.bench:bench_service",
+    "workers": "workers.bench:bench_workers",
     "dapo": "dapo.bench:bench_dapo",
     "tools": "tools:bench_tools",
     "sandbox": "sandbox.bench:bench_sandbox",

@@ -1,0 +1,1 @@
+"""Bench `workers`: what a controller costs with rollout workers."""
