@@ -27,6 +27,8 @@ from rollweave.train.packing import Example
 
 torch.set_num_threads(1)
 
+CPU = torch.device("cpu")
+
 SCRATCH, CONTEXT = ScratchModel(hidden=32, layers=2), 256
 WORDS = [f" at={column}{row}" for column in "abcd" for row in range(1, 5)] + [
     "<up>",

@@ -18,7 +18,7 @@ from transformers import (
 from rollweave.schema.errors import TrainerError
 from rollweave.train.model import Attention, Model, Reference, load_model
 from rollweave.train.packing import Example, pack
-from tests.train.builders import make_examples, make_model
+from tests.train.builders import CPU, make_examples, make_model
 
 SMALL = {
     "vocab_size": 100,
@@ -119,7 +119,7 @@ def test_a_packed_batch_equals_its_sequences_alone(
     checkpoint_dir: Path, temperature: float
 ) -> None:
     compare(
-        load_model(checkpoint_dir, dtype="float32", device="cpu"),
+        load_model(checkpoint_dir, dtype="float32", device=CPU),
         checkpoint_dir,
         make_examples(7),
         temperature,
@@ -131,7 +131,7 @@ def test_equal_lengths_need_no_padding(checkpoint_dir: Path) -> None:
     examples = [Example(tokens=row, targets=torch.arange(1, 9)) for row in tokens]
     assert pack(examples).keys.dense
     assert pack(examples).queries.dense
-    compare(load_model(checkpoint_dir, dtype="float32", device="cpu"), checkpoint_dir, examples)
+    compare(load_model(checkpoint_dir, dtype="float32", device=CPU), checkpoint_dir, examples)
 
 
 def test_one_token_sequences(checkpoint_dir: Path) -> None:
@@ -139,13 +139,13 @@ def test_one_token_sequences(checkpoint_dir: Path) -> None:
         Example(tokens=torch.tensor(pair), targets=torch.tensor([1]))
         for pair in ([5, 6], [7, 9], [8, 5])
     ]
-    compare(load_model(checkpoint_dir, dtype="float32", device="cpu"), checkpoint_dir, examples)
+    compare(load_model(checkpoint_dir, dtype="float32", device=CPU), checkpoint_dir, examples)
 
 
 def test_large_attention_and_vocabularies_give_the_same_results(
     checkpoint_dir: Path,
 ) -> None:
-    model = load_model(checkpoint_dir, dtype="float32", device="cpu")
+    model = load_model(checkpoint_dir, dtype="float32", device=CPU)
     model.max_logits = 500
     for module in model.modules():
         if isinstance(module, Attention):
@@ -155,10 +155,8 @@ def test_large_attention_and_vocabularies_give_the_same_results(
 
 def test_bfloat16_is_close(checkpoint_dir: Path) -> None:
     examples = make_examples(4)
-    chosen = load_model(checkpoint_dir, dtype="bfloat16", device="cpu")(
-        pack(examples), 1.0
-    ).logprobs
-    exact = load_model(checkpoint_dir, dtype="float32", device="cpu")(pack(examples), 1.0).logprobs
+    chosen = load_model(checkpoint_dir, dtype="bfloat16", device=CPU)(pack(examples), 1.0).logprobs
+    exact = load_model(checkpoint_dir, dtype="float32", device=CPU)(pack(examples), 1.0).logprobs
     assert chosen.dtype == torch.float32
     assert (chosen - exact).abs().mean() < 0.1
 
@@ -166,11 +164,11 @@ def test_bfloat16_is_close(checkpoint_dir: Path) -> None:
 def test_refuses_other_architectures(tmp_path: Path) -> None:
     GPT2Config().save_pretrained(tmp_path / "gpt2")
     with pytest.raises(TrainerError, match="architectures must name one of"):
-        load_model(tmp_path / "gpt2", dtype="float32", device="cpu")
+        load_model(tmp_path / "gpt2", dtype="float32", device=CPU)
     config = Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=8, max_window_layers=0)
     config.save_pretrained(tmp_path / "sliding")
     with pytest.raises(TrainerError, match="sliding"):
-        load_model(tmp_path / "sliding", dtype="float32", device="cpu")
+        load_model(tmp_path / "sliding", dtype="float32", device=CPU)
 
 
 @pytest.mark.parametrize("parts", [False, True])
@@ -179,7 +177,7 @@ def test_the_divergence_from_a_reference_is_exact(checkpoint_dir: Path, parts: b
     parts of two rows.
     """
     examples = make_examples(3)
-    model, other = (load_model(checkpoint_dir, dtype="float32", device="cpu") for _ in range(2))
+    model, other = (load_model(checkpoint_dir, dtype="float32", device=CPU) for _ in range(2))
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.add_(

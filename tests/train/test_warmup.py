@@ -19,7 +19,7 @@ from rollweave.train.packing import Example, pack
 from rollweave.train.passes import Passes
 from rollweave.train.trainer import Trainer
 from rollweave.train.warmup import warmup_example
-from tests.train.builders import make_config, make_model, make_sequence
+from tests.train.builders import CPU, make_config, make_model, make_sequence
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_passes_do_not_depend_on_the_division_of_examples(model_dir: Path) -> No
     ]
     gradients = []
     for micro_tokens in (1, 10_000):
-        model = load_model(model_dir, dtype="float32", device="cpu")
+        model = load_model(model_dir, dtype="float32", device=CPU)
         passes = Passes(model, RankGroup(rank=0, world=1), micro_tokens=micro_tokens)
         loss = passes.backward(
             examples, range(4), temperature=0.9, loss_of=lambda _, scores: -scores.logprobs.sum()

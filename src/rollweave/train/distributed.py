@@ -164,19 +164,32 @@ def shutdown_ranks(ranks: RankGroup) -> None:
         dist.destroy_process_group()
 
 
-def shard_model(model: nn.Module, layers: Sequence[nn.Module], ranks: RankGroup) -> None:
-    """Shard parameters over the ranks, layer by layer (FSDP2).
+def shard_model(
+    model: nn.Module, layers: Sequence[nn.Module], ranks: RankGroup, *, device: torch.device
+) -> None:
+    """Shard parameters over the ranks and their devices, layer by layer (FSDP2).
 
     Does nothing with one rank.
     """
     if ranks.world > 1:
+        from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import fully_shard
 
+        assert dist.group.WORLD is not None, "the ranks have met"
+        mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
         for layer in layers:
-            fully_shard(layer)
+            fully_shard(layer, mesh=mesh)
         # Without resharding, the root would keep its gathered weights from one forward
         # pass to the next, whatever was written to the shards.
-        fully_shard(model, reshard_after_forward=True)
+        fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+
+def own_rows(count: int, ranks: RankGroup) -> slice:
+    """Return which of a tensor's `count` rows this rank has: FSDP2 divides them like
+    `torch.chunk`.
+    """
+    each = -(-count // ranks.world)
+    return slice(min(each * ranks.rank, count), min(each * (ranks.rank + 1), count))
 
 
 def sync_gradients(model: nn.Module, enabled: bool) -> None:

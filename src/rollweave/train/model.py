@@ -20,9 +20,16 @@ from torch.utils.checkpoint import checkpoint
 
 from rollweave.schema.errors import ConfigError, TrainerError, WeightsError
 from rollweave.train.attention import MAX_SCORES, attend
+from rollweave.train.distributed import (
+    ALONE,
+    RankGroup,
+    local_tensor,
+    own_rows,
+    shard_model,
+)
 from rollweave.train.functions import rms_norm, rotate, swiglu, token_logprobs
 from rollweave.train.packing import Grid, Packed
-from rollweave.weights.checkpoint import ModelShape, read_shape, read_tensors_of
+from rollweave.weights.checkpoint import ModelShape, read_rows_of, read_shape, read_sizes
 
 MAX_LOGITS = 1 << 26
 """Maximum logits held at once (elements, 256 MB in fp32)."""
@@ -276,29 +283,34 @@ class Model(nn.Module):
         )
 
 
-def load_model(path: Path, *, dtype: str, device: str) -> Model:
-    """Read a Hugging Face checkpoint directory. Weights are kept in float32; `dtype` is
-    that of the computation.
+def load_model(path: Path, *, dtype: str, device: torch.device, ranks: RankGroup = ALONE) -> Model:
+    """Read a Hugging Face checkpoint directory, sharded over `ranks`. Weights are kept
+    in float32; `dtype` is that of the computation.
 
-    Raises `TrainerError` for an unsupported architecture, and for tensors that are
-    missing or have the wrong shape.
+    A rank reads its own rows only: the full model is never in its memory. Raises
+    `TrainerError` for an unsupported architecture, and for tensors that are missing or
+    have the wrong shape.
     """
     try:
         shape = read_shape(path)
-        tensors = {name: tensor.float() for name, tensor in read_tensors_of(path)}
-        shape.check({name: tensor.shape for name, tensor in tensors.items()})
+        shape.check(read_sizes(path))
     except (ConfigError, WeightsError) as error:
         raise TrainerError(f"{path}: {error}") from error
     with torch.device("meta"):
         model = Model(shape, getattr(torch, dtype))
-    model.load_state_dict(
-        {name: tensors[name] for name in shape.tensors()}, assign=True, strict=False
-    )
+    shard_model(model, list(model.model.layers), ranks, device=device)
+    model.to_empty(device=device)
     if shape.tied:
         model.lm_head.weight = model.model.embed_tokens.weight
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
-    return model.to(device)
+    parameters = dict(model.named_parameters())
+    rows = {name: own_rows(size[0], ranks) for name, size in shape.tensors().items()}
+    try:
+        with torch.no_grad():
+            for name, tensor in read_rows_of(path, rows):
+                local_tensor(parameters[name]).copy_(tensor)
+    except ConfigError as error:
+        raise TrainerError(f"{path}: {error}") from error
+    return model
 
 
 def _fused_linear(

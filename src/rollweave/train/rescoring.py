@@ -23,7 +23,7 @@ def rescore(path: Path, prompt: Sequence[int], tokens: Sequence[int]) -> list[fl
 
     Raises TrainerError if the trainer does not support the checkpoint.
     """
-    model = load_model(path, dtype="float32", device="cpu")
+    model = load_model(path, dtype="float32", device=torch.device("cpu"))
     targets = torch.arange(len(prompt), len(prompt) + len(tokens))
     with torch.no_grad():
         scores = model(

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from rollweave.io.device import device_named
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import TRAINER_THREADS
 from rollweave.schema.errors import NonFiniteLossError, RollweaveError, TrainerError
@@ -40,7 +41,7 @@ from rollweave.schema.training import (
 )
 from rollweave.schema.work import Batch, TokenSequence
 from rollweave.train import checkpoint
-from rollweave.train.distributed import ALONE, RankGroup, shard_model, shutdown_ranks
+from rollweave.train.distributed import ALONE, RankGroup, shutdown_ranks
 from rollweave.train.model import load_model
 from rollweave.train.optimizer import (
     Snapshot,
@@ -85,15 +86,14 @@ class Trainer:
         self._model_dir = model_dir
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._ranks = ranks
-        self._model = load_model(model_dir, dtype=config.model.dtype, device=config.model.device)
+        device = device_named(config.model.device)
+        self._model = load_model(model_dir, dtype=config.model.dtype, device=device, ranks=ranks)
         self._parameters = sum(parameter.numel() for parameter in self._model.parameters())
-        shard_model(self._model, list(self._model.model.layers), self._ranks)
         trainer = config.trainer
         self._optimizer = new_optimizer(
             self._model, lr=trainer.lr, weight_decay=trainer.weight_decay
         )
         self._passes = Passes(self._model, self._ranks, micro_tokens=trainer.micro_tokens)
-        device = torch.device(config.model.device)
         published: torch.dtype = getattr(torch, config.published_dtype)
         self._publisher = WeightPublisher(
             self._model, self._ranks, dtype=published, device=device, directory=run_dir / "weights"

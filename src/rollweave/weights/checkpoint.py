@@ -161,6 +161,20 @@ def read_tensors_of(directory: Path) -> Iterator[tuple[str, "torch.Tensor"]]:
             yield name, shard.get_tensor(name)
 
 
+def read_rows_of(
+    directory: Path, rows: Mapping[str, slice]
+) -> Iterator[tuple[str, "torch.Tensor"]]:
+    """Yield these rows of the tensors in `rows`, with their transformers names. Nothing
+    else is read.
+
+    Raises ConfigError like `read_sizes`.
+    """
+    for shard in _shards(directory):
+        for name in shard.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
+            if name in rows:
+                yield name, shard.get_slice(name)[rows[name]]
+
+
 def read_sizes(directory: Path) -> dict[str, tuple[int, ...]]:
     """Read the shapes of all tensors by name, from the files' headers.
 
