@@ -143,7 +143,7 @@ def test_reports_an_address_in_use(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--device", "gpu"], "--device must be cpu, cuda or cuda:N, got 'gpu'"),
+        (["--device", "gpu"], "--device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
         (["--dtype", "int8"], "--dtype must be one of float32, bfloat16, float16, got 'int8'"),
         (["--device", "cuda:99"], "--device must be a device of this machine, got cuda:99"),
     ],

@@ -105,10 +105,10 @@ def engine(spec: EngineSpec, access: Access) -> None:
 def _check(spec: EngineSpec) -> None:
     if spec.dtype not in DTYPES:
         raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, got {spec.dtype!r}")
-    if re.fullmatch(r"cpu|cuda(:\d+)?", spec.device) is None:
-        raise ConfigError(f"--device must be cpu, cuda or cuda:N, got {spec.device!r}")
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", spec.device) is None:
+        raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, got {spec.device!r}")
     read_shape(Path(spec.model))
-    if spec.device != "cpu":
+    if spec.device not in ("auto", "cpu"):
         try:
             gpu_memory(spec.device)
         except (RuntimeError, AssertionError) as error:  # torch asserts that it has CUDA

@@ -264,7 +264,9 @@ def engine(
         ),
     ] = None,
     no_token: NoToken = False,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, cuda:N, or auto: a GPU if there is one.")
+    ] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     threads: Annotated[int, typer.Option(min=1, help="Number of CPU threads.")] = 1,
     slots: Annotated[

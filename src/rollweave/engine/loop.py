@@ -32,6 +32,7 @@ from rollweave.engine.request_state import RequestState
 from rollweave.engine.runner import Runner
 from rollweave.engine.sampler import RowParams, pack, sample
 from rollweave.engine.staging import WeightStaging
+from rollweave.io.device import device_named
 from rollweave.schema.errors import EngineError, WeightsError
 from rollweave.schema.serving import (
     PROGRESS_S,
@@ -131,7 +132,7 @@ class EngineLoop:
         Replies `EngineFatal` if building or serving fails.
         """
         try:
-            if self.spec.device == "cpu":
+            if device_named(self.spec.device).type == "cpu":
                 torch.set_num_threads(self.spec.threads)
             with torch.inference_mode():
                 self._build()

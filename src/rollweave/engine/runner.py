@@ -13,6 +13,7 @@ from rollweave.engine.attention import Attention, Chunk
 from rollweave.engine.kv import DenseMirror, PagedPool
 from rollweave.engine.model import Batch, Decoder
 from rollweave.engine.planner.batching import Entry, StepPlan
+from rollweave.io.device import device_named
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.serving import EngineSpec
 from rollweave.weights.checkpoint import ModelShape, read_shape, read_tensors_of
@@ -34,7 +35,7 @@ class Runner:
             raise ConfigError(
                 f"kv_tokens must hold a block of {spec.block_tokens} tokens, got {spec.kv_tokens}"
             )
-        device = torch.device(spec.device)
+        device = device_named(spec.device)
         self.model = Decoder(self.shape, device=device, dtype=dtype, tiles=spec.deterministic)
         tensors = dict(read_tensors_of(directory))
         self.model.check(tensors)

@@ -74,7 +74,7 @@ def test_a_role_uses_its_pool_and_then_the_fallbacks() -> None:
             "tasks.0.pool must be left out in mode decoupled, and where placement is partition",
         ),
         ({"cluster": {"address": "nowhere", "hosts": 1}}, "be an address and a port"),
-        ({"model": {"path": "m", "device": "cuda:1"}}, "model.device must be cpu or cuda"),
+        ({"model": {"path": "m", "device": "cuda:1"}}, "'auto', 'cpu' or 'cuda'"),
         ({"weights": {"relays": 1}}, "weights.relays must be left out with"),
     ],
 )

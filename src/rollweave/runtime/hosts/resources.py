@@ -32,6 +32,14 @@ def resources(labels: Mapping[str, float] | None = None) -> Resources:
     )
 
 
+def has_gpus_for(device: str) -> bool:
+    """Return whether a process of this host with this `model.device` computes on a GPU.
+
+    Raises `HostError` if the driver's program fails.
+    """
+    return device == "cuda" or (device == "auto" and bool(devices()))
+
+
 def devices() -> tuple[Device, ...]:
     """Return the visible GPUs. Raises `HostError`."""
     program = shutil.which("nvidia-smi")

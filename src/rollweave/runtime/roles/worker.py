@@ -145,13 +145,13 @@ class Worker:
 
         Must be called by all of them, in the constructor or in a method with mode
         "execute_all". Tensors on a GPU go through NCCL, all others through Gloo. `device`
-        is by default the first of the worker's GPUs, or the CPU if it has none.
+        is as in `model.device`, by default the first of the worker's GPUs, or the CPU if
+        it has none.
         """
-        import torch
-
+        from rollweave.io.device import device_named
         from rollweave.train.distributed import join_ranks, join_store, open_store
 
-        device = device or ("cuda:0" if self.devices else "cpu")
+        chosen = device_named(device or ("cuda" if self.devices else "cpu"))
         address = self._ranks.address if self._ranks is not None else "127.0.0.1"
         if self.rank == 0:
             store, where = open_store(address)
@@ -160,6 +160,4 @@ class Worker:
         else:
             assert self._ranks is not None, "one of several workers has a process"
             store = join_store(self._ranks.store())
-        return join_ranks(
-            self.rank, self.world, store=store, device=torch.device(device), address=address
-        )
+        return join_ranks(self.rank, self.world, store=store, device=chosen, address=address)

@@ -211,7 +211,7 @@ class RunConfig(Section):
                     f"engines.kv_tokens must hold one trajectory ({longest} tokens), "
                     f"got {group.kv_tokens}"
                 )
-            if group.degree > 1 and self.model.device != "cpu" and self.sim is None:
+            if group.degree > 1 and self.model.device == "cuda" and self.sim is None:
                 raise ValueError(
                     f"engines.degree must be 1 on {self.model.device} (an embedded engine has one "
                     f"GPU), got {group.degree}"
@@ -228,11 +228,6 @@ class RunConfig(Section):
         """Check that every pool that is named exists, and that there are hosts for
         pools.
         """
-        if self.cluster is not None and self.model.device not in ("cpu", "cuda"):
-            raise ValueError(
-                "model.device must be cpu or cuda with [cluster], where each process sees its own "
-                f"GPUs only, got {self.model.device}"
-            )
         if self.pools and self.cluster is None and self.sim is None:
             raise ValueError(
                 f"pools must be left out without [cluster] and [sim], got {list(self.pools)}"
@@ -358,7 +353,7 @@ class RunConfig(Section):
                 "engines must be one group without count and degree where [allocation] decides "
                 f"them, got {given}"
             )
-        if self.model.device != "cpu" and self.sim is None:
+        if self.model.device == "cuda" and self.sim is None:
             raise ValueError(
                 f"allocation must be left out on {self.model.device}: an embedded engine has one "
                 f"GPU, got {allocation}"

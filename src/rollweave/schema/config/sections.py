@@ -101,8 +101,10 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Number format of weights and activations."
     )
-    device: Annotated[str, matching(r"cpu|cuda(:\d+)?", "be cpu, cuda or cuda:N")] = Field(
-        "cpu", description="torch device of engines and trainer."
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto",
+        description="Device of engines and trainer: auto is a GPU where their host has one, which "
+        "CUDA_VISIBLE_DEVICES may choose.",
     )
 
     @model_validator(mode="after")
