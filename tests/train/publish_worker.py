@@ -17,8 +17,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.training import Publish, Published, StopTrainer, TrainFailed, TrainOn
 from rollweave.schema.weights import WeightManifest
+from rollweave.train.distributed import full_tensor
 from rollweave.train.trainer import Trainer
-from rollweave.train.weights import named_tensors
 from rollweave.weights.publication import bytes_of, read_tensors
 from tests.train.builders import make_batch, make_config
 from tests.train.ranks import meet
@@ -43,7 +43,10 @@ class Rank:
         self.trainer.handle(TrainOn(batch=make_batch(step, step=step)))
 
     def expected(self) -> dict[str, torch.Tensor]:
-        return named_tensors(self.trainer._model, torch.bfloat16)
+        return {
+            name: full_tensor(parameter).to(torch.bfloat16)
+            for name, parameter in self.trainer._model.named_parameters()
+        }
 
     def publish(self, version: int) -> Published | TrainFailed:
         reply = self.trainer.handle(Publish(version=version, weights_id=version))

@@ -10,33 +10,36 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rollweave.schema.training import Save, Saved, Trained, TrainOn
+from rollweave.train.checkpoint import Checkpoint, load, verify
 from rollweave.train.distributed import interface_of, join_store, open_store
+from rollweave.train.trainer import Trainer
+from rollweave.weights.trainer_checkpoint import file_of, read_trainer_checkpoint
 from tests.support.training import ROOT
-from tests.train.builders import make_model
-from tests.train.rank_worker import run
+from tests.train.builders import make_batch, make_config, make_model
+from tests.train.rank_worker import CASE, run
+from tests.train.reshard_worker import restep
 
-WORKER = "tests.train.rank_worker"
 
-
-def run_two(model_dir: Path, out: Path) -> None:
-    """Run two ranks until they exit."""
+def run_ranks(count: int, worker: str, out: Path, *arguments: Path) -> None:
+    """Run so many ranks of a program until they exit."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": "2",
-        "STORE": str(out.with_name("store")),
+        "WORLD_SIZE": str(count),
+        "STORE": f"{out}.store",
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", WORKER, str(model_dir), str(out)],
+            [sys.executable, "-m", f"tests.train.{worker}", *map(str, arguments), str(out)],
             cwd=ROOT,
             env=environment | {"RANK": str(rank)},
         )
-        for rank in range(2)
+        for rank in range(count)
     ]
     try:
-        assert [rank.wait(240) for rank in ranks] == [0, 0]
+        assert [rank.wait(240) for rank in ranks] == [0] * count
     finally:
         for rank in ranks:
             rank.kill()
@@ -46,7 +49,7 @@ def run_two(model_dir: Path, out: Path) -> None:
 def test_two_ranks_match_one(tmp_path: Path) -> None:
     model_dir = make_model(tmp_path / "m")
     one_rank = run(model_dir, tmp_path / "alone")
-    run_two(model_dir, tmp_path / "two")
+    run_ranks(2, "rank_worker", tmp_path / "two", model_dir)
     both = [load_file(tmp_path / "two" / f"rank{rank}.safetensors") for rank in range(2)]
     for of_rank in both:
         assert of_rank.keys() == one_rank.keys()
@@ -63,6 +66,53 @@ def test_two_ranks_match_one(tmp_path: Path) -> None:
     expected = load_file(tmp_path / "alone" / "c" / "hf" / "model.safetensors")
     for name, tensor in expected.items():
         torch.testing.assert_close(exported[name], tensor, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_any_number_of_ranks_continues_from_a_checkpoint(tmp_path: Path) -> None:
+    """One rank, then two, then four, then one again train a step each. What they restore
+    is bitwise what was saved, and each step is that of one rank alone.
+    """
+    model_dir = make_model(tmp_path / "m")
+    alone = Trainer(make_config(**CASE), model_dir, tmp_path / "run")  # type: ignore[arg-type]
+    saved = None
+    for number, count in enumerate((1, 2, 4, 1)):
+        out = tmp_path / str(number)
+        if count == 1:
+            restep(model_dir, saved, out)
+        else:
+            assert saved is not None
+            run_ranks(count, "reshard_worker", out, model_dir, saved)
+        if saved is not None:
+            assert_equal(load(out / "same"), load(saved), exact=True)
+        assert verify(out / "same") == number
+        files = sorted(file.name for file in out.joinpath("same").glob("model*"))
+        assert files == [file_of("model", rank=rank, world=count) for rank in range(count)]
+        assert isinstance(
+            alone.handle(TrainOn(batch=make_batch(number, step=number, size=2))), Trained
+        )
+        assert isinstance(alone.handle(Save(path=str(tmp_path / f"alone{number}"))), Saved)
+        saved = out / "trained"
+        assert_equal(load(saved), load(tmp_path / f"alone{number}"), exact=False)
+        exported = load_file(saved / "hf" / "model.safetensors")
+        read = read_trainer_checkpoint(saved, step=number + 1, dtype=torch.float32)
+        assert exported.keys() == read.keys()
+        assert all(torch.equal(exported[name], tensor) for name, tensor in read.items())
+
+
+def assert_equal(one: Checkpoint, other: Checkpoint, *, exact: bool) -> None:
+    assert one.step == other.step
+    for part, tensors in one.sharded().items():
+        expected = other.sharded()[part]
+        assert tensors.keys() == expected.keys()
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(
+                tensor,
+                expected[name],
+                atol=0 if exact else 1e-4,
+                rtol=0 if exact else 1e-3,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
 
 
 def test_the_store_listens_on_one_address_only() -> None:

@@ -2,16 +2,22 @@
 
 A checkpoint is a directory with `model.safetensors`, `optimizer.safetensors`,
 `rng.safetensors`, `state.json`, if there is a reference `reference.safetensors`, and
-`digests.json`, written last, with the size and xxh3-128 of each. Invariants: a
-checkpoint gets its name only when all of it is on disk; one that does not match its
-digests is rejected; unrelated files beside these are left alone.
+`digests.json`, written last, with the size and xxh3-128 of each. Several ranks write a
+file each in place of one for all, such as `model-00001-of-00002.safetensors`, with
+their own shards (`train/sharded_checkpoint.py`). Any number of ranks can read a
+checkpoint. Invariants: a checkpoint gets its name only when all of it is on disk; one
+that does not match its digests is rejected; unrelated files beside these are left
+alone.
 """
 
+import contextlib
 import dataclasses
 import json
+import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,10 +25,29 @@ from safetensors.torch import load_file, save_file
 
 from rollweave.io.disk import file_digest
 from rollweave.schema.errors import TrainerError
+from rollweave.train.distributed import ALONE, RankGroup
 from rollweave.train.files import PARTIAL, new_directory
-from rollweave.weights.trainer_checkpoint import DIGESTS, FORMAT, MODEL, STATE
+from rollweave.weights.publication import bytes_of
+from rollweave.weights.trainer_checkpoint import (
+    DIGESTS,
+    FORMAT,
+    MODEL,
+    PLACES,
+    STATE,
+    Digests,
+    Places,
+    SavedTensors,
+    file_of,
+    files_of,
+)
 
 EXPORT = "hf"
+EXPORT_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+"""Number formats of an export, as safetensors names them."""
+
+HEADER_ALIGNMENT = 8
+"""Multiple of bytes that the header of a safetensors file has."""
+
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -40,7 +65,8 @@ TOKENIZER_FILES = (
 class Checkpoint:
     """The state that a trainer needs to continue after `step` completed steps.
 
-    Tensors are unsharded, on the CPU.
+    Tensors are on the CPU. With several ranks they are sharded, except for `rng`, which
+    is that of the first.
     """
 
     step: int
@@ -49,61 +75,94 @@ class Checkpoint:
     rng: Mapping[str, torch.Tensor]
     reference: Mapping[str, torch.Tensor] | None = None
 
+    def sharded(self) -> dict[str, Mapping[str, torch.Tensor]]:
+        """Return the parts of which each rank has a shard."""
+        parts = {"model": self.model, "optimizer": self.optimizer, "reference": self.reference}
+        return {name: tensors for name, tensors in parts.items() if tensors is not None}
+
 
 def save(
     path: Path,
     checkpoint: Checkpoint,
     *,
+    ranks: RankGroup = ALONE,
     export_from: Path | None = None,
     export_dtype: torch.dtype,
 ) -> None:
     """Write `checkpoint` to directory `path`, atomically; with `export_from`, also a
-    Hugging Face checkpoint to `path/hf`.
+    Hugging Face checkpoint to `path/hf`. All `ranks` call it.
 
     Raises OSError, for example if no space is left, and keeps the former content of
-    `path`.
+    `path`. With several ranks, all of them raise `TrainerError` instead if one fails.
     """
-    with new_directory(path) as directory:
-        parts = {
-            "model": checkpoint.model,
-            "optimizer": checkpoint.optimizer,
-            "rng": checkpoint.rng,
-        }
-        if checkpoint.reference is not None:
-            parts["reference"] = checkpoint.reference
-        for name, tensors in parts.items():
-            _save_tensors(tensors, directory / f"{name}.safetensors")
+
+    def finish(directory: Path, digests: Digests) -> None:
+        """Write what the first rank alone writes: `digests` are those of the shards."""
+        _save_tensors(checkpoint.rng, directory / file_of("rng"))
         (directory / STATE).write_text(json.dumps({"format": FORMAT, "step": checkpoint.step}))
         if export_from is not None:
-            export(directory / EXPORT, checkpoint.model, source=export_from, dtype=export_dtype)
-        files = sorted(file for file in directory.rglob("*") if file.is_file())
-        digests = {
-            str(file.relative_to(directory)): [file.stat().st_size, file_digest(file)]
-            for file in files
-        }
+            export(directory, source=export_from, dtype=export_dtype)
+        for file in sorted(file for file in directory.rglob("*") if file.is_file()):
+            name = str(file.relative_to(directory))
+            if name not in digests:
+                digests[name] = [file.stat().st_size, file_digest(file)]
         (directory / DIGESTS).write_text(json.dumps(digests, indent=1))
 
+    if ranks.world == 1:
+        with new_directory(path) as directory:
+            for name, tensors in checkpoint.sharded().items():
+                _save_tensors(tensors, directory / file_of(name))
+            finish(directory, {})
+        return
 
-def load(path: Path) -> Checkpoint:
+    from rollweave.train.sharded_checkpoint import save_shards
+
+    with contextlib.ExitStack() as stack:
+
+        def finish_together(directory: Path, digests: Digests) -> None:
+            finish(directory, digests)
+            stack.close()  # the directory gets its name
+
+        save_shards(
+            checkpoint.sharded(),
+            ranks,
+            begin=lambda: stack.enter_context(new_directory(path)),
+            write=_save_tensors,
+            finish=finish_together,
+        )
+
+
+def load(path: Path, *, ranks: RankGroup = ALONE) -> Checkpoint:
     """Read the checkpoint at `path`, or the newest complete one in `path` if that is a
-    directory of checkpoints.
+    directory of checkpoints. All `ranks` call it.
 
-    Raises `TrainerError`, which names what is incomplete, missing or unknown.
+    Raises `TrainerError`, which names what is incomplete, missing or unknown, on all
+    ranks.
     """
     if not (path / DIGESTS).exists() and not (path / STATE).exists():
         newest = latest(path)
         if newest is None:
             raise TrainerError(f"no complete checkpoint at {path}")
         path = newest
-    step = verify(path)
-    reference = path / "reference.safetensors"
+    step = verify(path, ranks=ranks)
     try:
+        names = json.loads((path / DIGESTS).read_text())
+        files = {
+            part: [path / name for name in files_of(part, names)]
+            for part in ("model", "optimizer", "reference")
+        }
+        if ranks.world > 1:
+            from rollweave.train.sharded_checkpoint import load_shards
+
+            parts = load_shards(files, ranks)
+        else:
+            parts = {part: _read(paths) for part, paths in files.items()}
         return Checkpoint(
             step=step,
-            model=load_file(path / MODEL),
-            optimizer=load_file(path / "optimizer.safetensors"),
-            rng=load_file(path / "rng.safetensors"),
-            reference=load_file(reference) if reference.exists() else None,
+            model=parts["model"],
+            optimizer=parts["optimizer"],
+            rng=load_file(path / file_of("rng")),
+            reference=parts["reference"] or None,
         )
     except (OSError, SafetensorError) as error:
         raise TrainerError(f"checkpoint {path} cannot be read: {error}") from error
@@ -123,15 +182,27 @@ def latest(directory: Path) -> Path | None:
     return max(complete)[1] if complete else None
 
 
-def verify(path: Path) -> int:
+def verify(path: Path, *, ranks: RankGroup = ALONE) -> int:
     """Compare every file of the checkpoint at `path` with its digest, and return the
-    checkpoint's step.
+    checkpoint's step. Several ranks, which all call it, divide the files.
 
-    Raises `TrainerError`.
+    Raises `TrainerError`, on all ranks or none.
     """
+    step, error = 0, ""
+    try:
+        step = _verify(path, ranks)
+    except TrainerError as problem:
+        error = str(problem)
+    ranks.raise_together(error)
+    return step
+
+
+def _verify(path: Path, ranks: RankGroup) -> int:
+    """Compare this rank's files with their digests, and return the step."""
     try:
         digests = json.loads((path / DIGESTS).read_text())
-        for name, (size, digest) in digests.items():
+        own = list(digests.items())[ranks.rank :: ranks.world]
+        for name, (size, digest) in own:
             file = path / name
             if file.stat().st_size != size or file_digest(file) != digest:
                 raise TrainerError(
@@ -147,12 +218,13 @@ def verify(path: Path) -> int:
         raise TrainerError(f"checkpoint {path} is incomplete or invalid: {error}") from error
 
 
-def export(
-    path: Path, model: Mapping[str, torch.Tensor], *, source: Path, dtype: torch.dtype
-) -> None:
-    """Write a Hugging Face checkpoint of `model`: config and tokenizer from `source`,
-    weights in `dtype`.
+def export(checkpoint: Path, *, source: Path, dtype: torch.dtype) -> None:
+    """Write a Hugging Face checkpoint into directory `checkpoint` from the files of its
+    model: config and tokenizer from `source`, weights in `dtype`.
+
+    One tensor at a time is in memory.
     """
+    path = checkpoint / EXPORT
     path.mkdir(parents=True, exist_ok=True)
     config = json.loads((source / "config.json").read_text())
     config["dtype"] = str(dtype).removeprefix("torch.")
@@ -161,15 +233,47 @@ def export(
     for name in TOKENIZER_FILES:
         if (source / name).exists():
             shutil.copyfile(source / name, path / name)
-    _save_tensors({name: tensor.to(dtype) for name, tensor in model.items()}, path / MODEL)
+    files = files_of("model", [file.name for file in checkpoint.iterdir()])
+    with SavedTensors(checkpoint / name for name in files) as model:
+        _stream_tensors(model, path / MODEL, dtype=dtype)
 
 
-def _save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+def _stream_tensors(saved: SavedTensors, path: Path, *, dtype: torch.dtype) -> None:
+    """Write tensors to one safetensors file, as `dtype`, one after the other."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shards in saved.shards.items():
+        start, end = end, end + math.prod(shards[0].shape) * dtype.itemsize
+        header[name] = {
+            "dtype": EXPORT_DTYPES[dtype],
+            "shape": shards[0].shape,
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % HEADER_ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for name in saved.shards:
+            file.write(bytes_of(saved.read(name).to(dtype)))
+
+
+def _read(files: Sequence[Path]) -> dict[str, torch.Tensor]:
+    """Read full tensors from the files of all ranks."""
+    with SavedTensors(files) as saved:
+        return {name: saved.read(name) for name in saved.shards}
+
+
+def _save_tensors(
+    tensors: Mapping[str, torch.Tensor], path: Path, places: Places | None = None
+) -> None:
+    """Write tensors to a safetensors file; `places` are those of shards."""
+    metadata = {"format": "pt"} | ({} if places is None else {PLACES: json.dumps(places)})
     try:
         save_file(
             {name: tensor.contiguous() for name, tensor in tensors.items()},
             path,
-            metadata={"format": "pt"},
+            metadata=metadata,
         )
     except SafetensorError as error:  # the library reports a failed write like this
         raise OSError(f"cannot write {path.name}: {error}") from error

@@ -23,8 +23,11 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from typing_extensions import TypeIs
 
 from rollweave.io.sockets import bound_socket
+from rollweave.schema.errors import TrainerError
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
@@ -47,6 +50,10 @@ class RankGroup:
 
     rank: int
     world: int
+    host_group: "ProcessGroup | None" = None
+    """All ranks once more, over Gloo, for checkpoints: a rank may write one while it
+    trains.
+    """
 
     @property
     def is_first(self) -> bool:
@@ -80,6 +87,14 @@ class RankGroup:
         gathered: list[Any] = [None] * self.world
         dist.all_gather_object(gathered, value)
         return gathered
+
+    def raise_together(self, error: str) -> None:
+        """Raise `TrainerError` on every rank if any of them has an error, that of the
+        first.
+        """
+        for text in self.all_gather(error):
+            if text:
+                raise TrainerError(text)
 
 
 ALONE = RankGroup(rank=0, world=1)
@@ -137,7 +152,8 @@ def join_ranks(
         world_size=world,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
-    return RankGroup(rank=rank, world=world)
+    host_group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+    return RankGroup(rank=rank, world=world, host_group=host_group)
 
 
 def interface_of(address: str) -> str | None:
@@ -223,11 +239,39 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def sharded_like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return `value`, sharded and placed like `target`."""
-    value = value.to(device=target.device, dtype=target.dtype)
-    if is_sharded(target):
-        from torch.distributed.tensor import distribute_tensor
+def host_copy(tensor: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
+    """Copy the tensor, or this rank's shard of it, to the CPU. A shard stays one."""
+    copy = local_tensor(tensor).to("cpu", copy=True)
+    return _shard(copy, tensor.shape, _host_mesh(ranks)) if is_sharded(tensor) else copy
 
-        return distribute_tensor(value, target.device_mesh, target.placements)
-    return value
+
+def empty_shard(shape: Sequence[int], dtype: torch.dtype, ranks: RankGroup) -> torch.Tensor:
+    """Return space for this rank's shard of a tensor on the CPU. A scalar has none."""
+    if not shape:
+        return torch.empty((), dtype=dtype)
+    rows = own_rows(shape[0], ranks)
+    local = torch.empty((rows.stop - rows.start, *shape[1:]), dtype=dtype)
+    return _shard(local, torch.Size(shape), _host_mesh(ranks))
+
+
+def placed_like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return `value`, which is sharded if `target` is, on its device."""
+    if not is_sharded(target):
+        return value.to(device=target.device, dtype=target.dtype)
+    local = local_tensor(value).to(device=target.device, dtype=target.dtype)
+    return _shard(local, target.shape, target.device_mesh)
+
+
+def _host_mesh(ranks: RankGroup) -> "DeviceMesh":
+    from torch.distributed.device_mesh import DeviceMesh
+
+    assert ranks.host_group is not None, "there are several ranks"
+    return DeviceMesh.from_group(ranks.host_group, "cpu")
+
+
+def _shard(local: torch.Tensor, shape: torch.Size, mesh: "DeviceMesh") -> "DTensor":
+    """Return the tensor of `shape` whose rows on this rank are `local`."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)

@@ -13,7 +13,14 @@ import torch
 from torch import nn
 
 from rollweave.schema.config.sections import TrainerConfig
-from rollweave.train.distributed import full_tensor, is_sharded, local_tensor, sharded_like
+from rollweave.train.distributed import (
+    ALONE,
+    RankGroup,
+    host_copy,
+    is_sharded,
+    local_tensor,
+    placed_like,
+)
 
 BETAS = (0.9, 0.95)
 """AdamW's decay rates of the first and the second moment."""
@@ -90,16 +97,16 @@ class Snapshot:
 
 
 def optimizer_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer
+    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: RankGroup = ALONE
 ) -> dict[str, torch.Tensor]:
-    """Return copies of the optimizer's state by `<moment>.<parameter>` and
-    `step.<parameter>`, gathered from all ranks.
+    """Return copies of the optimizer's state (of this rank's shards) by
+    `<moment>.<parameter>` and `step.<parameter>`, on the CPU.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         state: Mapping[str, torch.Tensor] = optimizer.state.get(parameter, {})
         for key, value in state.items():
-            tensors[f"{key}.{name}"] = full_tensor(value).to("cpu", copy=True)
+            tensors[f"{key}.{name}"] = host_copy(value, ranks)
     return tensors
 
 
@@ -113,7 +120,7 @@ def load_optimizer_tensors(
     for name, parameter in model.named_parameters():
         optimizer.state.pop(parameter, None)
         if f"step.{name}" in tensors:
-            state = {key: sharded_like(tensors[f"{key}.{name}"], parameter) for key in MOMENTS}
+            state = {key: placed_like(tensors[f"{key}.{name}"], parameter) for key in MOMENTS}
             state["step"] = tensors[f"step.{name}"].to(parameter.device)
             optimizer.state[parameter] = state
 

@@ -260,36 +260,50 @@ class Trainer:
         )
 
     def _save(self, command: Save) -> Copied | Saved:
-        """Copy the checkpoint, and write it, or leave that to `write`."""
+        """Copy the checkpoint, and write it, or leave that to `write`. Every rank copies
+        its own shards.
+        """
         started = time.perf_counter()
+        state, error = None, ""
+        try:
+            state = self._copy()
+        except EXPECTED as problem:
+            error = _error_text(problem)
+        self._ranks.raise_together(error)
+        assert state is not None, "no rank has an error"
+        if self._writer is not None and not self._ranks.is_first:
+            self._writer.join()  # the first rank has finished the previous checkpoint
+        if command.background:
+            self._unwritten = (command, state, started)
+            return Copied(path=command.path, copy_s=time.perf_counter() - started)
+        if error := self._write(command, state):
+            raise TrainerError(error)
+        return Saved(path=command.path, save_s=time.perf_counter() - started)
+
+    def _copy(self) -> checkpoint.Checkpoint:
+        """Copy this rank's part of the state. Raises `TrainerError` if there is none to
+        be saved now.
+        """
         if self._parts_done:
             raise TrainerError(
                 f"step {self._step} is incomplete: {self._parts_done} parts are trained"
             )
-        if self._writing:
+        if self._writing and self._ranks.is_first:
             raise TrainerError("the previous checkpoint is still being written")
-        state = checkpoint.Checkpoint(
+        return checkpoint.Checkpoint(
             step=self._step,
-            model=named_tensors(self._model),
-            optimizer=optimizer_tensors(self._model, self._optimizer),
+            model=named_tensors(self._model, self._ranks),
+            optimizer=optimizer_tensors(self._model, self._optimizer, self._ranks),
             rng=_rng_state(),
             reference=self._named_reference(),
         )
-        if command.background:
-            self._unwritten = (command, state, started)
-            return Copied(path=command.path, copy_s=time.perf_counter() - started)
-        error = self._ranks.broadcast(self._write(command, state) if self._ranks.is_first else "")
-        if error:
-            raise TrainerError(error)
-        return Saved(path=command.path, save_s=time.perf_counter() - started)
 
     def write(self, on_done: Callable[[TrainerReply], None]) -> None:
-        """Write the copy on another thread, which then calls `on_done`.
-
-        Only the first rank writes.
+        """Write the copy on another thread, which then calls `on_done` on the first
+        rank.
         """
         unwritten, self._unwritten = self._unwritten, None
-        if unwritten is not None and self._ranks.is_first:
+        if unwritten is not None:
             self._writer = threading.Thread(
                 target=self._write_in_background,
                 args=(*unwritten, on_done),
@@ -309,6 +323,8 @@ class Trainer:
         error = self._write(command, state)
         # before the report: the next checkpoint may follow it at once
         self._writing = False
+        if not self._ranks.is_first:
+            return
         if error:
             on_done(SaveFailed(path=command.path, error=error))
         else:
@@ -318,13 +334,19 @@ class Trainer:
         """Write a checkpoint, and return the error, or "" on success."""
         source = self._model_dir if command.export else None
         try:
-            checkpoint.save(Path(command.path), state, export_from=source, export_dtype=self._dtype)
+            checkpoint.save(
+                Path(command.path),
+                state,
+                ranks=self._ranks,
+                export_from=source,
+                export_dtype=self._dtype,
+            )
         except EXPECTED as problem:
             return _error_text(problem)
         return ""
 
     def _restore(self, path: Path) -> Restored:
-        state = checkpoint.load(path)
+        state = checkpoint.load(path, ranks=self._ranks)
         reference: list[torch.Tensor] | None = None
         if state.reference is not None:
             with swapped_weights(self._model, clone_parameters(self._model)):
@@ -342,7 +364,7 @@ class Trainer:
         if self._reference is None:
             return None
         with swapped_weights(self._model, self._reference):
-            return named_tensors(self._model)
+            return named_tensors(self._model, self._ranks)
 
 
 def _rng_state() -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rollweave.schema.errors import TrainerError
-from rollweave.train.distributed import full_tensor, local_tensor, sharded_like
+from rollweave.train.distributed import RankGroup, host_copy, local_tensor, placed_like
 
 
 def clone_parameters(model: nn.Module) -> list[torch.Tensor]:
@@ -38,14 +38,11 @@ def swapped_weights(model: nn.Module, values: Sequence[torch.Tensor]) -> Iterato
         load_clones(model, own)
 
 
-def named_tensors(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Return copies of the full tensors by transformers' names, on the CPU; a tied head
-    appears once, as the embedding.
+def named_tensors(model: nn.Module, ranks: RankGroup) -> dict[str, torch.Tensor]:
+    """Return copies of the parameters (of this rank's shards) by transformers' names, on
+    the CPU; a tied head appears once, as the embedding.
     """
-    return {
-        name: full_tensor(parameter).to("cpu", dtype, copy=True)
-        for name, parameter in model.named_parameters()
-    }
+    return {name: host_copy(parameter, ranks) for name, parameter in model.named_parameters()}
 
 
 @torch.no_grad()
@@ -66,4 +63,4 @@ def load_named_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) ->
                 f"{tuple(tensors[name].shape)}"
             )
     for name, parameter in parameters.items():
-        local_tensor(parameter).copy_(local_tensor(sharded_like(tensors[name], parameter)))
+        local_tensor(parameter).copy_(local_tensor(placed_like(tensors[name], parameter)))

@@ -1,17 +1,23 @@
 """Reads the weights from a checkpoint of the trainer (`train/checkpoint.py`), as they
 were published (Laminar §3.3).
 
+Each part of a checkpoint ("model") is one safetensors file, or one per rank of the
+trainer that wrote it, with the places of the rank's shards in the file's metadata.
 Invariants: a checkpoint that does not match its digests is rejected; the values are
 bitwise those of the publication of the same version, because a checkpoint holds the
 trainer's float32 values, and publishing and reading round them alike.
 """
 
+import contextlib
 import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 
 from rollweave.io.disk import file_digest
 from rollweave.schema.errors import WeightsError
@@ -20,6 +26,103 @@ FORMAT = 1
 DIGESTS = "digests.json"
 STATE = "state.json"
 MODEL = "model.safetensors"
+
+PLACES = "places"
+"""Metadata of a file with shards: the place of each in its tensor, as JSON."""
+
+
+Digests = dict[str, list[int | str]]
+"""File of a checkpoint → its size in bytes, and its digest."""
+
+Places = dict[str, tuple[list[int], list[int]]]
+"""Name → the shape of the full tensor, and where the shard in this file begins in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """A part of a tensor of `shape`: it begins at `offset`, has `size`, and is in file
+    number `file`.
+    """
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    file: int = 0
+
+
+class SavedTensors:
+    """The tensors of one part of a checkpoint, from the files of all ranks.
+
+    Raises OSError and SafetensorError for files that cannot be read.
+    """
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self.shards: dict[str, list[Shard]] = {}
+        self._open = contextlib.ExitStack()
+        self._files: list[Any] = []
+        with contextlib.ExitStack() as opening:
+            for file in files:
+                opened = opening.enter_context(safe_open(str(file), framework="pt"))
+                self._find(opened, number=len(self._files))
+                self._files.append(opened)
+            self._open = opening.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a full tensor."""
+        shards = self.shards[name]
+        if shards[0].size == shards[0].shape:
+            whole: torch.Tensor = self._files[shards[0].file].get_tensor(name)
+            return whole
+        tensor = torch.empty(shards[0].shape, dtype=shards[0].dtype)
+        for shard in shards:
+            place = tuple(
+                slice(start, start + length)
+                for start, length in zip(shard.offset, shard.size, strict=True)
+            )
+            tensor[place] = self._files[shard.file].get_tensor(name)
+        return tensor
+
+    def read_part(
+        self, name: str, shard: Shard, start: Sequence[int], size: Sequence[int]
+    ) -> torch.Tensor:
+        """Return the part of a shard that begins at `start` in it."""
+        file = self._files[shard.file]
+        place = tuple(
+            slice(first, first + length) for first, length in zip(start, size, strict=True)
+        )
+        part: torch.Tensor = file.get_slice(name)[place] if place else file.get_tensor(name)
+        return part
+
+    def _find(self, opened: Any, *, number: int) -> None:
+        places = json.loads((opened.metadata() or {}).get(PLACES, "{}"))
+        for name in opened.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
+            handle = opened.get_slice(name)
+            size = tuple(handle.get_shape())
+            shape, offset = places.get(name, (size, (0,) * len(size)))
+            dtype = handle[:0].dtype if size else opened.get_tensor(name).dtype
+            shard = Shard(
+                shape=tuple(shape), offset=tuple(offset), size=size, dtype=dtype, file=number
+            )
+            self.shards.setdefault(name, []).append(shard)
+
+
+def file_of(part: str, *, rank: int = 0, world: int = 1) -> str:
+    """Return the name of a rank's file of this part."""
+    number = f"-{rank + 1:05d}-of-{world:05d}" if world > 1 else ""
+    return f"{part}{number}.safetensors"
+
+
+def files_of(part: str, names: Iterable[str]) -> list[str]:
+    """Return which of a checkpoint's files have this part."""
+    pattern = re.compile(rf"{part}(-\d+-of-\d+)?\.safetensors")
+    return sorted(name for name in names if pattern.fullmatch(name))
 
 
 def read_trainer_checkpoint(
@@ -32,8 +135,9 @@ def read_trainer_checkpoint(
     another step or format.
     """
     try:
-        digests = json.loads((directory / DIGESTS).read_text())
-        for name in (STATE, MODEL):
+        digests: Mapping[str, Any] = json.loads((directory / DIGESTS).read_text())
+        files = files_of("model", digests) or [MODEL]
+        for name in (STATE, *files):
             size, digest = digests[name]
             if (directory / name).stat().st_size != size or file_digest(directory / name) != digest:
                 raise WeightsError(
@@ -44,6 +148,7 @@ def read_trainer_checkpoint(
             raise WeightsError(
                 f"checkpoint {directory} must be of step {step} in format {FORMAT}, got {state}"
             )
-        return {name: tensor.to(dtype) for name, tensor in load_file(directory / MODEL).items()}
+        with SavedTensors(directory / name for name in files) as saved:
+            return {name: saved.read(name).to(dtype) for name in saved.shards}
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise WeightsError(f"checkpoint {directory} is incomplete or invalid: {error}") from error
