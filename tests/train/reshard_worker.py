@@ -30,12 +30,15 @@ from tests.train.ranks import meet
 
 WAIT_S = 60.0
 
+SAVING = CASE | {"trainer": {"minibatches": 2, "save_memory": ["activations", "optimizer"]}}
+"""A configuration that saves memory, and gives the same updates."""
+
 
 def restep(model_dir: Path, checkpoint: Path | None, out: Path, ranks: RankGroup = ALONE) -> None:
     """Restore the checkpoint, save it to `out/same` while a step is trained, and save
     the result to `out/trained`.
     """
-    trainer = Trainer(make_config(**CASE), model_dir, out, ranks=ranks)  # type: ignore[arg-type]
+    trainer = Trainer(make_config(**SAVING), model_dir, out, ranks=ranks)  # type: ignore[arg-type]
     if checkpoint is not None:
         restored = trainer.handle(Restore(path=str(checkpoint)))
         assert isinstance(restored, Restored), restored

@@ -23,6 +23,7 @@ IGNORED: dict[str, tuple[str, ...]] = {
         "max_grad_norm",
         "epochs",
         "micro_tokens",
+        "save_memory",
     ),
     "algorithm": ALL,
     "warmup": ALL,

@@ -239,10 +239,12 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def host_copy(tensor: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
-    """Copy the tensor, or this rank's shard of it, to the CPU. A shard stays one."""
-    copy = local_tensor(tensor).to("cpu", copy=True)
-    return _shard(copy, tensor.shape, _host_mesh(ranks)) if is_sharded(tensor) else copy
+def host_copy(value: torch.Tensor, ranks: RankGroup, *, like: torch.Tensor) -> torch.Tensor:
+    """Copy a value of the parameter `like` to the CPU: a shard, if that is sharded, or a
+    scalar.
+    """
+    copy = local_tensor(value).to("cpu", copy=True)
+    return _shard(copy, like.shape, _host_mesh(ranks)) if is_sharded(like) and copy.dim() else copy
 
 
 def empty_shard(shape: Sequence[int], dtype: torch.dtype, ranks: RankGroup) -> torch.Tensor:

@@ -151,16 +151,32 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each behind a norm, and each added to the residual stream."""
+    """Attention and MLP, each behind a norm, and each added to the residual stream.
+
+    With `recompute`, the backward pass computes the activations again instead of the
+    forward pass keeping them (activation checkpointing).
+    """
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
+        self.recompute = False
         self.self_attn = Attention(shape)
         self.mlp = Mlp(shape)
         self.input_layernorm = RmsNorm(shape.hidden, shape.eps)
         self.post_attention_layernorm = RmsNorm(shape.hidden, shape.eps)
 
     def forward(
+        self, x: torch.Tensor, packed: Packed, rotary: RotaryTables, last: bool
+    ) -> torch.Tensor:
+        if not self.recompute or not torch.is_grad_enabled():
+            return self._compute(x, packed, rotary, last)
+        # inside of the module's forward pass, for which FSDP2 gathers its weights
+        recomputed: torch.Tensor = checkpoint(
+            self._compute, x, packed, rotary, last, use_reentrant=False, preserve_rng_state=False
+        )
+        return recomputed
+
+    def _compute(
         self, x: torch.Tensor, packed: Packed, rotary: RotaryTables, last: bool
     ) -> torch.Tensor:
         attended = self.self_attn(self.input_layernorm(x), packed, rotary, last)
@@ -246,6 +262,11 @@ class Model(nn.Module):
                 )
             )
         return Scores(*(torch.cat(values) for values in zip(*parts, strict=True)))
+
+    def recompute_activations(self, enabled: bool) -> None:
+        """Set whether the backward pass computes the layers' activations again."""
+        for layer in self.model.layers:
+            cast(Layer, layer).recompute = enabled
 
     def hidden(self, packed: Packed) -> torch.Tensor:
         """Return the last hidden states at the labels, [M, H]."""

@@ -8,6 +8,7 @@ weights and optimizer bitwise.
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,10 +29,46 @@ BETAS = (0.9, 0.95)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def new_optimizer(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        model.parameters(), lr=lr, betas=BETAS, weight_decay=weight_decay, fused=True
-    )
+class OffloadedAdamW(torch.optim.AdamW):
+    """AdamW whose moments are in the host's memory. Those of one parameter at a time
+    are on its device, for its step.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        parameters = group["params"]
+        try:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    group["params"] = [parameter]
+                    self._step_alone(parameter)
+        finally:
+            group["params"] = parameters
+
+    def _step_alone(self, parameter: nn.Parameter) -> None:
+        state = self.state[parameter]
+        kept = {key: state[key] for key in MOMENTS if key in state}
+        for key, moment in kept.items():
+            state[key] = placed_like(moment, parameter)
+        super().step()
+        for key in MOMENTS:
+            moment = local_tensor(state[key])
+            state[key] = kept[key].copy_(moment) if key in kept else on_host(moment)
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to the host's memory, pinned if it is on a GPU."""
+    pinned = tensor.device.type == "cuda"
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor)
+
+
+def new_optimizer(
+    model: nn.Module, *, lr: float, weight_decay: float, offload: bool = False
+) -> torch.optim.AdamW:
+    """Return AdamW, with its moments in the host's memory if `offload`."""
+    kind = OffloadedAdamW if offload else torch.optim.AdamW
+    return kind(model.parameters(), lr=lr, betas=BETAS, weight_decay=weight_decay, fused=True)
 
 
 def learning_rate(trainer: TrainerConfig, *, step: int, steps: int) -> float:
@@ -106,7 +143,7 @@ def optimizer_tensors(
     for name, parameter in model.named_parameters():
         state: Mapping[str, torch.Tensor] = optimizer.state.get(parameter, {})
         for key, value in state.items():
-            tensors[f"{key}.{name}"] = host_copy(value, ranks)
+            tensors[f"{key}.{name}"] = host_copy(value, ranks, like=parameter)
     return tensors
 
 
@@ -120,7 +157,13 @@ def load_optimizer_tensors(
     for name, parameter in model.named_parameters():
         optimizer.state.pop(parameter, None)
         if f"step.{name}" in tensors:
-            state = {key: placed_like(tensors[f"{key}.{name}"], parameter) for key in MOMENTS}
+            state = {key: tensors[f"{key}.{name}"] for key in MOMENTS}
+            for key, moment in state.items():
+                state[key] = (
+                    on_host(local_tensor(moment))
+                    if isinstance(optimizer, OffloadedAdamW)
+                    else placed_like(moment, parameter)
+                )
             state["step"] = tensors[f"step.{name}"].to(parameter.device)
             optimizer.state[parameter] = state
 

@@ -88,10 +88,14 @@ class Trainer:
         self._ranks = ranks
         device = device_named(config.model.device)
         self._model = load_model(model_dir, dtype=config.model.dtype, device=device, ranks=ranks)
+        self._model.recompute_activations("activations" in config.trainer.save_memory)
         self._parameters = sum(parameter.numel() for parameter in self._model.parameters())
         trainer = config.trainer
         self._optimizer = new_optimizer(
-            self._model, lr=trainer.lr, weight_decay=trainer.weight_decay
+            self._model,
+            lr=trainer.lr,
+            weight_decay=trainer.weight_decay,
+            offload="optimizer" in trainer.save_memory,
         )
         self._passes = Passes(self._model, self._ranks, micro_tokens=trainer.micro_tokens)
         published: torch.dtype = getattr(torch, config.published_dtype)

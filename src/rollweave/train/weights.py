@@ -42,7 +42,10 @@ def named_tensors(model: nn.Module, ranks: RankGroup) -> dict[str, torch.Tensor]
     """Return copies of the parameters (of this rank's shards) by transformers' names, on
     the CPU; a tied head appears once, as the embedding.
     """
-    return {name: host_copy(parameter, ranks) for name, parameter in model.named_parameters()}
+    return {
+        name: host_copy(parameter, ranks, like=parameter)
+        for name, parameter in model.named_parameters()
+    }
 
 
 @torch.no_grad()

@@ -48,6 +48,10 @@ CASES = [
         ["algorithm.gamma=0.9"],
         "algorithm.gamma has no effect with algorithm.advantage grpo, got 0.9",
     ),
+    (
+        ["model.device=cpu", "trainer.save_memory=['activations', 'optimizer']"],
+        "trainer.save_memory has no effect for optimizer on model.device cpu, got optimizer",
+    ),
     (["warmup.batch=3"], "warmup.batch has no effect while warmup.steps is 0, got 3"),
     (
         ["weights.transport=nixl"],
@@ -86,6 +90,8 @@ USED = [
     ["faults.latency_s=1", "faults.latency_sigma=3"],
     ["eval.final_episodes=0", "eval.episodes=3"],
     ["rollout.group_size=6"],
+    ["trainer.save_memory=['optimizer']"],
+    ["model.device=cpu", "trainer.save_memory=['activations']"],
 ]
 DEFAULTS = ["rollout.mode=sync", "rollout.alpha=1", "eval.episodes=64", "tasks.0.weight=1"]
 
@@ -144,7 +150,7 @@ def _fields(model: type[BaseModel]) -> Iterator[tuple[type[BaseModel], str, Fiel
 
 
 def test_there_are_few_settings_and_each_has_a_sentence() -> None:
-    of_clusters = ("cluster.", "pools.", "sim.pools.", "workers.")
+    of_clusters = ("cluster.", "pools.", "sim.pools.", "workers.", "trainer.save_memory")
     keys = [
         key
         for key in settings_of(RunConfig)

@@ -76,7 +76,7 @@ class TrainerLike(Protocol):
 
     def write(self, on_written: Callable[[TrainerReply], None], /) -> None:
         """Write the copy on another thread, which then calls `on_written` with `Saved`
-        or `SaveFailed`.
+        or `SaveFailed` on rank 0.
         """
 
 

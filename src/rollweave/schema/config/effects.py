@@ -87,6 +87,8 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, object]]:
         yield "tasks.0.weight", "with one task domain", config.tasks[0].weight
     if "deltas" in config.ablation.without and not config.weights.relays:
         yield "ablation.without", "for deltas while weights.relays is 0", "deltas"
+    if "optimizer" in config.trainer.save_memory and config.model.device == "cpu":
+        yield "trainer.save_memory", "for optimizer on model.device cpu", "optimizer"
     if "latency_sigma" in config.faults and not config.faults.get("latency_s"):
         yield "faults.latency_sigma", "without faults.latency_s", config.faults["latency_sigma"]
 

@@ -391,6 +391,12 @@ class TrainerConfig(Section):
     micro_tokens: PositiveInt = Field(
         16384, description="Tokens packed into one forward pass; gradients accumulate beyond it."
     )
+    save_memory: tuple[Literal["activations", "optimizer"], ...] = Field(
+        (),
+        description="activations: compute them again in the backward pass, for about a third more "
+        "computation (activation checkpointing); optimizer: keep its moments in the host's memory "
+        "and move them to the GPU for each step (CPU offload).",
+    )
 
 
 class AlgorithmConfig(Section):

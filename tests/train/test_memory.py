@@ -1,0 +1,89 @@
+"""What saves memory gives the same update, and saves memory."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from rollweave.schema.training import Restore, Restored, Save, Saved, Trained, TrainOn
+from rollweave.train.checkpoint import load
+from rollweave.train.trainer import Trainer
+from tests.train.builders import make_batch, make_config, make_model
+
+T = TypeVar("T")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "m", layers=6, hidden=64)
+
+
+def peak_bytes(function: Callable[[], T]) -> tuple[int, T]:
+    """Return the maximum of the bytes that torch allocates on the CPU in `function`,
+    and its result.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        result = function()
+    assert profiled.profiler is not None
+    assert profiled.profiler.kineto_results is not None
+    changes = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for change in sorted(changes, key=lambda change: change.start_ns()):
+        now += change.nbytes()
+        peak = max(peak, now)
+    return peak, result
+
+
+def train(model_dir: Path, run_dir: Path, **settings: Any) -> tuple[int, list[torch.Tensor]]:
+    """Return the peak of one step, and the weights after a second step that follows a
+    restored checkpoint.
+    """
+    trainer = Trainer(make_config(trainer=settings), model_dir, run_dir)
+
+    def step(number: int) -> None:
+        batch = make_batch(number, step=number, groups=8, size=4)
+        assert isinstance(trainer.handle(TrainOn(batch=batch)), Trained)
+
+    peak, _ = peak_bytes(lambda: step(0))
+    assert isinstance(trainer.handle(Save(path=str(run_dir / "c"))), Saved)
+    step(1)
+    assert isinstance(trainer.handle(Restore(path=str(run_dir / "c"))), Restored)
+    step(1)
+    return peak, [parameter.detach().clone() for parameter in trainer._model.parameters()]
+
+
+def test_savings_of_memory(model_dir: Path, tmp_path: Path) -> None:
+    """Recomputed activations and offloaded moments change no bit; smaller micro-batches
+    only the order of sums.
+    """
+    plain, expected = train(model_dir, tmp_path / "plain")
+    recomputed, weights = train(model_dir, tmp_path / "recomputed", save_memory=("activations",))
+    assert recomputed < 0.4 * plain
+    assert all(map(torch.equal, weights, expected))
+    _, weights = train(model_dir, tmp_path / "offloaded", save_memory=("optimizer",))
+    assert all(map(torch.equal, weights, expected))
+    saved, same = (load(tmp_path / name / "c").optimizer for name in ("offloaded", "plain"))
+    assert saved.keys() == same.keys()
+    assert all(torch.equal(tensor, same[name]) for name, tensor in saved.items())
+    accumulated, weights = train(model_dir, tmp_path / "accumulated", micro_tokens=60)
+    assert accumulated < 0.4 * plain
+    for weight, tensor in zip(weights, expected, strict=True):
+        torch.testing.assert_close(weight, tensor, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_offloaded_moments_leave_the_gpu(model_dir: Path, tmp_path: Path) -> None:
+    used, weights = [], []
+    for saved in ((), ("optimizer",)):
+        config = make_config(trainer={"save_memory": saved})
+        trainer = Trainer(config, model_dir, tmp_path / f"saves {len(saved)}")
+        before = torch.cuda.memory_allocated()
+        assert isinstance(trainer.handle(TrainOn(batch=make_batch())), Trained)
+        used.append(torch.cuda.memory_allocated() - before)
+        weights.append([parameter.cpu() for parameter in trainer._model.parameters()])
+        trainer.close()
+    assert used[1] < 0.1 * used[0]
+    assert all(map(torch.equal, *weights))
