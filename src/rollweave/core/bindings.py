@@ -18,11 +18,17 @@ TRAINER = "trainer"
 """Group of the trainer's ranks."""
 
 
-def one_machine(relays: int, pools: Iterable[str] = ()) -> tuple[HostSlot, ...]:
+def one_machine(
+    relays: int, pools: Iterable[str] = (), devices: Sequence[int] = ()
+) -> tuple[HostSlot, ...]:
     """The hosts of a run on one machine: as many as it has relays, and at least one. All
-    of them are in these pools.
+    of them are in these pools, and its GPUs are divided among them.
     """
-    return tuple(HostSlot(number=number, pools=tuple(pools)) for number in range(max(1, relays)))
+    count = max(1, relays)
+    return tuple(
+        HostSlot(number=number, pools=tuple(pools), devices=tuple(devices[number::count]))
+        for number in range(count)
+    )
 
 
 def bind_all(

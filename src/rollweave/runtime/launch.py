@@ -35,6 +35,7 @@ from rollweave.runtime.checkpoints import Checkpoints
 from rollweave.runtime.episodes import Episodes
 from rollweave.runtime.hosts.cluster import GatheredHosts
 from rollweave.runtime.hosts.hosts import Hosts
+from rollweave.runtime.hosts.resources import gpus_for
 from rollweave.runtime.links.relay import in_process as relay_in_process
 from rollweave.runtime.links.trainer import (
     ProcessTrainer,
@@ -60,9 +61,9 @@ from rollweave.runtime.world import World
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import BLOCK_TOKENS, TRAINER_THREADS, ModeName
-from rollweave.schema.errors import ConfigError, DiskError
+from rollweave.schema.errors import ConfigError, DiskError, HostError
 from rollweave.schema.events import EngineSlot, RunStarted, WorldLost
-from rollweave.schema.hosts import RankSlot
+from rollweave.schema.hosts import HostSlot, RankSlot
 from rollweave.schema.prediction import PredictorSpec
 from rollweave.schema.rollouts import WorkerSpec
 from rollweave.schema.serving import EngineSpec
@@ -267,7 +268,12 @@ class _Start:
         if lines := [f"{pool.field} {pool.describe()}" for pool in unserved(config, empty)]:
             raise ConfigError("\n".join(lines))
         slots, relays = engines_to_start(config, beginning.core.state), config.weights.relays
-        hosts = cluster.slots or one_machine(relays, config.pools)
+        hosts = cluster.slots or machine_of(config, relays=relays, inproc=self._inproc)
+        if any(host.devices for host in hosts) and config.model.device != "cpu":
+            try:
+                config.check_on_gpus()
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
         slots, ranks, unbound = bind_all(config, slots, hosts)
         workers, more = bind_workers(config, hosts, slots)
         if unbound or more:
@@ -345,6 +351,19 @@ class _Start:
         except OSError as error:
             text = f"the digests of its files were not recorded: {error}"
             metrics.warned(Warn(component="model", message=text))
+
+
+def machine_of(config: RunConfig, *, relays: int, inproc: bool) -> tuple[HostSlot, ...]:
+    """Return this machine as the hosts of a run with so many relays, and the GPUs to
+    which processes are bound.
+
+    Raises `ConfigError` if these cannot be listed.
+    """
+    try:
+        gpus = () if inproc else gpus_for(config.model.device)
+    except HostError as error:
+        raise ConfigError(f"model.device: {error}") from None
+    return one_machine(relays, config.pools, gpus)
 
 
 def torn(journal: RunJournal, store: TrajectoryStore) -> list[Warn]:

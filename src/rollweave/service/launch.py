@@ -16,7 +16,7 @@ from typing import Protocol
 
 from aiohttp import web
 
-from rollweave.core.bindings import bind_workers, one_machine
+from rollweave.core.bindings import bind_all, bind_workers
 from rollweave.core.core import Core
 from rollweave.core.membership import first_engines
 from rollweave.core.state import State
@@ -34,7 +34,7 @@ from rollweave.record.trace import SERVICE_LIMIT, Trace
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.runtime.episodes import Episodes
 from rollweave.runtime.hosts.hosts import hosts_here
-from rollweave.runtime.launch import Processes, Programs, torn
+from rollweave.runtime.launch import Processes, Programs, machine_of, torn
 from rollweave.runtime.loopwatch import watched
 from rollweave.runtime.pump import RunClock
 from rollweave.runtime.recover import Beginning, model_dir, recover, settle
@@ -301,8 +301,10 @@ class _Launch:
     ) -> None:
         config = self._config.serve
         slots = first_engines(self._config) if config.engines == "local" else ()
-        workers, _ = bind_workers(self._config, one_machine(0), slots)
-        first = beginning.first(slots, workers=workers, serving=True)
+        machine = machine_of(self._config, relays=0, inproc=self._inproc)
+        slots, _, _ = bind_all(self._config, slots, machine, trainer=False)
+        workers, _ = bind_workers(self._config, machine, slots)
+        first = beginning.first(slots, hosts=machine, workers=workers, serving=True)
         loop, stopped = asyncio.get_running_loop(), asyncio.Event()
         service.attach(world)
         running = asyncio.create_task(world.run(first))

@@ -33,7 +33,13 @@ class Host:
 
     def environment(self, devices: Sequence[int]) -> Mapping[str, str]:
         """Return what makes only these GPUs visible to a process."""
-        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
+        if not devices:
+            return {}
+        return {
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)),
+            # as the driver's program counts them
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        }
 
 
 @dataclass(kw_only=True)

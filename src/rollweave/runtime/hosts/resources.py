@@ -32,12 +32,21 @@ def resources(labels: Mapping[str, float] | None = None) -> Resources:
     )
 
 
-def has_gpus_for(device: str) -> bool:
-    """Return whether a process of this host with this `model.device` computes on a GPU.
+def gpus_for(device: str) -> tuple[int, ...]:
+    """Return the indices of the GPUs of this host that processes with this
+    `model.device` may use.
 
     Raises `HostError` if the driver's program fails.
     """
-    return device == "cuda" or (device == "auto" and bool(devices()))
+    return () if device == "cpu" else tuple(gpu.index for gpu in devices())
+
+
+def has_gpus_for(device: str) -> bool:
+    """Return whether a process of this host with this `model.device` computes on a GPU.
+
+    Raises `HostError` like `gpus_for`.
+    """
+    return device == "cuda" or bool(gpus_for(device))
 
 
 def devices() -> tuple[Device, ...]:

@@ -211,14 +211,27 @@ class RunConfig(Section):
                     f"engines.kv_tokens must hold one trajectory ({longest} tokens), "
                     f"got {group.kv_tokens}"
                 )
-            if group.degree > 1 and self.model.device == "cuda" and self.sim is None:
+        if self.allocation is not None:
+            self._check_allocation(self.allocation)
+        if self.model.device == "cuda" and self.sim is None:
+            self.check_on_gpus()
+        return self
+
+    def check_on_gpus(self) -> None:
+        """Raise ValueError for what is impossible on GPUs, on which an embedded engine
+        has one.
+        """
+        for group in self.engines:
+            if group.degree > 1:
                 raise ValueError(
                     f"engines.degree must be 1 on {self.model.device} (an embedded engine has one "
                     f"GPU), got {group.degree}"
                 )
         if self.allocation is not None:
-            self._check_allocation(self.allocation)
-        return self
+            raise ValueError(
+                f"allocation must be left out on {self.model.device}: an embedded engine has one "
+                f"GPU, got {self.allocation}"
+            )
 
     def pools_of(self, pool: str | None) -> tuple[str, ...]:
         """Return a role's pool and its fallbacks; none if it may run on any host."""
@@ -352,11 +365,6 @@ class RunConfig(Section):
             raise ValueError(
                 "engines must be one group without count and degree where [allocation] decides "
                 f"them, got {given}"
-            )
-        if self.model.device == "cuda" and self.sim is None:
-            raise ValueError(
-                f"allocation must be left out on {self.model.device}: an embedded engine has one "
-                f"GPU, got {allocation}"
             )
 
 

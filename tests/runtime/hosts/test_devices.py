@@ -1,0 +1,75 @@
+"""On one machine, too, engines and trainer ranks get GPUs of their own."""
+
+from pathlib import Path
+
+import pytest
+
+from rollweave.core.bindings import bind_all
+from rollweave.core.membership import first_engines
+from rollweave.runtime.hosts.hosts import hosts_here
+from rollweave.runtime.launch import machine_of, train
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.errors import ConfigError
+
+LISTING = "".join(f"{index}, GPU-{index}, NVIDIA H20, 97871\n" for index in range(4))
+
+
+@pytest.fixture(autouse=True)
+def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand in for the driver's program."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\nprintf '{LISTING}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return program
+
+
+def config(tmp_path: Path, device: str = "auto", degree: int = 1) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "test", "steps": 1, "dir": str(tmp_path / "runs")},
+            "model": {"scratch": {"hidden": 32}, "device": device},
+            "tasks": [{"env": "frozenlake", "max_tokens": 256}],
+            "engines": {"count": 3, "degree": degree},
+            "trainer": {"ranks": 2},
+            "algorithm": {"kl_direction": "reverse"},
+        }
+    )
+
+
+def test_ranks_and_engines_share_the_gpus_of_one_machine(tmp_path: Path) -> None:
+    auto = config(tmp_path)
+    machine = machine_of(auto, relays=0, inproc=False)
+    engines, ranks, unbound = bind_all(auto, first_engines(auto), machine)
+    assert [rank.devices for rank in ranks] == [(0,), (1,)]
+    assert [engine.devices for engine in engines] == [(2,), (3,), (0,)]
+    assert unbound == []
+    assert hosts_here(0).host(0).environment(engines[1].devices) == {
+        "CUDA_VISIBLE_DEVICES": "3",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }
+    serving, none, _ = bind_all(auto, first_engines(auto), machine, trainer=False)
+    assert [engine.devices for engine in serving] == [(0,), (1,), (2,)]
+    assert none == ()
+
+
+def test_the_gpus_that_a_run_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    relayed = machine_of(config(tmp_path, "cuda"), relays=2, inproc=False)
+    assert [host.devices for host in relayed] == [(3,), (1,)]
+    for device, inproc in (("cpu", False), ("auto", True)):
+        (machine,) = machine_of(config(tmp_path, device), relays=0, inproc=inproc)
+        assert machine.devices == ()
+
+
+def test_an_engine_of_several_cores_is_refused_where_there_are_gpus(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engines\.degree must be 1 on auto"):
+        train(config(tmp_path, degree=2))
+
+
+def test_a_driver_that_fails_is_named(gpus: Path, tmp_path: Path) -> None:
+    gpus.write_text("#!/bin/sh\nexit 9\n")
+    with pytest.raises(ConfigError, match=r"model\.device: the GPUs of this host must be listed"):
+        machine_of(config(tmp_path), relays=0, inproc=False)
