@@ -94,7 +94,7 @@ def _without_effect(config: RunConfig) -> Iterator[Check]:
     for line in without_effect(config):
         key, _, detail = line.partition(" ")
         yield fail(key, detail)
-    if config.model.device == "cpu" and config.cluster is None:
+    if config.model.device != "cuda" and config.cluster is None:
         for degree in sorted({group.degree for group in config.engines if group.degree > cores()}):
             yield warn(
                 UNUSED,

@@ -4,12 +4,15 @@ memory that they need on each GPU and each host.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import msgspec
+
 from rollweave.core.bindings import bind_all, bind_workers, crowded, one_machine
 from rollweave.core.membership import first_engines
 from rollweave.core.policy.binding import Unbound
 from rollweave.core.policy.pools import empty_pools, pools_of, unserved
 from rollweave.core.policy.scheduling import scheduling
 from rollweave.runtime.hosts.hosts import hosts_here
+from rollweave.runtime.hosts.resources import devices as gpus
 from rollweave.runtime.preflight.checks import Check, fail, human_bytes, ok, warn
 from rollweave.runtime.preflight.machine import gpu_memory, memory_bytes
 from rollweave.runtime.preflight.memory import (
@@ -127,16 +130,15 @@ class Layout(Struct, frozen=True, kw_only=True):
 
 
 def this_machine(config: RunConfig) -> list[PlannedHost]:
-    """Return this machine as the hosts of a run. Raises RuntimeError for a GPU that
-    does not work.
+    """Return this machine as the hosts of a run.
+
+    Raises RuntimeError for a GPU that does not work, and `HostError` if GPUs cannot be
+    listed.
     """
     names = hosts_here(config.weights.relays).by_number
     _, available = memory_bytes()
-    devices: tuple[Device, ...] = ()
-    if config.model.device != "cpu":
-        _, free = gpu_memory(config.model.device)
-        index = int(config.model.device.partition(":")[2] or 0)
-        devices = (Device(index=index, kind="", memory_bytes=free),)
+    devices = _gpus_here(config.model.device)
+    indices = [device.index for device in devices]
     return [
         PlannedHost(
             slot=slot,
@@ -145,8 +147,38 @@ def this_machine(config: RunConfig) -> list[PlannedHost]:
             memory_bytes=available,
             devices=devices,
         )
-        for slot in one_machine(config.weights.relays)
+        for slot in one_machine(config.weights.relays, config.pools, indices)
     ]
+
+
+def _gpus_here(device: str) -> tuple[Device, ...]:
+    """Return the GPUs of this machine that a run with this `model.device` uses, each with
+    its free memory.
+    """
+    if device == "cpu":
+        return ()
+    # without the driver's program, all processes use the first one
+    listed = gpus() or ((Device(index=0, kind="", memory_bytes=0),) if device == "cuda" else ())
+    try:
+        return tuple(
+            msgspec.structs.replace(gpu, memory_bytes=gpu_memory(f"cuda:{place}")[1])
+            for place, gpu in enumerate(listed)
+        )
+    except (RuntimeError, AssertionError):
+        if device == "auto":
+            return ()  # torch sees none of them
+        raise
+
+
+def with_device(config: RunConfig, hosts: Sequence[PlannedHost] | None) -> RunConfig:
+    """Return the configuration with the device that `auto` is on these hosts: the CPU as
+    long as they are not known.
+    """
+    if config.model.device != "auto":
+        return config
+    device = "cuda" if any(host.devices for host in hosts or ()) else "cpu"
+    model = config.model.model_copy(update={"device": device})
+    return config.model_copy(update={"model": model})
 
 
 def described(config: RunConfig, hosts: Mapping[str, Resources]) -> list[PlannedHost]:
@@ -214,8 +246,13 @@ def check_layout(
     """Refuse processes that have no place, or too little memory."""
     if hosts is None:
         return
-    gpus = sum(len(host.devices) for host in hosts)
-    if config.model.device.startswith("cuda") and not gpus:
+    count = sum(len(host.devices) for host in hosts)
+    if config.model.device == "cuda":
+        try:
+            config.check_on_gpus()
+        except ValueError as error:
+            yield fail("model.device", str(error))
+    if config.model.device == "cuda" and not count:
         yield fail("model.device", f"must be cpu on hosts without GPUs, got {config.model.device}")
         return
     for one in layout.unbound:
@@ -238,7 +275,7 @@ class _Plan:
     ) -> None:
         self._config, self._shape, self._hosts = config, shape, hosts
         self._names = {host.slot.number: host.name for host in hosts or ()}
-        self._on_gpu = config.model.device != "cpu"
+        self._on_gpu = config.model.device == "cuda"
 
     def controller(self) -> Iterator[Process]:
         """The processes beside the user's terminal."""

@@ -7,6 +7,8 @@ operation, for passes over a single sequence. Processes, CUDA and the temporary 
 of one operation are allowed for by constants, which were not measured on a GPU.
 """
 
+import dataclasses
+
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import HEAD_DIM, EngineConfig, ScratchModel
@@ -95,7 +97,12 @@ def rank_parts(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Part]
     parts = [
         Part(what="weights", nbytes=shard, knob="trainer.ranks"),
         Part(what="gradients", nbytes=shard, knob="trainer.ranks"),
-        Part(what="optimizer", nbytes=2 * shard, knob="trainer.ranks"),
+        Part(
+            what="optimizer",
+            nbytes=2 * shard,
+            on_device="optimizer" not in trainer.save_memory,
+            knob="trainer.save_memory",
+        ),
         Part(
             what="activations",
             nbytes=activations(config, shape),
@@ -115,9 +122,9 @@ def rank_parts(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Part]
     parts.append(
         Part(
             what="copy for a checkpoint",
-            nbytes=3 * count * MASTER_BYTES,
+            nbytes=3 * shard,
             on_device=False,
-            knob="model",
+            knob="trainer.ranks",
         )
     )
     if rank == 0:
@@ -133,7 +140,7 @@ def engine_parts(config: RunConfig, shape: ModelShape, group: EngineConfig) -> l
         Part(what="weights", nbytes=parameters(shape) * width, knob="model"),
         Part(what="KV cache", nbytes=kv, knob="engines.kv_tokens"),
     ]
-    if config.model.device == "cpu":
+    if config.model.device != "cuda":
         if config.model.dtype == "float32" and not group.deterministic:
             parts.append(Part(what="copy of the KV cache", nbytes=kv, knob="engines.kv_tokens"))
     else:
@@ -178,13 +185,17 @@ def activations(config: RunConfig, shape: ModelShape) -> int:
     together. Weights that are converted or concatenated for a product are kept, too.
     """
     longest = max(task.max_tokens for task in config.tasks)
-    on_cpu = config.model.device == "cpu"
+    on_cpu = config.model.device != "cuda"
     micro = min(config.trainer.micro_tokens, CPU_TOKENS) if on_cpu else config.trainer.micro_tokens
     tokens = min(max(micro, longest), batch_tokens(config))
+    width = DTYPE_BYTES[config.model.dtype]
     logits = min(HEAD_LOGITS, tokens * shape.vocab)
-    return saved_bytes(
-        shape, tokens, longest=longest, width=DTYPE_BYTES[config.model.dtype], on_cpu=on_cpu
-    ) + (HEAD_COPIES * 4 * logits)
+    kept = HEAD_COPIES * 4 * logits
+    if "activations" in config.trainer.save_memory:
+        # each layer's input, and one layer at a time
+        kept += shape.layers * tokens * shape.hidden * width
+        shape = dataclasses.replace(shape, layers=1)
+    return kept + saved_bytes(shape, tokens, longest=longest, width=width, on_cpu=on_cpu)
 
 
 def saved_bytes(shape: ModelShape, tokens: int, *, longest: int, width: int, on_cpu: bool) -> int:
@@ -269,7 +280,7 @@ def _versions(config: RunConfig, shape: ModelShape) -> Part:
 
 def _process(config: RunConfig, *, knob: str) -> list[Part]:
     """Return what a process needs that computes."""
-    if config.model.device == "cpu":
+    if config.model.device != "cuda":
         return [_interpreter(knob=knob)]
     return [Part(what="CUDA", nbytes=CUDA_BYTES, knob=knob), _interpreter(knob=knob)]
 

@@ -24,6 +24,7 @@ from rollweave.runtime.preflight.layout import (
     described,
     lay_out,
     this_machine,
+    with_device,
 )
 from rollweave.runtime.preflight.memory import (
     checkpoint_bytes,
@@ -33,7 +34,7 @@ from rollweave.runtime.preflight.memory import (
 )
 from rollweave.schema.chat import Message
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.errors import ConfigError, WeightsError
+from rollweave.schema.errors import ConfigError, HostError, WeightsError
 from rollweave.schema.hosts import Resources
 from rollweave.train.scratch import CHAT_TEMPLATE, build_tokenizer
 from rollweave.weights.checkpoint import ModelShape, read_shape, read_sizes
@@ -267,13 +268,14 @@ def _layout(
     elif config.cluster is None:
         try:
             planned = this_machine(config)
-        except (RuntimeError, AssertionError) as error:
+        except (RuntimeError, AssertionError, HostError) as error:
             return None, [
                 fail(
                     "model.device",
                     f"must be a CUDA device that works, got {config.model.device} ({error})",
                 )
             ]
+    config = with_device(config, planned)
     layout = lay_out(config, shape, planned)
     return layout, [*checks, *check_layout(config, layout, planned)]
 
