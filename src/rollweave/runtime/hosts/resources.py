@@ -41,14 +41,6 @@ def gpus_for(device: str) -> tuple[int, ...]:
     return () if device == "cpu" else tuple(gpu.index for gpu in devices())
 
 
-def has_gpus_for(device: str) -> bool:
-    """Return whether a process of this host with this `model.device` computes on a GPU.
-
-    Raises `HostError` like `gpus_for`.
-    """
-    return device == "cuda" or bool(gpus_for(device))
-
-
 def devices() -> tuple[Device, ...]:
     """Return the visible GPUs. Raises `HostError`."""
     program = shutil.which("nvidia-smi")
