@@ -12,6 +12,9 @@ import msgspec
 
 from rollweave.schema.base import Struct, TaggedStruct
 
+ALIVE_S = 0.5
+"""Seconds between two signs of life of an agent and its controller, in each direction."""
+
 
 class HostSlot(Struct, frozen=True, kw_only=True):
     """A host of the world, by its number in this run.
@@ -104,7 +107,7 @@ class ProcessEnded(TaggedStruct, frozen=True, kw_only=True):
 
 
 class HostAlive(TaggedStruct, frozen=True, kw_only=True):
-    """Sent several times a second by both sides, so that silence is noticed."""
+    """Sent every `ALIVE_S` by both sides, so that silence is noticed."""
 
 
 class HostReady(TaggedStruct, frozen=True, kw_only=True):
@@ -147,7 +150,6 @@ class StartProcess(TaggedStruct, frozen=True, kw_only=True):
 
     process: int
     key: bytes
-    name: str
     module: str
     env: dict[str, str]
     arguments: tuple[str, ...] = ()

@@ -11,7 +11,6 @@ import contextlib
 import os
 import socket
 import subprocess
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from rollweave.package import VERSION
 from rollweave.runtime.hosts.authentication import introduce
 from rollweave.schema.errors import HostError
 from rollweave.schema.hosts import (
+    ALIVE_S,
     AttachProcess,
     ControllerMessage,
     HostAccepted,
@@ -48,9 +48,6 @@ RETRY_S = 1.0
 
 ACCEPT_S = 10.0
 """Maximum seconds until the controller answers the offer to join."""
-
-ALIVE_S = 0.5
-"""Seconds between two signs of life, and between two looks at the processes' logs."""
 
 LOG_BYTES = 1 << 18
 """Maximum bytes of one process's log that are sent at once."""

@@ -176,9 +176,7 @@ class GatheredHosts:
 
     def _on_joined(self, remote: RemoteHost) -> None:
         member = self._members[remote.name] = _Member(number=next(self._numbers), remote=remote)
-        self.hosts.by_number[member.number] = Host(
-            name=remote.name, address=remote.address, spawn=remote.spawn
-        )
+        self.hosts.by_number[member.number] = Host(address=remote.address, spawn=remote.spawn)
         self._changed.set()
         if self._post is not None:
             self._post(HostJoined(host=self._slot(member)))

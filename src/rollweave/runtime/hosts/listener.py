@@ -25,6 +25,7 @@ from rollweave.runtime.hosts.authentication import admit
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.errors import HostError, WireError
 from rollweave.schema.hosts import (
+    ALIVE_S,
     AgentMessage,
     AttachProcess,
     HostAccepted,
@@ -39,9 +40,6 @@ from rollweave.schema.hosts import (
     ReleaseHost,
     StartProcess,
 )
-
-ALIVE_S = 0.5
-"""Seconds between two signs of life, in both directions."""
 
 SILENT_S = 4.0
 """Seconds without a sign of life after which a host counts as lost: more than a busy
@@ -227,7 +225,6 @@ class RemoteHost:
                 StartProcess(
                     process=process.number,
                     key=process.key,
-                    name=name,
                     module=module,
                     env=dict(env),
                     arguments=tuple(arguments),
