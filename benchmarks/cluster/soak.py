@@ -21,7 +21,8 @@ from benchmarks.cluster.hosts import HostsUnderTest
 from benchmarks.cluster.run import PATIENCE_S, ClusterRun, lost_trajectories
 from benchmarks.contract import Figure, Result
 from benchmarks.runs import conditions_of
-from rollweave.runtime.hosts.listener import ALIVE_S, SILENT_S
+from rollweave.runtime.hosts.listener import SILENT_S
+from rollweave.schema.hosts import ALIVE_S
 
 NOTICED_S = SILENT_S + 2 * ALIVE_S
 """Maximum seconds until the loss of a host is noticed."""

@@ -105,12 +105,21 @@ def train(
         bool, typer.Option("--fresh", help="First delete an earlier run of the same name.")
     ] = False,
     inproc: InProcess = False,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Use the nodes of the Ray cluster at HOST:PORT, or of this node's (auto).",
+        ),
+    ] = None,
 ) -> None:
     """Train an agent as configured in CONFIG."""
     with errors_reported():
         from rollweave.cli.train import train as work
 
         sets = [*(overrides or []), *([f"rollout.mode={mode}"] if mode is not None else [])]
+        if cluster is not None:
+            sets += ["cluster.launcher=ray", f"cluster.ray={cluster}"]
         work(
             config,
             sets,

@@ -45,7 +45,7 @@ def resolve(name: str) -> type[Any]:
 
     Raises ConfigError that says what is wrong with it and lists the known names.
     """
-    kind = load(_reference(name), what=f"environment {name!r}")
+    kind = load(reference_of(name), what=f"environment {name!r}")
     if not inspect.isclass(kind):
         raise ConfigError(f"environment {name!r} must be a class, got {type(kind).__name__}")
     lacks = min((_lacks(kind, methods) for methods in METHODS.values()), key=len)
@@ -150,7 +150,8 @@ def names() -> list[str]:
     return sorted({*BUILT_IN, *_announced()})
 
 
-def _reference(name: str) -> str:
+def reference_of(name: str) -> str:
+    """Return the `package.module:Class` that is called `name`. Raises ConfigError."""
     if name in BUILT_IN or ":" in name:
         return BUILT_IN.get(name, name)
     announced = _announced()

@@ -13,6 +13,7 @@ from rollweave.schema.errors import ConfigError
 EXTRAS = {
     "envs": ("gymnasium", "reasoning_gym"),
     "predict": ("sklearn", "threadpoolctl", "transformers"),
+    "ray": ("ray",),
     "search": ("bm25s",),
     "tools": ("jsonschema", "IPython"),
 }

@@ -33,6 +33,7 @@ from rollweave.record.summary import Summary, account_line, outcome_line, summar
 from rollweave.record.trace import Trace
 from rollweave.runtime.checkpoints import Checkpoints
 from rollweave.runtime.episodes import Episodes
+from rollweave.runtime.hosts import user_files
 from rollweave.runtime.hosts.cluster import GatheredHosts
 from rollweave.runtime.hosts.hosts import Hosts
 from rollweave.runtime.hosts.resources import gpus_for
@@ -153,6 +154,7 @@ class _Start:
                 self._run,
                 tasks,
                 relays=self._config.weights.relays,
+                user=user_files.of_run(self._config),
                 say=self._progress.phase,
             )
             try:

@@ -121,19 +121,38 @@ AgentMessage = (
 )
 
 
+class UserModule(Struct, frozen=True, kw_only=True):
+    """A top-level module that the value of a setting names."""
+
+    setting: str
+    value: str
+    module: str
+
+
 class HostAccepted(TaggedStruct, frozen=True, kw_only=True):
     """The host belongs to the run until its connection ends, or until it has not heard
     from the controller for `lease_s`: then it ends all processes that it started.
 
-    `directory` is the controller's working directory. `mark` is the content of the file
-    `mark_path` in the run's directory, which every host must see. Answered by
-    `HostReady`.
+    `mark` is the content of the file `mark_path` in the run's directory, which every
+    host must see. `env` is added to the environment of all processes. The user's files
+    follow as `UserFiles`, an archive of `archive_bytes` with the SHA-256 digest
+    `digest`; the directory with them is the processes' working directory, where
+    `modules` must be importable. Answered by `HostReady`.
     """
 
     lease_s: float
-    directory: str
     mark_path: str
     mark: str
+    env: dict[str, str] = msgspec.field(default_factory=dict)
+    archive_bytes: int = 0
+    digest: bytes = b""
+    modules: tuple[UserModule, ...] = ()
+
+
+class UserFiles(TaggedStruct, frozen=True, kw_only=True):
+    """The next part of the archive that `HostAccepted` announced."""
+
+    data: bytes
 
 
 class HostRefused(TaggedStruct, frozen=True, kw_only=True):
@@ -166,5 +185,77 @@ class ReleaseHost(TaggedStruct, frozen=True, kw_only=True):
 
 
 ControllerMessage = (
-    HostAccepted | HostRefused | StartProcess | KillProcess | ReleaseHost | HostAlive
+    HostAccepted | UserFiles | HostRefused | StartProcess | KillProcess | ReleaseHost | HostAlive
 )
+
+
+class AgentSpec(Struct, frozen=True, kw_only=True):
+    """An agent that a launcher starts; see `runtime/hosts/agent.HostAgent`.
+
+    It offers `cpus` cores if they are given, the GPUs `devices` of those that it sees,
+    or all of them, and `labels`.
+    """
+
+    name: str
+    address: str
+    controller: tuple[str, int]
+    secret: bytes
+    join_s: float
+    cpus: int | None = None
+    devices: tuple[int, ...] | None = None
+    labels: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+class ConnectRay(TaggedStruct, frozen=True, kw_only=True):
+    """Connect to the Ray cluster at `address`, or to that of this machine's node if it
+    is "auto". Answered by `RayConnected` or `RayFailed`.
+    """
+
+    address: str
+
+
+class StartAgents(TaggedStruct, frozen=True, kw_only=True):
+    """Keep an agent on every node of the cluster from now on."""
+
+    controller: tuple[str, int]
+    secret: bytes
+    join_s: float
+
+
+class StopAgents(TaggedStruct, frozen=True, kw_only=True):
+    """End all agents, and leave the cluster."""
+
+
+RayCommand = ConnectRay | StartAgents | StopAgents
+
+
+class RayConnected(TaggedStruct, frozen=True, kw_only=True):
+    """`address` is that of this machine's node, `hosts` the number of nodes that can
+    have an agent.
+    """
+
+    address: str
+    hosts: int
+
+
+class RayFailed(TaggedStruct, frozen=True, kw_only=True):
+    error: str
+
+
+class AgentPending(TaggedStruct, frozen=True, kw_only=True):
+    """Ray has not started the agent of this node, because others use its resources."""
+
+    host: str
+    reason: str
+
+
+class AgentEnded(TaggedStruct, frozen=True, kw_only=True):
+    """The agent of this node cannot be started, or ended with an error. It will be
+    started again.
+    """
+
+    host: str
+    error: str
+
+
+RayReport = RayConnected | RayFailed | AgentPending | AgentEnded

@@ -98,7 +98,7 @@ def relays_of(config: RunConfig) -> int:
     """
     if config.cluster is None:
         return config.weights.relays
-    return sum(_count(config, pool) for pool in config.pools) or config.cluster.hosts
+    return sum(_count(config, pool) for pool in config.pools) or config.cluster.hosts or 1
 
 
 def degrees_of(config: RunConfig) -> dict[str, list[int]]:

@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 from rollweave.runtime.hosts.listener import HostListener, RemoteHost
 from rollweave.runtime.tasks import Tasks
@@ -18,7 +20,16 @@ ROOT = Path(__file__).parents[3]
 class Listening:
     """A listener that records what it reports."""
 
-    def __init__(self, directory: Path, tasks: Tasks, *, silent_s: float, lease_s: float) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        tasks: Tasks,
+        *,
+        silent_s: float,
+        lease_s: float,
+        archive: bytes = b"",
+        **accepted: Any,
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         mark = directory / "mark"
         mark.write_text("this run")
@@ -28,8 +39,14 @@ class Listening:
         self.listener = HostListener(
             secret=SECRET,
             accepted=HostAccepted(
-                lease_s=lease_s, directory=str(ROOT), mark_path=str(mark), mark="this run"
+                lease_s=lease_s,
+                mark_path=str(mark),
+                mark="this run",
+                archive_bytes=len(archive),
+                digest=hashlib.sha256(archive).digest(),
+                **accepted,
             ),
+            archive=archive,
             tasks=tasks,
             on_joined=self.joined.put_nowait,
             on_lost=lambda host, reason: self.lost.put_nowait((host.name, reason)),
@@ -45,10 +62,10 @@ class Listening:
 
 @contextlib.asynccontextmanager
 async def listening(
-    directory: Path, *, silent_s: float = 4.0, lease_s: float = 10.0
+    directory: Path, *, silent_s: float = 4.0, lease_s: float = 10.0, **options: Any
 ) -> AsyncIterator[Listening]:
     async with Tasks() as tasks:
-        here = Listening(directory, tasks, silent_s=silent_s, lease_s=lease_s)
+        here = Listening(directory, tasks, silent_s=silent_s, lease_s=lease_s, **options)
         try:
             yield here
         finally:

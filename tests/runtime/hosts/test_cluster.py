@@ -27,6 +27,7 @@ from tests.runtime.whole import (
     controller,
     lines,
     make_config,
+    pids,
     replay,
     run,
     run_dir,
@@ -212,6 +213,40 @@ def test_a_resumed_controller_finds_its_hosts(tmp_path: Path, agents: Agents) ->
     assert_trained_once(config)
     assert agents.statuses() == {"a": 0, "b": 0}
     assert_no_processes(config)
+
+
+def test_the_controller_starts_agents_on_its_own_machine_and_again_when_they_end(
+    tmp_path: Path,
+) -> None:
+    config = make_config(tmp_path, steps=40, cluster={"launcher": "local", "hosts": 2})
+
+    agents: list[int] = []
+
+    def kill() -> None:
+        agents.extend({parent(pid) for pid, _ in pids(config)} - {0})
+        os.kill(agents[0], signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while not events(config, HostJoined) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    with meanwhile(config, 3, kill):
+        summary = run(config)
+    assert summary.error == ""
+    assert summary.account.balanced
+    (begun, lost, again) = events(config, RunStarted, HostLost, HostJoined)
+    names = {host.number: host.name for host in begun.hosts}
+    assert sorted(names.values()) == ["local-0", "local-1"]
+    assert again.host.name == names[lost.host]
+    assert_trained_once(config)
+    assert_no_processes(config)
+    assert not any(Path(f"/proc/{agent}").exists() for agent in agents)
+
+
+def parent(pid: int) -> int:
+    """Return the id of the parent of a process; 0 for one that is gone."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
 
 
 POOLS = {"compute": {"resource": "H800"}, "bandwidth": {"resource": "H20"}}

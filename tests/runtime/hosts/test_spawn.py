@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -26,16 +26,23 @@ async def start(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 class Started:
     """A process with what it has reported."""
 
-    def __init__(self, start: Spawn, log: Path, **options: object) -> None:
+    def __init__(
+        self,
+        start: Spawn,
+        log: Path,
+        *,
+        module: str = PROGRAM,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self.frames: asyncio.Queue[bytes] = asyncio.Queue()
         self.reasons: list[str] = []
         self.ended = asyncio.Event()
         self.log = log
         self.process: ChildProcess = start(
             name="one",
-            module=PROGRAM,
+            module=module,
             log=log,
-            env={"COLOR": "blue"},
+            env={"COLOR": "blue"} if env is None else env,
             on_frame=self._on_frame,
             on_gone=self._on_gone,
             arguments=("first", "second"),
@@ -94,9 +101,13 @@ async def test_large_frames_arrive_whole(one: Started) -> None:
     await one.end()
 
 
-async def test_environment_directory_and_arguments_arrive(one: Started) -> None:
+async def test_environment_directory_and_arguments_arrive(one: Started, start: Spawn) -> None:
     assert await one.ask(b"environment") == b"blue"
-    assert await one.ask(b"directory") == os.getcwd().encode()
+    directory = Path((await one.ask(b"directory")).decode())
+    if start is spawn:
+        assert directory == Path.cwd()
+    else:
+        assert directory.name.startswith("rollweave-host-")
     await until(lambda: one.log.exists() and "begun first second" in one.log.read_text())
     one.process.kill()
     await one.end()

@@ -11,19 +11,26 @@ import contextlib
 import os
 import socket
 import subprocess
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import msgspec
+
 from rollweave.io.child import exit_status, start_process
 from rollweave.io.framing import FramedSocket, send_frame
+from rollweave.io.locked_folders import temporary_folder
 from rollweave.io.wire import decoder_of, encode
 from rollweave.package import VERSION
+from rollweave.runtime.hosts import user_files
 from rollweave.runtime.hosts.authentication import introduce
+from rollweave.runtime.hosts.resources import resources
 from rollweave.schema.errors import HostError
 from rollweave.schema.hosts import (
     ALIVE_S,
+    AgentSpec,
     AttachProcess,
     ControllerMessage,
     HostAccepted,
@@ -38,6 +45,7 @@ from rollweave.schema.hosts import (
     ReleaseHost,
     Resources,
     StartProcess,
+    UserFiles,
 )
 
 CONNECT_S = 5.0
@@ -48,6 +56,9 @@ RETRY_S = 1.0
 
 ACCEPT_S = 10.0
 """Maximum seconds until the controller answers the offer to join."""
+
+FOLDER_PREFIX = "rollweave-host-"
+"""Prefix of the temporary folders with the user's files, one for each membership."""
 
 LOG_BYTES = 1 << 18
 """Maximum bytes of one process's log that are sent at once."""
@@ -101,7 +112,9 @@ class HostAgent:
         within `join_s`.
         """
         while True:
-            over, reason = await _Membership(self, await self._connect()).run()
+            sock = await self._connect()
+            with temporary_folder(FOLDER_PREFIX) as folder, contextlib.chdir("."):
+                over, reason = await _Membership(self, sock, folder).run()
             if over:
                 self._on_change(f"host {self.name}: the run is over")
                 return
@@ -136,17 +149,24 @@ class HostAgent:
             resources=self._resources,
         )
 
-    def enter(self, accepted: HostAccepted) -> str:
-        """Enter the run's working directory; return why that is impossible, or ""."""
+    def enter(self, accepted: HostAccepted, archive: bytes, folder: Path) -> str:
+        """Unpack the user's files into `folder`, and make it the working directory;
+        return why this host cannot serve the run, or "".
+        """
         try:
             if Path(accepted.mark_path).read_text() != accepted.mark:
                 raise OSError("another file of that name")
-            os.chdir(accepted.directory)
         except (OSError, ValueError) as problem:
             return (
-                f"host {self.name} must see the run's directory and the controller's working "
-                f"directory ({accepted.mark_path}, {accepted.directory}), got {problem}"
+                f"host {self.name} must see the run's directory ({accepted.mark_path}), got "
+                f"{problem}"
             )
+        try:
+            user_files.unpack(archive, accepted.digest, folder)
+            os.chdir(folder)
+            user_files.check(accepted.modules, folder)
+        except (OSError, HostError) as problem:
+            return f"host {self.name}: {problem}"
         self._on_change(f"host {self.name}: joined the run at {self.where}")
         return ""
 
@@ -168,11 +188,34 @@ class HostAgent:
             ) from None
 
 
+def agent_of(spec: AgentSpec) -> HostAgent:
+    """Return the agent that a launcher specifies. Raises `HostError`."""
+    found = resources(spec.labels)
+    chosen = spec.devices
+    return HostAgent(
+        name=spec.name,
+        controller=spec.controller,
+        secret=spec.secret,
+        resources=msgspec.structs.replace(
+            found,
+            cpus=spec.cpus or found.cpus,
+            devices=tuple(
+                device for device in found.devices if chosen is None or device.index in chosen
+            ),
+        ),
+        join_s=spec.join_s,
+        address=spec.address,
+    )
+
+
 class _Membership:
     """One membership in a run, from `JoinHost` to the end of its connection."""
 
-    def __init__(self, agent: HostAgent, sock: socket.socket) -> None:
-        self._agent = agent
+    def __init__(self, agent: HostAgent, sock: socket.socket, folder: Path) -> None:
+        self._agent, self._folder = agent, folder
+        self._accepted: HostAccepted | None = None
+        self._archive = bytearray()
+        self._entering: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._processes: dict[int, _Process] = {}
         self._tasks: dict[int, asyncio.Task[ProcessEnded]] = {}
@@ -196,6 +239,8 @@ class _Membership:
             reason = await self._ended
         finally:
             watch.cancel()
+            if self._entering is not None:
+                await asyncio.wait([self._entering])  # it uses the folder
             await self._end_all()
             self._control.close()
         if self._refused:
@@ -216,7 +261,10 @@ class _Membership:
         self._received_at = self._loop.time()
         match _decode(payload):
             case HostAccepted() as accepted:
-                self._accept(accepted)
+                self._accepted, self._lease_s = accepted, accepted.lease_s
+                self._receive(b"")
+            case UserFiles(data=data):
+                self._receive(data)
             case HostRefused(error=error):
                 self._refused = error
                 self._end(error)
@@ -231,12 +279,24 @@ class _Membership:
             case HostAlive():
                 pass
 
-    def _accept(self, accepted: HostAccepted) -> None:
-        """Enter the run, if this host sees what all hosts must see."""
-        self._lease_s = accepted.lease_s
-        if (error := self._agent.enter(accepted)) and not self._refused:
+    def _receive(self, data: bytes) -> None:
+        """Receive a part of the user's files, and enter the run once they are whole."""
+        self._archive += data
+        accepted = self._accepted
+        if accepted is not None and len(self._archive) >= accepted.archive_bytes:
+            self._entering = self._loop.create_task(self._enter(accepted))
+
+    async def _enter(self, accepted: HostAccepted) -> None:
+        """Enter the run, if this host has what all hosts must have."""
+        archive, self._archive = bytes(self._archive), bytearray()
+        error = await asyncio.to_thread(self._agent.enter, accepted, archive, self._folder)
+        if error and not self._refused:
             self._refused = error
         self._control.send(encode(HostReady(error=error)))
+
+    @property
+    def _env(self) -> dict[str, str]:
+        return self._accepted.env if self._accepted is not None else {}
 
     async def _run_process(self, start: StartProcess) -> ProcessEnded:
         """Run one process from its start to its end."""
@@ -271,7 +331,7 @@ class _Membership:
                 sock,
                 module=start.module,
                 log=Path(f"/dev/fd/{log.fileno()}"),
-                env=start.env,
+                env={**self._env, **start.env},
                 arguments=start.arguments,
             )
             opened.pop_all()

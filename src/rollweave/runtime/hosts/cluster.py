@@ -2,10 +2,12 @@
 the world starts, and reported to it afterwards.
 
 Without a cluster this machine is the only host, and nothing listens. With one, agents
-join the controller, which starts no process on its own machine unless an agent is there.
+join the controller, which starts no engine or rank on its own machine unless an agent is
+there.
 """
 
 import asyncio
+import hashlib
 import itertools
 import os
 import secrets
@@ -18,7 +20,9 @@ from rollweave.core.policy.waiting import Wait
 from rollweave.io.disk import replace_file
 from rollweave.record.rundir import RunDir
 from rollweave.runtime.hosts.hosts import Host, Hosts, hosts_here
+from rollweave.runtime.hosts.launchers import Launcher, launcher_of
 from rollweave.runtime.hosts.listener import LEASE_S, HostListener, RemoteHost
+from rollweave.runtime.hosts.user_files import UserFiles, pack, variables
 from rollweave.runtime.tasks import Tasks
 from rollweave.runtime.waiting import name_long_waits
 from rollweave.schema.config.sections import ClusterConfig, PoolConfig
@@ -52,47 +56,79 @@ class GatheredHosts:
         tasks: Tasks,
         *,
         relays: int = 0,
+        user: UserFiles | None = None,
         say: Callable[[str], None],
     ) -> None:
-        """`relays` is for how many hosts this machine stands without a cluster."""
+        """`relays` is for how many hosts this machine stands without a cluster; every
+        other host gets the files of `user`.
+        """
         self._cluster, self._pools, self._run = cluster, pools, run
+        self._user = user or UserFiles()
         self._tasks, self._say = tasks, say
         self._numbers = itertools.count()
         self._members: dict[str, _Member] = {}
         self._changed = asyncio.Event()
         self._post: Callable[[Event], None] | None = None
         self._listener: HostListener | None = None
+        self._launcher: Launcher | None = None
+        self._where = ""
+        """Where the controller listens."""
+        self._refusal = ""
+        """Why a host cannot join, if a launcher starts them."""
         self.hosts: Hosts = hosts_here(relays)
         self.slots: tuple[HostSlot, ...] = ()
         """The hosts with which the world starts; empty for this machine alone."""
 
     async def gather(self) -> None:
-        """Wait until as many hosts have joined as the configuration asks for.
+        """Have agents started if a launcher does that, and wait until as many hosts have
+        joined as the configuration asks for.
 
-        Raises `ConfigError` if they do not in time, or if the address is not free.
+        Raises `ConfigError` if they do not in time or cannot, or if the address is not
+        free.
         """
         cluster = self._cluster
         if cluster is None:
             return
         self.hosts = Hosts()
-        self._listener = self._listen(cluster.address)
-        secret = "" if SECRET_VARIABLE in os.environ else f" --secret-file {self._run.host_secret}"
-        self._say(f"waiting for {cluster.hosts} hosts: rollweave host --join {self._where}{secret}")
-        naming = self._tasks.spawn(self._name_long_wait(cluster.hosts), "name the wait for hosts")
+        self._launcher = launcher_of(
+            cluster, logs=self._run.logs, say=self._say, fail=self._on_refused
+        )
+        reach = None if self._launcher is None else await self._launcher.open()
+        host = cluster.host or (reach.address if reach is not None else "")
+        wanted = cluster.hosts or (reach.hosts if reach is not None else 1)
+        secret = self._secret()
+        self._listener = self._listen(cluster, host, secret)
+        self._where = f"{host}:{self._listener.port}"
+        if self._launcher is None:
+            given = SECRET_VARIABLE in os.environ
+            option = "" if given else f" --secret-file {self._run.host_secret}"
+            self._say(f"waiting for {wanted} hosts: rollweave host --join {self._where}{option}")
+        else:
+            self._launcher.start((host, self._listener.port), secret)
+            self._say(f"waiting for {wanted} hosts")
+        naming = self._tasks.spawn(self._name_long_wait(wanted), "name the wait for hosts")
         try:
             async with asyncio.timeout(cluster.join_s):
-                while len(self._members) < cluster.hosts:
-                    self._changed.clear()
-                    await self._changed.wait()
+                await self._until_joined(wanted)
         except TimeoutError:
             names = ", ".join(self._members) or "none"
             raise ConfigError(
-                f"cluster.hosts must join within {cluster.join_s:g} s, {cluster.hosts} of them, "
+                f"cluster.hosts must join within {cluster.join_s:g} s, {wanted} of them, "
                 f"got {names}"
             ) from None
         finally:
             naming.cancel()
         self.slots = tuple(self._slot(member) for member in self._members.values())
+
+    async def _until_joined(self, wanted: int) -> None:
+        """Wait for so many hosts. Raises `ConfigError` if one that a launcher starts
+        cannot join.
+        """
+        while len(self._members) < wanted:
+            if self._refusal and self._launcher is not None:
+                raise ConfigError(self._refusal)
+            self._changed.clear()
+            await self._changed.wait()
 
     async def _name_long_wait(self, hosts: int) -> None:
         """Say from time to time which hosts have joined."""
@@ -128,38 +164,39 @@ class GatheredHosts:
         """Release all hosts."""
         if self._listener is not None:
             await self._listener.close()
+        if self._launcher is not None:
+            await self._launcher.close()
 
     def _slot(self, member: _Member) -> HostSlot:
         return slot_of(self._pools, member.number, member.remote.name, member.remote.resources)
 
-    @property
-    def _where(self) -> str:
-        assert self._listener is not None, "it listens"
-        assert self._cluster is not None, "there is a cluster"
-        return f"{self._cluster.host}:{self._listener.port}"
-
-    def _listen(self, address: str) -> HostListener:
-        assert self._cluster is not None, "there is a cluster"
+    def _listen(self, cluster: ClusterConfig, host: str, secret: bytes) -> HostListener:
         run, mark = self._run, secrets.token_hex(SECRET_BYTES)
+        archive = pack(self._user, cluster.files)
         replace_file(run.host_mark, mark.encode())
         listener = HostListener(
-            secret=self._secret(),
+            secret=secret,
             accepted=HostAccepted(
                 lease_s=LEASE_S,
-                directory=os.getcwd(),
                 mark_path=str(run.host_mark),
                 mark=mark,
+                env=variables(cluster.env),
+                archive_bytes=len(archive),
+                digest=hashlib.sha256(archive).digest(),
+                modules=self._user.modules,
             ),
+            archive=archive,
             tasks=self._tasks,
             on_joined=self._on_joined,
             on_lost=self._on_lost,
-            on_refused=self._say,
+            on_refused=self._on_refused,
         )
         try:
-            listener.listen(self._cluster.host, self._cluster.port)
+            listener.listen(host, cluster.port)
         except OSError as error:
             raise ConfigError(
-                f"cluster.address must be a free address of this host, got {address}: {error}"
+                "cluster.address must be a free address of this host, got "
+                f"{cluster.address or host}: {error}"
             ) from None
         return listener
 
@@ -176,12 +213,22 @@ class GatheredHosts:
 
     def _on_joined(self, remote: RemoteHost) -> None:
         member = self._members[remote.name] = _Member(number=next(self._numbers), remote=remote)
-        self.hosts.by_number[member.number] = Host(address=remote.address, spawn=remote.spawn)
+        self.hosts.by_number[member.number] = Host(
+            name=remote.name, address=remote.address, spawn=remote.spawn
+        )
         self._changed.set()
         if self._post is not None:
             self._post(HostJoined(host=self._slot(member)))
         else:
             self._say(f"host {remote.name} has joined")
+
+    def _on_refused(self, error: str) -> None:
+        """Report why a host cannot join."""
+        if self._post is None and self._launcher is not None:
+            self._refusal = error
+            self._changed.set()
+        else:
+            self._say(error)
 
     def _on_lost(self, remote: RemoteHost, reason: str) -> None:
         member = self._members.pop(remote.name)

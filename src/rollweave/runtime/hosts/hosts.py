@@ -22,6 +22,7 @@ Each loopback address looks like a host of its own, and `tc` can tell them apart
 class Host:
     """One host: how to start a process there, and its address."""
 
+    name: str
     address: str
     spawn: Spawn = spawn
 
@@ -63,7 +64,10 @@ class Hosts:
 def hosts_here(count: int) -> Hosts:
     """Return this machine as the hosts of a run: one, or `count` for so many relays."""
     if not count:
-        return Hosts(by_number={0: Host(address=str(LOOPBACK))})
+        return Hosts(by_number={0: Host(name="this host", address=str(LOOPBACK))})
     return Hosts(
-        by_number={number: Host(address=str(FIRST_ADDRESS + number)) for number in range(count)}
+        by_number={
+            number: Host(name=f"host {number}", address=str(FIRST_ADDRESS + number))
+            for number in range(count)
+        }
     )

@@ -39,6 +39,7 @@ from rollweave.schema.hosts import (
     ProcessStarted,
     ReleaseHost,
     StartProcess,
+    UserFiles,
 )
 
 SILENT_S = 4.0
@@ -64,6 +65,9 @@ MAX_UNAUTHENTICATED = 64
 
 CONTROL_BYTES = 4 << 20
 """Maximum size of an agent's message: a chunk of a log is smaller."""
+
+PART_BYTES = 1 << 20
+"""Maximum bytes of the user's files in one message: each message is a sign of life."""
 
 _decode = decoder_of(AgentMessage)
 
@@ -253,9 +257,11 @@ class RemoteHost:
             await self._received.wait()
         return not self._control.closed
 
-    def accept(self, accepted: HostAccepted) -> None:
-        """Tell the agent that its host belongs to the run."""
+    def accept(self, accepted: HostAccepted, archive: bytes) -> None:
+        """Tell the agent that its host belongs to the run, and send it the user's files."""
         self._control.send(encode(accepted))
+        for start in range(0, len(archive), PART_BYTES):
+            self._control.send(encode(UserFiles(data=archive[start : start + PART_BYTES])))
 
     def release(self) -> None:
         """Let the agent end all its processes and leave, because the run is over."""
@@ -315,7 +321,8 @@ class RemoteHost:
 class HostListener:
     """Admits agents that know `secret`.
 
-    All callbacks run on the event loop. `on_refused` receives why a host cannot join;
+    Each host that joins gets `accepted` and `archive`, the user's files. All callbacks
+    run on the event loop. `on_refused` receives why a host cannot join;
     `on_lost` receives the reason of a loss, and is not called for hosts that `close`
     releases.
     """
@@ -325,13 +332,15 @@ class HostListener:
         *,
         secret: bytes,
         accepted: HostAccepted,
+        archive: bytes = b"",
         tasks: Tasks,
         on_joined: Callable[[RemoteHost], None],
         on_lost: Callable[[RemoteHost, str], None],
         on_refused: Callable[[str], None],
         silent_s: float = SILENT_S,
     ) -> None:
-        self._secret, self._accepted, self._tasks = secret, accepted, tasks
+        self._secret, self._tasks = secret, tasks
+        self._accepted, self._archive = accepted, archive
         self._on_joined, self._on_lost, self._on_refused = on_joined, on_lost, on_refused
         self._silent_s = silent_s
         self._hosts: dict[str, RemoteHost] = {}
@@ -434,7 +443,7 @@ class HostListener:
             self._on_refused(str(problem))
             return
         host = self._hosts[joined.name] = RemoteHost(joined, sock, silent_s=self._silent_s)
-        host.accept(self._accepted)
+        host.accept(self._accepted, self._archive)
         if error := await host.ready:
             del self._hosts[host.name]
             host.lose(error)

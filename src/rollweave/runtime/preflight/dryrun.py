@@ -13,7 +13,9 @@ from rollweave.envs.rules import named, rule
 from rollweave.io.extras import how_to_install
 from rollweave.io.sockets import bound_socket
 from rollweave.record.rundir import RunDir
+from rollweave.runtime.hosts import user_files
 from rollweave.runtime.hosts.hosts import hosts_here
+from rollweave.runtime.hosts.launchers import check_launcher
 from rollweave.runtime.preflight.checks import Check, fail, ok, warn
 from rollweave.runtime.preflight.environments import Domain, examine_domain
 from rollweave.runtime.preflight.layout import Layout
@@ -204,9 +206,10 @@ def _cluster(config: RunConfig, hosts: Mapping[str, Resources] | None) -> Iterat
         if hosts is not None:
             yield fail("--hosts", f"must be left out without [cluster], got {len(hosts)} hosts")
         return
-    text = f"waits for {cluster.hosts} hosts at {cluster.address}"
+    where = f" at {cluster.address}" if cluster.address is not None else ""
+    text = f"waits for {cluster.hosts or 'all'} hosts of launcher {cluster.launcher}{where}"
     if hosts is not None:
-        if cluster.hosts > len(hosts):
+        if cluster.hosts is not None and cluster.hosts > len(hosts):
             yield fail(
                 "cluster.hosts",
                 f"must be at most the number of hosts described ({len(hosts)}), got "
@@ -216,7 +219,14 @@ def _cluster(config: RunConfig, hosts: Mapping[str, Resources] | None) -> Iterat
             yield ok("cluster", text)
         return
     try:
-        bound_socket(cluster.host, cluster.port).close()
+        check_launcher(cluster)
+        user_files.variables(cluster.env)
+        user_files.pack(user_files.of_run(config), cluster.files)
+        if cluster.address is not None:
+            bound_socket(cluster.host, cluster.port).close()
+    except ConfigError as error:
+        field, _, problem = str(error).partition(" ")
+        yield fail(field, problem)
     except OSError as error:
         yield fail(
             "cluster.address",

@@ -301,7 +301,7 @@ class _Plan:
         config = self._config
         count = config.weights.relays
         if config.cluster is not None:
-            count = len(self._hosts) if self._hosts is not None else config.cluster.hosts
+            count = len(self._hosts) if self._hosts is not None else config.cluster.hosts or 1
         first = ranks[0].host if ranks else 0
         for number in range(count):
             beside = number == first

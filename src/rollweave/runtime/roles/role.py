@@ -14,6 +14,7 @@ from rollweave.core.policy.pools import empty_pools
 from rollweave.record.rundir import RunDir
 from rollweave.runtime.hosts.cluster import GatheredHosts, slot_of
 from rollweave.runtime.hosts.resources import resources as resources_here
+from rollweave.runtime.hosts.user_files import of_worker
 from rollweave.runtime.roles.group import WorkerGroup, WorkerPlace
 from rollweave.runtime.roles.worker import DEFAULT, TAG, Declaration, Worker, declarations
 from rollweave.runtime.tasks import Tasks
@@ -140,7 +141,14 @@ class Role:
     async def _run(self, opened: "asyncio.Future[None]") -> None:
         """Hold the hosts and the workers until `close`."""
         async with Tasks() as tasks:
-            hosts = GatheredHosts(self._cluster, self._pools, self.run, tasks, say=_say)
+            hosts = GatheredHosts(
+                self._cluster,
+                self._pools,
+                self.run,
+                tasks,
+                user=of_worker(self._spec.reference),
+                say=_say,
+            )
             try:
                 await hosts.gather()
                 workers = self._started(hosts)

@@ -89,6 +89,9 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, object]]:
         yield "ablation.without", "for deltas while weights.relays is 0", "deltas"
     if "optimizer" in config.trainer.save_memory and config.model.device == "cpu":
         yield "trainer.save_memory", "for optimizer on model.device cpu", "optimizer"
+    cluster = config.cluster
+    if cluster is not None and cluster.launcher != "ray" and is_changed(cluster, "ray"):
+        yield "cluster.ray", f"with launcher {cluster.launcher}", cluster.ray
     if "latency_sigma" in config.faults and not config.faults.get("latency_s"):
         yield "faults.latency_sigma", "without faults.latency_s", config.faults["latency_sigma"]
 

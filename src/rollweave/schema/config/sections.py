@@ -478,37 +478,66 @@ class BufferConfig(Section):
     )
 
 
-class ClusterConfig(Section):
-    """The other hosts of a run. Without this section, it uses this machine alone.
+ENDPOINT = r"(\[[0-9a-fA-F:.]+\]|[^\[\]:@/?#\s]+):[0-9]{1,5}"
+"""Pattern of an address and a port."""
 
-    Every host runs an agent (`rollweave host`), which joins the controller; the
-    controller's own machine takes part only if an agent is there, too.
+Endpoint = Annotated[str, matching(ENDPOINT, "be an address and a port, HOST:PORT")]
+RayAddress = Annotated[
+    str,
+    matching(f"auto|{ENDPOINT}", "be auto, or HOST:PORT of a Ray cluster with a node here"),
+]
+Variable = Annotated[str, matching(r"[A-Za-z_]\w*", "be the name of an environment variable")]
+
+
+class ClusterConfig(Section):
+    """The hosts of a run. Without this section, it uses this machine alone.
+
+    Every host runs an agent, which joins the controller; the controller's own machine
+    takes part only if an agent is there, too.
     """
 
-    address: Annotated[
-        str,
-        matching(
-            r"(\[[0-9a-fA-F:.]+\]|[^\[\]:@/?#\s]+):[0-9]{1,5}",
-            "be an address and a port, HOST:PORT",
-        ),
-    ] = Field(
-        description="Address of this machine and port on which the controller listens for hosts; "
-        "port 0 is any free one."
+    launcher: Literal["manual", "local", "ray"] = Field(
+        "manual",
+        description="What starts the agents: manual, the user by `rollweave host`; ray, Ray, one "
+        "on each of its nodes; local, the controller on this machine, to try a configuration.",
     )
-    hosts: PositiveInt = Field(
+    address: Endpoint | None = Field(
+        None,
+        description="Address of this machine and port on which the controller listens for hosts; "
+        "port 0 is any free one. Unset: the loopback address with launcher local, the address of "
+        "this node with launcher ray.",
+    )
+    hosts: PositiveInt | None = Field(
+        None,
         description="Number of hosts that must have joined before the run begins; others may join "
-        "later."
+        "later. Unset, with launcher ray: the nodes that Ray has at the start.",
     )
     join_s: Positive = Field(600.0, description="Maximum seconds to wait for these hosts.")
+    ray: RayAddress = Field(
+        "auto",
+        description="Address of the Ray cluster, of which this machine is a node; auto: that of "
+        "the node that runs here.",
+    )
+    env: tuple[Variable, ...] = Field(
+        (),
+        description="Environment variables of the controller that processes on all hosts get, too; "
+        "for example HF_TOKEN.",
+    )
+    files: tuple[str, ...] = Field(
+        (),
+        description="Files and folders below the working directory that every host gets, beside "
+        "the modules and files that the tasks name.",
+    )
 
     @property
     def host(self) -> str:
-        """The address without the port."""
-        return self.address.rpartition(":")[0].strip("[]")
+        """The address without the port; "" if it is unset."""
+        return (self.address or "").rpartition(":")[0].strip("[]")
 
     @property
     def port(self) -> int:
-        return int(self.address.rpartition(":")[2])
+        """The port; 0 if it is unset."""
+        return 0 if self.address is None else int(self.address.rpartition(":")[2])
 
 
 class PoolConfig(Section):

@@ -1,0 +1,240 @@
+"""Start the agents of a run, so that the user need not: on this machine, or on the nodes
+of a Ray cluster.
+
+Invariants: an agent that ends before the run does is started again; agents end with the
+controller, in whatever way it ends.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from rollweave.io.child import ChildProcess, spawn
+from rollweave.io.extras import how_to_install, missing_from
+from rollweave.io.wire import decoder_of, encode
+from rollweave.runtime.hosts.resources import resources
+from rollweave.schema.config.sections import ClusterConfig
+from rollweave.schema.errors import ConfigError, HostError
+from rollweave.schema.hosts import (
+    AgentEnded,
+    AgentPending,
+    AgentSpec,
+    ConnectRay,
+    RayConnected,
+    RayFailed,
+    RayReport,
+    Resources,
+    StartAgents,
+    StopAgents,
+)
+
+LOOPBACK = "127.0.0.1"
+
+RETRY_S = 1.0
+"""Seconds between the end of an agent on this machine and its next start."""
+
+CLOSE_S = 10.0
+"""Maximum seconds for agents to end once the run is over."""
+
+RAY_CONNECT_S = 90.0
+"""Maximum seconds to import Ray and to connect to its cluster."""
+
+_decode = decoder_of(RayReport)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """What a launcher can reach: `address` is where its hosts reach the controller, and
+    `hosts` their number at present.
+    """
+
+    address: str
+    hosts: int
+
+
+class Launcher(Protocol):
+    """Starts the agents of a run."""
+
+    async def open(self) -> Reach:
+        """Find the hosts. Raises ConfigError."""
+
+    def start(self, controller: tuple[str, int], secret: bytes) -> None:
+        """Start an agent on each host from now on."""
+
+    async def close(self) -> None:
+        """End all agents, which the controller has released, and wait for their end."""
+
+
+def launcher_of(
+    cluster: ClusterConfig, *, logs: Path, say: Callable[[str], None], fail: Callable[[str], None]
+) -> Launcher | None:
+    """Return the launcher that the configuration names; None if the user starts the
+    agents.
+
+    `say` receives lines for the user, `fail` why an agent cannot be started. Raises
+    ConfigError.
+    """
+    match cluster.launcher:
+        case "local":
+            return LocalLauncher(cluster, logs)
+        case "ray":
+            check_launcher(cluster)
+            return RayLauncher(cluster, logs, say=say, fail=fail)
+        case _:
+            return None
+
+
+def check_launcher(cluster: ClusterConfig) -> None:
+    """Raise ConfigError if the launcher needs a package that is not installed."""
+    if cluster.launcher == "ray" and missing_from("ray"):
+        raise ConfigError(
+            f"cluster.launcher ray must be installed ({how_to_install('ray')}), got none"
+        )
+
+
+class LocalLauncher:
+    """Starts several agents on this machine, among which its cores and GPUs are divided."""
+
+    def __init__(self, cluster: ClusterConfig, logs: Path) -> None:
+        assert cluster.hosts is not None, "it is checked with the configuration"
+        self._count, self._join_s, self._logs = cluster.hosts, cluster.join_s, logs
+        self._resources: Resources | None = None
+        self._agents: dict[int, ChildProcess] = {}
+        self._retries: dict[int, asyncio.TimerHandle] = {}
+        self._closing = False
+
+    async def open(self) -> Reach:
+        """List this machine's GPUs. Raises ConfigError."""
+        try:
+            self._resources = await asyncio.to_thread(resources)
+        except HostError as error:
+            raise ConfigError(str(error)) from None
+        return Reach(address=LOOPBACK, hosts=self._count)
+
+    def start(self, controller: tuple[str, int], secret: bytes) -> None:
+        """Start all agents."""
+        assert self._resources is not None, "it is open"
+        devices = [device.index for device in self._resources.devices]
+        for number in range(self._count):
+            spec = AgentSpec(
+                name=f"local-{number}",
+                address=LOOPBACK,
+                controller=controller,
+                secret=secret,
+                join_s=self._join_s,
+                cpus=max(1, self._resources.cpus // self._count),
+                devices=tuple(devices[number :: self._count]),
+            )
+            self._spawn(number, spec)
+
+    async def close(self) -> None:
+        """Wait until all agents have ended, and kill those that do not."""
+        self._closing = True
+        for retry in self._retries.values():
+            retry.cancel()
+        await _end(list(self._agents.values()))
+
+    def _spawn(self, number: int, spec: AgentSpec) -> None:
+        def on_gone(reason: str) -> None:
+            del self._agents[number]
+            if not self._closing:
+                loop = asyncio.get_running_loop()
+                self._retries[number] = loop.call_later(RETRY_S, self._spawn, number, spec)
+
+        self._agents[number] = spawn(
+            name=f"agent {spec.name}",
+            module="rollweave.runtime.entrypoints.agent",
+            log=self._logs / f"agent-{number}.log",
+            env={},
+            on_frame=lambda _: None,
+            on_gone=on_gone,
+        )
+        self._agents[number].send(encode(spec))
+
+
+class RayLauncher:
+    """Has Ray start one agent on each of its nodes, by a process that is Ray's driver
+    (`runtime/hosts/on_ray`).
+
+    Ray stays out of the controller, which it would end with its own node.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterConfig,
+        logs: Path,
+        *,
+        say: Callable[[str], None],
+        fail: Callable[[str], None],
+    ) -> None:
+        self._cluster, self._logs, self._say, self._fail = cluster, logs, say, fail
+        self._driver: ChildProcess | None = None
+        self._reach: asyncio.Future[Reach] = asyncio.get_running_loop().create_future()
+        self._closing = False
+
+    async def open(self) -> Reach:
+        """Connect to the cluster. Raises ConfigError."""
+        self._driver = spawn(
+            name="ray",
+            module="rollweave.runtime.entrypoints.ray",
+            log=self._logs / "ray.log",
+            env={},
+            on_frame=self._on_frame,
+            on_gone=self._on_gone,
+        )
+        self._driver.send(encode(ConnectRay(address=self._cluster.ray)))
+        try:
+            async with asyncio.timeout(RAY_CONNECT_S):
+                return await self._reach
+        except TimeoutError:
+            raise ConfigError(self._unreachable(f"no answer in {RAY_CONNECT_S:g} s")) from None
+
+    def start(self, controller: tuple[str, int], secret: bytes) -> None:
+        """Have an agent started on every node, and on each that joins the cluster."""
+        assert self._driver is not None, "it is open"
+        self._driver.send(
+            encode(StartAgents(controller=controller, secret=secret, join_s=self._cluster.join_s))
+        )
+
+    async def close(self) -> None:
+        """Leave the cluster, which ends what is left of the agents."""
+        self._closing = True
+        if self._driver is not None:
+            self._driver.send(encode(StopAgents()))
+            await _end([self._driver])
+
+    def _unreachable(self, reason: str) -> str:
+        return (
+            "cluster.ray must be the address of a Ray cluster that has a node on this machine, got "
+            f"{self._cluster.ray}: {reason}"
+        )
+
+    def _on_frame(self, payload: bytes) -> None:
+        match _decode(payload):
+            case RayConnected(address=address, hosts=hosts) if not self._reach.done():
+                self._reach.set_result(Reach(address=address, hosts=hosts))
+            case RayFailed(error=error) if not self._reach.done():
+                self._reach.set_exception(ConfigError(self._unreachable(error)))
+            case AgentPending(host=host, reason=reason):
+                self._say(f"host {host}: {reason}")
+            case AgentEnded(host=host, error=error):
+                self._fail(f"host {host}: {error}")
+
+    def _on_gone(self, reason: str) -> None:
+        if not self._reach.done():
+            self._reach.set_exception(ConfigError(self._unreachable(reason)))
+        elif not self._closing:
+            self._fail(f"the connection to Ray is lost, and with it all hosts: {reason}")
+
+
+async def _end(processes: list[ChildProcess]) -> None:
+    """Wait until these processes have ended, and kill those that take too long."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(CLOSE_S):
+            await asyncio.gather(*(process.gone() for process in processes))
+    for process in processes:
+        process.kill()
+    await asyncio.gather(*(process.gone() for process in processes))

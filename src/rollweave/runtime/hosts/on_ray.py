@@ -1,0 +1,217 @@
+"""One agent on each node of a Ray cluster, as an actor that reserves all of the node's
+CPUs, GPUs and named resources, so that Ray gives them to no other work.
+
+Ray places the agents and ends them; it carries none of the run's data. This module runs
+in the driver, a process of its own, with which Ray ends all actors. Ray is imported
+only here.
+"""
+
+import asyncio
+import importlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollweave.io.extras import from_extra
+from rollweave.runtime.hosts.agent import agent_of
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.hosts import AgentEnded, AgentPending, AgentSpec, StartAgents
+
+PROBE_S = 5.0
+"""Maximum seconds for a connection to Ray's address."""
+
+GCS_S = 15
+"""Maximum seconds for a request to Ray's global control service, in which a node on this
+machine must be found, too.
+"""
+
+RETRY_S = 10.0
+"""Seconds between the failure of an agent and its next start on that node."""
+
+PENDING_S = 10.0
+"""Seconds after which an agent is reported that Ray has not placed."""
+
+RAYS_OWN = frozenset(("CPU", "GPU", "memory", "object_store_memory"))
+"""Resources that every node of Ray may have."""
+
+ACCELERATOR = "accelerator_type:"
+"""Prefix of the resource by which Ray names the kind of a node's GPUs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A node of a Ray cluster. `resources` are those that the user named."""
+
+    id: str
+    name: str
+    address: str
+    cpus: float
+    gpus: float
+    resources: Mapping[str, float]
+    labels: Mapping[str, float]
+    """Names by which a pool may select the node: its resources and kinds of GPUs."""
+
+    def describe(self) -> str:
+        """Return what an agent reserves, as text."""
+        amounts = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
+        return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items() if amount)
+
+
+def nodes_of(table: Iterable[Mapping[str, Any]]) -> dict[str, Node]:
+    """Return the living nodes of Ray's table, by id, on which Ray may start work.
+
+    Nodes of the same name are told apart by their ids.
+    """
+    found: dict[str, Node] = {}
+    for row in table:
+        have: Mapping[str, float] = row.get("Resources", {})
+        cpus, gpus = have.get("CPU", 0.0), have.get("GPU", 0.0)
+        if not row["Alive"] or (not cpus and not gpus):
+            continue
+        named = {
+            name: amount
+            for name, amount in have.items()
+            if name not in RAYS_OWN and not name.startswith(("node:", ACCELERATOR))
+        }
+        kinds = {
+            name.removeprefix(ACCELERATOR): gpus for name in have if name.startswith(ACCELERATOR)
+        }
+        name, number = row.get("NodeName") or row["NodeManagerAddress"], row["NodeID"]
+        if any(node.name == name for node in found.values()):
+            name = f"{name}-{number[:8]}"
+        found[number] = Node(
+            id=number,
+            name=name,
+            address=row["NodeManagerAddress"],
+            cpus=cpus,
+            gpus=gpus,
+            resources=named,
+            labels={**kinds, **named},
+        )
+    return found
+
+
+def connect(address: str) -> Any:
+    """Connect to the Ray cluster at `address`, or to that of the node on this machine for
+    "auto", and return the module `ray`.
+
+    Raises ConfigError.
+    """
+    os.environ.setdefault("RAY_gcs_server_request_timeout_seconds", str(GCS_S))
+    with from_extra("ray"):
+        ray: Any = importlib.import_module("ray")
+    try:
+        if address != "auto":
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
+        ray.init(address=address, logging_level="warning")
+    except Exception as error:  # Ray raises several, and its own
+        raise ConfigError(_one_line(error)) from error
+    return ray
+
+
+class AgentActor:
+    """The agent of one node, as an actor."""
+
+    def ready(self) -> None:
+        """Return, since the actor has been placed."""
+
+    def run(self, spec: AgentSpec) -> None:
+        """Serve until the run is over. Raises HostError as `HostAgent.run` does."""
+        asyncio.run(agent_of(spec).run())
+
+
+@dataclass(kw_only=True, eq=False)
+class _Running:
+    """An agent that was started. `ready` and `ended` are Ray's references to results."""
+
+    node: Node
+    actor: Any
+    ready: Any
+    ended: Any
+    since: float = field(default_factory=time.monotonic)
+    reported: bool = False
+
+
+class Agents:
+    """The agents on all nodes. `report` receives what the user should know."""
+
+    def __init__(
+        self, ray: Any, start: StartAgents, report: Callable[[AgentPending | AgentEnded], None]
+    ) -> None:
+        self._ray, self._start, self._report = ray, start, report
+        self._affinity = importlib.import_module(
+            "ray.util.scheduling_strategies"
+        ).NodeAffinitySchedulingStrategy
+        self._actor = ray.remote(AgentActor)
+        self._running: dict[str, _Running] = {}
+        self._not_before: dict[str, float] = {}
+        """When an agent may be started again, by the node's id."""
+
+    def poll(self) -> None:
+        """Start an agent on each node that has none, and report those that ended."""
+        for node_id, running in list(self._running.items()):
+            if self._done(running.ended):
+                del self._running[node_id]
+                self._ended(running)
+            elif not running.reported and not self._done(running.ready):
+                self._pending(running)
+        now = time.monotonic()
+        for node_id, node in nodes_of(self._ray.nodes()).items():
+            if node_id not in self._running and now >= self._not_before.get(node_id, now):
+                self._running[node_id] = self._launch(node)
+
+    def _launch(self, node: Node) -> _Running:
+        actor = self._actor.options(
+            num_cpus=node.cpus,
+            num_gpus=node.gpus,
+            resources=dict(node.resources),
+            scheduling_strategy=self._affinity(node_id=node.id, soft=False),
+        ).remote()
+        spec = AgentSpec(
+            name=node.name,
+            address=node.address,
+            controller=self._start.controller,
+            secret=self._start.secret,
+            join_s=self._start.join_s,
+            cpus=max(1, int(node.cpus)),
+            devices=None if node.gpus else (),
+            labels=dict(node.labels),
+        )
+        return _Running(
+            node=node, actor=actor, ready=actor.ready.remote(), ended=actor.run.remote(spec)
+        )
+
+    def _ended(self, running: _Running) -> None:
+        """Report why an agent ended, unless its run is over or Ray has lost the node."""
+        self._not_before[running.node.id] = time.monotonic() + RETRY_S
+        try:
+            self._ray.get(running.ended)
+        except self._ray.exceptions.RayTaskError as error:
+            self._report(AgentEnded(host=running.node.name, error=_one_line(error.cause)))
+        except self._ray.exceptions.RayError as error:
+            if not self._done(running.ready):
+                self._report(AgentEnded(host=running.node.name, error=_one_line(error)))
+
+    def _pending(self, running: _Running) -> None:
+        if time.monotonic() - running.since > PENDING_S:
+            running.reported = True
+            self._report(
+                AgentPending(
+                    host=running.node.name,
+                    reason=f"waiting for Ray to reserve all of the node ({running.node.describe()})"
+                    ", which other work may use",
+                )
+            )
+
+    def _done(self, reference: Any) -> bool:
+        return bool(self._ray.wait([reference], timeout=0)[0])
+
+
+def _one_line(error: BaseException) -> str:
+    """Return the first line of an error that says anything."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,214 @@
+"""The user's modules and files that every host of a run gets: the controller packs
+them, and each agent unpacks them into a folder that is removed when it leaves the run.
+
+Rollout workers need the modules, files and folders that the tasks name, and workers of
+the user's own their modules or scripts, as far as these are below the controller's working
+directory. `cluster.files` adds to them.
+"""
+
+import gzip
+import hashlib
+import importlib.util
+import io
+import os
+import re
+import sys
+import tarfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from rollweave.envs.registry import reference_of
+from rollweave.sandbox import unpacking
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import TaskConfig
+from rollweave.schema.errors import ConfigError, HostError
+from rollweave.schema.hosts import UserModule
+
+BYTES = 64 << 20
+"""Maximum bytes of all files: code and prompts, no data sets."""
+
+FILES = 10_000
+"""Maximum number of files and folders."""
+
+DEPTH = 32
+"""Maximum number of names in a path."""
+
+UNPACK_S = 60.0
+
+REFERENCE = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*")
+"""An option of this form may name a function of the user's."""
+
+
+PATH = re.compile(r"[^/\n][^\n]{0,1000}[./][^\n]*")
+"""An option of this form may name a file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserFiles:
+    """What processes on the hosts need: `modules`, and files and folders at `paths`
+    relative to the working directory.
+    """
+
+    modules: tuple[UserModule, ...] = ()
+    paths: tuple[str, ...] = ()
+
+
+def of_run(config: RunConfig) -> UserFiles:
+    """Return what the rollout workers of a run need."""
+    if not config.workers.count:
+        return UserFiles()
+    return UserFiles(
+        modules=tuple(
+            module
+            for number, task in enumerate(config.tasks)
+            for setting, value, reference in _references(f"tasks.{number}", task)
+            for module in _module(setting, value, reference)
+        ),
+        paths=tuple(path for task in config.tasks for path in _named(task)),
+    )
+
+
+def of_worker(reference: str) -> UserFiles:
+    """Return what a worker of the user's own needs: its module or script."""
+    path = reference.rpartition(":")[0]
+    if "/" in path:
+        return UserFiles(paths=(path,) if _is_below(path) else ())
+    return UserFiles(modules=tuple(_module("worker", reference, reference)))
+
+
+def variables(names: Iterable[str]) -> dict[str, str]:
+    """Return the variables of `cluster.env`. Raises ConfigError for one that is not set."""
+    for name in names:
+        if name not in os.environ:
+            raise ConfigError(f"cluster.env must name variables that are set, got {name}")
+    return {name: os.environ[name] for name in names}
+
+
+def pack(user: UserFiles, listed: Iterable[str]) -> bytes:
+    """Return an archive of what `user` needs and of those that `cluster.files` lists; b""
+    if there are none.
+
+    Raises ConfigError.
+    """
+    here = Path.cwd()
+    named = [Path(os.path.normpath(here / name)) for name in user.paths]
+    paths = [*_own(user.modules, here), *named, *_chosen(listed, here)]
+    if not paths:
+        return b""
+    archive = io.BytesIO()
+    size = 0
+    try:
+        with tarfile.open(fileobj=archive, mode="w", dereference=True) as opened:
+            files = sorted({file for path in paths for file in _files(path)})
+            for count, path in enumerate(files, start=1):
+                size += path.stat().st_size
+                if size > BYTES or count > FILES:
+                    raise ConfigError(
+                        f"cluster.files must have at most {FILES} files of {BYTES >> 20} MiB, with "
+                        f"the modules and files that the tasks name, got more, among them {path}"
+                    )
+                opened.add(path, arcname=str(path.relative_to(here)), recursive=False)
+    except OSError as error:
+        raise ConfigError(f"cluster.files must be readable, got {error}") from error
+    return gzip.compress(archive.getvalue(), 1)
+
+
+def unpack(archive: bytes, digest: bytes, folder: Path) -> None:
+    """Unpack an archive of `pack` into an empty folder. Raises HostError."""
+    if not archive:
+        return
+    if hashlib.sha256(archive).digest() != digest:
+        raise HostError("the user's files must have the digest that the controller sent, got other")
+    top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    bounds = unpacking.Bounds(bytes=2 * BYTES, members=2 * FILES, depth=DEPTH, seconds=UNPACK_S)
+    try:
+        unpacking.unpack(io.BytesIO(archive), top, bounds)
+    except Exception as error:  # each decompressor has exceptions of its own
+        raise HostError(f"the user's files must be unpacked, got {error}") from error
+    finally:
+        os.close(top)
+
+
+def check(modules: Iterable[UserModule], folder: Path) -> None:
+    """Raise HostError if a module can be imported neither from `folder` nor from this
+    host's packages.
+    """
+    for needed in modules:
+        if PathFinder.find_spec(needed.module, [str(folder), *sys.path]) is None:
+            raise HostError(
+                f"{needed.setting} must be importable on every host, got {needed.value}: there is "
+                f"no module {needed.module}"
+            )
+
+
+def _references(section: str, task: TaskConfig) -> Iterator[tuple[str, str, str]]:
+    yield f"{section}.env", task.env, reference_of(task.env)
+    for name, value in task.options.items():
+        if isinstance(value, str) and REFERENCE.fullmatch(value):
+            yield f"{section}.options.{name}", value, value
+
+
+def _module(setting: str, value: str, reference: str) -> Iterator[UserModule]:
+    module = re.split(r"[.:]", reference)[0]
+    if module != "rollweave" and _found(module) is not None:
+        yield UserModule(setting=setting, value=value, module=module)
+
+
+def _found(module: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(module)
+    except ValueError:  # a module that was made by hand
+        return None
+
+
+def _own(modules: Iterable[UserModule], here: Path) -> Iterator[Path]:
+    """Return the files and folders of those modules that lie in the directory `here`."""
+    for needed in modules:
+        spec = _found(needed.module)
+        if spec is None:
+            continue
+        places = list(spec.submodule_search_locations or []) or [spec.origin or ""]
+        yield from (path for path in map(Path, places) if path.parent == here)
+
+
+def _named(task: TaskConfig) -> Iterator[str]:
+    """Return the files and folders that options name by relative paths.
+
+    A name without a slash or a dot may be anything else.
+    """
+    for value in task.options.values():
+        for name in value if isinstance(value, list) else [value]:
+            if isinstance(name, str) and PATH.fullmatch(name) and _is_below(name):
+                yield name
+
+
+def _is_below(name: str) -> bool:
+    """Return whether there is a file or folder of this name below the working directory."""
+    here = Path.cwd()
+    path = Path(os.path.normpath(here / name))
+    return path != here and path.is_relative_to(here) and path.exists()
+
+
+def _chosen(files: Iterable[str], here: Path) -> Iterator[Path]:
+    for name in files:
+        if not _is_below(name):
+            raise ConfigError(f"cluster.files must be files and folders below {here}, got {name}")
+        yield Path(os.path.normpath(here / name))
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """Return the regular files at or below a path, without hidden and compiled ones."""
+    if not path.is_dir():
+        yield path
+        return
+    for folder, folders, names in os.walk(path):
+        folders[:] = [name for name in folders if name[0] != "." and name != "__pycache__"]
+        yield from (
+            file
+            for name in names
+            if name[0] != "."
+            for file in [Path(folder, name)]
+            if file.is_file()
+        )

@@ -1,0 +1,248 @@
+"""Whole runs, with fake engines and a fake trainer, on a real Ray cluster whose nodes are
+network namespaces: `make test-cluster`.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.events import HostJoined, HostLost, RunStarted
+from tests.cluster.nodes import RAY, RayCluster, ray_cluster, until
+from tests.runtime.hosts.test_cluster import events, reached
+from tests.runtime.whole import (
+    ROOT,
+    assert_no_processes,
+    assert_trained_once,
+    make_config,
+    pids,
+    write,
+)
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+NOTICED_S = 5.0
+LEASE_S = 10.0
+LAKE = """
+[run]
+name = "lake"
+steps = 1
+[model.scratch]
+hidden = 32
+[[tasks]]
+env = "frozenlake"
+"""
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[RayCluster]:
+    """A head without CPUs, and two nodes, one with a resource of the user's."""
+    if not RAY.exists():
+        pytest.skip("ray is not installed")
+    if os.geteuid():
+        pytest.skip("network namespaces need root")
+    with ray_cluster(4) as cluster:
+        cluster.start_node(1, {"compute": 1})
+        cluster.start_node(2, {"bandwidth": 2})
+        yield cluster
+
+
+def config_of(directory: Path, ray: RayCluster, **sections: Any) -> RunConfig:
+    cluster = {"launcher": "ray", "ray": ray.address, "join_s": 60.0, **sections.pop("cluster", {})}
+    return make_config(directory, cluster=cluster, **sections)
+
+
+@contextlib.contextmanager
+def controller(config: RunConfig, ray: RayCluster, *options: str) -> Iterator[Any]:
+    """Run a controller on the head's host, and kill it in the end."""
+    with ray.network.inside(0), (Path(config.run.dir) / "printed").open("ab") as printed:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.runtime.whole", str(write(config)), *options],
+            env={**ray.environment(), "PYTHONPATH": str(ROOT)},
+            cwd=ROOT,
+            stdout=printed,
+            stderr=printed,
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def outcome(config: RunConfig, process: "subprocess.Popen[bytes]") -> dict[str, Any]:
+    """Wait for the end of a run that succeeds, and return what it printed."""
+    status = process.wait(180)
+    printed = (Path(config.run.dir) / "printed").read_text()
+    assert status == 0, printed
+    result: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    assert result["error"] == ""
+    return result
+
+
+def until_trained(config: RunConfig, step: int) -> None:
+    until(lambda: reached(config, step), f"step {step}")
+
+
+def assert_nothing_left(config: RunConfig, ray: RayCluster) -> None:
+    """Check that no process and no reservation of a run is left."""
+    assert_no_processes(config)
+    until(lambda: not any(ray.agents(host) for host in range(4)), "the end of all agents", 20)
+    until(lambda: "0.0/2.0 CPU" in ray.status(), "the release of all CPUs", 20)
+
+
+def test_a_run_uses_the_nodes_and_their_resources(ray: RayCluster, tmp_path: Path) -> None:
+    config = config_of(
+        tmp_path,
+        ray,
+        steps=30,
+        pools={"first": {"resource": "compute"}, "second": {"resource": "bandwidth"}},
+        trainer={"pool": "first"},
+        engines={"pool": "second"},
+    )
+    with controller(config, ray) as process:
+        until_trained(config, 2)
+        status = ray.status()
+        outcome(config, process)
+    assert "2.0/2.0 CPU" in status
+    assert "1.0/1.0 compute" in status
+    assert "2.0/2.0 bandwidth" in status
+    (begun,) = events(config, RunStarted)
+    names = {host.number: host.name for host in begun.hosts}
+    assert sorted(names.values()) == [ray.network.address(1), ray.network.address(2)]
+    assert {names[slot.host] for slot in begun.engines} == {ray.network.address(2)}
+    assert [names[rank.host] for rank in begun.ranks] == [ray.network.address(1)]
+    assert_trained_once(config)
+    assert_nothing_left(config, ray)
+
+
+def test_a_killed_node_is_lost_at_once_and_one_that_joins_is_used(
+    ray: RayCluster, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, ray, steps=300)
+    with controller(config, ray) as process:
+        until_trained(config, 2)
+        ray.kill(1)
+        took = until(lambda: bool(events(config, HostLost)), "the loss")
+        assert took < NOTICED_S
+        ray.start_node(1, {"compute": 1})
+        until(lambda: bool(events(config, HostJoined)), "the new node")
+        outcome(config, process)
+    lost, joined = events(config, HostLost, HostJoined)
+    assert joined.host.name == ray.network.address(1)
+    assert joined.host.number != lost.host
+    assert_trained_once(config)
+    assert_nothing_left(config, ray)
+
+
+def test_a_node_that_is_cut_off_ends_its_processes_and_comes_back(
+    ray: RayCluster, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, ray, steps=400)
+    with controller(config, ray) as process:
+        until_trained(config, 2)
+        there = {pid for pid, _ in pids(config)} & set(ray.network.processes(2))
+        assert there
+        ray.network.cut(2)
+        assert until(lambda: bool(events(config, HostLost)), "the loss") < NOTICED_S
+        gone = until(lambda: not there & set(ray.network.processes(2)), "their end", 20)
+        assert gone < LEASE_S + 2.0
+        ray.network.join(2)
+        until(lambda: bool(events(config, HostJoined)), "the host again")
+        outcome(config, process)
+    assert_trained_once(config)
+    assert_nothing_left(config, ray)
+
+
+def test_a_killed_controller_leaves_no_actor_and_is_resumed(
+    ray: RayCluster, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, ray, steps=30)
+    with controller(config, ray) as process:
+        until_trained(config, 2)
+        assert ray.agents(1)
+        process.kill()
+        process.wait()
+        assert_nothing_left(config, ray)
+    with controller(config, ray, "resume") as process:
+        outcome(config, process)
+    assert_trained_once(config)
+    assert_nothing_left(config, ray)
+
+
+@pytest.mark.parametrize("interrupts", [1, 2])
+def test_an_interrupted_run_leaves_nothing(
+    ray: RayCluster, tmp_path: Path, interrupts: int
+) -> None:
+    config = config_of(tmp_path, ray, steps=10_000)
+    with controller(config, ray) as process:
+        until_trained(config, 2)
+        for _ in range(interrupts):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+        process.wait(60)
+    assert_nothing_left(config, ray)
+
+
+def test_a_node_in_use_is_named(ray: RayCluster, tmp_path: Path) -> None:
+    other = "import ray, time; ray.init('auto'); ray.remote(lambda: time.sleep(60)).remote(); "
+    with ray.network.inside(0):
+        busy = subprocess.Popen(
+            [sys.executable, "-c", other + "time.sleep(60)"],
+            env=ray.environment(),
+            stderr=subprocess.DEVNULL,
+        )
+    try:
+        until(lambda: "1.0/2.0 CPU" in ray.status(), "the other work")
+        config = config_of(tmp_path, ray, cluster={"join_s": 20.0})
+        with controller(config, ray) as process:
+            assert process.wait(60) == 1
+        printed = (tmp_path / "printed").read_text()
+        assert "cluster.hosts must join within 20 s, 2 of them, got" in printed
+    finally:
+        busy.kill()
+        busy.wait()
+    assert_no_agents(ray)
+
+
+def assert_no_agents(ray: RayCluster) -> None:
+    until(lambda: not any(ray.agents(host) for host in range(4)), "the end of all agents", 20)
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "line"),
+    [
+        (0, "10.77.9.9:6379", "got 10.77.9.9:6379: "),
+        (0, "127.0.0.1:9", "got 127.0.0.1:9: [Errno 111] Connection refused"),
+        (0, "ray://10.77.1.1:10001", "cluster.ray must be auto, or HOST:PORT"),
+    ],
+)
+def test_a_wrong_address_is_one_line(
+    ray: RayCluster, tmp_path: Path, host: int, address: str, line: str
+) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text(LAKE)
+    with ray.network.inside(host):
+        done = subprocess.run(
+            [
+                *(sys.executable, "-c", "from rollweave.cli.entry import main; main()"),
+                *("train", str(config), "--cluster", address),
+            ],
+            env=ray.environment(),
+            cwd=tmp_path,
+            capture_output=True,
+            timeout=120,
+            check=False,
+        )
+    text = done.stderr.decode().strip()
+    assert done.returncode == 2, text
+    assert line in text
+    assert text.count("\n") == 0
