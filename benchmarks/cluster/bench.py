@@ -165,7 +165,7 @@ class _Measuring:
                     seconds[on_cluster] = run.training_s(0, steps - 1)
                     self._balance(run, summary["account"], on_cluster=on_cluster)
                     if on_cluster:
-                        successes.append(min(summary["success_rate"].values()))
+                        successes.append(min(summary["success_rate"].values(), default=0.0))
                 self._hosts.wait_for_agents()
             ratios.append(seconds[True] / seconds[False])
             self._progress(

@@ -128,7 +128,7 @@ def soak_cluster(plan: ClusterSoakPlan, *, progress: Callable[[str], None]) -> R
             summary = run.finish(PATIENCE_S)
             hosts.wait_for_agents()
             figures |= losses.figures() | {
-                "success": float(min(summary["success_rate"].values())),
+                "success": float(min(summary["success_rate"].values(), default=0.0)),
                 "steps": summary["steps"],
                 "trainer_restarts": restarts,
                 "lost_trajectories": lost_trajectories(summary["account"]),
