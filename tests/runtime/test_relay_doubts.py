@@ -1,6 +1,9 @@
 """The core and real relays: when one of them hangs for a moment, weights bypass it."""
 
+import asyncio
 import contextlib
+import dataclasses
+import functools
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -9,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from rollweave.core.core import Core
-from rollweave.io.child import Spawn
+from rollweave.io.child import Spawn, spawn
 from rollweave.record.journal import Replay, RunJournal
 from rollweave.record.trace import Trace
-from rollweave.runtime.hosts.hosts import hosts_here
+from rollweave.runtime.hosts.hosts import Hosts, hosts_here
 from rollweave.runtime.links.relay import OnStalled, OnSuspected, ProcessRelay, in_process
 from rollweave.runtime.manifests import Manifests
 from rollweave.runtime.pump import Pump, RunClock
@@ -24,10 +27,18 @@ from rollweave.schema.base import EngineId
 from rollweave.schema.commands import Command
 from rollweave.schema.weights import RelaySpec
 from tests.support.core import config
-from tests.weights.host import Memory, until, versions
+from tests.weights.host import Memory, Parts, parts_of, until, versions
 
 COUNT = 4
 CONFIG = config("partial", engines={"count": COUNT}, weights={"relays": COUNT})
+
+
+def apart(count: int) -> Hosts:
+    """Return hosts that share no memory, as with agents."""
+    hosts = hosts_here(count)
+    for number, host in hosts.by_number.items():
+        hosts.by_number[number] = dataclasses.replace(host, spawn=functools.partial(spawn))
+    return hosts
 
 
 class Bench:
@@ -44,7 +55,7 @@ class Bench:
         clock = RunClock()
         self.pump = Pump(self.core, journal=journal, clock=clock.now, execute=self._execute)
         self.relays = RelaySupervisor(
-            hosts=hosts_here(COUNT),
+            hosts=apart(COUNT),
             open_relay=self._open,
             transport="tcp",
             manifests=self.manifests,
@@ -82,11 +93,11 @@ class Bench:
         await until(lambda: len(self.core.state.chain.order) == COUNT)
         self.pump.post(e.TrainerReady(epoch=0, step=0))
 
-    async def publish(self, memory: Memory) -> None:
-        """Publish as soon as the core requests it."""
+    async def publish(self, memory: Memory | Parts) -> None:
+        """Publish as soon as the core requests it, the parts from the first hosts."""
         weights_id = memory.manifest.weights_id
         await until(lambda: self.core.state.publication.next_weights_id == weights_id + 1)
-        self.manifests.published(memory.manifest, ())
+        self.manifests.published(memory.manifest, (), range(len(memory.manifest.parts)))
         self.pump.post(
             e.WeightsPublished(
                 epoch=self.core.state.trainer.epoch, version=0, weights_id=weights_id
@@ -172,3 +183,16 @@ async def test_if_all_relays_hang_all_continue_later(tmp_path: Path) -> None:
                 bench.signal(relay, signal.SIGCONT)
             await until(lambda: bench.have(0, *bench.links))
             assert bench.restarted == []
+
+
+async def test_parts_of_several_hosts_reach_all_of_them(tmp_path: Path) -> None:
+    """The last host has no part."""
+    with versions(1, first=0) as (whole,), parts_of(whole, COUNT - 1) as parts:
+        async with running(tmp_path) as bench:
+            await bench.publish(parts)
+            await until(lambda: bench.have(0, *bench.links))
+            for host in range(COUNT):
+                manifest = bench.manifests.on_host(host, 0)
+                assert manifest is not None
+                read = await asyncio.to_thread(Path(manifest.location).read_bytes)
+                assert read == whole.payload

@@ -10,15 +10,14 @@ import resource
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
-from rollweave.schema.errors import WeightsError
 from rollweave.schema.training import Publish, Published, StopTrainer, TrainFailed, TrainOn
 from rollweave.schema.weights import WeightManifest
 from rollweave.train.distributed import full_tensor
 from rollweave.train.trainer import Trainer
+from rollweave.weights.memory import PayloadDigest
 from rollweave.weights.publication import bytes_of, read_tensors
 from tests.train.builders import make_batch, make_config
 from tests.train.ranks import meet
@@ -82,7 +81,6 @@ def shares(rank: Rank) -> None:
     """
     expected = rank.expected()
     first, gathers = publish_and_count_gathers(rank, 1)
-    assert not first.gathered
     assert gathers == 0
     check(first.manifest, expected)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -105,19 +103,27 @@ def shares(rank: Rank) -> None:
 
 
 def far(rank: Rank) -> None:
-    """If a rank cannot see rank 0's process, as on another machine, the weights are
-    gathered and equal.
+    """If a rank cannot see rank 0's process, as on another machine, each publishes a
+    part in memory of its own, and together they are the version.
     """
     expected = rank.expected()
     for version in (1, 2):
         reply, gathers = publish_and_count_gathers(rank, version)
-        assert reply.gathered
-        assert gathers == len(expected)
-        if rank.rank == 0:
-            check(reply.manifest, expected)
-        else:
-            with pytest.raises(WeightsError, match="gone"):
-                read_tensors(reply.manifest)
+        manifest = reply.manifest
+        assert gathers == 0
+        assert (manifest.location, [part.rank for part in manifest.parts]) == ("", [0, 1])
+        payload = bytearray(manifest.nbytes)
+        for meta in manifest.tensors:
+            payload[meta.offset : meta.offset + meta.nbytes] = bytes_of(expected[meta.name])
+        content = PayloadDigest(manifest.parts)
+        content.update(payload)
+        assert content.hexdigest() == manifest.digest
+        own, other = manifest.parts[rank.rank], manifest.parts[1 - rank.rank]
+        held = Path(own.location).read_bytes()
+        for start, stop in own.ranges:
+            assert held[start:stop] == payload[start:stop]
+        for start, stop in other.ranges:
+            assert not any(held[start:stop]), "it has no memory for them"
 
 
 def dies(rank: Rank) -> None:

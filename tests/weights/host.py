@@ -8,6 +8,7 @@ import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -20,8 +21,9 @@ from rollweave.schema.weights import (
     VersionFetched,
     VersionStalled,
     WeightManifest,
+    WeightPart,
 )
-from rollweave.weights.memory import seal
+from rollweave.weights.memory import Ranges, combined_digest, seal
 from rollweave.weights.protocol import Request
 from rollweave.weights.relay import Relay
 from rollweave.weights.serve import Broadcast, ServedVersion, serve_version
@@ -111,6 +113,61 @@ def versions(
     finally:
         for memory in memories:
             memory.close()
+
+
+class Parts:
+    """A version of which every holder has slices of all tensors in memory of its own."""
+
+    def __init__(self, whole: Memory, count: int) -> None:
+        self.payload, self._fds = whole.payload, []
+        held = [Ranges() for _ in range(count)]
+        for meta in whole.manifest.tensors:
+            rows = meta.nbytes // 4
+            for number in range(count):
+                first, last = rows * number // count, rows * (number + 1) // count
+                held[number].add(meta.offset + 4 * first, meta.offset + 4 * last)
+        everything = Ranges()
+        for ranges in held[1:]:
+            for piece in ranges:
+                everything.add(*piece)
+        ranges = [everything.missing(0, len(self.payload)), *(list(one) for one in held[1:])]
+        parts = tuple(self._part(number, tuple(one)) for number, one in enumerate(ranges))
+        self.manifest = msgspec.structs.replace(
+            whole.manifest,
+            location="",
+            digest=combined_digest([part.digest for part in parts]),
+            parts=parts,
+        )
+        self.sizes = [sum(stop - start for start, stop in part.ranges) for part in parts]
+
+    def _part(self, number: int, ranges: tuple[tuple[int, int], ...]) -> WeightPart:
+        fd = os.memfd_create("part", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, len(self.payload))
+        content = xxhash.xxh3_128()
+        for start, stop in ranges:
+            os.pwrite(fd, self.payload[start:stop], start)
+            content.update(self.payload[start:stop])
+        seal(fd)
+        self._fds.append(fd)
+        return WeightPart(
+            rank=number,
+            location=f"/proc/{os.getpid()}/fd/{fd}",
+            ranges=ranges,
+            digest=content.hexdigest(),
+        )
+
+    def close(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def parts_of(whole: Memory, count: int = 3) -> Iterator[Parts]:
+    made = Parts(whole, count)
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 class Host:

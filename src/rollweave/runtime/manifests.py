@@ -5,7 +5,7 @@ Invariant: a manifest is listed while its weights are in memory, as far as repor
 engine refuses weights that vanished without a report.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from rollweave.schema.weights import WeightManifest
 
@@ -18,16 +18,27 @@ class Manifests:
     def __init__(self, *, relayed: bool = False) -> None:
         self._relayed = relayed
         self._trainer: dict[int, WeightManifest] = {}
+        self._part_hosts: dict[int, tuple[int, ...]] = {}
         self._relays: dict[int, dict[int, WeightManifest]] = {}
 
-    def published(self, manifest: WeightManifest, keep: Collection[int]) -> None:
+    def published(
+        self, manifest: WeightManifest, keep: Collection[int], part_hosts: Sequence[int] = ()
+    ) -> None:
         """Record that the trainer has these weights in memory and, of its others, those
-        in `keep`.
+        in `keep`. If they are in parts, each is on one of `part_hosts`.
         """
+        self._part_hosts[manifest.weights_id] = tuple(part_hosts)
         self._trainer = {
             weights_id: other for weights_id, other in self._trainer.items() if weights_id in keep
         }
         self._trainer[manifest.weights_id] = manifest
+        self._part_hosts = {held: self._part_hosts[held] for held in self._trainer}
+
+    def part_hosts(self, weights_id: int) -> tuple[int, ...]:
+        """Return the host of each part of weights in the trainer's memory; none if they
+        are whole.
+        """
+        return self._part_hosts.get(weights_id, ())
 
     def of_trainer(self, weights_id: int) -> WeightManifest | None:
         """Return the manifest of weights in the trainer's memory."""

@@ -107,13 +107,10 @@ class TrainFailed(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Published(TaggedStruct, frozen=True, kw_only=True):
-    """The version is published. `gathered` reports that some rank could not reach the
-    memory of rank 0, so that all ranks had to send it their weights.
-    """
+    """The version is published, in parts if its ranks are on several hosts."""
 
     manifest: WeightManifest
     publish_s: float
-    gathered: bool = False
 
 
 class Copied(TaggedStruct, frozen=True, kw_only=True):

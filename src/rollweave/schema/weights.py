@@ -25,12 +25,28 @@ class TensorMeta(Struct, frozen=True, kw_only=True):
     nbytes: int
 
 
+class WeightPart(Struct, frozen=True, kw_only=True):
+    """The bytes of a version that the trainer's ranks on one host have published there.
+
+    `rank` is the first of these ranks; `location` is a file of the version's size that
+    any process on the host can open, with nothing but `ranges` in it; `digest` is the
+    xxh3-128 of the ranges in order, in hex.
+    """
+
+    rank: int
+    location: str
+    ranges: tuple[tuple[int, int], ...]
+    digest: str
+
+
 class WeightManifest(Struct, frozen=True, kw_only=True):
     """Describes a published weight version. `version` counts training steps;
     `weights_id` is never reused and tags KV and caches.
 
     `location` is a path that any process on the host can open; `digest` is the xxh3-128
-    of the payload, in hex.
+    of the payload, in hex. A version that ranks on several hosts have published is
+    divided into `parts`, which together have every byte: its digest is that of the
+    digests of the parts, and it has a location once a relay has put it together.
     """
 
     version: int
@@ -39,6 +55,7 @@ class WeightManifest(Struct, frozen=True, kw_only=True):
     tensors: tuple[TensorMeta, ...]
     nbytes: int
     digest: str
+    parts: tuple[WeightPart, ...] = ()
 
 
 # Relays.
@@ -65,9 +82,22 @@ class RelaySpec(Struct, frozen=True, kw_only=True):
     transport: TransportName = "tcp"
 
 
+class PartSource(Struct, frozen=True, kw_only=True):
+    """Where a relay gets `WeightManifest.parts[part]`: from the relay at `source` or, if
+    that is None, from this host's memory.
+    """
+
+    part: int
+    source: RelayAddress | None = None
+
+
 class FetchVersion(TaggedStruct, frozen=True, kw_only=True):
     """Fetch a version from `source` or, if that is None, from this host's memory at
     `manifest.location`, where the trainer put it.
+
+    Of a version in parts, `parts` are those that the relay reads from its own host, and
+    for the relay that puts the version together those of all other hosts; the rest comes
+    from `source`. A relay serves a part as soon as it has it.
 
     With `base_id`, only the changes since that version are transferred. A partly
     received version resumes from another source where it stopped. Versions that are
@@ -79,6 +109,7 @@ class FetchVersion(TaggedStruct, frozen=True, kw_only=True):
     manifest: WeightManifest
     base_id: int | None = None
     source: RelayAddress | None = None
+    parts: tuple[PartSource, ...] = ()
     keep: tuple[int, ...] = ()
     chunk_bytes: int = 32 * 2**20
 

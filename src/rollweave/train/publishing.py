@@ -1,24 +1,26 @@
-"""Publishing by all ranks: each writes the slices that only it holds into one payload,
-without gathering the model (ROSE §4.2).
+"""Publishing by all ranks: each writes the slices that only it holds into the memory of
+its own host, without gathering the model (ROSE §4.2).
 
-Invariants: rank 0 owns the payload, and the other ranks on its host write into it;
-every byte is written once; either all ranks get the manifest or all raise the same
-`TrainerError`, and earlier versions stay published. If a rank cannot reach the payload,
-for example because it is on another machine, all ranks gather the tensors one by one
-instead, and rank 0 writes them.
+The ranks that share memory are one group, of which the first rank owns the payload and
+the others write into it. With several groups, on several hosts, each publishes a part
+of the version, which relays put together (`weights/relay`). Invariants: every byte is
+written once; either all ranks get the manifest or all raise the same `TrainerError`, and
+earlier versions stay published.
 """
 
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import nn
 
 from rollweave.schema.errors import RollweaveError, TrainerError
 from rollweave.schema.training import Publish
 from rollweave.schema.weights import TensorMeta, WeightManifest
-from rollweave.train.distributed import RankGroup, full_tensor, local_tensor
+from rollweave.train.distributed import RankGroup, local_tensor
+from rollweave.weights.memory import Ranges, combined_digest
 from rollweave.weights.parameters import Model
 from rollweave.weights.publication import Draft, DraftHandle, PayloadWriter, Publisher, lay_out
 from rollweave.weights.shards import Fsdp, runs
@@ -45,82 +47,126 @@ class WeightPublisher:
         self._parameters = dict(model.named_parameters())
         self._ranks = ranks
         self._dtype = dtype
-        self._publisher = Publisher(directory) if ranks.is_first else None
+        self._directory = directory
         self._staging = Staging(device)
-        self._warned = False
+        self._owners: list[int] = []
+        """The rank that owns the payload of each rank, from the first publication on."""
+        self._publisher: Publisher | None = None
 
-    def publish(self, command: Publish) -> tuple[WeightManifest, bool]:
-        """Publish the weights; return the manifest, and whether the ranks had to
-        gather.
+    def publish(self, command: Publish) -> WeightManifest:
+        """Publish the weights, and return the manifest.
 
         Raises `TrainerError`, on all ranks or none.
         """
         metas = lay_out(
             (name, self._dtype, parameter.shape) for name, parameter in self._parameters.items()
         )
+        if not self._owners:
+            self._owners = self._find_owners()
+            if self._owners[self._ranks.rank] == self._ranks.rank:
+                self._publisher = Publisher(self._directory)
         draft, error = self._open_draft(metas, command)
         try:
-            handle = self._ranks.broadcast(draft.handle if draft is not None else None)
+            handles = self._ranks.all_gather(draft.handle if draft is not None else None)
             self._raise_together(error, command)
-            assert handle is not None, "rank 0 has a draft or an error"
-            gathered, error = self._write_slices(metas, draft, handle)
+            handle = handles[self._owners[self._ranks.rank]]
+            assert handle is not None, "an owner has a draft or an error"
+            error = self._write_slices(metas, draft, handle)
             self._raise_together(error, command)
             finishing, draft = draft, None
-            manifest, error = self._finish(finishing, command)
-            manifest = self._ranks.broadcast(manifest)
+            own, error = self._finish(finishing, command)
+            manifests = self._ranks.all_gather(own)
             self._raise_together(error, command)
         finally:
             if draft is not None:
                 draft.abandon()
-        assert manifest is not None, "rank 0 has a manifest or an error"
-        return manifest, gathered
+        return _combined([manifest for manifest in manifests if manifest is not None])
 
     def close(self) -> None:
         """Release the published versions."""
         if self._publisher is not None:
             self._publisher.close()
 
+    def _find_owners(self) -> list[int]:
+        """Return the owner of each rank's payload: the first rank whose memory it
+        reaches.
+        """
+        probe = Draft((), version=0, weights_id=0, directory=self._directory)
+        try:
+            handles = self._ranks.all_gather(probe.handle)
+            reached = []
+            for handle in handles:
+                writer = PayloadWriter.open(handle)
+                reached.append(writer is not None)
+                if writer is not None:
+                    writer.close()
+            matrix = self._ranks.all_gather(reached)
+        finally:
+            probe.abandon()
+        owners: list[int] = []
+        for rank, reaches in enumerate(matrix):
+            among = (other for other in range(rank) if owners[other] == other and reaches[other])
+            owners.append(next(among, rank))
+        if self._ranks.is_first and len(set(owners)) > 1:
+            _log.warning(
+                "trainer ranks %s have memory of their own: relays put the weights together",
+                sorted(set(owners)),
+            )
+        return owners
+
     def _open_draft(
         self, metas: tuple[TensorMeta, ...], command: Publish
     ) -> tuple[Draft | None, str]:
-        """Return rank 0's draft of the version, or the error."""
+        """Return this rank's draft of the version, if it owns one, or the error."""
         if self._publisher is None:
             return None, ""
         try:
             return self._publisher.draft(
-                metas, version=command.version, weights_id=command.weights_id
+                metas,
+                version=command.version,
+                weights_id=command.weights_id,
+                ranges=self._part(metas),
+                rank=self._ranks.rank,
             ), ""
         except RollweaveError as error:
             return None, str(error)
 
+    def _part(self, metas: tuple[TensorMeta, ...]) -> list[tuple[int, int]] | None:
+        """Return the bytes in this rank's payload: those of the ranks that write into
+        it, and for the first one also what no rank has, between tensors. None if there
+        is one payload.
+        """
+        if len(set(self._owners)) == 1:
+            return None
+        model = Model(metas, heads=1, kv_heads=1)  # FSDP does not use the heads
+        layout, places = Fsdp(self._ranks.world), {meta.name: meta for meta in metas}
+        own, others = Ranges(), Ranges()
+        for rank, owner in enumerate(self._owners):
+            for piece in layout.shard(model, rank).pieces:
+                meta = places[piece.tensor]
+                ((first, count),) = runs(meta.shape, piece.start, piece.size)
+                start = meta.offset + first * self._dtype.itemsize
+                among = own if owner == self._ranks.rank else others
+                among.add(start, start + count * self._dtype.itemsize)
+        if self._ranks.is_first:
+            return others.missing(0, max(meta.offset + meta.nbytes for meta in metas))
+        return list(own)
+
     def _write_slices(
         self, metas: tuple[TensorMeta, ...], draft: Draft | None, handle: DraftHandle
-    ) -> tuple[bool, str]:
-        """Write this rank's slices; return whether the ranks had to gather, and the
-        error of this one.
-        """
+    ) -> str:
+        """Write this rank's slices; return the error, or ""."""
         writer = draft.writer if draft is not None else PayloadWriter.open(handle)
+        if writer is None:
+            return "the memory of its host's first rank is gone"
         try:
-            unreachable = [
-                rank
-                for rank, reachable in enumerate(self._ranks.all_gather(writer is not None))
-                if not reachable
-            ]
-            if not unreachable:
-                assert writer is not None
-                return False, self._write(writer, self._local_slices(metas))
-            self._warn_of_gathering(unreachable)
-            tensors = self._gathered(metas)
-            error = self._write(draft.writer, tensors) if draft is not None else ""
-            for _ in tensors:
-                pass  # the other ranks need this one to gather their tensors
-            return True, error
+            return self._write(writer, self._local_slices(metas))
         finally:
-            if writer is not None and draft is None:
+            if draft is None:
                 writer.close()
 
     def _finish(self, draft: Draft | None, command: Publish) -> tuple[WeightManifest | None, str]:
-        """Return rank 0's manifest, or the error."""
+        """Return the manifest of this rank's payload, if it owns one, or the error."""
         if self._publisher is None or draft is None:
             return None, ""
         try:
@@ -154,10 +200,6 @@ class WeightPublisher:
             ((first, _),) = runs(meta.shape, piece.start, piece.size)
             yield meta.offset + first * self._dtype.itemsize, tensor
 
-    def _gathered(self, metas: tuple[TensorMeta, ...]) -> Iterator[tuple[int, torch.Tensor]]:
-        for meta in metas:
-            yield meta.offset, full_tensor(self._parameters[meta.name])
-
     def _raise_together(self, error: str, command: Publish) -> None:
         """Raise the same error on every rank if any rank has one."""
         for rank, text in enumerate(self._ranks.all_gather(error)):
@@ -167,11 +209,11 @@ class WeightPublisher:
                     text if text.startswith(where) else f"{where}: trainer rank {rank}: {text}"
                 )
 
-    def _warn_of_gathering(self, unreachable: list[int]) -> None:
-        if self._ranks.is_first and not self._warned:
-            self._warned = True
-            _log.warning(
-                "trainer ranks %s cannot reach the memory of rank 0 (another machine?): weights "
-                "are gathered for publishing",
-                unreachable,
-            )
+
+def _combined(manifests: list[WeightManifest]) -> WeightManifest:
+    """Return the manifest of a version from those of all payloads."""
+    if len(manifests) == 1:
+        return manifests[0]
+    parts = tuple(part for manifest in manifests for part in manifest.parts)
+    digest = combined_digest([part.digest for part in parts])
+    return msgspec.structs.replace(manifests[0], location="", digest=digest, parts=parts)

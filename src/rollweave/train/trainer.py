@@ -258,10 +258,8 @@ class Trainer:
 
     def _publish(self, command: Publish) -> Published:
         started = time.perf_counter()
-        manifest, gathered = self._publisher.publish(command)
-        return Published(
-            manifest=manifest, publish_s=time.perf_counter() - started, gathered=gathered
-        )
+        manifest = self._publisher.publish(command)
+        return Published(manifest=manifest, publish_s=time.perf_counter() - started)
 
     def _save(self, command: Save) -> Copied | Saved:
         """Copy the checkpoint, and write it, or leave that to `write`. Every rank copies

@@ -11,11 +11,14 @@ import fcntl
 import mmap
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import xxhash
+
 from rollweave.schema.errors import WeightsError
+from rollweave.schema.weights import WeightPart
 
 T = TypeVar("T")
 
@@ -126,6 +129,45 @@ async def in_thread(
         if running.exception() is None and undo is not None:
             undo(running.result())
         raise
+
+
+class PayloadDigest:
+    """The digest of a version, from its bytes in order (`WeightManifest.digest`)."""
+
+    def __init__(self, parts: Sequence[WeightPart] = ()) -> None:
+        self._hashes = [xxhash.xxh3_128() for _ in range(max(1, len(parts)))]
+        self._parted = bool(parts)
+        self._pieces = sorted(
+            (start, stop, number)
+            for number, part in enumerate(parts)
+            for start, stop in part.ranges
+        )
+        self._next = self._at = 0
+
+    def update(self, data: memoryview | bytes) -> None:
+        """Add the bytes that follow."""
+        if not self._parted:
+            self._hashes[0].update(data)
+            return
+        with memoryview(data) as view:
+            begin, self._at = self._at, self._at + len(view)
+            while self._next < len(self._pieces):
+                start, stop, number = self._pieces[self._next]
+                low, high = max(start, begin), min(stop, self._at)
+                if low < high:
+                    self._hashes[number].update(view[low - begin : high - begin])
+                if stop > self._at:
+                    break
+                self._next += 1
+
+    def hexdigest(self) -> str:
+        digests = [content.hexdigest() for content in self._hashes]
+        return combined_digest(digests) if self._parted else digests[0]
+
+
+def combined_digest(digests: Sequence[str]) -> str:
+    """Return the digest of a version whose parts have these digests."""
+    return xxhash.xxh3_128_hexdigest(",".join(digests).encode())
 
 
 class Ranges:

@@ -14,7 +14,7 @@ import itertools
 import math
 import os
 import secrets
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -23,8 +23,8 @@ import xxhash
 
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import WeightsError
-from rollweave.schema.weights import TensorMeta, WeightManifest
-from rollweave.weights.memory import READ_CHUNK, read_payload, seal
+from rollweave.schema.weights import TensorMeta, WeightManifest, WeightPart
+from rollweave.weights.memory import READ_CHUNK, PayloadDigest, read_payload, seal
 
 ALIGNMENT = 64
 """Alignment of tensors in bytes: a cache line, and a multiple of every element size."""
@@ -151,6 +151,19 @@ class PayloadWriter:
         digest: str = self._hash.hexdigest()
         return digest
 
+    def digest_of(self, ranges: Iterable[tuple[int, int]]) -> str:
+        """Return the xxh3-128 of these ranges, in hex. Raises OSError."""
+        content = xxhash.xxh3_128()
+        with memoryview(bytearray(READ_CHUNK)) as buffer:
+            for start, stop in ranges:
+                while start < stop:
+                    count = os.preadv(self.fd, [buffer[: stop - start]], start)
+                    if count == 0:
+                        raise OSError(f"shrank to {start} of {self.nbytes} bytes")
+                    content.update(buffer[:count])
+                    start += count
+        return content.hexdigest()
+
     def close(self) -> None:
         os.close(self.fd)
 
@@ -169,12 +182,16 @@ class Draft:
         weights_id: int,
         directory: Path,
         memfd: bool = MEMFD,
+        ranges: Sequence[tuple[int, int]] | None = None,
+        rank: int = 0,
     ) -> None:
         """Allocate the memory: a memfd, or a file in `directory`. Raises `WeightsError`
         if there is not enough, and leaves nothing behind.
 
-        The memfd's location is `/proc/<pid>/fd/<n>`: any process that may read this
-        process's descriptors may read it.
+        With `ranges` it is the part of the ranks on this host, of which `rank` is the
+        first: no memory is allocated for other bytes. The memfd's location is
+        `/proc/<pid>/fd/<n>`: any process that may read this process's descriptors may
+        read it.
         """
         self._metas, self._version, self._weights_id, self._memfd = (
             metas,
@@ -183,6 +200,7 @@ class Draft:
             memfd,
         )
         self._path: Path | None = None
+        self._ranges, self._rank = ranges, rank
         nbytes = max((meta.offset + meta.nbytes for meta in metas), default=0)
         mark = f"weights-{os.getpid()}-{weights_id}-{secrets.token_hex(8)}.bin"
         fd = -1
@@ -201,7 +219,12 @@ class Draft:
             }
             self.writer = PayloadWriter(fd, nbytes, gaps)
             self.handle = DraftHandle(location=location, nbytes=nbytes, mark=mark)
-            _allocate(fd, nbytes)
+            if ranges is None:
+                _allocate(fd, nbytes)
+            else:
+                os.ftruncate(fd, nbytes)
+                for start, stop in ranges:
+                    _allocate(fd, stop - start, start=start)
         except OSError as error:
             if fd >= 0:
                 os.close(fd)
@@ -222,7 +245,11 @@ class Draft:
         try:
             if self._memfd:
                 seal(self.writer.fd)
-            digest = self.writer.digest()
+            digest = (
+                self.writer.digest()
+                if self._ranges is None
+                else self.writer.digest_of(self._ranges)
+            )
         except OSError as error:
             self.abandon()
             raise self.error(error) from error
@@ -233,6 +260,16 @@ class Draft:
             tensors=self._metas,
             nbytes=self.writer.nbytes,
             digest=digest,
+            parts=()
+            if self._ranges is None
+            else (
+                WeightPart(
+                    rank=self._rank,
+                    location=self.handle.location,
+                    ranges=tuple(self._ranges),
+                    digest=digest,
+                ),
+            ),
         )
         return Publication(manifest, fd=self.writer.fd, path=self._path)
 
@@ -277,8 +314,17 @@ class Publisher:
         )
         return self._retain(new, needed)
 
-    def draft(self, metas: tuple[TensorMeta, ...], *, version: int, weights_id: int) -> Draft:
-        """Allocate memory for a version that is written slice by slice.
+    def draft(
+        self,
+        metas: tuple[TensorMeta, ...],
+        *,
+        version: int,
+        weights_id: int,
+        ranges: Sequence[tuple[int, int]] | None = None,
+        rank: int = 0,
+    ) -> Draft:
+        """Allocate memory for a version, or for a part of it, that is written slice by
+        slice.
 
         Raises `WeightsError`.
         """
@@ -288,6 +334,8 @@ class Publisher:
             weights_id=weights_id,
             directory=self._directory,
             memfd=self._memfd,
+            ranges=ranges,
+            rank=rank,
         )
 
     def finish(self, draft: Draft, *, needed: Collection[int] | None = None) -> WeightManifest:
@@ -359,7 +407,7 @@ def read_tensors(manifest: WeightManifest) -> dict[str, torch.Tensor]:
     _check_layout(manifest)
     where = f"weights version {manifest.version} at {manifest.location}"
     buffer = read_payload(manifest.location, manifest.nbytes, where=where)
-    content = xxhash.xxh3_128()
+    content = PayloadDigest(manifest.parts)
     with memoryview(buffer) as view:
         for start in range(0, len(view), READ_CHUNK):
             content.update(view[start : start + READ_CHUNK])
@@ -393,13 +441,13 @@ def _locked_file(path: Path) -> int:
         os.close(fd)  # it was removed as a leftover between the two calls
 
 
-def _allocate(fd: int, nbytes: int) -> None:
-    """Allocate the whole file now, so that lack of memory is an error here and not a
-    signal later. Raises OSError.
+def _allocate(fd: int, nbytes: int, *, start: int = 0) -> None:
+    """Allocate these bytes of the file now, so that lack of memory is an error here and
+    not a signal later. Raises OSError.
     """
     if nbytes and hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, 0, nbytes)
-    else:
+        os.posix_fallocate(fd, start, nbytes)
+    elif not start:
         os.ftruncate(fd, nbytes)
 
 

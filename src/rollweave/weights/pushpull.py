@@ -109,14 +109,22 @@ async def pull(
     manifest: WeightManifest,
     ranges: Sequence[Range],
     into: Callable[[int, int], memoryview],
+    *,
+    on_piece: Callable[[int, int], None] = lambda start, stop: None,
+    on_channel: Callable[[Channel], None] = lambda channel: None,
+    confirm: bool = True,
 ) -> list[Transfer]:
     """Read `ranges` of a version, as they become available, into memory from `into`;
-    return once the version is known to be complete.
+    return once the version is known to be complete, or with `confirm` false once the
+    ranges have been read.
 
-    Returns the transfers of its pieces, without the waiting between them. Raises
-    FetchError, in which case the bytes read must not be used.
+    `on_piece` is called with every range that was read. Returns the transfers of its
+    pieces, without the waiting between them. Raises FetchError, in which case the bytes
+    read must not be used, unless `on_piece` was called with them and they are verified
+    otherwise.
     """
     channel = await transport.connect(address)
+    on_channel(channel)
     pulled: list[Transfer] = []
     start, together = 0.0, memoryview(b"")
 
@@ -144,18 +152,23 @@ async def pull(
             digest=manifest.digest,
             nbytes=manifest.nbytes,
             ranges=parts,
-            confirm=True,
+            confirm=confirm,
         )
         await channel.send(request)
-        while not isinstance(message := await _receive_answer(channel, allocate), Complete):
+        while confirm or list(missing):
+            message = await _receive_answer(channel, allocate)
+            if isinstance(message, Complete):
+                break
             if isinstance(message, Raw):
                 missing.remove(message.start, message.stop)
+                on_piece(message.start, message.stop)
                 pulled.append(Transfer(start, time.monotonic(), message.stop - message.start))
             elif isinstance(message, RawRanges):
                 at = 0
                 for low, high in message.ranges:
                     into(low, high)[:] = together[at : at + high - low]
                     missing.remove(low, high)
+                    on_piece(low, high)
                     at += high - low
                 pulled.append(Transfer(start, time.monotonic(), at))
         if list(missing):

@@ -11,12 +11,14 @@ arriving, and the deltas of the newest two.
 """
 
 import asyncio
+import functools
 import os
+import stat
 import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,9 +32,20 @@ from rollweave.schema.weights import (
     VersionFetched,
     VersionStalled,
     WeightManifest,
+    WeightPart,
 )
 from rollweave.weights.memory import in_thread
-from rollweave.weights.protocol import Delta, FetchError, KeepAlive, Message, Raw, Refused, Request
+from rollweave.weights.protocol import (
+    Delta,
+    FetchError,
+    KeepAlive,
+    Message,
+    Range,
+    Raw,
+    Refused,
+    Request,
+)
+from rollweave.weights.pushpull import pull
 from rollweave.weights.serve import (
     Broadcast,
     DeltaPiece,
@@ -243,7 +256,9 @@ class Relay:
         writer = await self._open_writer(command, pending)
         version = self._served[manifest.weights_id]
         deltas = version.expect_delta(base.identity if base is not None else None)
-        if command.source is None:
+        if command.parts:
+            await self._fetch_parts(command, pending, writer, version)
+        elif command.source is None:
             await self._load_local(pending, writer, version, command.chunk_bytes)
         else:
             await self._fetch_remote(command.source, pending, writer, version, base, deltas)
@@ -255,7 +270,8 @@ class Relay:
             raise
         self._store.add(stored)
         version.mark_verified()
-        if deltas is not None and base is not None and command.source is None:
+        encodes = command.source is None or command.parts  # it has received no deltas
+        if deltas is not None and base is not None and encodes:
             encoding = self._encode(version, deltas, base, stored, command.chunk_bytes)
             self._encoding[manifest.weights_id] = asyncio.get_running_loop().create_task(encoding)
         self._evict_unneeded()
@@ -266,9 +282,10 @@ class Relay:
 
         Raises FetchError.
         """
-        if pending.writer is not None and command.source is not None:
+        remote = command.source is not None or bool(command.parts)
+        if pending.writer is not None and remote:
             return pending.writer
-        open_writer = self._store.create if command.source is not None else self._store.open_local
+        open_writer = self._store.create if remote else self._store.open_local
         try:
             writer = await in_thread(open_writer, command.manifest, undo=VersionWriter.close)
         except FetchError as error:
@@ -309,6 +326,96 @@ class Relay:
             # no other source can continue in memory that is not ours
             self._discard(pending, "it could not be read from memory")
             raise
+
+    async def _fetch_parts(
+        self,
+        command: FetchVersion,
+        pending: _PendingVersion,
+        writer: VersionWriter,
+        version: ServedVersion,
+    ) -> None:
+        """Read this host's parts, which other relays wait for, and receive the rest."""
+        manifest = writer.manifest
+        for part in command.parts:
+            if part.source is None:
+                try:
+                    await self._load_part(
+                        manifest.parts[part.part], writer, version, command.chunk_bytes
+                    )
+                except FetchError:
+                    if command.source is None:
+                        raise  # else the source has it, too
+        for part in command.parts:
+            if part.source is not None:
+                ranges = manifest.parts[part.part].ranges
+                await self._receive_ranges(part.source, ranges, pending, writer, version)
+        if command.source is not None:
+            whole = ((0, manifest.nbytes),)
+            await self._receive_ranges(command.source, whole, pending, writer, version)
+
+    async def _load_part(
+        self, part: WeightPart, writer: VersionWriter, version: ServedVersion, chunk_bytes: int
+    ) -> None:
+        """Read a part from this host's memory."""
+        nbytes = writer.manifest.nbytes
+        try:
+            # Without O_NONBLOCK a recycled descriptor that is a pipe would block
+            # forever.
+            origin = os.open(part.location, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise FetchError(
+                "source", f"{part.location}: cannot open, the publisher is gone? ({error})"
+            ) from error
+        try:
+            status = os.fstat(origin)
+            if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
+                raise FetchError(
+                    "source",
+                    f"{part.location}: {status.st_size} bytes, the manifest says {nbytes}",
+                )
+            for low, high in _missing(writer, part.ranges):
+                for start in range(low, high, chunk_bytes):
+                    stop = min(start + chunk_bytes, high)
+                    load = functools.partial(writer.load, start, stop, origin=origin)
+                    version.add_piece(start, stop, await in_thread(load))
+        finally:
+            os.close(origin)
+
+    async def _receive_ranges(
+        self,
+        source: RelayAddress,
+        ranges: Sequence[Range],
+        pending: _PendingVersion,
+        writer: VersionWriter,
+        version: ServedVersion,
+    ) -> None:
+        """Receive what is missing of these ranges, as raw bytes."""
+
+        def received(start: int, stop: int) -> None:
+            writer.mark_received(start, stop)
+            pending.nbytes += stop - start
+            version.add_piece(start, stop)
+
+        def opened(channel: Channel) -> None:
+            stalls.channel = channel
+
+        weights_id = writer.manifest.weights_id
+        stalls = StallDetector(
+            lambda: self._report(VersionStalled(weights_id=weights_id, source=source))
+        )
+        try:
+            await pull(
+                self._transport,
+                source,
+                writer.manifest,
+                _missing(writer, ranges),
+                writer.destination,
+                on_piece=received,
+                on_channel=opened,
+                confirm=False,
+            )
+        finally:
+            stalls.close()
 
     async def _fetch_remote(
         self,
@@ -488,6 +595,11 @@ class Relay:
                     reason="source", error=f"a relay answers Request, got {type(message).__name__}"
                 )
             )
+
+
+def _missing(writer: VersionWriter, ranges: Sequence[Range]) -> list[Range]:
+    """Return what the writer lacks of these ranges."""
+    return [gap for low, high in ranges for gap in writer.received.missing(low, high)]
 
 
 def _supersedes(later: FetchVersion, command: FetchVersion) -> bool:

@@ -24,7 +24,14 @@ import xxhash
 from rollweave.schema.errors import DeltaError
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights import delta
-from rollweave.weights.memory import READ_CHUNK, Ranges, available_bytes, is_sealed, seal
+from rollweave.weights.memory import (
+    READ_CHUNK,
+    PayloadDigest,
+    Ranges,
+    available_bytes,
+    is_sealed,
+    seal,
+)
 from rollweave.weights.protocol import Base, FetchError
 
 SPARE_BYTES = 64 << 20
@@ -116,7 +123,7 @@ class VersionWriter:
         self._owned = owned
         self._spans: dict[int, tuple[int, delta.Span]] | None = None
         self._plan: tuple[delta.Span, ...] = ()
-        self._hash = xxhash.xxh3_128()
+        self._hash = PayloadDigest(manifest.parts)
         self.received = Ranges()
         self.contiguous = 0
         """Number of bytes received without a gap before them."""
@@ -154,13 +161,15 @@ class VersionWriter:
                 self._hash.update(self._view[self.contiguous : high])
                 self.contiguous = high
 
-    def load(self, start: int, stop: int) -> int:
-        """Load bytes `[start, stop)` from this host's memory; return their xxh3-64.
+    def load(self, start: int, stop: int, *, origin: int | None = None) -> int:
+        """Load bytes `[start, stop)` from this host's memory, or from file `origin`
+        there; return their xxh3-64.
 
         Raises FetchError (source).
         """
         view = self.destination(start, stop)
-        if self._origin is not None and _read(self._origin, view, start) < stop - start:
+        origin = self._origin if origin is None else origin
+        if origin is not None and _read(origin, view, start) < stop - start:
             raise FetchError(
                 "source", f"{self.manifest.location} shrank below {stop} bytes while it was read"
             )
@@ -451,3 +460,11 @@ def _check_layout(manifest: WeightManifest) -> None:
                 f"{name}: tensor {meta.name} overlaps another one at byte {meta.offset}",
             )
         end = max(end, meta.offset + meta.nbytes)
+    pieces = sorted(piece for part in manifest.parts for piece in part.ranges)
+    edges = [0, *(stop for _, stop in pieces)]
+    if manifest.parts and (
+        [start for start, _ in pieces] != edges[:-1]
+        or edges[-1] != manifest.nbytes
+        or any(start >= stop for start, stop in pieces)
+    ):
+        raise FetchError("broken", f"{name}: its parts must have every byte once")

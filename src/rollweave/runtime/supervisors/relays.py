@@ -35,6 +35,7 @@ from rollweave.schema.events import (
 from rollweave.schema.weights import (
     FetchReply,
     FetchVersion,
+    PartSource,
     RelayAddress,
     RelayReady,
     RelaySpec,
@@ -120,6 +121,7 @@ class RelaySupervisor:
             return  # the event of its loss follows
         try:
             manifest, source = self._origin(command)
+            parts = self._parts(command, relay.host)
         except WeightsError as error:
             self._post(_failed(command, relay, "source", str(error)))
             return
@@ -133,6 +135,7 @@ class RelaySupervisor:
                 manifest=manifest,
                 base_id=command.base_id,
                 source=source,
+                parts=parts,
                 keep=keep,
                 chunk_bytes=chunk,
             )
@@ -223,6 +226,23 @@ class RelaySupervisor:
         if source is None or source.address is None:
             raise WeightsError(f"relay {command.source} is not running")
         return manifest, source.address
+
+    def _parts(self, command: FetchWeights, host: int) -> tuple[PartSource, ...]:
+        """Return where this host's relay gets the parts of a version that the trainer's
+        ranks on several hosts have published.
+
+        Raises WeightsError.
+        """
+        parts = []
+        for number, holder in enumerate(self._manifests.part_hosts(command.weights_id)):
+            if self._hosts.share_memory(holder, host):
+                parts.append(PartSource(part=number))
+            elif command.source is None:
+                relay = self._relays.get(relay_id(holder))
+                if relay is None or relay.address is None:
+                    raise WeightsError(f"relay {relay_id(holder)} is not running")
+                parts.append(PartSource(part=number, source=relay.address))
+        return tuple(parts)
 
     async def _fetch(
         self,

@@ -81,8 +81,8 @@ class TrainerSupervisor:
     """The trainer of a world.
 
     `make(epoch, fresh, ranks)` starts its ranks, and may raise OSError. `on_published`
-    receives new weights, and the ids of the older ones that the trainer keeps;
-    `on_saved` is called once a checkpoint is in the journal.
+    receives new weights, the ids of the older ones that the trainer keeps, and the host
+    of each of their parts; `on_saved` is called once a checkpoint is in the journal.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class TrainerSupervisor:
         trace: Trace,
         store: TrajectoryStore,
         checkpoints: Checkpoints,
-        on_published: Callable[[WeightManifest, Collection[int]], None],
+        on_published: Callable[[WeightManifest, Collection[int], Sequence[int]], None],
         on_trained: Callable[[TrainStep, Batch, TrainMetrics], None],
         on_saved: Callable[[], None],
     ) -> None:
@@ -319,7 +319,8 @@ class TrainerSupervisor:
             backend.kill()
             return
         self._trace.span(TRAINER, "trainer", f"publish v{command.version}", started, self._clock())
-        self._on_published(reply.manifest, command.keep)
+        hosts = [trainer.ranks[part.rank].host for part in reply.manifest.parts]
+        self._on_published(reply.manifest, command.keep, hosts)
         self._post(
             WeightsPublished(
                 epoch=trainer.epoch, version=command.version, weights_id=command.weights_id

@@ -1,0 +1,148 @@
+"""Relays put a version together whose parts are published on several hosts."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rollweave.schema.errors import WeightsError
+from rollweave.schema.weights import (
+    FetchVersion,
+    PartSource,
+    RelayAddress,
+    VersionFailed,
+    VersionFetched,
+    WeightManifest,
+)
+from rollweave.weights.publication import read_tensors
+from tests.weights.host import KIB, Host, hosts, parts_of, versions
+
+
+def start(
+    host: Host,
+    manifest: WeightManifest,
+    parts: tuple[PartSource, ...] = (),
+    source: Host | None = None,
+    *,
+    base_id: int | None = None,
+    keep: tuple[int, ...] = (),
+) -> None:
+    host.relay.fetch(
+        FetchVersion(
+            manifest=manifest,
+            source=source.address if source is not None else None,
+            parts=parts,
+            base_id=base_id,
+            keep=keep,
+            chunk_bytes=64 * KIB,
+        )
+    )
+
+
+def assembled_from(*holders: Host) -> tuple[PartSource, ...]:
+    """The parts as the first of these hosts gets them."""
+    return tuple(
+        PartSource(part=number, source=host.address if number else None)
+        for number, host in enumerate(holders)
+    )
+
+
+async def test_each_host_receives_what_it_has_not_published() -> None:
+    with versions(1) as (whole,), parts_of(whole) as parts:
+        async with hosts(4) as (first, second, third, other):
+            start(first, parts.manifest, assembled_from(first, second, third))
+            start(second, parts.manifest, (PartSource(part=1),), first)
+            start(third, parts.manifest, (PartSource(part=2),), second)
+            start(other, parts.manifest, (), third)
+            total = len(parts.payload)
+            for host, own in zip((first, second, third, other), [*parts.sizes, 0], strict=True):
+                answer = await host.answer()
+                assert isinstance(answer, VersionFetched), answer
+                assert answer.nbytes == total - own
+                assert host.payload(1) == parts.payload
+                assert read_tensors(answer.manifest).keys() == {
+                    meta.name for meta in parts.manifest.tensors
+                }
+
+
+async def test_changes_follow_a_version_in_parts() -> None:
+    """A host without a part receives the changes since the version before."""
+    with versions(2) as (old, new), parts_of(old, 2) as before, parts_of(new, 2) as after:
+        async with hosts(3) as (first, second, other):
+            for parts, base in ((before, None), (after, 1)):
+                start(first, parts.manifest, assembled_from(first, second), base_id=base, keep=(1,))
+                start(
+                    second,
+                    parts.manifest,
+                    (PartSource(part=1),),
+                    first,
+                    base_id=base,
+                    keep=(1,),
+                )
+                start(other, parts.manifest, (), second, base_id=base, keep=(1,))
+                answers = [await host.answer() for host in (first, second, other)]
+            sizes = [one.nbytes for one in answers if isinstance(one, VersionFetched)]
+            assert len(sizes) == 3
+            assert 0 < sizes[2] < len(new.payload) / 10
+            assert {host.payload(2) for host in (first, second, other)} == {new.payload}
+
+
+async def test_a_lost_holder_is_named_and_nothing_is_received_twice() -> None:
+    with versions(1) as (whole,), parts_of(whole) as parts:
+        async with hosts(3) as (first, second, again):
+            nobody = RelayAddress(host="127.0.0.1", port=1, secret=b"s" * 32)
+            lost = PartSource(part=2, source=nobody)
+            start(first, parts.manifest, (*assembled_from(first, second), lost))
+            start(second, parts.manifest, (PartSource(part=1),), first)
+            answer = await first.answer()
+            assert isinstance(answer, VersionFailed)
+            assert answer.reason == "source"
+            start(again, parts.manifest, (PartSource(part=2),), first)
+            start(first, parts.manifest, assembled_from(first, second, again))
+            answer = await first.answer()
+            assert isinstance(answer, VersionFetched), answer
+            assert answer.nbytes == parts.sizes[1] + parts.sizes[2]
+            for host in (second, again):
+                assert isinstance(await host.answer(), VersionFetched)
+                assert host.payload(1) == parts.payload
+
+
+async def test_a_part_that_is_gone_comes_from_the_source() -> None:
+    with versions(1) as (whole,), parts_of(whole, 2) as parts:
+        async with hosts(3) as (first, second, other):
+            start(first, parts.manifest, assembled_from(first, second))
+            start(second, parts.manifest, (PartSource(part=1),), first)
+            assert isinstance(await first.answer(), VersionFetched)
+            gone = msgspec.structs.replace(parts.manifest.parts[1], location="/proc/self/fd/999")
+            manifest = msgspec.structs.replace(
+                parts.manifest, parts=(parts.manifest.parts[0], gone)
+            )
+            start(other, manifest, (PartSource(part=1),), first)
+            answer = await other.answer()
+            assert isinstance(answer, VersionFetched), answer
+            assert answer.nbytes == len(parts.payload)
+
+
+@pytest.mark.parametrize("damage", ["digest", "overlap", "gap"])
+async def test_damaged_parts_are_refused(damage: str) -> None:
+    with versions(1) as (whole,), parts_of(whole, 2) as parts:
+        one, two = parts.manifest.parts
+        if damage == "digest":
+            manifest = msgspec.structs.replace(parts.manifest, digest="0" * 32)
+        else:
+            ranges = (*two.ranges, one.ranges[0]) if damage == "overlap" else two.ranges[1:]
+            other = msgspec.structs.replace(two, ranges=ranges)
+            manifest = msgspec.structs.replace(parts.manifest, parts=(one, other))
+        async with hosts(2) as (first, second):
+            start(first, manifest, assembled_from(first, second))
+            start(second, manifest, (PartSource(part=1),), first)
+            answer = await first.answer()
+            assert isinstance(answer, VersionFailed)
+            assert answer.reason == "broken"
+
+
+def test_an_engine_refuses_a_version_that_is_in_parts() -> None:
+    with versions(1) as (whole,), parts_of(whole, 2) as parts:
+        with pytest.raises(WeightsError, match="cannot open"):
+            read_tensors(parts.manifest)
+        assert Path(parts.manifest.parts[0].location).stat().st_size == len(parts.payload)
