@@ -26,7 +26,7 @@ test-slow: .venv/ready-test
 	$(BIN)/rollweave reproduce --quick > /dev/null
 
 # Real runs on several hosts, which are lost: network namespaces, for which root is needed.
-test-cluster: .venv/ready-test
+test-cluster: .venv/ready-cluster
 	$(TORCH_THREADS) $(BIN)/pytest -p no:randomly -m cluster tests/cluster
 
 # Where nothing can be installed, wheels in .whl/ take the place of .venv (benchmarks/gpu.sh).
@@ -65,6 +65,10 @@ format: .venv/ready-test
 
 .venv/ready-test: .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	touch $@
+
+.venv/ready-cluster: .venv/ready-test
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[ray]"
 	touch $@
 
 clean:

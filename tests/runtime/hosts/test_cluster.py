@@ -269,6 +269,28 @@ def test_roles_run_in_their_pools(tmp_path: Path, agents: Agents) -> None:
     assert [names[rank.host] for rank in begun.ranks] == ["a"]
 
 
+def test_workers_on_a_host_run_the_users_module(
+    tmp_path: Path, agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in the controller's working directory only."""
+    agents.start("a")
+    package = tmp_path / "work" / "mine"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "words.py").write_text("from tests.runtime.game import Game")
+    (package / "game.py").write_text("from mine.words import Game\n\nclass Mine(Game): pass\n")
+    monkeypatch.chdir(package.parent)
+    monkeypatch.syspath_prepend(str(package.parent))
+    config = config_of(
+        tmp_path, agents, hosts=1, task={"env": "mine.game:Mine"}, workers={"count": 1}
+    )
+    summary = run(config)
+    assert summary.error == ""
+    assert summary.account.balanced
+    assert_trained_once(config)
+    assert agents.statuses() == {"a": 0}
+
+
 @pytest.mark.slow
 def test_workers_wait_for_another_host_of_their_pool(tmp_path: Path, agents: Agents) -> None:
     """Their attempts, which the loss of their host ends, start again on the next one."""
