@@ -191,9 +191,14 @@ def test_domains_are_routed_to_their_hardware(
 def test_a_worker_that_fails_while_others_wait_for_it_ends_them(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a collective operation, which the other ranks never leave."""
+    """As in a collective operation, which the other ranks never leave. Workers that have
+    not met do not wait for each other.
+    """
     monkeypatch.setattr(group, "ALONE_S", 0.2)
     adders = start(Adder)
+    with pytest.raises(WorkerError, match="adder rank 1: ValueError: no luck"):
+        adders.fail([1], slow=[0])
+    adders.meet()
     with pytest.raises(WorkerLostError, match="adder rank 1: failed alone: ValueError: no luck"):
         adders.fail([1], waiting=[0])
 

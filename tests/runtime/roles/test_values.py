@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from rollweave.runtime.roles import values
 from rollweave.runtime.roles.values import MethodCodec
 from rollweave.schema.roles import Arguments
 
@@ -109,3 +110,11 @@ def test_values_of_other_types_are_named() -> None:
 
 def test_half_a_character_is_replaced() -> None:
     assert sent("a\ud800", Point(1))[0][0] == "a\ufffd"
+
+
+def test_calls_beyond_the_size_of_a_frame_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "CALL_BYTES", 100)
+    with pytest.raises(TypeError, match="mixed: the arguments must have at most 100 bytes"):
+        sent(bytes(60), Point(0), array=np.zeros(8))
+    with pytest.raises(TypeError, match="mixed: the result must have at most 100 bytes"):
+        CODEC.encode_result(bytes(200))

@@ -53,7 +53,11 @@ class Adder(Worker):
         return self.rank
 
     @register()
-    def fail(self, ranks: list[int], waiting: tuple[int, ...] = ()) -> None:
+    def fail(
+        self, ranks: list[int], *, waiting: tuple[int, ...] = (), slow: tuple[int, ...] = ()
+    ) -> None:
+        if self.rank in slow:
+            time.sleep(0.5)
         if self.rank in ranks:
             raise ValueError(f"no luck on {self.rank}")
         if self.rank in waiting:
@@ -88,6 +92,12 @@ class Adder(Worker):
         while self.total < total:
             time.sleep(0.01)
         return self.total
+
+    @register(mode="execute_first")
+    def meet(self) -> None:
+        """Report a store, as `join_ranks` does."""
+        assert self._ranks is not None
+        self._ranks.announce("127.0.0.1:1")
 
     def private(self) -> None: ...
 

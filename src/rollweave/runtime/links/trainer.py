@@ -16,6 +16,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
+import msgspec
+
+from rollweave.io.wire import encode
 from rollweave.runtime.roles.group import WorkerGroup, WorkerPlace
 from rollweave.runtime.roles.serving import constructor_codec, serve_worker
 from rollweave.runtime.roles.worker import Worker, register
@@ -307,7 +310,7 @@ class ProcessTrainer:
         return ready
 
     async def ask(self, command: TrainerCommand) -> TrainerReply:
-        arguments = self._ranks.encode("handle", command)
+        arguments = Arguments(args=(msgspec.Raw(encode(command)),))
         everywhere = dict.fromkeys(range(self._ranks.world), arguments)
         reply: TrainerReply = await self._call("handle", everywhere)
         return reply

@@ -41,8 +41,8 @@ down.
 """
 
 ALONE_S = 15.0
-"""Maximum seconds for the answers of the other ranks after one has reported a failure:
-beyond it, they hang in a collective operation.
+"""Maximum seconds for the answers of the other ranks after one has reported a failure, if
+they have met in `torch.distributed`: beyond it, they hang in a collective operation.
 """
 
 CONSTRUCTION_S = 1.0
@@ -113,6 +113,8 @@ class WorkerGroup:
         self._calls: dict[int, _Call] = {}
         self._next = CONSTRUCTION
         self._closing = False
+        self._met = False
+        """Rank 0 has opened the store at which the ranks meet."""
         self._children: list[ChildProcess] = []
         self._construction = self._new_call(range(len(places)), decode=lambda _: None)
         try:
@@ -264,6 +266,7 @@ class WorkerGroup:
     def _on_message(self, rank: int, payload: bytes) -> None:
         message = _decode(payload)
         if isinstance(message, StoreOpened):
+            self._met = True
             for child in self._children[1:]:
                 child.send(payload)
             return
@@ -290,7 +293,7 @@ class WorkerGroup:
         """Bound the time until the others answer, now that one rank has failed."""
         if number == CONSTRUCTION:
             call.alone = self._loop.call_later(CONSTRUCTION_S, _give_up, call)
-        else:
+        elif self._met:
             call.alone = self._loop.call_later(ALONE_S, self.lose, rank, f"failed alone: {error}")
 
 

@@ -16,11 +16,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from rollweave.io.wire import FRAME_BYTES
 from rollweave.schema.packing import packed
 from rollweave.schema.roles import Arguments
 
 ARRAY = 1
 """MessagePack's code for an array: its type, shape and bytes."""
+
+CALL_BYTES = FRAME_BYTES - (1 << 16)
+"""Maximum size of the arguments of a call, and of its result."""
 
 KINDS = "numbers, text, bytes, lists, dicts, arrays, structs and dataclasses"
 
@@ -60,7 +64,7 @@ class MethodCodec:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self._name}: {error}") from None
-        return Arguments(
+        arguments = Arguments(
             args=tuple(
                 _encoded(value, f"{self._name}: argument {place}")
                 for place, value in enumerate(bound.args)
@@ -70,6 +74,9 @@ class MethodCodec:
                 for name, value in bound.kwargs.items()
             },
         )
+        size = sum(map(_size, (*arguments.args, *arguments.kwargs.values())))
+        self._must_fit(size, "the arguments")
+        return arguments
 
     def decode(self, arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
         """Decode the arguments of a call. Raises TypeError for those of other types than
@@ -87,11 +94,17 @@ class MethodCodec:
 
     def encode_result(self, value: Any) -> msgspec.Raw:
         """Encode a result. Raises TypeError."""
-        return _encoded(value, f"{self._name}: the result")
+        raw = _encoded(value, f"{self._name}: the result")
+        self._must_fit(_size(raw), "the result")
+        return raw
 
     def decode_result(self, raw: msgspec.Raw) -> Any:
         """Decode a result. Raises TypeError."""
         return self._decoded(raw, "return", "the result")
+
+    def _must_fit(self, size: int, what: str) -> None:
+        if size > CALL_BYTES:
+            raise TypeError(f"{self._name}: {what} must have at most {CALL_BYTES} bytes")
 
     def _at(self, place: int) -> str:
         if place < len(self._positional):
@@ -131,6 +144,10 @@ def _encoded(value: Any, what: str) -> msgspec.Raw:
             return msgspec.Raw(packed(value))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise TypeError(f"{what} must consist of {KINDS}, got {error}") from None
+
+
+def _size(raw: msgspec.Raw) -> int:
+    return memoryview(raw).nbytes
 
 
 def _plain(value: Any) -> Any:
