@@ -9,6 +9,7 @@ from rollweave.core.core import Core
 from rollweave.core.policy.retry import MAX_WORLDS_LOST
 from rollweave.core.policy.workers import least_loaded
 from rollweave.core.state import Stage, WorkerStatus
+from rollweave.core.waits import waits
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TrajectoryId
@@ -191,6 +192,24 @@ def test_a_worker_without_a_host_waits_for_one() -> None:
     assert run.core.state.workers["w1"].status is WorkerStatus.UNPLACED
     joined = run.send(e.HostJoined(host=HostSlot(number=2, pools=("cpus",))))
     assert [(one.worker_id, one.host) for one in restarts(joined)] == [("w1", 2)]
+
+
+def test_workers_that_are_not_ready_are_waited_for() -> None:
+    run = Run(
+        hosts=(HostSlot(number=0, name="a"), HostSlot(number=1, name="b", pools=("cpus",))),
+        cluster={"address": "a:1", "hosts": 2},
+        pools={"cpus": {"resource": "cpus"}},
+        workers={"count": 2, "pool": "cpus"},
+    )
+
+    def lines() -> list[str]:
+        found = waits(run.core.state, {})
+        return [f"{wait.component}: {wait.what}" for wait in found if "worker" in wait.component]
+
+    assert lines() == ["worker w0 on host a: starting", "worker w1 on host b: starting"]
+    run.joined("w0")
+    run.send(e.HostLost(host=1, error="silent"))
+    assert lines() == ["worker w1: no host has a place for it"]
 
 
 @settings(max_examples=examples(60))

@@ -1,9 +1,19 @@
-"""What a run waits for: hosts, relays, engines and the trainer, each with what it does."""
+"""What a run waits for: hosts, relays, engines, rollout workers and the trainer, each with
+what it does.
+"""
 
 from collections.abc import Iterator, Mapping
 
 from rollweave.core.policy.waiting import Wait
-from rollweave.core.state import Engine, EngineStatus, Phase, Relay, RelayStatus, State
+from rollweave.core.state import (
+    Engine,
+    EngineStatus,
+    Phase,
+    Relay,
+    RelayStatus,
+    State,
+    WorkerStatus,
+)
 from rollweave.core.state import TrainerStatus as Status
 
 MEGABYTE = 1_000_000
@@ -23,6 +33,13 @@ def waits(state: State, received: Mapping[str, tuple[int, int]]) -> Iterator[Wai
             yield Wait(component=name, what=what, since=engine.since)
     for relay in state.relays.values():
         yield from _relay(state, relay, received.get(relay.id, (0, 0)))
+    for worker in state.workers.values():
+        name = f"worker {worker.id}"
+        if worker.status is WorkerStatus.STARTING:
+            where = _on_host(state, worker.host)
+            yield Wait(component=f"{name}{where}", what="starting", since=worker.since)
+        elif worker.status is WorkerStatus.UNPLACED:
+            yield Wait(component=name, what="no host has a place for it", since=worker.since)
     if count := len(state.hosts.unplaced):
         what = f"no host has a place for {count} of the engines"
         yield Wait(component="another host", what=what)
