@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rollweave.core.core import Core
 from rollweave.core.policy.retry import MAX_WORLDS_LOST
-from rollweave.core.policy.workers import least_loaded
+from rollweave.core.policy.workers import worker_for
 from rollweave.core.state import Stage, WorkerStatus
 from rollweave.core.waits import waits
 from rollweave.schema import commands as c
@@ -80,9 +80,9 @@ def test_attempts_go_to_the_worker_with_the_fewest() -> None:
     run = Run()
     assert inits(run.commands) == []  # no worker is ready
     first = run.joined("w0")
-    assert {command.worker for command in first} == {"w0"}
-    assert len(first) > 1
-    run.joined("w1")
+    assert [command.worker for command in first] == ["w0"] * 4  # its share
+    second = run.joined("w1")
+    assert [command.worker for command in second] == ["w1"] * 2
     ended = e.TrajectoryEnded(
         trajectory_id=first[0].trajectory_id, attempt=0, stop_reason=StopReason.ENV_ERROR
     )
@@ -90,17 +90,45 @@ def test_attempts_go_to_the_worker_with_the_fewest() -> None:
     assert again.worker == "w1"
 
 
-@given(st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 5)))
-def test_the_least_loaded_worker_is_the_first_with_the_fewest(loads: dict[str, int]) -> None:
-    chosen = least_loaded(loads)
+@given(
+    loads=st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 5)),
+    awaited=st.integers(0, 3),
+    at_once=st.integers(1, 20),
+)
+def test_the_first_with_the_fewest_is_chosen_unless_it_has_its_share(
+    loads: dict[str, int], awaited: int, at_once: int
+) -> None:
+    chosen = worker_for(loads, awaited=awaited, at_once=at_once)
     fewest = [name for name in loads if all(loads[name] <= other for other in loads.values())]
-    assert chosen == (fewest[0] if fewest else None)
+    if chosen is not None:
+        assert chosen == fewest[0]
+    elif fewest:
+        assert awaited
+        assert loads[fewest[0]] * (len(loads) + awaited) >= at_once
+
+
+@given(count=st.integers(1, 6), at_once=st.integers(1, 40))
+def test_shares_are_enough_for_all_attempts(count: int, at_once: int) -> None:
+    """Whatever the order in which workers become ready, all attempts are given away once
+    all of them are.
+    """
+    loads: dict[str, int] = {}
+    for number in range(count):
+        loads[f"w{number}"] = 0
+        while sum(loads.values()) < at_once:
+            chosen = worker_for(loads, awaited=count - len(loads), at_once=at_once)
+            if chosen is None:
+                break
+            loads[chosen] += 1
+    assert sum(loads.values()) == at_once
+    assert max(loads.values()) <= -(-at_once // count)
 
 
 def test_the_attempts_of_a_lost_worker_start_again_on_the_other() -> None:
     run = Run()
     first = run.joined("w0")
     run.joined("w1")
+    assert len(first) == 4
     assert BLAME_OF[StopReason.WORKER_LOST] is Blame.INFRASTRUCTURE
     commands = run.lose("w0")
     assert [(one.worker_id, one.host, one.epoch) for one in restarts(commands)] == [("w0", 0, 1)]
@@ -140,6 +168,7 @@ def test_an_attempt_that_waits_for_its_reward_is_lost_with_its_worker() -> None:
 
 def test_an_attempt_that_loses_many_workers_is_given_up() -> None:
     run = Run(restarts=1000)
+    run.lose("w1")  # so that all attempts are with the other one
     first = run.joined("w0")[0]
     for epoch in range(MAX_WORLDS_LOST):
         run.lose("w0", epoch)

@@ -431,6 +431,33 @@ async def test_a_lost_engine_costs_only_time(tmp_path: Path) -> None:
         assert any("restarted" in warning.message for warning in service.observer.warnings)
 
 
+async def test_a_lost_worker_costs_only_time(tmp_path: Path) -> None:
+    """All rollouts run in workers; one of these is killed while they do."""
+    where = tmp_path / "where"
+    where.mkdir()
+    config = service_config(
+        tmp_path,
+        task={"env": "tests.runtime.game:Located"},
+        options={"where": str(where)},
+        workers={"count": 2},
+    )
+    with serving(config) as service:
+        rollouts = {"rollouts": [game(id=f"w{i}") for i in range(8)]}
+        await call(service.address, "POST", "/v1/rollouts", rollouts)
+        async with asyncio.timeout(60):
+            while len(pids := [*where.glob("reset-*")]) < 2:  # noqa: ASYNC110 (both run rollouts)
+                await asyncio.sleep(0.01)
+        os.kill(int(pids[0].name.removeprefix("reset-")), signal.SIGKILL)
+        (where / "open").touch()
+        for number in range(8):
+            _, answer, _ = await call(service.address, "GET", f"/v1/rollouts/w{number}?wait=60")
+            (member,) = answer["members"]
+            assert member["stop_reason"] == "finished"
+            assert member["result"]["reward"] is not None
+        assert any("w" in one.component for one in service.observer.warnings)
+    assert str(os.getpid()) not in {path.name.split("-")[1] for path in where.glob("score-*")}
+
+
 # The client.
 
 

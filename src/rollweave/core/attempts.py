@@ -13,7 +13,7 @@ consequences, within the same event.
 
 from collections.abc import Mapping
 
-from rollweave.core.policy.workers import least_loaded
+from rollweave.core.policy.workers import worker_for
 from rollweave.core.run import AttemptOver, Run
 from rollweave.core.state import (
     Held,
@@ -121,18 +121,20 @@ def abort(run: Run, trajectory: Trajectory, turn: Turn, engine_id: EngineId) -> 
 
 def choose_worker(run: Run) -> str | None:
     """The worker for another attempt; "" if attempts run in the controller, and None if no
-    worker is ready.
+    worker takes it now.
     """
     workers = run.state.workers
     if not workers:
         return ""
-    return least_loaded(
-        {
-            name: len(worker.attempts)
-            for name, worker in workers.items()
-            if worker.status is WorkerStatus.READY
-        }
+    ready = {
+        name: len(worker.attempts)
+        for name, worker in workers.items()
+        if worker.status is WorkerStatus.READY
+    }
+    awaited = sum(
+        worker.status is WorkerStatus.STARTING and not worker.epoch for worker in workers.values()
     )
+    return worker_for(ready, awaited=awaited, at_once=run.config.rollout.max_running)
 
 
 def enter_worker(run: Run, trajectory: Trajectory, worker: str) -> None:

@@ -3,8 +3,16 @@
 from collections.abc import Mapping
 
 
-def least_loaded(attempts: Mapping[str, int]) -> str | None:
+def worker_for(attempts: Mapping[str, int], *, awaited: int, at_once: int) -> str | None:
     """The worker with the fewest attempts, the first among equal ones; None if there is
     no worker.
+
+    While `awaited` other workers start for the first time, each worker takes only its share
+    of the `at_once` attempts that may run: otherwise the first that is ready would have
+    all of them.
     """
-    return min(attempts, key=attempts.__getitem__, default=None)
+    chosen = min(attempts, key=attempts.__getitem__, default=None)
+    if chosen is None or not awaited:
+        return chosen
+    share = -(-at_once // (len(attempts) + awaited))
+    return chosen if attempts[chosen] < share else None
