@@ -22,6 +22,16 @@ def test_an_example_is_simulated(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert outcome.summary.tokens > 0
 
 
+def test_the_example_of_two_nodes_is_simulated_with_a_model_shape_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    overrides = ["sim.model=qwen3-8b", "run.steps=1", "eval.every=0", "eval.final_episodes=0"]
+    outcome = simulate(load(Path("examples") / "two_nodes.toml", overrides))
+    assert (outcome.summary.steps, outcome.summary.error) == (1, "")
+    assert (outcome.engine_gpus, [*outcome.pools_busy]) == (8, ["rollouts"])
+
+
 def test_the_trace_has_two_tasks_with_their_members() -> None:
     trace = workload(str(ROOT / "examples" / "trace.jsonl"))
     assert isinstance(trace, Recorded)

@@ -422,7 +422,7 @@ class TrainerCost:
         """Assume that the KV cache leaves no room for a second copy on the GPUs: the
         weights wait in the host's memory, and come from there over PCIe.
         """
-        return self.load_s(engines=engines, tp=tp, over=link("pcie"))
+        return TrainerCost.load_s(self, engines=engines, tp=tp, over=link("pcie"))
 
     def copy_s(self) -> float:
         """Model each GPU copying its share over PCIe."""

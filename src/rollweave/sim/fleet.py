@@ -19,6 +19,7 @@ from rollweave.schema.config.sections import BLOCK_TOKENS, EngineConfig
 from rollweave.sim.clock import Clock
 from rollweave.sim.cost import EngineCosts, SharedCost, TrainerCosts
 from rollweave.sim.engine import Done, SimEngine
+from rollweave.sim.hardware import GPUS_PER_MACHINE
 from rollweave.sim.kv import Request
 from rollweave.sim.relays import SimRelays
 
@@ -227,9 +228,10 @@ class SimFleet:
             readers = sum(
                 other.loading and other.host == node.host for other in self.nodes.values()
             )
+            room = max(1, GPUS_PER_MACHINE // node.degree)  # engines on a machine, at most
             self._later(
                 node,
-                self._trainer.swap_s(engines=readers, tp=node.degree),
+                self._trainer.swap_s(engines=min(readers, room), tp=node.degree),
                 lambda: self._loaded(node, command),
             )
             return

@@ -27,6 +27,7 @@ IGNORED: dict[str, tuple[str, ...]] = {
     ),
     "algorithm": ALL,
     "warmup": ALL,
+    "workers": ("count", "pool"),
     "weights": ("transport", "dtype"),
     "eval": ("temperature", "stop_at"),
     "sandbox": ALL,

@@ -86,6 +86,8 @@ USED = [
     ["algorithm.advantage=gigpo", "algorithm.gamma=0.9"],
     ["warmup.steps=1", "warmup.batch=3"],
     ["weights.relays=1", "weights.transport=nixl", "ablation.without=['deltas']"],
+    ["cluster={address='127.0.0.1:0',hosts=1}", "ablation.without=['deltas']"],
+    ["cluster={address='127.0.0.1:0',hosts=1}", "weights.transport=nixl"],
     ["eval.every=2", "eval.episodes=3", "eval.stop_at=0.5"],
     ["faults.latency_s=1", "faults.latency_sigma=3"],
     ["eval.final_episodes=0", "eval.episodes=3"],

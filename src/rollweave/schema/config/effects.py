@@ -64,7 +64,10 @@ RULES: dict[str, Rule] = {
     "rollout.spare_groups": _unless(lambda config: config.rollout.mode in STEPWISE, IN_MODE),
     "warmup.batch": _unless(lambda config: config.warmup.steps, "while warmup.steps is 0"),
     "workers.pool": _unless(lambda config: config.workers.count, "while workers.count is 0"),
-    "weights.transport": _unless(lambda config: config.weights.relays, "while weights.relays is 0"),
+    "weights.transport": _unless(
+        lambda config: config.weights.relays or config.cluster is not None,
+        "while weights.relays is 0",
+    ),
 }
 """Setting → when it has no effect."""
 
@@ -85,7 +88,8 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, object]]:
             yield key, why, getattr(section, field)
     if len(config.tasks) == 1 and is_changed(config.tasks[0], "weight"):
         yield "tasks.0.weight", "with one task domain", config.tasks[0].weight
-    if "deltas" in config.ablation.without and not config.weights.relays:
+    relayed = config.weights.relays or config.cluster is not None
+    if "deltas" in config.ablation.without and not relayed:
         yield "ablation.without", "for deltas while weights.relays is 0", "deltas"
     if "optimizer" in config.trainer.save_memory and config.model.device == "cpu":
         yield "trainer.save_memory", "for optimizer on model.device cpu", "optimizer"

@@ -232,11 +232,16 @@ def _as_it_is(work: Workload) -> Workload:
 class Transfer:
     """A version of the weights on its way: when the trainer began to publish it, and when
     the last engine so far had it. `changes` is true if relays received changes alone.
+
+    `pulls_s` are the seconds in which engines received it while they served, and
+    `waits_s` those for which engines were suspended for it.
     """
 
     def __init__(self, began: float) -> None:
         self.began = self.loaded = began
         self.changes = False
+        self.pulls_s: list[float] = []
+        self.waits_s: list[float] = []
 
     @property
     def seconds(self) -> float:
@@ -246,8 +251,7 @@ class Transfer:
 class Watched:
     """A simulated run, for inspection while its weights travel.
 
-    `stall_s` are the seconds for which the trainer waited at each publication, and
-    `waits_s` those for which an engine did at each version that it loaded.
+    `stall_s` are the seconds for which the trainer waited at each publication.
     """
 
     def __init__(self, config: RunConfig, *, costs: Costs | None = None) -> None:
@@ -255,9 +259,9 @@ class Watched:
         self.world = World(config, observer=metrics, journal=self, costs=costs)
         metrics.watch(self.world)
         self.stall_s: list[float] = []
-        self.waits_s: list[float] = []
         self.transfers: dict[int, Transfer] = {}  # by version
         self._versions: dict[int, int] = {}  # weights id → version
+        self._staging: dict[tuple[str, int], float] = {}
         self._suspended: dict[str, float] = {}
         self.world.start()
 
@@ -266,19 +270,31 @@ class Watched:
         if isinstance(event, e.WeightsPublished):
             self.stall_s.append(now - self.transfers[event.version].began)
         elif isinstance(event, e.WeightsLoaded):
-            self.transfers[event.version].loaded = now
+            transfer = self.transfers[event.version]
+            transfer.loaded = now
             if event.engine_id in self._suspended:
-                self.waits_s.append(now - self._suspended.pop(event.engine_id))
+                transfer.waits_s.append(now - self._suspended.pop(event.engine_id))
+        elif isinstance(event, e.WeightsStaged):
+            transfer = self.transfers[self._versions[event.weights_id]]
+            began = self._staging.pop((event.engine_id, event.weights_id), now)
+            transfer.pulls_s.append(now - began)
         for command in commands:
             if isinstance(command, c.PublishWeights):
                 self.transfers[command.version] = Transfer(now)
                 self._versions[command.weights_id] = command.version
             elif isinstance(command, c.FetchWeights) and command.base_id is not None:
                 self.transfers[self._versions[command.weights_id]].changes = True
+            elif isinstance(command, c.StageWeights):
+                self._staging[command.engine_id, command.weights_id] = now
             elif isinstance(command, c.SuspendEngine):
                 self._suspended[command.engine_id] = now
             elif isinstance(command, c.RestartEngine):
                 self._suspended.pop(command.engine_id, None)
+
+    @property
+    def waits_s(self) -> list[float]:
+        """Return the seconds for which engines were suspended for any version."""
+        return [wait for transfer in self.transfers.values() for wait in transfer.waits_s]
 
     def until(self, what: Callable[[], bool]) -> None:
         """Run until the condition holds. Raises ExperimentError where the run ends before."""

@@ -148,14 +148,14 @@ def modes(setup: Setup, steps: int) -> dict[str, Pace]:
     """Return the five systems of §7.1.
 
     Sync steps its environments by batches and scores after the rollout; the others do
-    neither.
+    neither. Engines receive weights while they generate in RollArt alone (§7.4).
     """
-    alone = monolithic(setup)
+    alone, stopping = monolithic(setup), setup.but(without=("staging",))
     runs = {
         "Sync": alone.but(without=(*alone.without, "free_stepping", "reward_overlap")),
         "Sync+": alone,
-        "One-off": setup.but(mode="one_step"),
-        "AReaL": setup.but(mode="partial"),
+        "One-off": stopping.but(mode="one_step"),
+        "AReaL": stopping.but(mode="partial"),
         "RollArt": setup.but(mode="bounded"),
         "bounded, α=2": setup.but(mode="bounded", alpha=2),
     }
@@ -260,13 +260,12 @@ def fig10c(quick: bool) -> list[Row]:
         setup = base("14B", shrink=shrink).but(
             rollout_gpus=count * 3 // 4 // shrink, trainer_gpus=count // 4 // shrink
         )
-        runs = {"Sync+": monolithic(setup)} | {
-            name: setup.but(mode=mode)
-            for name, mode in (
-                ("One-off", "one_step"),
-                ("AReaL", "partial"),
-                ("RollArt", "bounded"),
-            )
+        stopping = setup.but(without=("staging",))
+        runs = {
+            "Sync+": monolithic(setup),
+            "One-off": stopping.but(mode="one_step"),
+            "AReaL": stopping.but(mode="partial"),
+            "RollArt": setup.but(mode="bounded"),
         }
         for name, run in runs.items():
             rates[name, count] = pace(run, steps=steps).tokens_per_s
@@ -333,10 +332,12 @@ ROLLOUT_GPUS: dict[str, dict[str, int]] = {
 }
 """GPUs for rollouts of about equal cost (§7.3)."""
 
-PREFILL_IS_CACHED = (
-    "our H20 engines gain where much is sampled and lose where much is computed, but with prefix "
-    "caching no task of ours is bound by prefill (rollart-fig4)"
+SAMPLING_BOUND = (
+    "208 H20 have 2.7 times the memory bandwidth of the mix and 0.46 of its FLOP/s (Table 2); in "
+    "our workload, with prefix caching, sampling takes over 90 % of an engine's time "
+    "(rollart-fig4)"
 )
+"""Reason why H20 alone are fast here."""
 
 
 def fig11a(quick: bool) -> list[Row]:
@@ -375,7 +376,7 @@ def _affinity(size: str, *, shrink: int, steps: int) -> list[Row]:
                 row=f"{size} step time, {peer} alone over the mix by task",
                 published=published,
                 ours=paces[peer].step_s / paces["mix"].step_s,
-                note=note,
+                note=f"{note}; {SAMPLING_BOUND}" if peer == "H20" else note,
             )
             for peer, published in (("H20", (1.30, 1.68)), ("H800", (1.12, 1.37)))
         ),
