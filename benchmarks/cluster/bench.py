@@ -148,6 +148,7 @@ class _Measuring:
         self._runs = 0
         self._ms_per_turn: list[float] = []
         self._most = 0
+        self._updates = {"transfer_s": 0.0, "stopped_s": 0.0, "updates": 0.0, "staged": 0.0}
         self.leftovers = 0
         self.figures: dict[str, Figure] = {"lost_trajectories": 0, "unaccounted": 0}
         self.conditions: dict[str, Any] = {}
@@ -163,7 +164,7 @@ class _Measuring:
                 with self._run(name, settings, on_cluster=on_cluster) as run:
                     summary = run.finish(PATIENCE_S)
                     seconds[on_cluster] = run.training_s(0, steps - 1)
-                    self._balance(run, summary["account"], on_cluster=on_cluster)
+                    self._balance(run, summary, on_cluster=on_cluster)
                     if on_cluster:
                         successes.append(min(summary["success_rate"].values(), default=0.0))
                 self._hosts.wait_for_agents()
@@ -190,8 +191,7 @@ class _Measuring:
                 noticed, as_far = self._lose_one(run, with_trainer=number % 2 == 0)
                 detected.append(noticed)
                 recovered.append(as_far)
-            account = run.stop(PATIENCE_S)["account"]
-            self._balance(run, account, on_cluster=True)
+            self._balance(run, run.stop(PATIENCE_S), on_cluster=True)
         self._hosts.wait_for_agents()
         self.figures |= {
             "host_loss_detected_s": round(statistics.median(detected), 2),
@@ -200,10 +200,16 @@ class _Measuring:
             if self._ms_per_turn
             else None,
             "trajectories_at_once": self._most,
+            "exposed_over_transfer": round(
+                self._updates["stopped_s"] / self._updates["transfer_s"], 4
+            )
+            if self._updates["transfer_s"]
+            else None,
         }
         self.conditions |= {
             "host_loss_detected_s_all": [round(seconds, 2) for seconds in detected],
             "host_loss_recovered_s_all": [round(seconds, 2) for seconds in recovered],
+            "updates_of_engines": {name: round(sum_, 2) for name, sum_ in self._updates.items()},
         }
 
     def _lose_one(self, run: ClusterRun, *, with_trainer: bool) -> tuple[float, float]:
@@ -240,11 +246,13 @@ class _Measuring:
         )
         return _Started(config, self._hosts if on_cluster else None)
 
-    def _balance(self, run: ClusterRun, account: dict[str, Any], *, on_cluster: bool) -> None:
-        """Add up what is lost, and what a controller of a cluster carried."""
+    def _balance(self, run: ClusterRun, summary: dict[str, Any], *, on_cluster: bool) -> None:
+        """Add up what is lost, how engines of a cluster updated, and what its controller
+        carried.
+        """
         for figure, count in (
-            ("lost_trajectories", lost_trajectories(account)),
-            ("unaccounted", run.unaccounted(account)),
+            ("lost_trajectories", lost_trajectories(summary["account"])),
+            ("unaccounted", run.unaccounted(summary["account"])),
         ):
             before = self.figures[figure]
             assert isinstance(before, int), "it counts"
@@ -254,6 +262,8 @@ class _Measuring:
             if (each := run.controller_ms_per_turn()) is not None:
                 self._ms_per_turn.append(each)
             self._most = max(self._most, run.most_at_once())
+            for name in self._updates:
+                self._updates[name] += summary["weights"].get(name, 0.0)
 
 
 class _Started:
@@ -308,8 +318,8 @@ def _conditions(plan: ClusterPlan) -> dict[str, Any]:
         "unaccounted": "started - (trained + dropped + cancelled + buffered), plus the difference "
         "to the journals, plus trajectories that were trained twice, over all runs",
         "leftovers": "processes on hosts and files of their agents after all runs",
-        "exposed_over_transfer": "not measured: engines do not report seconds stopped apart from "
-        "those of the transfer",
+        "exposed_over_transfer": "seconds for which engines stopped for new weights over those in "
+        "which they received and verified them, over all runs on the hosts",
         "controller_ms_per_turn": "CPU of the controller's process, with the environments, from "
         "its first step to its last one; median of the runs on all hosts",
         "trajectories_at_once": "greatest number of attempts under way, bounded by "

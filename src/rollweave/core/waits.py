@@ -28,9 +28,12 @@ def waits(state: State, received: Mapping[str, tuple[int, int]]) -> Iterator[Wai
     if state.phase is Phase.FINISHED:
         return
     for engine in state.engines.values():
+        name = f"engine {engine.id}{_on_host(state, engine.host)}"
         if what := _engine(state, engine):
-            name = f"engine {engine.id}{_on_host(state, engine.host)}"
             yield Wait(component=name, what=what, since=engine.since)
+        elif engine.staging_id >= 0:
+            what = f"receiving {_version(state, engine.staging_id)} while it serves"
+            yield Wait(component=name, what=what, since=engine.staging_since)
     for relay in state.relays.values():
         yield from _relay(state, relay, received.get(relay.id, (0, 0)))
     for worker in state.workers.values():
