@@ -40,6 +40,32 @@ hidden = 32
 [[tasks]]
 env = "frozenlake"
 """
+ROLE = """
+import sys
+
+import torch
+import torch.distributed as dist
+from rollweave import Cluster, Worker, WorkerResources, hw_mapping, register
+
+class Ring(Worker):
+    def __init__(self) -> None:
+        self.join_ranks()
+
+    @register()
+    def reduce(self, number: float) -> float:
+        value = torch.tensor([number * (self.rank + 1)])
+        dist.all_reduce(value)
+        return value.item()
+
+    @hw_mapping({"long": "bandwidth", "default": "compute"})
+    def where(self, tag_name: str) -> str:
+        return self.hardware
+
+if __name__ == "__main__":
+    resources = [WorkerResources(hardware="bandwidth"), WorkerResources(hardware="compute")]
+    with Cluster(Ring, resources, cluster={"launcher": "ray", "ray": sys.argv[1]}) as rings:
+        print(rings.reduce(1.0), rings.where("long"), rings.where("short"))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -246,3 +272,11 @@ def test_a_wrong_address_is_one_line(
     assert done.returncode == 2, text
     assert line in text
     assert text.count("\n") == 0
+
+
+def test_a_role_of_the_users_own_runs_on_the_nodes(ray: RayCluster, tmp_path: Path) -> None:
+    (tmp_path / "ring.py").write_text(ROLE)
+    program = (sys.executable, "ring.py", ray.address)
+    printed = ray.run(0, "env", "-C", str(tmp_path), f"PYTHONPATH={ROOT}", *program)
+    assert printed == "[3.0, 3.0] bandwidth compute\n"
+    until(lambda: not any(ray.agents(host) for host in range(4)), "the end of all agents", 20)
