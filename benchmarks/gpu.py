@@ -50,6 +50,8 @@ from rollweave.schema.serving import (
     Loaded,
     ReleaseKv,
     Sampling,
+    Stage,
+    Staged,
 )
 from rollweave.schema.training import Publish, Published, Trained, TrainOn
 from rollweave.schema.work import (
@@ -171,7 +173,15 @@ DECODE = (
 )
 OVER: tuple[KvTransport, ...] = ("shm", "tcp")
 KV = ("kv_bytes", *(f"kv_{what}_s_{over}" for over in OVER for what in ("export", "import")))
-TRAIN = ("train_step_s", "train_tokens_per_s", "publish_s", "load_s", "weights_bytes")
+TRAIN = (
+    "train_step_s",
+    "train_tokens_per_s",
+    "publish_s",
+    "load_s",
+    "stage_s",
+    "swap_s",
+    "weights_bytes",
+)
 SHARED = ("two_engines_over_one", "beside_trainer_over_alone", "train_beside_engine_over_alone")
 
 
@@ -371,11 +381,20 @@ class _Subject:
                 published = _publish(trainer, version)
                 engine.post(Load(manifest=published.manifest))
                 loaded = engine.expect(Loaded)
+            manifest = _publish(trainer, 2).manifest
+            started = time.perf_counter()
+            engine.post(Stage(manifest=manifest))
+            engine.expect(Staged)
+            stage_s = time.perf_counter() - started
+            engine.post(Load(manifest=manifest))
+            swapped = engine.expect(Loaded)
         return {
             "train_step_s": step_s,
             "train_tokens_per_s": tokens / step_s,
             "publish_s": published.publish_s,
             "load_s": loaded.load_s,
+            "stage_s": stage_s,
+            "swap_s": swapped.load_s,
             "weights_bytes": published.manifest.nbytes,
         }
 

@@ -29,6 +29,7 @@ from rollweave.schema.serving import (
     Ready,
     Sampled,
     Shutdown,
+    StageFailed,
     Stats,
 )
 
@@ -80,7 +81,7 @@ class Harness:
                 raise EngineError(
                     f"the engine did not answer with {kind.__name__} in {PATIENCE_S} s"
                 ) from None
-            if isinstance(reply, EngineFatal | LoadFailed | KvRefused):
+            if isinstance(reply, EngineFatal | LoadFailed | StageFailed | KvRefused):
                 raise EngineError(reply.error)
             if isinstance(reply, Generated):
                 self._done[reply.result.id] = reply.result

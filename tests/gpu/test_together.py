@@ -86,20 +86,29 @@ def scored(trainer: Trainer, result: GenerateResult) -> list[float]:
     return trainer._passes.logprobs([example], [0], temperature=1.0)[0].tolist()
 
 
+@pytest.mark.parametrize("staged", [False, True], ids=["loaded", "staged"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_an_engine_computes_with_the_weights_that_the_trainer_publishes(
-    start: Start, path: Path, tmp_path: Path, device: str, dtype: str
+    start: Start, path: Path, tmp_path: Path, device: str, dtype: str, staged: bool
 ) -> None:
+    """It receives them while it is suspended, or while it generates."""
     trainer = new_trainer(path, tmp_path, device, dtype)
     engine = await start(dtype=dtype)
     previous: list[float] = []
     for step in range(2):
+        manifest = published(trainer)
+        busy = asyncio.ensure_future(
+            engine.generate(request(f"busy{step}", PROMPT, max_tokens=200, seed=step))
+        )
+        if staged:
+            await engine.stage(manifest)
         await engine.suspend()
-        await engine.load(published(trainer))
+        await engine.load(manifest)
         engine.resume()
         result = await engine.generate(
             request(f"r{step}", PROMPT, max_tokens=16, temperature=1.0, seed=step)
         )
+        assert len((await busy).tokens) == 200
         expected = scored(trainer, result)
         assert list(result.logprobs) == pytest.approx(expected, abs=TOLERANCE[dtype])
         assert [span.version for span in result.versions] == [step]
