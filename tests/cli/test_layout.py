@@ -20,30 +20,30 @@ TABLE = """
 host      process            pool      devices     GPU memory         memory
 10.0.0.1  controller         -         -                    -      450.0 MiB
 trainer   relay              -         -                    -      450.0 MiB
-          trainer rank 0     training  GPU 0         72.9 GiB      137.7 GiB
-          trainer ranks 1–7  training  GPUs 1–7  7 × 72.9 GiB   7 × 92.0 GiB
+          trainer rank 0     training  GPU 0         48.2 GiB       57.7 GiB
+          trainer ranks 1–7  training  GPUs 1–7  7 × 48.2 GiB   7 × 11.9 GiB
 rollout   relay              -         -                    -       46.2 GiB
           engines e0–e7      rollouts  GPUs 0–7  8 × 54.2 GiB  8 × 450.0 MiB
 
 memory of one process, estimated ───────────────────────────────────────────────
-process            where       each  of which
-relay              host    46.2 GiB  published weights 45.8 GiB,
-                                     process 450.0 MiB
-trainer ranks 0–7  GPU     72.9 GiB  weights 3.8 GiB, gradients 3.8 GiB,
-                                     optimizer 7.6 GiB, activations 45.5 GiB,
-                                     gathered layers 11.4 GiB, CUDA 640.0 MiB
-trainer rank 0     host   137.7 GiB  copy for a checkpoint 91.5 GiB,
-                                     published weights 45.8 GiB,
-                                     process 450.0 MiB
-trainer ranks 1–7  host    92.0 GiB  copy for a checkpoint 91.5 GiB,
-                                     process 450.0 MiB
-engines e0–e7      GPU     54.2 GiB  weights 15.3 GiB, KV cache 36.0 GiB,
-                                     one step 2.3 GiB, CUDA 640.0 MiB
+process            where      each  of which
+relay              host   46.2 GiB  published weights 45.8 GiB,
+                                    process 450.0 MiB
+trainer ranks 0–7  GPU    48.2 GiB  weights 3.8 GiB, gradients 3.8 GiB,
+                                    optimizer 7.6 GiB, activations 20.9 GiB,
+                                    gathered layers 11.4 GiB, CUDA 640.0 MiB
+trainer rank 0     host   57.7 GiB  copy for a checkpoint 11.4 GiB,
+                                    published weights 45.8 GiB,
+                                    process 450.0 MiB
+trainer ranks 1–7  host   11.9 GiB  copy for a checkpoint 11.4 GiB,
+                                    process 450.0 MiB
+engines e0–e7      GPU    54.2 GiB  weights 15.3 GiB, KV cache 36.0 GiB,
+                                    one step 2.3 GiB, CUDA 640.0 MiB
 
 memory that all of them need ───────────────────────────────────────────────────
 host     memory    kind                   needed of all
-trainer  GPUs 0–7  H100 80GB HBM3  72.9 GiB of 79.6 GiB  █████████░  92%
-         host                      782.0 GiB of 2.0 TiB  ████░░░░░░  38%
+trainer  GPUs 0–7  H100 80GB HBM3  48.2 GiB of 79.6 GiB  ██████░░░░  61%
+         host                      141.3 GiB of 2.0 TiB  █░░░░░░░░░   7%
 rollout  GPUs 0–7  H20             54.2 GiB of 95.6 GiB  ██████░░░░  57%
          host                       49.7 GiB of 1.0 TiB  ░░░░░░░░░░   5%
 

@@ -47,6 +47,8 @@ from rollweave.runtime.links.trainer import (
 from rollweave.runtime.links.worker import OnReport, ProcessWorker, WorkerLink
 from rollweave.runtime.loopwatch import watched
 from rollweave.runtime.metrics import Metrics, Progress, Silent
+from rollweave.runtime.preflight.checks import must_pass
+from rollweave.runtime.preflight.model import check_joined
 from rollweave.runtime.pump import RunClock
 from rollweave.runtime.recover import Beginning, lost, model_dir, recover, settle
 from rollweave.runtime.roles.group import WorkerPlace
@@ -64,7 +66,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import BLOCK_TOKENS, TRAINER_THREADS, ModeName
 from rollweave.schema.errors import ConfigError, DiskError, HostError
 from rollweave.schema.events import EngineSlot, RunStarted, WorldLost
-from rollweave.schema.hosts import HostSlot, RankSlot
+from rollweave.schema.hosts import HostSlot, RankSlot, Resources
 from rollweave.schema.prediction import PredictorSpec
 from rollweave.schema.rollouts import WorkerSpec
 from rollweave.schema.serving import EngineSpec
@@ -266,9 +268,8 @@ class _Start:
         Raises `ConfigError` if there is none for one of them.
         """
         config = self._config
-        empty = empty_pools(config.pools, cluster.present()) if cluster.slots else []
-        if lines := [f"{pool.field} {pool.describe()}" for pool in unserved(config, empty)]:
-            raise ConfigError("\n".join(lines))
+        if cluster.slots:
+            self._must_fit(cluster.present())
         slots, relays = engines_to_start(config, beginning.core.state), config.weights.relays
         hosts = cluster.slots or machine_of(config, relays=relays, inproc=self._inproc)
         if any(host.devices for host in hosts) and config.model.device != "cpu":
@@ -285,6 +286,15 @@ class _Start:
         return beginning.first(
             slots, hosts=hosts, ranks=ranks, workers=workers, relays=len(cluster.slots) or relays
         )
+
+    def _must_fit(self, present: Mapping[str, Resources]) -> None:
+        """Raise `ConfigError` if the hosts that have joined lack what a role needs, or
+        memory. This machine was checked before the run.
+        """
+        empty = empty_pools(self._config.pools, present.values())
+        if lines := [f"{pool.field} {pool.describe()}" for pool in unserved(self._config, empty)]:
+            raise ConfigError("\n".join(lines))
+        must_pass(check_joined(self._config, self._source.words(), present))
 
     def _world(
         self,

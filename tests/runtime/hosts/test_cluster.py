@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from rollweave.package import DIRECTORY
 from rollweave.record.journal import Replay
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
@@ -344,6 +346,18 @@ def test_a_pool_without_a_host_is_named(tmp_path: Path, agents: Agents) -> None:
     with pytest.raises(
         ConfigError, match=r"pools\.bandwidth\.resource must be .* \(H800\), got 'H20'"
     ):
+        run(config)
+    assert agents.statuses() == {"a": 0}
+
+
+def test_hosts_that_lack_memory_are_named(tmp_path: Path, agents: Agents) -> None:
+    """The run ends before a process is started."""
+    (tmp_path / "model").mkdir()
+    example = DIRECTORY.parents[1] / "examples" / "qwen3_8b" / "config.json"
+    shutil.copy(example, tmp_path / "model")
+    config = config_of(tmp_path, agents, hosts=1)
+    agents.start("a")
+    with pytest.raises(ConfigError, match=r"trainer\.ranks: must fit, .* of a, got 1: about"):
         run(config)
     assert agents.statuses() == {"a": 0}
 

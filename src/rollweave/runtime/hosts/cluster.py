@@ -156,9 +156,9 @@ class GatheredHosts:
             if self.slots and member.number not in known:
                 post(HostJoined(host=self._slot(member)))
 
-    def present(self) -> list[Resources]:
-        """Return what the hosts that have joined have."""
-        return [member.remote.resources for member in self._members.values()]
+    def present(self) -> dict[str, Resources]:
+        """Return what each host has that has joined, by its name."""
+        return {name: member.remote.resources for name, member in self._members.items()}
 
     async def close(self) -> None:
         """Release all hosts."""

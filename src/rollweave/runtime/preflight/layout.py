@@ -259,6 +259,11 @@ def check_layout(
         yield fail(_field_of(config, one.role), f"must have a place, got {one.role}: {one.reason}")
     if config.cluster is not None:
         yield from _check_cores(layout, hosts)
+    yield from check_fit(config, layout)
+
+
+def check_fit(config: RunConfig, layout: Layout) -> Iterator[Check]:
+    """Refuse processes that share what they cannot share, or have too little memory."""
     ranks = [process for process in layout.processes if process.role == RANK]
     places = [(rank.host, rank.devices) for rank in ranks if rank.devices]
     if problem := crowded(config, places):

@@ -94,14 +94,16 @@ def rank_parts(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Part]
     """Return what one rank of the trainer keeps in memory."""
     trainer, count = config.trainer, parameters(shape)
     shard = -(-count // trainer.ranks) * MASTER_BYTES
+    offloaded = "optimizer" in trainer.save_memory
+    on_gpu = config.model.device == "cuda"
     parts = [
         Part(what="weights", nbytes=shard, knob="trainer.ranks"),
         Part(what="gradients", nbytes=shard, knob="trainer.ranks"),
         Part(
             what="optimizer",
             nbytes=2 * shard,
-            on_device="optimizer" not in trainer.save_memory,
-            knob="trainer.save_memory",
+            on_device=not offloaded,
+            knob="trainer.save_memory" if on_gpu and not offloaded else "trainer.ranks",
         ),
         Part(
             what="activations",

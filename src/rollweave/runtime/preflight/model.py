@@ -19,6 +19,7 @@ from rollweave.runtime.preflight.layout import (
     COMFORT,
     Layout,
     PlannedHost,
+    check_fit,
     check_layout,
     check_pools,
     described,
@@ -68,6 +69,26 @@ def examine_model(
         return checks, None
     layout, layout_checks = _layout(config, shape, hosts)
     return [*checks, *layout_checks, *_disk(config, shape, elsewhere=hosts is not None)], layout
+
+
+def check_joined(
+    config: RunConfig, words: Sequence[str], hosts: Mapping[str, Resources]
+) -> list[Check]:
+    """Check that the processes of a run fit the hosts that have joined it.
+
+    `words` are those of the tasks, of which a model from scratch has a vocabulary.
+    """
+    if config.model.scratch is not None:
+        vocab = build_tokenizer(words).get_vocab_size()
+        shape = scratch_shape(config.model.scratch, vocab, context=config.max_tokens)
+    else:
+        assert config.model.path is not None, "the configuration has one of path and scratch"
+        if not Path(config.model.path, "config.json").exists():
+            return []  # the engines report what their model lacks
+        shape = read_shape(Path(config.model.path))
+    planned = described(config, hosts)
+    config = with_device(config, planned)
+    return list(check_fit(config, lay_out(config, shape, planned)))
 
 
 def _model(

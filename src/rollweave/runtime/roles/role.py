@@ -170,7 +170,7 @@ class Role:
         spec, present = self._spec, hosts.hosts
         slots = hosts.slots
         if slots:
-            offered = hosts.present()
+            offered = list(hosts.present().values())
         else:  # this machine alone
             offered = [resources_here()]
             ((number, host),) = present.by_number.items()
