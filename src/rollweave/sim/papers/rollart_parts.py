@@ -225,8 +225,8 @@ class Stored(TrainerCost):
 
 
 class Updates(Struct, frozen=True, kw_only=True):
-    """Seconds of one version, as means: the push, an engine's pull, and for how long it
-    stopped.
+    """Seconds of one version, as means: the push, the pull until the last engine has it,
+    and for how long an engine stopped.
     """
 
     push_s: float
@@ -257,7 +257,7 @@ def updates(size: str, *, steps: int) -> Updates:
     versions = [run.transfers[version] for version in range(1, steps)]
     return Updates(
         push_s=statistics.fmean(run.stall_s),
-        pull_s=statistics.fmean(pull for one in versions for pull in one.pulls_s),
+        pull_s=statistics.fmean(max(one.pulls_s) for one in versions),
         stopped_s=statistics.fmean(wait for one in versions for wait in one.waits_s),
     )
 
@@ -282,8 +282,8 @@ def table4(quick: bool) -> list[Row]:
                 row=f"{size} accumulated pull",
                 published=PULL[size],
                 ours=pull,
-                note="mean of the engines of a simulated run, which pull from one machine while "
-                "they generate",
+                note="simulated run: until the last engine has it; all pull at once from one "
+                "machine, while they generate",
             ),
             row(row=f"{size} naive (push + pull)", published=NAIVE[size], ours=push + pull),
             row(
