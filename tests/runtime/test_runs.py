@@ -175,8 +175,10 @@ def test_a_stuck_engine_is_named_and_replaced(tmp_path: Path) -> None:
     assert_trained_once(config)
 
 
-def test_a_killed_trainer_returns_to_its_checkpoint(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_killed_trainer_returns_to_its_checkpoint(tmp_path: Path, ranks: int) -> None:
+    """Whichever rank is killed, all of them return."""
+    config = make_config(tmp_path, trainer={"ranks": ranks})
     fault(config, "kill-trainer-2")
     summary = run(config)
     assert (summary.error, summary.steps) == ("", 4)

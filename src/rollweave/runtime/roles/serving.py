@@ -11,7 +11,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -51,14 +50,14 @@ class _WorkerProcess:
     def __init__(self, parent: Parent) -> None:
         self._parent = parent
         self._commands: queue.SimpleQueue[CallMethod | StopWorker] = queue.SimpleQueue()
-        self._store: Future[str] = Future()
+        self._stores: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.address = ""
 
     def announce(self, store: str) -> None:
         self._parent.send(encode(StoreOpened(address=store)))
 
     def store(self) -> str:
-        return self._store.result()
+        return self._stores.get()
 
     def run(self, load: Callable[[str], type[Worker]]) -> None:
         start = _decode(self._parent.receive())
@@ -92,7 +91,7 @@ class _WorkerProcess:
     def _on_frame(self, payload: bytes) -> None:
         command = _decode(payload)
         if isinstance(command, StoreOpened):
-            self._store.set_result(command.address)
+            self._stores.put(command.address)
         else:
             self._commands.put(command)
 
