@@ -69,10 +69,10 @@ class ClusterPlan:
 FULL = ClusterPlan(
     settings=("run.checkpoint_every=5",),
     pairs=5,
-    steps=40,
+    steps=30,
     tails=1,
-    tail_steps=160,
-    losses=6,
+    tail_steps=80,
+    losses=4,
     trained_first=6,
 )
 QUICK = ClusterPlan(

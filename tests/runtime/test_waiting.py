@@ -12,7 +12,7 @@ async def test_a_long_wait_is_reported_with_its_line() -> None:
         name_long_waits(
             lambda: [Wait(component="relay r1 on host b", what="starting", since=2.0)],
             clock=lambda: 43.0,
-            report=lambda wait, line: lines.put_nowait((wait.component, line)),
+            report=lambda component, line: lines.put_nowait((component, line)),
         )
     )
     try:

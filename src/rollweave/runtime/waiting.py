@@ -5,7 +5,7 @@
 import asyncio
 from collections.abc import Callable, Iterable
 
-from rollweave.core.policy.waiting import LongWaits, Wait, wait_line
+from rollweave.core.policy.waiting import LongWaits, Wait, wait_lines
 
 CHECK_S = 1.0
 """Seconds between two checks of the waits."""
@@ -15,11 +15,11 @@ async def name_long_waits(
     waits: Callable[[], Iterable[Wait]],
     *,
     clock: Callable[[], float],
-    report: Callable[[Wait, str], None],
+    report: Callable[[str, str], None],
 ) -> None:
-    """Report each long wait, with its line, until this task is cancelled."""
+    """Report the component and the line of each long wait, until this task is cancelled."""
     long_waits = LongWaits()
     while True:
-        for wait, seconds in long_waits.due(clock(), waits()):
-            report(wait, wait_line(wait, seconds))
+        for component, line in wait_lines(long_waits.due(clock(), waits())):
+            report(component, line)
         await asyncio.sleep(CHECK_S)

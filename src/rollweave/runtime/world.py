@@ -167,8 +167,8 @@ class World:
         await name_long_waits(
             lambda: waits(self._core.state, self._relays.progress()),
             clock=self._wiring.clock.now,
-            report=lambda wait, line: self._metrics.event(
-                "waiting", component=wait.component, message=line
+            report=lambda component, line: self._metrics.event(
+                "waiting", component=component, message=line
             ),
         )
 

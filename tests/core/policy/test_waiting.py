@@ -1,6 +1,6 @@
 """Long waits are named when they are unusual, and again at growing intervals."""
 
-from rollweave.core.policy.waiting import FIRST_S, LongWaits, Wait, wait_line
+from rollweave.core.policy.waiting import FIRST_S, SHOWN, LongWaits, Wait, wait_lines
 
 
 def seconds_named(wait: Wait, until: int) -> list[int]:
@@ -36,4 +36,13 @@ def test_progress_does_not_make_another_wait() -> None:
         wait = Wait(component="relay r1", what=f"{now} of 40 MB", since=0.0)
         named = waits.due(float(now), [wait])
         assert bool(named) == (now in (10, 20))
-    assert wait_line(wait, 39.4) == "waiting 39 s for relay r1: 39 of 40 MB"
+    assert wait_lines([(wait, 39.4)]) == [
+        ("relay r1", "waiting 39 s for relay r1: 39 of 40 MB"),
+    ]
+
+
+def test_the_waits_of_a_large_fleet_take_few_lines() -> None:
+    fleet = [(Wait(component=f"engine e{n}", what="starting"), 10.0 + n) for n in range(64)]
+    lines = wait_lines(fleet)
+    assert len(lines) == SHOWN + 1
+    assert lines[-1] == ("others", "waiting up to 73 s for 56 others: engine e8 … engine e63")

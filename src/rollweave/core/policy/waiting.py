@@ -2,7 +2,7 @@
 usual, and again whenever it has become twice as long.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rollweave.schema.base import Struct
 
@@ -14,6 +14,10 @@ UNUSUAL = 2.0
 
 GROWTH = 2.0
 """Ratio of two seconds at which the same wait is named."""
+
+
+SHOWN = 8
+"""Maximum number of waits that are named at once; those of a large fleet have one cause."""
 
 
 class Wait(Struct, frozen=True, kw_only=True):
@@ -29,9 +33,21 @@ class Wait(Struct, frozen=True, kw_only=True):
     usual_s: float = 0.0
 
 
-def wait_line(wait: Wait, seconds: float) -> str:
-    """Return the line that names a wait of so many seconds."""
-    return f"waiting {seconds:.0f} s for {wait.component}: {wait.what}"
+def wait_lines(named: Sequence[tuple[Wait, float]]) -> list[tuple[str, str]]:
+    """Return the component and the line of each of these waits, and one line for those
+    beyond the first `SHOWN`.
+    """
+    lines = [
+        (wait.component, f"waiting {seconds:.0f} s for {wait.component}: {wait.what}")
+        for wait, seconds in named[:SHOWN]
+    ]
+    if rest := named[SHOWN:]:
+        longest = max(seconds for _, seconds in rest)
+        first, last = rest[0][0].component, rest[-1][0].component
+        lines.append(
+            ("others", f"waiting up to {longest:.0f} s for {len(rest)} others: {first} … {last}")
+        )
+    return lines
 
 
 class LongWaits:
