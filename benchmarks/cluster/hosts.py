@@ -16,6 +16,8 @@ from typing import Self
 
 from benchmarks.network import SWITCH, Network
 from benchmarks.soak.run_under_test import die_with_us, source_path
+from rollweave.io.locked_folders import remove_stale
+from rollweave.runtime.hosts.agent import FOLDER_PREFIX
 from rollweave.runtime.hosts.cluster import SECRET_VARIABLE
 
 MEGABITS = 200.0
@@ -165,11 +167,12 @@ class HostsUnderTest:
 
     def leftovers(self) -> list[str]:
         """Describe what is left of runs that are over: processes on hosts, and files of
-        agents.
+        agents. Folders of killed agents are those that the next agent removes.
         """
         left = [f"process {pid}" for host in range(self.count) for pid in self.processes(host)]
         scratch = self._directory / "scratch"
         if scratch.exists():
+            remove_stale(str(scratch), FOLDER_PREFIX)
             left += [f"file {path}" for path in scratch.iterdir() if CACHE not in path.name]
         return left
 

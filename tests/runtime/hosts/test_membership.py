@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from rollweave.runtime.hosts.agent import HostAgent
 from rollweave.runtime.hosts.listener import RemoteHost
+from rollweave.schema.hosts import Resources
 from tests.runtime.hosts.joined import SECRET, Listening, agent, listening
 from tests.runtime.hosts.test_spawn import Started, alive, until
 
@@ -198,6 +200,28 @@ async def test_a_host_that_does_not_see_the_runs_directory_is_refused(tmp_path: 
             assert "must see the run's directory" in text
             assert "must see the run's directory" in await here.refused.get()
             assert here.joined.empty()
+
+
+async def test_an_agent_names_the_controller_that_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rollweave.core.policy.waiting.FIRST_S", 0.0)
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        host = HostAgent(
+            name="b",
+            controller=unused.getsockname(),
+            secret=SECRET,
+            resources=Resources(cpus=1, memory_bytes=1),
+            join_s=60.0,
+            on_change=lines.put_nowait,
+        )
+        joining = asyncio.create_task(host.run())
+        line = await asyncio.wait_for(lines.get(), WAIT_S)
+        joining.cancel()
+    assert line.startswith(f"host b: waiting 0 s for the controller at {host.where}: ")
+    assert "Connect call failed" in line
 
 
 async def test_an_agent_gives_up_without_a_controller() -> None:

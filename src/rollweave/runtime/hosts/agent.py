@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import IO
 
 import msgspec
 
+from rollweave.core.policy.waiting import LongWaits, Wait, wait_lines
 from rollweave.io.child import exit_status, start_process
 from rollweave.io.framing import FramedSocket, send_frame
 from rollweave.io.locked_folders import temporary_folder
@@ -173,6 +175,7 @@ class HostAgent:
     async def _connect(self) -> socket.socket:
         """Connect, again and again for at most `join_s`."""
         error: Exception = HostError("not tried")
+        long_waits, began = LongWaits(), time.monotonic()
         try:
             async with asyncio.timeout(self._join_s):
                 while True:
@@ -180,6 +183,13 @@ class HostAgent:
                         return await self.connect()
                     except (OSError, TimeoutError) as problem:
                         error = problem
+                    wait = Wait(
+                        component=f"the controller at {self.where}",
+                        what=str(error) or "no answer",
+                        since=began,
+                    )
+                    for _, line in wait_lines(long_waits.due(time.monotonic(), [wait])):
+                        self._on_change(f"host {self.name}: {line}")
                     await asyncio.sleep(RETRY_S)
         except TimeoutError:
             raise HostError(
