@@ -19,10 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.contract import Figure, Result
 from benchmarks.engine.harness import Harness
@@ -85,6 +86,7 @@ SHARD_BYTES = 4 << 30
 """Maximum size of one file of a checkpoint."""
 
 Say = Callable[[str], None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +156,7 @@ def measure(cases: Sequence[GpuCase], *, device: str, say: Say) -> Result:
     conditions: dict[str, Any] = {"device": device, "requests_together": TOGETHER}
     if device == "cpu":
         conditions["device"] = "cpu: there is no CUDA device"
+        conditions["train_peak_bytes_optimizer"] = "moments are in the host's memory anyway"
     with _part("peaks", PEAKS, "", figures, conditions, say):
         figures |= _peaks(device)
     for case in cases:
@@ -182,6 +185,15 @@ TRAIN = (
     "swap_s",
     "weights_bytes",
 )
+SAVINGS: dict[str, tuple[str, ...]] = {
+    "": (),
+    "_activations": ("activations",),
+    "_optimizer": ("optimizer",),
+    "_both": ("activations", "optimizer"),
+}
+"""Suffix of a figure → `trainer.save_memory`."""
+
+MEMORY = tuple(f"{what}{saved}" for what in ("train_peak_bytes", "train_s") for saved in SAVINGS)
 SHARED = ("two_engines_over_one", "beside_trainer_over_alone", "train_beside_engine_over_alone")
 
 
@@ -199,6 +211,7 @@ def _measure_case(
             ("engine", DECODE, lambda: subject.decode(peaks)),
             ("KV", KV, subject.kv),
             ("trainer", TRAIN, subject.train),
+            ("memory", MEMORY, subject.memory),
             ("sharing", SHARED, subject.shared),
         ]
         for name, keys, work in works:
@@ -398,6 +411,25 @@ class _Subject:
             "weights_bytes": published.manifest.nbytes,
         }
 
+    def memory(self) -> dict[str, Figure]:
+        """Return what each way of saving the trainer's memory saves on the device, and
+        the seconds that a step takes with it.
+        """
+        self._must_fit(self._rank_parts())
+        figures: dict[str, Figure] = {}
+        for suffix, savings in SAVINGS.items():
+
+            def steps(savings: tuple[str, ...] = savings) -> float:
+                with closing(self._trainer(savings)) as trainer:
+                    self._step(trainer)  # warm-up
+                    started = time.perf_counter()
+                    self._step(trainer)
+                    return time.perf_counter() - started
+
+            peak, _ = peak_bytes(self._device, steps)
+            figures |= {f"train_peak_bytes{suffix}": peak, f"train_s{suffix}": steps()}
+        return figures
+
     def shared(self) -> dict[str, Figure]:
         """Return what remains of the rates of two engines, and of an engine beside a
         trainer, on one device.
@@ -461,7 +493,7 @@ class _Subject:
         engine.generate(requests)
         return count * case.output / (time.perf_counter() - started)
 
-    def _config(self) -> RunConfig:
+    def _config(self, savings: Sequence[str] = ()) -> RunConfig:
         case = self._case
         return RunConfig.model_validate(
             {
@@ -469,7 +501,7 @@ class _Subject:
                 "model": {"path": str(self._path), "dtype": case.dtype, "device": self._device},
                 "tasks": [{"env": "none", "max_tokens": case.train}],
                 "rollout": {"groups_per_step": 2, "group_size": 4},
-                "trainer": {"micro_tokens": 4 * case.train},
+                "trainer": {"micro_tokens": 4 * case.train, "save_memory": tuple(savings)},
                 "engines": {
                     "kv_tokens": max(self._spec.kv_tokens, -(-case.train // 16) * 16),
                     "max_slots": self._spec.max_slots,
@@ -477,9 +509,9 @@ class _Subject:
             }
         )
 
-    def _trainer(self) -> Trainer:
+    def _trainer(self, savings: Sequence[str] = ()) -> Trainer:
         self._trained = 0
-        return Trainer(self._config(), self._path, self._scratch)
+        return Trainer(self._config(savings), self._path, self._scratch)
 
     def _step(self, trainer: Trainer) -> int:
         """Train on a batch; return its tokens."""
@@ -503,6 +535,24 @@ class _Subject:
         free = gpu_memory(self._device)[1] if on_device else memory_bytes()[1]
         if needed > free:
             raise EngineError(f"the device must have {needed >> 20} MiB free, got {free >> 20}")
+
+
+def peak_bytes(device: str, work: Callable[[], T]) -> tuple[int, T]:
+    """Return the maximum of the bytes that torch allocates in `work` on the device, and
+    its result. On a CPU, `work` is profiled, and takes longer.
+    """
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = work()
+        return torch.cuda.max_memory_allocated() - before, result
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        result = work()
+    assert profiled.profiler is not None
+    assert profiled.profiler.kineto_results is not None
+    changes = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes.sort(key=lambda change: change.start_ns())
+    return max(itertools.accumulate(change.nbytes() for change in changes)), result
 
 
 def _publish(trainer: Trainer, version: int) -> Published:

@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
+from benchmarks.gpu import peak_bytes
 from rollweave.schema.training import (
     Copied,
     Restore,
@@ -23,8 +24,9 @@ from rollweave.schema.training import (
     TrainOn,
 )
 from rollweave.train.distributed import ALONE, RankGroup
+from rollweave.train.model import load_model
 from rollweave.train.trainer import Trainer
-from tests.train.builders import make_batch, make_config
+from tests.train.builders import CPU, make_batch, make_config
 from tests.train.rank_worker import CASE
 from tests.train.ranks import meet
 
@@ -38,6 +40,7 @@ def restep(model_dir: Path, checkpoint: Path | None, out: Path, ranks: RankGroup
     """Restore the checkpoint, save it to `out/same` while a step is trained, and save
     the result to `out/trained`.
     """
+    check_load(model_dir, ranks)
     trainer = Trainer(make_config(**SAVING), model_dir, out, ranks=ranks)  # type: ignore[arg-type]
     if checkpoint is not None:
         restored = trainer.handle(Restore(path=str(checkpoint)))
@@ -67,6 +70,19 @@ def restep(model_dir: Path, checkpoint: Path | None, out: Path, ranks: RankGroup
     saved = trainer.handle(Save(path=str(out / "trained"), export=True))
     assert isinstance(saved, Saved), saved
     trainer.handle(StopTrainer())
+
+
+def check_load(model_dir: Path, ranks: RankGroup) -> None:
+    """Loading takes the memory of this rank's shards, and of one tensor's rows. The file
+    is mapped, which counts as memory, too.
+    """
+    peak, model = peak_bytes(
+        "cpu", lambda: load_model(model_dir, dtype="float32", device=CPU, ranks=ranks)
+    )
+    tensors = [4 * parameter.numel() for parameter in model.parameters()]
+    share = 1.05 / ranks.world  # shards differ by up to a row
+    mapped = (model_dir / "model.safetensors").stat().st_size
+    assert peak - mapped < share * (sum(tensors) + max(tensors)), (peak, mapped, tensors)
 
 
 def check_full_disk(trainer: Trainer, out: Path, ranks: RankGroup) -> None:

@@ -1,40 +1,21 @@
 """What saves memory gives the same update, and saves memory."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.gpu import peak_bytes
 from rollweave.schema.training import Restore, Restored, Save, Saved, Trained, TrainOn
 from rollweave.train.checkpoint import load
 from rollweave.train.trainer import Trainer
 from tests.train.builders import make_batch, make_config, make_model
 
-T = TypeVar("T")
-
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model") / "m", layers=6, hidden=64)
-
-
-def peak_bytes(function: Callable[[], T]) -> tuple[int, T]:
-    """Return the maximum of the bytes that torch allocates on the CPU in `function`,
-    and its result.
-    """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        result = function()
-    assert profiled.profiler is not None
-    assert profiled.profiler.kineto_results is not None
-    changes = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = peak = 0
-    for change in sorted(changes, key=lambda change: change.start_ns()):
-        now += change.nbytes()
-        peak = max(peak, now)
-    return peak, result
 
 
 def train(model_dir: Path, run_dir: Path, **settings: Any) -> tuple[int, list[torch.Tensor]]:
@@ -47,7 +28,7 @@ def train(model_dir: Path, run_dir: Path, **settings: Any) -> tuple[int, list[to
         batch = make_batch(number, step=number, groups=8, size=4)
         assert isinstance(trainer.handle(TrainOn(batch=batch)), Trained)
 
-    peak, _ = peak_bytes(lambda: step(0))
+    peak, _ = peak_bytes("cpu", lambda: step(0))
     assert isinstance(trainer.handle(Save(path=str(run_dir / "c"))), Saved)
     step(1)
     assert isinstance(trainer.handle(Restore(path=str(run_dir / "c"))), Restored)
