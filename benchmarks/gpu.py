@@ -156,6 +156,7 @@ def measure(cases: Sequence[GpuCase], *, device: str, say: Say) -> Result:
     conditions: dict[str, Any] = {"device": device, "requests_together": TOGETHER}
     if device == "cpu":
         conditions["device"] = "cpu: there is no CUDA device"
+        conditions["train_peak_bytes"] = "with 64 MiB of buffers for publishing"
         conditions["train_peak_bytes_optimizer"] = "moments are in the host's memory anyway"
     with _part("peaks", PEAKS, "", figures, conditions, say):
         figures |= _peaks(device)

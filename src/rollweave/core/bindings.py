@@ -119,20 +119,22 @@ def _placed(slot: EngineSlot, place: Binding) -> EngineSlot:
 
 
 def _rank(config: RunConfig, rank: int, hosts: Sequence[HostSlot]) -> Demand:
+    pools = config.pools_of(config.trainer.pool)
     return Demand(
         role=f"{TRAINER} rank {rank}",
-        devices=1 if _on_gpus(config, hosts) else 0,
-        pools=config.pools_of(config.trainer.pool),
+        devices=1 if _on_gpus(config, hosts, pools) else 0,
+        pools=pools,
         group=TRAINER,
     )
 
 
 def _engine(config: RunConfig, slot: EngineSlot, hosts: Sequence[HostSlot]) -> Demand:
     group = config.engines[slot.group] if slot.group < len(config.engines) else None
+    pools = config.pools_of(group.pool if group is not None else None)
     return Demand(
         role=slot.id,
-        devices=slot.degree if _on_gpus(config, hosts) else 0,
-        pools=config.pools_of(group.pool if group is not None else None),
+        devices=slot.degree if _on_gpus(config, hosts, pools) else 0,
+        pools=pools,
     )
 
 
@@ -140,7 +142,12 @@ def _worker(config: RunConfig, worker_id: str) -> Demand:
     return Demand(role=worker_id, devices=0, pools=config.pools_of(config.workers.pool))
 
 
-def _on_gpus(config: RunConfig, hosts: Sequence[HostSlot]) -> bool:
+def _on_gpus(config: RunConfig, hosts: Sequence[HostSlot], pools: tuple[str, ...]) -> bool:
+    """True if a role of these pools runs on GPUs. With `auto` it runs on the CPU if none
+    of its pools has any.
+    """
+    if config.model.device == "auto" and pools:
+        hosts = [host for host in hosts if set(pools) & set(host.pools)]
     return config.model.device != "cpu" and any(host.devices for host in hosts)
 
 

@@ -10,6 +10,7 @@ from rollweave.runtime.hosts.hosts import hosts_here
 from rollweave.runtime.launch import machine_of, train
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
+from rollweave.schema.hosts import HostSlot
 
 LISTING = "".join(f"{index}, GPU-{index}, NVIDIA H20, 97871\n" for index in range(4))
 
@@ -53,6 +54,27 @@ def test_ranks_and_engines_share_the_gpus_of_one_machine(tmp_path: Path) -> None
     serving, none, _ = bind_all(auto, first_engines(auto), machine, trainer=False)
     assert [engine.devices for engine in serving] == [(0,), (1,), (2,)]
     assert none == ()
+
+
+def test_a_pool_without_gpus_is_used_by_auto_alone(tmp_path: Path) -> None:
+    hosts = (
+        HostSlot(number=0, pools=("fast",), devices=(0, 1, 2)),
+        HostSlot(number=1, pools=("cores",), cpus=8),
+    )
+    pools = {
+        "cluster": {"address": "127.0.0.1:0", "hosts": 2},
+        "pools": {"fast": {"resource": "fast"}, "cores": {"resource": "cores"}},
+        "engines": [{"pool": "fast"}, {"pool": "cores"}],
+    }
+    data = config(tmp_path).model_dump() | pools
+    auto = RunConfig.model_validate(data)
+    engines, ranks, unbound = bind_all(auto, first_engines(auto), hosts)
+    assert [(engine.host, engine.devices) for engine in engines] == [(0, (2,)), (1, ())]
+    assert [rank.devices for rank in ranks] == [(0,), (1,)]
+    assert unbound == []
+    cuda = RunConfig.model_validate(data | {"model": data["model"] | {"device": "cuda"}})
+    _, _, unbound = bind_all(cuda, first_engines(auto), hosts)
+    assert [one.role for one in unbound] == ["e1"]
 
 
 def test_the_gpus_that_a_run_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,18 @@ def test_adamw_keeps_two_moments_beside_weights_and_gradients() -> None:
     assert parts["copy for a checkpoint"] == 3 * parts["weights"]
 
 
+def test_ranks_share_the_copy_for_a_checkpoint() -> None:
+    assert 2 * rank("trainer.ranks=2")["copy for a checkpoint"] == rank()["copy for a checkpoint"]
+
+
+def test_what_saves_the_trainers_memory() -> None:
+    saving = "trainer.save_memory=['activations', 'optimizer']"
+    assert rank(saving)["activations"] < rank()["activations"]
+    on_device = {part.what for part in rank_parts(config(saving), SMALL, rank=0) if part.on_device}
+    assert "optimizer" not in on_device
+    assert "weights" in on_device
+
+
 def test_a_reference_and_a_copy_to_undo_a_batch_need_memory_only_if_used() -> None:
     assert not {"reference", "copy of the state"} & set(rank())
     assert rank("algorithm.kl=0.1")["reference"] == 2 * rank()["weights"]

@@ -215,7 +215,7 @@ def lay_out(config: RunConfig, shape: ModelShape, hosts: Sequence[PlannedHost] |
         engines, ranks, unbound = bind_all(config, engines, slots)
         workers, more = bind_workers(config, slots, engines)
         unbound = [*unbound, *more]
-    plan = _Plan(config, shape, hosts)
+    plan = _Plan(with_device(config, hosts), shape, hosts)
     processes = [
         *plan.controller(),
         *(plan.worker(slot) for slot in workers),
@@ -320,7 +320,7 @@ class _Plan:
             name=str(number),
             host=self._names.get(slot.host, ""),
             pool=self._config.trainer.pool or "",
-            on_gpu=self._on_gpu,
+            on_gpu=self._is_on_gpu(slot.devices),
             devices=self._devices(slot.devices),
             threads=1,
             parts=tuple(rank_parts(self._config, self._shape, rank=number)),
@@ -333,12 +333,19 @@ class _Plan:
             name=slot.id,
             host=self._names.get(slot.host, ""),
             pool=group.pool or "",
-            on_gpu=self._on_gpu,
+            on_gpu=self._is_on_gpu(slot.devices),
             devices=self._devices(slot.devices),
             group=slot.group,
-            threads=1 if self._on_gpu else slot.degree,
+            threads=1 if self._is_on_gpu(slot.devices) else slot.degree,
             parts=tuple(engine_parts(self._config, self._shape, group)),
         )
+
+    def _is_on_gpu(self, devices: tuple[int, ...]) -> bool:
+        """True for a role with these devices. On hosts of a cluster that are known, all
+        GPUs are bound.
+        """
+        bound = self._hosts is not None and self._config.cluster is not None
+        return bool(devices) if bound else self._on_gpu
 
     def _devices(self, devices: tuple[int, ...]) -> tuple[int, ...]:
         """On one machine, without bindings, all use the device of the configuration."""

@@ -296,9 +296,8 @@ def _layout(
                     f"must be a CUDA device that works, got {config.model.device} ({error})",
                 )
             ]
-    config = with_device(config, planned)
     layout = lay_out(config, shape, planned)
-    return layout, [*checks, *check_layout(config, layout, planned)]
+    return layout, [*checks, *check_layout(with_device(config, planned), layout, planned)]
 
 
 def _disk(config: RunConfig, shape: ModelShape, *, elsewhere: bool) -> Iterator[Check]:
