@@ -1,11 +1,14 @@
 """Hosts that are lost and that join, and the places of engines and trainer ranks."""
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollweave.core.core import Core
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.hosts import HostSlot, RankSlot
 from tests.core.world import World
 from tests.support.core import MODES, config
@@ -271,3 +274,31 @@ def test_the_random_runs_do_lose_hosts_and_gain_some() -> None:
     watchdog = world.core.state.counters.watchdog
     assert watchdog["host_joined"] > 2
     assert watchdog["host_evicted"] > 2
+
+
+class SitesDriver(Driver):
+    """Hosts with an odd number are at another site than those with an even one."""
+
+    def begin(self) -> e.RunStarted:
+        data = self.config.model_dump() | {
+            "weights": {},
+            "cluster": {"address": "127.0.0.1:1", "hosts": self.relays},
+            "pools": {
+                "near": {"resource": "H800"},
+                "far": {"resource": "H20", "site": "elsewhere"},
+            },
+        }
+        self.config = RunConfig.model_validate(data)
+        self.core = Core(self.config)
+        hosts = tuple(
+            HostSlot(number=number, machine=f"m{number}", pools=("far" if number % 2 else "near",))
+            for number in range(self.relays)
+        )
+        return msgspec.structs.replace(super().begin(), hosts=hosts, ranks=(RankSlot(host=2),))
+
+
+def test_relays_of_one_site_are_neighbors_in_the_chain() -> None:
+    driver = SitesDriver(6)
+    for relay in ("r1", "r4", "r3", "r0", "r2", "r5"):
+        driver.send(e.RelayJoined(relay_id=relay, epoch=0))
+    assert driver.core.state.chain.order == ["r2", "r4", "r0", "r1", "r3", "r5"]

@@ -5,7 +5,7 @@ The master, first in the chain, fetches them from the trainer, every other relay
 the one before it, all at once: a source passes on what it has received so far.
 Invariants: a fetching relay has a source that holds the same weights, or that stands
 before it and is fetching them too, so that no relays wait for each other; a relay that
-joins becomes the last. A failed fetch is tried in another way at once if there is one,
+joins becomes the last of its site. A failed fetch is tried in another way at once if there is one,
 else after the watchdog's next check. The loss of the trainer is never blamed on a
 relay.
 
@@ -21,7 +21,7 @@ from bisect import insort
 from collections.abc import Mapping
 
 from rollweave.core import engines, weights
-from rollweave.core.policy.relay import sends_changes
+from rollweave.core.policy.relay import join_at, sends_changes
 from rollweave.core.policy.retry import Failover, failover
 from rollweave.core.run import Run
 from rollweave.core.state import Fetch, Phase, Relay, RelayStatus
@@ -65,8 +65,14 @@ def on_joined(run: Run, event: RelayJoined) -> None:
     relay = _find(run, event.relay_id, event.epoch)
     if relay is not None and relay.status is RelayStatus.STARTING:
         _enter(run, relay, RelayStatus.READY)
-        order = run.state.chain.order
-        order.insert(0 if _only_it_reaches_the_trainer(run, relay) else len(order), relay.id)
+        order, ranks = run.state.chain.order, run.state.hosts.ranks
+        place = join_at(
+            [_site(run, run.state.relays[other].host) for other in order],
+            _site(run, relay.host),
+            first=_site(run, ranks[0].host) if ranks else "",
+            master=_only_it_reaches_the_trainer(run, relay),
+        )
+        order.insert(place, relay.id)
 
 
 def on_fetched(run: Run, event: WeightsFetched) -> None:
@@ -310,6 +316,14 @@ def _is_chain_head(run: Run, relay: Relay) -> bool:
     state = run.state
     order = state.chain.order
     return all(state.relays[other].suspected for other in order[: order.index(relay.id)])
+
+
+def _site(run: Run, host: int) -> str:
+    """The site of a host, by its pools."""
+    slot = run.state.hosts.up.get(host)
+    pools = run.config.pools
+    sites = (pools[name].site for name in slot.pools if name in pools) if slot is not None else ()
+    return next((site for site in sites if site), "")
 
 
 def _reaches_the_trainer(run: Run, relay: Relay) -> bool:

@@ -1,5 +1,6 @@
 """Relay chains: the source of each relay, the pieces, and the effects of a lost relay."""
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ from rollweave.core.policy.relay import (
     broadcast_s,
     chunk_bytes,
     chunk_count,
+    join_at,
     repair,
     sends_changes,
 )
@@ -39,6 +41,26 @@ def reached(taking: dict[str, str | None]) -> list[str]:
         relays_reached += receivers
         wave += receivers
     return relays_reached
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 1, exclude_max=True)), max_size=20),
+    st.sampled_from("abc"),
+)
+def test_a_version_crosses_each_link_between_sites_once(
+    changes: list[tuple[str, float]], first: str
+) -> None:
+    """Relays join and leave in any order."""
+    chain: list[str] = []
+    for site, chance in changes:
+        if chance < 0.3 and chain:
+            del chain[int(chance / 0.3 * len(chain))]
+        else:
+            master = chance > 0.9 and site == first
+            chain.insert(join_at(chain, site, first=first, master=master), site)
+        groups = [site for site, _ in itertools.groupby(chain)]
+        assert len(groups) == len(set(groups))
+        assert first not in groups[1:]
 
 
 @given(NAMES, st.data())

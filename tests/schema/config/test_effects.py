@@ -65,6 +65,10 @@ CASES = [
         ["ablation.without=['deltas']"],
         "ablation.without has no effect for deltas while weights.relays is 0, got deltas",
     ),
+    (
+        ["pools.far.resource=a", "pools.far.site=b", "sim.model=qwen3-8b", "engines.pool=far"],
+        "pools.far.site has no effect without [cluster], got b",
+    ),
     (["eval.episodes=3"], "eval.episodes has no effect while eval.every is 0"),
     (["eval.stop_at=0.5"], "eval.stop_at has no effect while eval.every is 0"),
     (
@@ -88,6 +92,7 @@ USED = [
     ["weights.relays=1", "weights.transport=nixl", "ablation.without=['deltas']"],
     ["cluster={address='127.0.0.1:0',hosts=1}", "ablation.without=['deltas']"],
     ["cluster={address='127.0.0.1:0',hosts=1}", "weights.transport=nixl"],
+    ["cluster={address='127.0.0.1:0',hosts=1}", "pools.far.resource=a", "pools.far.site=b"],
     ["eval.every=2", "eval.episodes=3", "eval.stop_at=0.5"],
     ["faults.latency_s=1", "faults.latency_sigma=3"],
     ["eval.final_episodes=0", "eval.episodes=3"],

@@ -37,6 +37,22 @@ class Repair(Struct, frozen=True, kw_only=True):
     source: str | None = None
 
 
+def join_at(sites: Sequence[str], site: str, *, first: str, master: bool) -> int:
+    """Return the place in the chain of a relay that joins. `sites` are those of the
+    chain's relays, `site` is its own, and `first` that of the trainer; the `master` is
+    the relay that alone reads the trainer's memory.
+
+    Relays of a site stay together, and those of the trainer's are the first, so that a
+    version crosses each link between sites once (RollArt §6.3).
+    """
+    if master:
+        return 0
+    same = [place for place, other in enumerate(sites) if other == site]
+    if same:
+        return same[-1] + 1
+    return 0 if site == first else len(sites)
+
+
 def repair(order: Sequence[str], lost: str) -> Repair:
     """Remove one relay (§4.3): its successor fetches from its predecessor, or from the
     trainer as the new master.

@@ -64,7 +64,7 @@ installs it.
 
 def missing_extra(config: WeightsConfig) -> str | None:
     """Return the extra that these relays lack; None if they lack none."""
-    module = MODULES.get(config.transport) if config.relays else None
+    module = MODULES.get(config.transport)
     return (
         config.transport
         if module is not None and importlib.util.find_spec(module) is None

@@ -91,6 +91,9 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, object]]:
     relayed = config.weights.relays or config.cluster is not None
     if "deltas" in config.ablation.without and not relayed:
         yield "ablation.without", "for deltas while weights.relays is 0", "deltas"
+    for name, pool in config.pools.items():
+        if is_changed(pool, "site") and config.cluster is None:
+            yield f"pools.{name}.site", "without [cluster]", pool.site
     if "optimizer" in config.trainer.save_memory and config.model.device == "cpu":
         yield "trainer.save_memory", "for optimizer on model.device cpu", "optimizer"
     cluster = config.cluster

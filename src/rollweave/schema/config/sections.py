@@ -551,6 +551,11 @@ class PoolConfig(Section):
     fallback: tuple[str, ...] = Field(
         (), description="Pools that are used where this one has no free devices, in this order."
     )
+    site: str = Field(
+        "",
+        description="Cluster or data center of these hosts, if the link to the others is slow: "
+        "each version of the weights crosses the link between two sites once.",
+    )
 
 
 class WorkersConfig(Section):
