@@ -1,6 +1,7 @@
 """Clusters of workers on one machine: results, and workers that fail or are wrong."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,8 @@ from rollweave import (
     hw_mapping,
     register,
 )
+from rollweave.core.policy import waiting as policy
+from rollweave.runtime import waiting
 from rollweave.runtime.roles import group
 from tests.runtime.hosts.test_spawn import alive
 from tests.runtime.roles.workers import Adder, Ring, Sum
@@ -143,6 +146,17 @@ def test_a_stopped_worker_is_lost_at_its_deadline(start: Start) -> None:
     assert time.monotonic() - began < 20
     adders.close()
     assert not any(map(alive, pids))
+
+
+def test_a_long_wait_is_named(
+    start: Start, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(policy, "FIRST_S", 0.2)
+    monkeypatch.setattr(waiting, "CHECK_S", 0.1)
+    adders = start(Adder)
+    with pytest.raises(WorkerLostError, match="within 1 s"):
+        adders.hang(1)
+    assert re.search(r"waiting \d s for adder: hang\(\) on rank 1\n", capfd.readouterr().err)
 
 
 def test_workers_that_cannot_be_constructed_are_named(start: Start) -> None:

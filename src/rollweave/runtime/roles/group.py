@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from rollweave.core.policy.waiting import Wait
 from rollweave.io.child import ChildProcess, Spawn, spawn
 from rollweave.io.wire import decoder_of, encode
 from rollweave.runtime.roles.serving import constructor_codec, method_codec
@@ -70,6 +71,8 @@ class WorkerPlace:
 class _Call:
     """A call that was sent to some ranks."""
 
+    what: str
+    since: float
     done: asyncio.Future[None]
     pending: set[int]
     values: dict[int, Any] = dataclasses.field(default_factory=dict)
@@ -116,7 +119,9 @@ class WorkerGroup:
         self._met = False
         """Rank 0 has opened the store at which the ranks meet."""
         self._children: list[ChildProcess] = []
-        self._construction = self._new_call(range(len(places)), decode=lambda _: None)
+        self._construction = self._new_call(
+            "the constructor", range(len(places)), decode=lambda _: None
+        )
         try:
             for rank, place in enumerate(places):
                 self._children.append(self._start(rank, place, logs, module))
@@ -154,12 +159,24 @@ class WorkerGroup:
         """Return how many calls a rank has not answered."""
         return sum(rank in call.pending for call in self._calls.values())
 
+    def waits(self) -> list[Wait]:
+        """Return the calls that are not answered, each with the ranks that are silent."""
+        return [
+            Wait(
+                component=self.name,
+                what=f"{call.what} on rank {', '.join(map(str, sorted(call.pending)))}",
+                since=call.since,
+            )
+            for call in self._calls.values()
+            if call.pending
+        ]
+
     async def ready(self, within_s: float) -> None:
         """Wait until all workers are constructed.
 
         Raises `WorkerError` if a constructor raised, and `WorkerLostError`.
         """
-        await self._result(self._construction, "the constructor", within_s)
+        await self._result(self._construction, within_s)
 
     def argument(
         self, method: str, parameter: str, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -188,7 +205,10 @@ class WorkerGroup:
         """
         self._must_live()
         number, call = self._new_call(
-            arguments, decode=self._codecs[method].decode_result, failure_of=failure_of
+            f"{method}()",
+            arguments,
+            decode=self._codecs[method].decode_result,
+            failure_of=failure_of,
         )
         payload, former = b"", None
         for rank, encoded in arguments.items():
@@ -196,7 +216,7 @@ class WorkerGroup:
                 former = encoded
                 payload = encode(CallMethod(call=number, method=method, arguments=encoded))
             self._children[rank].send(payload)
-        await self._result((number, call), f"{method}()", within_s)
+        await self._result((number, call), within_s)
         return [call.values[rank] for rank in arguments]
 
     async def close(self) -> None:
@@ -232,6 +252,7 @@ class WorkerGroup:
 
     def _new_call(
         self,
+        what: str,
         ranks: "Sequence[int] | Mapping[int, Any]",
         *,
         decode: Callable[[msgspec.Raw], Any],
@@ -239,6 +260,8 @@ class WorkerGroup:
     ) -> tuple[int, _Call]:
         number, self._next = self._next, self._next + 1
         call = self._calls[number] = _Call(
+            what=what,
+            since=self._loop.time(),
             done=self._loop.create_future(),
             pending=set(ranks),
             decode=decode,
@@ -246,7 +269,7 @@ class WorkerGroup:
         )
         return number, call
 
-    async def _result(self, numbered: tuple[int, _Call], what: str, within_s: float | None) -> None:
+    async def _result(self, numbered: tuple[int, _Call], within_s: float | None) -> None:
         """Wait for the answers to a call."""
         number, call = numbered
         try:
@@ -254,7 +277,7 @@ class WorkerGroup:
                 await call.done
         except TimeoutError:
             silent = min(call.pending)
-            self.lose(silent, f"did not answer {what} within {within_s:g} s")
+            self.lose(silent, f"did not answer {call.what} within {within_s:g} s")
         finally:
             _settle(call)
             del self._calls[number]

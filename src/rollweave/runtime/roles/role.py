@@ -18,6 +18,7 @@ from rollweave.runtime.hosts.user_files import of_worker
 from rollweave.runtime.roles.group import WorkerGroup, WorkerPlace
 from rollweave.runtime.roles.worker import DEFAULT, TAG, Declaration, Worker, declarations
 from rollweave.runtime.tasks import Tasks
+from rollweave.runtime.waiting import name_long_waits
 from rollweave.schema.base import Struct
 from rollweave.schema.config.sections import ClusterConfig, PoolConfig
 from rollweave.schema.errors import ConfigError
@@ -152,6 +153,11 @@ class Role:
             try:
                 await hosts.gather()
                 workers = self._started(hosts)
+                clock = asyncio.get_running_loop().time
+                tasks.spawn(
+                    name_long_waits(workers.waits, clock=clock, report=lambda _, line: _say(line)),
+                    "name long waits",
+                )
                 try:
                     await workers.ready(self._spec.start_s)
                     self._group = workers

@@ -57,7 +57,7 @@ def register(
 
     A call takes at most `timeout_s` seconds, by default as many as the `Cluster` allows.
     A worker executes one call after the other, but those of a method that is `beside`
-    run at once, each on a thread of its own.
+    run at once, on separate threads.
     """
     if mode is not None and mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
