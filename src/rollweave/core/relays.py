@@ -88,8 +88,9 @@ def on_fetched(run: Run, event: WeightsFetched) -> None:
         return
     counted = run.state.counters.weights
     counted.fetch_s += run.now - relay.fetch_began
-    counted.fetched_whole += relay.fetch.base is None
-    counted.fetched_changes += relay.fetch.base is not None
+    if relay.fetch.source is not None:
+        counted.fetched_whole += relay.fetch.base is None
+        counted.fetched_changes += relay.fetch.base is not None
     if len(relay.versions) > 1:
         relay.restarts = (
             0  # it has survived from one version to the next: earlier failures are forgiven
@@ -390,17 +391,19 @@ def _sources(run: Run, relay: Relay, wanted: int) -> list[str | None]:
 
 def _fetch(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
     """Fetch these weights. If both ends hold a common version, only the change from the
-    newest of these is sent.
+    newest of these is sent. The master, which reads the trainer's memory, makes the
+    changes from the newest version that another relay holds, too.
     """
     base = None
     if (
-        source is not None
-        and "deltas" not in run.config.ablation.without
+        "deltas" not in run.config.ablation.without
         and not relay.force_full
         and _prefers_changes(run)
     ):
-        both = {*relay.versions} & {*run.state.relays[source].versions} - {wanted}
-        base = max(both, default=None)
+        relays = run.state.relays
+        ends = [relays[source]] if source is not None else relays.values()
+        held = {held for end in ends if end is not relay for held in end.versions}
+        base = max({*relay.versions} & held - {wanted}, default=None)
     if relay.fetch is None:
         _enter(run, relay, RelayStatus.FETCHING)
         relay.fetch_began = run.now

@@ -182,8 +182,10 @@ def weights_line(counted: Mapping[str, float]) -> str:
     )
     if counted.get("fetch_s", 0.0):
         changes = counted["fetched_changes"]
-        share = changes / max(1, changes + counted["fetched_whole"])
-        text += f", {counted['fetch_s']:,.2f} s into relays ({share:.0%} of them as changes)"
+        text += (
+            f", {counted['fetch_s']:,.2f} s into relays ({changes:,.0f} of "
+            f"{changes + counted['fetched_whole']:,.0f} between hosts as changes)"
+        )
     return text
 
 
