@@ -163,7 +163,8 @@ def test_a_killed_node_is_lost_at_once_and_one_that_joins_is_used(
         until(lambda: bool(events(config, HostJoined)), "the new node")
         outcome(config, process)
     lost, joined = events(config, HostLost, HostJoined)
-    assert joined.host.name == ray.network.address(1)
+    # for a while Ray counts on the former node of that name, too
+    assert joined.host.name.startswith(ray.network.address(1))
     assert joined.host.number != lost.host
     assert_trained_once(config)
     assert_nothing_left(config, ray)

@@ -23,10 +23,14 @@ from rollweave.schema.hosts import AgentEnded, AgentPending, AgentSpec, StartAge
 PROBE_S = 5.0
 """Maximum seconds for a connection to Ray's address."""
 
-GCS_S = 15
-"""Maximum seconds for a request to Ray's global control service, in which a node on this
-machine must be found, too.
-"""
+SETTINGS = {
+    # the maximum for a request to Ray's head, and to find a node on this machine
+    "RAY_gcs_server_request_timeout_seconds": "15",
+    # the log has each line of each agent, and is no terminal
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_COLOR_PREFIX": "0",
+}
+"""Environment variables of Ray that its driver sets unless the user does."""
 
 RETRY_S = 10.0
 """Seconds between the failure of an agent and its next start on that node."""
@@ -100,7 +104,8 @@ def connect(address: str) -> Any:
 
     Raises ConfigError.
     """
-    os.environ.setdefault("RAY_gcs_server_request_timeout_seconds", str(GCS_S))
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
     with from_extra("ray"):
         ray: Any = importlib.import_module("ray")
     try:
