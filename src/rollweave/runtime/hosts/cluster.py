@@ -73,6 +73,8 @@ class GatheredHosts:
         self._launcher: Launcher | None = None
         self._where = ""
         """Where the controller listens."""
+        self._pending: list[str] = []
+        """Why the launcher has not started some agents yet."""
         self._refusal = ""
         """Why a host cannot join, if a launcher starts them."""
         self.hosts: Hosts = hosts_here(relays)
@@ -91,7 +93,7 @@ class GatheredHosts:
             return
         self.hosts = Hosts()
         self._launcher = launcher_of(
-            cluster, logs=self._run.logs, say=self._say, fail=self._on_refused
+            cluster, logs=self._run.logs, say=self._on_pending, fail=self._on_refused
         )
         reach = None if self._launcher is None else await self._launcher.open()
         host = cluster.host or (reach.address if reach is not None else "")
@@ -114,7 +116,7 @@ class GatheredHosts:
             names = ", ".join(self._members) or "none"
             raise ConfigError(
                 f"cluster.hosts must join within {cluster.join_s:g} s, {wanted} of them, "
-                f"got {names}"
+                f"got {'; '.join([names, *self._pending])}"
             ) from None
         finally:
             naming.cancel()
@@ -221,6 +223,11 @@ class GatheredHosts:
             self._post(HostJoined(host=self._slot(member)))
         else:
             self._say(f"host {remote.name} has joined")
+
+    def _on_pending(self, line: str) -> None:
+        """Report why an agent is not started yet."""
+        self._pending.append(line)
+        self._say(line)
 
     def _on_refused(self, error: str) -> None:
         """Report why a host cannot join."""

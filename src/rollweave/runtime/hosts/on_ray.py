@@ -153,6 +153,7 @@ class Agents:
         ).NodeAffinitySchedulingStrategy
         self._actor = ray.remote(AgentActor)
         self._running: dict[str, _Running] = {}
+        self._failures: list[AgentEnded] = []
         self._not_before: dict[str, float] = {}
         """When an agent may be started again, by the node's id."""
 
@@ -196,10 +197,17 @@ class Agents:
         try:
             self._ray.get(running.ended)
         except self._ray.exceptions.RayTaskError as error:
-            self._report(AgentEnded(host=running.node.name, error=_one_line(error.cause)))
+            self._failed(running.node, error.cause)
         except self._ray.exceptions.RayError as error:
             if not self._done(running.ready):
-                self._report(AgentEnded(host=running.node.name, error=_one_line(error)))
+                self._failed(running.node, error)
+
+    def _failed(self, node: Node, error: BaseException) -> None:
+        """Report an error of this node's agent once."""
+        ended = AgentEnded(host=node.name, error=_one_line(error))
+        if ended not in self._failures:
+            self._failures.append(ended)
+            self._report(ended)
 
     def _pending(self, running: _Running) -> None:
         if time.monotonic() - running.since > PENDING_S:
