@@ -161,10 +161,26 @@ class _Start:
             )
             try:
                 await cluster.gather()
+                if cluster.slots:
+                    await self._must_fit(cluster.present())
                 return await self._run_on(cluster)
             finally:
                 await cluster.close()
                 tasks.cancel_all()
+
+    async def _must_fit(self, present: Mapping[str, Resources]) -> None:
+        """Raise `ConfigError` if the hosts that have joined lack what a role needs, or
+        memory. This machine was checked before the run.
+        """
+        empty = empty_pools(self._config.pools, present.values())
+        needed = unserved(self._config, empty)
+        if needed:
+            raise ConfigError("\n".join(f"{pool.field} {pool.describe()}" for pool in needed))
+        for pool in empty:
+            self._show(Warn(component=pool.field, message=f"{pool.describe()}: it has no host yet"))
+        # in a thread, because it may import torch, which takes seconds
+        words = self._source.words()
+        must_pass(await asyncio.to_thread(check_joined, self._config, words, present))
 
     async def _run_on(self, cluster: GatheredHosts) -> Summary:
         config, run = self._config, self._run
@@ -268,8 +284,6 @@ class _Start:
         Raises `ConfigError` if there is none for one of them.
         """
         config = self._config
-        if cluster.slots:
-            self._must_fit(cluster.present())
         slots, relays = engines_to_start(config, beginning.core.state), config.weights.relays
         hosts = cluster.slots or machine_of(config, relays=relays, inproc=self._inproc)
         if any(host.devices for host in hosts) and config.model.device != "cpu":
@@ -286,15 +300,6 @@ class _Start:
         return beginning.first(
             slots, hosts=hosts, ranks=ranks, workers=workers, relays=len(cluster.slots) or relays
         )
-
-    def _must_fit(self, present: Mapping[str, Resources]) -> None:
-        """Raise `ConfigError` if the hosts that have joined lack what a role needs, or
-        memory. This machine was checked before the run.
-        """
-        empty = empty_pools(self._config.pools, present.values())
-        if lines := [f"{pool.field} {pool.describe()}" for pool in unserved(self._config, empty)]:
-            raise ConfigError("\n".join(lines))
-        must_pass(check_joined(self._config, self._source.words(), present))
 
     def _world(
         self,

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,14 @@ import pytest
 
 from rollweave.package import DIRECTORY
 from rollweave.record.journal import Replay
+from rollweave.runtime.launch import train
+from rollweave.runtime.metrics import Silent
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import HostJoined, HostLost, RunStarted, WorkerJoined
 from tests.runtime.whole import (
+    FAKES,
     ROOT,
     assert_no_processes,
     assert_trained_once,
@@ -337,7 +340,15 @@ def test_a_fallback_serves_where_a_pool_has_no_host(tmp_path: Path, agents: Agen
     pools = {**POOLS, "bandwidth": {"resource": "H20", "fallback": ["compute"]}}
     config = config_of(tmp_path, agents, hosts=1, pools=pools, engines={"pool": "bandwidth"})
     agents.start("a", resource="H800")
-    assert run(config).error == ""
+    shown: list[Mapping[str, Any]] = []
+
+    class Recorder(Silent):
+        def line(self, line: Mapping[str, Any]) -> None:
+            shown.append(line)
+
+    assert train(config, programs=FAKES, progress=Recorder()).error == ""
+    (warning,) = [line for line in shown if line.get("component") == "pools.bandwidth.resource"]
+    assert warning["message"].endswith("(H800), got 'H20': it has no host yet")
 
 
 def test_a_pool_without_a_host_is_named(tmp_path: Path, agents: Agents) -> None:
