@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import datetime
 import fcntl
+import functools
 import os
 import socket
 import struct
@@ -264,6 +265,7 @@ def placed_like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return _shard(local, target.shape, target.device_mesh)
 
 
+@functools.cache
 def _host_mesh(ranks: RankGroup) -> "DeviceMesh":
     from torch.distributed.device_mesh import DeviceMesh
 
