@@ -103,12 +103,9 @@ class World:
         self._journal = journal
         engine_costs, trainer_cost = costs if costs is not None else costs_of(config)
         self.hosts = SimHosts(config)
+        relayed = self.hosts.relays
         self.relays = SimRelays(
-            clock=self.clock,
-            post=self.post,
-            cost=trainer_cost,
-            hosts=self.hosts.relays,
-            trace=trace,
+            clock=self.clock, post=self.post, cost=trainer_cost, hosts=relayed, trace=trace
         )
         self.fleet = SimFleet(
             clock=self.clock,
@@ -140,8 +137,9 @@ class World:
         )
         self.fleet.checkpoints = lambda: self.trainer.checkpoints
         check_installed(config)
-        predictor = config.rollout.predictor
-        self.predictor = SimPredictor(clock=self.clock, post=self.post, name=predictor)
+        self.predictor = SimPredictor(
+            clock=self.clock, post=self.post, name=config.rollout.predictor
+        )
         self.effects = Effects(
             clock=self.clock,
             post=self.post,
