@@ -42,7 +42,7 @@ class WorkersPlan(Struct, frozen=True, kw_only=True):
     step_s: float
 
 
-FULL = WorkersPlan(rounds=5, rollouts=1000, turns=10, step_s=4.0)
+FULL = WorkersPlan(rounds=3, rollouts=500, turns=10, step_s=4.0)
 QUICK = WorkersPlan(rounds=1, rollouts=64, turns=4, step_s=0.5)
 
 

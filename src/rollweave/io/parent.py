@@ -13,7 +13,7 @@ import queue
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from rollweave.io.boot import ORPHANED
 from rollweave.io.wire import FrameDecoder, frame
@@ -50,6 +50,11 @@ class Parent:
         # without a parent, the listener ends this process
         with self._lock, contextlib.suppress(OSError):
             self._socket.sendall(b"".join(frame(payload)))
+
+    def send_all(self, payloads: Iterable[bytes]) -> None:
+        """Write several frames at once, as `send` does."""
+        with self._lock, contextlib.suppress(OSError):
+            self._socket.sendall(b"".join(part for each in payloads for part in frame(each)))
 
     def receive(self) -> bytes:
         """Wait for the next frame and return it.
@@ -92,3 +97,33 @@ class Parent:
         if not data:
             os._exit(ORPHANED)
         return data
+
+
+class Outbox:
+    """Sends frames to the parent from a thread, so that the caller, an event loop, never
+    waits while the parent does not read.
+    """
+
+    def __init__(self, parent: Parent) -> None:
+        self._parent = parent
+        self._payloads: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="outbox", daemon=True)
+        self._thread.start()
+
+    def send(self, payload: bytes) -> None:
+        """Queue one frame, from any thread."""
+        self._payloads.put(payload)
+
+    def close(self) -> None:
+        """Return once all frames are written."""
+        self._payloads.put(None)
+        self._thread.join()
+
+    def _write(self) -> None:
+        while (first := self._payloads.get()) is not None:
+            payloads: list[bytes] = [first]
+            with contextlib.suppress(queue.Empty):
+                while (payload := self._payloads.get_nowait()) is not None:
+                    payloads.append(payload)
+                self._payloads.put(None)
+            self._parent.send_all(payloads)

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from rollweave.envs.tasks import TaskSource
-from rollweave.io.parent import Parent
+from rollweave.io.parent import Outbox, Parent
 from rollweave.io.wire import decoder_of, encode
 from rollweave.rollout.worker import RolloutWorker
 from rollweave.runtime.drawing import TaskDrawer
@@ -35,10 +35,10 @@ async def serve(parent: Parent, spec: WorkerSpec) -> None:
     clock = RunClock()
     source = TaskSource(config, logs=Path(spec.logs))
     episodes = Episodes(config, Path(spec.model_dir), source, clock)
-    decode = decoder_of(WorkerMessage)
+    decode, outbox = decoder_of(WorkerMessage), Outbox(parent)
 
     def report(message: WorkerReport) -> None:
-        parent.send(encode(message))
+        outbox.send(encode(message))
 
     def warn(component: str, message: str) -> None:
         report(WorkerWarned(component=f"{spec.id} {component}", message=message))
@@ -80,6 +80,7 @@ async def serve(parent: Parent, spec: WorkerSpec) -> None:
                 tasks.cancel_all()
     finally:
         await episodes.close()
+        await asyncio.to_thread(outbox.close)
 
 
 def main() -> None:
