@@ -59,6 +59,17 @@ def test_a_fetch_that_succeeded_forgets_what_went_wrong() -> None:
     assert run.state.relays["r0"].since == 0.0
 
 
+def test_the_seconds_and_bytes_of_a_fetch_are_counted() -> None:
+    run, relay = fetching()
+    relay.fetch_began = 7.5
+    for weights_id in (5, 20):  # the first was not asked for
+        relays.on_fetched(
+            run, e.WeightsFetched(relay_id="r1", epoch=0, weights_id=weights_id, nbytes=300)
+        )
+    counted = run.state.counters.weights
+    assert (counted.fetch_s, counted.fetched_bytes) == (1.5, 300)
+
+
 def test_the_first_version_forgives_no_restart() -> None:
     run, relay = fetching()
     relay.versions, relay.restarts = [], 2

@@ -32,8 +32,7 @@ class WeightCounters(msgspec.Struct):
     stopped_s: float = 0.0  # seconds for which engines were suspended for them
     staged: int = 0  # updates whose transfer the engine's own steps hid
     fetch_s: float = 0.0  # seconds in which relays fetched versions, beside the engines' steps
-    fetched_whole: int = 0
-    fetched_changes: int = 0
+    fetched_bytes: int = 0  # by relays from relays of other hosts
 
 
 class Counters(msgspec.Struct):

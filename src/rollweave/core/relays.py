@@ -88,9 +88,7 @@ def on_fetched(run: Run, event: WeightsFetched) -> None:
         return
     counted = run.state.counters.weights
     counted.fetch_s += run.now - relay.fetch_began
-    if relay.fetch.source is not None:
-        counted.fetched_whole += relay.fetch.base is None
-        counted.fetched_changes += relay.fetch.base is not None
+    counted.fetched_bytes += event.nbytes
     if len(relay.versions) > 1:
         relay.restarts = (
             0  # it has survived from one version to the next: earlier failures are forgiven

@@ -22,7 +22,12 @@ from rollweave.weights.publication import read_tensors
 from rollweave.weights.staging import on_device
 
 SPARE_BYTES = 64 << 20
-"""Bytes of memory that a second copy leaves free for others."""
+"""Bytes of the host's memory that a second copy leaves free for others."""
+
+SPARE_SHARE = 0.1
+"""Share of a GPU's memory that a second copy leaves free: the trainer may be on the same
+GPU, and takes more during a step.
+"""
 
 CLOSE_S = 5.0
 """Maximum seconds to wait for the thread when the engine ends."""
@@ -93,9 +98,11 @@ class WeightStaging:
             self._thread.join(CLOSE_S)
 
     def _missing_bytes(self) -> int:
-        device = self._model.device
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
-        return self._model.weight_bytes + SPARE_BYTES - free
+        device, needed = self._model.device, self._model.weight_bytes
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            return needed + int(SPARE_SHARE * total) - free
+        return needed + SPARE_BYTES - available_bytes()
 
     # On the side thread.
 

@@ -181,11 +181,9 @@ def weights_line(counted: Mapping[str, float]) -> str:
         f"{counted['transfer_s']:,.2f} s of transfer into engines"
     )
     if counted.get("fetch_s", 0.0):
-        changes = counted["fetched_changes"]
-        text += (
-            f", {counted['fetch_s']:,.2f} s into relays ({changes:,.0f} of "
-            f"{changes + counted['fetched_whole']:,.0f} between hosts as changes)"
-        )
+        nbytes = counted.get("fetched_bytes", 0)
+        sent = f" ({nbytes / 1e6:,.1f} MB between hosts)" if nbytes else ""
+        text += f", {counted['fetch_s']:,.2f} s into relays{sent}"
     return text
 
 

@@ -457,12 +457,13 @@ class RelayRecovered(TaggedStruct, frozen=True, kw_only=True):
 
 class WeightsFetched(TaggedStruct, frozen=True, kw_only=True):
     """The relay has these weights, complete and verified. Engines on its machine may
-    load them.
+    load them. It received `nbytes` of them from relays of other hosts.
     """
 
     relay_id: str
     epoch: int
     weights_id: int
+    nbytes: int = 0
 
 
 class FetchStalled(TaggedStruct, frozen=True, kw_only=True):

@@ -280,7 +280,10 @@ class RelaySupervisor:
             self._manifests.add(relay.host, result.manifest)
         self._post(
             WeightsFetched(
-                relay_id=command.relay_id, epoch=relay.epoch, weights_id=command.weights_id
+                relay_id=command.relay_id,
+                epoch=relay.epoch,
+                weights_id=command.weights_id,
+                nbytes=result.nbytes,
             )
         )
 
