@@ -149,6 +149,12 @@ class _Start:
         if not self._run.config.exists():
             # before any other file: a directory with a configuration can be resumed
             self._run.write_config(self._config)
+        with TrajectoryStore(self._run.trajectories) as store:
+            # before hosts join: they would take the silence of a long replay for our end
+            beginning = recover(self._config, self._run, store)
+            return await self._gather_and_run(store, beginning)
+
+    async def _gather_and_run(self, store: TrajectoryStore, beginning: Beginning) -> Summary:
         async with Tasks() as tasks:
             cluster = GatheredHosts(
                 self._config.cluster,
@@ -163,7 +169,7 @@ class _Start:
                 await cluster.gather()
                 if cluster.slots:
                     await self._must_fit(cluster.present())
-                return await self._run_on(cluster)
+                return await self._run_on(cluster, store, beginning)
             finally:
                 await cluster.close()
                 tasks.cancel_all()
@@ -182,11 +188,11 @@ class _Start:
         words = self._source.words()
         must_pass(await asyncio.to_thread(check_joined, self._config, words, present))
 
-    async def _run_on(self, cluster: GatheredHosts) -> Summary:
+    async def _run_on(
+        self, cluster: GatheredHosts, store: TrajectoryStore, beginning: Beginning
+    ) -> Summary:
         config, run = self._config, self._run
         with contextlib.ExitStack() as stack:
-            store = stack.enter_context(TrajectoryStore(run.trajectories))
-            beginning = recover(config, run, store)
             if not run.identity.exists():
                 write_identity(run.identity, beginning.identity)
             clock, core = RunClock(beginning.at), beginning.core

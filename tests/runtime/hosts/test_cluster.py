@@ -254,6 +254,21 @@ def parent(pid: int) -> int:
     return 0
 
 
+def test_no_host_joins_a_controller_that_is_not_ready(
+    tmp_path: Path, agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long replay would last longer than the lease of a host that has joined."""
+
+    def replay_slowly(*_: object) -> None:
+        with socket.socket() as other, pytest.raises(ConnectionRefusedError):
+            other.connect(("127.0.0.1", agents.port))
+        raise ConfigError("the replay is over")
+
+    monkeypatch.setattr("rollweave.runtime.launch.recover", replay_slowly)
+    with pytest.raises(ConfigError, match="the replay is over"):
+        run(config_of(tmp_path, agents))
+
+
 POOLS = {"compute": {"resource": "H800"}, "bandwidth": {"resource": "H20"}}
 
 
