@@ -219,10 +219,13 @@ class _Measuring:
         enough = run.reached + self._plan.trained_first
         run.wait(lambda: run.reached >= enough, PATIENCE_S, f"step {enough}")
         victim = self._victim(run, with_trainer=with_trainer)
-        name, step, lost_at = self._hosts.name(victim), run.reached, time.monotonic()
+        name, lost_at = self._hosts.name(victim), time.monotonic()
         self._hosts.fail(victim)
         detected = run.wait_for(lambda: run.lost_after(name, lost_at), f"the loss of host {name}")
-        recovered = run.wait_for(lambda: run.trained_after(step, lost_at), f"step {step}")
+        step, noticed_at = run.reached, lost_at + detected
+        recovered = detected + run.wait_for(
+            lambda: run.trained_after(step, noticed_at), f"step {step}"
+        )
         self._progress(
             f"host {name} lost at step {step}: noticed after {detected:.1f} s, as far as before "
             f"after {recovered:.1f} s"
@@ -313,7 +316,8 @@ def _conditions(plan: ClusterPlan) -> dict[str, Any]:
         "process on it is killed) to the warning that it is lost; in turn the trainer's host and "
         "another one; median",
         "host_loss_recovered_s": "from the loss of power to the end of the first training step "
-        "that had not been trained before; the trainer goes back to its last checkpoint; median",
+        "beyond those that were trained before it was noticed; the trainer goes back to its last "
+        "checkpoint; median",
         "lost_trajectories": "ended because of a host or controller, over all runs: must be 0",
         "unaccounted": "started - (trained + dropped + cancelled + buffered), plus the difference "
         "to the journals, plus trajectories that were trained twice, over all runs",
