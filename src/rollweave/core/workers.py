@@ -1,4 +1,4 @@
-"""Rollout workers: the processes that run INIT, RUN and EVAL of attempts (RollArt §5.3).
+"""Rollout workers: the processes that run INIT, RUN and EVAL of attempts (RollArt §6.1).
 
 An attempt stays with one worker from its start until it is scored. The loss of a worker
 ends its attempts, blamed on the infrastructure; they start again in any worker. The

@@ -1,5 +1,5 @@
 """A rollout worker: runs INIT, RUN and EVAL of attempts, in the controller or in a
-process of its own (RollArt §5.3, §6.1).
+process of its own (RollArt §6.1).
 
 It decides nothing and stores nothing. Invariants: every attempt that was started is
 reported by exactly one `AttemptEnded`, and every `StartEval` by one `AttemptScored`, after

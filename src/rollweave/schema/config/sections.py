@@ -560,7 +560,7 @@ class PoolConfig(Section):
 
 class WorkersConfig(Section):
     """Rollout workers: processes that run environments, handlers and rewards (RollArt
-    §5.3).
+    §6.1).
     """
 
     count: Count = Field(
