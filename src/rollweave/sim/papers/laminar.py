@@ -295,7 +295,9 @@ def fig15(quick: bool) -> list[Row]:
 def fig16(quick: bool) -> list[Row]:
     """Reproduce the loss of a machine with its relay and two of sixteen engines."""
     recovery = recover(quick=quick)
-    machine = "one of four machines, half the cluster, 16 prompts" if quick else "one of eight"
+    machine = (
+        "one of four machines, half the cluster, 16 prompts" if quick else "one of eight machines"
+    )
     note = (
         f"{machine}, with its relay and two engines; mode decoupled; another machine joins at "
         f"once, and {RESTART_S:.0f} s is our assumed start of an engine there; Laminar's includes "
