@@ -189,8 +189,11 @@ def shared_memory() -> set[str]:
 def _opened(process: Path, names: set[str]) -> set[str]:
     found: set[str] = set()
     with contextlib.suppress(OSError):
-        found |= {line.split(maxsplit=5)[-1].strip() for line in (process / "maps").open()}
-        found |= {os.readlink(link) for link in (process / "fd").iterdir()}
+        lines = (process / "maps").read_text(errors="replace").splitlines()
+        found |= {line.split(maxsplit=5)[-1] for line in lines}
+        for link in (process / "fd").iterdir():
+            with contextlib.suppress(OSError):  # it is closed meanwhile
+                found.add(os.readlink(link))
     return found & names
 
 
