@@ -109,7 +109,8 @@ def train(
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="Use the nodes of the Ray cluster at HOST:PORT, or of this node's (auto).",
+            help="Train on the Ray cluster at HOST:PORT, or, with auto, on the one to which "
+            "this machine belongs.",
         ),
     ] = None,
 ) -> None:
@@ -349,7 +350,7 @@ def host(
         float, typer.Option(min=1.0, help="Maximum seconds without a controller.")
     ] = 600.0,
 ) -> None:
-    """Offer this host to a run: its controller starts engines and trainer ranks here."""
+    """Offer this host to a run, whose controller then starts processes here."""
     with errors_reported():
         from rollweave.cli.host import Joining
         from rollweave.cli.host import host as work

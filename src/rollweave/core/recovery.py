@@ -117,6 +117,6 @@ def _replace_world(run: Run, event: WorldLost, *, killed: bool) -> None:
         if trajectory.stage in ALIVE or trajectory.stage is Stage.EVAL_QUEUED:
             trajectory.turn = trajectory.migration = None
             if killed and trajectory.stage in ALIVE:
-                trajectories.suspect(run, trajectory, "controllers")
+                trajectories.suspect(run, trajectory)
             trajectories.end_attempt(run, trajectory, trajectory.closing or StopReason.WORLD_LOST)
     lifecycle.settle(run)

@@ -120,15 +120,15 @@ def end_attempt(run: Run, trajectory: Trajectory, reason: StopReason, *, failure
     attempts.end(run, trajectory, reason, repeated=repeated)
 
 
-def suspect(run: Run, trajectory: Trajectory, what: str) -> None:
+def suspect(run: Run, trajectory: Trajectory) -> None:
     """Count a lost controller or worker against an attempt that was under way: it may be
     the cause, since its environment ran there.
     """
     trajectory.worlds_lost += 1
     if trajectory.worlds_lost == MAX_WORLDS_LOST:
         text = (
-            f"is given up: {MAX_WORLDS_LOST} {what} were lost while it was under way, "
-            "perhaps because of its environment"
+            f"is given up: {MAX_WORLDS_LOST} controllers or workers were lost while it was "
+            "under way, perhaps because of its environment"
         )
         run.warn(trajectory.id, text, count="suspects")
 

@@ -35,8 +35,8 @@ def on_lost(run: Run, event: WorkerLost) -> None:
 
 
 def advance(run: Run) -> None:
-    """Move workers from hosts that are given up, and start those that have no place, as
-    far as there is one now.
+    """Move workers off hosts that are given up, and start those without a place where
+    there is one now.
     """
     up = run.state.hosts.up
     for worker in run.state.workers.values():
@@ -70,14 +70,14 @@ def _enter(run: Run, worker: Worker, status: WorkerStatus) -> None:
 
 
 def _end_attempts(run: Run, worker: Worker, error: str, *, suspect: bool) -> None:
-    """End the worker's attempts. Each of those that it ran may be the cause of its loss
-    if the loss is not that of the host (`suspect`).
+    """End the worker's attempts. With `suspect` (the loss is not that of its host),
+    each attempt that was running may be the cause.
     """
     for trajectory in [run.state.trajectories[name] for name in worker.attempts]:
         run.state.last_failure = f"{StopReason.WORKER_LOST}: {error}"
         attempts.release_turn(run, trajectory)
         if suspect and trajectory.stage in ALIVE:
-            trajectories.suspect(run, trajectory, "workers")
+            trajectories.suspect(run, trajectory)
         trajectories.end_attempt(run, trajectory, trajectory.closing or StopReason.WORKER_LOST)
 
 

@@ -85,8 +85,8 @@ class WeightStaging:
         return weights
 
     def loaded(self, weights_id: int) -> None:
-        """Give the memory of a staged version back that is not newer than these
-        weights, which are now in use.
+        """Release a staged version that is not newer than these weights, which are now
+        in use.
         """
         if self._staged is not None and self._staged[0].weights_id <= weights_id:
             self._staged = None

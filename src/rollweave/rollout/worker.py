@@ -35,7 +35,7 @@ from rollweave.schema.text import shortened
 from rollweave.schema.work import BLAME_OF, TRAINABLE, StopReason, Trajectory
 
 CLOSE_S = 5.0
-"""Seconds that an environment has to close before it is killed: less than the core
+"""Maximum seconds for an environment to close before it is killed: fewer than the core
 waits for a cancelled attempt.
 """
 
@@ -149,7 +149,8 @@ class _Evaluation:
 
 
 class RolloutWorker:
-    """`make_episode` builds the driver of one attempt; `report` receives every report.
+    """Runs attempts. `make_episode` builds the driver of each, and `report` receives every
+    report.
 
     `draw` draws a task, where the worker is asked for that.
     """
@@ -350,7 +351,7 @@ class RolloutWorker:
 
 
 NOT_WAITING = "the attempt is not waiting for its reward"
-"""Why an attempt is not scored that has ended otherwise, or is too old."""
+"""Error of a `StartEval` for an attempt that has ended otherwise, or is no longer kept."""
 
 
 def empty_trajectory(command: StartInit, reason: StopReason, error: str) -> Trajectory:

@@ -42,7 +42,7 @@ class SimHosts:
         for pool in self._first_pools:
             self.add(pool)
         self.first = tuple(self.up.values())
-        if not self.first and self.relays:  # the core knows them without being told
+        if not self.first and self.relays:  # the core places these itself
             self.up = {host.number: host for host in one_machine(self.relays)}
             self._pools = [NO_POOL] * len(self.up)
 

@@ -1,9 +1,9 @@
 """Checkpoints of several ranks, by torch.distributed.checkpoint (DCP): each rank writes
 and reads its own shards, and no rank gathers a tensor.
 
-DCP plans who writes and who reads what, and lets all ranks fail if one does. The files
-are safetensors, unlike DCP's own, which are pickled. A checkpoint can be read by any
-number of ranks. This module is imported only if there are several, because DCP takes
+DCP plans which rank writes and reads what, and makes all ranks fail if one does. The
+files are safetensors, unlike DCP's own, which are pickled. A checkpoint can be read by
+any number of ranks. This module is imported only if there are several, because DCP takes
 a second to import.
 """
 

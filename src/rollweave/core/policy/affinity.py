@@ -11,7 +11,7 @@ def serving_pool(preferred: Sequence[str], live: Collection[str]) -> str | None:
     """Return the first of the `preferred` pools that is `live`, that is, has an engine
     which takes turns or will once it has loaded other weights.
 
-    `preferred` are the domain's own pool and then the fallbacks of that. None stands for
-    any engine: the domain has no pool, or all of its pools are short.
+    `preferred` are the domain's pool and its fallbacks, in order. None stands for any
+    engine: the domain has no pool, or none of these pools is live.
     """
     return next((pool for pool in preferred if pool in live), None)

@@ -10,11 +10,10 @@ FIRST_S = 10.0
 """Minimum seconds of a wait that is named: a healthy small run has none as long."""
 
 UNUSUAL = 2.0
-"""Ratio of a wait to the usual one of its kind from which it is named."""
+"""Multiple of the usual wait of its kind from which a wait is named."""
 
 GROWTH = 2.0
-"""Ratio of two seconds at which the same wait is named."""
-
+"""Factor by which a wait has grown when it is named again."""
 
 SHOWN = 8
 """Maximum number of waits that are named at once; those of a large fleet have one cause."""

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 
 def worker_for(attempts: Mapping[str, int], *, awaited: int, at_once: int) -> str | None:
-    """The worker with the fewest attempts, the first among equal ones; None if there is
-    no worker.
+    """Return the worker with the fewest attempts, the first of equal ones; None if
+    there is none, or each has its share.
 
     While `awaited` other workers start for the first time, each worker takes only its share
     of the `at_once` attempts that may run: otherwise the first that is ready would have

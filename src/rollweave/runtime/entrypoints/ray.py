@@ -13,7 +13,7 @@ from rollweave.schema.errors import ConfigError
 from rollweave.schema.hosts import ConnectRay, RayCommand, RayConnected, RayFailed, StartAgents
 
 POLL_S = 1.0
-"""Seconds between two looks at Ray's nodes."""
+"""Seconds between two polls of Ray's nodes."""
 
 
 def serve(parent: Parent) -> None:

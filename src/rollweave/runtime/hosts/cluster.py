@@ -2,8 +2,8 @@
 the world starts, and reported to it afterwards.
 
 Without a cluster this machine is the only host, and nothing listens. With one, agents
-join the controller, which starts no engine or rank on its own machine unless an agent is
-there.
+join the controller, which starts no engine, rank or worker on its own machine unless an
+agent is there.
 """
 
 import asyncio
@@ -59,8 +59,8 @@ class GatheredHosts:
         user: UserFiles | None = None,
         say: Callable[[str], None],
     ) -> None:
-        """`relays` is for how many hosts this machine stands without a cluster; every
-        other host gets the files of `user`.
+        """`relays` is the number of hosts that this machine stands for without a
+        cluster; each host of a cluster gets the files of `user`.
         """
         self._cluster, self._pools, self._run = cluster, pools, run
         self._user = user or UserFiles()

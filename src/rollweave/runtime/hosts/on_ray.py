@@ -36,7 +36,7 @@ RETRY_S = 10.0
 """Seconds between the failure of an agent and its next start on that node."""
 
 PENDING_S = 10.0
-"""Seconds after which an agent is reported that Ray has not placed."""
+"""Seconds after which an agent that Ray has not placed is reported."""
 
 RAYS_OWN = frozenset(("CPU", "GPU", "memory", "object_store_memory"))
 """Resources that every node of Ray may have."""
@@ -67,7 +67,7 @@ class Node:
 def nodes_of(table: Iterable[Mapping[str, Any]]) -> dict[str, Node]:
     """Return the living nodes of Ray's table, by id, on which Ray may start work.
 
-    Nodes of the same name are told apart by their ids.
+    Ids distinguish nodes of the same name.
     """
     found: dict[str, Node] = {}
     for row in table:

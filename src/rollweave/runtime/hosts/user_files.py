@@ -36,13 +36,13 @@ DEPTH = 32
 """Maximum number of names in a path."""
 
 UNPACK_S = 60.0
+"""Maximum seconds to unpack the files."""
 
 REFERENCE = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*")
-"""An option of this form may name a function of the user's."""
-
+"""Pattern of an option that may name a function of the user's."""
 
 PATH = re.compile(r"[^/\n][^\n]{0,1000}[./][^\n]*")
-"""An option of this form may name a file."""
+"""Pattern of an option that may name a file."""
 
 
 @dataclass(frozen=True, kw_only=True)

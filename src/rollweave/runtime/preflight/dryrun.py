@@ -37,7 +37,7 @@ UNUSED = "no effect"
 
 
 class Examination(Struct, frozen=True, kw_only=True):
-    """The results of all checks, and the processes of the run, if these can be told."""
+    """The results of all checks, and the processes of the run, if they are known."""
 
     checks: list[Check]
     layout: Layout | None

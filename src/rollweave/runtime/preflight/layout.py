@@ -43,7 +43,7 @@ CONTROLLER, PREDICTOR, WORKER, RELAY, RANK, ENGINE = (
     "trainer rank",
     "engine",
 )
-"""What processes do."""
+"""The kinds of processes."""
 
 
 class PlannedHost(Struct, frozen=True, kw_only=True):
@@ -341,14 +341,16 @@ class _Plan:
         )
 
     def _is_on_gpu(self, devices: tuple[int, ...]) -> bool:
-        """True for a role with these devices. On hosts of a cluster that are known, all
-        GPUs are bound.
+        """Return whether a process with these devices runs on a GPU: on known hosts of
+        a cluster, only if it is bound to one.
         """
         bound = self._hosts is not None and self._config.cluster is not None
         return bool(devices) if bound else self._on_gpu
 
     def _devices(self, devices: tuple[int, ...]) -> tuple[int, ...]:
-        """On one machine, without bindings, all use the device of the configuration."""
+        """Return its GPUs: those it is bound to, or all of one machine, where nothing
+        is bound.
+        """
         if devices or not self._on_gpu or self._config.cluster is not None:
             return devices
         return tuple(device.index for host in (self._hosts or ())[:1] for device in host.devices)

@@ -52,8 +52,8 @@ empty.
 def examine_model(
     config: RunConfig, domains: Sequence[Domain], hosts: Mapping[str, Resources] | None = None
 ) -> tuple[list[Check], Layout | None]:
-    """Check the model and its needs, and return the processes of the run, if these can
-    be told.
+    """Check the model and its needs, and return the processes of the run, if they are
+    known.
 
     `domains` are the task domains whose checks passed. With `hosts`, the run is planned
     for these, and only the model's shape must be known here.

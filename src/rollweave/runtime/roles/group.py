@@ -37,8 +37,8 @@ from rollweave.schema.roles import (
 )
 
 CLOSE_S = 5.0
-"""Maximum seconds for workers to end by themselves: an interpreter with torch shuts
-down.
+"""Maximum seconds for workers to end by themselves: an interpreter that has imported
+torch needs seconds to shut down.
 """
 
 ALONE_S = 15.0
@@ -47,8 +47,8 @@ they have met in `torch.distributed`: beyond it, they hang in a collective opera
 """
 
 CONSTRUCTION_S = 1.0
-"""Seconds for the other ranks after one could not be constructed: for the cause, if
-theirs is one.
+"""Maximum seconds to wait for the other constructors after one has raised: theirs may
+report the cause.
 """
 
 _decode = decoder_of(WorkerMessage)
@@ -80,7 +80,7 @@ class _Call:
     decode: Callable[[msgspec.Raw], Any]
     failure_of: Callable[[Any], str]
     alone: asyncio.TimerHandle | None = None
-    """Runs while the others may follow a rank that has failed."""
+    """Timer that ends the call if the other ranks do not answer after one has failed."""
 
 
 def _no_failure(_: Any) -> str:
@@ -90,8 +90,8 @@ def _no_failure(_: Any) -> str:
 class WorkerGroup:
     """One process per rank, at each of `places`.
 
-    `worker` is the class, and `module` the program of its processes, which finds it by
-    `reference`. All calls belong to the event loop's thread.
+    `worker` is the class; `module` is the main module of its processes, which import the
+    class at `reference`. All calls belong to the event loop's thread.
     """
 
     def __init__(
@@ -108,10 +108,7 @@ class WorkerGroup:
         """Start the workers. Raises OSError."""
         self.name = name
         self._loop = asyncio.get_running_loop()
-        self._worker, self._codecs = (
-            worker,
-            {method: method_codec(worker, method) for method in declarations(worker)},
-        )
+        self._codecs = {method: method_codec(worker, method) for method in declarations(worker)}
         self.lost: asyncio.Future[str] = self._loop.create_future()
         self._calls: dict[int, _Call] = {}
         self._next = CONSTRUCTION

@@ -1,5 +1,5 @@
 """The workers of a role of the user's own: places on hosts, a group of processes there,
-and calls as its methods declare them (RollArt §5.3).
+and calls as its methods declare them (RollArt §5.1, §5.2).
 """
 
 import asyncio

@@ -53,7 +53,10 @@ def register(
     results are a list in the order of ranks. With "execute_each", every argument is a
     sequence with one element for each rank, and the results are such a list, too. With
     "execute_one" the worker with the fewest calls executes the call, and with
-    "execute_first" rank 0; the result is that of the method.
+    "execute_first" the first rank; the result is that of the method.
+
+    With `hw_mapping` only the ranks with the hardware of the call's domain count: its
+    default is "execute_one", and "execute_first" is the first of these ranks.
 
     A call takes at most `timeout_s` seconds, by default as many as the `Cluster` allows.
     A worker executes one call after the other, but those of a method that is `beside`
@@ -105,7 +108,7 @@ def _declared(method: F, **changes: Any) -> F:
 
 
 class Ranks(Protocol):
-    """The way from a worker to the others of its role."""
+    """Lets a worker reach the others of its role."""
 
     @property
     def address(self) -> str:
@@ -127,9 +130,9 @@ class Worker:
     """
 
     rank: int = 0
-    """Its number among the workers, from 0."""
+    """Rank of the worker, from 0."""
     world: int = 1
-    """How many workers there are."""
+    """Number of workers."""
     hardware: str = ""
     """The class of hardware that it asked for and got, if it asked for one."""
     devices: tuple[int, ...] = ()

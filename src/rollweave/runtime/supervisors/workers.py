@@ -88,7 +88,7 @@ class WorkerSupervisor:
         self._forsake(self._workers.remove(command.worker_id), command.reason)
 
     def port(self, worker_id: str) -> WorkerLink | None:
-        """Return the way to a worker; None if it does not take attempts."""
+        """Return the link to a worker; None if it takes no attempts."""
         worker = self._workers.get(worker_id)
         return worker.link if worker is not None and _works(worker) else None
 
@@ -146,7 +146,7 @@ class WorkerSupervisor:
         self._post(WorkerLost(worker_id=worker.name, epoch=worker.epoch, error=str(error)))
 
     def _forsake(self, worker: WorkerProcess | None, reason: str) -> None:
-        """End what the worker had, and give its draws to others."""
+        """End the worker's attempts, and assign its draws to others."""
         if worker is None:
             return
         worker.retired = True

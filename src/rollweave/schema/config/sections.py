@@ -153,7 +153,8 @@ class TaskConfig(Section):
     isolation: Literal["inline", "process"] = Field(
         "inline",
         description="Where the environment runs: inline, its plain methods on a thread of the "
-        "controller, or in a process, which is killed if a call hangs.",
+        "process that runs the attempt (the controller, or a rollout worker), or in a process of "
+        "its own, which is killed if a call hangs.",
     )
 
     @property
@@ -639,23 +640,27 @@ class WatchdogConfig(Section):
     train_s: Positive = Field(
         600.0,
         description="Maximum seconds of one training step, measurement, publication or checkpoint. "
-        "A fifth of it is the maximum until an engine, relay or trainer process is ready; "
-        "a tenth, of an engine that suspends, loads or resumes, and of a relay that fetches "
-        "a version.",
+        "A fifth of it is the maximum until an engine, relay, rollout worker or trainer is "
+        "ready; a tenth, of an engine that receives new weights, suspends, loads or resumes, "
+        "and of a relay that fetches a version.",
     )
     restarts: Count = Field(
-        3, description="Maximum number of restarts of one engine, relay or the trainer."
+        3,
+        description="Maximum number of restarts of one engine, relay or rollout worker, or of "
+        "the trainer.",
     )
 
     @property
     def start_s(self) -> float:
-        """Maximum seconds until an engine, relay or trainer process is ready."""
+        """Maximum seconds until an engine, relay, rollout worker or trainer is
+        ready.
+        """
         return self.train_s / 5
 
     @property
     def weights_s(self) -> float:
-        """Maximum seconds in which an engine suspends, loads or resumes, or a relay
-        fetches a version.
+        """Maximum seconds in which an engine receives new weights, suspends, loads or
+        resumes, or a relay fetches a version.
         """
         return self.train_s / 10
 
