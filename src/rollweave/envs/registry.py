@@ -5,7 +5,6 @@ Packages register environments as `rollweave.envs` and handlers as
 `rollweave.envs.handlers`.
 """
 
-import difflib
 import functools
 import importlib
 import inspect
@@ -18,6 +17,7 @@ import msgspec
 from rollweave.envs.base import Options
 from rollweave.io.extras import MissingExtraError
 from rollweave.schema.errors import ConfigError
+from rollweave.schema.text import did_you_mean
 
 ENTRY_POINTS = ("rollweave.envs", "rollweave.envs.handlers")
 
@@ -138,7 +138,9 @@ def load(reference: str, *, what: str) -> Any:
         ) from error
     for part in attribute.split("."):
         if not hasattr(target, part):
-            raise ConfigError(f"{what}: {module} has no {attribute}{_nearest(part, dir(target))}")
+            raise ConfigError(
+                f"{what}: {module} has no {attribute}{did_you_mean(part, dir(target))}"
+            )
         target = getattr(target, part)
     return target
 
@@ -159,7 +161,7 @@ def reference_of(name: str) -> str:
         known = names()
         raise ConfigError(
             f"environment must be one of {', '.join(known)}, or package.module:Class, got "
-            f"{name!r}{_nearest(name, known)}"
+            f"{name!r}{did_you_mean(name, known)}"
         )
     return announced[name]
 
@@ -168,8 +170,3 @@ def _announced() -> dict[str, str]:
     return {
         entry.name: entry.value for group in ENTRY_POINTS for entry in entry_points(group=group)
     }
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""

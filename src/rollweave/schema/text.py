@@ -5,8 +5,10 @@ JSON's escapes, from a slice of UTF-16. No encoder accepts them. So text is made
 where it enters, and all code behind that boundary can rely on it.
 """
 
+import difflib
 import math
 import re
+from collections.abc import Iterable
 from typing import Any
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -78,3 +80,11 @@ def shortened(text: str, most: int = ERROR_CHARS) -> str:
             f"{text[len(text) - half :]}"
         )
     return valid(text)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the end of an error that names the known name most like `name`; "" if none
+    is like it.
+    """
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""

@@ -6,7 +6,6 @@ them. Invariant: after `close`, which ends the `with` block, no process of the c
 left.
 """
 
-import difflib
 import inspect
 import math
 import os
@@ -25,6 +24,7 @@ from rollweave.runtime.roles.serving import constructor_codec
 from rollweave.runtime.roles.worker import DEFAULT, Declaration, Worker, declarations
 from rollweave.schema.config.sections import ClusterConfig
 from rollweave.schema.errors import ConfigError
+from rollweave.schema.text import did_you_mean
 
 W = TypeVar("W", bound=Worker)
 
@@ -116,7 +116,7 @@ class Cluster(Generic[W]):
     def __getattr__(self, name: str) -> Callable[..., Any]:
         declared: Mapping[str, Declaration] = self.__dict__.get("_declarations", {})
         if name not in declared:
-            raise AttributeError(f"no method {name!r} is registered{_nearest(name, declared)}")
+            raise AttributeError(f"no method {name!r} is registered{did_you_mean(name, declared)}")
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._closed:
@@ -204,7 +204,7 @@ def _check_affinities(
                 raise ConfigError(
                     f"{method}: hardware of {where} must be one of resources "
                     f"({', '.join(offered)}), got {hardware!r}"
-                    f"{_nearest(hardware, offered)}"
+                    f"{did_you_mean(hardware, offered)}"
                 )
 
 
@@ -224,8 +224,3 @@ def _seconds(field: str, value: float) -> float:
     if not 0 < value < math.inf:
         raise ConfigError(f"{field} must be positive, got {value}")
     return value
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""

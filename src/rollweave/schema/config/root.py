@@ -5,7 +5,6 @@ Every knob has a sentence in `sections.py`. `schema/config/loading.py` reads fil
 overrides into a `RunConfig`.
 """
 
-import difflib
 from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
@@ -41,6 +40,7 @@ from rollweave.schema.config.sections import (
     WeightsConfig,
     WorkersConfig,
 )
+from rollweave.schema.text import did_you_mean
 
 SIMULATED_MODEL = "sim.model"
 """`model.path` of a run that is only simulated, where [model] is missing: it has no
@@ -384,6 +384,6 @@ class RunConfig(Section):
 def _check_pool(field: str, name: str | None, what: str, known: Sequence[str]) -> None:
     """Raise ValueError if a pool that is named is not among those `known`."""
     if name is not None and name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise ValueError(f"{field} must be one of {what} {list(known)}, got {name!r}{hint}")
+        raise ValueError(
+            f"{field} must be one of {what} {list(known)}, got {name!r}{did_you_mean(name, known)}"
+        )
