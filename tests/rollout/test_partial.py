@@ -21,7 +21,7 @@ from rollweave.rollout.driver import TurnResult
 from rollweave.rollout.partial import PartialTurn
 from rollweave.rollout.progress import ProgressReporter
 from rollweave.rollout.turns import Turns
-from rollweave.rollout.worker import TurnRelay
+from rollweave.rollout.worker import RemoteTurns
 from rollweave.schema.base import EngineId, GroupId, TaskId
 from rollweave.schema.commands import AbortTurn, RerankTurn, StartInit, StartTurn
 from rollweave.schema.errors import EngineError, EngineLostError
@@ -224,7 +224,7 @@ class Stage:
             answer=lambda answer: self.relay.answer(answer),
             progress=self.progress,
         )
-        self.relay = TurnRelay((TRAJECTORY, 0), self._report, episode=lambda: IDLE)
+        self.relay = RemoteTurns((TRAJECTORY, 0), self._report, episode=lambda: IDLE)
         self.task: asyncio.Task[TurnResult] | None = None
 
     def ask(

@@ -44,16 +44,16 @@ Key = tuple[TrajectoryId, int]
 Report = Callable[[AttemptReport], None]
 
 
-class Spawn(Protocol):
+class SpawnTask(Protocol):
     """Runs a coroutine as a task of an owner that awaits it."""
 
     def __call__(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Start the task."""
 
 
-class TurnRelay:
-    """The `TurnPort` of an attempt: asks the controller for each turn, and waits for the
-    answer.
+class RemoteTurns:
+    """Requests each turn of an attempt from the controller, and waits for the answer
+    (a `TurnPort`).
     """
 
     def __init__(self, key: Key, report: Report, *, episode: Callable[[], Driver]) -> None:
@@ -123,7 +123,7 @@ class _Attempt:
 
     command: StartInit
     episode: Driver
-    turns: TurnRelay
+    turns: RemoteTurns
     run_allowed: asyncio.Event
     task: asyncio.Task[None] | None = None
     started: bool = False
@@ -149,8 +149,8 @@ class _Evaluation:
 
 
 class RolloutWorker:
-    """Runs attempts. `make_episode` builds the driver of each, and `report` receives every
-    report.
+    """Runs attempts. `make_episode` builds the driver of each, and `report` receives
+    every report.
 
     `draw` draws a task, where the worker is asked for that.
     """
@@ -160,7 +160,7 @@ class RolloutWorker:
         *,
         make_episode: MakeEpisode,
         report: Report,
-        spawn: Spawn,
+        spawn: SpawnTask,
         clock: Callable[[], float],
         waiting_limit: int,
         draw: Callable[[DrawTask], None] | None = None,
@@ -208,7 +208,7 @@ class RolloutWorker:
             trajectory = empty_trajectory(command, StopReason.ENV_ERROR, _bug_text(bug))
             self._report(AttemptEnded(trajectory=trajectory, turns=0))
             return
-        turns = TurnRelay(key, self._report, episode=lambda: episode)
+        turns = RemoteTurns(key, self._report, episode=lambda: episode)
         attempt = self._attempts[key] = _Attempt(
             command=command, episode=episode, turns=turns, run_allowed=asyncio.Event()
         )
@@ -351,7 +351,9 @@ class RolloutWorker:
 
 
 NOT_WAITING = "the attempt is not waiting for its reward"
-"""Error of a `StartEval` for an attempt that has ended otherwise, or is no longer kept."""
+"""Error of a `StartEval` for an attempt that has ended otherwise, or is no longer
+kept.
+"""
 
 
 def empty_trajectory(command: StartInit, reason: StopReason, error: str) -> Trajectory:

@@ -53,13 +53,13 @@ class AnswerTurn(TaggedStruct, frozen=True, kw_only=True):
     error: str = ""
 
 
-class StopWorker(TaggedStruct, frozen=True, kw_only=True):
+class StopRolloutWorker(TaggedStruct, frozen=True, kw_only=True):
     """Cancel all attempts, report their ends, and exit."""
 
 
 RolloutCommand = StartInit | StartRun | StartEval | CancelTrajectory | DrawTask | AnswerTurn
 
-WorkerMessage = RolloutCommand | StopWorker
+WorkerMessage = RolloutCommand | StopRolloutWorker
 """What the controller sends to a worker process."""
 
 
@@ -77,14 +77,10 @@ class WorkerBeat(TaggedStruct, frozen=True, kw_only=True):
 
 
 class WorkerWarned(TaggedStruct, frozen=True, kw_only=True):
-    """A warning for the user.
-
-    A `passing` one is shown and not recorded.
-    """
+    """A warning for the user."""
 
     component: str
     message: str
-    passing: bool = False
 
 
 class TurnAsked(TaggedStruct, frozen=True, kw_only=True):

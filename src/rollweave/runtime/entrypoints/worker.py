@@ -18,7 +18,7 @@ from rollweave.runtime.tasks import Tasks
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.rollouts import (
     BEAT_S,
-    StopWorker,
+    StopRolloutWorker,
     WorkerBeat,
     WorkerMessage,
     WorkerReady,
@@ -29,7 +29,7 @@ from rollweave.schema.rollouts import (
 
 
 async def serve(parent: Parent, spec: WorkerSpec) -> None:
-    """Serve until `StopWorker`, or the end of the parent."""
+    """Serve until `StopRolloutWorker`, or the end of the parent."""
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     config = RunConfig.model_validate_json(spec.config)
     clock = RunClock()
@@ -44,7 +44,7 @@ async def serve(parent: Parent, spec: WorkerSpec) -> None:
         report(WorkerWarned(component=f"{spec.id} {component}", message=message))
 
     def execute(message: WorkerMessage) -> None:
-        if isinstance(message, StopWorker):
+        if isinstance(message, StopRolloutWorker):
             stopped.set()
         else:
             worker.send(message)

@@ -17,7 +17,7 @@ from rollweave.io.wire import decoder_of, encode
 from rollweave.schema.errors import RollweaveError
 from rollweave.schema.rollouts import (
     BEAT_S,
-    StopWorker,
+    StopRolloutWorker,
     WorkerBeat,
     WorkerMessage,
     WorkerReady,
@@ -36,7 +36,7 @@ CLOSE_S = 8.0
 _decode = decoder_of(WorkerReport)
 
 
-class WorkerLostError(RollweaveError):
+class RolloutWorkerLostError(RollweaveError):
     """The worker's process has ended, or was killed because it was silent."""
 
 
@@ -55,7 +55,7 @@ class WorkerLink(Protocol):
         """What the handling of a report raised, for which the worker was killed."""
 
     async def ready(self) -> WorkerReady:
-        """Wait until the worker takes attempts. Raises `WorkerLostError`."""
+        """Wait until the worker takes attempts. Raises `RolloutWorkerLostError`."""
 
     def send(self, command: WorkerMessage) -> None:
         """Send a command, in order. It is dropped if the worker is gone."""
@@ -125,7 +125,7 @@ class ProcessWorker:
 
     async def close(self) -> None:
         self._reason = self._reason or "was closed"
-        self.send(StopWorker())
+        self.send(StopRolloutWorker())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await self._child.gone()
@@ -168,5 +168,5 @@ class ProcessWorker:
         if not self.lost.done():
             self.lost.set_result(f"worker {self._id} {reason}")
         if not self._ready.done():
-            self._ready.set_exception(WorkerLostError(self.lost.result()))
+            self._ready.set_exception(RolloutWorkerLostError(self.lost.result()))
             self._ready.exception()  # mark it as retrieved: a waiter is not required
