@@ -33,7 +33,7 @@ class StartWorker(TaggedStruct, frozen=True, kw_only=True):
 
     worker: str
     rank: int
-    world: int
+    world_size: int
     address: str
     hardware: str = ""
     devices: tuple[int, ...] = ()

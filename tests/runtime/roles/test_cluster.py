@@ -54,7 +54,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def test_results_are_in_the_order_of_ranks(start: Start) -> None:
     adders = start(Adder, 3, arguments={"start": 1})
-    assert adders.world == 3
+    assert adders.world_size == 3
     assert adders.add(1.5) == [Sum(rank=rank, total=rank + 2.5) for rank in range(3)]
     assert adders.add(number=1)[2].total == 5.5
     assert adders.place() == (0, 3)
@@ -251,7 +251,7 @@ def test_wrong_declarations_are_refused(tmp_path: Path) -> None:
     for text, worker, resources, options in cases:
         with pytest.raises(ConfigError, match=text):
             Cluster(worker, resources, directory=tmp_path, **options)
-    for name, method in (("world", Adder.add), ("close", Adder.add)):
+    for name, method in (("world_size", Adder.add), ("close", Adder.add)):
         odd = type("Odd", (Odd,), {name: register()(method)})
         with pytest.raises(ConfigError, match=f"Odd.{name} must have another name"):
             Cluster(odd, directory=tmp_path)

@@ -26,7 +26,7 @@ class Adder(Worker):
 
     @register(mode="execute_all")
     def add(self, number: float) -> Sum:
-        time.sleep(0.05 * (self.world - self.rank))  # the last rank answers first
+        time.sleep(0.05 * (self.world_size - self.rank))  # the last rank answers first
         self.total += number
         return Sum(rank=self.rank, total=self.total)
 
@@ -41,7 +41,7 @@ class Adder(Worker):
 
     @register(mode="execute_first")
     def place(self) -> tuple[int, int]:
-        return self.rank, self.world
+        return self.rank, self.world_size
 
     @hw_mapping(hw_affinity={"short": "fast", "default": "large"})
     def generate(self, prompt: str, tag_name: str = "default") -> tuple[int, str]:

@@ -35,7 +35,7 @@ def build(spec: TrainerSpec, worker: Worker) -> tuple[TrainerReady, Trainer]:
     config = RunConfig.model_validate_json(spec.config)
     torch.set_num_threads(TRAINER_THREADS)
     model_dir = Path(spec.model)
-    ranks = worker.join_ranks(config.model.device) if worker.world > 1 else ALONE
+    ranks = worker.join_ranks(config.model.device) if worker.world_size > 1 else ALONE
     if config.model.scratch is not None and not model_dir.exists():
         if worker.rank == 0:
             build_checkpoint(

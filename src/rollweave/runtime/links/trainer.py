@@ -311,7 +311,7 @@ class ProcessTrainer:
 
     async def ask(self, command: TrainerCommand) -> TrainerReply:
         arguments = Arguments(args=(msgspec.Raw(encode(command)),))
-        everywhere = dict.fromkeys(range(self._ranks.world), arguments)
+        everywhere = dict.fromkeys(range(self._ranks.world_size), arguments)
         reply: TrainerReply = await self._call("handle", everywhere)
         return reply
 

@@ -81,7 +81,7 @@ class Cluster(Generic[W]):
         run = RunDir((Path(directory) / self.name).absolute())
         self.logs = run.logs
         """The folder with the output of the workers."""
-        self.world = len(spec.workers)
+        self.world_size = len(spec.workers)
         """The number of workers."""
         settings = _cluster(cluster)
         self._closed = False
@@ -145,7 +145,7 @@ def _declarations(worker: type[Worker]) -> dict[str, Declaration]:
     declared = declarations(worker)
     for name, declaration in declared.items():
         method = f"{worker.__name__}.{name}"
-        if hasattr(Cluster, name) or name in ("name", "logs", "world"):
+        if hasattr(Cluster, name) or name in ("name", "logs", "world_size"):
             raise ConfigError(f"{method} must have another name: {name} is one of Cluster's own")
         if inspect.iscoroutinefunction(inspect.getattr_static(worker, name)):
             raise ConfigError(f"{method} must not be async: its worker has no event loop")

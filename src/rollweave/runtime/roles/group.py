@@ -80,7 +80,9 @@ class _Call:
     decode: Callable[[msgspec.Raw], Any]
     failure_of: Callable[[Any], str]
     alone: asyncio.TimerHandle | None = None
-    """Timer that ends the call if the other ranks do not answer after one has failed."""
+    """Timer that ends the call if the other ranks do not answer after one has
+    failed.
+    """
 
 
 def _no_failure(_: Any) -> str:
@@ -90,8 +92,8 @@ def _no_failure(_: Any) -> str:
 class WorkerGroup:
     """One process per rank, at each of `places`.
 
-    `worker` is the class; `module` is the main module of its processes, which import the
-    class at `reference`. All calls belong to the event loop's thread.
+    `worker` is the class; `module` is the main module of its processes, which import
+    the class at `reference`. All calls belong to the event loop's thread.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class WorkerGroup:
             start = StartWorker(
                 worker=reference,
                 rank=rank,
-                world=len(places),
+                world_size=len(places),
                 address=place.address,
                 hardware=place.hardware,
                 devices=place.devices,
@@ -148,7 +150,7 @@ class WorkerGroup:
         )
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """The number of workers."""
         return len(self._children)
 

@@ -110,7 +110,7 @@ class Role:
     async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a method as it declares. Raises as `WorkerGroup.call`, and TypeError."""
         declaration, workers = self._declarations[method], self._workers
-        ranks = list(range(workers.world))
+        ranks = list(range(workers.world_size))
         if declaration.affinity:
             tag = workers.argument(method, TAG, args, kwargs)
             ranks = self._suited(declaration, tag)

@@ -81,7 +81,7 @@ class _WorkerProcess:
         """Make the worker, which knows its place before its constructor runs."""
         kind = load(start.worker)
         worker = kind.__new__(kind)
-        worker.rank, worker.world = start.rank, start.world
+        worker.rank, worker.world_size = start.rank, start.world_size
         worker.hardware, worker.devices = start.hardware, start.devices
         worker._ranks = self
         args, kwargs = constructor_codec(kind).decode(start.arguments)

@@ -131,7 +131,7 @@ class Worker:
 
     rank: int = 0
     """Rank of the worker, from 0."""
-    world: int = 1
+    world_size: int = 1
     """Number of workers."""
     hardware: str = ""
     """The class of hardware that it asked for and got, if it asked for one."""
@@ -163,4 +163,4 @@ class Worker:
         else:
             assert self._ranks is not None, "one of several workers has a process"
             store = join_store(self._ranks.store())
-        return join_ranks(self.rank, self.world, store=store, device=chosen, address=address)
+        return join_ranks(self.rank, self.world_size, store=store, device=chosen, address=address)
