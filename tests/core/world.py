@@ -37,6 +37,7 @@ class World:
         """
         self.config, self.restless = config, restless
         self.stages = seed % 3 != 0  # engines can receive weights while they serve
+        self.staged: dict[str, int] = {}  # engine → weights that it last received beside others
         self.changing_hosts = 0.0  # share of events after which a host is lost or joins
         self.own_machines = False  # hosts share no memory, and the trainer is lost with its host
         self.losing_workers = 0.0  # share of events after which a worker is lost
@@ -492,6 +493,7 @@ class World:
         """
         state = self.core.state
         needed = {weights_id for loads in self.loads.values() for weights_id in loads}
+        needed |= {*self.staged.values()}
         versions_in_use = {
             state.trajectories[one].initiated for one in (*state.pools.init, *state.pools.run)
         }
@@ -774,6 +776,7 @@ class World:
             "epoch": self.engine_epoch[name],
             "weights_id": command.weights_id,
         }
+        self.staged[name] = command.weights_id
         if self.fails():
             self.later(e.StagingFailed(**key, error="torn"))
         else:
