@@ -143,11 +143,14 @@ def test_prints_the_version_of_the_package() -> None:
     assert (code, text) == (0, f"rollweave {importlib.metadata.version('rollweave')}\n")
 
 
-def test_help_names_every_bench_and_every_bench_is_a_function() -> None:
+def test_help_and_readme_name_every_bench_and_every_bench_is_a_function() -> None:
     _, text, _ = invoke("bench", "--help")
     words = re.findall(r"[a-z_]+", text)
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (row,) = (line for line in readme.splitlines() if "`rollweave bench NAME`" in line)
     for name, place in BENCHES.items():
         assert name in words
+        assert f"`{name}`" in row
         module, _, function = place.partition(":")
         assert callable(getattr(importlib.import_module(f"benchmarks.{module}"), function))
 
