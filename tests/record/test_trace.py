@@ -60,7 +60,7 @@ def test_a_trace_is_bounded(tmp_path: Path) -> None:
         trace.span(TRAINER, "trainer", str(number), 0.0, 1.0)
     trace.close()
     assert len(events(tmp_path / "trace.json")) == 20
-    assert trace.dropped == 100 + 6 - 20  # five rows and one line are named first
+    assert trace.dropped == 100 + 7 - 20  # six rows and one line are named first
 
 
 def test_a_renewed_trace_has_the_newest_events_and_is_bounded(tmp_path: Path) -> None:
