@@ -1,9 +1,8 @@
 """The link to one relay: it sends fetches of versions, and receives their results.
 
-Invariants: every `fetch` has one result; the futures of `ready` and `fetch` are done
-once the relay is lost; `lost` is done, with the reason, after death, silence, `kill`
-and `close` alike, and only once the process is reaped; `on_suspected` is called with
-True and False in turn, and never after the loss.
+Invariants: those of `runtime/links/process.py`; every `fetch` has one result, at the
+latest once the relay is lost; `on_suspected` is called with True and False in turn, and
+never after the loss.
 
 Silence is measured in missed heartbeats, on a clock that runs only while our own event
 loop does: each tick is scheduled when the former one was handled, and frames that wait
@@ -12,7 +11,6 @@ it adds at most one heartbeat to a relay's silence.
 """
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Protocol, TypeVar
 
 from rollweave.io.child import Spawn
 from rollweave.io.wire import decoder_of, encode
+from rollweave.runtime.links.process import ProcessLink
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import (
     HEARTBEAT_S,
@@ -140,7 +139,7 @@ def in_process(
     return start
 
 
-class ProcessRelay:
+class ProcessRelay(ProcessLink[RelayReady]):
     """`RelayLink` to a process, whose first frame is a `RelaySpec`."""
 
     def __init__(
@@ -155,45 +154,35 @@ class ProcessRelay:
         silent_s: float,
         module: str,
     ) -> None:
-        self._id, self._silent_s = spec.id, silent_s
+        super().__init__(
+            "relay",
+            spec.id,
+            spec,
+            spawn=spawn,
+            module=module,
+            log=log,
+            env=env,
+            start_s=START_S,
+            stop=StopRelay(),
+            close_s=CLOSE_S,
+            lost_error=RelayLostError,
+        )
+        self._silent_s = silent_s
         self._on_suspected, self._on_stalled = on_suspected, on_stalled
         self._missed = 0
         """Number of missed heartbeats in a row."""
         self._heartbeat = RelayHeartbeat()
         """The newest heartbeat."""
-        self._loop = asyncio.get_running_loop()
-        self.lost: asyncio.Future[str] = self._loop.create_future()
-        self._ready: asyncio.Future[RelayReady] = self._loop.create_future()
         self._fetches: dict[int, deque[tuple[str, asyncio.Future[FetchReply | None]]]] = {}
         """Unanswered fetches by version, with their digests.
 
         A relay answers all of them, those of one version in the order in which they
         were sent.
         """
-        self._reason = ""
-        self._child = spawn(
-            name=spec.id,
-            module=module,
-            log=log,
-            env=env,
-            on_frame=self._on_frame,
-            on_gone=self._on_gone,
-        )
-        self._timer = self._loop.call_later(
-            START_S, self._give_up, f"was not ready within {START_S:g} s"
-        )
-        self._child.send(encode(spec))
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
 
     @property
     def progress(self) -> tuple[int, int]:
         return self._heartbeat.received, self._heartbeat.whole
-
-    async def ready(self) -> RelayReady:
-        return await asyncio.shield(self._ready)
 
     def fetch(self, command: FetchVersion) -> "asyncio.Future[FetchReply | None]":
         result: asyncio.Future[FetchReply | None] = self._loop.create_future()
@@ -208,18 +197,6 @@ class ProcessRelay:
         fetches.append((digest, result))
         self._child.send(encode(command))
         return result
-
-    def kill(self) -> None:
-        self._give_up("was killed")
-
-    async def close(self) -> None:
-        self._reason = self._reason or "was closed"
-        self._child.send(encode(StopRelay()))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_S):
-                await self._child.gone()
-        self._child.kill()
-        await self._child.gone()
 
     def _on_frame(self, payload: bytes) -> None:
         self._timer.cancel()
@@ -258,21 +235,8 @@ class ProcessRelay:
             del self._fetches[weights_id]
         return None
 
-    def _give_up(self, reason: str) -> None:
-        self._reason = self._reason or reason
-        self._child.kill()
-
     def _on_gone(self, reason: str) -> None:
-        self._timer.cancel()
-        reason = (
-            f"relay {self._id} {self._reason}: {reason}"
-            if self._reason
-            else f"relay {self._id}: {reason}"
-        )
-        _resolve(self.lost, reason)
-        if not self._ready.done():
-            self._ready.set_exception(RelayLostError(reason))
-            self._ready.exception()  # mark it as retrieved: a waiter is not required
+        super()._on_gone(reason)
         while self._fetches:
             for _, result in self._fetches.popitem()[1]:
                 _resolve(result, None)

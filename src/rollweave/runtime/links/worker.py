@@ -1,19 +1,18 @@
 """The link to one rollout worker, which runs in a process, on this host or another: it
 sends commands, and receives reports.
 
-Invariants: `ready` raises once the worker is lost; `lost` is done, with the reason, after
-death, silence, `kill` and `close` alike, and only once the process is reaped; no report
-is delivered afterwards. Silence is measured as in `runtime/links/relay.py`.
+Invariants: those of `runtime/links/process.py`; no report is delivered after the loss.
+Silence is measured as in `runtime/links/relay.py`.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from rollweave.io.child import Spawn
 from rollweave.io.wire import decoder_of, encode
+from rollweave.runtime.links.process import ProcessLink
 from rollweave.schema.errors import RollweaveError
 from rollweave.schema.rollouts import (
     BEAT_S,
@@ -70,7 +69,7 @@ class WorkerLink(Protocol):
 OnReport = Callable[[WorkerReport], None]
 
 
-class ProcessWorker:
+class ProcessWorker(ProcessLink[WorkerReady]):
     """`WorkerLink` to `python -m module`, whose first frame is a `WorkerSpec`."""
 
     def __init__(
@@ -85,52 +84,30 @@ class ProcessWorker:
         start_s: float,
         silent_s: float | None = None,
     ) -> None:
-        self._id, self._on_report = spec.id, on_report
+        super().__init__(
+            "worker",
+            spec.id,
+            spec,
+            spawn=spawn,
+            module=module,
+            log=log,
+            env=env,
+            start_s=start_s,
+            stop=StopRolloutWorker(),
+            close_s=CLOSE_S,
+            lost_error=RolloutWorkerLostError,
+        )
+        self._on_report = on_report
         self._silent_s = silent_s if silent_s is not None else SILENT_S
-        self._loop = asyncio.get_running_loop()
-        self.lost: asyncio.Future[str] = self._loop.create_future()
         self.failure: Exception | None = None
-        self._ready: asyncio.Future[WorkerReady] = self._loop.create_future()
         self._missed = 0
         """Number of missed heartbeats in a row."""
         self._heard = False
         """Whether a frame has arrived since the last tick."""
-        self._reason = ""
-        self._child = spawn(
-            name=spec.id,
-            module=module,
-            log=log,
-            env=env,
-            on_frame=self._on_frame,
-            on_gone=self._on_gone,
-        )
-        self._timer = self._loop.call_later(
-            start_s, self._give_up, f"was not ready within {start_s:g} s"
-        )
-        self._child.send(encode(spec))
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
-    async def ready(self) -> WorkerReady:
-        return await asyncio.shield(self._ready)
 
     def send(self, command: WorkerMessage) -> None:
         if not self.lost.done():
             self._child.send(encode(command))
-
-    def kill(self) -> None:
-        self._give_up("was killed")
-
-    async def close(self) -> None:
-        self._reason = self._reason or "was closed"
-        self.send(StopRolloutWorker())
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_S):
-                await self._child.gone()
-        self._child.kill()
-        await self._child.gone()
 
     def _on_frame(self, payload: bytes) -> None:
         self._heard = True
@@ -157,16 +134,3 @@ class ProcessWorker:
             self._give_up(f"sent nothing for {self._silent_s:g} s")
             return
         self._timer = self._loop.call_later(BEAT_S, self._tick)
-
-    def _give_up(self, reason: str) -> None:
-        self._reason = self._reason or reason
-        self._child.kill()
-
-    def _on_gone(self, reason: str) -> None:
-        self._timer.cancel()
-        reason = f"{self._reason}: {reason}" if self._reason else reason
-        if not self.lost.done():
-            self.lost.set_result(f"worker {self._id} {reason}")
-        if not self._ready.done():
-            self._ready.set_exception(RolloutWorkerLostError(self.lost.result()))
-            self._ready.exception()  # mark it as retrieved: a waiter is not required
