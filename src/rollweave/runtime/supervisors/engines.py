@@ -5,7 +5,7 @@ the epoch of the process that caused it.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from rollweave.engine.clients.base import EngineBackend
@@ -229,21 +229,8 @@ class EngineSupervisor:
             return
         manifest = self._manifests.on_host(engine.slot.host, weights_id)
         started = self._clock()
-        try:
-            if manifest is None:
-                raise WeightsError(f"weights {weights_id} are no longer available")
-            await engine.link.stage(manifest)
-        except WeightsError as error:
-            self._post(
-                StagingFailed(
-                    engine_id=engine_id,
-                    epoch=engine.epoch,
-                    weights_id=weights_id,
-                    error=str(error),
-                )
-            )
-            return
-        except EngineError:
+        staging = None if manifest is None else engine.link.stage(manifest)
+        if not await self._finish(staging, engine, weights_id, StagingFailed):
             return
         lane = f"{engine_id} weights"
         self._trace.span(ENGINES, lane, f"v{command.version}", started, self._clock())
@@ -254,30 +241,13 @@ class EngineSupervisor:
         engine = self._engines.get(engine_id)
         if engine is None or engine.link is None:
             return
-        source: WeightManifest | LoadCheckpoint | None
-        if command.from_checkpoint is None:
-            source = self._manifests.on_host(engine.slot.host, weights_id)
-        else:
-            assert self._checkpoint is not None, "a world without a trainer has no checkpoints"
-            source = self._checkpoint(command.from_checkpoint, weights_id)
+        source = self._source(engine.slot.host, command)
         started = self._clock()
         engine.loading = True
         try:
-            if source is None:
-                raise WeightsError(f"weights {weights_id} are no longer available")
-            await engine.link.load(source)
-        except WeightsError as error:
-            self._post(
-                WeightsLoadFailed(
-                    engine_id=engine_id,
-                    epoch=engine.epoch,
-                    weights_id=weights_id,
-                    error=str(error),
-                )
-            )
-            return
-        except EngineError:
-            return
+            loading = None if source is None else engine.link.load(source)
+            if not await self._finish(loading, engine, weights_id, WeightsLoadFailed):
+                return
         finally:
             engine.loading = False
         where = "" if command.from_checkpoint is None else " from its checkpoint"
@@ -292,6 +262,43 @@ class EngineSupervisor:
                 weights_id=weights_id,
             )
         )
+
+    def _source(self, host: int, command: LoadWeights) -> WeightManifest | LoadCheckpoint | None:
+        """Return where an engine on `host` reads the weights, or None if they are gone."""
+        if command.from_checkpoint is None:
+            return self._manifests.on_host(host, command.weights_id)
+        assert self._checkpoint is not None, "a world without a trainer has no checkpoints"
+        return self._checkpoint(command.from_checkpoint, command.weights_id)
+
+    async def _finish(
+        self,
+        giving: Awaitable[None] | None,
+        engine: EngineProcess,
+        weights_id: int,
+        failed: type[StagingFailed] | type[WeightsLoadFailed],
+    ) -> bool:
+        """Await that an engine is given weights, and return whether it has them.
+
+        Post `failed` if it refuses them, or if they are gone, for which `giving` is None;
+        the event of the loss follows if the engine is lost.
+        """
+        try:
+            if giving is None:
+                raise WeightsError(f"weights {weights_id} are no longer available")
+            await giving
+        except WeightsError as error:
+            self._post(
+                failed(
+                    engine_id=engine.slot.id,
+                    epoch=engine.epoch,
+                    weights_id=weights_id,
+                    error=str(error),
+                )
+            )
+            return False
+        except EngineError:
+            return False
+        return True
 
     async def _migrate(self, command: Migrate, tokens: Sequence[int]) -> None:
         """Run one migration, and report its one result."""
