@@ -75,17 +75,20 @@ FULL = ClusterPlan(
     losses=4,
     trained_first=6,
 )
+QUICK_SETTINGS = (
+    "run.checkpoint_every=2",
+    "model.scratch.hidden=32",
+    "model.scratch.layers=1",
+    "warmup.steps=5",
+    "rollout.groups_per_step=4",
+    "rollout.group_size=4",
+    "rollout.max_running=32",
+    "eval={final_episodes=16}",
+)
+"""Settings of a run whose steps take about a second."""
+
 QUICK = ClusterPlan(
-    settings=(
-        "run.checkpoint_every=2",
-        "model.scratch.hidden=32",
-        "model.scratch.layers=1",
-        "warmup.steps=5",
-        "rollout.groups_per_step=4",
-        "rollout.group_size=4",
-        "rollout.max_running=32",
-        "eval={final_episodes=16}",
-    ),
+    settings=QUICK_SETTINGS,
     pairs=1,
     steps=4,
     tails=0,

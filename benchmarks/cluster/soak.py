@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.bench import FIXED, HOSTS, PORT, UNBOUNDED, config_of
+from benchmarks.cluster.bench import FIXED, HOSTS, PORT, QUICK_SETTINGS, UNBOUNDED, config_of
 from benchmarks.cluster.hosts import HostsUnderTest
 from benchmarks.cluster.run import PATIENCE_S, ClusterRun, lost_trajectories
 from benchmarks.contract import Figure, Result
@@ -67,16 +67,7 @@ FULL = ClusterSoakPlan(
     more=20,
 )
 QUICK = ClusterSoakPlan(
-    settings=(
-        "run.checkpoint_every=2",
-        "model.scratch.hidden=32",
-        "model.scratch.layers=1",
-        "warmup.steps=5",
-        "rollout.groups_per_step=4",
-        "rollout.group_size=4",
-        "rollout.max_running=32",
-        "eval={final_episodes=16}",
-    ),
+    settings=QUICK_SETTINGS,
     rounds=2,
     every_s=8.0,
     away_s=0.0,
