@@ -1,8 +1,8 @@
 """One rank of a trainer that publishes, started by its parent as `python -m
 tests.train.publish_worker CASE MODEL OUT`.
 
-Rank and world come from the environment. The rank asserts what it observes, and prints
-a final message to standard output.
+Rank and world size come from the environment. The rank asserts what it observes, and
+prints a final message to standard output.
 """
 
 import os
@@ -30,7 +30,7 @@ class Rank:
 
     def __init__(self, model_dir: Path, out: Path) -> None:
         ranks = meet()
-        self.rank, self.world = ranks.rank, ranks.world
+        self.rank, self.world_size = ranks.rank, ranks.world_size
         config = make_config()
         config = config.model_copy(
             update={"model": config.model.model_copy(update={"dtype": "bfloat16"})}
@@ -84,7 +84,7 @@ def shares(rank: Rank) -> None:
     assert gathers == 0
     check(first.manifest, expected)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for version, poor in enumerate(range(rank.world), start=2):
+    for version, poor in enumerate(range(rank.world_size), start=2):
         rank.train(version - 1)
         if rank.rank == poor:
             resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_BYTES, unlimited[1]))
@@ -133,7 +133,7 @@ def dies(rank: Rank) -> None:
     expected = rank.expected()
     first = rank.publish(1)
     assert isinstance(first, Published)
-    if rank.rank == rank.world - 1:
+    if rank.rank == rank.world_size - 1:
         os._exit(9)
     before = len(os.listdir("/proc/self/fd"))
     failed = rank.publish(2)

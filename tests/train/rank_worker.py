@@ -1,7 +1,8 @@
 """One rank of a trainer, started by torchrun or a parent process: it trains, saves,
 restores, and writes the weights to a file.
 
-Arguments: model directory, output directory. Rank and world come from the environment.
+Arguments: model directory, output directory. Rank and world size come from the
+environment.
 """
 
 import sys
@@ -77,7 +78,7 @@ def run(model_dir: Path, out: Path, ranks: RankGroup = ALONE) -> dict[str, torch
     assert all(torch.allclose(first[name], again[name], atol=1e-6) for name in again), (
         "a restored trainer goes on the same way"
     )
-    if ranks.world > 1:
+    if ranks.world_size > 1:
         torch.distributed.barrier()  # rank 0's publication ends with it
     assert trainer.handle(StopTrainer()) is None
     return first | {

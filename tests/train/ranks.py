@@ -15,8 +15,8 @@ WAIT_S = 200.0
 
 def meet() -> RankGroup:
     """Join the other ranks of RANK, WORLD_SIZE and STORE, the file with the address."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if world == 1:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size == 1:
         return ALONE
     file = Path(os.environ["STORE"])
     if rank == 0:
@@ -29,4 +29,4 @@ def meet() -> RankGroup:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         store = join_store(file.read_text())
-    return join_ranks(rank, world, store=store, device=torch.device("cpu"))
+    return join_ranks(rank, world_size, store=store, device=torch.device("cpu"))

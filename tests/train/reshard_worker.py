@@ -1,7 +1,7 @@
 """One rank of a trainer that continues from a checkpoint of another number of ranks.
 
-Arguments: model directory, checkpoint, output directory. Rank and world come from the
-environment.
+Arguments: model directory, checkpoint, output directory. Rank and world size come from
+the environment.
 """
 
 import resource
@@ -65,7 +65,7 @@ def restep(model_dir: Path, checkpoint: Path | None, out: Path, ranks: RankGroup
     assert isinstance(failed, SaveFailed), failed
     assert "nowhere" in failed.error
     assert isinstance(trainer.handle(Restore(path="/proc/nowhere/c")), TrainFailed)
-    if ranks.world > 1:
+    if ranks.world_size > 1:
         check_full_disk(trainer, out, ranks)
     saved = trainer.handle(Save(path=str(out / "trained"), export=True))
     assert isinstance(saved, Saved), saved
@@ -80,7 +80,7 @@ def check_load(model_dir: Path, ranks: RankGroup) -> None:
         "cpu", lambda: load_model(model_dir, dtype="float32", device=CPU, ranks=ranks)
     )
     tensors = [4 * parameter.numel() for parameter in model.parameters()]
-    share = 1.05 / ranks.world  # shards differ by up to a row
+    share = 1.05 / ranks.world_size  # shards differ by up to a row
     mapped = (model_dir / "model.safetensors").stat().st_size
     assert peak - mapped < share * (sum(tensors) + max(tensors)), (peak, mapped, tensors)
 
@@ -90,12 +90,12 @@ def check_full_disk(trainer: Trainer, out: Path, ranks: RankGroup) -> None:
     limit of the size of files acts like that.
     """
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if ranks.rank == ranks.world - 1:
+    if ranks.rank == ranks.world_size - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     failed = trainer.handle(Save(path=str(out / "full")))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert isinstance(failed, SaveFailed), failed
-    assert f"trainer rank {ranks.world - 1}: OSError" in failed.error
+    assert f"trainer rank {ranks.world_size - 1}: OSError" in failed.error
     saved = trainer.handle(Save(path=str(out / "full")))
     assert isinstance(saved, Saved), saved
     assert not list(out.glob("*.partial-*"))

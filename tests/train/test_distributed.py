@@ -87,7 +87,7 @@ def test_any_number_of_ranks_continues_from_a_checkpoint(tmp_path: Path) -> None
             assert_equal(load(out / "same"), load(saved), exact=True)
         assert verify(out / "same") == number
         files = sorted(file.name for file in out.joinpath("same").glob("model*"))
-        assert files == [file_of("model", rank=rank, world=count) for rank in range(count)]
+        assert files == [file_of("model", rank=rank, world_size=count) for rank in range(count)]
         assert isinstance(
             alone.handle(TrainOn(batch=make_batch(number, step=number, size=2))), Trained
         )

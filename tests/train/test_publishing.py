@@ -17,13 +17,13 @@ WORKER = [sys.executable, "-m", "tests.train.publish_worker"]
 
 
 def start(
-    case: str, directory: Path, *, world: int, prefix: tuple[str, ...] = (), **shape: int
+    case: str, directory: Path, *, world_size: int, prefix: tuple[str, ...] = (), **shape: int
 ) -> list[subprocess.Popen[str]]:
-    """Start `world` ranks, the last one behind `prefix`."""
+    """Start `world_size` ranks, the last one behind `prefix`."""
     model = make_model(directory / "m", **shape)
     common = os.environ | {
         "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": str(world),
+        "WORLD_SIZE": str(world_size),
         "STORE": str(directory / "store"),
     }
     common |= {
@@ -32,7 +32,7 @@ def start(
     return [
         Forked(
             [
-                *(prefix if rank == world - 1 else ()),
+                *(prefix if rank == world_size - 1 else ()),
                 *WORKER,
                 case,
                 str(model),
@@ -44,7 +44,7 @@ def start(
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(world)
+        for rank in range(world_size)
     ]
 
 
@@ -66,7 +66,7 @@ def test_ranks_share_writes_and_failures(tmp_path: Path) -> None:
     nothing of some tensors.
     """
     for status, _, errors in wait_for_all(
-        start("shares", tmp_path, world=3, kv_heads=1, head_dim=4)
+        start("shares", tmp_path, world_size=3, kv_heads=1, head_dim=4)
     ):
         assert status == 0, errors
 
@@ -88,7 +88,7 @@ def can_hide() -> bool:
 @pytest.mark.slow
 def test_a_rank_that_cannot_reach_the_memory_publishes_a_part(tmp_path: Path) -> None:
     ranks = wait_for_all(
-        start("far", tmp_path, world=2, prefix=("unshare", "-Urpf", "--mount-proc"))
+        start("far", tmp_path, world_size=2, prefix=("unshare", "-Urpf", "--mount-proc"))
     )
     assert [status for status, _, _ in ranks] == [0, 0], ranks
     assert ranks[0][2].count("trainer ranks [0, 1] have memory of their own") == 1, (
@@ -97,6 +97,6 @@ def test_a_rank_that_cannot_reach_the_memory_publishes_a_part(tmp_path: Path) ->
 
 
 def test_a_rank_that_dies_fails_the_version_without_a_hang(tmp_path: Path) -> None:
-    ranks = wait_for_all(start("dies", tmp_path, world=2))
+    ranks = wait_for_all(start("dies", tmp_path, world_size=2))
     assert [status for status, _, _ in ranks] == [0, 9], ranks
     assert ranks[0][1] == "survived\n"

@@ -106,7 +106,7 @@ def test_passes_do_not_depend_on_the_division_of_examples(model_dir: Path) -> No
     gradients = []
     for micro_tokens in (1, 10_000):
         model = load_model(model_dir, dtype="float32", device=CPU)
-        passes = Passes(model, RankGroup(rank=0, world=1), micro_tokens=micro_tokens)
+        passes = Passes(model, RankGroup(rank=0, world_size=1), micro_tokens=micro_tokens)
         loss = passes.backward(
             examples, range(4), temperature=0.9, loss_of=lambda _, scores: -scores.logprobs.sum()
         )

@@ -108,7 +108,7 @@ def save(
                 digests[name] = [file.stat().st_size, file_digest(file)]
         (directory / DIGESTS).write_text(json.dumps(digests, indent=1))
 
-    if ranks.world == 1:
+    if ranks.world_size == 1:
         with new_directory(path) as directory:
             for name, tensors in checkpoint.sharded().items():
                 _save_tensors(tensors, directory / file_of(name))
@@ -151,7 +151,7 @@ def load(path: Path, *, ranks: RankGroup = ALONE) -> Checkpoint:
             part: [path / name for name in files_of(part, names)]
             for part in ("model", "optimizer", "reference")
         }
-        if ranks.world > 1:
+        if ranks.world_size > 1:
             from rollweave.train.sharded_checkpoint import load_shards
 
             parts = load_shards(files, ranks)
@@ -201,7 +201,7 @@ def _verify(path: Path, ranks: RankGroup) -> int:
     """Compare this rank's files with their digests, and return the step."""
     try:
         digests = json.loads((path / DIGESTS).read_text())
-        own = list(digests.items())[ranks.rank :: ranks.world]
+        own = list(digests.items())[ranks.rank :: ranks.world_size]
         for name, (size, digest) in own:
             file = path / name
             if file.stat().st_size != size or file_digest(file) != digest:

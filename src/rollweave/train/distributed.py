@@ -47,10 +47,10 @@ SIOCGIFADDR = 0x8915
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankGroup:
-    """This rank, and the collectives with the other ranks of `world`."""
+    """One of `world_size` ranks, and its collectives with the others."""
 
     rank: int
-    world: int
+    world_size: int
     host_group: "ProcessGroup | None" = None
     """All ranks once more, over Gloo, for checkpoints: a rank may write one while it
     trains.
@@ -62,19 +62,19 @@ class RankGroup:
 
     def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum the values over the ranks."""
-        if self.world > 1:
+        if self.world_size > 1:
             dist.all_reduce(values)
         return values
 
     def all_reduce_max(self, values: torch.Tensor) -> torch.Tensor:
         """Take the maximum over ranks."""
-        if self.world > 1:
+        if self.world_size > 1:
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's value on every rank."""
-        if self.world == 1:
+        if self.world_size == 1:
             return value
         box: list[Any] = [value]
         dist.broadcast_object_list(box, src=0)
@@ -83,9 +83,9 @@ class RankGroup:
 
     def all_gather(self, value: T) -> list[T]:
         """Return every rank's value, in order."""
-        if self.world == 1:
+        if self.world_size == 1:
             return [value]
-        gathered: list[Any] = [None] * self.world
+        gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, value)
         return gathered
 
@@ -98,7 +98,7 @@ class RankGroup:
                 raise TrainerError(text)
 
 
-ALONE = RankGroup(rank=0, world=1)
+ALONE = RankGroup(rank=0, world_size=1)
 """The only rank of a trainer."""
 
 
@@ -130,7 +130,7 @@ def join_store(where: str) -> TCPStore:
 
 def join_ranks(
     rank: int,
-    world: int,
+    world_size: int,
     *,
     store: Store,
     device: torch.device,
@@ -150,11 +150,11 @@ def join_ranks(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=store,
         rank=rank,
-        world_size=world,
+        world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
     host_group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
-    return RankGroup(rank=rank, world=world, host_group=host_group)
+    return RankGroup(rank=rank, world_size=world_size, host_group=host_group)
 
 
 def interface_of(address: str) -> str | None:
@@ -177,7 +177,7 @@ def interface_of(address: str) -> str | None:
 
 
 def shutdown_ranks(ranks: RankGroup) -> None:
-    if ranks.world > 1 and dist.is_initialized():
+    if ranks.world_size > 1 and dist.is_initialized():
         dist.destroy_process_group()
 
 
@@ -188,7 +188,7 @@ def shard_model(
 
     Does nothing with one rank.
     """
-    if ranks.world > 1:
+    if ranks.world_size > 1:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import fully_shard
 
@@ -205,7 +205,7 @@ def own_rows(count: int, ranks: RankGroup) -> slice:
     """Return which of a tensor's `count` rows this rank has: FSDP2 divides them like
     `torch.chunk`.
     """
-    each = -(-count // ranks.world)
+    each = -(-count // ranks.world_size)
     return slice(min(each * ranks.rank, count), min(each * (ranks.rank + 1), count))
 
 

@@ -70,7 +70,7 @@ class Passes:
             else:
                 loss = scores.logprobs.sum() * 0.0
             # Sharded gradients are averaged over the ranks, but the loss is a sum.
-            (loss * self.ranks.world).backward()  # type: ignore[no-untyped-call]
+            (loss * self.ranks.world_size).backward()  # type: ignore[no-untyped-call]
         return float(self.ranks.all_reduce_sum(torch.tensor(loss_sum, dtype=torch.float64)))
 
     @torch.no_grad()
@@ -94,7 +94,7 @@ class Passes:
                 parts = torch.split(values, [len(examples[index].targets) for index in indices])
                 for index, part in zip(indices, parts, strict=True):
                     logprobs[index].copy_(part)
-        if logprobs and self.ranks.world > 1:
+        if logprobs and self.ranks.world_size > 1:
             total = self.ranks.all_reduce_sum(torch.cat(list(logprobs.values())))
             logprobs = dict(zip(chosen, torch.split(total, sizes), strict=True))
         return logprobs
@@ -121,7 +121,7 @@ class Passes:
         """
         lengths = [len(examples[index].tokens) for index in chosen]
         plans = []
-        for share in balance(lengths, self.ranks.world):
+        for share in balance(lengths, self.ranks.world_size):
             share_lengths = [lengths[place] for place in share]
             cut = split_micro_batches(share_lengths, max_tokens=self._micro_tokens)
             plans.append([[chosen[share[place]] for place in micro] for micro in cut])

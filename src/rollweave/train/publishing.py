@@ -139,7 +139,7 @@ class WeightPublisher:
         if len(set(self._owners)) == 1:
             return None
         model = Model(metas, heads=1, kv_heads=1)  # FSDP does not use the heads
-        layout, places = Fsdp(self._ranks.world), {meta.name: meta for meta in metas}
+        layout, places = Fsdp(self._ranks.world_size), {meta.name: meta for meta in metas}
         own, others = Ranges(), Ranges()
         for rank, owner in enumerate(self._owners):
             for piece in layout.shard(model, rank).pieces:
@@ -190,7 +190,7 @@ class WeightPublisher:
     def _local_slices(self, metas: tuple[TensorMeta, ...]) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the contiguous slices that only this rank holds, with their offsets."""
         model = Model(metas, heads=1, kv_heads=1)  # FSDP does not use the heads
-        shard = Fsdp(self._ranks.world).shard(model, self._ranks.rank)
+        shard = Fsdp(self._ranks.world_size).shard(model, self._ranks.rank)
         places = {meta.name: meta for meta in metas}
         for piece in shard.pieces:
             tensor, meta = local_tensor(self._parameters[piece.tensor]), places[piece.tensor]

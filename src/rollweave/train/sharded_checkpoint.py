@@ -131,7 +131,7 @@ class _Writer(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        directory, rank, world = plan.storage_data
+        directory, rank, world_size = plan.storage_data
         tensors: dict[str, dict[str, torch.Tensor]] = {}
         places: dict[str, Places] = {}
         for item in plan.items:
@@ -146,7 +146,7 @@ class _Writer(StorageWriter):
             )
         written = []
         for part, chosen in tensors.items():
-            file = Path(directory) / file_of(part, rank=rank, world=world)
+            file = Path(directory) / file_of(part, rank=rank, world_size=world_size)
             self._write(chosen, file, places[part])
             size = _sync(file)
             written.append(

@@ -113,9 +113,9 @@ class SavedTensors:
             self.shards.setdefault(name, []).append(shard)
 
 
-def file_of(part: str, *, rank: int = 0, world: int = 1) -> str:
+def file_of(part: str, *, rank: int = 0, world_size: int = 1) -> str:
     """Return the name of a rank's file of this part."""
-    number = f"-{rank + 1:05d}-of-{world:05d}" if world > 1 else ""
+    number = f"-{rank + 1:05d}-of-{world_size:05d}" if world_size > 1 else ""
     return f"{part}{number}.safetensors"
 
 
