@@ -9,7 +9,7 @@ from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.schema.base import EngineId, Struct
 from rollweave.schema.commands import StartInit
 from rollweave.schema.serving import GenerateResult, Sampling
-from rollweave.schema.work import StopReason, Trajectory
+from rollweave.schema.work import BLAME_OF, StopReason, Trajectory
 
 
 class TurnResult(Struct, frozen=True, kw_only=True):
@@ -100,3 +100,19 @@ class Driver(Protocol):
 
 
 MakeEpisode = Callable[[StartInit], Driver]
+
+
+def record_of(command: StartInit, reason: StopReason, error: str) -> Trajectory:
+    """Return the record of an attempt without its tokens and reward."""
+    return Trajectory(
+        id=command.trajectory_id,
+        group_id=command.group_id,
+        task=command.task,
+        attempt=command.attempt,
+        initiated_version=command.initiated_version,
+        sequences=(),
+        reward=None,
+        stop_reason=reason,
+        blame=BLAME_OF[reason],
+        error=error,
+    )

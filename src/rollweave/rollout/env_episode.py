@@ -11,15 +11,16 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
+import msgspec
+
 from rollweave.envs.base import Episode, Observation, Score, Step, mix
 from rollweave.rollout.budget import Budget, EpisodeStopError
 from rollweave.rollout.chat.codec import ChatError
 from rollweave.rollout.chat.conversation import Conversation
-from rollweave.rollout.driver import AgentConfig, TurnPort
+from rollweave.rollout.driver import AgentConfig, TurnPort, record_of
 from rollweave.schema.commands import StartInit
 from rollweave.schema.serving import FinishReason, Sampling, openai_finish_reason
 from rollweave.schema.work import (
-    BLAME_OF,
     Segment,
     SegmentKind,
     StopReason,
@@ -219,24 +220,15 @@ class EnvEpisode:
     def trajectory(self, reason: StopReason, error: str) -> Trajectory:
         """Return the attempt's record without a reward, which is stored later."""
         self.stop_reason = reason
-        command = self._command
         sequences: tuple[TokenSequence, ...] = ()
         if self._conversation is not None:
             sequences = (_within(self._conversation.sequence(), self._limits.max_tokens),)
-        return Trajectory(
-            id=command.trajectory_id,
-            group_id=command.group_id,
-            task=self._task,
-            attempt=command.attempt,
-            initiated_version=command.initiated_version,
+        return msgspec.structs.replace(
+            record_of(self._command, reason, error),
             sequences=sequences,
-            reward=None,
-            stop_reason=reason,
-            blame=BLAME_OF[reason],
             engine=self._engine,
             success=self._success,
             timing=self._budget.timing(),
-            error=error,
         )
 
     # Parts of a turn.

@@ -25,7 +25,7 @@ from rollweave.envs.handlers.base import AgentHandler, Endpoint, Job, LimitError
 from rollweave.envs.handlers.sandboxes import Sandboxes
 from rollweave.rollout.budget import Budget, EpisodeStopError
 from rollweave.rollout.chat.conversation import PLAN_TOKENS
-from rollweave.rollout.driver import AgentConfig, TurnPort
+from rollweave.rollout.driver import AgentConfig, TurnPort, record_of
 from rollweave.rollout.gateway.requests import ChatRequest, RequestError
 from rollweave.rollout.gateway.server import GatewayListener
 from rollweave.rollout.gateway.sessions import Session, SessionLimits, Turn
@@ -35,7 +35,7 @@ from rollweave.schema.errors import EngineError, Interrupted, RollweaveError
 from rollweave.schema.packing import DEPTH, is_deep
 from rollweave.schema.serving import GenerateResult, Sampling
 from rollweave.schema.text import valid, valid_tree
-from rollweave.schema.work import BLAME_OF, TRAINABLE, StopReason, TokenSequence, Trajectory
+from rollweave.schema.work import TRAINABLE, StopReason, TokenSequence, Trajectory
 
 T = TypeVar("T")
 
@@ -223,20 +223,11 @@ class HandlerEpisode:
         self.stop_reason = reason
         if reason not in TRAINABLE:
             self._store_result()
-        command = self._command
-        return Trajectory(
-            id=command.trajectory_id,
-            group_id=command.group_id,
-            task=command.task,
-            attempt=command.attempt,
-            initiated_version=command.initiated_version,
+        return msgspec.structs.replace(
+            record_of(self._command, reason, error),
             sequences=self._sequences,
-            reward=None,
-            stop_reason=reason,
-            blame=BLAME_OF[reason],
             engine=self._engine,
             timing=self._budget.timing(),
-            error=error,
             result=self.result,
         )
 

@@ -17,9 +17,10 @@ import msgspec
 
 from rollweave.engine.clients.base import EngineBackend
 from rollweave.record.store import Ended, Scored, TrajectoryStore
+from rollweave.rollout.driver import record_of
 from rollweave.rollout.progress import ProgressReporter
 from rollweave.rollout.turns import Spans, Turns
-from rollweave.rollout.worker import NOT_WAITING, Key, empty_trajectory
+from rollweave.rollout.worker import NOT_WAITING, Key
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import (
     AbortTurn,
@@ -301,7 +302,7 @@ class Pipeline:
         )
 
     def _append_loss(self, command: StartInit, error: str) -> None:
-        trajectory = empty_trajectory(command, StopReason.WORKER_LOST, error)
+        trajectory = record_of(command, StopReason.WORKER_LOST, error)
         self._store.append(
             Ended(
                 at=self._clock(),

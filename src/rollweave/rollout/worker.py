@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from rollweave.envs.base import Score
 from rollweave.envs.foreign import describe_error
 from rollweave.rollout.budget import EpisodeStopError
-from rollweave.rollout.driver import Driver, MakeEpisode, TurnResult
+from rollweave.rollout.driver import Driver, MakeEpisode, TurnResult, record_of
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import CancelTrajectory, DrawTask, StartEval, StartInit, StartRun
 from rollweave.schema.errors import DiskError
@@ -32,7 +32,7 @@ from rollweave.schema.rollouts import (
 )
 from rollweave.schema.serving import Sampling
 from rollweave.schema.text import shortened
-from rollweave.schema.work import BLAME_OF, TRAINABLE, StopReason, Trajectory
+from rollweave.schema.work import TRAINABLE, StopReason
 
 CLOSE_S = 5.0
 """Maximum seconds for an environment to close before it is killed: fewer than the core
@@ -205,7 +205,7 @@ class RolloutWorker:
         try:
             episode = self._make_episode(command)
         except Exception as bug:  # a bug of Rollweave fails only this attempt
-            trajectory = empty_trajectory(command, StopReason.ENV_ERROR, _bug_text(bug))
+            trajectory = record_of(command, StopReason.ENV_ERROR, _bug_text(bug))
             self._report(AttemptEnded(trajectory=trajectory, turns=0))
             return
         turns = RemoteTurns(key, self._report, episode=lambda: episode)
@@ -303,7 +303,7 @@ class RolloutWorker:
             raise
         except Exception as bug:  # the result cannot be stored, but the failure can
             self._rolled_out.pop(key, None)
-            trajectory = empty_trajectory(command, StopReason.ENV_ERROR, _bug_text(bug))
+            trajectory = record_of(command, StopReason.ENV_ERROR, _bug_text(bug))
             self._report(AttemptEnded(trajectory=trajectory, turns=turns))
 
     # EVAL.
@@ -354,22 +354,6 @@ NOT_WAITING = "the attempt is not waiting for its reward"
 """Error of a `StartEval` for an attempt that has ended otherwise, or is no longer
 kept.
 """
-
-
-def empty_trajectory(command: StartInit, reason: StopReason, error: str) -> Trajectory:
-    """Return the minimal record of an attempt that has no other record."""
-    return Trajectory(
-        id=command.trajectory_id,
-        group_id=command.group_id,
-        task=command.task,
-        attempt=command.attempt,
-        initiated_version=command.initiated_version,
-        sequences=(),
-        reward=None,
-        stop_reason=reason,
-        blame=BLAME_OF[reason],
-        error=error,
-    )
 
 
 def _bug_text(bug: Exception) -> str:
