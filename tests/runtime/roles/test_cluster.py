@@ -246,7 +246,15 @@ def test_wrong_declarations_are_refused(tmp_path: Path) -> None:
             [WorkerResources(hardware="fas")],
             {},
         ),
-        (r"cluster\.hosts: .*got 0", Ring, 1, {"cluster": {"address": "127.0.0.1:0", "hosts": 0}}),
+        *(
+            (f"argument cluster: {problem}", Ring, 1, {"cluster": settings})
+            for problem, settings in (
+                ("hosts must be .*, got 0", {"address": "127.0.0.1:0", "hosts": 0}),
+                (r"unknown key host \(did you mean hosts\?\)", {"host": 2}),
+                (r"cluster\.address must be given with launcher manual", {"hosts": 2}),
+                (r"cluster\.hosts must be given with launcher local", {"launcher": "local"}),
+            )
+        ),
     ]
     for text, worker, resources, options in cases:
         with pytest.raises(ConfigError, match=text):

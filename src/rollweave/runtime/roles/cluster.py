@@ -14,14 +14,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from pydantic import ValidationError
-
 import __main__
 from rollweave.io.loop_thread import LoopThread
 from rollweave.record.rundir import RunDir
 from rollweave.runtime.roles.role import Role, RoleSpec, WorkerResources
 from rollweave.runtime.roles.serving import constructor_codec
 from rollweave.runtime.roles.worker import DEFAULT, Declaration, Worker, declarations
+from rollweave.schema.config.loading import validated
 from rollweave.schema.config.sections import ClusterConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.text import did_you_mean
@@ -209,15 +208,9 @@ def _check_affinities(
 
 
 def _cluster(settings: Mapping[str, Any] | None) -> ClusterConfig | None:
-    try:
-        return None if settings is None else ClusterConfig.model_validate(dict(settings))
-    except ValidationError as error:
-        lines = [
-            f"cluster.{'.'.join(map(str, detail['loc']))}: {detail['msg']}, got "
-            f"{detail['input']!r:.100}"
-            for detail in error.errors()
-        ]
-        raise ConfigError("\n".join(lines)) from None
+    if settings is None:
+        return None
+    return validated(ClusterConfig, dict(settings), "argument cluster")
 
 
 def _seconds(field: str, value: float) -> float:

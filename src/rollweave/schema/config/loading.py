@@ -116,17 +116,35 @@ def load_hosts(path: Path) -> dict[str, Resources]:
     """Read a TOML file that describes hosts, and return what each has. Raises
     ConfigError.
     """
-    return _validated(HostsFile, _parse(_read(path), str(path)), str(path)).by_name()
+    return validated(HostsFile, _parse(_read(path), str(path)), str(path)).by_name()
 
 
 def loads(text: str, overrides: Sequence[str] = (), *, name: str = "config") -> RunConfig:
     """Like `load`, from text; `name` stands for the file in errors."""
     data = _parse(text, name)
     touched = [_override(data, override) for override in overrides]
-    config = _validated(RunConfig, data, name, touched)
+    config = validated(RunConfig, data, name, touched)
     if idle := without_effect(config):
         raise ConfigError("\n".join(f"{name}: {line}" for line in idle))
     return config
+
+
+def validated(
+    file: type[S], data: dict[str, Any], name: str, touched: Sequence[tuple[str | int, ...]] = ()
+) -> S:
+    """Return the section or file that `data` holds. `name` stands for it in errors, and
+    `touched` are the settings that overrides have changed.
+
+    Raises ConfigError with a line for each problem.
+    """
+    try:
+        return file.model_validate(data)
+    except ValidationError as error:
+        lines = [
+            _line(detail, file, name, touched)
+            for detail in _own([_as_written(detail, data) for detail in error.errors()])
+        ]
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from error
 
 
 def _read(file: Path) -> str:
@@ -147,20 +165,6 @@ def _parse(text: str, name: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{name}: config must be valid TOML: {error}") from error
-
-
-def _validated(
-    file: type[S], data: dict[str, Any], name: str, touched: Sequence[tuple[str | int, ...]] = ()
-) -> S:
-    """Return the file's content, or raise ConfigError with a line for each problem."""
-    try:
-        return file.model_validate(data)
-    except ValidationError as error:
-        lines = [
-            _line(detail, file, name, touched)
-            for detail in _own([_as_written(detail, data) for detail in error.errors()])
-        ]
-        raise ConfigError("\n".join(dict.fromkeys(lines))) from error
 
 
 def dumps(config: RunConfig) -> str:

@@ -166,8 +166,6 @@ class RunConfig(Section):
                 "weights.relays must be left out with [cluster], whose hosts have one each, and "
                 f"with [pools], got {self.weights.relays}"
             )
-        if self.cluster is not None:
-            self._check_cluster(self.cluster)
         self._check_pools()
         self._check_own_pace()
         for kind, rate in self.faults.items():
@@ -238,17 +236,6 @@ class RunConfig(Section):
     def pools_of(self, pool: str | None) -> tuple[str, ...]:
         """Return a role's pool and its fallbacks; none if it may run on any host."""
         return () if pool is None else (pool, *self.pools[pool].fallback)
-
-    def _check_cluster(self, cluster: ClusterConfig) -> None:
-        """Check that the launcher has what it needs."""
-        if cluster.hosts is None and cluster.launcher != "ray":
-            raise ValueError(f"cluster.hosts must be given with launcher {cluster.launcher}")
-        if cluster.address is None and cluster.launcher == "manual":
-            raise ValueError("cluster.address must be given with launcher manual")
-        if cluster.port >= 1 << 16:
-            raise ValueError(
-                f"cluster.address must have a port below {1 << 16}, got {cluster.address}"
-            )
 
     def _check_pools(self) -> None:
         """Check that every pool that is named exists, and that there are hosts for

@@ -540,6 +540,18 @@ class ClusterConfig(Section):
         """The port; 0 if it is unset."""
         return 0 if self.address is None else int(self.address.rpartition(":")[2])
 
+    @model_validator(mode="after")
+    def _launcher_has_what_it_needs(self) -> Self:
+        if self.hosts is None and self.launcher != "ray":
+            raise ValueError(f"cluster.hosts must be given with launcher {self.launcher}")
+        if self.address is None and self.launcher == "manual":
+            raise ValueError("cluster.address must be given with launcher manual")
+        if self.port >= 1 << 16:
+            raise ValueError(
+                f"cluster.address must have a port below {1 << 16}, got {self.address}"
+            )
+        return self
+
 
 class PoolConfig(Section):
     """A class of hosts, by what they have (RollArt §5.2)."""
