@@ -60,7 +60,9 @@ def test_results_are_in_the_order_of_ranks(start: Start) -> None:
     assert adders.place() == (0, 3)
     scaled = adders.scale(np.arange(6).reshape(3, 2), [1.0, 2.0, 3.0])
     assert [part.tolist() for part in scaled] == [[0, 1], [4, 6], [12, 15]]
-    assert adders.environment()[1] == ("", os.environ.get("OMP_NUM_THREADS", "1"))
+    env = adders.environment()[1]
+    assert env["CUDA_VISIBLE_DEVICES"] == ""
+    assert env["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "1")
     adders.close()
     logs = [(adders.logs / f"adder-{rank}.log").read_text() for rank in range(3)]
     assert logs == ["closed 0\n", "closed 1\n", "closed 2\n"]
@@ -187,7 +189,10 @@ def test_domains_are_routed_to_their_hardware(
             WorkerResources(hardware="large", devices=1, workers=2),
         ],
     )
-    assert [visible for visible, _ in adders.environment()] == ["0", "1", "2"]
+    environments = adders.environment()
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in environments] == ["0", "1", "2"]
+    # CUDA must count GPUs as the driver's listing does
+    assert {env["CUDA_DEVICE_ORDER"] for env in environments} == {"PCI_BUS_ID"}
     assert adders.generate("a", "short") == (0, "fast")
     assert adders.generate("b", tag_name="code") == (1, "large")
     assert adders.generate("b") == (1, "large")

@@ -72,8 +72,8 @@ class Adder(Worker):
         return os.getpid()
 
     @register()
-    def environment(self) -> tuple[str | None, str | None]:
-        return os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("OMP_NUM_THREADS")
+    def environment(self) -> dict[str, str]:
+        return dict(os.environ)
 
     @register()
     def die(self, rank: int) -> None:

@@ -9,8 +9,9 @@ import msgspec
 from rollweave.core.bindings import bind_all, bind_workers, crowded, one_machine
 from rollweave.core.membership import first_engines
 from rollweave.core.policy.binding import Unbound
-from rollweave.core.policy.pools import empty_pools, pools_of, unserved
+from rollweave.core.policy.pools import empty_pools, unserved
 from rollweave.core.policy.scheduling import scheduling
+from rollweave.runtime.hosts.cluster import slot_of
 from rollweave.runtime.hosts.hosts import hosts_here
 from rollweave.runtime.hosts.resources import devices as gpus
 from rollweave.runtime.preflight.checks import Check, fail, human_bytes, ok, warn
@@ -185,14 +186,7 @@ def described(config: RunConfig, hosts: Mapping[str, Resources]) -> list[Planned
     """Return hosts that are not there, as they would join."""
     return [
         PlannedHost(
-            slot=HostSlot(
-                number=number,
-                name=name,
-                machine=name,
-                cpus=host.cpus,
-                devices=tuple(device.index for device in host.devices),
-                pools=pools_of(config.pools, host),
-            ),
+            slot=slot_of(config.pools, number, name, host),
             name=name,
             machine=name,
             memory_bytes=host.memory_bytes,

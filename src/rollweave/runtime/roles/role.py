@@ -13,6 +13,7 @@ from rollweave.core.policy.binding import Binding, Demand, bind
 from rollweave.core.policy.pools import empty_pools
 from rollweave.record.rundir import RunDir
 from rollweave.runtime.hosts.cluster import GatheredHosts, slot_of
+from rollweave.runtime.hosts.hosts import Host
 from rollweave.runtime.hosts.resources import resources as resources_here
 from rollweave.runtime.hosts.user_files import of_worker
 from rollweave.runtime.roles.group import WorkerGroup, WorkerPlace
@@ -196,7 +197,9 @@ class Role:
                 WorkerPlace(
                     spawn=present.host(place.host).spawn,
                     env=_environment(
-                        place.devices, by_number[place.host].cpus // crowd[place.host]
+                        present.host(place.host),
+                        place.devices,
+                        cores=by_number[place.host].cpus // crowd[place.host],
                     ),
                     address=present.host(place.host).address,
                     hardware=hardware,
@@ -242,14 +245,14 @@ def _places(spec: RoleSpec, hosts: Sequence[HostSlot]) -> list[Binding]:
     return places
 
 
-def _environment(devices: Sequence[int], cores: int) -> dict[str, str]:
-    """Return the environment of a worker: it sees only these GPUs, and computes with its
-    share of the cores unless the user has set another number.
+def _environment(host: Host, devices: Sequence[int], *, cores: int) -> dict[str, str]:
+    """Return the environment of a worker: it sees only these GPUs, if any, and computes
+    with its share of the cores unless the user has set another number.
     """
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores)))
     return {
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)),
-        "OMP_NUM_THREADS": threads,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores))),
+        **host.environment(devices),
     }
 
 
