@@ -26,7 +26,7 @@ from rollweave.schema.events import EnvReady, Event, TrajectoryEnded, TurnReques
 from rollweave.schema.rollouts import (
     AttemptReport,
     RolloutCommand,
-    WorkerMessage,
+    RolloutWorkerCommand,
     WorkerReport,
 )
 from rollweave.schema.serving import (
@@ -253,7 +253,9 @@ class Wire:
         self._harness = harness
 
     def send(self, command: RolloutCommand) -> None:
-        self._carry(command, WorkerMessage, lambda message: self._harness.worker.send(message))
+        self._carry(
+            command, RolloutWorkerCommand, lambda message: self._harness.worker.send(message)
+        )
 
     def report(self, report: AttemptReport) -> None:
         self._carry(report, WorkerReport, lambda message: self._harness.pipeline.on_report(message))

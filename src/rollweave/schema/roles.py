@@ -60,7 +60,8 @@ class StopWorker(TaggedStruct, frozen=True, kw_only=True):
     """Close the worker, and end the process."""
 
 
-WorkerCommand = StartWorker | CallMethod | StoreOpened | StopWorker
+RoleCommand = StartWorker | CallMethod | StoreOpened | StopWorker
+"""Messages to the process of a worker."""
 
 
 class Returned(TaggedStruct, frozen=True, kw_only=True):
@@ -79,7 +80,8 @@ class Raised(TaggedStruct, frozen=True, kw_only=True):
     place: str = ""
 
 
-WorkerMessage = Returned | Raised | StoreOpened
+RoleReport = Returned | Raised | StoreOpened
+"""Messages from the process of a worker."""
 
 
 class WorkerFailure(Struct, frozen=True, kw_only=True):

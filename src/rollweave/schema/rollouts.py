@@ -58,9 +58,10 @@ class StopRolloutWorker(TaggedStruct, frozen=True, kw_only=True):
 
 
 RolloutCommand = StartInit | StartRun | StartEval | CancelTrajectory | DrawTask | AnswerTurn
+"""Commands to a worker, in the controller or in another process."""
 
-WorkerMessage = RolloutCommand | StopRolloutWorker
-"""What the controller sends to a worker process."""
+RolloutWorkerCommand = RolloutCommand | StopRolloutWorker
+"""Messages to the process of a worker."""
 
 
 # Reports, beside the events that a worker can state itself.
@@ -141,7 +142,7 @@ class PhaseEnded(TaggedStruct, frozen=True, kw_only=True):
 
 
 AttemptReport = EnvReady | TurnAsked | TurnGivenUp | AttemptEnded | AttemptScored | PhaseEnded
-"""What a worker reports about an attempt."""
+"""Reports of a worker about an attempt."""
 
 WorkerReport = AttemptReport | GroupSubmitted | DrawFailed | WorkerReady | WorkerBeat | WorkerWarned
-"""What a worker process sends to the controller."""
+"""Messages from the process of a worker."""

@@ -18,9 +18,9 @@ from rollweave.runtime.tasks import Tasks
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.rollouts import (
     BEAT_S,
+    RolloutWorkerCommand,
     StopRolloutWorker,
     WorkerBeat,
-    WorkerMessage,
     WorkerReady,
     WorkerReport,
     WorkerSpec,
@@ -35,7 +35,7 @@ async def serve(parent: Parent, spec: WorkerSpec) -> None:
     clock = RunClock()
     source = TaskSource(config, logs=Path(spec.logs))
     episodes = Episodes(config, Path(spec.model_dir), source, clock)
-    decode, outbox = decoder_of(WorkerMessage), Outbox(parent)
+    decode, outbox = decoder_of(RolloutWorkerCommand), Outbox(parent)
 
     def report(message: WorkerReport) -> None:
         outbox.send(encode(message))
@@ -43,7 +43,7 @@ async def serve(parent: Parent, spec: WorkerSpec) -> None:
     def warn(component: str, message: str) -> None:
         report(WorkerWarned(component=f"{spec.id} {component}", message=message))
 
-    def execute(message: WorkerMessage) -> None:
+    def execute(message: RolloutWorkerCommand) -> None:
         if isinstance(message, StopRolloutWorker):
             stopped.set()
         else:

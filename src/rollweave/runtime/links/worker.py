@@ -16,9 +16,9 @@ from rollweave.runtime.links.process import ProcessLink
 from rollweave.schema.errors import RollweaveError
 from rollweave.schema.rollouts import (
     BEAT_S,
+    RolloutWorkerCommand,
     StopRolloutWorker,
     WorkerBeat,
-    WorkerMessage,
     WorkerReady,
     WorkerReport,
     WorkerSpec,
@@ -56,7 +56,7 @@ class WorkerLink(Protocol):
     async def ready(self) -> WorkerReady:
         """Wait until the worker takes attempts. Raises `RolloutWorkerLostError`."""
 
-    def send(self, command: WorkerMessage) -> None:
+    def send(self, command: RolloutWorkerCommand) -> None:
         """Send a command, in order. It is dropped if the worker is gone."""
 
     def kill(self) -> None:
@@ -105,7 +105,7 @@ class ProcessWorker(ProcessLink[WorkerReady]):
         self._heard = False
         """Whether a frame has arrived since the last tick."""
 
-    def send(self, command: WorkerMessage) -> None:
+    def send(self, command: RolloutWorkerCommand) -> None:
         if not self.lost.done():
             self._child.send(encode(command))
 

@@ -27,13 +27,13 @@ from rollweave.schema.roles import (
     CallMethod,
     Raised,
     Returned,
+    RoleReport,
     StartWorker,
     StopWorker,
     StoreOpened,
     WorkerError,
     WorkerFailure,
     WorkerLostError,
-    WorkerMessage,
 )
 
 CLOSE_S = 5.0
@@ -51,7 +51,7 @@ CONSTRUCTION_S = 1.0
 report the cause.
 """
 
-_decode = decoder_of(WorkerMessage)
+_decode = decoder_of(RoleReport)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,13 +25,13 @@ from rollweave.schema.roles import (
     CallMethod,
     Raised,
     Returned,
+    RoleCommand,
     StartWorker,
     StopWorker,
     StoreOpened,
-    WorkerCommand,
 )
 
-_decode = decoder_of(WorkerCommand)
+_decode = decoder_of(RoleCommand)
 
 
 def serve_worker(load: Callable[[str], type[Worker]]) -> None:
