@@ -1,16 +1,30 @@
-"""What the documents refer to exists."""
+"""The documents are true as far as code can tell: what they refer to exists, and the
+settings and commands that they show are accepted.
+"""
 
 import re
+import shlex
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 import yaml
 from typer.testing import CliRunner
 
 from rollweave.cli.main import app
+from rollweave.schema.config.effects import without_effect
+from rollweave.schema.config.hosts import HostsFile
+from rollweave.schema.config.loading import settings_of, validated
+from rollweave.schema.config.root import RunConfig
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
 
 
 def test_papers_name_modules_that_exist() -> None:
@@ -71,8 +85,86 @@ def test_the_ray_job_has_the_fields_that_kuberay_documents() -> None:
     )
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_relative_links_have_targets(path: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text())
     local = [link for link in links if "://" not in link and not link.startswith("mailto:")]
     assert [link for link in local if not (path.parent / link).exists()] == []
+
+
+def fenced(path: Path, language: str) -> list[str]:
+    """Return the code blocks of a page in this language; "" stands for terminals."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+    return [block for of, block in blocks if of == language]
+
+
+def spans(path: Path) -> list[str]:
+    """Return the inline code of a page."""
+    prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
+
+
+def completed(snippet: dict[str, Any]) -> dict[str, Any]:
+    """Add what a configuration needs beside this part of one."""
+    config = {"run": {"name": "example"}, "tasks": [{"env": "frozenlake"}], **snippet}
+    config["model"] = {"scratch": {}} | config.get("model", {})
+    if "path" in config["model"]:
+        del config["model"]["scratch"]
+    groups = config.get("engines", [])
+    roles = [config.get("workers", {}), config.get("trainer", {}), *config["tasks"]]
+    roles += [groups] if isinstance(groups, dict) else groups
+    named = {role["pool"] for role in roles if "pool" in role} - config.get("pools", {}).keys()
+    if named:
+        config["pools"] = config.get("pools", {}) | {name: {"resource": name} for name in named}
+    if "cluster" in config or ("pools" in config and "sim" not in config):
+        cluster = {"address": "10.0.0.1:7400", "hosts": 2}
+        config["cluster"] = cluster | config.get("cluster", {})
+    return config
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_settings_that_are_shown_are_accepted(path: Path) -> None:
+    for block in fenced(path, "toml"):
+        snippet = tomllib.loads(block)
+        if "hosts" in snippet:
+            validated(HostsFile, snippet, path.name)
+        else:
+            assert without_effect(validated(RunConfig, completed(snippet), path.name)) == []
+
+
+NO_SETTINGS = ("run.checkpoint_s", "sandbox.ended")
+"""Inline code that looks like a setting: one of an earlier version, and an attribute."""
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_settings_that_are_named_exist(path: Path) -> None:
+    known = set(NO_SETTINGS)
+    for key in settings_of(RunConfig):
+        parts = key.split(".")
+        known |= {".".join(parts[:count]) for count in range(2, len(parts) + 1)}
+    sections = "|".join(RunConfig.model_fields)
+    files = r"toml|json|jsonl|md|html|py|bin"
+    named = re.compile(rf"((?:{sections})\.(?!(?:{files})\b)[a-z_.A-Z0-9]+)(?: ?=.*)?")
+    keys = [match[1] for span in spans(path) if (match := named.fullmatch(span))]
+    assert [key for key in keys if re.sub(r"\.(NAME|\d+)\b", "", key) not in known] == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_commands_that_are_shown_are_accepted(path: Path) -> None:
+    """All arguments of commands in code blocks; of inline code, which may leave some
+    out, the options.
+    """
+    commands = typer.main.get_command(app)
+    assert isinstance(commands, typer.core.TyperGroup)
+    lines = [line for block in fenced(path, "") for line in block.splitlines()]
+    for text in (*lines, *spans(path)):
+        shown = re.fullmatch(r"(?:\$ )?(?:srun )?rollweave ([a-z].*?)(?: &)?", text)
+        if shown is None:
+            continue
+        name, *arguments = shlex.split(shown[1], comments=True)
+        command = commands.commands[name]
+        if text in lines:
+            command.make_context(name, [part for part in arguments if part != "…"])
+        else:
+            options = {option for parameter in command.params for option in parameter.opts}
+            assert {part for part in arguments if part.startswith("--")} <= options, text
