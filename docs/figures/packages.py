@@ -2,7 +2,7 @@
 
     .venv/bin/python docs/figures/packages.py src docs/figures/packages.svg
 
-Packages stand on floors: a package stands one floor above the highest one that it imports.
+Packages stand on levels: a package stands one level above the highest one that it imports.
 A line leads from a package to each one that it imports; its width grows with the number of
 imports between their modules. An import between packages of one cycle is red.
 """
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import grimp
 
-WIDTH, BOX, HEIGHT, FLOOR = 1000, (112, 30), 78, 40
-"""Width of the figure, size of a box, distance of two floors, and margin, in pixels."""
+WIDTH, BOX, HEIGHT, MARGIN = 1000, (112, 30), 78, 40
+"""Width of the figure, size of a box, distance of two levels, and margin, in pixels."""
 
 
 def imports_between(src: Path, root: str = "rollweave") -> collections.Counter[tuple[str, str]]:
@@ -32,33 +32,33 @@ def imports_between(src: Path, root: str = "rollweave") -> collections.Counter[t
     return counts
 
 
-def floors(names: set[str], counts: collections.Counter[tuple[str, str]]) -> dict[str, int]:
-    """Return the floor of each package, 0 at the bottom; a cycle is cut where it closes."""
-    floor: dict[str, int] = {}
+def levels(names: set[str], counts: collections.Counter[tuple[str, str]]) -> dict[str, int]:
+    """Return the level of each package, 0 at the bottom; a cycle is cut where it closes."""
+    level: dict[str, int] = {}
 
     def visit(name: str, above: tuple[str, ...]) -> int:
         if name in above:
             return -1
-        if name not in floor:
+        if name not in level:
             below = [visit(to, (*above, name)) for one, to in sorted(counts) if one == name]
-            floor[name] = 1 + max(below, default=-1)
-        return floor[name]
+            level[name] = 1 + max(below, default=-1)
+        return level[name]
 
     for name in sorted(names):
         visit(name, ())
-    return floor
+    return level
 
 
 def drawn(counts: collections.Counter[tuple[str, str]]) -> str:
     """Return the figure."""
     names = {name for pair in counts for name in pair}
-    floor = floors(names, counts)
+    level = levels(names, counts)
     rows = collections.defaultdict(list)
     for name in sorted(names):
-        rows[floor[name]].append(name)
+        rows[level[name]].append(name)
     top = max(rows)
     at = {
-        name: (WIDTH * (index + 1) / (len(row) + 1), FLOOR + HEIGHT * (top - level))
+        name: (WIDTH * (index + 1) / (len(row) + 1), MARGIN + HEIGHT * (top - level))
         for level, row in rows.items()
         for index, name in enumerate(row)
     }
@@ -66,7 +66,7 @@ def drawn(counts: collections.Counter[tuple[str, str]]) -> str:
     for (one, other), count in sorted(counts.items()):
         (x0, y0), (x1, y1) = at[one], at[other]
         bend = (x0 + x1) / 2 + (90 if abs(x0 - x1) < 1 and abs(y0 - y1) > HEIGHT else 0)
-        color = "#c33" if floor[one] <= floor[other] else "#567"
+        color = "#c33" if level[one] <= level[other] else "#567"
         parts.append(
             f'<path d="M{x0:.0f} {y0 + BOX[1] / 2:.0f} Q{bend:.0f} {(y0 + y1) / 2:.0f} '
             f'{x1:.0f} {y1 - BOX[1] / 2:.0f}" stroke="{color}" stroke-width="'
@@ -79,8 +79,8 @@ def drawn(counts: collections.Counter[tuple[str, str]]) -> str:
             f'<text x="{x:.0f}" y="{y + 5:.0f}" text-anchor="middle" '
             f'font-family="sans-serif" font-size="14" fill="#123">{html.escape(name)}</text>'
         )
-    height = 2 * FLOOR + HEIGHT * top
-    title = f"{len(names)} packages, {len(counts)} arrows, {top + 1} floors"
+    height = 2 * MARGIN + HEIGHT * top
+    title = f"{len(names)} packages, {len(counts)} arrows, {top + 1} levels"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
         f'aria-label="{title}"><title>{title}</title>'
