@@ -59,8 +59,8 @@ def _takes_turns(engine: Engine) -> bool:
 
 
 def usable(run: Run, trajectory: Trajectory) -> list[Engine]:
-    """The engines to which the trajectory may be assigned now: those that take turns, or
-    will, of the pool that serves its domain.
+    """Return the engines to which the trajectory may be assigned now: those of the pool
+    that serves its domain which take turns, or will.
     """
     pool = serving_pool(run.pools_of(trajectory), run.fleet.live_pools)
     return [

@@ -120,8 +120,8 @@ def abort(run: Run, trajectory: Trajectory, turn: Turn, engine_id: EngineId) -> 
 
 
 def choose_worker(run: Run) -> str | None:
-    """The worker for another attempt; "" if attempts run in the controller, and None if no
-    worker takes it now.
+    """Return the worker for another attempt; "" if attempts run in the controller, None
+    if no worker can take it now.
     """
     workers = run.state.workers
     if not workers:
@@ -138,14 +138,14 @@ def choose_worker(run: Run) -> str | None:
 
 
 def enter_worker(run: Run, trajectory: Trajectory, worker: str) -> None:
-    """Record that the worker has the attempt."""
+    """Record that the worker runs the attempt."""
     trajectory.worker = worker
     if worker:
         run.state.workers[worker].attempts[trajectory.id] = None
 
 
 def forgive_worker(run: Run, trajectory: Trajectory) -> None:
-    """Forget earlier losses of the attempt's worker: it has done work since."""
+    """Forget earlier restarts of the attempt's worker, which has done work since."""
     worker = run.state.workers.get(trajectory.worker)
     if worker is not None:
         worker.restarts = 0

@@ -1,7 +1,8 @@
-"""Bind engines and trainer ranks to hosts and their devices, as `policy/binding` decides.
+"""Bind engines, trainer ranks and rollout workers to hosts and their devices, as
+`core/policy/binding` decides.
 
-Without hosts of a cluster, everything is on one host; with `weights.relays` that one
-stands for so many hosts, each with a relay.
+Without [cluster] this machine is the only host, or, with `weights.relays`, stands for
+that many hosts with a relay each.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -21,8 +22,9 @@ TRAINER = "trainer"
 def one_machine(
     relays: int, pools: Iterable[str] = (), devices: Sequence[int] = ()
 ) -> tuple[HostSlot, ...]:
-    """The hosts of a run on one machine: as many as it has relays, and at least one. All
-    of them are in these pools, and its GPUs are divided among them.
+    """Return the hosts of a run on one machine: one for each relay, and at least one.
+
+    All of them belong to `pools`; the GPUs `devices` are divided among them.
     """
     count = max(1, relays)
     return tuple(
@@ -38,8 +40,10 @@ def bind_all(
     *,
     trainer: bool = True,
 ) -> tuple[tuple[EngineSlot, ...], tuple[RankSlot, ...], list[Unbound]]:
-    """The places of all engines and, if the `trainer` is on these hosts, too, of its
-    ranks; and what has no place.
+    """Return the engines with their places, the places of the trainer's ranks, and the
+    roles without a place.
+
+    Ranks are placed only if the `trainer` runs on these hosts.
     """
     slots = list(engines)
     demands = [
@@ -57,10 +61,10 @@ def bind_all(
 
 
 def crowded(config: RunConfig, places: Collection[tuple[object, tuple[int, ...]]]) -> str:
-    """Return the rule that the trainer's ranks break if two of them share a GPU, which
-    NCCL does not admit, or "".
+    """Return the rule that is broken if two ranks of the trainer share a GPU, which
+    NCCL does not support; "" if none do.
 
-    A place is a host with the rank's devices there.
+    A place is the host of a rank and its devices there.
     """
     gpus = len(set(places))
     if gpus == len(places):
@@ -74,7 +78,7 @@ def crowded(config: RunConfig, places: Collection[tuple[object, tuple[int, ...]]
 
 
 def bind_engine(config: RunConfig, state: State, slot: EngineSlot) -> EngineSlot | None:
-    """The place of one more engine beside all that have one; None if there is none."""
+    """Return the engine with its place beside all bound roles; None if there is none."""
     hosts = list(state.hosts.up.values())
     bindings, _ = bind([_engine(config, slot, hosts)], hosts, _bound(state, ranks=True))
     return _placed(slot, bindings[0]) if bindings else None
@@ -83,7 +87,9 @@ def bind_engine(config: RunConfig, state: State, slot: EngineSlot) -> EngineSlot
 def bind_workers(
     config: RunConfig, hosts: Sequence[HostSlot], engines: Iterable[EngineSlot]
 ) -> tuple[tuple[WorkerSlot, ...], list[Unbound]]:
-    """The places of all rollout workers beside these engines, and what has no place."""
+    """Return the rollout workers with their places beside these engines, and the roles
+    without a place.
+    """
     bound = [Binding(role=slot.id, host=slot.host, devices=slot.devices) for slot in engines]
     demands = [_worker(config, f"w{number}") for number in range(config.workers.count)]
     bindings, unbound = bind(demands, hosts, bound)
@@ -91,15 +97,15 @@ def bind_workers(
 
 
 def bind_worker(config: RunConfig, state: State, worker_id: str) -> int | None:
-    """The host for this worker beside all that have a place; None if there is none."""
+    """Return the host for a worker beside all bound roles; None if there is none."""
     hosts = list(state.hosts.up.values())
     bindings, _ = bind([_worker(config, worker_id)], hosts, _bound(state, ranks=True))
     return bindings[0].host if bindings else None
 
 
 def bind_ranks(config: RunConfig, state: State) -> list[RankSlot]:
-    """The places of the trainer's ranks beside the engines: the present ones, unless one
-    of their hosts is lost. Empty if there is no place for all of them.
+    """Return the places of the trainer's ranks beside the engines: the present places,
+    unless one of their hosts is lost. Empty if some rank has no place.
     """
     present, hosts = state.hosts.ranks, list(state.hosts.up.values())
     if all(rank.host in state.hosts.up for rank in present):
@@ -143,8 +149,8 @@ def _worker(config: RunConfig, worker_id: str) -> Demand:
 
 
 def _on_gpus(config: RunConfig, hosts: Sequence[HostSlot], pools: tuple[str, ...]) -> bool:
-    """True if a role of these pools runs on GPUs. With `auto` it runs on the CPU if none
-    of its pools has any.
+    """True if a role of these pools runs on GPUs. With device `auto` it runs on the CPU
+    if no host of its pools has a GPU.
     """
     if config.model.device == "auto" and pools:
         hosts = [host for host in hosts if set(pools) & set(host.pools)]

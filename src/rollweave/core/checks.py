@@ -254,8 +254,8 @@ def _check_fleet(run: Run) -> None:
 
 
 def _check_workers(run: Run) -> None:
-    """Assert that every attempt under way is with one worker that is ready, or with none
-    where attempts run in the controller.
+    """Assert that every attempt under way is with one worker, which is ready, or with
+    none if attempts run in the controller.
     """
     state = run.state
     held: dict[str, str] = {}

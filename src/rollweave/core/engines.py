@@ -194,7 +194,7 @@ def evict(run: Run, host: int, reason: str) -> None:
 
 
 def _serving_elsewhere(run: Run, host: int) -> int:
-    """The number of engines on other hosts that have weights; 0 without relays."""
+    """Return the number of engines on other hosts that have weights; 0 without relays."""
     if not run.state.chain.relayed:
         return 0
     others = [engine for engine in run.state.engines.values() if engine.host != host]
@@ -202,8 +202,8 @@ def _serving_elsewhere(run: Run, host: int) -> int:
 
 
 def _end_if_last(run: Run, engine: Engine, reason: str) -> None:
-    """End the run if the removed engine was the last, and there is no host for another
-    or none is planned.
+    """End the run if the removed engine was the last one, unless another is planned and
+    there is a host.
     """
     state = run.state
     planned = bool(state.allocation.pending_degrees or state.hosts.unplaced) and bool(
@@ -235,7 +235,7 @@ def on_registered(run: Run, event: EngineRegistered) -> None:
 
 
 def add(run: Run, slot: EngineSlot, *, joined: bool = False) -> None:
-    """Start this engine where there is a place, or once there is one."""
+    """Start an engine, as soon as there is a place for it."""
     state = run.state
     placed = bindings.bind_engine(run.config, state, slot)
     if placed is None:

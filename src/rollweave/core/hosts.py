@@ -1,9 +1,10 @@
 """Hosts that join and that are lost (RollArt §8).
 
-With several hosts there is a relay on each. A lost host takes its relay, its engines
-and the trainer with it if it had one of its ranks. Its engines start again elsewhere,
-under new names; those for which there is no place wait for a host that joins, and the
-others move there once they may drain. The trainer starts again from its checkpoint.
+With several hosts there is a relay on each. The loss of a host ends its relay, its
+engines and, if one of the trainer's ranks was there, the trainer. Other engines take
+the place of the lost ones, on other hosts as long as there is room; they move to the
+next host that joins, once they may drain. Engines without a place start there, too.
+The trainer starts again from its checkpoint.
 """
 
 from rollweave.core import bindings, engines, membership, relays, training
@@ -36,7 +37,7 @@ def on_joined(run: Run, event: HostJoined) -> None:
 
 
 def on_lost(run: Run, event: HostLost) -> None:
-    """Let its engines start elsewhere."""
+    """Give the host up, and start as many engines elsewhere."""
     state = run.state
     host = state.hosts.up.get(event.host)
     if host is None or state.phase is Phase.FINISHED:
@@ -54,9 +55,9 @@ def on_lost(run: Run, event: HostLost) -> None:
 
 
 def advance(run: Run) -> None:
-    """Start the trainer elsewhere if its host is gone, and the engines that have no place
-    yet, as far as there is one now; move those that stand in for others to a host that
-    has joined.
+    """Start the trainer elsewhere if its host is gone, start the engines for which
+    there is a place now, and move those that replace lost ones to a host that has
+    joined.
     """
     if _trainer_is_cut_off(run) and not run.state.error:
         training.restart(run, "its host is gone")
@@ -67,8 +68,8 @@ def advance(run: Run) -> None:
 
 
 def _trainer_is_cut_off(run: Run) -> bool:
-    """True if a rank was on a host that is lost or was given up. Hosts that stand for
-    this machine do not take the trainer with them.
+    """True if one of the trainer's ranks was on a host that is lost or was given up.
+    The trainer does not depend on hosts that this machine stands for.
     """
     part = run.state.hosts
     return any(rank.host not in part.up for rank in part.ranks) and any(
@@ -77,7 +78,7 @@ def _trainer_is_cut_off(run: Run) -> bool:
 
 
 def _return(run: Run, engine_id: EngineId, host: int) -> None:
-    """Start another engine on this host if it has a place, and drain this one."""
+    """Start another engine on this host if it has room for one, and drain this one."""
     state, part = run.state, run.state.hosts
     engine = state.engines.get(engine_id)
     if engine is None or engine.departing:

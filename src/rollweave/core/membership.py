@@ -16,11 +16,11 @@ from rollweave.schema.events import EngineSlot
 
 
 def first_engines(config: RunConfig) -> tuple[EngineSlot, ...]:
-    """The configured engines, placed on one machine. With [allocation]: one engine of
-    each degree as far as the budget allows, and the rest of the budget in the smallest
-    ones.
+    """Return the configured engines, placed on one machine. With [allocation]: one
+    engine of each degree as far as the budget allows, and the rest of the budget in the
+    smallest ones.
 
-    So every degree that fits beside smaller ones is measured before the first plan.
+    Every degree that fits beside smaller ones is thus measured before the first plan.
     """
     if config.allocation is not None:
         engines = [(degree, 0) for degree in _initial_degrees(config.allocation)]
@@ -40,8 +40,8 @@ def first_engines(config: RunConfig) -> tuple[EngineSlot, ...]:
 
 
 def engines_to_start(config: RunConfig, state: State) -> tuple[EngineSlot, ...]:
-    """The engines that a world begins with, the first one or a restarted one: the
-    configured ones that were not withdrawn, and those that joined; placed on one machine.
+    """Return the engines with which a new or restarted world begins: the configured
+    ones that were not withdrawn, and those that joined, placed on one machine.
 
     With [allocation]: those that the run has or was about to start. If they no longer
     fit the configuration, the fleet begins as in a new run.
@@ -101,7 +101,7 @@ def _initial_degrees(allocation: AllocationConfig) -> list[int]:
 
 
 def next_id(state: State) -> EngineId:
-    """The id of the next engine: a number that no engine has had."""
+    """Return the id of the next engine, which no engine has had."""
     return _name(state.membership.next_number)
 
 

@@ -318,7 +318,7 @@ def _is_chain_head(run: Run, relay: Relay) -> bool:
 
 
 def _site(run: Run, host: int) -> str:
-    """The site of a host, by its pools."""
+    """Return the site of a host, by its pools."""
     slot = run.state.hosts.up.get(host)
     pools = run.config.pools
     sites = (pools[name].site for name in slot.pools if name in pools) if slot is not None else ()
@@ -326,9 +326,9 @@ def _site(run: Run, host: int) -> str:
 
 
 def _reaches_the_trainer(run: Run, relay: Relay) -> bool:
-    """True if the relay can read the memory in which the trainer publishes: that of the
-    machine of its first rank. A lost host's memory is gone, unless all hosts stand for
-    this machine.
+    """True if the relay can read the memory in which the trainer publishes, that of its
+    first rank's machine. The memory of a lost host is gone, unless all hosts are this
+    machine.
     """
     hosts = run.state.hosts
     machine = hosts.up[relay.host].machine
@@ -343,10 +343,10 @@ def _only_it_reaches_the_trainer(run: Run, relay: Relay) -> bool:
 
 
 def _lead_beside_the_trainer(run: Run) -> None:
-    """Let the relay that alone reaches the trainer head the chain, once the trainer has
-    moved to its host.
+    """Make the only relay that reaches the trainer the first of the chain, once the
+    trainer has moved to its host.
 
-    It stops a fetch from a relay that is fetching itself, and that now stands behind it.
+    A fetch from a relay that is fetching, and that is now behind it, is stopped.
     """
     state, order = run.state, run.state.chain.order
     for relay in [state.relays[relay_id] for relay_id in order]:

@@ -155,8 +155,8 @@ class Run:
         return self.state.domains.setdefault(name, DomainStats())
 
     def pools_of(self, trajectory: Trajectory) -> tuple[str, ...]:
-        """The pools whose engines should run the trajectory's turns, the preferred one
-        first; none if any engine should.
+        """Return the pools whose engines should run the trajectory's turns, the
+        preferred one first; none if any engine may.
         """
         return self._pools.get(self.state.groups[trajectory.group_id].name, ())
 

@@ -45,7 +45,7 @@ class Queued(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     engine: EngineId | None  # None: any
     given: int  # turns that this queue had given when the turn joined it
     tiebreak: float  # lower first among equal ranks: its arrival, or its trajectory's launch
-    pool: str = ""  # whose engines it prefers, if it waits for any engine
+    pool: str = ""  # pool whose engines it prefers, if it waits for any engine
 
 
 class OnEngine(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -176,7 +176,7 @@ class Engine(msgspec.Struct):
     group: int = 0  # index in the configuration's engines
     host: int = 0
     devices: tuple[int, ...] = ()
-    pool: str = ""  # that its place belongs to (core/policy/affinity)
+    pool: str = ""  # pool of its place (core/policy/affinity)
     joined: bool = False  # it joined during the run, and returns in every later world
     leaving: bool = False  # it was withdrawn: it launches nothing, and drains when it may
     draining: bool = False  # it takes no more turns, and is removed when its last one is done
@@ -196,7 +196,7 @@ class Engine(msgspec.Struct):
     staging_id: int = -1  # weights that it receives while it serves
     staging_since: float = 0.0
     staged_id: int = -1  # weights that it has received, and not swapped in yet
-    unstaged_id: int = -1  # weights that it could not receive: it loads them while suspended
+    unstaged_id: int = -1  # weights that it could not receive, and loads while suspended
     max_slots: int = 0
     kv_tokens: int = 0
     since: float = 0.0
@@ -231,8 +231,8 @@ class Worker(msgspec.Struct):
     status: WorkerStatus = WorkerStatus.STARTING
     epoch: int = 0
     since: float = 0.0
-    restarts: int = 0  # since it last did work
-    attempts: dict[TrajectoryId, None] = {}  # that it runs, or that it will score
+    restarts: int = 0  # restarts since an environment last started there
+    attempts: dict[TrajectoryId, None] = {}  # attempts that it runs, or that it will score
 
 
 class RelayStatus(enum.StrEnum):
@@ -452,8 +452,8 @@ class Hosts(msgspec.Struct):
     ranks: list[RankSlot] = []
     # engines that were on a lost host and have no place yet, as degree and group
     unplaced: list[tuple[int, int]] = []
-    displaced: list[EngineId] = []  # engines that stand in for those of a lost host
-    # those of them that move to a host that has joined, once they may drain
+    displaced: list[EngineId] = []  # engines that replace those of a lost host
+    # displaced engine → host that has joined, to which it moves once it may drain
     returning: dict[EngineId, int] = {}
 
 

@@ -406,8 +406,8 @@ def on_lost(run: Run, event: TrainerLost) -> None:
 def restart(run: Run, reason: str) -> None:
     """Restart the trainer from the last checkpoint.
 
-    The batch in training goes back to the buffer. The loss of a host of its ranks is no
-    failure of the trainer, and is not counted as one.
+    The batch in training goes back to the buffer. If a host of its ranks is lost, that
+    is not counted as a failure of the trainer.
     """
     state, trainer = run.state, run.state.trainer
     if state.phase is Phase.FINISHED:

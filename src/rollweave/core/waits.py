@@ -1,5 +1,5 @@
-"""What a run waits for: hosts, relays, engines, rollout workers and the trainer, each with
-what it does.
+"""The present waits of a run for hosts, relays, engines, rollout workers and the
+trainer, each with what the component does.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,8 +22,8 @@ MEGABYTE = 1_000_000
 def waits(state: State, received: Mapping[str, tuple[int, int]]) -> Iterator[Wait]:
     """Yield the present waits.
 
-    `received` has the bytes that each fetching relay has received, and those of the whole
-    version, as far as they are known.
+    `received` has, for each fetching relay, the bytes that have arrived and the size of
+    the version, as far as they are known.
     """
     if state.phase is Phase.FINISHED:
         return

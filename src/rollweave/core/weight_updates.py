@@ -53,7 +53,7 @@ def on_staging_failed(run: Run, event: StagingFailed) -> None:
 
 
 def give_up_staging(run: Run, engine: Engine, error: str) -> None:
-    """Let the engine load these weights while it is suspended, when it is time."""
+    """Let the engine load these weights while it is suspended, once the mode permits."""
     run.warn(
         engine.id,
         f"weights {engine.staging_id} not received while it serves: {error}",
@@ -200,12 +200,12 @@ def _can_stage(run: Run, engine: Engine, weights_id: int) -> bool:
 
 
 def _has_work(run: Run) -> bool:
-    """True if there are trajectories whose turns hide a transfer."""
+    """True if there are trajectories whose turns can hide a transfer."""
     return bool(run.state.pools.init or run.state.pools.run)
 
 
 def _stages(run: Run, engine: Engine, target: int | None) -> bool:
-    """True if the engine serves on until it has received these weights."""
+    """True if the engine continues to serve until it has received these weights."""
     return (
         run.pacing.updates_busy_engines
         and target is not None
@@ -216,8 +216,9 @@ def _stages(run: Run, engine: Engine, target: int | None) -> bool:
 
 
 def _swaps_staged(run: Run, engine: Engine, target: int | None) -> bool:
-    """True if the engine swaps in what it has staged, even if there is something newer:
-    it would never update where weights are published faster than they are received.
+    """True if the engine swaps in the weights that it has staged, even if newer ones
+    are published: otherwise it would never update if weights are published faster than
+    it receives them.
     """
     return (
         run.pacing.updates_busy_engines

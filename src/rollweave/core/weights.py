@@ -27,8 +27,8 @@ Older versions are in checkpoints alone.
 
 
 def needed(run: Run) -> tuple[int, ...]:
-    """The versions that an engine or relay has, receives or is loading, that a trajectory began
-    with, or that are to be evaluated; and the newest one.
+    """Return the versions that an engine or relay has, receives or is loading, that a
+    trajectory began with, or that are to be evaluated; and the newest one.
 
     Of the retained ones, ascending, the newest MAX_VERSIONS.
     """
@@ -103,12 +103,12 @@ def keep_checkpoints(run: Run, *, but: Container[int]) -> None:
 
 
 def relay_of(run: Run, engine: Engine) -> Relay | None:
-    """The relay on the engine's host; None without relays."""
+    """Return the relay on the engine's host; None without relays."""
     return run.state.relays.get(relay_id(engine.host)) if run.state.chain.relayed else None
 
 
 def relay_id(host: int) -> str:
-    """The id of a host's relay."""
+    """Return the id of a host's relay."""
     return f"r{host}"
 
 

@@ -1,9 +1,10 @@
-"""Rollout workers: the processes that run INIT, RUN and EVAL of attempts (RollArt §6.1).
+"""Rollout workers: the processes that run INIT, RUN and EVAL of attempts (RollArt
+§6.1).
 
 An attempt stays with one worker from its start until it is scored. The loss of a worker
-ends its attempts, blamed on the infrastructure; they start again in any worker. The
-worker itself is restarted on its host, or on another one if its host is given up, or
-once a host joins. Without workers, attempts run in the controller.
+ends its attempts; the infrastructure is blamed, and they start again in any worker. The
+worker is restarted on its host or, if that host is given up, on another one as soon as
+there is one. Without workers, attempts run in the controller.
 """
 
 from rollweave.core import attempts, bindings, trajectories
@@ -35,8 +36,8 @@ def on_lost(run: Run, event: WorkerLost) -> None:
 
 
 def advance(run: Run) -> None:
-    """Move workers off hosts that are given up, and start those without a place where
-    there is one now.
+    """Move workers from hosts that are given up, and start those for which there is a
+    place now.
     """
     up = run.state.hosts.up
     for worker in run.state.workers.values():
@@ -70,7 +71,7 @@ def _enter(run: Run, worker: Worker, status: WorkerStatus) -> None:
 
 
 def _end_attempts(run: Run, worker: Worker, error: str, *, suspect: bool) -> None:
-    """End the worker's attempts. With `suspect` (the loss is not that of its host),
+    """End the worker's attempts. With `suspect`, which is False if its host was lost,
     each attempt that was running may be the cause.
     """
     for trajectory in [run.state.trajectories[name] for name in worker.attempts]:
@@ -82,8 +83,8 @@ def _end_attempts(run: Run, worker: Worker, error: str, *, suspect: bool) -> Non
 
 
 def _restart(run: Run, worker: Worker, reason: str) -> None:
-    """Restart the worker, or give it up after repeated failure. The run ends if no worker
-    is left.
+    """Restart the worker, or give it up after repeated failures. The run ends if no
+    worker is left.
     """
     state = run.state
     if worker.restarts < run.config.watchdog.restarts:
@@ -103,7 +104,7 @@ def _restart(run: Run, worker: Worker, reason: str) -> None:
 
 
 def _begin(run: Run, worker: Worker, reason: str) -> None:
-    """Start the next epoch of the worker on its host, or where there is a place now."""
+    """Start the next epoch of the worker on its host, or where else there is a place."""
     state = run.state
     if worker.host not in state.hosts.up:
         place = bindings.bind_worker(run.config, state, worker.id)

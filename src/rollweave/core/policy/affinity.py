@@ -1,17 +1,17 @@
 """Choose the pool of engines that serves a task domain (RollArt §5.2).
 
-A domain declares the hardware that suits it: domains whose prompts cost most prefer
-GPUs with much computing power, domains that sample most prefer memory bandwidth.
+A task domain names the hardware that suits it: one whose prompts cost most prefers GPUs
+with much computing power, one that mostly samples prefers memory bandwidth.
 """
 
 from collections.abc import Collection, Sequence
 
 
 def serving_pool(preferred: Sequence[str], live: Collection[str]) -> str | None:
-    """Return the first of the `preferred` pools that is `live`, that is, has an engine
-    which takes turns or will once it has loaded other weights.
+    """Return the first of the `preferred` pools that is `live`, or None, which stands
+    for any engine.
 
-    `preferred` are the domain's pool and its fallbacks, in order. None stands for any
-    engine: the domain has no pool, or none of these pools is live.
+    `preferred` are the domain's pool and its fallbacks, in order. A pool is live if one
+    of its engines takes turns, or will once it has loaded other weights.
     """
     return next((pool for pool in preferred if pool in live), None)

@@ -1,8 +1,9 @@
-"""Decide which role gets which devices of which host (RollArt §5.2).
+"""Bind roles to hosts and their devices (RollArt §5.2).
 
-A role is an engine or a trainer rank. Each gets devices that no other role has, from
-its own pool or, where that is short, from a fallback. Where all of these are taken, it
-shares the devices of its own pool that the fewest roles have.
+Here a role is one process: an engine, a trainer rank or a worker. It gets devices that
+no other role has, in its pool or else in a fallback of the pool. If there are none, it
+shares the devices that the fewest roles use, in the first of these pools whose hosts
+are large enough.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,10 +13,11 @@ from rollweave.schema.hosts import HostSlot
 
 
 class Demand(Struct, frozen=True, kw_only=True):
-    """What a role needs: `devices` GPUs of one host, or none for a role on the CPU.
+    """The need of a role: `devices` GPUs of one host, or none for a role on the CPU.
 
-    `pools` are its own pool and then the fallbacks; none stands for every host. Roles of
-    one `group`, such as the ranks of a trainer, are bound to few hosts.
+    `pools` are its pool and the fallbacks, in order of preference; without any, every
+    host will do. Roles of one `group`, such as the ranks of a trainer, are bound to as
+    few hosts as possible.
     """
 
     role: str
@@ -27,8 +29,8 @@ class Demand(Struct, frozen=True, kw_only=True):
 class Binding(Struct, frozen=True, kw_only=True):
     """The place of a role: the number of its host, and its GPUs there.
 
-    `shared` is true if another role had these GPUs already. `pool` is the one of its
-    demand through which the place was found, empty if any host would do.
+    `shared` is true if another role already had one of these GPUs. `pool` is the pool
+    of the demand in which the place was found; empty if the demand names none.
     """
 
     role: str
@@ -39,7 +41,7 @@ class Binding(Struct, frozen=True, kw_only=True):
 
 
 class Unbound(Struct, frozen=True, kw_only=True):
-    """A role for which there is no place, and why."""
+    """A role without a place, and the reason."""
 
     role: str
     reason: str
@@ -48,14 +50,13 @@ class Unbound(Struct, frozen=True, kw_only=True):
 def bind(
     demands: Iterable[Demand], hosts: Sequence[HostSlot], bound: Iterable[Binding] = ()
 ) -> tuple[list[Binding], list[Unbound]]:
-    """Return a place for each demand beside those that are `bound` already, in order,
-    and the demands for which no host has enough devices.
+    """Return the places of the demands, in order, and the demands without a place.
+    Roles that are `bound` already keep their places.
 
-    The larger a demand, the earlier it chooses; among equal ones the first does.
-    Among hosts that have enough free devices a role takes the one where its group is
-    already, then the one with the fewest free devices, so that large demands find a
-    whole host. Roles on the CPU go where the fewest roles per core are, those of groups
-    aside.
+    Larger demands choose first, equal ones in order. Of the hosts with enough free
+    devices, a role takes the one with the most members of its group; then the one with
+    the fewest free devices, so that whole hosts remain for large demands. A role on the
+    CPU takes the host with the fewest roles per core, not counting those of groups.
     """
     order = list(demands)
     table = _Table(hosts, bound)
@@ -84,7 +85,7 @@ class _Table:
             self.take(binding, "")
 
     def take(self, binding: Binding, group: str) -> None:
-        """Record a binding. One to a host that is gone takes nothing."""
+        """Record a binding; one to a host that is gone has no effect."""
         if binding.host not in self._hosts:
             return
         if not group:
@@ -115,7 +116,7 @@ class _Table:
         return self._shared(demand, pools)
 
     def _shared(self, demand: Demand, pools: Mapping[str, Sequence[HostSlot]]) -> Binding | Unbound:
-        """Share the least used devices of the first pool that has enough of them."""
+        """Share the least used devices in the first pool with a host that has enough."""
         for pool, hosts in pools.items():
             large = [host for host in hosts if len(host.devices) >= demand.devices]
             if large:

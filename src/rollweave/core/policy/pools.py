@@ -1,7 +1,7 @@
 """Decide which hosts belong to which pool (RollArt §5.2).
 
-A host belongs to a pool that asks for one of its resources, or for a part of the name
-of one of its GPUs.
+A host belongs to a pool if the pool's resource is one of the host's resources, or a
+part of the name of one of its GPUs.
 """
 
 import difflib
@@ -16,8 +16,8 @@ from rollweave.schema.hosts import Resources
 class EmptyPool(Struct, frozen=True, kw_only=True):
     """A pool to which no host belongs.
 
-    `offered` is what the hosts have, and `nearest` the part of it that is most like the
-    pool's resource, or "".
+    `offered` are the resources and GPUs of the hosts; `nearest` is the one of them, or
+    the word of one, that is most like the pool's resource, or "".
     """
 
     pool: str
@@ -68,8 +68,8 @@ def empty_pools(pools: Mapping[str, PoolConfig], hosts: Iterable[Resources]) -> 
 
 
 def unserved(config: RunConfig, empty: Iterable[EmptyPool]) -> list[EmptyPool]:
-    """Return those of the pools without hosts that a role needs, because its fallbacks
-    have no hosts either.
+    """Return those of the `empty` pools that a role needs, since its fallbacks are
+    empty, too.
     """
     without = {pool.pool: pool for pool in empty}
     roles = (

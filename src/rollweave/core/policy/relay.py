@@ -38,12 +38,12 @@ class Repair(Struct, frozen=True, kw_only=True):
 
 
 def join_at(sites: Sequence[str], site: str, *, first: str, master: bool) -> int:
-    """Return the place in the chain of a relay that joins. `sites` are those of the
-    chain's relays, `site` is its own, and `first` that of the trainer; the `master` is
-    the relay that alone reads the trainer's memory.
+    """Return the place in the chain of a relay that joins at `site`. `sites` are those
+    of the relays in the chain, and `first` is that of the trainer. A `master` is the
+    only relay that can read the trainer's memory.
 
-    Relays of a site stay together, and those of the trainer's are the first, so that a
-    version crosses each link between sites once (RollArt §6.3).
+    Relays of a site are neighbors, the trainer's site first, so that a version crosses
+    each link between sites once (RollArt §6.3).
     """
     if master:
         return 0

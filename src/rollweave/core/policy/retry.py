@@ -23,8 +23,8 @@ that was used up would be used up again.
 
 
 MAX_WORLDS_LOST = 5
-"""Maximum number of controllers and workers lost while a trajectory is under way: it may
-be the cause, and then no restart would help.
+"""Number of controllers and workers lost while a trajectory was under way after which
+it is given up: it may be the cause.
 """
 
 DETERMINISTIC = frozenset({StopReason.ENV_ERROR, StopReason.REWARD_ERROR})
@@ -39,10 +39,10 @@ def try_again(
     """True if attempt number `attempt` (from 0), ended by `reason`, is to be followed
     by another.
 
-    `repeated`: the attempt before it failed at the same stage with the same words.
-    `worlds`, controllers or workers, were lost while the trajectory was under way: another
-    attempt follows such a loss unless there were too many, since the trajectory is rarely
-    the cause.
+    `repeated` is true if the attempt before it failed at the same stage with the same
+    text. `worlds` counts the controllers and workers that were lost while the
+    trajectory was under way. Another attempt follows such a loss unless there were too
+    many, since the trajectory is rarely the cause.
     """
     if reason in (StopReason.WORLD_LOST, StopReason.WORKER_LOST):
         return worlds < MAX_WORLDS_LOST

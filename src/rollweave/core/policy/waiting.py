@@ -1,5 +1,5 @@
-"""Decide which waits of a run are named in its log, and when: one that is longer than
-usual, and again whenever it has become twice as long.
+"""Decide which waits of a run its log names, and when: a wait that is longer than
+usual, and again whenever it has doubled.
 """
 
 from collections.abc import Iterable, Sequence
@@ -7,23 +7,24 @@ from collections.abc import Iterable, Sequence
 from rollweave.schema.base import Struct
 
 FIRST_S = 10.0
-"""Minimum seconds of a wait that is named: a healthy small run has none as long."""
+"""Minimum seconds of a wait that is named; waits of a small healthy run are shorter."""
 
 UNUSUAL = 2.0
-"""Multiple of the usual wait of its kind from which a wait is named."""
+"""Multiple of its usual seconds from which a wait is named."""
 
 GROWTH = 2.0
-"""Factor by which a wait has grown when it is named again."""
+"""Factor by which a wait grows until it is named again."""
 
 SHOWN = 8
-"""Maximum number of waits that are named at once; those of a large fleet have one cause."""
+"""Maximum number of waits named at once: in a large fleet, many have one cause."""
 
 
 class Wait(Struct, frozen=True, kw_only=True):
-    """The run waits for `component`, of which `what` says what it does or lacks.
+    """A wait for `component`. `what` describes what the component does, or what it
+    lacks.
 
-    `since` is None if only the wait itself shows when it began. Such a wait usually
-    takes `usual_s`.
+    The wait began at `since`; None means when it was first listed. It usually takes
+    `usual_s`.
     """
 
     component: str
@@ -33,8 +34,8 @@ class Wait(Struct, frozen=True, kw_only=True):
 
 
 def wait_lines(named: Sequence[tuple[Wait, float]]) -> list[tuple[str, str]]:
-    """Return the component and the line of each of these waits, and one line for those
-    beyond the first `SHOWN`.
+    """Return the component and the line of each of the first `SHOWN` waits, and one
+    line for all others.
     """
     lines = [
         (wait.component, f"waiting {seconds:.0f} s for {wait.component}: {wait.what}")
@@ -50,9 +51,9 @@ def wait_lines(named: Sequence[tuple[Wait, float]]) -> list[tuple[str, str]]:
 
 
 class LongWaits:
-    """The present waits, with the seconds after which each is named next.
+    """The present waits, each with the seconds after which it is named next.
 
-    A wait is the same one as long as its component and its beginning are the same.
+    Two waits are the same if their components and beginnings are.
     """
 
     def __init__(self) -> None:

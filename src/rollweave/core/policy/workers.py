@@ -5,11 +5,11 @@ from collections.abc import Mapping
 
 def worker_for(attempts: Mapping[str, int], *, awaited: int, at_once: int) -> str | None:
     """Return the worker with the fewest attempts, the first of equal ones; None if
-    there is none, or each has its share.
+    there is none, or if each has its share.
 
-    While `awaited` other workers start for the first time, each worker takes only its share
-    of the `at_once` attempts that may run: otherwise the first that is ready would have
-    all of them.
+    While `awaited` other workers start for the first time, a worker takes only its
+    share of the `at_once` attempts that may run; otherwise the first that is ready
+    would take all of them.
     """
     chosen = min(attempts, key=attempts.__getitem__, default=None)
     if chosen is None or not awaited:
