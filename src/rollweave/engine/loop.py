@@ -333,7 +333,7 @@ class EngineLoop:
         self._loaded(version, weights_id, started)
 
     def _loaded(self, version: int, weights_id: int, started: float) -> None:
-        """Serve on with the weights that have just been swapped in."""
+        """Continue to serve, with the weights that have just been swapped in."""
         self._version = version
         self._staging.loaded(weights_id)
         recompute = self._batcher.retag(weights_id)

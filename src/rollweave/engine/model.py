@@ -150,7 +150,7 @@ class DecoderWeights:
 
 
 class Decoder:
-    """The model. It is not thread-safe: its owner's loop is the only caller, except of
+    """The model. It is not thread-safe: only its owner's loop calls it, except for
     `check` and `allocate`, which any thread may call.
     """
 

@@ -1,10 +1,11 @@
-"""Receives new weights while the engine generates, so that it stops for the swap only.
+"""Receives new weights while the engine generates, so that it stops for the swap only
+(RollArt §6.2).
 
 A side thread maps and verifies the published bytes, and copies them into a second copy
-of the parameters. The loop exchanges the two copies between two steps, and the memory of
-the former one is given back. Invariants: the parameters in use never change while they
-are in use; each `Stage` is answered once, by `Staged` or `StageFailed`; there are never
-more than two copies; all methods belong to the loop's thread.
+of the parameters. Between two steps the loop exchanges the two copies, and the memory
+of the former one is freed. Invariants: parameters do not change while they are in use;
+each `Stage` is answered once, by `Staged` or `StageFailed`; there are never more than
+two copies; all public methods belong to the loop's thread.
 """
 
 import contextlib
@@ -22,11 +23,11 @@ from rollweave.weights.publication import read_tensors
 from rollweave.weights.staging import on_device
 
 SPARE_BYTES = 64 << 20
-"""Bytes of the host's memory that a second copy leaves free for others."""
+"""Minimum bytes of the host's memory that remain free beside a second copy."""
 
 SPARE_SHARE = 0.1
-"""Share of a GPU's memory that a second copy leaves free: the trainer may be on the same
-GPU, and takes more during a step.
+"""Minimum share of a GPU's memory that remains free beside a second copy: the trainer
+may be on the same GPU, and needs more during a step.
 """
 
 CLOSE_S = 5.0
@@ -54,11 +55,11 @@ class WeightStaging:
         self._on_end: Callable[[], None] | None = None
 
     def has_room(self) -> bool:
-        """Whether a second copy fits into the free memory now."""
+        """Return whether a second copy fits into the free memory now."""
         return self._missing_bytes() <= 0
 
     def start(self, manifest: WeightManifest) -> None:
-        """Receive this version in the background, in place of any other one."""
+        """Receive this version in the background, and drop any other staged version."""
         self._cancelled.set()
         self._staged, self._receiving = None, manifest
         self._cancelled = cancelled = threading.Event()
@@ -122,7 +123,10 @@ class WeightStaging:
         self._call_between_steps(lambda: self._ended(manifest, weights, error))
 
     def _copy(self, manifest: WeightManifest, cancelled: threading.Event) -> DecoderWeights:
-        """Raises WeightsError, OSError, ValueError, RuntimeError, MemoryError."""
+        """Return a second copy of the parameters, with these weights.
+
+        Raises WeightsError, OSError, ValueError, RuntimeError, MemoryError.
+        """
         model = self._model
         with torch.inference_mode(), _side_stream(model.device):
             tensors = read_tensors(manifest)

@@ -8,9 +8,9 @@ By WebSocket (`/ws`) each connection is a session: `{"type": "reset" | "step" | 
 persists between requests, and one attempt at a time. OpenEnv's own server creates a new
 one for every request.
 
-A session lasts for its attempt. A server that cannot be reached, or has no room for one
-more session, is tried again with exponential back-off (RollArt §8); later failures end the
-attempt, since a session's state is lost with its connection.
+A session lasts for its attempt. If a server cannot be reached or has no room for
+another session, it is tried again with exponential back-off (RollArt §8). Later
+failures end the attempt, since a session's state is lost with its connection.
 
 Invariants: whatever a server sends or fails to send, `reset` and `step` return valid
 values or raise EnvError; after either has raised, and after `close`, the session is
@@ -50,7 +50,7 @@ BACK_OFF_S = 0.25, 0.5, 1.0, 2.0, 4.0
 """Seconds between two tries to begin a session, each changed at random by up to a half."""
 
 BUSY = frozenset({429, 502, 503, 504})
-"""HTTP statuses of a server, or a proxy before it, that may have room later."""
+"""HTTP statuses of a server (or of a proxy in front of it) that may have room later."""
 
 MOST_BYTES = 16 * 2**20
 """Maximum bytes of an answer: it becomes tokens."""
@@ -88,7 +88,7 @@ class _RefusedError(Exception):
 
 
 class _UnavailableError(Exception):
-    """No session was begun, for the reason `cause`; one may be later."""
+    """No session was begun, for the reason `cause`; a later try may succeed."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -215,7 +215,7 @@ class OpenEnv:
             ) from error
 
     async def _patiently(self, what: str, data: dict[str, Any]) -> Any:
-        """Send a request; where no session is begun, wait and try again."""
+        """Send a request; if no session was begun, wait and try again."""
         for wait_s in BACK_OFF_S:
             try:
                 return await self._line.ask(what, data)

@@ -34,10 +34,10 @@ _spawned: "weakref.WeakSet[Popen[bytes]]" = weakref.WeakSet()
 
 
 class ChildProcess(Protocol):
-    """A process that was started for this one, on this host or another, with a
-    connection to it.
+    """A process that this one has started, on this host or another, and the connection
+    to it.
 
-    All calls belong to the event loop's thread; none but `gone` waits.
+    All calls belong to the event loop's thread; only `gone` waits.
     """
 
     @property
@@ -221,8 +221,8 @@ def start_process(
     env: Mapping[str, str],
     arguments: Sequence[str] = (),
 ) -> "Popen[bytes]":
-    """Start `-m module` as `spawn` does, with `connection` to its peer, of which the
-    caller closes its own descriptor.
+    """Start `-m module` as `spawn` does. It inherits `connection`, which the caller
+    then closes.
 
     Raises OSError.
     """

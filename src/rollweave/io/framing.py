@@ -18,8 +18,8 @@ RECEIVE_BYTES = 1 << 18
 """Maximum number of bytes read from the socket at once."""
 
 UNREAD_BYTES = 1 << 30
-"""Maximum number of bytes queued for a peer that does not read: more than any batch,
-less than memory.
+"""Maximum number of bytes queued for a peer that does not read: more than any batch
+has, and less than a host's memory.
 """
 
 PIECES = 64
@@ -55,8 +55,8 @@ class FramedSocket:
         return self._closed
 
     def send(self, payload: bytes) -> None:
-        """Queue one frame, which is sent with all others of this turn of the event
-        loop.
+        """Queue one frame, which is sent together with all others of this pass of the
+        event loop.
 
         It is dropped if the connection has ended.
         """
@@ -139,8 +139,8 @@ async def receive_exactly(sock: socket.socket, count: int) -> bytes:
 
 
 async def receive_frame(sock: socket.socket, limit: int) -> bytes:
-    """Receive one frame of at most `limit` bytes, and nothing of what follows, so that
-    the socket may be given to another reader.
+    """Receive one frame of at most `limit` bytes. Another reader may then take over the
+    socket, since nothing of what follows is read.
 
     Raises WireError for a longer frame, and OSError as `receive_exactly` does.
     """

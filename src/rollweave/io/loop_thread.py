@@ -1,4 +1,4 @@
-"""An event loop in a thread, for programs that have none."""
+"""An event loop in a separate thread, for programs that have none."""
 
 import asyncio
 import threading
@@ -20,10 +20,10 @@ class LoopThread:
         self._thread.start()
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run the coroutine in the loop, and return or raise what it does.
+        """Run the coroutine in the loop, and return its result or raise its exception.
 
         An exception in the waiting thread, such as KeyboardInterrupt, cancels the
-        coroutine and is raised once that has ended.
+        coroutine, and is raised once that has ended.
         """
         tasks: list[asyncio.Task[T]] = []
         done = threading.Event()

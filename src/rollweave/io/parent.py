@@ -100,8 +100,8 @@ class Parent:
 
 
 class Outbox:
-    """Sends frames to the parent from a thread, so that the caller, an event loop, never
-    waits while the parent does not read.
+    """Sends frames to the parent from a thread, so that an event loop need not wait for
+    a parent that does not read.
     """
 
     def __init__(self, parent: Parent) -> None:

@@ -170,8 +170,8 @@ def scheduling_line(counted: Mapping[str, float]) -> str:
 
 
 def weights_line(counted: Mapping[str, float]) -> str:
-    """Return one line for people on how long engines stopped for new weights; "" if
-    none took any while it served.
+    """Return a line of the summary on how long engines stopped for new weights; "" if
+    no serving engine took any.
     """
     updates = counted.get("updates", 0)
     if not updates:

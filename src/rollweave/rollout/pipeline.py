@@ -1,12 +1,12 @@
-"""The controller's part of the INIT/RUN/EVAL pipeline: forwards the core's decisions
-about trajectories to the workers that run them, runs their turns on engines, and stores
-and reports their outcomes.
+"""The controller's part of the INIT/RUN/EVAL pipeline (ProRL Agent §3.3.1): it forwards
+the core's decisions about trajectories to the workers that run them, runs their turns
+on engines, and stores and reports their outcomes.
 
-It decides nothing: slots, queues, retries, deadlines and the choice of a worker belong to
-the core. Invariants: every attempt that was started ends in exactly one
-`TrajectoryEnded` (or, in EVAL, one reward event), or with its worker, and is stored
-before; a command for another attempt or dispatch changes nothing; a cancelled attempt
-leaves no generation behind.
+It decides nothing: slots, queues, retries, deadlines and the choice of a worker belong
+to the core. Invariants: every attempt that was started ends with exactly one
+`TrajectoryEnded` (or, in EVAL, one reward event) or with its worker, and is stored
+before that; a command for another attempt or dispatch changes nothing; a cancelled
+attempt leaves no generation behind.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ from rollweave.schema.work import BLAME_OF, TRAINABLE, Purpose, StopReason
 
 
 class WorkerPort(Protocol):
-    """The way to one worker, in this process or in another."""
+    """Sends commands to one worker, in this process or in another."""
 
     def send(self, command: RolloutCommand) -> None:
         """Send a command, in order and without waiting.
@@ -64,7 +64,7 @@ class WorkerPort(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class _Attempt:
-    """An attempt from `StartInit` to its end, or that waits for its reward."""
+    """An attempt between `StartInit` and its end, including its reward."""
 
     command: StartInit
     worker: WorkerPort
@@ -77,8 +77,8 @@ class _Attempt:
 
 
 class Pipeline:
-    """`worker` returns the live worker of an id; `engine` returns an engine's live
-    process.
+    """`worker` and `engine` return the live worker and the live engine with an id, or
+    None.
     """
 
     def __init__(
@@ -243,8 +243,8 @@ class Pipeline:
             attempt.turns.withdraw(report.turn)
 
     def lose_worker(self, worker: WorkerPort, error: str) -> None:
-        """Store the ends of the attempts of a worker that is gone. The core learns of them
-        by the event of its loss.
+        """Store the ends of all attempts of a worker that is gone. No events are posted
+        for them: the core ends them when it receives the loss of the worker.
 
         Raises DiskError.
         """

@@ -96,8 +96,8 @@ class _OpenTurn:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Turns:
-    """The turns of the attempt `command`. `engine` returns an engine's live process;
-    `answer` sends answers to the attempt's worker.
+    """The turns of the attempt that `command` started. `engine` returns the live engine
+    with an id, or None; `answer` sends answers to the attempt's worker.
 
     With `progress`, partial turns are kept, and their progress is reported to it.
     """
@@ -116,8 +116,8 @@ class Turns:
     """The first tokens of the first turn."""
     _closed: bool = False
     _contexts: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    """Context and answer of the last turn, and of earlier ones as long as the worker may
-    refer to them.
+    """Context and answer of each turn by number: of the last one, and of earlier ones
+    as long as the worker may refer to them.
     """
     _open: _OpenTurn | None = None
     _done: TurnDone | None = None  # the last one

@@ -1,10 +1,10 @@
-"""A rollout worker: runs INIT, RUN and EVAL of attempts, in the controller or in a
-process of its own (RollArt §6.1).
+"""A rollout worker: it runs INIT, RUN and EVAL of attempts, in the controller or in a
+separate process (RollArt §6.1).
 
 It decides nothing and stores nothing. Invariants: every attempt that was started is
-reported by exactly one `AttemptEnded`, and every `StartEval` by one `AttemptScored`, after
-its environment is closed; a command for another attempt changes nothing; a cancelled
-attempt leaves no task or environment behind.
+reported by exactly one `AttemptEnded`, after its environment is closed, and every
+`StartEval` by one `AttemptScored`; a command for another attempt changes nothing; a
+cancelled attempt leaves no task or environment behind.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ from rollweave.schema.text import shortened
 from rollweave.schema.work import TRAINABLE, StopReason
 
 CLOSE_S = 5.0
-"""Maximum seconds for an environment to close before it is killed: fewer than the core
-waits for a cancelled attempt.
+"""Maximum seconds for an environment to close before it is killed. The core waits
+longer for a cancelled attempt.
 """
 
 Key = tuple[TrajectoryId, int]
@@ -59,8 +59,8 @@ class RemoteTurns:
     def __init__(self, key: Key, report: Report, *, episode: Callable[[], Driver]) -> None:
         self._key, self._report, self._episode = key, report, episode
         self.ending = False
-        """Whether the attempt is being cancelled, so that its open turn need not be given
-        up.
+        """True once the attempt is being cancelled; its open turn need not be given up
+        then.
         """
         self._open: tuple[int, asyncio.Future[TurnResult]] | None = None
         self._base = -1
@@ -149,10 +149,9 @@ class _Evaluation:
 
 
 class RolloutWorker:
-    """Runs attempts. `make_episode` builds the driver of each, and `report` receives
-    every report.
-
-    `draw` draws a task, where the worker is asked for that.
+    """Runs attempts. `make_episode` builds the driver of each attempt, and `report`
+    receives every report. `draw` draws a task; None if this worker is sent no
+    `DrawTask`.
     """
 
     def __init__(
@@ -234,7 +233,7 @@ class RolloutWorker:
         evaluation.task = self._spawn(self._evaluate(key, evaluation), f"eval {attempt.lane}")
 
     def _cancel(self, command: CancelTrajectory) -> None:
-        """Cancel an attempt; one that is unknown has ended, and its end is reported."""
+        """Cancel an attempt; an unknown one has ended, and its end has been reported."""
         key = (command.trajectory_id, command.attempt)
         active = self._attempts.get(key) or self._evaluations.get(key)
         if active is None:
@@ -351,9 +350,7 @@ class RolloutWorker:
 
 
 NOT_WAITING = "the attempt is not waiting for its reward"
-"""Error of a `StartEval` for an attempt that has ended otherwise, or is no longer
-kept.
-"""
+"""Error of a `StartEval` for an attempt that has ended already, or is no longer kept."""
 
 
 def _bug_text(bug: Exception) -> str:

@@ -104,8 +104,8 @@ class EngineBackend(Protocol):
         """
 
     async def load(self, weights: WeightManifest | LoadCheckpoint) -> None:
-        """Swap the weights in, from memory or from a checkpoint. If they are staged,
-        this takes the swap only.
+        """Swap the weights in, from memory or from a checkpoint. Weights that are
+        staged need not be read again.
 
         Raises `WeightsError` if the engine refuses them; it then keeps its former
         weights.

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, on this host or another: its messages are frames
+"""An engine in a separate process, on this host or another: its messages are frames
 over the connection that `io/child.Spawn` opens.
 """
 
