@@ -1,1 +1,1 @@
-"""The hosts of a run: the agents that start its processes, and their launchers."""
+"""The hosts of a run: agents that start its processes there, and launchers of agents."""

@@ -1,9 +1,11 @@
-"""The agent of a host: the only process there that starts others for a run.
+"""The agent of a host, which starts and ends the processes of a run there.
 
-Invariants: every process is a child of the agent, which the kernel kills with it; the
-processes of one membership end before the next one begins; an agent that has not heard
-from its controller for the lease that it was given ends them all. Its own clock decides
-that, so a host that was cut off or stopped ends what it had without being reached.
+A *membership* lasts from the agent's offer to join until its connection ends.
+Invariants: every process is a child of the agent, and the kernel kills it with the
+agent; all processes of a membership end before the next one begins; an agent that
+receives nothing from its controller for the duration of its lease ends all of them. It
+measures the lease by its own clock, so a host that is cut off or was stopped need not
+be reached for that.
 """
 
 import asyncio
@@ -73,9 +75,9 @@ class _Process:
     number: int
     popen: "subprocess.Popen[bytes]"
     log: IO[bytes]
-    """Its output, in a file without a name, which ends with the agent."""
+    """Its output, in a file without a name, which vanishes with the agent."""
     sent: int = 0
-    """Bytes of the log that were sent."""
+    """Number of bytes of the log that were sent."""
 
 
 class HostAgent:
@@ -94,9 +96,10 @@ class HostAgent:
         address: str | None = None,
         on_change: Callable[[str], None] = print,
     ) -> None:
-        """`join_s` bounds the time without a controller. `address` is where other hosts
-        reach this one; by default the address from which it reaches the controller.
-        `on_change` receives a line whenever the host joins or loses a run.
+        """`join_s` is the maximum number of seconds without a controller. `address` is
+        that at which other hosts reach this one; by default, it is the one from which
+        this host reaches the controller. `on_change` receives a line whenever the host
+        joins or leaves a run.
         """
         self.name, self._controller, self._secret = name, controller, secret
         self._resources, self._join_s, self._address = resources, join_s, address
@@ -123,7 +126,7 @@ class HostAgent:
             self._on_change(f"host {self.name}: left the run at {self.where}: {reason}")
 
     async def connect(self) -> socket.socket:
-        """Open a connection to the controller, up to the end of the handshake.
+        """Open a connection to the controller, and complete the handshake.
 
         Raises OSError, TimeoutError, HostError.
         """
@@ -143,7 +146,7 @@ class HostAgent:
         return sock
 
     def joining(self, sock: socket.socket) -> JoinHost:
-        """Return the offer of this host to the controller behind `sock`."""
+        """Return the offer to join, for the controller to which `sock` is connected."""
         return JoinHost(
             name=self.name,
             address=self._address or sock.getsockname()[0],
@@ -152,8 +155,9 @@ class HostAgent:
         )
 
     def enter(self, accepted: HostAccepted, archive: bytes, folder: Path) -> str:
-        """Unpack the user's files into `folder`, and make it the working directory;
-        return why this host cannot serve the run, or "".
+        """Unpack the user's files into `folder`, and make it the working directory.
+
+        Returns the reason why this host cannot serve the run, or "".
         """
         try:
             if Path(accepted.mark_path).read_text() != accepted.mark:
@@ -173,7 +177,7 @@ class HostAgent:
         return ""
 
     async def _connect(self) -> socket.socket:
-        """Connect, again and again for at most `join_s`."""
+        """Connect; retry for at most `join_s` seconds."""
         error: Exception = HostError("not tried")
         long_waits, began = LongWaits(), time.monotonic()
         try:
@@ -199,7 +203,7 @@ class HostAgent:
 
 
 def agent_of(spec: AgentSpec) -> HostAgent:
-    """Return the agent that a launcher specifies. Raises `HostError`."""
+    """Return the agent that this specification describes. Raises `HostError`."""
     found = resources(spec.labels)
     chosen = spec.devices
     return HostAgent(
@@ -229,7 +233,7 @@ class _Membership:
         self._loop = asyncio.get_running_loop()
         self._processes: dict[int, _Process] = {}
         self._tasks: dict[int, asyncio.Task[ProcessEnded]] = {}
-        """The life of each process, by its number."""
+        """Task that runs each process from its start to its end, by its number."""
         self._ended: asyncio.Future[str] = self._loop.create_future()
         self._released = False
         self._refused = ""
@@ -239,8 +243,8 @@ class _Membership:
         self._control.send(encode(agent.joining(sock)))
 
     async def run(self) -> tuple[bool, str]:
-        """Serve, and return whether the run is over, and otherwise why the membership
-        ended.
+        """Serve until the membership ends; return whether the run is over, and the
+        reason of the end.
 
         Raises `HostError` if the host is refused.
         """
@@ -290,14 +294,14 @@ class _Membership:
                 pass
 
     def _receive(self, data: bytes) -> None:
-        """Receive a part of the user's files, and enter the run once they are whole."""
+        """Receive a part of the user's files, and enter the run once all are there."""
         self._archive += data
         accepted = self._accepted
         if accepted is not None and len(self._archive) >= accepted.archive_bytes:
             self._entering = self._loop.create_task(self._enter(accepted))
 
     async def _enter(self, accepted: HostAccepted) -> None:
-        """Enter the run, if this host has what all hosts must have."""
+        """Report to the controller that this host is ready, or why it cannot be."""
         archive, self._archive = bytes(self._archive), bytearray()
         error = await asyncio.to_thread(self._agent.enter, accepted, archive, self._folder)
         if error and not self._refused:
@@ -354,7 +358,7 @@ class _Membership:
             self._tasks[number].cancel()  # it is not started yet
 
     def _forward_log(self, process: _Process) -> bool:
-        """Send what is new in a log, and return whether there was anything."""
+        """Send what is new in a log; return False if there was nothing."""
         try:
             data = os.pread(process.log.fileno(), LOG_BYTES, process.sent)
         except OSError:

@@ -1,8 +1,8 @@
-"""The beginning of a connection between a host's agent and the controller: each proves
-to the other that it knows the run's secret, which never crosses the network.
+"""The handshake between a host's agent and the controller: each proves to the other
+that it knows the run's secret, which is never sent.
 
-The frames that follow are neither encrypted nor signed: hosts of a run share a network
-that no other party can read (`docs/SECURITY.md`).
+The frames that follow are neither encrypted nor signed: the network between the hosts
+of a run must be private (`docs/SECURITY.md`).
 """
 
 import asyncio
@@ -17,17 +17,17 @@ GREETING = b"rollweave host 1\n"
 NONCE_BYTES = 32
 MAC_BYTES = 32
 REFUSED = bytes(MAC_BYTES)
-"""The controller's answer to a wrong proof."""
+"""Answer of the controller to a wrong proof."""
 
 HANDSHAKE_S = 5.0
 """Maximum seconds that a handshake takes."""
 
 
 async def admit(sock: socket.socket, secret: bytes) -> bool:
-    """Greet a connection that was accepted; return False for one that does not know the
-    secret.
+    """Complete the handshake with the agent that has connected; return False if it does
+    not know the secret.
 
-    Raises OSError and TimeoutError for a connection that ends or is silent.
+    Raises OSError if the connection ends, and TimeoutError if the agent is silent.
     """
     loop, ours = asyncio.get_running_loop(), os.urandom(NONCE_BYTES)
     async with asyncio.timeout(HANDSHAKE_S):
@@ -43,8 +43,8 @@ async def admit(sock: socket.socket, secret: bytes) -> bool:
 async def introduce(sock: socket.socket, secret: bytes, *, where: str) -> None:
     """Complete the handshake with the controller at `where`.
 
-    Raises `HostError` if the other end is no controller of this secret, and OSError and
-    TimeoutError as `admit` does.
+    Raises `HostError` if the other end is no controller, or does not know the secret,
+    and OSError and TimeoutError as `admit` does.
     """
     loop, ours = asyncio.get_running_loop(), os.urandom(NONCE_BYTES)
     async with asyncio.timeout(HANDSHAKE_S):

@@ -1,9 +1,8 @@
-"""The hosts of one run, from the first that joins to the end: they are gathered before
-the world starts, and reported to it afterwards.
+"""The hosts of one run. They are gathered before the world starts; later changes are
+reported to it.
 
 Without a cluster this machine is the only host, and nothing listens. With one, agents
-join the controller, which starts no engine, rank or worker on its own machine unless an
-agent is there.
+join the controller; its own machine is a host only if an agent runs there.
 """
 
 import asyncio
@@ -31,8 +30,8 @@ from rollweave.schema.events import Event, HostJoined, HostLost
 from rollweave.schema.hosts import HostAccepted, HostSlot, Resources
 
 SECRET_VARIABLE = "ROLLWEAVE_HOST_SECRET"
-"""Environment variable with the secret of the run, for controller and agents alike, in
-place of its file.
+"""Environment variable with the secret of the run, which controller and agents may read
+in place of its file.
 """
 
 SECRET_BYTES = 32
@@ -46,7 +45,9 @@ class _Member:
 
 
 class GatheredHosts:
-    """The hosts of a run, or of a program's own roles. `say` receives lines for the user."""
+    """The hosts of a run, or of a role of the user's program. `say` receives lines for
+    the user.
+    """
 
     def __init__(
         self,
@@ -59,8 +60,8 @@ class GatheredHosts:
         user: UserFiles | None = None,
         say: Callable[[str], None],
     ) -> None:
-        """`relays` is the number of hosts that this machine stands for without a
-        cluster; each host of a cluster gets the files of `user`.
+        """Without a cluster, this machine stands for `relays` hosts. Each host of a
+        cluster gets the files of `user`.
         """
         self._cluster, self._pools, self._run = cluster, pools, run
         self._user = user or UserFiles()
@@ -72,21 +73,21 @@ class GatheredHosts:
         self._listener: HostListener | None = None
         self._launcher: Launcher | None = None
         self._where = ""
-        """Where the controller listens."""
+        """Address and port on which the controller listens."""
         self._pending: list[str] = []
-        """Why the launcher has not started some agents yet."""
+        """Reports of the launcher about agents that have not started yet."""
         self._refusal = ""
-        """Why a host cannot join, if a launcher starts them."""
+        """Reason why a host that a launcher started cannot join."""
         self.hosts: Hosts = hosts_here(relays)
         self.slots: tuple[HostSlot, ...] = ()
         """The hosts with which the world starts; empty for this machine alone."""
 
     async def gather(self) -> None:
-        """Have agents started if a launcher does that, and wait until as many hosts have
-        joined as the configuration asks for.
+        """Start the launcher, if there is one, and wait until `cluster.hosts` hosts
+        have joined.
 
-        Raises `ConfigError` if they do not in time or cannot, or if the address is not
-        free.
+        Raises `ConfigError` if they do not join in time or cannot join, or if the
+        address is not free.
         """
         cluster = self._cluster
         if cluster is None:
@@ -123,8 +124,8 @@ class GatheredHosts:
         self.slots = tuple(self._slot(member) for member in self._members.values())
 
     async def _until_joined(self, wanted: int) -> None:
-        """Wait for so many hosts. Raises `ConfigError` if one that a launcher starts
-        cannot join.
+        """Wait until `wanted` hosts have joined. Raises `ConfigError` if one that a
+        launcher has started cannot join.
         """
         while len(self._members) < wanted:
             if self._refusal and self._launcher is not None:
@@ -133,7 +134,7 @@ class GatheredHosts:
             await self._changed.wait()
 
     async def _name_long_wait(self, hosts: int) -> None:
-        """Say from time to time which hosts have joined."""
+        """Report from time to time which hosts have joined."""
         began = time.monotonic()
 
         def waits() -> list[Wait]:
@@ -144,9 +145,8 @@ class GatheredHosts:
         await name_long_waits(waits, clock=time.monotonic, report=lambda _, line: self._say(line))
 
     def report_to(self, post: Callable[[Event], None]) -> None:
-        """Post an event for every host that joins or is lost from now on.
-
-        Hosts that have changed since `gather` are reported at once.
+        """Post an event for every host that joins or is lost from now on, and at once
+        for those that have joined or were lost since `gather`.
         """
         self._post = post
         numbers = {member.number for member in self._members.values()}
@@ -159,7 +159,7 @@ class GatheredHosts:
                 post(HostJoined(host=self._slot(member)))
 
     def present(self) -> dict[str, Resources]:
-        """Return what each host has that has joined, by its name."""
+        """Return the resources of each host that has joined, by its name."""
         return {name: member.remote.resources for name, member in self._members.items()}
 
     async def close(self) -> None:
@@ -203,8 +203,8 @@ class GatheredHosts:
         return listener
 
     def _secret(self) -> bytes:
-        """Return the secret that the environment sets, or that of the run, which is made
-        if there is none.
+        """Return the secret in the environment, or else that of the run, which is
+        created if it does not exist.
         """
         if text := os.environ.get(SECRET_VARIABLE, "").strip():
             return text.encode()
@@ -249,7 +249,7 @@ class GatheredHosts:
 def slot_of(
     pools: Mapping[str, PoolConfig], number: int, name: str, resources: Resources
 ) -> HostSlot:
-    """Return host `number` with these resources."""
+    """Return the host of this number and name, with its devices and pools."""
     return HostSlot(
         number=number,
         name=name,

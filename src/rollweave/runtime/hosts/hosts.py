@@ -1,5 +1,5 @@
-"""The hosts of a run by number: where their processes are started, and the addresses on
-which these listen.
+"""The hosts of a run by number: how processes are started there, and the addresses on
+which they listen.
 """
 
 import ipaddress
@@ -11,10 +11,10 @@ from rollweave.io.child import Spawn, spawn
 LOOPBACK = ipaddress.IPv4Address("127.0.0.1")
 
 FIRST_ADDRESS = ipaddress.IPv4Address("127.0.0.2")
-"""Address of host 0 of several that stand for hosts on one machine; the others have the
+"""Address of host 0 if one machine stands for several hosts; the others have the
 following addresses.
 
-Each loopback address looks like a host of its own, and `tc` can tell them apart.
+Processes see each loopback address as a separate host, and so does `tc`.
 """
 
 
@@ -32,19 +32,19 @@ class Host:
         return self.spawn is spawn
 
     def environment(self, devices: Sequence[int]) -> Mapping[str, str]:
-        """Return what makes only these GPUs visible to a process."""
+        """Return variables that make only these GPUs visible to a process."""
         if not devices:
             return {}
         return {
             "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)),
-            # as the driver's program counts them
+            # CUDA counts GPUs as the driver's program lists them
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         }
 
 
 @dataclass(kw_only=True)
 class Hosts:
-    """All hosts of a run. A number is never used for another host."""
+    """All hosts of a run. A number is never used again for another host."""
 
     by_number: dict[int, Host] = field(default_factory=dict)
 
@@ -62,7 +62,7 @@ class Hosts:
 
 
 def hosts_here(count: int) -> Hosts:
-    """Return this machine as the hosts of a run: one, or `count` for so many relays."""
+    """Return this machine as `count` hosts with a relay each, or as one host without."""
     if not count:
         return Hosts(by_number={0: Host(name="this host", address=str(LOOPBACK))})
     return Hosts(

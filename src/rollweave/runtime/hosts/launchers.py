@@ -1,8 +1,8 @@
-"""Start the agents of a run, so that the user need not: on this machine, or on the nodes
-of a Ray cluster.
+"""Start the agents of a run in place of the user: on this machine, or on the nodes of a
+Ray cluster.
 
-Invariants: an agent that ends before the run does is started again; agents end with the
-controller, in whatever way it ends.
+Invariants: an agent that ends before the run is started again; agents end with the
+controller, even if it is killed.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from typing import Protocol
 from rollweave.io.child import ChildProcess, spawn
 from rollweave.io.extras import how_to_install, missing_from
 from rollweave.io.wire import decoder_of, encode
+from rollweave.runtime.hosts.hosts import LOOPBACK
 from rollweave.runtime.hosts.resources import resources
 from rollweave.schema.config.sections import ClusterConfig
 from rollweave.schema.errors import ConfigError, HostError
@@ -31,8 +32,6 @@ from rollweave.schema.hosts import (
     StopAgents,
 )
 
-LOOPBACK = "127.0.0.1"
-
 RETRY_S = 1.0
 """Seconds between the end of an agent on this machine and its next start."""
 
@@ -47,8 +46,8 @@ _decode = decoder_of(RayReport)
 
 @dataclass(frozen=True, kw_only=True)
 class Reach:
-    """What a launcher can reach: `address` is where its hosts reach the controller, and
-    `hosts` their number at present.
+    """The hosts that a launcher can reach: `hosts` is their number at present,
+    `address` that at which they reach the controller.
     """
 
     address: str
@@ -62,10 +61,10 @@ class Launcher(Protocol):
         """Find the hosts. Raises ConfigError."""
 
     def start(self, controller: tuple[str, int], secret: bytes) -> None:
-        """Start an agent on each host from now on."""
+        """Start an agent on each host, and keep one there."""
 
     async def close(self) -> None:
-        """End all agents, which the controller has released, and wait for their end."""
+        """Wait until all agents, which the controller has released, have ended."""
 
 
 def launcher_of(
@@ -74,8 +73,8 @@ def launcher_of(
     """Return the launcher that the configuration names; None if the user starts the
     agents.
 
-    `say` receives lines for the user, `fail` why an agent cannot be started. Raises
-    ConfigError.
+    `say` receives lines for the user, and `fail` the reason why an agent cannot be
+    started. Raises ConfigError.
     """
     match cluster.launcher:
         case "local":
@@ -96,7 +95,7 @@ def check_launcher(cluster: ClusterConfig) -> None:
 
 
 class LocalLauncher:
-    """Starts several agents on this machine, among which its cores and GPUs are divided."""
+    """Starts several agents on this machine, and divides its cores and GPUs among them."""
 
     def __init__(self, cluster: ClusterConfig, logs: Path) -> None:
         assert cluster.hosts is not None, "it is checked with the configuration"
@@ -112,7 +111,7 @@ class LocalLauncher:
             self._resources = await asyncio.to_thread(resources)
         except HostError as error:
             raise ConfigError(str(error)) from None
-        return Reach(address=LOOPBACK, hosts=self._count)
+        return Reach(address=str(LOOPBACK), hosts=self._count)
 
     def start(self, controller: tuple[str, int], secret: bytes) -> None:
         """Start all agents."""
@@ -121,7 +120,7 @@ class LocalLauncher:
         for number in range(self._count):
             spec = AgentSpec(
                 name=f"local-{number}",
-                address=LOOPBACK,
+                address=str(LOOPBACK),
                 controller=controller,
                 secret=secret,
                 join_s=self._join_s,
@@ -156,10 +155,10 @@ class LocalLauncher:
 
 
 class RayLauncher:
-    """Has Ray start one agent on each of its nodes, by a process that is Ray's driver
-    (`runtime/hosts/on_ray`).
+    """Lets Ray start an agent on each of its nodes, through a child process that is
+    Ray's driver (`runtime/hosts/on_ray`).
 
-    Ray stays out of the controller, which it would end with its own node.
+    The controller itself does not connect to Ray, which would end it with its node.
     """
 
     def __init__(
@@ -193,14 +192,14 @@ class RayLauncher:
             raise ConfigError(self._unreachable(f"no answer in {RAY_CONNECT_S:g} s")) from None
 
     def start(self, controller: tuple[str, int], secret: bytes) -> None:
-        """Have an agent started on every node, and on each that joins the cluster."""
+        """Start an agent on every node, and on each that joins the cluster."""
         assert self._driver is not None, "it is open"
         self._driver.send(
             encode(StartAgents(controller=controller, secret=secret, join_s=self._cluster.join_s))
         )
 
     async def close(self) -> None:
-        """Leave the cluster, which ends what is left of the agents."""
+        """Leave the cluster; Ray then ends the agents that are left."""
         self._closing = True
         if self._driver is not None:
             self._driver.send(encode(StopAgents()))
@@ -231,7 +230,7 @@ class RayLauncher:
 
 
 async def _end(processes: list[ChildProcess]) -> None:
-    """Wait until these processes have ended, and kill those that take too long."""
+    """Wait until these processes have ended; kill those that take too long."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(CLOSE_S):
             await asyncio.gather(*(process.gone() for process in processes))

@@ -1,10 +1,10 @@
 """The controller's side of other hosts: a listener that agents join, and one
 `RemoteHost` for each of them.
 
-Invariants: no message is read before the handshake; a host counts as lost as soon as
-its connection ends or has been silent for `SILENT_S`, and `on_lost` is then called
-exactly once, before every process of the host reports its end; a name is that of at
-most one host at a time.
+Invariants: no message is read before the handshake; a host counts as lost once its
+connection has ended or was silent for `SILENT_S`, and `on_lost` is then called exactly
+once, before the processes of the host report their ends; no two hosts have the same
+name.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ from rollweave.schema.hosts import (
 
 SILENT_S = 4.0
 """Seconds without a sign of life after which a host counts as lost: more than a busy
-machine delays one, and little enough that the run goes on within five seconds.
+machine delays one, and few enough that the run continues within five seconds.
 """
 
 LEASE_S = 10.0
@@ -53,21 +53,21 @@ LEASE_S = 10.0
 """
 
 DRAIN_S = 2.0
-"""Maximum seconds between the two reports of a process's end: that of its connection,
-and that of the agent.
+"""Maximum seconds between the two signs of a process's end: that of its connection, and
+the agent's report.
 """
 
 FIRST_FRAME_S = 5.0
 """Maximum seconds between the handshake and the message that follows it."""
 
 MAX_UNAUTHENTICATED = 64
-"""Maximum number of connections that are in the handshake; further ones are closed."""
+"""Maximum number of connections in the handshake; further ones are closed."""
 
 CONTROL_BYTES = 4 << 20
-"""Maximum size of an agent's message: a chunk of a log is smaller."""
+"""Maximum size of an agent's message; the largest has a piece of a log."""
 
 PART_BYTES = 1 << 20
-"""Maximum bytes of the user's files in one message: each message is a sign of life."""
+"""Maximum bytes of the user's files in one message, each of which is a sign of life."""
 
 _decode = decoder_of(AgentMessage)
 
@@ -117,7 +117,7 @@ class RemoteProcess:
         await self._gone.wait()
 
     def attach(self, sock: socket.socket) -> None:
-        """Use the connection that the agent has opened for this process."""
+        """Take over the connection that the agent has opened for this process."""
         if self._error or self._ended is not None or self._frames is not None:
             sock.close()
             return
@@ -132,7 +132,7 @@ class RemoteProcess:
             log.write(data)
 
     def on_ended(self, ended: ProcessEnded) -> None:
-        """Take the agent's report that the process is reaped."""
+        """Handle the agent's report that the process has ended."""
         self._ended = ended
         if self._frames is None or self._frames.closed:
             self._finish()
@@ -140,7 +140,7 @@ class RemoteProcess:
             self._within(DRAIN_S, self._frames.close)
 
     def on_host_lost(self, reason: str) -> None:
-        """End with the host: the process can no longer be reached."""
+        """Report the end of the process, which can no longer be reached."""
         self._error = self._error or reason
         if self._frames is not None:
             self._frames.close()
@@ -181,7 +181,7 @@ class RemoteProcess:
 
 class RemoteHost:
     """A host that has joined. `spawn` starts processes there, as `io/child.spawn` does
-    here.
+    on this machine.
     """
 
     def __init__(self, joined: JoinHost, sock: socket.socket, *, silent_s: float) -> None:
@@ -189,7 +189,9 @@ class RemoteHost:
         self._silent_s = silent_s
         self._loop = asyncio.get_running_loop()
         self.on_lost: Callable[[str], None] = lambda _: None
-        """Receives the reason of the loss, before the host's processes report theirs."""
+        """Receives the reason of the loss, before the host's processes report their
+        ends.
+        """
         self.gone = asyncio.Event()
         """Set once the host is lost or released."""
         self._control = FramedSocket(
@@ -200,7 +202,7 @@ class RemoteHost:
         self._reason = ""
         self._missed = 0
         self._received = asyncio.Event()
-        """Set at the next message, and at the end."""
+        """Set by the next message, and when the connection ends."""
         self._timer = self._loop.call_later(ALIVE_S, self._tick)
         self._processes: dict[int, RemoteProcess] = {}
         self._numbers = itertools.count()
@@ -238,7 +240,7 @@ class RemoteHost:
         return process
 
     def kill(self, process: RemoteProcess) -> None:
-        """Let the agent kill a process."""
+        """Request that the agent kill a process."""
         self._control.send(encode(KillProcess(process=process.number)))
 
     def attach(self, message: AttachProcess, sock: socket.socket) -> None:
@@ -258,13 +260,13 @@ class RemoteHost:
         return not self._control.closed
 
     def accept(self, accepted: HostAccepted, archive: bytes) -> None:
-        """Tell the agent that its host belongs to the run, and send it the user's files."""
+        """Accept the host, and send it the user's files."""
         self._control.send(encode(accepted))
         for start in range(0, len(archive), PART_BYTES):
             self._control.send(encode(UserFiles(data=archive[start : start + PART_BYTES])))
 
     def release(self) -> None:
-        """Let the agent end all its processes and leave, because the run is over."""
+        """Request that the agent end all its processes and leave: the run is over."""
         self._control.send(encode(ReleaseHost()))
 
     def lose(self, reason: str) -> None:
@@ -293,10 +295,10 @@ class RemoteHost:
                 raise WireError(f"{type(other).__name__} is out of place")
 
     def _tick(self) -> None:
-        """Send a sign of life, and count those that are missing.
+        """Send a sign of life, and count those of the agent that are missing.
 
-        The clock stands still while our own event loop does, so that a busy controller
-        loses no host.
+        Ticks stop while our own event loop is blocked, so that a busy controller loses
+        no host.
         """
         self._missed += 1
         if self._missed * ALIVE_S > self._silent_s:
@@ -321,10 +323,9 @@ class RemoteHost:
 class HostListener:
     """Admits agents that know `secret`.
 
-    Each host that joins gets `accepted` and `archive`, the user's files. All callbacks
-    run on the event loop. `on_refused` receives why a host cannot join;
-    `on_lost` receives the reason of a loss, and is not called for hosts that `close`
-    releases.
+    Each host that joins receives `accepted` and `archive`, the user's files. All
+    callbacks run on the event loop. `on_refused` receives the reason why a host cannot
+    join, `on_lost` that of a loss; it is not called for hosts that `close` releases.
     """
 
     def __init__(
@@ -399,7 +400,7 @@ class HostListener:
                 self._tasks.spawn(self._greet(sock), "greet a host")
 
     async def _greet(self, sock: socket.socket) -> None:
-        """Complete the handshake, and pass the connection on by its first message."""
+        """Complete the handshake, and dispatch the connection by its first message."""
         try:
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -427,10 +428,10 @@ class HostListener:
                 sock.close()
 
     async def _join(self, sock: socket.socket, joined: JoinHost) -> None:
-        """Admit a host, or tell its agent and the user why not.
+        """Admit a host, or report to its agent and to the user why it is refused.
 
-        A host that was started again may join before the loss of the former one is
-        noticed.
+        A host of the same name may still be listed because its loss was not noticed
+        yet.
         """
         former = self._hosts.get(joined.name)
         if former is not None:
@@ -453,7 +454,7 @@ class HostListener:
         self._on_joined(host)
 
     def _check(self, joined: JoinHost) -> None:
-        """Raise `HostError` for a host that must not join."""
+        """Raise `HostError` if the host must not join."""
         if self._closing:
             raise HostError("the run is over")
         if joined.package != VERSION:

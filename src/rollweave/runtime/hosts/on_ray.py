@@ -1,9 +1,9 @@
-"""One agent on each node of a Ray cluster, as an actor that reserves all of the node's
-CPUs, GPUs and named resources, so that Ray gives them to no other work.
+"""One agent on each node of a Ray cluster: an actor that reserves all CPUs, GPUs and
+named resources of the node, so that Ray gives them to no other work.
 
-Ray places the agents and ends them; it carries none of the run's data. This module runs
-in the driver, a process of its own, with which Ray ends all actors. Ray is imported
-only here.
+Ray starts and ends the agents; it carries none of the run's data. This module runs in a
+separate process, Ray's driver, and Ray ends all actors with it. Only this module
+imports Ray.
 """
 
 import asyncio
@@ -24,25 +24,25 @@ PROBE_S = 5.0
 """Maximum seconds for a connection to Ray's address."""
 
 SETTINGS = {
-    # the maximum for a request to Ray's head, and to find a node on this machine
+    # maximum of a request to Ray's head, and of the search for a node on this machine
     "RAY_gcs_server_request_timeout_seconds": "15",
-    # the log has each line of each agent, and is no terminal
+    # each line of each agent belongs in the log, which is no terminal
     "RAY_DEDUP_LOGS": "0",
     "RAY_COLOR_PREFIX": "0",
 }
-"""Environment variables of Ray that its driver sets unless the user does."""
+"""Environment variables of Ray that its driver sets unless the user has set them."""
 
 RETRY_S = 10.0
-"""Seconds between the failure of an agent and its next start on that node."""
+"""Seconds between the end of an agent and the next start on its node."""
 
 PENDING_S = 10.0
-"""Seconds after which an agent that Ray has not placed is reported."""
+"""Seconds after which an agent that Ray has not started yet is reported."""
 
 RAYS_OWN = frozenset(("CPU", "GPU", "memory", "object_store_memory"))
-"""Resources that every node of Ray may have."""
+"""Names of the resources that Ray itself gives to nodes."""
 
 ACCELERATOR = "accelerator_type:"
-"""Prefix of the resource by which Ray names the kind of a node's GPUs."""
+"""Prefix of the resource that names the kind of a node's GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,15 +59,15 @@ class Node:
     """Names by which a pool may select the node: its resources and kinds of GPUs."""
 
     def describe(self) -> str:
-        """Return what an agent reserves, as text."""
+        """Describe what an agent reserves there."""
         amounts = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
         return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items() if amount)
 
 
 def nodes_of(table: Iterable[Mapping[str, Any]]) -> dict[str, Node]:
-    """Return the living nodes of Ray's table, by id, on which Ray may start work.
+    """Return the nodes of Ray's table, by id, that are alive and have CPUs or GPUs.
 
-    Ids distinguish nodes of the same name.
+    The names of nodes that share one get parts of their ids.
     """
     found: dict[str, Node] = {}
     for row in table:
@@ -155,7 +155,7 @@ class Agents:
         self._running: dict[str, _Running] = {}
         self._failures: list[AgentEnded] = []
         self._not_before: dict[str, float] = {}
-        """When an agent may be started again, by the node's id."""
+        """Time from which an agent may be started again, by the node's id."""
 
     def poll(self) -> None:
         """Start an agent on each node that has none, and report those that ended."""
@@ -192,7 +192,7 @@ class Agents:
         )
 
     def _ended(self, running: _Running) -> None:
-        """Report why an agent ended, unless its run is over or Ray has lost the node."""
+        """Report why an agent ended, unless the run is over or Ray has lost the node."""
         self._not_before[running.node.id] = time.monotonic() + RETRY_S
         try:
             self._ray.get(running.ended)
@@ -203,7 +203,7 @@ class Agents:
                 self._failed(running.node, error)
 
     def _failed(self, node: Node, error: BaseException) -> None:
-        """Report an error of this node's agent once."""
+        """Report an error of this node's agent, but only once."""
         ended = AgentEnded(host=node.name, error=_one_line(error))
         if ended not in self._failures:
             self._failures.append(ended)
@@ -225,6 +225,6 @@ class Agents:
 
 
 def _one_line(error: BaseException) -> str:
-    """Return the first line of an error that says anything."""
+    """Return the first line of an error that is not empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

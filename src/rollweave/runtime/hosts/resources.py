@@ -1,7 +1,7 @@
-"""What this host has for a run: CPU cores, memory and GPUs.
+"""The resources of this host: CPU cores, memory and GPUs.
 
-GPUs are listed by the driver's own program, since importing torch takes seconds and
-memory, which an agent does not need.
+The driver's program (nvidia-smi) lists the GPUs: an agent does not need torch, which
+takes seconds and memory to import.
 """
 
 import os
@@ -14,7 +14,7 @@ from rollweave.schema.errors import HostError
 from rollweave.schema.hosts import Device, Resources
 
 LIST_S = 20.0
-"""Maximum seconds that the driver's program takes."""
+"""Maximum seconds for the driver's program."""
 
 QUERY = ("--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits")
 

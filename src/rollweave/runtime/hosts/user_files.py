@@ -1,9 +1,9 @@
 """The user's modules and files that every host of a run gets: the controller packs
 them, and each agent unpacks them into a folder that is removed when it leaves the run.
 
-Rollout workers need the modules, files and folders that the tasks name, and workers of
-the user's own their modules or scripts, as far as these are below the controller's working
-directory. `cluster.files` adds to them.
+Of what lies below the controller's working directory, rollout workers need the modules,
+files and folders that the tasks name; a worker of a role needs its module or script.
+`cluster.files` adds to them.
 """
 
 import gzip
@@ -27,7 +27,7 @@ from rollweave.schema.errors import ConfigError, HostError
 from rollweave.schema.hosts import UserModule
 
 BYTES = 64 << 20
-"""Maximum bytes of all files: code and prompts, no data sets."""
+"""Maximum bytes of all files: enough for code and prompts, not for data sets."""
 
 FILES = 10_000
 """Maximum number of files and folders."""
@@ -39,7 +39,7 @@ UNPACK_S = 60.0
 """Maximum seconds to unpack the files."""
 
 REFERENCE = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*")
-"""Pattern of an option that may name a function of the user's."""
+"""Pattern of an option that may name one of the user's functions."""
 
 PATH = re.compile(r"[^/\n][^\n]{0,1000}[./][^\n]*")
 """Pattern of an option that may name a file."""
@@ -47,8 +47,8 @@ PATH = re.compile(r"[^/\n][^\n]{0,1000}[./][^\n]*")
 
 @dataclass(frozen=True, kw_only=True)
 class UserFiles:
-    """What processes on the hosts need: `modules`, and files and folders at `paths`
-    relative to the working directory.
+    """The modules that processes on the hosts need, and the files and folders, whose
+    `paths` are relative to the working directory.
     """
 
     modules: tuple[UserModule, ...] = ()
@@ -56,7 +56,7 @@ class UserFiles:
 
 
 def of_run(config: RunConfig) -> UserFiles:
-    """Return what the rollout workers of a run need."""
+    """Return the modules and files that the rollout workers of a run need."""
     if not config.workers.count:
         return UserFiles()
     return UserFiles(
@@ -71,7 +71,7 @@ def of_run(config: RunConfig) -> UserFiles:
 
 
 def of_worker(reference: str) -> UserFiles:
-    """Return what a worker of the user's own needs: its module or script."""
+    """Return the module or script that a worker of a role needs."""
     path = reference.rpartition(":")[0]
     if "/" in path:
         return UserFiles(paths=(path,) if _is_below(path) else ())
@@ -79,7 +79,9 @@ def of_worker(reference: str) -> UserFiles:
 
 
 def variables(names: Iterable[str]) -> dict[str, str]:
-    """Return the variables of `cluster.env`. Raises ConfigError for one that is not set."""
+    """Return the variables that `cluster.env` names. Raises ConfigError for one that is
+    not set.
+    """
     for name in names:
         if name not in os.environ:
             raise ConfigError(f"cluster.env must name variables that are set, got {name}")
@@ -87,8 +89,8 @@ def variables(names: Iterable[str]) -> dict[str, str]:
 
 
 def pack(user: UserFiles, listed: Iterable[str]) -> bytes:
-    """Return an archive of what `user` needs and of those that `cluster.files` lists; b""
-    if there are none.
+    """Return an archive of the files of `user` and of those `listed` in
+    `cluster.files`; b"" if there are none.
 
     Raises ConfigError.
     """
@@ -125,7 +127,7 @@ def unpack(archive: bytes, digest: bytes, folder: Path) -> None:
     bounds = unpacking.Bounds(bytes=2 * BYTES, members=2 * FILES, depth=DEPTH, seconds=UNPACK_S)
     try:
         unpacking.unpack(io.BytesIO(archive), top, bounds)
-    except Exception as error:  # each decompressor has exceptions of its own
+    except Exception as error:  # each decompressor raises other exceptions
         raise HostError(f"the user's files must be unpacked, got {error}") from error
     finally:
         os.close(top)
@@ -164,7 +166,7 @@ def _found(module: str) -> ModuleSpec | None:
 
 
 def _own(modules: Iterable[UserModule], here: Path) -> Iterator[Path]:
-    """Return the files and folders of those modules that lie in the directory `here`."""
+    """Return the files and folders of the modules that lie in the directory `here`."""
     for needed in modules:
         spec = _found(needed.module)
         if spec is None:
@@ -174,9 +176,9 @@ def _own(modules: Iterable[UserModule], here: Path) -> Iterator[Path]:
 
 
 def _named(task: TaskConfig) -> Iterator[str]:
-    """Return the files and folders that options name by relative paths.
+    """Return the relative paths of files and folders among a task's options.
 
-    A name without a slash or a dot may be anything else.
+    An option without a slash or a dot is not taken for a path.
     """
     for value in task.options.values():
         for name in value if isinstance(value, list) else [value]:
@@ -199,7 +201,7 @@ def _chosen(files: Iterable[str], here: Path) -> Iterator[Path]:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Return the regular files at or below a path, without hidden and compiled ones."""
+    """Return the regular files at or below a path, except hidden and compiled ones."""
     if not path.is_dir():
         yield path
         return
