@@ -1,9 +1,9 @@
-"""Clusters of workers for programs: RollArt's interface for roles of the user's own
-(RollArt §5, Listing 2), on this machine or on the hosts of a `[cluster]`.
+"""The interface by which a program runs its own roles (RollArt §5, Listing 2), on this
+machine or on the hosts of a `[cluster]`.
 
-A call blocks its thread; an event loop on another thread starts the workers and waits for
-them. Invariant: after `close`, which ends the `with` block, no process of the cluster is
-left.
+A call blocks its thread; an event loop on another thread starts the workers and waits
+for them. Invariant: after `close`, with which the `with` block ends, no process of the
+cluster is left.
 """
 
 import inspect
@@ -29,17 +29,15 @@ W = TypeVar("W", bound=Worker)
 
 
 class Cluster(Generic[W]):
-    """The workers of one role, which are called as one: each method that `worker`
-    registers is a method of the cluster.
+    """The workers of one role, which are called as one object: each registered method
+    of the class `worker` is a method of the cluster.
 
-    ```
-    with Cluster(MyWorker, 2) as workers:
-        results = workers.method(argument)
-    ```
+    ``` with Cluster(MyWorker, 2) as workers: results = workers.method(argument) ```
 
-    A call raises TypeError for arguments that do not suit the method, `WorkerError` if
-    the method raised, and `WorkerLostError` if a worker's process or host is lost, or if
-    it did not answer in time; all workers then end. Any thread may call.
+    A call raises TypeError for arguments that do not fit the parameters of the method
+    or cannot be sent, and `WorkerError` if the method raised. It raises
+    `WorkerLostError` if the process or host of a worker is lost, or if a worker did not
+    answer in time; all workers then end. Any thread may call.
     """
 
     def __init__(
@@ -54,17 +52,19 @@ class Cluster(Generic[W]):
         start_s: float = 300.0,
         directory: str | os.PathLike[str] = "runs",
     ) -> None:
-        """Start the workers, ranked in the order of `resources`; a number stands for so
-        many workers without GPUs. Each is constructed with `arguments`.
+        """Start the workers. Their ranks are in the order of `resources`, or
+        `resources` is the number of workers without GPUs. Each is constructed with
+        `arguments`.
 
-        `cluster` has the settings of the section `[cluster]` of a run (`docs/CLUSTER.md`);
-        without it, the workers run on this machine. A call takes at most `timeout_s`
-        seconds unless its method is registered with another limit, and the start at most
-        `start_s`. The output of the workers is in `directory`/`name`/logs; `name` is that
-        of the class in lower case, if it is not given.
+        `cluster` has the settings of the section `[cluster]` of a run
+        (`docs/CLUSTER.md`); without it, the workers run on this machine. The start
+        takes at most `start_s` seconds; a call takes at most `timeout_s` unless its
+        method is registered with another limit. The output of the workers is in
+        `directory`/`name`/logs; `name` is by default that of the class, in lower case.
 
-        Raises ConfigError for settings that are wrong, TypeError for arguments that do not
-        suit the constructor, and what a call raises for workers that cannot be constructed.
+        Raises ConfigError for wrong settings, TypeError for arguments that do not suit
+        the constructor, and `WorkerError` or `WorkerLostError`, as a call does, if
+        workers cannot be constructed.
         """
         self.name = name or worker.__name__.lower()
         self._declarations = _declarations(worker)
@@ -154,7 +154,9 @@ def _declarations(worker: type[Worker]) -> dict[str, Declaration]:
 
 
 def _reference(worker: type[Worker]) -> str:
-    """Return how processes find a class. Raises ConfigError for one that they cannot."""
+    """Return the reference by which processes find a class. Raises ConfigError if they
+    cannot find it.
+    """
     name = worker.__qualname__
     if "<locals>" in name:
         raise ConfigError(f"worker must be defined at the top level of a module, got {name}")
@@ -166,7 +168,7 @@ def _reference(worker: type[Worker]) -> str:
     if file is None:
         raise ConfigError(f"worker must be defined in a file, got {name} of an interactive session")
     path = Path(file).absolute()
-    if path.is_relative_to(Path.cwd()):  # which hosts may see under another path
+    if path.is_relative_to(Path.cwd()):  # hosts may have it under another path
         path = Path(path.relative_to(Path.cwd()))
     return f"./{path}:{name}" if not path.is_absolute() else f"{path}:{name}"
 
@@ -192,8 +194,10 @@ def _resources(resources: int | Sequence[WorkerResources]) -> tuple[WorkerResour
 def _check_affinities(
     declared: Mapping[str, Declaration], resources: Iterable[WorkerResources]
 ) -> None:
-    """Raise ConfigError for a domain on hardware that no worker asks for, if any of them
-    asks for some: a program also runs where all hosts are alike.
+    """Raise ConfigError if the hardware of a domain is not among that of `resources`.
+
+    `resources` without any hardware are fine: a program also runs where all hosts are
+    alike.
     """
     offered = dict.fromkeys(name for one in resources for name in one.pools)
     for method, declaration in declared.items():

@@ -1,10 +1,10 @@
 """The workers of one role as a group: they start together, are called as one, and end
 together.
 
-Invariants: the results of a call are in the order of its ranks; a call returns, or
-raises `WorkerError` if its method raised, or `WorkerLostError`; once one worker is lost,
-or is silent beyond a deadline, all are killed, and every later call raises; `lost` is
-done, with the reason, after death, `kill` and `close` alike.
+Invariants: the results of a call are in the order of its ranks; a call returns or
+raises, `WorkerError` if its method raised and `WorkerLostError` otherwise; if a worker
+is lost, or silent beyond a deadline, all are killed, and every later call raises;
+`lost` is done, with the reason, once any worker has ended, also by `kill` or `close`.
 """
 
 import asyncio
@@ -37,18 +37,18 @@ from rollweave.schema.roles import (
 )
 
 CLOSE_S = 5.0
-"""Maximum seconds for workers to end by themselves: an interpreter that has imported
-torch needs seconds to shut down.
+"""Maximum seconds for workers to end after they were asked to: an interpreter that has
+imported torch needs seconds to shut down.
 """
 
 ALONE_S = 15.0
-"""Maximum seconds for the answers of the other ranks after one has reported a failure, if
-they have met in `torch.distributed`: beyond it, they hang in a collective operation.
+"""Maximum seconds between the failure of one rank and the answers of the others, if
+they share a process group: ranks that take longer wait in a collective operation.
 """
 
 CONSTRUCTION_S = 1.0
-"""Maximum seconds to wait for the other constructors after one has raised: theirs may
-report the cause.
+"""Maximum seconds to wait for the other constructors after one has raised: the failure
+of another may be the cause.
 """
 
 _decode = decoder_of(RoleReport)
@@ -56,8 +56,8 @@ _decode = decoder_of(RoleReport)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerPlace:
-    """Where one worker runs: how to start a process there, what to add to its
-    environment, the address of the host, and what the worker has there.
+    """The place of one worker: `spawn` starts its process, with `env` added to its
+    environment, on the host with this address, where it has `hardware` and `devices`.
     """
 
     spawn: Spawn = spawn
@@ -80,9 +80,7 @@ class _Call:
     decode: Callable[[msgspec.Raw], Any]
     failure_of: Callable[[Any], str]
     alone: asyncio.TimerHandle | None = None
-    """Timer that ends the call if the other ranks do not answer after one has
-    failed.
-    """
+    """Timer that ends the call if one rank has failed and the others do not answer."""
 
 
 def _no_failure(_: Any) -> str:
@@ -116,7 +114,7 @@ class WorkerGroup:
         self._next = CONSTRUCTION
         self._closing = False
         self._met = False
-        """Rank 0 has opened the store at which the ranks meet."""
+        """True once rank 0 has opened the store at which the ranks meet."""
         self._children: list[ChildProcess] = []
         self._construction = self._new_call(
             "the constructor", range(len(places)), decode=lambda _: None
@@ -155,11 +153,13 @@ class WorkerGroup:
         return len(self._children)
 
     def calls_of(self, rank: int) -> int:
-        """Return how many calls a rank has not answered."""
+        """Return the number of calls that a rank has not answered."""
         return sum(rank in call.pending for call in self._calls.values())
 
     def waits(self) -> list[Wait]:
-        """Return the calls that are not answered, each with the ranks that are silent."""
+        """Return the calls that are not answered, each with the ranks that owe an
+        answer.
+        """
         return [
             Wait(
                 component=self.name,
@@ -180,11 +180,13 @@ class WorkerGroup:
     def argument(
         self, method: str, parameter: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Return what a call passes for a parameter. Raises TypeError."""
+        """Return the argument of a call for a parameter. Raises TypeError."""
         return self._codecs[method].argument(parameter, args, kwargs)
 
     def encode(self, method: str, *args: Any, **kwargs: Any) -> Arguments:
-        """Encode arguments of a method. Raises TypeError if they do not suit it."""
+        """Encode arguments of a method. Raises TypeError if they do not fit its
+        parameters, or cannot be sent.
+        """
         return self._codecs[method].encode(args, kwargs)
 
     async def call(
@@ -195,12 +197,12 @@ class WorkerGroup:
         within_s: float | None = None,
         failure_of: Callable[[Any], str] = _no_failure,
     ) -> list[Any]:
-        """Call a method on ranks with these arguments, and return the results in the order
-        of the mapping.
+        """Call a method on the ranks that are keys of `arguments`, and return the
+        results in their order.
 
-        `failure_of` returns the error that a result reports, if it reports one. Raises
-        `WorkerError`, `WorkerLostError`, and TypeError for results that are not of the
-        annotated type.
+        `failure_of` returns the error that a result reports, or "". Raises
+        `WorkerError`, also for results that are not of the annotated type, and
+        `WorkerLostError`.
         """
         self._must_live()
         number, call = self._new_call(
@@ -219,7 +221,7 @@ class WorkerGroup:
         return [call.values[rank] for rank in arguments]
 
     async def close(self) -> None:
-        """Let the workers end, and kill those that do not."""
+        """Ask the workers to end, and kill those that do not."""
         if not self.lost.done():
             self._closing = True
             payload = encode(StopWorker())
@@ -232,7 +234,7 @@ class WorkerGroup:
         await asyncio.gather(*(child.gone() for child in self._children))
 
     def kill(self) -> None:
-        """End all workers now, without waiting; `lost` follows."""
+        """Kill all workers, without waiting; `lost` follows."""
         for child in self._children:
             child.kill()
 
@@ -294,7 +296,7 @@ class WorkerGroup:
             return
         call = self._calls.get(message.call)
         if call is None or rank not in call.pending:
-            return  # the caller did not wait for it
+            return  # the caller no longer waits for it
         if isinstance(message, Returned):
             try:
                 call.values[rank] = call.decode(message.value)
@@ -320,7 +322,7 @@ class WorkerGroup:
 
 
 def _give_up(call: _Call) -> None:
-    """End a call with the failures that are known."""
+    """End a call with the failures so far."""
     call.pending.clear()
     _settle(call)
 

@@ -1,5 +1,5 @@
-"""The workers of a role of the user's own: places on hosts, a group of processes there,
-and calls as its methods declare them (RollArt §5.1, §5.2).
+"""A role of the user's program: it places the workers on hosts, starts them as a group,
+and calls them in the mode that each method declares (RollArt §5.1, §5.2).
 """
 
 import asyncio
@@ -30,11 +30,12 @@ MODULE = "rollweave.runtime.entrypoints.role"
 
 
 class WorkerResources(Struct, frozen=True, kw_only=True):
-    """What some workers of a role need: each of `workers` gets `devices` GPUs of one host,
-    or none.
+    """The need of some workers of a role: each of `workers` gets `devices` GPUs of one
+    host.
 
-    `hardware` is a resource that the agent of the host names (`--resource`), or a part of
-    the name of its GPUs. Where such hosts have no free GPUs, those of `fallback` serve.
+    `hardware` is a resource that the agent of the host names (`--resource`), or a part
+    of the name of its GPUs. If hosts with it have no free GPUs, those with the hardware
+    in `fallback` are used, in this order.
     """
 
     workers: int = 1
@@ -44,12 +45,12 @@ class WorkerResources(Struct, frozen=True, kw_only=True):
 
     @property
     def pools(self) -> tuple[str, ...]:
-        """Its hardware in order of preference; none stands for any."""
+        """The hardware in order of preference; empty if any will do."""
         return (self.hardware, *self.fallback) if self.hardware else ()
 
 
 class RoleSpec(Struct, frozen=True, kw_only=True):
-    """A role as a program declares it. `reference` names the class to the processes."""
+    """A role as a program declares it. Processes find the class by `reference`."""
 
     name: str
     reference: str
@@ -60,7 +61,7 @@ class RoleSpec(Struct, frozen=True, kw_only=True):
 
     @property
     def workers(self) -> list[WorkerResources]:
-        """What each rank needs."""
+        """The need of each rank."""
         return [one for one in self.resources for _ in range(one.workers)]
 
 
@@ -109,7 +110,7 @@ class Role:
                 self._task.result()
 
     async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a method as it declares. Raises as `WorkerGroup.call`, and TypeError."""
+        """Call a method in its mode. Raises like `WorkerGroup.call`, and TypeError."""
         declaration, workers = self._declarations[method], self._workers
         ranks = list(range(workers.world_size))
         if declaration.affinity:
@@ -134,14 +135,14 @@ class Role:
         return results if declaration.called in ("execute_all", "execute_each") else results[0]
 
     def _suited(self, declaration: Declaration, tag: object) -> list[int]:
-        """Return the ranks on the hardware of a domain; all if none is on it."""
+        """Return the ranks with the hardware of a domain, or all if none has it."""
         affinity = declaration.affinity
         wanted = affinity.get(str(tag), affinity.get(DEFAULT))
         suited = [rank for rank, hardware in enumerate(self._hardware) if hardware == wanted]
         return suited or list(range(len(self._hardware)))
 
     async def _run(self, opened: "asyncio.Future[None]") -> None:
-        """Hold the hosts and the workers until `close`."""
+        """Keep the hosts and the workers until `close`."""
         async with Tasks() as tasks:
             hosts = GatheredHosts(
                 self._cluster,
@@ -173,7 +174,7 @@ class Role:
                 tasks.cancel_all()
 
     def _started(self, hosts: GatheredHosts) -> WorkerGroup:
-        """Start a worker at each place. Raises ConfigError if there is none for one."""
+        """Start a worker at each place. Raises ConfigError if a rank has no place."""
         spec, present = self._spec, hosts.hosts
         slots = hosts.slots
         if slots:
@@ -214,7 +215,9 @@ class Role:
         )
 
     def _must_serve(self, present: Sequence[Resources]) -> None:
-        """Raise ConfigError for hardware that no host has, nor that of its fallbacks."""
+        """Raise ConfigError if no host has the hardware of a demand or of its
+        fallbacks.
+        """
         empty = {pool.pool: pool for pool in empty_pools(self._pools, present)}
         for one in self._spec.resources:
             if one.pools and all(name in empty for name in one.pools):
@@ -235,8 +238,8 @@ def _places(spec: RoleSpec, hosts: Sequence[HostSlot]) -> list[Binding]:
     places, unbound = bind(demands, hosts)
     lines = [f"{one.role}: {one.reason}" for one in unbound]
     lines += [
-        f"{place.role}: its GPUs must be those of no other worker, got {len(place.devices)} of "
-        "another one: there are too few"
+        f"{place.role}: its GPUs must be those of no other worker, got {len(place.devices)} that "
+        "another has, since there are too few"
         for place in places
         if place.shared
     ]
@@ -259,7 +262,9 @@ def _environment(host: Host, devices: Sequence[int], *, cores: int) -> dict[str,
 def _parts(
     method: str, count: int, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[list[Any], dict[str, Any]]]:
-    """Return the arguments of each of `count` ranks: element by element. Raises TypeError."""
+    """Yield the arguments of each of `count` ranks: one element of every argument.
+    Raises TypeError.
+    """
     for name, value in [*enumerate(args), *kwargs.items()]:
         length = len(value) if isinstance(value, Sized) else None
         if length != count:

@@ -1,9 +1,8 @@
-"""The process of one worker: it executes the calls of its controller
-(`runtime/roles/group`).
+"""The process of one worker: it executes the calls that `runtime/roles/group` sends.
 
-Invariants: calls are executed in the order in which they arrive, except for methods that
-are `beside`; every call is answered once; the process does not outlive its parent
-(`io/parent.py`).
+Invariants: calls are executed one after the other, in the order in which they arrive,
+except for those of methods that are registered with `beside`; every call is answered
+once; the process does not outlive its parent (`io/parent.py`).
 """
 
 import queue
@@ -45,7 +44,7 @@ def serve_worker(load: Callable[[str], type[Worker]]) -> None:
 
 
 class _WorkerProcess:
-    """The process between its parent and its worker; also the `Ranks` of the worker."""
+    """Connects the parent with the worker, as whose `Ranks` it also serves."""
 
     def __init__(self, parent: Parent) -> None:
         self._parent = parent
@@ -78,7 +77,7 @@ class _WorkerProcess:
             made[0].close()
 
     def _made(self, load: Callable[[str], type[Worker]], start: StartWorker) -> Worker:
-        """Make the worker, which knows its place before its constructor runs."""
+        """Make the worker; its attributes are set before its constructor runs."""
         kind = load(start.worker)
         worker = kind.__new__(kind)
         worker.rank, worker.world_size = start.rank, start.world_size
@@ -132,7 +131,7 @@ class _Calls:
 
     def execute(self, command: CallMethod) -> msgspec.Raw:
         """Execute a call, and return its encoded result. Raises what the method raises,
-        and TypeError for values that do not suit it.
+        and TypeError for arguments or a result that do not suit its annotations.
         """
         codec = self._codecs[command.method]
         args, kwargs = codec.decode(command.arguments)

@@ -1,10 +1,10 @@
 """Encode the arguments and results of a method by its annotations.
 
-Values are MessagePack, never pickles: a pickle executes code where it is read, and
-frames between hosts are not signed (`docs/SECURITY.md`), so that anything on the network
-between them could run code in the controller. NumPy arrays are supported, for data of
-any size; structs, dataclasses, tuples and other types that `msgspec` knows arrive as such
-where the method is annotated with them.
+Values are MessagePack, never pickles. A pickle executes code where it is read, and
+frames between hosts are not signed (`docs/SECURITY.md`): whatever can write to the
+network between them could run code in the controller. NumPy arrays carry large data.
+Structs, dataclasses, tuples and other types that `msgspec` knows keep their type if the
+method is annotated with it.
 """
 
 import functools
@@ -21,7 +21,7 @@ from rollweave.schema.packing import packed
 from rollweave.schema.roles import Arguments
 
 ARRAY = 1
-"""MessagePack's code for an array: its type, shape and bytes."""
+"""Code of the MessagePack extension for an array: its type, shape and bytes."""
 
 CALL_BYTES = FRAME_BYTES - (1 << 16)
 """Maximum size of the arguments of a call, and of its result."""
@@ -33,7 +33,7 @@ class MethodCodec:
     """Encodes and decodes the arguments and results of one method, or of a class."""
 
     def __init__(self, function: Callable[..., Any], *, name: str, bound: bool) -> None:
-        """`bound` says that the first parameter is the object itself."""
+        """If `bound`, the first parameter is the object itself."""
         self._name = name
         signature = inspect.signature(function)
         parameters = list(signature.parameters.values())[1 if bound else 0 :]
@@ -79,8 +79,8 @@ class MethodCodec:
         return arguments
 
     def decode(self, arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
-        """Decode the arguments of a call. Raises TypeError for those of other types than
-        the method is annotated with.
+        """Decode the arguments of a call. Raises TypeError for those that are not of
+        the annotated types.
         """
         args = [
             self._decoded(raw, self._at(place), f"argument {place}")
@@ -132,7 +132,7 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 def _decoder(hint: Any) -> "msgspec.msgpack.Decoder[Any]":
     try:
         return msgspec.msgpack.Decoder(hint, dec_hook=_as, ext_hook=_extension)
-    except TypeError:  # an annotation that says nothing about the encoding
+    except TypeError:  # msgspec cannot decode values of this annotation
         return msgspec.msgpack.Decoder(dec_hook=_as, ext_hook=_extension)
 
 
@@ -151,7 +151,7 @@ def _size(raw: msgspec.Raw) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """Return what stands for a value that MessagePack does not know."""
+    """Return the encoding of a value that MessagePack does not support."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray) and not (value.dtype.hasobject or value.dtype.fields):
@@ -170,7 +170,7 @@ def _extension(code: int, data: memoryview) -> Any:
 
 
 def _as(kind: type, value: Any) -> Any:
-    """Accept an object of a class that only Python knows."""
+    """Accept an object of a class that MessagePack does not support."""
     if isinstance(value, typing.get_origin(kind) or kind):
         return value
     raise ValueError(f"expected {kind.__name__}, got {type(value).__name__}")

@@ -1,7 +1,8 @@
-"""Workers, and the declarations of their methods (RollArt §5.2, Listing 1).
+"""The base class of workers, and the declarations of their methods (RollArt §5.2,
+Listing 1).
 
-A worker is an object in a process that a `Cluster` starts. Its registered methods are
-called from the controller; everything else belongs to the worker itself.
+A worker is an object in a process that a `Cluster` starts. Only its registered methods
+can be called from the controller.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ TAG = "tag_name"
 """Parameter of a method with `hw_mapping` that names the domain of a call."""
 
 DEFAULT = "default"
-"""Domain whose hardware serves all domains without one."""
+"""Key of the hardware of all domains that have no other."""
 
 _DECLARATION = "_rollweave_declaration"
 
@@ -31,7 +32,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """How a method is called from the controller."""
+    """The way in which the controller calls a method."""
 
     mode: Mode | None = None
     timeout_s: float | None = None
@@ -40,7 +41,7 @@ class Declaration:
 
     @property
     def called(self) -> Mode:
-        """The declared mode, or that of a method without one."""
+        """The declared mode, or the default."""
         return self.mode or ("execute_one" if self.affinity else "execute_all")
 
 
@@ -50,17 +51,17 @@ def register(
     """Make a worker's method callable from the controller.
 
     With mode "execute_all", the default, every rank gets the same arguments, and the
-    results are a list in the order of ranks. With "execute_each", every argument is a
-    sequence with one element for each rank, and the results are such a list, too. With
-    "execute_one" the worker with the fewest calls executes the call, and with
-    "execute_first" the first rank; the result is that of the method.
+    result is a list in the order of ranks. With "execute_each", every argument is a
+    sequence with one element for each rank, and the result is such a list, too. With
+    "execute_one", the worker with the fewest calls in progress executes the call; with
+    "execute_first", the first rank does. The result is then that of the method.
 
-    With `hw_mapping` only the ranks with the hardware of the call's domain count: its
-    default is "execute_one", and "execute_first" is the first of these ranks.
+    With `hw_mapping`, the mode applies to the ranks with the hardware of the call's
+    domain, and "execute_one" is the default.
 
-    A call takes at most `timeout_s` seconds, by default as many as the `Cluster` allows.
-    A worker executes one call after the other, but those of a method that is `beside`
-    run at once, on separate threads.
+    A call takes at most `timeout_s` seconds, by default as many as the `Cluster`
+    allows. A worker executes one call after the other, except those of a method with
+    `beside`, which run at once, on separate threads.
     """
     if mode is not None and mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
@@ -77,9 +78,9 @@ def hw_mapping(hw_affinity: Mapping[str, str]) -> Callable[[F], F]:
     """Route the calls of a method by their argument `tag_name` to the workers whose
     hardware suits that domain (RollArt §5.2).
 
-    `hw_affinity` maps domains to hardware; "default" stands for all others. Where no
-    worker has that hardware, all of them serve the call. Unless the method is registered
-    with another mode, one of these workers executes it.
+    `hw_affinity` maps domains to hardware; "default" stands for all other domains. If
+    no worker has that hardware, all workers are suitable. One of the suitable workers
+    executes the call, unless the method is registered with another mode.
     """
 
     def declare(method: F) -> F:
@@ -101,14 +102,14 @@ def declarations(worker: type) -> dict[str, Declaration]:
 
 
 def _declared(method: F, **changes: Any) -> F:
-    """Add to the declaration of a method. The two decorators may come in any order."""
+    """Change the declaration of a method. The two decorators may be in any order."""
     former: Declaration = getattr(method, _DECLARATION, Declaration())
     setattr(method, _DECLARATION, dataclasses.replace(former, **changes))
     return method
 
 
 class Ranks(Protocol):
-    """Lets a worker reach the others of its role."""
+    """Lets the workers of a role find each other."""
 
     @property
     def address(self) -> str:
@@ -124,9 +125,9 @@ class Ranks(Protocol):
 class Worker:
     """The base of all workers: subclass it, and register methods.
 
-    The constructor gets the arguments that `Cluster` passes on, in the worker's process.
-    These attributes are set before it runs. A worker that is made without a `Cluster` is
-    the only one of its role.
+    The constructor runs in the worker's process, with the arguments of the `Cluster`.
+    These attributes are set before. A worker that is made without a `Cluster` is the
+    only one of its role.
     """
 
     rank: int = 0
@@ -134,22 +135,24 @@ class Worker:
     world_size: int = 1
     """Number of workers."""
     hardware: str = ""
-    """The class of hardware that it asked for and got, if it asked for one."""
+    """Hardware that was requested for it and that it has; "" if none was requested."""
     devices: tuple[int, ...] = ()
-    """Its GPUs as the host numbers them. It sees no others, and counts these from 0."""
+    """Its GPUs, as the host numbers them. It sees no others, and numbers them from 0.
+    """
 
     _ranks: Ranks | None = None
 
     def close(self) -> None:
-        """Release what the worker holds; called once, before its process ends in order."""
+        """Release what the worker holds; called once before its process ends in order.
+        """
 
     def join_ranks(self, device: str | None = None) -> "RankGroup":
         """Join the other workers in a process group of `torch.distributed`.
 
-        Must be called by all of them, in the constructor or in a method with mode
-        "execute_all". Tensors on a GPU go through NCCL, all others through Gloo. `device`
-        is as in `model.device`, by default the first of the worker's GPUs, or the CPU if
-        it has none.
+        All of them must call it, in the constructor or in a method with mode
+        "execute_all". Tensors on a GPU go through NCCL, all others through Gloo.
+        `device` is as in `model.device`; by default it is the first of the worker's
+        GPUs, or the CPU if it has none.
         """
         from rollweave.io.device import device_named
         from rollweave.train.distributed import join_ranks, join_store, open_store
