@@ -1,4 +1,4 @@
-"""Draw tasks: the task sources are the user's code."""
+"""Draw tasks from task sources, which are the user's code."""
 
 import asyncio
 import functools
@@ -11,14 +11,14 @@ from rollweave.schema.text import shortened
 from rollweave.schema.work import Purpose, Task
 
 DRAW_S = 60.0
-"""Maximum time to draw one task, in seconds: a task source may download, but must not
-hold up the run.
+"""Maximum seconds to draw one task: a task source may download data, but must not stop
+the run.
 """
 
 
 class TaskDrawer:
-    """Draws tasks off the event loop, one at a time: a task source is the user's code,
-    may be slow, and need not be thread-safe.
+    """Draws tasks on a thread, one at a time: a task source may be slow, and need not
+    be thread-safe.
     """
 
     def __init__(

@@ -150,7 +150,7 @@ class _Start:
             # before any other file: a directory with a configuration can be resumed
             self._run.write_config(self._config)
         with TrajectoryStore(self._run.trajectories) as store:
-            # before hosts join: they would take the silence of a long replay for our end
+            # before hosts join: a long replay is silent, and would end their leases
             beginning = recover(self._config, self._run, store)
             return await self._gather_and_run(store, beginning)
 
@@ -175,8 +175,8 @@ class _Start:
                 tasks.cancel_all()
 
     async def _must_fit(self, present: Mapping[str, Resources]) -> None:
-        """Raise `ConfigError` if the hosts that have joined lack what a role needs, or
-        memory. This machine was checked before the run.
+        """Raise `ConfigError` if the hosts that have joined lack memory, or if a pool
+        that is needed has no host. This machine was checked before the run.
         """
         empty = empty_pools(self._config.pools, present.values())
         needed = unserved(self._config, empty)
@@ -184,7 +184,7 @@ class _Start:
             raise ConfigError("\n".join(f"{pool.field} {pool.describe()}" for pool in needed))
         for pool in empty:
             self._show(Warn(component=pool.field, message=f"{pool.describe()}: it has no host yet"))
-        # in a thread, because it may import torch, which takes seconds
+        # in a thread, since it may import torch, which takes seconds
         words = self._source.words()
         must_pass(await asyncio.to_thread(check_joined, self._config, words, present))
 
@@ -285,9 +285,10 @@ class _Start:
             metrics.warned(Warn(component="journal", message=text))
 
     def _first(self, beginning: Beginning, cluster: GatheredHosts) -> RunStarted | WorldLost:
-        """Return the event with which this life begins, with the places of all processes.
+        """Return the event with which this life begins. It has the places of all
+        processes.
 
-        Raises `ConfigError` if there is none for one of them.
+        Raises `ConfigError` if a process has no place.
         """
         config = self._config
         slots, relays = engines_to_start(config, beginning.core.state), config.weights.relays
@@ -377,10 +378,10 @@ class _Start:
 
 
 def machine_of(config: RunConfig, *, relays: int, inproc: bool) -> tuple[HostSlot, ...]:
-    """Return this machine as the hosts of a run with so many relays, and the GPUs to
+    """Return this machine as the hosts of a run with so many relays, each with GPUs to
     which processes are bound.
 
-    Raises `ConfigError` if these cannot be listed.
+    Raises `ConfigError` if the GPUs cannot be listed.
     """
     try:
         gpus = () if inproc else gpus_for(config.model.device)
@@ -484,8 +485,8 @@ class Processes:
         )
 
     def trainer(self, epoch: int, fresh: bool, ranks: Sequence[RankSlot]) -> TrainerBackend:
-        """Start a trainer with these ranks, which warms up if it is `fresh` and not to be
-        restored.
+        """Start a trainer with these ranks. If it is `fresh`, it is not restored, and
+        warms up.
 
         Raises OSError.
         """

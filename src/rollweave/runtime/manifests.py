@@ -35,8 +35,8 @@ class Manifests:
         self._part_hosts = {held: self._part_hosts[held] for held in self._trainer}
 
     def part_hosts(self, weights_id: int) -> tuple[int, ...]:
-        """Return the host of each part of weights in the trainer's memory; none if they
-        are whole.
+        """Return the host of each part of weights in the trainer's memory; empty if
+        they are not in parts.
         """
         return self._part_hosts.get(weights_id, ())
 
@@ -54,7 +54,7 @@ class Manifests:
         self._relays.setdefault(host, {})[manifest.weights_id] = manifest
 
     def keep(self, host: int, weights_ids: Collection[int]) -> None:
-        """Record that a host's relay drops all other weights."""
+        """Record that a host's relay keeps only these of its weights."""
         self._relays[host] = {
             weights_id: manifest
             for weights_id, manifest in self._relays.get(host, {}).items()

@@ -1,6 +1,6 @@
 """The live world of a service: core, rollout pipeline and engines, without a trainer.
 
-Invariants: as of `runtime/world.py`; a result is in the store before its delivery is
+Invariants: those of `runtime/world.py`; a result is in the store before its delivery is
 announced.
 """
 

@@ -1,6 +1,4 @@
-"""Name long waits in the log of a run while they last: `core/waits` lists them, and
-`core/policy/waiting` decides when each is named.
-"""
+"""Report long waits while they last: `core/policy/waiting` decides when each is named."""
 
 import asyncio
 from collections.abc import Callable, Iterable

@@ -32,7 +32,7 @@ the length that the queue of rewards may reach.
 
 
 def waiting_limit(config: RunConfig) -> int:
-    """Return the limit of `rollout/worker.py`."""
+    """Return the `waiting_limit` of `rollout/worker.py`."""
     return WAITING_PER_SLOT * config.rollout.max_running
 
 
@@ -66,10 +66,10 @@ class RolloutRuntime:
         reply_s: float | None = None,
         checkpoint: Callable[[int, int], LoadCheckpoint] | None = None,
     ) -> None:
-        """`execute` receives each command, and `warn` what workers warn of.
+        """`execute` receives each command, and `warn` the warnings of workers.
 
-        `keep_partial_turns` is as in `rollout/pipeline.py`; `reply_s` and `checkpoint` are as
-        in `runtime/supervisors/engines.py`.
+        `keep_partial_turns` is as in `rollout/pipeline.py`; `reply_s` and `checkpoint`
+        are as in `runtime/supervisors/engines.py`.
         """
         clock = wiring.clock.now
         self.tasks = Tasks()

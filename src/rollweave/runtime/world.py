@@ -125,7 +125,7 @@ class World:
         self._effects = Effects(self._handlers(drawn_by), never=(c.Deliver,))
 
     async def run(self, first: RunStarted | WorldLost, *, fresh: bool) -> str:
-        """Live from event `first` until the core says `Finish`; return its error, or
+        """Run from event `first` until the core emits `Finish`; return its error, or
         "".
         """
         with contextlib.closing(self._control):

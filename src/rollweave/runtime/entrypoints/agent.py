@@ -1,4 +1,6 @@
-"""An agent that the controller starts on its own machine (`runtime/hosts/agent.py`)."""
+"""The process of an agent that the controller starts on its own machine
+(`runtime/hosts/agent.py`).
+"""
 
 import asyncio
 import sys
@@ -11,10 +13,10 @@ from rollweave.schema.hosts import AgentSpec
 
 
 def main() -> None:
-    """Serve as the parent specifies, until the run is over."""
+    """Serve until the run is over; the first frame is the `AgentSpec`."""
     parent = Parent.from_arguments()
     spec = decoder_of(AgentSpec)(parent.receive())
-    parent.listen(lambda _: None)  # its end ends this process
+    parent.listen(lambda _: None)  # it ends this process when the parent ends
     try:
         asyncio.run(agent_of(spec).run())
     except HostError as error:

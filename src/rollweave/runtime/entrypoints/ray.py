@@ -1,4 +1,4 @@
-"""The process that is Ray's driver for a run: it keeps an agent on each node
+"""The process of Ray's driver for a run, which keeps an agent on each node
 (`runtime/hosts/on_ray.py`).
 """
 

@@ -1,5 +1,5 @@
-"""The process of a worker of the user's own: `python -m
-rollweave.runtime.entrypoints.role`, started by `runtime/roles/cluster.py`.
+"""The process of a worker of one of the user's roles: `python -m
+rollweave.runtime.entrypoints.role`, started by `runtime/roles/role.py`.
 """
 
 import importlib.machinery
@@ -13,13 +13,15 @@ from rollweave.runtime.roles.serving import serve_worker
 from rollweave.runtime.roles.worker import Worker
 
 SCRIPT_MODULE = "__rollweave_script__"
-"""Name of a script as a module: not `__main__`, so that it does not start itself again."""
+"""Name under which a script is imported; as `__main__` it would start its workers
+again.
+"""
 
 
 def load(reference: str) -> type[Worker]:
     """Return the class at "package.module:Class" or "path/of/script.py:Class".
 
-    Raises ConfigError, and what the script raises.
+    Raises ConfigError, and the exceptions of the script.
     """
     path, _, name = reference.rpartition(":")
     if "/" in path:
@@ -30,7 +32,7 @@ def load(reference: str) -> type[Worker]:
 
 
 def _import_script(path: Path) -> None:
-    """Import a script as Python runs it, with its folder on the import path."""
+    """Import a script, with its folder on the import path, as when Python runs it."""
     sys.path.insert(0, str(path.parent.absolute()))
     loader = importlib.machinery.SourceFileLoader(SCRIPT_MODULE, str(path.absolute()))
     spec = importlib.util.spec_from_loader(SCRIPT_MODULE, loader)

@@ -28,7 +28,7 @@ ranks fail.
 
 
 def build(spec: TrainerSpec, worker: Worker) -> tuple[TrainerReady, Trainer]:
-    """Build the trainer of one rank, that of `worker`.
+    """Build the trainer for the rank of `worker`.
 
     A model from scratch is built first if it does not exist; a fresh run warms it up.
     """

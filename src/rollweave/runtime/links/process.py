@@ -1,8 +1,8 @@
-"""What the links to relays and to rollout workers share: a child process that becomes
-ready, and its end.
+"""The common part of the links to relays and to rollout workers: the start of a process
+that becomes ready, and its end.
 
-Invariants: `ready` raises once the process is lost; `lost` is done, with the reason, after
-death, silence, `kill` and `close` alike, and only once the process is reaped.
+Invariants: `ready` raises once the process is lost; `lost` is done, with the reason,
+once the process has ended, for whatever reason, and is reaped.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ R = TypeVar("R")
 
 
 class ProcessLink(Generic[R]):
-    """The link to `python -m module`, whose first frame is `spec`; `R` is the message by
-    which it becomes ready.
+    """The link to `python -m module`, to which the first frame is `spec`. The process
+    reports by a message of type `R` that it is ready.
 
-    A subclass handles frames. It restarts `_timer`, which first bounds the start, to
-    measure silence.
+    A subclass handles the frames. `_timer` first bounds the start; the subclass
+    restarts it to measure silence.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class ProcessLink(Generic[R]):
         close_s: float,
         lost_error: type[RollweaveError],
     ) -> None:
-        """Start the process, which must be ready within `start_s`.
+        """Start the process, which must be ready within `start_s` seconds.
 
-        `stop` lets it end, which may take `close_s`. `kind` and `name` identify it in
-        errors. Raises OSError.
+        The message `stop` asks it to end, which may take `close_s` seconds. `kind` and
+        `name` identify it in errors. Raises OSError.
         """
         self._label, self._lost_error = f"{kind} {name}", lost_error
         self._stop, self._close_s = stop, close_s

@@ -77,8 +77,8 @@ class RelayLink(Protocol):
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Bytes that have arrived of the version that it fetches, and the size of that
-        version; zeros if it fetches none.
+        """The bytes of the version that it fetches which have arrived, and the size of
+        that version; zeros if it fetches none.
         """
 
     async def ready(self) -> RelayReady:

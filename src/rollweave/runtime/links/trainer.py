@@ -1,10 +1,10 @@
-"""The link to the trainer. Its ranks are the workers of a role (`runtime/roles`): each
-command goes to every rank, one command at a time; the reply of rank 0 counts, and the
-loss of any rank is the trainer's.
+"""The link to the trainer, whose ranks are the workers of a role (`runtime/roles`).
+Every rank executes every command, one command at a time; the reply of rank 0 is that of
+the trainer, and the loss of any rank is that of the trainer.
 
 Invariants: `ask` returns the trainer's reply or raises `TrainerLostError`; once the
-trainer is lost, every later call raises; `lost` is done, with the reason, after death,
-`kill` and `close` alike.
+trainer is lost, every later call raises; `lost` is done, with the reason, once the
+trainer has ended, also by `kill` or `close`.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ NAME = "trainer"
 """Name of the trainer's role in logs and errors."""
 
 CLOSE_S = 5.0
-"""Maximum seconds for a thread to end the command that it executes."""
+"""Maximum seconds for a trainer in a thread to finish its last command."""
 
 
 class TrainerLostError(TrainerError):
@@ -107,7 +107,7 @@ class TrainerBackend(Protocol):
 
 
 BuildTrainer = Callable[[TrainerSpec, Worker], tuple[TrainerReady, TrainerLike]]
-"""Build the trainer of one rank, that of this worker."""
+"""Builds the trainer for the rank of a worker."""
 
 
 class TrainerRank(Worker):
@@ -145,7 +145,7 @@ class TrainerRank(Worker):
 
 
 def rank_class(build: BuildTrainer) -> type[TrainerRank]:
-    """Return the worker of a rank that `build` builds."""
+    """Return the class of workers whose trainers `build` builds."""
     return type("TrainerRank", (TrainerRank,), {"build": staticmethod(build)})
 
 
@@ -213,7 +213,7 @@ class ThreadTrainer:
             self.lost.set_result("the trainer was stopped")
 
     def _lose(self, error: BaseException) -> TrainerLostError:
-        """Give up the trainer, because it raised what no trainer may raise."""
+        """Give up the trainer, which has raised an exception that none may raise."""
         if not self.lost.done():
             self.lost.set_result(f"{type(error).__name__}: {error}")
         return TrainerLostError(self.lost.result())
@@ -232,7 +232,7 @@ class ThreadTrainer:
             raise self._lose(error) from None
 
     def _submit(self, job: Callable[[], T]) -> asyncio.Future[T]:
-        """Execute a job on the thread, after those before it."""
+        """Execute a job on the thread, after all earlier ones."""
         result: asyncio.Future[T] = self._loop.create_future()
         result.add_done_callback(_retrieved)
 

@@ -1,5 +1,5 @@
-"""The link to one rollout worker, which runs in a process, on this host or another: it
-sends commands, and receives reports.
+"""The link to the process of one rollout worker, on this host or another: it sends
+commands, and receives reports.
 
 Invariants: those of `runtime/links/process.py`; no report is delivered after the loss.
 Silence is measured as in `runtime/links/relay.py`.
@@ -25,8 +25,8 @@ from rollweave.schema.rollouts import (
 )
 
 SILENT_S = 30.0
-"""Seconds without a heartbeat after which a worker counts as lost, and is killed: more
-than asynchronous code of an environment may reasonably block the event loop.
+"""Seconds without a heartbeat after which a worker counts as lost, and is killed:
+longer than code of an environment should ever block the event loop.
 """
 
 CLOSE_S = 8.0
@@ -51,7 +51,9 @@ class WorkerLink(Protocol):
 
     @property
     def failure(self) -> Exception | None:
-        """What the handling of a report raised, for which the worker was killed."""
+        """The exception that the handling of a report raised; the worker was then
+        killed.
+        """
 
     async def ready(self) -> WorkerReady:
         """Wait until the worker takes attempts. Raises `RolloutWorkerLostError`."""
@@ -102,15 +104,15 @@ class ProcessWorker(ProcessLink[WorkerReady]):
         self.failure: Exception | None = None
         self._missed = 0
         """Number of missed heartbeats in a row."""
-        self._heard = False
-        """Whether a frame has arrived since the last tick."""
+        self._received = False
+        """True if a frame has arrived since the last tick."""
 
     def send(self, command: RolloutWorkerCommand) -> None:
         if not self.lost.done():
             self._child.send(encode(command))
 
     def _on_frame(self, payload: bytes) -> None:
-        self._heard = True
+        self._received = True
         report = _decode(payload)
         if isinstance(report, WorkerBeat):
             return
@@ -124,12 +126,12 @@ class ProcessWorker(ProcessLink[WorkerReady]):
             self._on_report(report)
         except Exception as error:
             self.failure = self.failure or error
-            self._give_up(f"reported what cannot be handled: {error}")
+            self._give_up(f"sent a report that cannot be handled: {error}")
 
     def _tick(self) -> None:
         """Count a missed heartbeat, unless a frame has arrived since the last tick."""
-        self._missed = 0 if self._heard else self._missed + 1
-        self._heard = False
+        self._missed = 0 if self._received else self._missed + 1
+        self._received = False
         if self._missed * BEAT_S >= self._silent_s:
             self._give_up(f"sent nothing for {self._silent_s:g} s")
             return

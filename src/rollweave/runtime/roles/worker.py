@@ -143,8 +143,7 @@ class Worker:
     _ranks: Ranks | None = None
 
     def close(self) -> None:
-        """Release what the worker holds; called once before its process ends in order.
-        """
+        """Release what the worker holds; called once before its process ends in order."""
 
     def join_ranks(self, device: str | None = None) -> "RankGroup":
         """Join the other workers in a process group of `torch.distributed`.

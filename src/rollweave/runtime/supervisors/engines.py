@@ -1,7 +1,7 @@
 """Execute the core's commands about engines, and report the results.
 
-Invariants: as of `runtime/supervisors/supervisor.py`; an event about an engine carries
-the epoch of the process that caused it.
+Invariants: those of `runtime/supervisors/supervisor.py`; an event about an engine
+carries the epoch of the process that caused it.
 """
 
 import asyncio
@@ -77,9 +77,9 @@ class EngineSupervisor:
 
     `make(slot, epoch)` starts a process, and may raise OSError. `manifests` locates
     weights in memory; `checkpoint(version, weights_id)` locates those of a checkpoint,
-    on a file system that all hosts share. KV migrates through shared memory where two
-    engines are on one machine, and through TCP elsewhere, or as `kv_over` says, within
-    `migration_s`.
+    on a file system that all hosts share. KV migrates through shared memory between
+    engines on one machine and through TCP between others, unless `kv_over` is given;
+    a migration takes at most `migration_s` seconds.
     """
 
     def __init__(
@@ -277,10 +277,10 @@ class EngineSupervisor:
         weights_id: int,
         failed: type[StagingFailed] | type[WeightsLoadFailed],
     ) -> bool:
-        """Await that an engine is given weights, and return whether it has them.
+        """Wait until an engine has received weights; return False if it has not.
 
-        Post `failed` if it refuses them, or if they are gone, for which `giving` is None;
-        the event of the loss follows if the engine is lost.
+        `giving` is None if the weights are gone. Post `failed` in this case, and if the
+        engine refuses them. If the engine is lost, its loss is posted separately.
         """
         try:
             if giving is None:

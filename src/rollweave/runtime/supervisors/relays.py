@@ -1,8 +1,8 @@
 """Execute the core's commands about relays, and report the results.
 
-Each relay is a process that listens on its host's address. Invariants: as of
-`runtime/supervisors/supervisor.py`; if several fetches of the same weights overlap, only
-the last one is answered.
+Each relay is a process that listens on its host's address. Invariants: those of
+`runtime/supervisors/supervisor.py`; if several fetches of the same weights overlap,
+only the last one is answered.
 """
 
 import asyncio
@@ -156,7 +156,7 @@ class RelaySupervisor:
             self._manifests.keep(relay.host, ())
 
     def progress(self) -> dict[str, tuple[int, int]]:
-        """Return the progress of each relay that runs (`RelayLink.progress`)."""
+        """Return the progress of each running relay (`RelayLink.progress`)."""
         return {relay.name: relay.link.progress for relay in self._relays if relay.link is not None}
 
     async def close(self) -> None:
@@ -228,8 +228,8 @@ class RelaySupervisor:
         return manifest, source.address
 
     def _parts(self, command: FetchWeights, host: int) -> tuple[PartSource, ...]:
-        """Return where this host's relay gets the parts of a version that the trainer's
-        ranks on several hosts have published.
+        """Return the sources from which this host's relay gets the parts of a version
+        that ranks on several hosts have published.
 
         Raises WeightsError.
         """

@@ -1,8 +1,8 @@
 """Execute the core's commands about training, and report the results.
 
-Invariants: as of `runtime/supervisors/supervisor.py`; every event carries the epoch of
-the trainer that caused it; older checkpoints are removed only once `CheckpointSaved` is
-in the journal.
+Invariants: those of `runtime/supervisors/supervisor.py`; every event carries the epoch
+of the trainer that caused it; older checkpoints are removed only once `CheckpointSaved`
+is in the journal.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Execute the core's commands about rollout workers, and report the results.
 
-Invariants: as of `runtime/supervisors/supervisor.py`; the ends of a lost worker's attempts
-are stored before its loss is reported; every task that was requested is drawn by a worker
-that lives.
+Invariants: those of `runtime/supervisors/supervisor.py`; the ends of a lost worker's
+attempts are stored before its loss is reported; a requested task is drawn even if the
+worker that was to draw it is lost.
 """
 
 from collections.abc import Callable, Iterable
@@ -93,7 +93,7 @@ class WorkerSupervisor:
         return worker.link if worker is not None and _works(worker) else None
 
     def draw(self, command: DrawTask) -> None:
-        """Let a worker draw the task, as soon as there is one."""
+        """Let a worker draw the task, as soon as one is ready."""
         self._draws[command.group_id] = _Draw(command)
         self._assign_draws()
 
