@@ -1,4 +1,4 @@
-"""`rollweave host`: offers this host to the run of a controller elsewhere."""
+"""`rollweave host`: offers this host to the controller of a run."""
 
 import asyncio
 import os

@@ -21,7 +21,7 @@ UNKNOWN = "not known"
 
 
 def show_layout(layout: Layout, console: Console) -> None:
-    """Print the processes, what one of each kind needs, and how full each memory is."""
+    """Print the processes, the memory of one of each kind, and how full each memory is."""
     known = all(process.host for process in layout.processes)
     _title(f"{len(layout.processes)} processes", console)
     console.print(_processes(layout))
@@ -33,8 +33,8 @@ def show_layout(layout: Layout, console: Console) -> None:
     console.print("\n[dim]Not included: environments, their sandboxes, and rewards.[/]")
     if not known:
         console.print(
-            "[dim]Which host runs what is known once they have joined; --hosts FILE describes "
-            "them in advance.[/]"
+            "[dim]The hosts of processes are known once hosts have joined; --hosts FILE "
+            "describes them in advance.[/]"
         )
 
 
@@ -107,7 +107,7 @@ def _parts(layout: Layout) -> Table:
 
 
 class _Items:
-    """Items in as many lines as they need, none of them broken."""
+    """Items in as many lines as they need; no item is broken."""
 
     def __init__(self, items: Sequence[str]) -> None:
         self._items = [f"{item}," for item in items[:-1]] + [items[-1]]

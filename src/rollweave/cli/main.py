@@ -94,8 +94,8 @@ def train(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="With --dry-run: a TOML file that describes the hosts of [cluster], which need "
-            "not be there.",
+            help="With --dry-run: a TOML file that describes the hosts of [cluster], so that "
+            "they need not have joined.",
         ),
     ] = None,
     resume: Annotated[
@@ -347,7 +347,7 @@ def host(
         ),
     ] = None,
     join_s: Annotated[
-        float, typer.Option(min=1.0, help="Maximum seconds without a controller.")
+        float, typer.Option(min=1.0, help="Maximum seconds to find the controller.")
     ] = 600.0,
 ) -> None:
     """Offer this host to a run, whose controller then starts processes here."""

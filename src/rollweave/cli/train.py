@@ -43,8 +43,8 @@ def train(
 ) -> None:
     """Train as configured in the file or run directory at `path`, and print the result.
 
-    A dry run only checks the configuration and prints the processes: those on `hosts`,
-    a file that describes hosts, if it is given.
+    A dry run only checks the configuration and prints the processes. `hosts` is a file
+    that describes the hosts on which they would be.
     """
     if hosts is not None and not dry_run:
         raise ConfigError(f"--hosts must be left out without --dry-run, got {hosts}")

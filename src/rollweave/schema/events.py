@@ -42,8 +42,8 @@ class RunStarted(TaggedStruct, frozen=True, kw_only=True):
     """The world is up for the first time, and starts the engines `engines`.
 
     A world with `serving` has no trainer and runs the rollouts that clients submit.
-    `hosts` are numbered from 0; without any, everything is on one host. With `relays`
-    it starts a relay on each of the first so many hosts, r0, r1, …. `ranks` are the
+    `hosts` are numbered from 0; without any, everything is on one host. The world
+    starts a relay on each of the first `relays` hosts: r0, r1, …. `ranks` are the
     trainer's. Attempts run in `workers`; without any, in the controller. `run_id`
     identifies the run, so that its journal cannot be mistaken for that of another run.
     """
@@ -387,8 +387,8 @@ class HostJoined(TaggedStruct, frozen=True, kw_only=True):
 
 
 class HostLost(TaggedStruct, frozen=True, kw_only=True):
-    """A host can no longer be reached, and ends what runs there by itself. The losses of
-    its processes follow.
+    """A host can no longer be reached; its agent ends all processes there. The losses
+    of these processes follow.
     """
 
     host: int
@@ -406,8 +406,8 @@ class WorkerJoined(TaggedStruct, frozen=True, kw_only=True):
 
 
 class WorkerLost(TaggedStruct, frozen=True, kw_only=True):
-    """The process is gone or hung. This one event ends all attempts that it had, whose
-    ends are stored.
+    """The process is gone or hangs. This one event ends all attempts that it had; their
+    ends are stored already.
     """
 
     worker_id: str

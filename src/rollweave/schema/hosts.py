@@ -33,7 +33,7 @@ class HostSlot(Struct, frozen=True, kw_only=True):
 
 
 class RankSlot(Struct, frozen=True, kw_only=True):
-    """A rank of the trainer: it runs on `devices` of host number `host`, or on the CPU
+    """The place of a rank of the trainer: `devices` of host number `host`, or the CPU
     there.
     """
 
@@ -42,18 +42,18 @@ class RankSlot(Struct, frozen=True, kw_only=True):
 
 
 class Device(Struct, frozen=True, kw_only=True):
-    """One GPU. `index` is its number on its host, as CUDA_VISIBLE_DEVICES counts."""
+    """One GPU. `index` is its number on its host, as in CUDA_VISIBLE_DEVICES."""
 
     index: int
     kind: str
-    """The name that its driver gives it, for example "NVIDIA H200"."""
+    """Name that the driver gives it, for example "NVIDIA H200"."""
     memory_bytes: int
 
 
 class Resources(Struct, frozen=True, kw_only=True):
-    """What a host has for a run.
+    """The resources of a host.
 
-    `labels` are resources by a name that the user chose, as in Ray.
+    `labels` are those that the user names, as in Ray, with their amounts.
     """
 
     cpus: int
@@ -76,13 +76,13 @@ class JoinHost(TaggedStruct, frozen=True, kw_only=True):
 
 
 class AttachProcess(TaggedStruct, frozen=True, kw_only=True):
-    """Make this connection that of the process number `process` of host `host`."""
+    """Assign this connection to the process number `process` of host `host`."""
 
     host: str
     process: int
     key: bytes
-    """The key of the `StartProcess` that is answered, so that a connection of an
-    earlier membership cannot be mistaken for one of this membership.
+    """The key of the `StartProcess` that this answers. It distinguishes connections of
+    this membership from those of earlier ones.
     """
 
 
@@ -107,7 +107,7 @@ class ProcessEnded(TaggedStruct, frozen=True, kw_only=True):
 
 
 class HostAlive(TaggedStruct, frozen=True, kw_only=True):
-    """Sent every `ALIVE_S` by both sides, so that silence is noticed."""
+    """Sent every `ALIVE_S` seconds by both sides, so that silence is noticed."""
 
 
 class HostReady(TaggedStruct, frozen=True, kw_only=True):
@@ -130,8 +130,8 @@ class UserModule(Struct, frozen=True, kw_only=True):
 
 
 class HostAccepted(TaggedStruct, frozen=True, kw_only=True):
-    """The host belongs to the run until its connection ends, or until it has not heard
-    from the controller for `lease_s`: then it ends all processes that it started.
+    """The host belongs to the run until its connection ends, or until it has received
+    nothing from the controller for `lease_s`. Its agent then ends all processes there.
 
     `mark` is the content of the file `mark_path` in the run's directory, which every
     host must see. `env` is added to the environment of all processes. The user's files
@@ -181,7 +181,7 @@ class KillProcess(TaggedStruct, frozen=True, kw_only=True):
 
 
 class ReleaseHost(TaggedStruct, frozen=True, kw_only=True):
-    """The run is over: end all processes, and do not join it again."""
+    """The run is over: end all processes, and do not join again."""
 
 
 ControllerMessage = (
@@ -192,8 +192,8 @@ ControllerMessage = (
 class AgentSpec(Struct, frozen=True, kw_only=True):
     """An agent that a launcher starts; see `runtime/hosts/agent.HostAgent`.
 
-    It offers `cpus` cores if they are given, the GPUs `devices` of those that it sees,
-    or all of them, and `labels`.
+    It offers `labels`, and `cpus` cores and the GPUs `devices`; None stands for all
+    that it sees.
     """
 
     name: str
@@ -207,15 +207,15 @@ class AgentSpec(Struct, frozen=True, kw_only=True):
 
 
 class ConnectRay(TaggedStruct, frozen=True, kw_only=True):
-    """Connect to the Ray cluster at `address`, or to that of this machine's node if it
-    is "auto". Answered by `RayConnected` or `RayFailed`.
+    """Connect to the Ray cluster at `address`; "auto" is the cluster of this machine's
+    node. Answered by `RayConnected` or `RayFailed`.
     """
 
     address: str
 
 
 class StartAgents(TaggedStruct, frozen=True, kw_only=True):
-    """Keep an agent on every node of the cluster from now on."""
+    """Start an agent on every node of the cluster, and keep one there."""
 
     controller: tuple[str, int]
     secret: bytes
@@ -250,7 +250,7 @@ class AgentPending(TaggedStruct, frozen=True, kw_only=True):
 
 
 class AgentEnded(TaggedStruct, frozen=True, kw_only=True):
-    """The agent of this node cannot be started, or ended with an error. It will be
+    """The agent of this node could not be started, or ended with an error. It is
     started again.
     """
 

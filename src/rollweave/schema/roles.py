@@ -1,8 +1,8 @@
-"""The messages between the controller of a role and the processes of its workers
-(`runtime/roles`), and the two ways in which a worker fails.
+"""Messages between the controller of a role and the processes of its workers
+(`runtime/roles`), and the two errors of a call.
 
-Arguments and results are MessagePack within MessagePack: only the method's own
-annotations say what they are.
+Arguments and results are MessagePack within MessagePack, since their types are known
+only from the annotations of the method.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,12 @@ class Arguments(Struct, frozen=True, kw_only=True):
 
 
 class StartWorker(TaggedStruct, frozen=True, kw_only=True):
-    """Make the worker of this process. Answered by `Returned` or `Raised` of call 0.
+    """Make the worker of this process. Answered by `Returned` or `Raised` of call
+    `CONSTRUCTION`.
 
     `worker` refers to its class: "package.module:Class" or "/path/to/script.py:Class".
-    `address` is that of its host. `devices` are its GPUs as their host counts them, and
-    `hardware` is the class of hardware for which they were chosen.
+    `address` is that of its host. `devices` are its GPUs as their host numbers them,
+    and `hardware` is what was requested for it.
     """
 
     worker: str
@@ -49,8 +50,8 @@ class CallMethod(TaggedStruct, frozen=True, kw_only=True):
 
 
 class StoreOpened(TaggedStruct, frozen=True, kw_only=True):
-    """Rank 0 has opened the store at which the ranks meet: it reports this to the
-    controller, which passes it on to the other ranks.
+    """Rank 0 has opened the store at which the ranks meet. It sends this to the
+    controller, which forwards it to the other ranks.
     """
 
     address: str
@@ -70,8 +71,8 @@ class Returned(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Raised(TaggedStruct, frozen=True, kw_only=True):
-    """A method raised an exception. `kinds` are the names of its class and of the bases
-    of that; `place` is the last line of code in its traceback.
+    """A method raised an exception. `kinds` are the names of its class and of the base
+    classes; `place` is the last line of code in its traceback.
     """
 
     call: int

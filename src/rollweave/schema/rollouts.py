@@ -1,9 +1,9 @@
-"""Messages between the controller and a rollout worker, which runs INIT, RUN and EVAL of
-attempts (`rollout/worker.py`).
+"""Messages between the controller and a rollout worker, which runs INIT, RUN and EVAL
+of attempts (`rollout/worker.py`).
 
-The controller forwards the core's commands about stages and answers turns. The worker
-reports what becomes of its attempts; the controller stores tokens before it posts the
-event that refers to them.
+The controller forwards the core's commands about stages, and answers turns. The worker
+reports the progress and the end of its attempts; the controller stores tokens before it
+posts the event that refers to them.
 """
 
 from rollweave.schema.base import EngineId, Struct, TaggedStruct, TrajectoryId
@@ -23,10 +23,10 @@ BEAT_S = 0.5
 
 
 class WorkerSpec(Struct, frozen=True, kw_only=True):
-    """What a worker process is started with.
+    """The specification of a worker process.
 
-    `config` is the run's configuration as JSON. `waiting_limit` bounds the attempts that
-    are kept for an evaluation that may never come.
+    `config` is the run's configuration as JSON. `waiting_limit` bounds the attempts
+    that are kept for an evaluation that may never come.
     """
 
     id: str
@@ -40,8 +40,8 @@ class WorkerSpec(Struct, frozen=True, kw_only=True):
 
 
 class AnswerTurn(TaggedStruct, frozen=True, kw_only=True):
-    """The answer to `TurnAsked`: a result and the engine that produced it, or the reason
-    why the attempt must stop.
+    """The answer to `TurnAsked`: a result and the engine that produced it, or the
+    reason for which the attempt must stop.
     """
 
     trajectory_id: TrajectoryId
@@ -64,7 +64,7 @@ RolloutWorkerCommand = RolloutCommand | StopRolloutWorker
 """Messages to the process of a worker."""
 
 
-# Reports, beside the events that a worker can state itself.
+# Reports, beside the events of the core that a worker sends itself.
 
 
 class WorkerReady(TaggedStruct, frozen=True, kw_only=True):
@@ -87,9 +87,9 @@ class WorkerWarned(TaggedStruct, frozen=True, kw_only=True):
 class TurnAsked(TaggedStruct, frozen=True, kw_only=True):
     """The episode needs the agent's next message. Answered by `AnswerTurn`.
 
-    The context is that of turn `base` and its answer, as far as `kept` tokens, and then
-    `tokens`. `budget_s` are the active seconds that remain, `reward` is the reward so
-    far.
+    The context is the first `kept` tokens of the context and answer of turn `base`, and
+    then `tokens`. `budget_s` are the active seconds that remain, and `reward` is the
+    reward so far.
     """
 
     trajectory_id: TrajectoryId
@@ -104,7 +104,7 @@ class TurnAsked(TaggedStruct, frozen=True, kw_only=True):
 
 
 class TurnGivenUp(TaggedStruct, frozen=True, kw_only=True):
-    """The agent program has given up this call, and continues."""
+    """The agent program has given up this turn, and continues without it."""
 
     trajectory_id: TrajectoryId
     attempt: int

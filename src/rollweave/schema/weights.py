@@ -45,8 +45,8 @@ class WeightManifest(Struct, frozen=True, kw_only=True):
 
     `location` is a path that any process on the host can open; `digest` is the xxh3-128
     of the payload, in hex. A version that ranks on several hosts have published is
-    divided into `parts`, which together have every byte: its digest is that of the
-    digests of the parts, and it has a location once a relay has put it together.
+    divided into `parts`, which together have every byte: its digest is computed from
+    the digests of the parts, and it has a location once a relay has put it together.
     """
 
     version: int
@@ -83,8 +83,8 @@ class RelaySpec(Struct, frozen=True, kw_only=True):
 
 
 class PartSource(Struct, frozen=True, kw_only=True):
-    """Where a relay gets `WeightManifest.parts[part]`: from the relay at `source` or, if
-    that is None, from this host's memory.
+    """The source of `WeightManifest.parts[part]` for a relay: another relay, or this
+    host's memory if `source` is None.
     """
 
     part: int
@@ -95,9 +95,9 @@ class FetchVersion(TaggedStruct, frozen=True, kw_only=True):
     """Fetch a version from `source` or, if that is None, from this host's memory at
     `manifest.location`, where the trainer put it.
 
-    Of a version in parts, `parts` are those that the relay reads from its own host, and
-    for the relay that puts the version together those of all other hosts; the rest comes
-    from `source`. A relay serves a part as soon as it has it.
+    If the version is in parts, `parts` are those that do not come from `source`: each
+    relay reads those of its own host, and the relay that puts the version together
+    fetches those of all other hosts. A relay serves a part as soon as it has it.
 
     With `base_id`, only the changes since that version are transferred. A partly
     received version resumes from another source where it stopped. Versions that are

@@ -37,7 +37,7 @@ UNUSED = "no effect"
 
 
 class Examination(Struct, frozen=True, kw_only=True):
-    """The results of all checks, and the processes of the run, if they are known."""
+    """The results of all checks, and the processes of the run if they are known."""
 
     checks: list[Check]
     layout: Layout | None
@@ -58,8 +58,8 @@ def plan(
     deep: bool = True,
     hosts: Mapping[str, Resources] | None = None,
 ) -> Examination:
-    """Run all checks, and lay out the processes of the run: over `hosts`, which need not
-    be there, if they are given.
+    """Run all checks, and predict the processes of the run, on `hosts` if they are
+    given, even if these have not joined.
 
     `deep` also resets an environment of each domain with a task, which may take time
     and acquire resources.

@@ -1,5 +1,5 @@
-"""Lay the processes of a run out over its hosts, as the run itself will, and add up the
-memory that they need on each GPU and each host.
+"""Predict the processes of a run, with their places on its hosts, and add up the memory
+that they need on each GPU and each host.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,10 +31,10 @@ from rollweave.schema.hosts import Device, HostSlot, RankSlot, Resources
 from rollweave.weights.checkpoint import ModelShape
 
 HERE = "this host"
-"""Name of the machine on which a run without a cluster is."""
+"""Name of the machine of a run without a cluster."""
 
 COMFORT = 0.8
-"""Share of the memory beyond which an estimate deserves a warning."""
+"""Share of a memory from which an estimate is reported as a warning."""
 
 CONTROLLER, PREDICTOR, WORKER, RELAY, RANK, ENGINE = (
     "controller",
@@ -48,9 +48,9 @@ CONTROLLER, PREDICTOR, WORKER, RELAY, RANK, ENGINE = (
 
 
 class PlannedHost(Struct, frozen=True, kw_only=True):
-    """A host and its memory, in bytes: 0 where it is not known.
+    """A host and its memory in bytes, 0 if unknown.
 
-    `devices` are its GPUs by the indices of `slot`, each with the memory that a run may
+    `devices` are its GPUs, with the indices of `slot` and the memory that a run may
     use. Hosts of one `machine` share its memory.
     """
 
@@ -62,9 +62,10 @@ class PlannedHost(Struct, frozen=True, kw_only=True):
 
 
 class Process(Struct, frozen=True, kw_only=True):
-    """A process of the run. `host` is "" as long as it is not known.
+    """A process of the run. `host` is "" if it is not known yet.
 
-    `group` is the index of an engine's section, `threads` what it computes with.
+    `role` is its kind, `group` the index of an engine's section, and `threads` the
+    number of threads with which it computes.
     """
 
     role: str
@@ -103,7 +104,7 @@ class Place(Struct, frozen=True, kw_only=True):
 
     @property
     def share(self) -> float:
-        """The share of the memory that is needed; 0 where its size is not known."""
+        """The share of the memory that is needed; 0 if the size is not known."""
         return self.needed / self.nbytes if self.nbytes else 0.0
 
     def need_of(self, process: Process) -> int:
@@ -123,7 +124,9 @@ class Place(Struct, frozen=True, kw_only=True):
 
 
 class Layout(Struct, frozen=True, kw_only=True):
-    """The processes of a run, and their places. Without hosts, places are not known."""
+    """The processes of a run, the memories that they use, which are known only if the
+    hosts are, and the roles without a place.
+    """
 
     processes: tuple[Process, ...]
     places: tuple[Place, ...]
@@ -133,7 +136,7 @@ class Layout(Struct, frozen=True, kw_only=True):
 def this_machine(config: RunConfig) -> list[PlannedHost]:
     """Return this machine as the hosts of a run.
 
-    Raises RuntimeError for a GPU that does not work, and `HostError` if GPUs cannot be
+    Raises RuntimeError if a GPU does not work, and `HostError` if GPUs cannot be
     listed.
     """
     names = hosts_here(config.weights.relays).by_number
@@ -158,7 +161,7 @@ def _gpus_here(device: str) -> tuple[Device, ...]:
     """
     if device == "cpu":
         return ()
-    # without the driver's program, all processes use the first one
+    # without the driver's program, all processes use the first GPU
     listed = gpus() or ((Device(index=0, kind="", memory_bytes=0),) if device == "cuda" else ())
     try:
         return tuple(
@@ -172,8 +175,8 @@ def _gpus_here(device: str) -> tuple[Device, ...]:
 
 
 def with_device(config: RunConfig, hosts: Sequence[PlannedHost] | None) -> RunConfig:
-    """Return the configuration with the device that `auto` is on these hosts: the CPU as
-    long as they are not known.
+    """Return the configuration with the device that `auto` stands for on these hosts:
+    the CPU if they are not known.
     """
     if config.model.device != "auto":
         return config
@@ -183,7 +186,7 @@ def with_device(config: RunConfig, hosts: Sequence[PlannedHost] | None) -> RunCo
 
 
 def described(config: RunConfig, hosts: Mapping[str, Resources]) -> list[PlannedHost]:
-    """Return hosts that are not there, as they would join."""
+    """Return the hosts that would join with these resources."""
     return [
         PlannedHost(
             slot=slot_of(config.pools, number, name, host),
@@ -197,9 +200,9 @@ def described(config: RunConfig, hosts: Mapping[str, Resources]) -> list[Planned
 
 
 def lay_out(config: RunConfig, shape: ModelShape, hosts: Sequence[PlannedHost] | None) -> Layout:
-    """Return the processes of a run at its beginning, and what they need where.
+    """Return the processes with which a run begins, their places and their memory.
 
-    Without `hosts`, those of its cluster are not known.
+    `hosts` is None if those of a cluster are not known.
     """
     engines, ranks = first_engines(config), tuple(RankSlot() for _ in range(config.trainer.ranks))
     workers = tuple(WorkerSlot(id=f"w{number}") for number in range(config.workers.count))
@@ -227,7 +230,7 @@ def lay_out(config: RunConfig, shape: ModelShape, hosts: Sequence[PlannedHost] |
 
 
 def check_pools(config: RunConfig, hosts: Mapping[str, Resources]) -> Iterator[Check]:
-    """Refuse pools without hosts, unless fallbacks replace them."""
+    """Refuse pools without hosts, unless their fallbacks have some."""
     empty = empty_pools(config.pools, hosts.values())
     needed = unserved(config, empty)
     for pool in empty:
@@ -237,7 +240,7 @@ def check_pools(config: RunConfig, hosts: Mapping[str, Resources]) -> Iterator[C
 def check_layout(
     config: RunConfig, layout: Layout, hosts: Sequence[PlannedHost] | None
 ) -> Iterator[Check]:
-    """Refuse processes that have no place, or too little memory."""
+    """Refuse processes that have no place, or that need too much memory."""
     if hosts is None:
         return
     count = sum(len(host.devices) for host in hosts)
@@ -257,7 +260,7 @@ def check_layout(
 
 
 def check_fit(config: RunConfig, layout: Layout) -> Iterator[Check]:
-    """Refuse processes that share what they cannot share, or have too little memory."""
+    """Refuse ranks that share a GPU, and processes that need too much memory."""
     ranks = [process for process in layout.processes if process.role == RANK]
     places = [(rank.host, rank.devices) for rank in ranks if rank.devices]
     if problem := crowded(config, places):
@@ -277,7 +280,7 @@ class _Plan:
         self._on_gpu = config.model.device == "cuda"
 
     def controller(self) -> Iterator[Process]:
-        """The processes beside the user's terminal."""
+        """Yield the processes on the controller's machine."""
         config = self._config
         cluster = config.cluster
         here = self._names.get(0, "") if cluster is None else cluster.host
@@ -335,15 +338,15 @@ class _Plan:
         )
 
     def _is_on_gpu(self, devices: tuple[int, ...]) -> bool:
-        """Return whether a process with these devices runs on a GPU: on known hosts of
-        a cluster, only if it is bound to one.
+        """Return whether a process that is bound to these devices runs on a GPU. Only
+        on known hosts of a cluster is every process bound.
         """
         bound = self._hosts is not None and self._config.cluster is not None
         return bool(devices) if bound else self._on_gpu
 
     def _devices(self, devices: tuple[int, ...]) -> tuple[int, ...]:
-        """Return its GPUs: those it is bound to, or all of one machine, where nothing
-        is bound.
+        """Return the GPUs that a process may use: those to which it is bound, or, on
+        one machine where it is not bound, all.
         """
         if devices or not self._on_gpu or self._config.cluster is not None:
             return devices
@@ -442,7 +445,7 @@ def _value(config: RunConfig, field: str) -> object:
 
 
 def _field_of(config: RunConfig, role: str) -> str:
-    """Return the section of a role that has no place."""
+    """Return the section of the configuration for a role that has no place."""
     for slot in first_engines(config):
         if slot.id == role:
             return f"engines.{slot.group}" if len(config.engines) > 1 else "engines"

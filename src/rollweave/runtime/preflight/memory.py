@@ -52,7 +52,7 @@ segments.
 
 
 class Part(Struct, frozen=True, kw_only=True):
-    """One use of memory by a process: GPU memory (`on_device`) if it runs on a GPU.
+    """One use of memory by a process: GPU memory if `on_device` and it runs on a GPU.
 
     `knob` is the setting that changes it most directly.
     """
@@ -91,7 +91,7 @@ def parameters(shape: ModelShape) -> int:
 
 
 def rank_parts(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Part]:
-    """Return what one rank of the trainer keeps in memory."""
+    """Return the uses of memory by one rank of the trainer."""
     trainer, count = config.trainer, parameters(shape)
     shard = -(-count // trainer.ranks) * MASTER_BYTES
     offloaded = "optimizer" in trainer.save_memory
@@ -135,7 +135,7 @@ def rank_parts(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Part]
 
 
 def engine_parts(config: RunConfig, shape: ModelShape, group: EngineConfig) -> list[Part]:
-    """Return what one engine keeps in memory."""
+    """Return the uses of memory by one engine."""
     width = DTYPE_BYTES[config.model.dtype]
     kv = group.kv_tokens * kv_bytes(shape, width)
     parts = [
@@ -160,18 +160,20 @@ def engine_parts(config: RunConfig, shape: ModelShape, group: EngineConfig) -> l
 
 
 def relay_parts(config: RunConfig, shape: ModelShape, *, beside_trainer: bool) -> list[Part]:
-    """Return what one relay keeps in memory; beside the trainer it maps the trainer's."""
+    """Return the uses of memory by one relay; beside the trainer it maps its memory."""
     versions = [] if beside_trainer else [_versions(config, shape)]
     return [*versions, _interpreter(knob="model")]
 
 
 def other_parts() -> list[Part]:
-    """Return what the controller, or the predictor of lengths, keeps in memory."""
+    """Return the uses of memory by the controller, or by the predictor of lengths."""
     return [_interpreter(knob="model")]
 
 
 def worker_parts() -> list[Part]:
-    """Return what a rollout worker keeps in memory, environments and sandboxes aside."""
+    """Return the uses of memory by a rollout worker, without environments and
+    sandboxes.
+    """
     return [_interpreter(knob="workers.count")]
 
 
@@ -183,8 +185,8 @@ def kv_bytes(shape: ModelShape, width: int) -> int:
 def activations(config: RunConfig, shape: ModelShape) -> int:
     """Return the bytes that one packed forward pass keeps for the backward pass.
 
-    It is that of one sequence of the maximum length, or of several, of `micro_tokens`
-    together. Weights that are converted or concatenated for a product are kept, too.
+    The pass has one sequence of the maximum length, or several with `micro_tokens` in
+    all. Weights that are converted or concatenated for a product are kept, too.
     """
     longest = max(task.max_tokens for task in config.tasks)
     on_cpu = config.model.device != "cuda"

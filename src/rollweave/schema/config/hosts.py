@@ -1,7 +1,5 @@
-"""A file that describes hosts which are not there, for `rollweave train --dry-run
---hosts`.
-
-`schema/config/loading.py` reads it.
+"""The file that describes hosts for `rollweave train --dry-run --hosts`, before they
+have joined. `schema/config/loading.py` reads it.
 """
 
 from typing import Annotated, Self
@@ -14,7 +12,7 @@ from rollweave.schema.hosts import Device, Resources
 GIB = 1 << 30
 
 MAX_HOSTS, MAX_GPUS = 10_000, 1_000
-"""Maximum number of equal hosts, and of equal GPUs of a host."""
+"""Maximum number of equal hosts, and of equal GPUs on a host."""
 
 
 class GpuDescription(Section):
@@ -33,7 +31,7 @@ class HostDescription(Section):
     """One host, or several equal ones."""
 
     name: str = Field(
-        min_length=1, description="Name of the host; of several, followed by -0, -1 and so on."
+        min_length=1, description="Name of the host; with count, -0, -1 and so on follow it."
     )
     count: Annotated[PositiveInt, Field(le=MAX_HOSTS)] = Field(
         1, description="Number of such hosts."

@@ -113,7 +113,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def load_hosts(path: Path) -> dict[str, Resources]:
-    """Read a TOML file that describes hosts, and return what each has. Raises
+    """Read a TOML file that describes hosts, and return their resources by name. Raises
     ConfigError.
     """
     return validated(HostsFile, _parse(_read(path), str(path)), str(path)).by_name()

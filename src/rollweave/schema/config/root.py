@@ -218,7 +218,7 @@ class RunConfig(Section):
         return self
 
     def check_on_gpus(self) -> None:
-        """Raise ValueError for what is impossible on GPUs, on which an embedded engine
+        """Raise ValueError for settings that are impossible on GPUs: an embedded engine
         has one.
         """
         for group in self.engines:
@@ -234,13 +234,11 @@ class RunConfig(Section):
             )
 
     def pools_of(self, pool: str | None) -> tuple[str, ...]:
-        """Return a role's pool and its fallbacks; none if it may run on any host."""
+        """Return a pool and its fallbacks; empty if `pool` is None, for any host."""
         return () if pool is None else (pool, *self.pools[pool].fallback)
 
     def _check_pools(self) -> None:
-        """Check that every pool that is named exists, and that there are hosts for
-        pools.
-        """
+        """Check that every named pool exists, and that [pools] have hosts to describe."""
         if self.pools and self.cluster is None and self.sim is None:
             raise ValueError(
                 f"pools must be left out without [cluster] and [sim], got {list(self.pools)}"
@@ -328,7 +326,7 @@ class RunConfig(Section):
 
     @property
     def _binds_trajectories(self) -> bool:
-        """True if a policy chooses engines among all of them."""
+        """True if weights or lengths determine the engine of a trajectory."""
         return self.rollout.mode is ModeName.DECOUPLED or self._placement in PARTITIONS
 
     @property
@@ -369,7 +367,7 @@ class RunConfig(Section):
 
 
 def _check_pool(field: str, name: str | None, what: str, known: Sequence[str]) -> None:
-    """Raise ValueError if a pool that is named is not among those `known`."""
+    """Raise ValueError if the pool `name` is not one of those `known`."""
     if name is not None and name not in known:
         raise ValueError(
             f"{field} must be one of {what} {list(known)}, got {name!r}{did_you_mean(name, known)}"

@@ -499,14 +499,15 @@ class ClusterConfig(Section):
 
     launcher: Literal["manual", "local", "ray"] = Field(
         "manual",
-        description="What starts the agents: manual, the user by `rollweave host`; ray, Ray, one "
-        "on each of its nodes; local, the controller on this machine, to try a configuration.",
+        description="How agents are started: manual, by the user (`rollweave host`); ray, by Ray, "
+        "one on each of its nodes; local, by the controller on this machine, to try a "
+        "configuration.",
     )
     address: Endpoint | None = Field(
         None,
-        description="Address of this machine and port on which the controller listens for hosts; "
-        "port 0 is any free one. Unset: the loopback address with launcher local, the address of "
-        "this node with launcher ray.",
+        description="Address of this machine, and port, on which the controller listens for "
+        "hosts; port 0 is any free one. Unset: the loopback address with launcher local, the "
+        "address of this node with launcher ray.",
     )
     hosts: PositiveInt | None = Field(
         None,
@@ -554,20 +555,20 @@ class ClusterConfig(Section):
 
 
 class PoolConfig(Section):
-    """A class of hosts, by what they have (RollArt §5.2)."""
+    """A class of hosts with the same resource (RollArt §5.2)."""
 
     resource: str = Field(
         min_length=1,
-        description="What a host of this pool has: a resource that its agent names (`--resource`), "
-        "or a part of the name of its GPUs.",
+        description="Resource of all hosts of this pool: one that the agent names "
+        "(`--resource`), or a part of the name of the GPUs.",
     )
     fallback: tuple[str, ...] = Field(
         (), description="Pools that are used where this one has no free devices, in this order."
     )
     site: str = Field(
         "",
-        description="Cluster or data center of these hosts, if the link to the others is slow: "
-        "each version of the weights crosses the link between two sites once.",
+        description="Name of the cluster or data center of these hosts, if the link to the others "
+        "is slow: each version of the weights crosses the link between two sites once.",
     )
 
 
