@@ -1,1 +1,1 @@
-"""Bench `workers`: what a controller costs with rollout workers."""
+"""Bench `workers`: the controller's CPU time with rollout workers."""

@@ -1,9 +1,9 @@
-"""Bench `workers`: how much of a processor one turn costs the controller, and how many
-trajectories it carries at once, with no workers and with several.
+"""Bench `workers`: the CPU time that a turn costs the controller, and the number of
+trajectories that it carries at once, without workers and with several.
 
-Environments and engine only wait (`world`). All numbers of workers take turns, round by
-round. Seconds of the processor, not of the clock, are compared, so that other programs
-on the machine matter little.
+Environments and engine only wait (`world`). In each round, every number of workers is
+measured once. CPU time is compared, not elapsed time, so that other programs on the
+machine matter little.
 """
 
 import statistics
@@ -32,8 +32,8 @@ LIMIT_S = 600.0
 
 
 class WorkersPlan(Struct, frozen=True, kw_only=True):
-    """Extent of the bench: `rollouts` at once, each of `turns` turns, whose environments
-    take `step_s` for a step.
+    """Length of the bench: `rollouts` at once, of `turns` turns each; a step of an
+    environment takes `step_s`.
     """
 
     rounds: int
@@ -83,17 +83,16 @@ def bench_workers(*, quick: bool, progress: Callable[[str], None]) -> Result:
 def conditions_of(plan: WorkersPlan) -> dict[str, str]:
     """Return the meaning of the figures."""
     return {
-        "controller_ms_per_turn": "seconds of the processor of the controller's process, a service "
+        "controller_ms_per_turn": "CPU time of the controller's process, a service "
         f"with one engine, from {SHARES[0]:.0%} to {SHARES[1]:.0%} of all turns; median of "
-        f"{plan.rounds} rounds in which all numbers of workers take turns. {plan.rollouts} "
+        f"{plan.rounds} rounds, each of which measures every number of workers. {plan.rollouts} "
         f"rollouts at once of {plan.turns} turns; prompts of {PROMPT_WORDS} words, observations of "
         f"{ANSWER_WORDS}, turns of {TURN_TOKENS} tokens",
         "workers_ms_per_turn": "the same of all workers together",
         "turns_per_s": f"environments take {plan.step_s:g} s for a step and the engine "
         f"{TURN_S:g} s for a turn: {plan.rollouts / (plan.step_s + TURN_S):.0f} a second if "
         "nothing waited",
-        "trajectories_at_once": "greatest number of attempts in INIT or RUN, the least of all "
-        "rounds",
+        "trajectories_at_once": "maximum number of attempts in INIT or RUN; minimum of all rounds",
         "trajectories_for_one_core": "trajectories with these turns that the controller carries if "
         "it has a core for itself, computed from controller_ms_per_turn",
     }

@@ -24,11 +24,11 @@ from rollweave.service import launch
 from rollweave.service.service import Service
 
 SAMPLE_S = 0.05
-"""Seconds between two looks at the core."""
+"""Seconds between two samples of the core's state."""
 
 SHARES = 0.2, 0.8
-"""Shares of all turns between which the processor is measured: neither while rollouts are
-submitted, nor while they end.
+"""Shares of all turns between which CPU time is measured: while no rollouts are
+submitted, and none end.
 """
 
 SUBMITTED = 64
@@ -36,9 +36,9 @@ SUBMITTED = 64
 
 
 class Load(Struct, frozen=True, kw_only=True):
-    """What was measured: turns, seconds of the clock and of the controller's processor for
-    them, seconds of the processors of all its workers, and the greatest number of
-    attempts under way.
+    """The measurements: turns, the elapsed time and the controller's CPU time for them,
+    in seconds, the CPU time of all workers, and the maximum number of attempts under
+    way.
     """
 
     turns: int
@@ -125,7 +125,7 @@ def _own_pid() -> int:
 
 
 def _cpu_s(pid: int) -> float:
-    """Return the seconds of the processor that a process has used."""
+    """Return the CPU time that a process has used, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / 100
 

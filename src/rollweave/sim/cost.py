@@ -121,9 +121,10 @@ class EngineCosts(Protocol):
 
 
 class SharedCost:
-    """An engine that shares its GPUs with others, so that they are `engines` together.
+    """The costs of one of `engines` that share their GPUs.
 
-    Each has an equal share of the time, also while others are idle, and of the KV cache.
+    Each has an equal share of the KV cache, and of the time, even while others are
+    idle.
     """
 
     def __init__(self, cost: EngineCosts, *, engines: int) -> None:
@@ -324,8 +325,8 @@ class TrainerCosts(Protocol):
         """
 
     def swap_s(self, *, engines: int, tp: int) -> float:
-        """Return the seconds for which an engine of `tp` GPUs stops to take weights that
-        it has received, while `engines` of its machine do.
+        """Return the seconds for which an engine of `tp` GPUs stops to swap in weights
+        that it has received, if `engines` on its machine do so at once.
         """
 
     def copy_s(self) -> float:

@@ -214,7 +214,7 @@ class SimEngine:
         return self._batch.kv.insert(key, shared_key, blocks)
 
     def reprice(self, now: float, cost: EngineCosts) -> None:
-        """Compute at other costs once the running step has ended."""
+        """Use other costs once the running step has ended."""
         self._run_until(now)
         self._cut(now)
         self.cost = cost

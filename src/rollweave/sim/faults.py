@@ -326,7 +326,7 @@ class Chaos:
         return True
 
     def _strike_host(self, kind: str) -> bool:
-        """Lose a host other than the last one, or let one join in the pool of another."""
+        """Lose a host, unless it is the last one, or let one join the pool of another."""
         draw, world = self._random, self.world
         up = [*world.hosts.up]
         if kind == "host lost" and len(up) > 1:

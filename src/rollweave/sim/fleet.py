@@ -191,7 +191,7 @@ class SimFleet:
             self._touch(node)
 
     def stage(self, command: c.StageWeights) -> None:
-        """Receive weights in the memory of the engine's host, where a relay has them
+        """Receive weights in the memory of the engine's host; a relay there has them
         already.
         """
         node = self.nodes.get(command.engine_id)
@@ -441,7 +441,7 @@ class SimFleet:
         return cost if node.sharing == 1 else SharedCost(cost, engines=node.sharing)
 
     def _share(self, host: int) -> None:
-        """Let the engines of a host that share its GPUs take turns on them."""
+        """Divide GPUs among the engines of a host that share them."""
         nodes = [node for node in self.nodes.values() if node.host == host and node.devices]
         users = Counter(device for node in nodes for device in node.devices)
         for node in nodes:

@@ -1,7 +1,7 @@
-"""The simulated hosts: those of the run's pools, of its cluster, or of its relays.
+"""The simulated hosts of a run: those of its pools, its cluster or its relays.
 
-A pool has as many hosts as its engines need, or as `sim.pools` says, with eight GPUs
-each. The simulated trainer has machines beside these.
+A pool has as many hosts as its engines need, or as `sim.pools` sets, with eight GPUs
+each. The simulated trainer runs on other machines.
 """
 
 import re
@@ -21,10 +21,10 @@ NO_POOL = ""
 
 
 class SimHosts:
-    """The hosts of a world: some may be lost, and others join.
+    """The hosts of a world: some may be lost, and others may join.
 
-    `up` are those of now, by number; empty stands for one host. `first` are those with
-    which a world begins.
+    `up` are the present hosts by number; empty stands for one host. `first` are those
+    with which a world begins.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -47,7 +47,7 @@ class SimHosts:
             self._pools = [NO_POOL] * len(self.up)
 
     def add(self, pool: str) -> HostSlot:
-        """Add a host of this pool, under a number that none had before in this world."""
+        """Add a host of this pool, with a number that no other has had in this world."""
         number = len(self._pools)
         slot = HostSlot(number=number, name=f"{pool or 'host'}-{number}")
         if pool:
@@ -73,8 +73,8 @@ class SimHosts:
         return self._pools[number] if number < len(self._pools) else NO_POOL
 
     def place(self, slots: Iterable[EngineSlot]) -> tuple[EngineSlot, ...]:
-        """Return the engines of a new world with their places. Raises ConfigError where
-        a pool lacks GPUs.
+        """Return the engines of a new world with their places. Raises ConfigError if a
+        pool lacks GPUs.
         """
         slots = tuple(slots)
         if not self.first:
@@ -104,7 +104,7 @@ def relays_of(config: RunConfig) -> int:
 def degrees_of(config: RunConfig) -> dict[str, list[int]]:
     """Return the degrees of the engines that may run in each pool, also as a fallback.
 
-    Raises ConfigError for a group of engines without a pool among pools.
+    Raises ConfigError if a group of engines names no pool, though the run has some.
     """
     if not config.pools:
         allocation = config.allocation
@@ -136,7 +136,7 @@ def degrees_of(config: RunConfig) -> dict[str, list[int]]:
 def gpu_of(config: RunConfig, pool: str) -> tuple[str, str]:
     """Return the name of the GPU of a pool, and the key of the setting that gives it.
 
-    Raises ConfigError where the pool's resource names no GPU.
+    Raises ConfigError if the pool's resource names no GPU.
     """
     assert config.sim is not None, "only a simulation has simulated hosts"
     if pool == NO_POOL:
@@ -155,8 +155,8 @@ def gpu_of(config: RunConfig, pool: str) -> tuple[str, str]:
 
 
 def _count(config: RunConfig, pool: str) -> int:
-    """Return the number of hosts of a pool: as given, or as its groups of engines need
-    where the largest engines choose first.
+    """Return the number of hosts of a pool: the configured one, or as many as its
+    engines need if the largest ones choose first.
     """
     assert config.sim is not None, "only a simulation has simulated hosts"
     given = config.sim.pools.get(pool, SimPoolConfig()).hosts

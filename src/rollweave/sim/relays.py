@@ -140,7 +140,7 @@ class SimRelays:
 
     @property
     def relayed(self) -> bool:
-        """Whether engines get weights from relays."""
+        """True if engines get weights from relays."""
         return self._hosts > 0
 
     def serves(self, host: int, weights_id: int) -> bool:

@@ -1,13 +1,13 @@
 """Checkpoints of the trainer, which are either complete or recognizably incomplete.
 
 A checkpoint is a directory with `model.safetensors`, `optimizer.safetensors`,
-`rng.safetensors`, `state.json`, if there is a reference `reference.safetensors`, and
-`digests.json`, written last, with the size and xxh3-128 of each. Several ranks write a
-file each in place of one for all, such as `model-00001-of-00002.safetensors`, with
-their own shards (`train/sharded_checkpoint.py`). Any number of ranks can read a
-checkpoint. Invariants: a checkpoint gets its name only when all of it is on disk; one
-that does not match its digests is rejected; unrelated files beside these are left
-alone.
+`rng.safetensors`, `state.json`, `reference.safetensors` if there is a reference, and
+`digests.json`, which is written last and has the size and xxh3-128 of each file. If
+there are several ranks, each writes its shards to a separate file, such as
+`model-00001-of-00002.safetensors` (`train/sharded_checkpoint.py`). Any number of ranks
+can read a checkpoint. Invariants: a checkpoint gets its name only when all of it is on
+disk; one that does not match its digests is rejected; unrelated files beside these are
+left alone.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ EXPORT_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 """Number formats of an export, as safetensors names them."""
 
 HEADER_ALIGNMENT = 8
-"""Multiple of bytes that the header of a safetensors file has."""
+"""The header of a safetensors file is a multiple of this number of bytes."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -76,7 +76,7 @@ class Checkpoint:
     reference: Mapping[str, torch.Tensor] | None = None
 
     def sharded(self) -> dict[str, Mapping[str, torch.Tensor]]:
-        """Return the parts of which each rank has a shard."""
+        """Return the parts whose tensors are sharded over the ranks."""
         parts = {"model": self.model, "optimizer": self.optimizer, "reference": self.reference}
         return {name: tensors for name, tensors in parts.items() if tensors is not None}
 
@@ -97,7 +97,7 @@ def save(
     """
 
     def finish(directory: Path, digests: Digests) -> None:
-        """Write what the first rank alone writes: `digests` are those of the shards."""
+        """Write what only the first rank writes. `digests` are those of the shards."""
         _save_tensors(checkpoint.rng, directory / file_of("rng"))
         (directory / STATE).write_text(json.dumps({"format": FORMAT, "step": checkpoint.step}))
         if export_from is not None:

@@ -42,7 +42,7 @@ STORE_BACKLOG = 1024
 """Maximum number of ranks that connect to the store at the same moment."""
 
 SIOCGIFADDR = 0x8915
-"""Reads an interface's address (<linux/sockios.h>)."""
+"""Request for an interface's address (<linux/sockios.h>)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ class RankGroup:
     rank: int
     world_size: int
     host_group: "ProcessGroup | None" = None
-    """All ranks once more, over Gloo, for checkpoints: a rank may write one while it
-    trains.
+    """A second process group of all ranks, over Gloo, for checkpoints, which are
+    written while the ranks train.
     """
 
     @property
@@ -90,8 +90,8 @@ class RankGroup:
         return gathered
 
     def raise_together(self, error: str) -> None:
-        """Raise `TrainerError` on every rank if any of them has an error, that of the
-        first.
+        """Raise `TrainerError` on every rank if any of them has an error: that of the
+        first such rank.
         """
         for text in self.all_gather(error):
             if text:
@@ -99,16 +99,16 @@ class RankGroup:
 
 
 ALONE = RankGroup(rank=0, world_size=1)
-"""The only rank of a trainer."""
+"""The rank of a trainer that has no others."""
 
 
 def open_store(address: str) -> tuple[TCPStore, str]:
-    """Open the store at which the ranks of a trainer meet, on one address of this host.
+    """Open the store at which ranks meet, on one address of this host.
 
-    Return it, for rank 0, and where the other ranks reach it ("10.0.0.1:29500"). Raises
-    OSError.
+    Return it, for rank 0, and the address at which the other ranks reach it
+    ("10.0.0.1:29500"). Raises OSError.
     """
-    # the store itself would listen on every address of this host
+    # the store would otherwise listen on every address of this host
     with bound_socket(address, 0) as listening:
         listening.listen(STORE_BACKLOG)
         port: int = listening.getsockname()[1]
@@ -137,7 +137,8 @@ def join_ranks(
     address: str = "127.0.0.1",
     timeout_s: float = COLLECTIVE_S,
 ) -> RankGroup:
-    """Join the other ranks that meet at `store`; `address` is that of this host.
+    """Join the other ranks at `store` in a process group; `address` is that of this
+    host.
 
     Tensors on a GPU go through NCCL, all others through Gloo.
     """
@@ -160,8 +161,8 @@ def join_ranks(
 def interface_of(address: str) -> str | None:
     """Return the network interface with this IPv4 address, or None.
 
-    The libraries of the ranks choose one by the name of the host otherwise, which may
-    not be the one by which the other hosts reach it.
+    Gloo and NCCL would otherwise choose one by the name of the host, which may not be
+    the one by which the other hosts reach it.
     """
     try:
         wanted = socket.inet_aton(address)
@@ -241,8 +242,8 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_copy(value: torch.Tensor, ranks: RankGroup, *, like: torch.Tensor) -> torch.Tensor:
-    """Copy a value of the parameter `like` to the CPU: a shard, if that is sharded, or a
-    scalar.
+    """Copy a value that belongs to the parameter `like` to the CPU. It is a shard if
+    `like` is sharded, or a scalar.
     """
     copy = local_tensor(value).to("cpu", copy=True)
     return _shard(copy, like.shape, _host_mesh(ranks)) if is_sharded(like) and copy.dim() else copy

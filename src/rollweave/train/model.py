@@ -153,8 +153,8 @@ class Mlp(nn.Module):
 class Layer(nn.Module):
     """Attention and MLP, each behind a norm, and each added to the residual stream.
 
-    With `recompute`, the backward pass computes the activations again instead of the
-    forward pass keeping them (activation checkpointing).
+    With `recompute`, the forward pass keeps no activations, and the backward pass
+    computes them again (activation checkpointing).
     """
 
     def __init__(self, shape: ModelShape) -> None:

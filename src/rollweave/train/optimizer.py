@@ -30,8 +30,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """AdamW whose moments are in the host's memory. Those of one parameter at a time
-    are on its device, for its step.
+    """AdamW with its moments in the host's memory. Those of one parameter at a time are
+    moved to its device, for its step.
     """
 
     @torch.no_grad()

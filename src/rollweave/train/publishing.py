@@ -1,11 +1,11 @@
-"""Publishing by all ranks: each writes the slices that only it holds into the memory of
-its own host, without gathering the model (ROSE §4.2).
+"""Publishing by all ranks: each writes its slices into memory of its own host, without
+gathering the model (ROSE §4.2).
 
-The ranks that share memory are one group, of which the first rank owns the payload and
-the others write into it. With several groups, on several hosts, each publishes a part
-of the version, which relays put together (`weights/relay`). Invariants: every byte is
-written once; either all ranks get the manifest or all raise the same `TrainerError`, and
-earlier versions stay published.
+Ranks that share memory form a group: its first rank owns the payload, and the others
+write into it. If there are several groups, on several hosts, each publishes a part of
+the version, and relays put the parts together (`weights/relay`). Invariants: every byte
+is written once; either all ranks get the manifest or all raise the same `TrainerError`,
+and earlier versions stay published.
 """
 
 import logging
@@ -50,7 +50,7 @@ class WeightPublisher:
         self._directory = directory
         self._staging = Staging(device)
         self._owners: list[int] = []
-        """The rank that owns the payload of each rank, from the first publication on."""
+        """Owner of the payload of each rank; empty before the first publication."""
         self._publisher: Publisher | None = None
 
     def publish(self, command: Publish) -> WeightManifest:
@@ -132,9 +132,9 @@ class WeightPublisher:
             return None, str(error)
 
     def _part(self, metas: tuple[TensorMeta, ...]) -> list[tuple[int, int]] | None:
-        """Return the bytes in this rank's payload: those of the ranks that write into
-        it, and for the first one also what no rank has, between tensors. None if there
-        is one payload.
+        """Return the ranges of bytes in this rank's payload: those of the ranks that
+        write into it; in that of the first rank also the gaps between tensors. None if
+        there is only one payload.
         """
         if len(set(self._owners)) == 1:
             return None

@@ -1,10 +1,10 @@
 """Checkpoints of several ranks, by torch.distributed.checkpoint (DCP): each rank writes
 and reads its own shards, and no rank gathers a tensor.
 
-DCP plans which rank writes and reads what, and makes all ranks fail if one does. The
-files are safetensors, unlike DCP's own, which are pickled. A checkpoint can be read by
-any number of ranks. This module is imported only if there are several, because DCP takes
-a second to import.
+DCP plans what each rank writes and reads, and makes all ranks fail if one does. The
+files are safetensors; DCP's usual files are pickles. A checkpoint can be read by any
+number of ranks. This module is imported only if there are several ranks, because DCP
+takes a second to import.
 """
 
 import dataclasses
@@ -174,7 +174,7 @@ class _Writer(StorageWriter):
 
 
 class _Reader(StorageReader):
-    """Reads what a rank needs from the files of all ranks."""
+    """Reads the shards of a rank from the files of all ranks."""
 
     def __init__(self, saved: Mapping[str, SavedTensors]) -> None:
         self._saved = saved

@@ -91,7 +91,7 @@ class _PendingVersion:
     commands: deque[FetchVersion] = field(default_factory=deque)
     writer: VersionWriter | None = None
     channel: Channel | None = None
-    """From which it arrives."""
+    """Connection to the source from which it arrives."""
     nbytes: int = 0
     started: float = field(default_factory=time.monotonic)
     worker: "asyncio.Task[None] | None" = None
@@ -158,8 +158,8 @@ class Relay:
         return stored.manifest if stored is not None else None
 
     def progress(self) -> tuple[int, int]:
-        """Return the bytes that have arrived of a version that is being fetched, and its
-        size; zeros if there is none.
+        """Return the bytes that have arrived of the version that is being fetched, and
+        its size; zeros if none is.
         """
         for pending in self._pending.values():
             if pending.work is not None:
@@ -334,7 +334,7 @@ class Relay:
         writer: VersionWriter,
         version: ServedVersion,
     ) -> None:
-        """Read this host's parts, which other relays wait for, and receive the rest."""
+        """Read this host's parts, for which other relays wait, and receive the rest."""
         manifest = writer.manifest
         for part in command.parts:
             if part.source is None:
@@ -389,7 +389,7 @@ class Relay:
         writer: VersionWriter,
         version: ServedVersion,
     ) -> None:
-        """Receive what is missing of these ranges, as raw bytes."""
+        """Receive the missing parts of these ranges, as raw bytes."""
 
         def received(start: int, stop: int) -> None:
             writer.mark_received(start, stop)
@@ -598,7 +598,7 @@ class Relay:
 
 
 def _missing(writer: VersionWriter, ranges: Sequence[Range]) -> list[Range]:
-    """Return what the writer lacks of these ranges."""
+    """Return the parts of these ranges that the writer lacks."""
     return [gap for low, high in ranges for gap in writer.received.missing(low, high)]
 
 

@@ -35,13 +35,13 @@ Digests = dict[str, list[int | str]]
 """File of a checkpoint → its size in bytes, and its digest."""
 
 Places = dict[str, tuple[list[int], list[int]]]
-"""Name → the shape of the full tensor, and where the shard in this file begins in it."""
+"""Name → the shape of the full tensor, and the offset of this file's shard in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """A part of a tensor of `shape`: it begins at `offset`, has `size`, and is in file
-    number `file`.
+    """A part of a tensor of `shape`, with this `size`, which begins at `offset` of the
+    tensor and is in file number `file`.
     """
 
     shape: tuple[int, ...]
@@ -120,7 +120,7 @@ def file_of(part: str, *, rank: int = 0, world_size: int = 1) -> str:
 
 
 def files_of(part: str, names: Iterable[str]) -> list[str]:
-    """Return which of a checkpoint's files have this part."""
+    """Return the files of a checkpoint that have this part."""
     pattern = re.compile(rf"{part}(-\d+-of-\d+)?\.safetensors")
     return sorted(name for name in names if pattern.fullmatch(name))
 

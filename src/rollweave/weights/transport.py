@@ -56,8 +56,8 @@ class Channel(Protocol):
 
     @property
     def received_bytes(self) -> int:
-        """The bytes that have arrived of the body that `receive` waits for, as far as they
-        pass through this connection.
+        """The bytes of the body for which `receive` waits that have arrived through
+        this connection.
         """
 
     async def send(self, message: Message, body: Body | None = None) -> None:
