@@ -132,6 +132,20 @@ def test_settings_that_are_shown_are_accepted(path: Path) -> None:
             assert without_effect(validated(RunConfig, completed(snippet), path.name)) == []
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_modules_that_are_named_exist(path: Path) -> None:
+    """Also their attributes, as in `core/policy/relay.join_at`."""
+    source = ROOT / "src/rollweave"
+    packages = "|".join(folder.parent.name for folder in source.glob("*/__init__.py"))
+    named = re.compile(rf"((?:{packages})/[\w/]+?)/?(?:\.(?!py$)(\w+)[\w.]*|\.py)?")
+    for span in spans(path):
+        if (match := named.fullmatch(span)) is None or (source / span).exists():
+            continue
+        module, attribute = source / f"{match[1]}.py", match[2]
+        assert module.exists(), span
+        assert attribute is None or re.search(rf"\b{attribute}\b", module.read_text()), span
+
+
 NO_SETTINGS = ("run.checkpoint_s", "sandbox.ended")
 """Inline code that looks like a setting: one of an earlier version, and an attribute."""
 
