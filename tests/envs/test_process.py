@@ -40,7 +40,7 @@ async def of(tmp_path: Path) -> AsyncIterator[TaskSource]:
     )
     yield tasks_of
     await tasks_of.close()
-    assert len(tasks_of.workers) == 0
+    assert len(tasks_of.processes) == 0
 
 
 async def opened(of: TaskSource, name: str = "echo") -> OpenedEnv:
@@ -51,8 +51,8 @@ async def opened(of: TaskSource, name: str = "echo") -> OpenedEnv:
 
 def pid(env: OpenedEnv) -> int:
     assert isinstance(env, ProcessEnv)
-    assert env._worker is not None
-    return env._worker.pid
+    assert env._process is not None
+    return env._process.pid
 
 
 async def test_two_environments_run_one_after_another_in_one_process(of: TaskSource) -> None:
@@ -69,7 +69,7 @@ async def test_two_environments_run_one_after_another_in_one_process(of: TaskSou
     assert pid(other) == first
     assert await other.step("x") == Step.of("alive: True")
     await other.close()
-    assert len(of.workers) == 1
+    assert len(of.processes) == 1
     assert first != os.getpid()
 
 
@@ -195,7 +195,7 @@ async def test_computes_rewards_in_the_process(of: TaskSource) -> None:
     assert await worlds.score(episode(task, "score"), seed=0) == Score(reward=2.0, success=True)
     with pytest.raises(RewardError, match="score raised ValueError: bad"):
         await worlds.score(episode(task, "raise"), seed=0)
-    assert len(of.workers) == 1
+    assert len(of.processes) == 1
     call = asyncio.create_task(worlds.score(episode(task, "block"), seed=0))
     await asyncio.sleep(0)
     call.cancel()
@@ -207,7 +207,7 @@ async def test_computes_rewards_in_the_process(of: TaskSource) -> None:
 async def test_a_reward_without_a_hook_needs_no_process(of: TaskSource) -> None:
     score = await of.provider("echo").score(episode(draw(of, "echo"), rewards=(1.0, 0.5)), seed=0)
     assert score == Score(reward=1.5)
-    assert len(of.workers) == 0
+    assert len(of.processes) == 0
 
 
 async def test_survives_a_hanging_start_and_a_closed_pool_starts_nothing(
@@ -226,8 +226,8 @@ async def test_survives_a_hanging_start_and_a_closed_pool_starts_nothing(
         await of.provider("echo").open(draw(of, "echo"), seed=0)
 
 
-def test_workers_do_not_outlive_a_parent_that_is_killed_while_they_hang(tmp_path: Path) -> None:
-    """A second process opens an environment that blocks, sends the worker's id, and is
+def test_processes_do_not_outlive_a_parent_that_is_killed_while_they_hang(tmp_path: Path) -> None:
+    """A second process opens an environment that blocks, sends its process id, and is
     killed.
     """
     program = f"""
@@ -239,7 +239,7 @@ async def main():
     await env.reset(draw(of, "echo"))
     call = asyncio.create_task(env.step("block"))
     await asyncio.sleep(0)
-    print(env._worker.pid, flush=True)
+    print(env._process.pid, flush=True)
     await call
 asyncio.run(main())
 """
@@ -248,9 +248,9 @@ asyncio.run(main())
         [sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=root
     ) as parent:
         assert parent.stdout is not None
-        worker = int(parent.stdout.readline())
+        child = int(parent.stdout.readline())
         parent.kill()
-    wait_for(worker)
+    wait_for(child)
 
 
 async def has_ended(process: int) -> None:

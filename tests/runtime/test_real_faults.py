@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ENGINE, TRAINER = "rollweave.runtime.entrypoints.engine", "rollweave.runtime.entrypoints.trainer"
 RELAY = "rollweave.runtime.entrypoints.relay"
-ENVIRONMENT = "rollweave.envs.worker"
+ENVIRONMENT = "rollweave.envs.isolated"
 
 
 def turn_in_flight(core: Core) -> bool:

@@ -1,10 +1,10 @@
-"""Environments in worker processes: a pool of workers, each of which holds one
+"""Environments in child processes: a pool of processes, each of which holds one
 environment at a time.
 
-Invariants: a worker is idle, leased to exactly one environment or reward, or gone; a
-call that is cancelled (it ran out of time) kills its worker, because the state of the
-worker is unknown; a worker that died fails the call in progress with `EnvError` and is
-never leased again; after `close` no worker is left.
+Invariants: a process is idle, leased to exactly one environment or reward, or gone; a
+call that is cancelled (it ran out of time) kills its process, because the state of the
+process is unknown; a process that died fails the call in progress with `EnvError` and
+is never leased again; after `close` no process is left.
 """
 
 import asyncio
@@ -20,6 +20,8 @@ from rollweave.envs.protocol import (
     Act,
     Close,
     Done,
+    EnvCommand,
+    EnvReply,
     EnvSpec,
     Evaluate,
     Failed,
@@ -28,32 +30,30 @@ from rollweave.envs.protocol import (
     Reset,
     Scored,
     Stepped,
-    WorkerCommand,
-    WorkerReply,
 )
 from rollweave.io.child import Child, spawn
 from rollweave.io.wire import decoder_of, encode
 from rollweave.schema.errors import EnvError, RewardError, WireError
 from rollweave.schema.work import Task
 
-MODULE = "rollweave.envs.worker"
+MODULE = "rollweave.envs.isolated"
 
-R = TypeVar("R", bound=WorkerReply)
+R = TypeVar("R", bound=EnvReply)
 
-_decode = decoder_of(WorkerReply)
+_decode = decoder_of(EnvReply)
 
 
-class Worker:
+class EnvProcess:
     """One child process, which handles one call at a time."""
 
-    def __init__(self, name: str, log: Path, forget: Callable[["Worker"], None]) -> None:
+    def __init__(self, name: str, log: Path, forget: Callable[["EnvProcess"], None]) -> None:
         """Start the process; `forget` is called once it is gone.
 
         Raises EnvError if it cannot be started.
         """
         self.lost = ""
-        """Why the worker is gone; empty while it lives."""
-        self._answer: asyncio.Future[WorkerReply] | None = None
+        """Why the process is gone; empty while it lives."""
+        self._answer: asyncio.Future[EnvReply] | None = None
         self._forget = forget
         try:
             self._child: Child = spawn(
@@ -71,11 +71,11 @@ class Worker:
     def pid(self) -> int:
         return self._child.pid
 
-    async def ask(self, command: WorkerCommand, kind: type[R]) -> R:
+    async def ask(self, command: EnvCommand, kind: type[R]) -> R:
         """Send one command and return its reply. Raises EnvError; cancelling kills the
-        worker.
+        process.
         """
-        assert self._answer is None or self._answer.done(), "a worker takes one command at a time"
+        assert self._answer is None or self._answer.done(), "one command at a time"
         if self.lost:
             raise EnvError(self.lost)
         self._answer = asyncio.get_running_loop().create_future()
@@ -127,61 +127,61 @@ class Worker:
             self._answer.exception()  # an exception that nothing awaits is not reported
 
 
-class WorkerPool:
-    """A pool of workers.
+class EnvProcesses:
+    """A pool of processes for environments.
 
-    It grows to as many workers as are leased at the same time, which its users bound.
+    It grows to as many processes as are leased at the same time, which its users bound.
     """
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self._started = 0
-        self._idle: list[Worker] = []
-        self._alive: dict[Worker, None] = {}
+        self._idle: list[EnvProcess] = []
+        self._alive: dict[EnvProcess, None] = {}
         self._closed = False
 
-    def lease(self) -> Worker:
-        """Return an idle worker, or a new one. Raises EnvError."""
+    def lease(self) -> EnvProcess:
+        """Return an idle process, or a new one. Raises EnvError."""
         if self._closed:
             raise EnvError("the run is ending")
         if self._idle:
             return self._idle.pop()
         name = f"env-{self._started}"
-        worker = Worker(name, self._logs / f"{name}.log", self._forget)
+        process = EnvProcess(name, self._logs / f"{name}.log", self._forget)
         self._started += 1
-        self._alive[worker] = None
-        return worker
+        self._alive[process] = None
+        return process
 
-    def give_back(self, worker: Worker) -> None:
-        """End a lease. A lost worker is not used again."""
-        if not worker.lost:
-            self._idle.append(worker)
+    def give_back(self, process: EnvProcess) -> None:
+        """End a lease. A lost process is not used again."""
+        if not process.lost:
+            self._idle.append(process)
 
     def __len__(self) -> int:
-        """Return the number of workers whose processes are not known to be gone."""
+        """Return the number of processes that are not known to be gone."""
         return len(self._alive)
 
     async def close(self) -> None:
-        """Kill all workers and wait until they are gone."""
+        """Kill all processes and wait until they are gone."""
         self._closed = True
-        workers = list(self._alive)
-        for worker in workers:
-            worker.kill()
-        await asyncio.gather(*(worker.gone() for worker in workers))
+        processes = list(self._alive)
+        for process in processes:
+            process.kill()
+        await asyncio.gather(*(process.gone() for process in processes))
 
-    def _forget(self, worker: Worker) -> None:
-        self._alive.pop(worker, None)
-        if worker in self._idle:
-            self._idle.remove(worker)
+    def _forget(self, process: EnvProcess) -> None:
+        self._alive.pop(process, None)
+        if process in self._idle:
+            self._idle.remove(process)
 
 
 class ProcessEnv:
-    """One environment in a leased worker. `close` and `kill` end the lease."""
+    """One environment in a leased process. `close` and `kill` end the lease."""
 
-    def __init__(self, workers: WorkerPool, spec: EnvSpec) -> None:
-        """Lease a worker. Raises EnvError."""
-        self._workers, self._spec = workers, spec
-        self._worker: Worker | None = workers.lease()
+    def __init__(self, processes: EnvProcesses, spec: EnvSpec) -> None:
+        """Lease a process. Raises EnvError."""
+        self._processes, self._spec = processes, spec
+        self._process: EnvProcess | None = processes.lease()
 
     async def reset(self, task: Task) -> Observation:
         """Start the environment and begin the task. Raises EnvError."""
@@ -195,44 +195,44 @@ class ProcessEnv:
         ).step
 
     async def close(self) -> None:
-        """Close the environment; the worker serves the next one.
+        """Close the environment; the process serves the next one.
 
         Raises EnvError if the environment's `close` does.
         """
-        worker, self._worker = self._worker, None
-        if worker is None:
+        process, self._process = self._process, None
+        if process is None:
             return
         try:
-            if not worker.lost:
-                await worker.ask(Close(), Done)
+            if not process.lost:
+                await process.ask(Close(), Done)
         except EnvError:
-            worker.kill()
+            process.kill()
             raise
         finally:
-            self._workers.give_back(worker)
+            self._processes.give_back(process)
 
     def kill(self) -> None:
-        """Kill the worker."""
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.kill()
-            self._workers.give_back(worker)
+        """Kill the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            self._processes.give_back(process)
 
-    def _leased(self) -> Worker:
-        if self._worker is None:
+    def _leased(self) -> EnvProcess:
+        if self._process is None:
             raise EnvError("the environment is closed")
-        return self._worker
+        return self._process
 
 
-async def score_in_process(workers: WorkerPool, spec: EnvSpec, episode: Episode) -> Score:
-    """Return the reward, computed in a worker. Raises RewardError."""
+async def score_in_process(processes: EnvProcesses, spec: EnvSpec, episode: Episode) -> Score:
+    """Return the reward, computed in a process. Raises RewardError."""
     try:
-        worker = workers.lease()
+        process = processes.lease()
     except EnvError as error:
         raise RewardError(str(error)) from error
     try:
-        return (await worker.ask(Evaluate(spec=spec, episode=episode), Scored)).score
+        return (await process.ask(Evaluate(spec=spec, episode=episode), Scored)).score
     except EnvError as error:
         raise RewardError(str(error)) from error
     finally:
-        workers.give_back(worker)
+        processes.give_back(process)

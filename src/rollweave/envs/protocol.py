@@ -1,4 +1,4 @@
-"""Messages between the run and a worker process that holds one environment at a time.
+"""Messages between the run and a process that holds one environment at a time.
 
 Each command has one reply.
 """
@@ -39,7 +39,7 @@ class Act(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Close(TaggedStruct, frozen=True, kw_only=True):
-    """→ Done | Failed. The worker may then open another environment."""
+    """→ Done | Failed. The process may then open another environment."""
 
 
 class Evaluate(TaggedStruct, frozen=True, kw_only=True):
@@ -49,7 +49,7 @@ class Evaluate(TaggedStruct, frozen=True, kw_only=True):
     episode: Episode
 
 
-WorkerCommand = Open | Reset | Act | Close | Evaluate
+EnvCommand = Open | Reset | Act | Close | Evaluate
 
 
 class Done(TaggedStruct, frozen=True, kw_only=True):
@@ -69,9 +69,9 @@ class Scored(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Failed(TaggedStruct, frozen=True, kw_only=True):
-    """The environment or the reward failed; the worker is healthy."""
+    """The environment or the reward failed; the process is healthy."""
 
     error: str
 
 
-WorkerReply = Done | Observed | Stepped | Scored | Failed
+EnvReply = Done | Observed | Stepped | Scored | Failed

@@ -20,7 +20,7 @@ from rollweave.core.policy.mixture import next_domain
 from rollweave.envs.base import Episode, Observation, Score, Split, Step, mix, new_task
 from rollweave.envs.boundary import CONVERSION_ERRORS, USER_EXCEPTIONS, GuardedEnv, score_episode
 from rollweave.envs.foreign import describe_error, type_name
-from rollweave.envs.process import ProcessEnv, WorkerPool, score_in_process
+from rollweave.envs.process import EnvProcesses, ProcessEnv, score_in_process
 from rollweave.envs.protocol import EnvSpec
 from rollweave.envs.registry import check_options, is_handler, resolve
 from rollweave.envs.threads import EnvThread, EnvThreads, call_inline, needs_thread
@@ -56,9 +56,10 @@ class DomainEnvProvider:
     """Opens environments and scores episodes of one task domain."""
 
     def __init__(
-        self, config: TaskConfig, faults: Faults, workers: WorkerPool, threads: EnvThreads
+        self, config: TaskConfig, faults: Faults, processes: EnvProcesses, threads: EnvThreads
     ) -> None:
-        self._config, self._faults, self._workers, self._threads = config, faults, workers, threads
+        self._config, self._faults = config, faults
+        self._processes, self._threads = processes, threads
 
     async def open(self, task: Task, *, seed: int) -> OpenedEnv:
         """Open a new environment for `task`. `seed` decides injected faults.
@@ -67,7 +68,7 @@ class DomainEnvProvider:
         """
         config = self._config
         if config.isolation == "process":
-            return ProcessEnv(self._workers, self._spec(seed))
+            return ProcessEnv(self._processes, self._spec(seed))
         kind = resolve(config.env)
         if not needs_thread(kind):
             return InlineEnv(
@@ -101,7 +102,7 @@ class DomainEnvProvider:
         config = self._config
         hook = getattr(resolve(config.env), "score", None)
         if config.isolation == "process" and hook is not None:
-            return await score_in_process(self._workers, self._spec(seed), episode)
+            return await score_in_process(self._processes, self._spec(seed), episode)
         score = functools.partial(
             score_episode, config.env, config.options, episode, faults=self._faults, seed=seed
         )
@@ -165,8 +166,8 @@ class TaskSource:
     """
 
     def __init__(self, config: RunConfig, *, logs: Path | None = None) -> None:
-        """Resolve the domains. Worker processes write their output to files in `logs`,
-        by default in the run directory.
+        """Resolve the domains. The processes of environments write their output to
+        files in `logs`, by default in the run directory.
         """
         self._seed = config.run.seed
         self._domains = {task.name: task for task in config.tasks}
@@ -176,23 +177,23 @@ class TaskSource:
                 raise ConfigError(
                     f"tasks.isolation must be inline for a handler, got process for {task.name!r}"
                 )
-        self.workers = WorkerPool(
+        self.processes = EnvProcesses(
             logs
             if logs is not None
             else (Path(config.run.dir) / config.run.name / "logs").absolute()
         )
         self.threads = EnvThreads()
         self._providers = {
-            task.name: DomainEnvProvider(task, config.injected, self.workers, self.threads)
+            task.name: DomainEnvProvider(task, config.injected, self.processes, self.threads)
             for task in config.tasks
         }
 
     async def close(self) -> None:
-        """End all worker processes, and all threads except those whose calls do not
-        return.
+        """End all processes of environments, and all threads except those whose calls
+        do not return.
         """
         self.threads.close()
-        await self.workers.close()
+        await self.processes.close()
 
     def draw(self, name: str, index: int, purpose: Purpose) -> Task:
         """Return task number `index` of domain `name`.

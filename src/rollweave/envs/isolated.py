@@ -1,5 +1,5 @@
-"""The process of `isolation = "process"`: `python -m rollweave.envs.worker`, started by
-`envs/process.py`.
+"""The process of `isolation = "process"`: `python -m rollweave.envs.isolated`, started
+by `envs/process.py`.
 
 Its event loop runs between calls too, so an async environment may keep connections
 alive. A separate thread detects the parent's end, even while an environment hangs.
@@ -13,6 +13,8 @@ from rollweave.envs.protocol import (
     Act,
     Close,
     Done,
+    EnvCommand,
+    EnvReply,
     EnvSpec,
     Evaluate,
     Failed,
@@ -21,8 +23,6 @@ from rollweave.envs.protocol import (
     Reset,
     Scored,
     Stepped,
-    WorkerCommand,
-    WorkerReply,
 )
 from rollweave.io.parent import Parent
 from rollweave.io.wire import decoder_of, encode
@@ -30,19 +30,21 @@ from rollweave.schema.config.sections import Faults
 from rollweave.schema.errors import EnvError, RewardError
 
 
-class Worker:
-    """Answers commands. Holds at most one environment."""
+class IsolatedEnv:
+    """Answers commands about the environment of this process, of which there is at most
+    one at a time.
+    """
 
     def __init__(self) -> None:
         self._env: GuardedEnv | None = None
 
-    async def answer(self, command: WorkerCommand) -> WorkerReply:
+    async def answer(self, command: EnvCommand) -> EnvReply:
         try:
             return await self._answer(command)
         except (EnvError, RewardError) as error:
             return Failed(error=str(error))
 
-    async def _answer(self, command: WorkerCommand) -> WorkerReply:
+    async def _answer(self, command: EnvCommand) -> EnvReply:
         match command:
             case Open(spec=spec):
                 self._env = GuardedEnv(
@@ -85,10 +87,10 @@ def _faults(spec: EnvSpec) -> Faults:
 
 async def serve(parent: Parent) -> None:
     """Answer the parent's commands forever; the parent's end ends the process."""
-    decode, frames, worker = decoder_of(WorkerCommand), parent.queue(), Worker()
+    decode, frames, env = decoder_of(EnvCommand), parent.queue(), IsolatedEnv()
     while True:
         command = decode(await asyncio.to_thread(frames.get))
-        parent.send(encode(await worker.answer(command)))
+        parent.send(encode(await env.answer(command)))
 
 
 if __name__ == "__main__":
