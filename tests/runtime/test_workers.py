@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,14 @@ from tests.runtime.whole import (
 LIMIT_S = 60.0
 
 
-def located(directory: Path, *, workers: int = 2, is_open: bool = True, **more: Any) -> RunConfig:
+def located(
+    directory: Path,
+    *,
+    workers: int = 2,
+    is_open: bool = True,
+    task: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> RunConfig:
     """Return the configuration of a run whose environments leave their process ids."""
     where = directory / "where"
     where.mkdir(parents=True)
@@ -37,7 +44,7 @@ def located(directory: Path, *, workers: int = 2, is_open: bool = True, **more: 
         (where / "open").touch()
     return make_config(
         directory,
-        task={"env": "tests.runtime.game:Located"},
+        task={"env": "tests.runtime.game:Located", **(task or {})},
         options={"where": str(where)},
         workers={"count": workers},
         **more,
@@ -88,6 +95,15 @@ def test_attempts_run_in_workers_as_in_the_controller(tmp_path: Path) -> None:
     assert_trained_once(there)
     assert_no_processes(there)
     assert replay(there).differing == 0
+
+
+def test_processes_of_environments_have_logs_by_worker(tmp_path: Path) -> None:
+    config = located(tmp_path / "run", task={"isolation": "process"})
+    assert run(config).error == ""
+    logs = run_dir(config) / "logs"
+    written = {path.relative_to(logs).as_posix() for path in logs.rglob("env-*.log")}
+    assert written >= {"w0/env-0.log", "w1/env-0.log"}
+    assert_no_processes(config)
 
 
 @contextmanager

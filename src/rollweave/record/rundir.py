@@ -133,7 +133,7 @@ class RunDir:
 
     def _appended(self) -> Iterator[Path]:
         """Yield the existing files that grow with the run."""
-        files = (self.lock, self.journal, self.metrics, self.trace, *self.logs.glob("*.log"))
+        files = (self.lock, self.journal, self.metrics, self.trace, *self.logs.rglob("*.log"))
         return (file for file in files if file.exists())
 
     def write_config(self, config: RunConfig) -> None:

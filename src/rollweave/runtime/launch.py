@@ -523,7 +523,7 @@ class Processes:
             id=worker_id,
             config=self._config.model_dump_json(),
             model_dir=str(self.model_dir),
-            logs=str(self._run.logs),
+            logs=str(self._run.logs / worker_id),
             waiting_limit=waiting_limit(self._config),
         )
         return ProcessWorker(

@@ -25,8 +25,9 @@ BEAT_S = 0.5
 class WorkerSpec(Struct, frozen=True, kw_only=True):
     """The specification of a worker process.
 
-    `config` is the run's configuration as JSON. `waiting_limit` bounds the attempts
-    that are kept for an evaluation that may never come.
+    `config` is the run's configuration as JSON. `logs` is the folder for the output of
+    its environments' processes. `waiting_limit` bounds the attempts that are kept for
+    an evaluation that may never come.
     """
 
     id: str
