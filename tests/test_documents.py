@@ -92,6 +92,16 @@ def test_relative_links_have_targets(path: Path) -> None:
     assert [link for link in local if not (path.parent / link).exists()] == []
 
 
+def test_the_readme_names_every_command_and_extra() -> None:
+    names = set(spans(ROOT / "README.md"))
+    commands = typer.main.get_command(app)
+    assert isinstance(commands, typer.core.TyperGroup)
+    shown = {name.split()[1] for name in names if name.startswith("rollweave ")}
+    assert commands.commands.keys() - shown == set()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert extras["optional-dependencies"].keys() - names == {"fuzz", "test"}
+
+
 def fenced(path: Path, language: str) -> list[str]:
     """Return the code blocks of a page in this language; "" stands for terminals."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
