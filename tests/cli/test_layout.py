@@ -116,7 +116,7 @@ def test_a_dry_run_without_hosts_names_what_is_unknown() -> None:
         ),
         (
             ["--set", "trainer.ranks=9"],
-            "trainer.ranks: must be at most the number of GPUs of pool training (8), of which NCCL "
+            "trainer.ranks: must be at most the number of GPUs of pool training (8), since NCCL "
             "requires one for each rank, got 9",
         ),
         (

@@ -264,7 +264,7 @@ def test_a_node_in_use_is_named(ray: RayCluster, tmp_path: Path) -> None:
         with controller(config, ray) as process:
             assert process.wait(60) == 1
         printed = (tmp_path / "printed").read_text()
-        assert "cluster.hosts must join within 20 s, 2 of them, got 10.77.1." in printed
+        assert "cluster.hosts: 2 hosts must join within 20 s, got 10.77.1." in printed
         assert "waiting for Ray to reserve all of the node (1 CPU, " in printed
     finally:
         busy.kill()

@@ -72,7 +72,7 @@ def crowded(config: RunConfig, places: Collection[tuple[object, tuple[int, ...]]
     pools = config.pools_of(config.trainer.pool)
     where = f" of pool {' or '.join(pools)}" if pools else ""
     return (
-        f"must be at most the number of GPUs{where} ({gpus}), of which NCCL requires one for each "
+        f"must be at most the number of GPUs{where} ({gpus}), since NCCL requires one for each "
         f"rank, got {len(places)}"
     )
 

@@ -77,7 +77,7 @@ def _relay(state: State, relay: Relay, received: tuple[int, int]) -> Iterator[Wa
     if what:
         yield Wait(component=name, what=what, since=since)
     elif missing in state.publication.retained and missing not in relay.versions:
-        yield Wait(component=name, what=f"without a source of {_version(state, missing)}")
+        yield Wait(component=name, what=f"no source has {_version(state, missing)}")
     if relay.suspected_since is not None:
         yield Wait(
             component=f"a sign of life of {name}", what="silent", since=relay.suspected_since

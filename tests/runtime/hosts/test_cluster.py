@@ -392,7 +392,7 @@ def test_missing_hosts_are_named(tmp_path: Path, agents: Agents) -> None:
     config = config_of(tmp_path, agents, hosts=2)
     cluster = config.cluster.model_copy(update={"join_s": 8.0}) if config.cluster else None
     agents.start("a")
-    with pytest.raises(ConfigError, match=r"cluster\.hosts must join within 8 s, 2 of them, got a"):
+    with pytest.raises(ConfigError, match=r"cluster\.hosts: 2 hosts must join within 8 s, got a"):
         run(config.model_copy(update={"cluster": cluster}))
     assert agents.statuses() == {"a": 0}
 

@@ -117,7 +117,7 @@ def test_files_elsewhere_are_refused(directory: Path, name: str) -> None:
 
 def test_too_many_bytes_are_refused(directory: Path) -> None:
     os.truncate("large.bin", user_files.BYTES + 1)
-    with pytest.raises(ConfigError, match=r"at most 10000 files of 64 MiB.*large\.bin"):
+    with pytest.raises(ConfigError, match=r"at most 10000 files and 64 MiB.*large\.bin"):
         pack(UserFiles(), ("large.bin",))
 
 

@@ -126,7 +126,7 @@ def test_relays_on_one_machine_share_its_memory() -> None:
         (
             ["model.device=cuda", "trainer.ranks=3"],
             {"a": host(2, T=2), "b": host(4, R=4)},
-            "trainer.ranks: must be at most the number of GPUs of pool train (2), of which NCCL "
+            "trainer.ranks: must be at most the number of GPUs of pool train (2), since NCCL "
             "requires one for each rank, got 3",
         ),
         (

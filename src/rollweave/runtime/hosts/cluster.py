@@ -116,7 +116,7 @@ class GatheredHosts:
         except TimeoutError:
             names = ", ".join(self._members) or "none"
             raise ConfigError(
-                f"cluster.hosts must join within {cluster.join_s:g} s, {wanted} of them, "
+                f"cluster.hosts: {wanted} hosts must join within {cluster.join_s:g} s, "
                 f"got {'; '.join([names, *self._pending])}"
             ) from None
         finally:

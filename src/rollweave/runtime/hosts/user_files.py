@@ -108,8 +108,9 @@ def pack(user: UserFiles, listed: Iterable[str]) -> bytes:
                 size += path.stat().st_size
                 if size > BYTES or count > FILES:
                     raise ConfigError(
-                        f"cluster.files must have at most {FILES} files of {BYTES >> 20} MiB, with "
-                        f"the modules and files that the tasks name, got more, among them {path}"
+                        f"cluster.files must have at most {FILES} files and {BYTES >> 20} MiB, "
+                        "with the modules and files that the tasks name, got more, among them "
+                        f"{path}"
                     )
                 opened.add(path, arcname=str(path.relative_to(here)), recursive=False)
     except OSError as error:
@@ -122,7 +123,7 @@ def unpack(archive: bytes, digest: bytes, folder: Path) -> None:
     if not archive:
         return
     if hashlib.sha256(archive).digest() != digest:
-        raise HostError("the user's files must have the digest that the controller sent, got other")
+        raise HostError("the user's files must have the digest that was announced, got another")
     top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     bounds = unpacking.Bounds(bytes=2 * BYTES, members=2 * FILES, depth=DEPTH, seconds=UNPACK_S)
     try:
