@@ -2,9 +2,8 @@
 waiting that they cause.
 
 Hosts are network namespaces of this machine. `tc` limits the speed of their links, so
-that the bench measures links and not cores. Relays, gloo's ranks, the store and its
-clients are processes on these hosts (Laminar §4, §8.3, App. C; ROSE §6.3; RollArt
-§7.4).
+that the bench measures links and not cores. Relays and gloo's ranks are processes on
+these hosts (Laminar §4, §8.3, App. C; ROSE §6.3; RollArt §7.4).
 """
 
 import asyncio
@@ -25,11 +24,10 @@ from benchmarks.delta import QUICK as DELTA
 from benchmarks.delta import Versions, adam, bfloat16
 from benchmarks.network import Network
 from benchmarks.relay import broadcast as relay_broadcast
-from benchmarks.relay import links as relay_links
 from benchmarks.relay import repair as relay_repair
+from benchmarks.relay import sites as relay_sites
 from benchmarks.relay import waiting as relay_wait
 from benchmarks.relay.gloo import Gloo
-from benchmarks.relay.store import clusters, layers
 from benchmarks.relay.tier import tier
 from rollweave.core.policy.relay import chunk_bytes
 from rollweave.schema.weights import WeightManifest
@@ -60,7 +58,7 @@ class RelayPlan:
     repairs: int
     publications: int
     period_s: float
-    links: relay_links.LinksPlan
+    sites: relay_sites.SitesPlan
 
 
 FULL = RelayPlan(
@@ -72,14 +70,13 @@ FULL = RelayPlan(
     repairs=5,
     publications=12,
     period_s=5.0,
-    links=relay_links.LinksPlan(
+    sites=relay_sites.SitesPlan(
         hidden=512,
         rates=(10.0, 30.0, 100.0, 300.0, 1000.0),
         reference=100.0,
         crossed=(100.0, 1000.0),
-        fractions=relay_links.FRACTIONS,
+        fractions=relay_sites.FRACTIONS,
         rounds=5,
-        bucket_bytes=2 << 20,
     ),
 )
 QUICK = RelayPlan(
@@ -91,14 +88,13 @@ QUICK = RelayPlan(
     repairs=1,
     publications=3,
     period_s=2.0,
-    links=relay_links.LinksPlan(
+    sites=relay_sites.SitesPlan(
         hidden=384,
         rates=(30.0, 1000.0),
         reference=30.0,
         crossed=(1000.0,),
         fractions=(0.01, 1.0),
         rounds=1,
-        bucket_bytes=2 << 20,
     ),
 )
 
@@ -112,7 +108,7 @@ def bench_relay(
 ) -> Result:
     """Run the bench. Only tests pass `plan` and `network`."""
     plan = plan or (QUICK if quick else FULL)
-    with workspace() as logs, network or Network(max(*plan.relays, 5)) as net:
+    with workspace() as logs, network or _network(plan) as net:
         return asyncio.run(_measure(plan, net, logs, progress))
 
 
@@ -139,8 +135,8 @@ async def _measure(plan: RelayPlan, net: Network, logs: Path, progress: Progress
         figures |= dict.fromkeys(missing)
         conditions |= dict.fromkeys(missing, net.why_not)
     else:
-        store_figures, why = await _remote_store(plan.links, net, logs, progress)
-        figures |= store_figures
+        site_figures, why = await _sites(plan.sites, net, logs, progress)
+        figures |= site_figures
         conditions |= why
     if figures["link_mb_per_s"] is None:
         unknown = ("link_mb_per_s", "time_over_formula", "curve_time_over_formula")
@@ -237,17 +233,23 @@ async def _repairs(
     return figures | {"repair_repeated_bytes": repeated}
 
 
-async def _remote_store(
-    links: relay_links.LinksPlan, net: Network, logs: Path, progress: Progress
+def _network(plan: RelayPlan) -> Network:
+    return Network(max(*plan.relays, 1 + relay_sites.FAR), far=relay_sites.FAR)
+
+
+async def _sites(
+    plan: relay_sites.SitesPlan, net: Network, logs: Path, progress: Progress
 ) -> tuple[dict[str, Figure], dict[str, Any]]:
     progress("an Adam update of one layer")
-    update = _update(links.hidden)
-    async with clusters(net, logs) as made:
-        runs = await relay_links.ablation(made, update, links, logs, progress)
-        grown = await relay_links.growing(made, links, logs, progress)
-    crossings, why = relay_links.growing_figures(grown, links)
+    update = _update(plan.hidden)
+    far = range(net.hosts - relay_sites.FAR, net.hosts)
+    async with tier(net, (0, *far), logs) as relays:
+        sites = relay_sites.Sites(net, relays)
+        runs = await relay_sites.ablation(sites, update, plan, logs, progress)
+        grown = await relay_sites.growing(sites, plan, logs, progress)
+    crossings, why = relay_sites.growing_figures(grown, plan)
     changed = float(np.mean(update.base != update.new))
-    return relay_links.figures(runs, links) | crossings | {"update_changed": changed}, why
+    return relay_sites.figures(runs, plan) | crossings | {"update_changed": changed}, why
 
 
 def _update(hidden: int) -> Versions:
@@ -256,7 +258,7 @@ def _update(hidden: int) -> Versions:
     """
     rng = np.random.default_rng(0)
     before, after = [], []
-    for shape in layers(hidden, 1).values():
+    for shape in relay_sites.layers(hidden, 1).values():
         weight = rng.normal(0, 0.02, shape) if len(shape) > 1 else np.ones((1, *shape))
         last = list(adam(rng, weight.astype(np.float32), DELTA.steps))[-2:]
         before.append(last[0].ravel())
@@ -272,7 +274,7 @@ def _repaired(plan: RelayPlan) -> int:
 
 
 def _conditions(plan: RelayPlan, net: Network) -> dict[str, Any]:
-    links = plan.links
+    sites = plan.sites
     where = (
         net.why_not
         or "network namespaces on one machine, joined by a bridge; tc tbf limits each host's link "
@@ -303,15 +305,14 @@ def _conditions(plan: RelayPlan, net: Network) -> dict[str, Any]:
         "times; global: gloo to all engines, which stop for it",
         "trainer_stall_s": "time of its thread for a copy into shared memory with its digest; "
         "over_send: over that plus gloo to all",
-        "links": "2 trainer ranks with a link each, a store and 2 engine hosts; the last three "
-        f"have {relay_links.FAST_MBITS:g} Mbit/s; one layer of width {links.hidden}; FSDP of 2 to "
-        f"TP of 2; buckets of {links.bucket_bytes >> 20} MiB; gains at {links.reference:g} Mbit/s; "
-        f"medians of {links.rounds}. The gather of batch is a copy in memory. Sparse sends equal "
-        "halves by whole blocks, and each engine's host takes all changes",
-        "crossover": "random elements are drawn anew; the full version is sent by shards; each "
-        "fraction and speed in turn",
-        "push_s": f"Table 4 of RollArt, at {links.reference:g} Mbit/s: async over one link, "
-        "without a rollout: transfers are hidden behind the push alone; naive_s is that of batch",
+        "sites": "the first relay reads the trainer's memory, 2 more are behind a link of limited "
+        f"speed; all others have {relay_sites.FAST_MBITS:g} Mbit/s; one layer of width "
+        f"{sites.hidden}; gains at {sites.reference:g} Mbit/s; medians of {sites.rounds}",
+        "crossover": "random elements are drawn anew; the full version in pieces; each fraction "
+        "and speed in turn",
+        "push_s": f"Table 4 of RollArt, at {sites.reference:g} Mbit/s: until the first relay "
+        "behind the link has the version; exposed_pull_s: from then on until the other one has it; "
+        "accumulated_pull_s: the same in batch, whose total is naive_s",
     }
 
 

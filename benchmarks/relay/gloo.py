@@ -15,16 +15,19 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from benchmarks.network import Network, enter
-from benchmarks.relay.peer import PATIENCE_S, reply_of
 from rollweave.io.boot import die_with
 from rollweave.io.child import spawn
 from rollweave.io.parent import Parent
 from rollweave.io.wire import decoder_of, encode
 from rollweave.runtime.links.relay import ONE_THREAD
 from rollweave.schema.base import Struct
+from rollweave.schema.errors import WeightsError
 
 PORT = 29400
 """Port of rank 0's store, on a host on which nothing else listens."""
+
+PATIENCE_S = 300.0
+"""Maximum seconds for one broadcast: the full version over the slowest link."""
 
 
 class Ranks(Struct, frozen=True, kw_only=True):
@@ -91,7 +94,14 @@ class Gloo:
         await self._child.gone()
 
     async def _reply(self) -> float:
-        return await reply_of(self._replies, "gloo")
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                reply = await self._replies.get()
+        except TimeoutError:
+            raise WeightsError(f"gloo did not answer in {PATIENCE_S:g} s") from None
+        if isinstance(reply, str):  # it is lost
+            raise WeightsError(f"gloo: {reply}")
+        return reply
 
 
 def main() -> None:

@@ -20,29 +20,27 @@ from hypothesis import given
 
 from benchmarks.network import Network
 from benchmarks.relay import broadcast as relay_broadcast
-from benchmarks.relay import links as relay_links
+from benchmarks.relay import sites as relay_sites
 from benchmarks.relay import waiting as relay_wait
 from benchmarks.relay.bench import PREFIX, QUICK, RelayPlan, bench_relay, workspace
 from benchmarks.relay.broadcast import FIT_CHUNKS, Link, Times, fit
-from benchmarks.relay.links import crossing, growing_figures, redrawn
 from benchmarks.relay.repair import Fault, repaired
-from benchmarks.relay.store import (
+from benchmarks.relay.sites import (
     VARIANTS,
     Delivery,
-    Pair,
-    _rest,
-    clusters,
+    Sites,
+    crossing,
+    growing_figures,
     layers,
-    model_of,
-    published,
+    pair_of,
+    redrawn,
 )
-from benchmarks.relay.tier import chain, star
+from benchmarks.relay.tier import chain, star, tier
 from benchmarks.relay.waiting import Waits, payload
 from rollweave.cli.bench import bench
 from rollweave.core.policy.relay import broadcast_s
 from rollweave.schema.errors import ConfigError
 from rollweave.weights.publication import publish
-from rollweave.weights.pushpull import TransferCost
 
 SECONDS = st.floats(0, 1e-2)
 
@@ -152,14 +150,13 @@ def test_crossing_of_deltas_and_full_versions(ratios: list[float], expected: flo
 
 
 def test_no_crossing_has_a_reason() -> None:
-    plan = relay_links.LinksPlan(
+    plan = relay_sites.SitesPlan(
         hidden=64,
         rates=(1.0,),
         reference=1.0,
         crossed=(1.0, 2.0),
         fractions=(0.1, 1.0),
         rounds=1,
-        bucket_bytes=1,
     )
     measured, why = growing_figures(
         {(1.0, 0.1): [0.1], (1.0, 1.0): [0.9], (2.0, 0.1): [0.5], (2.0, 1.0): [2.0]}, plan
@@ -170,44 +167,26 @@ def test_no_crossing_has_a_reason() -> None:
 
 
 def test_each_step_gains_over_the_one_before() -> None:
-    plan = relay_links.LinksPlan(
+    plan = relay_sites.SitesPlan(
         hidden=64,
         rates=(1.0, 5.0),
         reference=5.0,
         crossed=(),
         fractions=(),
         rounds=1,
-        bucket_bytes=1,
     )
-    cost = TransferCost(push_s=3.0, accumulated_pull_s=2.0, exposed_pull_s=0.5)
-    seconds = {"batch": 8.0, "async": 4.0, "shard": 2.0, "sparse": 0.5}
+    seconds = {"batch": (8.0, 6.0), "async": (4.0, 3.5), "sparse": (0.5, 0.4)}
     runs = {
-        (rate, variant): [
-            Delivery(
-                value * rate,
-                1000 if variant != "sparse" else 10,
-                0,
-                cost if variant != "sparse" else None,
-            )
-        ]
+        (rate, variant): [Delivery(total * rate, first * rate, 1000 if variant != "sparse" else 10)]
         for rate in plan.rates
-        for variant, value in seconds.items()
+        for variant, (total, first) in seconds.items()
     }
-    measured = relay_links.figures(runs, plan)
-    assert (
-        measured["gain_async"],
-        measured["gain_shard"],
-        measured["gain_sparse"],
-        measured["gain_all"],
-    ) == (
-        2.0,
-        2.0,
-        4.0,
-        16.0,
-    )
-    assert measured["ablation_s"] == [40.0, 20.0, 10.0, 2.5]
+    measured = relay_sites.figures(runs, plan)
+    gains = (measured["gain_async"], measured["gain_sparse"], measured["gain_all"])
+    assert gains == (2.0, 8.0, 16.0)
+    assert measured["ablation_s"] == [40.0, 20.0, 2.5]
     assert measured["pull_hidden"] == 0.75
-    assert measured["naive_s"] == 5.0
+    assert (measured["naive_s"], measured["push_s"]) == (40.0, 17.5)
     assert measured["sparse_over_whole_bytes"] == 0.01
 
 
@@ -216,16 +195,6 @@ def test_a_fraction_is_redrawn() -> None:
     assert np.mean(versions.base != versions.new) == pytest.approx(0.1, abs=0.01)
     other = redrawn(np.random.default_rng(0), 10_000, 1.0)
     assert np.mean(other.base != other.new) > 0.99
-
-
-@given(st.lists(st.integers(0, 40), max_size=8).map(sorted), st.integers(40, 50))
-def test_rest_completes_the_parts(edges: list[int], nbytes: int) -> None:
-    parts = [
-        (start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=False) if start < stop
-    ]
-    there = {byte for start, stop in parts for byte in range(start, stop)}
-    rest = [byte for start, stop in _rest(nbytes, parts) for byte in range(start, stop)]
-    assert rest == sorted(set(range(nbytes)) - there)
 
 
 def test_loopback_has_no_limits() -> None:
@@ -352,29 +321,22 @@ async def test_a_relay_that_is_cut_off_is_bypassed(tmp_path: Path) -> None:
     assert measured.repeated_bytes == 0
 
 
-async def test_every_variant_delivers_the_same_bytes(tmp_path: Path) -> None:
-    shapes = layers(64, 1)
-    count = sum(math.prod(shape) for shape in shapes.values())
+async def test_every_variant_delivers_a_version(tmp_path: Path) -> None:
+    count = sum(math.prod(shape) for shape in layers(64, 1).values())
     versions = redrawn(np.random.default_rng(0), count, 0.01)
     with (
-        Network(5, loopback=True) as net,
-        published(versions.base, shapes, tmp_path) as base,
-        published(versions.new, shapes, tmp_path) as new,
+        Network(3, loopback=True) as net,
+        pair_of(versions, 64, tmp_path) as pair,
     ):
-        pair = Pair(base.manifest, new.manifest)
-        assert new.manifest.nbytes == 2 * count
-        async with clusters(net, tmp_path) as made:
+        assert pair.new.nbytes == 2 * count
+        async with tier(net, range(3), tmp_path) as relays:
+            sites = Sites(net, relays)
             sent = {}
             for variant in VARIANTS:
-                if variant == "sparse":
-                    await made.prepare(pair, bucket_bytes=1 << 16)
-                run = await made.run(
-                    variant, pair, model_of(new.manifest, 64), bucket_bytes=1 << 16
-                )
-                assert run.mismatches == 0
-                assert run.seconds > 0
-                sent[variant] = run.sent_bytes
-    assert sent["batch"] == sent["async"] == sent["shard"] == 2 * count
+                run = await sites.run(variant, pair, 1000.0)
+                assert run.seconds >= run.first_s > 0
+                sent[variant] = run.crossed_bytes
+    assert sent["batch"] == sent["async"] == 2 * count
     assert 0 < sent["sparse"] < 2 * count / 10
 
 
@@ -388,7 +350,7 @@ def test_a_tiny_run_without_limits() -> None:
         repairs=1,
         publications=2,
         period_s=1.0,
-        links=QUICK.links,
+        sites=QUICK.sites,
     )
     lines: list[str] = []
     measured = bench_relay(

@@ -7,8 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hypothesis.strategies as st
 import pytest
+import torch
+from hypothesis import given
 
+from rollweave.schema.weights import TensorMeta
+from rollweave.train.publishing import slice_of
 from tests.support.forking import Forked
 from tests.support.training import ROOT
 from tests.train.builders import make_model
@@ -61,6 +66,22 @@ def wait_for_all(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str, str
 
 
 @pytest.mark.slow
+@given(rows=st.integers(0, 40), world=st.integers(1, 9))
+def test_ranks_divide_a_tensor_like_torch_chunk(rows: int, world: int) -> None:
+    meta = TensorMeta(name="any", dtype="float32", shape=(rows, 3), offset=64, nbytes=12 * rows)
+    chunks = [len(chunk) for chunk in torch.empty(rows, 3).chunk(world)]
+    slices = [slice_of(meta, rank=rank, world=world) for rank in range(world)]
+    expected = chunks + [0] * (world - len(chunks))
+    assert [stop - start for start, stop in slices] == [12 * count for count in expected]
+    assert [start for start, _ in slices][1:] == [stop for _, stop in slices][:-1]
+    assert (slices[0][0], slices[-1][1]) == (64, 64 + 12 * rows)
+
+
+def test_a_rank_alone_has_a_scalar() -> None:
+    meta = TensorMeta(name="any", dtype="float32", shape=(), offset=64, nbytes=4)
+    assert slice_of(meta, rank=0, world=1) == (64, 68)
+
+
 def test_ranks_share_writes_and_failures(tmp_path: Path) -> None:
     """Heads are so small that chunks are uneven, and the last of three ranks holds
     nothing of some tensors.

@@ -53,6 +53,26 @@ async def test_fetches_from_memory_and_down_a_chain() -> None:
             assert {host.payload(1) for host in chain} == {memory.payload}
 
 
+async def test_a_version_crosses_a_link_once_and_is_passed_on_meanwhile() -> None:
+    """Of two hosts behind a link, one receives the version over it, and the other one
+    receives each piece before the next has crossed.
+    """
+    piece = 256 * KIB
+    with versions(1) as (memory,):
+        async with tapped(memory, piece=piece) as (source, address), hosts(2) as (first, second):
+            first.start_fetch(memory.manifest, address)
+            second.start_fetch(memory.manifest, first)
+            for number in range(1, memory.manifest.nbytes // piece + 1):
+                source.allow(1)
+                await until(lambda n=number: received_bytes(second, 1) == n * piece)
+            source.allow_all()
+            for host in (first, second):
+                assert isinstance(await host.answer(), VersionFetched)
+                assert host.payload(1) == memory.payload
+            (request,) = source.requests
+            assert request.ranges == ((0, memory.manifest.nbytes),)
+
+
 async def test_sends_deltas_and_the_full_version_to_a_host_without_the_base() -> None:
     with versions(2) as (old, new):
         async with hosts(4) as (master, second, third, fourth):

@@ -19,11 +19,9 @@ from torch import nn
 from rollweave.schema.errors import RollweaveError, TrainerError
 from rollweave.schema.training import Publish
 from rollweave.schema.weights import TensorMeta, WeightManifest
-from rollweave.train.distributed import RankGroup, local_tensor
+from rollweave.train.distributed import RankGroup, local_tensor, rows_of
 from rollweave.weights.memory import Ranges, combined_digest
-from rollweave.weights.parameters import Model
 from rollweave.weights.publication import Draft, DraftHandle, PayloadWriter, Publisher, lay_out
-from rollweave.weights.shards import Fsdp, runs
 from rollweave.weights.staging import Staging
 
 _log = logging.getLogger(__name__)
@@ -138,16 +136,11 @@ class WeightPublisher:
         """
         if len(set(self._owners)) == 1:
             return None
-        model = Model(metas, heads=1, kv_heads=1)  # FSDP does not use the heads
-        layout, places = Fsdp(self._ranks.world_size), {meta.name: meta for meta in metas}
         own, others = Ranges(), Ranges()
         for rank, owner in enumerate(self._owners):
-            for piece in layout.shard(model, rank).pieces:
-                meta = places[piece.tensor]
-                ((first, count),) = runs(meta.shape, piece.start, piece.size)
-                start = meta.offset + first * self._dtype.itemsize
-                among = own if owner == self._ranks.rank else others
-                among.add(start, start + count * self._dtype.itemsize)
+            among = own if owner == self._ranks.rank else others
+            for meta in metas:
+                among.add(*slice_of(meta, rank=rank, world=self._ranks.world_size))
         if self._ranks.is_first:
             return others.missing(0, max(meta.offset + meta.nbytes for meta in metas))
         return list(own)
@@ -189,16 +182,14 @@ class WeightPublisher:
 
     def _local_slices(self, metas: tuple[TensorMeta, ...]) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the contiguous slices that only this rank holds, with their offsets."""
-        model = Model(metas, heads=1, kv_heads=1)  # FSDP does not use the heads
-        shard = Fsdp(self._ranks.world_size).shard(model, self._ranks.rank)
-        places = {meta.name: meta for meta in metas}
-        for piece in shard.pieces:
-            tensor, meta = local_tensor(self._parameters[piece.tensor]), places[piece.tensor]
-            assert tensor.shape == piece.size, (
-                f"{piece.tensor} is sharded as {tuple(tensor.shape)}, not {piece.size}"
+        for meta in metas:
+            tensor = local_tensor(self._parameters[meta.name])
+            start, stop = slice_of(meta, rank=self._ranks.rank, world=self._ranks.world_size)
+            assert tensor.numel() * self._dtype.itemsize == stop - start, (
+                f"{meta.name} is sharded as {tuple(tensor.shape)}, not into {stop - start} bytes"
             )
-            ((first, _),) = runs(meta.shape, piece.start, piece.size)
-            yield meta.offset + first * self._dtype.itemsize, tensor
+            if start < stop:
+                yield start, tensor
 
     def _raise_together(self, error: str, command: Publish) -> None:
         """Raise the same error on every rank if any rank has one."""
@@ -208,6 +199,17 @@ class WeightPublisher:
                 raise TrainerError(
                     text if text.startswith(where) else f"{where}: trainer rank {rank}: {text}"
                 )
+
+
+def slice_of(meta: TensorMeta, *, rank: int, world: int) -> tuple[int, int]:
+    """Return the bytes of a tensor that a rank of FSDP2 has: its rows, which follow each
+    other.
+    """
+    if world == 1:
+        return meta.offset, meta.offset + meta.nbytes
+    rows = rows_of(meta.shape[0], rank=rank, world=world)
+    row = meta.nbytes // max(1, meta.shape[0])
+    return meta.offset + rows.start * row, meta.offset + rows.stop * row
 
 
 def _combined(manifests: list[WeightManifest]) -> WeightManifest:

@@ -1,6 +1,4 @@
-"""The messages that relays, stores and their clients exchange over a channel, and the
-reasons why a fetch fails.
-"""
+"""The messages that relays exchange over a channel, and the reasons why a fetch fails."""
 
 from collections.abc import Collection
 from typing import Literal
@@ -8,7 +6,6 @@ from typing import Literal
 from rollweave.io.wire import decoder_of
 from rollweave.schema.base import TaggedStruct
 from rollweave.schema.errors import WeightsError
-from rollweave.schema.weights import WeightManifest
 
 FailureReason = Literal["source", "base", "broken", "room"]
 """See `schema/weights.VersionFailed`."""
@@ -37,12 +34,10 @@ class Base(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Request(TaggedStruct, frozen=True, kw_only=True):
-    """Request `ranges` of a version from a relay or a store, in order, as they become
-    available.
+    """Request `ranges` of a version from a relay, in order, as they become available.
 
     With `base`, pieces may come as deltas against that version; without it, or where
-    there is no delta, they come as raw bytes. With `confirm`, the last message is
-    `Complete`, sent once the server has verified the version.
+    there is no delta, they come as raw bytes.
     """
 
     weights_id: int
@@ -50,23 +45,6 @@ class Request(TaggedStruct, frozen=True, kw_only=True):
     nbytes: int
     ranges: tuple[Range, ...]
     base: Base | None = None
-    confirm: bool = False
-
-
-class Push(TaggedStruct, frozen=True, kw_only=True):
-    """Announce to a store that these `ranges` of a version will be sent, some perhaps
-    as deltas against `base`. Answered by `Missing`.
-    """
-
-    manifest: WeightManifest
-    ranges: tuple[Range, ...]
-    base: Base | None = None
-
-
-class Missing(TaggedStruct, frozen=True, kw_only=True):
-    """The ranges of a push that the store does not have yet."""
-
-    ranges: tuple[Range, ...]
 
 
 class Raw(TaggedStruct, frozen=True, kw_only=True):
@@ -99,23 +77,16 @@ class KeepAlive(TaggedStruct, frozen=True, kw_only=True):
     """There is nothing to send yet."""
 
 
-class Complete(TaggedStruct, frozen=True, kw_only=True):
-    """The version is complete and verified. Sent to a store, it marks the end of a
-    push.
-    """
-
-
 class Refused(TaggedStruct, frozen=True, kw_only=True):
-    """The request or push has failed. This is the last message of its sender."""
+    """The request has failed. This is the last message of its sender."""
 
     reason: FailureReason
     error: str
 
 
-decode_message = decoder_of(
-    Request | Push | Missing | Raw | RawRanges | Delta | KeepAlive | Complete | Refused
-)
-Message = Request | Push | Missing | Raw | RawRanges | Delta | KeepAlive | Complete | Refused
+Message = Request | Raw | RawRanges | Delta | KeepAlive | Refused
+
+decode_message = decoder_of(Message)
 
 
 def within(ranges: Collection[Range], nbytes: int) -> bool:

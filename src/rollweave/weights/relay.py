@@ -45,7 +45,7 @@ from rollweave.weights.protocol import (
     Refused,
     Request,
 )
-from rollweave.weights.pushpull import pull
+from rollweave.weights.pull import pull
 from rollweave.weights.serve import (
     Broadcast,
     DeltaPiece,
@@ -269,7 +269,6 @@ class Relay:
             self._withdraw(manifest.weights_id, str(error))
             raise
         self._store.add(stored)
-        version.mark_verified()
         encodes = command.source is None or command.parts  # it has received no deltas
         if deltas is not None and base is not None and encodes:
             encoding = self._encode(version, deltas, base, stored, command.chunk_bytes)
@@ -412,7 +411,6 @@ class Relay:
                 writer.destination,
                 on_piece=received,
                 on_channel=opened,
-                confirm=False,
             )
         finally:
             stalls.close()

@@ -19,7 +19,6 @@ from rollweave.schema.weights import HEARTBEAT_S, WeightManifest
 from rollweave.weights.memory import READ_CHUNK
 from rollweave.weights.protocol import (
     Base,
-    Complete,
     Delta,
     FetchError,
     KeepAlive,
@@ -125,7 +124,6 @@ class ServedVersion:
         self._pieces: dict[int, _Piece] = {}
         self._deltas: dict[Base, VersionDelta] = {}
         self.updates = Broadcast()
-        self.verified = False
         self.withdrawn = ""
 
     # Called by the owner.
@@ -169,11 +167,6 @@ class ServedVersion:
     def drop_deltas(self) -> None:
         """Drop all deltas: clients now receive raw bytes."""
         self._deltas.clear()
-        self.updates.notify_all()
-
-    def mark_verified(self) -> None:
-        """Record that the version is complete and matches its manifest."""
-        self.verified = True
         self.updates.notify_all()
 
     def withdraw(self, reason: str) -> None:
@@ -305,13 +298,6 @@ async def serve_version(
                     last_sent = sent_at
                 else:
                     return
-        while request.confirm and not version.verified:
-            sent_at = await _wait_for_change(channel, version, last_sent)
-            if sent_at is None:
-                return
-            last_sent = sent_at
-        if request.confirm:
-            await channel.send(Complete())
     finally:
         os.close(fd)
 

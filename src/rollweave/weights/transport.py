@@ -1,5 +1,4 @@
-"""Channels between hosts: the interface of whatever transfers bytes for relays and
-stores.
+"""Channels between hosts: the interface of whatever transfers bytes for relays.
 
 A channel carries messages (`weights/protocol.py`), some with a body, which is bytes of
 weights. Invariants of every transport: a client presents the secret first and learns

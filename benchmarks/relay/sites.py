@@ -1,0 +1,313 @@
+"""Weights between two sites: the gain of each of ROSE's steps (§6.3, Fig. 10), the point
+at which deltas stop paying off, and RollArt's Table 4.
+
+The first relay reads the trainer's memory; two more are at the other site, behind a link
+of limited speed. The variants in `VARIANTS` build on one another: `batch` passes a
+version to the next relay once the one before has all of it; `async` sends pieces along
+the chain as they arrive; `sparse` sends deltas.
+"""
+
+import asyncio
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.contract import Figure
+from benchmarks.delta import STD, Versions, bfloat16
+from benchmarks.network import Network
+from benchmarks.relay.tier import Tier, chain, checked
+from rollweave.core.policy.relay import chunk_bytes
+from rollweave.runtime.supervisors.relays import CHUNK_S
+from rollweave.schema.weights import FetchVersion, VersionFetched, WeightManifest
+from rollweave.weights.delta_body import Array
+from rollweave.weights.publication import Publication, publish
+
+Progress = Callable[[str], None]
+
+VARIANTS = ("batch", "async", "sparse")
+
+FAR = 2
+"""Number of relays at the other site."""
+
+FAST_MBITS = 1000.0
+"""Speed of the link of each host: what this machine's cores can move."""
+
+FRACTIONS = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0)
+"""Fractions of the elements that differ in the next version."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SitesPlan:
+    """Extent of the measurement. `crossed` are the speeds at which growing deltas are
+    sent.
+    """
+
+    hidden: int
+    rates: tuple[float, ...]
+    reference: float
+    crossed: tuple[float, ...]
+    fractions: tuple[float, ...]
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A version and its predecessor, in memory of this machine."""
+
+    base: WeightManifest
+    new: WeightManifest
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """Seconds until all relays of the other site have a version, those until the first
+    of them does, and the bytes that this one has received over the link.
+    """
+
+    seconds: float
+    first_s: float
+    crossed_bytes: int
+
+    @property
+    def rest_s(self) -> float:
+        """Return the seconds from the arrival at the first relay to the last one's."""
+        return self.seconds - self.first_s
+
+
+class Sites:
+    """The relays of both sites on their hosts."""
+
+    def __init__(self, network: Network, relays: Tier) -> None:
+        self._network, self._relays = network, relays
+        self._speed = 0.0
+
+    def slow(self, mbits: float) -> None:
+        """Limit the link between the sites. Does nothing on loopback."""
+        if not self._network.why_not and self._speed != mbits:
+            self._network.limit(FAST_MBITS)
+            self._network.limit_sites(mbits)
+            self._speed = mbits
+
+    async def run(self, variant: str, pair: Pair, mbits: float) -> Delivery:
+        """Transfer one version by one variant over a link of this speed."""
+        base_id = None
+        if variant == "sparse":
+            base = self._relays.version(pair.base)
+            base_id = base.weights_id
+            await self._send(base, None, mbits, together=True)
+        self.slow(mbits)
+        new = self._relays.version(pair.new)
+        return await self._send(new, base_id, mbits, together=variant != "batch")
+
+    async def _send(
+        self, manifest: WeightManifest, base_id: int | None, mbits: float, *, together: bool
+    ) -> Delivery:
+        """Send a version along the chain: to all relays at once, or to one after the
+        other.
+        """
+        chunk = chunk_bytes(manifest.nbytes, nodes=1 + FAR, start_s=CHUNK_S, byte_s=8e-6 / mbits)
+        started = time.monotonic()
+
+        async def fetch(relay: int, source: int | None) -> tuple[float, VersionFetched]:
+            answer = await self._relays.links[relay].fetch(
+                FetchVersion(
+                    manifest=manifest,
+                    source=self._relays.source(source),
+                    chunk_bytes=chunk,
+                    base_id=base_id,
+                    keep=() if base_id is None else (base_id,),
+                )
+            )
+            return time.monotonic() - started, checked(relay, answer)
+
+        fetches = [fetch(relay, source) for relay, source in enumerate(chain(1 + FAR))]
+        if together:
+            answers = await asyncio.gather(*fetches)
+        else:
+            answers = [await one for one in fetches]
+        return Delivery(max(seconds for seconds, _ in answers), answers[1][0], answers[1][1].nbytes)
+
+
+async def ablation(
+    sites: Sites, update: Versions, plan: SitesPlan, directory: Path, progress: Progress
+) -> dict[tuple[float, str], list[Delivery]]:
+    """Measure each variant over each speed, in turn."""
+    deliveries: dict[tuple[float, str], list[Delivery]] = {}
+    with pair_of(update, plan.hidden, directory) as pair:
+        for number in range(plan.rounds):
+            for rate in plan.rates:
+                progress(
+                    f"weights between sites at {rate:g} Mbit/s, round {number + 1} of {plan.rounds}"
+                )
+                for variant in VARIANTS:
+                    deliveries.setdefault((rate, variant), []).append(
+                        await sites.run(variant, pair, rate)
+                    )
+    return deliveries
+
+
+async def growing(
+    sites: Sites, plan: SitesPlan, directory: Path, progress: Progress
+) -> dict[tuple[float, float], list[float]]:
+    """Return the time of a delta over that of the full version, by speed and by the
+    changed fraction, in turn.
+    """
+    ratios_measured: dict[tuple[float, float], list[float]] = {}
+    rng = np.random.default_rng(0)
+    count = sum(math.prod(shape) for shape in layers(plan.hidden, 1).values())
+    for fraction in plan.fractions:
+        progress(f"{fraction:.1%} changed")
+        with pair_of(redrawn(rng, count, fraction), plan.hidden, directory) as pair:
+            for rate in plan.crossed:
+                for _ in range(plan.rounds):
+                    full = await sites.run("async", pair, rate)
+                    sparse = await sites.run("sparse", pair, rate)
+                    ratios_measured.setdefault((rate, fraction), []).append(
+                        sparse.seconds / full.seconds
+                    )
+    return ratios_measured
+
+
+# The payload.
+
+
+@contextmanager
+def pair_of(versions: Versions, hidden: int, directory: Path) -> Iterator[Pair]:
+    """Publish both versions in memory of this machine."""
+    shapes = layers(hidden, 1)
+    with (
+        published(versions.base, shapes, directory) as base,
+        published(versions.new, shapes, directory) as new,
+    ):
+        yield Pair(base.manifest, new.manifest)
+
+
+def layers(hidden: int, count: int) -> dict[str, tuple[int, ...]]:
+    """Return shapes by name, in hidden widths as Qwen3-0.6B has them; without an
+    embedding.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in range(count):
+        for name, rows, columns in (
+            ("self_attn.q_proj", 2, 1),
+            ("self_attn.k_proj", 1, 1),
+            ("self_attn.v_proj", 1, 1),
+            ("self_attn.o_proj", 1, 2),
+            ("mlp.gate_proj", 3, 1),
+            ("mlp.up_proj", 3, 1),
+            ("mlp.down_proj", 1, 3),
+        ):
+            shapes[f"model.layers.{layer}.{name}.weight"] = (rows * hidden, columns * hidden)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"model.layers.{layer}.{norm}.weight"] = (hidden,)
+    return shapes
+
+
+def published(
+    bits: "np.ndarray[tuple[int], np.dtype[np.uint16]]",
+    shapes: dict[str, tuple[int, ...]],
+    directory: Path,
+) -> Publication:
+    """Publish these elements of bfloat16 in memory, in the shapes' order."""
+    flat, start, tensors = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16), 0, {}
+    for name, shape in shapes.items():
+        count = int(np.prod(shape))
+        tensors[name] = flat[start : start + count].reshape(shape)
+        start += count
+    return publish(tensors, version=1, weights_id=1, directory=directory)
+
+
+def redrawn(rng: np.random.Generator, count: int, fraction: float) -> Versions:
+    """Return bfloat16 in which so many random elements are drawn anew: their
+    differences are as hard to compress as possible.
+    """
+    base, other = (
+        bfloat16(rng.standard_normal(count, np.float32) * np.float32(STD)) for _ in range(2)
+    )
+    where = rng.random(count, np.float32) < fraction
+    new: Array = np.where(where, other, base)
+    return Versions(base, new)
+
+
+# The figures.
+
+
+def crossing(fractions: Sequence[float], ratios: Sequence[float]) -> float | None:
+    """Return the first fraction at which the ratio is 1, interpolated between two
+    measured ones by their logarithms, or None if it never is.
+    """
+    for number, ratio in enumerate(ratios):
+        if ratio >= 1:
+            if number == 0:
+                return fractions[0]
+            low, high = math.log(ratios[number - 1]), math.log(ratio)
+            part = -low / (high - low)
+            return math.exp(
+                math.log(fractions[number - 1]) * (1 - part) + math.log(fractions[number]) * part
+            )
+    return None
+
+
+def figures(
+    deliveries: dict[tuple[float, str], list[Delivery]], plan: SitesPlan
+) -> dict[str, Figure]:
+    """Return figures. A gain is that of a variant over the one before it, at the
+    reference speed; `pull_hidden` is the part of the pull that the push alone hides.
+    """
+    seconds = {
+        key: statistics.median(run.seconds for run in runs) for key, runs in deliveries.items()
+    }
+    at = {variant: seconds[plan.reference, variant] for variant in VARIANTS}
+    overlapping = deliveries[plan.reference, "async"]
+    pull = statistics.median(run.rest_s for run in deliveries[plan.reference, "batch"])
+    exposed = statistics.median(run.rest_s for run in overlapping)
+    gains = {
+        f"gain_{variant}": at[before] / at[variant]
+        for before, variant in itertools.pairwise(VARIANTS)
+    }
+    curves = {
+        f"curve_{variant}_s": [seconds[rate, variant] for rate in plan.rates]
+        for variant in VARIANTS
+    }
+    return {
+        **gains,
+        "gain_all": at["batch"] / at["sparse"],
+        "ablation_s": list(at.values()),
+        "push_s": statistics.median(run.first_s for run in overlapping),
+        "accumulated_pull_s": pull,
+        "exposed_pull_s": exposed,
+        "naive_s": at["batch"],
+        "pull_hidden": 1 - exposed / pull if pull else None,
+        "sparse_over_whole_bytes": deliveries[plan.reference, "sparse"][0].crossed_bytes
+        / overlapping[0].crossed_bytes,
+        "curve_mbits": list(plan.rates),
+        **curves,
+        "curve_sparse_over_async": [
+            seconds[rate, "sparse"] / seconds[rate, "async"] for rate in plan.rates
+        ],
+    }
+
+
+def growing_figures(
+    ratios_measured: dict[tuple[float, float], list[float]], plan: SitesPlan
+) -> tuple[dict[str, Figure], dict[str, Any]]:
+    """Return the crossings, and the reasons for those that are missing."""
+    shown: dict[str, Figure] = {"curve_fractions": list(plan.fractions)}
+    why: dict[str, Any] = {}
+    for rate in plan.crossed:
+        ratios = [statistics.median(ratios_measured[rate, fraction]) for fraction in plan.fractions]
+        name = f"crossover_{rate:g}_mbits"
+        shown[name] = crossing(plan.fractions, ratios)
+        shown[f"curve_sparse_over_whole_{rate:g}_mbits"] = ratios
+        if shown[name] is None:
+            why[name] = f"deltas are faster up to {plan.fractions[-1]:.0%} changed"
+    return shown, why
