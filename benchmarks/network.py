@@ -1,5 +1,6 @@
 """Hosts on one machine: a network namespace each, connected to a bridge by links whose
-speed can be limited.
+speed can be limited. Some may be at a second site: another bridge, connected to the
+first by one more link.
 
 Invariants: namespaces have no name and are referred to by descriptors of this process
 alone, and links live in them, so that nothing remains however this process ends, even
@@ -9,6 +10,7 @@ be created (without root, `ip` or `tc`) all hosts are loopback, and no link is l
 
 import contextlib
 import ctypes
+import json
 import os
 import shutil
 import signal
@@ -31,13 +33,20 @@ packet before segmentation has 64 KiB.
 """
 
 
+FAR = "far"
+"""Name of the second site's bridge."""
+
+BETWEEN = ("out", "back")
+"""Names of the two ends of the link between the sites: at the first, at the second."""
+
+
 class Network:
-    """`hosts` hosts, from `__enter__` on. The thread that enters is then on the switch
-    that joins them, until `__exit__`.
+    """`hosts` hosts, from `__enter__` on; the last `far` of them are at a second site.
+    The thread that enters is then on the switch that joins them, until `__exit__`.
     """
 
-    def __init__(self, hosts: int, *, loopback: bool = False) -> None:
-        self.hosts = hosts
+    def __init__(self, hosts: int, *, far: int = 0, loopback: bool = False) -> None:
+        self.hosts, self.far = hosts, far
         self.why_not = "hosts are loopback, without limits, as requested" if loopback else ""
         """Reason why all hosts are loopback; empty where they are namespaces."""
         self._spaces: list[int] = []
@@ -135,6 +144,17 @@ class Network:
                 _run("tc", [_discipline("eth0", mbits)])
         _run("tc", [_discipline(f"h{host}", mbits) for host in chosen])
 
+    def limit_sites(self, mbits: float | None) -> None:
+        """Limit the link between the two sites to so many megabits a second up and down;
+        None removes the limit.
+        """
+        _run("tc", [_discipline(end, mbits) for end in BETWEEN])
+
+    def crossed_bytes(self) -> int:
+        """Return the bytes that have been sent to the second site, headers included."""
+        shown = _output("ip", "-s", "-json", "link", "show", BETWEEN[0])
+        return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
+
     def _build(self) -> None:
         for tool in ("ip", "tc"):
             if shutil.which(tool) is None:
@@ -148,9 +168,19 @@ class Network:
             "link set switch up",
             f"addr add {SWITCH}/16 dev switch",
         ]
+        if self.far:
+            near, distant = BETWEEN
+            lines += [
+                f"link add {FAR} type bridge",
+                f"link set {FAR} up",
+                f"link add {near} type veth peer name {distant}",
+                f"link set {near} master switch up",
+                f"link set {distant} master {FAR} up",
+            ]
         for host in range(self.hosts):
+            bridge = "switch" if host < self.hosts - self.far else FAR
             lines.append(f"link add h{host} type veth peer name eth0 netns {self.path(host)}")
-            lines.append(f"link set h{host} master switch up")
+            lines.append(f"link set h{host} master {bridge} up")
         _run("ip", lines)
         for host in range(self.hosts):
             with self.inside(host):
@@ -207,6 +237,11 @@ def _run(tool: str, lines: list[str]) -> None:
     )
     if done.returncode:
         raise OSError(f"{tool}: {done.stderr.strip() or done.returncode}")
+
+
+def _output(tool: str, *arguments: str) -> str:
+    """Return what a program prints. Raises OSError, or CalledProcessError if it fails."""
+    return subprocess.run([tool, *arguments], capture_output=True, text=True, check=True).stdout
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

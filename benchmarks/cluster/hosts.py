@@ -39,14 +39,22 @@ SECRET = "a secret of three hosts"
 
 
 class HostsUnderTest:
-    """`count` hosts, from `__enter__` on. Files of their agents are in `directory`.
+    """`count` hosts, from `__enter__` on, of which the last `far` are at a second site.
+    Files of their agents are in `directory`.
 
     `why_not` is the reason if there are none; then no other method may be called.
     """
 
-    def __init__(self, count: int, directory: Path, *, megabits: float | None = MEGABITS) -> None:
+    def __init__(
+        self,
+        count: int,
+        directory: Path,
+        *,
+        megabits: float | None = MEGABITS,
+        far: int = 0,
+    ) -> None:
         self.count, self._directory, self._megabits = count, directory, megabits
-        self._network = Network(count)
+        self._network = Network(count, far=far)
         self._agents: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Self:
@@ -72,6 +80,14 @@ class HostsUnderTest:
     def limit(self, megabits: float, *hosts: int) -> None:
         """Limit the links of these hosts."""
         self._network.limit(megabits, hosts)
+
+    def limit_sites(self, megabits: float) -> None:
+        """Limit the link between the two sites."""
+        self._network.limit_sites(megabits)
+
+    def crossed_bytes(self) -> int:
+        """Return the bytes that have been sent to the second site."""
+        return self._network.crossed_bytes()
 
     def start(self, *hosts: int, port: int, run: str = "", options: Sequence[str] = ()) -> None:
         """Start an agent on each of these hosts for the run at this port of the
