@@ -142,6 +142,24 @@ def test_pools_that_cannot_be_simulated_are_refused(
         World(run_config, observer=SimMetrics())
 
 
+def test_sites_are_joined_by_the_link_of_the_weights(tmp_path: Path) -> None:
+    """Two hosts are at the trainer's site and one at another; Ethernet has a sixteenth
+    of the speed of eight adapters.
+    """
+    pools = {**POOLS, "bandwidth": {**POOLS["bandwidth"], "site": "elsewhere"}}
+    hosts = SimHosts(
+        pooled(
+            tmp_path,
+            relayed=True,
+            pools=pools,
+            sim={"model": "qwen3-8b", "link": "ethernet"},
+        )
+    )
+    assert [hosts.pool_of(number) for number in range(3)] == ["compute", "compute", "bandwidth"]
+    assert hosts.slowdown(0, 1) == hosts.slowdown(2, 2) == 1.0
+    assert hosts.slowdown(0, 2) == hosts.slowdown(2, 0) == 16.0
+
+
 def test_simulated_hosts_are_of_pools_that_exist(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"sim.pools.compte must be .* \(did you mean compute\?\)"):
         pooled(tmp_path, sim={"model": "qwen3-8b", "pools": {"compte": {}}})

@@ -30,12 +30,28 @@ class Costs:
         raise AssertionError(f"relays need no {name}")
 
 
+class TwoSites:
+    """Hosts from number `near` on are at another site, to which all takes five times as
+    long.
+    """
+
+    def __init__(self, relays: int, near: int) -> None:
+        self.relays, self._near = relays, near
+
+    def slowdown(self, one: int, other: int) -> float:
+        return 1.0 if (one < self._near) is (other < self._near) else 5.0
+
+
 class Stage:
-    def __init__(self, relays: int) -> None:
+    def __init__(self, relays: int, *, near: int = 100) -> None:
         self.clock = Clock()
         self.events: list[tuple[float, e.Event]] = []
         self.relays = SimRelays(
-            clock=self.clock, post=self._post, cost=Costs(), hosts=relays, trace=None
+            clock=self.clock,
+            post=self._post,
+            cost=Costs(),
+            hosts=TwoSites(relays, near),
+            trace=None,
         )
         self.relays.start()
         self.run()
@@ -80,6 +96,19 @@ def test_a_chain_takes_the_time_of_the_formula(relays: int) -> None:
     stage.run()
     closed = broadcast_s(CHUNKS, nodes=relays, chunks=CHUNKS, start_s=0.0, byte_s=0.1)
     assert max(stage.arrival_times().values()) == pytest.approx(closed)
+
+
+@given(relays=st.integers(3, 8), near=st.integers(1, 7))
+def test_a_chain_crosses_a_slow_link_once(relays: int, near: int) -> None:
+    near = min(near, relays - 1)
+    stage = Stage(relays, near=near)
+    for relay in range(relays):
+        stage.take(relay, relay - 1 if relay else None)
+    stage.run()
+    arrivals = stage.arrival_times()
+    behind = (relays - 1 - near) * 10.0 / CHUNKS
+    assert arrivals[f"r{relays - 1}"] == pytest.approx(50.0 + behind)
+    assert arrivals[f"r{near - 1}"] <= 10.0 + relays * 10.0 / CHUNKS
 
 
 @given(relays=st.integers(3, 8), lost=st.integers(1, 6), at=st.floats(0.1, 9.9))

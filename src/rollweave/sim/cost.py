@@ -295,6 +295,14 @@ def sum_of_line(line: tuple[float, float], start: int, end: int) -> float:
     return (end - start) * (line[0] + line[1] * (start + end - 1) / 2)
 
 
+def slowdown_between_sites(name: str) -> float:
+    """Return how many times as long weights travel between machines over this link as
+    over the fabric of one site.
+    """
+    fabric, between = (_bytes_per_s(way, GPUS_PER_MACHINE) for way in (FABRIC, link(name)))
+    return max(1.0, fabric / between)
+
+
 class TrainerCosts(Protocol):
     """The costs that a simulated trainer, and the engines that fetch its weights, need."""
 

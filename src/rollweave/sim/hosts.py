@@ -14,6 +14,7 @@ from rollweave.schema.config.sections import SimPoolConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import EngineSlot
 from rollweave.schema.hosts import HostSlot
+from rollweave.sim.cost import slowdown_between_sites
 from rollweave.sim.hardware import GPUS, GPUS_PER_MACHINE
 
 NO_POOL = ""
@@ -71,6 +72,19 @@ class SimHosts:
     def pool_of(self, number: int) -> str:
         """Return the pool whose hardware the host has."""
         return self._pools[number] if number < len(self._pools) else NO_POOL
+
+    def slowdown(self, one: int, other: int) -> float:
+        """Return how many times as long weights travel between these hosts as between
+        hosts of one site: `sim.link` joins the sites.
+        """
+        assert self._config.sim is not None, "only a simulation has simulated hosts"
+        if self._site(one) == self._site(other):
+            return 1.0
+        return slowdown_between_sites(self._config.sim.link)
+
+    def _site(self, number: int) -> str:
+        pool = self._config.pools.get(self.pool_of(number))
+        return pool.site if pool is not None else ""
 
     def place(self, slots: Iterable[EngineSlot]) -> tuple[EngineSlot, ...]:
         """Return the engines of a new world with their places. Raises ConfigError if a

@@ -10,6 +10,7 @@ hangs does nothing and sends nothing.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rollweave.record.trace import RELAYS, Trace
 from rollweave.schema import commands as c
@@ -41,6 +42,7 @@ class Node:
     """
 
     id: str
+    host: int
     epoch: int
     up: bool = False
     versions: dict[int, float] = field(default_factory=dict)  # weights → time of arrival
@@ -55,8 +57,19 @@ class Node:
     deferred: list[c.FetchWeights] = field(default_factory=list)  # commands during a hang
 
 
+class RelayHosts(Protocol):
+    """Hosts of which the first `relays` have a relay."""
+
+    relays: int
+
+    def slowdown(self, one: int, other: int) -> float:
+        """Return how many times as long weights travel between these hosts as between
+        hosts of one site.
+        """
+
+
 class SimRelays:
-    """Relays r0, r1, …, one on each of `hosts`."""
+    """Relays r0, r1, …, one on each host."""
 
     def __init__(
         self,
@@ -64,7 +77,7 @@ class SimRelays:
         clock: Clock,
         post: Callable[[e.Event], None],
         cost: TrainerCosts,
-        hosts: int,
+        hosts: RelayHosts,
         trace: Trace | None,
     ) -> None:
         self._clock, self._post, self._cost, self._hosts, self._trace = (
@@ -81,12 +94,12 @@ class SimRelays:
 
     def start(self) -> None:
         """Start all relays immediately, like engines."""
-        for host in range(self._hosts):
-            self._begin(Node(id=f"r{host}", epoch=0), 0.0)
+        for host in range(self._hosts.relays):
+            self._begin(Node(id=f"r{host}", host=host, epoch=0), 0.0)
 
     def restart(self, command: c.RestartRelay) -> None:
         self._drop(self.nodes.get(command.relay_id))
-        self._begin(Node(id=command.relay_id, epoch=command.epoch), RESTART_S)
+        self._begin(Node(id=command.relay_id, host=command.host, epoch=command.epoch), RESTART_S)
 
     def remove(self, command: c.RemoveRelay) -> None:
         self._drop(self.nodes.pop(command.relay_id, None))
@@ -141,7 +154,7 @@ class SimRelays:
     @property
     def relayed(self) -> bool:
         """True if engines get weights from relays."""
-        return self._hosts > 0
+        return self._hosts.relays > 0
 
     def serves(self, host: int, weights_id: int) -> bool:
         """Return whether an engine of this host can read these weights, from its relay
@@ -193,7 +206,7 @@ class SimRelays:
             return
         node.since, node.seconds = (
             self._clock.now,
-            (1 - node.received) * self._transfer_s(node.fetch),
+            (1 - node.received) * self._transfer_s(node, node.fetch),
         )
         node.ticket = self._clock.after(node.seconds, lambda: self._arrived(node))
 
@@ -224,7 +237,7 @@ class SimRelays:
     def _still_hangs(self, node: Node) -> bool:
         return node.hangs and self.nodes.get(node.id) is node
 
-    def _transfer_s(self, command: c.FetchWeights) -> float:
+    def _transfer_s(self, node: Node, command: c.FetchWeights) -> float:
         """Return the seconds of a full transfer.
 
         From the trainer it takes none: the publication's time includes handing the
@@ -232,7 +245,13 @@ class SimRelays:
         """
         if command.source is None:
             return 0.0
-        return self._cost.hop_s(share=1.0 if command.base_id is None else DELTA_SHARE)
+        share = 1.0 if command.base_id is None else DELTA_SHARE
+        return self._cost.hop_s(share=share) * self._slower(node, command.source)
+
+    def _slower(self, node: Node, source: str) -> float:
+        """Return how many times as long weights travel to this relay as within a site."""
+        other = self.nodes.get(source)
+        return self._hosts.slowdown(other.host, node.host) if other is not None else 1.0
 
     def _received_share(self, node: Node) -> float:
         """Return the share of the current fetch that has arrived."""
@@ -263,7 +282,8 @@ class SimRelays:
         elif source is not None and command.weights_id in source.versions:
             since = source.versions[command.weights_id]
             # A source that had all of it before adds no lag.
-            due = since + self._cost.lag_s() if since > node.since else 0.0
+            lag = self._cost.lag_s() * self._slower(node, source.id)
+            due = since + lag if since > node.since else 0.0
             if self._clock.now < due:
                 node.ticket = self._clock.at(due, lambda: self._arrived(node))
             else:

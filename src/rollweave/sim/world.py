@@ -103,9 +103,8 @@ class World:
         self._journal = journal
         engine_costs, trainer_cost = costs if costs is not None else costs_of(config)
         self.hosts = SimHosts(config)
-        relayed = self.hosts.relays
         self.relays = SimRelays(
-            clock=self.clock, post=self.post, cost=trainer_cost, hosts=relayed, trace=trace
+            clock=self.clock, post=self.post, cost=trainer_cost, hosts=self.hosts, trace=trace
         )
         self.fleet = SimFleet(
             clock=self.clock,

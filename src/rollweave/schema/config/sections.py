@@ -706,7 +706,9 @@ class SimConfig(Section):
     pools: dict[str, SimPoolConfig] = Field(default_factory=dict)
     trainer_gpus: PositiveInt = Field(8, description="GPUs of the trainer.")
     link: str = Field(
-        "rdma", description="Link over which weights reach the engines, by name (sim/hardware.py)."
+        "rdma",
+        description="Link over which weights reach the engines and the relays of other sites, by "
+        "name (sim/hardware.py).",
     )
 
 
