@@ -204,11 +204,15 @@ def test_only_the_relay_beside_the_trainer_reads_its_memory() -> None:
 
 
 class OnThreeMachines(Driver):
-    """Three hosts on machines of their own, the trainer on host 0, an engine on each."""
+    """Three hosts on machines of their own, the trainer on host 0, an engine on each and
+    another one on the last.
+    """
 
     def begin(self) -> e.RunStarted:
         hosts = tuple(HostSlot(number=number, machine=f"m{number}") for number in range(3))
-        engines = tuple(e.EngineSlot(id=EngineId(f"e{number}"), host=number) for number in range(3))
+        engines = tuple(
+            e.EngineSlot(id=EngineId(f"e{number}"), host=min(number, 2)) for number in range(4)
+        )
         return e.RunStarted(engines=engines, hosts=hosts, ranks=(RankSlot(host=0),), relays=3)
 
 
@@ -218,6 +222,10 @@ def test_the_relay_beside_a_trainer_that_has_moved_heads_the_chain() -> None:
     driver.publish()
     driver.send(e.HostJoined(host=HostSlot(number=3, machine="m3", cpus=64)))
     driver.join("r3")
+    assert driver.relay("r3").fetch is None, "there is no engine on its host"
+    driver.core.state.engines[EngineId("e3")].host = 3
+    driver.core._run.fleet_changed()
+    driver.wait(1.0)
     assert driver.source("r3") == "r2"
     (restart,) = of(driver.send(e.HostLost(host=0, error="silent")), c.RestartTrainer)
     assert isinstance(restart, c.RestartTrainer)
@@ -302,3 +310,27 @@ def test_relays_of_one_site_are_neighbors_in_the_chain() -> None:
     for relay in ("r1", "r4", "r3", "r0", "r2", "r5"):
         driver.send(e.RelayJoined(relay_id=relay, epoch=0))
     assert driver.core.state.chain.order == ["r2", "r4", "r0", "r1", "r3", "r5"]
+
+
+def test_a_version_crosses_the_link_between_sites_once() -> None:
+    """Whatever happens at the other site, a relay there has it from its own site as long
+    as one there has it, or fetches it.
+    """
+    driver = SitesDriver(6)
+    for relay in ("r2", "r4", "r0", "r1", "r3", "r5"):
+        driver.send(e.RelayJoined(relay_id=relay, epoch=0))
+    driver.send(e.TrainerReady(epoch=0, step=0))
+    driver.publish()
+
+    def crossing() -> list[str]:
+        far = [name for name in ("r1", "r3", "r5") if driver.relay(name).fetch is not None]
+        return [name for name in far if driver.source(name) in ("r0", "r2", "r4")]
+
+    assert crossing() == ["r1"]
+    driver.suspect("r1")
+    assert crossing() == ["r1", "r3"], "the first one still receives"
+    driver.hear("r1")
+    for relay in ("r2", "r4", "r0", "r3", "r5"):
+        driver.hold(relay, driver.core.state.publication.weights_id)
+    driver.refuse("r1", "source")
+    assert driver.source("r1") == "r3", "it is behind, but at the same site"

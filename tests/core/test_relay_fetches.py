@@ -7,7 +7,7 @@ from rollweave.core.run import Run
 from rollweave.core.state import Evaluation, Fetch, Relay, RelayStatus
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
-from tests.support.states import place_on_hosts, running
+from tests.support.states import E1, place_on_hosts, running
 
 
 def fetching(
@@ -180,6 +180,10 @@ def test_a_relay_whose_source_is_gone_takes_another_or_stops() -> None:
 
 def test_a_relay_fetches_the_published_weights_that_it_lacks() -> None:
     run, _ = fetching()
+    relays.advance(run)
+    assert asked(run) == [], "there is no engine on its host"
+    run.state.engines[E1].host = 2
+    run.fleet_changed()
     relays.advance(run)
     assert asked(run) == [("r2", "r1")], "the one before it is fetching them"
 

@@ -15,6 +15,7 @@ def published(*versions: int, hosts: int = 0) -> Run:
     place_on_hosts(run.state, hosts)
     for engine in run.state.engines.values():
         engine.weights_id = engine.version = -1
+    run.fleet_changed()
     for version in versions:
         weights.publish(run, version, 10 * version)
     return run
@@ -54,13 +55,43 @@ def test_what_relays_hold_pass_on_and_build_on_is_kept() -> None:
     assert weights.needed(run) == (20,)
 
 
+def test_what_is_left_on_a_host_without_engines_is_not_kept() -> None:
+    run = published(1, 2, hosts=3)
+    run.state.chain.order = ["r0", "r1", "r2"]
+    run.state.publication.retained = {10: 1, 20: 2}
+    run.state.relays["r2"].versions = [10]
+    assert weights.needed(run) == (20,)
+    run.state.relays["r1"].versions = [10]
+    assert weights.needed(run) == (10, 20)
+
+
+def test_relays_beside_engines_and_the_master_take_versions() -> None:
+    run = published(1, hosts=4)
+    relays, fleet = run.state.relays, run.fleet
+    run.state.chain.order = ["r2", "r3", "r0", "r1"]
+
+    def takers() -> list[str]:
+        return [
+            name
+            for name, relay in relays.items()
+            if weights.takes_versions(run.state, relay, fleet.hosts)
+        ]
+
+    assert takers() == ["r0", "r1", "r2"]
+    relays["r2"].suspected_since = 1.0
+    assert takers() == ["r0", "r1", "r2", "r3"], "the next one acts as the master"
+    run.state.chain.order = ["r3", "r0", "r1"]
+    relays["r2"].suspected_since = None
+    assert takers() == ["r0", "r1", "r3"], "r2 is not in the chain yet"
+
+
 def test_no_more_versions_are_kept_than_fit() -> None:
     run = published()
     publication = run.state.publication
     publication.retained = {number: number for number in range(20)}
     publication.weights_id = 19
     run.state.relays = {
-        f"r{number}": Relay(id=f"r{number}", host=number, versions=[number]) for number in range(20)
+        f"r{number}": Relay(id=f"r{number}", host=0, versions=[number]) for number in range(20)
     }
     assert weights.needed(run) == tuple(range(20 - MAX_VERSIONS, 20))
 

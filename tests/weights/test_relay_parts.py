@@ -10,6 +10,7 @@ from rollweave.schema.weights import (
     FetchVersion,
     PartSource,
     RelayAddress,
+    ServePart,
     VersionFailed,
     VersionFetched,
     WeightManifest,
@@ -63,6 +64,36 @@ async def test_each_host_receives_what_it_has_not_published() -> None:
                 assert read_tensors(answer.manifest).keys() == {
                     meta.name for meta in parts.manifest.tensors
                 }
+
+
+async def test_a_host_that_needs_no_version_serves_its_part_only() -> None:
+    """It serves the trainer's memory, and keeps no byte itself."""
+    with versions(2) as (old, new), parts_of(old) as before, parts_of(new) as after:
+        async with hosts(3) as (first, second, third):
+            for parts in (before, after):
+                for number, host in enumerate((second, third), 1):
+                    command = ServePart(manifest=parts.manifest, part=number)
+                    host.relay.serve_part(command)
+                    host.relay.serve_part(command)
+                start(first, parts.manifest, assembled_from(first, second, third))
+                answer = await first.answer()
+                assert isinstance(answer, VersionFetched), answer
+                assert answer.nbytes == parts.sizes[1] + parts.sizes[2]
+                assert first.payload(parts.manifest.weights_id) == parts.payload
+            assert [host.relay.manifest(2) for host in (second, third)] == [None, None]
+            served = [one.version.manifest.weights_id for one in second.relay._parts]
+            assert served == [2], "only the newest part"
+
+
+async def test_a_part_that_is_gone_is_not_served(capfd: pytest.CaptureFixture[str]) -> None:
+    with versions(1) as (whole,), parts_of(whole, 2) as parts:
+        gone = msgspec.structs.replace(parts.manifest.parts[1], location="/proc/self/fd/999")
+        manifest = msgspec.structs.replace(parts.manifest, parts=(parts.manifest.parts[0], gone))
+        async with hosts(1) as (host,):
+            host.relay.serve_part(ServePart(manifest=manifest, part=1))
+            assert "the publisher is gone" in capfd.readouterr().err
+            host.relay.serve_part(ServePart(manifest=parts.manifest, part=1))
+            assert len(host.relay._parts) == 1
 
 
 async def test_changes_follow_a_version_in_parts() -> None:

@@ -29,6 +29,7 @@ class Fleet:
     busy: int = 0  # number of these engines that have turns
     draining: int = 0
     departing: tuple[EngineId, ...] = ()  # engines that drain or will drain
+    hosts: frozenset[int] = frozenset()  # hosts that have engines
     starting: int = 0
     updating: int = 0  # engines that are stale, suspending or loading
     version: int | None = None  # the oldest of any engine; None if no engine has weights
@@ -81,6 +82,7 @@ class Fleet:
             busy=sum(bool(engine.active) for engine in serving),
             draining=len(state.engines) - len(staying),
             departing=tuple(engine.id for engine in state.engines.values() if engine.departing),
+            hosts=frozenset(engine.host for engine in state.engines.values()),
             starting=starting,
             updating=len(staying) - len(serving) - starting,
             version=min(

@@ -5,7 +5,8 @@ The master, first in the chain, fetches them from the trainer, every other relay
 the one before it, all at once: a source passes on what it has received so far.
 Invariants: a fetching relay has a source that holds the same weights, or that stands
 before it and is fetching them too, so that no relays wait for each other; a relay that
-joins becomes the last of its site. A failed fetch is tried in another way at once if there is one,
+joins becomes the last of its site; a relay on a host without engines fetches nothing,
+unless it is the master. A failed fetch is tried in another way at once if there is one,
 else after the watchdog's next check. The loss of the trainer is never blamed on a
 relay.
 
@@ -242,14 +243,18 @@ def _fetch_from_best(run: Run, relay: Relay, wanted: int) -> bool:
 
 
 def _missing_version(run: Run, relay: Relay) -> int | None:
-    """The weights that the relay should fetch: the published ones; for the master also
-    older ones that are waited for, if no relay has them.
+    """The weights that the relay should fetch: the published ones, if it needs any; for
+    the master also older ones that are waited for, if no relay has them.
     """
     state = run.state
     published, retained = state.publication.weights_id, state.publication.retained
-    if published in retained and published not in relay.versions:
+    if (
+        published in retained
+        and published not in relay.versions
+        and weights.takes_versions(state, relay, run.fleet.hosts)
+    ):
         return published
-    if relay.suspected or not _is_chain_head(run, relay):
+    if relay.suspected or not weights.is_chain_head(state, relay):
         return None
     other = run.pacing.awaited_weights(run)
     if other not in retained:
@@ -308,15 +313,6 @@ def _source_is_suspected(run: Run, fetch: Fetch) -> bool:
     return fetch.source is not None and run.state.relays[fetch.source].suspected
 
 
-def _is_chain_head(run: Run, relay: Relay) -> bool:
-    """True if only suspected relays stand before it in the chain: it is the master, or
-    acts as the master.
-    """
-    state = run.state
-    order = state.chain.order
-    return all(state.relays[other].suspected for other in order[: order.index(relay.id)])
-
-
 def _site(run: Run, host: int) -> str:
     """Return the site of a host, by its pools."""
     slot = run.state.hosts.up.get(host)
@@ -364,7 +360,7 @@ def _lead_beside_the_trainer(run: Run) -> None:
 
 def _sources(run: Run, relay: Relay, wanted: int) -> list[str | None]:
     """The sources from which the relay may fetch these weights, the best first: the
-    nearest before it, then any that has them whole.
+    nearest before it, then any that has them whole; those of its site before all others.
 
     None, the trainer, is for the head of the chain. A suspected relay is no source.
     After a change that did not fit, sources that have the whole version come first.
@@ -382,9 +378,11 @@ def _sources(run: Run, relay: Relay, wanted: int) -> list[str | None]:
     whole = [
         other.id for other in (*before, *behind) if not other.suspected and wanted in other.versions
     ]
-    heads = _is_chain_head(run, relay) and _reaches_the_trainer(run, relay)
+    heads = weights.is_chain_head(state, relay) and _reaches_the_trainer(run, relay)
     first: list[str | None] = [None] if heads else []
-    return [*first, *whole, *near] if relay.force_full else [*first, *near, *whole]
+    ways = [*whole, *near] if relay.force_full else [*near, *whole]
+    own = _site(run, relay.host)
+    return [*first, *sorted(ways, key=lambda name: _site(run, state.relays[name].host) != own)]
 
 
 def _fetch(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
@@ -435,12 +433,18 @@ def _prefers_changes(run: Run) -> bool:
 
 
 def _measure_broadcast(run: Run) -> None:
-    """Once all relays have the published weights, record the time that this took, if
-    they were all sent in one form.
+    """Once all relays that need them have the published weights, record the time that
+    this took, if they were all sent in one form.
     """
-    relays, chain, published = run.state.relays, run.state.chain, run.state.publication
+    state = run.state
+    chain, published = state.chain, state.publication
+    takers = (
+        relay
+        for relay in (state.relays[name] for name in chain.order)
+        if weights.takes_versions(state, relay, run.fleet.hosts)
+    )
     if len(chain.broadcast) == 1 and all(
-        published.weights_id in relays[one].versions for one in chain.order
+        published.weights_id in relay.versions for relay in takers
     ):
         (form,) = chain.broadcast
         chain.broadcast_s[form] = run.now - published.at

@@ -15,6 +15,7 @@ from rollweave.core.state import (
     WorkerStatus,
 )
 from rollweave.core.state import TrainerStatus as Status
+from rollweave.core.weights import takes_versions
 
 MEGABYTE = 1_000_000
 
@@ -34,8 +35,10 @@ def waits(state: State, received: Mapping[str, tuple[int, int]]) -> Iterator[Wai
         elif engine.staging_id >= 0:
             what = f"receiving {_version(state, engine.staging_id)} while it serves"
             yield Wait(component=name, what=what, since=engine.staging_since)
+    with_engines = {engine.host for engine in state.engines.values()}
     for relay in state.relays.values():
-        yield from _relay(state, relay, received.get(relay.id, (0, 0)))
+        needs = takes_versions(state, relay, with_engines)
+        yield from _relay(state, relay, received.get(relay.id, (0, 0)), needs=needs)
     for worker in state.workers.values():
         name = f"worker {worker.id}"
         if worker.status is WorkerStatus.STARTING:
@@ -64,7 +67,7 @@ def _engine(state: State, engine: Engine) -> str:
             return ""
 
 
-def _relay(state: State, relay: Relay, received: tuple[int, int]) -> Iterator[Wait]:
+def _relay(state: State, relay: Relay, received: tuple[int, int], *, needs: bool) -> Iterator[Wait]:
     name, since, what = f"relay {relay.id}{_on_host(state, relay.host)}", relay.since, ""
     missing, (done, whole) = state.publication.weights_id, received
     if relay.status is RelayStatus.STARTING:
@@ -76,7 +79,7 @@ def _relay(state: State, relay: Relay, received: tuple[int, int]) -> Iterator[Wa
             what += f", {done / MEGABYTE:,.0f} of {whole / MEGABYTE:,.0f} MB"
     if what:
         yield Wait(component=name, what=what, since=since)
-    elif missing in state.publication.retained and missing not in relay.versions:
+    elif needs and missing in state.publication.retained and missing not in relay.versions:
         yield Wait(component=name, what=f"no source has {_version(state, missing)}")
     if relay.suspected_since is not None:
         yield Wait(

@@ -16,7 +16,7 @@ from collections.abc import Container
 
 from rollweave.core.policy.relay import repair
 from rollweave.core.run import Run
-from rollweave.core.state import Engine, Relay
+from rollweave.core.state import Engine, Relay, State
 
 MAX_VERSIONS = 8
 """Maximum number of versions kept in memory at once, the newest ones: that many models
@@ -37,7 +37,8 @@ def needed(run: Run) -> tuple[int, ...]:
     for engine in state.engines.values():
         ids |= {engine.weights_id, engine.loading_id, engine.staging_id, engine.staged_id}
     for relay in state.relays.values():
-        ids |= {*relay.versions[-1:]}
+        if takes_versions(state, relay, run.fleet.hosts):
+            ids |= {*relay.versions[-1:]}
         if relay.fetch is not None:
             base = relay.fetch.base
             ids |= {relay.fetch.weights_id, base if base is not None else -1}
@@ -105,6 +106,28 @@ def keep_checkpoints(run: Run, *, but: Container[int]) -> None:
 def relay_of(run: Run, engine: Engine) -> Relay | None:
     """Return the relay on the engine's host; None without relays."""
     return run.state.relays.get(relay_id(engine.host)) if run.state.chain.relayed else None
+
+
+def takes_versions(state: State, relay: Relay, with_engines: Container[int]) -> bool:
+    """True if a relay must have what is published: there is an engine on its host, or it
+    is the first that is not suspected, from which the others get it. `with_engines` are
+    the hosts that have engines.
+
+    Relays of other hosts serve what the trainer's ranks publish there, and fetch nothing.
+    """
+    return relay.host in with_engines or is_chain_head(state, relay)
+
+
+def is_chain_head(state: State, relay: Relay) -> bool:
+    """True if only suspected relays stand before it in the chain: it is the master, or
+    acts as the master.
+    """
+    for other in state.chain.order:
+        if other == relay.id:
+            return True
+        if not state.relays[other].suspected:
+            return False
+    return False
 
 
 def relay_id(host: int) -> str:

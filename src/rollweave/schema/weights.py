@@ -97,7 +97,8 @@ class FetchVersion(TaggedStruct, frozen=True, kw_only=True):
 
     If the version is in parts, `parts` are those that do not come from `source`: each
     relay reads those of its own host, and the relay that puts the version together
-    fetches those of all other hosts. A relay serves a part as soon as it has it.
+    fetches those of all other hosts, which serve them (`ServePart`). A relay serves a
+    part as soon as it has it.
 
     With `base_id`, only the changes since that version are transferred. A partly
     received version resumes from another source where it stopped. Versions that are
@@ -114,11 +115,20 @@ class FetchVersion(TaggedStruct, frozen=True, kw_only=True):
     chunk_bytes: int = 32 * 2**20
 
 
+class ServePart(TaggedStruct, frozen=True, kw_only=True):
+    """Serve `manifest.parts[part]` from this host's memory, until a part of another
+    version takes its place. No answer is owed.
+    """
+
+    manifest: WeightManifest
+    part: int
+
+
 class StopRelay(TaggedStruct, frozen=True, kw_only=True):
     pass
 
 
-RelayCommand = FetchVersion | StopRelay
+RelayCommand = FetchVersion | ServePart | StopRelay
 
 
 class RelayReady(TaggedStruct, frozen=True, kw_only=True):

@@ -28,6 +28,7 @@ from rollweave.schema.weights import (
     FetchVersion,
     RelayAddress,
     RelayReply,
+    ServePart,
     VersionFailed,
     VersionFetched,
     VersionStalled,
@@ -63,6 +64,9 @@ from rollweave.weights.version_store import (
     close_all,
     encode_spans,
 )
+
+CHUNK_BYTES = 4 << 20
+"""Maximum bytes of a piece of a part: its checksum is computed before it is sent."""
 
 LINGER_S = 60.0
 """Seconds that a partly received version waits for another source: long after a
@@ -102,6 +106,28 @@ class _PendingVersion:
     cancelled: bool = False
 
 
+class ServedPart:
+    """A part in the trainer's memory, open as `fd`."""
+
+    def __init__(self, manifest: WeightManifest, part: WeightPart, fd: int) -> None:
+        self.part, self.version = part, ServedVersion(manifest, fd)
+        for low, high in part.ranges:
+            for start in range(low, high, CHUNK_BYTES):
+                self.version.add_piece(start, min(start + CHUNK_BYTES, high))
+
+    def has(self, ranges: Sequence[Range]) -> bool:
+        """Return whether these bytes are in this part."""
+        return all(
+            any(low <= start and stop <= high for low, high in self.part.ranges)
+            for start, stop in ranges
+        )
+
+    def close(self, reason: str) -> None:
+        """Release the memory. Those that read the part are told the reason."""
+        self.version.withdraw(reason)
+        os.close(self.version.fd)
+
+
 class Relay:
     """A relay without its process. `report` receives its answers."""
 
@@ -115,6 +141,8 @@ class Relay:
         self._transport, self._report, self._linger_s = transport, report, linger_s
         self._store = VersionStore()
         self._served: dict[int, ServedVersion] = {}
+        self._parts: list[ServedPart] = []
+        """Parts of one version that is not fetched here."""
         self._pending: dict[int, _PendingVersion] = {}
         self._keep: set[int] = set()
         self._arrivals = Broadcast()
@@ -152,6 +180,22 @@ class Relay:
                 self._run_commands(pending), name=f"fetch {weights_id}"
             )
 
+    def serve_part(self, command: ServePart) -> None:
+        """Serve a part from the trainer's memory; parts of other versions are dropped."""
+        manifest, part = command.manifest, command.manifest.parts[command.part]
+        for served in [one for one in self._parts if one.version.manifest != manifest]:
+            self._parts.remove(served)
+            served.close(f"weights id {manifest.weights_id} has been published")
+        if any(one.part == part for one in self._parts):
+            return
+        try:
+            fd = _open_part(part, manifest.nbytes)
+        except FetchError as error:
+            print(error, file=sys.stderr)
+            return  # those that request it are told that it is not here
+        self._parts.append(ServedPart(manifest, part, fd))
+        self._arrivals.notify_all()
+
     def manifest(self, weights_id: int) -> WeightManifest | None:
         """Return the manifest of a stored version."""
         stored = self._store.get(weights_id)
@@ -185,6 +229,8 @@ class Relay:
         for pending in self._pending.values():
             if pending.writer is not None:
                 pending.writer.close()
+        for served in self._parts:
+            served.close("the relay ends")
         if self._freeing:
             await asyncio.wait(self._freeing)
         self._pool.shutdown(cancel_futures=True)
@@ -356,22 +402,8 @@ class Relay:
         self, part: WeightPart, writer: VersionWriter, version: ServedVersion, chunk_bytes: int
     ) -> None:
         """Read a part from this host's memory."""
-        nbytes = writer.manifest.nbytes
+        origin = _open_part(part, writer.manifest.nbytes)
         try:
-            # Without O_NONBLOCK a recycled descriptor that is a pipe would block
-            # forever.
-            origin = os.open(part.location, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            raise FetchError(
-                "source", f"{part.location}: cannot open, the publisher is gone? ({error})"
-            ) from error
-        try:
-            status = os.fstat(origin)
-            if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
-                raise FetchError(
-                    "source",
-                    f"{part.location}: {status.st_size} bytes, the manifest says {nbytes}",
-                )
             for low, high in _missing(writer, part.ranges):
                 for start in range(low, high, chunk_bytes):
                     stop = min(start + chunk_bytes, high)
@@ -578,13 +610,25 @@ class Relay:
 
     # Serving.
 
+    def _find(self, request: Request) -> ServedVersion | None:
+        """Return the requested version, or the part of it that is served here."""
+        version = self._served.get(request.weights_id)
+        if version is not None:
+            return version
+        parts = (
+            one.version
+            for one in self._parts
+            if one.version.manifest.weights_id == request.weights_id and one.has(request.ranges[:1])
+        )
+        return next(parts, None)
+
     async def _serve(self, channel: Channel) -> None:
         message, _ = await channel.receive()
         if isinstance(message, Request):
             await serve_version(
                 channel,
                 message,
-                lambda request: self._served.get(request.weights_id),
+                self._find,
                 self._arrivals,
             )
         else:
@@ -593,6 +637,24 @@ class Relay:
                     reason="source", error=f"a relay answers Request, got {type(message).__name__}"
                 )
             )
+
+
+def _open_part(part: WeightPart, nbytes: int) -> int:
+    """Open the file of a part in this host's memory. Raises FetchError."""
+    try:
+        # Without O_NONBLOCK a recycled descriptor that is a pipe would block forever.
+        fd = os.open(part.location, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise FetchError(
+            "source", f"{part.location}: cannot open, the publisher is gone? ({error})"
+        ) from error
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
+        os.close(fd)
+        raise FetchError(
+            "source", f"{part.location}: {status.st_size} bytes, the manifest says {nbytes}"
+        )
+    return fd
 
 
 def _missing(writer: VersionWriter, ranges: Sequence[Range]) -> list[Range]:

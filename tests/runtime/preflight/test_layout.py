@@ -87,6 +87,25 @@ def test_every_process_is_where_the_run_would_start_it() -> None:
     assert len(memory.users) == 4
 
 
+def test_only_hosts_with_engines_keep_weights() -> None:
+    """With ranks on two hosts, the relay beside the first one puts versions together."""
+    run = config("model.device=cuda", "trainer.ranks=2", "engines.count=1")
+
+    def storing(hosts: Mapping[str, Resources]) -> list[str]:
+        layout, problems = laid_out(run, hosts)
+        assert problems == []
+        return [
+            process.host
+            for process in layout.processes
+            if process.role == "relay"
+            and any(part.what == "published weights" for part in process.parts)
+        ]
+
+    roll, spare = host(1, R=1), host()
+    assert storing({"a": host(2, T=2), "b": roll, "c": spare}) == ["b"]
+    assert storing({"a": host(1, T=1), "b": host(1, T=1), "c": roll}) == ["a", "c"]
+
+
 def test_a_policy_that_predicts_has_a_predictor_beside_the_controller() -> None:
     layout, _ = laid_out(config("rollout.scheduling=trajectory"), {"a": host(T=1)})
     predictor = layout.processes[1]

@@ -123,8 +123,8 @@ def test_bfloat16_halves_the_engines_memory_but_not_the_trainers() -> None:
 def test_only_the_first_rank_and_the_relays_of_other_hosts_keep_published_weights() -> None:
     assert rank()["published weights"] == PUBLICATIONS * 4 * parameters(SMALL)
     assert "published weights" not in rank("trainer.ranks=2", number=1)
-    beside = sizes(relay_parts(config(), SMALL, beside_trainer=True))
-    other = sizes(relay_parts(config(), SMALL, beside_trainer=False))
+    beside = sizes(relay_parts(config(), SMALL, stores=False))
+    other = sizes(relay_parts(config(), SMALL, stores=True))
     assert other["published weights"] == rank()["published weights"]
     assert "published weights" not in beside
 

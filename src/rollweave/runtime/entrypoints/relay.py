@@ -9,11 +9,13 @@ from rollweave.io.parent import Parent
 from rollweave.io.wire import decoder_of, encode
 from rollweave.schema.weights import (
     HEARTBEAT_S,
+    FetchVersion,
     RelayCommand,
     RelayHeartbeat,
     RelayReady,
     RelayReply,
     RelaySpec,
+    ServePart,
     StopRelay,
 )
 from rollweave.weights.relay import Relay
@@ -32,10 +34,13 @@ async def serve(parent: Parent, spec: RelaySpec) -> None:
     relay = Relay(transport_of(spec.transport, host=spec.host), send)
 
     def execute(command: RelayCommand) -> None:
-        if isinstance(command, StopRelay):
-            stopped.set()
-        else:
-            relay.fetch(command)
+        match command:
+            case StopRelay():
+                stopped.set()
+            case ServePart():
+                relay.serve_part(command)
+            case FetchVersion():
+                relay.fetch(command)
 
     send(RelayReady(address=await relay.listen(spec.host)))
 

@@ -28,6 +28,7 @@ from rollweave.schema.weights import (
     RelayReady,
     RelayReply,
     RelaySpec,
+    ServePart,
     StopRelay,
     VersionFailed,
     VersionFetched,
@@ -93,6 +94,9 @@ class RelayLink(Protocol):
         The result is None if the relay is lost, or if a later fetch of the same version
         (the same bytes under one id) from another source replaces this one.
         """
+
+    def serve_part(self, command: ServePart) -> None:
+        """Let the relay serve what the trainer's ranks have published on its host."""
 
     def kill(self) -> None:
         """End the relay now, without waiting; `lost` follows."""
@@ -197,6 +201,10 @@ class ProcessRelay(ProcessLink[RelayReady]):
         fetches.append((digest, result))
         self._child.send(encode(command))
         return result
+
+    def serve_part(self, command: ServePart) -> None:
+        if not self.lost.done():
+            self._child.send(encode(command))
 
     def _on_frame(self, payload: bytes) -> None:
         self._timer.cancel()

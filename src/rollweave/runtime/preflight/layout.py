@@ -216,7 +216,7 @@ def lay_out(config: RunConfig, shape: ModelShape, hosts: Sequence[PlannedHost] |
     processes = [
         *plan.controller(),
         *(plan.worker(slot) for slot in workers),
-        *plan.relays(ranks),
+        *plan.relays(ranks, engines),
         *(plan.rank(number, slot) for number, slot in enumerate(ranks)),
         *(plan.engine(slot) for slot in engines),
     ]
@@ -299,15 +299,23 @@ class _Plan:
             parts=tuple(worker_parts()),
         )
 
-    def relays(self, ranks: Sequence[RankSlot]) -> Iterator[Process]:
+    def relays(self, ranks: Sequence[RankSlot], engines: Sequence[EngineSlot]) -> Iterator[Process]:
+        """The relays. That beside the trainer's first rank shares its memory if all ranks
+        are there; otherwise it puts the versions together.
+        """
         config = self._config
         count = config.weights.relays
         if config.cluster is not None:
             count = len(self._hosts) if self._hosts is not None else config.cluster.hosts or 1
         first = ranks[0].host if ranks else 0
+        together = all(rank.host == first for rank in ranks)
+        with_engines = {engine.host for engine in engines} if self._hosts is not None else None
         for number in range(count):
-            beside = number == first
-            parts = relay_parts(config, self._shape, beside_trainer=beside)
+            if number == first:
+                stores = not together
+            else:
+                stores = with_engines is None or number in with_engines
+            parts = relay_parts(config, self._shape, stores=stores)
             name = self._names.get(number, "")
             yield Process(role=RELAY, name=str(number), host=name, parts=tuple(parts))
 

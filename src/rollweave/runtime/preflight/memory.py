@@ -159,9 +159,11 @@ def engine_parts(config: RunConfig, shape: ModelShape, group: EngineConfig) -> l
     return [*parts, *_process(config, knob="engines.count")]
 
 
-def relay_parts(config: RunConfig, shape: ModelShape, *, beside_trainer: bool) -> list[Part]:
-    """Return the uses of memory by one relay; beside the trainer it maps its memory."""
-    versions = [] if beside_trainer else [_versions(config, shape)]
+def relay_parts(config: RunConfig, shape: ModelShape, *, stores: bool) -> list[Part]:
+    """Return the uses of memory by one relay: versions of the weights if it `stores` any.
+    Beside the trainer it maps its memory, and on a host without engines it has none.
+    """
+    versions = [_versions(config, shape)] if stores else []
     return [*versions, _interpreter(knob="model")]
 
 

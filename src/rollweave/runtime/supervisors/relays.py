@@ -39,6 +39,7 @@ from rollweave.schema.weights import (
     RelayAddress,
     RelayReady,
     RelaySpec,
+    ServePart,
     TransportName,
     VersionFailed,
     VersionFetched,
@@ -229,7 +230,8 @@ class RelaySupervisor:
 
     def _parts(self, command: FetchWeights, host: int) -> tuple[PartSource, ...]:
         """Return the sources from which this host's relay gets the parts of a version
-        that ranks on several hosts have published.
+        that ranks on several hosts have published. The relays of the other hosts begin
+        to serve theirs.
 
         Raises WeightsError.
         """
@@ -239,8 +241,11 @@ class RelaySupervisor:
                 parts.append(PartSource(part=number))
             elif command.source is None:
                 relay = self._relays.get(relay_id(holder))
-                if relay is None or relay.address is None:
+                manifest = self._manifests.of_trainer(command.weights_id)
+                if relay is None or relay.link is None or relay.address is None:
                     raise WeightsError(f"relay {relay_id(holder)} is not running")
+                if manifest is not None:
+                    relay.link.serve_part(ServePart(manifest=manifest, part=number))
                 parts.append(PartSource(part=number, source=relay.address))
         return tuple(parts)
 
