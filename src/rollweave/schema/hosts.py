@@ -135,8 +135,8 @@ class HostAccepted(TaggedStruct, frozen=True, kw_only=True):
 
     `mark` is the content of the file `mark_path` in the run's directory, which every
     host must see. `env` is added to the environment of all processes. The user's files
-    follow as `UserFiles`, an archive of `archive_bytes` with the SHA-256 digest
-    `digest`; the directory with them is the processes' working directory, where
+    follow in messages `ArchivePart`, as an archive of `archive_bytes` with the SHA-256
+    digest `digest`; the directory with them is the processes' working directory, where
     `modules` must be importable. Answered by `HostReady`.
     """
 
@@ -149,7 +149,7 @@ class HostAccepted(TaggedStruct, frozen=True, kw_only=True):
     modules: tuple[UserModule, ...] = ()
 
 
-class UserFiles(TaggedStruct, frozen=True, kw_only=True):
+class ArchivePart(TaggedStruct, frozen=True, kw_only=True):
     """The next part of the archive that `HostAccepted` announced."""
 
     data: bytes
@@ -185,7 +185,7 @@ class ReleaseHost(TaggedStruct, frozen=True, kw_only=True):
 
 
 ControllerMessage = (
-    HostAccepted | UserFiles | HostRefused | StartProcess | KillProcess | ReleaseHost | HostAlive
+    HostAccepted | ArchivePart | HostRefused | StartProcess | KillProcess | ReleaseHost | HostAlive
 )
 
 

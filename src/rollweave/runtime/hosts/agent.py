@@ -35,6 +35,7 @@ from rollweave.schema.errors import HostError
 from rollweave.schema.hosts import (
     ALIVE_S,
     AgentSpec,
+    ArchivePart,
     AttachProcess,
     ControllerMessage,
     HostAccepted,
@@ -49,7 +50,6 @@ from rollweave.schema.hosts import (
     ReleaseHost,
     Resources,
     StartProcess,
-    UserFiles,
 )
 
 CONNECT_S = 5.0
@@ -277,7 +277,7 @@ class _Membership:
             case HostAccepted() as accepted:
                 self._accepted, self._lease_s = accepted, accepted.lease_s
                 self._receive(b"")
-            case UserFiles(data=data):
+            case ArchivePart(data=data):
                 self._receive(data)
             case HostRefused(error=error):
                 self._refused = error

@@ -27,6 +27,7 @@ from rollweave.schema.errors import HostError, WireError
 from rollweave.schema.hosts import (
     ALIVE_S,
     AgentMessage,
+    ArchivePart,
     AttachProcess,
     HostAccepted,
     HostAlive,
@@ -39,7 +40,6 @@ from rollweave.schema.hosts import (
     ProcessStarted,
     ReleaseHost,
     StartProcess,
-    UserFiles,
 )
 
 SILENT_S = 4.0
@@ -263,7 +263,7 @@ class RemoteHost:
         """Accept the host, and send it the user's files."""
         self._control.send(encode(accepted))
         for start in range(0, len(archive), PART_BYTES):
-            self._control.send(encode(UserFiles(data=archive[start : start + PART_BYTES])))
+            self._control.send(encode(ArchivePart(data=archive[start : start + PART_BYTES])))
 
     def release(self) -> None:
         """Request that the agent end all its processes and leave: the run is over."""
