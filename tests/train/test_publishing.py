@@ -66,12 +66,12 @@ def wait_for_all(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str, str
 
 
 @pytest.mark.slow
-@given(rows=st.integers(0, 40), world=st.integers(1, 9))
-def test_ranks_divide_a_tensor_like_torch_chunk(rows: int, world: int) -> None:
+@given(rows=st.integers(0, 40), world_size=st.integers(1, 9))
+def test_ranks_divide_a_tensor_like_torch_chunk(rows: int, world_size: int) -> None:
     meta = TensorMeta(name="any", dtype="float32", shape=(rows, 3), offset=64, nbytes=12 * rows)
-    chunks = [len(chunk) for chunk in torch.empty(rows, 3).chunk(world)]
-    slices = [slice_of(meta, rank=rank, world=world) for rank in range(world)]
-    expected = chunks + [0] * (world - len(chunks))
+    chunks = [len(chunk) for chunk in torch.empty(rows, 3).chunk(world_size)]
+    slices = [slice_of(meta, rank=rank, world_size=world_size) for rank in range(world_size)]
+    expected = chunks + [0] * (world_size - len(chunks))
     assert [stop - start for start, stop in slices] == [12 * count for count in expected]
     assert [start for start, _ in slices][1:] == [stop for _, stop in slices][:-1]
     assert (slices[0][0], slices[-1][1]) == (64, 64 + 12 * rows)
@@ -79,7 +79,7 @@ def test_ranks_divide_a_tensor_like_torch_chunk(rows: int, world: int) -> None:
 
 def test_a_rank_alone_has_a_scalar() -> None:
     meta = TensorMeta(name="any", dtype="float32", shape=(), offset=64, nbytes=4)
-    assert slice_of(meta, rank=0, world=1) == (64, 68)
+    assert slice_of(meta, rank=0, world_size=1) == (64, 68)
 
 
 def test_ranks_share_writes_and_failures(tmp_path: Path) -> None:

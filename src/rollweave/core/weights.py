@@ -109,11 +109,12 @@ def relay_of(run: Run, engine: Engine) -> Relay | None:
 
 
 def takes_versions(state: State, relay: Relay, with_engines: Container[int]) -> bool:
-    """True if a relay must have what is published: there is an engine on its host, or it
-    is the first that is not suspected, from which the others get it. `with_engines` are
-    the hosts that have engines.
+    """True if a relay must have the published versions: there are engines on its host,
+    or it is the first relay that is not suspected, from which the others get them.
+    `with_engines` are the hosts that have engines.
 
-    Relays of other hosts serve what the trainer's ranks publish there, and fetch nothing.
+    All other relays fetch nothing; they serve what the trainer's ranks publish on their
+    hosts.
     """
     return relay.host in with_engines or is_chain_head(state, relay)
 

@@ -202,17 +202,17 @@ def shard_model(
         fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
 
-def rows_of(count: int, *, rank: int, world: int) -> slice:
+def rows_of(count: int, *, rank: int, world_size: int) -> slice:
     """Return which of a tensor's `count` rows a rank has: FSDP2 divides them like
     `torch.chunk`.
     """
-    each = -(-count // world)
+    each = -(-count // world_size)
     return slice(min(each * rank, count), min(each * (rank + 1), count))
 
 
 def own_rows(count: int, ranks: RankGroup) -> slice:
     """Return which of a tensor's `count` rows this rank has."""
-    return rows_of(count, rank=ranks.rank, world=ranks.world_size)
+    return rows_of(count, rank=ranks.rank, world_size=ranks.world_size)
 
 
 def sync_gradients(model: nn.Module, enabled: bool) -> None:

@@ -140,7 +140,7 @@ class WeightPublisher:
         for rank, owner in enumerate(self._owners):
             among = own if owner == self._ranks.rank else others
             for meta in metas:
-                among.add(*slice_of(meta, rank=rank, world=self._ranks.world_size))
+                among.add(*slice_of(meta, rank=rank, world_size=self._ranks.world_size))
         if self._ranks.is_first:
             return others.missing(0, max(meta.offset + meta.nbytes for meta in metas))
         return list(own)
@@ -184,7 +184,7 @@ class WeightPublisher:
         """Yield the contiguous slices that only this rank holds, with their offsets."""
         for meta in metas:
             tensor = local_tensor(self._parameters[meta.name])
-            start, stop = slice_of(meta, rank=self._ranks.rank, world=self._ranks.world_size)
+            start, stop = slice_of(meta, rank=self._ranks.rank, world_size=self._ranks.world_size)
             assert tensor.numel() * self._dtype.itemsize == stop - start, (
                 f"{meta.name} is sharded as {tuple(tensor.shape)}, not into {stop - start} bytes"
             )
@@ -201,13 +201,11 @@ class WeightPublisher:
                 )
 
 
-def slice_of(meta: TensorMeta, *, rank: int, world: int) -> tuple[int, int]:
-    """Return the bytes of a tensor that a rank of FSDP2 has: its rows, which follow each
-    other.
-    """
-    if world == 1:
+def slice_of(meta: TensorMeta, *, rank: int, world_size: int) -> tuple[int, int]:
+    """Return the range of bytes of a tensor that a rank of FSDP2 has: consecutive rows."""
+    if world_size == 1:
         return meta.offset, meta.offset + meta.nbytes
-    rows = rows_of(meta.shape[0], rank=rank, world=world)
+    rows = rows_of(meta.shape[0], rank=rank, world_size=world_size)
     row = meta.nbytes // max(1, meta.shape[0])
     return meta.offset + rows.start * row, meta.offset + rows.stop * row
 

@@ -123,7 +123,7 @@ class ServedPart:
         )
 
     def close(self, reason: str) -> None:
-        """Release the memory. Those that read the part are told the reason."""
+        """Release the memory, and report the reason to relays that read the part."""
         self.version.withdraw(reason)
         os.close(self.version.fd)
 
@@ -192,7 +192,7 @@ class Relay:
             fd = _open_part(part, manifest.nbytes)
         except FetchError as error:
             print(error, file=sys.stderr)
-            return  # those that request it are told that it is not here
+            return  # requests for it are refused
         self._parts.append(ServedPart(manifest, part, fd))
         self._arrivals.notify_all()
 
