@@ -15,9 +15,11 @@ from rollweave.core.state import (
     TrainerStatus,
     Trajectory,
 )
+from rollweave.core.trajectories import on_delayed
 from rollweave.core.watchdog import CHECKS_PER_LIMIT, DRAW_S, GRACE_S, MIN_PERIOD_S
 from rollweave.schema import commands as c
 from rollweave.schema.base import GroupId, TaskId
+from rollweave.schema.events import AttemptDelayed
 from rollweave.schema.work import Limits, Purpose, StopReason, Task
 from tests.support.states import E0, members, running
 
@@ -91,6 +93,18 @@ def test_an_environment_has_its_limit_and_some_grace(stage: Stage, reason: StopR
     assert checked.counted == {reason: 1}
     assert [one.trajectory_id for one in checked.of(c.CancelTrajectory)] == [only.id]  # type: ignore[attr-defined]
     assert only.closing is reason
+
+
+@pytest.mark.parametrize("stage", [Stage.INIT, Stage.RUN, Stage.EVAL])
+def test_what_an_attempt_waits_for_is_not_the_fault_of_its_environment(stage: Stage) -> None:
+    run = ready()
+    only = in_stage(run, stage)
+    run.now = STEP_S
+    on_delayed(run, AttemptDelayed(trajectory_id=only.id, attempt=only.attempt + 1))
+    assert only.since == 0.0
+    on_delayed(run, AttemptDelayed(trajectory_id=only.id, attempt=only.attempt))
+    assert check_at(run, 2 * STEP_S + GRACE_S).counted == {}
+    assert sum(check_at(run, 2 * STEP_S + GRACE_S + 0.1).counted.values()) == 1
 
 
 def test_an_attempt_that_does_not_close_gives_its_slot_back() -> None:

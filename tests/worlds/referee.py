@@ -15,6 +15,7 @@ from rollweave.schema.events import Event
 Attempt = tuple[str, int]
 OfAttempt = (
     e.EnvReady
+    | e.AttemptDelayed
     | e.TurnRequested
     | e.TurnWithdrawn
     | e.TrajectoryEnded
@@ -121,6 +122,8 @@ class Referee:
                 attempt = self._alive(event, "init", "cancel")
                 if self.stage[attempt] == "init":
                     self.stage[attempt] = "ready"
+            case e.AttemptDelayed():
+                self._alive(event, "init", "ready", "run", "eval", "cancel")
             case e.TurnRequested():
                 attempt = self._alive(event, "run", "cancel")
                 if (

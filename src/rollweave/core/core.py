@@ -95,7 +95,7 @@ class Core:
             return []
         HANDLERS[type(event)](run, event)
         lifecycle.settle(run)
-        if isinstance(event, e.TurnsProgressed):
+        if isinstance(event, e.TurnsProgressed | e.AttemptDelayed):
             pass  # it frees nothing
         elif isinstance(event, e.TurnRequested | e.TurnDone | e.PredictionReady):
             # The most frequent events by far: they make nothing but turns possible.
@@ -124,6 +124,7 @@ HANDLERS: Mapping[type[Event], Callable[[Run, Any], None]] = {
     e.TurnsProgressed: turns.on_progressed,
     e.TurnWithdrawn: turns.on_withdrawn,
     e.EnvReady: trajectories.on_env_ready,
+    e.AttemptDelayed: trajectories.on_delayed,
     e.PredictionReady: turns.on_prediction,
     e.TrajectoryEnded: trajectories.on_ended,
     e.RewardReady: trajectories.on_reward_ready,

@@ -20,7 +20,13 @@ from rollweave.schema.commands import (
     StartInit,
     StartRun,
 )
-from rollweave.schema.events import EnvReady, RewardFailed, RewardReady, TrajectoryEnded
+from rollweave.schema.events import (
+    AttemptDelayed,
+    EnvReady,
+    RewardFailed,
+    RewardReady,
+    TrajectoryEnded,
+)
 from rollweave.schema.work import TRAINABLE, Purpose, StopReason
 
 # Events.
@@ -33,6 +39,12 @@ def on_env_ready(run: Run, event: EnvReady) -> None:
         attempts.forgive_worker(run, trajectory)
         run.emit(StartRun(trajectory_id=trajectory.id, attempt=trajectory.attempt))
         lengths.learn_prompt(run, trajectory, event.prompt_tokens)
+
+
+def on_delayed(run: Run, event: AttemptDelayed) -> None:
+    trajectory = find(run, event.trajectory_id, event.attempt)
+    if trajectory is not None and trajectory.stage in (Stage.INIT, Stage.RUN, Stage.EVAL):
+        trajectory.since = run.now
 
 
 def on_ended(run: Run, event: TrajectoryEnded) -> None:

@@ -26,7 +26,8 @@ class StartInit(TaggedStruct, frozen=True, kw_only=True):
     """Start the environment of an attempt in a worker, or in the controller ("").
 
     → EnvReady | TrajectoryEnded (if the environment failed to start). Until its end, the
-    attempt may also be lost with its worker (WorkerLost).
+    attempt may also be lost with its worker (WorkerLost), and AttemptDelayed may come at
+    any time, in RUN and EVAL, too.
     """
 
     trajectory_id: TrajectoryId

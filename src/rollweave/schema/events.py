@@ -141,6 +141,15 @@ class EnvReady(TaggedStruct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
 
 
+class AttemptDelayed(TaggedStruct, frozen=True, kw_only=True):
+    """The attempt still waits for what is not its own, such as an image: the limit of its
+    stage begins anew.
+    """
+
+    trajectory_id: TrajectoryId
+    attempt: int
+
+
 class TurnRequested(TaggedStruct, frozen=True, kw_only=True):
     """The episode needs the agent's next message.
 
@@ -605,6 +614,7 @@ Event = (
     | RolloutCancelled
     | RolloutAcknowledged
     | EnvReady
+    | AttemptDelayed
     | TurnRequested
     | TurnDone
     | TurnFailed

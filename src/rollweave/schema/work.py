@@ -24,6 +24,7 @@ class StopReason(enum.StrEnum):
     SURPLUS = "surplus"  # a redundant member or group that is no longer needed
     WORLD_LOST = "world_lost"  # the controller restarted, and the trajectory could not continue
     WORKER_LOST = "worker_lost"  # the process that ran the attempt was lost
+    IMAGE_ERROR = "image_error"  # the image of a sandbox could not be obtained
     CANCELLED = "cancelled"  # by the user or by the end of the run
 
 
@@ -54,6 +55,7 @@ BLAME_OF: dict[StopReason, Blame] = {
     StopReason.SURPLUS: Blame.INFRASTRUCTURE,
     StopReason.WORLD_LOST: Blame.INFRASTRUCTURE,
     StopReason.WORKER_LOST: Blame.INFRASTRUCTURE,
+    StopReason.IMAGE_ERROR: Blame.INFRASTRUCTURE,
     StopReason.CANCELLED: Blame.USER,
 }
 

@@ -118,6 +118,7 @@ FAILED_STAGE: Mapping[str, str] = {
     StopReason.TIME_BUDGET: "timeout",
     StopReason.WORLD_LOST: "run",
     StopReason.WORKER_LOST: "run",
+    StopReason.IMAGE_ERROR: "run",
 }
 """`critical_error` by stop reason; an environment that never ran failed in "init"."""
 

@@ -15,6 +15,7 @@ RETRYABLE = frozenset(
         StopReason.ENGINE_FAILURE,
         StopReason.WORLD_LOST,
         StopReason.WORKER_LOST,
+        StopReason.IMAGE_ERROR,
     }
 )
 """Failures that say nothing about the agent: another attempt may succeed. A time budget
