@@ -31,6 +31,15 @@ HOME = "/home/agent"
 
 LOOPBACK = "LOOPBACK"
 
+DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+"""Form of an image's name by the SHA-256 of its archive."""
+
+RECIPE = ".toml"
+"""Suffix of the file of a recipe."""
+
+ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+"""Suffixes of archives of images."""
+
 _HOSTNAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -82,7 +91,8 @@ class SandboxSpec(Struct, frozen=True, kw_only=True):
 
     image: str = HOST
     """HOST, or the absolute path of an image: a folder with a root file system that has
-    python3 (for apptainer also a .sif file).
+    python3 (for apptainer also a .sif file). `envs.handlers.sandboxes` also takes what
+    the cache of images resolves to such a folder (`is_reference`).
     """
     limits: Limits = Limits()
     network: bool = False
@@ -103,9 +113,10 @@ class SandboxSpec(Struct, frozen=True, kw_only=True):
     """
 
     def __post_init__(self) -> None:
-        if self.image != HOST and not _plain_path(self.image):
+        if self.image != HOST and not _plain_path(self.image) and not is_reference(self.image):
             raise ValueError(
-                f"image must be {HOST!r} or an absolute path without '..', got {self.image!r}"
+                f"image must be {HOST!r} or an absolute path without '..', or sha256:DIGEST, or "
+                f"the path of an archive or of a recipe ({RECIPE}), got {self.image!r}"
             )
         if (
             not _plain_path(self.workdir)
@@ -271,9 +282,18 @@ def addressed(spec: SandboxSpec) -> SandboxSpec:
     return msgspec.structs.replace(spec, env={**spec.env, LOOPBACK: address})
 
 
+def is_reference(image: str) -> bool:
+    """Return whether `image` names what the cache of images resolves to a folder: a
+    digest, or the path of an archive or of a recipe, which may be relative to the working
+    directory.
+    """
+    named = DIGEST.fullmatch(image) or image.endswith((RECIPE, *ARCHIVES))
+    return bool(named) and "\0" not in image
+
+
 def check_image(image: str) -> None:
-    """Raise ValueError if `image` is a path that does not exist."""
-    if image != HOST and not Path(image).exists():
+    """Raise ValueError if `image` is a path that does not exist, or not a path."""
+    if image != HOST and (is_reference(image) or not Path(image).exists()):
         raise ValueError(f"image must exist, got {image!r}")
 
 

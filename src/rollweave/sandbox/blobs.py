@@ -10,16 +10,19 @@ cost is bounded in bytes and seconds.
 
 import contextlib
 import hashlib
+import hmac
 import http.client
 import math
 import os
 import re
 import socket
+import socketserver
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedReader
 from pathlib import Path
@@ -43,7 +46,61 @@ and those peers use other sources.
 
 ROUTE = "/blobs/sha256/"
 
+TEXT_BYTES = 4096
+"""Maximum bytes of a small text of a mirror, such as the digest of a recipe's image."""
+
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+
+OnProgress = Callable[[int, int], None]
+"""Receives the bytes that have arrived, and those of the whole blob, 0 if unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A source of blobs: an http or https URL, or the absolute path of a directory with
+    the same paths below it.
+
+    A peer asks for its `token`, which goes to it directly: not through a proxy, nor to
+    where it redirects.
+    """
+
+    url: str
+    token: str = ""
+
+    @property
+    def is_directory(self) -> bool:
+        return self.url.startswith("/")
+
+
+class Cancellation:
+    """Ends fetches from another thread."""
+
+    def __init__(self) -> None:
+        self.is_cancelled = False
+        self._callbacks: set[Callable[[], None]] = set()
+        self._lock = threading.Lock()
+
+    def cancel(self) -> None:
+        """End all fetches that use this object, now and later."""
+        with self._lock:
+            self.is_cancelled = True
+            callbacks = list(self._callbacks)
+        for callback in callbacks:
+            callback()
+
+    @contextlib.contextmanager
+    def calling(self, callback: Callable[[], None]) -> Iterator[None]:
+        """Call `callback` upon cancellation within this context."""
+        with self._lock:
+            self._callbacks.add(callback)
+            cancelled = self.is_cancelled
+        if cancelled:
+            callback()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._callbacks.discard(callback)
 
 
 def check_digest(digest: str) -> str:
@@ -86,11 +143,14 @@ class Blobs:
             raise ValueError(f"limit_bytes must be at least 1, got {limit_bytes}")
         if not 0 < limit_s < math.inf:
             raise ValueError(f"limit_s must be positive and finite, got {limit_s}")
-        for url in (*peers, *([mirror] if mirror else [])):
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"peers and mirror must be http or https URLs, got {url!r}")
+        sources = (*peers, *([mirror] if mirror else []))
+        for url in sources:
+            if not url.startswith(("http://", "https://", "/")):
+                raise ValueError(
+                    f"peers and mirror must be http or https URLs, or absolute paths, got {url!r}"
+                )
         self._folder = folder
-        self._sources = [*peers, *([mirror] if mirror else [])]
+        self._sources = [Source(url=url) for url in sources]
         self._limit_bytes, self._limit_s = limit_bytes, limit_s
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
@@ -102,14 +162,34 @@ class Blobs:
     @contextlib.contextmanager
     def new(self) -> Iterator["BlobWriter"]:
         """Yield the writer of a new blob, which is removed unless `BlobWriter.keep` is
-        called.
+        called. Raises SandboxError.
         """
-        with temporary_file(self._folder) as file:
+        with contextlib.ExitStack() as stack:
+            with storing(self._folder):
+                file = stack.enter_context(temporary_file(self._folder))
             yield BlobWriter(file, self._folder)
 
     def get(self, digest: str) -> Path:
         """Return the path of a verified blob, fetched if necessary; a local blob is
         hashed, too. Raises SandboxError.
+        """
+        if (path := self.find(digest)) is not None:
+            return path
+        failures = []
+        ends_at = time.monotonic() + self._limit_s
+        for source in self._sources:
+            error = self.fetch(digest, source, ends_at=ends_at)
+            if error is None:
+                return self.path(digest)
+            failures.append(f"{source.url}: {error}")
+        raise SandboxError(
+            f"no blob {digest}: "
+            f"{'; '.join(failures) or 'it is not stored here, and there is no peer to ask'}"
+        )
+
+    def find(self, digest: str) -> Path | None:
+        """Return the path of a local blob; None if there is none, or it is damaged: such
+        a blob is removed.
         """
         path = self.path(digest)
         with contextlib.suppress(FileNotFoundError):
@@ -117,36 +197,42 @@ class Blobs:
                 if digest_of(file) == digest:
                     return path
             path.unlink(missing_ok=True)  # damaged by a crash or a disk: fetch it again
-        failures = []
-        ends_at = time.monotonic() + self._limit_s
-        for source in self._sources:
-            error = self._fetch(source, digest, ends_at)
-            if error is None:
-                return path
-            failures.append(f"{source}: {error}")
-        raise SandboxError(
-            f"no blob {digest}: "
-            f"{'; '.join(failures) or 'it is not stored here, and there is no peer to ask'}"
-        )
+        return None
 
-    def _fetch(self, source: str, digest: str, ends_at: float) -> str | None:
-        """Fetch a blob; return the reason for a failure, or None if it is stored now."""
+    def fetch(
+        self,
+        digest: str,
+        source: Source,
+        *,
+        ends_at: float | None = None,
+        on_progress: OnProgress | None = None,
+        cancellation: Cancellation | None = None,
+    ) -> str | None:
+        """Fetch a blob from one source; return the reason for a failure, or None if it is
+        stored now. Raises SandboxError if it cannot be written.
+        """
         timeout_text = f"all sources together must send it within limit_s = {self._limit_s:g} s"
-        left_s = ends_at - time.monotonic()
+        left_s = self._limit_s if ends_at is None else ends_at - time.monotonic()
         if left_s <= 0:
             return f"not asked: {timeout_text}"
-        watch = _Watch(left_s)
+        watch, cancellation = _Watch(left_s), cancellation or Cancellation()
         try:
-            url = source.rstrip("/") + ROUTE + digest
-            with watch, watch.opener().open(url, timeout=FETCH_S) as reply, self.new() as blob:
-                while chunk := reply.read1(CHUNK_BYTES):
+            with (
+                watch,
+                cancellation.calling(watch.shut),
+                _opened(source, ROUTE + digest, watch) as (read, size),
+                self.new() as blob,
+            ):
+                while chunk := read(CHUNK_BYTES):
                     blob.write(chunk)
+                    if on_progress is not None:
+                        on_progress(blob.bytes, size)
                     if blob.bytes > self._limit_bytes:
                         return (
                             f"must send at most limit_bytes = {self._limit_bytes}, and sends more"
                         )
                     if watch.is_over:
-                        return timeout_text
+                        return "cancelled" if cancellation.is_cancelled else timeout_text
                 got = blob.digest
                 if watch.is_over:
                     return timeout_text
@@ -158,6 +244,42 @@ class Blobs:
             return timeout_text if watch.is_over else f"{type(error).__name__}: {error}"
 
 
+def read_text(source: Source, path: str) -> str | None:
+    """Return a small text of a mirror; None if it has none. Raises OSError."""
+    watch = _Watch(FETCH_S)
+    try:
+        with watch, _opened(source, path, watch) as (read, _):
+            return read(TEXT_BYTES).decode("ascii", "replace").strip()
+    except FileNotFoundError:
+        return None
+    except urllib.error.HTTPError as error:
+        if error.code == http.HTTPStatus.NOT_FOUND:
+            return None
+        raise
+    except http.client.HTTPException as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _opened(
+    source: Source, path: str, watch: "_Watch"
+) -> Iterator[tuple[Callable[[int], bytes], int]]:
+    """Open what a source has at `path`; yield a function that reads it, and its size, 0
+    if it is unknown.
+    """
+    if source.is_directory:
+        with Path(source.url + path).open("rb") as file:
+            yield file.read, os.fstat(file.fileno()).st_size
+        return
+    request = urllib.request.Request(source.url.rstrip("/") + path)
+    if source.token:
+        request.add_unredirected_header("Authorization", f"Bearer {source.token}")
+    opener = watch.opener(direct=bool(source.token))
+    with opener.open(request, timeout=FETCH_S) as reply:
+        size = reply.headers.get("Content-Length", "")
+        yield reply.read1, int(size) if size.isdecimal() else 0
+
+
 class _Watch:
     """Shuts down the connections that were opened in its context when time is over,
     because a timeout of each read would not stop a source that sends single bytes.
@@ -167,7 +289,7 @@ class _Watch:
         self.is_over = False
         self._sockets: list[socket.socket] = []
         self._lock = threading.Lock()
-        self._timer = threading.Timer(seconds, self._shut)
+        self._timer = threading.Timer(seconds, self.shut)
 
     def __enter__(self) -> None:
         self._timer.start()
@@ -186,12 +308,12 @@ class _Watch:
         with self._lock:
             self._sockets.append(sock.dup())
         if self.is_over:
-            self._shut()
+            self.shut()
         return sock
 
-    def opener(self) -> urllib.request.OpenerDirector:
+    def opener(self, *, direct: bool = False) -> urllib.request.OpenerDirector:
         """Return an opener of http and https URLs that follows redirects to such URLs
-        only.
+        only; a `direct` one uses no proxy, and follows none.
         """
         watch = self
 
@@ -214,19 +336,20 @@ class _Watch:
                 return self.do_open(Secure, req)
 
         opener = urllib.request.OpenerDirector()
+        indirect = (urllib.request.ProxyHandler(), urllib.request.HTTPRedirectHandler())
         for handler in (
-            urllib.request.ProxyHandler(),
+            *(() if direct else indirect),
             PlainHandler(),
             SecureHandler(),
             urllib.request.HTTPDefaultErrorHandler(),
-            urllib.request.HTTPRedirectHandler(),
             urllib.request.HTTPErrorProcessor(),
             urllib.request.UnknownHandler(),
         ):
             opener.add_handler(handler)
         return opener
 
-    def _shut(self) -> None:
+    def shut(self) -> None:
+        """Shut the connections down, now and later."""
         self.is_over = True
         with self._lock:
             for sock in self._sockets:
@@ -243,32 +366,51 @@ class BlobWriter:
         self.bytes = 0
 
     def write(self, data: bytes) -> int:
+        """Append data. Raises SandboxError."""
         self._hash.update(data)
         self.bytes += len(data)
-        return self._file.write(data)
+        with storing(self._folder):
+            return self._file.write(data)
 
     @property
     def digest(self) -> str:
         return self._hash.hexdigest()
 
     def keep(self) -> str:
-        """Sync the blob to the disk and give it its name. Returns the digest."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        os.chmod(self._file.name, 0o644)
-        os.rename(self._file.name, self._folder / self.digest)
+        """Sync the blob to the disk and give it its name. Returns the digest. Raises
+        SandboxError.
+        """
+        with storing(self._folder):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            os.chmod(self._file.name, 0o644)
+            os.rename(self._file.name, self._folder / self.digest)
         return self.digest
 
 
+@contextlib.contextmanager
+def storing(folder: Path) -> Iterator[None]:
+    """Turn an OSError in this context into a `SandboxError` about `folder`."""
+    try:
+        yield
+    except OSError as error:
+        raise SandboxError(f"cannot write to {folder}: {error.strerror or error}") from error
+
+
 class BlobServer:
-    """Serves a folder's blobs to peers: GET /blobs/sha256/DIGEST, and nothing else.
+    """Serves a folder's blobs to peers: GET /blobs/sha256/DIGEST, and nothing else, to
+    those that present `token`, if there is one.
 
     A context manager.
     """
 
-    def __init__(self, folder: Path, *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self, folder: Path, *, host: str = "127.0.0.1", port: int = 0, token: str = ""
+    ) -> None:
+        """Listen. Raises OSError."""
+
         class Handler(_Handler):
-            blobs = folder
+            blobs, authorization = folder, f"Bearer {token}" if token else ""
 
         self._server = _Server((host, port), Handler)
         self._thread = threading.Thread(
@@ -278,7 +420,7 @@ class BlobServer:
     @property
     def url(self) -> str:
         host, port = self._server.server_address[:2]
-        return f"http://{host!s}:{port}"
+        return f"http://[{host!s}]:{port}" if ":" in str(host) else f"http://{host!s}:{port}"
 
     def __enter__(self) -> "BlobServer":
         self._thread.start()
@@ -295,9 +437,15 @@ class _Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, address: tuple[str, int], handler: type["_Handler"]) -> None:
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        super().__init__(address, handler)
         self._free = threading.BoundedSemaphore(CONNECTIONS)
+
+    def server_bind(self) -> None:
+        """Bind without looking up a name of the address, which may take long."""
+        socketserver.TCPServer.server_bind(self)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free.acquire(blocking=False):
@@ -318,6 +466,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     blobs: Path
+    authorization: str
     timeout = FETCH_S
 
     def handle(self) -> None:
@@ -338,6 +487,12 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._waiting.cancel()
         digest = self.path.removeprefix(ROUTE)
+        given = self.headers.get("Authorization", "")
+        if self.authorization and not hmac.compare_digest(
+            given.encode("latin-1", "replace"), self.authorization.encode()
+        ):
+            self.send_error(http.HTTPStatus.UNAUTHORIZED)
+            return
         try:
             if not self.path.startswith(ROUTE):
                 raise ValueError(f"path must start with {ROUTE}, got {self.path!r}")

@@ -31,7 +31,7 @@ import msgspec
 
 from rollweave.package import DIRECTORY, VERSION
 from rollweave.sandbox import unpacking
-from rollweave.sandbox.base import MIB, Backend, Limits, SandboxSpec
+from rollweave.sandbox.base import DIGEST, MIB, Backend, Limits, SandboxSpec
 from rollweave.sandbox.blobs import Blobs, BlobWriter, check_digest, digest_of
 from rollweave.sandbox.layers import Copy, remove
 from rollweave.sandbox.stage import ensure_folder
@@ -81,7 +81,7 @@ class Recipe(Struct, frozen=True, kw_only=True):
 
     name: str
     base: str
-    """A folder, an archive, or the digest of an image."""
+    """A folder, an archive, or `sha256:` with the digest of an image."""
     copy: tuple[CopyStep, ...] = ()
     run: tuple[str, ...] = ()
     """Commands, each of which runs in a sandbox over the image as built so far."""
@@ -158,25 +158,34 @@ class Images:
         Raises SandboxError if a command fails, ConfigError for an invalid recipe.
         """
         here = relative_to or Path.cwd()
-        key = await asyncio.to_thread(self._key, recipe, mode, here)
-        record = self._folder / "built" / key if key else None
-        if record is not None and record.is_file():
-            digest = check_digest(record.read_text())
+        key = await asyncio.to_thread(self.key, recipe, mode, here)
+        if key is not None and (known := self.built(key)):
             # If the image is lost everywhere, it is built again.
             with contextlib.suppress(SandboxError):
-                await asyncio.to_thread(self.path, digest)
-                return digest
+                await asyncio.to_thread(self.path, known)
+                return known
         with self._new_folder() as folder:
             await asyncio.to_thread(self._assemble, recipe, here, folder)
             await _run(recipe, folder, backend)
             digest = await asyncio.to_thread(self.add, folder)
-        if record is not None:
-            _write_atomically(record, digest)
+        if key is not None:
+            self.remember(key, digest)
         return digest
 
-    def _key(self, recipe: Recipe, mode: Mode, here: Path) -> str | None:
+    def built(self, key: str) -> str:
+        """Return the digest of the image that was built for this key; "" if none was."""
+        record = self._folder / "built" / check_digest(key)
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            return check_digest(record.read_text())
+        return ""
+
+    def remember(self, key: str, digest: str) -> None:
+        """Store which image was built for a key."""
+        write_atomically(self._folder / "built" / check_digest(key), digest)
+
+    def key(self, recipe: Recipe, mode: Mode, here: Path) -> str | None:
         """Return the key that an existing image must have to be reused; None if none
-        may be.
+        may be. Raises ConfigError.
         """
         if mode == "scratch":
             return None
@@ -192,7 +201,7 @@ class Images:
 
     def _base(self, recipe: Recipe, here: Path) -> str:
         base = here / recipe.base
-        return _digest_of_path(base) if base.exists() else check_digest(recipe.base)
+        return _digest_of_path(base) if base.exists() else _given_digest(recipe)
 
     def _assemble(self, recipe: Recipe, sources: Path, folder: Path) -> None:
         """Unpack the base into `folder`, and copy the recipe's files over it."""
@@ -201,7 +210,7 @@ class Images:
             copy_folder(base, folder)
         else:
             unpack(
-                base if base.exists() else self._blobs.get(check_digest(recipe.base)),
+                base if base.exists() else self._blobs.get(_given_digest(recipe)),
                 folder,
                 self._bounds,
             )
@@ -222,6 +231,18 @@ class Images:
         with temporary_folder(self._folder) as folder:
             os.chmod(folder, 0o755)
             yield folder
+
+
+def _given_digest(recipe: Recipe) -> str:
+    """Return the digest that is the recipe's base. Raises ConfigError."""
+    found = DIGEST.fullmatch(recipe.base)
+    try:
+        return found[1] if found else check_digest(recipe.base)
+    except ValueError:
+        raise ConfigError(
+            f"base must be a folder or an archive that exists, or sha256:DIGEST, got "
+            f"{recipe.base!r} in recipe {recipe.name!r}"
+        ) from None
 
 
 async def _run(recipe: Recipe, folder: Path, backend: Backend) -> None:
@@ -343,7 +364,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _read(fd: int, ends_at: float) -> tuple[bytes, bool]:
-    """Read the stream to its end, at most `WHY_BYTES`; also return whether the end came
+    """Read the stream to its end, at most `OUTPUT_BYTES`; also return whether the end came
     in time.
     """
     poll = select.poll()
@@ -450,7 +471,8 @@ def _rename_into_place(folder: Path, root: Path) -> None:
             raise
 
 
-def _write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a small file. Raises OSError."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as out:
         out.write(text)
     os.rename(out.name, path)

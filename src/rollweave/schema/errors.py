@@ -91,6 +91,12 @@ class SandboxError(RollweaveError):
     """A sandbox, or a tool in it, failed."""
 
 
+class ImageError(SandboxError):
+    """The image of a sandbox cannot be obtained: no source has it, its build failed, or the
+    cache has no room for it. The agent is not to blame.
+    """
+
+
 class SandboxLostError(SandboxError):
     """The sandbox's process or connection is gone, or it violated the protocol. Nothing
     more comes from it.
