@@ -8,12 +8,14 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import typer
 import yaml
 from typer.testing import CliRunner
 
 from rollweave.cli.main import app
+from rollweave.sandbox.images import Recipe
 from rollweave.schema.config.effects import without_effect
 from rollweave.schema.config.hosts import HostsFile
 from rollweave.schema.config.loading import settings_of, validated
@@ -138,6 +140,8 @@ def test_settings_that_are_shown_are_accepted(path: Path) -> None:
         snippet = tomllib.loads(block)
         if "hosts" in snippet:
             validated(HostsFile, snippet, path.name)
+        elif "base" in snippet:
+            msgspec.convert(snippet, Recipe)
         else:
             assert without_effect(validated(RunConfig, completed(snippet), path.name)) == []
 

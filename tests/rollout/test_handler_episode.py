@@ -16,14 +16,19 @@ import pytest
 
 from rollweave.envs.base import Score
 from rollweave.envs.handlers.base import Agent, Job, LimitError
-from rollweave.envs.handlers.sandboxes import Sandboxes
+from rollweave.envs.handlers.sandboxes import ImagePort, Sandboxes
 from rollweave.record.store import TrajectoryStore
+from rollweave.rollout import handler_episode
 from rollweave.rollout.driver import AgentConfig
 from rollweave.rollout.gateway.server import GatewayListener
 from rollweave.rollout.handler_episode import RESULT_BYTES, HandlerEpisode
+from rollweave.sandbox.base import Backend, SandboxSpec
+from rollweave.sandbox.image_cache import Lease
 from rollweave.schema.chat import Message
 from rollweave.schema.commands import CancelTrajectory, StartInit
+from rollweave.schema.errors import ImageError
 from rollweave.schema.events import (
+    AttemptDelayed,
     EnvReady,
     RewardFailed,
     RewardReady,
@@ -163,9 +168,13 @@ async def listener() -> AsyncIterator[GatewayListener]:
 
 
 def harness(
-    store: TrajectoryStore, listener: GatewayListener, handler: Any, **limits: Any
+    store: TrajectoryStore,
+    listener: GatewayListener,
+    handler: Any,
+    images: ImagePort | None = None,
+    **limits: Any,
 ) -> Harness:
-    sandboxes = Sandboxes("plain")
+    sandboxes = Sandboxes("plain", images=images)
 
     def make(command: StartInit) -> HandlerEpisode:
         return HandlerEpisode(
@@ -221,6 +230,68 @@ async def test_a_handler_sees_that_a_turn_was_cut(
     assert cut == [True, False], "the second limit is the handler's"
     (sequence,) = trajectory.sequences
     assert [span.finish_reason for span in sequence.turns] == ["length", "length"]
+
+
+class NoImages:
+    """Images that cannot be obtained, after `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    async def find(self, text: str) -> Lease | None:
+        raise NotImplementedError
+
+    async def take(self, text: str, backend: Callable[[], Backend]) -> Lease:
+        await asyncio.sleep(self._seconds)
+        raise ImageError(f"image {text}: no source has it")
+
+
+IMAGE = SandboxSpec(image="a.toml")
+
+
+async def test_the_wait_for_an_image_is_not_counted(
+    store: TrajectoryStore, listener: GatewayListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handler can do without the image."""
+    monkeypatch.setattr(handler_episode, "DELAY_S", 0.1)
+
+    async def start(job: Job) -> None:
+        starting = [job.sandboxes.start(IMAGE) for _ in range(2)]
+        failed = await asyncio.gather(*starting, return_exceptions=True)
+        assert [type(one) for one in failed] == [ImageError] * 2
+
+    stage_ = harness(store, listener, Played(on_init=start), NoImages(3.0), step_s=2.0)
+    over, trajectory = await ended(stage_, store)
+    assert over.stop_reason is StopReason.FINISHED
+    assert trajectory.timing.init_s < 2.0
+    assert len([event for event in stage_.events if isinstance(event, AttemptDelayed)]) > 5
+
+
+@pytest.mark.parametrize("stage", ["init", "run"])
+async def test_a_missing_image_is_no_fault_of_the_agent_or_environment(
+    store: TrajectoryStore, listener: GatewayListener, stage: str
+) -> None:
+    """Even if the handler hides it, and would give a reward."""
+    jobs: list[Job] = []
+
+    async def start(job: Job) -> None:
+        jobs.append(job)
+        if stage == "init":
+            await hidden(None)
+
+    async def hidden(_: Agent | None) -> None:
+        try:
+            await jobs[0].sandboxes.start(IMAGE)
+        except ImageError as error:
+            raise LookupError("no sandbox") from error
+
+    rewarding = Played(on_init=start, on_run=hidden, on_error=lambda _: _value(Score(reward=1.0)))
+    stage_ = harness(store, listener, rewarding, NoImages(0.0))
+    over = await stage_.play()
+    assert (over.stop_reason, over.error) == (
+        StopReason.IMAGE_ERROR,
+        "image a.toml: no source has it",
+    )
 
 
 async def test_a_complete_attempt(store: TrajectoryStore, listener: GatewayListener) -> None:

@@ -85,3 +85,27 @@ class Impatient:
 
     async def eval(self) -> Score:
         return Score(reward=self._wait_s)
+
+
+class Imaged:
+    """A handler whose sandbox has the image `image`, and whose result is its /etc/word."""
+
+    def __init__(self, *, image: str) -> None:
+        self._spec = SandboxSpec(image=image)
+        self._word = ""
+
+    async def init(self, job: Job) -> None:
+        box = await job.sandboxes.start(self._spec)
+        try:
+            self._word = (await box.read("/etc/word")).decode()
+        finally:
+            await box.stop(grace_s=0.0)
+
+    async def run(self, agent: Agent) -> None:
+        await agent.chat([Message(role="user", content="go")])
+
+    async def eval(self) -> Score:
+        return Score(reward=1.0, success=True)
+
+    def final_result(self) -> dict[str, Any]:
+        return {"word": self._word}

@@ -11,6 +11,11 @@ from rollweave.schema.commands import StartInit
 from rollweave.schema.serving import GenerateResult, Sampling
 from rollweave.schema.work import BLAME_OF, StopReason, Trajectory
 
+DELAY_S = 4.0
+"""Seconds between two calls of `Driver.on_delay`: fewer than any limit that the core puts
+on a stage.
+"""
+
 
 class TurnResult(Struct, frozen=True, kw_only=True):
     """A generation result and the engine that produced it."""
@@ -51,6 +56,11 @@ class Driver(Protocol):
 
     stop_reason: StopReason
     """The reason of INIT and RUN; set by `trajectory`."""
+
+    on_delay: Callable[[], None]
+    """Is called every `DELAY_S` seconds while a stage waits for what does not count as
+    its time, such as an image.
+    """
 
     @property
     def eval_s(self) -> float:

@@ -78,6 +78,7 @@ class EnvEpisode:
         clock: Callable[[], float],
     ) -> None:
         self._command, self._task, self._limits = command, command.task, command.task.limits
+        self.on_delay: Callable[[], None] = lambda: None
         self._provider, self._clock = provider, clock
         self._codec = agent.codec
         self._sampling = agent.sampling

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,10 +22,10 @@ from rollweave.envs.base import Score, mix
 from rollweave.envs.boundary import USER_EXCEPTIONS, checked_score
 from rollweave.envs.foreign import describe_error, running_task, type_name
 from rollweave.envs.handlers.base import AgentHandler, Endpoint, Job, LimitError, Tool
-from rollweave.envs.handlers.sandboxes import Sandboxes
+from rollweave.envs.handlers.sandboxes import AttemptSandboxes, Sandboxes
 from rollweave.rollout.budget import Budget, EpisodeStopError
 from rollweave.rollout.chat.conversation import PLAN_TOKENS
-from rollweave.rollout.driver import AgentConfig, TurnPort, record_of
+from rollweave.rollout.driver import DELAY_S, AgentConfig, TurnPort, record_of
 from rollweave.rollout.gateway.requests import ChatRequest, RequestError
 from rollweave.rollout.gateway.server import GatewayListener
 from rollweave.rollout.gateway.sessions import Session, SessionLimits, Turn
@@ -73,7 +73,12 @@ class HandlerEpisode:
     ) -> None:
         self._command, self._limits = command, command.task.limits
         self._make, self._agent_config, self._clock = make, agent, clock
-        self._sandboxes, self._listener = sandboxes, listener
+        self._sandboxes = AttemptSandboxes(sandboxes, waiting=self._waiting)
+        self._listener = listener
+        self.on_delay: Callable[[], None] = lambda: None
+        self._waits = 0
+        """Number of waits under way whose time does not count."""
+        self._waited_s = 0.0
         self._seed = mix(seed, command.trajectory_id, command.attempt)
         self._budget = Budget(self._limits, clock)
         self._handler: AgentHandler | None = None
@@ -109,7 +114,7 @@ class HandlerEpisode:
 
     async def init(self) -> None:
         """Create the handler and call its `init`. Raises `EpisodeStopError`."""
-        started = self._clock()
+        started, waited_s = self._clock(), self._waited_s
         try:
             await self._stage(
                 self._init, "init", hang=StopReason.ENV_HANG, failure=StopReason.ENV_ERROR
@@ -118,7 +123,7 @@ class HandlerEpisode:
             await self._call_hook("init_exception", stop)
             raise
         finally:
-            self._budget.init_s += self._clock() - started
+            self._budget.init_s += self._clock() - started - (self._waited_s - waited_s)
 
     async def _init(self) -> None:
         self._handler = self._make()
@@ -156,6 +161,8 @@ class HandlerEpisode:
         except EpisodeStopError as stop:
             if self._stop is not None:
                 raise self._stop from None
+            if stop.reason is StopReason.IMAGE_ERROR:
+                raise
             if session.exhausted is None:
                 self._score = await self._call_hook("run_exception", stop)
                 if self._score is None:
@@ -184,19 +191,21 @@ class HandlerEpisode:
 
     async def score(self) -> Score:
         """Return the reward. Raises `EpisodeStopError`."""
-        started = self._clock()
+        started, waited_s = self._clock(), self._waited_s
         try:
             if self._score is None:
                 hang, failure = StopReason.REWARD_HANG, StopReason.REWARD_ERROR
                 try:
                     self._score = await self._stage(self._eval, "eval", hang=hang, failure=failure)
                 except EpisodeStopError as stop:
+                    if stop.reason is StopReason.IMAGE_ERROR:
+                        raise
                     self._score = await self._call_hook("eval_exception", stop)
                     if self._score is None:
                         raise
             return self._score
         finally:
-            self._budget.eval_s += self._clock() - started
+            self._budget.eval_s += self._clock() - started - (self._waited_s - waited_s)
             self._store_result()
 
     async def _eval(self) -> Score:
@@ -245,6 +254,7 @@ class HandlerEpisode:
 
         Raises `EpisodeStopError`, whose cause is the stage's exception, if any.
         """
+        self._sandboxes.image_error = None
         task = self._stage_task = _start(call, f"{what} {self._command.trajectory_id}")
         try:
             async with asyncio.timeout(None) as self._deadline:
@@ -257,6 +267,8 @@ class HandlerEpisode:
             if not task.done():
                 task.cancel()
                 await asyncio.wait([task], timeout=CANCEL_S)
+        if (task.cancelled() or task.exception()) and self._sandboxes.image_error is not None:
+            raise EpisodeStopError(StopReason.IMAGE_ERROR, str(self._sandboxes.image_error))
         if task.cancelled():
             raise EpisodeStopError(failure, f"{what} raised CancelledError")
         error = task.exception()
@@ -274,6 +286,39 @@ class HandlerEpisode:
             self._deadline.reschedule(
                 asyncio.get_running_loop().time() + min(self._limits.step_s, self._allowed_s)
             )
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Let the stage's time stand still: it waits for what is not its own."""
+        self._waits += 1
+        if self._waits > 1:
+            try:
+                yield
+            finally:
+                self._waits -= 1
+            return
+        loop, deadline = asyncio.get_running_loop(), self._deadline
+        ends_at = None if deadline is None else deadline.when()
+        if deadline is not None:
+            deadline.reschedule(None)
+        began, since = loop.time(), self._clock()
+        timer = asyncio.create_task(self._report_delays(), name="report delays")
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self._waits -= 1
+            waited_s = self._clock() - since
+            self._waited_s += waited_s
+            if not self._turn_lock.locked() and deadline is self._deadline:
+                self._working_since += waited_s
+                if deadline is not None and ends_at is not None:
+                    deadline.reschedule(ends_at + loop.time() - began)
+
+    async def _report_delays(self) -> None:
+        while True:
+            await asyncio.sleep(DELAY_S)
+            self.on_delay()
 
     async def _call_hook(self, hook: str, stop: EpisodeStopError) -> Score | None:
         """Report a failed stage to the handler; return a score if the handler attributes

@@ -34,6 +34,7 @@ from rollweave.schema.commands import (
     StartTurn,
 )
 from rollweave.schema.events import (
+    AttemptDelayed,
     EnvReady,
     Event,
     RewardFailed,
@@ -228,6 +229,9 @@ class Pipeline:
         if isinstance(report, AttemptScored):
             if key in self._evaluations:
                 self._scored(self._evaluations[key], report)
+        elif isinstance(report, AttemptDelayed):
+            if attempt is not None or key in self._evaluations:
+                self._post(report)
         elif isinstance(report, PhaseEnded):
             if attempt is not None or key in self._evaluations:
                 self._spans.episode_span(_lane(key), report.name, report.start, report.end)

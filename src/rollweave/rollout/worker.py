@@ -19,7 +19,7 @@ from rollweave.rollout.driver import Driver, MakeEpisode, TurnResult, record_of
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import CancelTrajectory, DrawTask, StartEval, StartInit, StartRun
 from rollweave.schema.errors import DiskError
-from rollweave.schema.events import EnvReady
+from rollweave.schema.events import AttemptDelayed, EnvReady
 from rollweave.schema.rollouts import (
     AnswerTurn,
     AttemptEnded,
@@ -207,6 +207,9 @@ class RolloutWorker:
             trajectory = record_of(command, StopReason.ENV_ERROR, _bug_text(bug))
             self._report(AttemptEnded(trajectory=trajectory, turns=0))
             return
+        episode.on_delay = lambda: self._report(
+            AttemptDelayed(trajectory_id=command.trajectory_id, attempt=command.attempt)
+        )
         turns = RemoteTurns(key, self._report, episode=lambda: episode)
         attempt = self._attempts[key] = _Attempt(
             command=command, episode=episode, turns=turns, run_allowed=asyncio.Event()

@@ -19,19 +19,31 @@ from rollweave.rollout.driver import AgentConfig, Driver
 from rollweave.rollout.env_episode import EnvEpisode
 from rollweave.rollout.gateway.server import GatewayListener
 from rollweave.rollout.handler_episode import HandlerEpisode
+from rollweave.runtime.images import Images
 from rollweave.runtime.pump import RunClock
 from rollweave.schema.commands import StartInit
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.images import ImageWait
 from rollweave.schema.serving import Sampling
 from rollweave.schema.work import Decoding, Purpose
 
 
 class Episodes:
     def __init__(
-        self, config: RunConfig, model_dir: Path, source: TaskSource, clock: RunClock
+        self,
+        config: RunConfig,
+        model_dir: Path,
+        source: TaskSource,
+        clock: RunClock,
+        *,
+        images: Images | None = None,
     ) -> None:
+        """`images` are those of this process; by default, of a run on this host alone."""
         self._config, self._model_dir, self._source, self._clock = config, model_dir, source, clock
-        self._sandboxes = Sandboxes(config.sandbox.backend, warm=config.sandbox.warm)
+        self._images = images or Images(config.sandbox, clock=clock.now)
+        self._sandboxes = Sandboxes(
+            config.sandbox.backend, warm=config.sandbox.warm, images=self._images
+        )
         self._tasks = {task.name: task for task in config.tasks}
 
     def make(self, command: StartInit) -> Driver:
@@ -65,6 +77,11 @@ class Episodes:
         if "_listener" in self.__dict__:
             await self._listener.close()
         await self._sandboxes.close()
+        await self._images.close()
+
+    def image_waits(self) -> tuple[ImageWait, ...]:
+        """Return the images that attempts wait for."""
+        return self._images.waits()
 
     @functools.cached_property
     def _codec(self) -> ChatCodec:

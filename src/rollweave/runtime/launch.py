@@ -342,6 +342,7 @@ class _Start:
             make_engine=processes.engine,
             make_episode=episodes.make,
             make_worker=processes.worker,
+            image_waits=episodes.image_waits,
         )
         return World(
             wiring,
@@ -519,12 +520,15 @@ class Processes:
     def worker(self, worker_id: str, host_number: int, on_report: OnReport) -> WorkerLink:
         """Start a rollout worker. Raises OSError."""
         host = self._hosts.host(host_number)
+        is_cluster = self._config.cluster is not None
+        shared = {"host": host.name, "address": host.address} if is_cluster else {}
         spec = WorkerSpec(
             id=worker_id,
             config=self._config.model_dump_json(),
             model_dir=str(self.model_dir),
             logs=str(self._run.logs / worker_id),
             waiting_limit=waiting_limit(self._config),
+            **shared,
         )
         return ProcessWorker(
             spec,

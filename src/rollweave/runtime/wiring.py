@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollweave.core.core import Core
+from rollweave.core.policy.waiting import Wait
 from rollweave.engine.clients.base import EngineBackend
 from rollweave.record.journal import RunJournal
 from rollweave.record.store import TrajectoryStore
@@ -23,6 +24,7 @@ from rollweave.runtime.tasks import Tasks
 from rollweave.schema.commands import Command, Warn
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import EngineSlot
+from rollweave.schema.images import ImageWait
 from rollweave.schema.serving import LoadCheckpoint
 
 WAITING_PER_SLOT = 8
@@ -50,6 +52,8 @@ class Wiring:
     make_engine: Callable[[EngineSlot, int], EngineBackend]
     make_episode: MakeEpisode
     make_worker: MakeWorker
+    image_waits: Callable[[], tuple[ImageWait, ...]] = tuple
+    """Returns the images that the attempts in this process wait for."""
 
 
 class RolloutRuntime:
@@ -71,7 +75,7 @@ class RolloutRuntime:
         `keep_partial_turns` is as in `rollout/pipeline.py`; `reply_s` and `checkpoint`
         are as in `runtime/supervisors/engines.py`.
         """
-        clock = wiring.clock.now
+        clock, self._wiring = wiring.clock.now, wiring
         self.tasks = Tasks()
         self.pump = Pump(wiring.core, journal=wiring.journal, clock=clock, execute=execute)
         self.manifests = Manifests(relayed=relayed)
@@ -124,6 +128,20 @@ class RolloutRuntime:
         return rollout_handlers(
             pipeline=self.pipeline, engines=self.engines, workers=self.workers, timer=self._timer
         )
+
+    def image_waits(self) -> list[Wait]:
+        """Return the images that attempts wait for."""
+        config, hosts = self._wiring.config, self._wiring.hosts
+
+        def host_name(number: int) -> str:
+            host = hosts.by_number.get(number) if config.cluster is not None else None
+            return host.name if host is not None else ""
+
+        here = [
+            Wait(component=f"image {wait.image}", what=wait.what, since=wait.since)
+            for wait in self._wiring.image_waits()
+        ]
+        return [*here, *self.workers.image_waits(host_name)]
 
     def finish(self, error: str) -> None:
         """Let the pump return: the core has finished the run."""

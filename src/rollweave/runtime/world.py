@@ -165,7 +165,10 @@ class World:
 
     async def _name_long_waits(self) -> None:
         await name_long_waits(
-            lambda: waits(self._core.state, self._relays.progress()),
+            lambda: [
+                *waits(self._core.state, self._relays.progress()),
+                *self._rollouts.image_waits(),
+            ],
             clock=self._wiring.clock.now,
             report=lambda component, line: self._metrics.event(
                 "waiting", component=component, message=line

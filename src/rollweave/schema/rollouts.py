@@ -14,7 +14,8 @@ from rollweave.schema.commands import (
     StartInit,
     StartRun,
 )
-from rollweave.schema.events import DrawFailed, EnvReady, GroupSubmitted
+from rollweave.schema.events import AttemptDelayed, DrawFailed, EnvReady, GroupSubmitted
+from rollweave.schema.images import GrantImage, ImageReport, ImageWait
 from rollweave.schema.serving import GenerateResult, Sampling
 from rollweave.schema.work import StopReason, Trajectory
 
@@ -27,10 +28,13 @@ class WorkerSpec(Struct, frozen=True, kw_only=True):
 
     `config` is the run's configuration as JSON. `logs` is the folder for the output of
     its environments' processes. `waiting_limit` bounds the attempts that are kept for
-    an evaluation that may never come.
+    an evaluation that may never come. The worker serves images to other hosts at
+    `address`, as `host`, if that is given.
     """
 
     id: str
+    host: str = ""
+    address: str = ""
     config: str
     model_dir: str
     logs: str
@@ -61,7 +65,7 @@ class StopRolloutWorker(TaggedStruct, frozen=True, kw_only=True):
 RolloutCommand = StartInit | StartRun | StartEval | CancelTrajectory | DrawTask | AnswerTurn
 """Commands to a worker, in the controller or in another process."""
 
-RolloutWorkerCommand = RolloutCommand | StopRolloutWorker
+RolloutWorkerCommand = RolloutCommand | GrantImage | StopRolloutWorker
 """Messages to the process of a worker."""
 
 
@@ -75,7 +79,11 @@ class WorkerReady(TaggedStruct, frozen=True, kw_only=True):
 
 
 class WorkerBeat(TaggedStruct, frozen=True, kw_only=True):
-    """Sent every `BEAT_S` seconds by the event loop of the worker."""
+    """Sent every `BEAT_S` seconds by the event loop of the worker, with the images that
+    it waits for.
+    """
+
+    images: tuple[ImageWait, ...] = ()
 
 
 class WorkerWarned(TaggedStruct, frozen=True, kw_only=True):
@@ -142,8 +150,18 @@ class PhaseEnded(TaggedStruct, frozen=True, kw_only=True):
     end: float
 
 
-AttemptReport = EnvReady | TurnAsked | TurnGivenUp | AttemptEnded | AttemptScored | PhaseEnded
+AttemptReport = (
+    EnvReady | AttemptDelayed | TurnAsked | TurnGivenUp | AttemptEnded | AttemptScored | PhaseEnded
+)
 """Reports of a worker about an attempt."""
 
-WorkerReport = AttemptReport | GroupSubmitted | DrawFailed | WorkerReady | WorkerBeat | WorkerWarned
+WorkerReport = (
+    AttemptReport
+    | GroupSubmitted
+    | DrawFailed
+    | ImageReport
+    | WorkerReady
+    | WorkerBeat
+    | WorkerWarned
+)
 """Messages from the process of a worker."""

@@ -101,6 +101,25 @@ def test_modules_are_those_that_the_tasks_name(directory: Path) -> None:
     assert of_run(config(workers=0, options={"path": "prompts/first.txt"})) == UserFiles()
 
 
+def test_a_recipe_of_an_image_brings_its_files(directory: Path) -> None:
+    recipe = directory / "images" / "small.toml"
+    recipe.parent.mkdir()
+    (recipe.parent / "base.tar").write_bytes(bytes(10240))
+    (recipe.parent / "lock").touch()
+    steps = [("../prompts", "/p"), ("/etc/hostname", "/h"), ("lock", "/l")]
+    copied = "".join(f'[[copy]]\nsource = "{here}"\ntarget = "{there}"\n' for here, there in steps)
+    recipe.write_text(f'name = "a"\nbase = "base.tar"\nlock = "lock"\n{copied}')
+    named = of_run(config(env="program", options={"image": "images/small.toml"})).paths
+    there = {Path(path).relative_to(directory) for path in named if path.startswith("/")}
+    assert {str(path) for path in there} == {
+        "images/small.toml",
+        "images/base.tar",
+        "images/lock",
+        "prompts",
+    }
+    assert pack(UserFiles(paths=named), ())
+
+
 def test_a_worker_of_the_users_needs_its_module_or_script(directory: Path) -> None:
     (module,) = of_worker("helpers.words:Words").modules
     assert module.module == "helpers"

@@ -62,6 +62,19 @@ CASES = [
         "workers.pool has no effect while workers.count is 0, got cpus",
     ),
     (
+        ["sandbox.backend=zygote", "sandbox.mirror=/images"],
+        "sandbox.mirror has no effect with sandbox.backend zygote, which has the host's image "
+        "only, got /images",
+    ),
+    (
+        ["sandbox.backend=plain", "sandbox.cache_dir=/images"],
+        "sandbox.cache_dir has no effect with sandbox.backend plain",
+    ),
+    (
+        ["sandbox.backend=plain", "sandbox.cache_gb=9"],
+        "sandbox.cache_gb has no effect with sandbox.backend plain",
+    ),
+    (
         ["ablation.without=['deltas']"],
         "ablation.without has no effect for deltas while weights.relays is 0, got deltas",
     ),
@@ -89,6 +102,7 @@ USED = [
     ["algorithm.kl=0.1", "algorithm.kl_direction=forward"],
     ["algorithm.advantage=gigpo", "algorithm.gamma=0.9"],
     ["warmup.steps=1", "warmup.batch=3"],
+    ["sandbox.mirror=https://a.b/c", "sandbox.cache_dir=~/images", "sandbox.cache_gb=9"],
     ["weights.relays=1", "weights.transport=nixl", "ablation.without=['deltas']"],
     ["cluster={address='127.0.0.1:0',hosts=1}", "ablation.without=['deltas']"],
     ["cluster={address='127.0.0.1:0',hosts=1}", "weights.transport=nixl"],
@@ -158,6 +172,7 @@ def _fields(model: type[BaseModel]) -> Iterator[tuple[type[BaseModel], str, Fiel
 
 def test_there_are_few_settings_and_each_has_a_sentence() -> None:
     of_clusters = ("cluster.", "pools.", "sim.pools.", "workers.", "trainer.save_memory")
+    of_clusters += ("sandbox.cache_", "sandbox.mirror")
     keys = [
         key
         for key in settings_of(RunConfig)

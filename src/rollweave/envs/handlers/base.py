@@ -17,7 +17,10 @@ Beyond `init`, `run` and `eval` everything is optional:
   agent caused the failure. None means that it did not, and nothing is trained on.
 - `final_result() -> dict`: further output to store, as JSON: a patch, a test report. It
   is called at the end, whatever the outcome.
-- class methods `make_task`, `words`, `transcript`, `allowed_words`, as for an `Env`.
+- class methods `make_task`, `words`, `transcript`, `allowed_words`, as for an `Env`;
+  `images(options) -> Iterable[str]`: the images of its sandboxes, as far as they are
+  known before the run, so that they are checked and their files reach every host. By
+  default it is the option `image`.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -25,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollweave.envs.base import Score
-from rollweave.envs.handlers.sandboxes import Sandboxes
+from rollweave.envs.handlers.sandboxes import StartsSandboxes
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import RollweaveError
@@ -47,13 +50,12 @@ class LimitError(RollweaveError):
 class Job:
     """The argument of `init`.
 
-    `seed` differs between attempts; `sandboxes` belong to the world, and outlive the
-    attempt.
+    `seed` differs between attempts; `sandboxes` starts sandboxes, in `eval`, too.
     """
 
     task: Task
     seed: int
-    sandboxes: Sandboxes
+    sandboxes: StartsSandboxes
 
 
 class Endpoint(Struct, frozen=True, kw_only=True):

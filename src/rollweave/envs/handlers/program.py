@@ -21,7 +21,7 @@ import posixpath
 import stat
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ import msgspec
 
 from rollweave.envs.base import Options, Score, Split, mix, new_task, payload_of
 from rollweave.envs.handlers.base import Agent, Job
-from rollweave.envs.handlers.sandboxes import Sandboxes, SandboxHandler, forget
+from rollweave.envs.handlers.sandboxes import SandboxHandler, StartsSandboxes, forget
 from rollweave.envs.handlers.toolbox import check_positive
 from rollweave.envs.records import draw_record, records
 from rollweave.envs.registry import load
@@ -112,7 +112,8 @@ class Program(SandboxHandler):
       copied into the home; `outputs` lists text files that are read when the program
       has ended.
     - `env` holds further variables. `image`, `limits` and `network` configure the
-      sandbox (`docs/SANDBOX.md`).
+      sandbox (`docs/SANDBOX.md`). `image_field` names a field of a task; where a task
+      has it, it is its image, in place of `image`.
     - `timeout_s` limits the program in seconds, including its waits; beyond it the
       attempt fails.
     """
@@ -132,6 +133,7 @@ class Program(SandboxHandler):
         outputs: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         image: str = HOST,
+        image_field: str = "",
         limits: Mapping[str, Any] | None = None,
         network: bool = False,
         timeout_s: float = 3600.0,
@@ -166,7 +168,8 @@ class Program(SandboxHandler):
             self._spec = msgspec.structs.replace(msgspec.convert(spec, SandboxSpec), env={})
         except (msgspec.ValidationError, ValueError) as error:
             raise ConfigError(f"options of the sandbox: {error}") from error
-        self._sandboxes: Sandboxes | None = None
+        self._image_field = image_field
+        self._sandboxes: StartsSandboxes | None = None
         self._snapshot: Snapshot | None = None
         self._forget: weakref.finalize[Any, Program] | None = None
         self._outcome: Outcome | None = None
@@ -192,8 +195,25 @@ class Program(SandboxHandler):
             new_task(seed=own), payload=json.dumps(records(file, "", "tasks")[row])
         )
 
+    @classmethod
+    def images(cls, options: Options) -> Iterable[str]:
+        """Return the images of all tasks. Raises ConfigError."""
+        named = {options.get("image", HOST): None}
+        if field := options.get("image_field", ""):
+            for option in ("tasks", "held_out"):
+                if path := options.get(option, ""):
+                    named |= {
+                        _image_of(task, field): None
+                        for task in records(path, "", option)
+                        if field in task
+                    }
+        return list(named)
+
     async def init(self, job: Job) -> None:
         self._task = payload_of(job.task)
+        if self._image_field and self._image_field in self._task:
+            image = _image_of(self._task, self._image_field)
+            self._spec = msgspec.structs.replace(self._spec, image=image)
         self._sandboxes = job.sandboxes
         copied = await asyncio.to_thread(_read_folder, self._folder) if self._folder else []
         self._sandbox = await job.sandboxes.start(self._spec)
@@ -309,6 +329,17 @@ class Program(SandboxHandler):
         if self._spec.image != HOST:
             return {}
         return {"PATH": f"{os.path.dirname(sys.executable)}:{self._spec.environment()['PATH']}"}
+
+
+def _image_of(task: Mapping[str, Any], field: str) -> str:
+    """Return the image that a task names. Raises ConfigError."""
+    image = task[field]
+    try:
+        if not isinstance(image, str):
+            raise ValueError(f"image must be text, got {image!r:.100}")
+        return SandboxSpec(image=image).image
+    except ValueError as error:
+        raise ConfigError(f"options.image_field: {field} of a task: {error}") from error
 
 
 def _texts(result: ExecResult) -> dict[str, str]:

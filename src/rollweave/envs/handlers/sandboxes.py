@@ -1,24 +1,59 @@
 """The sandboxes of a world: one back end for all attempts, started on demand, and a
 pool of warm sandboxes; and the base of the handlers that use one.
 
-Invariant: when it is closed, no sandbox, process or folder of it is left.
+Invariants: when it is closed, no sandbox, process or folder of it is left; the image of
+a sandbox stays in the cache as long as the attempt that uses it.
 """
 
 import asyncio
 import shutil
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import msgspec
 
 from rollweave.envs.base import Score
-from rollweave.sandbox.base import Backend, Sandbox, SandboxSpec, Snapshot
+from rollweave.sandbox.base import Backend, Sandbox, SandboxSpec, Snapshot, is_reference
+from rollweave.sandbox.image_cache import Lease
 from rollweave.sandbox.pool import Pool
 from rollweave.sandbox.registry import backend
-from rollweave.schema.errors import SandboxError, SandboxSpoiledError
+from rollweave.schema.errors import ImageError, SandboxError, SandboxSpoiledError
 
 KINDS = 8
 """Maximum number of specifications whose sandboxes are kept warm: the first that are
 requested.
 """
+
+
+class StartsSandboxes(Protocol):
+    """Starts the sandboxes of one attempt."""
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        """Return a sandbox, which the caller must stop. Its image may be a digest, an
+        archive or a recipe (`sandbox.base.is_reference`).
+
+        Raises SandboxError, ConfigError, ValueError; ImageError if the image cannot be
+        had.
+        """
+
+    async def branch(self, snapshot: Snapshot) -> Sandbox:
+        """Return a sandbox that starts from the snapshot. Raises SandboxError."""
+
+
+class ImagePort(Protocol):
+    """Gets images (`sandbox/image_supply.py`)."""
+
+    async def find(self, text: str) -> Lease | None:
+        """Hold an image of the cache; return None if it is not there."""
+
+    async def take(self, text: str, backend: Callable[[], Backend]) -> Lease:
+        """Return an image, from any source that has it."""
+
+
+class NotCachedError(ImageError):
+    """The image is not in the cache, and was not to be obtained."""
 
 
 class Sandboxes:
@@ -27,19 +62,51 @@ class Sandboxes:
     All calls belong to the event loop's thread.
     """
 
-    def __init__(self, name: str | None = None, *, warm: int = 0) -> None:
+    def __init__(
+        self,
+        name: str | None = None,
+        *,
+        warm: int = 0,
+        images: ImagePort | None = None,
+        cached_only: bool = False,
+    ) -> None:
         """Keep `warm` sandboxes of each specification ready, so that taking one costs
-        only a message.
+        only a message. `images` gets what `is_reference`; with `cached_only`, only what
+        is in the cache.
         """
         self._name, self._warm = name, warm
+        self._images, self._cached_only = images, cached_only
+        self._leases: list[Lease] = []
+        """The images of `start`, and of the warm sandboxes."""
         self._backend: Backend | None = None
         self._pools: dict[bytes, Pool] = {}
         self._closed = False
 
-    async def start(self, spec: SandboxSpec) -> Sandbox:
-        """Return a sandbox, which the caller must stop.
+    async def image(self, text: str) -> Lease:
+        """Return an image, which stays until its lease is closed.
 
-        Raises SandboxError, ConfigError, ValueError.
+        Raises ConfigError, ImageError; NotCachedError if it was not to be obtained.
+        """
+        if self._images is None:
+            raise ImageError(f"image must be a folder without a cache of images, got {text!r}")
+        if not self._cached_only:
+            return await self._images.take(text, self._started)
+        lease = await self._images.find(text)
+        if lease is None:
+            raise NotCachedError(f"image {text} is not in the cache")
+        return lease
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        """Start a sandbox, as `StartsSandboxes` does; its image stays until `close`."""
+        if is_reference(spec.image):
+            lease = await self.image(spec.image)
+            self._leases.append(lease)
+            spec = msgspec.structs.replace(spec, image=lease.path)
+        return await self.start_with(spec)
+
+    async def start_with(self, spec: SandboxSpec, lease: Lease | None = None) -> Sandbox:
+        """Start a sandbox whose image is HOST or a folder, that of the lease if it comes
+        from the cache.
         """
         boxes = self._started()
         if not self._warm:
@@ -50,6 +117,8 @@ class Sandboxes:
             if len(self._pools) >= KINDS:
                 return await boxes.start(spec)
             pool = self._pools[kind] = Pool(boxes, spec, size=self._warm)
+            if lease is not None:
+                self._leases.append(lease.copy())
         return await pool.take()
 
     async def branch(self, snapshot: Snapshot) -> Sandbox:
@@ -64,6 +133,8 @@ class Sandboxes:
         boxes, self._backend = self._backend, None
         if boxes is not None:
             await boxes.close()
+        for lease in self._leases:
+            lease.close()
 
     def _started(self) -> Backend:
         if self._closed:
@@ -71,6 +142,47 @@ class Sandboxes:
         if self._backend is None:
             self._backend = backend(self._name)
         return self._backend
+
+
+class AttemptSandboxes:
+    """The sandboxes of one attempt. Their images stay in the cache until this object is
+    collected, with the attempt.
+    """
+
+    def __init__(
+        self,
+        sandboxes: Sandboxes,
+        *,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`waiting` is entered while an image is waited for."""
+        self._sandboxes, self._waiting = sandboxes, waiting
+        self.image_error: ImageError | None = None
+        """Why an image could not be obtained."""
+        self._leases: list[Lease] = []
+        weakref.finalize(self, _close_all, self._leases)
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        if not is_reference(spec.image):
+            return await self._sandboxes.start(spec)
+        try:
+            with self._waiting():
+                lease = await self._sandboxes.image(spec.image)
+        except ImageError as error:
+            self.image_error = error
+            raise
+        self._leases.append(lease)
+        return await self._sandboxes.start_with(
+            msgspec.structs.replace(spec, image=lease.path), lease
+        )
+
+    async def branch(self, snapshot: Snapshot) -> Sandbox:
+        return await self._sandboxes.branch(snapshot)
+
+
+def _close_all(leases: list[Lease]) -> None:
+    for lease in leases:
+        lease.close()
 
 
 class SandboxHandler:

@@ -12,10 +12,12 @@ from rollweave.io.wire import decoder_of, encode
 from rollweave.rollout.worker import RolloutWorker
 from rollweave.runtime.drawing import TaskDrawer
 from rollweave.runtime.episodes import Episodes
+from rollweave.runtime.images import Images, RemoteExchange
 from rollweave.runtime.loopwatch import COMPONENT, LoopWatch
 from rollweave.runtime.pump import RunClock
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.images import GrantImage
 from rollweave.schema.rollouts import (
     BEAT_S,
     RolloutWorkerCommand,
@@ -33,12 +35,15 @@ async def serve(parent: Parent, spec: WorkerSpec) -> None:
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     config = RunConfig.model_validate_json(spec.config)
     clock = RunClock()
-    source = TaskSource(config, logs=Path(spec.logs))
-    episodes = Episodes(config, Path(spec.model_dir), source, clock)
     decode, outbox = decoder_of(RolloutWorkerCommand), Outbox(parent)
 
     def report(message: WorkerReport) -> None:
         outbox.send(encode(message))
+
+    exchange = RemoteExchange(report, host=spec.host, address=spec.address)
+    images = Images(config.sandbox, clock=clock.now, exchange=exchange)
+    source = TaskSource(config, logs=Path(spec.logs))
+    episodes = Episodes(config, Path(spec.model_dir), source, clock, images=images)
 
     def warn(component: str, message: str) -> None:
         report(WorkerWarned(component=f"{spec.id} {component}", message=message))
@@ -46,6 +51,8 @@ async def serve(parent: Parent, spec: WorkerSpec) -> None:
     def execute(message: RolloutWorkerCommand) -> None:
         if isinstance(message, StopRolloutWorker):
             stopped.set()
+        elif isinstance(message, GrantImage):
+            exchange.on_granted(message)
         else:
             worker.send(message)
 
@@ -71,7 +78,7 @@ async def serve(parent: Parent, spec: WorkerSpec) -> None:
                 parent.listen(on_frame)
                 report(WorkerReady(now=clock.now()))
                 while not stopped.is_set():
-                    report(WorkerBeat())
+                    report(WorkerBeat(images=images.waits()))
                     try:
                         async with asyncio.timeout(BEAT_S):
                             await stopped.wait()

@@ -6,6 +6,7 @@ files and folders that the tasks name; a worker of a role needs its module or sc
 `cluster.files` adds to them.
 """
 
+import contextlib
 import gzip
 import hashlib
 import importlib.util
@@ -19,8 +20,9 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+from rollweave.envs.images import images_of
 from rollweave.envs.registry import reference_of
-from rollweave.sandbox import unpacking
+from rollweave.sandbox import image_reference, unpacking
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import TaskConfig
 from rollweave.schema.errors import ConfigError, HostError
@@ -66,7 +68,7 @@ def of_run(config: RunConfig) -> UserFiles:
             for setting, value, reference in _references(f"tasks.{number}", task)
             for module in _module(setting, value, reference)
         ),
-        paths=tuple(path for task in config.tasks for path in _named(task)),
+        paths=tuple(path for task in config.tasks for path in (*_named(task), *_of_images(task))),
     )
 
 
@@ -185,6 +187,16 @@ def _named(task: TaskConfig) -> Iterator[str]:
         for name in value if isinstance(value, list) else [value]:
             if isinstance(name, str) and PATH.fullmatch(name) and _is_below(name):
                 yield name
+
+
+def _of_images(task: TaskConfig) -> Iterator[str]:
+    """Return the files below the working directory from which images are made."""
+    # a name or a method that is wrong fails its own check
+    with contextlib.suppress(Exception):
+        for image in images_of(task.env, task.options):
+            if not image.startswith("/"):
+                paths = image_reference.parse(image, Path.cwd()).paths()
+                yield from filter(_is_below, map(str, paths))
 
 
 def _is_below(name: str) -> bool:

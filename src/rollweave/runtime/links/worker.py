@@ -18,7 +18,6 @@ from rollweave.schema.rollouts import (
     BEAT_S,
     RolloutWorkerCommand,
     StopRolloutWorker,
-    WorkerBeat,
     WorkerReady,
     WorkerReport,
     WorkerSpec,
@@ -114,8 +113,6 @@ class ProcessWorker(ProcessLink[WorkerReady]):
     def _on_frame(self, payload: bytes) -> None:
         self._received = True
         report = _decode(payload)
-        if isinstance(report, WorkerBeat):
-            return
         if isinstance(report, WorkerReady):
             self._timer.cancel()
             self._tick()

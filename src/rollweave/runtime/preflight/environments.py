@@ -7,6 +7,7 @@ import inspect
 import queue
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,12 +15,15 @@ from typing import Any, TypeVar
 from rollweave.core.evaluation import FINAL_TASKS_FROM
 from rollweave.envs.base import Observation
 from rollweave.envs.handlers.base import AgentHandler, Endpoint, Job, LimitError, Tool
-from rollweave.envs.handlers.sandboxes import Sandboxes
+from rollweave.envs.handlers.sandboxes import NotCachedError, Sandboxes
+from rollweave.envs.images import images_of
 from rollweave.envs.registry import check_options, is_handler, resolve
 from rollweave.envs.tasks import TaskSource
 from rollweave.io.locked_folders import temporary_folder
 from rollweave.rollout.handler_episode import declared
-from rollweave.runtime.preflight.checks import Check, fail, ok
+from rollweave.runtime.images import Images
+from rollweave.runtime.preflight.checks import Check, fail, failures, ok
+from rollweave.runtime.preflight.images import examine_images
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message
 from rollweave.schema.config.root import RunConfig
@@ -75,6 +79,12 @@ def examine_domain(
         kind = _guarded(lambda: resolve(task.env), PATIENCE_S, "env must be imported")
         check_options(task.env, task.options)
         checks.append(ok(f"{where}.env", f"{task.name}: {kind.__module__}.{kind.__qualname__}"))
+        images = _guarded(
+            lambda: images_of(task.env, task.options), PATIENCE_S, "images must return the images"
+        )
+        checks += examine_images(config, index, images)
+        if failures(checks):
+            return None, checks
         words = _words(kind, "words", task)
         allowed = _words(kind, "allowed_words", task)
         if config.warmup.steps:
@@ -85,13 +95,13 @@ def examine_domain(
         first: tuple[Message, ...] = ()
         tools: tuple[str, ...] = ()
         if deep and is_handler(task.env):
-            agent = _first_turn(config, task, drawn)
+            agent, missing = _first_turn(config, task, drawn)
             first, tools = agent.messages, agent.tools
             with_tools = f", with {len(tools)} tools" if tools else ""
             detail = (
                 f"begins with {_text(first)!r:.90}{with_tools}" if first else "its handler starts"
             )
-            checks.append(ok(f"{where} task", detail))
+            checks.append(ok(f"{where} task", missing or detail))
         elif deep:
             first = _first_observation(config, task, drawn).messages
             checks.append(ok(f"{where} task", f"begins with {_text(first)!r:.90}"))
@@ -252,9 +262,12 @@ class _RecordingAgent:
         raise _DryRunError("a dry run has no agent")
 
 
-def _first_turn(config: RunConfig, task: TaskConfig, drawn: Task) -> _RecordingAgent:
+def _first_turn(config: RunConfig, task: TaskConfig, drawn: Task) -> tuple[_RecordingAgent, str]:
     """Let a handler prepare the first training task and ask its agent once, then free
     the acquired resources.
+
+    Also return why that was not tried, "" if it was: an image is not in the cache, and a
+    dry run does not obtain it.
     """
 
     async def ask(handler: AgentHandler, agent: _RecordingAgent) -> None:
@@ -272,9 +285,10 @@ def _first_turn(config: RunConfig, task: TaskConfig, drawn: Task) -> _RecordingA
         if not agent.has_message:
             raise BrokenError("run must ask the agent at least once, and returned without asking")
 
-    async def run() -> _RecordingAgent:
+    async def run() -> tuple[_RecordingAgent, str]:
         agent = _RecordingAgent(task.max_turns)
-        sandboxes = Sandboxes(config.sandbox.backend)
+        images = Images(config.sandbox, clock=time.monotonic)
+        sandboxes = Sandboxes(config.sandbox.backend, images=images, cached_only=True)
         try:
             handler = resolve(task.env)(**task.options)
             try:
@@ -284,6 +298,8 @@ def _first_turn(config: RunConfig, task: TaskConfig, drawn: Task) -> _RecordingA
                 raise BrokenError(
                     f"init must end within step_s, did not in {task.step_s:g} s"
                 ) from None
+            except NotCachedError as error:
+                return agent, f"not tried: {error}, and the run obtains it"
             else:
                 await ask(handler, agent)
             finally:
@@ -291,7 +307,8 @@ def _first_turn(config: RunConfig, task: TaskConfig, drawn: Task) -> _RecordingA
                     await handler.close()
         finally:
             await sandboxes.close()
-        return agent
+            await images.close()
+        return agent, ""
 
     limit_s = 2 * (PATIENCE_S + task.step_s)
     return _guarded(

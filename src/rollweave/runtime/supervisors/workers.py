@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from rollweave.core.policy.images import Grants, ImageDirectory
+from rollweave.core.policy.waiting import Wait
 from rollweave.record.trace import WORKERS, Trace
 from rollweave.rollout.pipeline import Pipeline
 from rollweave.runtime.links.worker import OnReport, WorkerLink
@@ -25,6 +27,7 @@ from rollweave.schema.events import (
     WorkerLost,
     WorkerSlot,
 )
+from rollweave.schema.images import AskImage, HoldImage, ImageWait, MissImage
 from rollweave.schema.rollouts import (
     PhaseEnded,
     WorkerBeat,
@@ -44,6 +47,12 @@ class WorkerProcess(Supervised[WorkerLink]):
     host: int
     offset_s: float | None = None
     """Run time at which its clock was 0; None until it is ready."""
+    images: tuple[ImageWait, ...] = ()
+    """The images that it waits for, by its own clock."""
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}.{self.epoch}"
 
 
 @dataclass(slots=True)
@@ -69,6 +78,9 @@ class WorkerSupervisor:
         self._make, self._pipeline, self._post, self._warn = make, pipeline, post, warn
         self._clock, self._trace = clock, trace
         self._draws: dict[GroupId, _Draw] = {}
+        self._images = ImageDirectory()
+        self._asking: dict[str, WorkerProcess] = {}
+        """The workers that have asked for images, by their keys."""
         self._workers = Supervisor[WorkerProcess, WorkerReady](
             tasks=tasks, start=self._start, watch=self._watch, on_lost=self._on_lost
         )
@@ -91,6 +103,22 @@ class WorkerSupervisor:
         """Return the link to a worker; None if it takes no attempts."""
         worker = self._workers.get(worker_id)
         return worker.link if worker is not None and _works(worker) else None
+
+    def image_waits(self, host_name: Callable[[int], str]) -> list[Wait]:
+        """Return the images that hosts wait for, each once a host."""
+        found: dict[tuple[str, int], Wait] = {}
+        for worker in self._workers:
+            for wait in sorted(worker.images, key=lambda wait: wait.behind):
+                name = host_name(worker.host)
+                found.setdefault(
+                    (wait.image, worker.host),
+                    Wait(
+                        component=f"image {wait.image}{f' on host {name}' if name else ''}",
+                        what=wait.what,
+                        since=wait.since + (worker.offset_s or 0.0),
+                    ),
+                )
+        return list(found.values())
 
     def draw(self, command: DrawTask) -> None:
         """Let a worker draw the task, as soon as one is ready."""
@@ -130,7 +158,18 @@ class WorkerSupervisor:
                     self._post(report)
             case WorkerWarned(component=component, message=message):
                 self._warn(Warn(component=component, message=message))
-            case WorkerReady() | WorkerBeat():
+            case AskImage():
+                if not worker.retired:
+                    self._asking[worker.key] = worker
+                    self._send_grants(self._images.on_asked(worker.key, report))
+            case HoldImage():
+                if not worker.retired:
+                    self._send_grants(self._images.on_held(worker.key, report))
+            case MissImage():
+                self._send_grants(self._images.on_missed(worker.key, report))
+            case WorkerBeat(images=images):
+                worker.images = images
+            case WorkerReady():
                 pass
             case PhaseEnded(start=start, end=end):
                 offset = worker.offset_s or 0.0
@@ -149,13 +188,21 @@ class WorkerSupervisor:
         """End the worker's attempts, and assign its draws to others."""
         if worker is None:
             return
-        worker.retired = True
+        worker.retired, worker.images = True, ()
+        self._asking.pop(worker.key, None)
+        self._send_grants(self._images.on_lost(worker.key))
         if worker.link is not None:
             self._pipeline.lose_worker(worker.link, reason)
         for draw in self._draws.values():
             if draw.worker is worker:
                 draw.worker = None
         self._assign_draws()
+
+    def _send_grants(self, grants: Grants) -> None:
+        for key, grant in grants:
+            worker = self._asking[key]
+            assert worker.link is not None, "it has asked"
+            worker.link.send(grant)
 
     def _assign_draws(self) -> None:
         waiting = [draw for draw in self._draws.values() if draw.worker is None]

@@ -33,6 +33,11 @@ def _unless(has_effect: Callable[[RunConfig], object], why: str) -> Rule:
     return lambda config: None if has_effect(config) else why.format(config=config)
 
 
+_has_images = _unless(
+    lambda config: config.sandbox.backend not in ("zygote", "plain"),
+    "with sandbox.backend {config.sandbox.backend}, which has the host's image only",
+)
+
 IN_MODE = "in mode {config.rollout.mode.value}"
 
 RULES: dict[str, Rule] = {
@@ -62,6 +67,9 @@ RULES: dict[str, Rule] = {
     ),
     "rollout.predictor": _unless(_predicts, "where no policy predicts lengths"),
     "rollout.spare_groups": _unless(lambda config: config.rollout.mode in STEPWISE, IN_MODE),
+    "sandbox.cache_dir": _has_images,
+    "sandbox.cache_gb": _has_images,
+    "sandbox.mirror": _has_images,
     "warmup.batch": _unless(lambda config: config.warmup.steps, "while warmup.steps is 0"),
     "workers.pool": _unless(lambda config: config.workers.count, "while workers.count is 0"),
     "weights.transport": _unless(

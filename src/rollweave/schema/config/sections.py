@@ -752,6 +752,29 @@ class SandboxConfig(Section):
         description="Number of started sandboxes of each kind that are kept ready for the next "
         "attempts.",
     )
+    mirror: (
+        Annotated[
+            str,
+            matching(r"https?://[^\s/]+\S*|/[^\x00]*", "be http(s)://HOST/… or an absolute path"),
+        ]
+        | None
+    ) = Field(
+        None,
+        description="Source of images that no host of the run has: an http or https URL, or a "
+        "directory, which also receives the images that the run builds (docs/SANDBOX.md).",
+    )
+    cache_dir: (
+        Annotated[str, matching(r"(/|~/)[^\x00]*", "be an absolute path, or begin with ~/")] | None
+    ) = Field(
+        None,
+        description="Directory of each host for images, which runs share; unset: rollweave/images "
+        "in $XDG_CACHE_HOME, or in ~/.cache.",
+    )
+    cache_gb: Positive = Field(
+        50.0,
+        description="Maximum size of that directory in GB; the images that were not used for "
+        "longest make room for others.",
+    )
 
 
 class ServeConfig(Section):

@@ -1,0 +1,141 @@
+"""The images of the sandboxes in one process of a run, and what a rollout worker exchanges
+with the controller about them.
+"""
+
+import asyncio
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from rollweave.sandbox.base import Backend
+from rollweave.sandbox.blobs import BlobServer
+from rollweave.sandbox.image_cache import GIGABYTE, ImageCache, Lease
+from rollweave.sandbox.image_supply import ImageExchange, ImageSupply
+from rollweave.schema.config.sections import SandboxConfig
+from rollweave.schema.errors import ImageError
+from rollweave.schema.images import (
+    AskImage,
+    GrantImage,
+    HoldImage,
+    ImagePeer,
+    ImageReport,
+    ImageWait,
+    MissImage,
+)
+
+TOKEN_BYTES = 32
+"""Random bytes of the token that peers present."""
+
+
+def cache_folder(config: SandboxConfig) -> Path:
+    """Return this host's folder of images."""
+    if config.cache_dir is not None:
+        return Path(config.cache_dir).expanduser()
+    caches = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(caches if caches.startswith("/") else Path.home() / ".cache", "rollweave", "images")
+
+
+class RemoteExchange:
+    """A worker's way to the other hosts: it asks the controller, and serves its images on
+    `address`, unless that is "".
+    """
+
+    def __init__(self, report: Callable[[ImageReport], None], *, host: str, address: str) -> None:
+        self._report, self._host, self._address = report, host, address
+        self._asked: dict[str, asyncio.Future[GrantImage]] = {}
+        self._server: BlobServer | None = None
+        self._peer: ImagePeer | None = None
+
+    async def ask(self, key: str, *, alone: bool) -> GrantImage:
+        answer: asyncio.Future[GrantImage] = asyncio.get_running_loop().create_future()
+        self._asked[key] = answer
+        self._report(AskImage(key=key, alone=alone))
+        try:
+            return await answer
+        finally:
+            del self._asked[key]
+
+    def hold(self, key: str, digest: str) -> None:
+        self._report(HoldImage(key=key, digest=digest, peer=self._peer))
+
+    def miss(self, key: str) -> None:
+        self._report(MissImage(key=key))
+
+    def on_granted(self, message: GrantImage) -> None:
+        """Pass the controller's answer on. One that comes too late is returned."""
+        answer = self._asked.get(message.key)
+        if answer is not None and not answer.done():
+            answer.set_result(message)
+        elif message.origin:
+            self._report(MissImage(key=message.key))
+
+    def serve(self, cache: ImageCache) -> None:
+        """Serve the images of the cache to other hosts. Raises OSError."""
+        if not self._address:
+            return
+        token = secrets.token_hex(TOKEN_BYTES)
+        self._server = cache.serve(self._address, token)
+        self._server.__enter__()
+        self._peer = ImagePeer(host=self._host, url=self._server.url, token=token)
+
+    async def close(self) -> None:
+        """Stop serving."""
+        server, self._server, self._peer = self._server, None, None
+        if server is not None:
+            await asyncio.to_thread(server.__exit__)
+
+
+class Images:
+    """The images of one process (an `ImagePort`). The cache is opened when the first image
+    is needed.
+    """
+
+    def __init__(
+        self,
+        config: SandboxConfig,
+        *,
+        clock: Callable[[], float],
+        exchange: RemoteExchange | None = None,
+    ) -> None:
+        self._config, self._clock, self._exchange = config, clock, exchange
+        self._here = Path.cwd()
+        self._supply: ImageSupply | None = None
+
+    async def find(self, text: str) -> Lease | None:
+        return await self._opened().find(text)
+
+    async def take(self, text: str, backend: Callable[[], Backend]) -> Lease:
+        return await self._opened().take(text, backend)
+
+    def waits(self) -> tuple[ImageWait, ...]:
+        """Return the images that are being waited for."""
+        return () if self._supply is None else self._supply.waits()
+
+    async def close(self) -> None:
+        """End all that is under way, and release all images."""
+        if self._supply is not None:
+            await self._supply.close()
+        if self._exchange is not None:
+            await self._exchange.close()
+
+    def _opened(self) -> ImageSupply:
+        """Return the supply. Raises ImageError if the cache cannot be opened."""
+        if self._supply is None:
+            folder, mirror = cache_folder(self._config), self._config.mirror
+            exchange: ImageExchange | None = self._exchange
+            try:
+                cache = ImageCache(
+                    folder, limit_bytes=int(self._config.cache_gb * GIGABYTE), mirror=mirror
+                )
+                if self._exchange is not None:
+                    self._exchange.serve(cache)
+            except OSError as error:
+                raise ImageError(
+                    f"sandbox.cache_dir must be a directory to write to, got {folder}: "
+                    f"{error.strerror or error}"
+                ) from error
+            self._supply = ImageSupply(
+                cache, mirror=mirror, exchange=exchange, clock=self._clock, here=self._here
+            )
+        return self._supply
