@@ -5,7 +5,7 @@ TORCH_THREADS := OMP_NUM_THREADS=1
 # Four tests at once on two cores, because many wait for processes; one per core on more, up to 16.
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 WORKERS ?= $(shell echo $$(( $(CORES) < 4 ? 4 : $(CORES) > 16 ? 16 : $(CORES) )))
-PARALLEL := -n $(WORKERS) --dist loadfile
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Without compiled modules, each process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 

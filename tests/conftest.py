@@ -7,6 +7,7 @@ neither while they are made, a quarter of the collection's time, nor in a test.
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,9 +15,18 @@ from rollweave.io.process_setup import reset_signals
 from tests.support.forking import Forked
 from tests.support.properties import register_profiles
 
+STARTING_PROCESSES = {"benchmarks", "cli", "envs", "runtime", "sandbox", "service", "sim"}
+"""The folders whose tests start processes or whole runs, and take longest."""
+
 gc.disable()
 reset_signals()
 register_profiles()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the long tests: if one of them came last, one core would stand idle."""
+    here = Path(__file__).parent
+    items.sort(key=lambda item: item.path.relative_to(here).parts[0] not in STARTING_PROCESSES)
 
 
 def pytest_collection_finish() -> None:

@@ -203,20 +203,23 @@ def test_training_needs_no_extra(config: Path) -> None:
             "environment 'frozenlake': gymnasium is not installed (pip install",
             "envs",
         ),
-        (
+        pytest.param(
             ("tasks.0.env=gym", "tasks.0.options.id=reasoning_gym/chain_sum"),
             "reasoning_gym is not installed",
             "envs",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             ("tasks.0.env=swe",),
             "environment 'swe': jsonschema is not installed (pip install",
             "tools",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             ("rollout.scheduling=trajectory",),
             "rollout.predictor: sklearn must be installed (pip install",
             "predict",
+            marks=pytest.mark.slow,
         ),
     ],
 )

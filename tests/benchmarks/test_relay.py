@@ -297,7 +297,7 @@ def test_remains_of_a_killed_bench_are_removed(
 
 
 @pytest.mark.parametrize("fault", ["killed", "hangs"])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 async def test_a_broken_chain_is_repaired(victim: int, fault: Fault, tmp_path: Path) -> None:
     with (
         Network(3, loopback=True) as net,
@@ -340,6 +340,7 @@ async def test_every_variant_delivers_a_version(tmp_path: Path) -> None:
     assert 0 < sent["sparse"] < 2 * count / 10
 
 
+@pytest.mark.slow
 def test_a_tiny_run_without_limits() -> None:
     plan = RelayPlan(
         relays=(2,),

@@ -248,6 +248,7 @@ def stuck(experiences, version):
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_twice_ends_a_run_whose_function_never_ends(
     written: Written, tmp_path: Path, shell: Shell
 ) -> None:

@@ -115,6 +115,7 @@ def test_runs_with_closed_outputs(config: Path, tmp_path: Path) -> None:
     assert odd(f"$R train {config} --set run.steps=-1 >&- 2>&-", tmp_path).returncode == 2
 
 
+@pytest.mark.slow
 def test_a_run_outlives_the_reader_of_its_output(config: Path, tmp_path: Path) -> None:
     done = odd(f"$R train {config} --inproc 2>&1 | head -1", tmp_path)
     assert (done.returncode, len(done.stdout.splitlines())) == (0, 1)

@@ -118,7 +118,7 @@ def turns(config: RunConfig) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("relays", [0, 2])
+@pytest.mark.parametrize("relays", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_an_engine_joins_a_training_run_and_serves_turns(tmp_path: Path, relays: int) -> None:
     gate = tmp_path / "gate"
     config = make_config(
@@ -201,7 +201,7 @@ def test_a_resumed_run_has_the_engines_that_were_requested(tmp_path: Path) -> No
     assert [[slot.id for slot in event.engines] for event in lost] == [["e1", "e2"]]
 
 
-@pytest.mark.parametrize("mode", ["bounded", "decoupled"])
+@pytest.mark.parametrize("mode", ["bounded", pytest.param("decoupled", marks=pytest.mark.slow)])
 def test_an_engine_leaves_a_training_run(tmp_path: Path, mode: str) -> None:
     gate = tmp_path / "gate"
     config = make_config(tmp_path, options={"wait": str(gate)}, rollout={"mode": mode})

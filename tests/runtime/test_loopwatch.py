@@ -154,10 +154,10 @@ BLOCKING = "is blocking the event loop"
     ("kind", "reported", "numbers"),
     [
         ("Async", BLOCKING, (signal.SIGINT, signal.SIGINT)),
-        ("Deaf", BLOCKING, (signal.SIGINT, signal.SIGINT)),
-        ("Handler", BLOCKING, (signal.SIGINT, signal.SIGINT)),
-        ("Async", BLOCKING, (signal.SIGTERM,)),
-        ("Deaf", BLOCKING, (signal.SIGTERM,)),
+        pytest.param("Deaf", BLOCKING, (signal.SIGINT, signal.SIGINT), marks=pytest.mark.slow),
+        pytest.param("Handler", BLOCKING, (signal.SIGINT, signal.SIGINT), marks=pytest.mark.slow),
+        pytest.param("Async", BLOCKING, (signal.SIGTERM,), marks=pytest.mark.slow),
+        pytest.param("Deaf", BLOCKING, (signal.SIGTERM,), marks=pytest.mark.slow),
         ("Plain", "a step begins", (signal.SIGINT, signal.SIGINT)),
     ],
 )

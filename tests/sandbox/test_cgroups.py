@@ -198,6 +198,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_without_groups_the_doctor_reports_it_and_other_limits_hold() -> None:
     if os.getuid() != 0:

@@ -23,9 +23,10 @@ from tests.support.engines import tiny_checkpoint
 from tests.support.services import elsewhere, registered
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "exact"),
-    [("float32", True), pytest.param("bfloat16", False, marks=pytest.mark.slow)],
+    [("float32", True), ("bfloat16", False)],
 )
 async def test_warns_of_an_engine_that_rounds_a_float32_checkpoint(
     tmp_path: Path, dtype: str, exact: bool
@@ -59,6 +60,7 @@ async def test_warns_of_an_engine_that_rounds_a_float32_checkpoint(
     assert exact or "unless it is started with --dtype float32" in warnings[0]
 
 
+@pytest.mark.slow
 async def test_rescores_only_supported_checkpoints(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path)
     rescored = await rescore(tmp_path, (3, 1, 4), (1, 5))
@@ -162,6 +164,7 @@ async def wait_for_shares(services: list[str], sizes: list[int]) -> None:
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 async def test_engines_are_distributed_and_move_when_a_service_fails(tmp_path: Path) -> None:
     """One of two services with four engines is killed and restarted: all engines move to
     the other one, and two move back.

@@ -114,7 +114,7 @@ async def test_cancelling_a_tool_call_kills_its_process_tree(tmp_path: Path, war
         assert not sleeping(os.getpid())
 
 
-@pytest.mark.parametrize("how", ["kill", "terminate twice"])
+@pytest.mark.parametrize("how", ["kill", pytest.param("terminate twice", marks=pytest.mark.slow)])
 async def test_no_sandbox_outlives_the_service(tmp_path: Path, how: str) -> None:
     needs("zygote")
     config = service_config(

@@ -82,6 +82,7 @@ async def test_a_killed_service_resumes_rollouts_with_invalid_text(tmp_path: Pat
     assert not TrajectoryReader(run_dir(config) / "trajectories").damaged
 
 
+@pytest.mark.slow
 async def test_a_rollout_that_kills_the_service_is_abandoned_after_some_restarts(
     tmp_path: Path,
 ) -> None:

@@ -705,6 +705,7 @@ def test_refuses_invalid_addresses(address: str) -> None:
         RolloutClient(["http://localhost:8300", address])
 
 
+@pytest.mark.slow
 async def test_runs_more_rollouts_than_open_files_are_allowed(tmp_path: Path) -> None:
     """With few free files the client polls less often, and the service does not count as
     dead.

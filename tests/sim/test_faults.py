@@ -33,6 +33,7 @@ def test_no_seed_breaks_the_core(first: int) -> None:
     ] == []
 
 
+@pytest.mark.slow
 def test_a_seed_determines_its_report() -> None:
     """Worker processes hash strings differently and give the same reports."""
     reports = [search(seed) for seed in range(3)]
@@ -54,6 +55,7 @@ def test_every_mode_and_every_fault_occurs() -> None:
     assert set(PROCESS_FAULTS) | others <= seen
 
 
+@pytest.mark.slow
 def test_engines_join_and_leave_in_mode_decoupled() -> None:
     seeds = [seed for seed in range(SEEDS) if scenario(seed).rollout.mode == "decoupled"]
     assert any(set(FLEET_CHANGES) <= search(seed).faults.keys() for seed in seeds)

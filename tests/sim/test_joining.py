@@ -29,7 +29,7 @@ class Journal:
         self.lines.append((now, event, list(commands)))
 
 
-@pytest.mark.parametrize("relays", [0, 2])
+@pytest.mark.parametrize("relays", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("mode", list(ModeName))
 def test_an_engine_joins_and_another_leaves(mode: ModeName, relays: int, tmp_path: Path) -> None:
     """One joins after the first step, and the first one leaves once the new one serves."""

@@ -41,6 +41,7 @@ def test_modes_keep_their_bounds(mode: str, tmp_path: Path) -> None:
     assert len(outcome.step_s) == 3
 
 
+@pytest.mark.slow
 def test_asynchronous_modes_are_faster_than_sync() -> None:
     """A sanity check, not a result: on one long-tailed workload, `sync` is the slowest
     of all modes.

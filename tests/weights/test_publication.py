@@ -342,7 +342,7 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
     assert error == "cannot publish weights version 2: [Errno 28] No space left on device\n"
 
 
-@pytest.mark.parametrize("kind", ["memfd", "file"])
+@pytest.mark.parametrize("kind", [pytest.param("memfd", marks=pytest.mark.slow), "file"])
 def test_a_file_size_limit_is_one_error_and_leaves_nothing(tmp_path: Path, kind: str) -> None:
     error = without_room("limit", kind, str(tmp_path), namespace=False)
     assert error == "cannot publish weights version 2: [Errno 27] File too large\n"

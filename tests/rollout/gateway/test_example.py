@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from rollweave.schema.work import TokenSequence
 
@@ -29,6 +30,7 @@ raise SystemExit(3)
 """
 
 
+@pytest.mark.slow
 def test_a_separate_program_is_recorded_completely(tmp_path: Path) -> None:
     directory = checkpoint(tmp_path)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}

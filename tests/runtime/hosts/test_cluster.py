@@ -146,7 +146,13 @@ def test_a_run_uses_all_its_hosts(tmp_path: Path, agents: Agents) -> None:
     assert replay(config).differing == 0
 
 
-@pytest.mark.parametrize("lost", [0, 1], ids=["with the trainer", "with an engine"])
+@pytest.mark.parametrize(
+    "lost",
+    [
+        pytest.param(0, id="with the trainer"),
+        pytest.param(1, id="with an engine", marks=pytest.mark.slow),
+    ],
+)
 def test_a_lost_host_is_replaced_by_the_others(tmp_path: Path, agents: Agents, lost: int) -> None:
     config = config_of(tmp_path, agents, steps=40)
     agents.start("a", "b")
