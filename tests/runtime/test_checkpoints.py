@@ -25,15 +25,23 @@ def test_prune_keeps_the_named_steps(checkpoints: Checkpoints) -> None:
     for step in (1, 2, 10, 4):
         save(checkpoints, step)
     assert checkpoints.steps() == [1, 2, 4, 10]
-    checkpoints.prune([2, 4, 99])
-    assert checkpoints.steps() == [2, 4]
+    checkpoints.prune(10, [2, 4, 99])
+    assert checkpoints.steps() == [2, 4, 10]
+
+
+def test_a_late_prune_spares_newer_checkpoints(checkpoints: Checkpoints) -> None:
+    """It runs in a thread, beside the trainer, which may have written the next one."""
+    for step in (0, 1, 2, 3):
+        save(checkpoints, step)
+    checkpoints.prune(2, [1])
+    assert checkpoints.steps() == [1, 2, 3]
 
 
 def test_incomplete_checkpoints_do_not_count_and_are_removed(checkpoints: Checkpoints) -> None:
     save(checkpoints, 1)
     (checkpoints.directory / "step-000002.partial-77").mkdir()
     assert checkpoints.steps() == [1]
-    checkpoints.prune([1])
+    checkpoints.prune(1, [])
     checkpoints.clear_unfinished()
     assert [path.name for path in checkpoints.directory.iterdir()] == ["step-000001"]
 
@@ -45,7 +53,7 @@ def test_a_half_removed_checkpoint_does_not_count(
     save(checkpoints, 2)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", Mock())  # killed in the middle
-        checkpoints.prune([2])
+        checkpoints.prune(2, [])
     assert checkpoints.steps() == [2]
     checkpoints.clear_unfinished()
     assert [path.name for path in checkpoints.directory.iterdir()] == ["step-000002"]

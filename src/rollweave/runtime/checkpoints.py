@@ -35,14 +35,15 @@ class Checkpoints:
         steps = {int(name) for name in names if name.isdecimal()}
         return sorted(step for step in steps if self.path(step) in paths)
 
-    def prune(self, keep: Iterable[int]) -> None:
-        """Remove all complete checkpoints but these.
+    def prune(self, newest: int, keep: Iterable[int]) -> None:
+        """Remove the complete checkpoints before `newest`, except those in `keep`.
 
-        Each is renamed first, since this process may be killed during the removal.
+        Later ones stay: this may run late, when the trainer has already written one. Each
+        is renamed first, since this process may be killed during the removal.
         """
         keep = set(keep)
         for step in self.steps():
-            if step not in keep:
+            if step < newest and step not in keep:
                 old = self.path(step).with_name(f"{self.path(step).name}{PRUNED}")
                 shutil.rmtree(old, ignore_errors=True)
                 with contextlib.suppress(OSError):  # a leftover only takes space

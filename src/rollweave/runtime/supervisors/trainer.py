@@ -355,8 +355,8 @@ class TrainerSupervisor:
     def _journaled(self, command: SaveCheckpoint) -> None:
         """Remove older checkpoints, now that this one is in the journal."""
         self._on_saved()
-        keep = {*command.keep, command.step}
-        self._tasks.spawn(asyncio.to_thread(self._checkpoints.prune, keep), "prune checkpoints")
+        pruning = asyncio.to_thread(self._checkpoints.prune, command.step, command.keep)
+        self._tasks.spawn(pruning, "prune checkpoints")
 
 
 def _usable(trainer: TrainerProcess) -> TrainerBackend | None:
