@@ -1,5 +1,5 @@
-"""The common part of the links to relays and to rollout workers: the start of a process
-that becomes ready, and its end.
+"""The interface of all links to processes, and the common part of those to relays and to
+rollout workers: the start of a process that becomes ready, and its end.
 
 Invariants: `ready` raises once the process is lost; `lost` is done, with the reason,
 once the process has ended, for whatever reason, and is reaped.
@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from rollweave.io.child import Spawn
 from rollweave.io.wire import encode
@@ -17,6 +17,23 @@ from rollweave.schema.base import Struct
 from rollweave.schema.errors import RollweaveError
 
 R = TypeVar("R")
+
+
+class Link(Protocol):
+    """The link to a process, or to a thread in place of one.
+
+    All calls belong to the event loop's thread; none blocks.
+    """
+
+    @property
+    def lost(self) -> asyncio.Future[str]:
+        """The reason of the loss; done once the process is gone."""
+
+    def kill(self) -> None:
+        """End the process now, without waiting; `lost` follows."""
+
+    async def close(self) -> None:
+        """Ask the process to end, kill it if it does not, and return once it is gone."""
 
 
 class ProcessLink(Generic[R]):

@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 
 from rollweave.io.child import Spawn
 from rollweave.io.wire import decoder_of, encode
-from rollweave.runtime.links.process import ProcessLink
+from rollweave.runtime.links.process import Link, ProcessLink
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import (
     HEARTBEAT_S,
@@ -66,15 +66,8 @@ class RelayLostError(WeightsError):
     """The relay's process has ended, or was killed because it was silent."""
 
 
-class RelayLink(Protocol):
-    """The link to one relay.
-
-    All calls belong to the event loop's thread; none blocks.
-    """
-
-    @property
-    def lost(self) -> asyncio.Future[str]:
-        """The reason of the loss; done once the relay is gone."""
+class RelayLink(Link, Protocol):
+    """The link to one relay."""
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -97,12 +90,6 @@ class RelayLink(Protocol):
 
     def serve_part(self, command: ServePart) -> None:
         """Let the relay serve what the trainer's ranks have published on its host."""
-
-    def kill(self) -> None:
-        """End the relay now, without waiting; `lost` follows."""
-
-    async def close(self) -> None:
-        """Ask the relay to end, kill it if it does not, and return once it is gone."""
 
 
 OnSuspected = Callable[[bool], None]

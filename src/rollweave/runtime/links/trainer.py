@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import msgspec
 
 from rollweave.io.wire import encode
+from rollweave.runtime.links.process import Link
 from rollweave.runtime.roles.group import WorkerGroup, WorkerPlace
 from rollweave.runtime.roles.serving import constructor_codec, serve_worker
 from rollweave.runtime.roles.worker import Worker, register
@@ -83,12 +84,8 @@ class TrainerLike(Protocol):
         """
 
 
-class TrainerBackend(Protocol):
+class TrainerBackend(Link, Protocol):
     """The link to the trainer."""
-
-    @property
-    def lost(self) -> asyncio.Future[str]:
-        """The reason of the loss; done once the trainer is gone."""
 
     async def ready(self) -> TrainerReady:
         """Wait until the trainer is built and warmed up."""
@@ -98,12 +95,6 @@ class TrainerBackend(Protocol):
 
     async def written(self) -> Saved | SaveFailed:
         """Wait for the reply that follows the last `Copied`."""
-
-    async def close(self) -> None:
-        """Ask the trainer to end, and kill it if it does not."""
-
-    def kill(self) -> None:
-        """End the trainer now, without waiting."""
 
 
 BuildTrainer = Callable[[TrainerSpec, Worker], tuple[TrainerReady, TrainerLike]]

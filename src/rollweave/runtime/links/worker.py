@@ -5,14 +5,13 @@ Invariants: those of `runtime/links/process.py`; no report is delivered after th
 Silence is measured as in `runtime/links/relay.py`.
 """
 
-import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from rollweave.io.child import Spawn
 from rollweave.io.wire import decoder_of, encode
-from rollweave.runtime.links.process import ProcessLink
+from rollweave.runtime.links.process import Link, ProcessLink
 from rollweave.schema.errors import RollweaveError
 from rollweave.schema.rollouts import (
     BEAT_S,
@@ -38,15 +37,8 @@ class RolloutWorkerLostError(RollweaveError):
     """The worker's process has ended, or was killed because it was silent."""
 
 
-class WorkerLink(Protocol):
-    """The link to one worker.
-
-    All calls belong to the event loop's thread; none blocks.
-    """
-
-    @property
-    def lost(self) -> asyncio.Future[str]:
-        """The reason of the loss; done once the worker is gone."""
+class WorkerLink(Link, Protocol):
+    """The link to one worker."""
 
     @property
     def failure(self) -> Exception | None:
@@ -59,12 +51,6 @@ class WorkerLink(Protocol):
 
     def send(self, command: RolloutWorkerCommand) -> None:
         """Send a command, in order. It is dropped if the worker is gone."""
-
-    def kill(self) -> None:
-        """End the worker now, without waiting; `lost` follows."""
-
-    async def close(self) -> None:
-        """Ask the worker to end, kill it if it does not, and return once it is gone."""
 
 
 OnReport = Callable[[WorkerReport], None]

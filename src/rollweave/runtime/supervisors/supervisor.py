@@ -8,27 +8,11 @@ after the process of the former epoch is closed; every epoch ends in exactly one
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
+from rollweave.runtime.links.process import Link
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.errors import RollweaveError
-
-
-class Link(Protocol):
-    """The connection to a process, or to a thread in place of one."""
-
-    @property
-    def lost(self) -> asyncio.Future[str]:
-        """The reason of the loss; done once the process is gone."""
-
-    def kill(self) -> None:
-        """End the process now, without waiting; `lost` follows."""
-
-    async def close(self) -> None:
-        """Ask the process to end, kill it if it does not, and return once it is
-        gone.
-        """
-
 
 L = TypeVar("L", bound=Link)
 
