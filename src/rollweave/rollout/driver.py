@@ -58,8 +58,8 @@ class Driver(Protocol):
     """The reason of INIT and RUN; set by `trajectory`."""
 
     on_delay: Callable[[], None]
-    """Is called every `DELAY_S` seconds while a stage waits for what does not count as
-    its time, such as an image.
+    """Called every `DELAY_S` seconds while a stage waits for something that does not
+    count as its time, such as an image.
     """
 
     @property

@@ -289,7 +289,7 @@ class HandlerEpisode:
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Let the stage's time stand still: it waits for what is not its own."""
+        """Stop the stage's clock, because it waits for what does not count as its time."""
         self._waits += 1
         if self._waits > 1:
             try:

@@ -1,5 +1,5 @@
-"""The images of the sandboxes in one process of a run, and what a rollout worker exchanges
-with the controller about them.
+"""The images of the sandboxes in one process of a run, and the messages about them
+between a rollout worker and the controller.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ def cache_folder(config: SandboxConfig) -> Path:
 
 
 class RemoteExchange:
-    """A worker's way to the other hosts: it asks the controller, and serves its images on
-    `address`, unless that is "".
+    """The exchange of images with other hosts: a worker asks the controller for
+    sources, and serves its images on `address`, unless that is "".
     """
 
     def __init__(self, report: Callable[[ImageReport], None], *, host: str, address: str) -> None:
@@ -63,7 +63,7 @@ class RemoteExchange:
         self._report(MissImage(key=key))
 
     def on_granted(self, message: GrantImage) -> None:
-        """Pass the controller's answer on. One that comes too late is returned."""
+        """Pass on the controller's answer; one that comes too late is given back."""
         answer = self._asked.get(message.key)
         if answer is not None and not answer.done():
             answer.set_result(message)

@@ -1,5 +1,5 @@
-"""The images that a host keeps for its runs: as many as fit, the least recently used of
-which make room for others.
+"""The images that a host keeps for its runs: as many as fit; the least recently used
+ones make room for others.
 
 Invariants: an image that a process holds is not removed; all processes of the host may
 use one cache at the same time, and if one is killed, what it held is free; the folder
@@ -176,8 +176,8 @@ class ImageCache:
         return BlobServer(self._folder / "blobs", host=host, token=token)
 
     def make_room(self, needed: int) -> None:
-        """Remove the images that were not used for longest, until `needed` more bytes
-        fit. Raises ImageError if they do not.
+        """Remove the least recently used images until `needed` more bytes fit. Raises
+        ImageError if they do not.
         """
         self._release_dropped()
         with self._cleaning():

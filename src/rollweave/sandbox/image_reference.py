@@ -1,4 +1,4 @@
-"""What the settings of a run may name as an image: a digest, an archive or a recipe.
+"""The images that the settings of a run may name: a digest, an archive or a recipe.
 
 A recipe is a TOML file with the fields of `images.Recipe`.
 """

@@ -1,5 +1,5 @@
-"""Images of sandboxes between a rollout worker and the controller, which tells each worker
-the hosts that have an image (`core/policy/images.py`).
+"""Messages about images of sandboxes between rollout workers and the controller, from
+which each worker learns the hosts that have an image (`core/policy/images.py`).
 
 A `key` names an image before its digest is known: that of a recipe, or a digest.
 """

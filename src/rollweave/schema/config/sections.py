@@ -772,8 +772,8 @@ class SandboxConfig(Section):
     )
     cache_gb: Positive = Field(
         50.0,
-        description="Maximum size of that directory in GB; the images that were not used for "
-        "longest make room for others.",
+        description="Maximum size of that directory in GB; the least recently used images make "
+        "room for others.",
     )
 
 
