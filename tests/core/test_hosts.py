@@ -62,6 +62,79 @@ def test_an_engine_that_stands_in_for_another_moves_to_a_host_that_joins() -> No
     assert started(driver.send(e.HostJoined(host=HostSlot(number=3)))) == []
 
 
+def fail(driver: Driver, engine: str, times: int) -> list[c.Command]:
+    """Lose the engine this often in a row."""
+    commands: list[c.Command] = []
+    for _ in range(times):
+        epoch = driver.core.state.engines[EngineId(engine)].epoch
+        lost = e.EngineLost(engine_id=EngineId(engine), epoch=epoch, error="killed")
+        commands += driver.send(lost)
+    return commands
+
+
+def serve(driver: Driver) -> None:
+    """Let all engines load the published weights."""
+    driver.engines_up()
+    for relay in list(driver.core.state.relays):
+        for command in driver.hold(relay, 0):
+            if isinstance(command, c.LoadWeights):
+                loaded = e.WeightsLoaded(
+                    engine_id=command.engine_id, epoch=0, version=0, weights_id=0
+                )
+                driver.send(loaded)
+
+
+class TwoOfTwo(Driver):
+    """Two hosts of two engines each: e0 and e2 on host 0, e1 and e3 on host 1."""
+
+    def begin(self) -> e.RunStarted:
+        slots = (e.EngineSlot(id=EngineId(f"e{one}"), host=one % 2) for one in range(4))
+        return e.RunStarted(engines=tuple(slots), relays=2)
+
+
+def test_engines_of_a_host_that_is_given_up_start_elsewhere() -> None:
+    driver = TwoOfTwo(2, restarts=1).up()
+    driver.publish()
+    serve(driver)
+    assert started(fail(driver, "e1", 2)) == [("e4", 0, ()), ("e5", 0, ())]
+    engines = driver.core.state.engines
+    assert {engine.id: engine.host for engine in engines.values()} == dict.fromkeys(
+        ["e0", "e2", "e4", "e5"], 0
+    )
+    joined = driver.send(e.HostJoined(host=HostSlot(number=2, cpus=8)))
+    assert started(joined) == [("e6", 2, ()), ("e7", 2, ())], "in place of both"
+
+
+def test_a_fault_that_follows_an_engine_costs_no_second_host() -> None:
+    driver = TwoOfTwo(2, restarts=1).up()
+    driver.send(e.HostJoined(host=HostSlot(number=2, cpus=1)))
+    driver.join("r2")
+    driver.publish()
+    serve(driver)
+    ((follower, host, _), _) = started(fail(driver, "e1", 2))
+    assert host == 2
+    commands = fail(driver, follower, 2)
+    assert [*driver.core.state.hosts.up] == [0, 2]
+    assert started(commands) == []
+    assert follower not in driver.core.state.engines
+    assert driver.core.state.error == ""
+
+
+def test_the_run_ends_if_engines_of_a_host_that_is_given_up_have_no_place() -> None:
+    """Otherwise it would wait for ever: such a host does not come back."""
+    driver = InPools(2, restarts=0).up()
+    driver.lose("r0")
+    assert driver.core.state.error.startswith("no engine is left; the last one (e0)")
+
+
+def test_engines_of_a_lost_host_without_a_place_wait_for_it() -> None:
+    driver = InPools(2, restarts=0).up()
+    driver.send(e.HostLost(host=0, error="silent"))
+    assert driver.core.state.error == ""
+    back = HostSlot(number=2, machine="m0", pools=("near",))
+    assert started(driver.send(e.HostJoined(host=back))) == [("e1", 2, ())]
+
+
 def test_a_host_that_joins_gets_a_relay_at_the_end_of_the_chain() -> None:
     driver = Driver(2).up()
     commands = driver.send(e.HostJoined(host=HostSlot(number=2, name="c")))
@@ -274,6 +347,28 @@ def test_any_run_whose_hosts_come_and_go_ends_accounted_for(
     assert account.in_flight == 0
 
 
+@settings(max_examples=examples(40))
+@given(
+    seed=st.integers(0, 2**16),
+    mode=st.sampled_from([*MODES, "decoupled"]),
+    failure=st.sampled_from([0.02, 0.1]),
+    changing=st.sampled_from([0.0, 0.02]),
+    own_machines=st.booleans(),
+)
+def test_any_run_that_gives_up_hosts_ends_accounted_for(
+    seed: int, mode: str, failure: float, changing: float, own_machines: bool
+) -> None:
+    run_config = config(mode, engines={"count": 3}, weights={"relays": 3}, watchdog={"restarts": 0})
+    world = World(run_config, seed, failure=failure)
+    world.changing_hosts, world.own_machines = changing, own_machines
+    finish = world.run()
+    account = world.core.account()
+    assert account.balanced
+    assert account.in_flight == 0
+    if not finish.error:
+        assert sorted(world.trained) == [0, 1, 2, 3]
+
+
 def test_the_random_runs_do_lose_hosts_and_gain_some() -> None:
     """Otherwise the test above would show nothing."""
     world = World(config("bounded", steps=8, engines={"count": 3}, weights={"relays": 3}), seed=1)
@@ -282,6 +377,27 @@ def test_the_random_runs_do_lose_hosts_and_gain_some() -> None:
     watchdog = world.core.state.counters.watchdog
     assert watchdog["host_joined"] > 2
     assert watchdog["host_evicted"] > 2
+
+
+class InPools(Driver):
+    """A host of pool `near` with an engine, and one of pool `far` with the trainer."""
+
+    def begin(self) -> e.RunStarted:
+        data = self.config.model_dump() | {
+            "weights": {},
+            "cluster": {"address": "127.0.0.1:1", "hosts": 2},
+            "pools": {"near": {"resource": "H800"}, "far": {"resource": "H20"}},
+            "engines": [{"count": 1, "pool": "near"}],
+            "trainer": {"pool": "far"},
+        }
+        self.config = RunConfig.model_validate(data)
+        self.core = Core(self.config)
+        hosts = tuple(
+            HostSlot(number=number, machine=f"m{number}", pools=(pool,))
+            for number, pool in enumerate(["near", "far"])
+        )
+        engines = (e.EngineSlot(id=EngineId("e0"), host=0, pool="near"),)
+        return e.RunStarted(engines=engines, hosts=hosts, ranks=(RankSlot(host=1),), relays=2)
 
 
 class SitesDriver(Driver):

@@ -131,15 +131,19 @@ def test_an_engine_that_joins_is_on_a_host_that_is_up() -> None:
         driver.send(e.WeightsLoaded(engine_id=EngineId(engine), epoch=0, version=0, weights_id=0))
     driver.send(e.RelayLost(relay_id="r0", epoch=0, error="killed"))
     state = driver.core.state
-    assert list(state.engines) == [EngineId("e1"), EngineId("e2")]
+    assert {engine.id: engine.host for engine in state.engines.values()} == {
+        "e1": 1,
+        "e2": 2,
+        "e3": 1,  # in place of that of the host that is given up
+    }
     started = [
         command
-        for command in driver.send(registered(EngineId("e3")))
+        for command in driver.send(registered(EngineId("e4")))
         if isinstance(command, c.StartEngine)
     ]
-    assert [(command.engine_id, command.host) for command in started] == [("e3", 1)]
+    assert [(command.engine_id, command.host) for command in started] == [("e4", 2)]
     (load,) = driver.send(
-        e.EngineJoined(engine_id=EngineId("e3"), epoch=0, max_slots=3, kv_total_tokens=9)
+        e.EngineJoined(engine_id=EngineId("e4"), epoch=0, max_slots=3, kv_total_tokens=9)
     )
     assert isinstance(load, c.LoadWeights)
 

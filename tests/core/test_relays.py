@@ -259,6 +259,11 @@ def test_a_relay_that_fails_repeatedly_has_its_machine_evicted() -> None:
     assert [command.engine_id for command in commands if isinstance(command, c.RemoveEngine)] == [
         "e1"
     ]
+    assert [
+        (command.engine_id, command.host)
+        for command in commands
+        if isinstance(command, c.StartEngine)
+    ] == [("e2", 0)]
     assert not any(isinstance(command, c.Finish) for command in commands)
     # an error would wait for it
     driver.send(e.CheckpointSaved(epoch=driver.core.state.trainer.epoch, step=0))

@@ -26,8 +26,14 @@ class Run:
     """A core whose engine serves, with a worker on each of two hosts."""
 
     def __init__(
-        self, *, hosts: tuple[HostSlot, ...] = HOSTS, restarts: int = 3, **sections: Any
+        self,
+        *,
+        hosts: tuple[HostSlot, ...] = HOSTS,
+        restarts: int = 3,
+        slots: tuple[int, ...] = (0, 1),
+        **sections: Any,
     ) -> None:
+        """`slots` are the hosts of the workers."""
         self.core = Core(
             config(
                 engines={"count": 1},
@@ -36,9 +42,9 @@ class Run:
             )
         )
         self.now = 0.0
-        slots = tuple(e.WorkerSlot(id=f"w{number}", host=number) for number in range(2))
+        places = tuple(e.WorkerSlot(id=f"w{one}", host=host) for one, host in enumerate(slots))
         self.commands = self.send(
-            e.RunStarted(engines=(e.EngineSlot(id=EngineId("e0")),), hosts=hosts, workers=slots),
+            e.RunStarted(engines=(e.EngineSlot(id=EngineId("e0")),), hosts=hosts, workers=places),
             e.EngineJoined(engine_id=EngineId("e0"), epoch=0, max_slots=9, kv_total_tokens=900),
             e.TrainerReady(epoch=0, step=0),
             e.WeightsPublished(epoch=0, version=0, weights_id=0),
@@ -223,6 +229,47 @@ def test_a_worker_without_a_host_waits_for_one() -> None:
     assert [(one.worker_id, one.host) for one in restarts(joined)] == [("w1", 2)]
 
 
+def test_workers_return_to_a_host_that_joins_one_after_the_other() -> None:
+    """Both were on a host that is lost, and stand on the other one. Each moves once its
+    attempts are over; new ones go to the other meanwhile.
+    """
+    far = HostSlot(number=1, cpus=2, pools=("cpus",))
+    run = Run(
+        hosts=(HOSTS[0], far),
+        cluster={"address": "a:1", "hosts": 2},
+        pools={"cpus": {"resource": "cpus", "fallback": ["any"]}, "any": {"resource": "any"}},
+        workers={"count": 2, "pool": "cpus"},
+        slots=(1, 1),
+    )
+    workers = run.core.state.workers
+    run.send(e.HostJoined(host=HostSlot(number=2, pools=("any",))))
+    commands = run.send(e.HostLost(host=1, error="silent"))
+    assert [(one.worker_id, one.host) for one in restarts(commands)] == [("w0", 2), ("w1", 2)]
+    attempts = [*run.joined("w0", 1), *run.joined("w1", 1)]
+    assert {one.worker for one in attempts} == {"w0"}
+    joined = run.send(e.HostJoined(host=HostSlot(number=3, cpus=2, pools=("cpus",))))
+    assert restarts(joined) == [], "it has attempts"
+    assert [one.status for one in workers.values()] == [WorkerStatus.DRAINING, WorkerStatus.READY]
+    moved: list[c.Command] = []
+    for attempt in attempts:
+        if attempt.worker == "w0":
+            ended = e.TrajectoryEnded(
+                trajectory_id=attempt.trajectory_id, attempt=0, stop_reason=StopReason.ENV_ERROR
+            )
+            moved += run.send(ended)
+    assert {one.worker for one in inits(moved)} == {"w1"}
+    assert [(one.worker_id, one.host, one.epoch) for one in restarts(moved)] == [("w0", 3, 2)]
+    assert workers["w1"].status is WorkerStatus.READY, "w0 is not ready yet"
+    run.joined("w0", 2)
+    assert workers["w1"].status is WorkerStatus.DRAINING
+    run.lose("w1", 1)
+    assert (workers["w1"].host, workers["w1"].epoch) == (2, 2), "where it was"
+    run.send(e.HostLost(host=3, error="silent"))
+    run.joined("w0", 3)
+    run.joined("w1", 2)
+    assert [one.status for one in workers.values()] == [WorkerStatus.READY] * 2
+
+
 def test_workers_that_are_not_ready_are_waited_for() -> None:
     run = Run(
         hosts=(HostSlot(number=0, name="a"), HostSlot(number=1, name="b", pools=("cpus",))),
@@ -279,6 +326,16 @@ def test_any_run_whose_workers_are_lost_ends_accounted_for(
     if not lost:
         core = Core(run_config)
         assert [core.handle(now, event) for now, event in world.journal] == world.commands
+
+
+def test_the_random_runs_do_move_workers_back() -> None:
+    world = World(
+        config(steps=8, engines={"count": 3}, weights={"relays": 3}, workers={"count": 3}), seed=1
+    )
+    world.changing_hosts = 0.02
+    world.run()
+    commands = [one for commands in world.commands for one in commands]
+    assert sum("it moves" in one.reason for one in restarts(commands)) > 2
 
 
 def test_the_random_runs_do_lose_workers() -> None:

@@ -260,7 +260,10 @@ def _check_workers(run: Run) -> None:
     state = run.state
     held: dict[str, str] = {}
     for worker in state.workers.values():
-        assert not worker.attempts or worker.status is WorkerStatus.READY, worker
+        assert not worker.attempts or worker.status in (
+            WorkerStatus.READY,
+            WorkerStatus.DRAINING,
+        ), worker
         assert worker.host in state.hosts.up or worker.status in (
             WorkerStatus.UNPLACED,
             WorkerStatus.FAILED,

@@ -17,7 +17,7 @@ from rollweave.core import (
 )
 from rollweave.core.policy.retry import Failover, failover
 from rollweave.core.run import Run
-from rollweave.core.state import Engine, EngineStatus, Phase, State
+from rollweave.core.state import Engine, EngineStatus, Phase, State, Unplaced
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import (
     RemoveEngine,
@@ -73,7 +73,7 @@ def start(run: Run, slots: tuple[EngineSlot, ...]) -> None:
     _membership_changed(run)
 
 
-def _engine(run: Run, slot: EngineSlot, *, joined: bool) -> Engine:
+def _engine(run: Run, slot: EngineSlot, *, joined: bool, moved: bool = False) -> Engine:
     return Engine(
         id=slot.id,
         degree=slot.degree,
@@ -82,6 +82,7 @@ def _engine(run: Run, slot: EngineSlot, *, joined: bool) -> Engine:
         devices=slot.devices,
         pool=slot.pool,
         joined=joined,
+        moved=moved,
         since=run.now,
     )
 
@@ -120,7 +121,7 @@ def on_lost(run: Run, event: EngineLost) -> None:
 
 def restart(run: Run, engine: Engine, reason: str) -> None:
     """Restart the engine in place, or give up the engine or its host after repeated
-    failure (RollArt §8, Laminar §3.3).
+    failure (RollArt §8, Laminar §3.3). The engines of the host start elsewhere.
 
     The run ends if no engine is left.
     """
@@ -133,9 +134,13 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
         return
     limit = run.config.watchdog.restarts
     match failover(
-        restarts=engine.restarts, limit=limit, elsewhere=_serving_elsewhere(run, engine.host)
+        restarts=engine.restarts,
+        limit=limit,
+        elsewhere=_serving_elsewhere(run, engine.host),
+        moved=engine.moved,
     ):
         case Failover.EVICT_MACHINE:
+            engine.moved = True
             evict(
                 run,
                 engine.host,
@@ -175,22 +180,41 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
     run.emit(command)
 
 
-def evict(run: Run, host: int, reason: str) -> None:
-    """Give up a host, with its relay and all its engines.
+def evict(run: Run, host: int, reason: str, *, returns: bool = False) -> None:
+    """Give up a host, with its relay and all its engines, which `core/hosts` starts
+    elsewhere.
 
-    Relays that fetch weights from it find another source.
+    Relays that fetch weights from it find another source. A host `returns` if it may
+    join again, as a lost one may.
     """
     state = run.state
     run.warn(f"host {host}", f"given up: {reason}", count="host_evicted")
     state.hosts.up.pop(host, None)
+    gone = [engine for engine in state.engines.values() if engine.host == host]
+    state.hosts.unplaced += [
+        Unplaced(
+            degree=engine.degree,
+            group=engine.group,
+            joined=engine.joined,
+            moved=engine.moved,
+            returns=returns,
+        )
+        for engine in gone
+        if not engine.departing
+    ]
     relay = state.relays.pop(weights.relay_id(host), None)
     if relay is not None:
         weights.leave_chain(run, relay)
         run.emit(RemoveRelay(relay_id=relay.id, reason=reason))
-    for engine in [engine for engine in state.engines.values() if engine.host == host]:
+    for engine in gone:
         turns.fail_all(run, engine, f"host {host} was given up: {reason}", abort=True)
         remove(run, engine, reason)
         _end_if_last(run, engine, reason)
+
+
+def _has_place(run: Run, engine: Unplaced) -> bool:
+    slot = EngineSlot(id=EngineId(""), degree=engine.degree, group=engine.group)
+    return bindings.bind_engine(run.config, run.state, slot) is not None
 
 
 def _serving_elsewhere(run: Run, host: int) -> int:
@@ -202,14 +226,16 @@ def _serving_elsewhere(run: Run, host: int) -> int:
 
 
 def _end_if_last(run: Run, engine: Engine, reason: str) -> None:
-    """End the run if the removed engine was the last one, unless another is planned and
-    there is a host.
+    """End the run if the removed engine was the last, no other is planned or has a place,
+    and none waits for a host that may return.
     """
     state = run.state
-    planned = bool(state.allocation.pending_degrees or state.hosts.unplaced) and bool(
-        state.hosts.up
+    if state.engines or state.serving:
+        return
+    planned = state.allocation.pending_degrees or any(
+        one.returns or _has_place(run, one) for one in state.hosts.unplaced
     )
-    if not state.engines and not planned and not state.serving:
+    if not (planned and state.hosts.up):
         state.error = state.error or f"no engine is left; the last one ({engine.id}): {reason}"
 
 
@@ -235,14 +261,19 @@ def on_registered(run: Run, event: EngineRegistered) -> None:
 
 
 def add(run: Run, slot: EngineSlot, *, joined: bool = False) -> None:
-    """Start an engine, as soon as there is a place for it."""
-    state = run.state
+    """Start this engine where there is a place, or once there is one."""
+    place(run, slot, Unplaced(degree=slot.degree, group=slot.group, joined=joined))
+
+
+def place(run: Run, slot: EngineSlot, engine: Unplaced) -> None:
+    """Start an engine that had no place; it waits again if there is still none."""
+    state, joined, moved = run.state, engine.joined, engine.moved
     placed = bindings.bind_engine(run.config, state, slot)
     if placed is None:
-        state.hosts.unplaced.append((slot.degree, slot.group))
+        state.hosts.unplaced.append(engine)
         return
     slot = placed
-    state.engines[slot.id] = _engine(run, slot, joined=joined)
+    state.engines[slot.id] = _engine(run, slot, joined=joined, moved=moved)
     if not state.serving:  # a service's engines are not numbered
         state.membership.next_number = membership.number_of(slot.id) + 1
     run.fleet_changed()

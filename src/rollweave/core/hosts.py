@@ -1,13 +1,14 @@
 """Hosts that join and that are lost (RollArt §8).
 
-With several hosts there is a relay on each. The loss of a host ends its relay, its
-engines and, if one of the trainer's ranks was there, the trainer. Other engines take
-the place of the lost ones, on other hosts as long as there is room; they move to the
-next host that joins, once they may drain. Engines without a place start there, too.
-The trainer starts again from its checkpoint.
+With several hosts there is a relay on each. The loss of a host, or its end after
+repeated failures (`core/engines`), ends its relay, its engines and, if one of the
+trainer's ranks was there, the trainer. Other engines take the place of the lost ones,
+on other hosts as long as there is room; they move to the next host that joins, once
+they may drain. Engines without a place start there, too. The trainer starts again from
+its checkpoint.
 """
 
-from rollweave.core import bindings, engines, membership, relays, training
+from rollweave.core import bindings, engines, membership, relays, training, workers
 from rollweave.core.run import Run
 from rollweave.core.state import Phase
 from rollweave.schema.base import EngineId
@@ -32,26 +33,18 @@ def on_joined(run: Run, event: HostJoined) -> None:
     if state.chain.relayed:
         relays.add(run, number)
     run.warn(_name(event.host), "has joined", count="host_joined")
+    _start_unplaced(run)
+    workers.host_joined(run, number)
     state.hosts.returning = dict.fromkeys(state.hosts.displaced, number)
     advance(run)
 
 
 def on_lost(run: Run, event: HostLost) -> None:
-    """Give the host up, and start as many engines elsewhere."""
-    state = run.state
-    host = state.hosts.up.get(event.host)
-    if host is None or state.phase is Phase.FINISHED:
-        return
-    lost = [
-        (engine.degree, engine.group)
-        for engine in state.engines.values()
-        if engine.host == event.host and not engine.departing
-    ]
-    state.hosts.unplaced += lost
-    engines.evict(run, event.host, f"{_name(host)} is lost: {event.error}")
-    before = [*state.engines]
-    _start_unplaced(run)
-    state.hosts.displaced += [name for name in state.engines if name not in before]
+    """Give the host up; `advance` starts as many engines elsewhere."""
+    host = run.state.hosts.up.get(event.host)
+    if host is not None and run.state.phase is not Phase.FINISHED:
+        reason = f"{_name(host)} is lost: {event.error}"
+        engines.evict(run, event.host, reason, returns=True)
 
 
 def advance(run: Run) -> None:
@@ -62,7 +55,9 @@ def advance(run: Run) -> None:
     if _trainer_is_cut_off(run) and not run.state.error:
         training.restart(run, "its host is gone")
     if run.state.hosts.unplaced:
+        before = {*run.state.engines}
         _start_unplaced(run)
+        run.state.hosts.displaced += [name for name in run.state.engines if name not in before]
     for engine_id, host in list(run.state.hosts.returning.items()):
         _return(run, engine_id, host)
 
@@ -89,7 +84,7 @@ def _return(run: Run, engine_id: EngineId, host: int) -> None:
         if place is not None and place.host == host:
             if not run.pacing.may_drain(run, engine):
                 return  # a later event may let it
-            engines.add(run, slot)
+            engines.add(run, slot, joined=engine.joined)
             engines.drain(run, engine)
             part.displaced.remove(engine_id)
     del part.returning[engine_id]
@@ -98,9 +93,9 @@ def _return(run: Run, engine_id: EngineId, host: int) -> None:
 def _start_unplaced(run: Run) -> None:
     state = run.state
     waiting, state.hosts.unplaced = state.hosts.unplaced, []
-    for degree, group in waiting:
-        slot = EngineSlot(id=membership.next_id(state), degree=degree, group=group)
-        engines.add(run, slot)  # waits again if there is no place
+    for engine in waiting:
+        slot = EngineSlot(id=membership.next_id(state), degree=engine.degree, group=engine.group)
+        engines.place(run, slot, engine)
 
 
 def _name(host: HostSlot) -> str:

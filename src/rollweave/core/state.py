@@ -178,6 +178,7 @@ class Engine(msgspec.Struct):
     devices: tuple[int, ...] = ()
     pool: str = ""  # pool of its place (core/policy/affinity)
     joined: bool = False  # it joined during the run, and returns in every later world
+    moved: bool = False  # it replaces one for whose failures its host was given up
     leaving: bool = False  # it was withdrawn: it launches nothing, and drains when it may
     draining: bool = False  # it takes no more turns, and is removed when its last one is done
     turns_given: int = 0  # turns that it was given so far
@@ -219,6 +220,7 @@ class Engine(msgspec.Struct):
 class WorkerStatus(enum.StrEnum):
     STARTING = "starting"
     READY = "ready"
+    DRAINING = "draining"  # it gets no more attempts, and moves when its last one is over
     UNPLACED = "unplaced"  # there is no host for it
     FAILED = "failed"  # given up after repeated failure
 
@@ -232,6 +234,8 @@ class Worker(msgspec.Struct):
     epoch: int = 0
     since: float = 0.0
     restarts: int = 0  # restarts since an environment last started there
+    displaced: bool = False  # the host on which it was is gone
+    candidates: list[int] = []  # hosts that have joined since it was displaced
     attempts: dict[TrajectoryId, None] = {}  # attempts that it runs, or that it will score
 
 
@@ -445,14 +449,23 @@ class Membership(msgspec.Struct):
     withdrawn: list[EngineId] = []  # configured engines that are gone for good, in later worlds too
 
 
+class Unplaced(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine that has no place."""
+
+    degree: int
+    group: int
+    joined: bool = False
+    moved: bool = False
+    returns: bool = False  # its host was lost, and may join again
+
+
 class Hosts(msgspec.Struct):
     """The hosts, and the trainer's places on them (owner: `core/hosts`)."""
 
     up: dict[int, HostSlot] = {}  # by number
     ranks: list[RankSlot] = []
-    # engines that were on a lost host and have no place yet, as degree and group
-    unplaced: list[tuple[int, int]] = []
-    displaced: list[EngineId] = []  # engines that replace those of a lost host
+    unplaced: list[Unplaced] = []  # engines whose host is gone, until they start elsewhere
+    displaced: list[EngineId] = []  # engines that replace those of a host that is gone
     # displaced engine → host that has joined, to which it moves once it may drain
     returning: dict[EngineId, int] = {}
 

@@ -46,6 +46,9 @@ def waits(state: State, received: Mapping[str, tuple[int, int]]) -> Iterator[Wai
             yield Wait(component=f"{name}{where}", what="starting", since=worker.since)
         elif worker.status is WorkerStatus.UNPLACED:
             yield Wait(component=name, what="no host has a place for it", since=worker.since)
+        elif worker.status is WorkerStatus.DRAINING and len(state.workers) == 1:
+            what = f"ending {len(worker.attempts)} attempts before it moves to another host"
+            yield Wait(component=name, what=what, since=worker.since)
     if count := len(state.hosts.unplaced):
         what = f"no host has a place for {count} of the engines"
         yield Wait(component="another host", what=what)

@@ -75,9 +75,8 @@ def on_loaded(run: Run, event: WeightsLoaded) -> None:
         _unreadable(run, engine, step, "damaged, or written again in the meantime")
         return
     if engine.version >= 0:
-        engine.restarts = (
-            0  # it has survived from one update to the next: earlier failures are forgiven
-        )
+        # it has survived from one update to the next: earlier failures are forgiven
+        engine.restarts, engine.moved = 0, False
         counted, staged = run.state.counters.weights, engine.staged_id == event.weights_id
         counted.updates += 1
         counted.staged += staged

@@ -3,8 +3,9 @@
 
 An attempt stays with one worker from its start until it is scored. The loss of a worker
 ends its attempts; the infrastructure is blamed, and they start again in any worker. The
-worker is restarted on its host or, if that host is given up, on another one as soon as
-there is one. Without workers, attempts run in the controller.
+worker is restarted on its host or, if that host is lost or given up, on another one as
+soon as there is one. From there it moves to a host that joins once its attempts are
+over, one worker at a time. Without workers, attempts run in the controller.
 """
 
 from rollweave.core import attempts, bindings, trajectories
@@ -35,9 +36,16 @@ def on_lost(run: Run, event: WorkerLost) -> None:
         _restart(run, worker, f"lost: {event.error}")
 
 
+def host_joined(run: Run, host: int) -> None:
+    """Let workers whose host is gone move to this one."""
+    for worker in run.state.workers.values():
+        if worker.displaced:
+            worker.candidates.append(host)
+
+
 def advance(run: Run) -> None:
-    """Move workers from hosts that are given up, and start those for which there is a
-    place now.
+    """Move workers from hosts that are given up, and to hosts that have joined, and
+    start those for which there is a place now.
     """
     up = run.state.hosts.up
     for worker in run.state.workers.values():
@@ -47,6 +55,30 @@ def advance(run: Run) -> None:
             reason = f"host {worker.host} was given up"
             _end_attempts(run, worker, reason, suspect=False)
             _begin(run, worker, reason)
+    _move_back(run)
+
+
+def _move_back(run: Run) -> None:
+    """Drain the next worker that may move to a host that has joined, and move it once it
+    has no attempts. The other workers take attempts meanwhile.
+    """
+    workers = run.state.workers.values()
+    for worker in workers:
+        if not worker.candidates:
+            continue
+        if any(one.status is WorkerStatus.STARTING for one in workers):
+            return
+        place = bindings.bind_worker(run.config, run.state, worker.id)
+        if worker.status is WorkerStatus.FAILED or place not in worker.candidates:
+            worker.candidates.clear()  # it waits for another host
+            if worker.status is WorkerStatus.DRAINING:
+                _enter(run, worker, WorkerStatus.READY)
+            continue
+        if worker.status is WorkerStatus.READY:
+            _enter(run, worker, WorkerStatus.DRAINING)
+        if not worker.attempts:
+            _begin(run, worker, "it moves to a host that has joined", moves=True)
+        return
 
 
 def check_timeouts(run: Run) -> None:
@@ -103,10 +135,12 @@ def _restart(run: Run, worker: Worker, reason: str) -> None:
         state.error = state.error or f"no worker is left; the last one ({worker.id}): {reason}"
 
 
-def _begin(run: Run, worker: Worker, reason: str) -> None:
-    """Start the next epoch of the worker on its host, or where else there is a place."""
+def _begin(run: Run, worker: Worker, reason: str, *, moves: bool = False) -> None:
+    """Start the next epoch of the worker on its host, or where else there is a place if
+    that host is gone or the worker `moves`.
+    """
     state = run.state
-    if worker.host not in state.hosts.up:
+    if moves or worker.host not in state.hosts.up:
         place = bindings.bind_worker(run.config, state, worker.id)
         if place is None:
             if worker.status is not WorkerStatus.UNPLACED:
@@ -115,6 +149,8 @@ def _begin(run: Run, worker: Worker, reason: str) -> None:
                 _enter(run, worker, WorkerStatus.UNPLACED)
                 run.emit(RemoveWorker(worker_id=worker.id, reason=reason))
             return
+        worker.displaced = not moves and worker.status is not WorkerStatus.UNPLACED
+        worker.candidates.clear()
         worker.host = place
     worker.epoch += 1
     _enter(run, worker, WorkerStatus.STARTING)

@@ -44,6 +44,8 @@ def test_a_machine_is_removed_after_its_restarts_if_others_can_continue(
     restarts: int, elsewhere: int, expected: Failover
 ) -> None:
     assert failover(restarts=restarts, limit=3, elsewhere=elsewhere) is expected
+    followed = failover(restarts=restarts, limit=3, elsewhere=elsewhere, moved=True)
+    assert followed is (Failover.RESTART if restarts < 3 else Failover.REMOVE_ENGINE)
 
 
 def test_counts_of_failures_are_not_negative() -> None:

@@ -23,7 +23,13 @@ from rollweave.runtime.metrics import Silent
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.events import HostJoined, HostLost, RunStarted, WorkerJoined
+from rollweave.schema.events import (
+    EngineJoined,
+    HostJoined,
+    HostLost,
+    RunStarted,
+    WorkerJoined,
+)
 from tests.runtime.whole import (
     FAKES,
     ROOT,
@@ -353,6 +359,60 @@ def test_workers_wait_for_another_host_of_their_pool(tmp_path: Path, agents: Age
     assert summary.watchdog["worker_unplaced"] == 2
     assert any(event.epoch for event in events(config, WorkerJoined))
     assert_trained_once(config)
+    assert_no_processes(config)
+    assert replay(config).differing == 0
+
+
+@pytest.mark.slow
+def test_engines_and_workers_leave_a_host_that_is_given_up_and_move_to_the_next(
+    tmp_path: Path, agents: Agents
+) -> None:
+    """They stand on hosts of the fallback meanwhile."""
+    config = config_of(
+        tmp_path,
+        agents,
+        steps=5000,
+        pools={"near": {"resource": "near"}, "far": {"resource": "far", "fallback": ["near"]}},
+        trainer={"pool": "near"},
+        engines=[{"count": 1, "pool": "near"}, {"count": 1, "pool": "far"}],
+        workers={"count": 2, "pool": "far"},
+        watchdog={"restarts": 0},
+    )
+    agents.start("a", resource="near")
+    agents.start("b", resource="far")
+
+    def joined(engines: int, workers: int) -> None:
+        """Wait until so many have joined in all."""
+        for kind, count in ((EngineJoined, engines), (WorkerJoined, workers)):
+            deadline = time.monotonic() + 60
+            while len(events(config, kind)) < count and time.monotonic() < deadline:
+                time.sleep(0.2)
+
+    def kill_engine() -> None:
+        agent = agents.processes["b"].pid
+        (engine,) = (
+            pid
+            for pid, _ in pids(config)
+            if parent(pid) == agent and b"engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
+        os.kill(engine, signal.SIGKILL)
+        joined(3, 4)
+        agents.start("c", resource="far")
+        joined(4, 6)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with meanwhile(config, 2, kill_engine):
+        summary = run(config)
+    assert summary.interrupted
+    assert summary.error == ""
+    assert summary.account.balanced
+    assert summary.watchdog["host_evicted"] == 1
+    state = replay(config).core.state
+    names = {number: host.name for number, host in state.hosts.up.items()}
+    assert sorted(names.values()) == ["a", "c"]
+    assert sorted(names[engine.host] for engine in state.engines.values()) == ["a", "c"]
+    assert [names[worker.host] for worker in state.workers.values()] == ["c", "c"]
+    assert agents.statuses() == {"a": 0, "b": 0, "c": 0}
     assert_no_processes(config)
     assert replay(config).differing == 0
 

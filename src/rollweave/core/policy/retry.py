@@ -64,18 +64,19 @@ class Failover(enum.Enum):
     EVICT_MACHINE = "evict_machine"  # with its relay and all its engines
 
 
-def failover(*, restarts: int, limit: int, elsewhere: int) -> Failover:
+def failover(*, restarts: int, limit: int, elsewhere: int, moved: bool = False) -> Failover:
     """Decide about an engine that has failed, after `restarts` that did not help
     (Laminar §3.3).
 
     Beyond `limit` restarts the fault is attributed to its machine, which is removed as
     a whole, so that nothing else fails on it. But if no engine serves `elsewhere`, on
-    other machines, what still works on this one stays. Raises ValueError for negative
-    counts.
+    other machines, what still works on this one stays; and if the engine has `moved`
+    from a machine that was removed for its failures, the fault is its own. Raises
+    ValueError for negative counts.
     """
     for name, count in (("restarts", restarts), ("limit", limit), ("elsewhere", elsewhere)):
         if count < 0:
             raise ValueError(f"{name} must be at least 0, got {count}")
     if restarts < limit:
         return Failover.RESTART
-    return Failover.EVICT_MACHINE if elsewhere else Failover.REMOVE_ENGINE
+    return Failover.EVICT_MACHINE if elsewhere and not moved else Failover.REMOVE_ENGINE
