@@ -18,6 +18,7 @@ from rollweave.record.rundir import RunDir
 from rollweave.runtime.launch import train
 from rollweave.runtime.preflight import dryrun
 from rollweave.runtime.preflight.checks import Status, failures
+from rollweave.runtime.preflight.examiner import RULE
 from rollweave.schema.config.loading import dumps, loads
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import ScratchModel
@@ -280,6 +281,36 @@ def test_names_the_measure_of_a_target(tmp_path: Path) -> None:
 def test_a_shallow_check_does_not_reset_the_environment(tmp_path: Path) -> None:
     checks = dryrun.examine(config(tmp_path, "tasks.0.env=tests.cli.envs:Raises"), deep=False)
     assert failures(checks) == []
+
+
+def test_a_run_with_workers_survives_the_checks_of_code_that_crashes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each domain is checked in another process, and those behind it, too."""
+    for name, end in (
+        ("crashing", "os.kill(os.getpid(), 11)"),
+        ("leaving", "print('not me', flush=True); os._exit(3)"),
+    ):
+        text = f"import os\nif os.getpid() != {os.getpid()}: {end}\ndef late(*_): return []\n"
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    more = "".join(f'[[tasks]]\nenv = "{name}:Game"\n' for name in ("crashing", "leaving"))
+    run_config = config(
+        tmp_path,
+        "workers.count=2",
+        "rollout.mode=decoupled",
+        "buffer.sample=crashing:late",
+        text=CONFIG + more + SECOND,
+    )
+    checks = dryrun.examine(run_config, deep=False)
+    wrong = {check.name: check.detail for check in failures(checks)}
+    assert wrong == {
+        "buffer": f"must {RULE}, got one that ended (signal SIGSEGV)",
+        "tasks.1.env": f"must {RULE}, got one that ended (signal SIGSEGV)",
+        "tasks.2.env": f"must {RULE}, got one that ended (exit status 3): not me",
+    }
+    passed = [check.name for check in checks if check.status is Status.OK]
+    assert {"tasks.0.env", "tasks.0 warm-up", "tasks.3.env"} <= {*passed}
 
 
 def test_a_changed_working_directory_does_not_move_the_run(

@@ -8,6 +8,7 @@ import itertools
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rollweave.envs.base import Episode, Observation, Options, Score, Split, Step, mix, new_task
@@ -64,6 +65,11 @@ class Located(Game):
     def reset(self, task: Task) -> Observation:
         _leave(self._where, "reset")
         return super().reset(task)
+
+    @classmethod
+    def words(cls, options: Options) -> Sequence[str]:
+        _leave(str(options["where"]), "words")
+        return []
 
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:

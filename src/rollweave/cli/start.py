@@ -71,14 +71,14 @@ def train_quietly(
     """
     import_from_working_directory()
     config, resume = resolve(source, overrides, resume=resume, fresh=fresh)
-    checks = dryrun.examine(config, resume=resume, fresh=fresh, deep=False)
-    must_pass(checks)
-    for check in checks:
+    planned = dryrun.plan(config, resume=resume, fresh=fresh, deep=False)
+    must_pass(planned.checks)
+    for check in planned.checks:
         if check.name == dryrun.UNUSED:
             warnings.warn(check.detail, stacklevel=3)
     if fresh:
         clear(config)
-    summary = launch.train(config, resume=resume, inproc=inproc)
+    summary = launch.train(config, resume=resume, inproc=inproc, words=planned.words)
     # a report that cannot be written must not fail the run
     with contextlib.suppress(OSError, RollweaveError):
         write_report(RunDir(Path(config.run.dir) / config.run.name))

@@ -70,16 +70,18 @@ def train(
             err.print(f"[yellow]warning:[/] {escape(check.detail)}", soft_wrap=True)
     if fresh:
         clear(config)
-    run(config, resume=resume, inproc=inproc)
+    run(config, resume=resume, inproc=inproc, words=planned.words)
 
 
-def run(config: RunConfig, *, resume: bool, inproc: bool) -> Summary:
-    """Run to the end and print the summary.
+def run(
+    config: RunConfig, *, resume: bool, inproc: bool, words: Sequence[str] | None = None
+) -> Summary:
+    """Run to the end and print the summary. `words` are those of the tasks, if known.
 
     Exits with 1 if the run failed, with 130 if the user ended it.
     """
     with display(err, name=config.run.name, steps=config.run.steps) as progress:
-        summary = launch.train(config, resume=resume, inproc=inproc, progress=progress)
+        summary = launch.train(config, resume=resume, inproc=inproc, progress=progress, words=words)
     print_summary(summary, Path(config.run.dir) / config.run.name)
     return summary
 

@@ -159,19 +159,21 @@ class InlineEnv:
 
 
 class TaskSource:
-    """The task domains of a run.
+    """The task domains of a run."""
 
-    Raises ConfigError for an environment that does not exist or does not accept its
-    options.
-    """
+    def __init__(
+        self, config: RunConfig, *, logs: Path | None = None, imported: bool = True
+    ) -> None:
+        """Import the environments, unless they are not to be `imported` before they are
+        used. The processes of environments write their output to files in `logs`, by
+        default in the run directory.
 
-    def __init__(self, config: RunConfig, *, logs: Path | None = None) -> None:
-        """Resolve the domains. The processes of environments write their output to
-        files in `logs`, by default in the run directory.
+        Raises ConfigError for an environment that does not exist or does not accept its
+        options.
         """
         self._seed = config.run.seed
         self._domains = {task.name: task for task in config.tasks}
-        for task in config.tasks:
+        for task in config.tasks if imported else ():
             check_options(task.env, task.options)
             if task.isolation == "process" and is_handler(task.env):
                 raise ConfigError(

@@ -48,6 +48,7 @@ from rollweave.runtime.links.worker import OnReport, ProcessWorker, WorkerLink
 from rollweave.runtime.loopwatch import watched
 from rollweave.runtime.metrics import Metrics, Progress, Silent
 from rollweave.runtime.preflight.checks import must_pass
+from rollweave.runtime.preflight.examiner import words_of
 from rollweave.runtime.preflight.model import check_joined
 from rollweave.runtime.pump import RunClock
 from rollweave.runtime.recover import Beginning, lost, model_dir, recover, settle
@@ -95,11 +96,13 @@ def train(
     inproc: bool = False,
     progress: Progress | None = None,
     programs: Programs | None = None,
+    words: Sequence[str] | None = None,
 ) -> Summary:
     """Run `config` to its end, from the beginning or from the last checkpoint
     (`resume`), with engines and trainer as processes or as threads (`inproc`).
 
-    Relays and rollout workers are processes in any case.
+    Relays and rollout workers are processes in any case. `words` are those of the
+    tasks, if they are known (`dryrun.plan`).
 
     The first SIGINT or SIGTERM asks for an orderly end; a second one ends the run at
     once, and raises KeyboardInterrupt. Raises `ConfigError` if the user must change
@@ -114,13 +117,17 @@ def train(
     check_installed(config)
     if inproc and config.cluster is not None:
         raise ConfigError("--inproc must be left out with [cluster], whose hosts run processes")
+    apart = config.workers.count > 0
     with contextlib.chdir("."):  # the user's modules may change the directory
-        source = TaskSource(config)
+        source = TaskSource(config, imported=not apart)
+        if words is None:
+            words = words_of(config) if apart else source.words()
     with RunDir.claim(config, resume=resume) as run:
         start = _Start(
             config,
             run,
             source,
+            words=tuple(words),
             inproc=inproc,
             progress=progress or Silent(),
             programs=programs or Programs(),
@@ -137,11 +144,12 @@ class _Start:
         run: RunDir,
         source: TaskSource,
         *,
+        words: tuple[str, ...],
         inproc: bool,
         progress: Progress,
         programs: Programs,
     ) -> None:
-        self._config, self._run, self._source = config, run, source
+        self._config, self._run, self._source, self._words = config, run, source, words
         self._inproc, self._progress, self._programs = inproc, progress, programs
         self._digesting: asyncio.Task[None] | None = None
 
@@ -185,8 +193,7 @@ class _Start:
         for pool in empty:
             self._show(Warn(component=pool.field, message=f"{pool.describe()}: it has no host yet"))
         # in a thread, since it may import torch, which takes seconds
-        words = self._source.words()
-        must_pass(await asyncio.to_thread(check_joined, self._config, words, present))
+        must_pass(await asyncio.to_thread(check_joined, self._config, self._words, present))
 
     async def _run_on(
         self, cluster: GatheredHosts, store: TrajectoryStore, beginning: Beginning
@@ -326,7 +333,7 @@ class _Start:
             config,
             self._run,
             hosts,
-            words=source.words(),
+            words=self._words,
             inproc=self._inproc,
             programs=self._programs,
             on_ready=functools.partial(self._on_ready, beginning.identity),

@@ -319,6 +319,7 @@ def test_workers_on_a_host_run_the_users_module(
     summary = run(config)
     assert summary.error == ""
     assert summary.account.balanced
+    assert "mine.game" not in sys.modules, "the controller does not import it"
     assert_trained_once(config)
     assert agents.statuses() == {"a": 0}
 

@@ -5,19 +5,20 @@ All checks are made even if some fail, so that the user learns of every problem 
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rollweave.core.membership import first_engines
-from rollweave.envs.rules import named, rule
+from rollweave.envs.rules import named
 from rollweave.io.extras import how_to_install
 from rollweave.io.sockets import bound_socket
 from rollweave.record.rundir import RunDir
 from rollweave.runtime.hosts import user_files
 from rollweave.runtime.hosts.hosts import hosts_here
 from rollweave.runtime.hosts.launchers import check_launcher
+from rollweave.runtime.preflight import examiner
 from rollweave.runtime.preflight.checks import Check, fail, ok, warn
-from rollweave.runtime.preflight.environments import Domain, examine_domain
+from rollweave.runtime.preflight.environments import Domain, examine_domain, examine_rules
 from rollweave.runtime.preflight.layout import Layout
 from rollweave.runtime.preflight.machine import cores
 from rollweave.runtime.preflight.model import examine_model
@@ -41,6 +42,8 @@ class Examination(Struct, frozen=True, kw_only=True):
 
     checks: list[Check]
     layout: Layout | None
+    words: tuple[str, ...]
+    """The words of the task domains."""
 
 
 def examine(
@@ -64,20 +67,13 @@ def plan(
     `deep` also resets an environment of each domain with a task, which may take time
     and acquire resources.
     """
-    with contextlib.chdir("."):
-        rules = list(_rules(config))
+    rules, domains, domain_checks = _users_code(config, deep=deep)
     checks = [
         *_readable_directory(config, resume=resume, fresh=fresh, deep=deep),
         *_sinks(config),
         *rules,
     ]
-    domains: list[Domain] = []
-    for index in range(len(config.tasks)):
-        with contextlib.chdir("."):  # the user's code may change the directory
-            domain, domain_checks = examine_domain(config, index, deep=deep)
-        checks += domain_checks
-        if domain is not None:
-            domains.append(domain)
+    checks += domain_checks
     model_checks, layout = examine_model(config, domains, hosts)
     checks += [
         *_cpu(config),
@@ -88,7 +84,30 @@ def plan(
         *_target(config),
         *_without_effect(config),
     ]
-    return Examination(checks=checks, layout=layout)
+    words = tuple(dict.fromkeys(word for domain in domains for word in domain.words))
+    return Examination(checks=checks, layout=layout, words=words)
+
+
+def _users_code(
+    config: RunConfig, *, deep: bool
+) -> tuple[Sequence[Check], list[Domain], list[Check]]:
+    """Check the functions of `[buffer]` and the task domains: in another process if the
+    run has rollout workers, whose controller runs no environment.
+    """
+    rules: Sequence[Check] = ()
+    if config.workers.count:
+        rules = examiner.examine_rules(config) if named(config) else ()
+        examined = [(one.domain, one.checks) for one in examiner.examine_domains(config, deep=deep)]
+    else:
+        with contextlib.chdir("."):  # the user's code may change the directory
+            rules = tuple(examine_rules(config))
+        examined = []
+        for index in range(len(config.tasks)):
+            with contextlib.chdir("."):
+                domain, checks = examine_domain(config, index, deep=deep)
+            examined.append((domain, tuple(checks)))
+    domains = [domain for domain, _ in examined if domain is not None]
+    return rules, domains, [check for _, checks in examined for check in checks]
 
 
 def _without_effect(config: RunConfig) -> Iterator[Check]:
@@ -269,16 +288,6 @@ def _target(config: RunConfig) -> Iterator[Check]:
             "and reports it"
         )
         yield warn("eval.stop_at", text)
-
-
-def _rules(config: RunConfig) -> Iterator[Check]:
-    for knob, name in named(config):
-        try:
-            rule(name)
-        except ConfigError as error:
-            yield fail(knob, str(error))
-        else:
-            yield ok(knob, f"function {name}")
 
 
 def _cpu(config: RunConfig) -> Iterator[Check]:

@@ -8,7 +8,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from rollweave.envs.handlers.base import AgentHandler, Endpoint, Job, LimitError
 from rollweave.envs.handlers.sandboxes import NotCachedError, Sandboxes
 from rollweave.envs.images import images_of
 from rollweave.envs.registry import check_options, is_handler, resolve
+from rollweave.envs.rules import named, rule
 from rollweave.envs.tasks import TaskSource
 from rollweave.io.locked_folders import temporary_folder
 from rollweave.rollout.handler_episode import declared
@@ -118,6 +119,22 @@ def examine_domain(
         tools=tools,
     )
     return domain, checks
+
+
+def examine_rules(config: RunConfig) -> Iterator[Check]:
+    """Check the functions that `[buffer]` names."""
+    for knob, name in named(config):
+        try:
+            rule(name)
+        except ConfigError as error:
+            yield fail(knob, str(error))
+        else:
+            yield ok(knob, f"function {name}")
+
+
+def examine_words(config: RunConfig) -> tuple[str, ...]:
+    """Return the words of all task domains. Raises ConfigError or BrokenError."""
+    return _guarded(lambda: TaskSource(config).words(), PATIENCE_S, "words must be returned")
 
 
 def _text(messages: Sequence[Message]) -> str:
