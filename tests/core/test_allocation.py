@@ -22,7 +22,9 @@ def test_the_fleet_becomes_the_planned_one() -> None:
     run = fleet(1, 1, 1, 1, 1, lengths=TAIL)
     allocation.plan(run)
     works = allocation._batch(run)
-    planned = allocate_groups(groups_of(run, works, DEGREES), 5, DEGREES)
+    planned = allocate_groups(
+        groups_of(run, works, {degree: ("", degree) for degree in DEGREES}), 5, DEGREES
+    )
     assert degrees_of(run) == sorted(planned.degrees) == [1, 4], "the longest gets four GPUs"
     assert run.state.allocation.pending_degrees == [4]
     assert run.state.counters.scheduling.reallocations == 1
@@ -71,7 +73,7 @@ def test_nothing_is_planned(hindrance: str) -> None:
 
 def test_degrees_that_no_engine_measured_are_left_out_with_a_warning() -> None:
     run = fleet(1, 1, 1, 1, 1, lengths=TAIL)
-    del run.state.measured[4]
+    del run.state.measured[""][4]
     allocation.plan(run)
     assert degrees_of(run) == [1, 2, 2]
     (warning,) = [command for command in run.out if isinstance(command, c.Warn)]

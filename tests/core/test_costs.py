@@ -1,18 +1,20 @@
 """Costs follow what the engines measured, and nothing where degrees cannot be compared."""
 
+import msgspec
 import pytest
 
 from rollweave.core import assignment, costs
 from rollweave.core.policy.work import rate
 from rollweave.schema.events import StepTime
-from tests.support.states import E0, TAIL, fleet, profile, running
+from tests.support.states import E0, E1, TAIL, fleet, members, profile, running
 
 WORKS = [(40, 400), (20, 100), (10, 50)]
+KINDS = {1: ("", 1), 2: ("", 2)}
 
 
 def test_groups_cost_what_their_degrees_measured() -> None:
     run = fleet(1, lengths=TAIL)
-    groups = costs.groups_of(run, WORKS, (1, 2))
+    groups = costs.groups_of(run, WORKS, KINDS)
     for degree in (1, 2):
         measured = rate(profile(degree, gain=1.9), slots=16, kv_tokens=10**6)
         assert groups.seconds(degree, 0, 3) == measured.seconds(longest=40, tokens=70, occupied=550)
@@ -20,8 +22,8 @@ def test_groups_cost_what_their_degrees_measured() -> None:
 
 def test_degrees_cost_the_same_if_one_is_unmeasured() -> None:
     run = fleet(1, lengths=TAIL)
-    del run.state.measured[2]
-    groups = costs.groups_of(run, WORKS, (1, 2))
+    del run.state.measured[""][2]
+    groups = costs.groups_of(run, WORKS, KINDS)
     same = rate(costs.UNMEASURED, slots=16, kv_tokens=550)
     for degree in (1, 2):
         assert groups.seconds(degree, 0, 3) == same.seconds(longest=40, tokens=70, occupied=550)
@@ -31,13 +33,43 @@ def test_an_engine_without_a_profile_has_a_rate_and_no_measurement() -> None:
     run = fleet(1, lengths=TAIL)
     engine = next(iter(run.state.engines.values()))
     engine.max_slots, engine.kv_tokens = 0, 0
-    before = dict(run.state.measured)
+    before = dict(run.state.measured[""])
     costs.joined(run, engine, ())
     assert costs.rate_of(engine) == rate(costs.UNMEASURED, slots=1, kv_tokens=1)
-    assert run.state.measured == before
+    assert run.state.measured[""] == before
     costs.joined(run, engine, (StepTime(batch=1, seconds=3.0),))
-    assert run.state.measured[1].rate == costs.rate_of(engine)
-    assert run.state.measured[1].slots == 1
+    assert run.state.measured[""][1].rate == costs.rate_of(engine)
+    assert run.state.measured[""][1].slots == 1
+
+
+def test_engines_of_different_hardware_are_measured_apart() -> None:
+    """Both have degree 1. The one of the faster pool gets the longest trajectory and
+    more of the others, whichever joined last.
+    """
+    for last in (E0, E1):
+        run = running(40, 30, 20, 10, 10, 10, 10)
+        engines = run.state.engines
+        engines[E0].pool, engines[E1].pool = "compute", "bandwidth"
+        for engine_id in sorted((E0, E1), key=lambda one: one == last):
+            engine = engines[engine_id]
+            engine.max_slots, engine.kv_tokens = 16, 10**6
+            costs.joined(run, engine, profile(1 if engine_id == E0 else 4, gain=2))
+        assert run.state.measured["bandwidth"][1].rate == costs.rate_of(engines[E1])
+        assert run.state.measured["compute"][1].rate == costs.rate_of(engines[E0])
+        places = [assignment.engine_of_rank(run, one) for one in members(run)]
+        assert places[0] == E1
+        assert places.count(E1) > places.count(E0) > 0
+        assert costs.numbers_of(run, engines.values()) == {("bandwidth", 1): 2, ("compute", 1): 1}
+
+
+def test_hosts_without_a_pool_of_the_engine_tell_hardware_apart_by_their_pools() -> None:
+    run = running(1)
+    host = run.state.hosts.up[0]
+    run.state.hosts.up[0] = msgspec.structs.replace(host, pools=("H20", "all"))
+    engine = run.state.engines[E0]
+    assert costs.kind_of(run, engine) == ("H20+all", 1)
+    engine.pool = "H20"
+    assert costs.kind_of(run, engine) == ("H20", 1)
 
 
 def test_another_rate_changes_the_seconds_of_the_same_work() -> None:

@@ -9,7 +9,7 @@ Only degrees at which an engine has measured itself are compared.
 from collections import Counter
 
 from rollweave.core import engines, membership
-from rollweave.core.costs import groups_of
+from rollweave.core.costs import groups_of, prevailing_hardware
 from rollweave.core.policy.allocation import allocate_groups, is_sum
 from rollweave.core.policy.placement import place_groups
 from rollweave.core.policy.work import occupied
@@ -32,11 +32,10 @@ def plan(run: Run) -> None:
         return
     allocation.planned_at = state.trainer.step
     works = _batch(run)
-    measured = [degree for degree in config.degrees if degree in state.measured]
+    known = state.measured.get(prevailing_hardware(run), {})
+    measured = [degree for degree in config.degrees if degree in known]
     if len(measured) < len(config.degrees) and not state.counters.watchdog.get("degree_unmeasured"):
-        missing = ", ".join(
-            str(degree) for degree in config.degrees if degree not in state.measured
-        )
+        missing = ", ".join(str(degree) for degree in config.degrees if degree not in known)
         why = (
             f"no engine of degree {missing} fits the budget of {config.budget} beside the others; "
             "it is not planned with"
@@ -54,7 +53,8 @@ def _change(
     run: Run, config: AllocationConfig, works: list[tuple[int, int]], degrees: list[int]
 ) -> None:
     state = run.state
-    groups = groups_of(run, works, degrees)
+    hardware = prevailing_hardware(run)
+    groups = groups_of(run, works, {degree: (hardware, degree) for degree in degrees})
     allocation = allocate_groups(groups, config.budget, degrees)
     now = [engine.degree for engine in state.engines.values()]
     if set(now) <= set(degrees) and len(now) <= len(works):

@@ -8,7 +8,7 @@ of these clears it.
 import math
 from collections.abc import Iterable, Sequence
 
-from rollweave.core.costs import groups_of, rate_of
+from rollweave.core.costs import groups_of, kind_of, numbers_of, rate_of
 from rollweave.core.policy.affinity import serving_pool
 from rollweave.core.policy.migration import retarget
 from rollweave.core.policy.placement import place_groups
@@ -173,13 +173,14 @@ def engine_of_rank(run: Run, trajectory: Trajectory) -> EngineId:
 def _plan(run: Run) -> Partition:
     """Place all trajectories under way on the usable engines (Heddle §5.2, exact)."""
     works = run.length_index.works()
-    engines = sorted(
-        (engine for engine in run.state.engines.values() if _takes_turns(engine)),
-        key=lambda engine: -engine.degree,
-    )
-    engines = engines[: len(works)]
-    degrees = [engine.degree for engine in engines]
-    placement = place_groups(groups_of(run, works, degrees), degrees)
+    engines = [engine for engine in run.state.engines.values() if _takes_turns(engine)]
+    numbers = numbers_of(run, engines)
+    numbered = sorted(
+        ((numbers[kind_of(run, engine)], engine) for engine in engines), key=lambda one: -one[0]
+    )[: len(works)]
+    engines, workers = [engine for _, engine in numbered], [number for number, _ in numbered]
+    kinds = {number: kind for kind, number in numbers.items() if number in workers}
+    placement = place_groups(groups_of(run, works, kinds), workers)
     run.state.counters.scheduling.plans += 1
     taken = sorted(
         (start, end, engine.id)

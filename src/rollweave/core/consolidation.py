@@ -7,7 +7,7 @@ engine takes its KV along, one transfer at a time for each engine; the last to l
 frees it.
 """
 
-from rollweave.core import dispatching, migration, turns, version_affinity
+from rollweave.core import costs, dispatching, migration, turns, version_affinity
 from rollweave.core.length_index import EngineWork
 from rollweave.core.policy.repack import Move, Replica, batch_bound, repack
 from rollweave.core.run import Run
@@ -95,7 +95,7 @@ def _batch_max(run: Run, engine_ids: list[EngineId]) -> int:
     engines = [run.state.engines[engine_id] for engine_id in engine_ids]
     bounds = []
     for engine in engines:
-        measured = run.state.measured.get(engine.degree)
+        measured = costs.measured_of(run, engine)
         bounds.append(
             batch_bound(measured.profile if measured is not None else (), largest=engine.max_slots)
         )

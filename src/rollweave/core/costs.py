@@ -1,20 +1,59 @@
-"""The cost of a token on an engine of a degree, from what the engines measured of
+"""The cost of a token on an engine of a kind, from what the engines measured of
 themselves when they joined.
+
+A kind is a class of hardware and a parallel degree. The class is the pool through which
+an engine found its place or, if it may be on any host, the pools of that host.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from rollweave.core.policy.interference import tabulate
 from rollweave.core.policy.placement import ByTable, Groups
 from rollweave.core.policy.work import ByWork, Rate, rate
 from rollweave.core.run import Run
-from rollweave.core.state import Engine, MeasuredDegree
+from rollweave.core.state import Engine, Measured
 from rollweave.schema.events import StepTime
 
 UNMEASURED = (StepTime(batch=1, seconds=1.0), StepTime(batch=32, seconds=2.0))
 """Step times of an engine that did not measure itself: only comparisons between equal
 engines are meaningful.
 """
+
+
+Kind = tuple[str, int]
+"""A class of hardware, and a parallel degree."""
+
+
+def kind_of(run: Run, engine: Engine) -> Kind:
+    """The kind of an engine."""
+    host = run.state.hosts.up.get(engine.host)
+    return engine.pool or "+".join(host.pools if host is not None else ()), engine.degree
+
+
+def measured_of(run: Run, engine: Engine) -> Measured | None:
+    """What engines of this kind measured of themselves, if one did."""
+    hardware, degree = kind_of(run, engine)
+    return run.state.measured.get(hardware, {}).get(degree)
+
+
+def prevailing_hardware(run: Run) -> str:
+    """The class of hardware that most engines have."""
+    counts = Counter(kind_of(run, engine)[0] for engine in run.state.engines.values())
+    return max(counts, key=lambda hardware: counts[hardware], default="")
+
+
+def numbers_of(run: Run, engines: Iterable[Engine]) -> dict[Kind, int]:
+    """A number for each kind of these engines, which have joined: the degree if all have
+    the same hardware, else the greater the faster the kind.
+    """
+    kinds = {kind_of(run, engine): rate_of(engine) for engine in engines}
+    if len({hardware for hardware, _ in kinds}) <= 1:
+        return {kind: kind[1] for kind in kinds}
+    slowest_first = sorted(
+        kinds, key=lambda kind: (-kinds[kind].seconds(longest=1, tokens=1, occupied=0), kind)
+    )
+    return {kind: number for number, kind in enumerate(slowest_first, start=1)}
 
 
 def joined(run: Run, engine: Engine, profile: tuple[StepTime, ...]) -> None:
@@ -26,34 +65,39 @@ def joined(run: Run, engine: Engine, profile: tuple[StepTime, ...]) -> None:
         load.work_s = None  # it was computed at another rate
     engine.rate = rate(profile or UNMEASURED, slots=slots, kv_tokens=max(1, engine.kv_tokens))
     if profile:
-        run.state.measured[engine.degree] = MeasuredDegree(
+        hardware, degree = kind_of(run, engine)
+        run.state.measured.setdefault(hardware, {})[degree] = Measured(
             profile=profile, slots=slots, rate=engine.rate
         )
 
 
-def groups_of(run: Run, works: Sequence[tuple[int, int]], degrees: Sequence[int]) -> Groups:
-    """The cost of groups of these trajectories on engines of these degrees.
+def groups_of(run: Run, works: Sequence[tuple[int, int]], kinds: Mapping[int, Kind]) -> Groups:
+    """The cost of groups of these trajectories on engines of these kinds, by number.
 
     `works` are the tokens to sample and the KV token steps, the longest first.
     """
-    kinds, state = list(dict.fromkeys(degrees)), run.state
-    measured = {degree: state.measured[degree] for degree in kinds if degree in state.measured}
-    if len(measured) < len(kinds):  # degrees cannot be compared
+    state = run.state
+    measured = {
+        number: state.measured[hardware][degree]
+        for number, (hardware, degree) in kinds.items()
+        if degree in state.measured.get(hardware, {})
+    }
+    if len(measured) < len(kinds):  # they cannot be compared
         slots = max((engine.max_slots for engine in state.engines.values()), default=1) or 1
         everything = max(1, sum(held for _, held in works))
-        same = MeasuredDegree(
+        same = Measured(
             profile=UNMEASURED,
             slots=slots,
             rate=rate(UNMEASURED, slots=slots, kv_tokens=everything),
         )
         measured = dict.fromkeys(kinds, same)
     if run.scheduling.placement != "presorted":
-        return ByWork(works, {degree: measured[degree].rate for degree in kinds})
+        return ByWork(works, {number: measured[number].rate for number in kinds})
     lengths = [tokens for tokens, _ in works]
     table = tabulate(
-        {degree: _shortest(measured[degree].profile) for degree in kinds},
+        {number: _shortest(measured[number].profile) for number in kinds},
         lengths=recent_lengths(run) or lengths,
-        slots={degree: measured[degree].slots for degree in kinds},
+        slots={number: measured[number].slots for number in kinds},
         largest=len(works),
     )
     return ByTable(lengths, table)

@@ -159,8 +159,8 @@ class EngineStatus(enum.StrEnum):
     SERVING = "serving"
 
 
-class MeasuredDegree(msgspec.Struct):
-    """The measurements of the engines of one degree.
+class Measured(msgspec.Struct):
+    """The measurements of the engines of one degree on one class of hardware.
 
     They are kept when the last of these engines is gone.
     """
@@ -569,7 +569,7 @@ class State(msgspec.Struct):
     buffer: dict[GroupId, None] = {}
     unassigned: dict[TrajectoryId, None] = {}  # no engine has their weights (mode decoupled)
     domains: dict[str, DomainStats] = {}  # by task domain
-    measured: dict[int, MeasuredDegree] = {}  # by degree
+    measured: dict[str, dict[int, Measured]] = {}  # by class of hardware, and degree
     consolidated_at: float = 0.0
     trainer: Trainer = msgspec.field(default_factory=Trainer)
     partition: Partition = msgspec.field(default_factory=Partition)
