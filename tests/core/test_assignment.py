@@ -108,15 +108,15 @@ def test_ranks_are_planned_once_and_again_after_growth() -> None:
     others = {assignment.engine_of_rank(run, one) for one in short}
     assert len({home, *others}) == 2, "both engines get some"
     plans = run.state.counters.scheduling.plans
-    assert (plans, run.state.partition.planned) == (1, 4)
-    assert sum(share.size for share in run.state.partition.shares) == 4
-    run.state.partition.predictions = int(4 * REPLAN_GROWTH)
+    assert (plans, run.state.partitions[""].planned) == (1, 4)
+    assert sum(share.size for share in run.state.partitions[""].shares) == 4
+    run.state.partitions[""].predictions = int(4 * REPLAN_GROWTH)
     assert assignment.engine_of_rank(run, longest) == home
     assert run.state.counters.scheduling.plans == 1
-    run.state.partition.predictions += 1
+    run.state.partitions[""].predictions += 1
     assignment.engine_of_rank(run, longest)
     assert run.state.counters.scheduling.plans == 2
-    assert run.state.partition.predictions == 0
+    assert run.state.partitions[""].predictions == 0
 
 
 def test_an_engine_that_drains_or_has_no_weights_gets_no_share() -> None:

@@ -46,12 +46,12 @@ def test_the_index_answers_as_a_look_at_all_trajectories(
         now[changed.id] = copy.copy(changed)
         index.update(now[changed.id])
         under_way = [one for one in now.values() if one.stage in UNDER_WAY]
-        assert len(index) == len(under_way)
+        assert index.count("") == len(under_way)
         longest_first = sorted(
             under_way, key=lambda one: (-one.output_tokens - one.estimate, one.id)
         )
         assert [index.rank(one.id) for one in longest_first] == list(range(len(under_way)))
-        assert index.works() == sorted(
+        assert index.works("") == sorted(
             ((one.estimate, one.kv_token_steps) for one in under_way), reverse=True
         )
         for engine_id in ENGINES:

@@ -8,7 +8,7 @@ from rollweave.core import lengths
 from rollweave.core.lengths import KEPT_LENGTHS, MAX_ESTIMATE, MEAN_WEIGHT
 from rollweave.core.policy.priority import UNKNOWN, level_of
 from rollweave.core.policy.work import occupied
-from rollweave.core.state import DomainStats, Trajectory
+from rollweave.core.state import DomainStats, Partition, Trajectory
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TrajectoryId
@@ -151,12 +151,13 @@ def test_a_prediction_is_the_estimate_less_what_is_sampled_since() -> None:
     hand = walk()
     first = hand.of(FIRST)
     assert first.length_bucket == UNKNOWN
+    hand.core.state.partitions[""] = Partition(planned=9)
     hand.predicted(FIRST, 1, 99.6)
     assert (first.estimate, first.predicted_at_turn) == (100, 1)
     assert first.kv_token_steps == round(occupied(100, context=20, growth=1.0))
     assert first.length_bucket == level_of(103, None)
     assert hand.stats.predicted_length == 103.0
-    assert hand.core.state.partition.predictions == 1
+    assert hand.core.state.partitions[""].predictions == 1
     hand.done(FIRST, tokens=30)
     assert first.estimate == 70
     hand.feed(hand.requests(FIRST, context=50))

@@ -20,7 +20,9 @@ POOLS = {
     "compute": {"resource": "H800"},
     "bandwidth": {"resource": "H20", "fallback": ["compute"]},
 }
-PLACEMENTS = ("affinity", "least_load", "pinned")
+PLACEMENTS = ("affinity", "least_load", "pinned", "partition", "partition gain longest_first")
+BINDING = {"pinned", "partition"}
+"""Placements with which a trajectory keeps its engine."""
 HOSTS = (HostSlot(number=0, pools=("compute",)), HostSlot(number=1, pools=("bandwidth",)))
 
 
@@ -29,7 +31,7 @@ def pooled(mode: str = "bounded", *, placement: str = "affinity", **sections: An
     plain = config(
         mode,
         tasks=[{"env": "a"}, {"env": "b"}, {"env": "c"}],
-        ablation={"policies": [placement]},
+        ablation={"policies": placement.split()},
         **sections,
     ).model_dump(exclude={"allocation"}, exclude_unset=True)
     for task, pool in zip(plain["tasks"], ("compute", "bandwidth", None), strict=True):
@@ -84,8 +86,8 @@ class PooledWorld(World):
             trajectory = self.core.state.trajectories[command.trajectory_id]
             domain = self.core.state.groups[trajectory.group_id].name
             allowed = allowed_engines(self.config, self.core.state, domain)
-            # A pinned trajectory keeps an engine that once stood in for its pool's.
-            if "pinned" not in self.config.ablation.policies:
+            # A trajectory may keep an engine that once stood in for its pool's.
+            if not BINDING & {*self.config.ablation.policies}:
                 assert command.engine_id in allowed, f"{command} of {domain}, not on {allowed}"
             pool = {"a": "compute", "b": "bandwidth"}.get(domain)
             engine = self.core.state.engines[command.engine_id]
@@ -96,7 +98,7 @@ class PooledWorld(World):
         """Assert, too, that no slot stays free while a turn waits that may run there."""
         super().feed(event)
         state = self.core.state
-        if "pinned" in self.config.ablation.policies or self.finish is not None:
+        if BINDING & {*self.config.ablation.policies} or self.finish is not None:
             return
         free = {load.id for load in self.core._run.fleet.loads.values() if load.active < load.slots}
         for trajectory_id in state.turns.queue:
@@ -164,6 +166,19 @@ def test_domains_whose_pool_has_engines_use_no_others(placement: str) -> None:
     while world.finish is None:
         world.step()
     assert world.elsewhere == 0
+
+
+def test_a_partition_is_planned_for_each_pool() -> None:
+    world = PooledWorld(pooled(placement="partition gain", steps=12), seed=1)
+    world.start()
+    planned: dict[str, set[str]] = {}
+    while world.finish is None:
+        world.step()
+        for pool, partition in world.core.state.partitions.items():
+            planned.setdefault(pool, set()).update(one.engine_id for one in partition.shares)
+    assert planned["compute"] == {"e0", "e1"}
+    assert planned["bandwidth"] >= {"e2", "e3"}
+    assert planned[""] == {"e0", "e1", "e2", "e3"}
 
 
 def test_a_pool_without_engines_is_replaced_by_its_fallback_until_one_is_back() -> None:

@@ -1,8 +1,10 @@
 """The assignment of trajectories to engines: planned for all that are under way, then
 kept by rank as they end (Heddle §5).
 
-Invariant: a partition names only engines that have weights and do not drain; a change
-of these clears it.
+Trajectories whose task domains name a pool are ranked among themselves, over the
+engines of the pool that serves them; all others over all engines. Invariant: a
+partition names only engines that have weights and do not drain; a change of these
+clears it.
 """
 
 import math
@@ -62,12 +64,17 @@ def usable(run: Run, trajectory: Trajectory) -> list[Engine]:
     """Return the engines to which the trajectory may be assigned now: those of the pool
     that serves its domain which take turns, or will.
     """
-    pool = serving_pool(run.pools_of(trajectory), run.fleet.live_pools)
+    pool = pool_for(run, trajectory)
     return [
         engine
         for engine in run.state.engines.values()
         if _takes_turns(engine) and pool in (None, engine.pool)
     ]
+
+
+def pool_for(run: Run, trajectory: Trajectory) -> str | None:
+    """The pool whose engines serve the trajectory now; None if all engines do."""
+    return serving_pool(run.pools_of(trajectory), run.fleet.live_pools)
 
 
 def _choose_engine(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> EngineId | None:
@@ -157,23 +164,20 @@ def work_s(run: Run, engine: Engine) -> float:
 
 
 def engine_of_rank(run: Run, trajectory: Trajectory) -> EngineId:
-    """The engine for the trajectory's rank among all that are under way."""
-    partition, order = run.state.partition, run.length_index
-    if (
-        not partition.shares
-        or max(len(order), partition.predictions) > REPLAN_GROWTH * partition.planned
-    ):
-        partition = run.state.partition = _plan(run)
+    """The engine for the trajectory's rank among all under way that prefer its pool."""
+    order, pool = run.length_index, run.preferred_pool(trajectory)
+    partition, active = run.state.partitions.get(pool), order.count(pool)
+    if partition is None or max(active, partition.predictions) > REPLAN_GROWTH * partition.planned:
+        works, engines = order.works(pool), usable(run, trajectory)
+        partition = run.state.partitions[pool] = _plan(run, works, engines)
     sizes = [share.size for share in partition.shares]
     return partition.shares[
-        retarget(sizes, rank=order.rank(trajectory.id), active=len(order))
+        retarget(sizes, rank=order.rank(trajectory.id), active=active)
     ].engine_id
 
 
-def _plan(run: Run) -> Partition:
-    """Place all trajectories under way on the usable engines (Heddle §5.2, exact)."""
-    works = run.length_index.works()
-    engines = [engine for engine in run.state.engines.values() if _takes_turns(engine)]
+def _plan(run: Run, works: Sequence[tuple[int, int]], engines: Sequence[Engine]) -> Partition:
+    """Place trajectories on these engines (Heddle §5.2, exact)."""
     numbers = numbers_of(run, engines)
     numbered = sorted(
         ((numbers[kind_of(run, engine)], engine) for engine in engines), key=lambda one: -one[0]
@@ -194,5 +198,5 @@ def _plan(run: Run) -> Partition:
 
 
 def engines_changed(run: Run) -> None:
-    """Clear the partition: an engine joined, drains or is gone."""
-    run.state.partition = Partition()
+    """Clear the partitions: an engine joined, drains or is gone."""
+    run.state.partitions = {}

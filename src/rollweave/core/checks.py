@@ -7,7 +7,6 @@ import math
 
 from rollweave.core.accounting import account
 from rollweave.core.fleet import Fleet
-from rollweave.core.length_index import LengthIndex
 from rollweave.core.membership import number_of, remaining_engines
 from rollweave.core.policy.staleness import acceptable
 from rollweave.core.run import Run
@@ -31,9 +30,7 @@ from rollweave.schema.work import Purpose
 def check(run: Run) -> None:
     assert run.fleet == Fleet.of(run.state), "the fleet is what a fresh count gives"
     if run.scheduling.assigns:
-        assert run.length_index == LengthIndex.of(
-            run.state, by_level=run.scheduling.priority == "longest_first"
-        ), "the order is what a fresh sort gives"
+        assert run.length_index == run.fresh_length_index(), "the order is what a fresh sort gives"
     _check_indices(run)
     _check_turns(run)
     _check_groups(run)
@@ -80,9 +77,11 @@ def _check_turns(run: Run) -> None:
     served: dict[str, str] = {}  # trajectory → the engine that has its turn
     for engine in state.engines.values():
         assert run.scheduling.preempts or len(engine.active) <= max(engine.max_slots, 0), engine
-        assert not (engine.draining and state.partition.shares) or all(
-            share.engine_id != engine.id for share in state.partition.shares
-        ), f"the partition has {engine.id}, which drains"
+        assert not engine.draining or all(
+            share.engine_id != engine.id
+            for partition in state.partitions.values()
+            for share in partition.shares
+        ), f"a partition has {engine.id}, which drains"
         for trajectory_id in engine.active:
             assert trajectory_id not in served, (
                 f"{trajectory_id} is on {served[trajectory_id]} and {engine.id}"

@@ -5,10 +5,12 @@ Invariant: an engine is given more turns than it has slots only by a turn that p
 (Heddle Alg. 1): it runs the highest ranks of those that it has.
 """
 
+from collections.abc import Mapping
+
 from rollweave.core import assignment, turn_priority
 from rollweave.core.policy.affinity import serving_pool
 from rollweave.core.policy.priority import is_overdue, overdue_rank
-from rollweave.core.policy.routing import choose
+from rollweave.core.policy.routing import EngineLoad, choose
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, OnEngine, Queued, Trajectory, Turn
 from rollweave.core.turn_queues import QueuedTurn, QueueKey
@@ -128,10 +130,13 @@ def _steal_turn(run: Run, engine_id: EngineId) -> bool:
         if other != engine_id
         for resident in (True, False)
     ]
+    own = run.state.engines[engine_id].pool
     ready = [
         queued
         for queue in queues
-        if (queued := _next_in(run, queue)) is not None and engine_id not in queued.turn.avoid
+        if (queued := _next_in(run, queue)) is not None
+        and engine_id not in queued.turn.avoid
+        and assignment.pool_for(run, queued.trajectory) in (None, own)
     ]
     if not ready:
         return False
@@ -211,13 +216,18 @@ def _engine_for(run: Run, queued: QueuedTurn) -> EngineId | None:
     pool = queued.place.pool
     serving = serving_pool(run.config.pools_of(pool or None), run.fleet.live_pools)
     return choose(
-        run.fleet.loads if serving is None else run.fleet.loads_by_pool.get(serving, {}),
+        _loads_of(run, serving),
         affine=queued.trajectory.engine,
         avoid=queued.turn.avoid,
         placement=run.scheduling.placement,
         rank=queued.turn.rank,
         preempts=run.scheduling.preempts,
     )
+
+
+def _loads_of(run: Run, pool: str | None) -> Mapping[EngineId, EngineLoad]:
+    """The loads of the pool's engines, or of all."""
+    return run.fleet.loads if pool is None else run.fleet.loads_by_pool.get(pool, {})
 
 
 def _has_alternative(run: Run, queued: QueuedTurn) -> bool:
@@ -244,7 +254,8 @@ def _assigned_or_free_engine(run: Run, queued: QueuedTurn) -> EngineId | None:
     if assigned is not None and fits and assigned.active < assigned.slots:
         return assigned.id
     if run.scheduling.migration == "gain" and run.fleet.free:
-        free = [load.id for load in run.fleet.loads.values() if load.active < load.slots]
+        loads = _loads_of(run, assignment.pool_for(run, trajectory))
+        free = [load.id for load in loads.values() if load.active < load.slots]
         idlest = assignment.least_loaded(
             run, [engine_id for engine_id in free if engine_id not in (place.engine, *turn.avoid)]
         )

@@ -1,5 +1,5 @@
-"""The trajectories under way by predicted length, and the work that remains for each
-engine's assigned trajectories.
+"""The trajectories under way by predicted length, among those that prefer the same pool,
+and the work that remains for each engine's assigned trajectories.
 
 Derived from the state (`Trajectory.estimate`, `kv_token_steps` and `assigned_engine`)
 and never written to a snapshot; `core/checks` compares with a fresh index. A rank is a
@@ -8,6 +8,7 @@ for 10,000 trajectories.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -49,6 +50,7 @@ class EngineWork:
 class IndexEntry:
     """A trajectory as it was last indexed."""
 
+    pool: str
     rank: Key
     remaining: Key
     assigned_engine: EngineId | None
@@ -57,24 +59,28 @@ class IndexEntry:
 
 
 class LengthIndex:
-    def __init__(self, *, by_level: bool) -> None:
+    def __init__(
+        self, *, by_level: bool, pool_of: Callable[[Trajectory], str] = lambda _: ""
+    ) -> None:
         """With `by_level` longer trajectories claim the KV cache first (priority
-        longest_first), otherwise earlier ones.
+        longest_first), otherwise earlier ones. `pool_of` returns the pool that a
+        trajectory prefers, "" for any engine.
         """
-        self._by_level = by_level
-        self.keys: list[Key] = []
+        self._by_level, self._pool_of = by_level, pool_of
+        self.keys: dict[str, list[Key]] = {}  # by pool
         self.loads: dict[EngineId, EngineWork] = {}
         self._entries: dict[TrajectoryId, IndexEntry] = {}
 
     @classmethod
-    def of(cls, state: State, *, by_level: bool) -> Self:
-        order = cls(by_level=by_level)
+    def of(cls, state: State, *, by_level: bool, pool_of: Callable[[Trajectory], str]) -> Self:
+        order = cls(by_level=by_level, pool_of=pool_of)
         for trajectory in state.trajectories.values():
             order.update(trajectory)
         return order
 
-    def __len__(self) -> int:
-        return len(self.keys)
+    def count(self, pool: str) -> int:
+        """The number of trajectories that prefer this pool."""
+        return len(self.keys.get(pool, ()))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LengthIndex) and (self.keys, self.loads, self._entries) == (
@@ -89,13 +95,14 @@ class LengthIndex:
         if trajectory.stage not in ORDERED:
             return
         entry = self._entries[trajectory.id] = IndexEntry(
+            pool=self._pool_of(trajectory),
             rank=(-trajectory.output_tokens - trajectory.estimate, trajectory.id),
             remaining=(-trajectory.estimate, trajectory.id),
             assigned_engine=trajectory.assigned_engine,
             occupied=trajectory.kv_token_steps,
             kv_place=self._place(trajectory) if trajectory.kv_resident else None,
         )
-        insort(self.keys, entry.rank)
+        insort(self.keys.setdefault(entry.pool, []), entry.rank)
         if entry.assigned_engine is not None:
             load = self.loads.setdefault(entry.assigned_engine, EngineWork())
             load.work_s = None
@@ -109,7 +116,10 @@ class LengthIndex:
         entry = self._entries.pop(trajectory_id, None)
         if entry is None:
             return
-        del self.keys[bisect_left(self.keys, entry.rank)]
+        keys = self.keys[entry.pool]
+        del keys[bisect_left(keys, entry.rank)]
+        if not keys:
+            del self.keys[entry.pool]
         if entry.assigned_engine is not None:
             load = self.loads[entry.assigned_engine]
             load.work_s = None
@@ -121,18 +131,25 @@ class LengthIndex:
             if not load.remaining:
                 del self.loads[entry.assigned_engine]
 
-    def works(self) -> list[tuple[int, int]]:
-        """The tokens to sample and the KV token steps of every trajectory, the longest
-        first.
+    def works(self, pool: str) -> list[tuple[int, int]]:
+        """The tokens to sample and the KV token steps of every trajectory that prefers
+        this pool, the longest first.
         """
         return sorted(
-            ((-entry.remaining[0], entry.occupied) for entry in self._entries.values()),
+            (
+                (-entry.remaining[0], entry.occupied)
+                for entry in self._entries.values()
+                if entry.pool == pool
+            ),
             reverse=True,
         )
 
     def rank(self, trajectory_id: TrajectoryId) -> int:
-        """The position of the trajectory by predicted length; 0 is the longest."""
-        return bisect_left(self.keys, self._entries[trajectory_id].rank)
+        """The position of the trajectory by predicted length among those that prefer its
+        pool; 0 is the longest.
+        """
+        entry = self._entries[trajectory_id]
+        return bisect_left(self.keys[entry.pool], entry.rank)
 
     def ahead_of(self, trajectory: Trajectory, engine_id: EngineId) -> list[KvPlace]:
         """The residents of this engine that claim its KV cache before the trajectory:

@@ -99,7 +99,9 @@ def learn_prediction(run: Run, trajectory: Trajectory, event: PredictionReady) -
         return False
     trajectory.predicted_at_turn = event.turn
     _set_estimate(run, trajectory, event.remaining_tokens)
-    run.state.partition.predictions += 1
+    partition = run.state.partitions.get(run.preferred_pool(trajectory))
+    if partition is not None:
+        partition.predictions += 1
     stats = run.domain_of(trajectory)
     length = trajectory.output_tokens + trajectory.estimate
     stats.predicted_length = _mean(stats.predicted_length, length)

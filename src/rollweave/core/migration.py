@@ -68,7 +68,10 @@ def _target(run: Run, trajectory: Trajectory, source: Engine) -> Engine | None:
     by_rank = run.state.engines[assignment.engine_of_rank(run, trajectory)]
     if run.scheduling.migration == "rank":
         return by_rank if by_rank is not source and _can_take(source, by_rank) else None
-    idlest = assignment.least_loaded(run)
+    in_pool = assignment.pool_for(run, trajectory) is not None
+    idlest = assignment.least_loaded(
+        run, [engine.id for engine in assignment.usable(run, trajectory)] if in_pool else None
+    )
     assert idlest is not None, "the source takes turns"
     uneven = assignment.work_s(run, source) > UNEVEN * assignment.work_s(run, idlest)
     for target in (by_rank, idlest) if uneven else (by_rank,):

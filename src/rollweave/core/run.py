@@ -160,6 +160,10 @@ class Run:
         """
         return self._pools.get(self.state.groups[trajectory.group_id].name, ())
 
+    def preferred_pool(self, trajectory: Trajectory) -> str:
+        """The first of these pools; "" if there is none."""
+        return next(iter(self.pools_of(trajectory)), "")
+
     def next_version(self) -> int:
         """The version at which the next mini-batch to be taken will be trained: the
         step that follows a running one.
@@ -213,10 +217,15 @@ class Run:
         Maintained only while trajectories are assigned to engines.
         """
         if self._length_index is None:
-            self._length_index = LengthIndex.of(
-                self.state, by_level=self.scheduling.priority == "longest_first"
-            )
+            self._length_index = self.fresh_length_index()
         return self._length_index
+
+    def fresh_length_index(self) -> LengthIndex:
+        return LengthIndex.of(
+            self.state,
+            by_level=self.scheduling.priority == "longest_first",
+            pool_of=self.preferred_pool,
+        )
 
     def reindex(self, trajectory: Trajectory) -> None:
         """Index the trajectory again after its estimate, engine or stage has changed."""

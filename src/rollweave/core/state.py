@@ -320,7 +320,7 @@ class Share(msgspec.Struct):
 
 class Partition(msgspec.Struct):
     """The assignment of ranks to engines, longest first, as planned for `planned`
-    trajectories. Without shares it is yet to be planned.
+    trajectories.
     """
 
     shares: list[Share] = []
@@ -572,7 +572,7 @@ class State(msgspec.Struct):
     measured: dict[str, dict[int, Measured]] = {}  # by class of hardware, and degree
     consolidated_at: float = 0.0
     trainer: Trainer = msgspec.field(default_factory=Trainer)
-    partition: Partition = msgspec.field(default_factory=Partition)
+    partitions: dict[str, Partition] = {}  # by the pool that trajectories prefer, "" for none
     pools: Pools = msgspec.field(default_factory=Pools)
     turns: Turns = msgspec.field(default_factory=Turns)
     migrations: Migrations = msgspec.field(default_factory=Migrations)

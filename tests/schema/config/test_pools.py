@@ -63,15 +63,7 @@ def test_a_role_uses_its_pool_and_then_the_fallbacks() -> None:
                 "engines": ENGINES,
                 "rollout": {"mode": "decoupled"},
             },
-            "tasks.0.pool must be left out in mode decoupled",
-        ),
-        (
-            {
-                "tasks": [{"env": "a", "pool": "compute"}],
-                "engines": ENGINES,
-                "rollout": {"scheduling": "trajectory"},
-            },
-            "tasks.0.pool must be left out in mode decoupled, and where placement is partition",
+            "tasks.0.pool must be left out in mode decoupled, in which engines launch",
         ),
         ({"cluster": {"address": "nowhere", "hosts": 1}}, "be an address and a port"),
         ({"model": {"path": "m", "device": "cuda:1"}}, "'auto', 'cpu' or 'cuda'"),

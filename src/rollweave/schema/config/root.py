@@ -261,11 +261,11 @@ class RunConfig(Section):
         of_engines = list(dict.fromkeys(group.pool for group in self.engines if group.pool))
         for number, task in enumerate(self.tasks):
             _check_pool(f"tasks.{number}.pool", task.pool, "the pools of engines", of_engines)
-            if task.pool is not None and self._binds_trajectories:
+            if task.pool is not None and self.rollout.mode is ModeName.DECOUPLED:
                 raise ValueError(
-                    f"tasks.{number}.pool must be left out in mode decoupled, and where placement "
-                    f"is {' or '.join(PARTITIONS)}: they choose engines by weights or by length, "
-                    f"got {task.pool!r}"
+                    f"tasks.{number}.pool must be left out in mode decoupled, in which engines "
+                    "launch trajectories of all domains as their weights allow, and pass them on "
+                    f"to others with the same weights, got {task.pool!r}"
                 )
 
     def _check_own_pace(self) -> None:
@@ -323,11 +323,6 @@ class RunConfig(Section):
                 "buffer.groups must be at least rollout.groups_per_step "
                 f"({rollout.groups_per_step}), got {self.buffer.groups}"
             )
-
-    @property
-    def _binds_trajectories(self) -> bool:
-        """True if weights or lengths determine the engine of a trajectory."""
-        return self.rollout.mode is ModeName.DECOUPLED or self._placement in PARTITIONS
 
     @property
     def _placement(self) -> str:
