@@ -60,6 +60,15 @@ def bind_all(
     )
 
 
+def groups_on_gpus(config: RunConfig, hosts: Sequence[HostSlot]) -> list[int]:
+    """Return the numbers of the groups of engines that run on GPUs of these hosts."""
+    return [
+        number
+        for number, group in enumerate(config.engines)
+        if _on_gpus(config, hosts, config.pools_of(group.pool))
+    ]
+
+
 def crowded(config: RunConfig, places: Collection[tuple[object, tuple[int, ...]]]) -> str:
     """Return the rule that is broken if two ranks of the trainer share a GPU, which
     NCCL does not support; "" if none do.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rollweave.core.bindings import bind_all, bind_workers, crowded, one_machine
+from rollweave.core.bindings import bind_all, bind_workers, crowded, groups_on_gpus, one_machine
 from rollweave.core.core import Core
 from rollweave.core.membership import engines_to_start, first_engines
 from rollweave.core.policy.pools import empty_pools, unserved
@@ -300,11 +300,10 @@ class _Start:
         config = self._config
         slots, relays = engines_to_start(config, beginning.core.state), config.weights.relays
         hosts = cluster.slots or machine_of(config, relays=relays, inproc=self._inproc)
-        if any(host.devices for host in hosts) and config.model.device != "cpu":
-            try:
-                config.check_on_gpus()
-            except ValueError as error:
-                raise ConfigError(str(error)) from None
+        try:
+            config.check_on_gpus(groups_on_gpus(config, hosts))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         slots, ranks, unbound = bind_all(config, slots, hosts)
         workers, more = bind_workers(config, hosts, slots)
         if unbound or more:

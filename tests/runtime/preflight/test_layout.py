@@ -106,6 +106,19 @@ def test_only_hosts_with_engines_keep_weights() -> None:
     assert storing({"a": host(1, T=1), "b": host(1, T=1), "c": roll}) == ["a", "c"]
 
 
+def test_engines_of_several_cores_are_refused_only_on_gpus() -> None:
+    """With `auto`, those of a pool without GPUs run on cores beside a trainer on GPUs."""
+    run = config("engines.degree=2", "pools.roll.fallback=[]")
+    layout, problems = laid_out(run, {"a": host(1, T=1), "b": host(R=1)})
+    assert problems == []
+    (engine,) = [process for process in layout.processes if process.role == "engine"]
+    assert (engine.host, engine.devices, engine.threads) == ("b", (), 2)
+    rule = "model.device: engines.degree must be 1 on auto (an embedded engine has one GPU), got 2"
+    assert laid_out(run, {"a": host(1, T=1), "b": host(2, R=1)})[1] == [rule]
+    fallback = config("engines.degree=2")
+    assert rule in laid_out(fallback, {"a": host(2, T=1), "b": host(R=1)})[1]
+
+
 def test_a_policy_that_predicts_has_a_predictor_beside_the_controller() -> None:
     layout, _ = laid_out(config("rollout.scheduling=trajectory"), {"a": host(T=1)})
     predictor = layout.processes[1]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from rollweave.core.bindings import bind_all, bind_workers, crowded, one_machine
+from rollweave.core.bindings import bind_all, bind_workers, crowded, groups_on_gpus, one_machine
 from rollweave.core.membership import first_engines
 from rollweave.core.policy.binding import Unbound
 from rollweave.core.policy.pools import empty_pools, unserved
@@ -244,11 +244,11 @@ def check_layout(
     if hosts is None:
         return
     count = sum(len(host.devices) for host in hosts)
-    if config.model.device == "cuda":
-        try:
-            config.check_on_gpus()
-        except ValueError as error:
-            yield fail("model.device", str(error))
+    try:
+        config.check_on_gpus(groups_on_gpus(config, [host.slot for host in hosts]))
+    except ValueError as error:
+        yield fail("model.device", str(error))
+    config = with_device(config, hosts)
     if config.model.device == "cuda" and not count:
         yield fail("model.device", f"must be cpu on hosts without GPUs, got {config.model.device}")
         return

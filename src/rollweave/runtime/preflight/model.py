@@ -297,7 +297,7 @@ def _layout(
                 )
             ]
     layout = lay_out(config, shape, planned)
-    return layout, [*checks, *check_layout(with_device(config, planned), layout, planned)]
+    return layout, [*checks, *check_layout(config, layout, planned)]
 
 
 def _disk(config: RunConfig, shape: ModelShape, *, elsewhere: bool) -> Iterator[Check]:

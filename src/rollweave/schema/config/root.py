@@ -5,7 +5,7 @@ Every knob has a sentence in `sections.py`. `schema/config/loading.py` reads fil
 overrides into a `RunConfig`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import Field, field_serializer, field_validator, model_validator
@@ -217,17 +217,21 @@ class RunConfig(Section):
             self.check_on_gpus()
         return self
 
-    def check_on_gpus(self) -> None:
+    def check_on_gpus(self, groups: Iterable[int] | None = None) -> None:
         """Raise ValueError for settings that are impossible on GPUs: an embedded engine
         has one.
+
+        `groups` are the groups of engines that run there; None stands for all.
         """
-        for group in self.engines:
+        numbers = list(range(len(self.engines)) if groups is None else groups)
+        for number in numbers:
+            group = self.engines[number]
             if group.degree > 1:
                 raise ValueError(
                     f"engines.degree must be 1 on {self.model.device} (an embedded engine has one "
                     f"GPU), got {group.degree}"
                 )
-        if self.allocation is not None:
+        if self.allocation is not None and numbers:
             raise ValueError(
                 f"allocation must be left out on {self.model.device}: an embedded engine has one "
                 f"GPU, got {self.allocation}"
