@@ -75,6 +75,13 @@ def test_a_violation_exits_with_1_and_prints_the_replay_command() -> None:
     ]
 
 
+@pytest.mark.usefixtures("broken")
+def test_the_search_names_settings_without_effect() -> None:
+    example = str(Path(__file__).parents[2] / "examples" / "simulate.toml")
+    _, _, errors = invoke("simulate", example, "--set", "workers.count=2", "--faults", "0")
+    assert "without effect in a simulation: workers.count" in errors
+
+
 @pytest.mark.parametrize(("violation", "expected"), [("", 0), ("g1 [twice]", 1)])
 def test_the_bench_exits_with_1_on_a_violation(
     violation: str, expected: int, monkeypatch: pytest.MonkeyPatch

@@ -10,10 +10,12 @@ from pathlib import Path
 import typer
 from rich.markup import escape
 
-from rollweave.cli.console import FAILED, out
+from rollweave.cli.console import FAILED, err, out
 from rollweave.schema.config.loading import load
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.faults import Report, search
+from rollweave.sim.ignored import ignored
 
 
 def search_seeds(path: Path | None, overrides: Sequence[str], ranges: Sequence[str]) -> None:
@@ -29,6 +31,8 @@ def search_seeds(path: Path | None, overrides: Sequence[str], ranges: Sequence[s
             f"own scenario, got {overrides[0]!r}"
         )
     config = load(path, overrides) if path is not None else None
+    if config is not None:
+        show_ignored(config)
     failed = False
     for seed in seeds:
         report = search(seed, config)
@@ -40,6 +44,17 @@ def search_seeds(path: Path | None, overrides: Sequence[str], ranges: Sequence[s
             )
     if failed:
         raise typer.Exit(FAILED)
+
+
+def show_ignored(config: RunConfig) -> list[str]:
+    """Name the settings that a simulation of `config` ignores, and return them."""
+    names = ignored(config)
+    if names:
+        err.print(
+            f"[yellow]without effect in a simulation:[/] {escape(', '.join(names))}",
+            soft_wrap=True,
+        )
+    return names
 
 
 def parse_seeds(text: str) -> range:

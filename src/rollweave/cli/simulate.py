@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rollweave.cli.console import FAILED, err, out, print_error
-from rollweave.cli.faults import search_seeds
+from rollweave.cli.faults import search_seeds, show_ignored
 from rollweave.cli.progress import display
 from rollweave.record.report.page import write_report
 from rollweave.record.summary import account_line, scheduling_line, weights_line
@@ -25,7 +25,6 @@ from rollweave.schema.config.sections import Faults
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.fleet import kv_room
 from rollweave.sim.hosts import NO_POOL
-from rollweave.sim.ignored import ignored
 from rollweave.sim.run import Outcome, directory_of
 from rollweave.sim.run import simulate as run_simulation
 from rollweave.sim.world import Costs, costs_of, workloads_of
@@ -64,11 +63,7 @@ def simulate(
     if path is None:
         raise ConfigError("CONFIG must be given unless --faults is, got none")
     config = load(path, overrides)
-    if without_effect := ignored(config):
-        err.print(
-            f"[yellow]without effect in a simulation:[/] {escape(', '.join(without_effect))}",
-            soft_wrap=True,
-        )
+    without_effect = show_ignored(config)
     if config.injected != Faults():
         err.print(
             "[yellow]\\[faults] is ignored:[/] it applies to real environments; `--faults "
