@@ -455,13 +455,21 @@ def test_hosts_that_lack_memory_are_named(tmp_path: Path, agents: Agents) -> Non
     assert agents.statuses() == {"a": 0}
 
 
-def test_missing_hosts_are_named(tmp_path: Path, agents: Agents) -> None:
+def test_missing_and_refused_hosts_are_named(
+    tmp_path: Path, agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = config_of(tmp_path, agents, hosts=2)
     cluster = config.cluster.model_copy(update={"join_s": 8.0}) if config.cluster else None
     agents.start("a")
-    with pytest.raises(ConfigError, match=r"cluster\.hosts: 2 hosts must join within 8 s, got a"):
+    with monkeypatch.context() as patch:
+        patch.setenv("ROLLWEAVE_HOST_SECRET", "wrong")
+        agents.start("b")
+    with pytest.raises(
+        ConfigError,
+        match=r"cluster\.hosts: 2 hosts must join within 8 s, got a; refused: a host at 127\.",
+    ):
         run(config.model_copy(update={"cluster": cluster}))
-    assert agents.statuses() == {"a": 0}
+    assert agents.statuses() == {"a": 0, "b": 2}
 
 
 def test_an_address_in_use_is_refused(tmp_path: Path, agents: Agents) -> None:

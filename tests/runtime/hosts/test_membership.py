@@ -164,8 +164,11 @@ async def test_a_wrong_secret_is_refused_in_one_line(tmp_path: Path) -> None:
     async with listening(tmp_path) as here, agent(here.address, secret=b"wrong") as process:
         code, text = await last_line(process)
         assert code == 2
-        assert "the secret must be that of the run" in text
+        assert "host b: --secret-file or ROLLWEAVE_HOST_SECRET must hold the secret" in text
         assert here.address in text
+        assert await here.refused.get() == (
+            "a host at 127.0.0.1 must know the run's secret, got another one"
+        )
         assert here.joined.empty()
 
 

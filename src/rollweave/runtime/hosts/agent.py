@@ -140,6 +140,9 @@ class HostAgent:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 await loop.sock_connect(sock, found[0][4])
                 await introduce(sock, self._secret, where=self.where)
+            except HostError as error:
+                sock.close()
+                raise HostError(f"host {self.name}: {error}") from None
             except BaseException:
                 sock.close()
                 raise

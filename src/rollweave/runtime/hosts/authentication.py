@@ -55,7 +55,10 @@ async def introduce(sock: socket.socket, secret: bytes, *, where: str) -> None:
         await loop.sock_sendall(sock, ours + _proof(secret, b"agent", theirs, ours))
         answer = await receive_exactly(sock, MAC_BYTES)
     if not hmac.compare_digest(answer, _proof(secret, b"controller", theirs, ours)):
-        raise HostError(f"the secret must be that of the run at {where}, got another one")
+        raise HostError(
+            f"--secret-file or ROLLWEAVE_HOST_SECRET must hold the secret of the run at {where}, "
+            "got another one"
+        )
 
 
 def _proof(secret: bytes, side: bytes, controllers: bytes, agents: bytes) -> bytes:

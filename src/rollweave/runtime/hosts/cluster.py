@@ -76,8 +76,10 @@ class GatheredHosts:
         """Address and port on which the controller listens."""
         self._pending: list[str] = []
         """Reports of the launcher about agents that have not started yet."""
-        self._refusal = ""
-        """Reason why a host that a launcher started cannot join."""
+        self._refusal = self._stranger = ""
+        """Reasons why the last hosts could not join: those that were refused, and those
+        without the secret.
+        """
         self.hosts: Hosts = hosts_here(relays)
         self.slots: tuple[HostSlot, ...] = ()
         """The hosts with which the world starts; empty for this machine alone."""
@@ -115,9 +117,10 @@ class GatheredHosts:
                 await self._until_joined(wanted)
         except TimeoutError:
             names = ", ".join(self._members) or "none"
+            refused = [f"refused: {error}" for error in (self._refusal, self._stranger) if error]
             raise ConfigError(
                 f"cluster.hosts: {wanted} hosts must join within {cluster.join_s:g} s, "
-                f"got {'; '.join([names, *self._pending])}"
+                f"got {'; '.join([names, *self._pending, *refused])}"
             ) from None
         finally:
             naming.cancel()
@@ -192,6 +195,7 @@ class GatheredHosts:
             on_joined=self._on_joined,
             on_lost=self._on_lost,
             on_refused=self._on_refused,
+            on_stranger=self._on_stranger,
         )
         try:
             listener.listen(host, cluster.port)
@@ -234,8 +238,16 @@ class GatheredHosts:
         if self._post is None and self._launcher is not None:
             self._refusal = error
             self._changed.set()
+        elif self._post is None:
+            self._refusal = error
+            self._say(error)
         else:
             self._say(error)
+
+    def _on_stranger(self, error: str) -> None:
+        """Report a host without the secret, which must not end the run."""
+        self._stranger = error
+        self._say(error)
 
     def _on_lost(self, remote: RemoteHost, reason: str) -> None:
         member = self._members.pop(remote.name)

@@ -60,6 +60,9 @@ the agent's report.
 FIRST_FRAME_S = 5.0
 """Maximum seconds between the handshake and the message that follows it."""
 
+MAX_STRANGERS = 16
+"""Maximum number of addresses that are named as those of hosts without the secret."""
+
 MAX_UNAUTHENTICATED = 64
 """Maximum number of connections in the handshake; further ones are closed."""
 
@@ -325,7 +328,8 @@ class HostListener:
 
     Each host that joins receives `accepted` and `archive`, the user's files. All
     callbacks run on the event loop. `on_refused` receives the reason why a host cannot
-    join, `on_lost` that of a loss; it is not called for hosts that `close` releases.
+    join, `on_stranger` reports one without the secret, and `on_lost` receives the
+    reason of a loss; it is not called for hosts that `close` releases.
     """
 
     def __init__(
@@ -338,13 +342,16 @@ class HostListener:
         on_joined: Callable[[RemoteHost], None],
         on_lost: Callable[[RemoteHost, str], None],
         on_refused: Callable[[str], None],
+        on_stranger: Callable[[str], None],
         silent_s: float = SILENT_S,
     ) -> None:
         self._secret, self._tasks = secret, tasks
         self._accepted, self._archive = accepted, archive
         self._on_joined, self._on_lost, self._on_refused = on_joined, on_lost, on_refused
-        self._silent_s = silent_s
+        self._on_stranger, self._silent_s = on_stranger, silent_s
         self._hosts: dict[str, RemoteHost] = {}
+        self._strangers: set[str] = set()
+        """Addresses from which hosts without the secret have connected."""
         self._greeted = 0
         self._socket: socket.socket | None = None
         self._closing = False
@@ -404,12 +411,13 @@ class HostListener:
         try:
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if await admit(sock, self._secret):
+            if not await admit(sock, self._secret):
+                self._name_stranger(sock.getpeername()[0])
+                sock.close()
+            else:
                 async with asyncio.timeout(FIRST_FRAME_S):
                     message = _decode(await receive_frame(sock, CONTROL_BYTES))
                 await self._dispatch(sock, message)
-            else:
-                sock.close()
         except (OSError, TimeoutError, WireError):
             sock.close()
         except BaseException:
@@ -417,6 +425,14 @@ class HostListener:
             raise
         finally:
             self._greeted -= 1
+
+    def _name_stranger(self, address: str) -> None:
+        """Tell the user of a host without the secret: once for each address, and of few,
+        since anything may connect.
+        """
+        if address not in self._strangers and len(self._strangers) < MAX_STRANGERS:
+            self._strangers.add(address)
+            self._on_stranger(f"a host at {address} must know the run's secret, got another one")
 
     async def _dispatch(self, sock: socket.socket, message: object) -> None:
         match message:
