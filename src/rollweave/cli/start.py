@@ -78,7 +78,7 @@ def train_quietly(
             warnings.warn(check.detail, stacklevel=3)
     if fresh:
         clear(config)
-    summary = launch.train(config, resume=resume, inproc=inproc, words=planned.words)
+    summary = launch.train(config, resume=resume, inproc=inproc, declared=planned.declared)
     # a report that cannot be written must not fail the run
     with contextlib.suppress(OSError, RollweaveError):
         write_report(RunDir(Path(config.run.dir) / config.run.name))

@@ -26,6 +26,7 @@ from rollweave.record.summary import (
 from rollweave.runtime import launch
 from rollweave.runtime.preflight import dryrun
 from rollweave.runtime.preflight.checks import human_seconds, must_pass, show
+from rollweave.runtime.preflight.environments import Declared
 from rollweave.schema.config.loading import load_hosts
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
@@ -70,18 +71,21 @@ def train(
             err.print(f"[yellow]warning:[/] {escape(check.detail)}", soft_wrap=True)
     if fresh:
         clear(config)
-    run(config, resume=resume, inproc=inproc, words=planned.words)
+    run(config, resume=resume, inproc=inproc, declared=planned.declared)
 
 
 def run(
-    config: RunConfig, *, resume: bool, inproc: bool, words: Sequence[str] | None = None
+    config: RunConfig, *, resume: bool, inproc: bool, declared: Declared | None = None
 ) -> Summary:
-    """Run to the end and print the summary. `words` are those of the tasks, if known.
+    """Run to the end and print the summary. `declared` is what the tasks declare, if it
+    is known.
 
     Exits with 1 if the run failed, with 130 if the user ended it.
     """
     with display(err, name=config.run.name, steps=config.run.steps) as progress:
-        summary = launch.train(config, resume=resume, inproc=inproc, progress=progress, words=words)
+        summary = launch.train(
+            config, resume=resume, inproc=inproc, progress=progress, declared=declared
+        )
     print_summary(summary, Path(config.run.dir) / config.run.name)
     return summary
 

@@ -48,7 +48,8 @@ from rollweave.runtime.links.worker import OnReport, ProcessWorker, WorkerLink
 from rollweave.runtime.loopwatch import watched
 from rollweave.runtime.metrics import Metrics, Progress, Silent
 from rollweave.runtime.preflight.checks import must_pass
-from rollweave.runtime.preflight.examiner import words_of
+from rollweave.runtime.preflight.environments import Declared
+from rollweave.runtime.preflight.examiner import declared_by
 from rollweave.runtime.preflight.model import check_joined
 from rollweave.runtime.pump import RunClock
 from rollweave.runtime.recover import Beginning, lost, model_dir, recover, settle
@@ -96,13 +97,13 @@ def train(
     inproc: bool = False,
     progress: Progress | None = None,
     programs: Programs | None = None,
-    words: Sequence[str] | None = None,
+    declared: Declared | None = None,
 ) -> Summary:
     """Run `config` to its end, from the beginning or from the last checkpoint
     (`resume`), with engines and trainer as processes or as threads (`inproc`).
 
-    Relays and rollout workers are processes in any case. `words` are those of the
-    tasks, if they are known (`dryrun.plan`).
+    Relays and rollout workers are processes in any case. `declared` is
+    what the tasks declare, if it is known (`dryrun.plan`).
 
     The first SIGINT or SIGTERM asks for an orderly end; a second one ends the run at
     once, and raises KeyboardInterrupt. Raises `ConfigError` if the user must change
@@ -120,14 +121,14 @@ def train(
     apart = config.workers.count > 0
     with contextlib.chdir("."):  # the user's modules may change the directory
         source = TaskSource(config, imported=not apart)
-        if words is None:
-            words = words_of(config) if apart else source.words()
+        if declared is None:
+            declared = declared_by(config) if apart else Declared(words=source.words())
     with RunDir.claim(config, resume=resume) as run:
         start = _Start(
             config,
             run,
             source,
-            words=tuple(words),
+            declared=declared,
             inproc=inproc,
             progress=progress or Silent(),
             programs=programs or Programs(),
@@ -144,12 +145,12 @@ class _Start:
         run: RunDir,
         source: TaskSource,
         *,
-        words: tuple[str, ...],
+        declared: Declared,
         inproc: bool,
         progress: Progress,
         programs: Programs,
     ) -> None:
-        self._config, self._run, self._source, self._words = config, run, source, words
+        self._config, self._run, self._source, self._declared = config, run, source, declared
         self._inproc, self._progress, self._programs = inproc, progress, programs
         self._digesting: asyncio.Task[None] | None = None
 
@@ -170,7 +171,7 @@ class _Start:
                 self._run,
                 tasks,
                 relays=self._config.weights.relays,
-                user=user_files.of_run(self._config),
+                user=user_files.of_run(self._config, self._declared.images),
                 say=self._progress.phase,
             )
             try:
@@ -193,7 +194,8 @@ class _Start:
         for pool in empty:
             self._show(Warn(component=pool.field, message=f"{pool.describe()}: it has no host yet"))
         # in a thread, since it may import torch, which takes seconds
-        must_pass(await asyncio.to_thread(check_joined, self._config, self._words, present))
+        words = self._declared.words
+        must_pass(await asyncio.to_thread(check_joined, self._config, words, present))
 
     async def _run_on(
         self, cluster: GatheredHosts, store: TrajectoryStore, beginning: Beginning
@@ -332,7 +334,7 @@ class _Start:
             config,
             self._run,
             hosts,
-            words=self._words,
+            words=self._declared.words,
             inproc=self._inproc,
             programs=self._programs,
             on_ready=functools.partial(self._on_ready, beginning.identity),

@@ -109,7 +109,7 @@ def test_a_recipe_of_an_image_brings_its_files(directory: Path) -> None:
     steps = [("../prompts", "/p"), ("/etc/hostname", "/h"), ("lock", "/l")]
     copied = "".join(f'[[copy]]\nsource = "{here}"\ntarget = "{there}"\n' for here, there in steps)
     recipe.write_text(f'name = "a"\nbase = "base.tar"\nlock = "lock"\n{copied}')
-    named = of_run(config(env="program", options={"image": "images/small.toml"})).paths
+    named = of_run(config(env="program"), ["images/small.toml"]).paths
     there = {Path(path).relative_to(directory) for path in named if path.startswith("/")}
     assert {str(path) for path in there} == {
         "images/small.toml",

@@ -14,9 +14,9 @@ from rollweave.io.wire import decoder_of, encode
 from rollweave.runtime.preflight.checks import fail
 from rollweave.runtime.preflight.environments import (
     BrokenError,
+    declared_by,
     examine_domain,
     examine_rules,
-    examine_words,
 )
 from rollweave.runtime.preflight.examiner import BEAT_S, Assignment, Beat, Examined
 from rollweave.schema.config.root import RunConfig
@@ -34,9 +34,9 @@ def examine(assignment: Assignment) -> Iterator[Examined]:
                 yield Examined(domain=domain, checks=tuple(checks))
         case "rules":
             yield Examined(checks=tuple(examine_rules(config)))
-        case "words":
+        case "declared":
             try:
-                yield Examined(words=examine_words(config))
+                yield Examined(declared=declared_by(config))
             except (ConfigError, BrokenError) as error:
                 yield Examined(checks=(fail("tasks", str(error)),))
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from rollweave.envs.images import images_of
 from rollweave.envs.registry import reference_of
 from rollweave.sandbox import image_reference, unpacking
 from rollweave.schema.config.root import RunConfig
@@ -57,8 +56,10 @@ class UserFiles:
     paths: tuple[str, ...] = ()
 
 
-def of_run(config: RunConfig) -> UserFiles:
-    """Return the modules and files that the rollout workers of a run need."""
+def of_run(config: RunConfig, images: Iterable[str] = ()) -> UserFiles:
+    """Return the modules and files that the rollout workers of a run need; `images` are
+    those of its sandboxes.
+    """
     if not config.workers.count:
         return UserFiles()
     return UserFiles(
@@ -68,7 +69,7 @@ def of_run(config: RunConfig) -> UserFiles:
             for setting, value, reference in _references(f"tasks.{number}", task)
             for module in _module(setting, value, reference)
         ),
-        paths=tuple(path for task in config.tasks for path in (*_named(task), *_of_images(task))),
+        paths=(*(path for task in config.tasks for path in _named(task)), *_of_images(images)),
     )
 
 
@@ -189,12 +190,11 @@ def _named(task: TaskConfig) -> Iterator[str]:
                 yield name
 
 
-def _of_images(task: TaskConfig) -> Iterator[str]:
+def _of_images(images: Iterable[str]) -> Iterator[str]:
     """Return the files below the working directory from which images are made."""
-    # a name or a method that is wrong fails its own check
-    with contextlib.suppress(Exception):
-        for image in images_of(task.env, task.options):
-            if not image.startswith("/"):
+    for image in images:
+        if not image.startswith("/"):
+            with contextlib.suppress(Exception):  # a wrong name fails its own check
                 paths = image_reference.parse(image, Path.cwd()).paths()
                 yield from filter(_is_below, map(str, paths))
 

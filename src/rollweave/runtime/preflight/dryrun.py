@@ -18,7 +18,12 @@ from rollweave.runtime.hosts.hosts import hosts_here
 from rollweave.runtime.hosts.launchers import check_launcher
 from rollweave.runtime.preflight import examiner
 from rollweave.runtime.preflight.checks import Check, fail, ok, warn
-from rollweave.runtime.preflight.environments import Domain, examine_domain, examine_rules
+from rollweave.runtime.preflight.environments import (
+    Declared,
+    Domain,
+    examine_domain,
+    examine_rules,
+)
 from rollweave.runtime.preflight.layout import Layout
 from rollweave.runtime.preflight.machine import cores
 from rollweave.runtime.preflight.model import examine_model
@@ -42,8 +47,8 @@ class Examination(Struct, frozen=True, kw_only=True):
 
     checks: list[Check]
     layout: Layout | None
-    words: tuple[str, ...]
-    """The words of the task domains."""
+    declared: Declared
+    """What the task domains declare."""
 
 
 def examine(
@@ -74,18 +79,21 @@ def plan(
         *rules,
     ]
     checks += domain_checks
+    declared = Declared(
+        words=tuple(dict.fromkeys(word for domain in domains for word in domain.words)),
+        images=tuple(image for domain in domains for image in domain.images),
+    )
     model_checks, layout = examine_model(config, domains, hosts)
     checks += [
         *_cpu(config),
         *_relays(config),
-        *_cluster(config, hosts),
+        *_cluster(config, hosts, declared.images),
         *_predictor(config),
         *model_checks,
         *_target(config),
         *_without_effect(config),
     ]
-    words = tuple(dict.fromkeys(word for domain in domains for word in domain.words))
-    return Examination(checks=checks, layout=layout, words=words)
+    return Examination(checks=checks, layout=layout, declared=declared)
 
 
 def _users_code(
@@ -219,7 +227,9 @@ def _predictor(config: RunConfig) -> Iterator[Check]:
         yield fail(field, problem)
 
 
-def _cluster(config: RunConfig, hosts: Mapping[str, Resources] | None) -> Iterator[Check]:
+def _cluster(
+    config: RunConfig, hosts: Mapping[str, Resources] | None, images: Sequence[str]
+) -> Iterator[Check]:
     cluster = config.cluster
     if cluster is None:
         if hosts is not None:
@@ -240,7 +250,7 @@ def _cluster(config: RunConfig, hosts: Mapping[str, Resources] | None) -> Iterat
     try:
         check_launcher(cluster)
         user_files.variables(cluster.env)
-        user_files.pack(user_files.of_run(config), cluster.files)
+        user_files.pack(user_files.of_run(config, images), cluster.files)
         if cluster.address is not None:
             bound_socket(cluster.host, cluster.port).close()
     except ConfigError as error:

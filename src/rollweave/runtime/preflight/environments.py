@@ -52,6 +52,7 @@ class Domain(Struct, frozen=True, kw_only=True):
 
     name: str
     words: tuple[str, ...]
+    images: tuple[str, ...]
     allowed: tuple[str, ...]
     limits: Limits
     transcripts: tuple[tuple[Message, ...], ...] = ()
@@ -62,6 +63,15 @@ class Domain(Struct, frozen=True, kw_only=True):
     """First messages of an episode; none if none was started."""
     tools: tuple[str, ...] = ()
     """Tools that are offered to the agent, as its chat template shows them."""
+
+
+class Declared(Struct, frozen=True, kw_only=True):
+    """What the task domains of a run declare for its start: the words of a tokenizer from
+    scratch, and the images of their sandboxes.
+    """
+
+    words: tuple[str, ...] = ()
+    images: tuple[str, ...] = ()
 
 
 class BrokenError(RollweaveError):
@@ -111,6 +121,7 @@ def examine_domain(
     domain = Domain(
         name=where,
         words=words,
+        images=images,
         allowed=allowed,
         limits=task.limits,
         transcripts=transcripts,
@@ -132,9 +143,18 @@ def examine_rules(config: RunConfig) -> Iterator[Check]:
             yield ok(knob, f"function {name}")
 
 
-def examine_words(config: RunConfig) -> tuple[str, ...]:
-    """Return the words of all task domains. Raises ConfigError or BrokenError."""
-    return _guarded(lambda: TaskSource(config).words(), PATIENCE_S, "words must be returned")
+def declared_by(config: RunConfig) -> Declared:
+    """Return what all task domains declare. Raises ConfigError or BrokenError."""
+
+    def ask() -> Declared:
+        return Declared(
+            words=TaskSource(config).words(),
+            images=tuple(
+                image for one in config.tasks for image in images_of(one.env, one.options)
+            ),
+        )
+
+    return _guarded(ask, PATIENCE_S, "words and images must be returned")
 
 
 def _text(messages: Sequence[Message]) -> str:

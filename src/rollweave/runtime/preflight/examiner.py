@@ -15,7 +15,7 @@ from rollweave.io.child import EXIT_S, log_tail, start_process, why_it_ended
 from rollweave.io.locked_folders import temporary_folder
 from rollweave.io.wire import FrameDecoder, decoder_of, encode, frame
 from rollweave.runtime.preflight.checks import Check, fail, must_pass
-from rollweave.runtime.preflight.environments import Domain
+from rollweave.runtime.preflight.environments import Declared, Domain
 from rollweave.schema.base import Struct, TaggedStruct
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import RollweaveError
@@ -35,12 +35,12 @@ RULE = "neither end nor block the process that checks it"
 
 class Assignment(Struct, frozen=True, kw_only=True):
     """What the process checks: the task domains from number `first` on, the functions of
-    `[buffer]`, or the words of all domains. It answers with one `Examined` for each
+    `[buffer]`, or what all domains declare. It answers with one `Examined` for each
     domain, and otherwise with a single one.
     """
 
     config: str
-    what: Literal["domains", "rules", "words"]
+    what: Literal["domains", "rules", "declared"]
     deep: bool = False
     first: int = 0
 
@@ -50,7 +50,7 @@ class Examined(TaggedStruct, frozen=True, kw_only=True):
 
     checks: tuple[Check, ...] = ()
     domain: Domain | None = None
-    words: tuple[str, ...] = ()
+    declared: Declared = Declared()
 
 
 class Beat(TaggedStruct, frozen=True):
@@ -90,14 +90,14 @@ def examine_rules(config: RunConfig) -> tuple[Check, ...]:
     return examined.checks
 
 
-def words_of(config: RunConfig) -> tuple[str, ...]:
-    """Return the words of all task domains (`TaskSource.words`). Raises ConfigError."""
+def declared_by(config: RunConfig) -> Declared:
+    """Return what all task domains declare. Raises ConfigError."""
     try:
-        (examined,) = _ask(Assignment(config=config.model_dump_json(), what="words"))
+        (examined,) = _ask(Assignment(config=config.model_dump_json(), what="declared"))
     except _LostError as error:
         examined = Examined(checks=(fail("tasks", f"must {RULE}, got one that {error}"),))
     must_pass(examined.checks)
-    return examined.words
+    return examined.declared
 
 
 def _ask(assignment: Assignment, *, answers: int = 1) -> Iterator[Examined]:
