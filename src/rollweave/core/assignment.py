@@ -62,7 +62,7 @@ def _takes_turns(engine: Engine) -> bool:
 
 def usable(run: Run, trajectory: Trajectory) -> list[Engine]:
     """Return the engines to which the trajectory may be assigned now: those of the pool
-    that serves its domain which take turns, or will.
+    that serves its domain, if they take turns or will.
     """
     pool = pool_for(run, trajectory)
     return [
@@ -73,7 +73,7 @@ def usable(run: Run, trajectory: Trajectory) -> list[Engine]:
 
 
 def pool_for(run: Run, trajectory: Trajectory) -> str | None:
-    """The pool whose engines serve the trajectory now; None if all engines do."""
+    """Return the pool whose engines serve the trajectory now; None if all engines do."""
     return serving_pool(run.pools_of(trajectory), run.fleet.live_pools)
 
 
@@ -164,7 +164,7 @@ def work_s(run: Run, engine: Engine) -> float:
 
 
 def engine_of_rank(run: Run, trajectory: Trajectory) -> EngineId:
-    """The engine for the trajectory's rank among all under way that prefer its pool."""
+    """Return the engine for the trajectory's rank among those that prefer its pool."""
     order, pool = run.length_index, run.preferred_pool(trajectory)
     partition, active = run.state.partitions.get(pool), order.count(pool)
     if partition is None or max(active, partition.predictions) > REPLAN_GROWTH * partition.planned:

@@ -26,26 +26,26 @@ Kind = tuple[str, int]
 
 
 def kind_of(run: Run, engine: Engine) -> Kind:
-    """The kind of an engine."""
+    """Return the kind of an engine."""
     host = run.state.hosts.up.get(engine.host)
     return engine.pool or "+".join(host.pools if host is not None else ()), engine.degree
 
 
 def measured_of(run: Run, engine: Engine) -> Measured | None:
-    """What engines of this kind measured of themselves, if one did."""
+    """Return the measurements of engines of this kind, if one has measured itself."""
     hardware, degree = kind_of(run, engine)
     return run.state.measured.get(hardware, {}).get(degree)
 
 
 def prevailing_hardware(run: Run) -> str:
-    """The class of hardware that most engines have."""
+    """Return the class of hardware that most engines have."""
     counts = Counter(kind_of(run, engine)[0] for engine in run.state.engines.values())
     return max(counts, key=lambda hardware: counts[hardware], default="")
 
 
 def numbers_of(run: Run, engines: Iterable[Engine]) -> dict[Kind, int]:
-    """A number for each kind of these engines, which have joined: the degree if all have
-    the same hardware, else the greater the faster the kind.
+    """Return a number for each kind of these engines, which have joined: its degree if
+    all have the same hardware, otherwise a number that is greater for faster kinds.
     """
     kinds = {kind_of(run, engine): rate_of(engine) for engine in engines}
     if len({hardware for hardware, _ in kinds}) <= 1:
@@ -72,7 +72,8 @@ def joined(run: Run, engine: Engine, profile: tuple[StepTime, ...]) -> None:
 
 
 def groups_of(run: Run, works: Sequence[tuple[int, int]], kinds: Mapping[int, Kind]) -> Groups:
-    """The cost of groups of these trajectories on engines of these kinds, by number.
+    """Return the cost of groups of these trajectories on engines of these kinds, by
+    number.
 
     `works` are the tokens to sample and the KV token steps, the longest first.
     """

@@ -226,7 +226,7 @@ def _engine_for(run: Run, queued: QueuedTurn) -> EngineId | None:
 
 
 def _loads_of(run: Run, pool: str | None) -> Mapping[EngineId, EngineLoad]:
-    """The loads of the pool's engines, or of all."""
+    """Return the loads of the pool's engines, or of all engines."""
     return run.fleet.loads if pool is None else run.fleet.loads_by_pool.get(pool, {})
 
 

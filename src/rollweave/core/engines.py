@@ -226,8 +226,8 @@ def _serving_elsewhere(run: Run, host: int) -> int:
 
 
 def _end_if_last(run: Run, engine: Engine, reason: str) -> None:
-    """End the run if the removed engine was the last, no other is planned or has a place,
-    and none waits for a host that may return.
+    """End the run if the removed engine was the last one, unless another is planned,
+    has a place, or waits for a host that may return.
     """
     state = run.state
     if state.engines or state.serving:

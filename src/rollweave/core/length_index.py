@@ -79,7 +79,7 @@ class LengthIndex:
         return order
 
     def count(self, pool: str) -> int:
-        """The number of trajectories that prefer this pool."""
+        """Return the number of trajectories that prefer this pool."""
         return len(self.keys.get(pool, ()))
 
     def __eq__(self, other: object) -> bool:
@@ -132,8 +132,8 @@ class LengthIndex:
                 del self.loads[entry.assigned_engine]
 
     def works(self, pool: str) -> list[tuple[int, int]]:
-        """The tokens to sample and the KV token steps of every trajectory that prefers
-        this pool, the longest first.
+        """Return the tokens to sample and the KV token steps of every trajectory that
+        prefers this pool, the longest first.
         """
         return sorted(
             (
@@ -145,8 +145,8 @@ class LengthIndex:
         )
 
     def rank(self, trajectory_id: TrajectoryId) -> int:
-        """The position of the trajectory by predicted length among those that prefer its
-        pool; 0 is the longest.
+        """Return the position of the trajectory by predicted length among those that
+        prefer its pool; 0 is the longest.
         """
         entry = self._entries[trajectory_id]
         return bisect_left(self.keys[entry.pool], entry.rank)

@@ -178,7 +178,7 @@ class Engine(msgspec.Struct):
     devices: tuple[int, ...] = ()
     pool: str = ""  # pool of its place (core/policy/affinity)
     joined: bool = False  # it joined during the run, and returns in every later world
-    moved: bool = False  # it replaces one for whose failures its host was given up
+    moved: bool = False  # it replaces an engine whose failures made its host be given up
     leaving: bool = False  # it was withdrawn: it launches nothing, and drains when it may
     draining: bool = False  # it takes no more turns, and is removed when its last one is done
     turns_given: int = 0  # turns that it was given so far
@@ -220,7 +220,7 @@ class Engine(msgspec.Struct):
 class WorkerStatus(enum.StrEnum):
     STARTING = "starting"
     READY = "ready"
-    DRAINING = "draining"  # it gets no more attempts, and moves when its last one is over
+    DRAINING = "draining"  # gets no more attempts, and moves when its last one is over
     UNPLACED = "unplaced"  # there is no host for it
     FAILED = "failed"  # given up after repeated failure
 

@@ -59,8 +59,8 @@ def advance(run: Run) -> None:
 
 
 def _move_back(run: Run) -> None:
-    """Drain the next worker that may move to a host that has joined, and move it once it
-    has no attempts. The other workers take attempts meanwhile.
+    """Drain the next worker that may move to a host that has joined, while the others
+    take attempts, and move it once it has none.
     """
     workers = run.state.workers.values()
     for worker in workers:

@@ -164,7 +164,7 @@ class TaskSource:
     def __init__(
         self, config: RunConfig, *, logs: Path | None = None, imported: bool = True
     ) -> None:
-        """Import the environments, unless they are not to be `imported` before they are
+        """Import the environments, at once or, without `imported`, when they are first
         used. The processes of environments write their output to files in `logs`, by
         default in the run directory.
 

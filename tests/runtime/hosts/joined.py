@@ -51,7 +51,7 @@ class Listening:
             on_joined=self.joined.put_nowait,
             on_lost=lambda host, reason: self.lost.put_nowait((host.name, reason)),
             on_refused=self.refused.put_nowait,
-            on_stranger=self.refused.put_nowait,
+            on_wrong_secret=self.refused.put_nowait,
             silent_s=silent_s,
         )
         self.listener.listen("127.0.0.1", 0)

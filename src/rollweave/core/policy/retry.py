@@ -71,7 +71,7 @@ def failover(*, restarts: int, limit: int, elsewhere: int, moved: bool = False) 
     Beyond `limit` restarts the fault is attributed to its machine, which is removed as
     a whole, so that nothing else fails on it. But if no engine serves `elsewhere`, on
     other machines, what still works on this one stays; and if the engine has `moved`
-    from a machine that was removed for its failures, the fault is its own. Raises
+    from a machine that was removed for its failures, the engine is at fault. Raises
     ValueError for negative counts.
     """
     for name, count in (("restarts", restarts), ("limit", limit), ("elsewhere", elsewhere)):

@@ -76,9 +76,8 @@ class GatheredHosts:
         """Address and port on which the controller listens."""
         self._pending: list[str] = []
         """Reports of the launcher about agents that have not started yet."""
-        self._refusal = self._stranger = ""
-        """Reasons why the last hosts could not join: those that were refused, and those
-        without the secret.
+        self._refusal = self._wrong_secret = ""
+        """Reasons why the last host was refused, and the last one with a wrong secret.
         """
         self.hosts: Hosts = hosts_here(relays)
         self.slots: tuple[HostSlot, ...] = ()
@@ -117,7 +116,9 @@ class GatheredHosts:
                 await self._until_joined(wanted)
         except TimeoutError:
             names = ", ".join(self._members) or "none"
-            refused = [f"refused: {error}" for error in (self._refusal, self._stranger) if error]
+            refused = [
+                f"refused: {error}" for error in (self._refusal, self._wrong_secret) if error
+            ]
             raise ConfigError(
                 f"cluster.hosts: {wanted} hosts must join within {cluster.join_s:g} s, "
                 f"got {'; '.join([names, *self._pending, *refused])}"
@@ -195,7 +196,7 @@ class GatheredHosts:
             on_joined=self._on_joined,
             on_lost=self._on_lost,
             on_refused=self._on_refused,
-            on_stranger=self._on_stranger,
+            on_wrong_secret=self._on_wrong_secret,
         )
         try:
             listener.listen(host, cluster.port)
@@ -244,9 +245,9 @@ class GatheredHosts:
         else:
             self._say(error)
 
-    def _on_stranger(self, error: str) -> None:
-        """Report a host without the secret, which must not end the run."""
-        self._stranger = error
+    def _on_wrong_secret(self, error: str) -> None:
+        """Report a host with a wrong secret, which must not end the run."""
+        self._wrong_secret = error
         self._say(error)
 
     def _on_lost(self, remote: RemoteHost, reason: str) -> None:

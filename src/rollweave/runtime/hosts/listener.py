@@ -60,8 +60,8 @@ the agent's report.
 FIRST_FRAME_S = 5.0
 """Maximum seconds between the handshake and the message that follows it."""
 
-MAX_STRANGERS = 16
-"""Maximum number of addresses that are named as those of hosts without the secret."""
+MAX_NAMED = 16
+"""Maximum number of addresses that are reported because of a wrong secret."""
 
 MAX_UNAUTHENTICATED = 64
 """Maximum number of connections in the handshake; further ones are closed."""
@@ -328,8 +328,8 @@ class HostListener:
 
     Each host that joins receives `accepted` and `archive`, the user's files. All
     callbacks run on the event loop. `on_refused` receives the reason why a host cannot
-    join, `on_stranger` reports one without the secret, and `on_lost` receives the
-    reason of a loss; it is not called for hosts that `close` releases.
+    join, `on_wrong_secret` a report of one with a wrong secret, and `on_lost` receives
+    the reason of a loss; it is not called for hosts that `close` releases.
     """
 
     def __init__(
@@ -342,16 +342,16 @@ class HostListener:
         on_joined: Callable[[RemoteHost], None],
         on_lost: Callable[[RemoteHost, str], None],
         on_refused: Callable[[str], None],
-        on_stranger: Callable[[str], None],
+        on_wrong_secret: Callable[[str], None],
         silent_s: float = SILENT_S,
     ) -> None:
         self._secret, self._tasks = secret, tasks
         self._accepted, self._archive = accepted, archive
         self._on_joined, self._on_lost, self._on_refused = on_joined, on_lost, on_refused
-        self._on_stranger, self._silent_s = on_stranger, silent_s
+        self._on_wrong_secret, self._silent_s = on_wrong_secret, silent_s
         self._hosts: dict[str, RemoteHost] = {}
-        self._strangers: set[str] = set()
-        """Addresses from which hosts without the secret have connected."""
+        self._named: set[str] = set()
+        """Addresses that were reported because of a wrong secret."""
         self._greeted = 0
         self._socket: socket.socket | None = None
         self._closing = False
@@ -412,7 +412,7 @@ class HostListener:
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if not await admit(sock, self._secret):
-                self._name_stranger(sock.getpeername()[0])
+                self._on_wrong_proof(sock.getpeername()[0])
                 sock.close()
             else:
                 async with asyncio.timeout(FIRST_FRAME_S):
@@ -426,13 +426,15 @@ class HostListener:
         finally:
             self._greeted -= 1
 
-    def _name_stranger(self, address: str) -> None:
-        """Tell the user of a host without the secret: once for each address, and of few,
-        since anything may connect.
+    def _on_wrong_proof(self, address: str) -> None:
+        """Report a host with a wrong secret: once for each address, and only for the
+        first few, since anything may connect.
         """
-        if address not in self._strangers and len(self._strangers) < MAX_STRANGERS:
-            self._strangers.add(address)
-            self._on_stranger(f"a host at {address} must know the run's secret, got another one")
+        if address not in self._named and len(self._named) < MAX_NAMED:
+            self._named.add(address)
+            self._on_wrong_secret(
+                f"a host at {address} must know the run's secret, got another one"
+            )
 
     async def _dispatch(self, sock: socket.socket, message: object) -> None:
         match message:
