@@ -154,7 +154,7 @@ class PacedEngine:
     def rerank(self, request_id: str, rank: float) -> None:
         """Do nothing: turns are served first come, first served."""
 
-    async def suspend(self) -> Suspended:
+    async def suspend(self, *, release: bool = False) -> Suspended:
         self._has_none(EngineError, "steps to stop")
 
     def resume(self) -> None:

@@ -38,6 +38,11 @@ class World:
         self.config, self.restless = config, restless
         self.stages = seed % 3 != 0  # engines can receive weights while they serve
         self.staged: dict[str, int] = {}  # engine → weights that it last received beside others
+        self.colocated = config.trainer.colocated
+        # engines with memory for weights, and of these the ones that are giving it back
+        self.with_memory: set[str] = set()
+        self.releasing: set[str] = set()
+        self.trainer_has_devices = False
         self.changing_hosts = 0.0  # share of events after which a host is lost or joins
         self.own_machines = False  # hosts share no memory, and the trainer is lost with its host
         self.losing_workers = 0.0  # share of events after which a worker is lost
@@ -220,6 +225,7 @@ class World:
             joined = isinstance(event, e.WorkerJoined)
             (self.ready_workers.add if joined else self.ready_workers.discard)(event.worker_id)
             self.lost_worlds += not joined  # as many attempts may follow
+        self.note_memory(event)
         out = self.core.handle(self.now, event)
         self.core.check()
         self.journal.append((self.now, event))
@@ -227,6 +233,20 @@ class World:
         for command in out:
             assert self.finish is None, f"{command} after Finish"
             self.execute(command)
+
+    def note_memory(self, event: e.Event) -> None:
+        """Note which process gives back its memory, or loses it with its life."""
+        if isinstance(event, e.WeightsPublished) and event.epoch == self.trainer_epoch:
+            self.trainer_has_devices = False
+        elif isinstance(event, e.EngineSuspended | e.WeightsLoadFailed | e.EngineLost):
+            name = event.engine_id
+            releases = name in self.releasing or not isinstance(event, e.EngineSuspended)
+            if releases and event.epoch == self.engine_epoch.get(name):
+                self.forget_memory(name)
+
+    def forget_memory(self, name: str) -> None:
+        self.with_memory.discard(name)
+        self.releasing.discard(name)
 
     def change_fleet(self) -> None:
         """Register one more engine, or withdraw one; the request may be refused, or
@@ -315,6 +335,9 @@ class World:
 
     def run(self, max_events: int = 100_000) -> c.Finish:
         self.start()
+        return self.run_on(max_events)
+
+    def run_on(self, max_events: int = 100_000) -> c.Finish:
         while self.finish is None:
             assert self.handled < max_events, (
                 f"no end: {self.core.state.phase}, step {self.core.state.trainer.step}"
@@ -354,6 +377,7 @@ class World:
                 assert command.engine_id in self.engine_version, (
                     "a turn on an engine without weights"
                 )
+                assert not self.colocated or command.engine_id in self.with_memory, command
                 self.check_retry(command)
                 key = {
                     "trajectory_id": command.trajectory_id,
@@ -552,6 +576,9 @@ class World:
     def execute_plant(self, command: c.Command) -> None:
         match command:
             case c.SuspendEngine():
+                assert command.release == self.colocated, command
+                if command.release:
+                    self.releasing.add(command.engine_id)
                 self.later(
                     e.EngineSuspended(
                         engine_id=command.engine_id, epoch=self.engine_epoch[command.engine_id]
@@ -586,6 +613,8 @@ class World:
                     assert command.weights_id in self.reported_versions[relay], (
                         f"{command} of what {relay} does not hold"
                     )
+                assert not (self.colocated and self.trainer_has_devices), command
+                self.with_memory.add(command.engine_id)
                 self.loads.setdefault(command.engine_id, []).append(command.weights_id)
                 key = {
                     "engine_id": command.engine_id,
@@ -611,6 +640,7 @@ class World:
                     "turns in a row" not in command.reason or silent >= TIMEOUTS_BEFORE_RESTART
                 ), f"{command} of {silent}"
                 self.engine_epoch[command.engine_id] = command.epoch
+                self.forget_memory(command.engine_id)
                 self.join(command.engine_id)
             case c.StartEngine():
                 assert command.engine_id not in self.names, "an engine id is used again"
@@ -621,9 +651,12 @@ class World:
                 self.join(command.engine_id)
             case c.RemoveEngine():
                 self.engine_version.pop(command.engine_id, None)
+                self.forget_memory(command.engine_id)
                 del self.engine_degrees[command.engine_id], self.engine_epoch[command.engine_id]
             case c.TrainStep():
                 assert command.step == self.trainer_step
+                assert not (self.colocated and self.with_memory), f"{command} without devices"
+                self.trainer_has_devices = True
                 if self.stuck_trainer:
                     return
                 if self.fails():
@@ -670,6 +703,7 @@ class World:
                 if self.fails():  # and late, once more
                     self.later(done, self.spread * 5)
             case c.PublishWeights():
+                assert command.release == self.colocated, command
                 assert len(command.keep) <= MAX_VERSIONS
                 self.check_retained(command)
                 self.version_of[command.weights_id] = command.version
@@ -712,7 +746,7 @@ class World:
                 damaged = command.fallback in self.checkpoints and (
                     self.damaged_checkpoint or self.fails()
                 )
-                self.trainer_epoch = command.epoch
+                self.trainer_epoch, self.trainer_has_devices = command.epoch, False
                 restored = command.fallback if damaged else command.step
                 self.trainer_step, self.numbers = (
                     restored or 0,
@@ -768,6 +802,7 @@ class World:
         """Receive weights beside those that the engine serves, or fail."""
         name = command.engine_id
         assert self.stages, f"{command} of an engine that cannot"
+        assert not self.colocated, f"{command} beside weights in use"
         if self.reported_versions:
             held = self.reported_versions[f"r{self.engine_hosts[name]}"]
             assert command.weights_id in held, f"{command} of what its relay does not hold"

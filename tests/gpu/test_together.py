@@ -16,10 +16,20 @@ from rollweave.engine.loop import EngineLoop
 from rollweave.runtime.launch import train
 from rollweave.schema.base import EngineId
 from rollweave.schema.serving import EngineSpec, GenerateResult, KvTransport
-from rollweave.schema.training import Publish, Published, Trained, TrainOn
+from rollweave.schema.training import (
+    Publish,
+    Published,
+    Restore,
+    Restored,
+    Save,
+    Saved,
+    Trained,
+    TrainOn,
+)
 from rollweave.schema.weights import WeightManifest
 from rollweave.train.packing import Example
 from rollweave.train.trainer import Trainer
+from rollweave.weights.publication import read_tensors
 from tests.engine.models import build, request, save
 from tests.gpu.conftest import CUDA
 from tests.runtime.real import lake
@@ -27,6 +37,9 @@ from tests.train.builders import VOCABULARY, make_batch, make_config
 
 BLOCK = 8
 PROMPT = [(5 * at + 3) % VOCABULARY for at in range(43)]
+SMALL_BYTES = 1 << 16
+"""More than what is on the device beside weights and KV, and less than either."""
+
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 """Maximum difference of two log-probs that are computed in other shapes."""
 
@@ -67,14 +80,16 @@ async def start(path: Path, device: str) -> AsyncIterator[Start]:
         await client.close()
 
 
-def new_trainer(path: Path, directory: Path, device: str, dtype: str) -> Trainer:
-    made = make_config(trainer={"lr": 1e-2})
+def new_trainer(
+    path: Path, directory: Path, device: str, dtype: str, *, colocated: bool = False
+) -> Trainer:
+    made = make_config(trainer={"lr": 1e-2, "colocated": colocated}, kl=0.1)
     model = made.model.model_copy(update={"device": device, "dtype": dtype})
     return Trainer(made.model_copy(update={"model": model}), path, directory)
 
 
-def published(trainer: Trainer) -> WeightManifest:
-    reply = trainer.handle(Publish(version=trainer.step, weights_id=trainer.step))
+def published(trainer: Trainer, *, release: bool = False) -> WeightManifest:
+    reply = trainer.handle(Publish(version=trainer.step, weights_id=trainer.step, release=release))
     assert isinstance(reply, Published), reply
     return reply.manifest
 
@@ -165,6 +180,52 @@ async def test_two_engines_generate_while_the_trainer_trains(
     trainer.close()
 
 
+def allocated(device: str) -> int:
+    """Return the bytes of tensors on a GPU; 0 for the CPU."""
+    return torch.cuda.memory_allocated() if device == "cuda" else 0
+
+
+async def test_the_trainer_and_an_engine_take_turns_on_one_device(
+    start: Start, path: Path, tmp_path: Path, device: str
+) -> None:
+    """Each has memory there only in its turn, and the trainer trains the weights of one
+    that never leaves the device, also after it was restored.
+    """
+    nothing = allocated(device)
+    engine = await start(released=True)
+    trainer = new_trainer(path, tmp_path / "turns", device, "float32", colocated=True)
+    assert allocated(device) - nothing < SMALL_BYTES, "neither has begun"
+    apart = new_trainer(path, tmp_path / "apart", "cpu", "float32")
+    for step in range(3):
+        manifest = published(trainer, release=True)
+        assert allocated(device) - nothing < SMALL_BYTES, "the trainer has left"
+        expected = read_tensors(published(apart))
+        for name, tensor in read_tensors(manifest).items():
+            assert torch.allclose(tensor, expected[name], atol=1e-4), (step, name)
+        if step == 1:
+            checkpoint = str(tmp_path / "checkpoint")
+            assert isinstance(trainer.handle(Save(path=checkpoint)), Saved)
+            trainer.close()
+            trainer = new_trainer(path, tmp_path / "again", device, "float32", colocated=True)
+            assert isinstance(trainer.handle(Restore(path=checkpoint)), Restored)
+            manifest = published(trainer, release=True)
+            assert allocated(device) - nothing < SMALL_BYTES, "it was restored on the host"
+        await engine.load(manifest)
+        assert device == "cpu" or allocated(device) - nothing > SMALL_BYTES
+        engine.resume()
+        result = await engine.generate(
+            request(f"r{step}", PROMPT, max_tokens=16, temperature=1.0, seed=step)
+        )
+        assert list(result.logprobs) == pytest.approx(scored(apart, result), abs=1e-3)
+        assert (await engine.suspend(release=True)).in_flight == 0
+        assert allocated(device) - nothing < SMALL_BYTES, "the engine has left"
+        for one in (trainer, apart):
+            reply = one.handle(TrainOn(batch=make_batch(step, step=step)))
+            assert isinstance(reply, Trained), reply
+    trainer.close()
+    apart.close()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("over", ["shm", "tcp"])
 async def test_kv_moves_between_two_engines_on_one_device(
@@ -188,7 +249,15 @@ async def test_kv_moves_between_two_engines_on_one_device(
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), CUDA])
 def test_a_run_with_two_engines_on_the_trainers_device(tmp_path: Path, device: str) -> None:
-    config = lake(tmp_path, model={"device": device}, engines={"count": 2})
-    summary = train(config)
-    assert (summary.error, summary.steps) == ("", 2)
-    assert summary.account.balanced
+    """At the same time, and in turn."""
+    for colocated in (False, True):
+        config = lake(
+            tmp_path / str(colocated),
+            model={"device": device},
+            rollout={"mode": "sync"},
+            engines={"count": 2},
+            trainer={"colocated": colocated},
+        )
+        summary = train(config)
+        assert (summary.error, summary.steps) == ("", 2)
+        assert summary.account.balanced

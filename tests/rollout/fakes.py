@@ -202,7 +202,7 @@ class OneWordEngine:
     def release_kv(self, export_id: str) -> None:
         return
 
-    async def suspend(self) -> Suspended:
+    async def suspend(self, *, release: bool = False) -> Suspended:
         return Suspended(in_flight=self.live)
 
     def resume(self) -> None:

@@ -97,16 +97,16 @@ def test_a_simulation_keeps_the_files_of_a_running_one(tmp_path: Path) -> None:
         assert run.config.exists()
 
 
-SHARED = {"without": ["disaggregation"]}
+SHARED = {"colocated": True}
 
 
 def test_colocated_is_for_sync_and_counts_its_gpus_once() -> None:
     outcome: Outcome = simulate(
-        config(Path("unused"), mode="sync", sim={"trainer_gpus": 3}, ablation=SHARED)
+        config(Path("unused"), mode="sync", sim={"trainer_gpus": 3}, trainer=SHARED)
     )
     assert outcome.gpus == 3
-    with pytest.raises(ValueError, match=r"disaggregation unless rollout\.mode is sync"):
-        config(Path("unused"), mode="bounded", ablation=SHARED)
+    with pytest.raises(ValueError, match=r"colocated must be false unless rollout\.mode is sync"):
+        config(Path("unused"), mode="bounded", trainer=SHARED)
 
 
 def test_a_controller_with_latency_handles_events_sequentially() -> None:

@@ -74,6 +74,8 @@ def restart_controller(world: World) -> None:
     world.core = Core.restore(world.core.snapshot(), world.config)
     world.engine_epoch = dict.fromkeys(world.engine_epoch, 0)
     world.engine_version.clear()
+    world.with_memory.clear()
+    world.releasing.clear()
     relays = world.begin_relays()
     world.feed(e.WorldLost(engines=world.slots(), relays=relays, workers=world.worker_slots()))
     if world.finish is None:

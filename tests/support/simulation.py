@@ -16,6 +16,7 @@ def config(
     seed: int = 0,
     sim: dict[str, Any] | None = None,
     ablation: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
     env: str = "webshop",
     **rollout: Any,
 ) -> RunConfig:
@@ -41,6 +42,7 @@ def config(
                 **rollout,
             },
             "ablation": ablation or {},
+            "trainer": trainer or {},
             "engines": {"count": 3, "max_slots": 16},
             "eval": {"every": 2, "episodes": 4, "final_episodes": 8},
             "watchdog": {"turn_s": 3600.0},

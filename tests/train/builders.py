@@ -62,6 +62,7 @@ def make_config(
             "run": {"name": "test", "steps": steps},
             "model": {"scratch": SCRATCH.model_dump()},
             "tasks": [{"env": "none", "max_tokens": 256}],
+            "rollout": {"mode": "sync"} if settings.get("colocated") else {},
             "trainer": settings,
             "algorithm": algorithm,
         }

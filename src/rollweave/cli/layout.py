@@ -30,6 +30,10 @@ def show_layout(layout: Layout, console: Console) -> None:
     if layout.places:
         _title("memory that all of them need", console)
         console.print(_places(layout.places))
+        if any(part.in_turn for process in layout.processes for part in process.parts):
+            console.print(
+                "\n[dim]Engines and trainer ranks take turns: of both, what needs more counts.[/]"
+            )
     console.print("\n[dim]Not included: environments, their sandboxes, and rewards.[/]")
     if not known:
         console.print(
@@ -75,7 +79,9 @@ def _processes(layout: Layout) -> Table:
                 for process in alike
                 for index in process.devices
             )
-            row.append(_devices(alike) + (" [yellow]shared[/]" if shared else ""))
+            in_turn = any(part.in_turn for part in first.parts)
+            how = "in turn" if in_turn else "[yellow]shared[/]"
+            row.append(f"{_devices(alike)} {how}" if shared else _devices(alike))
             row.append(_times(count, first.device_bytes))
         row.append(_times(count, first.host_bytes))
         table.add_row(*row)

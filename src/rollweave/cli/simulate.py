@@ -36,6 +36,7 @@ CAUSES = {
     "reward": "waiting for rewards",
     "window": "no work: enough rollouts are under way",
     "weights": "loading new weights",
+    "training": "waiting for a step that is trained on their GPUs",
     "starting": "starting",
     "batch": "waiting for a batch",
     "measuring": "scoring the buffer",

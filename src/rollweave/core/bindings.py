@@ -2,7 +2,8 @@
 `core/policy/binding` decides.
 
 Without [cluster] this machine is the only host, or, with `weights.relays`, stands for
-that many hosts with a relay each.
+that many hosts with a relay each. In a colocated run engines and ranks are bound as if
+the others were not there, and so to the same devices.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -46,13 +47,16 @@ def bind_all(
     Ranks are placed only if the `trainer` runs on these hosts.
     """
     slots = list(engines)
-    demands = [
-        *(_rank(config, rank, hosts) for rank in range(config.trainer.ranks if trainer else 0)),
-        *(_engine(config, slot, hosts) for slot in slots),
-    ]
-    bindings, unbound = bind(demands, hosts)
-    places = {binding.role: binding for binding in bindings}
-    ranks = [places[demand.role] for demand in demands if demand.group and demand.role in places]
+    ranks_ = [_rank(config, rank, hosts) for rank in range(config.trainer.ranks if trainer else 0)]
+    engines_ = [_engine(config, slot, hosts) for slot in slots]
+    together = [ranks_, engines_] if config.trainer.colocated else [[*ranks_, *engines_]]
+    places: dict[str, Binding] = {}
+    unbound: list[Unbound] = []
+    for demands in together:
+        bindings, without = bind(demands, hosts)
+        places |= {binding.role: binding for binding in bindings}
+        unbound += without
+    ranks = [places[demand.role] for demand in ranks_ if demand.role in places]
     return (
         tuple(_placed(slot, places[slot.id]) for slot in slots if slot.id in places),
         tuple(RankSlot(host=place.host, devices=place.devices) for place in ranks),
@@ -89,7 +93,8 @@ def crowded(config: RunConfig, places: Collection[tuple[object, tuple[int, ...]]
 def bind_engine(config: RunConfig, state: State, slot: EngineSlot) -> EngineSlot | None:
     """Return the engine with its place beside all bound roles; None if there is none."""
     hosts = list(state.hosts.up.values())
-    bindings, _ = bind([_engine(config, slot, hosts)], hosts, _bound(state, ranks=True))
+    bound = _bound(state, ranks=not config.trainer.colocated)
+    bindings, _ = bind([_engine(config, slot, hosts)], hosts, bound)
     return _placed(slot, bindings[0]) if bindings else None
 
 

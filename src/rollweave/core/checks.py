@@ -38,6 +38,7 @@ def check(run: Run) -> None:
     _check_affinity(run)
     _check_service(run)
     _check_weights(run)
+    _check_devices(run)
     _check_fleet(run)
     _check_workers(run)
     _check_saving(run)
@@ -229,6 +230,21 @@ def _check_weights(run: Run) -> None:
         )
         assert not state.chain.relayed or relay_id(engine.host) in state.relays, engine
     assert {*state.relays} <= {relay_id(host) for host in state.hosts.up}
+
+
+def _check_devices(run: Run) -> None:
+    """Assert that engines and trainer do not have the same devices at once."""
+    for engine in run.state.engines.values():
+        assert run.colocated or not engine.released, engine
+        if engine.released:
+            assert not engine.active, engine
+            assert engine.weights_id == -1 or engine.status is EngineStatus.SUSPENDING, engine
+        if run.colocated and run.state.trainer.status in (
+            TrainerStatus.MEASURING,
+            TrainerStatus.TRAINING,
+        ):
+            assert engine.status in (EngineStatus.STARTING, EngineStatus.STALE), engine
+        assert not run.colocated or (engine.staging_id, engine.staged_id) == (-1, -1), engine
 
 
 def _check_fleet(run: Run) -> None:

@@ -163,6 +163,7 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
     engine.epoch += 1
     engine.version = engine.weights_id = engine.loading_id = -1
     engine.staging_id = engine.staged_id = engine.unstaged_id = -1
+    engine.released = False
     engine.consecutive_timeouts = engine.load_failures = 0
     enter(run, engine, EngineStatus.STARTING)
     assignment.engines_changed(run)

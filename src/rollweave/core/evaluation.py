@@ -67,7 +67,8 @@ def holds_weights(run: Run) -> bool:
     evaluation = run.state.evaluations.current
     if evaluation is None or not evaluation.started:
         return False
-    if any(engine.version == evaluation.version for engine in run.state.engines.values()):
+    engines = run.state.engines.values()
+    if any(engine.version == evaluation.version and not engine.released for engine in engines):
         return True
     run.warn(
         "evaluation",

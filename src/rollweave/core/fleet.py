@@ -32,6 +32,7 @@ class Fleet:
     hosts: frozenset[int] = frozenset()  # hosts that have engines
     starting: int = 0
     updating: int = 0  # engines that are stale, suspending or loading
+    released: int = 0  # engines that have given their memory back for the trainer
     version: int | None = None  # the oldest of any engine; None if no engine has weights
     # weights of the engines that could load others now: stale and serving ones
     weights_ids: frozenset[int] = frozenset()
@@ -55,6 +56,9 @@ class Fleet:
             if engine.status in (EngineStatus.STALE, EngineStatus.SERVING)
         ]
         starting = sum(engine.status is EngineStatus.STARTING for engine in staying)
+        released = sum(
+            engine.released and engine.status is EngineStatus.STALE for engine in staying
+        )
         turns = {engine.id: _turns(state, engine) for engine in serving}
         ranks = {
             engine_id: sorted(turn.rank for turn in given) for engine_id, given in turns.items()
@@ -84,7 +88,8 @@ class Fleet:
             departing=tuple(engine.id for engine in state.engines.values() if engine.departing),
             hosts=frozenset(engine.host for engine in state.engines.values()),
             starting=starting,
-            updating=len(staying) - len(serving) - starting,
+            updating=len(staying) - len(serving) - starting - released,
+            released=released,
             version=min(
                 (engine.version for engine in staying if engine.version >= 0), default=None
             ),

@@ -22,6 +22,7 @@ def charge(run: Run) -> None:
     engines = {
         "starting": fleet.starting,
         "weights": fleet.updating,
+        "training": fleet.released,
         "busy": fleet.busy + fleet.draining,
         _cause_of_waiting(run): waiting,
     }

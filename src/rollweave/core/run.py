@@ -179,6 +179,11 @@ class Run:
         return trainer.step + step_is_full
 
     @property
+    def colocated(self) -> bool:
+        """True if the engines and the trainer take turns on the same devices."""
+        return self.config.trainer.colocated and not self.state.serving
+
+    @property
     def pacing(self) -> Pacing:
         """The pacing of the mode; a service always shares one pace."""
         return (

@@ -60,8 +60,12 @@ def _engine(state: State, engine: Engine) -> str:
     match engine.status:
         case EngineStatus.STARTING:
             return "starting"
+        case EngineStatus.STALE if engine.released and state.trainer.status is not Status.IDLE:
+            return ""  # the trainer has the devices
         case EngineStatus.STALE:
             return "ready, without weights that it may use"
+        case EngineStatus.SUSPENDING if engine.released:
+            return "giving its memory back for the trainer"
         case EngineStatus.SUSPENDING:
             return "suspending its turns to load new weights"
         case EngineStatus.LOADING:

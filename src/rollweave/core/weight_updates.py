@@ -8,11 +8,25 @@ copy, or whose staging failed, is suspended for the whole load; so is one withou
 since there is nothing to hide the load behind. While an evaluation runs, engines keep
 the version that is being evaluated. In mode decoupled each engine updates independently,
 and `core/version_affinity` decides when and to which version.
+
+In a colocated run the trainer and the engines take turns on the same devices. Engines
+start without memory for weights and KV, and get it with `LoadWeights`. When the batch
+of a step is complete, they are suspended and give it back; the step begins once all
+have (`training.take_batch`), and no engine loads before its weights are published and
+the trainer has given back its own memory.
 """
 
-from rollweave.core import assignment, engines, trajectories, version_affinity, weights
+from rollweave.core import (
+    assignment,
+    engines,
+    training,
+    trajectories,
+    turns,
+    version_affinity,
+    weights,
+)
 from rollweave.core.run import Run
-from rollweave.core.state import Engine, EngineStatus
+from rollweave.core.state import Engine, EngineStatus, TrainerStatus
 from rollweave.schema.commands import LoadWeights, ResumeEngine, StageWeights, SuspendEngine
 from rollweave.schema.events import (
     EngineSuspended,
@@ -32,6 +46,10 @@ restarted.
 def on_suspended(run: Run, event: EngineSuspended) -> None:
     engine = engines.find(run, event.engine_id, event.epoch)
     if engine is None or engine.status is not EngineStatus.SUSPENDING:
+        return
+    if engine.released:
+        engine.weights_id = -1  # gone with the memory
+        _make_stale(run, engine)
         return
     wanted = run.pacing.wanted_weights(run, engine)
     _load(run, engine, engine.staged_id if _swaps_staged(run, engine, wanted) else wanted)
@@ -83,6 +101,7 @@ def on_loaded(run: Run, event: WeightsLoaded) -> None:
         _count_stop(run, engine, transfers=not staged)
     else:
         assignment.engines_changed(run)
+    engine.released = False
     engine.version, engine.weights_id = event.version, event.weights_id
     engine.load_failures = 0
     if engine.staged_id <= event.weights_id:
@@ -156,14 +175,37 @@ def _unreadable(run: Run, engine: Engine, step: int, error: str) -> None:
 
 
 def update(run: Run) -> None:
-    """Make engines load the weights that the mode's pacing wants of them."""
+    """Make engines load the weights that the mode's pacing wants of them, or give their
+    memory back for the trainer.
+    """
+    if run.colocated and training.claims_devices(run):
+        # of a trainer that came back while they serve, they load the weights afterwards
+        if run.state.trainer.status is not TrainerStatus.PUBLISHING:
+            for engine in run.state.engines.values():
+                if engine.status is EngineStatus.SERVING:
+                    _release(run, engine)
+        return
     for engine, target in run.pacing.updates(run):
         if engine.status is EngineStatus.STALE:
             _load(run, engine, target)
+        elif run.colocated:
+            _release(run, engine)
         elif _swaps_staged(run, engine, target) or not _stages(run, engine, target):
             engines.enter(run, engine, EngineStatus.SUSPENDING)
             run.emit(SuspendEngine(engine_id=engine.id))
     _stage(run)
+
+
+def _release(run: Run, engine: Engine) -> None:
+    """Suspend an engine, without turns, so that it gives its memory back.
+
+    It still counts as having its version, so that nothing is launched before all engines
+    have loaded the next one.
+    """
+    turns.recall_all(run, engine)
+    engine.released = True
+    engines.enter(run, engine, EngineStatus.SUSPENDING)
+    run.emit(SuspendEngine(engine_id=engine.id, release=True))
 
 
 def _stage(run: Run) -> None:
@@ -192,6 +234,7 @@ def _stage(run: Run) -> None:
 def _can_stage(run: Run, engine: Engine, weights_id: int) -> bool:
     return (
         engine.stages
+        and not run.colocated  # there is no room for two copies
         and weights_id != engine.unstaged_id
         and "staging" not in run.config.ablation.without
         and weights.is_in_memory(run, engine, weights_id)
@@ -231,7 +274,8 @@ def _load(run: Run, engine: Engine, weights_id: int | None) -> None:
     if run.pacing.holds_back(run, weights_id):
         evaluation = run.state.evaluations.current
         assert evaluation is not None, "an evaluation holds it back"
-        (_resume if engine.version == evaluation.version else _make_stale)(run, engine)
+        serves_it = engine.version == evaluation.version and not engine.released
+        (_resume if serves_it else _make_stale)(run, engine)
     elif (
         weights_id is not None
         and weights_id != engine.weights_id

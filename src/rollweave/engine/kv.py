@@ -34,7 +34,7 @@ MIN_ROWS = 16
 
 class PagedPool:
     """KV of all blocks: `data[layer, block * block_tokens + offset]` is one token, `2 *
-    kv_heads * head_dim` wide.
+    kv_heads * head_dim` wide. A pool that is `released` has no memory.
     """
 
     def __init__(
@@ -45,15 +45,32 @@ class PagedPool:
         block_tokens: int,
         device: torch.device,
         dtype: torch.dtype,
+        released: bool = False,
     ) -> None:
         self.blocks = blocks
         self.block_tokens = block_tokens
         self.width = 2 * shape.kv_heads * shape.head_dim
+        self._layers, self._device, self._dtype = shape.layers, device, dtype
+        self._place(0 if released else blocks)
+
+    def _place(self, blocks: int) -> None:
         self.data = torch.zeros(
-            shape.layers, blocks * block_tokens, self.width, device=device, dtype=dtype
+            self._layers,
+            blocks * self.block_tokens,
+            self.width,
+            device=self._device,
+            dtype=self._dtype,
         )
-        self.by_block = self.data.view(shape.layers, blocks, block_tokens * self.width)
+        self.by_block = self.data.view(self._layers, blocks, self.block_tokens * self.width)
         self.layer_tokens, self.layer_blocks = self.data.unbind(0), self.by_block.unbind(0)
+
+    def release(self) -> None:
+        """Free the memory."""
+        self._place(0)
+
+    def allocate(self) -> None:
+        """Take the memory of a released pool again. Raises RuntimeError without room."""
+        self._place(self.blocks)
 
     def clear(self) -> None:
         self.data.zero_()

@@ -6,7 +6,8 @@ on the loop's thread. Every request is answered exactly once, including one that
 refused or aborted, or whose handling raises. New weights are verified before anything
 changes, beside the steps if there is room for a second copy (`engine/staging`); after
 the swap the KV of all live requests is recomputed under them, and tokens sampled from
-then on carry the new version. A failure of the loop itself is reported as
+then on carry the new version. An engine that has given back its memory computes nothing
+until it has loaded weights. A failure of the loop itself is reported as
 `EngineFatal`, after which nothing more is answered.
 """
 
@@ -69,6 +70,9 @@ from rollweave.schema.weights import WeightManifest
 from rollweave.weights.publication import read_tensors
 from rollweave.weights.staging import on_device
 from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
+
+NO_WEIGHTS = -2
+"""Weights id of an engine that has given back its memory: no KV has it."""
 
 
 class CallBetweenSteps(NamedTuple):
@@ -138,7 +142,7 @@ class EngineLoop:
                 self._build()
                 with closing(self._exchange), closing(self._staging):
                     while self._handle_commands():
-                        if self._suspended_at is None and self._batcher.live:
+                        if not self._stands_still and self._batcher.live:
                             self._step()
         except Exception as error:
             self._reply(EngineFatal(error=f"{type(error).__name__}: {error}"))
@@ -148,7 +152,10 @@ class EngineLoop:
         self._runner = Runner(spec)
         pool = self._runner.pool
         self._ledger = BlockLedger(
-            blocks=pool.blocks, block_tokens=pool.block_tokens, caching=spec.prefix_cache
+            blocks=pool.blocks,
+            block_tokens=pool.block_tokens,
+            caching=spec.prefix_cache,
+            weights_id=NO_WEIGHTS if spec.released else -1,
         )
         self._batcher = Batcher(
             self._ledger, slots=spec.max_slots, chunk_tokens=spec.prefill_chunk_tokens
@@ -175,11 +182,15 @@ class EngineLoop:
             kv_total_tokens=capacity,
             max_slots=spec.max_slots,
             max_context=self._max_context,
-            profile=step_times(spec, self._runner) if spec.profile else (),
-            stages=self._staging.has_room(),
+            profile=step_times(spec, self._runner) if spec.profile and not spec.released else (),
+            stages=not spec.released and self._staging.has_room(),
         )
         self._started_s = self._clock()
         self._reply(ready)
+
+    @property
+    def _stands_still(self) -> bool:
+        return self._suspended_at is not None or self._runner.released
 
     # Commands
 
@@ -188,7 +199,7 @@ class EngineLoop:
         compute. Return False once the loop must end.
         """
         with self._wake:
-            while not self._inbox and (self._suspended_at is not None or not self._batcher.live):
+            while not self._inbox and (self._stands_still or not self._batcher.live):
                 self._wake.wait()
             items = list(self._inbox)
             self._inbox.clear()
@@ -206,10 +217,12 @@ class EngineLoop:
             case Rerank(id=id, rank=rank):
                 if math.isfinite(rank):
                     self._batcher.rerank(id, rank)
-            case Suspend():
+            case Suspend(release=release):
                 if self._suspended_at is None:
                     self._suspended_at = self._clock()
                     self._report_progress(self._suspended_at)
+                if release and not self._runner.released:
+                    self._release()
                 self._reply(Suspended(in_flight=len(self._live)))
             case Resume():
                 if self._suspended_at is not None:
@@ -313,6 +326,16 @@ class EngineLoop:
         if self._runner.model.device.type == "cuda":
             torch.cuda.empty_cache()  # give the memory of the former copy back
 
+    def _release(self) -> None:
+        """Give back the memory of weights and KV; the KV of live requests is recomputed
+        under the weights that are loaded next.
+        """
+        self._staging.cancel()
+        self._packed = None
+        self._batcher.retag(NO_WEIGHTS)
+        self._runner.release()
+        self._tainted = False
+
     def _load(
         self, version: int, weights_id: int, read: Callable[[], dict[str, torch.Tensor]]
     ) -> None:
@@ -321,12 +344,16 @@ class EngineLoop:
         A failure before the copy changes nothing; the copy itself is between checked
         shapes.
         """
-        started, model = self._clock(), self._runner.model
+        started, model, released = self._clock(), self._runner.model, self._runner.released
         try:
             tensors = read()
             model.check(tensors)
+            if released:
+                self._runner.reclaim()
             staged = on_device(tensors, model.device)
         except (WeightsError, OSError, ValueError, torch.OutOfMemoryError) as error:
+            if released:
+                self._runner.release()
             self._reply(LoadFailed(version=version, error=str(error)))
             return
         model.weights.load(staged)

@@ -155,10 +155,16 @@ class Decoder:
     """
 
     def __init__(
-        self, shape: ModelShape, *, device: torch.device, dtype: torch.dtype, tiles: bool = False
+        self,
+        shape: ModelShape,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        tiles: bool = False,
+        released: bool = False,
     ) -> None:
         self.shape, self.device, self.dtype, self.tiles = shape, device, dtype, tiles
-        self.weights = self.allocate()
+        self.weights = self._without_memory() if released else self.allocate()
         self._eps = torch.tensor(shape.eps, device=device)
         self._inv_freq = torch.tensor(shape.inv_freq, dtype=torch.float32, device=device)
         self._rotations = torch.empty(
@@ -184,6 +190,13 @@ class Decoder:
         Raises torch.OutOfMemoryError on a GPU without room.
         """
         return DecoderWeights(self.shape, device=self.device, dtype=self.dtype)
+
+    def release(self) -> None:
+        """Free the memory of the parameters."""
+        self.weights = self._without_memory()
+
+    def _without_memory(self) -> DecoderWeights:
+        return DecoderWeights(self.shape, device=torch.device("meta"), dtype=self.dtype)
 
     @property
     def weight_bytes(self) -> int:

@@ -13,8 +13,8 @@ from rollweave.engine.attention import Attention, Chunk
 from rollweave.engine.kv import DenseMirror, PagedPool
 from rollweave.engine.model import Batch, Decoder
 from rollweave.engine.planner.batching import Entry, StepPlan
-from rollweave.io.device import device_named
-from rollweave.schema.errors import ConfigError
+from rollweave.io.device import device_named, give_back_memory
+from rollweave.schema.errors import ConfigError, WeightsError
 from rollweave.schema.serving import EngineSpec
 from rollweave.weights.checkpoint import ModelShape, read_shape, read_tensors_of
 
@@ -36,22 +36,55 @@ class Runner:
                 f"kv_tokens must hold a block of {spec.block_tokens} tokens, got {spec.kv_tokens}"
             )
         device = device_named(spec.device)
-        self.model = Decoder(self.shape, device=device, dtype=dtype, tiles=spec.deterministic)
-        tensors = dict(read_tensors_of(directory))
-        self.model.check(tensors)
-        self.model.weights.load(tensors.items())
+        self.released = spec.released
+        self.model = Decoder(
+            self.shape,
+            device=device,
+            dtype=dtype,
+            tiles=spec.deterministic,
+            released=spec.released,
+        )
+        if not spec.released:
+            tensors = dict(read_tensors_of(directory))
+            self.model.check(tensors)
+            self.model.weights.load(tensors.items())
         self.pool = PagedPool(
             self.shape,
             blocks=spec.kv_tokens // spec.block_tokens,
             block_tokens=spec.block_tokens,
             device=device,
             dtype=dtype,
+            released=spec.released,
         )
         # The mirror keeps attention scores in the model's dtype, which is too coarse
         # below fp32.
         dense = device.type == "cpu" and dtype is torch.float32 and not spec.deterministic
         self.mirror = DenseMirror(self.shape, self.pool, budget=spec.kv_tokens) if dense else None
         self.attention = Attention(self.shape, self.pool, self.mirror, tiles=spec.deterministic)
+
+    def release(self) -> None:
+        """Give back the memory of weights and KV. Nothing can be computed until
+        `reclaim`.
+        """
+        self.released = True
+        self.model.release()
+        self.pool.release()
+        if self.mirror is not None:
+            self.mirror.forget(memory=True)
+        give_back_memory(self.model.device)
+
+    def reclaim(self) -> None:
+        """Take this memory again, without content.
+
+        Raises WeightsError, with nothing changed, if there is no room.
+        """
+        try:
+            self.model.weights = self.model.allocate()
+            self.pool.allocate()
+        except RuntimeError as error:
+            self.release()
+            raise WeightsError(f"no room for weights and KV: {error}") from error
+        self.released = False
 
     def drop(self, entry: Entry) -> None:
         """Release what is kept for `entry`, which gave up its slot."""

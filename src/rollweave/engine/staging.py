@@ -92,6 +92,11 @@ class WeightStaging:
         if self._staged is not None and self._staged[0].weights_id <= weights_id:
             self._staged = None
 
+    def cancel(self) -> None:
+        """Drop the second copy, staged or not."""
+        self._cancelled.set()
+        self._staged = self._receiving = None
+
     def close(self) -> None:
         """Stop the thread."""
         self._cancelled.set()

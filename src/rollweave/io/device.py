@@ -1,5 +1,8 @@
 """The device on which a process computes."""
 
+import contextlib
+import ctypes
+
 import torch
 
 
@@ -10,3 +13,14 @@ def device_named(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device("cuda", 0) if name == "cuda" else torch.device(name)
+
+
+def give_back_memory(device: torch.device) -> None:
+    """Give memory that was freed on the device back to it, so that other processes can
+    use it: allocators keep it otherwise.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)

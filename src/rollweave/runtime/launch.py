@@ -471,6 +471,8 @@ class Processes:
             deterministic=engines.deterministic,
             version=self._version,
             profile=self._profiles,
+            # not in a service, whose engines serve the model's own weights
+            released=self._config.trainer.colocated and self._version < 0,
             kv_host=host.address,
         )
         if self._inproc:

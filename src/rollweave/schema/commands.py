@@ -201,9 +201,12 @@ class StartEngine(TaggedStruct, frozen=True, kw_only=True):
 
 
 class SuspendEngine(TaggedStruct, frozen=True, kw_only=True):
-    """Let the engine take no further steps. → EngineSuspended | EngineLost"""
+    """Let the engine take no further steps. With `release`, it also gives back the
+    memory of its weights and KV, until it loads weights. → EngineSuspended | EngineLost
+    """
 
     engine_id: EngineId
+    release: bool = False
 
 
 class StageWeights(TaggedStruct, frozen=True, kw_only=True):
@@ -358,7 +361,8 @@ class MeasureRatios(TaggedStruct, frozen=True, kw_only=True):
 
 class PublishWeights(TaggedStruct, frozen=True, kw_only=True):
     """Publish the trainer's weights, after restoring checkpoint `from_checkpoint` if
-    given. Versions other than `keep` may be dropped.
+    given. Versions other than `keep` may be dropped. With `release`, the trainer then
+    gives back the memory of its devices, until it trains.
 
     → WeightsPublished | TrainerLost
     """
@@ -367,6 +371,7 @@ class PublishWeights(TaggedStruct, frozen=True, kw_only=True):
     weights_id: int
     from_checkpoint: int | None = None
     keep: tuple[int, ...] = ()
+    release: bool = False
 
 
 class SaveCheckpoint(TaggedStruct, frozen=True, kw_only=True):

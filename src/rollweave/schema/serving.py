@@ -286,10 +286,13 @@ class ReleaseKv(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Suspend(TaggedStruct, frozen=True, kw_only=True):
-    """Take no further step until `Resume`. Requests stay, and new ones queue.
+    """Take no further step until `Resume`. Requests stay, and new ones queue. With
+    `release`, give back the memory of weights and KV, too, until weights are loaded.
 
     Answered by `Suspended`.
     """
+
+    release: bool = False
 
 
 class Resume(TaggedStruct, frozen=True, kw_only=True):
@@ -503,7 +506,9 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
 
     `version` is the version of the checkpoint's own weights, or -1 if none are served
     before others are loaded. With `profile`, the engine measures its decode steps
-    before it is ready. `kv_host` is the address on which it exports KV over TCP.
+    before it is ready. If `released`, it begins without memory for weights and KV, as
+    after `Suspend.release`, and measures nothing. `kv_host` is the address on which it
+    exports KV over TCP.
     """
 
     id: EngineId
@@ -520,4 +525,5 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     version: int = -1
     profile: bool = False
+    released: bool = False
     kv_host: str = "127.0.0.1"

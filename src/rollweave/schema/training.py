@@ -30,7 +30,8 @@ class Measure(TaggedStruct, frozen=True, kw_only=True):
 
 class Publish(TaggedStruct, frozen=True, kw_only=True):
     """Publish the current weights as `version`, and release all other versions that are
-    not in `keep`.
+    not in `keep`. With `release`, give back the memory of the devices then, until the
+    next `TrainOn` or `Measure`.
 
     Answered by `Published` or `TrainFailed`.
     """
@@ -38,6 +39,7 @@ class Publish(TaggedStruct, frozen=True, kw_only=True):
     version: int
     weights_id: int
     keep: tuple[int, ...] = ()
+    release: bool = False
 
 
 class Save(TaggedStruct, frozen=True, kw_only=True):

@@ -118,7 +118,7 @@ def simulate(
     if run is not None:
         write_summary(run.summary, summary)
     engines = sum(slot.degree for slot in world.slots)
-    shared = "disaggregation" in config.ablation.without
+    shared = config.trainer.colocated
     return Outcome(
         summary=summary,
         lines=metrics.lines,

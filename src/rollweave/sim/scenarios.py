@@ -133,6 +133,8 @@ def scenario(seed: int) -> RunConfig:
         data["ablation"]["without"] = ["deltas"]
     if not relays and "allocation" not in data:
         _divide(data, random.Random(f"pools/{seed}"))
+        if data["rollout"]["mode"] == "sync":
+            data["trainer"]["colocated"] = random.Random(f"colocated/{seed}").random() < 0.5
     return RunConfig.model_validate(data)
 
 

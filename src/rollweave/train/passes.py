@@ -33,13 +33,21 @@ ReferenceOf = Callable[[list[int]], Reference]
 class Passes:
     """Runs a model over examples.
 
-    `micro_tokens` bounds one pass, unless a single example is longer.
+    `micro_tokens` bounds one pass, unless a single example is longer. `device` is the
+    model's during a pass.
     """
 
-    def __init__(self, model: Model, ranks: RankGroup, *, micro_tokens: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        ranks: RankGroup,
+        *,
+        micro_tokens: int,
+        device: torch.device | None = None,
+    ) -> None:
         self.model = model
         self.ranks = ranks
-        self.device = next(model.parameters()).device
+        self.device = device if device is not None else next(model.parameters()).device
         self._micro_tokens = (
             min(micro_tokens, CACHE_TOKENS) if self.device.type == "cpu" else micro_tokens
         )

@@ -3,7 +3,8 @@
 Invariants: `handle` never raises for bad input, but replies with a failure; a failed
 step leaves weights, optimizer and step as they were; versions of weights are the
 controller's business, and the trainer only counts completed steps; with several ranks
-every rank gets every command and gives the same reply.
+every rank gets every command and gives the same reply; in a colocated run the state is
+on the devices from `TrainOn` to the next `Publish` alone, and for the warm-up.
 """
 
 import contextlib
@@ -52,6 +53,7 @@ from rollweave.train.optimizer import (
 from rollweave.train.passes import Passes
 from rollweave.train.publishing import WeightPublisher
 from rollweave.train.ratios import group_ratios
+from rollweave.train.residence import Residence
 from rollweave.train.rows import Row, batch_rows
 from rollweave.train.update import Update
 from rollweave.train.warmup import SCRATCH_LR, warm_up
@@ -87,7 +89,14 @@ class Trainer:
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._ranks = ranks
         device = device_named(config.model.device)
-        self._model = load_model(model_dir, dtype=config.model.dtype, device=device, ranks=ranks)
+        # engines may have the device now; shards are made there, and leave it at once
+        alone = config.trainer.colocated and ranks.world_size == 1
+        self._model = load_model(
+            model_dir,
+            dtype=config.model.dtype,
+            device=torch.device("cpu") if alone else device,
+            ranks=ranks,
+        )
         self._model.recompute_activations("activations" in config.trainer.save_memory)
         self._parameters = sum(parameter.numel() for parameter in self._model.parameters())
         trainer = config.trainer
@@ -97,12 +106,17 @@ class Trainer:
             weight_decay=trainer.weight_decay,
             offload="optimizer" in trainer.save_memory,
         )
-        self._passes = Passes(self._model, self._ranks, micro_tokens=trainer.micro_tokens)
+        self._residence = Residence(self._model, self._optimizer, device, on_device=not alone)
+        self._passes = Passes(
+            self._model, self._ranks, micro_tokens=trainer.micro_tokens, device=device
+        )
         published: torch.dtype = getattr(torch, config.published_dtype)
         self._publisher = WeightPublisher(
             self._model, self._ranks, dtype=published, device=device, directory=run_dir / "weights"
         )
         self._reference: list[torch.Tensor] | None = None
+        if trainer.colocated and not alone:
+            self._residence.leave(self._reference)
         self._step = 0
         self._parts_done = 0
         self._writer: threading.Thread | None = None
@@ -122,6 +136,7 @@ class Trainer:
         rank is given the same transcripts. See `warmup`.
         """
         config = self._config
+        self._residence.enter(self._reference)
         # a model from scratch learns the language of the observations, too
         scratch = config.model.scratch is not None
         return warm_up(
@@ -180,6 +195,7 @@ class Trainer:
 
     def _train(self, batch: Batch) -> Trained:
         started = time.perf_counter()
+        self._residence.enter(self._reference)
         rows = self._rows(batch)
         if self._config.algorithm.kl and self._reference is None:
             self._reference = clone_parameters(self._model)
@@ -213,6 +229,7 @@ class Trainer:
 
     def _measure(self, batch: Batch) -> Measured:
         """Measure ratios with a forward pass over the whole batch, without gradients."""
+        self._residence.enter(self._reference)
         ratios = group_ratios(
             self._passes,
             self._rows(batch),
@@ -259,6 +276,8 @@ class Trainer:
     def _publish(self, command: Publish) -> Published:
         started = time.perf_counter()
         manifest = self._publisher.publish(command)
+        if command.release:
+            self._residence.leave(self._reference)
         return Published(manifest=manifest, publish_s=time.perf_counter() - started)
 
     def _save(self, command: Save) -> Copied | Saved:

@@ -4,12 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.core.bindings import bind_all
+from rollweave.core.bindings import bind_all, bind_engine
 from rollweave.core.membership import first_engines
+from rollweave.core.state import State
 from rollweave.runtime.hosts.hosts import hosts_here
 from rollweave.runtime.launch import machine_of, train
+from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
+from rollweave.schema.events import EngineSlot
 from rollweave.schema.hosts import HostSlot
 
 LISTING = "".join(f"{index}, GPU-{index}, NVIDIA H20, 97871\n" for index in range(4))
@@ -54,6 +57,23 @@ def test_ranks_and_engines_share_the_gpus_of_one_machine(tmp_path: Path) -> None
     serving, none, _ = bind_all(auto, first_engines(auto), machine, trainer=False)
     assert [engine.devices for engine in serving] == [(0,), (1,), (2,)]
     assert none == ()
+
+
+def test_colocated_engines_have_the_gpus_of_the_ranks(tmp_path: Path) -> None:
+    data = config(tmp_path).model_dump()
+    data["trainer"]["colocated"], data["rollout"]["mode"] = True, "sync"
+    run = RunConfig.model_validate(data)
+    machine = machine_of(run, relays=0, inproc=False)
+    engines, ranks, unbound = bind_all(run, first_engines(run), machine)
+    assert [rank.devices for rank in ranks] == [(0,), (1,)]
+    assert [engine.devices for engine in engines] == [(0,), (1,), (2,)]
+    assert unbound == []
+    state = State()
+    state.hosts.up = {host.number: host for host in machine}
+    state.hosts.ranks = list(ranks)
+    more = bind_engine(run, state, EngineSlot(id=EngineId("e3")))
+    assert more is not None
+    assert more.devices == (0,)
 
 
 def test_a_pool_without_gpus_is_used_by_auto_alone(tmp_path: Path) -> None:

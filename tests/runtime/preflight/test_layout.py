@@ -250,6 +250,30 @@ def test_each_memory_holds_the_parts_of_the_processes_that_use_it(
     assert found == needed
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_of_processes_that_take_turns_the_larger_counts(device: str) -> None:
+    """On a GPU, the trainer's state is in the host's memory while the engines have it."""
+    text = '[run]\nname = "r"\n[model.scratch]\n[[tasks]]\nenv = "nim"\n'
+    overrides = ["rollout.mode=sync", f"model.device={device}", "engines.kv_tokens=2097152"]
+    hosts = {"a": host(int(device == "cuda"))}
+    apart, problems = laid_out(loads(text, overrides), hosts)
+    in_turn, more = laid_out(loads(text, [*overrides, "trainer.colocated=true"]), hosts)
+    assert problems == more == []
+    rank, engine = (
+        next(one for one in in_turn.processes if one.role == role)
+        for role in ("trainer rank", "engine")
+    )
+    kept = [part.what for part in rank.parts if part.on_device and not part.in_turn]
+    assert kept == (["CUDA"] if device == "cuda" else ["weights", "optimizer"])
+    given_back = sum(part.nbytes for part in rank.parts if part.in_turn)
+    assert 0 < given_back < sum(part.nbytes for part in engine.parts if part.in_turn)
+    assert apart.places[0].needed - in_turn.places[0].needed == given_back
+    if device == "cuda":
+        state = sum(part.nbytes for part in rank.parts if part.what in ("weights", "optimizer"))
+        assert in_turn.places[1].needed - apart.places[1].needed == state
+        assert in_turn.places[0].largest()[1].what == "KV cache"
+
+
 def test_workers_are_laid_out_in_their_pool() -> None:
     run = config("workers.count=3", "workers.pool=roll")
     layout, problems = laid_out(run, {"a": host(2, T=1), "b": host(2, R=1)})

@@ -82,6 +82,10 @@ CASES = [
         ["pools.far.resource=a", "pools.far.site=b", "sim.model=qwen3-8b", "engines.pool=far"],
         "pools.far.site has no effect without [cluster], got b",
     ),
+    (
+        ["rollout.mode=sync", "trainer.colocated=true", "ablation.without=['staging']"],
+        "ablation.without has no effect for staging with trainer.colocated, got staging",
+    ),
     (["eval.episodes=3"], "eval.episodes has no effect while eval.every is 0"),
     (["eval.stop_at=0.5"], "eval.stop_at has no effect while eval.every is 0"),
     (
@@ -113,6 +117,7 @@ USED = [
     ["rollout.group_size=6"],
     ["trainer.save_memory=['optimizer']"],
     ["model.device=cpu", "trainer.save_memory=['activations']"],
+    ["rollout.mode=sync", "trainer.colocated=true"],
 ]
 DEFAULTS = ["rollout.mode=sync", "rollout.alpha=1", "eval.episodes=64", "tasks.0.weight=1"]
 
@@ -172,7 +177,7 @@ def _fields(model: type[BaseModel]) -> Iterator[tuple[type[BaseModel], str, Fiel
 
 def test_there_are_few_settings_and_each_has_a_sentence() -> None:
     of_clusters = ("cluster.", "pools.", "sim.pools.", "workers.", "trainer.save_memory")
-    of_clusters += ("sandbox.cache_", "sandbox.mirror")
+    of_clusters += ("sandbox.cache_", "sandbox.mirror", "trainer.colocated")
     keys = [
         key
         for key in settings_of(RunConfig)

@@ -273,6 +273,29 @@ def test_a_former_key_in_a_file_is_one_line() -> None:
     assert problems(text) == ["my.toml: rollout.env_stepping is now ablation.without"]
 
 
+def test_a_former_value_names_the_key_that_replaces_it() -> None:
+    assert problems(GOOD, 'ablation.without=["disaggregation"]') == [
+        "my.toml: ablation.without disaggregation is now trainer.colocated"
+    ]
+
+
+def test_only_a_run_of_one_host_that_stops_to_train_is_colocated() -> None:
+    problem = "my.toml: trainer.colocated must be false"
+    text = GOOD.replace("[run]", "[trainer]\ncolocated = true\n[run]")
+    sync = ("rollout.mode=sync", "rollout.alpha=1")
+    assert problems(text) == [
+        f"{problem} unless rollout.mode is sync, which alone does not train while it rolls out, "
+        "got mode partial"
+    ]
+    assert problems(text, *sync, "weights.relays=1") == [f"{problem} with weights.relays, got 1"]
+    assert problems(text, *sync, "cluster={address='127.0.0.1:0', hosts=1}") == [
+        f"{problem} with [cluster]: it is for the GPUs of one host, got true"
+    ]
+    assert problems(text, *sync, "allocation={budget=2}")[0].startswith(
+        f"{problem} with [allocation], got true"
+    )
+
+
 @pytest.mark.parametrize("key", sorted(FORMER))
 def test_former_keys_are_gone_and_their_successors_exist(key: str) -> None:
     keys = settings_of(RunConfig)

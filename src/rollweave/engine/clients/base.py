@@ -89,8 +89,11 @@ class EngineBackend(Protocol):
         Unknown ids are ignored.
         """
 
-    async def suspend(self) -> Suspended:
-        """Stop before the next step. Requests stay, and new ones queue."""
+    async def suspend(self, *, release: bool = False) -> Suspended:
+        """Stop before the next step. Requests stay, and new ones queue. With `release`,
+        which engines behind other servers refuse, the memory of weights and KV is given
+        back until weights are loaded.
+        """
 
     def resume(self) -> None:
         """Continue after `suspend`."""

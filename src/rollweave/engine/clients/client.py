@@ -158,8 +158,8 @@ class EngineClient:
     def _new_id(self) -> str:
         return f"kv{next(self._numbers)}"
 
-    async def suspend(self) -> Suspended:
-        return await self._request(Suspend(), self._suspending, "suspend")
+    async def suspend(self, *, release: bool = False) -> Suspended:
+        return await self._request(Suspend(release=release), self._suspending, "suspend")
 
     def resume(self) -> None:
         self._link.send(Resume())

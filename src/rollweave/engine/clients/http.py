@@ -222,7 +222,7 @@ class HttpEngine:
             uptime_s=time.monotonic() - self._started_at,
         )
 
-    async def suspend(self) -> Suspended:
+    async def suspend(self, *, release: bool = False) -> Suspended:
         self._refuse(EngineError, "suspended")
 
     def resume(self) -> None:

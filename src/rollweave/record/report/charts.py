@@ -23,6 +23,7 @@ ENGINE_CAUSES = {
     "reward": "--orange",
     "window": "--purple",
     "weights": "--red",
+    "training": "--olive",
     "starting": "--gray",
 }
 TRAINER_CAUSES = {

@@ -197,6 +197,7 @@ LEGENDS = {
     "reward": "waiting for rewards",
     "window": "nothing to start: enough trajectories are in flight",
     "weights": "loading new weights",
+    "training": "waiting for a step that is trained on their devices",
     "starting": "starting and warm-up",
     "batch": "waiting for a batch",
     "measuring": "measuring the buffered trajectories",

@@ -100,7 +100,27 @@ class Place(Struct, frozen=True, kw_only=True):
 
     @property
     def needed(self) -> int:
-        return sum(self.need_of(user) for user in self.users)
+        """The memory that all users need. Of ranks and engines that take turns, those that
+        need more count.
+        """
+        turns = self._turns()
+        steady = sum(self.need_of(user) for user in self.users) - sum(turns.values())
+        return steady + max(turns.values(), default=0)
+
+    def _turns(self) -> dict[str, int]:
+        """Return what the processes of each role need here in turn."""
+        turns: dict[str, int] = {}
+        for user in self.users:
+            nbytes = sum(part.nbytes for part in self._parts_of(user) if part.in_turn)
+            share = nbytes // (1 if self.device is None else max(1, len(user.devices)))
+            turns[user.role] = turns.get(user.role, 0) + share
+        return turns
+
+    def _parts_of(self, process: Process) -> Iterator[Part]:
+        """Yield what the process needs here."""
+        for part in process.parts:
+            if (process.on_gpu and part.on_device) == (self.device is not None):
+                yield part
 
     @property
     def share(self) -> float:
@@ -112,11 +132,13 @@ class Place(Struct, frozen=True, kw_only=True):
 
     def largest(self) -> tuple[Process, Part]:
         """Return the part that needs the most memory, and a process that has it."""
+        turns = self._turns()
+        most = max(turns, key=lambda role: turns[role])
         sizes: dict[tuple[str, str], int] = {}
         examples: dict[tuple[str, str], tuple[Process, Part]] = {}
         for process in self.users:
-            for part in process.parts:
-                if (process.on_gpu and part.on_device) == (self.device is not None):
+            for part in self._parts_of(process):
+                if not part.in_turn or process.role == most:
                     key = process.role, part.what
                     sizes[key] = sizes.get(key, 0) + part.nbytes
                     examples.setdefault(key, (process, part))

@@ -8,6 +8,9 @@ of one operation are allowed for by constants, which were not measured on a GPU.
 """
 
 import dataclasses
+from collections.abc import Iterator, Sequence
+
+from msgspec.structs import replace
 
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
@@ -54,12 +57,14 @@ segments.
 class Part(Struct, frozen=True, kw_only=True):
     """One use of memory by a process: GPU memory if `on_device` and it runs on a GPU.
 
-    `knob` is the setting that changes it most directly.
+    `knob` is the setting that changes it most directly. `in_turn`: in a colocated run, it
+    is given back while ranks or engines, the others, have the devices.
     """
 
     what: str
     nbytes: int
     on_device: bool = True
+    in_turn: bool = False
     knob: str
 
 
@@ -131,7 +136,21 @@ def rank_parts(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Part]
     )
     if rank == 0:
         parts.append(_versions(config, shape))
+    if trainer.colocated:
+        parts = list(_rank_in_turn(parts, on_gpu=on_gpu))
     return [*parts, *_process(config, knob="trainer.ranks")]
+
+
+def _rank_in_turn(parts: Sequence[Part], *, on_gpu: bool) -> Iterator[Part]:
+    """Yield the parts of a rank whose devices the engines have in turn: its state is in
+    the host's memory then.
+    """
+    state = ("weights", "optimizer", "reference")
+    for part in parts:
+        yield replace(part, in_turn=part.on_device and (on_gpu or part.what not in state))
+    if on_gpu:
+        nbytes = sum(part.nbytes for part in parts if part.on_device and part.what in state)
+        yield Part(what="state in turn", nbytes=nbytes, on_device=False, knob="trainer.colocated")
 
 
 def engine_parts(config: RunConfig, shape: ModelShape, group: EngineConfig) -> list[Part]:
@@ -156,6 +175,8 @@ def engine_parts(config: RunConfig, shape: ModelShape, group: EngineConfig) -> l
                 knob="engines.kv_tokens",
             )
         )
+    if config.trainer.colocated:
+        parts = [replace(part, in_turn=True) for part in parts]
     return [*parts, *_process(config, knob="engines.count")]
 
 

@@ -132,7 +132,7 @@ class EngineSupervisor:
         return engine.link if engine is not None else None
 
     def suspend(self, command: SuspendEngine) -> None:
-        self._tasks.spawn(self._suspend(command.engine_id), f"suspend {command.engine_id}")
+        self._tasks.spawn(self._suspend(command), f"suspend {command.engine_id}")
 
     def stage(self, command: StageWeights) -> None:
         self._tasks.spawn(self._stage(command), f"stage {command.engine_id}")
@@ -212,12 +212,13 @@ class EngineSupervisor:
         self._trace.instant(ENGINES, engine.name, "lost", self._clock())
         self._post(EngineLost(engine_id=engine.slot.id, epoch=engine.epoch, error=str(error)))
 
-    async def _suspend(self, engine_id: EngineId) -> None:
+    async def _suspend(self, command: SuspendEngine) -> None:
+        engine_id = command.engine_id
         engine = self._engines.get(engine_id)
         if engine is None or engine.link is None:
             return  # the event of its loss follows
         try:
-            await engine.link.suspend()
+            await engine.link.suspend(release=command.release)
         except EngineError:
             return  # likewise
         self._post(EngineSuspended(engine_id=engine_id, epoch=engine.epoch))

@@ -308,7 +308,12 @@ class TrainerSupervisor:
             if command.from_checkpoint is not None:
                 await self._restore(backend, command.from_checkpoint)
             reply = await backend.ask(
-                Publish(version=command.version, weights_id=command.weights_id, keep=command.keep)
+                Publish(
+                    version=command.version,
+                    weights_id=command.weights_id,
+                    keep=command.keep,
+                    release=command.release,
+                )
             )
             if not isinstance(reply, Published):
                 raise TrainerLostError(

@@ -99,6 +99,8 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, object]]:
     relayed = config.weights.relays or config.cluster is not None
     if "deltas" in config.ablation.without and not relayed:
         yield "ablation.without", "for deltas while weights.relays is 0", "deltas"
+    if "staging" in config.ablation.without and config.trainer.colocated:
+        yield "ablation.without", "for staging with trainer.colocated", "staging"
     for name, pool in config.pools.items():
         if is_changed(pool, "site") and config.cluster is None:
             yield f"pools.{name}.site", "without [cluster]", pool.site

@@ -87,7 +87,7 @@ FORMER = {
     "serve.queue": "is gone: at most 10,000 rollouts wait",
     "serve.queue_mb": "is gone: unfinished requests use at most 1,024 MiB",
     "serve.token_env": "is gone: give `rollweave serve --token-env`",
-    "sim.colocated": "ablation.without",
+    "sim.colocated": "trainer.colocated",
     "sim.controller_s": "is gone: a simulated controller takes no time",
     "sim.profile": "sim.gpu",
     "sim.serverless": "is gone: simulated rewards are computed at once",
@@ -103,6 +103,9 @@ FORMER = {
     "weights.delta": "ablation.without",
 }
 """Settings of earlier versions: the one that replaces it, or why it is gone."""
+
+FORMER_VALUES = {("ablation.without", "disaggregation"): "trainer.colocated"}
+"""Settings and their values of earlier versions: the setting that replaces the value."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -270,8 +273,10 @@ def _line(
     where = tuple(part for part in detail["loc"])
     source = f"{OVERRIDES} (and {name})" if where in touched else name
     field = ".".join(map(str, where))
+    named = ".".join(part for part in where if isinstance(part, str))
+    if (now := FORMER_VALUES.get((named, str(detail["input"])))) is not None:
+        return f"{source}: {named} {detail['input']} is now {now}"
     if detail["type"] == "extra_forbidden":
-        named = ".".join(part for part in where if isinstance(part, str))
         if (now := FORMER.get(named)) is not None:
             return f"{source}: {field} {now if now.startswith('is gone') else f'is now {now}'}"
         return f"{source}: unknown key {field}{_suggestion(file, where)}"

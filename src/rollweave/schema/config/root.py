@@ -202,7 +202,7 @@ class RunConfig(Section):
             raise ValueError(
                 f"weights.relays must be at most the engines ({engines}), got {self.weights.relays}"
             )
-        if "disaggregation" in self.ablation.without:
+        if self.trainer.colocated:
             self._check_colocated()
         longest = self.max_tokens
         for group in self.engines:
@@ -333,16 +333,19 @@ class RunConfig(Section):
         return self.ablation.placement or POLICIES[self.rollout.scheduling][1]
 
     def _check_colocated(self) -> None:
-        """Check that engines and trainer can share the same simulated GPUs in turn."""
-        problem = "ablation.without must not have disaggregation"
-        if self.sim is None:
-            raise ValueError(f"{problem} without [sim], got none")
-        if self.weights.relays:
-            raise ValueError(f"{problem} with weights.relays, got {self.weights.relays}")
+        """Check that engines and trainer can take turns on the same devices."""
+        problem = "trainer.colocated must be false"
         if self.rollout.mode is not ModeName.SYNC:
             raise ValueError(
-                f"{problem} unless rollout.mode is sync, got mode {self.rollout.mode.value}"
+                f"{problem} unless rollout.mode is sync, which alone does not train while it "
+                f"rolls out, got mode {self.rollout.mode.value}"
             )
+        if self.weights.relays:
+            raise ValueError(f"{problem} with weights.relays, got {self.weights.relays}")
+        if self.cluster is not None:
+            raise ValueError(f"{problem} with [cluster]: it is for the GPUs of one host, got true")
+        if self.allocation is not None:
+            raise ValueError(f"{problem} with [allocation], got true")
 
     def _check_allocation(self, allocation: AllocationConfig) -> None:
         if max(allocation.degrees) > allocation.budget:

@@ -242,7 +242,6 @@ Mechanism = Literal[
     "deltas",
     "staging",
     "prefix_cache",
-    "disaggregation",
 ]
 
 
@@ -267,9 +266,7 @@ class AblationConfig(Section):
         "slowest one before each turn), reward_overlap (rewards wait until the whole "
         "batch is rolled out), repack (mode decoupled: the tail of an engine's batch "
         "stays), deltas (relays send whole weights), staging (engines stop while they "
-        "receive new weights), prefix_cache (an engine forgets finished turns), "
-        "disaggregation (a simulated trainer takes turns with the engines on the same GPUs; "
-        "mode sync).",
+        "receive new weights), prefix_cache (an engine forgets finished turns).",
     )
 
     @model_validator(mode="after")
@@ -376,6 +373,11 @@ class TrainerConfig(Section):
     )
     pool: str | None = Field(
         None, description="Pool of hosts on which the trainer's ranks run; any host if unset."
+    )
+    colocated: Flag = Field(
+        False,
+        description="The trainer and the engines take turns on the same devices, and each gives "
+        "its memory back to the other (mode sync).",
     )
     lr: Positive = Field(1e-5, description="Peak learning rate.")
     final_lr: Share = Field(

@@ -74,6 +74,7 @@ class Setup(Struct, frozen=True, kw_only=True):
     serverless: bool = False  # rewards on a serverless platform, without `judges`
     policies: tuple[str, ...] = ()  # of [ablation]
     without: tuple[str, ...] = ()  # of [ablation]
+    colocated: bool = False  # trainer and engines take turns on the same GPUs
     rollout: Mapping[str, Any] = {}  # further settings of [rollout]
     # degrees from which the core chooses after each step; if empty, all have `tp`
     degrees: tuple[int, ...] = ()
@@ -127,6 +128,7 @@ class Setup(Struct, frozen=True, kw_only=True):
                 "allocation": {"budget": self.rollout_gpus, "degrees": self.degrees}
                 if self.degrees
                 else None,
+                "trainer": {"colocated": self.colocated},
                 "ablation": {"policies": self.policies, "without": self.without},
                 "eval": {"final_episodes": 0},
                 "watchdog": {

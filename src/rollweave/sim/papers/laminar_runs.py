@@ -277,6 +277,7 @@ def config_of(
         slots=CONCURRENCY,
         rollout={"engine_batch": concurrency} if system == "Laminar" else {},
         without=_without(system, repack=repack),
+        colocated=system == "verl",
         relayed=system == "Laminar",
     )
     config = setup.config(steps=steps)
@@ -287,7 +288,7 @@ def config_of(
 
 def _without(system: str, *, repack: bool) -> tuple[str, ...]:
     if system == "verl":
-        return ("disaggregation",)
+        return ()
     if system != "Laminar":
         return ("staging",)  # its engines stop for the whole synchronization
     return ("deltas",) if repack else ("deltas", "repack")

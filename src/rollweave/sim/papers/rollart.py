@@ -65,7 +65,7 @@ def monolithic(setup: Setup) -> Setup:
     Sync+ (§7.1, "a strengthened monolithic baseline" in §1).
     """
     gpus = setup.rollout_gpus + setup.trainer_gpus
-    return setup.but(rollout_gpus=gpus, trainer_gpus=gpus, without=("disaggregation",))
+    return setup.but(rollout_gpus=gpus, trainer_gpus=gpus, colocated=True)
 
 
 def scale(shrink: int, steps: int) -> str:
@@ -152,7 +152,7 @@ def modes(setup: Setup, steps: int) -> dict[str, Pace]:
     """
     alone, stopping = monolithic(setup), setup.but(without=("staging",))
     runs = {
-        "Sync": alone.but(without=(*alone.without, "free_stepping", "reward_overlap")),
+        "Sync": alone.but(without=("free_stepping", "reward_overlap")),
         "Sync+": alone,
         "One-off": stopping.but(mode="one_step"),
         "AReaL": stopping.but(mode="partial"),
