@@ -71,11 +71,17 @@ class RemoteExchange:
             self._report(MissImage(key=message.key))
 
     def serve(self, cache: ImageCache) -> None:
-        """Serve the images of the cache to other hosts. Raises OSError."""
+        """Serve the images of the cache to other hosts. Raises ImageError."""
         if not self._address:
             return
         token = secrets.token_hex(TOKEN_BYTES)
-        self._server = cache.serve(self._address, token)
+        try:
+            self._server = cache.serve(self._address, token)
+        except OSError as error:
+            raise ImageError(
+                f"the address of host {self._host} must be one on which it can listen, got "
+                f"{self._address}: {error.strerror or error}"
+            ) from error
         self._server.__enter__()
         self._peer = ImagePeer(host=self._host, url=self._server.url, token=token)
 
@@ -125,9 +131,8 @@ class Images:
             folder, mirror = cache_folder(self._config), self._config.mirror
             exchange: ImageExchange | None = self._exchange
             try:
-                cache = ImageCache(
-                    folder, limit_bytes=int(self._config.cache_gb * GIGABYTE), mirror=mirror
-                )
+                limit_bytes = max(1, int(self._config.cache_gb * GIGABYTE))
+                cache = ImageCache(folder, limit_bytes=limit_bytes, mirror=mirror)
                 if self._exchange is not None:
                     self._exchange.serve(cache)
             except OSError as error:

@@ -159,11 +159,11 @@ class ImageCache:
                 raise ImageError(f"image {archive} must not change while it is copied")
             blob.keep()
 
-    def unpack(self, digest: str) -> None:
+    def unpack(self, digest: str, cancellation: Cancellation) -> None:
         """Make the folder of an image from its archive. Raises SandboxError, also if there
         is no room for it; the image is held.
         """
-        self.images.path(digest)
+        self.images.path(digest, cancellation=cancellation)
         self._note_size(digest)
         self.make_room(0)
 

@@ -216,9 +216,8 @@ class ImageSupply:
                     return
                 if image.reference.archive is not None:
                     wait.what = "copying it into the cache"
-                    await self._hold_and(
-                        image.key, self._cache.add, image.reference.archive, image.key
-                    )
+                    add = functools.partial(self._cache.add, image.reference.archive, image.key)
+                    await self._store(image.key, add)
                     self._report_held(image.key, image.key)
                 else:
                     await self._from_elsewhere(image, wait, backend)
@@ -302,7 +301,7 @@ class ImageSupply:
             error = self._cache.fetch(digest, source, on_progress, self._cancellation)
             if error is None:
                 wait.what = "unpacking it"
-                self._cache.unpack(digest)
+                self._cache.unpack(digest, self._cancellation)
                 if image.reference.recipe is not None:
                     self._cache.images.remember(image.key, digest)
             return error
@@ -321,7 +320,7 @@ class ImageSupply:
             relative_to=reference.place,
         )
         wait.what = "unpacking it"
-        await self._call(self._holding, digest, functools.partial(self._cache.unpack, digest))
+        await self._store(digest, lambda: None)
         if self._mirror is not None and self._mirror.is_directory:
             # a mirror that this user cannot write serves as well
             with contextlib.suppress(OSError, SandboxError):
@@ -337,12 +336,14 @@ class ImageSupply:
         Path(mirror + BUILT).mkdir(parents=True, exist_ok=True)
         write_atomically(Path(mirror + BUILT + key), digest)
 
-    async def _hold_and(self, digest: str, add: Callable[..., None], *arguments: Any) -> None:
-        def obtain() -> None:
-            add(*arguments)
-            self._cache.unpack(digest)
+    async def _store(self, digest: str, prepare: Callable[[], object]) -> None:
+        """Unpack an image, after `prepare` has stored its archive."""
 
-        await self._call(self._holding, digest, obtain)
+        def store() -> None:
+            prepare()
+            self._cache.unpack(digest, self._cancellation)
+
+        await self._call(self._holding, digest, store)
 
     def _holding(self, digest: str, call: Callable[[], T]) -> T:
         """Call while the image is held; if that fails, nothing of the image stays."""

@@ -32,7 +32,7 @@ import msgspec
 from rollweave.package import DIRECTORY, VERSION
 from rollweave.sandbox import unpacking
 from rollweave.sandbox.base import DIGEST, MIB, Backend, Limits, SandboxSpec
-from rollweave.sandbox.blobs import Blobs, BlobWriter, check_digest, digest_of
+from rollweave.sandbox.blobs import Blobs, BlobWriter, Cancellation, check_digest, digest_of
 from rollweave.sandbox.layers import Copy, remove
 from rollweave.sandbox.stage import ensure_folder
 from rollweave.sandbox.temporary import remove_leftovers, temporary_folder
@@ -118,14 +118,14 @@ class Images:
             (folder / name).mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
 
-    def path(self, digest: str) -> str:
+    def path(self, digest: str, *, cancellation: Cancellation | None = None) -> str:
         """Return the folder of an image, for `SandboxSpec.image`; the image is fetched
         and unpacked if necessary. Raises SandboxError, ValueError.
         """
         root = self._folder / "roots" / check_digest(digest)
         if not root.is_dir():
             with self._new_folder() as folder:
-                unpack(self._blobs.get(digest), folder, self._bounds)
+                unpack(self._blobs.get(digest), folder, self._bounds, cancellation)
                 _rename_into_place(folder, root)
         return str(root)
 
@@ -301,15 +301,17 @@ def pack(folder: Path, out: BlobWriter, bounds: Bounds) -> None:
         raise SandboxError(f"image {folder} cannot be packed: {error}") from error
 
 
-def unpack(archive: Path, folder: Path, bounds: Bounds) -> None:
+def unpack(
+    archive: Path, folder: Path, bounds: Bounds, cancellation: Cancellation | None = None
+) -> None:
     """Unpack an archive into an empty folder, in a confined process. A failure leaves
-    the folder empty.
+    the folder empty, and so does a cancellation.
 
     Raises SandboxError if the archive is torn, reaches outside, or exceeds its bounds.
     """
     try:
         with archive.open("rb") as file:
-            error_text = _unpacked(file, folder, bounds)
+            error_text = _unpacked(file, folder, bounds, cancellation or Cancellation())
     except OSError as error:
         error_text = str(error)
     if error_text:
@@ -317,7 +319,7 @@ def unpack(archive: Path, folder: Path, bounds: Bounds) -> None:
         raise SandboxError(f"image {archive} cannot be unpacked: {error_text}")
 
 
-def _unpacked(archive: IO[bytes], folder: Path, bounds: Bounds) -> str:
+def _unpacked(archive: IO[bytes], folder: Path, bounds: Bounds, cancellation: Cancellation) -> str:
     """Unpack in a child process, and return why that failed; "" if it did not."""
     source = str(DIRECTORY.parent)
     code = (
@@ -342,7 +344,8 @@ def _unpacked(archive: IO[bytes], folder: Path, bounds: Bounds) -> str:
     ) as process:
         assert process.stdout is not None
         try:
-            output, in_time = _read(process.stdout.fileno(), time.monotonic() + bounds.seconds)
+            with cancellation.calling(process.kill):
+                output, in_time = _read(process.stdout.fileno(), time.monotonic() + bounds.seconds)
         finally:
             _end(process)
     if not in_time:

@@ -9,7 +9,7 @@ from typing import Any
 from rollweave.envs.base import Score
 from rollweave.envs.handlers.base import AgentHandler, Endpoint, Job, Tool
 from rollweave.envs.handlers.program import Outcome, Program
-from rollweave.envs.handlers.sandboxes import Sandboxes
+from rollweave.envs.handlers.sandboxes import StartsSandboxes
 from rollweave.rollout.gateway.server import Gateway
 from rollweave.schema.base import TaskId
 from rollweave.schema.chat import Message
@@ -46,7 +46,7 @@ async def scripted(script: Script, **session: Any) -> AsyncIterator[tuple[Gatewa
         yield gateway_, Scripted(client)
 
 
-def job(sandboxes: Sandboxes, **payload: Any) -> Job:
+def job(sandboxes: StartsSandboxes, **payload: Any) -> Job:
     return Job(
         task=Task(id=TaskId("t"), env="program", seed=1, payload=json.dumps(payload)),
         seed=1,

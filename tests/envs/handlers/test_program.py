@@ -16,6 +16,7 @@ from rollweave.envs.handlers.base import AgentHandler
 from rollweave.envs.handlers.program import Program
 from rollweave.envs.handlers.sandboxes import Sandboxes
 from rollweave.rollout.gateway.sessions import SessionLimits
+from rollweave.sandbox.base import Sandbox, SandboxSpec, Snapshot
 from rollweave.schema.errors import (
     ConfigError,
     RewardError,
@@ -528,3 +529,30 @@ async def test_the_agents_sdk_runs_unchanged_inside(sandboxes: Sandboxes) -> Non
         "2+3;2+3;",
     )
     assert [len(sequence.turns) for sequence in sequences] == [2, 2]
+
+
+class Refusing:
+    """Records the image of the sandbox that is requested, and starts none."""
+
+    def __init__(self) -> None:
+        self.images: list[str] = []
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        self.images.append(spec.image)
+        raise SandboxError("there is none")
+
+    async def branch(self, snapshot: Snapshot) -> Sandbox:
+        raise NotImplementedError
+
+
+async def test_a_task_may_name_its_image() -> None:
+    boxes, named = Refusing(), {"image": "usual.toml", "image_field": "picture"}
+    for payload in ({"picture": f"sha256:{'0' * 64}"}, {"picture": "own.tar"}, {"n": 1}):
+        handler = Program(command=["true"], score=BY_ANSWER, **named)  # type: ignore[arg-type]
+        with pytest.raises(SandboxError, match="there is none"):
+            await handler.init(job(boxes, **payload))
+    assert boxes.images == [f"sha256:{'0' * 64}", "own.tar", "usual.toml"]
+    with pytest.raises(ConfigError, match=r"options\.image_field: picture of a task: image must"):
+        await Program(command=["true"], score=BY_ANSWER, **named).init(  # type: ignore[arg-type]
+            job(boxes, picture="ubuntu:latest")
+        )

@@ -106,18 +106,18 @@ class WorkerSupervisor:
 
     def image_waits(self, host_name: Callable[[int], str]) -> list[Wait]:
         """Return the images that hosts wait for, each once a host."""
+        waits = [(worker, wait) for worker in self._workers for wait in worker.images]
         found: dict[tuple[str, int], Wait] = {}
-        for worker in self._workers:
-            for wait in sorted(worker.images, key=lambda wait: wait.behind):
-                name = host_name(worker.host)
-                found.setdefault(
-                    (wait.image, worker.host),
-                    Wait(
-                        component=f"image {wait.image}{f' on host {name}' if name else ''}",
-                        what=wait.what,
-                        since=wait.since + (worker.offset_s or 0.0),
-                    ),
-                )
+        for worker, wait in sorted(waits, key=lambda one: one[1].behind):
+            name = host_name(worker.host)
+            found.setdefault(
+                (wait.image, worker.host),
+                Wait(
+                    component=f"image {wait.image}{f' on host {name}' if name else ''}",
+                    what=wait.what,
+                    since=wait.since + (worker.offset_s or 0.0),
+                ),
+            )
         return list(found.values())
 
     def draw(self, command: DrawTask) -> None:
