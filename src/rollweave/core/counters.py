@@ -25,7 +25,7 @@ class SchedulingCounters(msgspec.Struct):
 
 
 class WeightCounters(msgspec.Struct):
-    """How relays and engines that served took new weights (RollArt Table 4)."""
+    """Transfers of new weights to relays and to serving engines (RollArt Table 4)."""
 
     updates: int = 0  # versions swapped in
     transfer_s: float = 0.0  # seconds in which engines received and verified versions

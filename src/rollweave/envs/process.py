@@ -52,7 +52,7 @@ class EnvProcess:
         Raises EnvError if it cannot be started.
         """
         self.lost = ""
-        """Why the process is gone; empty while it lives."""
+        """The reason of the loss; empty while the process lives."""
         self._answer: asyncio.Future[EnvReply] | None = None
         self._forget = forget
         try:

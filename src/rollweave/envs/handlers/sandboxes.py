@@ -158,7 +158,7 @@ class AttemptSandboxes:
         """`waiting` is entered while an image is waited for."""
         self._sandboxes, self._waiting = sandboxes, waiting
         self.image_error: ImageError | None = None
-        """Why an image could not be obtained."""
+        """The error of an image that could not be obtained."""
         self._leases: list[Lease] = []
         weakref.finalize(self, _close_all, self._leases)
 

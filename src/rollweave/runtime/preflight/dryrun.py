@@ -48,7 +48,7 @@ class Examination(Struct, frozen=True, kw_only=True):
     checks: list[Check]
     layout: Layout | None
     declared: Declared
-    """What the task domains declare."""
+    """The declarations of the task domains."""
 
 
 def examine(

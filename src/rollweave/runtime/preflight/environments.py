@@ -66,8 +66,8 @@ class Domain(Struct, frozen=True, kw_only=True):
 
 
 class Declared(Struct, frozen=True, kw_only=True):
-    """What the task domains of a run declare for its start: the words of a tokenizer from
-    scratch, and the images of their sandboxes.
+    """The declarations of the task domains that a run needs at its start: the words of
+    a tokenizer from scratch, and the images of their sandboxes.
     """
 
     words: tuple[str, ...] = ()

@@ -34,9 +34,9 @@ RULE = "neither end nor block the process that checks it"
 
 
 class Assignment(Struct, frozen=True, kw_only=True):
-    """What the process checks: the task domains from number `first` on, the functions of
-    `[buffer]`, or what all domains declare. It answers with one `Examined` for each
-    domain, and otherwise with a single one.
+    """The task of the process: to check the task domains from number `first` on or the
+    functions of `[buffer]`, or to return the declarations of all domains. It answers
+    with one `Examined` for each domain, and otherwise with a single one.
     """
 
     config: str
