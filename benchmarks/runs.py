@@ -12,6 +12,7 @@ from rollweave.record.rundir import RunDir
 from rollweave.record.summary import Summary
 from rollweave.record.trace import TRAINER
 from rollweave.runtime import launch
+from rollweave.runtime.processes import Programs
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
@@ -83,9 +84,7 @@ def recorded(
         yield made, run, measured
 
 
-def trained(
-    config: RunConfig, *, programs: launch.Programs | None = None
-) -> tuple[RunDir, MeasuredRun]:
+def trained(config: RunConfig, *, programs: Programs | None = None) -> tuple[RunDir, MeasuredRun]:
     """Train in the directory that `config` names.
 
     Raises RollweaveError where the run fails or is stopped.

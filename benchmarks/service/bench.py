@@ -26,7 +26,7 @@ from benchmarks.runs import trained
 from benchmarks.service import ablations as service_ablations
 from benchmarks.service import scaling as service_scaling
 from rollweave.engine.clients.transport import OnRetry
-from rollweave.runtime.launch import Programs
+from rollweave.runtime.processes import Programs
 from rollweave.schema.base import Struct
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.root import RunConfig

@@ -15,7 +15,7 @@ import msgspec
 
 from rollweave.core.state import State, WorkerStatus
 from rollweave.engine.clients.transport import OnRetry
-from rollweave.runtime.launch import Programs
+from rollweave.runtime.processes import Programs
 from rollweave.schema.base import Struct
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.loading import load

@@ -16,7 +16,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from rollweave.record.journal import Replay
 from rollweave.record.summary import Summary
-from rollweave.runtime.launch import Programs, train
+from rollweave.runtime.launch import train
+from rollweave.runtime.processes import Programs
 from rollweave.schema.config.loading import dumps, load
 from rollweave.schema.config.root import RunConfig
 from tests.engine.clients.echo_engine import process_state

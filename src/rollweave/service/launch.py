@@ -34,8 +34,9 @@ from rollweave.record.trace import SERVICE_LIMIT, Trace
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.runtime.episodes import Episodes
 from rollweave.runtime.hosts.hosts import hosts_here
-from rollweave.runtime.launch import Processes, Programs, machine_of, torn
+from rollweave.runtime.launch import machine_of, torn
 from rollweave.runtime.loopwatch import watched
+from rollweave.runtime.processes import Processes, Programs
 from rollweave.runtime.pump import RunClock
 from rollweave.runtime.recover import Beginning, model_dir, recover, settle
 from rollweave.runtime.serving import ServiceWorld

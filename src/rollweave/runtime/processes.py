@@ -1,0 +1,217 @@
+"""Start the processes of a run on its hosts: the engines, the trainer, rollout workers and
+the predictor of lengths.
+
+Only this module decides what runs in which process, with which environment. Relays are
+started by `runtime/links/relay.py`.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rollweave.core.policy.scheduling import scheduling
+from rollweave.engine.clients.client import EngineClient
+from rollweave.engine.clients.inproc import in_thread
+from rollweave.engine.clients.process import in_process
+from rollweave.record.rundir import RunDir
+from rollweave.runtime.hosts.hosts import Hosts
+from rollweave.runtime.links.trainer import (
+    ProcessTrainer,
+    ThreadTrainer,
+    TrainerBackend,
+    TrainerSpec,
+)
+from rollweave.runtime.links.worker import OnReport, ProcessWorker, WorkerLink
+from rollweave.runtime.recover import model_dir
+from rollweave.runtime.roles.group import WorkerPlace
+from rollweave.runtime.supervisors.predictor import OpenPredictor
+from rollweave.runtime.supervisors.predictor import in_process as predict_in_process
+from rollweave.runtime.supervisors.predictor import in_thread as predict_in_thread
+from rollweave.runtime.wiring import waiting_limit
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import BLOCK_TOKENS, TRAINER_THREADS, ModeName
+from rollweave.schema.events import EngineSlot
+from rollweave.schema.hosts import RankSlot
+from rollweave.schema.prediction import PredictorSpec
+from rollweave.schema.rollouts import WorkerSpec
+from rollweave.schema.serving import EngineSpec
+
+BACKSTOP = 2.0
+"""Ratio of our own time limits on a silent child to the core's: the core acts first, and
+gives its own reason.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Programs:
+    """The modules that the child processes run; tests replace them by smaller ones."""
+
+    engine: str = "rollweave.runtime.entrypoints.engine"
+    trainer: str = "rollweave.runtime.entrypoints.trainer"
+    relay: str = "rollweave.runtime.entrypoints.relay"
+    worker: str = "rollweave.runtime.entrypoints.worker"
+
+
+class Processes:
+    """Starts the engines, trainers, rollout workers and predictors of one run.
+
+    If a model from scratch does not exist yet, the first trainer builds it.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run: RunDir,
+        hosts: Hosts,
+        *,
+        words: tuple[str, ...],
+        inproc: bool,
+        programs: Programs,
+        on_ready: Callable[[], None],
+        version: int = -1,
+    ) -> None:
+        """`on_ready` is called whenever a trainer is ready.
+
+        `version` is the version that engines report for the model's own weights.
+        """
+        self._version = version
+        self._config, self._run, self._words, self._inproc = config, run, words, inproc
+        self._hosts = hosts
+        self._programs, self._on_ready = programs, on_ready
+        # placement by length rank, allocation and repacking need the measured cost of steps
+        self._profiles = (
+            scheduling(config.rollout, config.ablation).by_rank
+            or config.allocation is not None
+            or config.rollout.mode is ModeName.DECOUPLED
+        )
+        self.model_dir = model_dir(config, run)
+        self._model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self.model_dir.exists():
+            self._model_ready.set_result(None)
+
+    def engine(self, slot: EngineSlot, epoch: int) -> EngineClient:
+        """Start epoch `epoch` of an engine. Raises OSError."""
+        engine_id, watchdog = slot.id, self._config.watchdog
+        host = self._hosts.host(slot.host)
+        engines = self._config.engines[slot.group]
+        spec = EngineSpec(
+            id=engine_id,
+            model=str(self.model_dir),
+            device=self._config.model.device,
+            dtype=self._config.model.dtype,
+            threads=slot.degree,
+            max_slots=engines.max_slots,
+            kv_tokens=engines.kv_tokens,
+            block_tokens=BLOCK_TOKENS,
+            prefill_chunk_tokens=engines.prefill_chunk_tokens,
+            prefix_cache="prefix_cache" not in self._config.ablation.without,
+            deterministic=engines.deterministic,
+            version=self._version,
+            profile=self._profiles,
+            # not in a service, whose engines serve the model's own weights
+            released=self._config.trainer.colocated and self._version < 0,
+            kv_host=host.address,
+        )
+        if self._inproc:
+            # torch stays out of a controller that does not need it
+            from rollweave.engine.loop import EngineLoop
+
+            link = in_thread(spec, EngineLoop, model_ready=self._model_ready)
+        else:
+            log = self._run.logs / f"{engine_id}.log"
+            link = in_process(
+                spec,
+                module=self._programs.engine,
+                log=log,
+                env={**_threads(slot.degree), **host.environment(slot.devices)},
+                model_ready=self._model_ready,
+                spawn=host.spawn,
+            )
+        name = f"engine {engine_id}.{epoch}"
+        return EngineClient(
+            name, link, start_s=BACKSTOP * watchdog.start_s, reply_s=BACKSTOP * watchdog.weights_s
+        )
+
+    def trainer(self, epoch: int, fresh: bool, ranks: Sequence[RankSlot]) -> TrainerBackend:
+        """Start a trainer with these ranks. If it is `fresh`, it is not restored, and
+        warms up.
+
+        Raises OSError.
+        """
+        spec = TrainerSpec(
+            config=self._config.model_dump_json(),
+            model=str(self.model_dir),
+            run_dir=str(self._run.path),
+            words=self._words,
+            warm_up=fresh,
+        )
+        start_s = BACKSTOP * max(self._config.watchdog.start_s, self._config.watchdog.train_s)
+        if self._inproc:
+            from rollweave.runtime.entrypoints.trainer import build
+
+            return ThreadTrainer(spec, build, start_s=start_s, on_ready=self._trainer_ready)
+        return ProcessTrainer(
+            spec,
+            module=self._programs.trainer,
+            places=[self._rank(slot) for slot in ranks],
+            logs=self._run.logs,
+            start_s=start_s,
+            on_ready=self._trainer_ready,
+        )
+
+    def _rank(self, slot: RankSlot) -> WorkerPlace:
+        host = self._hosts.host(slot.host)
+        env = {**_threads(TRAINER_THREADS), **host.environment(slot.devices)}
+        return WorkerPlace(spawn=host.spawn, env=env, address=host.address)
+
+    def worker(self, worker_id: str, host_number: int, on_report: OnReport) -> WorkerLink:
+        """Start a rollout worker. Raises OSError."""
+        host = self._hosts.host(host_number)
+        is_cluster = self._config.cluster is not None
+        shared = {"host": host.name, "address": host.address} if is_cluster else {}
+        spec = WorkerSpec(
+            id=worker_id,
+            config=self._config.model_dump_json(),
+            model_dir=str(self.model_dir),
+            logs=str(self._run.logs / worker_id),
+            waiting_limit=waiting_limit(self._config),
+            **shared,
+        )
+        return ProcessWorker(
+            spec,
+            on_report,
+            spawn=host.spawn,
+            module=self._programs.worker,
+            log=self._run.logs / f"{worker_id}.log",
+            env=_threads(1),
+            start_s=BACKSTOP * self._config.watchdog.start_s,
+        )
+
+    def predictor(self) -> OpenPredictor:
+        """Return a function that starts the predictor of lengths.
+
+        The predictor `lm` uses the run's own model to embed text.
+        """
+        name = self._config.rollout.predictor
+        spec = PredictorSpec(
+            regressor=name, checkpoint=str(self.model_dir) if name == "lm" else None
+        )
+        return (
+            predict_in_thread(spec)
+            if self._inproc
+            else predict_in_process(spec, log=self._run.logs / "predictor.log")
+        )
+
+    def _trainer_ready(self) -> None:
+        if not self._model_ready.done():
+            self._model_ready.set_result(None)
+        self._on_ready()
+
+
+def _threads(count: int) -> Mapping[str, str]:
+    """Return the environment of a child that computes with `count` threads."""
+    return {
+        "OMP_NUM_THREADS": str(count),
+        "MKL_NUM_THREADS": str(count),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
