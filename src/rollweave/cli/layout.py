@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollweave.runtime.preflight.checks import human_bytes
-from rollweave.runtime.preflight.layout import COMFORT, RELAY, Layout, Place, Process
+from rollweave.runtime.preflight.layout import COMFORT, RELAY, Layout, Memory, Process
 from rollweave.runtime.preflight.memory import Part
 
 BAR = 10
@@ -27,9 +27,9 @@ def show_layout(layout: Layout, console: Console) -> None:
     console.print(_processes(layout))
     _title("memory of one process, estimated", console)
     console.print(_parts(layout))
-    if layout.places:
+    if layout.memories:
         _title("memory that all of them need", console)
-        console.print(_places(layout.places))
+        console.print(_memories(layout.memories))
         if any(part.in_turn for process in layout.processes for part in process.parts):
             console.print(
                 "\n[dim]Engines and trainer ranks take turns: of both, what needs more counts.[/]"
@@ -59,9 +59,9 @@ def _processes(layout: Layout) -> Table:
         table.add_column("GPU memory", justify="right", no_wrap=True)
     table.add_column("memory", justify="right", no_wrap=True)
     users = {
-        (place.host, place.device.index): len(place.users)
-        for place in layout.places
-        if place.device is not None
+        (memory.host, memory.device.index): len(memory.users)
+        for memory in layout.memories
+        if memory.device is not None
     }
     host = None
     for alike in _alike(layout.processes):
@@ -136,24 +136,24 @@ def _parts_of(process: Process, on_device: bool) -> tuple[Part, ...]:
     return tuple(part for part in process.parts if (process.on_gpu and part.on_device) == on_device)
 
 
-def _places(places: Sequence[Place]) -> Table:
+def _memories(memories: Sequence[Memory]) -> Table:
     table = _table("host")
     table.columns[0].no_wrap = True
     table.add_column("memory", no_wrap=True)
-    kinds = any(place.device is not None and place.device.kind for place in places)
+    kinds = any(memory.device is not None and memory.device.kind for memory in memories)
     if kinds:
         table.add_column("kind", overflow="fold")
     table.add_column("needed of all", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     table.add_column("", justify="right", no_wrap=True)
     host = None
-    for alike in _equal(places):
+    for alike in _equal(memories):
         first = alike[0]
         if host is not None and first.host != host:
             table.add_section()
         row = [escape(first.host) if first.host != host else ""]
         host = first.host
-        indices = [place.device.index for place in alike if place.device is not None]
+        indices = [memory.device.index for memory in alike if memory.device is not None]
         row.append(_gpus(indices) if indices else "host")
         if kinds:
             row.append(escape(_kind(first)))
@@ -168,8 +168,8 @@ def _places(places: Sequence[Place]) -> Table:
     return table
 
 
-def _kind(place: Place) -> str:
-    return "" if place.device is None else place.device.kind.removeprefix("NVIDIA ")
+def _kind(memory: Memory) -> str:
+    return "" if memory.device is None else memory.device.kind.removeprefix("NVIDIA ")
 
 
 def _table(first: str) -> Table:
@@ -194,14 +194,14 @@ def _alike(processes: Iterable[Process]) -> Iterator[list[Process]]:
     return (list(group) for _, group in itertools.groupby(processes, key))
 
 
-def _equal(places: Iterable[Place]) -> Iterator[list[Place]]:
+def _equal(memories: Iterable[Memory]) -> Iterator[list[Memory]]:
     """Group neighboring GPUs of a host that are equally full."""
 
-    def key(place: Place) -> tuple[object, ...]:
-        kind = place.device.kind if place.device is not None else None
-        return place.host, kind, place.nbytes, place.needed
+    def key(memory: Memory) -> tuple[object, ...]:
+        kind = memory.device.kind if memory.device is not None else None
+        return memory.host, kind, memory.nbytes, memory.needed
 
-    return (list(group) for _, group in itertools.groupby(places, key))
+    return (list(group) for _, group in itertools.groupby(memories, key))
 
 
 def _named(processes: Sequence[Process]) -> str:

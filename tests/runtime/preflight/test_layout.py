@@ -81,7 +81,7 @@ def test_every_process_is_where_the_run_would_start_it() -> None:
         ("b", "engine", "e1", "roll", (1,)),
         ("b", "engine", "e2", "roll", (0,)),
     ]
-    shared, own, memory = (place for place in layout.places if place.host == "b")
+    shared, own, memory = (one for one in layout.memories if one.host == "b")
     assert [user.name for user in shared.users] == ["e0", "e2"]
     assert shared.needed == 2 * own.needed
     assert len(memory.users) == 4
@@ -128,7 +128,7 @@ def test_a_policy_that_predicts_has_a_predictor_beside_the_controller() -> None:
 def test_hosts_of_a_cluster_are_not_known_before_they_join() -> None:
     run = config("cluster.hosts=2", "engines.count=2")
     layout = lay_out(run, SHAPE, None)
-    assert layout.places == ()
+    assert layout.memories == ()
     assert [(process.host, process.role) for process in layout.processes] == [
         ("10.0.0.1", "controller"),
         ("", "relay"),
@@ -146,7 +146,7 @@ def test_relays_on_one_machine_share_its_memory() -> None:
         "[engines]\ncount = 2\n"
     )
     layout = lay_out(run, SHAPE, this_machine(run))
-    (memory,) = layout.places
+    (memory,) = layout.memories
     assert len(memory.users) == len(layout.processes) == 6
     assert {process.host for process in layout.processes} == {"host 0", "host 1"}
 
@@ -197,7 +197,7 @@ def test_what_has_no_place_or_too_little_memory_is_refused(
 def test_a_full_gpu_and_shared_cores_are_warned_of() -> None:
     run = config("model.device=cuda")
     layout, _ = laid_out(run, {"a": host(1, T=1), "b": host(1, R=1)})
-    on_a = next(place for place in layout.places if place.host == "a")
+    on_a = next(one for one in layout.memories if one.host == "a")
     tight = host(1, T=1, cpus=0, gib=on_a.needed / GIB / 0.9)
     planned = described(run, {"a": tight, "b": host(1, R=1, gib=24)})
     checks = list(check_layout(run, lay_out(run, SHAPE, planned), planned))
@@ -245,7 +245,7 @@ def test_each_memory_holds_the_parts_of_the_processes_that_use_it(
                 needed[process.host, where] += part.nbytes
     found = {
         (place.host, None if place.device is None else place.device.index): place.needed
-        for place in layout.places
+        for place in layout.memories
     }
     assert found == needed
 
@@ -267,11 +267,11 @@ def test_of_processes_that_take_turns_the_larger_counts(device: str) -> None:
     assert kept == (["CUDA"] if device == "cuda" else ["weights", "optimizer"])
     given_back = sum(part.nbytes for part in rank.parts if part.in_turn)
     assert 0 < given_back < sum(part.nbytes for part in engine.parts if part.in_turn)
-    assert apart.places[0].needed - in_turn.places[0].needed == given_back
+    assert apart.memories[0].needed - in_turn.memories[0].needed == given_back
     if device == "cuda":
         state = sum(part.nbytes for part in rank.parts if part.what in ("weights", "optimizer"))
-        assert in_turn.places[1].needed - apart.places[1].needed == state
-        assert in_turn.places[0].largest()[1].what == "KV cache"
+        assert in_turn.memories[1].needed - apart.memories[1].needed == state
+        assert in_turn.memories[0].largest()[1].what == "KV cache"
 
 
 def test_workers_are_laid_out_in_their_pool() -> None:

@@ -90,8 +90,10 @@ class Process(Struct, frozen=True, kw_only=True):
         return sum(part.nbytes for part in self.parts if not (self.on_gpu and part.on_device))
 
 
-class Place(Struct, frozen=True, kw_only=True):
-    """A GPU, or the main memory of a machine, and the processes that use it."""
+class Memory(Struct, frozen=True, kw_only=True):
+    """The memory of a GPU, or the main memory of a machine if `device` is None, and the
+    processes that use it.
+    """
 
     host: str
     device: Device | None
@@ -151,7 +153,7 @@ class Layout(Struct, frozen=True, kw_only=True):
     """
 
     processes: tuple[Process, ...]
-    places: tuple[Place, ...]
+    memories: tuple[Memory, ...]
     unbound: tuple[Unbound, ...] = ()
 
 
@@ -246,7 +248,7 @@ def lay_out(config: RunConfig, shape: ModelShape, hosts: Sequence[PlannedHost] |
     processes.sort(key=lambda process: order.get(process.host, -1))
     return Layout(
         processes=tuple(processes),
-        places=tuple(_places(processes, hosts or ())),
+        memories=tuple(_memories(processes, hosts or ())),
         unbound=tuple(unbound),
     )
 
@@ -288,7 +290,7 @@ def check_fit(config: RunConfig, layout: Layout) -> Iterator[Check]:
     if problem := crowded(config, places):
         yield fail("trainer.ranks", problem)
     else:
-        yield from _check_memory(config, layout.places)
+        yield from _check_memory(config, layout.memories)
 
 
 class _Plan:
@@ -383,19 +385,19 @@ class _Plan:
         return tuple(device.index for host in (self._hosts or ())[:1] for device in host.devices)
 
 
-def _places(processes: Sequence[Process], hosts: Sequence[PlannedHost]) -> Iterator[Place]:
+def _memories(processes: Sequence[Process], hosts: Sequence[PlannedHost]) -> Iterator[Memory]:
     for machine in dict.fromkeys(host.machine for host in hosts):
         members = {host.name: host for host in hosts if host.machine == machine}
         users = [process for process in processes if process.host in members]
         first = next(iter(members.values()))
         for device in first.devices:
-            yield Place(
+            yield Memory(
                 host=machine,
                 device=device,
                 nbytes=device.memory_bytes,
                 users=tuple(user for user in users if device.index in user.devices),
             )
-        yield Place(host=machine, device=None, nbytes=first.memory_bytes, users=tuple(users))
+        yield Memory(host=machine, device=None, nbytes=first.memory_bytes, users=tuple(users))
 
 
 def _check_cores(layout: Layout, hosts: Sequence[PlannedHost]) -> Iterator[Check]:
@@ -414,16 +416,16 @@ def _check_cores(layout: Layout, hosts: Sequence[PlannedHost]) -> Iterator[Check
             yield warn("cores", f"{machine}: {text}, {threads} threads, share {count} cores")
 
 
-def _check_memory(config: RunConfig, places: Iterable[Place]) -> Iterator[Check]:
-    failed: dict[tuple[str, str], list[Place]] = {}
-    fullest: dict[bool, Place] = {}
-    for place in places:
-        on_device = place.device is not None
-        if place.nbytes and place.needed > place.nbytes:
-            process, part = place.largest()
-            failed.setdefault((_field(config, process, part), part.what), []).append(place)
-        elif on_device not in fullest or place.share > fullest[on_device].share:
-            fullest[on_device] = place
+def _check_memory(config: RunConfig, memories: Iterable[Memory]) -> Iterator[Check]:
+    failed: dict[tuple[str, str], list[Memory]] = {}
+    fullest: dict[bool, Memory] = {}
+    for memory in memories:
+        on_device = memory.device is not None
+        if memory.nbytes and memory.needed > memory.nbytes:
+            process, part = memory.largest()
+            failed.setdefault((_field(config, process, part), part.what), []).append(memory)
+        elif on_device not in fullest or memory.share > fullest[on_device].share:
+            fullest[on_device] = memory
     for (field, what), full in failed.items():
         process, _ = full[0].largest()
         need = sum(
@@ -442,18 +444,18 @@ def _check_memory(config: RunConfig, places: Iterable[Place]) -> Iterator[Check]
         )
     if failed:
         return
-    for on_device, place in fullest.items():
+    for on_device, memory in fullest.items():
         name = "GPU memory" if on_device else "memory"
-        text = f"about {human_bytes(place.needed)}"
-        if not place.nbytes:
+        text = f"about {human_bytes(memory.needed)}"
+        if not memory.nbytes:
             yield warn(name, f"{text}; the size of memory is unknown")
             continue
-        text += f" of {human_bytes(place.nbytes)} on {_where(place)}"
-        yield warn(name, f"{text}: tight") if place.share > COMFORT else ok(name, text)
+        text += f" of {human_bytes(memory.nbytes)} on {_where(memory)}"
+        yield warn(name, f"{text}: tight") if memory.share > COMFORT else ok(name, text)
 
 
-def _where(place: Place) -> str:
-    return place.host if place.device is None else f"GPU {place.device.index} of {place.host}"
+def _where(memory: Memory) -> str:
+    return memory.host if memory.device is None else f"GPU {memory.device.index} of {memory.host}"
 
 
 def _field(config: RunConfig, process: Process, part: Part) -> str:
