@@ -32,7 +32,7 @@ def show_layout(layout: Layout, console: Console) -> None:
         console.print(_memories(layout.memories))
         if any(part.in_turn for process in layout.processes for part in process.parts):
             console.print(
-                "\n[dim]Engines and trainer ranks take turns: of both, what needs more counts.[/]"
+                "\n[dim]Engines and trainer ranks take turns: the larger of their needs counts.[/]"
             )
     console.print("\n[dim]Not included: environments, their sandboxes, and rewards.[/]")
     if not known:

@@ -2,8 +2,8 @@
 `core/policy/binding` decides.
 
 Without [cluster] this machine is the only host, or, with `weights.relays`, stands for
-that many hosts with a relay each. In a colocated run engines and ranks are bound as if
-the others were not there, and so to the same devices.
+that many hosts with a relay each. In a colocated run, engines and ranks are bound
+independently of each other, and so to the same devices.
 """
 
 from collections.abc import Collection, Iterable, Sequence

@@ -16,8 +16,8 @@ def device_named(name: str) -> torch.device:
 
 
 def give_back_memory(device: torch.device) -> None:
-    """Give memory that was freed on the device back to it, so that other processes can
-    use it: allocators keep it otherwise.
+    """Return freed memory of the device to the system, so that other processes can use
+    it; allocators would keep it.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()

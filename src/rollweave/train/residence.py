@@ -1,5 +1,5 @@
-"""Where the trainer's state is: on its device, or in the host's memory while the engines
-have the device (colocated placement).
+"""The residence of the trainer's state: on its device, or in the host's memory while
+the engines have the device (colocated placement).
 
 On a CPU the two are the same memory: only what a step has freed is given back.
 """

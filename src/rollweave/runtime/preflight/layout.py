@@ -102,8 +102,8 @@ class Memory(Struct, frozen=True, kw_only=True):
 
     @property
     def needed(self) -> int:
-        """The memory that all users need. Of ranks and engines that take turns, those that
-        need more count.
+        """The memory that all users need. Of ranks and engines that take turns, the
+        larger need counts.
         """
         turns = self._turns()
         steady = sum(self.need_of(user) for user in self.users) - sum(turns.values())

@@ -57,8 +57,9 @@ segments.
 class Part(Struct, frozen=True, kw_only=True):
     """One use of memory by a process: GPU memory if `on_device` and it runs on a GPU.
 
-    `knob` is the setting that changes it most directly. `in_turn`: in a colocated run, it
-    is given back while ranks or engines, the others, have the devices.
+    `knob` is the setting that changes it most directly. If `in_turn`, the memory of a
+    rank is given back while the engines have the devices, and that of an engine while
+    the ranks have them (colocated runs).
     """
 
     what: str
@@ -142,8 +143,8 @@ def rank_parts(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Part]
 
 
 def _rank_in_turn(parts: Sequence[Part], *, on_gpu: bool) -> Iterator[Part]:
-    """Yield the parts of a rank whose devices the engines have in turn: its state is in
-    the host's memory then.
+    """Yield the parts of a rank in a colocated run: its state is in the host's memory
+    while the engines have the devices.
     """
     state = ("weights", "optimizer", "reference")
     for part in parts:

@@ -337,7 +337,7 @@ class RunConfig(Section):
         problem = "trainer.colocated must be false"
         if self.rollout.mode is not ModeName.SYNC:
             raise ValueError(
-                f"{problem} unless rollout.mode is sync, which alone does not train while it "
+                f"{problem} unless rollout.mode is sync, the only one that does not train while it "
                 f"rolls out, got mode {self.rollout.mode.value}"
             )
         if self.weights.relays:
