@@ -89,9 +89,12 @@ def test_the_ray_job_has_the_fields_that_kuberay_documents() -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_relative_links_have_targets(path: Path) -> None:
-    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text())
-    local = [link for link in links if "://" not in link and not link.startswith("mailto:")]
-    assert [link for link in local if not (path.parent / link).exists()] == []
+    for link, heading in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", path.read_text()):
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        target = path.parent / link if link else path
+        assert target.exists(), link
+        assert not heading or heading in anchors(target), f"{link}#{heading}"
 
 
 def test_the_readme_names_every_command_and_extra() -> None:
@@ -108,6 +111,12 @@ def fenced(path: Path, language: str) -> list[str]:
     """Return the code blocks of a page in this language; "" stands for terminals."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
     return [block for of, block in blocks if of == language]
+
+
+def anchors(path: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def spans(path: Path) -> list[str]:
