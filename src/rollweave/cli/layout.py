@@ -95,7 +95,7 @@ def _parts(layout: Layout) -> Table:
     table.add_column("of which", overflow="fold")
     kinds: dict[tuple[str, int], list[Process]] = {}
     for process in layout.processes:
-        kinds.setdefault((process.role, process.group), []).append(process)
+        kinds.setdefault((process.kind, process.group), []).append(process)
     for members in kinds.values():
         for on_device in (True, False):
             by_parts: dict[tuple[Part, ...], list[Process]] = {}
@@ -184,7 +184,7 @@ def _alike(processes: Iterable[Process]) -> Iterator[list[Process]]:
     def key(process: Process) -> tuple[object, ...]:
         return (
             process.host,
-            process.role,
+            process.kind,
             process.pool,
             process.group,
             process.device_bytes,
@@ -205,13 +205,13 @@ def _equal(memories: Iterable[Memory]) -> Iterator[list[Memory]]:
 
 
 def _named(processes: Sequence[Process]) -> str:
-    role = processes[0].role
+    kind = processes[0].kind
     names = [process.name for process in processes]
     if len(names) == 1:
-        return f"{role} {names[0]}".strip() if role != RELAY else role
-    if role == RELAY:
+        return f"{kind} {names[0]}".strip() if kind != RELAY else kind
+    if kind == RELAY:
         return f"{len(names)} relays"
-    return f"{role}s {_ranges(names)}"
+    return f"{kind}s {_ranges(names)}"
 
 
 def _devices(processes: Sequence[Process]) -> str:

@@ -42,7 +42,7 @@ def bind_all(
     trainer: bool = True,
 ) -> tuple[tuple[EngineSlot, ...], tuple[RankSlot, ...], list[Unbound]]:
     """Return the engines with their places, the places of the trainer's ranks, and the
-    roles without a place.
+    processes without a place.
 
     Ranks are placed only if the `trainer` runs on these hosts.
     """
@@ -54,9 +54,9 @@ def bind_all(
     unbound: list[Unbound] = []
     for demands in together:
         bindings, without = bind(demands, hosts)
-        places |= {binding.role: binding for binding in bindings}
+        places |= {binding.process: binding for binding in bindings}
         unbound += without
-    ranks = [places[demand.role] for demand in ranks_ if demand.role in places]
+    ranks = [places[demand.process] for demand in ranks_ if demand.process in places]
     return (
         tuple(_placed(slot, places[slot.id]) for slot in slots if slot.id in places),
         tuple(RankSlot(host=place.host, devices=place.devices) for place in ranks),
@@ -91,7 +91,9 @@ def crowded(config: RunConfig, places: Collection[tuple[object, tuple[int, ...]]
 
 
 def bind_engine(config: RunConfig, state: State, slot: EngineSlot) -> EngineSlot | None:
-    """Return the engine with its place beside all bound roles; None if there is none."""
+    """Return the engine with its place beside all bound processes; None if there is
+    none.
+    """
     hosts = list(state.hosts.up.values())
     bound = _bound(state, ranks=not config.trainer.colocated)
     bindings, _ = bind([_engine(config, slot, hosts)], hosts, bound)
@@ -101,17 +103,17 @@ def bind_engine(config: RunConfig, state: State, slot: EngineSlot) -> EngineSlot
 def bind_workers(
     config: RunConfig, hosts: Sequence[HostSlot], engines: Iterable[EngineSlot]
 ) -> tuple[tuple[WorkerSlot, ...], list[Unbound]]:
-    """Return the rollout workers with their places beside these engines, and the roles
-    without a place.
+    """Return the rollout workers with their places beside these engines, and the
+    processes without a place.
     """
-    bound = [Binding(role=slot.id, host=slot.host, devices=slot.devices) for slot in engines]
+    bound = [Binding(process=slot.id, host=slot.host, devices=slot.devices) for slot in engines]
     demands = [_worker(config, f"w{number}") for number in range(config.workers.count)]
     bindings, unbound = bind(demands, hosts, bound)
-    return tuple(WorkerSlot(id=place.role, host=place.host) for place in bindings), unbound
+    return tuple(WorkerSlot(id=place.process, host=place.host) for place in bindings), unbound
 
 
 def bind_worker(config: RunConfig, state: State, worker_id: str) -> int | None:
-    """Return the host for a worker beside all bound roles; None if there is none."""
+    """Return the host for a worker beside all bound processes; None if there is none."""
     hosts = list(state.hosts.up.values())
     bindings, _ = bind([_worker(config, worker_id)], hosts, _bound(state, ranks=True))
     return bindings[0].host if bindings else None
@@ -141,7 +143,7 @@ def _placed(slot: EngineSlot, place: Binding) -> EngineSlot:
 def _rank(config: RunConfig, rank: int, hosts: Sequence[HostSlot]) -> Demand:
     pools = config.pools_of(config.trainer.pool)
     return Demand(
-        role=f"{TRAINER} rank {rank}",
+        process=f"{TRAINER} rank {rank}",
         devices=1 if _on_gpus(config, hosts, pools) else 0,
         pools=pools,
         group=TRAINER,
@@ -152,19 +154,19 @@ def _engine(config: RunConfig, slot: EngineSlot, hosts: Sequence[HostSlot]) -> D
     group = config.engines[slot.group] if slot.group < len(config.engines) else None
     pools = config.pools_of(group.pool if group is not None else None)
     return Demand(
-        role=slot.id,
+        process=slot.id,
         devices=slot.degree if _on_gpus(config, hosts, pools) else 0,
         pools=pools,
     )
 
 
 def _worker(config: RunConfig, worker_id: str) -> Demand:
-    return Demand(role=worker_id, devices=0, pools=config.pools_of(config.workers.pool))
+    return Demand(process=worker_id, devices=0, pools=config.pools_of(config.workers.pool))
 
 
 def _on_gpus(config: RunConfig, hosts: Sequence[HostSlot], pools: tuple[str, ...]) -> bool:
-    """True if a role of these pools runs on GPUs. With device `auto` it runs on the CPU
-    if no host of its pools has a GPU.
+    """True if a process of these pools runs on GPUs. With device `auto` it runs on the
+    CPU if no host of its pools has a GPU.
     """
     if config.model.device == "auto" and pools:
         hosts = [host for host in hosts if set(pools) & set(host.pools)]
@@ -173,14 +175,14 @@ def _on_gpus(config: RunConfig, hosts: Sequence[HostSlot], pools: tuple[str, ...
 
 def _bound(state: State, *, ranks: bool) -> list[Binding]:
     engines = [
-        Binding(role=engine.id, host=engine.host, devices=engine.devices)
+        Binding(process=engine.id, host=engine.host, devices=engine.devices)
         for engine in state.engines.values()
         if engine.devices or not engine.draining
     ]
     own = [
-        Binding(role=f"{TRAINER} rank {rank}", host=slot.host, devices=slot.devices)
+        Binding(process=f"{TRAINER} rank {rank}", host=slot.host, devices=slot.devices)
         for rank, slot in enumerate(state.hosts.ranks)
         if slot.devices
     ]
-    workers = [Binding(role=worker.id, host=worker.host) for worker in state.workers.values()]
+    workers = [Binding(process=worker.id, host=worker.host) for worker in state.workers.values()]
     return [*engines, *workers, *(own if ranks else ())]

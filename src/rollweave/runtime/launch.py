@@ -275,7 +275,7 @@ class _Start:
         slots, ranks, unbound = bind_all(config, slots, hosts)
         workers, more = bind_workers(config, hosts, slots)
         if unbound or more:
-            raise ConfigError("\n".join(f"{one.role}: {one.reason}" for one in unbound + more))
+            raise ConfigError("\n".join(f"{one.process}: {one.reason}" for one in unbound + more))
         if problem := crowded(config, [(one.host, one.devices) for one in ranks if one.devices]):
             raise ConfigError(f"trainer.ranks {problem}")
         return beginning.first(

@@ -95,7 +95,7 @@ class SimHosts:
             return slots  # they are placed as on one machine
         placed, _, unbound = bind_all(self._config, slots, self.first, trainer=False)
         if unbound:
-            raise ConfigError(f"{unbound[0].role}: {unbound[0].reason}")
+            raise ConfigError(f"{unbound[0].process}: {unbound[0].reason}")
         users = Counter((slot.host, device) for slot in placed for device in slot.devices)
         for slot in placed:
             if any(users[slot.host, device] > 1 for device in slot.devices):

@@ -15,15 +15,15 @@ def host(number: int, devices: int, *pools: str, cpus: int = 8) -> HostSlot:
 
 
 def engine(number: int, devices: int = 1, *pools: str) -> Demand:
-    return Demand(role=f"e{number}", devices=devices, pools=pools)
+    return Demand(process=f"e{number}", devices=devices, pools=pools)
 
 
 def rank(number: int, devices: int = 1, *pools: str) -> Demand:
-    return Demand(role=f"rank {number}", devices=devices, pools=pools, group="trainer")
+    return Demand(process=f"rank {number}", devices=devices, pools=pools, group="trainer")
 
 
 def places(bindings: list[Binding]) -> dict[str, tuple[int, tuple[int, ...]]]:
-    return {binding.role: (binding.host, binding.devices) for binding in bindings}
+    return {binding.process: (binding.host, binding.devices) for binding in bindings}
 
 
 def test_each_role_gets_a_gpu_of_its_own() -> None:
@@ -48,7 +48,7 @@ def test_one_device_serves_all() -> None:
 def test_ranks_stay_together() -> None:
     hosts = [host(0, 8), host(1, 8)]
     bindings, _ = bind([engine(0), *(rank(n) for n in range(7)), engine(1)], hosts)
-    assert len({binding.host for binding in bindings if binding.role.startswith("rank")}) == 1
+    assert len({binding.host for binding in bindings if binding.process.startswith("rank")}) == 1
 
 
 def test_a_large_demand_finds_a_whole_host() -> None:
@@ -86,7 +86,7 @@ def test_a_pool_is_not_left_without_a_fallback() -> None:
     ],
 )
 def test_what_cannot_be_bound_is_named(demand: Demand, reason: str) -> None:
-    assert bind([demand], [host(0, 2, "H20")]) == ([], [Unbound(role="e0", reason=reason)])
+    assert bind([demand], [host(0, 2, "H20")]) == ([], [Unbound(process="e0", reason=reason)])
 
 
 def test_roles_on_the_cpu_are_spread_by_cores() -> None:
@@ -102,7 +102,7 @@ def test_equal_hosts_take_roles_on_the_cpu_in_turn() -> None:
 
 
 def test_bound_roles_keep_their_devices() -> None:
-    bound = [Binding(role="e0", host=0, devices=(0,)), Binding(role="e9", host=9)]
+    bound = [Binding(process="e0", host=0, devices=(0,)), Binding(process="e9", host=9)]
     bindings, _ = bind([engine(1)], [host(0, 2)], bound)
     assert places(bindings) == {"e1": (0, (1,))}
 
@@ -123,7 +123,7 @@ DEMANDS = st.lists(
     max_size=12,
 ).map(
     lambda drawn: [
-        Demand(role=f"r{n}", devices=devices, pools=tuple(pools[:count]), group="g" * (n % 2))
+        Demand(process=f"r{n}", devices=devices, pools=tuple(pools[:count]), group="g" * (n % 2))
         for n, (devices, pools, count) in enumerate(drawn)
     ]
 )
@@ -132,12 +132,15 @@ DEMANDS = st.lists(
 @given(HOSTS, DEMANDS)
 def test_every_binding_is_valid(hosts: list[HostSlot], demands: list[Demand]) -> None:
     bindings, unbound = bind(demands, hosts)
-    assert sorted([b.role for b in bindings] + [u.role for u in unbound]) == sorted(
-        demand.role for demand in demands
+    assert sorted([b.process for b in bindings] + [u.process for u in unbound]) == sorted(
+        demand.process for demand in demands
     )
-    by_number, by_role = {h.number: h for h in hosts}, {demand.role: demand for demand in demands}
+    by_number, by_process = (
+        {h.number: h for h in hosts},
+        {demand.process: demand for demand in demands},
+    )
     for binding in bindings:
-        demand, where = by_role[binding.role], by_number[binding.host]
+        demand, where = by_process[binding.process], by_number[binding.host]
         assert len(set(binding.devices)) == demand.devices == len(binding.devices)
         assert {*binding.devices} <= {*where.devices}
         assert binding.pool in ({*demand.pools} & {*where.pools} if demand.pools else {""})
@@ -146,7 +149,7 @@ def test_every_binding_is_valid(hosts: list[HostSlot], demands: list[Demand]) ->
         alone = all(users[binding.host, device] == 1 for device in binding.devices)
         assert alone or binding.shared or any(other.shared for other in bindings)
     for missing in unbound:
-        demand = by_role[missing.role]
+        demand = by_process[missing.process]
         assert not any(
             len(h.devices) >= demand.devices and (not demand.pools or {*demand.pools} & {*h.pools})
             for h in hosts
@@ -173,7 +176,7 @@ def test_a_rebinding_moves_nothing_that_is_bound(
     gone = data.draw(st.sampled_from(hosts)).number
     left = [h for h in hosts if h.number != gone]
     stay = [binding for binding in bindings if binding.host != gone]
-    moving = [d for d in demands if d.role not in {binding.role for binding in stay}]
+    moving = [d for d in demands if d.process not in {binding.process for binding in stay}]
     moved, _ = bind(moving, left, stay)
     assert not any(binding.host == gone for binding in moved)
     taken = {(b.host, device) for b in stay for device in b.devices}

@@ -69,7 +69,7 @@ def test_every_process_is_where_the_run_would_start_it() -> None:
     layout, problems = laid_out(run, {"a": host(2, T=2), "b": host(2, R=2)})
     assert problems == []
     assert [
-        (process.host, process.role, process.name, process.pool, process.devices)
+        (process.host, process.kind, process.name, process.pool, process.devices)
         for process in layout.processes
     ] == [
         ("10.0.0.1", "controller", "", "", ()),
@@ -97,7 +97,7 @@ def test_only_hosts_with_engines_keep_weights() -> None:
         return [
             process.host
             for process in layout.processes
-            if process.role == "relay"
+            if process.kind == "relay"
             and any(part.what == "published weights" for part in process.parts)
         ]
 
@@ -111,7 +111,7 @@ def test_engines_of_several_cores_are_refused_only_on_gpus() -> None:
     run = config("engines.degree=2", "pools.roll.fallback=[]")
     layout, problems = laid_out(run, {"a": host(1, T=1), "b": host(R=1)})
     assert problems == []
-    (engine,) = [process for process in layout.processes if process.role == "engine"]
+    (engine,) = [process for process in layout.processes if process.kind == "engine"]
     assert (engine.host, engine.devices, engine.threads) == ("b", (), 2)
     rule = "model.device: engines.degree must be 1 on auto (an embedded engine has one GPU), got 2"
     assert laid_out(run, {"a": host(1, T=1), "b": host(2, R=1)})[1] == [rule]
@@ -122,14 +122,14 @@ def test_engines_of_several_cores_are_refused_only_on_gpus() -> None:
 def test_a_policy_that_predicts_has_a_predictor_beside_the_controller() -> None:
     layout, _ = laid_out(config("rollout.scheduling=trajectory"), {"a": host(T=1)})
     predictor = layout.processes[1]
-    assert (predictor.host, predictor.role, predictor.name) == ("10.0.0.1", "predictor", "ridge")
+    assert (predictor.host, predictor.kind, predictor.name) == ("10.0.0.1", "predictor", "ridge")
 
 
 def test_hosts_of_a_cluster_are_not_known_before_they_join() -> None:
     run = config("cluster.hosts=2", "engines.count=2")
     layout = lay_out(run, SHAPE, None)
     assert layout.memories == ()
-    assert [(process.host, process.role) for process in layout.processes] == [
+    assert [(process.host, process.kind) for process in layout.processes] == [
         ("10.0.0.1", "controller"),
         ("", "relay"),
         ("", "relay"),
@@ -260,8 +260,8 @@ def test_of_processes_that_take_turns_the_larger_counts(device: str) -> None:
     in_turn, more = laid_out(loads(text, [*overrides, "trainer.colocated=true"]), hosts)
     assert problems == more == []
     rank, engine = (
-        next(one for one in in_turn.processes if one.role == role)
-        for role in ("trainer rank", "engine")
+        next(one for one in in_turn.processes if one.kind == kind)
+        for kind in ("trainer rank", "engine")
     )
     kept = [part.what for part in rank.parts if part.on_device and not part.in_turn]
     assert kept == (["CUDA"] if device == "cuda" else ["weights", "optimizer"])
@@ -278,7 +278,7 @@ def test_workers_are_laid_out_in_their_pool() -> None:
     run = config("workers.count=3", "workers.pool=roll")
     layout, problems = laid_out(run, {"a": host(2, T=1), "b": host(2, R=1)})
     assert problems == []
-    workers = [one for one in layout.processes if one.role == "worker"]
+    workers = [one for one in layout.processes if one.kind == "worker"]
     assert [(one.name, one.host, one.pool) for one in workers] == [
         ("w0", "b", "roll"),
         ("w1", "b", "roll"),

@@ -1,9 +1,9 @@
-"""Bind roles to hosts and their devices (RollArt §5.2).
+"""Bind processes to hosts and their devices (RollArt §5.2).
 
-Here a role is one process: an engine, a trainer rank or a worker. It gets devices that
-no other role has, in its pool or else in a fallback of the pool. If there are none, it
-shares the devices that the fewest roles use, in the first of these pools whose hosts
-are large enough.
+A process is an engine, a trainer rank or a worker. It gets devices that no other
+process has, in its pool or else in a fallback of the pool. If there are none, it shares
+the devices that the fewest processes use, in the first of these pools whose hosts are
+large enough.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,27 +13,28 @@ from rollweave.schema.hosts import HostSlot
 
 
 class Demand(Struct, frozen=True, kw_only=True):
-    """The need of a role: `devices` GPUs of one host, or none for a role on the CPU.
+    """The need of a process: `devices` GPUs of one host, or none for a process on the
+    CPU.
 
     `pools` are its pool and the fallbacks, in order of preference; without any, every
     host will do. Roles of one `group`, such as the ranks of a trainer, are bound to as
     few hosts as possible.
     """
 
-    role: str
+    process: str
     devices: int
     pools: tuple[str, ...] = ()
     group: str = ""
 
 
 class Binding(Struct, frozen=True, kw_only=True):
-    """The place of a role: the number of its host, and its GPUs there.
+    """The place of a process: the number of its host, and its GPUs there.
 
-    `shared` is true if another role already had one of these GPUs. `pool` is the pool
-    of the demand in which the place was found; empty if the demand names none.
+    `shared` is true if another process already had one of these GPUs. `pool` is the
+    pool of the demand in which the place was found; empty if the demand names none.
     """
 
-    role: str
+    process: str
     host: int
     devices: tuple[int, ...] = ()
     shared: bool = False
@@ -41,9 +42,9 @@ class Binding(Struct, frozen=True, kw_only=True):
 
 
 class Unbound(Struct, frozen=True, kw_only=True):
-    """A role without a place, and the reason."""
+    """A process without a place, and the reason."""
 
-    role: str
+    process: str
     reason: str
 
 
@@ -54,9 +55,10 @@ def bind(
     Roles that are `bound` already keep their places.
 
     Larger demands choose first, equal ones in order. Of the hosts with enough free
-    devices, a role takes the one with the most members of its group; then the one with
-    the fewest free devices, so that whole hosts remain for large demands. A role on the
-    CPU takes the host with the fewest roles per core, not counting those of groups.
+    devices, a process takes the one with the most members of its group; then the one
+    with the fewest free devices, so that whole hosts remain for large demands. A
+    process on the CPU takes the host with the fewest processes per core, not counting
+    those of groups.
     """
     order = list(demands)
     table = _Table(hosts, bound)
@@ -67,19 +69,19 @@ def bind(
         if isinstance(place, Unbound):
             unbound.append(place)
         else:
-            places[demand.role] = place
+            places[demand.process] = place
             table.take(place, demand.group)
-    return [places[demand.role] for demand in order if demand.role in places], unbound
+    return [places[demand.process] for demand in order if demand.process in places], unbound
 
 
 class _Table:
-    """The hosts, and the roles that are bound to them."""
+    """The hosts, and the processes that are bound to them."""
 
     def __init__(self, hosts: Sequence[HostSlot], bound: Iterable[Binding]) -> None:
         self._hosts = {host.number: host for host in hosts}
         self._ranks = {host.number: rank for rank, host in enumerate(hosts)}
         self._users = {(host.number, device): 0 for host in hosts for device in host.devices}
-        self._roles = dict.fromkeys(self._hosts, 0)
+        self._processes = dict.fromkeys(self._hosts, 0)
         self._groups: dict[str, dict[int, int]] = {}
         for binding in bound:
             self.take(binding, "")
@@ -89,7 +91,7 @@ class _Table:
         if binding.host not in self._hosts:
             return
         if not group:
-            self._roles[binding.host] += 1
+            self._processes[binding.host] += 1
         for device in binding.devices:
             if (binding.host, device) in self._users:
                 self._users[binding.host, device] += 1
@@ -105,14 +107,14 @@ class _Table:
             for pool, hosts in pools.items():
                 if hosts:
                     host = min(hosts, key=self._by_load)
-                    return Binding(role=demand.role, host=host.number, pool=pool)
+                    return Binding(process=demand.process, host=host.number, pool=pool)
             return self._unbound(demand)
         for pool, hosts in pools.items():
             with_room = [host for host in hosts if len(self._free(host)) >= demand.devices]
             if with_room:
                 host = min(with_room, key=lambda host: self._by_room(host, demand.group))
                 chosen = self._free(host)[: demand.devices]
-                return Binding(role=demand.role, host=host.number, devices=chosen, pool=pool)
+                return Binding(process=demand.process, host=host.number, devices=chosen, pool=pool)
         return self._shared(demand, pools)
 
     def _shared(self, demand: Demand, pools: Mapping[str, Sequence[HostSlot]]) -> Binding | Unbound:
@@ -131,7 +133,9 @@ class _Table:
             host.devices, key=lambda device: (self._users[host.number, device], device)
         )
         chosen = tuple(sorted(devices[: demand.devices]))
-        return Binding(role=demand.role, host=host.number, devices=chosen, shared=True, pool=pool)
+        return Binding(
+            process=demand.process, host=host.number, devices=chosen, shared=True, pool=pool
+        )
 
     def _uses(self, place: Binding) -> int:
         return sum(self._users[place.host, device] for device in place.devices)
@@ -144,7 +148,7 @@ class _Table:
             if demand.devices
             else f"there is no host {where}"
         )
-        return Unbound(role=demand.role, reason=reason)
+        return Unbound(process=demand.process, reason=reason)
 
     def _members(self, pool: str) -> list[HostSlot]:
         return [host for host in self._hosts.values() if pool in host.pools]
@@ -153,7 +157,7 @@ class _Table:
         return tuple(device for device in host.devices if not self._users[host.number, device])
 
     def _by_load(self, host: HostSlot) -> tuple[float, int]:
-        return self._roles[host.number] / max(1, host.cpus), self._ranks[host.number]
+        return self._processes[host.number] / max(1, host.cpus), self._ranks[host.number]
 
     def _by_room(self, host: HostSlot, group: str) -> tuple[int, int, int]:
         members = self._groups.get(group, {}).get(host.number, 0)

@@ -68,19 +68,19 @@ def empty_pools(pools: Mapping[str, PoolConfig], hosts: Iterable[Resources]) -> 
 
 
 def unserved(config: RunConfig, empty: Iterable[EmptyPool]) -> list[EmptyPool]:
-    """Return those of the `empty` pools that a role needs, since its fallbacks are
-    empty, too.
+    """Return those of the `empty` pools that are needed, since all of their fallbacks
+    are empty, too.
     """
     without = {pool.pool: pool for pool in empty}
-    roles = (
+    named = (
         config.trainer.pool,
         config.workers.pool,
         *(group.pool for group in config.engines),
     )
     needed = {
-        role
-        for role in roles
-        if role is not None and all(name in without for name in config.pools_of(role))
+        pool
+        for pool in named
+        if pool is not None and all(name in without for name in config.pools_of(pool))
     }
     return [pool for name, pool in without.items() if name in needed]
 

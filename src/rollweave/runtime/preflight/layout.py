@@ -64,11 +64,11 @@ class PlannedHost(Struct, frozen=True, kw_only=True):
 class Process(Struct, frozen=True, kw_only=True):
     """A process of the run. `host` is "" if it is not known yet.
 
-    `role` is its kind, `group` the index of an engine's section, and `threads` the
+    `kind` is what it does, `group` the index of an engine's section, and `threads` the
     number of threads with which it computes.
     """
 
-    role: str
+    kind: str
     name: str
     host: str
     pool: str = ""
@@ -110,12 +110,12 @@ class Memory(Struct, frozen=True, kw_only=True):
         return steady + max(turns.values(), default=0)
 
     def _turns(self) -> dict[str, int]:
-        """Return what the processes of each role need here in turn."""
+        """Return what the processes of each kind need here in turn."""
         turns: dict[str, int] = {}
         for user in self.users:
             nbytes = sum(part.nbytes for part in self._parts_of(user) if part.in_turn)
             share = nbytes // (1 if self.device is None else max(1, len(user.devices)))
-            turns[user.role] = turns.get(user.role, 0) + share
+            turns[user.kind] = turns.get(user.kind, 0) + share
         return turns
 
     def _parts_of(self, process: Process) -> Iterator[Part]:
@@ -135,13 +135,13 @@ class Memory(Struct, frozen=True, kw_only=True):
     def largest(self) -> tuple[Process, Part]:
         """Return the part that needs the most memory, and a process that has it."""
         turns = self._turns()
-        most = max(turns, key=lambda role: turns[role])
+        most = max(turns, key=lambda kind: turns[kind])
         sizes: dict[tuple[str, str], int] = {}
         examples: dict[tuple[str, str], tuple[Process, Part]] = {}
         for process in self.users:
             for part in self._parts_of(process):
-                if not part.in_turn or process.role == most:
-                    key = process.role, part.what
+                if not part.in_turn or process.kind == most:
+                    key = process.kind, part.what
                     sizes[key] = sizes.get(key, 0) + part.nbytes
                     examples.setdefault(key, (process, part))
         return examples[max(sizes, key=lambda key: sizes[key])]
@@ -149,7 +149,7 @@ class Memory(Struct, frozen=True, kw_only=True):
 
 class Layout(Struct, frozen=True, kw_only=True):
     """The processes of a run, the memories that they use, which are known only if the
-    hosts are, and the roles without a place.
+    hosts are, and those without a place.
     """
 
     processes: tuple[Process, ...]
@@ -277,7 +277,9 @@ def check_layout(
         yield fail("model.device", f"must be cpu on hosts without GPUs, got {config.model.device}")
         return
     for one in layout.unbound:
-        yield fail(_field_of(config, one.role), f"must have a place, got {one.role}: {one.reason}")
+        yield fail(
+            _field_of(config, one.process), f"must have a place, got {one.process}: {one.reason}"
+        )
     if config.cluster is not None:
         yield from _check_cores(layout, hosts)
     yield from check_fit(config, layout)
@@ -285,7 +287,7 @@ def check_layout(
 
 def check_fit(config: RunConfig, layout: Layout) -> Iterator[Check]:
     """Refuse ranks that share a GPU, and processes that need too much memory."""
-    ranks = [process for process in layout.processes if process.role == RANK]
+    ranks = [process for process in layout.processes if process.kind == RANK]
     places = [(rank.host, rank.devices) for rank in ranks if rank.devices]
     if problem := crowded(config, places):
         yield fail("trainer.ranks", problem)
@@ -308,14 +310,14 @@ class _Plan:
         config = self._config
         cluster = config.cluster
         here = self._names.get(0, "") if cluster is None else cluster.host
-        yield Process(role=CONTROLLER, name="", host=here, parts=tuple(other_parts()))
+        yield Process(kind=CONTROLLER, name="", host=here, parts=tuple(other_parts()))
         if scheduling(config.rollout, config.ablation).predicts:
             name = config.rollout.predictor
-            yield Process(role=PREDICTOR, name=name, host=here, parts=tuple(other_parts()))
+            yield Process(kind=PREDICTOR, name=name, host=here, parts=tuple(other_parts()))
 
     def worker(self, slot: WorkerSlot) -> Process:
         return Process(
-            role=WORKER,
+            kind=WORKER,
             name=slot.id,
             host=self._names.get(slot.host, ""),
             pool=self._config.workers.pool or "",
@@ -341,11 +343,11 @@ class _Plan:
                 stores = with_engines is None or number in with_engines
             parts = relay_parts(config, self._shape, stores=stores)
             name = self._names.get(number, "")
-            yield Process(role=RELAY, name=str(number), host=name, parts=tuple(parts))
+            yield Process(kind=RELAY, name=str(number), host=name, parts=tuple(parts))
 
     def rank(self, number: int, slot: RankSlot) -> Process:
         return Process(
-            role=RANK,
+            kind=RANK,
             name=str(number),
             host=self._names.get(slot.host, ""),
             pool=self._config.trainer.pool or "",
@@ -358,7 +360,7 @@ class _Plan:
     def engine(self, slot: EngineSlot) -> Process:
         group = self._config.engines[slot.group]
         return Process(
-            role=ENGINE,
+            kind=ENGINE,
             name=slot.id,
             host=self._names.get(slot.host, ""),
             pool=group.pool or "",
@@ -408,10 +410,10 @@ def _check_cores(layout: Layout, hosts: Sequence[PlannedHost]) -> Iterator[Check
         users = [process for process in layout.processes if process.host in names]
         count = members[0].slot.cpus
         counts = {
-            f"{role}s": sum(user.role == role for user in users) for role in (ENGINE, RANK, WORKER)
+            f"{kind}s": sum(user.kind == kind for user in users) for kind in (ENGINE, RANK, WORKER)
         }
         threads = sum(user.threads for user in users)
-        text = " + ".join(f"{number} {role}" for role, number in counts.items() if number)
+        text = " + ".join(f"{number} {kind}" for kind, number in counts.items() if number)
         if threads > count:
             yield warn("cores", f"{machine}: {text}, {threads} threads, share {count} cores")
 
@@ -432,7 +434,7 @@ def _check_memory(config: RunConfig, memories: Iterable[Memory]) -> Iterator[Che
             part.nbytes
             for user in full[0].users
             for part in user.parts
-            if user.role == process.role and part.what == what
+            if user.kind == process.kind and part.what == what
         )
         others = f" (and of {len(full) - 1} more)" if len(full) > 1 else ""
         yield fail(
@@ -440,7 +442,7 @@ def _check_memory(config: RunConfig, memories: Iterable[Memory]) -> Iterator[Che
             f"must fit, beside all else, into the {human_bytes(full[0].nbytes)} of "
             f"{_where(full[0])}{others}, got {_value(config, field)}: about "
             f"{human_bytes(full[0].needed)} are needed, {human_bytes(need)} of them for "
-            f"{what} of {process.role}s",
+            f"{what} of {process.kind}s",
         )
     if failed:
         return
@@ -476,9 +478,9 @@ def _value(config: RunConfig, field: str) -> object:
     return "none" if value is None else value
 
 
-def _field_of(config: RunConfig, role: str) -> str:
-    """Return the section of the configuration for a role that has no place."""
+def _field_of(config: RunConfig, process: str) -> str:
+    """Return the section of the configuration for a process that has no place."""
     for slot in first_engines(config):
-        if slot.id == role:
+        if slot.id == process:
             return f"engines.{slot.group}" if len(config.engines) > 1 else "engines"
-    return "workers" if role.startswith("w") else "trainer"
+    return "workers" if process.startswith("w") else "trainer"

@@ -228,7 +228,7 @@ def _places(spec: RoleSpec, hosts: Sequence[HostSlot]) -> list[Binding]:
     """Return the place of each rank. Raises ConfigError."""
     demands = [
         Demand(
-            role=f"{spec.name} rank {rank}",
+            process=f"{spec.name} rank {rank}",
             devices=one.devices,
             pools=one.pools,
             group=spec.name if one.devices else "",  # without GPUs, ranks are spread by cores
@@ -236,10 +236,10 @@ def _places(spec: RoleSpec, hosts: Sequence[HostSlot]) -> list[Binding]:
         for rank, one in enumerate(spec.workers)
     ]
     places, unbound = bind(demands, hosts)
-    lines = [f"{one.role}: {one.reason}" for one in unbound]
+    lines = [f"{one.process}: {one.reason}" for one in unbound]
     lines += [
-        f"{place.role}: its GPUs must be those of no other worker, got {len(place.devices)} that "
-        "another has, since there are too few"
+        f"{place.process}: its GPUs must be those of no other worker, got {len(place.devices)} "
+        "that another has, since there are too few"
         for place in places
         if place.shared
     ]
