@@ -94,7 +94,7 @@ def test_a_pool_without_gpus_is_used_by_auto_alone(tmp_path: Path) -> None:
     assert unbound == []
     cuda = RunConfig.model_validate(data | {"model": data["model"] | {"device": "cuda"}})
     _, _, unbound = bind_all(cuda, first_engines(auto), hosts)
-    assert [one.role for one in unbound] == ["e1"]
+    assert [one.process for one in unbound] == ["e1"]
 
 
 def test_the_gpus_that_a_run_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
