@@ -81,8 +81,8 @@ class HostsUnderTest:
         """Limit the links of these hosts."""
         self._network.limit(megabits, hosts)
 
-    def limit_sites(self, megabits: float) -> None:
-        """Limit the link between the two sites."""
+    def limit_sites(self, megabits: float | None) -> None:
+        """Limit the link between the two sites; None removes the limit."""
         self._network.limit_sites(megabits)
 
     def crossed_bytes(self) -> int:

@@ -43,6 +43,7 @@ BENCHES = {
     "relay": "relay.bench:bench_relay",
     "soak": "soak.bench:bench_soak",
     "cluster": "cluster.bench:bench_cluster",
+    "cluster_sites": "cluster.sites:bench_cluster_sites",
     "cluster_soak": "cluster.soak:bench_cluster_soak",
 }
 """Benchmark → the function in `benchmarks/` that runs it, as `module:function`."""
