@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -143,17 +144,27 @@ async def exit_status(process: "Popen[bytes]", *, within_s: float | None) -> int
     """Wait for a process and return its exit status; kill it if that takes longer than
     `within_s`.
 
-    Waits on a thread, which does not block the event loop and works on every system.
+    Waits on a thread, which does not block the event loop and works on every system. It
+    is not one of the loop's own threads, whose number is limited.
     """
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = loop.create_future()
 
-    def wait() -> int:
+    def wait() -> None:
         try:
-            return process.wait(within_s)
+            status = process.wait(within_s)
         except TimeoutExpired:
             process.kill()
-            return process.wait()
+            status = process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(report, status)
 
-    return await asyncio.to_thread(wait)
+    def report(status: int) -> None:
+        if not ended.done():
+            ended.set_result(status)
+
+    threading.Thread(target=wait, daemon=True, name=f"wait for {process.pid}").start()
+    return await ended
 
 
 def why_it_ended(status: int, log: Path, error: str = "") -> str:

@@ -94,6 +94,20 @@ async def test_frames_are_answered_in_order(one: Started) -> None:
     await one.end()
 
 
+async def test_more_processes_than_the_loop_has_threads(start: Spawn, tmp_path: Path) -> None:
+    count = min(32, (os.cpu_count() or 1) + 4)
+    others = [Started(start, tmp_path / f"{number}.log") for number in range(count)]
+    for one in others:
+        assert await one.ask(b"here") == b"echo here"
+    last = Started(start, tmp_path / "last.log")
+    assert await last.ask(b"here") == b"echo here"
+    last.process.send(b"fail")
+    assert "exit status 3" in await last.end()
+    for one in others:
+        one.process.kill()
+        await one.end()
+
+
 async def test_large_frames_arrive_whole(one: Started) -> None:
     assert await one.ask(bytes(1 << 25)) == b"echo " + bytes(1 << 25)
     assert len(await one.ask(b"large")) == 32 << 20
