@@ -2,31 +2,47 @@
 host; and how a run continues after the loss of a host.
 
 The hosts are network namespaces with links of limited speed, and share the cores of this
-machine. The controller is on none of them. One engine runs on each host, the trainer on
-one of them. Runs on one host have as many engines.
+machine. Each is a node of a real Ray cluster, with a resource for the trainer or one for
+engines, and pools select them by these. The controller and Ray's head are on none of
+them. Runs on one host have as many engines.
 
-Root, `ip` and `tc` are needed; without them, no figure is measured.
+Root, `ip`, `tc` and Ray are needed; without them, no figure is measured.
 """
 
+import contextlib
+import json
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.hosts import CONTROLLER, MEGABITS, HostsUnderTest
+from benchmarks.cluster.hosts import MEGABITS
+from benchmarks.cluster.ray_hosts import RayHosts
 from benchmarks.cluster.run import PATIENCE_S, ClusterRun, lost_trajectories
 from benchmarks.contract import Figure, Result
 from benchmarks.runs import conditions_of, example
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 
-HOSTS = 3
-PORT = 7400
-"""Port of the controller: in the namespace of the switch, every port is free."""
+RESOURCES = ({"training": 1}, {"generation": 1}, {"generation": 1})
+"""What each host offers beside a CPU."""
+
+HOSTS = len(RESOURCES)
+
+ENGINES = 2
+"""As many as there are hosts for engines."""
+
+POOLS = (
+    'pools.training={resource="training", fallback=["generation"]}',
+    'pools.generation={resource="generation", fallback=["training"]}',
+    "trainer.pool=training",
+    "engines.pool=generation",
+)
 
 FIXED, LONGTAIL = "frozenlake_fixed.toml", "longtail.toml"
 
@@ -54,6 +70,9 @@ class ClusterPlan:
     """Length of the bench: `pairs` runs of the fixed lake on one host and on all, each of
     `steps` steps; as many of the long-tailed one as `tails`, of `tail_steps` steps;
     `losses` losses of a host in a run that has no other end.
+
+    With `steps_after`, the runs of the fixed lake on all hosts lose the trainer's host
+    after their steps, and train so many further ones.
     """
 
     settings: tuple[str, ...]
@@ -64,6 +83,7 @@ class ClusterPlan:
     losses: int
     trained_first: int
     """Steps that are trained before the first loss, and between two of them."""
+    steps_after: int = 0
 
 
 FULL = ClusterPlan(
@@ -93,8 +113,9 @@ QUICK = ClusterPlan(
     steps=4,
     tails=0,
     tail_steps=0,
-    losses=1,
-    trained_first=3,
+    losses=0,
+    trained_first=0,
+    steps_after=3,
 )
 
 
@@ -112,7 +133,7 @@ def measure_cluster(plan: ClusterPlan, *, progress: Callable[[str], None]) -> Re
     scratch = Path(tempfile.mkdtemp(prefix="rollweave-cluster-"))
     figures: dict[str, Figure] = dict.fromkeys(FIGURES)
     conditions: dict[str, Any] = {}
-    with HostsUnderTest(HOSTS, scratch) as hosts:
+    with RayHosts(RESOURCES) as hosts:
         if hosts.why_not:
             shutil.rmtree(scratch)
             reason = f"not measured: {hosts.why_not}"
@@ -120,11 +141,12 @@ def measure_cluster(plan: ClusterPlan, *, progress: Callable[[str], None]) -> Re
                 bench="cluster", figures=figures, conditions=dict.fromkeys(FIGURES, reason)
             )
         measuring = _Measuring(plan, hosts, scratch, progress)
-        measuring.compare("", FIXED, plan.pairs, plan.steps)
+        measuring.compare("", FIXED, plan.pairs, plan.steps, steps_after=plan.steps_after)
         measuring.compare("_longtail", LONGTAIL, plan.tails, plan.tail_steps)
-        measuring.lose_hosts()
+        if plan.losses:
+            measuring.lose_hosts()
+        measuring.finish()
         figures |= measuring.figures
-        figures["leftovers"] = len(hosts.leftovers()) + measuring.leftovers
         conditions |= measuring.conditions
     result = Result(bench="cluster", figures=figures, conditions=conditions | _conditions(plan))
     for name in FIGURES:
@@ -143,7 +165,7 @@ class _Measuring:
     def __init__(
         self,
         plan: ClusterPlan,
-        hosts: HostsUnderTest,
+        hosts: RayHosts,
         scratch: Path,
         progress: Callable[[str], None],
     ) -> None:
@@ -152,19 +174,26 @@ class _Measuring:
         self._ms_per_turn: list[float] = []
         self._most = 0
         self._updates = {"transfer_s": 0.0, "stopped_s": 0.0, "updates": 0.0, "staged": 0.0}
-        self.leftovers = 0
+        self._detected: list[float] = []
+        self._recovered: list[float] = []
+        self._leftovers = 0
         self.figures: dict[str, Figure] = {"lost_trajectories": 0, "unaccounted": 0}
         self.conditions: dict[str, Any] = {}
 
-    def compare(self, suffix: str, name: str, pairs: int, steps: int) -> None:
+    def compare(
+        self, suffix: str, name: str, pairs: int, steps: int, *, steps_after: int = 0
+    ) -> None:
         """Train an example on one host and on all of them, alternating."""
         ratios: list[float] = []
         successes: list[float] = []
         for number in range(pairs):
             seconds: dict[bool, float] = {}
             for on_cluster in (False, True) if number % 2 == 0 else (True, False):
-                settings = (f"run.steps={steps}", f"run.seed={number}")
+                more = steps_after if on_cluster else 0
+                settings = (f"run.steps={steps + more}", f"run.seed={number}")
                 with self._run(name, settings, on_cluster=on_cluster) as run:
+                    if more:
+                        self._lose(run, after=steps, with_trainer=True)
                     summary = run.finish(PATIENCE_S)
                     seconds[on_cluster] = run.training_s(0, steps - 1)
                     self._balance(run, summary, on_cluster=on_cluster)
@@ -187,18 +216,19 @@ class _Measuring:
         """Let hosts lose their power, in turn that of the trainer and another one; each
         comes back once training is as far as it was.
         """
-        detected: list[float] = []
-        recovered: list[float] = []
         with self._run(FIXED, (f"run.steps={UNBOUNDED}",), on_cluster=True) as run:
             for number in range(self._plan.losses):
-                noticed, as_far = self._lose_one(run, with_trainer=number % 2 == 0)
-                detected.append(noticed)
-                recovered.append(as_far)
+                after = run.reached + self._plan.trained_first
+                victim = self._lose(run, after=after, with_trainer=number % 2 == 0)
+                self._come_back(run, victim)
             self._balance(run, run.stop(PATIENCE_S), on_cluster=True)
         self._hosts.wait_for_agents()
+
+    def finish(self) -> None:
+        """Add the figures of all runs."""
         self.figures |= {
-            "host_loss_detected_s": round(statistics.median(detected), 2),
-            "host_loss_recovered_s": round(statistics.median(recovered), 2),
+            "host_loss_detected_s": round(statistics.median(self._detected), 2),
+            "host_loss_recovered_s": round(statistics.median(self._recovered), 2),
             "controller_ms_per_turn": round(statistics.median(self._ms_per_turn), 3)
             if self._ms_per_turn
             else None,
@@ -208,19 +238,19 @@ class _Measuring:
             )
             if self._updates["transfer_s"]
             else None,
+            "leftovers": len(self._hosts.leftovers()) + self._leftovers,
         }
         self.conditions |= {
-            "host_loss_detected_s_all": [round(seconds, 2) for seconds in detected],
-            "host_loss_recovered_s_all": [round(seconds, 2) for seconds in recovered],
+            "host_loss_detected_s_all": [round(seconds, 2) for seconds in self._detected],
+            "host_loss_recovered_s_all": [round(seconds, 2) for seconds in self._recovered],
             "updates_of_engines": {name: round(sum_, 2) for name, sum_ in self._updates.items()},
         }
 
-    def _lose_one(self, run: ClusterRun, *, with_trainer: bool) -> tuple[float, float]:
-        """Lose a host after some steps, and wait until it is back; return the seconds
-        until the loss was noticed, and until training was as far as before.
+    def _lose(self, run: ClusterRun, *, after: int, with_trainer: bool) -> int:
+        """Lose a host after so many steps of the run, and wait until training is as far as
+        before; return the host.
         """
-        enough = run.reached + self._plan.trained_first
-        run.wait(lambda: run.reached >= enough, PATIENCE_S, f"step {enough}")
+        run.wait(lambda: run.reached >= after, PATIENCE_S, f"step {after}")
         victim = self._victim(run, with_trainer=with_trainer)
         name, lost_at = self._hosts.name(victim), time.monotonic()
         self._hosts.fail(victim)
@@ -229,28 +259,33 @@ class _Measuring:
         recovered = detected + run.wait_for(
             lambda: run.trained_after(step, noticed_at), f"step {step}"
         )
+        self._detected.append(detected)
+        self._recovered.append(recovered)
         self._progress(
             f"host {name} lost at step {step}: noticed after {detected:.1f} s, as far as before "
             f"after {recovered:.1f} s"
         )
-        self._hosts.restore(victim)
-        joining_at = time.monotonic()
-        self._hosts.start(victim, port=PORT)
-        run.wait_for(lambda: run.joined_after(name, joining_at), f"host {name} again")
-        return detected, recovered
+        return victim
+
+    def _come_back(self, run: ClusterRun, host: int) -> None:
+        """Let a host come back, and wait until the run has it again."""
+        name, back_at = self._hosts.name(host), time.monotonic()
+        self._hosts.restore(host)
+        self._hosts.start_nodes(host)
+        run.wait_for(lambda: run.joined_after(name, back_at), f"host {name} again")
 
     def _victim(self, run: ClusterRun, *, with_trainer: bool) -> int:
         """Return the host of the trainer, or the next one."""
         trainer = self._hosts.number(run.trainer_host())
         return trainer if with_trainer else (trainer + 1) % HOSTS
 
-    def _run(self, name: str, settings: tuple[str, ...], *, on_cluster: bool) -> "_Started":
+    def _run(
+        self, name: str, settings: tuple[str, ...], *, on_cluster: bool
+    ) -> contextlib.AbstractContextManager[ClusterRun]:
         self._runs += 1
         own = (f'run.dir="{self._scratch}"', f"run.name=run{self._runs}", "run.sinks=[]")
-        config = config_of(
-            name, (*self._plan.settings, *settings, *own), hosts=HOSTS if on_cluster else 0
-        )
-        return _Started(config, self._hosts if on_cluster else None)
+        hosts = self._hosts if on_cluster else None
+        return _started(config_of(name, (*self._plan.settings, *settings, *own), hosts), hosts)
 
     def _balance(self, run: ClusterRun, summary: dict[str, Any], *, on_cluster: bool) -> None:
         """Add up what is lost, how engines of a cluster updated, and what its controller
@@ -263,7 +298,7 @@ class _Measuring:
             before = self.figures[figure]
             assert isinstance(before, int), "it counts"
             self.figures[figure] = before + count
-        self.leftovers += run.leftovers
+        self._leftovers += run.leftovers
         if on_cluster:
             if (each := run.controller_ms_per_turn()) is not None:
                 self._ms_per_turn.append(each)
@@ -272,36 +307,22 @@ class _Measuring:
                 self._updates[name] += summary["weights"].get(name, 0.0)
 
 
-class _Started:
-    """A run with its agents, as a context."""
-
-    def __init__(self, config: RunConfig, hosts: HostsUnderTest | None) -> None:
-        self._run, self._hosts = ClusterRun(config), hosts
-
-    def __enter__(self) -> ClusterRun:
-        self._run.__enter__()
-        self._run.start()
-        if self._hosts is not None:
-            self._hosts.start(*range(HOSTS), port=PORT)
-        return self._run
-
-    def __exit__(self, *error: object) -> None:
-        self._run.__exit__(*error)
+@contextlib.contextmanager
+def _started(config: RunConfig, hosts: RayHosts | None) -> Iterator[ClusterRun]:
+    with ClusterRun(config, hosts) as run:
+        run.start()
+        yield run
 
 
-def config_of(name: str, settings: tuple[str, ...], *, hosts: int, port: int = PORT) -> RunConfig:
-    """Return the configuration of an example with an engine for each of the three hosts,
-    that does not end on success. Raises ConfigError.
+def config_of(name: str, settings: tuple[str, ...], hosts: RayHosts | None) -> RunConfig:
+    """Return the configuration of an example with two engines, on the hosts or, if there are
+    none, on this machine alone, that does not end on success. Raises ConfigError.
     """
-    cluster = f'cluster={{address="{CONTROLLER}:{port}", hosts={hosts}, join_s=120}}'
-    config = load(
-        example(name),
-        [
-            f"engines={{count={HOSTS}, max_slots=16}}",
-            *([cluster] if hosts else []),
-            *settings,
-        ],
-    )
+    engines, cluster = f"engines={{count={ENGINES}, max_slots=16}}", []
+    if hosts is not None:
+        address = f'cluster={{launcher="ray", ray="{hosts.cluster}", hosts={HOSTS}, join_s=120}}'
+        cluster = [address, *POOLS]
+    config = load(example(name), [engines, *cluster, *settings])
     return config.model_copy(update={"eval": config.eval.model_copy(update={"stop_at": None})})
 
 
@@ -311,9 +332,11 @@ def _conditions(plan: ClusterPlan) -> dict[str, Any]:
         "hosts": f"{HOSTS} network namespaces of this machine, whose cores they share, each with "
         f"a link of {MEGABITS:g} Mbit/s in both directions; the controller and the environments "
         "are on none of them",
+        "ray": f"{version('ray')}, a node on each host, which offers one CPU and the resources "
+        f"{json.dumps(RESOURCES)}; Ray starts the agents",
         "wall_over_one_host": f"seconds from the first to the last of {plan.steps} steps of "
         f"{FIXED} on {HOSTS} hosts over those of the same run on one machine without a cluster, "
-        f"both with {HOSTS} engines, alternating: median of {plan.pairs}",
+        f"both with {ENGINES} engines, alternating: median of {plan.pairs}",
         "success": "greedy, held-out, of the best checkpoint, on the hosts; median",
         "host_loss_detected_s": "from the loss of power of a host (its link is cut, then every "
         "process on it is killed) to the warning that it is lost; in turn the trainer's host and "

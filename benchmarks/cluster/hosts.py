@@ -1,5 +1,5 @@
-"""Hosts of a run on this machine: agents in network namespaces whose links have a limited
-speed, and everything that may happen to a host.
+"""Hosts of a run on this machine: network namespaces whose links have a limited speed,
+and everything that may happen to a host.
 
 Invariants: as of `benchmarks/network.py`; in the end every process on every host is
 killed.
@@ -8,67 +8,59 @@ killed.
 import contextlib
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Sequence
+import time
 from pathlib import Path
 from typing import Self
 
-from benchmarks.network import SWITCH, Network
-from benchmarks.soak.run_under_test import die_with_us, source_path
-from rollweave.io.locked_folders import remove_stale
+from benchmarks.network import Network
+from benchmarks.soak.run_under_test import source_path
+from rollweave.io.locked_folders import remove_stale, temporary_folder
 from rollweave.runtime.hosts.agent import FOLDER_PREFIX
-from rollweave.runtime.hosts.cluster import SECRET_VARIABLE
+
+CONTROLLERS = -1
+"""Number of the controllers' host."""
 
 MEGABITS = 200.0
 """Speed of every host's link, up and down, in megabits a second: far less than the memory
 through which processes of one machine share weights.
 """
 
-CONTROLLER = SWITCH
-"""Address of the controller, which is on no host."""
-
-JOIN_S = 120.0
-"""Maximum seconds that an agent searches for a controller."""
+PREFIX = "rollweave-net-"
+"""Prefix of the folder for temporary files: short, as Ray's sockets have long names."""
 
 CACHE = "torchinductor"
 """In the name of torch's cache, which it keeps for later processes."""
 
-SECRET = "a secret of three hosts"
-"""The secret of all runs."""
 
-
-class HostsUnderTest:
-    """`count` hosts, from `__enter__` on, of which the last `far` are at a second site.
-    Files of their agents are in `directory`.
+class Hosts:
+    """`count` hosts, from `__enter__` on, of which the last `far` are at a second site, and
+    one more for controllers, whose link is not limited. Temporary files of all their
+    processes are in `scratch`, which is removed in the end; if this process is killed, by
+    the next one.
 
     `why_not` is the reason if there are none; then no other method may be called.
     """
 
-    def __init__(
-        self,
-        count: int,
-        directory: Path,
-        *,
-        megabits: float | None = MEGABITS,
-        far: int = 0,
-    ) -> None:
-        self.count, self._directory, self._megabits = count, directory, megabits
-        self._network = Network(count, far=far)
-        self._agents: dict[str, subprocess.Popen[bytes]] = {}
+    def __init__(self, count: int, *, megabits: float | None = MEGABITS, far: int = 0) -> None:
+        self.count, self._megabits = count, megabits
+        self._network = Network(1 + count, far=far)  # the controllers' host is the first one
+        self._folder = temporary_folder(PREFIX)
+        self.scratch = Path()
 
     def __enter__(self) -> Self:
         self._network.__enter__()
-        if not self.why_not and self._megabits is not None:
-            self._network.limit(self._megabits)
+        if not self.why_not:
+            self.scratch = self._folder.__enter__()
+            if self._megabits is not None:
+                self.limit(self._megabits, *range(self.count))
         return self
 
     def __exit__(self, *_: object) -> None:
         try:
             if not self.why_not:
-                for host in range(self.count):
+                for host in (*range(self.count), CONTROLLERS):
                     self.kill(host)
-                self.wait_for_agents()
+                self._folder.__exit__(None, None, None)
         finally:
             self._network.__exit__()
 
@@ -77,9 +69,26 @@ class HostsUnderTest:
         """Why there are no hosts; empty if there are."""
         return self._network.why_not
 
+    @property
+    def controller(self) -> str:
+        """The address of the controllers' host."""
+        return self.address(CONTROLLERS)
+
+    def address(self, host: int) -> str:
+        """Return the address of a host."""
+        return self._network.address(1 + host)
+
+    def inside(self, host: int) -> contextlib.AbstractContextManager[None]:
+        """Move this thread to a host: processes started in this context stay there."""
+        return self._network.inside(1 + host)
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment of processes on the hosts, controllers included."""
+        return {**os.environ, "PYTHONPATH": source_path(), "TMPDIR": str(self.scratch)}
+
     def limit(self, megabits: float, *hosts: int) -> None:
         """Limit the links of these hosts."""
-        self._network.limit(megabits, hosts)
+        self._network.limit(megabits, [1 + host for host in hosts])
 
     def limit_sites(self, megabits: float | None) -> None:
         """Limit the link between the two sites; None removes the limit."""
@@ -89,57 +98,13 @@ class HostsUnderTest:
         """Return the bytes that have been sent to the second site."""
         return self._network.crossed_bytes()
 
-    def start(self, *hosts: int, port: int, run: str = "", options: Sequence[str] = ()) -> None:
-        """Start an agent on each of these hosts for the run at this port of the
-        controller's address. `run` tells agents of several runs apart.
-        """
-        for host in hosts:
-            name = f"{chr(ord('a') + host)}{run}"
-            command = [
-                *(sys.executable, "-m", "rollweave.cli.main", "host"),
-                *("--join", f"{CONTROLLER}:{port}", "--name", name),
-                *("--join-s", f"{JOIN_S:g}", *options),
-            ]
-            scratch = self._directory / "scratch"
-            scratch.mkdir(parents=True, exist_ok=True)
-            env = {
-                **os.environ,
-                SECRET_VARIABLE: SECRET,
-                "PYTHONPATH": source_path(),
-                "TMPDIR": str(scratch),
-            }
-            with (
-                (self._directory / f"agent-{name}.out").open("ab") as output,
-                self._network.inside(host),
-            ):
-                self._agents[name] = subprocess.Popen(
-                    command,
-                    env=env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                    preexec_fn=die_with_us,
-                )
-
-    def name(self, host: int, run: str = "") -> str:
-        """Return the name under which an agent of this host joins."""
-        return f"{chr(ord('a') + host)}{run}"
-
-    def number(self, name: str) -> int:
-        """Return the number of the host of this name."""
-        return ord(name[0]) - ord("a")
-
     # What may happen to a host.
-
-    def kill_agent(self, name: str) -> None:
-        """Kill an agent alone; what it has started must end by itself."""
-        self._agents[name].kill()
 
     def kill(self, host: int) -> None:
         """Kill every process on a host at once."""
-        while self._network.processes(host):
-            self._network.signal_all(host, signal.SIGKILL)
+        while self.processes(host):
+            self._network.signal_all(1 + host, signal.SIGKILL)
+            time.sleep(0.02)  # the kernel takes a moment to end them
 
     def fail(self, host: int) -> None:
         """Let a host lose its power: its connections do not end, and are refused only
@@ -150,47 +115,39 @@ class HostsUnderTest:
 
     def hang(self, host: int) -> None:
         """Stop every process on a host."""
-        self._network.signal_all(host, signal.SIGSTOP)
+        self._network.signal_all(1 + host, signal.SIGSTOP)
 
     def wake(self, host: int) -> None:
         """Let the processes on a host continue."""
-        self._network.signal_all(host, signal.SIGCONT)
+        self._network.signal_all(1 + host, signal.SIGCONT)
 
     def cut(self, host: int) -> None:
         """Cut the link of a host."""
-        self._network.cut(host)
+        self._network.cut(1 + host)
 
     def restore(self, host: int) -> None:
         """Restore the link of a host."""
-        self._network.join(host)
+        self._network.join(1 + host)
 
     # What is left.
 
     def processes(self, host: int) -> list[int]:
         """Return the processes on a host."""
-        return self._network.processes(host)
+        return self._network.processes(1 + host)
 
-    def agents_left(self) -> list[str]:
-        """Return the names of the agents that run."""
-        return [name for name, agent in self._agents.items() if agent.poll() is None]
-
-    def wait_for_agents(self, limit_s: float = 60.0) -> dict[str, int]:
-        """Wait for the end of all agents, and return their exit statuses.
-
-        Raises subprocess.TimeoutExpired.
+    def files_left(self) -> list[str]:
+        """Return the files of runs that are over. Folders of killed agents are those that
+        the next agent removes.
         """
-        return {name: agent.wait(limit_s) for name, agent in self._agents.items()}
+        remove_stale(str(self.scratch), FOLDER_PREFIX)
+        return [path.name for path in self.scratch.iterdir() if CACHE not in path.name]
 
-    def leftovers(self) -> list[str]:
-        """Describe what is left of runs that are over: processes on hosts, and files of
-        agents. Folders of killed agents are those that the next agent removes.
-        """
-        left = [f"process {pid}" for host in range(self.count) for pid in self.processes(host)]
-        scratch = self._directory / "scratch"
-        if scratch.exists():
-            remove_stale(str(scratch), FOLDER_PREFIX)
-            left += [f"file {path}" for path in scratch.iterdir() if CACHE not in path.name]
-        return left
+
+def command_of(pid: int) -> str:
+    """Return the command line of a process; "" if it is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
+    return ""
 
 
 def shared_memory() -> set[str]:

@@ -5,13 +5,14 @@ was, and what became of its trajectories.
 import contextlib
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.hosts import SECRET
+from benchmarks.cluster.hosts import CONTROLLERS, Hosts
 from benchmarks.soak.bench import unaccounted
 from benchmarks.soak.run_under_test import RunUnderTest
 from rollweave.cli.console import FAILED
@@ -19,7 +20,6 @@ from rollweave.core.state import EngineStatus, State
 from rollweave.envs.rules import rules_of
 from rollweave.io.process_setup import INTERRUPTED
 from rollweave.record.journal import Replay
-from rollweave.runtime.hosts.cluster import SECRET_VARIABLE
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import RollweaveError
 
@@ -68,9 +68,10 @@ class LineFollower:
 class ClusterRun(RunUnderTest):
     """A run on hosts of a cluster, or on this machine alone."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, hosts: Hosts | None = None) -> None:
         super().__init__(config)
-        self.env = {SECRET_VARIABLE: SECRET, "OMP_NUM_THREADS": "1"}
+        self._hosts = hosts
+        self.env = {"OMP_NUM_THREADS": "1"}
         self._follower = LineFollower(self.run.metrics)
         self._cpu: list[tuple[int, float]] = []
         """Turns until a step of the newest controller, and the seconds of CPU that it
@@ -79,7 +80,12 @@ class ClusterRun(RunUnderTest):
 
     def start(self, *, steps: int | None = None) -> None:
         self._follower, self._cpu = LineFollower(self.run.metrics), []
-        super().start(steps=steps)
+        if self._hosts is None:
+            super().start(steps=steps)
+            return
+        self.env |= self._hosts.environment()
+        with self._hosts.inside(CONTROLLERS):
+            super().start(steps=steps)
 
     def inspect(self) -> None:
         super().inspect()
@@ -116,15 +122,15 @@ class ClusterRun(RunUnderTest):
 
     # What happened.
 
-    def warnings(self, text: str) -> list[tuple[float, str]]:
-        """Return the warnings of the newest controller whose lines contain `text`, with their
-        times on the clock `time.monotonic`.
+    def warnings(self, pattern: str) -> list[tuple[float, str]]:
+        """Return the warnings of the newest controller whose lines match, with their times
+        on the clock `time.monotonic`.
         """
-        return [
-            (self._follower.time_of(line), line["message"])
+        lines = [
+            (self._follower.time_of(line), f"{line['component']} {line['message']}")
             for line in self._of("warning")
-            if text in f"{line['component']} {line['message']}"
         ]
+        return [(at, line) for at, line in lines if re.search(pattern, line)]
 
     def waiting(self) -> list[str]:
         """Return the lines that name long waits."""
@@ -146,11 +152,17 @@ class ClusterRun(RunUnderTest):
         """Return the seconds from this time until the loss of this host was noticed; None
         if it is not yet.
         """
-        return self._first_after(f"host {host} is lost", since)
+        return self._first_after(f"{_named(host)} is lost", since)
+
+    def losses(self) -> list[tuple[float, str]]:
+        """Return the losses of hosts that the newest controller noticed, with their times
+        on the clock `time.monotonic`.
+        """
+        return self.warnings(" is lost: | given up: ")
 
     def joined_after(self, host: str, since: float) -> float | None:
         """Return the seconds from this time until this host joined; None if it has not."""
-        return self._first_after(f"host {host} has joined", since)
+        return self._first_after(f"{_named(host)} has joined", since)
 
     def trained_after(self, step: int, since: float) -> float | None:
         """Return the seconds from this time until this step was trained for the first time
@@ -164,8 +176,10 @@ class ClusterRun(RunUnderTest):
         return times[0] - since if times else None
 
     def training_s(self, first: int, last: int) -> float:
-        """Return the seconds from the end of one step to that of another."""
-        at = {line["step"]: float(line["at"]) for line in self._of("step")}
+        """Return the seconds from the end of one step to that of another, as they were
+        trained for the first time.
+        """
+        at = {line["step"]: float(line["at"]) for line in reversed(self._of("step"))}
         return at[last] - at[first]
 
     def controller_ms_per_turn(self) -> float | None:
@@ -219,12 +233,17 @@ class ClusterRun(RunUnderTest):
         hosts = self.state().hosts
         return hosts.up[hosts.ranks[0].host].name
 
-    def _first_after(self, text: str, since: float) -> float | None:
-        times = [at for at, _ in self.warnings(text) if at > since - CLOCKS_S]
+    def _first_after(self, pattern: str, since: float) -> float | None:
+        times = [at for at, _ in self.warnings(pattern) if at > since - CLOCKS_S]
         return max(0.0, times[0] - since) if times else None
 
     def _of(self, kind: str) -> list[dict[str, Any]]:
         return [line for line in self._follower.lines if line["kind"] == kind]
+
+
+def _named(host: str) -> str:
+    """Return a pattern for a host's name, which Ray may extend by that of its node."""
+    return rf"host {re.escape(host)}(-\w+)?"
 
 
 def lost_trajectories(account: dict[str, Any]) -> int:

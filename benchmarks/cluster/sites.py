@@ -8,7 +8,6 @@ it, and with changes instead of whole versions; and once over a link without a l
 Root, `ip` and `tc` are needed; without them, no figure is measured.
 """
 
-import contextlib
 import os
 import shutil
 import signal
@@ -19,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.bench import FIXED, PORT
-from benchmarks.cluster.hosts import CONTROLLER, HostsUnderTest
+from benchmarks.cluster.agents import HostsByHand
+from benchmarks.cluster.bench import FIXED
+from benchmarks.cluster.hosts import command_of
 from benchmarks.cluster.run import PATIENCE_S, ClusterRun, lost_trajectories
 from benchmarks.contract import Figure, Result
 from benchmarks.runs import conditions_of, example
@@ -30,6 +30,8 @@ from rollweave.record.journal import Replay
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import WeightsFetched, WeightsPublished
+
+PORT = 7400
 
 HOSTS, FAR = 4, 2
 """Number of hosts, and of those at the other site."""
@@ -110,7 +112,7 @@ def measure_sites(plan: SitesPlan, *, progress: Callable[[str], None]) -> Result
     """
     scratch = Path(tempfile.mkdtemp(prefix="rollweave-sites-"))
     figures: dict[str, Figure] = dict.fromkeys(FIGURES)
-    with HostsUnderTest(HOSTS, scratch, megabits=None, far=FAR) as hosts:
+    with HostsByHand(HOSTS, scratch, megabits=None, far=FAR) as hosts:
         if hosts.why_not:
             shutil.rmtree(scratch)
             reason = f"not measured: {hosts.why_not}"
@@ -138,7 +140,7 @@ class _Measuring:
     def __init__(
         self,
         plan: SitesPlan,
-        hosts: HostsUnderTest,
+        hosts: HostsByHand,
         scratch: Path,
         progress: Callable[[str], None],
     ) -> None:
@@ -162,7 +164,7 @@ class _Measuring:
             *(() if variant == "changes" else ('ablation.without=["deltas"]',)),
         )
         before = hosts.crossed_bytes()
-        with ClusterRun(config_of(settings)) as run:
+        with ClusterRun(config_of(settings, hosts), hosts) as run:
             run.start()
             start_agents(hosts)
             if variant == "no_site":
@@ -202,21 +204,21 @@ class _Measuring:
         return {f"{name}_all": values for name, values in self._samples.items()}
 
 
-def config_of(settings: tuple[str, ...]) -> RunConfig:
+def config_of(settings: tuple[str, ...], hosts: HostsByHand) -> RunConfig:
     """Return the configuration of a run on these hosts. Raises ConfigError."""
-    cluster = f'cluster={{address="{CONTROLLER}:{PORT}", hosts={HOSTS}, join_s=120}}'
+    cluster = f'cluster={{address="{hosts.controller}:{PORT}", hosts={HOSTS}, join_s=120}}'
     config = load(example(FIXED), [cluster, *settings])
     return config.model_copy(update={"eval": config.eval.model_copy(update={"stop_at": None})})
 
 
-def start_agents(hosts: HostsUnderTest) -> None:
+def start_agents(hosts: HostsByHand) -> None:
     """Start the agents of all hosts in their pools."""
     for number in range(HOSTS):
         pool = POOLS[number >= HOSTS - FAR]
         hosts.start(number, port=PORT, options=("--resource", f"{pool}=1"))
 
 
-def join_alternating(run: ClusterRun, hosts: HostsUnderTest) -> None:
+def join_alternating(run: ClusterRun, hosts: HostsByHand) -> None:
     """Let the relays join in the order near, far, near, far.
 
     The later ones are stopped as soon as their processes start. Raises RollweaveError.
@@ -227,7 +229,7 @@ def join_alternating(run: ClusterRun, hosts: HostsUnderTest) -> None:
     def all_stopped() -> bool:
         for host in late:
             for pid in hosts.processes(host):
-                if host not in stopped and RELAY in _command_of(pid):
+                if host not in stopped and RELAY in command_of(pid):
                     os.kill(pid, signal.SIGSTOP)
                     stopped[host] = pid
         return len(stopped) == len(late)
@@ -241,13 +243,6 @@ def join_alternating(run: ClusterRun, hosts: HostsUnderTest) -> None:
 
         run.wait(are_joined, PATIENCE_S, f"{joined} relays")
         os.kill(stopped.pop(host), signal.SIGCONT)
-
-
-def _command_of(pid: int) -> str:
-    """Return the command line of a process; "" if it is gone."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
-    return ""
 
 
 def crossing_of(run: ClusterRun) -> Crossing:

@@ -1,12 +1,12 @@
-"""Bench `cluster_soak`: a run on three hosts of which one is lost every minute and comes
-back, for 15 minutes.
+"""Bench `cluster_soak`: a run on the three hosts of bench `cluster`, of which one is lost
+every minute and comes back, for 15 minutes.
 
 In turn, a host loses its power, its agent alone is killed, it hangs, or its link is cut
-for 20 seconds. Otherwise it comes back half a minute after its loss. At last the run is
-stopped in order and resumed with a few more steps, and must succeed.
+for 20 seconds. Otherwise it comes back half a minute after its loss; Ray starts another
+agent by itself. At last the run is stopped in order and resumed with a few more steps,
+and must succeed.
 """
 
-import random
 import shutil
 import tempfile
 import time
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.bench import FIXED, HOSTS, PORT, QUICK_SETTINGS, UNBOUNDED, config_of
-from benchmarks.cluster.hosts import HostsUnderTest
-from benchmarks.cluster.run import PATIENCE_S, ClusterRun, lost_trajectories
+from benchmarks.cluster.bench import FIXED, HOSTS, QUICK_SETTINGS, RESOURCES, UNBOUNDED, config_of
+from benchmarks.cluster.ray_hosts import RayHosts
+from benchmarks.cluster.run import CLOCKS_S, PATIENCE_S, ClusterRun, lost_trajectories
 from benchmarks.contract import Figure, Result
 from benchmarks.runs import conditions_of
 from rollweave.runtime.hosts.listener import SILENT_S
@@ -33,6 +33,7 @@ FIGURES = (
     "soaked_s",
     "hosts_lost",
     "losses_noticed",
+    "losses_not_caused",
     "host_loss_detected_s",
     "host_loss_detected_s_max",
     "trainer_restarts",
@@ -89,7 +90,7 @@ def soak_cluster(plan: ClusterSoakPlan, *, progress: Callable[[str], None]) -> R
     scratch = Path(tempfile.mkdtemp(prefix="rollweave-cluster-soak-"))
     figures: dict[str, Figure] = dict.fromkeys(FIGURES)
     conditions: dict[str, Any] = {}
-    with HostsUnderTest(HOSTS, scratch) as hosts:
+    with RayHosts(RESOURCES) as hosts:
         if hosts.why_not:
             shutil.rmtree(scratch)
             reason = f"not measured: {hosts.why_not}"
@@ -103,9 +104,8 @@ def soak_cluster(plan: ClusterSoakPlan, *, progress: Callable[[str], None]) -> R
             "run.name=soak",
             "run.sinks=[]",
         )
-        with ClusterRun(config_of(FIXED, settings, hosts=HOSTS)) as run:
+        with ClusterRun(config_of(FIXED, settings, hosts), hosts) as run:
             run.start()
-            hosts.start(*range(HOSTS), port=PORT)
             run.wait(lambda: run.trained, PATIENCE_S, "the first step")
             began, losses = time.monotonic(), _Losses(run, hosts, plan, progress)
             for number in range(plan.rounds):
@@ -113,12 +113,14 @@ def soak_cluster(plan: ClusterSoakPlan, *, progress: Callable[[str], None]) -> R
             figures["soaked_s"] = round(time.monotonic() - began, 1)
             restarts = len(run.warnings("restarted from checkpoint"))
             run.stop(PATIENCE_S)
+            not_caused = losses.not_caused()
             hosts.wait_for_agents()
             run.start(steps=run.reached + plan.more)
-            hosts.start(*range(HOSTS), port=PORT)
             summary = run.finish(PATIENCE_S)
+            not_caused += [line for _, line in run.losses()]
             hosts.wait_for_agents()
             figures |= losses.figures() | {
+                "losses_not_caused": len(not_caused),
                 "success": float(min(summary["success_rate"].values(), default=0.0)),
                 "steps": summary["steps"],
                 "trainer_restarts": restarts,
@@ -127,6 +129,7 @@ def soak_cluster(plan: ClusterSoakPlan, *, progress: Callable[[str], None]) -> R
                 "leftovers": run.leftovers + len(hosts.leftovers()),
             }
             conditions |= {"account": summary["account"], "watchdog": summary["watchdog"]}
+            conditions["losses_not_caused_all"] = not_caused
     result = Result(
         bench="cluster_soak", figures=figures, conditions=conditions | _conditions(plan)
     )
@@ -143,13 +146,13 @@ class _Losses:
     def __init__(
         self,
         run: ClusterRun,
-        hosts: HostsUnderTest,
+        hosts: RayHosts,
         plan: ClusterSoakPlan,
         progress: Callable[[str], None],
     ) -> None:
         self._run, self._hosts, self._plan, self._progress = run, hosts, plan, progress
-        self._random = random.Random("cluster soak")
         self._detected: list[float] = []
+        self._noticed_at: list[float] = []
         self._kinds: Counter[str] = Counter()
         self._kills = (self._fail, self._kill_agent, self._hang, self._cut)
 
@@ -164,7 +167,7 @@ class _Losses:
             f"a step before loss {number}",
         )
         lose = self._kills[number % len(self._kills)]
-        victim = self._random.randrange(HOSTS)
+        victim = -number % HOSTS
         name, lost_at = self._hosts.name(victim), time.monotonic()
         come_back = lose(victim)
         kind = lose.__name__.strip("_")
@@ -172,15 +175,23 @@ class _Losses:
         self._detected.append(
             run.wait_for(lambda: run.lost_after(name, lost_at), f"the loss of host {name}")
         )
+        self._noticed_at.append(lost_at + self._detected[-1])
         self._progress(
             f"loss {number + 1} at step {run.reached}: host {name} ({kind}), noticed after "
             f"{self._detected[-1]:.1f} s"
         )
         until = lost_at + (20.0 if kind == "cut" and self._plan.away_s else self._plan.away_s)
         run.wait(lambda: time.monotonic() >= until, PATIENCE_S, "the end of the absence")
-        back_at = time.monotonic()
         come_back()
-        run.wait_for(lambda: run.joined_after(name, back_at), f"host {name} again")
+        run.wait_for(lambda: run.joined_after(name, self._noticed_at[-1]), f"host {name} again")
+
+    def not_caused(self) -> list[str]:
+        """Return the losses that the run noticed beyond those of the bench."""
+        return [
+            line
+            for at, line in self._run.losses()
+            if all(abs(at - noticed_at) > CLOCKS_S for noticed_at in self._noticed_at)
+        ]
 
     def figures(self) -> dict[str, Figure]:
         """Return the figures of the losses."""
@@ -197,13 +208,13 @@ class _Losses:
 
         def come_back() -> None:
             self._hosts.restore(host)
-            self._hosts.start(host, port=PORT)
+            self._hosts.start_nodes(host)
 
         return come_back
 
     def _kill_agent(self, host: int) -> Callable[[], None]:
-        self._hosts.kill_agent(self._hosts.name(host))
-        return lambda: self._hosts.start(host, port=PORT)
+        self._hosts.kill_agent(host)
+        return lambda: None
 
     def _hang(self, host: int) -> Callable[[], None]:
         self._hosts.hang(host)
@@ -219,9 +230,10 @@ def _conditions(plan: ClusterSoakPlan) -> dict[str, Any]:
         **conditions_of(Path(FIXED), plan.settings),
         "rounds": f"{plan.rounds}, every {plan.every_s:g} s, but not before a step was trained "
         "since the previous one; in turn loss of power, kill of the agent, hang, and cut link, of "
-        f"a random one of {HOSTS} hosts; it comes back after {plan.away_s:g} s (a cut link after "
+        f"each of {HOSTS} hosts in turn; it comes back after {plan.away_s:g} s (a cut link after "
         "20 s)",
         "losses_noticed": f"of the hosts lost, those noticed within {NOTICED_S:g} s",
+        "losses_not_caused": "losses of hosts that the run noticed beyond those of this bench",
         "success": "greedy, held-out, of the best checkpoint, after an orderly stop and a resume "
         f"of {plan.more} steps on the same hosts",
         "unaccounted": "started - (trained + dropped + cancelled + buffered), plus the difference "

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cluster.bench import FIGURES, bench_cluster
-from benchmarks.cluster.run import LineFollower, lost_trajectories
+from benchmarks.cluster.bench import FIGURES, FIXED, bench_cluster, config_of
+from benchmarks.cluster.run import ClusterRun, LineFollower, lost_trajectories
 from benchmarks.cluster.sites import FIGURES as SITES_FIGURES
 from benchmarks.cluster.sites import bench_cluster_sites
 from benchmarks.cluster.soak import FIGURES as SOAK_FIGURES
@@ -44,6 +44,29 @@ def test_lines_have_times_on_our_clock(tmp_path: Path) -> None:
     assert following.lines == [first]
     assert before <= following.time_of(first) <= after
     assert following.time_of({"at": 1.0}) == pytest.approx(following.time_of(first) - 2.0)
+
+
+def test_a_host_keeps_its_name_with_a_new_node_of_ray(tmp_path: Path) -> None:
+    run = ClusterRun(config_of(FIXED, (f'run.dir="{tmp_path}"', "run.name=run"), None))
+    run.run.path.mkdir()
+    lines = [
+        ("host 3", "given up: host 10.77.1.1-12ab34cd is lost: silent for 4 s"),
+        ("host 10.77.1.11", "has joined"),
+        ("host 10.77.1.2", "has joined"),
+    ]
+    before = run.now()
+    run.run.metrics.write_text(
+        "".join(
+            json.dumps({"kind": "warning", "at": at, "component": component, "message": message})
+            + "\n"
+            for at, (component, message) in enumerate(lines)
+        )
+    )
+    run.inspect()
+    assert run.lost_after("10.77.1.1", before - 10.0) is not None
+    assert run.joined_after("10.77.1.1", before - 10.0) is None
+    assert run.joined_after("10.77.1.2", before - 10.0) is not None
+    assert [line for _, line in run.losses()] == [" ".join(lines[0])]
 
 
 def test_only_losses_of_hosts_and_controllers_lose_trajectories() -> None:

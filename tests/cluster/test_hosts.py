@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cluster.hosts import CONTROLLER, HostsUnderTest, mounts, shared_memory
+from benchmarks.cluster.agents import HostsByHand
+from benchmarks.cluster.hosts import mounts, shared_memory
 from benchmarks.cluster.run import ClusterRun, lost_trajectories
 from benchmarks.cluster.soak import NOTICED_S
 from tests.runtime.real import ROOT, lake
@@ -31,10 +32,10 @@ LIMIT_S = 300.0
 
 
 @pytest.fixture
-def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostsUnderTest]:
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostsByHand]:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for the tests' own environment
     memory, mounted = shared_memory(), mounts()
-    with HostsUnderTest(2, tmp_path / "hosts") as made:
+    with HostsByHand(2, tmp_path / "hosts") as made:
         if made.why_not:
             pytest.skip(made.why_not)
         yield made
@@ -47,7 +48,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostsUnde
 class Lakes:
     """Runs on the braked lake."""
 
-    def __init__(self, hosts: HostsUnderTest, directory: Path) -> None:
+    def __init__(self, hosts: HostsByHand, directory: Path) -> None:
         self.hosts, self.directory = hosts, directory
         self.brake = directory / "brake"
         self.brake.touch()
@@ -70,14 +71,14 @@ class Lakes:
                 "engines": {"count": 2, "max_slots": 8, "kv_tokens": 4096},
                 "eval": {"every": 0, "final_episodes": 8},
                 "cluster": {
-                    "address": f"{CONTROLLER}:{port}",
+                    "address": f"{self.hosts.controller}:{port}",
                     "hosts": len(agents),
                     "join_s": LIMIT_S,
                 },
                 **sections,
             },
         )
-        with ClusterRun(config) as run:
+        with ClusterRun(config, self.hosts) as run:
             run.start()
             self.hosts.start(*agents, port=port, run=name)
             run.wait(lambda: run.trained >= 2, LIMIT_S, "two steps")
@@ -101,7 +102,7 @@ class Lakes:
 
 
 @pytest.fixture
-def lakes(hosts: HostsUnderTest, tmp_path: Path) -> Lakes:
+def lakes(hosts: HostsByHand, tmp_path: Path) -> Lakes:
     return Lakes(hosts, tmp_path)
 
 

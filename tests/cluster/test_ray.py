@@ -4,20 +4,20 @@ network namespaces: `make test-cluster`.
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.cluster.hosts import CONTROLLERS
+from benchmarks.cluster.ray_hosts import RayHosts
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import HostJoined, HostLost, RunStarted
-from tests.cluster.nodes import RAY, RayCluster, ray_cluster, until
 from tests.runtime.hosts.test_cluster import events, reached
 from tests.runtime.whole import (
     ROOT,
@@ -87,27 +87,23 @@ class Mine(FrozenLake):
 
 
 @pytest.fixture(scope="module")
-def ray() -> Iterator[RayCluster]:
-    """A head without CPUs, and two nodes, one with a resource of the user's."""
-    if not RAY.exists():
-        pytest.skip("ray is not installed")
-    if os.geteuid():
-        pytest.skip("network namespaces need root")
-    with ray_cluster(4) as cluster:
-        cluster.start_node(1, {"compute": 1})
-        cluster.start_node(2, {"bandwidth": 2})
-        yield cluster
+def ray() -> Iterator[RayHosts]:
+    """A head without CPUs, and two nodes, each with a resource of the user's."""
+    with RayHosts([{"compute": 1}, {"bandwidth": 2}], megabits=None) as hosts:
+        if hosts.why_not:
+            pytest.skip(hosts.why_not)
+        yield hosts
 
 
-def config_of(directory: Path, ray: RayCluster, **sections: Any) -> RunConfig:
-    cluster = {"launcher": "ray", "ray": ray.address, "join_s": 60.0, **sections.pop("cluster", {})}
+def config_of(directory: Path, ray: RayHosts, **sections: Any) -> RunConfig:
+    cluster = {"launcher": "ray", "ray": ray.cluster, "join_s": 60.0, **sections.pop("cluster", {})}
     return make_config(directory, cluster=cluster, **sections)
 
 
 @contextlib.contextmanager
-def controller(config: RunConfig, ray: RayCluster, *options: str) -> Iterator[Any]:
+def controller(config: RunConfig, ray: RayHosts, *options: str) -> Iterator[Any]:
     """Run a controller on the head's host, and kill it in the end."""
-    with ray.network.inside(0), (Path(config.run.dir) / "printed").open("ab") as printed:
+    with ray.inside(CONTROLLERS), (Path(config.run.dir) / "printed").open("ab") as printed:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.runtime.whole", str(write(config)), *options],
             env={**ray.environment(), "PYTHONPATH": str(ROOT)},
@@ -145,20 +141,29 @@ def until_trained(config: RunConfig, step: int, process: "subprocess.Popen[bytes
     assert process.poll() is None, printed.read_text()
 
 
-def assert_nothing_left(config: RunConfig, ray: RayCluster) -> None:
+def until(condition: Callable[[], bool], what: str, within_s: float = 120.0) -> float:
+    """Wait for a condition, and return how long that took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() < began + within_s, f"waited {within_s:g} s for {what}"
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+def assert_nothing_left(config: RunConfig, ray: RayHosts) -> None:
     """Check that no process and no reservation of a run is left."""
     assert_no_processes(config)
-    until(lambda: not any(ray.agents(host) for host in range(4)), "the end of all agents", 20)
+    ray.wait_for_agents(20)
     until(lambda: " 0.0/" in cpus(ray), "the release of all CPUs", 30)
 
 
-def cpus(ray: RayCluster) -> str:
+def cpus(ray: RayHosts) -> str:
     """Return Ray's line on its CPUs."""
     (line,) = [line for line in ray.status().splitlines() if line.endswith(" CPU")]
     return line
 
 
-def test_a_run_uses_the_nodes_and_their_resources(ray: RayCluster, tmp_path: Path) -> None:
+def test_a_run_uses_the_nodes_and_their_resources(ray: RayHosts, tmp_path: Path) -> None:
     config = config_of(
         tmp_path,
         ray,
@@ -176,57 +181,55 @@ def test_a_run_uses_the_nodes_and_their_resources(ray: RayCluster, tmp_path: Pat
     assert "2.0/2.0 bandwidth" in status
     (begun,) = events(config, RunStarted)
     names = {host.number: host.name for host in begun.hosts}
-    assert sorted(names.values()) == [ray.network.address(1), ray.network.address(2)]
-    assert {names[slot.host] for slot in begun.engines} == {ray.network.address(2)}
-    assert [names[rank.host] for rank in begun.ranks] == [ray.network.address(1)]
+    assert sorted(names.values()) == [ray.name(0), ray.name(1)]
+    assert {names[slot.host] for slot in begun.engines} == {ray.name(1)}
+    assert [names[rank.host] for rank in begun.ranks] == [ray.name(0)]
     assert_trained_once(config)
     assert_nothing_left(config, ray)
 
 
 def test_a_killed_node_is_lost_at_once_and_one_that_joins_is_used(
-    ray: RayCluster, tmp_path: Path
+    ray: RayHosts, tmp_path: Path
 ) -> None:
     config = config_of(tmp_path, ray, steps=100_000)
     with controller(config, ray) as process:
         until_trained(config, 2, process)
-        ray.kill(1)
+        ray.kill(0)
         took = until(lambda: bool(events(config, HostLost)), "the loss")
         assert took < NOTICED_S
-        ray.start_node(1, {"compute": 1})
+        ray.start_nodes(0)
         until(lambda: bool(events(config, HostJoined)), "the new node")
         stop(config, process)
     lost, joined = events(config, HostLost, HostJoined)
     # for a while Ray counts on the former node of that name, too
-    assert joined.host.name.startswith(ray.network.address(1))
+    assert joined.host.name.startswith(ray.name(0))
     assert joined.host.number != lost.host
     assert_nothing_left(config, ray)
 
 
 def test_a_node_that_is_cut_off_ends_its_processes_and_comes_back(
-    ray: RayCluster, tmp_path: Path
+    ray: RayHosts, tmp_path: Path
 ) -> None:
     config = config_of(tmp_path, ray, steps=100_000)
     with controller(config, ray) as process:
         until_trained(config, 2, process)
-        there = {pid for pid, _ in pids(config)} & set(ray.network.processes(2))
+        there = {pid for pid, _ in pids(config)} & set(ray.processes(1))
         assert there
-        ray.network.cut(2)
+        ray.cut(1)
         assert until(lambda: bool(events(config, HostLost)), "the loss") < NOTICED_S
-        gone = until(lambda: not there & set(ray.network.processes(2)), "their end", 20)
+        gone = until(lambda: not there & set(ray.processes(1)), "their end", 20)
         assert gone < LEASE_S + 2.0
-        ray.network.join(2)
+        ray.restore(1)
         until(lambda: bool(events(config, HostJoined)), "the host again")
         stop(config, process)
     assert_nothing_left(config, ray)
 
 
-def test_a_killed_controller_leaves_no_actor_and_is_resumed(
-    ray: RayCluster, tmp_path: Path
-) -> None:
+def test_a_killed_controller_leaves_no_actor_and_is_resumed(ray: RayHosts, tmp_path: Path) -> None:
     config = config_of(tmp_path, ray, steps=30)
     with controller(config, ray) as process:
         until_trained(config, 2, process)
-        assert ray.agents(1)
+        assert 0 in ray.agents()
         process.kill()
         process.wait()
         assert_nothing_left(config, ray)
@@ -237,9 +240,7 @@ def test_a_killed_controller_leaves_no_actor_and_is_resumed(
 
 
 @pytest.mark.parametrize("interrupts", [1, 2])
-def test_an_interrupted_run_leaves_nothing(
-    ray: RayCluster, tmp_path: Path, interrupts: int
-) -> None:
+def test_an_interrupted_run_leaves_nothing(ray: RayHosts, tmp_path: Path, interrupts: int) -> None:
     config = config_of(tmp_path, ray, steps=10_000)
     with controller(config, ray) as process:
         until_trained(config, 2, process)
@@ -250,9 +251,9 @@ def test_an_interrupted_run_leaves_nothing(
     assert_nothing_left(config, ray)
 
 
-def test_a_node_in_use_is_named(ray: RayCluster, tmp_path: Path) -> None:
+def test_a_node_in_use_is_named(ray: RayHosts, tmp_path: Path) -> None:
     other = "import ray, time; ray.init('auto'); ray.remote(lambda: time.sleep(60)).remote(); "
-    with ray.network.inside(0):
+    with ray.inside(CONTROLLERS):
         busy = subprocess.Popen(
             [sys.executable, "-c", other + "time.sleep(60)"],
             env=ray.environment(),
@@ -269,14 +270,10 @@ def test_a_node_in_use_is_named(ray: RayCluster, tmp_path: Path) -> None:
     finally:
         busy.kill()
         busy.wait()
-    assert_no_agents(ray)
+    ray.wait_for_agents(20)
 
 
-def assert_no_agents(ray: RayCluster) -> None:
-    until(lambda: not any(ray.agents(host) for host in range(4)), "the end of all agents", 20)
-
-
-def test_the_command_line_uses_the_cluster_of_its_node(ray: RayCluster, tmp_path: Path) -> None:
+def test_the_command_line_uses_the_cluster_of_its_node(ray: RayHosts, tmp_path: Path) -> None:
     """With real engines, and a rollout worker that runs a module of the user's."""
     (tmp_path / "config.toml").write_text(LAKE.replace("frozenlake", "mine.game:Mine") + WORKERS)
     (tmp_path / "mine").mkdir()
@@ -284,7 +281,7 @@ def test_the_command_line_uses_the_cluster_of_its_node(ray: RayCluster, tmp_path
     done = train(ray, tmp_path, "auto", COLOR="blue")
     assert done.returncode == 0, done.stderr.decode()
     assert "trajectories" in done.stdout.decode()
-    assert_no_agents(ray)
+    ray.wait_for_agents(20)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +293,7 @@ def test_the_command_line_uses_the_cluster_of_its_node(ray: RayCluster, tmp_path
     ],
 )
 def test_a_wrong_address_is_one_line(
-    ray: RayCluster, tmp_path: Path, address: str, line: str
+    ray: RayHosts, tmp_path: Path, address: str, line: str
 ) -> None:
     (tmp_path / "config.toml").write_text(LAKE)
     done = train(ray, tmp_path, address)
@@ -306,19 +303,19 @@ def test_a_wrong_address_is_one_line(
     assert text.count("\n") == 0
 
 
-def test_a_role_of_the_users_own_runs_on_the_nodes(ray: RayCluster, tmp_path: Path) -> None:
+def test_a_role_of_the_users_own_runs_on_the_nodes(ray: RayHosts, tmp_path: Path) -> None:
     (tmp_path / "ring.py").write_text(ROLE)
-    program = (sys.executable, "ring.py", ray.address)
-    printed = ray.run(0, "env", "-C", str(tmp_path), f"PYTHONPATH={ROOT}", *program)
+    program = (sys.executable, "ring.py", ray.cluster)
+    printed = ray.run(CONTROLLERS, "env", "-C", str(tmp_path), f"PYTHONPATH={ROOT}", *program)
     assert printed == "[3.0, 3.0] bandwidth compute\n"
-    until(lambda: not any(ray.agents(host) for host in range(4)), "the end of all agents", 20)
+    ray.wait_for_agents(20)
 
 
 def train(
-    ray: RayCluster, directory: Path, address: str, **env: str
+    ray: RayHosts, directory: Path, address: str, **env: str
 ) -> "subprocess.CompletedProcess[bytes]":
     """Run `rollweave train --cluster` on the head's host."""
-    with ray.network.inside(0):
+    with ray.inside(CONTROLLERS):
         return subprocess.run(
             [
                 *(sys.executable, "-c", "from rollweave.cli.entry import main; main()"),

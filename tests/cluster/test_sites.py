@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cluster.hosts import HostsUnderTest
+from benchmarks.cluster.agents import HostsByHand
+from benchmarks.cluster.hosts import command_of
 from benchmarks.cluster.run import ClusterRun, lost_trajectories
 from benchmarks.cluster.sites import FAR, HOSTS, SETTINGS, config_of, crossing_of, start_agents
 from benchmarks.soak.run_under_test import RELAY
 from rollweave.core.state import State
-from tests.cluster.nodes import command_of
 from tests.runtime.real import ROOT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -35,9 +35,9 @@ FETCHING = re.compile(
 
 
 @pytest.fixture
-def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostsUnderTest]:
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostsByHand]:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    with HostsUnderTest(HOSTS, tmp_path / "hosts", megabits=None, far=FAR) as made:
+    with HostsByHand(HOSTS, tmp_path / "hosts", megabits=None, far=FAR) as made:
         if made.why_not:
             pytest.skip(made.why_not)
         made.limit_sites(MBITS)
@@ -53,12 +53,12 @@ def first_far_relay(state: State) -> str:
     )
 
 
-def kill_relay(hosts: HostsUnderTest, host: int) -> None:
+def kill_relay(hosts: HostsByHand, host: int) -> None:
     (pid,) = [pid for pid in hosts.processes(host) if RELAY in command_of(pid)]
     os.kill(pid, signal.SIGKILL)
 
 
-def test_a_version_crosses_to_another_site_once(hosts: HostsUnderTest, tmp_path: Path) -> None:
+def test_a_version_crosses_to_another_site_once(hosts: HostsByHand, tmp_path: Path) -> None:
     """Engines run at the other site alone: the second host of the trainer's site receives
     nothing.
     """
@@ -71,7 +71,7 @@ def test_a_version_crosses_to_another_site_once(hosts: HostsUnderTest, tmp_path:
         f'run.dir="{tmp_path / "runs"}"',
         "run.name=sites",
     )
-    with ClusterRun(config_of(settings)) as run:
+    with ClusterRun(config_of(settings, hosts), hosts) as run:
         run.start()
         start_agents(hosts)
         run.wait(lambda: run.trained >= 4, LIMIT_S, "four steps")
