@@ -167,24 +167,23 @@ def test_a_run_uses_the_nodes_and_their_resources(ray: RayHosts, tmp_path: Path)
     config = config_of(
         tmp_path,
         ray,
-        steps=30,
+        steps=100_000,
         pools={"first": {"resource": "compute"}, "second": {"resource": "bandwidth"}},
         trainer={"pool": "first"},
         engines={"pool": "second"},
     )
     with controller(config, ray) as process:
         until_trained(config, 2, process)
-        status = ray.status()
-        outcome(config, process)
-    assert "2.0/2.0 CPU" in status
-    assert "1.0/1.0 compute" in status
-    assert "2.0/2.0 bandwidth" in status
+        in_use = ("2.0/2.0 CPU", "1.0/1.0 compute", "2.0/2.0 bandwidth")
+        # Ray updates its status from time to time
+        until(lambda: {*in_use} <= {*map(str.strip, ray.status().splitlines())}, "the resources")
+        stop(config, process)
     (begun,) = events(config, RunStarted)
     names = {host.number: host.name for host in begun.hosts}
     assert sorted(names.values()) == [ray.name(0), ray.name(1)]
     assert {names[slot.host] for slot in begun.engines} == {ray.name(1)}
     assert [names[rank.host] for rank in begun.ranks] == [ray.name(0)]
-    assert_trained_once(config)
+    assert_trained_once(config, count=len(lines(config, "step")))
     assert_nothing_left(config, ray)
 
 
