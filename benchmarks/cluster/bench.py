@@ -202,8 +202,8 @@ class _Measuring:
                 self._hosts.wait_for_agents()
             ratios.append(seconds[True] / seconds[False])
             self._progress(
-                f"{name}, seed {number}: {seconds[False]:.0f} s on one host, "
-                f"{seconds[True]:.0f} s on {HOSTS}, success {successes[-1]:.3f}"
+                f"{name}, seed {number}: {seconds[False]:.1f} s on one host, "
+                f"{seconds[True]:.1f} s on {HOSTS}, success {successes[-1]:.3f}"
             )
         if pairs:
             self.figures[f"wall_over_one_host{suffix}"] = round(statistics.median(ratios), 3)

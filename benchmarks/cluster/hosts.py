@@ -151,8 +151,10 @@ def command_of(pid: int) -> str:
 
 
 def shared_memory() -> set[str]:
-    """Return the files of shared memory that no process has open or mapped."""
-    names = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
+    """Return the files of shared memory that no process has open or mapped, without
+    semaphores, which runs do not use but other programs on this machine may.
+    """
+    names = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
     for entry in Path("/proc").iterdir():
         if names and entry.name.isdecimal():
             names -= _opened(entry, names)
