@@ -4,6 +4,8 @@ carried-over groups, and failures.
 
 import asyncio
 import itertools
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -297,6 +299,30 @@ def test_batches_without_an_event_loop(tmp_path: Path) -> None:
                 assert len(batches.next(version=version).groups) == 2
             assert batches.account.balances()
         assert batches.account.carried == 0
+
+
+def test_leaving_closes_the_client_although_closing_the_batches_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
+) -> None:
+    left: list[RolloutClient] = []
+    leave = RolloutClient.__aexit__
+
+    async def interrupted(_: DapoBatches) -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        await asyncio.Event().wait()
+
+    async def recorded(client: RolloutClient, *_: object) -> None:
+        await leave(client)
+        left.append(client)
+
+    monkeypatch.setattr(DapoBatches, "close", interrupted)
+    monkeypatch.setattr(RolloutClient, "__aexit__", recorded)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        DapoRollouts(f"http://127.0.0.1:{unused_tcp_port}", iter(()), RULE),
+    ):
+        pass
+    assert len(left) == 1
 
 
 async def test_an_invalid_task_ends_a_pending_next(tmp_path: Path) -> None:

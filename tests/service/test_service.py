@@ -577,6 +577,26 @@ def test_a_failed_or_interrupted_run_cancels_the_other_rollouts(
         assert {one["stop_reason"] for one in delivered} <= {"cancelled"}
 
 
+def test_leaving_ends_the_thread_although_it_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
+) -> None:
+    leave = RolloutClient.__aexit__
+
+    async def interrupted(client: RolloutClient, *_: object) -> None:
+        await leave(client)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        await asyncio.Event().wait()
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(RolloutClient, "__aexit__", interrupted)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        Rollouts(f"http://127.0.0.1:{unused_tcp_port}"),
+    ):
+        pass
+    assert set(threading.enumerate()) <= before
+
+
 async def test_a_client_uses_rollouts_of_another_by_id(tmp_path: Path) -> None:
     """One client submits and leaves; another one gets, lists, streams and cancels."""
     gate = tmp_path / "gate"

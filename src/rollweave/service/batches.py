@@ -297,5 +297,7 @@ class DapoRollouts:
         return DapoBatches(self._client, self._tasks, self._rule, patience_s=self._patience_s)
 
     async def _close(self) -> None:
-        await self._batches.close()
-        await self._client.__aexit__()
+        try:
+            await self._batches.close()
+        finally:
+            await self._client.__aexit__()

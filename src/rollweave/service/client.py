@@ -589,8 +589,10 @@ class Rollouts:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._loop.call(self._client.__aexit__(kind, error, trace))
-        self._loop.stop()
+        try:
+            self._loop.call(self._client.__aexit__(kind, error, trace))
+        finally:
+            self._loop.stop()
 
     def run(self, requests: Iterable[RolloutRequest]) -> list[RolloutStatus]:
         """Run all rollouts at once; return them in the order of the requests. Errors are

@@ -33,7 +33,7 @@ from rollweave.service.adapters.trl import (
     rows,
 )
 from rollweave.service.backends import backend_factory
-from rollweave.service.batches import DapoBatch, DapoRollouts
+from rollweave.service.batches import DapoBatch, DapoRollouts, TasksOverError
 from rollweave.service.client import Rollouts
 from tests.engine.models import build, oracle_logprobs, save
 from tests.rollout.chat.chats import CHATML, SPECIAL_MAP, bpe
@@ -336,7 +336,12 @@ def test_reports_the_error_of_a_failed_worker(unused_tcp_port: int) -> None:
             worker.check_health(1.0)
 
     worker.start()
-    with pytest.raises(RollweaveError, match="the tasks are over"):
-        wait()
-    worker.stop()
+    try:
+        with pytest.raises(
+            RollweaveError, match=r"^the rollout worker ended: no tasks are left"
+        ) as raised:
+            wait()
+        assert isinstance(raised.value.__cause__, TasksOverError)
+    finally:
+        worker.stop()
     worker.stop()
