@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -464,12 +465,24 @@ def test_missing_and_refused_hosts_are_named(
     with monkeypatch.context() as patch:
         patch.setenv("ROLLWEAVE_HOST_SECRET", "wrong")
         agents.start("b")
+    shown: list[str] = []
+
+    class Recorder(Silent):
+        def phase(self, text: str) -> None:
+            shown.append(text)
+
     with pytest.raises(
         ConfigError,
         match=r"cluster\.hosts: 2 hosts must join within 8 s, got a; refused: a host at 127\.",
     ):
-        run(config.model_copy(update={"cluster": cluster}))
+        train(config.model_copy(update={"cluster": cluster}), programs=FAKES, progress=Recorder())
     assert agents.statuses() == {"a": 0, "b": 2}
+    (refusal,) = [line for line in shown if line.startswith("a host at ")]
+    assert re.search(
+        r"got another one; the run waits up to [1-8] s for [12] more of 2 hosts "
+        r"\(cluster\.join_s\)$",
+        refusal,
+    )
 
 
 def test_an_address_in_use_is_refused(tmp_path: Path, agents: Agents) -> None:

@@ -79,6 +79,8 @@ class GatheredHosts:
         self._refusal = self._wrong_secret = ""
         """Reasons why the last host was refused, and the last one with a wrong secret.
         """
+        self._wanted, self._until = 0, 0.0
+        """Number of hosts that `gather` waits for, and until when."""
         self.hosts: Hosts = hosts_here(relays)
         self.slots: tuple[HostSlot, ...] = ()
         """The hosts with which the world starts; empty for this machine alone."""
@@ -110,6 +112,7 @@ class GatheredHosts:
         else:
             self._launcher.start((host, self._listener.port), secret)
             self._say(f"waiting for {wanted} hosts")
+        self._wanted, self._until = wanted, time.monotonic() + cluster.join_s
         naming = self._tasks.spawn(self._name_long_wait(wanted), "name the wait for hosts")
         try:
             async with asyncio.timeout(cluster.join_s):
@@ -241,14 +244,26 @@ class GatheredHosts:
             self._changed.set()
         elif self._post is None:
             self._refusal = error
-            self._say(error)
+            self._say(f"{error}{self._further_wait()}")
         else:
             self._say(error)
 
     def _on_wrong_secret(self, error: str) -> None:
         """Report a host with a wrong secret, which must not end the run."""
         self._wrong_secret = error
-        self._say(error)
+        self._say(f"{error}{self._further_wait()}")
+
+    def _further_wait(self) -> str:
+        """Describe how long the run still waits for a host in place of a refused one,
+        which the user may start at any time; "" if it does not wait.
+        """
+        missing, left_s = self._wanted - len(self._members), self._until - time.monotonic()
+        if self._post is not None or missing < 1 or left_s <= 0:
+            return ""
+        return (
+            f"; the run waits up to {left_s:.0f} s for {missing} more of {self._wanted} hosts "
+            "(cluster.join_s)"
+        )
 
     def _on_lost(self, remote: RemoteHost, reason: str) -> None:
         member = self._members.pop(remote.name)
