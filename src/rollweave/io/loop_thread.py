@@ -19,11 +19,12 @@ class LoopThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
         self._thread.start()
 
-    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def call(self, coroutine: Coroutine[Any, Any, T], *, within_s: float | None = None) -> T:
         """Run the coroutine in the loop, and return its result or raise its exception.
 
         An exception in the waiting thread, such as KeyboardInterrupt, cancels the
-        coroutine, and is raised once that has ended.
+        coroutine, and is raised once that has ended. TimeoutError is raised after
+        `within_s`; the coroutine is then cancelled, but not waited for.
         """
         tasks: list[asyncio.Task[T]] = []
         done = threading.Event()
@@ -34,11 +35,14 @@ class LoopThread:
 
         self._loop.call_soon_threadsafe(begin)
         try:
-            done.wait()
+            ended = done.wait(within_s)
         except BaseException:
             self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
             done.wait()
             raise
+        if not ended:
+            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            raise TimeoutError(f"not done within {within_s:g} s")
         return tasks[0].result()
 
     def stop(self) -> None:

@@ -311,6 +311,79 @@ def test_nothing_outlives_a_script(tmp_path: Path, number: signal.Signals) -> No
     assert not any(map(alive, pids))
 
 
+@pytest.mark.parametrize("hosts", ["None", '{"launcher": "local", "hosts": 2}'])
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_cluster_that_is_open_at_exit_is_closed(tmp_path: Path, hosts: str, status: int) -> None:
+    """Also after an exception, and not by a fork of the program."""
+    (tmp_path / "script.py").write_text(
+        textwrap.dedent(
+            f"""
+            import os
+            from rollweave import Cluster
+            from tests.runtime.roles.workers import Adder
+
+            if __name__ == "__main__":
+                adders = Cluster(Adder, 2, cluster={hosts})
+                if os.fork() == 0:
+                    raise SystemExit
+                os.wait()
+                assert len(adders.add(1)) == 2
+                raise SystemExit({status})
+            """
+        )
+    )
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == status
+    lines = {line for line in done.stderr.splitlines() if not line.endswith(" has joined")}
+    assert lines == ({"waiting for 2 hosts"} if hosts != "None" else set())
+    logs = [(tmp_path / f"runs/adder/logs/adder-{rank}.log").read_text() for rank in range(2)]
+    assert logs == ["closed 0\n", "closed 1\n"]
+
+
+def test_the_exit_is_delayed_for_a_limited_time(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        textwrap.dedent(
+            """
+            import asyncio, os, time
+            import rollweave.runtime.roles.cluster as module
+            from tests.runtime.roles.workers import Adder
+
+            if __name__ == "__main__":
+                module.EXIT_S = 0.5
+                adders = module.Cluster(Adder, 1)
+                print(*adders.pid(), flush=True)
+
+                async def block():
+                    time.sleep(1000)
+
+                asyncio.run_coroutine_threadsafe(block(), adders._loop._loop)
+            """
+        )
+    )
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    deadline = time.monotonic() + 30
+    while alive(int(done.stdout)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not alive(int(done.stdout))
+
+
 def test_the_documented_example_runs(tmp_path: Path) -> None:
     page, program = (ROOT / "docs/ROLES.md").read_text(), ROOT / "examples/roles.py"
     assert f"```python\n{program.read_text()}```" in page

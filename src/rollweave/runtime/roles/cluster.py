@@ -3,9 +3,11 @@ machine or on the hosts of a `[cluster]`.
 
 A call blocks its thread; an event loop on another thread starts the workers and waits
 for them. Invariant: after `close`, with which the `with` block ends, no process of the
-cluster is left.
+cluster is left. A cluster that is still open when the program exits is closed then.
 """
 
+import atexit
+import contextlib
 import inspect
 import math
 import os
@@ -26,6 +28,11 @@ from rollweave.schema.errors import ConfigError
 from rollweave.schema.text import did_you_mean
 
 W = TypeVar("W", bound=Worker)
+
+EXIT_S = 10.0
+"""Maximum seconds by which an open cluster delays the exit of the program. Workers that
+are left then end because their controller is gone.
+"""
 
 
 class Cluster(Generic[W]):
@@ -91,15 +98,28 @@ class Cluster(Generic[W]):
         except BaseException:
             self._loop.stop()
             raise
+        self._owner = os.getpid()
+        atexit.register(self._close_at_exit)
 
     def close(self) -> None:
         """End the workers, in order if they can. A second call does nothing."""
         if not self._closed:
             self._closed = True
+            atexit.unregister(self._close_at_exit)
             try:
                 self._loop.call(self._role.close())
             finally:
                 self._loop.stop()
+
+    def _close_at_exit(self) -> None:
+        """Close the cluster in limited time.
+
+        A fork of the program has no event loop, and leaves the cluster to its owner.
+        """
+        if not self._closed and os.getpid() == self._owner:
+            self._closed = True
+            with contextlib.suppress(TimeoutError):
+                self._loop.call(self._role.close(), within_s=EXIT_S)
 
     def __enter__(self) -> Self:
         return self
