@@ -2,8 +2,9 @@
 that cross it for a version of the weights, and the seconds until the other site has one.
 
 Two hosts are at the trainer's site and two at the other one; the trainer is on one of the
-first, engines are on the three other hosts. The same run is repeated without `site`, with
-it, and with changes instead of whole versions; and once over a link without a limit.
+first, an engine on each of the four, since a host without engines receives no weights.
+The same run is repeated without `site`, with it, and with changes instead of whole
+versions; and once over a link without a limit.
 
 Root, `ip` and `tc` are needed; without them, no figure is measured.
 """
@@ -76,7 +77,7 @@ SETTINGS = (
     "trainer.pool=near",
     "pools.near.resource=near",
     "pools.far.resource=far",
-    "engines=[{pool='near', max_slots=16}, {pool='far', count=2, max_slots=16}]",
+    "engines=[{pool='near', count=2, max_slots=16}, {pool='far', count=2, max_slots=16}]",
     "eval={final_episodes=16}",
     "run.checkpoint_every=0",
     "run.sinks=[]",
@@ -276,7 +277,7 @@ def _conditions(plan: SitesPlan) -> dict[str, Any]:
         "hosts": f"{HOSTS} network namespaces of this machine, whose cores they share, {FAR} of "
         f"them behind a link of {plan.mbits:g} Mbit/s in both directions (`tc`); the controller "
         "and the environments are on the near side; the trainer is on a near host, an engine on "
-        "the other one and on each far one",
+        "each host",
         "variants": "free: no limit, with `site`, whole versions; no_site: the relays join in "
         "the order near, far, near, far, which is then their chain; site: with `pools.far.site`; "
         "changes: the default, whole versions or changes, whichever was faster. Medians of "
