@@ -137,6 +137,22 @@ def test_a_clean_run_trains_every_step_once_within_the_bound(mode: str) -> None:
     slots=1,
     allocation=True,
 )
+@example(  # weights that were received and not yet swapped in are kept
+    seed=1,
+    mode="partial",
+    failure=0.0,
+    hang=0.0,
+    alpha=3,
+    spare_groups=0,
+    spare_members=0,
+    dynamic=False,
+    every=1,
+    parts=1,
+    batch=True,
+    scheduling="autellix",
+    slots=1,
+    allocation=False,
+)
 @given(
     seed=st.integers(0, 10_000),
     mode=st.sampled_from(MODES),

@@ -1,7 +1,7 @@
 """The queues of turns, against a look at all queued turns."""
 
 import hypothesis.strategies as st
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from rollweave.core.state import Held, Queued, State, Trajectory, Turn
 from rollweave.core.turn_queues import STALE_ENTRIES, QueuedTurn, TurnQueues
@@ -68,6 +68,13 @@ class Queues:
 
 
 @settings(max_examples=examples(300))
+@example(  # an older turn comes from another queue
+    changes=[
+        ("queue", 1, (None, ""), False, 0, 0),
+        ("queue", 0, (None, ""), True, 0, 0),
+        ("requeue", 1, (None, ""), True, 0, 0),
+    ]
+)
 @given(changes=changes)
 def test_each_queue_gives_the_first_the_oldest_and_all(
     changes: list[tuple[str, int, tuple[EngineId | None, str], bool, int, int]],

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollweave.core.core import Core
@@ -289,6 +289,9 @@ def test_workers_that_are_not_ready_are_waited_for() -> None:
 
 
 @settings(max_examples=examples(60))
+@example(  # the last host is lost
+    seed=1, mode="one_step", count=1, failure=0.03, hang=0.0, hosts=True, lost=True
+)
 @given(
     seed=st.integers(0, 2**16),
     mode=st.sampled_from([*MODES, "decoupled"]),

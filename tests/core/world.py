@@ -37,7 +37,7 @@ class World:
         """
         self.config, self.restless = config, restless
         self.stages = seed % 3 != 0  # engines can receive weights while they serve
-        self.staged: dict[str, int] = {}  # engine → weights that it last received beside others
+        self.staged: dict[str, list[int]] = {}  # engine → weights received beside others
         self.colocated = config.trainer.colocated
         # engines with memory for weights, and of these the ones that are giving it back
         self.with_memory: set[str] = set()
@@ -216,6 +216,11 @@ class World:
                 default=0,
             )
             del loads[: max(0, last - 1)]
+        elif isinstance(event, e.WeightsStaged) and event.epoch == self.engine_epoch.get(
+            event.engine_id
+        ):
+            staged = self.staged[event.engine_id]
+            del staged[: staged.index(event.weights_id)]  # it has replaced the former ones
         elif isinstance(event, e.WorldLost):
             self.lost_worlds += 1
         elif (
@@ -224,7 +229,6 @@ class World:
         ):
             joined = isinstance(event, e.WorkerJoined)
             (self.ready_workers.add if joined else self.ready_workers.discard)(event.worker_id)
-            self.lost_worlds += not joined  # as many attempts may follow
         self.note_memory(event)
         out = self.core.handle(self.now, event)
         self.core.check()
@@ -405,6 +409,7 @@ class World:
                 if self.open.get(key_of_turn) == (command.engine_id, command.dispatch):
                     del self.open[key_of_turn]
             case c.RestartWorker():
+                self.lost_worlds += 1  # its attempts start again
                 assert command.epoch > self.worker_epoch[command.worker_id], command
                 assert command.host in self.core.state.hosts.up, command
                 self.worker_epoch[command.worker_id] = command.epoch
@@ -412,6 +417,7 @@ class World:
                 self.ready_workers.discard(command.worker_id)
                 self.join_worker(command.worker_id)
             case c.RemoveWorker():
+                self.lost_worlds += 1
                 self.ready_workers.discard(command.worker_id)
             case c.Evict() | c.ResumeEngine() | c.Harvest() | c.FitPredictor():
                 pass
@@ -517,7 +523,7 @@ class World:
         """
         state = self.core.state
         needed = {weights_id for loads in self.loads.values() for weights_id in loads}
-        needed |= {*self.staged.values()}
+        needed |= {weights_id for staged in self.staged.values() for weights_id in staged}
         versions_in_use = {
             state.trajectories[one].initiated for one in (*state.pools.init, *state.pools.run)
         }
@@ -811,7 +817,7 @@ class World:
             "epoch": self.engine_epoch[name],
             "weights_id": command.weights_id,
         }
-        self.staged[name] = command.weights_id
+        self.staged.setdefault(name, []).append(command.weights_id)
         if self.fails():
             self.later(e.StagingFailed(**key, error="torn"))
         else:

@@ -270,7 +270,8 @@ def _check_fleet(run: Run) -> None:
 
 def _check_workers(run: Run) -> None:
     """Assert that every attempt under way is with one worker, which is ready, or with
-    none if attempts run in the controller.
+    none if attempts run in the controller; and that, until the run is over, no worker is
+    on a host that is gone.
     """
     state = run.state
     held: dict[str, str] = {}
@@ -279,9 +280,10 @@ def _check_workers(run: Run) -> None:
             WorkerStatus.READY,
             WorkerStatus.DRAINING,
         ), worker
-        assert worker.host in state.hosts.up or worker.status in (
-            WorkerStatus.UNPLACED,
-            WorkerStatus.FAILED,
+        assert (
+            worker.host in state.hosts.up
+            or worker.status in (WorkerStatus.UNPLACED, WorkerStatus.FAILED)
+            or state.phase is Phase.FINISHED
         ), worker
         for trajectory_id in worker.attempts:
             assert trajectory_id not in held, f"{trajectory_id} is with two workers"

@@ -12,7 +12,6 @@ they outnumber the live ones.
 """
 
 import heapq
-from collections import deque
 from typing import NamedTuple, Self
 
 from rollweave.core.state import Queued, State, Trajectory, Turn
@@ -36,7 +35,7 @@ STALE_ENTRIES = 64
 class TurnQueues:
     def __init__(self) -> None:
         self._heaps: dict[QueueKey, list[tuple[float, float, TrajectoryId, int]]] = {}
-        self._arrivals: dict[QueueKey, deque[tuple[int, TrajectoryId]]] = {}
+        self._arrivals: dict[QueueKey, list[tuple[int, TrajectoryId]]] = {}
         self._entries = 0
 
     @classmethod
@@ -68,7 +67,7 @@ class TurnQueues:
             self._heaps.setdefault(key, []),
             (-turn.rank, place.tiebreak, trajectory.id, turn.arrival),
         )
-        self._arrivals.setdefault(key, deque()).append((turn.arrival, trajectory.id))
+        heapq.heappush(self._arrivals.setdefault(key, []), (turn.arrival, trajectory.id))
         self._entries += 1
 
     def first(self, state: State, key: QueueKey) -> QueuedTurn | None:
@@ -98,14 +97,14 @@ class TurnQueues:
         ]
 
     def oldest(self, state: State, key: QueueKey) -> QueuedTurn | None:
-        """The turn that was queued first."""
+        """The turn that was queued first, though it may have come from another queue since."""
         arrivals = self._arrivals.get(key)
         while arrivals:
             arrival, trajectory_id = arrivals[0]
             queued = _find(state, trajectory_id, arrival)
             if queued is not None and _waits(queued, key):
                 return queued
-            arrivals.popleft()
+            heapq.heappop(arrivals)
         return None
 
 
