@@ -208,9 +208,10 @@ class _Measuring:
         if pairs:
             self.figures[f"wall_over_one_host{suffix}"] = round(statistics.median(ratios), 3)
             self.figures[f"success{suffix}"] = round(statistics.median(successes), 4)
-            self.conditions[f"wall_over_one_host{suffix}_all"] = [
-                round(ratio, 3) for ratio in ratios
-            ]
+            self.conditions |= {
+                f"wall_over_one_host{suffix}_all": [round(ratio, 3) for ratio in ratios],
+                f"success{suffix}_all": [round(success, 4) for success in successes],
+            }
 
     def lose_hosts(self) -> None:
         """Let hosts lose their power, in turn that of the trainer and another one; each
