@@ -1,7 +1,7 @@
 """Hosts that are lost and that join, and the places of engines and trainer ranks."""
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollweave.core.core import Core
@@ -348,6 +348,9 @@ def test_any_run_whose_hosts_come_and_go_ends_accounted_for(
 
 
 @settings(max_examples=examples(40))
+@example(  # the trainer is lost after it began to publish, and publishes again
+    seed=13332, mode="decoupled", failure=0.1, changing=0.02, own_machines=True
+)
 @given(
     seed=st.integers(0, 2**16),
     mode=st.sampled_from([*MODES, "decoupled"]),

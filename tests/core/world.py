@@ -82,6 +82,7 @@ class World:
         self.batches = 0
         self.published: dict[int, int] = {}  # weights id → numbers
         self.version_of: dict[int, int] = {}  # weights id → version
+        self.newest = -1  # weights that were published last
         # engine → weights ids that it had, has, and was to load since
         self.loads: dict[str, list[int]] = {}
         # turn → its engine and dispatch
@@ -239,9 +240,12 @@ class World:
             self.execute(command)
 
     def note_memory(self, event: e.Event) -> None:
-        """Note which process gives back its memory, or loses it with its life."""
+        """Note which weights the trainer has published, and which process gives back its
+        memory, or loses it with its life.
+        """
         if isinstance(event, e.WeightsPublished) and event.epoch == self.trainer_epoch:
             self.trainer_has_devices = False
+            self.newest = event.weights_id
         elif isinstance(event, e.EngineSuspended | e.WeightsLoadFailed | e.EngineLost):
             name = event.engine_id
             releases = name in self.releasing or not isinstance(event, e.EngineSuspended)
@@ -539,8 +543,7 @@ class World:
             needed |= {*relay.versions[-1:]}
             if relay.fetch is not None:
                 needed |= {relay.fetch.weights_id, relay.fetch.base}  # type: ignore[arg-type]
-        newest = max(self.version_of, default=-1)
-        spare = set(command.keep) - needed - {newest}
+        spare = set(command.keep) - needed - {self.newest}
         assert not spare, f"{command} keeps {spare}, which nobody needs"
 
     def predict(self, command: c.Predict) -> None:
