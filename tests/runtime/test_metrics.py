@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rollweave.core.state import State
 from rollweave.runtime.metrics import Metrics, Silent
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
@@ -68,6 +70,18 @@ def test_weights_of_a_lost_lineage_count_as_stale_as_later_ones(
     metrics.close()
     (line,) = (tmp_path / "m.jsonl").read_text().splitlines()
     assert json.loads(line)["staleness"] == {"0": 1, "2": 2}
+
+
+def test_ages_of_a_step_are_shares_of_all_its_parts(tmp_path: Path) -> None:
+    """An age that one part has and another has not is not averaged over the former."""
+    metrics = Metrics(tmp_path / "m.jsonl", clock=lambda: 1.0, state=State, progress=Silent())
+    for number, ages in enumerate(({"age/0": 0.5, "age/1": 0.5}, {"age/0": 1.0})):
+        command, batch, values = part(number, "lake", trajectory("a", 1.0, version=3))
+        metrics.trained(command, batch, msgspec.structs.replace(values, values=ages))
+    metrics.close()
+    (line,) = (tmp_path / "m.jsonl").read_text().splitlines()
+    trained = json.loads(line)["trainer"]
+    assert (trained["age/0"], trained["age/1"]) == (0.75, 0.25)
 
 
 def test_a_step_of_several_parts_is_one_line(tmp_path: Path) -> None:

@@ -54,14 +54,23 @@ def make_model(
 
 
 def make_config(
-    *, steps: int = 10, trainer: dict[str, Any] | None = None, **algorithm: Any
+    *,
+    steps: int = 10,
+    trainer: dict[str, Any] | None = None,
+    own: dict[str, dict[str, Any]] | None = None,
+    **algorithm: Any,
 ) -> RunConfig:
+    """Build a configuration; `own` has the algorithms of further task domains."""
+
     settings = {"lr": 1e-2, "warmup_steps": 0, **(trainer or {})}
     return RunConfig.model_validate(
         {
             "run": {"name": "test", "steps": steps},
             "model": {"scratch": SCRATCH.model_dump()},
-            "tasks": [{"env": "none", "max_tokens": 256}],
+            "tasks": [
+                {"env": name, "max_tokens": 256, "algorithm": overrides}
+                for name, overrides in {"none": {}, **(own or {})}.items()
+            ],
             "rollout": {"mode": "sync"} if settings.get("colocated") else {},
             "trainer": settings,
             "algorithm": algorithm,
@@ -126,7 +135,12 @@ def make_trajectory(
 
 
 def make_group(
-    name: str, rewards: list[float], rng: random.Random, *, version: int = 0
+    name: str,
+    rewards: list[float],
+    rng: random.Random,
+    *,
+    version: int = 0,
+    env: str = "none",
 ) -> ScoredGroup:
     trajectories = tuple(
         make_trajectory(
@@ -138,7 +152,7 @@ def make_group(
         )
         for index, reward in enumerate(rewards)
     )
-    return ScoredGroup(id=GroupId(name), env="none", trajectories=trajectories)
+    return ScoredGroup(id=GroupId(name), env=env, trajectories=trajectories)
 
 
 def make_batch(
@@ -150,7 +164,9 @@ def make_batch(
     groups: int = 3,
     size: int = 4,
     version: int | None = None,
+    envs: tuple[str, ...] = ("none",),
 ) -> Batch:
+    """Build a batch whose groups are of the domains `envs` in turn."""
     rng = random.Random(seed)
     version = step if version is None else version
     trajectories = tuple(
@@ -159,6 +175,7 @@ def make_batch(
             [float(rng.randint(0, 3)) for _ in range(size)],
             rng,
             version=version,
+            env=envs[index % len(envs)],
         )
         for index in range(groups)
     )

@@ -1,7 +1,7 @@
 """One rank of a trainer, started by torchrun or a parent process: it trains, saves,
 restores, and writes the weights to a file.
 
-Arguments: model directory, output directory. Rank and world size come from the
+Arguments: model directory, name of a case, output directory. Rank and world size come from the
 environment.
 """
 
@@ -39,17 +39,33 @@ CASE = {
 }
 
 
+CASES = {
+    "decoupled": CASE,
+    "domains": {
+        "trainer": {"minibatches": 2, "micro_tokens": 60},
+        "loss": "gspo",
+        "clip_low": 0.2,
+        "clip_high": 0.3,
+        "own": {"other": {"loss": "cispo", "correction": "icepop", "advantage": "rloo"}},
+    },
+}
+
+
 def weights_of(trainer: Trainer, version: int) -> dict[str, torch.Tensor]:
     reply = trainer.handle(Publish(version=version, weights_id=version))
     assert isinstance(reply, Published), reply
     return {name: tensor.clone() for name, tensor in read_tensors(reply.manifest).items()}
 
 
-def run(model_dir: Path, out: Path, ranks: RankGroup = ALONE) -> dict[str, torch.Tensor]:
+def run(
+    model_dir: Path, out: Path, ranks: RankGroup = ALONE, case: str = "decoupled"
+) -> dict[str, torch.Tensor]:
     """Return the weights after three steps, the last of them repeated after restoring a
     checkpoint, and the measured ratios.
     """
-    trainer = Trainer(make_config(**CASE), model_dir, out, ranks=ranks)  # type: ignore[arg-type]
+    config = make_config(**CASES[case])  # type: ignore[arg-type]
+    trainer = Trainer(config, model_dir, out, ranks=ranks)
+    envs = ("none", *CASES[case].get("own", ()))  # type: ignore[misc]
     refused = trainer.handle(TrainOn(batch=make_batch(0, step=5)))
     assert isinstance(refused, TrainFailed)
     figures = {}
@@ -60,7 +76,9 @@ def run(model_dir: Path, out: Path, ranks: RankGroup = ALONE) -> dict[str, torch
             ), saved
         # One group of two: with two minibatches some ranks have no work.
         reply = trainer.handle(
-            TrainOn(batch=make_batch(step, step=step, groups=1 if step == 1 else 3, size=2))
+            TrainOn(
+                batch=make_batch(step, step=step, groups=1 if step == 1 else 3, size=2, envs=envs)
+            )
         )
         assert isinstance(reply, Trained), reply
         figures = reply.metrics.values
@@ -73,7 +91,8 @@ def run(model_dir: Path, out: Path, ranks: RankGroup = ALONE) -> dict[str, torch
     impossible = trainer.handle(Save(path="/proc/nowhere/c"))
     assert type(impossible).__name__ == "SaveFailed", impossible
     assert trainer.handle(Restore(path=str(out / "c"))) == Restored(step=2)
-    assert isinstance(trainer.handle(TrainOn(batch=make_batch(2, step=2, size=2))), Trained)
+    last = make_batch(2, step=2, size=2, envs=envs)
+    assert isinstance(trainer.handle(TrainOn(batch=last)), Trained)
     again = weights_of(trainer, 4)
     assert all(torch.allclose(first[name], again[name], atol=1e-6) for name in again), (
         "a restored trainer goes on the same way"
@@ -90,8 +109,8 @@ def run(model_dir: Path, out: Path, ranks: RankGroup = ALONE) -> dict[str, torch
 
 if __name__ == "__main__":
     own = meet()
-    found = run(Path(sys.argv[1]), Path(sys.argv[2]), own)
+    found = run(Path(sys.argv[1]), Path(sys.argv[3]), own, sys.argv[2])
     save_file(
         {name: tensor.contiguous() for name, tensor in found.items()},
-        Path(sys.argv[2]) / f"rank{own.rank}.safetensors",
+        Path(sys.argv[3]) / f"rank{own.rank}.safetensors",
     )

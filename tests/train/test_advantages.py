@@ -13,8 +13,16 @@ import torch
 from hypothesis import given, settings
 
 from rollweave.schema.config.sections import AlgorithmConfig
-from rollweave.schema.work import ScoredGroup, Trajectory
-from rollweave.train.advantages import token_advantages
+from rollweave.schema.work import (
+    Limits,
+    ScoredGroup,
+    Segment,
+    SegmentKind,
+    StopReason,
+    TokenSequence,
+    Trajectory,
+)
+from rollweave.train.advantages import overlong_penalty, token_advantages
 from tests.support.properties import examples
 from tests.train.builders import make_group, make_sequence, make_trajectory
 
@@ -41,11 +49,14 @@ def value_of(trajectory: Trajectory, tensors: list[torch.Tensor]) -> float:
 
 @settings(max_examples=examples(60))
 @given(rewards=st.lists(REWARDS, min_size=1, max_size=4), seed=st.integers(0, 99))
-@pytest.mark.parametrize("estimator", ["grpo", "grpo_no_std", "rloo", "reinforce_pp"])
+@pytest.mark.parametrize(
+    "estimator", ["grpo", "grpo_no_std", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
+)
 def test_trajectory_estimators(rewards: list[list[float]], seed: int, estimator: str) -> None:
     groups = groups_of(rewards, seed)
     advantages = token_advantages(groups, AlgorithmConfig(advantage=estimator))  # type: ignore[arg-type]
     flat = [reward for row in rewards for reward in row]
+    differences = [reward - statistics.fmean(row) for row in rewards for reward in row]
     expected = []
     for row in rewards:
         for index, reward in enumerate(row):
@@ -60,6 +71,10 @@ def test_trajectory_estimators(rewards: list[list[float]], seed: int, estimator:
                     expected.append(reward - statistics.fmean(row))
                 case "rloo":
                     expected.append(reward - statistics.fmean(others) if others else 0.0)
+                case "reinforce_pp_baseline":
+                    deviation = statistics.pstdev(differences)
+                    difference = reward - statistics.fmean(row)
+                    expected.append(difference / deviation if deviation > 1e-6 else 0.0)
                 case _:
                     deviation = statistics.pstdev(flat)
                     expected.append(
@@ -147,13 +162,64 @@ def test_gigpo_without_turns_takes_a_sequence_for_one_turn() -> None:
 
 @settings(max_examples=examples(40))
 @given(reward=st.floats(-10, 10), size=st.integers(1, 6), seed=st.integers(0, 99))
-@pytest.mark.parametrize("estimator", ["grpo", "grpo_no_std", "rloo", "reinforce_pp"])
+@pytest.mark.parametrize(
+    "estimator", ["grpo", "grpo_no_std", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
+)
 def test_a_flat_group_gives_zeros(reward: float, size: int, seed: int, estimator: str) -> None:
     groups = groups_of([[reward] * size], seed)
     for tensors in token_advantages(groups, AlgorithmConfig(advantage=estimator)):  # type: ignore[arg-type]
         for tensor in tensors:
             assert not math.isnan(float(tensor.sum()))
             assert float(tensor.abs().max()) < 1e-6
+
+
+def of_length(length: int, *, most: int, stop_reason: StopReason) -> Trajectory:
+    sequence = TokenSequence(
+        tokens=(5,) * length,
+        segments=(
+            Segment(start=0, end=1, kind=SegmentKind.PROMPT),
+            Segment(start=1, end=length, kind=SegmentKind.OUTPUT, version=0),
+        ),
+        logprobs=(0.0,) + (-1.0,) * (length - 1),
+    )
+    made = make_trajectory(f"t{length}", (sequence,), 1.0)
+    task = msgspec.structs.replace(made.task, limits=Limits(max_tokens=most))
+    return msgspec.structs.replace(made, task=task, stop_reason=stop_reason)
+
+
+@pytest.mark.parametrize(
+    ("length", "penalty"),
+    [(2, 0.0), (800, 0.0), (850, -0.25), (900, -0.5), (999, -0.995), (1000, -1.0)],
+)
+def test_the_punishment_of_long_trajectories(length: int, penalty: float) -> None:
+    """DAPO, eq. 13, with L_max = 1000 and L_cache = 200."""
+    ended = of_length(length, most=1000, stop_reason=StopReason.FINISHED)
+    assert overlong_penalty(ended) == pytest.approx(penalty)
+    cut = of_length(length, most=1000, stop_reason=StopReason.MAX_TOKENS)
+    assert overlong_penalty(cut) == -1.0
+
+
+@pytest.mark.parametrize("estimator", ["grpo_no_std", "rloo", "reinforce_pp", "gigpo_no_std"])
+def test_a_punished_reward_enters_the_advantage(estimator: str) -> None:
+    lengths = {100: 1.0, 900: 0.5, 1000: 0.0}  # and their rewards after the punishment
+    trajectories = tuple(
+        of_length(length, most=1000, stop_reason=StopReason.FINISHED) for length in lengths
+    )
+    rewarded = tuple(
+        msgspec.structs.replace(each, reward=reward)
+        for each, reward in zip(trajectories, lengths.values(), strict=True)
+    )
+
+    def advantages(chosen: tuple[Trajectory, ...], overlong: str) -> list[float]:
+        group = ScoredGroup(id=chosen[0].group_id, env="none", trajectories=chosen)
+        algorithm = AlgorithmConfig(advantage=estimator, overlong=overlong)  # type: ignore[arg-type]
+        values = token_advantages([group], algorithm)
+        return [value_of(t, tensors) for t, tensors in zip(chosen, values, strict=True)]
+
+    punished = advantages(trajectories, "punish")
+    assert punished == pytest.approx(advantages(rewarded, "train"))
+    assert punished != pytest.approx([0.0, 0.0, 0.0])
+    assert advantages(trajectories, "train") == advantages(trajectories, "drop") == [0.0] * 3
 
 
 def test_a_trajectory_without_reward_is_an_error() -> None:

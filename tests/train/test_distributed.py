@@ -17,11 +17,11 @@ from rollweave.train.trainer import Trainer
 from rollweave.weights.trainer_checkpoint import file_of, read_trainer_checkpoint
 from tests.support.training import ROOT
 from tests.train.builders import make_batch, make_config, make_model
-from tests.train.rank_worker import CASE, run
+from tests.train.rank_worker import CASE, CASES, run
 from tests.train.reshard_worker import restep
 
 
-def run_ranks(count: int, worker: str, out: Path, *arguments: Path) -> None:
+def run_ranks(count: int, worker: str, out: Path, *arguments: Path | str) -> None:
     """Run so many ranks of a program until they exit."""
     environment = {
         **os.environ,
@@ -46,10 +46,11 @@ def run_ranks(count: int, worker: str, out: Path, *arguments: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_match_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_match_one(tmp_path: Path, case: str) -> None:
     model_dir = make_model(tmp_path / "m")
-    one_rank = run(model_dir, tmp_path / "alone")
-    run_ranks(2, "rank_worker", tmp_path / "two", model_dir)
+    one_rank = run(model_dir, tmp_path / "alone", case=case)
+    run_ranks(2, "rank_worker", tmp_path / "two", model_dir, case)
     both = [load_file(tmp_path / "two" / f"rank{rank}.safetensors") for rank in range(2)]
     for of_rank in both:
         assert of_rank.keys() == one_rank.keys()

@@ -3,12 +3,21 @@
 import random
 
 import hypothesis.strategies as st
+import msgspec
+import pytest
 import torch
 from hypothesis import given, settings
 
 from rollweave.schema.config.sections import AlgorithmConfig
-from rollweave.schema.work import Batch, ScoredGroup, Segment, SegmentKind, TokenSequence
-from rollweave.train.rows import balance, batch_rows, minibatches
+from rollweave.schema.work import (
+    Batch,
+    ScoredGroup,
+    Segment,
+    SegmentKind,
+    StopReason,
+    TokenSequence,
+)
+from rollweave.train.rows import balance, batch_rows, minibatches, overlong_fraction
 from tests.support.properties import examples
 from tests.train.builders import make_batch, make_sequence, make_trajectory
 
@@ -66,6 +75,63 @@ def test_in_a_turn_of_two_versions_only_the_newer_half_is_current() -> None:
     )
     rows = batch_rows(batch_of((sequence,), (sequence,), version=7), AlgorithmConfig())
     assert rows[0].current.tolist() == [False, False, True]
+    assert rows[0].ages.tolist() == [1, 1, 0]
+
+
+def cut(batch: Batch, *indices: int) -> Batch:
+    """Return the batch after `max_tokens` has cut these trajectories of its groups."""
+    groups = [
+        msgspec.structs.replace(
+            group,
+            trajectories=tuple(
+                msgspec.structs.replace(each, stop_reason=StopReason.MAX_TOKENS)
+                if index in indices
+                else each
+                for index, each in enumerate(group.trajectories)
+            ),
+        )
+        for group in batch.groups
+    ]
+    return msgspec.structs.replace(batch, groups=tuple(groups))
+
+
+def test_drops_overlong_trajectories_but_not_from_the_baseline() -> None:
+    batch = cut(make_batch(4, groups=2, size=3), 1)
+    whole = batch_rows(batch, AlgorithmConfig())
+    kept = batch_rows(batch, AlgorithmConfig(overlong="drop"))
+    assert [row.trajectory for row in whole] == [0, 1, 2, 3, 4, 5]
+    assert [row.trajectory for row in kept] == [0, 2, 3, 5]
+    for row in kept:
+        assert torch.equal(row.advantages, whole[row.trajectory].advantages)
+    assert overlong_fraction(batch) == pytest.approx(1 / 3)
+    assert batch_rows(cut(batch, 0, 1, 2), AlgorithmConfig(overlong="drop")) == []
+
+
+def test_each_domain_has_its_own_algorithm() -> None:
+    batch = make_batch(5, groups=4, size=3, envs=("none", "other"))
+    everywhere = AlgorithmConfig(advantage="reinforce_pp")
+    own = AlgorithmConfig(advantage="rloo", loss="cispo")
+    rows = batch_rows(batch, everywhere, {"other": own})
+    assert [row.algorithm for row in rows] == [everywhere] * 3 + [own] * 3 + [everywhere] * 3 + [
+        own
+    ] * 3
+
+    def part(names: slice, algorithm: AlgorithmConfig) -> list[torch.Tensor]:
+        groups = batch.groups[names]
+        alone = msgspec.structs.replace(batch, groups=groups)
+        return [row.advantages for row in batch_rows(alone, algorithm)]
+
+    # the batch statistics of an estimator are those of its domains
+    of_run, of_other = part(slice(0, None, 2), everywhere), part(slice(1, None, 2), own)
+    expected = [*of_run[:3], *of_other[:3], *of_run[3:], *of_other[3:]]
+    assert all(torch.equal(row.advantages, e) for row, e in zip(rows, expected, strict=True))
+
+
+def test_the_budget_is_what_the_agent_may_sample() -> None:
+    batch = make_batch(1)
+    limits = batch.groups[0].trajectories[0].task.limits
+    (budget,) = {row.budget for row in batch_rows(batch, AlgorithmConfig())}
+    assert budget == min(limits.max_tokens, limits.max_turns * limits.max_turn_tokens) == 1024
 
 
 @settings(max_examples=examples(80))

@@ -27,7 +27,7 @@ from rollweave.schema.training import (
     TrainFailed,
     TrainOn,
 )
-from rollweave.schema.work import Batch
+from rollweave.schema.work import Batch, StopReason
 from rollweave.train.trainer import Trainer
 from rollweave.weights.publication import read_tensors
 from tests.support.training import poisoned
@@ -79,7 +79,7 @@ def test_a_step_changes_the_weights_and_reports_metrics(model_dir: Path, tmp_pat
         "clip_fraction mask_fraction"
     )
     expected += (
-        " logprob_gap_mean logprob_gap_max logprob_gap/e0 logprob_gap/e1 grad_norm lr updates "
+        " age/0 overlong_fraction logprob_gap_mean logprob_gap_max logprob_gap/e0 logprob_gap/e1 grad_norm lr updates "
         "tokens input_tokens"
     )
     assert set(values) == {*expected.split(), "skipped_fraction", "tokens_per_s"}
@@ -171,23 +171,68 @@ def test_equal_rewards_change_nothing_and_cost_nothing(model_dir: Path, tmp_path
     )
     values = trained(trainer, msgspec.structs.replace(batch, groups=groups))
     assert (values["updates"], values["skipped_fraction"], values["reward_mean"]) == (0, 1, 1)
+    assert (values["mask_fraction"], values["age/0"]) == (0, 1)
     assert same(weights_of(trainer), before)
     assert trainer.step == 1
 
 
-@pytest.mark.parametrize("aggregate", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("domains", [1, 2])
+@pytest.mark.parametrize("aggregate", ["token_mean", "sequence_mean", "budget"])
 def test_micro_batches_do_not_change_the_step(
-    model_dir: Path, tmp_path: Path, aggregate: str
+    model_dir: Path, tmp_path: Path, aggregate: str, domains: int
 ) -> None:
+    own = {"other": {"loss": "gspo", "correction": "tis"}}
     weights = []
     for micro_tokens in (20, 10_000):
-        config = make_config(trainer={"micro_tokens": micro_tokens}, aggregate=aggregate)
+        config = make_config(trainer={"micro_tokens": micro_tokens}, own=own, aggregate=aggregate)
         trainer = new_trainer(model_dir, tmp_path / str(micro_tokens), config)
-        values = trained(trainer, make_batch())
+        values = trained(trainer, make_batch(envs=("none", "other")[:domains]))
         weights.append((values["loss"], values["grad_norm"], weights_of(trainer)))
     assert weights[0][:2] == pytest.approx(weights[1][:2], rel=1e-4)
     for name, tensor in weights[0][2].items():
         torch.testing.assert_close(tensor, weights[1][2][name], atol=2e-4, rtol=1e-3)
+
+
+def test_a_batch_of_dropped_trajectories_changes_nothing(model_dir: Path, tmp_path: Path) -> None:
+    for minibatches in (1, 2):
+        config = make_config(overlong="drop", trainer={"minibatches": minibatches})
+        trainer = new_trainer(model_dir, tmp_path / str(minibatches), config)
+        before = weights_of(trainer)
+        batch = make_batch()
+        groups = tuple(
+            msgspec.structs.replace(
+                group,
+                trajectories=tuple(
+                    msgspec.structs.replace(t, stop_reason=StopReason.MAX_TOKENS)
+                    for t in group.trajectories
+                ),
+            )
+            for group in batch.groups
+        )
+        values = trained(trainer, msgspec.structs.replace(batch, groups=groups))
+        assert (values["overlong_fraction"], values["tokens"], values["updates"]) == (1, 0, 0)
+        assert values["mask_fraction"] == 0
+        assert same(weights_of(trainer), before)
+        assert values["reward_mean"] > 0
+        assert trained(trainer, make_batch(1, step=1))["updates"] == minibatches
+
+
+def test_a_domain_keeps_its_share_whatever_the_length_of_others(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """With equal settings, domains are one component; an estimator makes none, but another
+    loss does, which is averaged alone.
+    """
+    batch = make_batch(envs=("none", "other"))
+    losses = []
+    for number, own in enumerate(
+        ({}, {"advantage": "grpo"}, {"clip_low": 0.2}, {"clip_low": 0.1, "clip_high": 0.1})
+    ):
+        config = make_config(own={"other": own})
+        trainer = new_trainer(model_dir, tmp_path / str(number), config)
+        losses.append(trained(trainer, batch)["loss"])
+    assert losses[0] == losses[1] == losses[2]
+    assert losses[3] != pytest.approx(losses[0])
 
 
 def test_trains_parts_as_they_arrive(model_dir: Path, tmp_path: Path) -> None:

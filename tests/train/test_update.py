@@ -22,6 +22,7 @@ from rollweave.weights.publication import read_tensors
 from tests.train.builders import make_batch, make_config, make_model
 
 TEMPERATURE = 0.8
+BUDGET = 1024  # of the trajectories of `builders`
 
 
 @pytest.fixture(scope="module")
@@ -47,23 +48,39 @@ def slow_token(
     proximal: torch.Tensor,
     reference: torch.Tensor,
     algorithm: AlgorithmConfig,
+    moved: float,
 ) -> torch.Tensor:
+    """Return a token's loss; `moved` is the mean log-ratio of its sequence."""
+    low, high, _ = algorithm.loss_values
     old = torch.tensor(behaviour) if algorithm.correction == "bypass" else proximal
     ratio = torch.exp(logprob - old)
-    bounded = torch.clamp(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
+    if algorithm.loss == "gspo":
+        ratio = torch.exp(torch.tensor(moved)) * torch.exp(logprob) / torch.exp(logprob).detach()
+    bounded = torch.clamp(ratio, 1 - low, 1 + high)
     loss = -torch.minimum(ratio * advantage, bounded * advantage)
+    if algorithm.loss == "cispo":
+        loss = -bounded.detach() * advantage * logprob
+    elif algorithm.loss == "dppo":
+        change = torch.exp(logprob.detach()) - torch.exp(torch.tensor(behaviour))
+        outside = change > high if advantage > 0 else change < -low
+        loss = logprob * 0.0 if outside else -ratio * advantage
+    elif algorithm.loss == "dual_clip" and advantage < 0:
+        loss = torch.minimum(loss, torch.tensor(-3.0 * advantage))
     importance = torch.exp(proximal - behaviour)
     if algorithm.correction == "decoupled":
         loss = loss * (importance if importance <= IS_CAP else 0.0)
     elif algorithm.correction == "tis":
         loss = loss * torch.clamp(importance, max=IS_CAP)
+    elif algorithm.correction == "icepop":
+        loss = loss * (importance if 0.5 <= importance <= 5 else 0.0)
     difference = reference - logprob
     return loss + algorithm.kl * (difference.exp() - difference - 1) - algorithm.entropy * entropy
 
 
 def slow_training(path: Path, batches: list[Batch], config: RunConfig) -> dict[str, torch.Tensor]:
     """Return the weights after `config.trainer.epochs` full-batch updates on each
-    batch.
+    batch. Each component of the loss is averaged alone, and counts by its share of the
+    sequences.
     """
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     frozen = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -76,21 +93,38 @@ def slow_training(path: Path, batches: list[Batch], config: RunConfig) -> dict[s
     )
     for batch in batches:
         trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
-        advantages = token_advantages(batch.groups, config.algorithm)
+        algorithms = [
+            config.own_algorithms().get(group.env, config.algorithm) for group in batch.groups
+        ]
+        of_env = {
+            group.env: iter(
+                token_advantages([g for g in batch.groups if g.env == group.env], algorithm)
+            )
+            for group, algorithm in zip(batch.groups, algorithms, strict=True)
+        }
+        advantages = [next(of_env[group.env]) for group in batch.groups for _ in group.trajectories]
         sequences = [
             (sequence, advantage)
             for trajectory, tensors in zip(trajectories, advantages, strict=True)
             for sequence, advantage in zip(trajectory.sequences, tensors, strict=True)
+        ]
+        algorithm_of = [
+            algorithm
+            for group, algorithm in zip(batch.groups, algorithms, strict=True)
+            for _ in group.trajectories
         ]
         with torch.no_grad():
             proximal = [slow_logprobs(model, sequence.tokens)[0] for sequence, _ in sequences]
             reference = [slow_logprobs(frozen, sequence.tokens)[0] for sequence, _ in sequences]
         for _ in range(trainer.epochs):
             rows = []
-            for (sequence, advantage), near, far in zip(
-                sequences, proximal, reference, strict=True
+            for (sequence, advantage), near, far, algorithm in zip(
+                sequences, proximal, reference, algorithm_of, strict=True
             ):
                 chosen, entropy = slow_logprobs(model, sequence.tokens)
+                olds = torch.tensor(sequence.logprobs) if algorithm.correction == "bypass" else near
+                sampled_at = torch.tensor(sequence.output_mask())
+                moved = float((chosen.detach() - olds)[sampled_at].mean())
                 losses = [
                     slow_token(
                         chosen[i],
@@ -99,15 +133,26 @@ def slow_training(path: Path, batches: list[Batch], config: RunConfig) -> dict[s
                         float(advantage[i]),
                         near[i],
                         far[i],
-                        config.algorithm,
+                        algorithm,
+                        moved,
                     )
                     for i, sampled in enumerate(sequence.output_mask())
                     if sampled
                 ]
                 rows.append(torch.stack(losses))
-            mean = torch.cat(rows).mean()
-            if config.algorithm.aggregate == "sequence_mean":
-                mean = torch.stack([row.mean() for row in rows]).mean()
+            mean = torch.zeros(())
+            for component in set(algorithm_of):
+                own = [
+                    row
+                    for row, algorithm in zip(rows, algorithm_of, strict=True)
+                    if algorithm == component
+                ]
+                of_own = torch.cat(own).mean()
+                if component.loss_values.aggregate == "sequence_mean":
+                    of_own = torch.stack([row.mean() for row in own]).mean()
+                elif component.loss_values.aggregate == "budget":
+                    of_own = torch.stack([row.sum() / BUDGET for row in own]).mean()
+                mean = mean + of_own * len(own) / len(rows)
             optimizer.zero_grad()
             mean.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(model.parameters(), trainer.max_grad_norm)
@@ -153,18 +198,32 @@ CASES: list[dict[str, Any]] = [
     {"correction": "tis"},
     {"correction": "decoupled", "kl": 0.2, "entropy": 0.02, "aggregate": "sequence_mean"},
     {"correction": "bypass", "kl": 0.2, "entropy": 0.02, "advantage": "gigpo", "gamma": 0.9},
+    {"loss": "dual_clip", "clip_low": 0.1},
+    {"loss": "gspo", "clip_low": 0.05, "clip_high": 0.1, "correction": "tis"},
+    {"loss": "cispo", "clip_high": 0.3, "aggregate": "budget"},
+    {"loss": "dppo", "clip_low": 0.001, "clip_high": 0.001},
+    {"correction": "icepop", "advantage": "reinforce_pp_baseline"},
+    {
+        "advantage": "rloo",
+        "kl": 0.1,
+        "own": {"other": {"loss": "cispo", "advantage": "grpo", "correction": "tis"}},
+    },
 ]
 
 
 @pytest.mark.parametrize(
-    "case", CASES, ids=lambda case: "-".join(str(value) for value in case.values())
+    "case",
+    CASES,
+    ids=lambda case: "-".join(str(value) for key, value in case.items() if key != "own"),
 )
 def test_training_equals_the_slow_trainer(
     model_dir: Path, tmp_path: Path, case: dict[str, Any]
 ) -> None:
     config = configured(**case)
+    envs = ("none", *case.get("own", ()))
     batches = [
-        sampled_by(model_dir, make_batch(step, step=step, groups=2), noise=0.5) for step in range(2)
+        sampled_by(model_dir, make_batch(step, step=step, groups=2, envs=envs), noise=0.5)
+        for step in range(2)
     ]
     trainer = Trainer(config, model_dir, tmp_path)
     for batch in batches:
@@ -185,17 +244,15 @@ def test_training_equals_the_slow_trainer(
 
 
 def test_corrections_agree_on_policy(model_dir: Path, tmp_path: Path) -> None:
-    """If the behavior policy is the one that is trained, decoupled and tis equal
-    bypass.
-    """
+    """If the behavior policy is the one that is trained, all corrections equal bypass."""
     batch = sampled_by(model_dir, make_batch(3), noise=0.0)
     results = []
-    for correction in ("bypass", "decoupled", "tis"):
+    for correction in ("bypass", "decoupled", "tis", "icepop", "sequence_mask", "reject"):
         trainer = Trainer(configured(correction=correction), model_dir, tmp_path / correction)
         reply = trainer.handle(TrainOn(batch=batch))
         assert isinstance(reply, Trained)
         assert reply.metrics.values["mask_fraction"] == 0
         assert reply.metrics.values["logprob_gap_max"] < 1e-5
         results.append((reply.metrics.values["loss"], reply.metrics.values["grad_norm"]))
-    assert results[1] == pytest.approx(results[0], rel=1e-3, abs=1e-5)
-    assert results[2] == pytest.approx(results[0], rel=1e-3, abs=1e-5)
+    for result in results[1:]:
+        assert result == pytest.approx(results[0], rel=1e-3, abs=1e-5)

@@ -238,14 +238,17 @@ def _staleness(parts: Sequence[tuple[TrainStep, Batch, TrainMetrics]]) -> dict[s
 
 
 def _mean_values(parts: Sequence[tuple[TrainStep, Batch, TrainMetrics]]) -> dict[str, float]:
-    """Average the trainer's metrics over mini-batches, and sum its seconds and
-    tokens.
+    """Average the trainer's metrics over mini-batches, and sum its seconds and tokens. An
+    age that a mini-batch does not have is a share of 0.
     """
     gathered: dict[str, list[float]] = {}
     for _, _, metrics in parts:
         for name, value in metrics.values.items():
             gathered.setdefault(name, []).append(value)
-    means = {name: sum(values) / len(values) for name, values in gathered.items()}
+    means = {
+        name: sum(values) / (len(parts) if name.startswith("age/") else len(values))
+        for name, values in gathered.items()
+    }
     means["train_s"] = sum(metrics.train_s for _, _, metrics in parts)
     means["trained_tokens"] = float(sum(metrics.tokens for _, _, metrics in parts))
     return means

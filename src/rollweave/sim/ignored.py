@@ -37,7 +37,7 @@ IGNORED: dict[str, tuple[str, ...]] = {
 all others.
 """
 
-IGNORED_TASK = ("options", "isolation", "time_s")
+IGNORED_TASK = ("options", "isolation", "time_s", "algorithm")
 IGNORED_ENGINE = ("deterministic",)
 
 

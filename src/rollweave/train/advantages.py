@@ -13,11 +13,16 @@ from collections.abc import Sequence
 import torch
 
 from rollweave.schema.config.sections import AlgorithmConfig
-from rollweave.schema.work import ScoredGroup, Trajectory, TurnSpan
+from rollweave.schema.work import ScoredGroup, StopReason, Trajectory, TurnSpan
 
 MIN_DEVIATION = 1e-6
 """Standard deviation (of rewards of order one) below which a difference is rounding,
 and the values count as equal.
+"""
+
+OVERLONG_CACHE = 0.2
+"""Share of a trajectory's maximum length over which its punishment grows (DAPO §4.1:
+4,096 of 20,480 tokens).
 """
 
 
@@ -27,18 +32,22 @@ def token_advantages(
     """Compute advantages [T] in float32 per trajectory (in the order of `groups`) and
     sequence, 0 outside output tokens.
 
-    - `grpo` (DeepSeekMath §4.1): (reward - group mean) / group standard deviation (of
-      the population, as printed).
-    - `grpo_no_std` (Dr. GRPO): reward - group mean.
+    - `grpo` (DeepSeekMath, arXiv:2402.03300 §4.1): (reward - group mean) / group
+      standard deviation (of the population, as printed).
+    - `grpo_no_std` (Dr. GRPO, arXiv:2503.20783): reward - group mean.
     - `rloo`: reward - mean of the group's other members.
-    - `reinforce_pp`: (reward - batch mean) / batch standard deviation, no group
-      baseline.
+    - `reinforce_pp` (REINFORCE++, arXiv:2501.03262): (reward - batch mean) / batch
+      standard deviation, no group baseline.
+    - `reinforce_pp_baseline` (its variant with a baseline): (reward - group mean) /
+      standard deviation of these differences over the batch.
     - `gigpo` (GiGPO §4, its step level only): per turn. G_t = r_t + γ G_{t+1}; the
       advantage of all tokens of turn t is (G_t - mean of G over the group's turns with
       the same `state_key`) / standard deviation of G over all turns of the group. A
       turn whose key no other turn shares gets 0; turns without a key share one
       baseline. A sequence without turns is one turn.
     - `gigpo_no_std`: the same without the division.
+
+    A reward includes `overlong_penalty` where `algorithm.overlong` is `punish`.
 
     Raises `ValueError` for a trajectory without a reward.
     """
@@ -51,15 +60,17 @@ def token_advantages(
     if algorithm.advantage in ("gigpo", "gigpo_no_std"):
         scaled = algorithm.advantage == "gigpo"
         return [
-            advantages
-            for group in groups
-            for advantages in _gigpo(group, algorithm.gamma, scaled=scaled)
+            advantages for group in groups for advantages in _gigpo(group, algorithm, scaled=scaled)
         ]
-    rewards = [[_reward(trajectory) for trajectory in group.trajectories] for group in groups]
+    rewards = [
+        [_reward(trajectory, algorithm) for trajectory in group.trajectories] for group in groups
+    ]
     if algorithm.advantage == "reinforce_pp":
         values = _standardized([reward for row in rewards for reward in row])
     else:
         values = [value for row in rewards for value in _relative(row, algorithm.advantage)]
+    if algorithm.advantage == "reinforce_pp_baseline":
+        values = _standardized(values)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     return [
         _constant(trajectory, value) for trajectory, value in zip(trajectories, values, strict=True)
@@ -81,10 +92,33 @@ def _standardized(values: Sequence[float]) -> list[float]:
     return [(value - mean) / deviation if deviation > MIN_DEVIATION else 0.0 for value in values]
 
 
-def _gigpo(group: ScoredGroup, gamma: float, *, scaled: bool) -> list[list[torch.Tensor]]:
+def is_overlong(trajectory: Trajectory) -> bool:
+    """Return whether the maximum number of tokens cut the trajectory."""
+    return trajectory.stop_reason is StopReason.MAX_TOKENS
+
+
+def overlong_penalty(trajectory: Trajectory) -> float:
+    """Return DAPO's soft punishment of long trajectories (arXiv:2503.14476 eq. 13): 0 up
+    to 1 - `OVERLONG_CACHE` of the maximum length, then falling linearly to -1 at the
+    maximum, which a trajectory that was cut has reached.
+
+    The length is that of the longest sequence, prompts and observations included, since
+    that is what `max_tokens` bounds.
+    """
+    if is_overlong(trajectory):
+        return -1.0
+    most = trajectory.task.limits.max_tokens
+    cache = OVERLONG_CACHE * most
+    length = max((len(sequence.tokens) for sequence in trajectory.sequences), default=0)
+    return max(-1.0, min(0.0, (most - cache - length) / cache))
+
+
+def _gigpo(
+    group: ScoredGroup, algorithm: AlgorithmConfig, *, scaled: bool
+) -> list[list[torch.Tensor]]:
     turns = [_turns(trajectory) for trajectory in group.trajectories]
     returns = [
-        _returns(trajectory, spans, gamma)
+        _returns(_reward(trajectory, algorithm), spans, algorithm.gamma)
         for trajectory, spans in zip(group.trajectories, turns, strict=True)
     ]
     by_key: dict[str, list[float]] = {}
@@ -121,12 +155,10 @@ def _turns(trajectory: Trajectory) -> list[tuple[int, TurnSpan]]:
     return turns
 
 
-def _returns(
-    trajectory: Trajectory, spans: Sequence[tuple[int, TurnSpan]], gamma: float
-) -> list[float]:
+def _returns(total: float, spans: Sequence[tuple[int, TurnSpan]], gamma: float) -> list[float]:
     rewards = [span.reward for _, span in spans]
     if rewards:
-        rewards[-1] += _reward(trajectory) - math.fsum(rewards)
+        rewards[-1] += total - math.fsum(rewards)
     returns: list[float] = []
     value = 0.0
     for reward in reversed(rewards):
@@ -142,8 +174,10 @@ def _constant(trajectory: Trajectory, value: float) -> list[torch.Tensor]:
     ]
 
 
-def _reward(trajectory: Trajectory) -> float:
+def _reward(trajectory: Trajectory, algorithm: AlgorithmConfig) -> float:
     assert trajectory.reward is not None
+    if algorithm.overlong == "punish":
+        return trajectory.reward + overlong_penalty(trajectory)
     return trajectory.reward
 
 

@@ -14,8 +14,10 @@ not apply to a step are absent.
 | `ess` | effective sample size of the ratio weights, as a share of the tokens, in (0, 1] |
 | `kl_reference` | KL to the starting weights in the direction `algorithm.kl_direction`, where `algorithm.kl` is set |
 | `entropy` | mean entropy of the policy at the sampling temperature, in nats |
-| `clip_fraction` | share of tokens whose gradient the PPO clip removed |
-| `mask_fraction` | share of tokens that a correction dropped (`decoupled`) or whose weight it truncated (`tis`) |
+| `clip_fraction` | share of tokens whose gradient the bounds of the loss removed, or whose weight they truncated (`cispo`) |
+| `mask_fraction` | share of tokens that a correction dropped, or whose weight it truncated; 0 where none was computed |
+| `age/<n>` | share of the batch's output tokens that were sampled n versions before the step's weights; the last one (16) includes older tokens |
+| `overlong_fraction` | share of trajectories that `tasks.max_tokens` cut |
 | `logprob_gap_mean`, `logprob_gap_max` | absolute difference of the trainer's and the engine's log-prob of the same weights |
 | `logprob_gap/<engine>` | the mean gap on one engine |
 | `grad_norm` | mean gradient norm before clipping |
@@ -47,13 +49,18 @@ TOKEN_SUMS = (
 )
 """The per-token values that `losses.policy_loss` sums, in the order of its tensor."""
 
+OLDEST = 16
+"""Greatest age, in versions, that is counted alone; older tokens are counted with it."""
+
 
 def metrics_from_sums(sums: torch.Tensor, *, with_reference: bool) -> dict[str, float]:
-    """Compute metrics from summed `TOKEN_SUMS` [10]. Empty if no token was computed."""
+    """Compute metrics from summed `TOKEN_SUMS` [10]. If no token was computed, only the
+    share of masked tokens is known, which is 0.
+    """
     total = dict(zip(TOKEN_SUMS, sums.tolist(), strict=True))
     count = total["count"]
     if not count:
-        return {}
+        return {"mask_fraction": 0.0}
     metrics = {
         "advantage_abs": total["advantage_abs"] / count,
         "kl_behaviour": total["kl_behaviour"] / count,
@@ -66,6 +73,17 @@ def metrics_from_sums(sums: torch.Tensor, *, with_reference: bool) -> dict[str, 
     if with_reference:
         metrics["kl_reference"] = total["kl_reference"] / count
     return metrics
+
+
+def age_shares(ages: Sequence[torch.Tensor]) -> dict[str, float]:
+    """Return the share of tokens of each age, up to the oldest one. Empty without
+    tokens.
+    """
+    if not ages:
+        return {}
+    counts = torch.cat(list(ages)).clamp(0, OLDEST).bincount()
+    total = int(counts.sum())
+    return {f"age/{age}": count / total for age, count in enumerate(counts.tolist())}
 
 
 class GapMeter:

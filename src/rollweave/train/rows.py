@@ -7,13 +7,19 @@ same division without communication; it depends only on the seed, the step and t
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from rollweave.schema.config.sections import AlgorithmConfig
-from rollweave.schema.work import Batch, SegmentKind, TokenSequence
-from rollweave.train.advantages import token_advantages
+from rollweave.schema.work import (
+    Batch,
+    Limits,
+    ScoredGroup,
+    SegmentKind,
+    TokenSequence,
+)
+from rollweave.train.advantages import is_overlong, token_advantages
 from rollweave.train.packing import Example
 
 
@@ -26,9 +32,11 @@ class Row:
     example: Example
     behavior: torch.Tensor  # [M] float32, log-probs of the engine
     advantages: torch.Tensor  # [M] float32
-    current: torch.Tensor  # [M] bool, sampled by the weight version that the step starts from
+    ages: torch.Tensor  # [M] int64, versions from the sampling weights to the step's
     trajectory: int
     engine: str
+    algorithm: AlgorithmConfig  # that of its task domain
+    budget: int  # the most tokens that the agent may sample in a trajectory
 
     @property
     def outputs(self) -> int:
@@ -38,31 +46,73 @@ class Row:
     def tokens(self) -> int:
         return len(self.example.tokens)
 
+    @property
+    def current(self) -> torch.Tensor:
+        """The tokens that the weights sampled from which the step starts: [M] bool."""
+        return self.ages == 0
 
-def batch_rows(batch: Batch, algorithm: AlgorithmConfig) -> list[Row]:
-    """Return the rows of all sequences with output, in the batch's order.
+
+def batch_rows(
+    batch: Batch, algorithm: AlgorithmConfig, own: Mapping[str, AlgorithmConfig] | None = None
+) -> list[Row]:
+    """Return the rows of all sequences with output, in the batch's order, without those
+    of trajectories that `algorithm.overlong` drops. `own` has the algorithms of task
+    domains that differ.
 
     Raises `ValueError` for a trajectory without a reward.
     """
-    advantages = token_advantages(batch.groups, algorithm)
+    algorithms = [(own or {}).get(group.env, algorithm) for group in batch.groups]
+    advantages = _advantages(batch.groups, algorithms)
     rows: list[Row] = []
-    trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
-    for index, (trajectory, values) in enumerate(zip(trajectories, advantages, strict=True)):
-        for sequence, value in zip(trajectory.sequences, values, strict=True):
-            targets = output_positions(sequence)
-            if len(targets):
-                current = _sampled_by_version(sequence, batch.version)[targets]
-                rows.append(
-                    Row(
-                        example=Example(tokens=torch.tensor(sequence.tokens), targets=targets),
-                        behavior=torch.tensor(sequence.logprobs, dtype=torch.float32)[targets],
-                        advantages=value[targets],
-                        current=current,
-                        trajectory=index,
-                        engine=trajectory.engine,
+    index = -1
+    for group, used, values in zip(batch.groups, algorithms, advantages, strict=True):
+        for trajectory, by_sequence in zip(group.trajectories, values, strict=True):
+            index += 1
+            if used.overlong == "drop" and is_overlong(trajectory):
+                continue
+            for sequence, value in zip(trajectory.sequences, by_sequence, strict=True):
+                targets = output_positions(sequence)
+                if len(targets):
+                    rows.append(
+                        Row(
+                            example=Example(tokens=torch.tensor(sequence.tokens), targets=targets),
+                            behavior=torch.tensor(sequence.logprobs, dtype=torch.float32)[targets],
+                            advantages=value[targets],
+                            ages=_ages(sequence, batch.version)[targets],
+                            trajectory=index,
+                            engine=trajectory.engine,
+                            algorithm=used,
+                            budget=_budget(trajectory.task.limits),
+                        )
                     )
-                )
     return rows
+
+
+def overlong_fraction(batch: Batch) -> float:
+    """Return the share of the batch's trajectories that `is_overlong`."""
+    trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+    return sum(map(is_overlong, trajectories)) / max(1, len(trajectories))
+
+
+def _advantages(
+    groups: Sequence[ScoredGroup], algorithms: Sequence[AlgorithmConfig]
+) -> list[list[list[torch.Tensor]]]:
+    """Return advantages by group, trajectory and sequence. Groups with the same
+    estimator are one batch for it.
+    """
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for place, used in enumerate(algorithms):
+        alike.setdefault((used.advantage, used.gamma, used.overlong), []).append(place)
+    advantages: list[list[list[torch.Tensor]]] = [[] for _ in groups]
+    for places in alike.values():
+        values = iter(token_advantages([groups[at] for at in places], algorithms[places[0]]))
+        for place in places:
+            advantages[place] = [next(values) for _ in groups[place].trajectories]
+    return advantages
+
+
+def _budget(limits: Limits) -> int:
+    return min(limits.max_tokens, limits.max_turns * limits.max_turn_tokens)
 
 
 def output_positions(sequence: TokenSequence) -> torch.Tensor:
@@ -105,9 +155,12 @@ def balance(sizes: Sequence[int], bins: int) -> list[list[int]]:
     return filled
 
 
-def _sampled_by_version(sequence: TokenSequence, version: int) -> torch.Tensor:
-    mask = torch.zeros(len(sequence.tokens), dtype=torch.bool)
+def _ages(sequence: TokenSequence, version: int) -> torch.Tensor:
+    """Return the number of versions from the weights that sampled each output token to
+    `version`: [T].
+    """
+    ages = torch.zeros(len(sequence.tokens), dtype=torch.int64)
     for segment in sequence.segments:
-        if segment.kind is SegmentKind.OUTPUT and segment.version == version:
-            mask[segment.start : segment.end] = True
-    return mask
+        if segment.kind is SegmentKind.OUTPUT:
+            ages[segment.start : segment.end] = version - segment.version
+    return ages

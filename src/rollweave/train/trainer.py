@@ -54,7 +54,7 @@ from rollweave.train.passes import Passes
 from rollweave.train.publishing import WeightPublisher
 from rollweave.train.ratios import group_ratios
 from rollweave.train.residence import Residence
-from rollweave.train.rows import Row, batch_rows
+from rollweave.train.rows import Row, batch_rows, overlong_fraction
 from rollweave.train.update import Update
 from rollweave.train.warmup import SCRATCH_LR, warm_up
 from rollweave.train.weights import (
@@ -215,6 +215,7 @@ class Trainer:
         ]
         mean = math.fsum(rewards) / max(1, len(rewards))
         values["reward_mean"] = mean
+        values["overlong_fraction"] = overlong_fraction(batch)
         values["reward_std"] = math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(
             max(1, len(rewards))
         )
@@ -247,7 +248,8 @@ class Trainer:
                 f"expected part {self._parts_done} of step {self._step}, got part {batch.part} of "
                 f"step {batch.step}"
             )
-        rows = batch_rows(batch, self._config.algorithm)
+        config = self._config
+        rows = batch_rows(batch, config.algorithm, config.own_algorithms())
         vocabulary = self._model.shape.vocab
         for row in rows:
             if not 0 <= int(row.example.tokens.min()) <= int(row.example.tokens.max()) < vocabulary:

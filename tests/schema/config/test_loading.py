@@ -45,6 +45,72 @@ def test_reads_a_file(tmp_path: Path) -> None:
     assert config.tasks[0].options == {"maps": "fixed", "deep": {"nothing": [1, 2]}}
 
 
+def test_a_domain_has_its_own_algorithm() -> None:
+    """What it leaves unset is the run's; another loss has its own published values."""
+    config = loads(
+        GOOD,
+        [
+            "algorithm={advantage='rloo',clip_high=0.5,aggregate='sequence_mean',kl=0.1}",
+            "tasks.1.algorithm={loss='gspo',clip_low=0.1,correction='tis'}",
+        ],
+    )
+    assert list(config.own_algorithms()) == ["nim"]
+    own = config.own_algorithms()["nim"]
+    assert own.loss_values == (0.1, 4e-4, "sequence_mean")
+    assert (own.loss, own.correction, own.advantage, own.kl) == ("gspo", "tis", "rloo", 0.1)
+    assert config.algorithm.loss_values == (0.2, 0.5, "sequence_mean")
+    assert config.algorithm.correction == "bypass"
+    assert loads(dumps(config)) == config
+    same_loss = loads(GOOD, ["algorithm.clip_high=0.5", "tasks.1.algorithm.loss=ppo"])
+    assert same_loss.own_algorithms() == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ["algorithm.loss=grpo"],
+            "algorithm.loss must be 'ppo', 'dual_clip', 'gspo', 'cispo' or 'dppo', got 'grpo'",
+        ),
+        (
+            ["algorithm.correction=mask"],
+            "algorithm.correction must be 'bypass', 'decoupled', 'tis', 'icepop', "
+            "'sequence_mask' or 'reject', got 'mask'",
+        ),
+        (
+            ["algorithm.overlong=cut"],
+            "algorithm.overlong must be 'train', 'drop' or 'punish', got 'cut'",
+        ),
+        (["algorithm.clip_low=1.5"], "algorithm.clip_low must be at most 1.0, got 1.5"),
+        (
+            ["tasks.1.algorithm.loss=spo"],
+            "tasks.1.algorithm.loss must be 'ppo', 'dual_clip', 'gspo', 'cispo' or 'dppo', "
+            "got 'spo'",
+        ),
+        (
+            ["tasks.1.algorithm.kl=0.1"],
+            "unknown key tasks.1.algorithm.kl (did you mean algorithm.kl?)",
+        ),
+        (
+            ["tasks.1.group_size=1", "tasks.1.algorithm.advantage=reinforce_pp_baseline"],
+            "nim.group_size must be at least 2 for reinforce_pp_baseline, got 1",
+        ),
+        (
+            ["rollout.group_size=1", "algorithm.advantage=reinforce_pp_baseline"],
+            "rollout.group_size must be at least 2 for reinforce_pp_baseline, got 1",
+        ),
+    ],
+)
+def test_a_wrong_algorithm_is_one_line(overrides: list[str], line: str) -> None:
+    (text,) = problems(GOOD, *overrides)
+    assert text.partition(": ")[2] == line
+
+
+def test_a_group_of_one_is_enough_without_a_group_baseline() -> None:
+    overrides = ["tasks.1.group_size=1", "tasks.1.algorithm.advantage=reinforce_pp"]
+    assert loads(GOOD, overrides).group_size("nim") == 1
+
+
 def test_overrides() -> None:
     config = loads(
         GOOD,

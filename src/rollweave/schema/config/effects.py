@@ -10,7 +10,13 @@ from collections.abc import Callable, Iterator
 from pydantic import BaseModel
 
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import PARTITIONS, POLICIES, ModeName
+from rollweave.schema.config.sections import (
+    PARTITIONS,
+    POLICIES,
+    ModeName,
+    TaskAlgorithmConfig,
+    TaskConfig,
+)
 
 WINDOWED = (ModeName.PARTIAL, ModeName.BOUNDED)
 """Modes in which `rollout.alpha` bounds staleness."""
@@ -29,6 +35,10 @@ def _predicts(config: RunConfig) -> bool:
     ) in PARTITIONS
 
 
+def _discounts(task: TaskConfig, config: RunConfig) -> bool:
+    return (task.algorithm.advantage or config.algorithm.advantage).startswith("gigpo")
+
+
 def _unless(has_effect: Callable[[RunConfig], object], why: str) -> Rule:
     return lambda config: None if has_effect(config) else why.format(config=config)
 
@@ -42,7 +52,7 @@ IN_MODE = "in mode {config.rollout.mode.value}"
 
 RULES: dict[str, Rule] = {
     "algorithm.gamma": _unless(
-        lambda config: config.algorithm.advantage.startswith("gigpo"),
+        lambda config: any(_discounts(task, config) for task in config.tasks),
         "with algorithm.advantage {config.algorithm.advantage}",
     ),
     "algorithm.kl_direction": _unless(
@@ -96,6 +106,7 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, object]]:
             yield key, why, getattr(section, field)
     if len(config.tasks) == 1 and is_changed(config.tasks[0], "weight"):
         yield "tasks.0.weight", "with one task domain", config.tasks[0].weight
+    yield from _idle_algorithms(config)
     relayed = config.weights.relays or config.cluster is not None
     if "deltas" in config.ablation.without and not relayed:
         yield "ablation.without", "for deltas while weights.relays is 0", "deltas"
@@ -111,6 +122,23 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, object]]:
         yield "cluster.ray", f"with launcher {cluster.launcher}", cluster.ray
     if "latency_sigma" in config.faults and not config.faults.get("latency_s"):
         yield "faults.latency_sigma", "without faults.latency_s", config.faults["latency_sigma"]
+
+
+def _idle_algorithms(config: RunConfig) -> Iterator[tuple[str, str, object]]:
+    """Yield what [algorithm] has that no task domain takes, and discounts of domains
+    whose estimator has none.
+    """
+    algorithm = config.algorithm
+    for field in TaskAlgorithmConfig.model_fields:
+        taken = any(task.algorithm.inherits(field, algorithm) for task in config.tasks)
+        if is_changed(algorithm, field) and not taken:
+            where = "where each task domain has its own"
+            yield f"algorithm.{field}", where, getattr(algorithm, field)
+    for number, task in enumerate(config.tasks):
+        if task.algorithm.gamma is not None and not _discounts(task, config):
+            advantage = task.algorithm.advantage or algorithm.advantage
+            where = f"tasks.{number}.algorithm.gamma"
+            yield where, f"with advantage {advantage}", task.algorithm.gamma
 
 
 def is_changed(section: BaseModel, field: str) -> bool:

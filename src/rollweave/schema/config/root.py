@@ -107,6 +107,11 @@ class RunConfig(Section):
         """Return the number of trajectories in a group of task domain `name`."""
         return self.own_group_sizes().get(name, self.rollout.group_size)
 
+    def own_algorithms(self) -> dict[str, AlgorithmConfig]:
+        """Return the algorithm of each task domain that differs from the run's."""
+        algorithms = {task.name: task.algorithm.over(self.algorithm) for task in self.tasks}
+        return {name: own for name, own in algorithms.items() if own != self.algorithm}
+
     @property
     def injected(self) -> Faults:
         """The failures of [faults]."""
@@ -177,12 +182,13 @@ class RunConfig(Section):
                 "ablation.policies must have the migration never unless the placement is "
                 f"{' or '.join(PARTITIONS)}, got {migration}"
             )
-        relative = self.algorithm.advantage != "reinforce_pp"
-        for name, size in {"rollout": rollout.group_size, **self.own_group_sizes()}.items():
-            if relative and size < 2:
+        own = self.own_algorithms()
+        for name in names:
+            advantage, size = own.get(name, self.algorithm).advantage, self.group_size(name)
+            if advantage != "reinforce_pp" and size < 2:
+                section = name if name in self.own_group_sizes() else "rollout"
                 raise ValueError(
-                    f"{name}.group_size must be at least 2 for {self.algorithm.advantage}, got "
-                    f"{size}"
+                    f"{section}.group_size must be at least 2 for {advantage}, got {size}"
                 )
         if (
             self.algorithm.kl

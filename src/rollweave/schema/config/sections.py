@@ -5,7 +5,7 @@
 
 import enum
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -114,6 +114,80 @@ class ModelConfig(Section):
         return self
 
 
+LossName = Literal["ppo", "dual_clip", "gspo", "cispo", "dppo"]
+Estimator = Literal[
+    "grpo",
+    "grpo_no_std",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "gigpo",
+    "gigpo_no_std",
+]
+Aggregate = Literal["token_mean", "sequence_mean", "budget"]
+Correction = Literal["bypass", "decoupled", "tis", "icepop", "sequence_mask", "reject"]
+Overlong = Literal["train", "drop", "punish"]
+Discount = Annotated[float, Field(gt=0, le=1, strict=True)]
+
+
+class LossValues(NamedTuple):
+    """The bounds of a loss, and how its tokens are averaged."""
+
+    clip_low: float
+    clip_high: float
+    aggregate: Aggregate
+
+
+PUBLISHED_LOSSES: dict[LossName, LossValues] = {
+    "ppo": LossValues(0.2, 0.28, "token_mean"),
+    "dual_clip": LossValues(0.2, 0.2, "token_mean"),
+    "gspo": LossValues(3e-4, 4e-4, "sequence_mean"),
+    "cispo": LossValues(1.0, 4.0, "token_mean"),
+    "dppo": LossValues(0.2, 0.2, "token_mean"),
+}
+"""The published values of each loss: for ppo those of DAPO (arXiv:2503.14476); for
+dual_clip arXiv:1912.09729; for gspo arXiv:2507.18071 §5.1; for cispo no lower bound
+(arXiv:2506.13585), and a weight of at most 5 as in ScaleRL (arXiv:2510.13786), because
+its own paper gives no number; for dppo arXiv:2602.04879.
+"""
+
+
+class TaskAlgorithmConfig(Section):
+    """What a task domain has instead of the run's [algorithm]; unset is the same."""
+
+    advantage: Estimator | None = Field(None, description="Its advantage estimator.")
+    gamma: Discount | None = Field(None, description="Its discount per turn.")
+    loss: LossName | None = Field(
+        None,
+        description="Its policy loss; another one than the run's has its own published "
+        "clip_low, clip_high and aggregate where the domain leaves them unset.",
+    )
+    clip_low: Share | None = Field(None, description="Its lower bound.")
+    clip_high: NotNegative | None = Field(None, description="Its upper bound.")
+    aggregate: Aggregate | None = Field(None, description="How its token losses are averaged.")
+    correction: Correction | None = Field(
+        None, description="Its correction for stale or differing log-probs."
+    )
+    overlong: Overlong | None = Field(
+        None, description="What it does with trajectories that reach max_tokens."
+    )
+
+    def inherits(self, field: str, algorithm: "AlgorithmConfig") -> bool:
+        """Return whether the domain takes `field` from the run's `algorithm`."""
+        if getattr(self, field) is not None:
+            return False
+        return field not in LossValues._fields or self.loss in (None, algorithm.loss)
+
+    def over(self, algorithm: "AlgorithmConfig") -> "AlgorithmConfig":
+        """Return the run's `algorithm` with what the domain has instead."""
+        own = {
+            field: getattr(self, field)
+            for field in type(self).model_fields
+            if not self.inherits(field, algorithm)
+        }
+        return algorithm.model_copy(update=own) if own else algorithm
+
+
 class TaskConfig(Section):
     """One task domain. Groups are drawn from the domains in proportion to `weight`."""
 
@@ -136,6 +210,7 @@ class TaskConfig(Section):
     options: dict[str, Any] = Field(
         default_factory=dict, description="Passed to the environment as keyword arguments."
     )
+    algorithm: TaskAlgorithmConfig = TaskAlgorithmConfig()
     max_turns: PositiveInt = Field(16, description="Maximum number of turns of one trajectory.")
     max_tokens: PositiveInt = Field(
         1024,
@@ -403,22 +478,42 @@ class TrainerConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    advantage: Literal["grpo", "grpo_no_std", "rloo", "reinforce_pp", "gigpo", "gigpo_no_std"] = (
-        Field("grpo", description="Advantage estimator (train/advantages.py).")
-    )
-    gamma: Annotated[float, Field(gt=0, le=1, strict=True)] = Field(
+    """The policy loss and the estimator of advantages (`docs/ALGORITHMS.md`)."""
+
+    advantage: Estimator = Field("grpo", description="Advantage estimator (train/advantages.py).")
+    gamma: Discount = Field(
         1.0, description="Discount per turn, for environments with rewards per turn."
     )
-    clip_low: Share = Field(0.2, description="PPO ratio bound below 1.")
-    clip_high: NotNegative = Field(0.28, description="PPO ratio bound above 1 (clip-higher, DAPO).")
-    aggregate: Literal["token_mean", "sequence_mean"] = Field(
-        "token_mean", description="How token losses are averaged."
+    loss: LossName = Field("ppo", description="Policy loss (train/losses.py).")
+    clip_low: Share | None = Field(
+        None,
+        description="Bound of the ratio below 1 (dppo: of the decrease of a probability); the "
+        "loss's published value if unset.",
     )
-    correction: Literal["bypass", "decoupled", "tis"] = Field(
+    clip_high: NotNegative | None = Field(
+        None,
+        description="Bound of the ratio above 1 (dppo: of the increase of a probability); the "
+        "loss's published value if unset.",
+    )
+    aggregate: Aggregate | None = Field(
+        None,
+        description="How token losses are averaged: over all tokens, over sequences of their means,"
+        " or over sequences of their sums divided by the most tokens that one may sample (budget, "
+        "Dr. GRPO); as the loss was published if unset.",
+    )
+    correction: Correction = Field(
         "bypass",
-        description="bypass: the ratio to the rollout's log-probs; decoupled: to recomputed ones, "
-        "weighted by proximal/behavior; tis: to recomputed ones, weighted by the truncated "
-        "token ratio. A weight is at most 2.",
+        description="bypass: the ratio to the rollout's log-probs. Others: to recomputed ones, "
+        "with a weight w = proximal/behavior of each token: decoupled drops tokens with w above 2, "
+        "tis truncates w to 2, icepop drops tokens outside [0.5, 5]; sequence_mask and reject are "
+        "tis, and drop sequences: with a geometric mean of w outside [0.5, 5], or with any w "
+        "outside [1e-4, 100].",
+    )
+    overlong: Overlong = Field(
+        "train",
+        description="Trajectories that reach tasks.max_tokens: train on them like others, drop "
+        "them from the loss, or punish: subtract up to 1 from the reward over the last fifth of "
+        "max_tokens (DAPO).",
     )
     kl: NotNegative = Field(
         0.0, description="Coefficient of the KL divergence to the starting weights."
@@ -431,6 +526,16 @@ class AlgorithmConfig(Section):
         "of the run.",
     )
     entropy: NotNegative = Field(0.0, description="Coefficient of the entropy bonus.")
+
+    @property
+    def loss_values(self) -> LossValues:
+        """The values in effect: the loss's published ones where unset."""
+        published = PUBLISHED_LOSSES[self.loss]
+        return LossValues(
+            published.clip_low if self.clip_low is None else self.clip_low,
+            published.clip_high if self.clip_high is None else self.clip_high,
+            self.aggregate or published.aggregate,
+        )
 
 
 class WarmupConfig(Section):
