@@ -4,10 +4,12 @@ one.
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
 
+from benchmarks import losses
 from benchmarks.contract import Result, json_line
 from benchmarks.learning import GOALS, Goal
 from benchmarks.learning import figures_of as learning_figures
@@ -17,6 +19,7 @@ from rollweave.cli.bench import format_figure
 from rollweave.record.report.data import read_run
 from rollweave.record.summary import Summary
 from rollweave.schema.config.loading import load
+from rollweave.schema.config.sections import PUBLISHED_LOSSES, Correction
 from tests.record.report.synthetic import STEP_S, write_run
 
 
@@ -77,6 +80,35 @@ def test_a_mode_that_missed_the_target_has_no_time_but_a_reason(
     figures = figures_of("sync", [measured, short], conditions, quick=False)
     assert figures["wall_s_sync"] is None
     assert conditions["wall_s_sync"] == "not measured: 1 of 2 seeds did not reach the target"
+
+
+def test_figures_of_a_loss(measured: MeasuredRun, tmp_path: Path) -> None:
+    """Evaluations are every 10 steps; the slower task has 0.93 after 30 of them."""
+    conditions: dict[str, object] = {}
+    figures = losses.figures_of("ppo", [measured, measured], conditions, quick=False)
+    assert (figures["reached_ppo"], figures["steps_ppo"]) == (2, 30)
+    assert figures["steps_ppo_seeds"] == [30, 30]
+    assert figures["seconds_ppo"] == pytest.approx(30 * STEP_S)
+    assert 0.02 < figures["clip_fraction_ppo"] < 0.03  # type: ignore[operator]
+    assert conditions == {}
+    short = MeasuredRun(
+        summary=measured.summary,
+        data=read_run(write_run(tmp_path / "short", steps=10)),
+        ready_s=2.0,
+    )
+    figures = losses.figures_of("ppo", [measured, short], conditions, quick=False)
+    assert (figures["reached_ppo"], figures["steps_ppo"]) == (1, None)
+    assert conditions["steps_ppo"] == "not measured: 1 of 2 seeds did not reach the target"
+
+
+def test_variants_of_losses_are_configurations() -> None:
+    path = example(losses.CONFIG)
+    chosen = {
+        name: load(path, [*losses.COMMON, *settings]).algorithm
+        for name, settings in losses.VARIANTS.items()
+    }
+    assert {each.loss for each in chosen.values()} == set(PUBLISHED_LOSSES)
+    assert {each.correction for each in chosen.values()} == set(get_args(Correction))
 
 
 def test_a_learning_bench_counts_seeds_that_reach_every_target_in_time(

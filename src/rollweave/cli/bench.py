@@ -29,6 +29,7 @@ BENCHES = {
     "multitask": "learning:bench_learning",
     "longtail": "learning:bench_learning",
     "modes": "modes:bench_modes",
+    "losses": "losses:bench_losses",
     "sim": "sim.bench:bench_sim",
     "fidelity": "sim.fidelity:bench_fidelity",
     "faults": "sim.faults:bench_faults",
@@ -49,7 +50,7 @@ BENCHES = {
 """Benchmark → the function in `benchmarks/` that runs it, as `module:function`."""
 
 NAMES = tuple(BENCHES)
-SEEDED = ("demo", "fixed", "multitask", "longtail", "modes", "fidelity", "faults")
+SEEDED = ("demo", "fixed", "multitask", "longtail", "modes", "losses", "fidelity", "faults")
 """Names of benchmarks that repeat a run with several seeds."""
 
 
