@@ -14,6 +14,7 @@ import pytest
 from rollweave.sandbox.base import Backend, SandboxSpec
 from rollweave.sandbox.processes import Process, Table, started
 from rollweave.sandbox.registry import backend
+from tests.support import forking
 
 ISOLATING = ("bubblewrap", "zygote")
 NAMES = (*ISOLATING, "plain")
@@ -77,7 +78,9 @@ def no_process_left() -> Iterator[None]:
 
 
 def _below_us() -> list[Process]:
-    return [each for each in Table.now().below(started([os.getpid()])) if each.pid != os.getpid()]
+    """Return the processes that tests have started, without the server that forks them."""
+    apart = (os.getpid(), forking.server_pid())
+    return [each for each in Table.now().below(started([os.getpid()])) if each.pid not in apart]
 
 
 def _command(pid: int) -> str:

@@ -117,6 +117,10 @@ class Server:
             raise ChildProcessError("the server that forks children ended")
         return int(answer)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def close(self) -> None:
         self._socket.close()
         self._process.wait()
@@ -127,6 +131,11 @@ def server() -> Server:
     made = Server()
     atexit.register(made.close)
     return made
+
+
+def server_pid() -> int | None:
+    """Return the process id of this process's server; None while it has none."""
+    return server().pid if server.cache_info().currsize else None
 
 
 def adopt_orphans(adopt: bool) -> None:

@@ -68,10 +68,10 @@ class Stage:
 
 
 def shared_memory() -> list[str]:
-    """Return the names in shared memory, except for another library's semaphores, which
-    other processes of this machine may have.
+    """Return the names in shared memory, except for semaphores, which engines do not use
+    but other processes of this machine may.
     """
-    return sorted(name for name in os.listdir("/dev/shm") if not name.startswith("sem.loky-"))
+    return sorted(name for name in os.listdir("/dev/shm") if not name.startswith("sem."))
 
 
 @asynccontextmanager
