@@ -19,7 +19,7 @@ from tests.engine.clients.echo_engine import process_state
 ROOT = Path(__file__).parents[2]
 
 
-def start(tmp_path: Path) -> Child:
+def start(tmp_path: Path, *arguments: str) -> Child:
     return spawn(
         name="sleeper",
         module="tests.engine.clients.sleeper",
@@ -27,6 +27,7 @@ def start(tmp_path: Path) -> Child:
         env={},
         on_frame=lambda _: None,
         on_gone=lambda _: None,
+        arguments=arguments,
     )
 
 
@@ -52,6 +53,15 @@ def test_a_loop_may_end_while_a_child_is_reaped(tmp_path: Path) -> None:
         return child.pid
 
     assert_reaped(asyncio.run(main()))
+
+
+async def test_the_children_of_a_killed_child_end_with_it(tmp_path: Path) -> None:
+    child, log = start(tmp_path, "with a child"), tmp_path / "log"
+    await asyncio.to_thread(until, lambda: log.exists() and "\n" in log.read_text())
+    grandchild = int(log.read_text())
+    child.kill()
+    await child.gone()
+    await asyncio.to_thread(until, lambda: process_state(grandchild)[0] in ("Z", "gone"))
 
 
 PARENT = """

@@ -113,10 +113,10 @@ class Child:
         self._frames.send(payload)
 
     def kill(self) -> None:
-        """Send SIGKILL at once. `on_gone` follows."""
+        """Send SIGKILL at once, also to its children. `on_gone` follows."""
         if not self._gone.is_set():
             self._error = self._error or "killed"
-            self._process.kill()
+            kill_group(self._process)
             self._frames.close()
 
     async def gone(self) -> None:
@@ -126,7 +126,7 @@ class Child:
     def _on_end(self, error: str) -> None:
         if error:
             self._error = self._error or error
-            self._process.kill()
+            kill_group(self._process)
         self._reaper = self._loop.create_task(self._reap(), name=f"reap {self.name}")
 
     async def _reap(self) -> None:
@@ -154,7 +154,7 @@ async def exit_status(process: "Popen[bytes]", *, within_s: float | None) -> int
         try:
             status = process.wait(within_s)
         except TimeoutExpired:
-            process.kill()
+            kill_group(process)
             status = process.wait()
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(report, status)
@@ -174,10 +174,20 @@ def why_it_ended(status: int, log: Path, error: str = "") -> str:
     return f"{reason}; end of {log}:\n{tail}" if tail else reason
 
 
+def kill_group(process: "Popen[bytes]") -> None:
+    """Kill a process that `start_process` has started, and its children, unless it is
+    reaped.
+    """
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            # it leads a group because of `start_new_session`
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def _end(process: "Popen[bytes]") -> None:
     """Kill and reap a process unless it is reaped; a killed process ends at once."""
     if process.returncode is None:
-        process.kill()
+        kill_group(process)
         process.wait()
 
 
@@ -188,9 +198,7 @@ def kill_all() -> None:
     """
     for process in list(_spawned):
         if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                # it leads a group because of `start_new_session`
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process)
 
 
 def _forget(process: "Popen[bytes]", ours: socket.socket) -> None:

@@ -23,7 +23,7 @@ from typing import IO
 import msgspec
 
 from rollweave.core.policy.waiting import LongWaits, Wait, wait_lines
-from rollweave.io.child import exit_status, start_process
+from rollweave.io.child import exit_status, kill_group, start_process
 from rollweave.io.framing import FramedSocket, send_frame
 from rollweave.io.locked_folders import temporary_folder
 from rollweave.io.wire import decoder_of, encode
@@ -356,7 +356,7 @@ class _Membership:
 
     def _kill(self, number: int) -> None:
         if number in self._processes:
-            self._processes[number].popen.kill()
+            kill_group(self._processes[number].popen)
         elif number in self._tasks:
             self._tasks[number].cancel()  # it is not started yet
 
