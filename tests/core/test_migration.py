@@ -216,3 +216,27 @@ def test_a_turn_that_waits_to_vacate_is_released_if_the_target_has_changed() -> 
     assert (longest.migration, longest.assigned_engine) == (None, None)
     counted = run.state.counters.scheduling
     assert (counted.migrations_failed, counted.migrations, counted.moved_tokens) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("without", [E0, E1])
+def test_engines_that_cannot_move_kv_get_no_transfer(without: EngineId) -> None:
+    run = uneven(*EIGHT)
+    run.state.engines[without].moves_kv = False
+    assert migration.consider(run, members(run)[0]) == []
+    assert transfers(run) == []
+    assert run.state.migrations.open == {}
+
+
+def test_trajectories_vacate_an_engine_that_cannot_move_kv_at_once() -> None:
+    run = uneven(*EIGHT)
+    run.state.engines[E0].moves_kv = False
+    leaving = members(run)
+    for one in leaving:
+        one.turn = Turn(number=0, context_tokens=0, since=1.0)
+        migration.vacate(run, one, E0, E1)
+    run.out = []
+    assert migration.begin(run) == leaving
+    assert {(one.migration, one.assigned_engine) for one in leaving} == {(None, E1)}
+    assert run.out == []
+    counted = run.state.counters.scheduling
+    assert (counted.migrations_failed, counted.moved_tokens) == (0, 0)

@@ -37,6 +37,7 @@ class World:
         """
         self.config, self.restless = config, restless
         self.stages = seed % 3 != 0  # engines can receive weights while they serve
+        self.moves_kv = seed % 4 != 0  # engines can move KV
         self.staged: dict[str, list[int]] = {}  # engine → weights received beside others
         self.colocated = config.trainer.colocated
         # engines with memory for weights, and of these the ones that are giving it back
@@ -149,6 +150,7 @@ class World:
                     for batch in (1, 4, 16)
                 ),
                 stages=self.stages,
+                moves_kv=self.moves_kv,
             )
         )
 
@@ -431,6 +433,7 @@ class World:
                 self.predict(command)
             case c.Migrate():
                 assert command.source != command.target
+                assert self.moves_kv, f"{command} between engines that cannot"
                 assert {command.source, command.target} <= self.engine_version.keys(), (
                     "a transfer between engines without weights"
                 )

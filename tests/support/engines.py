@@ -1,15 +1,59 @@
 """A tiny checkpoint, the real engine loop, and the environment of engine processes."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
+import pytest
+
+from benchmarks.engine.vllm_server import VARIABLE
 from rollweave.engine.clients.inproc import MakeLoop
+from rollweave.schema.serving import VllmSpec
 
 ROOT = Path(__file__).parents[2]
 
+VLLM_START_S = 240.0
+"""Maximum seconds until a vLLM server is ready on a busy machine."""
 
-def tiny_checkpoint(directory: Path, **changes: object) -> Path:
+
+needs_vllm = (
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        VARIABLE not in os.environ, reason=f"{VARIABLE} names no interpreter that has vLLM"
+    ),
+)
+"""Marks of a test that needs an interpreter that has vLLM (`make test-vllm`)."""
+
+
+def vllm_spec(*, control_s: float = 30.0, args: tuple[str, ...] = ()) -> VllmSpec:
+    """Return the server of an engine, on the interpreter that the environment names."""
+    return VllmSpec(
+        python=os.environ[VARIABLE], args=args, start_s=VLLM_START_S, control_s=control_s
+    )
+
+
+def vllm_checkpoint(directory: Path, *, seed: int = 0, eos_token_id: int = 1) -> Path:
+    """Write a random checkpoint with heads of 32, the smallest that vLLM accepts."""
+    changes = {
+        "model_type": "qwen3",
+        "head_dim": 32,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "hidden_act": "silu",
+    }
+    return tiny_checkpoint(
+        directory,
+        seed=seed,
+        **changes,
+        eos_token_id=eos_token_id,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-6,
+    )
+
+
+def tiny_checkpoint(directory: Path, *, seed: int = 0, **changes: object) -> Path:
     """Write a random Qwen3-shaped checkpoint of a few thousand parameters without
     transformers; `changes` apply to its config.
     """
@@ -33,7 +77,7 @@ def tiny_checkpoint(directory: Path, **changes: object) -> Path:
         **changes,
     }
     (directory / "config.json").write_text(json.dumps(config))
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     tensors = {
         name: torch.randn(shape) * 0.1 for name, shape in read_shape(directory).tensors().items()
     }

@@ -102,7 +102,7 @@ def on_joined(run: Run, event: EngineJoined) -> None:
     if engine is None or engine.status is not EngineStatus.STARTING:
         return
     engine.max_slots, engine.kv_tokens = event.max_slots, event.kv_total_tokens
-    engine.stages = event.stages
+    engine.stages, engine.moves_kv = event.stages, event.moves_kv
     costs.joined(run, engine, event.profile)
     if event.version < 0:
         enter(run, engine, EngineStatus.STALE)

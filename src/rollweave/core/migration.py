@@ -45,6 +45,8 @@ def consider(run: Run, trajectory: Trajectory) -> list[Trajectory]:
     if not assignment.is_usable(run, trajectory.assigned_engine):
         return []
     source = run.state.engines[trajectory.assigned_engine]
+    if not source.moves_kv:
+        return []
     target = _target(run, trajectory, source)
     if target is None:
         return []
@@ -67,7 +69,8 @@ def _target(run: Run, trajectory: Trajectory, source: Engine) -> Engine | None:
     """
     by_rank = run.state.engines[assignment.engine_of_rank(run, trajectory)]
     if run.scheduling.migration == "rank":
-        return by_rank if by_rank is not source and _can_take(source, by_rank) else None
+        can_take = _can_take(source, by_rank) and _moves_kv(source, by_rank)
+        return by_rank if by_rank is not source and can_take else None
     in_pool = assignment.pool_for(run, trajectory) is not None
     idlest = assignment.least_loaded(
         run, [engine.id for engine in assignment.usable(run, trajectory)] if in_pool else None
@@ -78,6 +81,7 @@ def _target(run: Run, trajectory: Trajectory, source: Engine) -> Engine | None:
         if (
             target is not source
             and _can_take(source, target)
+            and _moves_kv(source, target)
             and _is_worthwhile(run, trajectory, source, target)
         ):
             return target
@@ -94,6 +98,10 @@ def _can_take(source: Engine, target: Engine) -> bool:
         and not target.draining
     )
     return serving and source.weights_id == target.weights_id
+
+
+def _moves_kv(source: Engine, target: Engine) -> bool:
+    return source.moves_kv and target.moves_kv
 
 
 def _is_worthwhile(run: Run, trajectory: Trajectory, source: Engine, target: Engine) -> bool:
@@ -131,19 +139,23 @@ def _seconds(engine: Engine, *loads: tuple[int, int, int]) -> tuple[float, float
 
 
 def begin(run: Run) -> list[Trajectory]:
-    """Begin the transfers whose engines are in no other one.
+    """Begin the transfers whose engines are in no other one. Between engines that cannot
+    move KV, a trajectory moves at once, and its KV is computed again.
 
-    Return the trajectories whose transfer was given up: their turns wait no longer.
+    Return the trajectories whose turns wait no longer, among them those whose transfer
+    was given up.
     """
-    migrations = run.state.migrations.open
+    migrations, released = run.state.migrations.open, list[Trajectory]()
     for m in [m for m in migrations.values() if m.since is None]:
         source, target = run.state.engines.get(m.source), run.state.engines.get(m.target)
         # it has changed while the migration waited
         if source is None or target is None or not _can_take(source, target):
             if m.vacates:
                 # ending it begins the others that can
-                return _end(run, m, 0, "an engine has changed")
+                return released + _end(run, m, 0, "an engine has changed")
             forget(run, run.state.trajectories[m.trajectory_id])
+        elif not _moves_kv(source, target):
+            released += _settle(run, m, 0, "")
     busy = [end for m in migrations.values() if m.since is not None for end in (m.source, m.target)]
     waiting = [
         Request(
@@ -167,7 +179,7 @@ def begin(run: Run) -> list[Trajectory]:
                 target=m.target,
             )
         )
-    return []
+    return released
 
 
 def vacate(run: Run, trajectory: Trajectory, source: EngineId, target: EngineId) -> None:
@@ -234,6 +246,11 @@ def give_up_late(run: Run) -> list[Trajectory]:
 
 
 def _end(run: Run, m: Migration, moved_tokens: int, error: str) -> list[Trajectory]:
+    """End a transfer, and begin those that waited for its engines."""
+    return _settle(run, m, moved_tokens, error) + begin(run)
+
+
+def _settle(run: Run, m: Migration, moved_tokens: int, error: str) -> list[Trajectory]:
     state, counted = run.state, run.state.counters.scheduling
     del state.migrations.open[m.number]
     if error:
@@ -263,7 +280,7 @@ def _end(run: Run, m: Migration, moved_tokens: int, error: str) -> list[Trajecto
         if trajectory.turn is not None:
             counted.exposed_s += run.now - trajectory.turn.since
             released.append(trajectory)
-    return released + begin(run)
+    return released
 
 
 def _engine_after(run: Run, m: Migration, *, moved: bool) -> EngineId | None:

@@ -194,6 +194,7 @@ class Engine(msgspec.Struct):
         None  # step of the checkpoint from which it loads them; None: from memory
     )
     stages: bool = False  # it can receive weights while it serves
+    moves_kv: bool = True  # to and from other engines
     # colocated placement: it gives its memory back for the trainer, or has given it
     released: bool = False
     staging_id: int = -1  # weights that it receives while it serves

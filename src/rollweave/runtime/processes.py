@@ -34,7 +34,7 @@ from rollweave.schema.events import EngineSlot
 from rollweave.schema.hosts import RankSlot
 from rollweave.schema.prediction import PredictorSpec
 from rollweave.schema.rollouts import WorkerSpec
-from rollweave.schema.serving import EngineSpec
+from rollweave.schema.serving import EngineSpec, VllmSpec
 
 BACKSTOP = 2.0
 """Ratio of our own time limits on a silent child to the core's: the core acts first, and
@@ -42,11 +42,16 @@ gives its own reason.
 """
 
 
+PROCESSED = ("--logprobs-mode", "processed_logprobs")
+"""Arguments with which vLLM's log-probs are those at the request's temperature."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Programs:
     """The modules that the child processes run; tests replace them by smaller ones."""
 
     engine: str = "rollweave.runtime.entrypoints.engine"
+    vllm: str = "rollweave.runtime.entrypoints.vllm"
     trainer: str = "rollweave.runtime.entrypoints.trainer"
     relay: str = "rollweave.runtime.entrypoints.relay"
     worker: str = "rollweave.runtime.entrypoints.worker"
@@ -94,10 +99,14 @@ class Processes:
         engine_id, watchdog = slot.id, self._config.watchdog
         host = self._hosts.host(slot.host)
         engines = self._config.engines[slot.group]
+        is_vllm = engines.kind == "vllm"
+        device = self._config.model.device
+        if is_vllm and device == "auto":
+            device = "cuda" if slot.devices else "cpu"  # the engine's process has no torch
         spec = EngineSpec(
             id=engine_id,
             model=str(self.model_dir),
-            device=self._config.model.device,
+            device=device,
             dtype=self._config.model.dtype,
             threads=slot.degree,
             max_slots=engines.max_slots,
@@ -111,8 +120,17 @@ class Processes:
             # not in a service, whose engines serve the model's own weights
             released=self._config.trainer.colocated and self._version < 0,
             kv_host=host.address,
+            vllm=VllmSpec(
+                python=engines.python,
+                args=(*(PROCESSED if self._config.processes_logprobs else ()), *engines.args),
+                degree=slot.degree,
+                start_s=watchdog.start_s,
+                control_s=watchdog.weights_s / 2,
+            )
+            if is_vllm
+            else None,
         )
-        if self._inproc:
+        if self._inproc and not is_vllm:
             # torch stays out of a controller that does not need it
             from rollweave.engine.loop import EngineLoop
 
@@ -121,9 +139,9 @@ class Processes:
             log = self._run.logs / f"{engine_id}.log"
             link = in_process(
                 spec,
-                module=self._programs.engine,
+                module=self._programs.vllm if is_vllm else self._programs.engine,
                 log=log,
-                env={**_threads(slot.degree), **host.environment(slot.devices)},
+                env={**_threads(1 if is_vllm else slot.degree), **host.environment(slot.devices)},
                 model_ready=self._model_ready,
                 spawn=host.spawn,
             )

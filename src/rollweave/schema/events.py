@@ -298,7 +298,8 @@ class StepTime(Struct, frozen=True, kw_only=True):
 
 class EngineJoined(TaggedStruct, frozen=True, kw_only=True):
     """The process is ready, and stale until it has loaded weights. `profile` holds the
-    step times that it measured, if requested.
+    step times that it measured, if requested; `stages` and `moves_kv` are those of
+    `Ready`.
 
     `version` is the version of the weights that it serves already; only engines of a
     service have one.
@@ -311,6 +312,7 @@ class EngineJoined(TaggedStruct, frozen=True, kw_only=True):
     version: int = -1
     profile: tuple[StepTime, ...] = ()
     stages: bool = False
+    moves_kv: bool = True
 
 
 class EngineRegistered(TaggedStruct, frozen=True, kw_only=True):

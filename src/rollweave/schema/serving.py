@@ -364,7 +364,8 @@ class Ready(TaggedStruct, frozen=True, kw_only=True):
 
     `profile` holds its decode step times by increasing batch size, if
     `EngineSpec.profile` is set. `stages` is true if the engine has room for a second
-    copy of the weights, and so can receive them while it generates.
+    copy of the weights, and so can receive them while it generates; `moves_kv`, if it
+    can export and import KV.
     """
 
     version: int
@@ -373,6 +374,7 @@ class Ready(TaggedStruct, frozen=True, kw_only=True):
     max_context: int
     profile: tuple[StepTime, ...] = ()
     stages: bool = False
+    moves_kv: bool = True
 
 
 class Generated(TaggedStruct, frozen=True, kw_only=True):
@@ -500,6 +502,21 @@ EngineReply = (
 )
 
 
+class VllmSpec(Struct, frozen=True, kw_only=True):
+    """The vLLM server of an engine: the interpreter that has vLLM, more arguments of the
+    server, and its tensor parallelism.
+
+    The server must be ready within `start_s`, and answer each control call within
+    `control_s`.
+    """
+
+    python: str
+    args: tuple[str, ...] = ()
+    degree: int = 1
+    start_s: float
+    control_s: float
+
+
 class EngineSpec(Struct, frozen=True, kw_only=True):
     """The settings of one engine. `model` is a checkpoint directory; `deterministic`
     trades speed for results that do not depend on the batch, bit for bit.
@@ -508,7 +525,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     before others are loaded. With `profile`, the engine measures its decode steps
     before it is ready. If `released`, it begins without memory for weights and KV, as
     after `Suspend.release`, and measures nothing. `kv_host` is the address on which it
-    exports KV over TCP.
+    exports KV over TCP. With `vllm`, a vLLM server computes instead of our engine.
     """
 
     id: EngineId
@@ -527,3 +544,4 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     profile: bool = False
     released: bool = False
     kv_host: str = "127.0.0.1"
+    vllm: VllmSpec | None = None

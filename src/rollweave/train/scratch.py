@@ -47,7 +47,13 @@ CHAT_TEMPLATE = (
 
 
 def build_checkpoint(
-    path: Path, *, scratch: ScratchModel, context: int, words: Sequence[str], seed: int
+    path: Path,
+    *,
+    scratch: ScratchModel,
+    context: int,
+    words: Sequence[str],
+    seed: int,
+    head_dim: int = HEAD_DIM,
 ) -> None:
     """Write config, random weights (drawn from `seed`) and tokenizer to directory
     `path`; `context` is the maximum length of a sequence.
@@ -57,7 +63,7 @@ def build_checkpoint(
     from safetensors.torch import save_file
 
     tokenizer = build_tokenizer(words)
-    config = _model_config(scratch, tokenizer, context)
+    config = _model_config(scratch, tokenizer, context, head_dim)
     with new_directory(path) as directory:
         (directory / "config.json").write_text(json.dumps(config, indent=2))
         tensors = _random_weights(read_shape(directory), init_std=INIT_STD, seed=seed)
@@ -68,16 +74,18 @@ def build_checkpoint(
         )
 
 
-def _model_config(scratch: ScratchModel, tokenizer: Tokenizer, context: int) -> dict[str, object]:
+def _model_config(
+    scratch: ScratchModel, tokenizer: Tokenizer, context: int, head_dim: int
+) -> dict[str, object]:
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "vocab_size": tokenizer.get_vocab_size(),
         "hidden_size": scratch.hidden,
         "num_hidden_layers": scratch.layers,
-        "num_attention_heads": scratch.heads,
-        "num_key_value_heads": scratch.kv_heads,
-        "head_dim": HEAD_DIM,
+        "num_attention_heads": scratch.hidden // head_dim,
+        "num_key_value_heads": scratch.hidden // head_dim // 2,
+        "head_dim": head_dim,
         "intermediate_size": scratch.ffn,
         "max_position_embeddings": context,
         "initializer_range": INIT_STD,

@@ -46,7 +46,15 @@ from tests.engine.clients.echo_engine import (
     EchoLoop,
     kv_manifest,
 )
-from tests.support.engines import environment, real_loop, tiny_checkpoint
+from tests.support.engines import (
+    VLLM_START_S,
+    environment,
+    needs_vllm,
+    real_loop,
+    tiny_checkpoint,
+    vllm_checkpoint,
+    vllm_spec,
+)
 
 Connect = Callable[..., EngineBackend]
 
@@ -56,12 +64,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(scope="session")
+def vllm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return vllm_checkpoint(tmp_path_factory.mktemp("vllm"))
+
+
 KINDS = ("fake in a thread", "fake in a process", "ours in a thread", "ours in a process")
 QUICK = KINDS[:3]
 FAKES = KINDS[:2]
 """The backends with the fake engine. The embedded engine in a process takes seconds to
 import; one test of it covers the connection.
 """
+VLLM = pytest.param("vllm", marks=needs_vllm)
+"""A vLLM server behind the process of an engine. It starts in tens of seconds."""
 HTTP = ("fake over HTTP", "ours over HTTP")
 """An engine in a thread, served to a client, which controls neither its weights and KV
 nor its suspension.
@@ -94,18 +109,24 @@ def over_http(engine: EngineClient) -> HttpEngine:
 
 
 @pytest.fixture
-async def connect(tmp_path: Path, model: Path) -> AsyncIterator[Connect]:
+async def connect(tmp_path: Path, model: Path, vllm_model: Path) -> AsyncIterator[Connect]:
     """Start engines, and end all of them."""
     clients: list[EngineClient | HttpEngine] = []
 
     def start(
         kind: str, *, broken: bool = False, reply_s: float = 20.0
     ) -> EngineClient | HttpEngine:
-        path = "broken" if broken else str(model)
-        spec = EngineSpec(id=EngineId("e0"), model=path, max_slots=4, kv_tokens=512)
+        path = "broken" if broken else str(vllm_model if kind == "vllm" else model)
+        spec = EngineSpec(
+            id=EngineId("e0"),
+            model=path,
+            max_slots=4,
+            kv_tokens=512,
+            vllm=vllm_spec() if kind == "vllm" else None,
+        )
         model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().call_soon(model_ready.set_result, None)
-        if "process" not in kind:
+        if "process" not in kind and kind != "vllm":
             link = in_thread(
                 spec, EchoLoop if "fake" in kind else real_loop(), model_ready=model_ready
             )
@@ -113,7 +134,7 @@ async def connect(tmp_path: Path, model: Path) -> AsyncIterator[Connect]:
             module = (
                 "tests.engine.clients.echo_engine"
                 if "fake" in kind
-                else "rollweave.runtime.entrypoints.engine"
+                else f"rollweave.runtime.entrypoints.{'vllm' if kind == 'vllm' else 'engine'}"
             )
             link = in_process(
                 spec,
@@ -122,7 +143,8 @@ async def connect(tmp_path: Path, model: Path) -> AsyncIterator[Connect]:
                 env=environment(),
                 model_ready=model_ready,
             )
-        engine = EngineClient("engine e0", link, start_s=60.0, reply_s=reply_s)
+        start_s = VLLM_START_S if kind == "vllm" else 60.0
+        engine = EngineClient("engine e0", link, start_s=start_s, reply_s=reply_s)
         clients.append(engine)
         if "HTTP" in kind:
             clients.append(over_http(engine))
@@ -148,7 +170,7 @@ def manifest(version: int, digest: str = "good") -> WeightManifest:
     )
 
 
-@pytest.mark.parametrize("kind", KINDS + HTTP)
+@pytest.mark.parametrize("kind", [*KINDS, *HTTP, VLLM])
 async def test_requests_are_answered_each_once(connect: Connect, kind: str) -> None:
     client = connect(kind)
     ready = await client.ready()
@@ -162,7 +184,7 @@ async def test_requests_are_answered_each_once(connect: Connect, kind: str) -> N
         assert result.versions[-1].end == len(result.tokens)
 
 
-@pytest.mark.parametrize("kind", QUICK)
+@pytest.mark.parametrize("kind", [*QUICK, VLLM])
 async def test_suspended_engines_answer_after_they_resume(connect: Connect, kind: str) -> None:
     client = connect(kind)
     await client.ready()
@@ -175,7 +197,7 @@ async def test_suspended_engines_answer_after_they_resume(connect: Connect, kind
     assert (await waiting).id == "r0"
 
 
-@pytest.mark.parametrize("kind", QUICK)
+@pytest.mark.parametrize("kind", [*QUICK, VLLM])
 async def test_refusals_and_ids_in_use_raise(connect: Connect, kind: str) -> None:
     client = connect(kind)
     await client.ready()
@@ -191,7 +213,7 @@ async def test_refusals_and_ids_in_use_raise(connect: Connect, kind: str) -> Non
     await waiting
 
 
-@pytest.mark.parametrize("kind", QUICK)
+@pytest.mark.parametrize("kind", [*QUICK, VLLM])
 async def test_abort_answers_and_cancel_forgets(connect: Connect, kind: str) -> None:
     client = connect(kind)
     await client.ready()
@@ -350,7 +372,7 @@ async def test_late_or_unknown_deltas_are_ignored() -> None:
     quiet.cancel()
 
 
-@pytest.mark.parametrize("kind", QUICK)
+@pytest.mark.parametrize("kind", [*QUICK, VLLM])
 async def test_bad_weights_are_refused_and_the_engine_still_serves(
     connect: Connect, kind: str
 ) -> None:
@@ -404,6 +426,16 @@ async def test_refused_kv_raises_and_the_engine_still_serves(connect: Connect, k
     assert (await client.generate(request("r0", 5))).id == "r0"
 
 
+@pytest.mark.parametrize("kind", [VLLM])
+async def test_vllm_refuses_to_move_kv(connect: Connect, kind: str) -> None:
+    client = connect(kind)
+    await client.ready()
+    with pytest.raises(KvError, match="cannot be moved"):
+        await client.export_kv([5] * 40, "shm")
+    with pytest.raises(KvError, match="cannot be moved"):
+        await client.import_kv([5], kv_manifest("kv", 1))
+
+
 async def test_lost_engine_fails_pending_kv_transfers(connect: Connect) -> None:
     client = connect("fake in a process")
     await client.ready()
@@ -419,7 +451,7 @@ async def test_lost_engine_fails_pending_kv_transfers(connect: Connect) -> None:
             await call
 
 
-@pytest.mark.parametrize("kind", QUICK)
+@pytest.mark.parametrize("kind", [*QUICK, VLLM])
 async def test_a_rank_may_change_at_any_time(connect: Connect, kind: str) -> None:
     client = connect(kind)
     await client.ready()
@@ -467,7 +499,7 @@ async def test_engines_over_http_refuse_abort_forget_and_end(connect: Connect, k
     client.kill()
 
 
-@pytest.mark.parametrize("kind", QUICK)
+@pytest.mark.parametrize("kind", [*QUICK, VLLM])
 async def test_a_killed_engine_fails_everything_pending_and_later(
     connect: Connect, kind: str
 ) -> None:
@@ -499,7 +531,7 @@ async def test_a_killed_engine_fails_everything_pending_and_later(
     client.kill()
 
 
-@pytest.mark.parametrize("kind", QUICK + HTTP)
+@pytest.mark.parametrize("kind", [*QUICK, *HTTP, VLLM])
 async def test_close_is_orderly_and_may_be_repeated(connect: Connect, kind: str) -> None:
     client = connect(kind)
     await client.ready()
@@ -516,7 +548,7 @@ async def test_crash_is_a_loss_with_the_reason(connect: Connect, kind: str) -> N
         await client.generate(request("r0", CRASH))
 
 
-@pytest.mark.parametrize("kind", QUICK)
+@pytest.mark.parametrize("kind", [*QUICK, VLLM])
 async def test_failed_start_is_reported_with_the_reason(connect: Connect, kind: str) -> None:
     client = connect(kind, broken=True)
     with pytest.raises(EngineLostError, match="cannot start" if "fake" in kind else "broken"):

@@ -25,30 +25,15 @@ from rollweave.schema.serving import (
     GenerateRequest,
     Sampling,
 )
-from tests.support.engines import tiny_checkpoint
+from tests.support.engines import needs_vllm, vllm_checkpoint
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        VARIABLE not in os.environ, reason=f"{VARIABLE} names no interpreter that has vLLM"
-    ),
-]
+pytestmark = list(needs_vllm)
 LONG = Sampling(max_tokens=480)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a checkpoint with heads of 32, the smallest that vLLM accepts."""
-    changes = {
-        "model_type": "qwen3",
-        "head_dim": 32,
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "hidden_act": "silu",
-    }
-    return tiny_checkpoint(
-        tmp_path_factory.mktemp("model"), **changes, max_position_embeddings=512, rms_norm_eps=1e-6
-    )
+    return vllm_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

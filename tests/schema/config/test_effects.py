@@ -116,6 +116,11 @@ CASES = [
         ["faults.latency_sigma=3"],
         "faults.latency_sigma has no effect without faults.latency_s, got 3.0",
     ),
+    (
+        ["engines={kind='vllm', prefill_chunk_tokens=64}", "model.scratch.hidden=64"],
+        "engines.0.prefill_chunk_tokens has no effect with kind vllm, whose args has "
+        "--max-num-batched-tokens, got 64",
+    ),
     (["tasks.0.weight=3"], "tasks.0.weight has no effect with one task domain, got 3.0"),
 ]
 USED = [
@@ -202,6 +207,7 @@ def _fields(model: type[BaseModel]) -> Iterator[tuple[type[BaseModel], str, Fiel
 def test_there_are_few_settings_and_each_has_a_sentence() -> None:
     of_clusters = ("cluster.", "pools.", "sim.pools.", "workers.", "trainer.save_memory")
     of_clusters += ("sandbox.cache_", "sandbox.mirror", "trainer.colocated")
+    of_clusters += ("engines.kind", "engines.python", "engines.args")
     keys = [
         key
         for key in settings_of(RunConfig)

@@ -134,14 +134,17 @@ class Vllm:
         self._model = model or None
 
     def encode(self, request: GenerateRequest) -> bytes:
-        body_fields = {
+        return as_json(self.fields(request))
+
+    def fields(self, request: GenerateRequest) -> dict[str, Any]:
+        """Return the fields of the request."""
+        return {
             "request_id": request.id,
             "model": self._model,
             "token_ids": request.tokens,
             "sampling_params": {**_vllm_sampling(request.sampling), "logprobs": 0},
             "stream": False,
         }
-        return as_json(body_fields)
 
     def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
         answer = parse(body, VllmResponse)

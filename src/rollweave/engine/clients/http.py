@@ -20,7 +20,7 @@ from uuid import uuid4
 import msgspec
 
 from rollweave.engine.clients.base import OnTokens
-from rollweave.engine.clients.dialects import check, dialect
+from rollweave.engine.clients.dialects import Dialect, check, dialect
 from rollweave.engine.clients.probe import (
     Logprobs,
     exact_probe,
@@ -128,13 +128,15 @@ class HttpEngine:
         reference: Reference | None = None,
         on_warning: Callable[[str], None] = lambda text: None,
         hosts: Hosts | None = None,
+        spoken: Dialect | None = None,
     ) -> None:
+        """`spoken` takes the place of the dialect that `spec` names."""
         if spec.text_only is not (encode_text is not None):
             raise ValueError("encode_text must be given if and only if spec.text_only is true")
         self._spec, self._start_s, self._reply_s, self._check_s = spec, start_s, reply_s, check_s
         self._name, self._on_retry = spec.name, on_retry
         self._reference, self._on_warning = reference, on_warning
-        self._dialect = dialect(spec.dialect, model=spec.model, encode_text=encode_text)
+        self._dialect = spoken or dialect(spec.dialect, model=spec.model, encode_text=encode_text)
         self._loop = asyncio.get_running_loop()
         self._wire = Transport(
             spec.name, spec.url, token=spec.token, hosts=hosts, reply_s=reply_s, body_s=body_s
@@ -412,11 +414,18 @@ class HttpEngine:
         if self._dialect.ready_path:
             ready = parse(await self._wire.get(self._dialect.ready_path), Ready)
             return msgspec.structs.replace(
-                ready, version=max(0, ready.version), max_slots=min(slots, ready.max_slots)
+                ready,
+                version=max(0, ready.version),
+                max_slots=min(slots, ready.max_slots),
+                moves_kv=False,
             )
         self._version = greedy.versions[-1].version if greedy.versions else 0
         return Ready(
-            version=self._version, kv_total_tokens=kv_tokens, max_slots=slots, max_context=kv_tokens
+            version=self._version,
+            kv_total_tokens=kv_tokens,
+            max_slots=slots,
+            max_context=kv_tokens,
+            moves_kv=False,
         )
 
     async def _compare_with_reference(self, reference: Reference) -> None:

@@ -42,6 +42,7 @@ def build(spec: TrainerSpec, worker: Worker) -> tuple[TrainerReady, Trainer]:
                 model_dir,
                 scratch=config.model.scratch,
                 context=config.max_tokens,
+                head_dim=config.head_dim,
                 words=spec.words,
                 seed=config.run.seed,
             )

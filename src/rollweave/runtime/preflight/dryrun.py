@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rollweave.core.membership import first_engines
+from rollweave.engine.vllm.installed import vllm_version
 from rollweave.envs.rules import named
 from rollweave.io.extras import how_to_install
 from rollweave.io.sockets import bound_socket
@@ -86,6 +87,7 @@ def plan(
     model_checks, layout = examine_model(config, domains, hosts)
     checks += [
         *_cpu(config),
+        *_vllm(config),
         *_relays(config),
         *_cluster(config, hosts, declared.images),
         *_predictor(config),
@@ -217,6 +219,19 @@ def _sinks(config: RunConfig) -> Iterator[Check]:
             yield fail("run.sinks", f"{name} must be installed ({how_to_install(name)}), got none")
         else:
             yield ok("run.sinks", name)
+
+
+def _vllm(config: RunConfig) -> Iterator[Check]:
+    """Check the interpreters that have vLLM; those of other hosts are checked there."""
+    if config.sim is not None or config.cluster is not None:
+        return
+    for number, group in enumerate(config.engines):
+        if group.kind == "vllm":
+            field = f"engines.{number}.python"
+            try:
+                yield ok(field, f"vLLM {vllm_version(group.python)} in {group.python}")
+            except ConfigError as error:
+                yield fail(field, str(error))
 
 
 def _predictor(config: RunConfig) -> Iterator[Check]:

@@ -69,15 +69,17 @@ class Part(Struct, frozen=True, kw_only=True):
     knob: str
 
 
-def scratch_shape(scratch: ScratchModel, vocab: int, *, context: int) -> ModelShape:
+def scratch_shape(
+    scratch: ScratchModel, vocab: int, *, context: int, head_dim: int = HEAD_DIM
+) -> ModelShape:
     """Return the shape of the model that `[model.scratch]` builds with `vocab` tokens."""
     return ModelShape(
         vocab=vocab,
         hidden=scratch.hidden,
         layers=scratch.layers,
-        heads=scratch.heads,
-        kv_heads=scratch.kv_heads,
-        head_dim=HEAD_DIM,
+        heads=scratch.hidden // head_dim,
+        kv_heads=scratch.hidden // head_dim // 2,
+        head_dim=head_dim,
         ffn=scratch.ffn,
         context=context,
         eps=1e-6,

@@ -80,7 +80,9 @@ def check_joined(
     """
     if config.model.scratch is not None:
         vocab = build_tokenizer(words).get_vocab_size()
-        shape = scratch_shape(config.model.scratch, vocab, context=config.max_tokens)
+        shape = scratch_shape(
+            config.model.scratch, vocab, context=config.max_tokens, head_dim=config.head_dim
+        )
     else:
         assert config.model.path is not None, "the configuration has one of path and scratch"
         if not Path(config.model.path, "config.json").exists():
@@ -110,7 +112,9 @@ def _model(
                 )
         codec = ChatCodec(tokenizer, ChatTemplate(CHAT_TEMPLATE, special={}, name="model.scratch"))
         vocab = tokenizer.get_vocab_size()
-        shape = scratch_shape(config.model.scratch, vocab, context=config.max_tokens)
+        shape = scratch_shape(
+            config.model.scratch, vocab, context=config.max_tokens, head_dim=config.head_dim
+        )
         text = (
             f"{parameters(shape):,} random weights, {vocab} tokens, {len(set(words))} of them "
             "words of the tasks"

@@ -187,6 +187,7 @@ class EngineSupervisor:
             version=ready.version,
             profile=ready.profile,
             stages=ready.stages,
+            moves_kv=ready.moves_kv,
         )
         self._post(joined)
         assert engine.link is not None, "the engine is ready"

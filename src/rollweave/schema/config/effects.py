@@ -112,6 +112,10 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, object]]:
         yield "ablation.without", "for deltas while weights.relays is 0", "deltas"
     if "staging" in config.ablation.without and config.trainer.colocated:
         yield "ablation.without", "for staging with trainer.colocated", "staging"
+    for number, group in enumerate(config.engines):
+        if group.kind == "vllm" and is_changed(group, "prefill_chunk_tokens"):
+            why = "with kind vllm, whose args has --max-num-batched-tokens"
+            yield f"engines.{number}.prefill_chunk_tokens", why, group.prefill_chunk_tokens
     for name, pool in config.pools.items():
         if is_changed(pool, "site") and config.cluster is None:
             yield f"pools.{name}.site", "without [cluster]", pool.site

@@ -11,9 +11,11 @@ from typing import Annotated, Any, Self
 from pydantic import Field, field_serializer, field_validator, model_validator
 
 from rollweave.schema.config.sections import (
+    HEAD_DIM,
     PARTITIONS,
     POLICIES,
     RATES,
+    VLLM_HEAD_DIM,
     AblationConfig,
     AlgorithmConfig,
     AllocationConfig,
@@ -125,6 +127,16 @@ class RunConfig(Section):
         return max(task.max_tokens for task in self.tasks)
 
     @property
+    def head_dim(self) -> int:
+        """The width of an attention head of a model from scratch."""
+        return VLLM_HEAD_DIM if any(group.kind == "vllm" for group in self.engines) else HEAD_DIM
+
+    @property
+    def _with_heads(self) -> str:
+        kind = "vllm" if self.head_dim == VLLM_HEAD_DIM else "embedded"
+        return f"{kind} (a model from scratch with heads of {self.head_dim})"
+
+    @property
     def published_dtype(self) -> str:
         """The number format of published weights, as torch names it."""
         return self.weights.dtype or self.model.dtype
@@ -142,6 +154,8 @@ class RunConfig(Section):
             self.model.model_dump(exclude={"dtype", "device"}),
         )
         fixed |= {f"model.{field}": (then[field], now[field]) for field in then}
+        if self.model.scratch is not None:
+            fixed["engines.kind"] = (former._with_heads, self._with_heads)
         envs = {task.name: task.env for task in self.tasks}
         fixed |= {
             f"tasks ({task.name}).env": (task.env, envs.get(task.name)) for task in former.tasks
@@ -219,9 +233,56 @@ class RunConfig(Section):
                 )
         if self.allocation is not None:
             self._check_allocation(self.allocation)
+        for number, group in enumerate(self.engines):
+            if group.kind == "vllm":
+                self._check_vllm(number, group)
+                continue
+            for name in ("python", "args"):
+                value = getattr(group, name)
+                if value != EngineConfig.model_fields[name].default:
+                    raise ValueError(
+                        f"engines.{number}.{name} must be left out unless kind is vllm, got "
+                        f"{value!r}"
+                    )
         if self.model.device == "cuda" and self.sim is None:
             self.check_on_gpus()
         return self
+
+    def _check_vllm(self, number: int, group: EngineConfig) -> None:
+        """Check that vLLM servers can be the engines of this run."""
+        field = f"engines.{number}.kind"
+        if self.trainer.colocated:
+            raise ValueError(
+                f"{field} must be embedded with trainer.colocated, for which engines give back "
+                "their memory, got vllm"
+            )
+        if self.allocation is not None:
+            raise ValueError(
+                f"{field} must be embedded with [allocation], which compares what engines "
+                "measure of themselves, got vllm"
+            )
+        if group.deterministic:
+            raise ValueError(
+                f"engines.{number}.deterministic must be false with kind vllm, got true"
+            )
+        scratch = self.model.scratch
+        if scratch is not None and scratch.hidden % (2 * VLLM_HEAD_DIM):
+            raise ValueError(
+                f"model.scratch.hidden must be a multiple of {2 * VLLM_HEAD_DIM} with engines of "
+                f"kind vllm, got {scratch.hidden}"
+            )
+        if self.processes_logprobs and self.rollout.top_p < 1:
+            raise ValueError(
+                "rollout.top_p must be 1 on engines of kind vllm unless all temperatures are 0 "
+                f"or 1, got {self.rollout.top_p}"
+            )
+
+    @property
+    def processes_logprobs(self) -> bool:
+        """Whether vLLM must return log-probs at the request's temperature: its own are at
+        temperature 1.
+        """
+        return not {self.eval.temperature, self.rollout.temperature} <= {0.0, 1.0}
 
     def check_on_gpus(self, groups: Iterable[int] | None = None) -> None:
         """Raise ValueError for settings that are impossible on GPUs: an embedded engine
@@ -232,7 +293,7 @@ class RunConfig(Section):
         numbers = list(range(len(self.engines)) if groups is None else groups)
         for number in numbers:
             group = self.engines[number]
-            if group.degree > 1:
+            if group.degree > 1 and group.kind == "embedded":
                 raise ValueError(
                     f"engines.degree must be 1 on {self.model.device} (an embedded engine has one "
                     f"GPU), got {group.degree}"

@@ -63,6 +63,9 @@ class ModeName(enum.StrEnum):
 HEAD_DIM = 16
 """Width of an attention head of a model from scratch; two heads share keys and values."""
 
+VLLM_HEAD_DIM = 32
+"""The same in a run with engines of kind vllm, which compute no narrower ones on a CPU."""
+
 
 class ScratchModel(Section):
     """A Qwen3-style model that starts from random weights, with a word-level tokenizer
@@ -73,16 +76,6 @@ class ScratchModel(Section):
         64, description="Width of the model; an MLP is three times as wide."
     )
     layers: PositiveInt = Field(2, description="Number of layers.")
-
-    @property
-    def heads(self) -> int:
-        """Number of attention heads."""
-        return self.hidden // HEAD_DIM
-
-    @property
-    def kv_heads(self) -> int:
-        """Number of heads of keys and values."""
-        return self.heads // 2
 
     @property
     def ffn(self) -> int:
@@ -390,12 +383,22 @@ class EngineConfig(Section):
     `[engines]` is one group, several `[[engines]]` are several.
     """
 
+    kind: Literal["embedded", "vllm"] = Field(
+        "embedded",
+        description="embedded is Rollweave's own engine; vllm a vLLM server that the run starts.",
+    )
     count: PositiveInt = Field(1, description="Engine processes.")
     pool: str | None = Field(
         None, description="Pool of hosts on which these engines run; any host if unset."
     )
     degree: PositiveInt = Field(
-        1, description="Parallel degree of one engine: CPU threads, or GPUs in a simulation."
+        1,
+        description="Parallel degree of one engine: CPU threads, vLLM's tensor parallelism, or "
+        "GPUs in a simulation.",
+    )
+    python: str = Field("python3", description="Interpreter that has vLLM, on the engine's host.")
+    args: tuple[str, ...] = Field(
+        (), description="More arguments of the vLLM server, which take precedence."
     )
     max_slots: PositiveInt = Field(
         64, description="Maximum number of sequences that one engine decodes at once."

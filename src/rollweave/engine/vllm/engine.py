@@ -1,0 +1,406 @@
+"""An engine whose tokens come from a vLLM server: it takes the commands of an engine's
+loop and translates them to the server's routes.
+
+Requests go through `engine/clients/http`. All other commands are executed one after the
+other, in their order, except for staging, which maps and verifies the published bytes
+while the server generates. An update is checked on all ranks of the server before any
+of them swaps; a version that is refused there leaves the former one serving. After any
+other failure of a control call, the state of the server is not known: the engine ends
+with `EngineFatal`, and so does the server.
+
+KV cannot be exported or imported, ranks that change later are ignored, since vLLM takes
+a priority with the request only, and memory is not given back.
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, NoReturn, assert_never
+
+import msgspec
+
+from rollweave.engine.clients.http import HttpEngine, HttpSpec
+from rollweave.engine.vllm.control import Control, RefusedError
+from rollweave.engine.vllm.installed import vllm_version
+from rollweave.engine.vllm.server import VllmServer, max_context
+from rollweave.engine.vllm.versions import OwnVllm
+from rollweave.schema.errors import ConfigError, EngineError, EngineLostError, WeightsError
+from rollweave.schema.serving import (
+    Abort,
+    Add,
+    EngineCommand,
+    EngineFatal,
+    EngineReply,
+    EngineSpec,
+    ExportKv,
+    FinishReason,
+    Generated,
+    GenerateRequest,
+    GenerateResult,
+    ImportKv,
+    KvRefused,
+    Load,
+    LoadCheckpoint,
+    Loaded,
+    LoadFailed,
+    Ready,
+    ReleaseKv,
+    Rerank,
+    Resume,
+    Sampled,
+    Shutdown,
+    Stage,
+    Staged,
+    StageFailed,
+    Stats,
+    Suspend,
+    Suspended,
+)
+from rollweave.schema.weights import WeightManifest
+from rollweave.weights.checkpoint import ModelShape, read_shape
+from rollweave.weights.memory import READ_CHUNK, PayloadDigest, read_payload
+
+REPLY_S = 10.0
+"""Maximum seconds to connect, and for a health check: a server that computes a long
+prompt on a busy CPU answers late.
+"""
+
+KV_ERROR = "vLLM's KV cannot be moved from here"
+
+Controlling = Suspend | Resume | Load | LoadCheckpoint
+
+
+class VllmEngine:
+    """One engine. `reply` is called on the event loop's thread."""
+
+    def __init__(self, spec: EngineSpec, reply: Callable[[EngineReply], None]) -> None:
+        assert spec.vllm is not None, "an engine of another kind"
+        self._spec, self._vllm, self._reply = spec, spec.vllm, reply
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._in_order: asyncio.Queue[Controlling] = asyncio.Queue()
+        self._staged: _Held | None = None
+        self._staging: asyncio.Task[None] | None = None
+        self._live: set[str] = set()
+        self._suspended = False
+        self._version, self._label = spec.version, "default"
+        self._failed: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
+
+    async def run(self, commands: "asyncio.Queue[EngineCommand]") -> None:
+        """Serve until `Shutdown`, or until the server is lost, which is reported as
+        `EngineFatal`.
+        """
+        try:
+            shape = read_shape(Path(self._spec.model))
+            await asyncio.to_thread(vllm_version, self._vllm.python)
+            self._server = VllmServer(self._spec, shape)
+        except (ConfigError, EngineError, OSError) as error:
+            self._reply(EngineFatal(error=str(error)))
+            return
+        ended = asyncio.create_task(self._server.ended(), name="vLLM")
+        serving = asyncio.create_task(self._serve(shape, commands), name="serve")
+        try:
+            await asyncio.wait([ended, serving], return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                self._reply(EngineFatal(error=ended.result()))
+            else:
+                serving.result()
+        except (EngineError, OSError) as error:
+            self._reply(EngineFatal(error=str(error)))
+        finally:
+            self._server.kill()
+            for task in (serving, *self._tasks):
+                task.cancel()
+            await asyncio.gather(serving, *self._tasks, return_exceptions=True)
+            await ended
+
+    async def _serve(self, shape: ModelShape, commands: "asyncio.Queue[EngineCommand]") -> None:
+        spec, vllm = self._spec, self._vllm
+        self._shape = shape
+        self._dialect = OwnVllm(
+            version=spec.version, stop_ids=spec.eos_token_ids or shape.eos_token_ids
+        )
+        where = HttpSpec(
+            name="vLLM",
+            url=self._server.url,
+            vocab=shape.vocab,
+            dialect="vllm",
+            slots=spec.max_slots,
+            kv_tokens=spec.kv_tokens,
+            token=self._server.token,
+        )
+        self._http = HttpEngine(where, start_s=vllm.start_s, reply_s=REPLY_S, spoken=self._dialect)
+        self._control = Control(self._server.url, token=self._server.token, limit_s=vllm.control_s)
+        try:
+            await self._http.ready()
+            await self._control.connect()
+            self._reply(
+                Ready(
+                    version=spec.version,
+                    kv_total_tokens=spec.kv_tokens,
+                    max_slots=spec.max_slots,
+                    max_context=max_context(spec, shape),
+                    stages=True,
+                    moves_kv=False,
+                )
+            )
+            handling = self._spawn(self._handle_all(commands), "commands")
+            controlling = self._spawn(self._control_all(), "control")
+            lost = self._http.lost
+            waited: list[asyncio.Future[Any]] = [handling, controlling, lost, self._failed]
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if self._failed.done():
+                self._failed.result()
+            if controlling.done():
+                controlling.result()
+            if lost.done():
+                raise EngineLostError(lost.result())
+            handling.result()
+        finally:
+            await self._http.close()
+            await self._control.close()
+
+    # Commands
+
+    async def _handle_all(self, commands: "asyncio.Queue[EngineCommand]") -> None:
+        while not isinstance(command := await commands.get(), Shutdown):
+            self._handle(command)
+
+    def _handle(self, command: EngineCommand) -> None:
+        match command:
+            case Add(request=request):
+                self._add(request)
+            case Abort(id=id):
+                self._http.abort(id)
+            case Suspend() | Resume() | Load() | LoadCheckpoint():
+                self._in_order.put_nowait(command)
+            case Stage(manifest=manifest):
+                self._staging = self._spawn(self._stage(manifest, self._staging), "stage")
+            case Stats():
+                self._spawn(self._sample(), "stats")
+            case ExportKv(id=id) | ImportKv(id=id):
+                self._reply(KvRefused(id=id, error=KV_ERROR))
+            case Rerank() | ReleaseKv():
+                pass
+            case Shutdown():
+                raise AssertionError("the caller ends")
+            case _:
+                assert_never(command)
+
+    def _add(self, request: GenerateRequest) -> None:
+        self._live.add(request.id)
+        answer = self._http.generate(request)
+        answer.add_done_callback(lambda done: self._answered(request.id, done))
+
+    def _answered(self, request_id: str, answer: "asyncio.Future[GenerateResult]") -> None:
+        self._live.discard(request_id)
+        if answer.cancelled():
+            return
+        error = answer.exception()
+        if isinstance(error, EngineLostError):
+            return  # the reason is reported for all
+        result = (
+            answer.result()
+            if error is None
+            else GenerateResult(
+                id=request_id,
+                tokens=(),
+                logprobs=(),
+                versions=(),
+                finish=FinishReason.ERROR,
+                error=str(error),
+            )
+        )
+        self._reply(Generated(result=result))
+
+    async def _sample(self) -> None:
+        stats = await self._http.stats()
+        self._reply(Sampled(stats=msgspec.structs.replace(stats, version=self._version)))
+
+    async def _control_all(self) -> NoReturn:
+        while True:
+            command = await self._in_order.get()
+            match command:
+                case Suspend(release=release):
+                    if release:
+                        raise EngineError("vLLM cannot give back its memory")
+                    await self._suspend()
+                case Resume():
+                    await self._resume()
+                case Load(manifest=manifest):
+                    await self._load_published(manifest)
+                case LoadCheckpoint():
+                    await self._load_checkpoint(command)
+                case _:
+                    assert_never(command)
+
+    async def _suspend(self) -> None:
+        if not self._suspended:
+            await self._control.pause()
+            self._suspended = True
+        self._reply(Suspended(in_flight=len(self._live)))
+
+    async def _resume(self) -> None:
+        if self._suspended:
+            await self._control.resume()
+            self._suspended = False
+
+    # Weights
+
+    async def _stage(self, manifest: WeightManifest, former: asyncio.Task[None] | None) -> None:
+        """Map and verify a version while the server generates."""
+        if former is not None:
+            await asyncio.wait([former])
+        self._drop_staged()
+        key = {"version": manifest.version, "weights_id": manifest.weights_id}
+        try:
+            self._staged = await asyncio.to_thread(_held, manifest, self._shape)
+        except WeightsError as error:
+            self._reply(StageFailed(**key, error=str(error)))
+        else:
+            self._reply(Staged(**key))
+
+    def _drop_staged(self) -> None:
+        if self._staged is not None:
+            self._staged.close()
+            self._staged = None
+
+    async def _load_published(self, manifest: WeightManifest) -> None:
+        if self._staging is not None:
+            await asyncio.wait([self._staging])
+        started = time.monotonic()
+        try:
+            if self._staged is None or self._staged.manifest != manifest:
+                self._drop_staged()
+                self._staged = await asyncio.to_thread(_held, manifest, self._shape)
+            await self._swap(self._staged)
+        except WeightsError as error:
+            self._reply(LoadFailed(version=manifest.version, error=str(error)))
+        else:
+            self._loaded(manifest.version, started)
+        finally:
+            self._drop_staged()
+
+    async def _load_checkpoint(self, command: LoadCheckpoint) -> None:
+        started = time.monotonic()
+        try:
+            with await asyncio.to_thread(_published, command) as publication:
+                held = await asyncio.to_thread(_held, publication.manifest, self._shape)
+                try:
+                    await self._swap(held)
+                finally:
+                    held.close()
+        except (WeightsError, OSError, ValueError) as error:
+            self._reply(LoadFailed(version=command.version, error=str(error)))
+        else:
+            self._loaded(command.version, started)
+
+    def _loaded(self, version: int, started: float) -> None:
+        load_s = time.monotonic() - started
+        # vLLM does not say how many tokens it computes again
+        self._reply(Loaded(version=version, load_s=load_s, recompute_tokens=0))
+
+    async def _swap(self, held: "_Held") -> None:
+        """Make the server serve these weights.
+
+        Raises WeightsError if a rank has refused them, and none has changed.
+        """
+        control, manifest = self._control, held.manifest
+        if not self._suspended:
+            await control.pause()
+        await control.start_update()
+        try:
+            await control.update({"part": "check", **held.layout()})
+        except RefusedError as error:
+            await self._give_up_update()
+            raise WeightsError(f"weights version {manifest.version}: {error}") from error
+        self._dialect.changed(manifest.version, manifest.weights_id)
+        await control.update({"part": "swap"})
+        self._version, self._label = manifest.version, str(manifest.version)
+        await control.finish_update(self._label)
+        if not self._suspended:
+            await control.resume()
+
+    async def _give_up_update(self) -> None:
+        """End an update that a rank has refused, and with which nothing has changed."""
+        with contextlib.suppress(RefusedError):  # it has ended on the rank that refused
+            await self._control.finish_update(self._label)
+        if not self._suspended:
+            await self._control.resume()
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None and not self._failed.done():
+            self._failed.set_exception(task.exception() or EngineError("failed"))
+
+
+class _Held:
+    """A published version, verified, and kept open until the server has it."""
+
+    def __init__(self, manifest: WeightManifest, fd: int) -> None:
+        self.manifest, self._fd = manifest, fd
+
+    def layout(self) -> dict[str, object]:
+        """Return what the plug-in needs in order to read it."""
+        return {
+            "location": f"/proc/{os.getpid()}/fd/{self._fd}",
+            "nbytes": self.manifest.nbytes,
+            "tensors": [
+                (meta.name, meta.dtype, meta.shape, meta.offset) for meta in self.manifest.tensors
+            ],
+        }
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _held(manifest: WeightManifest, shape: ModelShape) -> _Held:
+    """Open a version and verify its bytes and its tensors. Raises WeightsError."""
+    where = f"weights version {manifest.version} at {manifest.location}"
+    shapes = {meta.name: meta.shape for meta in manifest.tensors}
+    if len(shapes) < len(manifest.tensors):
+        raise WeightsError("tensor names must be distinct")
+    shape.check(shapes)
+    try:
+        fd = os.open(manifest.location, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise WeightsError(f"{where}: cannot open, the publisher is gone? ({error})") from error
+    try:
+        buffer = read_payload(f"/proc/self/fd/{fd}", manifest.nbytes, where=where)
+        content = PayloadDigest(manifest.parts)
+        with memoryview(buffer) as view:
+            for start in range(0, len(view), READ_CHUNK):
+                content.update(view[start : start + READ_CHUNK])
+        if content.hexdigest() != manifest.digest:
+            raise WeightsError(
+                f"{where}: digest {content.hexdigest()}, the manifest says {manifest.digest}"
+            )
+    except BaseException:
+        os.close(fd)
+        raise
+    return _Held(manifest, fd)
+
+
+def _published(command: LoadCheckpoint) -> Any:
+    """Publish the weights of a trainer's checkpoint from this process."""
+    import torch  # seconds, and only here
+
+    from rollweave.weights.publication import publish
+    from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
+
+    directory, dtype = Path(command.directory), getattr(torch, command.dtype)
+    tensors = read_trainer_checkpoint(directory, step=command.version, dtype=dtype)
+    return publish(
+        tensors,
+        version=command.version,
+        weights_id=command.weights_id,
+        directory=directory / "published",
+    )

@@ -1,0 +1,83 @@
+"""Rollweave in every process of a vLLM server: the start of the server, the guard of its
+routes, and the registration of `rollweave_vllm_weights`.
+
+This module runs in the interpreter of the user's vLLM, found by `PYTHONPATH`, and
+imports nothing of Rollweave, whose requirements are not installed there. Invariants: no
+process of the server outlives the engine that started it; every request needs the
+engine's token.
+"""
+
+import ctypes
+import hmac
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+Application = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
+
+NAME = "rollweave"
+"""The name of the weight transfer in vLLM's `--weight-transfer-config`."""
+
+TOKEN = "ROLLWEAVE_VLLM_TOKEN"
+"""The environment variable with the token that requests must present."""
+
+SERVER = "vllm.entrypoints.openai.api_server"
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+ORPHANED = 75  # as in io/boot
+
+
+def serve() -> None:
+    """Run the server with the arguments behind the id of the process that started it."""
+    parent, *arguments = sys.argv[1:]
+    end_with_parent()
+    if os.getppid() != int(parent):
+        os._exit(ORPHANED)
+    sys.argv = [SERVER, *arguments]
+    runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
+
+
+def register() -> None:
+    """Offer our weight transfer to vLLM, which calls this in each of its processes,
+    possibly several times.
+    """
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
+
+    end_with_parent()
+    if NAME not in Factory._registry:
+        Factory.register_engine(NAME, f"{NAME}_vllm_weights", "RollweaveTransfer")
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Guard:
+    """Middleware of the server, an ASGI application: vLLM's own guard leaves out the
+    routes by which a server is paused and its weights are changed.
+    """
+
+    def __init__(self, app: Application) -> None:
+        self._app = app
+        self._expected = f"Bearer {os.environ[TOKEN]}".encode()
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._admits(scope["headers"]):
+            await send({"type": "http.response.start", "status": 401, "headers": []})
+            await send({"type": "http.response.body", "body": b'{"detail": "no token"}'})
+            return
+        await self._app(scope, receive, send)
+
+    def _admits(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        given = dict(headers).get(b"authorization", b"")
+        return hmac.compare_digest(given, self._expected)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,173 @@
+"""The vLLM server of one engine: its command line and environment, and its process.
+
+Invariants: it listens on the loopback interface only, and admits no request without a
+token that only this process knows; it ends when this process ends, with all of its
+children (`plugin/rollweave_vllm.py`); nothing needs to be installed beside vLLM.
+"""
+
+import asyncio
+import json
+import os
+import re
+import secrets
+import socket
+import subprocess
+from pathlib import Path
+
+from rollweave.io.child import why_it_ended
+from rollweave.schema.errors import EngineError
+from rollweave.schema.serving import EngineSpec, VllmSpec
+from rollweave.weights.checkpoint import ModelShape
+
+HOST = "127.0.0.1"
+PLUGIN = Path(__file__).with_name("plugin")
+NAME = "rollweave"
+TOKEN = "ROLLWEAVE_VLLM_TOKEN"
+"""As in the plug-in, which cannot be imported here."""
+
+BATCHED_TOKENS = 16384
+"""Tokens that a step computes at most on a CPU, where a prompt is computed in one piece:
+vLLM's generators of a request with a seed cannot continue one there.
+"""
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+LOG = Path("/proc/self/fd/2")
+"""The log of this process, to which the server writes, too."""
+
+LOG_BYTES = 1 << 20
+"""Maximum bytes of a log that are searched for an error."""
+
+ERROR = re.compile(r"^(?:\([^)]*\) )?([A-Z]\w*(?:Error|Exception): .+)$", re.MULTILINE)
+ERROR_CHARS = 500
+"""Maximum number of characters of an error that is reported."""
+
+SPARE_BLOCKS = 2
+"""Blocks of the cache that vLLM keeps for itself: a sequence of the maximum length must
+fit beside them.
+"""
+
+BLOCK_TOKENS = 32
+"""Tokens in a block on a CPU, where vLLM's default would be 128; fewer elsewhere."""
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+
+
+class VllmServer:
+    """The process of a server, which starts at once. Raises EngineError if it cannot."""
+
+    def __init__(self, spec: EngineSpec, shape: ModelShape) -> None:
+        assert spec.vllm is not None, "an engine of another kind"
+        self.token = secrets.token_urlsafe(32)
+        # No process that requests any port gets this one until the server binds it.
+        with socket.socket() as reserved:
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.bind((HOST, 0))
+            port = int(reserved.getsockname()[1])
+            self.url = f"http://{HOST}:{port}"
+            command = [
+                os.path.expanduser(spec.vllm.python),
+                "-m",
+                "rollweave_vllm",
+                str(os.getpid()),
+                *arguments(spec, spec.vllm, shape, port=port),
+            ]
+            self._log_bytes = LOG.stat().st_size
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    env=environment(spec, token=self.token),
+                )
+            except OSError as error:
+                raise EngineError(f"{spec.vllm.python} cannot be run: {error}") from error
+
+    async def ended(self) -> str:
+        """Wait for the end of the process, and return the reason."""
+        status = await asyncio.to_thread(self._process.wait)
+        cause = first_error(LOG, self._log_bytes)
+        return f"vLLM ended: {cause}" if cause else why_it_ended(status, LOG, "vLLM ended")
+
+    def kill(self) -> None:
+        """Kill the server and its children. This does not wait."""
+        if self._process.poll() is None:
+            self._process.kill()
+
+
+def first_error(log: Path, start: int) -> str:
+    """Return the first error in a log behind byte `start`, "" if there is none. It is
+    the cause of those that follow, in one process of vLLM after the other.
+    """
+    if not log.is_file():
+        return ""  # it may be a terminal
+    try:
+        with log.open("rb") as file:
+            file.seek(start)
+            found = ERROR.search(file.read(LOG_BYTES).decode(errors="replace"))
+    except OSError:
+        return ""
+    return found[1][:ERROR_CHARS] if found else ""
+
+
+def max_context(spec: EngineSpec, shape: ModelShape) -> int:
+    """Return the maximum length of a sequence, which must fit in the cache."""
+    return min(shape.context, spec.kv_tokens)
+
+
+def arguments(spec: EngineSpec, vllm: VllmSpec, shape: ModelShape, *, port: int) -> list[str]:
+    """Return the server's arguments. The user's come last, and take precedence."""
+    degree, context = vllm.degree, max_context(spec, shape)
+    kv_heads = -(-shape.kv_heads // degree)
+    width = ELEMENT_BYTES[spec.dtype]
+    kv_tokens = spec.kv_tokens + SPARE_BLOCKS * BLOCK_TOKENS
+    kv_bytes = 2 * shape.layers * kv_heads * shape.head_dim * width * kv_tokens
+    ours: dict[str, object] = {
+        "model": spec.model,
+        "served-model-name": NAME,
+        "host": HOST,
+        "port": port,
+        "dtype": spec.dtype,
+        "max-model-len": context,
+        "max-num-seqs": spec.max_slots,
+        "tensor-parallel-size": degree,
+        "kv-cache-memory-bytes": kv_bytes,
+        "scheduling-policy": "priority",
+        "weight-transfer-config": json.dumps({"backend": NAME}),
+        "middleware": "rollweave_vllm.Guard",
+    }
+    switches = ["enable-scale-out", "enable-prompt-tokens-details", "disable-uvicorn-access-log"]
+    if not spec.prefix_cache:
+        switches.append("no-enable-prefix-caching")
+    if not any(Path(spec.model, name).exists() for name in TOKENIZERS):
+        switches.append("skip-tokenizer-init")
+    if spec.device == "cpu":
+        ours |= {"block-size": BLOCK_TOKENS, "max-num-batched-tokens": max(BATCHED_TOKENS, context)}
+        if degree == 1:
+            ours["distributed-executor-backend"] = "uni"
+        switches += ["enforce-eager", "no-enable-chunked-prefill"]
+    return [
+        *(part for name, value in ours.items() for part in (f"--{name}", str(value))),
+        *(f"--{name}" for name in switches),
+        *vllm.args,
+    ]
+
+
+def environment(spec: EngineSpec, *, token: str) -> dict[str, str]:
+    """Return the server's environment: that of this process without its module path, in
+    which vLLM would find our requirements instead of its own.
+    """
+    assert spec.vllm is not None, "an engine of another kind"
+    ours = {
+        "PYTHONPATH": str(PLUGIN),
+        "VLLM_PLUGINS": NAME,
+        "VLLM_SERVER_DEV_MODE": "1",  # without it there are no control routes
+        "VLLM_NO_USAGE_STATS": "1",
+        TOKEN: token,
+    }
+    if spec.device == "cpu":
+        ours |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+        if spec.vllm.degree == 1:
+            ours["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process is twice as fast
+    left_out = ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV")
+    kept = {name: value for name, value in os.environ.items() if name not in left_out}
+    return kept | ours

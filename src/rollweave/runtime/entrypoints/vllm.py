@@ -1,0 +1,38 @@
+"""The process of one engine of kind vllm: `python -m rollweave.runtime.entrypoints.vllm`,
+started by `engine/clients/process.py`.
+"""
+
+import asyncio
+import os
+
+from rollweave.engine.vllm.engine import VllmEngine
+from rollweave.io.parent import Outbox, Parent
+from rollweave.io.wire import decoder_of, encode
+from rollweave.schema.serving import EngineCommand, EngineReply, EngineSpec
+
+
+def main() -> None:
+    """Serve until `Shutdown`, or the end of the parent."""
+    parent = Parent.from_arguments()
+    asyncio.run(_serve(parent, decoder_of(EngineSpec)(parent.receive())))
+
+
+async def _serve(parent: Parent, spec: EngineSpec) -> None:
+    loop, decode = asyncio.get_running_loop(), decoder_of(EngineCommand)
+    commands: asyncio.Queue[EngineCommand] = asyncio.Queue()
+    outbox = Outbox(parent)
+
+    def send(reply: EngineReply) -> None:
+        outbox.send(encode(reply))
+
+    def receive(payload: bytes) -> None:
+        loop.call_soon_threadsafe(commands.put_nowait, decode(payload))
+
+    parent.listen(receive)
+    await VllmEngine(spec, send).run(commands)
+    outbox.close()
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # nothing outlives the process

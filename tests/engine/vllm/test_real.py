@@ -1,0 +1,297 @@
+"""New weights in a real vLLM server, and what goes wrong with them (`make test-vllm`).
+
+Log-probs are compared with those of the embedded engine from the same weights.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rollweave.engine.clients.client import EngineClient
+from rollweave.engine.clients.process import in_process
+from rollweave.engine.embedded import start_engine
+from rollweave.engine.vllm.control import Control, RefusedError
+from rollweave.engine.vllm.server import VllmServer
+from rollweave.schema.base import EngineId
+from rollweave.schema.errors import EngineLostError, WeightsError
+from rollweave.schema.serving import (
+    EngineSpec,
+    GenerateRequest,
+    GenerateResult,
+    Sampling,
+    VllmSpec,
+)
+from rollweave.schema.weights import WeightManifest
+from rollweave.weights.checkpoint import read_shape, read_tensors_of
+from rollweave.weights.publication import Publication, publish
+from tests.support.engines import VLLM_START_S, environment, needs_vllm, vllm_checkpoint, vllm_spec
+
+pytestmark = list(needs_vllm)
+
+EXACT = 1e-4
+PROMPT = (3, 1, 4, 1, 5)
+
+
+def greedy(id: str, tokens: tuple[int, ...] = PROMPT, *, count: int = 12) -> GenerateRequest:
+    return GenerateRequest(
+        id=id, tokens=tokens, sampling=Sampling(temperature=0.0, max_tokens=count)
+    )
+
+
+class Weights:
+    """Checkpoints of one shape by their number, and their publications."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._open = directory, list[Publication]()
+        self.model = self.checkpoint(0)
+
+    def checkpoint(self, number: int) -> Path:
+        path = self._directory / str(number)
+        if not path.exists():
+            path.mkdir()
+            vllm_checkpoint(path, seed=number, eos_token_id=127)
+        return path
+
+    def published(self, number: int, *, without: str = "") -> WeightManifest:
+        tensors = dict(read_tensors_of(self.checkpoint(number)))
+        tensors.pop(without, None)
+        self._open.append(
+            publish(tensors, version=number, weights_id=number, directory=self._directory)
+        )
+        return self._open[-1].manifest
+
+    async def continued(self, number: int, request: GenerateRequest) -> GenerateResult:
+        """Return what the embedded engine makes of a request under these weights."""
+        engine = start_engine(self.checkpoint(number))
+        try:
+            await engine.ready()
+            return await engine.generate(request)
+        finally:
+            await engine.close()
+
+    def close(self) -> None:
+        for publication in self._open:
+            publication.close()
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
+    return Weights(tmp_path_factory.mktemp("weights"))
+
+
+def spec_of(weights: Weights, vllm: VllmSpec) -> EngineSpec:
+    return EngineSpec(
+        id=EngineId("e0"), model=str(weights.model), max_slots=16, kv_tokens=16384, vllm=vllm
+    )
+
+
+@asynccontextmanager
+async def started(
+    weights: Weights, tmp_path: Path, vllm: VllmSpec
+) -> AsyncIterator[tuple[EngineClient, int]]:
+    """Start an engine, and yield it with the id of its process."""
+    present: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    present.set_result(None)
+    link = in_process(
+        spec_of(weights, vllm),
+        module="rollweave.runtime.entrypoints.vllm",
+        log=tmp_path / "e0.log",
+        env=environment(),
+        model_ready=present,
+    )
+    engine = EngineClient("engine e0", link, start_s=VLLM_START_S, reply_s=120.0)
+    try:
+        await engine.ready()
+        yield engine, engine._link.pid  # type: ignore[attr-defined]
+    finally:
+        await engine.close()
+
+
+def children(pid: int) -> list[int]:
+    """Return all descendants of a process."""
+    found: list[int] = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and fields[0] != "Z":
+            child = int(path.parent.name)
+            found += [child, *children(child)]
+    return found
+
+
+async def all_end(pids: list[int]) -> None:
+    """Wait until none of these processes is left."""
+    async with asyncio.timeout(30):
+        while any(_runs(pid) for pid in pids):  # noqa: ASYNC110 (nothing reports their ends)
+            await asyncio.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def agrees(engine: EngineClient, weights: Weights, number: int) -> None:
+    """Assert that the engine serves exactly these weights."""
+    there = await engine.generate(greedy("probe"))
+    here = await weights.continued(number, greedy("probe"))
+    assert there.tokens == here.tokens
+    assert there.logprobs == pytest.approx(here.logprobs, abs=EXACT)
+
+
+async def test_updates_are_exact_and_refused_ones_leave_the_old_weights(
+    weights: Weights, tmp_path: Path
+) -> None:
+    """One server, because each takes tens of seconds to start."""
+    async with started(weights, tmp_path, vllm_spec()) as (engine, _):
+        await agrees(engine, weights, 0)
+        await engine.load(weights.published(1))  # as an engine that has just joined
+        await agrees(engine, weights, 1)
+
+        await requests_in_flight_continue_under_new_weights(engine, weights)
+        await agrees(engine, weights, 2)
+        assert (await engine.stats()).version == 2
+
+        good = weights.published(3)
+        torn = msgspec.structs.replace(good, digest="0" * 32)
+        for call in (engine.stage, engine.load):
+            with pytest.raises(WeightsError, match="the manifest says 0000"):
+                await call(torn)
+        with pytest.raises(WeightsError, match=r"missing \['model.norm.weight'\]"):
+            await engine.load(weights.published(4, without="model.norm.weight"))
+        gone = msgspec.structs.replace(good, location="/proc/1/fd/9999")
+        with pytest.raises(WeightsError, match="the publisher is gone"):
+            await engine.load(gone)
+        await agrees(engine, weights, 2)
+
+        # stale prefixes: the same prompt was computed under three other versions
+        await engine.stage(good)
+        await engine.load(good)
+        await agrees(engine, weights, 3)
+        assert (await engine.generate(greedy("again"))).versions[0].version == 3
+
+        await engine.suspend()
+        aborted = engine.generate(greedy("r0", count=400))
+        await engine.stats()
+        engine.abort("r0")
+        assert (await aborted).tokens == ()
+        engine.resume()
+        await agrees(engine, weights, 3)
+
+
+async def requests_in_flight_continue_under_new_weights(
+    engine: EngineClient, weights: Weights
+) -> None:
+    """The tokens of each version are those that its weights sample after the ones before."""
+    requests = [greedy(f"r{number}", (number, *PROMPT), count=400) for number in range(8)]
+    answers = [engine.generate(request) for request in requests]
+    manifest = weights.published(2)
+    await engine.stage(manifest)
+    await asyncio.sleep(0.3)  # the server samples some tokens
+    suspended = await engine.suspend()
+    assert suspended.in_flight == 8
+    await engine.load(manifest)
+    engine.resume()
+    results = await asyncio.gather(*answers)
+    for request, result in list(zip(requests, results, strict=True))[:2]:
+        assert [span.version for span in result.versions] == [1, 2]
+        (before, after) = result.versions
+        first = await weights.continued(1, greedy("first", request.tokens, count=before.end))
+        assert result.tokens[: before.end] == first.tokens
+        assert result.logprobs[: before.end] == pytest.approx(first.logprobs, abs=EXACT)
+        context = (*request.tokens, *first.tokens)
+        second = await weights.continued(2, greedy("second", context, count=400 - before.end))
+        assert result.tokens[after.start :] == second.tokens
+        assert result.logprobs[after.start :] == pytest.approx(second.logprobs, abs=EXACT)
+
+
+async def test_loss_of_the_server_names_the_signal_and_leaves_no_process(
+    weights: Weights, tmp_path: Path
+) -> None:
+    async with started(weights, tmp_path, vllm_spec()) as (engine, pid):
+        server, *others = children(pid)
+        turn = engine.generate(greedy("r0", count=400))
+        await engine.stats()
+        os.kill(server, signal.SIGKILL)
+        with pytest.raises(EngineLostError, match=r"vLLM ended .*SIGKILL"):
+            await turn
+        await all_end([pid, server, *others])
+
+
+async def test_a_lost_engine_leaves_no_process(weights: Weights, tmp_path: Path) -> None:
+    async with started(weights, tmp_path, vllm_spec()) as (engine, pid):
+        processes = [pid, *children(pid)]
+        assert len(processes) > 1
+        os.kill(pid, signal.SIGKILL)  # not through the handle, which kills the whole group
+        await asyncio.wait([engine.lost])
+        await all_end(processes)
+
+
+async def test_a_server_that_stops_during_an_update_is_killed_with_the_route(
+    weights: Weights, tmp_path: Path
+) -> None:
+    async with started(weights, tmp_path, vllm_spec(control_s=3.0)) as (engine, pid):
+        processes = children(pid)
+        turn = engine.generate(greedy("r0", count=400))
+        await engine.suspend()
+        for process in processes:
+            os.kill(process, signal.SIGSTOP)
+        with pytest.raises(EngineLostError, match="vLLM did not answer /start_weight_update"):
+            await engine.load(weights.published(1))
+        with pytest.raises(EngineLostError):
+            await turn
+        await all_end([pid, *processes])
+
+
+async def test_ranks_refuse_before_any_of_them_swaps(weights: Weights) -> None:
+    """The routes, with updates that the engine itself would have refused."""
+    vllm = vllm_spec()
+    server = VllmServer(spec_of(weights, vllm), read_shape(weights.model))
+    control = Control(server.url, token=server.token, limit_s=60.0)
+    try:
+        await until(lambda: control.connect())
+        good = weights.published(1)
+        update: dict[str, object] = {
+            "part": "check",
+            "location": good.location,
+            "nbytes": good.nbytes,
+            "tensors": [(one.name, one.dtype, one.shape, one.offset) for one in good.tensors],
+        }
+        await control.pause()
+        for wrong in ({"nbytes": 5}, {"location": "/nowhere"}, {"part": "swap"}, {"x": 1}):
+            await control.start_update()
+            with pytest.raises(RefusedError, match="/update_weights with status 500"):
+                await control.update({**update, **wrong})
+        await control.start_update()
+        await control.update(update)
+        await control.update({"part": "swap"})
+        await control.finish_update("1")
+        await control.resume()
+        stranger = Control(server.url, token="guessed", limit_s=60.0)
+        with pytest.raises(RefusedError, match="status 401"):
+            await stranger.pause()
+        await stranger.close()
+    finally:
+        await control.close()
+        server.kill()
+        await server.ended()
+
+
+async def until(connect: Callable[[], Awaitable[None]]) -> None:
+    """Call until it succeeds: the server needs tens of seconds to start."""
+    async with asyncio.timeout(VLLM_START_S):
+        while True:
+            try:
+                return await connect()
+            except Exception:
+                await asyncio.sleep(0.2)

@@ -1,0 +1,94 @@
+"""The command line and the environment of a vLLM server."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rollweave.engine.vllm.server import PLUGIN, TOKEN, arguments, environment, first_error
+from rollweave.schema.base import EngineId
+from rollweave.schema.serving import EngineSpec, VllmSpec
+from rollweave.weights.checkpoint import read_shape
+from tests.support.engines import vllm_checkpoint
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> EngineSpec:
+    vllm = VllmSpec(python="python3", args=("--seed", "4"), start_s=1.0, control_s=1.0)
+    return EngineSpec(
+        id=EngineId("e0"), model=str(vllm_checkpoint(tmp_path)), kv_tokens=1024, vllm=vllm
+    )
+
+
+def options(spec: EngineSpec) -> list[str]:
+    assert spec.vllm is not None
+    return arguments(spec, spec.vllm, read_shape(Path(spec.model)), port=8000)
+
+
+def value(spec: EngineSpec, name: str) -> str:
+    given = options(spec)
+    return given[given.index(name) + 1]
+
+
+def test_the_users_arguments_come_last(spec: EngineSpec) -> None:
+    assert options(spec)[-2:] == ["--seed", "4"]
+
+
+def test_the_cache_has_the_tokens_that_were_asked_for(spec: EngineSpec) -> None:
+    # keys and values of 1 layer with 1 head of 32 numbers of 4 bytes; vLLM keeps some blocks
+    assert int(value(spec, "--kv-cache-memory-bytes")) == 2 * 1 * 1 * 32 * 4 * (1024 + 64)
+    assert value(spec, "--max-model-len") == "512"
+    short = msgspec.structs.replace(spec, kv_tokens=256)
+    assert value(short, "--max-model-len") == "256"
+
+
+def test_a_prompt_is_computed_in_one_piece_on_a_cpu_only(spec: EngineSpec) -> None:
+    """A seeded request whose prompt is computed in pieces ends vLLM on a CPU."""
+    assert "--no-enable-chunked-prefill" in options(spec)
+    gpu = msgspec.structs.replace(spec, device="cuda")
+    assert not {"--no-enable-chunked-prefill", "--enforce-eager"} & set(options(gpu))
+
+
+def test_the_number_format_is_never_left_to_vllm(spec: EngineSpec) -> None:
+    assert value(spec, "--dtype") == "float32"
+
+
+def test_a_tokenizer_is_loaded_if_there_is_one(spec: EngineSpec) -> None:
+    assert "--skip-tokenizer-init" in options(spec)
+    Path(spec.model, "tokenizer.json").write_text("{}")
+    assert "--skip-tokenizer-init" not in options(spec)
+
+
+def test_only_the_environment_has_the_token(
+    spec: EngineSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/ours")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    env = environment(spec, token="secret")
+    assert (env["PYTHONPATH"], env[TOKEN]) == (str(PLUGIN), "secret")
+    assert "PYTHONDONTWRITEBYTECODE" not in env
+    assert not any("secret" in each for each in options(spec))
+
+
+def test_the_plugin_is_found_as_an_installed_package() -> None:
+    """vLLM looks for entry points in the metadata of packages on its path."""
+    (info,) = PLUGIN.glob("*.dist-info")
+    assert "rollweave = rollweave_vllm:register" in (info / "entry_points.txt").read_text()
+    assert (info / "METADATA").read_text().startswith("Metadata-Version")
+    assert {path.stem for path in PLUGIN.glob("*.py")} == {
+        "rollweave_vllm",
+        "rollweave_vllm_weights",
+    }
+
+
+def test_the_reason_of_an_end_is_the_first_error_of_this_server(tmp_path: Path) -> None:
+    log = tmp_path / "e0.log"
+    log.write_text("OldError: of the server before\n")
+    start = log.stat().st_size
+    with log.open("a") as file:
+        file.write(
+            "    raise ValueError(\n(EngineCore pid=7) ValueError: too small\nRuntimeError: x\n"
+        )
+    assert first_error(log, start) == "ValueError: too small"
+    assert first_error(log, log.stat().st_size) == ""
+    assert first_error(tmp_path / "none", 0) == ""

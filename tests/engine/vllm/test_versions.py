@@ -1,0 +1,94 @@
+"""The dialect of our own vLLM server: what is sent, and which versions are believed."""
+
+import json
+from typing import Any
+
+import pytest
+
+from rollweave.engine.clients.responses import ResponseError
+from rollweave.engine.vllm.versions import MAX_SENT, OwnVllm
+from rollweave.schema.serving import GenerateRequest, Sampling, VersionSpan
+
+
+def request(id: str = "r0", *, rank: float = 0.0, stop: tuple[str, ...] = ()) -> GenerateRequest:
+    sampling = Sampling(stop_token_ids=(7,), stop=stop, seed=3)
+    return GenerateRequest(id=id, tokens=(1, 2), sampling=sampling, rank=rank)
+
+
+def answer(*spans: tuple[str, int, int]) -> bytes:
+    count = spans[-1][2]
+    choice = {
+        "finish_reason": "stop",
+        "token_ids": [5] * count,
+        "logprobs": {"content": [{"token_id": 5, "logprob": -1.0}] * count},
+        "weight_versions": [{"version": v, "start": a, "end": b} for v, a, b in spans],
+    }
+    return json.dumps({"choices": [choice]}).encode()
+
+
+def sent(dialect: OwnVllm, **fields: Any) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads(dialect.encode(request(**fields)))
+    return body
+
+
+def test_a_higher_rank_is_a_lower_priority_and_stop_tokens_are_ours() -> None:
+    dialect = OwnVllm(version=-1, stop_ids=(0, 7))
+    first, second = sent(dialect, rank=-3.25), sent(dialect, rank=-3.5)
+    assert first["priority"] < second["priority"]
+    assert (first["sampling_params"]["stop_token_ids"], first["sampling_params"]["ignore_eos"]) == (
+        [0, 7],
+        True,
+    )
+    assert first["sampling_params"]["detokenize"] is False
+    assert sent(dialect, stop=("x",))["sampling_params"]["detokenize"] is True
+
+
+def test_requests_of_different_weights_never_share_a_prefix() -> None:
+    dialect = OwnVllm(version=-1, stop_ids=())
+    salts = [sent(dialect).get("cache_salt")]
+    for version, weights_id in ((1, 1), (2, 2), (1, 3)):  # the last is of a trainer that came back
+        dialect.changed(version, weights_id)
+        salts.append(sent(dialect)["cache_salt"])
+    assert len(set(salts)) == len(salts)
+
+
+def test_versions_since_the_request_are_believed_in_their_order() -> None:
+    dialect = OwnVllm(version=-1, stop_ids=())
+    dialect.changed(1, 1)
+    dialect.encode(request())
+    dialect.changed(2, 2)
+    result = dialect.decode(request(), answer(("1", 0, 2), ("2", 2, 3)))
+    assert result.versions == (
+        VersionSpan(start=0, end=2, version=1),
+        VersionSpan(start=2, end=3, version=2),
+    )
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [("3", 0, 3)],  # never loaded
+        [("default", 0, 3)],  # before the request
+        [("1", 0, 1), ("2", 1, 2), ("1", 2, 3)],  # backwards
+    ],
+)
+def test_other_versions_are_refused(spans: list[tuple[str, int, int]]) -> None:
+    dialect = OwnVllm(version=-1, stop_ids=())
+    dialect.changed(1, 1)
+    dialect.encode(request())
+    dialect.changed(2, 2)
+    with pytest.raises(ResponseError, match="which it has not had since the request was sent"):
+        dialect.decode(request(), answer(*spans))
+
+
+def test_before_the_first_update_the_label_means_the_checkpoint() -> None:
+    dialect = OwnVllm(version=-1, stop_ids=())
+    dialect.encode(request())
+    assert dialect.decode(request(), answer(("default", 0, 1))).versions[0].version == 0
+
+
+def test_requests_that_never_get_an_answer_do_not_accumulate() -> None:
+    dialect = OwnVllm(version=0, stop_ids=())
+    for number in range(MAX_SENT + 10):
+        dialect.encode(request(str(number)))
+    assert len(dialect._sent) == MAX_SENT
