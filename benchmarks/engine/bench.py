@@ -106,7 +106,7 @@ def bench_engine(*, quick: bool) -> Result:
     changes the results of its requests.
     """
     torch.set_num_threads(THREADS)
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     return compare(
         model_cases(quick=quick),
         turns=TURNS_QUICK if quick else TURNS,

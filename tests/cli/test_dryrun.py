@@ -432,6 +432,19 @@ class TestModelPath:
     def test_accepts_a_valid_checkpoint(self, tmp_path: Path, model: Path) -> None:
         assert self.examine(tmp_path, model) == []
 
+    def test_checks_that_transformers_computes_the_model(
+        self, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        chosen = "model.implementation=transformers"
+        assert self.examine(tmp_path, model, chosen) == []
+        self.edit(model / "config.json", quantization_config={"quant_method": "fp8"})
+        ((name, detail),) = self.examine(tmp_path, model, chosen)
+        assert name == "model.implementation"
+        assert "Qwen3ForCausalLM is not supported: its weights are quantized" in detail
+        monkeypatch.setattr("rollweave.runtime.preflight.model.missing_from", lambda _: ["x"])
+        ((_, detail),) = self.examine(tmp_path, model, chosen)
+        assert detail.startswith("transformers is not installed (pip install")
+
     def test_refuses_a_missing_checkpoint(self, tmp_path: Path) -> None:
         ((name, detail),) = self.examine(tmp_path, tmp_path / "nowhere")
         assert name == "model"

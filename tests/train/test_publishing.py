@@ -14,6 +14,7 @@ from hypothesis import given
 
 from rollweave.schema.weights import TensorMeta
 from rollweave.train.publishing import slice_of
+from rollweave.weights.views import StoredTensors
 from tests.support.forking import Forked
 from tests.support.training import ROOT
 from tests.train.builders import make_model
@@ -70,7 +71,11 @@ def wait_for_all(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str, str
 def test_ranks_divide_a_tensor_like_torch_chunk(rows: int, world_size: int) -> None:
     meta = TensorMeta(name="any", dtype="float32", shape=(rows, 3), offset=64, nbytes=12 * rows)
     chunks = [len(chunk) for chunk in torch.empty(rows, 3).chunk(world_size)]
-    slices = [slice_of(meta, rank=rank, world_size=world_size) for rank in range(world_size)]
+    view = StoredTensors.identical({"any": meta.shape}).views["any"]
+    slices = [
+        slice_of(meta, view, meta.shape, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
     expected = chunks + [0] * (world_size - len(chunks))
     assert [stop - start for start, stop in slices] == [12 * count for count in expected]
     assert [start for start, _ in slices][1:] == [stop for _, stop in slices][:-1]
@@ -79,7 +84,8 @@ def test_ranks_divide_a_tensor_like_torch_chunk(rows: int, world_size: int) -> N
 
 def test_a_rank_alone_has_a_scalar() -> None:
     meta = TensorMeta(name="any", dtype="float32", shape=(), offset=64, nbytes=4)
-    assert slice_of(meta, rank=0, world_size=1) == (64, 68)
+    view = StoredTensors.identical({"any": ()}).views["any"]
+    assert slice_of(meta, view, (), rank=0, world_size=1) == (64, 68)
 
 
 def test_ranks_share_writes_and_failures(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ BENCHES = {
     "fixed": "learning:bench_learning",
     "multitask": "learning:bench_learning",
     "longtail": "learning:bench_learning",
+    "models": "models:bench_models",
     "modes": "modes:bench_modes",
     "losses": "losses:bench_losses",
     "sim": "sim.bench:bench_sim",

@@ -16,6 +16,7 @@ EXTRAS = {
     "ray": ("ray",),
     "search": ("bm25s",),
     "tools": ("jsonschema", "IPython"),
+    "transformers": ("transformers",),
 }
 """The modules that a run imports from each extra of `pyproject.toml`.
 

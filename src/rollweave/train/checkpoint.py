@@ -1,7 +1,8 @@
 """Checkpoints of the trainer, which are either complete or recognizably incomplete.
 
 A checkpoint is a directory with `model.safetensors`, `optimizer.safetensors`,
-`rng.safetensors`, `state.json`, `reference.safetensors` if there is a reference, and
+`rng.safetensors`, `state.json`, `reference.safetensors` if there is a reference,
+`stored.json` if the model's Hugging Face checkpoint has other tensors, and
 `digests.json`, which is written last and has the size and xxh3-128 of each file. If
 there are several ranks, each writes its shards to a separate file, such as
 `model-00001-of-00002.safetensors` (`train/sharded_checkpoint.py`). Any number of ranks
@@ -15,10 +16,11 @@ import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -27,6 +29,7 @@ from rollweave.io.disk import file_digest
 from rollweave.schema.errors import TrainerError
 from rollweave.train.distributed import ALONE, RankGroup
 from rollweave.train.files import PARTIAL, new_directory
+from rollweave.weights.checkpoint import read_rows_of
 from rollweave.weights.publication import bytes_of
 from rollweave.weights.trainer_checkpoint import (
     DIGESTS,
@@ -34,15 +37,19 @@ from rollweave.weights.trainer_checkpoint import (
     MODEL,
     PLACES,
     STATE,
+    STORED,
     Digests,
     Places,
     SavedTensors,
     file_of,
     files_of,
+    read_stored,
+    stored_in,
 )
+from rollweave.weights.views import StoredTensors
 
 EXPORT = "hf"
-EXPORT_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+EXPORT_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Number formats of an export, as safetensors names them."""
 
 HEADER_ALIGNMENT = 8
@@ -74,6 +81,8 @@ class Checkpoint:
     optimizer: Mapping[str, torch.Tensor]
     rng: Mapping[str, torch.Tensor]
     reference: Mapping[str, torch.Tensor] | None = None
+    stored: StoredTensors | None = None
+    """The tensors of the model's Hugging Face checkpoint. Not read again."""
 
     def sharded(self) -> dict[str, Mapping[str, torch.Tensor]]:
         """Return the parts whose tensors are sharded over the ranks."""
@@ -100,6 +109,8 @@ def save(
         """Write what only the first rank writes. `digests` are those of the shards."""
         _save_tensors(checkpoint.rng, directory / file_of("rng"))
         (directory / STATE).write_text(json.dumps({"format": FORMAT, "step": checkpoint.step}))
+        if checkpoint.stored is not None and not checkpoint.stored.is_identical:
+            (directory / STORED).write_bytes(msgspec.json.encode(checkpoint.stored))
         if export_from is not None:
             export(directory, source=export_from, dtype=export_dtype)
         for file in sorted(file for file in directory.rglob("*") if file.is_file()):
@@ -235,18 +246,37 @@ def export(checkpoint: Path, *, source: Path, dtype: torch.dtype) -> None:
             shutil.copyfile(source / name, path / name)
     files = files_of("model", [file.name for file in checkpoint.iterdir()])
     with SavedTensors(checkpoint / name for name in files) as model:
-        _stream_tensors(model, path / MODEL, dtype=dtype)
+        stored = stored_in(checkpoint, model)
+        sizes = {name: view.size for name, view in stored.views.items()}
+        constants = dict(read_rows_of(source, {name: slice(None) for name in stored.constants}))
+        _stream_tensors(sizes, read_stored(checkpoint, model), constants, path / MODEL, dtype=dtype)
 
 
-def _stream_tensors(saved: SavedTensors, path: Path, *, dtype: torch.dtype) -> None:
-    """Write tensors to one safetensors file, as `dtype`, one after the other."""
+def _stream_tensors(
+    sizes: Mapping[str, Sequence[int]],
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    constants: Mapping[str, torch.Tensor],
+    path: Path,
+    *,
+    dtype: torch.dtype,
+) -> None:
+    """Write tensors of these `sizes` to one safetensors file, as `dtype`, one after the
+    other; `constants` keep their format.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, shards in saved.shards.items():
-        start, end = end, end + math.prod(shards[0].shape) * dtype.itemsize
+    for name, size in sizes.items():
+        start, end = end, end + math.prod(size) * dtype.itemsize
         header[name] = {
             "dtype": EXPORT_DTYPES[dtype],
-            "shape": shards[0].shape,
+            "shape": list(size),
+            "data_offsets": [start, end],
+        }
+    for name, tensor in constants.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": EXPORT_DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
     text = json.dumps(header).encode()
@@ -254,8 +284,10 @@ def _stream_tensors(saved: SavedTensors, path: Path, *, dtype: torch.dtype) -> N
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
-        for name in saved.shards:
-            file.write(bytes_of(saved.read(name).to(dtype)))
+        for _, tensor in tensors:
+            file.write(bytes_of(tensor.to(dtype).contiguous()))
+        for tensor in constants.values():
+            file.write(bytes_of(tensor.contiguous()))
 
 
 def _read(files: Sequence[Path]) -> dict[str, torch.Tensor]:

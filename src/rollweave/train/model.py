@@ -9,7 +9,7 @@ computes keys and values for all rows but everything else only for the predictin
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -28,8 +28,9 @@ from rollweave.train.distributed import (
     shard_model,
 )
 from rollweave.train.functions import rms_norm, rotate, swiglu, token_logprobs
-from rollweave.train.packing import Grid, Packed
+from rollweave.train.packing import Packed, to_grid
 from rollweave.weights.checkpoint import ModelShape, read_rows_of, read_shape, read_sizes
+from rollweave.weights.views import StoredTensors
 
 MAX_LOGITS = 1 << 26
 """Maximum logits held at once (elements, 256 MB in fp32)."""
@@ -87,7 +88,7 @@ class Attention(nn.Module):
         key_value = [(self.k_proj, _pair_order(self.kv_heads, dim, device)), (self.v_proj, None)]
         if last:
             query = [(self.q_proj, _pair_order(self.heads, dim, device))]
-            q = _to_grid(
+            q = to_grid(
                 _fused_linear(x.index_select(0, packed.predicting), query),
                 queries,
                 packed.predicting,
@@ -95,11 +96,11 @@ class Attention(nn.Module):
             q = self._normalize_and_rotate(
                 torch.unflatten(q, -1, (-1, dim)), self.heads, rotary.query_rotations
             )
-            kv = torch.unflatten(_to_grid(_fused_linear(x, key_value), keys, None), -1, (-1, dim))
+            kv = torch.unflatten(to_grid(_fused_linear(x, key_value), keys, None), -1, (-1, dim))
             k = self._normalize_and_rotate(kv[:, :, : self.kv_heads], 0, rotary.rotations)
         else:
             every = [(self.q_proj, _pair_order(self.heads, dim, device)), *key_value]
-            kv = torch.unflatten(_to_grid(_fused_linear(x, every), keys, None), -1, (-1, dim))
+            kv = torch.unflatten(to_grid(_fused_linear(x, every), keys, None), -1, (-1, dim))
             qk = self._normalize_and_rotate(
                 kv[:, :, : self.heads + self.kv_heads], self.heads, rotary.rotations
             )
@@ -239,29 +240,28 @@ class Model(nn.Module):
         """Return log-probs of `packed.labels` at `temperature`, and the policy's
         entropy and distance from `reference` there.
         """
-        x = self.hidden(packed)
-        rows = max(1, self.max_logits // self.lm_head.out_features)
-        if len(x) <= rows:
-            return self._head(x, packed.labels, temperature, reference)
-        # Compute the logits in parts, and again for the gradient, because too many
-        # would be held at once.
-        parts = []
-        for start in range(0, len(x), rows):
-            part = slice(start, start + rows)
-            part_reference = (
-                None if reference is None else Reference(reference.hidden[part], reference.head)
-            )
-            parts.append(
-                checkpoint(
-                    self._head,
-                    x[part],
-                    packed.labels[part],
-                    temperature,
-                    part_reference,
-                    use_reentrant=False,
-                )
-            )
-        return Scores(*(torch.cat(values) for values in zip(*parts, strict=True)))
+        return scores_in_parts(
+            self._head,
+            self.hidden(packed),
+            packed.labels,
+            temperature,
+            reference,
+            rows=max(1, self.max_logits // self.vocab),
+        )
+
+    @property
+    def vocab(self) -> int:
+        """The number of token ids."""
+        return self.shape.vocab
+
+    @property
+    def stored(self) -> StoredTensors:
+        """The tensors of the model's checkpoint."""
+        return StoredTensors.identical({name: p.shape for name, p in self.named_parameters()})
+
+    def output_weights(self) -> torch.Tensor:
+        """Return the head's weights, [V, H]."""
+        return self.lm_head.weight
 
     def recompute_activations(self, enabled: bool) -> None:
         """Set whether the backward pass computes the layers' activations again."""
@@ -282,17 +282,9 @@ class Model(nn.Module):
     def _head(
         self, x: torch.Tensor, labels: torch.Tensor, temperature: float, reference: Reference | None
     ) -> Scores:
-        logits = _fused_linear(x, [(self.lm_head, None)]).float() / temperature
-        logprobs, entropy = token_logprobs(logits, labels)
-        if reference is None:
-            return Scores(logprobs, entropy, torch.zeros_like(entropy))
-        reference_logprobs = (
-            (reference.hidden @ reference.head.T).float() / temperature
-        ).log_softmax(-1)
-        divergence = (reference_logprobs.exp() * (reference_logprobs - logits.log_softmax(-1))).sum(
-            -1
-        )
-        return Scores(logprobs, entropy, divergence)
+        logits = _fused_linear(x, [(self.lm_head, None)])
+        other = None if reference is None else reference.hidden @ reference.head.T
+        return scores_of(logits, labels, temperature, other)
 
     def _rotary(self, packed: Packed, x: torch.Tensor) -> RotaryTables:
         length = packed.keys.positions.shape[1]
@@ -302,6 +294,52 @@ class Model(nn.Module):
         return RotaryTables(
             rotations=rotations, query_rotations=rotations[0][packed.queries.positions]
         )
+
+
+def scores_in_parts(
+    head: Callable[[torch.Tensor, torch.Tensor, float, Reference | None], Scores],
+    x: torch.Tensor,
+    labels: torch.Tensor,
+    temperature: float,
+    reference: Reference | None,
+    *,
+    rows: int,
+) -> Scores:
+    """Return the `head`'s scores of hidden states x [M, H] for `labels`.
+
+    If there are more than `rows`, too many logits would be held at once: they are
+    computed in parts, and again for the gradient.
+    """
+    if len(x) <= rows:
+        return head(x, labels, temperature, reference)
+    parts = []
+    for start in range(0, len(x), rows):
+        part = slice(start, start + rows)
+        part_reference = (
+            None if reference is None else Reference(reference.hidden[part], reference.head)
+        )
+        parts.append(
+            checkpoint(
+                head, x[part], labels[part], temperature, part_reference, use_reentrant=False
+            )
+        )
+    return Scores(*(torch.cat(values) for values in zip(*parts, strict=True)))
+
+
+def scores_of(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    temperature: float,
+    reference_logits: torch.Tensor | None,
+) -> Scores:
+    """Return the scores of logits [M, V], and their distance from a reference's."""
+    logits = logits.float() / temperature
+    logprobs, entropy = token_logprobs(logits, labels)
+    if reference_logits is None:
+        return Scores(logprobs, entropy, torch.zeros_like(entropy))
+    reference_logprobs = (reference_logits.float() / temperature).log_softmax(-1)
+    divergence = (reference_logprobs.exp() * (reference_logprobs - logits.log_softmax(-1))).sum(-1)
+    return Scores(logprobs, entropy, divergence)
 
 
 def load_model(path: Path, *, dtype: str, device: torch.device, ranks: RankGroup = ALONE) -> Model:
@@ -364,17 +402,3 @@ def _pair_order(heads: int, head_dim: int, device: torch.device) -> torch.Tensor
     """
     one = torch.arange(head_dim).view(2, -1).t().flatten()
     return (torch.arange(heads)[:, None] * head_dim + one).flatten().to(device)
-
-
-def _to_grid(x: torch.Tensor, grid: Grid, packed_rows: torch.Tensor | None) -> torch.Tensor:
-    """Arrange rows of x by sequence: [B, W, C].
-
-    With `packed_rows`, x contains only those packed rows, in grid order.
-    """
-    batch, width = grid.positions.shape
-    if grid.dense:
-        return x.view(batch, width, -1)
-    if packed_rows is None:
-        return x.index_select(0, grid.rows).view(batch, width, -1)
-    out = x.new_zeros(batch * width, x.shape[-1])
-    return out.index_copy(0, grid.flat, x).view(batch, width, -1)

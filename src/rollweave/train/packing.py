@@ -86,6 +86,20 @@ def pack(examples: Sequence[Example]) -> Packed:
     )
 
 
+def to_grid(x: torch.Tensor, grid: Grid, packed_rows: torch.Tensor | None) -> torch.Tensor:
+    """Arrange rows of x by sequence: [B, W, C].
+
+    With `packed_rows`, x contains only those packed rows, in grid order.
+    """
+    batch, width = grid.positions.shape
+    if grid.dense:
+        return x.view(batch, width, -1)
+    if packed_rows is None:
+        return x.index_select(0, grid.rows).view(batch, width, -1)
+    out = x.new_zeros(batch * width, x.shape[-1])
+    return out.index_copy(0, grid.flat, x).view(batch, width, -1)
+
+
 def split_micro_batches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
     """Divide sequences into micro-batches of similar lengths, each of at most
     `max_tokens` (or one longer sequence); return their indices.

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from rollweave.train.distributed import RankGroup, sync_gradients
-from rollweave.train.model import Model, Reference, Scores
+from rollweave.train.loading import TrainedModel
+from rollweave.train.model import Reference, Scores
 from rollweave.train.packing import Example, pack, split_micro_batches
 from rollweave.train.rows import balance
 
@@ -39,7 +40,7 @@ class Passes:
 
     def __init__(
         self,
-        model: Model,
+        model: TrainedModel,
         ranks: RankGroup,
         *,
         micro_tokens: int,

@@ -9,7 +9,7 @@ and earlier versions stay published.
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -23,6 +23,7 @@ from rollweave.train.distributed import RankGroup, local_tensor, rows_of
 from rollweave.weights.memory import Ranges, combined_digest
 from rollweave.weights.publication import Draft, DraftHandle, PayloadWriter, Publisher, lay_out
 from rollweave.weights.staging import Staging
+from rollweave.weights.views import Part, StoredTensors, View
 
 _log = logging.getLogger(__name__)
 
@@ -38,11 +39,15 @@ class WeightPublisher:
         model: nn.Module,
         ranks: RankGroup,
         *,
+        stored: StoredTensors | None = None,
         dtype: torch.dtype,
         device: torch.device,
         directory: Path,
     ) -> None:
+        """`stored` are the tensors to publish; without it, each parameter is one."""
         self._parameters = dict(model.named_parameters())
+        shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
+        self._views = (stored or StoredTensors.identical(shapes)).views
         self._ranks = ranks
         self._dtype = dtype
         self._directory = directory
@@ -56,9 +61,7 @@ class WeightPublisher:
 
         Raises `TrainerError`, on all ranks or none.
         """
-        metas = lay_out(
-            (name, self._dtype, parameter.shape) for name, parameter in self._parameters.items()
-        )
+        metas = lay_out((name, self._dtype, view.size) for name, view in self._views.items())
         if not self._owners:
             self._owners = self._find_owners()
             if self._owners[self._ranks.rank] == self._ranks.rank:
@@ -140,7 +143,7 @@ class WeightPublisher:
         for rank, owner in enumerate(self._owners):
             among = own if owner == self._ranks.rank else others
             for meta in metas:
-                among.add(*slice_of(meta, rank=rank, world_size=self._ranks.world_size))
+                among.add(*self._slice(meta, rank=rank))
         if self._ranks.is_first:
             return others.missing(0, max(meta.offset + meta.nbytes for meta in metas))
         return list(own)
@@ -183,13 +186,22 @@ class WeightPublisher:
     def _local_slices(self, metas: tuple[TensorMeta, ...]) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the contiguous slices that only this rank holds, with their offsets."""
         for meta in metas:
-            tensor = local_tensor(self._parameters[meta.name])
-            start, stop = slice_of(meta, rank=self._ranks.rank, world_size=self._ranks.world_size)
+            view = self._views[meta.name]
+            parameter = self._parameters[view.parameter]
+            ranks = self._ranks
+            part = part_of(view, parameter.shape, rank=ranks.rank, world_size=ranks.world_size)
+            start, stop = self._slice(meta, rank=self._ranks.rank)
+            tensor = part.of(view, local_tensor(parameter))
             assert tensor.numel() * self._dtype.itemsize == stop - start, (
-                f"{meta.name} is sharded as {tuple(tensor.shape)}, not into {stop - start} bytes"
+                f"{meta.name} is divided as {tuple(tensor.shape)}, not into {stop - start} bytes"
             )
             if start < stop:
                 yield start, tensor
+
+    def _slice(self, meta: TensorMeta, *, rank: int) -> tuple[int, int]:
+        view = self._views[meta.name]
+        shape = self._parameters[view.parameter].shape
+        return slice_of(meta, view, shape, rank=rank, world_size=self._ranks.world_size)
 
     def _raise_together(self, error: str, command: Publish) -> None:
         """Raise the same error on every rank if any rank has one."""
@@ -201,13 +213,20 @@ class WeightPublisher:
                 )
 
 
-def slice_of(meta: TensorMeta, *, rank: int, world_size: int) -> tuple[int, int]:
-    """Return the range of bytes of a tensor that a rank of FSDP2 has: consecutive rows."""
-    if world_size == 1:
-        return meta.offset, meta.offset + meta.nbytes
-    rows = rows_of(meta.shape[0], rank=rank, world_size=world_size)
-    row = meta.nbytes // max(1, meta.shape[0])
-    return meta.offset + rows.start * row, meta.offset + rows.stop * row
+def slice_of(
+    meta: TensorMeta, view: View, shape: Sequence[int], *, rank: int, world_size: int
+) -> tuple[int, int]:
+    """Return the range of bytes of a tensor that a rank of FSDP2 has: consecutive rows.
+    The tensor is this `view` of a parameter of this shape.
+    """
+    part = part_of(view, shape, rank=rank, world_size=world_size)
+    row = meta.nbytes // max(1, meta.shape[0]) if meta.shape else meta.nbytes
+    return meta.offset + part.rows.start * row, meta.offset + part.rows.stop * row
+
+
+def part_of(view: View, shape: Sequence[int], *, rank: int, world_size: int) -> Part:
+    """Return the part of a view that lies in a rank's rows of a parameter of this shape."""
+    return view.part(shape, rows_of(shape[0] if shape else 1, rank=rank, world_size=world_size))
 
 
 def _combined(manifests: list[WeightManifest]) -> WeightManifest:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from rollweave.io.process_setup import reset_signals
-from rollweave.train.model import load_model
+from rollweave.train.loading import load_trained_model
 from rollweave.train.packing import Example, pack
 
 
@@ -23,7 +23,7 @@ def rescore(path: Path, prompt: Sequence[int], tokens: Sequence[int]) -> list[fl
 
     Raises TrainerError if the trainer does not support the checkpoint.
     """
-    model = load_model(path, dtype="float32", device=torch.device("cpu"))
+    model = load_trained_model(path, None, dtype="float32", device=torch.device("cpu"))
     targets = torch.arange(len(prompt), len(prompt) + len(tokens))
     with torch.no_grad():
         scores = model(

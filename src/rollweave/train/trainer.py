@@ -43,7 +43,7 @@ from rollweave.schema.training import (
 from rollweave.schema.work import Batch, TokenSequence
 from rollweave.train import checkpoint
 from rollweave.train.distributed import ALONE, RankGroup, shutdown_ranks
-from rollweave.train.model import load_model
+from rollweave.train.loading import load_trained_model
 from rollweave.train.optimizer import (
     Snapshot,
     load_optimizer_tensors,
@@ -91,13 +91,16 @@ class Trainer:
         device = device_named(config.model.device)
         # engines may have the device now; shards are made there, and leave it at once
         alone = config.trainer.colocated and ranks.world_size == 1
-        self._model = load_model(
+        self._model = load_trained_model(
             model_dir,
+            config.model.implementation,
             dtype=config.model.dtype,
             device=torch.device("cpu") if alone else device,
             ranks=ranks,
         )
         self._model.recompute_activations("activations" in config.trainer.save_memory)
+        if config.algorithm.kl and config.algorithm.kl_direction == "forward":
+            self._model.output_weights()
         self._parameters = sum(parameter.numel() for parameter in self._model.parameters())
         trainer = config.trainer
         self._optimizer = new_optimizer(
@@ -112,7 +115,12 @@ class Trainer:
         )
         published: torch.dtype = getattr(torch, config.published_dtype)
         self._publisher = WeightPublisher(
-            self._model, self._ranks, dtype=published, device=device, directory=run_dir / "weights"
+            self._model,
+            self._ranks,
+            stored=self._model.stored,
+            dtype=published,
+            device=device,
+            directory=run_dir / "weights",
         )
         self._reference: list[torch.Tensor] | None = None
         if trainer.colocated and not alone:
@@ -250,7 +258,7 @@ class Trainer:
             )
         config = self._config
         rows = batch_rows(batch, config.algorithm, config.own_algorithms())
-        vocabulary = self._model.shape.vocab
+        vocabulary = self._model.vocab
         for row in rows:
             if not 0 <= int(row.example.tokens.min()) <= int(row.example.tokens.max()) < vocabulary:
                 raise TrainerError(
@@ -319,6 +327,7 @@ class Trainer:
             optimizer=optimizer_tensors(self._model, self._optimizer, self._ranks),
             rng=_rng_state(),
             reference=self._named_reference(),
+            stored=self._model.stored,
         )
 
     def write(self, on_done: Callable[[TrainerReply], None]) -> None:

@@ -95,7 +95,7 @@ class Update:
         if chosen and self._kl and self._reference_weights is not None:
             with swapped_weights(self._passes.model, self._reference_weights):
                 if self._config.algorithm.kl_direction == "forward":
-                    self._head = self._passes.model.lm_head.weight.detach().clone()
+                    self._head = self._passes.model.output_weights().detach().clone()
                     self._reference = self._passes.hidden(self._examples, chosen)
                 else:
                     self._reference = self._passes.logprobs(

@@ -151,6 +151,21 @@ def read_shape(directory: Path) -> ModelShape:
     )
 
 
+def has_native_shape(directory: Path) -> bool:
+    """Return False for a model of another architecture, or with settings, that
+    `read_shape` refuses. A directory without a readable config.json counts as native.
+    """
+    try:
+        named = _read_json(directory / "config.json").get("architectures")
+    except ConfigError:
+        return True
+    try:
+        read_shape(directory)
+    except ConfigError:
+        return not named
+    return True
+
+
 def read_tensors_of(directory: Path) -> Iterator[tuple[str, "torch.Tensor"]]:
     """Yield every tensor of the checkpoint, sharded or not, with its transformers name.
 
@@ -172,7 +187,8 @@ def read_rows_of(
     for shard in _shards(directory):
         for name in shard.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
             if name in rows:
-                yield name, shard.get_slice(name)[rows[name]]
+                part = shard.get_slice(name)
+                yield name, part[rows[name]] if part.get_shape() else shard.get_tensor(name)
 
 
 def read_sizes(directory: Path) -> dict[str, tuple[int, ...]]:

@@ -11,21 +11,27 @@ trainer's float32 values, and publishing and reading round them alike.
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
 from rollweave.io.disk import file_digest
 from rollweave.schema.errors import WeightsError
+from rollweave.weights.views import StoredTensors
 
 FORMAT = 1
 DIGESTS = "digests.json"
 STATE = "state.json"
 MODEL = "model.safetensors"
+STORED = "stored.json"
+"""File with the tensors of the model's Hugging Face checkpoint (`StoredTensors`), if these
+are not the parameters themselves.
+"""
 
 PLACES = "places"
 """Metadata of a file with shards: the place of each in its tensor, as JSON."""
@@ -113,6 +119,25 @@ class SavedTensors:
             self.shards.setdefault(name, []).append(shard)
 
 
+def stored_in(directory: Path, saved: SavedTensors) -> StoredTensors:
+    """Return the tensors of the Hugging Face checkpoint whose parameters were saved."""
+    path = directory / STORED
+    if path.exists():
+        return msgspec.json.decode(path.read_bytes(), type=StoredTensors)
+    return StoredTensors.identical({name: of[0].shape for name, of in saved.shards.items()})
+
+
+def read_stored(directory: Path, saved: SavedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of the Hugging Face checkpoint, one parameter at a time in
+    memory.
+    """
+    name, parameter = "", torch.empty(0)
+    for stored, view in stored_in(directory, saved).views.items():
+        if view.parameter != name:
+            name, parameter = view.parameter, saved.read(view.parameter)
+        yield stored, view.of(parameter)
+
+
 def file_of(part: str, *, rank: int = 0, world_size: int = 1) -> str:
     """Return the name of a rank's file of this part."""
     number = f"-{rank + 1:05d}-of-{world_size:05d}" if world_size > 1 else ""
@@ -137,7 +162,7 @@ def read_trainer_checkpoint(
     try:
         digests: Mapping[str, Any] = json.loads((directory / DIGESTS).read_text())
         files = files_of("model", digests) or [MODEL]
-        for name in (STATE, *files):
+        for name in (STATE, *([STORED] if STORED in digests else []), *files):
             size, digest = digests[name]
             if (directory / name).stat().st_size != size or file_digest(directory / name) != digest:
                 raise WeightsError(
@@ -149,6 +174,6 @@ def read_trainer_checkpoint(
                 f"checkpoint {directory} must be of step {step} in format {FORMAT}, got {state}"
             )
         with SavedTensors(directory / name for name in files) as saved:
-            return {name: saved.read(name).to(dtype) for name in saved.shards}
+            return {name: tensor.to(dtype) for name, tensor in read_stored(directory, saved)}
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise WeightsError(f"checkpoint {directory} is incomplete or invalid: {error}") from error

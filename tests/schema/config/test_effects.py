@@ -208,6 +208,7 @@ def test_there_are_few_settings_and_each_has_a_sentence() -> None:
     of_clusters = ("cluster.", "pools.", "sim.pools.", "workers.", "trainer.save_memory")
     of_clusters += ("sandbox.cache_", "sandbox.mirror", "trainer.colocated")
     of_clusters += ("engines.kind", "engines.python", "engines.args")
+    of_clusters += ("model.implementation",)
     keys = [
         key
         for key in settings_of(RunConfig)

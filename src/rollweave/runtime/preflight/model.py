@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from rollweave.io.extras import how_to_install, missing_from
 from rollweave.rollout.chat.codec import ChatCodec, ChatError
 from rollweave.rollout.chat.conversation import tokenize_transcript
 from rollweave.rollout.chat.template import ChatTemplate
@@ -35,7 +36,7 @@ from rollweave.runtime.preflight.memory import (
 )
 from rollweave.schema.chat import Message
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.errors import ConfigError, HostError, WeightsError
+from rollweave.schema.errors import ConfigError, HostError, TrainerError, WeightsError
 from rollweave.schema.hosts import Resources
 from rollweave.train.scratch import CHAT_TEMPLATE, build_tokenizer
 from rollweave.weights.checkpoint import ModelShape, read_shape, read_sizes
@@ -65,6 +66,8 @@ def examine_model(
         return [fail("model", str(error))], None
     except (ValueError, KeyError, TypeError) as error:
         return [fail("model", _text(error))], None
+    if config.model.implementation == "transformers":
+        checks.append(_transformers(config, elsewhere=hosts is not None))
     if shape is None:
         return checks, None
     layout, layout_checks = _layout(config, shape, hosts)
@@ -168,6 +171,23 @@ def _model(
         *_overlong(codec, domains),
         *_transcripts(codec, domains),
     ]
+
+
+def _transformers(config: RunConfig, *, elsewhere: bool) -> Check:
+    """Check that the trainer can compute the model with transformers' code."""
+    name = "model.implementation"
+    if missing_from("transformers"):
+        return fail(name, f"transformers is not installed ({how_to_install('transformers')})")
+    if config.model.path is None or elsewhere:
+        return ok(name, "transformers")
+    # it takes seconds to import
+    from rollweave.train.transformers_model import examine
+
+    try:
+        stored = examine(Path(config.model.path))
+    except TrainerError as error:
+        return fail(name, str(error))
+    return ok(name, f"transformers: {len(stored.views):,} tensors")
 
 
 def _prompts(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]:

@@ -91,6 +91,12 @@ class ModelConfig(Section):
     scratch: ScratchModel | None = Field(
         None, description="Start from random weights of this shape instead of a checkpoint."
     )
+    implementation: Literal["native", "transformers"] | None = Field(
+        None,
+        description="Code with which the trainer computes the model: this package's own, for "
+        "Llama, Qwen2 and Qwen3, or that of transformers, for any causal language model. If "
+        "unset, native where it supports the model.",
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Number format of weights and activations."
     )

@@ -1,0 +1,40 @@
+"""Loads the model that the trainer trains: this package's own implementation of its
+architecture, or that of transformers.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from rollweave.train.distributed import ALONE, RankGroup
+from rollweave.train.model import Model, load_model
+from rollweave.train.transformers_model import TransformersModel, load_transformers_model
+from rollweave.weights.checkpoint import has_native_shape
+
+Implementation = Literal["native", "transformers"]
+
+TrainedModel = Model | TransformersModel
+
+
+def implementation_of(path: Path) -> Implementation:
+    """Return the implementation of a checkpoint's model unless the user names one."""
+    return "native" if has_native_shape(path) else "transformers"
+
+
+def load_trained_model(
+    path: Path,
+    implementation: Implementation | None,
+    *,
+    dtype: str,
+    device: torch.device,
+    ranks: RankGroup = ALONE,
+) -> TrainedModel:
+    """Read a Hugging Face checkpoint directory, sharded over `ranks`. Weights are kept
+    in float32; `dtype` is that of the computation.
+
+    Raises `TrainerError`, which names what is not supported or missing.
+    """
+    if (implementation or implementation_of(path)) == "transformers":
+        return load_transformers_model(path, dtype=dtype, device=device, ranks=ranks)
+    return load_model(path, dtype=dtype, device=device, ranks=ranks)

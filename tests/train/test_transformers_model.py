@@ -1,0 +1,337 @@
+"""Models of transformers, trained on packed rows, equal transformers' own forward pass on
+each sequence alone; their weights are those of a checkpoint at each place.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from benchmarks.architectures import CONFIGURATIONS, build
+from rollweave.schema.errors import TrainerError
+from rollweave.schema.training import Publish, Published, Restore, Restored, Save, Saved, TrainOn
+from rollweave.train.loading import implementation_of, load_trained_model
+from rollweave.train.model import Reference
+from rollweave.train.packing import Example, pack
+from rollweave.train.rescoring import rescore
+from rollweave.train.trainer import Trainer
+from rollweave.train.transformers_model import TransformersModel, load_transformers_model
+from rollweave.weights.checkpoint import read_sizes
+from rollweave.weights.publication import read_tensors
+from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
+from rollweave.weights.views import StoredTensors, View
+from tests.train.builders import CPU, make_batch, make_config, make_examples, make_model
+from tests.train.rank_worker import run
+from tests.train.test_distributed import run_ranks
+from tests.train.test_model import loss_of, oracle
+
+FAST = ("qwen3_moe", "gemma3", "deepseek_v3")
+
+
+def each_architecture() -> list[Any]:
+    """Return all architectures; those that are not in `FAST` are slow."""
+    return [
+        name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+        for name in CONFIGURATIONS
+    ]
+
+
+def load(path: Path, dtype: str = "float32") -> TransformersModel:
+    return load_transformers_model(path, dtype=dtype, device=CPU)
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", each_architecture())
+def test_a_packed_batch_equals_its_sequences_alone(tmp_path: Path, name: str) -> None:
+    path = build(name, tmp_path / name)
+    examples = make_examples(7)
+    model = load(path)
+    chosen, entropy, _ = model(pack(examples), 0.7)
+    loss_of(chosen, entropy).backward()  # type: ignore[no-untyped-call]
+    expected, expected_entropy, expected_gradients = oracle(path, examples, 0.7)
+    torch.testing.assert_close(chosen.detach(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy.detach(), expected_entropy, atol=1e-5, rtol=1e-5)
+    own = gradients(model)
+    assert own.keys() == {key for key, value in expected_gradients.items() if value is not None}
+    for key, gradient in own.items():
+        scale = expected_gradients[key].abs().max().clamp(min=0.05)
+        torch.testing.assert_close(
+            gradient / scale, expected_gradients[key] / scale, atol=2e-5, rtol=1e-4, msg=key
+        )
+
+
+@pytest.mark.parametrize("name", each_architecture())
+def test_a_trained_model_is_the_same_checkpoint_everywhere(tmp_path: Path, name: str) -> None:
+    """Published, exported and restored, it has the tensors of the checkpoint that it was
+    read from, and transformers reads the export.
+    """
+    path = build(name, tmp_path / name)
+    trainer = Trainer(make_config(), path, tmp_path / "run")
+    before = published(trainer, 1)
+    assert set(before) <= set(read_sizes(path))
+    source = load_file(path / "model.safetensors")
+    for key, tensor in before.items():
+        assert torch.equal(tensor, source[key].float()), key
+    trainer.handle(TrainOn(batch=make_batch()))
+    saved = trainer.handle(Save(path=str(tmp_path / "c"), export=True))
+    assert isinstance(saved, Saved), saved
+    after = published(trainer, 2)
+    assert any(not torch.equal(after[key], before[key]) for key in after)
+    exported = load_file(tmp_path / "c" / "hf" / "model.safetensors")
+    assert exported.keys() == source.keys()
+    read = read_trainer_checkpoint(tmp_path / "c", step=1, dtype=torch.float32)
+    for key, tensor in after.items():
+        assert torch.equal(exported[key], tensor), key
+        assert torch.equal(read[key], tensor), key
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "c" / "hf", dtype=torch.float32)
+    for key, parameter in trainer._model.named_parameters():
+        assert torch.equal(trained.get_parameter(key), parameter), key
+    trainer.handle(TrainOn(batch=make_batch(1, step=1)))
+    assert trainer.handle(Restore(path=str(tmp_path / "c"))) == Restored(step=1)
+    assert all(torch.equal(tensor, after[key]) for key, tensor in published(trainer, 3).items())
+
+
+def published(trainer: Trainer, version: int) -> dict[str, torch.Tensor]:
+    reply = trainer.handle(Publish(version=version, weights_id=version))
+    assert isinstance(reply, Published), reply
+    return {name: tensor.clone() for name, tensor in read_tensors(reply.manifest).items()}
+
+
+def test_logits_in_parts_and_recomputed_activations_give_the_same_results(
+    tmp_path: Path,
+) -> None:
+    path, examples = build("gemma2", tmp_path / "m"), make_examples(5)
+    plain, other = load(path), load(path)
+    other.recompute_activations(True)
+    other.max_logits = 500
+    for model in (plain, other):
+        chosen, entropy, _ = model(pack(examples), 1.0)
+        loss_of(chosen, entropy).backward()  # type: ignore[no-untyped-call]
+    expected = gradients(plain)
+    for name, gradient in gradients(other).items():
+        torch.testing.assert_close(gradient, expected[name], atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_layers_are_computed_again_in_the_backward_pass(tmp_path: Path) -> None:
+    model = load(build("qwen3", tmp_path / "m"))
+    model.recompute_activations(True)
+    calls: list[str] = []
+    layers = model.get_submodule("model.layers")
+    attention = layers[0].self_attn  # type: ignore[index]
+    attention.q_proj.register_forward_hook(lambda *_: calls.append("forward"))
+    chosen, _, _ = model(pack(make_examples(2)), 1.0)
+    assert len(calls) == 1
+    chosen.sum().backward()
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_bfloat16_is_close(tmp_path: Path, name: str) -> None:
+    path, examples = build(name, tmp_path / "m"), make_examples(4)
+    model = load(path, "bfloat16")
+    chosen = model(pack(examples), 1.0).logprobs
+    chosen.sum().backward()
+    assert all(gradient.dtype == torch.float32 for gradient in gradients(model).values())
+    exact = load(path)(pack(examples), 1.0).logprobs
+    assert chosen.dtype == torch.float32
+    assert (chosen - exact).abs().mean() < 0.1
+
+
+def test_the_divergence_from_a_reference_is_that_of_its_logits(tmp_path: Path) -> None:
+    """Also where the model bounds its logits."""
+    path, examples = build("gemma2", tmp_path / "m"), make_examples(3)
+    model, other = load(path), load(build("gemma2", tmp_path / "other", seed=1))
+    packed = pack(examples)
+    with torch.no_grad():
+        reference = Reference(other.hidden(packed), other.output_weights().clone())
+        scores = model(packed, 0.8, reference)
+        far = AutoModelForCausalLM.from_pretrained(tmp_path / "other", dtype=torch.float32)
+        near = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        expected = []
+        for example in examples:
+            p, q = (
+                (
+                    m(input_ids=example.tokens[None]).logits[0, example.targets - 1] / 0.8
+                ).log_softmax(-1)
+                for m in (far, near)
+            )
+            expected.append((p.exp() * (p - q)).sum(-1))
+    torch.testing.assert_close(scores.divergence, torch.cat(expected), atol=1e-5, rtol=1e-4)
+
+
+def test_a_head_with_a_bias_has_no_forward_divergence(tmp_path: Path) -> None:
+    config = make_config(kl=0.1, kl_direction="forward")
+    with pytest.raises(TrainerError, match="kl_direction must be reverse for PhiForCausalLM"):
+        Trainer(config, build("phi", tmp_path / "m"), tmp_path / "run")
+
+
+class TestRefusals:
+    """What is not supported is named, before any weights are read."""
+
+    def refuse(self, path: Path) -> str:
+        with pytest.raises(TrainerError) as refused:
+            load(path)
+        text = str(refused.value)
+        assert "\n" not in text
+        return text
+
+    def write(self, path: Path, config: Any, **changes: object) -> Path:
+        config.save_pretrained(path)
+        text = json.loads((path / "config.json").read_text()) | changes
+        (path / "config.json").write_text(json.dumps(text))
+        save_file({"w": torch.zeros(1)}, path / "model.safetensors")
+        return path
+
+    @pytest.mark.parametrize(
+        ("config", "architecture", "words"),
+        [
+            (transformers.MambaConfig(num_hidden_layers=1), "MambaForCausalLM", "carry state"),
+            (transformers.BloomConfig(), "BloomForCausalLM", "attention interface"),
+            (transformers.T5Config(), "T5ForConditionalGeneration", "must name a causal"),
+            (transformers.BertConfig(), "BertForMaskedLM", "must name a causal language model"),
+        ],
+    )
+    def test_a_part_that_is_not_supported(
+        self, tmp_path: Path, config: Any, architecture: str, words: str
+    ) -> None:
+        path = self.write(tmp_path / "m", config, architectures=[architecture])
+        assert words in self.refuse(path)
+
+    def test_quantized_weights(self, tmp_path: Path) -> None:
+        path = build("llama", tmp_path / "m")
+        text = json.loads((path / "config.json").read_text())
+        text["quantization_config"] = {"quant_method": "fp8"}
+        (path / "config.json").write_text(json.dumps(text))
+        assert "its weights are quantized" in self.refuse(path)
+
+    def test_a_model_that_transformers_does_not_know(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text('{"model_type": "x", "architectures": ["X"]}')
+        assert "transformers cannot read config.json" in self.refuse(tmp_path)
+
+    def test_weights_of_another_shape_and_missing_ones(self, tmp_path: Path) -> None:
+        path = build("qwen3_moe", tmp_path / "m")
+        tensors = load_file(path / "model.safetensors")
+        name = "model.layers.1.mlp.experts.2.gate_proj.weight"
+        save_file(tensors | {name: torch.zeros(16, 31)}, path / "model.safetensors")
+        assert f"{name} must have shape (16, 32), got (16, 31)" in self.refuse(path)
+        del tensors[name]
+        save_file(tensors | {"extra": torch.zeros(1)}, path / "model.safetensors")
+        text = self.refuse(path)
+        assert f"missing ['{name}'], unknown ['extra']" in text
+
+    def test_a_model_that_sees_more_than_attention_shows(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A layer that adds its neighbor's state is found by the comparison."""
+        path = build("llama", tmp_path / "m")
+        from transformers.models.llama import modeling_llama
+
+        compute = modeling_llama.LlamaMLP.forward
+        monkeypatch.setattr(
+            modeling_llama.LlamaMLP,
+            "forward",
+            lambda self, x: compute(self, x) + 0.1 * x.roll(1, 1),
+        )
+        assert "packing several sequences changes its log-probs" in self.refuse(path)
+
+
+def test_the_implementation_is_ours_where_it_supports_the_model(tmp_path: Path) -> None:
+    ours, other = make_model(tmp_path / "ours"), build("qwen2_sliding", tmp_path / "other")
+    assert (implementation_of(ours), implementation_of(other)) == ("native", "transformers")
+    chosen = [
+        type(load_trained_model(path, name, dtype="float32", device=CPU)).__name__
+        for path, name in ((ours, None), (ours, "transformers"), (other, None))
+    ]
+    assert chosen == ["Model", "TransformersModel", "TransformersModel"]
+    with pytest.raises(TrainerError, match="sliding-window attention is not supported"):
+        load_trained_model(other, "native", dtype="float32", device=CPU)
+
+
+def test_both_implementations_compute_the_same(tmp_path: Path) -> None:
+    path, examples = make_model(tmp_path / "m"), make_examples(6)
+    ours, theirs = (
+        load_trained_model(path, name, dtype="float32", device=CPU)(pack(examples), 0.9)
+        for name in ("native", "transformers")
+    )
+    torch.testing.assert_close(ours.logprobs, theirs.logprobs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_an_engine_is_compared_with_any_model(tmp_path: Path) -> None:
+    path, tokens = build("gemma3", tmp_path / "m"), torch.arange(5, 20)
+    expected, _, _ = oracle(path, [Example(tokens=tokens, targets=torch.arange(6, 15))], 1.0)
+    found = rescore(path, tokens[:6].tolist(), tokens[6:].tolist())
+    torch.testing.assert_close(torch.tensor(found), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_single_sequence_needs_no_padding(tmp_path: Path) -> None:
+    path = build("mistral", tmp_path / "m")
+    example = Example(tokens=torch.arange(4, 24), targets=torch.arange(1, 20))
+    expected, _, _ = oracle(path, [example], 1.0)
+    torch.testing.assert_close(
+        load(path)(pack([example]), 1.0).logprobs, expected, atol=1e-5, rtol=1e-5
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe", "gemma3"])
+def test_ranks_match_one(tmp_path: Path, name: str) -> None:
+    """With three ranks, a layer's four experts are divided unevenly."""
+    path = build(name, tmp_path / "m")
+    alone = run(path, tmp_path / "alone")
+    run_ranks(3, "rank_worker", tmp_path / "three", path)
+    for rank in range(3):
+        of_rank = load_file(tmp_path / "three" / f"rank{rank}.safetensors")
+        assert of_rank.keys() == alone.keys()
+        for key, tensor in alone.items():
+            torch.testing.assert_close(of_rank[key], tensor, atol=1e-4, rtol=1e-3, msg=key)
+    exported = load_file(tmp_path / "three" / "c" / "hf" / "model.safetensors")
+    expected = load_file(tmp_path / "alone" / "c" / "hf" / "model.safetensors")
+    assert exported.keys() == expected.keys()
+    for key, tensor in expected.items():
+        torch.testing.assert_close(exported[key], tensor, atol=1e-4, rtol=1e-3)
+
+
+class TestViews:
+    """Stored tensors are divided like the rows of their parameters."""
+
+    shape = (4, 6, 5)
+
+    def parts(self, view: View, world_size: int) -> list[torch.Tensor]:
+        parameter = torch.arange(120.0).view(self.shape)
+        each = -(-4 // world_size)
+        found = []
+        for rank in range(world_size):
+            rows = slice(min(each * rank, 4), min(each * (rank + 1), 4))
+            found.append(view.part(self.shape, rows).of(view, parameter[rows].clone()))
+        return found
+
+    @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+    @pytest.mark.parametrize(
+        "view",
+        [
+            StoredTensors.identical({"p": (4, 6, 5)}).views["p"],
+            View(parameter="p", offset=2 * 30, size=(3, 5), stride=(5, 1)),  # a part of row 2
+            View(parameter="p", offset=30, size=(2, 6, 5), stride=(30, 5, 1)),  # rows 1 and 2
+            View(parameter="p", offset=15, size=(4, 3, 5), stride=(30, 5, 1)),  # half of each
+        ],
+    )
+    def test_parts_of_all_ranks_are_the_tensor(self, view: View, world_size: int) -> None:
+        whole = view.of(torch.arange(120.0).view(self.shape))
+        assert torch.equal(torch.cat(self.parts(view, world_size)), whole)
+
+    def test_a_transposed_tensor_cannot_be_divided(self) -> None:
+        view = View(parameter="p", offset=0, size=(6, 4), stride=(5, 30))
+        assert torch.equal(
+            self.parts(view, 1)[0], torch.arange(120.0).view(self.shape)[:, :, 0].t()
+        )
+        with pytest.raises(Exception, match="cannot be divided like the rows of p"):
+            self.parts(view, 2)
