@@ -27,10 +27,10 @@ needs_vllm = (
 """Marks of a test that needs an interpreter that has vLLM (`make test-vllm`)."""
 
 
-def vllm_spec(*, control_s: float = 30.0, args: tuple[str, ...] = ()) -> VllmSpec:
+def vllm_spec(*, control_s: float = 60.0, degree: int = 1) -> VllmSpec:
     """Return the server of an engine, on the interpreter that the environment names."""
     return VllmSpec(
-        python=os.environ[VARIABLE], args=args, start_s=VLLM_START_S, control_s=control_s
+        python=os.environ[VARIABLE], degree=degree, start_s=VLLM_START_S, control_s=control_s
     )
 
 

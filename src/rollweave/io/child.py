@@ -169,7 +169,7 @@ async def exit_status(process: "Popen[bytes]", *, within_s: float | None) -> int
 
 def why_it_ended(status: int, log: Path, error: str = "") -> str:
     """Describe the end of a process by its exit status and the tail of its log."""
-    reason = f"{error or 'ended'} ({_status(status)})"
+    reason = f"{error or 'ended'} ({status_text(status)})"
     tail = log_tail(log)
     return f"{reason}; end of {log}:\n{tail}" if tail else reason
 
@@ -275,7 +275,8 @@ def log_tail(log: Path) -> str:
         return ""
 
 
-def _status(returncode: int) -> str:
+def status_text(returncode: int) -> str:
+    """Describe an exit status."""
     if returncode >= 0:
         return f"exit status {returncode}"
     try:

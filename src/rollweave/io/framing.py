@@ -109,8 +109,9 @@ class FramedSocket:
             self._loop.add_writer(self._socket, self._writable)
             return
         except OSError:
-            self._end("")  # the reader would detect the end, too, but later
-            return
+            # the reader detects the end, after the frames that the peer sent before it
+            self._unsent.clear()
+            self._unsent_bytes = 0
         self._loop.remove_writer(self._socket)
 
     def _end(self, error: str) -> None:

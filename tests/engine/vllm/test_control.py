@@ -36,7 +36,7 @@ class FakeServer:
 @pytest.fixture
 async def server() -> AsyncIterator[tuple[FakeServer, Control]]:
     fake, app = FakeServer(), web.Application()
-    for route, method in ROUTES.items():
+    for route, method in {**ROUTES, "/metrics": "GET"}.items():
         app.router.add_route(method, route, fake.handle)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
@@ -118,6 +118,23 @@ async def test_a_success_without_effect_is_noticed(
     fake.answers[route] = lie
     with pytest.raises(ControlError, match=rule):
         await call(control)
+
+
+async def test_metrics_are_read_and_may_be_missing(server: tuple[FakeServer, Control]) -> None:
+    fake, control = server
+    assert await control.gauges() == {}  # this server has none
+    text = (
+        "# HELP vllm:num_requests_running How many\n"
+        'vllm:num_requests_running{engine="0",model_name="m"} 3.0\n'
+        'vllm:kv_cache_usage_perc{engine="0"} 0.25\n'
+        'vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 9.0\n'
+    )
+
+    async def metrics(_: web.Request) -> web.StreamResponse:
+        return web.Response(text=text)
+
+    fake.answers["/metrics"] = metrics
+    assert await control.gauges() == {"running": 3.0, "kv_share": 0.25}
 
 
 async def test_a_server_that_is_gone_breaks_off(server: tuple[FakeServer, Control]) -> None:

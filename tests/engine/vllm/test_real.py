@@ -223,15 +223,19 @@ async def test_loss_of_the_server_names_the_signal_and_leaves_no_process(
         turn = engine.generate(greedy("r0", count=400))
         await engine.stats()
         os.kill(server, signal.SIGKILL)
-        with pytest.raises(EngineLostError, match=r"vLLM ended .*SIGKILL"):
+        with pytest.raises(EngineLostError, match="vLLM ended: signal SIGKILL"):
             await turn
         await all_end([pid, server, *others])
 
 
-async def test_a_lost_engine_leaves_no_process(weights: Weights, tmp_path: Path) -> None:
-    async with started(weights, tmp_path, vllm_spec()) as (engine, pid):
+async def test_two_ranks_load_their_slices_and_a_lost_engine_leaves_no_process(
+    weights: Weights, tmp_path: Path
+) -> None:
+    async with started(weights, tmp_path, vllm_spec(degree=2)) as (engine, pid):
         processes = [pid, *children(pid)]
-        assert len(processes) > 1
+        assert len(processes) > 4  # with the server, its engine core and two ranks
+        await engine.load(weights.published(1))
+        await agrees(engine, weights, 1)
         os.kill(pid, signal.SIGKILL)  # not through the handle, which kills the whole group
         await asyncio.wait([engine.lost])
         await all_end(processes)

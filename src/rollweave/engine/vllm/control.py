@@ -5,6 +5,7 @@ achieve is checked afterwards; each call has a connection of its own, because vL
 closes a connection after an error.
 """
 
+import re
 from typing import Any
 
 import aiohttp
@@ -26,6 +27,19 @@ ROUTES = {
 
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
+
+GAUGES = {
+    "num_requests_running": "running",
+    "num_requests_waiting": "waiting",
+    "kv_cache_usage_perc": "kv_share",
+    "num_preemptions_total": "preemptions",
+}
+"""Metrics of vLLM that are read, and their names here."""
+
+GAUGE = re.compile(r"^vllm:(\w+)\{[^}]*\} (\S+)$", re.MULTILINE)
+
+METRICS_S = 2.0
+"""Maximum seconds to read the metrics, without which a sample is taken as well."""
 
 ERROR_CHARS = 400
 """Maximum number of characters of the server's message in an error."""
@@ -82,6 +96,18 @@ class Control:
         await self._call("/finish_weight_update", {"weight_version": label})
         if (found := (await self._call("/weight_info")).get("weight_version")) != label:
             raise ControlError(f"vLLM's weights must be version {label!r}, got {found!r}")
+
+    async def gauges(self) -> dict[str, float]:
+        """Return those of `GAUGES` that the server reports; none if it does not answer
+        now.
+        """
+        limit = aiohttp.ClientTimeout(total=METRICS_S)
+        try:
+            async with self._session.get(f"{self._url}/metrics", timeout=limit) as response:
+                text = await response.text()
+        except (TimeoutError, aiohttp.ClientError, OSError):
+            return {}
+        return {GAUGES[name]: float(value) for name, value in GAUGE.findall(text) if name in GAUGES}
 
     async def _call(
         self, route: str, body: dict[str, Any] | None = None, **query: str

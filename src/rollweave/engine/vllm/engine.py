@@ -68,6 +68,9 @@ REPLY_S = 10.0
 prompt on a busy CPU answers late.
 """
 
+END_S = 0.5
+"""Maximum seconds from a failed call to the end of the server that caused it."""
+
 KV_ERROR = "vLLM's KV cannot be moved from here"
 
 Controlling = Suspend | Resume | Load | LoadCheckpoint
@@ -103,18 +106,26 @@ class VllmEngine:
         serving = asyncio.create_task(self._serve(shape, commands), name="serve")
         try:
             await asyncio.wait([ended, serving], return_when=asyncio.FIRST_COMPLETED)
-            if ended.done():
-                self._reply(EngineFatal(error=ended.result()))
-            else:
+            if not ended.done():
                 serving.result()
         except (EngineError, OSError) as error:
-            self._reply(EngineFatal(error=str(error)))
+            self._reply(EngineFatal(error=await self._reason(error, ended)))
+        else:
+            if ended.done():
+                self._reply(EngineFatal(error=ended.result()))
         finally:
             self._server.kill()
             for task in (serving, *self._tasks):
                 task.cancel()
             await asyncio.gather(serving, *self._tasks, return_exceptions=True)
             await ended
+
+    async def _reason(self, error: Exception, ended: "asyncio.Task[str]") -> str:
+        """Return why the server is lost: a call that breaks off because the server has
+        ended may fail before that is known.
+        """
+        await asyncio.wait([ended], timeout=END_S)
+        return ended.result() if ended.done() else str(error)
 
     async def _serve(self, shape: ModelShape, commands: "asyncio.Queue[EngineCommand]") -> None:
         spec, vllm = self._spec, self._vllm
@@ -216,8 +227,16 @@ class VllmEngine:
         self._reply(Generated(result=result))
 
     async def _sample(self) -> None:
-        stats = await self._http.stats()
-        self._reply(Sampled(stats=msgspec.structs.replace(stats, version=self._version)))
+        stats, gauges = await self._http.stats(), await self._control.gauges()
+        stats = msgspec.structs.replace(
+            stats,
+            version=self._version,
+            running=int(gauges.get("running", stats.running)),
+            waiting=int(gauges.get("waiting", stats.waiting)),
+            kv_used_tokens=round(gauges.get("kv_share", 0.0) * stats.kv_total_tokens),
+            preemptions=int(gauges.get("preemptions", 0)),
+        )
+        self._reply(Sampled(stats=stats))
 
     async def _control_all(self) -> NoReturn:
         while True:

@@ -14,7 +14,7 @@ import socket
 import subprocess
 from pathlib import Path
 
-from rollweave.io.child import why_it_ended
+from rollweave.io.child import status_text
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import EngineSpec, VllmSpec
 from rollweave.weights.checkpoint import ModelShape
@@ -85,8 +85,7 @@ class VllmServer:
     async def ended(self) -> str:
         """Wait for the end of the process, and return the reason."""
         status = await asyncio.to_thread(self._process.wait)
-        cause = first_error(LOG, self._log_bytes)
-        return f"vLLM ended: {cause}" if cause else why_it_ended(status, LOG, "vLLM ended")
+        return f"vLLM ended: {first_error(LOG, self._log_bytes) or status_text(status)}"
 
     def kill(self) -> None:
         """Kill the server and its children. This does not wait."""
