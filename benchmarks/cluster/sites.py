@@ -39,6 +39,9 @@ HOSTS, FAR = 4, 2
 
 POOLS = ("near", "far")
 
+TRAINER = "trainer"
+"""The pool of the trainer."""
+
 VARIANTS = ("free", "no_site", "site", "changes")
 """`free` has no limited link; `no_site` and `site` send whole versions."""
 
@@ -74,7 +77,8 @@ SETTINGS = (
     "rollout.group_size=4",
     "rollout.max_running=32",
     "trainer.lr=1e-4",
-    "trainer.pool=near",
+    "trainer.pool=trainer",
+    "pools.trainer.resource=trainer",
     "pools.near.resource=near",
     "pools.far.resource=far",
     "engines=[{pool='near', count=2, max_slots=16}, {pool='far', count=2, max_slots=16}]",
@@ -213,10 +217,13 @@ def config_of(settings: tuple[str, ...], hosts: HostsByHand) -> RunConfig:
 
 
 def start_agents(hosts: HostsByHand) -> None:
-    """Start the agents of all hosts in their pools."""
+    """Start the agents of all hosts in their pools: the trainer's is the first host alone,
+    so that the order in which relays join decides the chain.
+    """
     for number in range(HOSTS):
-        pool = POOLS[number >= HOSTS - FAR]
-        hosts.start(number, port=PORT, options=("--resource", f"{pool}=1"))
+        pools = [POOLS[number >= HOSTS - FAR], *([TRAINER] if number == 0 else [])]
+        options = [text for pool in pools for text in ("--resource", f"{pool}=1")]
+        hosts.start(number, port=PORT, options=options)
 
 
 def join_alternating(run: ClusterRun, hosts: HostsByHand) -> None:
