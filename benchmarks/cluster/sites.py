@@ -151,6 +151,7 @@ class _Measuring:
     ) -> None:
         self._plan, self._hosts, self._scratch, self._progress = plan, hosts, scratch, progress
         self._samples: dict[str, list[float]] = {}
+        self._suspected: dict[str, list[int]] = {}
         self._version_bytes = 0
         self._lost = self._unaccounted = 0
         self.leftovers = 0
@@ -183,13 +184,15 @@ class _Measuring:
             self._add("arrived_s", variant, statistics.median(crossing.arrived_s))
             self._add("step_s", variant, run.training_s(0, plan.steps - 1) / (plan.steps - 1))
             self._add("stopped_s", variant, weights["stopped_s"] / max(1, weights["updates"]))
+            suspected = summary["watchdog"].get("relay_suspected", 0)
+            self._suspected.setdefault(variant, []).append(suspected)
             self._version_bytes = max(self._version_bytes, crossing.version_bytes)
             self._lost += lost_trajectories(summary["account"])
             self._unaccounted += run.unaccounted(summary["account"])
             self.leftovers += run.leftovers
         hosts.wait_for_agents()
         last = {name: self._samples[f"{name}_{variant}"][-1] for name in MEASURED}
-        self._progress(f"{variant}, seed {number}: {last}")
+        self._progress(f"{variant}, seed {number}: {last}, {suspected} relays suspected")
 
     def _add(self, name: str, variant: str, value: float) -> None:
         self._samples.setdefault(f"{name}_{variant}", []).append(round(value, 3))
@@ -205,8 +208,11 @@ class _Measuring:
         }
 
     def samples(self) -> dict[str, Any]:
-        """Return all values of each figure."""
-        return {f"{name}_all": values for name, values in self._samples.items()}
+        """Return all values of each figure, and how often a relay was suspected: another
+        one then fetches past it, so that more bytes cross.
+        """
+        suspected = {f"suspected_{variant}_all": all_ for variant, all_ in self._suspected.items()}
+        return {f"{name}_all": values for name, values in self._samples.items()} | suspected
 
 
 def config_of(settings: tuple[str, ...], hosts: HostsByHand) -> RunConfig:
