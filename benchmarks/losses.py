@@ -35,6 +35,8 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
         "algorithm.advantage=reinforce_pp_baseline",
         "algorithm.gamma=1.0",
     ),
+    "gae": ("algorithm.advantage=gae",),
+    "gae_turn": ("algorithm.advantage=gae_turn",),
 }
 """Variant → its settings; each loss has its published bounds."""
 

@@ -26,6 +26,7 @@ IGNORED: dict[str, tuple[str, ...]] = {
         "save_memory",
     ),
     "algorithm": ALL,
+    "critic": ALL,
     "warmup": ALL,
     "workers": ("count", "pool"),
     "weights": ("transport", "dtype"),

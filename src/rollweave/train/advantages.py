@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rollweave.schema.config.sections import AlgorithmConfig
+from rollweave.schema.config.sections import OF_CRITIC, AlgorithmConfig
 from rollweave.schema.work import ScoredGroup, StopReason, Trajectory, TurnSpan
 
 MIN_DEVIATION = 1e-6
@@ -47,6 +47,8 @@ def token_advantages(
       baseline. A sequence without turns is one turn.
     - `gigpo_no_std`: the same without the division.
 
+    - `gae`, `gae_turn`: 0, until `train/gae.py` replaces them by those of the critic.
+
     A reward includes `overlong_penalty` where `algorithm.overlong` is `punish`.
 
     Raises `ValueError` for a trajectory without a reward.
@@ -57,13 +59,15 @@ def token_advantages(
                 raise ValueError(
                     f"trajectory {trajectory.id} of group {group.id} has no reward to train on"
                 )
+    if algorithm.advantage in OF_CRITIC:
+        return [_constant(each, 0.0) for group in groups for each in group.trajectories]
     if algorithm.advantage in ("gigpo", "gigpo_no_std"):
         scaled = algorithm.advantage == "gigpo"
         return [
             advantages for group in groups for advantages in _gigpo(group, algorithm, scaled=scaled)
         ]
     rewards = [
-        [_reward(trajectory, algorithm) for trajectory in group.trajectories] for group in groups
+        [reward_of(trajectory, algorithm) for trajectory in group.trajectories] for group in groups
     ]
     if algorithm.advantage == "reinforce_pp":
         values = _standardized([reward for row in rewards for reward in row])
@@ -116,9 +120,9 @@ def overlong_penalty(trajectory: Trajectory) -> float:
 def _gigpo(
     group: ScoredGroup, algorithm: AlgorithmConfig, *, scaled: bool
 ) -> list[list[torch.Tensor]]:
-    turns = [_turns(trajectory) for trajectory in group.trajectories]
+    turns = [turns_of(trajectory) for trajectory in group.trajectories]
     returns = [
-        _returns(_reward(trajectory, algorithm), spans, algorithm.gamma)
+        _returns(reward_of(trajectory, algorithm), spans, algorithm.gamma)
         for trajectory, spans in zip(group.trajectories, turns, strict=True)
     ]
     by_key: dict[str, list[float]] = {}
@@ -146,7 +150,7 @@ def _gigpo(
     return by_trajectory
 
 
-def _turns(trajectory: Trajectory) -> list[tuple[int, TurnSpan]]:
+def turns_of(trajectory: Trajectory) -> list[tuple[int, TurnSpan]]:
     """Return the trajectory's turns in order, each with the index of its sequence."""
     turns: list[tuple[int, TurnSpan]] = []
     for index, sequence in enumerate(trajectory.sequences):
@@ -155,10 +159,16 @@ def _turns(trajectory: Trajectory) -> list[tuple[int, TurnSpan]]:
     return turns
 
 
-def _returns(total: float, spans: Sequence[tuple[int, TurnSpan]], gamma: float) -> list[float]:
+def turn_rewards(total: float, spans: Sequence[tuple[int, TurnSpan]]) -> list[float]:
+    """Return the reward of each turn; what the turns lack of `total` is the last one's."""
     rewards = [span.reward for _, span in spans]
     if rewards:
         rewards[-1] += total - math.fsum(rewards)
+    return rewards
+
+
+def _returns(total: float, spans: Sequence[tuple[int, TurnSpan]], gamma: float) -> list[float]:
+    rewards = turn_rewards(total, spans)
     returns: list[float] = []
     value = 0.0
     for reward in reversed(rewards):
@@ -174,7 +184,8 @@ def _constant(trajectory: Trajectory, value: float) -> list[torch.Tensor]:
     ]
 
 
-def _reward(trajectory: Trajectory, algorithm: AlgorithmConfig) -> float:
+def reward_of(trajectory: Trajectory, algorithm: AlgorithmConfig) -> float:
+    """Return the trajectory's reward, with the punishment of its length if configured."""
     assert trajectory.reward is not None
     if algorithm.overlong == "punish":
         return trajectory.reward + overlong_penalty(trajectory)

@@ -2,6 +2,7 @@
 
 A checkpoint is a directory with `model.safetensors`, `optimizer.safetensors`,
 `rng.safetensors`, `state.json`, `reference.safetensors` if there is a reference,
+`critic.safetensors` and `critic_optimizer.safetensors` if there is a critic,
 `stored.json` if the model's Hugging Face checkpoint has other tensors, and
 `digests.json`, which is written last and has the size and xxh3-128 of each file. If
 there are several ranks, each writes its shards to a separate file, such as
@@ -48,6 +49,9 @@ from rollweave.weights.trainer_checkpoint import (
 )
 from rollweave.weights.views import StoredTensors
 
+SHARDED = ("model", "optimizer", "reference", "critic", "critic_optimizer")
+"""The parts whose tensors are sharded over the ranks."""
+
 EXPORT = "hf"
 EXPORT_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Number formats of an export, as safetensors names them."""
@@ -83,10 +87,12 @@ class Checkpoint:
     reference: Mapping[str, torch.Tensor] | None = None
     stored: StoredTensors | None = None
     """The tensors of the model's Hugging Face checkpoint. Not read again."""
+    critic: Mapping[str, torch.Tensor] | None = None
+    critic_optimizer: Mapping[str, torch.Tensor] | None = None
 
     def sharded(self) -> dict[str, Mapping[str, torch.Tensor]]:
         """Return the parts whose tensors are sharded over the ranks."""
-        parts = {"model": self.model, "optimizer": self.optimizer, "reference": self.reference}
+        parts = {name: getattr(self, name) for name in SHARDED}
         return {name: tensors for name, tensors in parts.items() if tensors is not None}
 
 
@@ -158,10 +164,7 @@ def load(path: Path, *, ranks: RankGroup = ALONE) -> Checkpoint:
     step = verify(path, ranks=ranks)
     try:
         names = json.loads((path / DIGESTS).read_text())
-        files = {
-            part: [path / name for name in files_of(part, names)]
-            for part in ("model", "optimizer", "reference")
-        }
+        files = {part: [path / name for name in files_of(part, names)] for part in SHARDED}
         if ranks.world_size > 1:
             from rollweave.train.sharded_checkpoint import load_shards
 
@@ -174,6 +177,8 @@ def load(path: Path, *, ranks: RankGroup = ALONE) -> Checkpoint:
             optimizer=parts["optimizer"],
             rng=load_file(path / file_of("rng")),
             reference=parts["reference"] or None,
+            critic=parts["critic"] or None,
+            critic_optimizer=parts["critic_optimizer"] or None,
         )
     except (OSError, SafetensorError) as error:
         raise TrainerError(f"checkpoint {path} cannot be read: {error}") from error

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -231,7 +231,11 @@ class Model(nn.Module):
         self.max_logits = MAX_LOGITS
         self.model = Decoder(shape)
         self.lm_head = nn.Linear(shape.hidden, shape.vocab, bias=False)
-        if shape.tied:
+        self.tie()
+
+    def tie(self) -> None:
+        """Let the head share the weights of the embedding, if the checkpoint does."""
+        if self.shape.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(
@@ -342,9 +346,24 @@ def scores_of(
     return Scores(logprobs, entropy, divergence)
 
 
+M = TypeVar("M", bound=Model)
+
+
 def load_model(path: Path, *, dtype: str, device: torch.device, ranks: RankGroup = ALONE) -> Model:
     """Read a Hugging Face checkpoint directory, sharded over `ranks`. Weights are kept
     in float32; `dtype` is that of the computation.
+
+    Raises `TrainerError` for an unsupported architecture, and for tensors that are
+    missing or have the wrong shape.
+    """
+    return load_as(Model, path, dtype=dtype, device=device, ranks=ranks)
+
+
+def load_as(
+    kind: type[M], path: Path, *, dtype: str, device: torch.device, ranks: RankGroup = ALONE
+) -> M:
+    """Like `load_model`; parameters that only `kind` has are left empty, and those that
+    it has not are not read.
 
     A rank reads its own rows only: the full model is never in its memory. Raises
     `TrainerError` for an unsupported architecture, and for tensors that are missing or
@@ -356,13 +375,16 @@ def load_model(path: Path, *, dtype: str, device: torch.device, ranks: RankGroup
     except (ConfigError, WeightsError) as error:
         raise TrainerError(f"{path}: {error}") from error
     with torch.device("meta"):
-        model = Model(shape, getattr(torch, dtype))
+        model = kind(shape, getattr(torch, dtype))
     shard_model(model, list(model.model.layers), ranks, device=device)
     model.to_empty(device=device)
-    if shape.tied:
-        model.lm_head.weight = model.model.embed_tokens.weight
+    model.tie()
     parameters = dict(model.named_parameters())
-    rows = {name: own_rows(size[0], ranks) for name, size in shape.tensors().items()}
+    rows = {
+        name: own_rows(size[0], ranks)
+        for name, size in shape.tensors().items()
+        if name in parameters
+    }
     try:
         with torch.no_grad():
             for name, tensor in read_rows_of(path, rows):

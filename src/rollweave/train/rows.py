@@ -37,6 +37,9 @@ class Row:
     engine: str
     algorithm: AlgorithmConfig  # that of its task domain
     budget: int  # the most tokens that the agent may sample in a trajectory
+    sequence: int  # among those of the trajectory
+    returns: torch.Tensor | None = None  # [M] float32, what a critic is to predict
+    valued: torch.Tensor | None = None  # [M] bool, the tokens at which it is to predict them
 
     @property
     def outputs(self) -> int:
@@ -70,7 +73,8 @@ def batch_rows(
             index += 1
             if used.overlong == "drop" and is_overlong(trajectory):
                 continue
-            for sequence, value in zip(trajectory.sequences, by_sequence, strict=True):
+            pairs = zip(trajectory.sequences, by_sequence, strict=True)
+            for number, (sequence, value) in enumerate(pairs):
                 targets = output_positions(sequence)
                 if len(targets):
                     rows.append(
@@ -83,6 +87,7 @@ def batch_rows(
                             engine=trajectory.engine,
                             algorithm=used,
                             budget=_budget(trajectory.task.limits),
+                            sequence=number,
                         )
                     )
     return rows

@@ -42,6 +42,7 @@ from rollweave.schema.training import (
 )
 from rollweave.schema.work import Batch, TokenSequence
 from rollweave.train import checkpoint
+from rollweave.train.critic import Critic
 from rollweave.train.distributed import ALONE, RankGroup, shutdown_ranks
 from rollweave.train.loading import load_trained_model
 from rollweave.train.optimizer import (
@@ -123,8 +124,13 @@ class Trainer:
             directory=run_dir / "weights",
         )
         self._reference: list[torch.Tensor] | None = None
+        self._critic = (
+            Critic(config, model_dir, ranks=ranks, device=device, on_device=not alone)
+            if config.has_critic
+            else None
+        )
         if trainer.colocated and not alone:
-            self._residence.leave(self._reference)
+            self._leave()
         self._step = 0
         self._parts_done = 0
         self._writer: threading.Thread | None = None
@@ -144,10 +150,10 @@ class Trainer:
         rank is given the same transcripts. See `warmup`.
         """
         config = self._config
-        self._residence.enter(self._reference)
+        self._enter()
         # a model from scratch learns the language of the observations, too
         scratch = config.model.scratch is not None
-        return warm_up(
+        losses = warm_up(
             self._passes,
             transcripts,
             config.warmup,
@@ -155,6 +161,9 @@ class Trainer:
             observations=scratch,
             trainer=config.trainer,
         )
+        if self._critic is not None:
+            self._critic.start_from(self._model)
+        return losses
 
     def handle(self, command: TrainerCommand) -> TrainerReply | None:
         """Execute one command.
@@ -203,8 +212,10 @@ class Trainer:
 
     def _train(self, batch: Batch) -> Trained:
         started = time.perf_counter()
-        self._residence.enter(self._reference)
+        self._enter()
         rows = self._rows(batch)
+        if self._critic is not None:
+            rows = self._critic.estimated(batch, rows)
         if self._config.algorithm.kl and self._reference is None:
             self._reference = clone_parameters(self._model)
         update = Update(
@@ -214,6 +225,7 @@ class Trainer:
             batch=batch,
             rows=rows,
             reference=self._reference,
+            critic=self._critic,
         )
         with self._unchanged_on_failure():
             values = update.run()
@@ -238,7 +250,7 @@ class Trainer:
 
     def _measure(self, batch: Batch) -> Measured:
         """Measure ratios with a forward pass over the whole batch, without gradients."""
-        self._residence.enter(self._reference)
+        self._enter()
         ratios = group_ratios(
             self._passes,
             self._rows(batch),
@@ -275,19 +287,34 @@ class Trainer:
         """
         several = self._config.trainer.epochs * self._config.trainer.minibatches > 1
         before = Snapshot.take(self._model, self._optimizer) if several else None
+        of_critic = self._critic.snapshot() if several and self._critic is not None else None
         try:
             yield
         except BaseException:
             self._optimizer.zero_grad(set_to_none=True)
             if before is not None:
                 before.restore(self._model, self._optimizer)
+            if of_critic is not None and self._critic is not None:
+                of_critic.restore(self._critic.model, self._critic.optimizer)
             raise
+
+    def _enter(self) -> None:
+        """Move the state to the device."""
+        self._residence.enter(self._reference)
+        if self._critic is not None:
+            self._critic.residence.enter(None)
+
+    def _leave(self) -> None:
+        """Move the state to the host's memory."""
+        if self._critic is not None:
+            self._critic.residence.leave(None)
+        self._residence.leave(self._reference)
 
     def _publish(self, command: Publish) -> Published:
         started = time.perf_counter()
         manifest = self._publisher.publish(command)
         if command.release:
-            self._residence.leave(self._reference)
+            self._leave()
         return Published(manifest=manifest, publish_s=time.perf_counter() - started)
 
     def _save(self, command: Save) -> Copied | Saved:
@@ -328,6 +355,8 @@ class Trainer:
             rng=_rng_state(),
             reference=self._named_reference(),
             stored=self._model.stored,
+            critic=None if self._critic is None else self._critic.tensors(),
+            critic_optimizer=None if self._critic is None else self._critic.optimizer_tensors(),
         )
 
     def write(self, on_done: Callable[[TrainerReply], None]) -> None:
@@ -387,6 +416,11 @@ class Trainer:
         load_named_tensors(self._model, state.model)
         load_optimizer_tensors(self._model, self._optimizer, state.optimizer)
         self._optimizer.zero_grad(set_to_none=True)
+        if self._critic is not None:
+            if state.critic is None:  # the run had no critic before
+                self._critic.start_from(self._model)
+            else:
+                self._critic.load(state.critic, state.critic_optimizer or {})
         _set_rng_state(state.rng)
         self._reference = reference
         self._step, self._parts_done = state.step, 0

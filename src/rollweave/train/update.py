@@ -13,6 +13,7 @@ import torch
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import NonFiniteLossError
 from rollweave.schema.work import Batch
+from rollweave.train.critic import Critic
 from rollweave.train.losses import (
     Component,
     component_of,
@@ -41,6 +42,7 @@ class Update:
         batch: Batch,
         rows: Sequence[Row],
         reference: Sequence[torch.Tensor] | None,
+        critic: Critic | None = None,
     ) -> None:
         self._config = config
         self._passes = passes
@@ -49,6 +51,7 @@ class Update:
         self._rows = rows
         self._examples = [row.example for row in rows]
         self._reference_weights = reference
+        self._critic = critic
         self._proximal: dict[int, torch.Tensor] = {}
         # log-probs, or hidden states for the forward divergence
         self._reference: dict[int, torch.Tensor] = {}
@@ -103,6 +106,14 @@ class Update:
                     )
 
     def _minibatch(self, chosen: Sequence[int]) -> None:
+        """Take one optimizer step, and the critic's if there is one: both or none."""
+        if self._critic is not None:
+            self._critic.backward(self._rows, chosen, step=self._batch.step)
+        self._policy_step(chosen)
+        if self._critic is not None:
+            self._critic.apply()
+
+    def _policy_step(self, chosen: Sequence[int]) -> None:
         # The weights account for all rows of the minibatch; rows without advantage add
         # nothing and need no pass.
         weight_of = self._weights(chosen)
@@ -236,6 +247,8 @@ class Update:
         )
         metrics |= self._gap.metrics(ranks)
         metrics |= age_shares([row.ages for row in self._rows])
+        if self._critic is not None:
+            metrics |= self._critic.metrics()
         outputs = sum(row.outputs for row in self._rows)
         skipped = sum(
             row.outputs for row, needed in zip(self._rows, self._needed, strict=True) if not needed

@@ -72,6 +72,15 @@ CASES = [
         ["model.device=cpu", "trainer.save_memory=['activations', 'optimizer']"],
         "trainer.save_memory has no effect for optimizer on model.device cpu, got optimizer",
     ),
+    (
+        ["critic.lr=0.1"],
+        "critic.lr has no effect with algorithm.advantage grpo, which takes no critic, got 0.1",
+    ),
+    (
+        ["algorithm.advantage=rloo", "critic.gae_lambda=1"],
+        "critic.gae_lambda has no effect with algorithm.advantage rloo, which takes no critic, "
+        "got 1.0",
+    ),
     (["warmup.batch=3"], "warmup.batch has no effect while warmup.steps is 0, got 3"),
     (
         ["weights.transport=nixl"],
@@ -131,6 +140,8 @@ USED = [
     ["algorithm.kl=0.1", "algorithm.kl_direction=forward"],
     ["algorithm.advantage=gigpo", "algorithm.gamma=0.9"],
     ["tasks.0.algorithm.advantage=gigpo", "algorithm.gamma=0.9"],
+    ["algorithm.advantage=gae_turn", "algorithm.gamma=0.9", "critic.lr=0.1"],
+    ["tasks.0.algorithm.advantage=gae", "critic.gae_lambda=1"],
     ["tasks.0.algorithm.advantage=gigpo_no_std", "tasks.0.algorithm.gamma=0.9"],
     ["algorithm.loss=cispo", "algorithm.overlong=drop", "algorithm.clip_high=3"],
     ["algorithm.loss=gspo", "tasks.0.algorithm.clip_low=0.1", "algorithm.clip_high=0.3"],
@@ -206,7 +217,7 @@ def _fields(model: type[BaseModel]) -> Iterator[tuple[type[BaseModel], str, Fiel
 
 def test_there_are_few_settings_and_each_has_a_sentence() -> None:
     of_clusters = ("cluster.", "pools.", "sim.pools.", "workers.", "trainer.save_memory")
-    of_clusters += ("sandbox.cache_", "sandbox.mirror", "trainer.colocated")
+    of_clusters += ("critic.", "sandbox.cache_", "sandbox.mirror", "trainer.colocated")
     of_clusters += ("engines.kind", "engines.python", "engines.args")
     of_clusters += ("model.implementation",)
     keys = [

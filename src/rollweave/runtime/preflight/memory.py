@@ -122,6 +122,9 @@ def rank_parts(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Part]
     if config.algorithm.kl:
         # while it computes with them, a rank sets its own weights aside
         parts.append(Part(what="reference", nbytes=2 * shard, knob="algorithm.kl"))
+    if config.has_critic:
+        # with its gradients and the state of its optimizer
+        parts.append(Part(what="critic", nbytes=4 * shard, knob="algorithm.advantage"))
     if trainer.epochs * trainer.minibatches > 1:
         # a failed batch is undone
         parts.append(Part(what="copy of the state", nbytes=3 * shard, knob="trainer.minibatches"))
@@ -148,7 +151,7 @@ def _rank_in_turn(parts: Sequence[Part], *, on_gpu: bool) -> Iterator[Part]:
     """Yield the parts of a rank in a colocated run: its state is in the host's memory
     while the engines have the devices.
     """
-    state = ("weights", "optimizer", "reference")
+    state = ("weights", "optimizer", "reference", "critic")
     for part in parts:
         yield replace(part, in_turn=part.on_device and (on_gpu or part.what not in state))
     if on_gpu:

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import (
+    OF_CRITIC,
     PARTITIONS,
     POLICIES,
     ModeName,
@@ -24,6 +25,9 @@ WINDOWED = (ModeName.PARTIAL, ModeName.BOUNDED)
 STEPWISE = (ModeName.SYNC, ModeName.ONE_STEP)
 """Modes that launch groups for a step, of which some may be spare."""
 
+DISCOUNTED = OF_CRITIC | {"gigpo", "gigpo_no_std"}
+"""Estimators that discount the rewards of turns."""
+
 Rule = Callable[[RunConfig], str | None]
 """Returns why a setting has no effect; None if it has one."""
 
@@ -36,7 +40,7 @@ def _predicts(config: RunConfig) -> bool:
 
 
 def _discounts(task: TaskConfig, config: RunConfig) -> bool:
-    return (task.algorithm.advantage or config.algorithm.advantage).startswith("gigpo")
+    return (task.algorithm.advantage or config.algorithm.advantage) in DISCOUNTED
 
 
 def _unless(has_effect: Callable[[RunConfig], object], why: str) -> Rule:
@@ -46,6 +50,11 @@ def _unless(has_effect: Callable[[RunConfig], object], why: str) -> Rule:
 _has_images = _unless(
     lambda config: config.sandbox.backend not in ("zygote", "plain"),
     "with sandbox.backend {config.sandbox.backend}, which has the host's image only",
+)
+
+_has_critic = _unless(
+    lambda config: config.has_critic,
+    "with algorithm.advantage {config.algorithm.advantage}, which takes no critic",
 )
 
 IN_MODE = "in mode {config.rollout.mode.value}"
@@ -58,6 +67,8 @@ RULES: dict[str, Rule] = {
     "algorithm.kl_direction": _unless(
         lambda config: config.algorithm.kl, "while algorithm.kl is 0"
     ),
+    "critic.gae_lambda": _has_critic,
+    "critic.lr": _has_critic,
     "eval.episodes": _unless(
         lambda config: config.eval.every or not config.eval.final_episodes,
         "while eval.every is 0 (the last evaluation has eval.final_episodes)",

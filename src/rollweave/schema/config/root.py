@@ -11,7 +11,9 @@ from typing import Annotated, Any, Self
 from pydantic import Field, field_serializer, field_validator, model_validator
 
 from rollweave.schema.config.sections import (
+    GROUPLESS,
     HEAD_DIM,
+    OF_CRITIC,
     PARTITIONS,
     POLICIES,
     RATES,
@@ -21,6 +23,7 @@ from rollweave.schema.config.sections import (
     AllocationConfig,
     BufferConfig,
     ClusterConfig,
+    CriticConfig,
     EngineConfig,
     EvalConfig,
     Fault,
@@ -60,6 +63,7 @@ class RunConfig(Section):
     buffer: BufferConfig = BufferConfig()
     trainer: TrainerConfig = TrainerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     warmup: WarmupConfig = WarmupConfig()
     cluster: ClusterConfig | None = None
     pools: dict[str, PoolConfig] = Field(default_factory=dict)
@@ -113,6 +117,14 @@ class RunConfig(Section):
         """Return the algorithm of each task domain that differs from the run's."""
         algorithms = {task.name: task.algorithm.over(self.algorithm) for task in self.tasks}
         return {name: own for name, own in algorithms.items() if own != self.algorithm}
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the estimator of any task domain needs a critic."""
+        return any(
+            (task.algorithm.advantage or self.algorithm.advantage) in OF_CRITIC
+            for task in self.tasks
+        )
 
     @property
     def injected(self) -> Faults:
@@ -199,7 +211,7 @@ class RunConfig(Section):
         own = self.own_algorithms()
         for name in names:
             advantage, size = own.get(name, self.algorithm).advantage, self.group_size(name)
-            if advantage != "reinforce_pp" and size < 2:
+            if advantage not in GROUPLESS and size < 2:
                 section = name if name in self.own_group_sizes() else "rollout"
                 raise ValueError(
                     f"{section}.group_size must be at least 2 for {advantage}, got {size}"

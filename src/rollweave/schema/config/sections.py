@@ -122,7 +122,15 @@ Estimator = Literal[
     "reinforce_pp_baseline",
     "gigpo",
     "gigpo_no_std",
+    "gae",
+    "gae_turn",
 ]
+GROUPLESS: frozenset[Estimator] = frozenset({"reinforce_pp", "gae", "gae_turn"})
+"""Estimators that compare no members of a group: one member is enough."""
+
+OF_CRITIC: frozenset[Estimator] = frozenset({"gae", "gae_turn"})
+"""Estimators that need a critic."""
+
 Aggregate = Literal["token_mean", "sequence_mean", "budget"]
 Correction = Literal["bypass", "decoupled", "tis", "icepop", "sequence_mask", "reject"]
 Overlong = Literal["train", "drop", "punish"]
@@ -545,6 +553,21 @@ class AlgorithmConfig(Section):
             published.clip_high if self.clip_high is None else self.clip_high,
             self.aggregate or published.aggregate,
         )
+
+
+class CriticConfig(Section):
+    """The critic of the estimators gae and gae_turn: a model of its own, which starts
+    like the policy and is trained beside it.
+    """
+
+    lr: Positive | None = Field(
+        None, description="Its peak learning rate, with the policy's schedule; trainer.lr if unset."
+    )
+    gae_lambda: Share = Field(
+        0.95,
+        description="λ of generalized advantage estimation: 1 trusts what was observed, 0 the "
+        "critic's value of the next state.",
+    )
 
 
 class WarmupConfig(Section):
