@@ -44,12 +44,16 @@ def make_model(
     """Build a model; `head_dim` and `kv_heads` replace the constants of one from
     scratch.
     """
-    with (
-        mock.patch.object(scratch, "HEAD_DIM", head_dim),
-        mock.patch.object(ScratchModel, "kv_heads", kv_heads),
-    ):
+    config_of = scratch._model_config
+
+    def with_kv_heads(*arguments: Any) -> dict[str, Any]:
+        return {**config_of(*arguments), "num_key_value_heads": kv_heads}
+
+    with mock.patch.object(scratch, "_model_config", with_kv_heads):
         made = SCRATCH.model_copy(update=shape)
-        scratch.build_checkpoint(path, scratch=made, context=CONTEXT, words=WORDS, seed=seed)
+        scratch.build_checkpoint(
+            path, scratch=made, context=CONTEXT, words=WORDS, seed=seed, head_dim=head_dim
+        )
     return path
 
 
