@@ -175,10 +175,10 @@ def why_it_ended(status: int, log: Path, error: str = "") -> str:
 
 
 def kill_group(process: "Popen[bytes]") -> None:
-    """Kill a process that `start_process` has started, and its children, unless it is
-    reaped.
+    """Kill a process that `start_process` has started, and its children, unless it has
+    ended, or is a child of the process from which this one was forked.
     """
-    if process.returncode is None:
+    if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             # it leads a group because of `start_new_session`
             os.killpg(process.pid, signal.SIGKILL)
@@ -197,8 +197,7 @@ def kill_all() -> None:
     May be called from any thread.
     """
     for process in list(_spawned):
-        if process.poll() is None:
-            kill_group(process)
+        kill_group(process)
 
 
 def _forget(process: "Popen[bytes]", ours: socket.socket) -> None:
