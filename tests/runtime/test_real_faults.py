@@ -233,7 +233,7 @@ def test_a_trainer_lost_in_the_middle_of_a_step_returns_to_its_checkpoint(
         {"gate": str(gate), "at": 60},
         run={"steps": 7, "checkpoint_every": 3},
         eval={"every": 0},
-        watchdog={"train_s": 20.0},
+        watchdog={"train_s": 60.0 if hang else 600.0},  # engines have a tenth of it to load
     )
     with living(config) as life:
         at_gate(life, gate)
