@@ -3,15 +3,18 @@
 These tests send real signals to separate processes.
 """
 
+import asyncio
 import contextlib
 import math
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
-from rollweave.runtime.signals import ENDING_S, HELD_S, too_late
+from rollweave.runtime.signals import ENDING_S, HELD_S, on_ending_signals, too_late
 
 PROGRAM = """
 import asyncio, sys, time
@@ -181,3 +184,27 @@ def test_when_the_process_is_ended_at_once(
     times = [number / 10 for number in range(400)]
     ended = [now for now in times if too_late(received, min(beat_at, now), ended_at, now)]
     assert ended == [now for now in times if now > ends_at]
+
+
+def test_a_signal_wakes_a_loop_that_waits() -> None:
+    """A signal in another thread does not interrupt the wait of the main one, as one that
+    arrives just before the wait does not.
+    """
+
+    async def heard_after_s() -> float:
+        heard, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def send() -> None:
+            time.sleep(0.2)
+            signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+        with on_ending_signals(heard.set):
+            started = loop.time()
+            loop.call_later(60.0, lambda: None)
+            sender = threading.Thread(target=send)
+            sender.start()
+            await heard.wait()
+            sender.join()
+        return loop.time() - started
+
+    assert asyncio.run(heard_after_s()) < 50.0, "the timer has woken it"

@@ -67,14 +67,39 @@ def on_ending_signals(handle: Callable[[], object]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    ending = _Ending(asyncio.get_running_loop(), handle)
-    former = {number: signal.signal(number, ending.signalled) for number in ENDING}
+    loop = asyncio.get_running_loop()
+    ending = _Ending(loop, handle)
+    with _woken_by_signals(loop):
+        former = {number: signal.signal(number, ending.signalled) for number in ENDING}
+        try:
+            yield
+        finally:
+            ending.close()
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _woken_by_signals(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    """Let each signal wake the loop. Python calls the handler of a signal that arrives
+    just before the loop waits only after that wait.
+
+    Within `run_to_the_end` the thread that receives signals wakes the loop.
+    """
+    read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    former = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     try:
+        if former != -1:
+            signal.set_wakeup_fd(former)
+        else:
+            loop.add_reader(read, os.read, read, 512)
         yield
     finally:
-        ending.close()
-        for number, handler in former.items():
-            signal.signal(number, handler)
+        if former == -1:
+            signal.set_wakeup_fd(-1)
+            loop.remove_reader(read)
+        os.close(read)
+        os.close(write)
 
 
 class _Ending:
