@@ -297,7 +297,8 @@ async def test_tokens_are_reported_during_the_turn(connect: Connect, kind: str) 
         if not turn.done() and not quiet.done():
             break
         # this thread was kept waiting for the time of a whole turn
-        await asyncio.gather(turn, quiet, client.resume())
+        client.resume()
+        await asyncio.gather(turn, quiet)
         deltas.clear()
     tokens = tuple(token for piece in deltas for token in piece.tokens)
     assert [piece.start for piece in deltas] == [
