@@ -3,6 +3,7 @@ broadcast (Laminar §4.3).
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -128,8 +129,9 @@ async def repaired(
         finally:
             if fault == "cut":
                 network.join(victim)
-            elif not running.links[victim].lost.done():
-                os.kill(running.links[victim].pid, signal.SIGCONT)
+            elif fault == "hangs":
+                with contextlib.suppress(ProcessLookupError):  # it was given up
+                    os.kill(running.links[victim].pid, signal.SIGCONT)
             watching.cancel()
             await asyncio.wait([watching])
 

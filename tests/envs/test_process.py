@@ -18,6 +18,7 @@ from rollweave.envs.process import ProcessEnv
 from rollweave.envs.tasks import OpenedEnv, TaskSource
 from rollweave.schema.errors import EnvError, RewardError
 from rollweave.schema.work import Purpose
+from tests.support.processes import alive
 
 from .worlds import HERE, draw, episode, source
 
@@ -261,10 +262,3 @@ async def has_ended(process: int) -> None:
 def wait_for(process: int) -> None:
     while alive(process):
         time.sleep(0.01)
-
-
-def alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False

@@ -15,6 +15,7 @@ from rollweave.core.state import EngineStatus
 from tests.runtime import real
 from tests.runtime.real import Life, Lineage, check_totals, lake, lines, living
 from tests.support.engines import needs_vllm
+from tests.support.processes import descendants
 
 pytestmark = [*needs_vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -33,19 +34,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(real, "LIMIT_S", 500.0)
 
 
-def processes_of(parent: int) -> list[int]:
-    """Return all living descendants of a process."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, ppid = path.read_text().rpartition(")")[2].split()[:2]
-        except OSError:
-            continue
-        if int(ppid) == parent and state != "Z":
-            found += [int(path.parent.name), *processes_of(int(path.parent.name))]
-    return found
-
-
 def serving(version: int) -> Any:
     """Return whether both engines serve this version or a later one."""
 
@@ -61,7 +49,7 @@ def serving(version: int) -> Any:
 
 def servers(life: Life) -> list[list[int]]:
     """Return the processes of each server that has any."""
-    return [found for pid in life.children(ENGINE) if (found := processes_of(pid))]
+    return [found for pid in life.children(ENGINE) if (found := descendants(pid))]
 
 
 @pytest.mark.parametrize("mode", ["bounded", "partial", "decoupled"])

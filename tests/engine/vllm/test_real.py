@@ -31,6 +31,7 @@ from rollweave.schema.weights import WeightManifest
 from rollweave.weights.checkpoint import read_shape, read_tensors_of
 from rollweave.weights.publication import Publication, publish
 from tests.support.engines import VLLM_START_S, environment, needs_vllm, vllm_checkpoint, vllm_spec
+from tests.support.processes import alive, descendants
 
 pytestmark = list(needs_vllm)
 
@@ -113,32 +114,11 @@ async def started(
         await engine.close()
 
 
-def children(pid: int) -> list[int]:
-    """Return all descendants of a process."""
-    found: list[int] = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == pid and fields[0] != "Z":
-            child = int(path.parent.name)
-            found += [child, *children(child)]
-    return found
-
-
 async def all_end(pids: list[int]) -> None:
     """Wait until none of these processes is left."""
     async with asyncio.timeout(30):
-        while any(_runs(pid) for pid in pids):  # noqa: ASYNC110 (nothing reports their ends)
+        while any(map(alive, pids)):  # noqa: ASYNC110 (nothing reports their ends)
             await asyncio.sleep(0.05)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 async def agrees(engine: EngineClient, weights: Weights, number: int) -> None:
@@ -219,7 +199,7 @@ async def test_loss_of_the_server_names_the_signal_and_leaves_no_process(
     weights: Weights, tmp_path: Path
 ) -> None:
     async with started(weights, tmp_path, vllm_spec()) as (engine, pid):
-        server, *others = children(pid)
+        server, *others = descendants(pid)
         turn = engine.generate(greedy("r0", count=400))
         await engine.stats()
         os.kill(server, signal.SIGKILL)
@@ -232,7 +212,7 @@ async def test_two_ranks_load_their_slices_and_a_lost_engine_leaves_no_process(
     weights: Weights, tmp_path: Path
 ) -> None:
     async with started(weights, tmp_path, vllm_spec(degree=2)) as (engine, pid):
-        processes = [pid, *children(pid)]
+        processes = [pid, *descendants(pid)]
         assert len(processes) > 4  # with the server, its engine core and two ranks
         await engine.load(weights.published(1))
         await agrees(engine, weights, 1)
@@ -245,7 +225,7 @@ async def test_a_server_that_stops_during_an_update_is_killed_with_the_route(
     weights: Weights, tmp_path: Path
 ) -> None:
     async with started(weights, tmp_path, vllm_spec(control_s=3.0)) as (engine, pid):
-        processes = children(pid)
+        processes = descendants(pid)
         turn = engine.generate(greedy("r0", count=400))
         await engine.suspend()
         for process in processes:

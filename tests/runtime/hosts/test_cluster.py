@@ -44,6 +44,7 @@ from tests.runtime.whole import (
     run,
     run_dir,
 )
+from tests.support.processes import parent
 
 SECRET = "a secret of the tests"
 
@@ -258,13 +259,6 @@ def test_the_controller_starts_agents_on_its_own_machine_and_again_when_they_end
     assert_trained_once(config)
     assert_no_processes(config)
     assert not any(Path(f"/proc/{agent}").exists() for agent in agents)
-
-
-def parent(pid: int) -> int:
-    """Return the id of the parent of a process; 0 for one that is gone."""
-    with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return 0
 
 
 def test_no_host_joins_a_controller_that_is_not_ready(

@@ -14,7 +14,8 @@ from rollweave.runtime.hosts.agent import HostAgent
 from rollweave.runtime.hosts.listener import RemoteHost
 from rollweave.schema.hosts import Resources
 from tests.runtime.hosts.joined import SECRET, Listening, agent, listening
-from tests.runtime.hosts.test_spawn import Started, alive, until
+from tests.runtime.hosts.test_spawn import Started, until
+from tests.support.processes import alive
 
 WAIT_S = 60.0
 

@@ -10,6 +10,7 @@ import pytest
 
 from rollweave.io.child import ChildProcess, Spawn, spawn
 from tests.runtime.hosts.joined import joined_host
+from tests.support.processes import alive
 
 PROGRAM = "tests.runtime.hosts.program"
 
@@ -69,14 +70,6 @@ class Started:
 @pytest.fixture
 async def one(start: Spawn, tmp_path: Path) -> Started:
     return Started(start, tmp_path / "logs" / "one.log")
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 async def until(condition: Callable[[], bool]) -> None:

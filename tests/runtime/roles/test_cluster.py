@@ -29,8 +29,8 @@ from rollweave import (
 from rollweave.core.policy import waiting as policy
 from rollweave.runtime import waiting
 from rollweave.runtime.roles import group
-from tests.runtime.hosts.test_spawn import alive
 from tests.runtime.roles.workers import Adder, Ring, Sum
+from tests.support.processes import alive
 
 ROOT = Path(__file__).parents[3]
 Start = Callable[..., Cluster[Any]]

@@ -10,8 +10,8 @@ import pytest
 
 from rollweave import Cluster, ConfigError, WorkerLostError, WorkerResources
 from tests.runtime.hosts.test_cluster import SECRET, Agents, free_port
-from tests.runtime.hosts.test_spawn import alive
 from tests.runtime.roles.workers import Adder, Ring
+from tests.support.processes import alive, parent
 
 
 @pytest.fixture
@@ -50,10 +50,6 @@ def test_workers_run_on_hosts_and_end_with_one(
     assert agents.statuses() == {"a": 0, "b": -signal.SIGKILL}
     assert not any(map(alive, pids))
     assert "waiting for 2 hosts: rollweave host --join 127.0.0.1:" in capfd.readouterr().err
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_ranks_on_two_hosts_meet(tmp_path: Path, agents: Agents) -> None:
