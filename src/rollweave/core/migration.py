@@ -65,11 +65,11 @@ def consider(run: Run, trajectory: Trajectory) -> list[Trajectory]:
 
 def _target(run: Run, trajectory: Trajectory, source: Engine) -> Engine | None:
     """The engine for the trajectory's rank; with migration by gain also the least
-    loaded one, if the former does not pay and this one does.
+    loaded one, if the former does not pay and this one does. The source moves KV.
     """
     by_rank = run.state.engines[assignment.engine_of_rank(run, trajectory)]
     if run.scheduling.migration == "rank":
-        can_take = _can_take(source, by_rank) and _moves_kv(source, by_rank)
+        can_take = by_rank.moves_kv and _can_take(source, by_rank)
         return by_rank if by_rank is not source and can_take else None
     in_pool = assignment.pool_for(run, trajectory) is not None
     idlest = assignment.least_loaded(
@@ -80,8 +80,8 @@ def _target(run: Run, trajectory: Trajectory, source: Engine) -> Engine | None:
     for target in (by_rank, idlest) if uneven else (by_rank,):
         if (
             target is not source
+            and target.moves_kv
             and _can_take(source, target)
-            and _moves_kv(source, target)
             and _is_worthwhile(run, trajectory, source, target)
         ):
             return target
@@ -98,10 +98,6 @@ def _can_take(source: Engine, target: Engine) -> bool:
         and not target.draining
     )
     return serving and source.weights_id == target.weights_id
-
-
-def _moves_kv(source: Engine, target: Engine) -> bool:
-    return source.moves_kv and target.moves_kv
 
 
 def _is_worthwhile(run: Run, trajectory: Trajectory, source: Engine, target: Engine) -> bool:
@@ -154,7 +150,7 @@ def begin(run: Run) -> list[Trajectory]:
                 # ending it begins the others that can
                 return released + _end(run, m, 0, "an engine has changed")
             forget(run, run.state.trajectories[m.trajectory_id])
-        elif not _moves_kv(source, target):
+        elif not (source.moves_kv and target.moves_kv):
             released += _settle(run, m, 0, "")
     busy = [end for m in migrations.values() if m.since is not None for end in (m.source, m.target)]
     waiting = [

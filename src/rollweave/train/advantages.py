@@ -46,7 +46,6 @@ def token_advantages(
       turn whose key no other turn shares gets 0; turns without a key share one
       baseline. A sequence without turns is one turn.
     - `gigpo_no_std`: the same without the division.
-
     - `gae`, `gae_turn`: 0, until `train/gae.py` replaces them by those of the critic.
 
     A reward includes `overlong_penalty` where `algorithm.overlong` is `punish`.

@@ -11,11 +11,8 @@ from typing import NamedTuple
 import torch
 
 from rollweave.schema.work import Trajectory
-from rollweave.train.advantages import reward_of, turn_rewards, turns_of
+from rollweave.train.advantages import MIN_DEVIATION, reward_of, turn_rewards, turns_of
 from rollweave.train.rows import Row
-
-MIN_DEVIATION = 1e-6
-"""Standard deviation of advantages below which they count as equal."""
 
 
 class Estimate(NamedTuple):

@@ -7,7 +7,7 @@ same division without communication; it depends only on the seed, the step and t
 
 import dataclasses
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -18,6 +18,7 @@ from rollweave.schema.work import (
     ScoredGroup,
     SegmentKind,
     TokenSequence,
+    Trajectory,
 )
 from rollweave.train.advantages import is_overlong, token_advantages
 from rollweave.train.packing import Example
@@ -71,26 +72,36 @@ def batch_rows(
     for group, used, values in zip(batch.groups, algorithms, advantages, strict=True):
         for trajectory, by_sequence in zip(group.trajectories, values, strict=True):
             index += 1
-            if used.overlong == "drop" and is_overlong(trajectory):
-                continue
-            pairs = zip(trajectory.sequences, by_sequence, strict=True)
-            for number, (sequence, value) in enumerate(pairs):
-                targets = output_positions(sequence)
-                if len(targets):
-                    rows.append(
-                        Row(
-                            example=Example(tokens=torch.tensor(sequence.tokens), targets=targets),
-                            behavior=torch.tensor(sequence.logprobs, dtype=torch.float32)[targets],
-                            advantages=value[targets],
-                            ages=_ages(sequence, batch.version)[targets],
-                            trajectory=index,
-                            engine=trajectory.engine,
-                            algorithm=used,
-                            budget=_budget(trajectory.task.limits),
-                            sequence=number,
-                        )
-                    )
+            if not (used.overlong == "drop" and is_overlong(trajectory)):
+                rows += _rows_of(trajectory, index, by_sequence, used, version=batch.version)
     return rows
+
+
+def _rows_of(
+    trajectory: Trajectory,
+    index: int,
+    advantages: Sequence[torch.Tensor],
+    algorithm: AlgorithmConfig,
+    *,
+    version: int,
+) -> Iterator[Row]:
+    """Yield the rows of a trajectory, the `index`th of a batch for weights `version`, from
+    the advantages [T] of each sequence.
+    """
+    for number, (sequence, values) in enumerate(zip(trajectory.sequences, advantages, strict=True)):
+        targets = output_positions(sequence)
+        if len(targets):
+            yield Row(
+                example=Example(tokens=torch.tensor(sequence.tokens), targets=targets),
+                behavior=torch.tensor(sequence.logprobs, dtype=torch.float32)[targets],
+                advantages=values[targets],
+                ages=_ages(sequence, version)[targets],
+                trajectory=index,
+                engine=trajectory.engine,
+                algorithm=algorithm,
+                budget=_budget(trajectory.task.limits),
+                sequence=number,
+            )
 
 
 def overlong_fraction(batch: Batch) -> float:
