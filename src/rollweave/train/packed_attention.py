@@ -53,7 +53,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackedMask:
-    """What transformers passes through a model as its attention mask.
+    """The object that transformers passes through a model as its attention mask.
 
     `visible[q, k]` is whether position q of a sequence sees position k of it; None if
     it sees all earlier ones. `window` is the number of positions that each position

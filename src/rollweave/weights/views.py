@@ -1,5 +1,5 @@
-"""How a checkpoint stores a model's parameters, where the two differ: several tensors
-of the checkpoint may be parts of one parameter, such as the experts of a layer.
+"""The tensors of a checkpoint as parts of a model's parameters, where the two differ:
+several of them may be parts of one parameter, such as the experts of a layer.
 
 Invariant: a view describes elements of a contiguous tensor, so that nothing is copied to
 read or write a stored tensor.
@@ -85,7 +85,7 @@ class StoredTensors(Struct, frozen=True, kw_only=True):
 
     @property
     def is_identical(self) -> bool:
-        """Whether the checkpoint has each parameter under its name, and nothing else."""
+        """True if the checkpoint has each parameter under its name, and nothing else."""
         return not self.constants and all(
             name == view.parameter
             and view.offset == 0

@@ -1,7 +1,7 @@
 """The routes by which a vLLM server is paused and its weights are changed.
 
 Invariants: each call has a deadline, and its error names the route; what a call was to
-achieve is checked afterwards; each call has a connection of its own, because vLLM
+achieve is checked afterwards; each call has a separate connection, because vLLM
 closes a connection after an error.
 """
 

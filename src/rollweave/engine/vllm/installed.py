@@ -1,5 +1,5 @@
-"""Whether an interpreter has a vLLM that can serve as an engine, without importing it,
-which takes seconds.
+"""Checks that an interpreter has a vLLM that can serve as an engine, without importing
+it, which takes seconds.
 """
 
 import json
@@ -21,7 +21,7 @@ NEEDED = {
         "finalize_layerwise_reload",
     ),
 }
-"""What a vLLM must have, by the folder whose modules mention it."""
+"""Routes and functions that a vLLM must have, by the folder whose modules mention them."""
 
 SCRIPT = """
 import importlib.metadata, importlib.util, json, pathlib, sys

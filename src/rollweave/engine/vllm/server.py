@@ -23,7 +23,9 @@ HOST = "127.0.0.1"
 PLUGIN = Path(__file__).with_name("plugin")
 NAME = "rollweave"
 TOKEN = "ROLLWEAVE_VLLM_TOKEN"
-"""As in the plug-in, which cannot be imported here."""
+"""The environment variable with the token, as in the plug-in, which cannot be imported
+here.
+"""
 
 BATCHED_TOKENS = 16384
 """Tokens that a step computes at most on a CPU, where a prompt is computed in one piece:
@@ -153,7 +155,7 @@ def arguments(spec: EngineSpec, vllm: VllmSpec, shape: ModelShape, *, port: int)
 
 def environment(spec: EngineSpec, *, token: str) -> dict[str, str]:
     """Return the server's environment: that of this process without its module path, in
-    which vLLM would find our requirements instead of its own.
+    which vLLM would find versions of its requirements that are not meant for it.
     """
     assert spec.vllm is not None, "an engine of another kind"
     ours = {

@@ -120,7 +120,7 @@ class RunConfig(Section):
 
     @property
     def has_critic(self) -> bool:
-        """Whether the estimator of any task domain needs a critic."""
+        """True if the estimator of any task domain needs a critic."""
         return any(
             (task.algorithm.advantage or self.algorithm.advantage) in OF_CRITIC
             for task in self.tasks
@@ -291,8 +291,8 @@ class RunConfig(Section):
 
     @property
     def processes_logprobs(self) -> bool:
-        """Whether vLLM must return log-probs at the request's temperature: its own are at
-        temperature 1.
+        """True if vLLM must return log-probs at the request's temperature, since its own
+        are at temperature 1.
         """
         return not {self.eval.temperature, self.rollout.temperature} <= {0.0, 1.0}
 

@@ -160,7 +160,9 @@ its own paper gives no number; for dppo arXiv:2602.04879.
 
 
 class TaskAlgorithmConfig(Section):
-    """What a task domain has instead of the run's [algorithm]; unset is the same."""
+    """Settings of a task domain that replace those of the run's [algorithm]; one that is
+    unset is the run's.
+    """
 
     advantage: Estimator | None = Field(None, description="Its advantage estimator.")
     gamma: Discount | None = Field(None, description="Its discount per turn.")
@@ -556,8 +558,8 @@ class AlgorithmConfig(Section):
 
 
 class CriticConfig(Section):
-    """The critic of the estimators gae and gae_turn: a model of its own, which starts
-    like the policy and is trained beside it.
+    """The critic of the estimators gae and gae_turn: a separate model, which starts like
+    the policy and is trained beside it.
     """
 
     lr: Positive | None = Field(

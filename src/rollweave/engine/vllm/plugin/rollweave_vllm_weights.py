@@ -91,7 +91,7 @@ class RollweaveTransfer(WeightTransferEngine[Start, Update]):  # type: ignore[mi
         finalize_layerwise_reload(self.model, self.model_config)
         for module in self.model.modules():
             # The packed copy of a head that is tied to the embeddings is not made anew:
-            # the head has no weights of its own to reload.
+            # no weights of the head are reloaded.
             if type(module).__name__ == "ParallelLMHead" and hasattr(module, "cpu_linear"):
                 module.quant_method.process_weights_after_loading(module)
         if loaded is not None:
