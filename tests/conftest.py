@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rollweave.io.process_setup import reset_signals
-from tests.support.forking import Forked
+from tests.support.forking import Forked, server
 from tests.support.properties import register_profiles
 
 STARTING_PROCESSES = {"benchmarks", "cli", "envs", "runtime", "sandbox", "service", "sim"}
@@ -37,8 +37,9 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def forked_children() -> Iterator[None]:
     """Fork the engines, trainers, relays and predictors that a test starts in its own
-    process.
+    process, from a server that is there before a test counts processes and files.
     """
+    server()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rollweave.io.child.Popen", Forked)
         yield

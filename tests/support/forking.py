@@ -133,11 +133,6 @@ def server() -> Server:
     return made
 
 
-def server_pid() -> int | None:
-    """Return the process id of this process's server; None while it has none."""
-    return server().pid if server.cache_info().currsize else None
-
-
 def adopt_orphans(adopt: bool) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
