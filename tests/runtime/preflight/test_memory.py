@@ -111,6 +111,13 @@ def test_each_engine_needs_weights_and_kv() -> None:
     assert {"one step", "CUDA"} <= set(engine("model.device=cuda"))
 
 
+def test_a_vllm_server_needs_more_than_a_process_of_ours() -> None:
+    vllm = engine("engines.kind='vllm'")
+    assert (vllm["weights"], vllm["KV cache"]) == (engine()["weights"], engine()["KV cache"])
+    assert vllm["vLLM"] > engine()["process"]
+    assert "copy of the KV cache" not in vllm
+
+
 def test_bfloat16_halves_the_engines_memory_but_not_the_trainers() -> None:
     half = "model.dtype=bfloat16"
     assert 2 * engine(half)["weights"] == engine()["weights"]

@@ -22,6 +22,9 @@ PROCESS_BYTES = 450 << 20
 350 to 450 MB were measured on a CPU.
 """
 
+VLLM_BYTES = 1200 << 20
+"""Memory of a vLLM server beside weights and KV: 1.1 GB were measured on a CPU."""
+
 CUDA_BYTES = 640 << 20
 """Memory on a GPU of one process's CUDA context, kernels and workspaces."""
 
@@ -167,6 +170,9 @@ def engine_parts(config: RunConfig, shape: ModelShape, group: EngineConfig) -> l
         Part(what="weights", nbytes=parameters(shape) * width, knob="model"),
         Part(what="KV cache", nbytes=kv, knob="engines.kv_tokens"),
     ]
+    if group.kind == "vllm":
+        vllm = Part(what="vLLM", nbytes=VLLM_BYTES, on_device=False, knob="engines.count")
+        return [*parts, vllm, *_process(config, knob="engines.count")]
     if config.model.device != "cuda":
         if config.model.dtype == "float32" and not group.deterministic:
             parts.append(Part(what="copy of the KV cache", nbytes=kv, knob="engines.kv_tokens"))
