@@ -114,6 +114,14 @@ async def started(
         await engine.close()
 
 
+def shared_names(pids: list[int]) -> list[str]:
+    """Return the shared memory of these processes that would be left if they were
+    killed now.
+    """
+    lines = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    return [line for line in lines if " /dev/shm/" in line and not line.endswith("(deleted)")]
+
+
 async def all_end(pids: list[int]) -> None:
     """Wait until none of these processes is left."""
     async with asyncio.timeout(30):
@@ -202,6 +210,7 @@ async def test_loss_of_the_server_names_the_signal_and_leaves_no_process(
         server, *others = descendants(pid)
         turn = engine.generate(greedy("r0", count=400))
         await engine.stats()
+        assert not shared_names([server, *others])
         os.kill(server, signal.SIGKILL)
         with pytest.raises(EngineLostError, match="vLLM ended: signal SIGKILL"):
             await turn
@@ -216,6 +225,7 @@ async def test_two_ranks_load_their_slices_and_a_lost_engine_leaves_no_process(
         assert len(processes) > 4  # with the server, its engine core and two ranks
         await engine.load(weights.published(1))
         await agrees(engine, weights, 1)
+        assert not shared_names(processes)
         os.kill(pid, signal.SIGKILL)  # not through the handle, which kills the whole group
         await asyncio.wait([engine.lost])
         await all_end(processes)
@@ -237,10 +247,10 @@ async def test_a_server_that_stops_during_an_update_is_killed_with_the_route(
         await all_end([pid, *processes])
 
 
-async def test_ranks_refuse_before_any_of_them_swaps(weights: Weights) -> None:
+async def test_ranks_refuse_before_any_of_them_swaps(weights: Weights, tmp_path: Path) -> None:
     """The routes, with updates that the engine itself would have refused."""
     vllm = vllm_spec()
-    server = VllmServer(spec_of(weights, vllm), read_shape(weights.model))
+    server = VllmServer(spec_of(weights, vllm), read_shape(weights.model), tmp_path)
     control = Control(server.url, token=server.token, limit_s=60.0)
     try:
         await until(lambda: control.connect())

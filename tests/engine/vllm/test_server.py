@@ -64,8 +64,9 @@ def test_only_the_environment_has_the_token(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/ours")
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    env = environment(spec, token="secret")
+    env = environment(spec, token="secret", folder=Path("/sockets"))
     assert (env["PYTHONPATH"], env[TOKEN]) == (str(PLUGIN), "secret")
+    assert env["VLLM_RPC_BASE_PATH"] == "/sockets"
     assert "PYTHONDONTWRITEBYTECODE" not in env
     assert not any("secret" in each for each in options(spec))
 

@@ -27,6 +27,7 @@ from rollweave.engine.vllm.control import Control, RefusedError
 from rollweave.engine.vllm.installed import vllm_version
 from rollweave.engine.vllm.server import VllmServer, max_context
 from rollweave.engine.vllm.versions import OwnVllm
+from rollweave.io.locked_folders import temporary_folder
 from rollweave.schema.errors import ConfigError, EngineError, EngineLostError, WeightsError
 from rollweave.schema.serving import (
     Abort,
@@ -98,10 +99,13 @@ class VllmEngine:
         try:
             shape = read_shape(Path(self._spec.model))
             await asyncio.to_thread(vllm_version, self._vllm.python)
-            self._server = VllmServer(self._spec, shape)
+            with temporary_folder("rollweave-vllm-") as folder:
+                self._server = VllmServer(self._spec, shape, folder)
+                await self._run(shape, commands)
         except (ConfigError, EngineError, OSError) as error:
             self._reply(EngineFatal(error=str(error)))
-            return
+
+    async def _run(self, shape: ModelShape, commands: "asyncio.Queue[EngineCommand]") -> None:
         ended = asyncio.create_task(self._server.ended(), name="vLLM")
         serving = asyncio.create_task(self._serve(shape, commands), name="serve")
         try:
@@ -146,6 +150,7 @@ class VllmEngine:
         self._control = Control(self._server.url, token=self._server.token, limit_s=vllm.control_s)
         try:
             await self._http.ready()
+            await asyncio.to_thread(self._server.unlink_shared_memory)
             await self._control.connect()
             self._reply(
                 Ready(

@@ -2,10 +2,12 @@
 
 Invariants: it listens on the loopback interface only, and admits no request without a
 token that only this process knows; it ends when this process ends, with all of its
-children (`plugin/rollweave_vllm.py`); nothing needs to be installed beside vLLM.
+children (`plugin/rollweave_vllm.py`), and leaves no socket, and once it serves no shared
+memory, however it ends; nothing needs to be installed beside vLLM.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -15,6 +17,7 @@ import subprocess
 from pathlib import Path
 
 from rollweave.io.child import status_text
+from rollweave.sandbox.processes import family
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import EngineSpec, VllmSpec
 from rollweave.weights.checkpoint import ModelShape
@@ -44,6 +47,9 @@ ERROR = re.compile(r"^(?:\([^)]*\) )?([A-Z]\w*(?:Error|Exception): .+)$", re.MUL
 ERROR_CHARS = 500
 """Maximum number of characters of an error that is reported."""
 
+SHARED_MEMORY = " /dev/shm/"
+"""What precedes the names of shared memory and semaphores in a process's memory map."""
+
 SPARE_BLOCKS = 2
 """Blocks of the cache that vLLM keeps for itself: a sequence of the maximum length must
 fit beside them.
@@ -56,9 +62,11 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 
 class VllmServer:
-    """The process of a server, which starts at once. Raises EngineError if it cannot."""
+    """The process of a server, which starts at once and has its sockets in `folder`.
+    Raises EngineError if it cannot start.
+    """
 
-    def __init__(self, spec: EngineSpec, shape: ModelShape) -> None:
+    def __init__(self, spec: EngineSpec, shape: ModelShape, folder: Path) -> None:
         assert spec.vllm is not None, "an engine of another kind"
         self.token = secrets.token_urlsafe(32)
         # No process that requests any port gets this one until the server binds it.
@@ -79,7 +87,7 @@ class VllmServer:
                 self._process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
-                    env=environment(spec, token=self.token),
+                    env=environment(spec, token=self.token, folder=folder),
                 )
             except OSError as error:
                 raise EngineError(f"{spec.vllm.python} cannot be run: {error}") from error
@@ -89,10 +97,31 @@ class VllmServer:
         status = await asyncio.to_thread(self._process.wait)
         return f"vLLM ended: {first_error(LOG, self._log_bytes) or status_text(status)}"
 
+    def unlink_shared_memory(self) -> None:
+        """Remove the names of the shared memory and semaphores of the server and its
+        children. All of them have opened what they share once the server is ready.
+        """
+        names = {
+            line.split(maxsplit=5)[5]
+            for pid in family(self._process.pid)
+            for line in _maps_of(pid)
+            if SHARED_MEMORY in line
+        }
+        for name in names:
+            with contextlib.suppress(OSError):  # such as one with the mark "(deleted)"
+                os.unlink(name)
+
     def kill(self) -> None:
         """Kill the server and its children. This does not wait."""
         if self._process.poll() is None:
             self._process.kill()
+
+
+def _maps_of(pid: int) -> list[str]:
+    """Return the lines of a process's memory map; none if it has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return []
 
 
 def first_error(log: Path, start: int) -> str:
@@ -153,7 +182,7 @@ def arguments(spec: EngineSpec, vllm: VllmSpec, shape: ModelShape, *, port: int)
     ]
 
 
-def environment(spec: EngineSpec, *, token: str) -> dict[str, str]:
+def environment(spec: EngineSpec, *, token: str, folder: Path) -> dict[str, str]:
     """Return the server's environment: that of this process without its module path, in
     which vLLM would find versions of its requirements that are not meant for it.
     """
@@ -163,6 +192,7 @@ def environment(spec: EngineSpec, *, token: str) -> dict[str, str]:
         "VLLM_PLUGINS": NAME,
         "VLLM_SERVER_DEV_MODE": "1",  # without it there are no control routes
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_RPC_BASE_PATH": str(folder),  # the folder of its sockets
         TOKEN: token,
     }
     if spec.device == "cpu":

@@ -13,6 +13,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -44,10 +45,14 @@ def serve() -> None:
 def register() -> None:
     """Offer our weight transfer to vLLM, which calls this in each of its processes,
     possibly several times.
+
+    The lock of progress bars is otherwise a semaphore, which a killed process leaves.
     """
+    from tqdm import tqdm
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
     end_with_parent()
+    tqdm.set_lock(threading.RLock())
     if NAME not in Factory._registry:
         Factory.register_engine(NAME, f"{NAME}_vllm_weights", "RollweaveTransfer")
 
