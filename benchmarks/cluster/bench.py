@@ -11,9 +11,7 @@ Root, `ip`, `tc` and Ray are needed; without them, no figure is measured.
 
 import contextlib
 import json
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.hosts import MEGABITS
+from benchmarks.cluster.hosts import MEGABITS, measure_on
 from benchmarks.cluster.ray_hosts import RayHosts
 from benchmarks.cluster.run import PATIENCE_S, ClusterRun, lost_trajectories
 from benchmarks.contract import Figure, Result
@@ -127,36 +125,31 @@ def bench_cluster(*, quick: bool, progress: Callable[[str], None]) -> Result:
 def measure_cluster(plan: ClusterPlan, *, progress: Callable[[str], None]) -> Result:
     """Run the bench.
 
-    Raises RollweaveError where a run fails or makes no progress, and then keeps its
-    directory, as it does where a promise is broken.
+    Raises RollweaveError where a run fails or makes no progress.
     """
-    scratch = Path(tempfile.mkdtemp(prefix="rollweave-cluster-"))
-    figures: dict[str, Figure] = dict.fromkeys(FIGURES)
-    conditions: dict[str, Any] = {}
-    with RayHosts(RESOURCES) as hosts:
-        if hosts.why_not:
-            shutil.rmtree(scratch)
-            reason = f"not measured: {hosts.why_not}"
-            return Result(
-                bench="cluster", figures=figures, conditions=dict.fromkeys(FIGURES, reason)
-            )
-        measuring = _Measuring(plan, hosts, scratch, progress)
+
+    def measure(hosts: RayHosts, directory: Path) -> Result:
+        measuring = _Measuring(plan, hosts, directory, progress)
         measuring.compare("", FIXED, plan.pairs, plan.steps, steps_after=plan.steps_after)
         measuring.compare("_longtail", LONGTAIL, plan.tails, plan.tail_steps)
         if plan.losses:
             measuring.lose_hosts()
         measuring.finish()
-        figures |= measuring.figures
-        conditions |= measuring.conditions
-    result = Result(bench="cluster", figures=figures, conditions=conditions | _conditions(plan))
-    for name in FIGURES:
-        if figures[name] is None:
-            result.conditions.setdefault(name, "not measured: --quick has no such runs")
-    if result.broken:
-        progress(f"broken: {', '.join(result.broken)}; {scratch} has the runs")
-    else:
-        shutil.rmtree(scratch)
-    return result
+        figures: dict[str, Figure] = {name: measuring.figures.get(name) for name in FIGURES}
+        unmeasured = {
+            name: "not measured: --quick has no such runs"
+            for name, figure in figures.items()
+            if figure is None
+        }
+        return Result(
+            bench="cluster",
+            figures=figures,
+            conditions=unmeasured | measuring.conditions | _conditions(plan),
+        )
+
+    return measure_on(
+        lambda _: RayHosts(RESOURCES), measure, bench="cluster", figures=FIGURES, progress=progress
+    )
 
 
 class _Measuring:
@@ -166,10 +159,10 @@ class _Measuring:
         self,
         plan: ClusterPlan,
         hosts: RayHosts,
-        scratch: Path,
+        directory: Path,
         progress: Callable[[str], None],
     ) -> None:
-        self._plan, self._hosts, self._scratch, self._progress = plan, hosts, scratch, progress
+        self._plan, self._hosts, self._directory, self._progress = plan, hosts, directory, progress
         self._runs = 0
         self._ms_per_turn: list[float] = []
         self._most = 0
@@ -284,7 +277,7 @@ class _Measuring:
         self, name: str, settings: tuple[str, ...], *, on_cluster: bool
     ) -> contextlib.AbstractContextManager[ClusterRun]:
         self._runs += 1
-        own = (f'run.dir="{self._scratch}"', f"run.name=run{self._runs}", "run.sinks=[]")
+        own = (f'run.dir="{self._directory}"', f"run.name=run{self._runs}", "run.sinks=[]")
         hosts = self._hosts if on_cluster else None
         return _started(config_of(name, (*self._plan.settings, *settings, *own), hosts), hosts)
 

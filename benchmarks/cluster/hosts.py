@@ -7,11 +7,15 @@ killed.
 
 import contextlib
 import os
+import shutil
 import signal
+import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
+from benchmarks.contract import Result
 from benchmarks.network import Network
 from benchmarks.soak.run_under_test import source_path
 from rollweave.io.locked_folders import remove_stale, temporary_folder
@@ -30,6 +34,8 @@ PREFIX = "rollweave-net-"
 
 CACHE = "torchinductor"
 """In the name of torch's cache, which it keeps for later processes."""
+
+AnyHosts = TypeVar("AnyHosts", bound="Hosts")
 
 
 class Hosts:
@@ -175,3 +181,34 @@ def _opened(process: Path, names: set[str]) -> set[str]:
 def mounts() -> list[str]:
     """Return the mounts that this process sees."""
     return Path("/proc/self/mounts").read_text().splitlines()
+
+
+def measure_on(
+    hosts: Callable[[Path], AnyHosts],
+    measure: Callable[[AnyHosts, Path], Result],
+    *,
+    bench: str,
+    figures: Sequence[str],
+    progress: Callable[[str], None],
+) -> Result:
+    """Measure on hosts with a directory for runs, which is removed unless a run fails or
+    a promise is broken. Where there are no hosts, no figure is measured.
+
+    Raises what `measure` raises.
+    """
+    directory = Path(tempfile.mkdtemp(prefix=f"rollweave-{bench.replace('_', '-')}-"))
+    with hosts(directory) as running:
+        if not running.why_not:
+            result = measure(running, directory)
+        else:
+            reason = f"not measured: {running.why_not}"
+            result = Result(
+                bench=bench,
+                figures=dict.fromkeys(figures),
+                conditions=dict.fromkeys(figures, reason),
+            )
+    if result.broken:
+        progress(f"broken: {', '.join(result.broken)}; {directory} has the runs")
+    else:
+        shutil.rmtree(directory)
+    return result

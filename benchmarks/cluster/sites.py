@@ -10,10 +10,8 @@ Root, `ip` and `tc` are needed; without them, no figure is measured.
 """
 
 import os
-import shutil
 import signal
 import statistics
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing import Any
 
 from benchmarks.cluster.agents import HostsByHand
 from benchmarks.cluster.bench import FIXED
-from benchmarks.cluster.hosts import command_of
+from benchmarks.cluster.hosts import command_of, measure_on
 from benchmarks.cluster.run import PATIENCE_S, ClusterRun, lost_trajectories
 from benchmarks.contract import Figure, Result
 from benchmarks.runs import conditions_of, example
@@ -112,31 +110,29 @@ def bench_cluster_sites(*, quick: bool, progress: Callable[[str], None]) -> Resu
 def measure_sites(plan: SitesPlan, *, progress: Callable[[str], None]) -> Result:
     """Run the bench.
 
-    Raises RollweaveError where a run fails or makes no progress, and then keeps its
-    directory, as it does where a promise is broken.
+    Raises RollweaveError where a run fails or makes no progress.
     """
-    scratch = Path(tempfile.mkdtemp(prefix="rollweave-sites-"))
-    figures: dict[str, Figure] = dict.fromkeys(FIGURES)
-    with HostsByHand(HOSTS, scratch, megabits=None, far=FAR) as hosts:
-        if hosts.why_not:
-            shutil.rmtree(scratch)
-            reason = f"not measured: {hosts.why_not}"
-            return Result(
-                bench="cluster_sites", figures=figures, conditions=dict.fromkeys(FIGURES, reason)
-            )
-        measuring = _Measuring(plan, hosts, scratch, progress)
+
+    def measure(hosts: HostsByHand, directory: Path) -> Result:
+        measuring = _Measuring(plan, hosts, directory, progress)
         for number in range(plan.rounds):
             for variant in VARIANTS:
                 measuring.run(variant, number)
-        figures |= measuring.figures()
-        figures["leftovers"] = len(hosts.leftovers()) + measuring.leftovers
-    conditions = _conditions(plan) | measuring.samples()
-    result = Result(bench="cluster_sites", figures=figures, conditions=conditions)
-    if result.broken:
-        progress(f"broken: {', '.join(result.broken)}; {scratch} has the runs")
-    else:
-        shutil.rmtree(scratch)
-    return result
+        return Result(
+            bench="cluster_sites",
+            figures=dict.fromkeys(FIGURES)
+            | measuring.figures()
+            | {"leftovers": len(hosts.leftovers()) + measuring.leftovers},
+            conditions=_conditions(plan) | measuring.samples(),
+        )
+
+    return measure_on(
+        lambda directory: HostsByHand(HOSTS, directory, megabits=None, far=FAR),
+        measure,
+        bench="cluster_sites",
+        figures=FIGURES,
+        progress=progress,
+    )
 
 
 class _Measuring:
@@ -146,10 +142,10 @@ class _Measuring:
         self,
         plan: SitesPlan,
         hosts: HostsByHand,
-        scratch: Path,
+        directory: Path,
         progress: Callable[[str], None],
     ) -> None:
-        self._plan, self._hosts, self._scratch, self._progress = plan, hosts, scratch, progress
+        self._plan, self._hosts, self._directory, self._progress = plan, hosts, directory, progress
         self._samples: dict[str, list[float]] = {}
         self._suspected: dict[str, list[int]] = {}
         self._version_bytes = 0
@@ -164,7 +160,7 @@ class _Measuring:
             *plan.settings,
             f"run.steps={plan.steps}",
             f"run.seed={number}",
-            f'run.dir="{self._scratch}"',
+            f'run.dir="{self._directory}"',
             f"run.name={variant}{number}",
             *(() if variant == "no_site" else ("pools.far.site=elsewhere",)),
             *(() if variant == "changes" else ('ablation.without=["deltas"]',)),

@@ -7,8 +7,6 @@ agent by itself. At last the run is stopped in order and resumed with a few more
 and must succeed.
 """
 
-import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster.bench import FIXED, HOSTS, QUICK_SETTINGS, RESOURCES, UNBOUNDED, config_of
+from benchmarks.cluster.hosts import measure_on
 from benchmarks.cluster.ray_hosts import RayHosts
 from benchmarks.cluster.run import CLOCKS_S, PATIENCE_S, ClusterRun, lost_trajectories
 from benchmarks.contract import Figure, Result
@@ -84,60 +83,62 @@ def bench_cluster_soak(*, quick: bool, progress: Callable[[str], None]) -> Resul
 def soak_cluster(plan: ClusterSoakPlan, *, progress: Callable[[str], None]) -> Result:
     """Run the bench.
 
-    Raises RollweaveError where the run fails or makes no progress, and then keeps its
-    directory, as it does where a promise is broken.
+    Raises RollweaveError where the run fails or makes no progress.
     """
-    scratch = Path(tempfile.mkdtemp(prefix="rollweave-cluster-soak-"))
-    figures: dict[str, Figure] = dict.fromkeys(FIGURES)
-    conditions: dict[str, Any] = {}
-    with RayHosts(RESOURCES) as hosts:
-        if hosts.why_not:
-            shutil.rmtree(scratch)
-            reason = f"not measured: {hosts.why_not}"
-            return Result(
-                bench="cluster_soak", figures=figures, conditions=dict.fromkeys(FIGURES, reason)
-            )
-        settings = (
-            *plan.settings,
-            f"run.steps={UNBOUNDED}",
-            f'run.dir="{scratch}"',
-            "run.name=soak",
-            "run.sinks=[]",
-        )
-        with ClusterRun(config_of(FIXED, settings, hosts), hosts) as run:
-            run.start()
-            run.wait(lambda: run.trained, PATIENCE_S, "the first step")
-            began, losses = time.monotonic(), _Losses(run, hosts, plan, progress)
-            for number in range(plan.rounds):
-                losses.one(number, due=began + number * plan.every_s)
-            figures["soaked_s"] = round(time.monotonic() - began, 1)
-            restarts = len(run.warnings("restarted from checkpoint"))
-            run.stop(PATIENCE_S)
-            not_caused = losses.not_caused()
-            hosts.wait_for_agents()
-            run.start(steps=run.reached + plan.more)
-            summary = run.finish(PATIENCE_S)
-            not_caused += [line for _, line in run.losses()]
-            hosts.wait_for_agents()
-            figures |= losses.figures() | {
-                "losses_not_caused": len(not_caused),
-                "success": float(min(summary["success_rate"].values(), default=0.0)),
-                "steps": summary["steps"],
-                "trainer_restarts": restarts,
-                "lost_trajectories": lost_trajectories(summary["account"]),
-                "unaccounted": run.unaccounted(summary["account"]),
-                "leftovers": run.leftovers + len(hosts.leftovers()),
-            }
-            conditions |= {"account": summary["account"], "watchdog": summary["watchdog"]}
-            conditions["losses_not_caused_all"] = not_caused
-    result = Result(
-        bench="cluster_soak", figures=figures, conditions=conditions | _conditions(plan)
+    return measure_on(
+        lambda _: RayHosts(RESOURCES),
+        lambda hosts, directory: _soaked(plan, hosts, directory, progress),
+        bench="cluster_soak",
+        figures=FIGURES,
+        progress=progress,
     )
-    if result.broken:
-        progress(f"broken: {', '.join(result.broken)}; {scratch} has the run")
-    else:
-        shutil.rmtree(scratch)
-    return result
+
+
+def _soaked(
+    plan: ClusterSoakPlan, hosts: RayHosts, directory: Path, progress: Callable[[str], None]
+) -> Result:
+    settings = (
+        *plan.settings,
+        f"run.steps={UNBOUNDED}",
+        f'run.dir="{directory}"',
+        "run.name=soak",
+        "run.sinks=[]",
+    )
+    with ClusterRun(config_of(FIXED, settings, hosts), hosts) as run:
+        run.start()
+        run.wait(lambda: run.trained, PATIENCE_S, "the first step")
+        began, losses = time.monotonic(), _Losses(run, hosts, plan, progress)
+        for number in range(plan.rounds):
+            losses.one(number, due=began + number * plan.every_s)
+        soaked_s = round(time.monotonic() - began, 1)
+        restarts = len(run.warnings("restarted from checkpoint"))
+        run.stop(PATIENCE_S)
+        not_caused = losses.not_caused()
+        hosts.wait_for_agents()
+        run.start(steps=run.reached + plan.more)
+        summary = run.finish(PATIENCE_S)
+        not_caused += [line for _, line in run.losses()]
+        hosts.wait_for_agents()
+        figures = losses.figures() | {
+            "soaked_s": soaked_s,
+            "losses_not_caused": len(not_caused),
+            "success": float(min(summary["success_rate"].values(), default=0.0)),
+            "steps": summary["steps"],
+            "trainer_restarts": restarts,
+            "lost_trajectories": lost_trajectories(summary["account"]),
+            "unaccounted": run.unaccounted(summary["account"]),
+            "leftovers": run.leftovers + len(hosts.leftovers()),
+        }
+        conditions = {
+            "account": summary["account"],
+            "watchdog": summary["watchdog"],
+            "losses_not_caused_all": not_caused,
+        }
+    return Result(
+        bench="cluster_soak",
+        figures={name: figures.get(name) for name in FIGURES},
+        conditions=conditions | _conditions(plan),
+    )
 
 
 class _Losses:
