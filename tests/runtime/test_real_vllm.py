@@ -19,7 +19,7 @@ from tests.support.processes import descendants
 
 pytestmark = [*needs_vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
-ENGINE = "rollweave.runtime.entrypoints.vllm"
+ENGINE = "rollweave.runtime.entrypoints.server_engine"
 
 STEPS = 40
 """Number of steps: enough that some are left when both engines are back."""

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.engine.vllm_server import VARIABLE
 from rollweave.engine.clients.inproc import MakeLoop
-from rollweave.schema.serving import VllmSpec
+from rollweave.schema.serving import ServerSpec
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,10 +27,14 @@ needs_vllm = (
 """Marks of a test that needs an interpreter that has vLLM (`make test-vllm`)."""
 
 
-def vllm_spec(*, control_s: float = 60.0, degree: int = 1) -> VllmSpec:
+def vllm_spec(*, control_s: float = 60.0, degree: int = 1) -> ServerSpec:
     """Return the server of an engine, on the interpreter that the environment names."""
-    return VllmSpec(
-        python=os.environ[VARIABLE], degree=degree, start_s=VLLM_START_S, control_s=control_s
+    return ServerSpec(
+        kind="vllm",
+        python=os.environ[VARIABLE],
+        degree=degree,
+        start_s=VLLM_START_S,
+        control_s=control_s,
     )
 
 

@@ -34,7 +34,7 @@ from rollweave.schema.events import EngineSlot
 from rollweave.schema.hosts import RankSlot
 from rollweave.schema.prediction import PredictorSpec
 from rollweave.schema.rollouts import WorkerSpec
-from rollweave.schema.serving import EngineSpec, VllmSpec
+from rollweave.schema.serving import EngineSpec, ServerSpec
 
 BACKSTOP = 2.0
 """Ratio of our own time limits on a silent child to the core's: the core acts first, and
@@ -42,16 +42,12 @@ gives its own reason.
 """
 
 
-PROCESSED = ("--logprobs-mode", "processed_logprobs")
-"""Arguments with which vLLM's log-probs are those at the request's temperature."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Programs:
     """The modules that the child processes run; tests replace them by smaller ones."""
 
     engine: str = "rollweave.runtime.entrypoints.engine"
-    vllm: str = "rollweave.runtime.entrypoints.vllm"
+    server_engine: str = "rollweave.runtime.entrypoints.server_engine"
     trainer: str = "rollweave.runtime.entrypoints.trainer"
     relay: str = "rollweave.runtime.entrypoints.relay"
     worker: str = "rollweave.runtime.entrypoints.worker"
@@ -99,9 +95,9 @@ class Processes:
         engine_id, watchdog = slot.id, self._config.watchdog
         host = self._hosts.host(slot.host)
         engines = self._config.engines[slot.group]
-        is_vllm = engines.kind == "vllm"
+        kind = engines.server
         device = self._config.model.device
-        if is_vllm and device == "auto":
+        if kind is not None and device == "auto":
             device = "cuda" if slot.devices else "cpu"  # the engine's process has no torch
         spec = EngineSpec(
             id=engine_id,
@@ -120,28 +116,36 @@ class Processes:
             # not in a service, whose engines serve the model's own weights
             released=self._config.trainer.colocated and self._version < 0,
             kv_host=host.address,
-            vllm=VllmSpec(
+            server=ServerSpec(
+                kind=kind,
                 python=engines.python,
-                args=(*(PROCESSED if self._config.processes_logprobs else ()), *engines.args),
+                args=engines.args,
+                scaled_logprobs=self._config.scales_logprobs,
                 degree=slot.degree,
                 start_s=watchdog.start_s,
                 control_s=watchdog.weights_s / 2,
             )
-            if is_vllm
+            if kind is not None
             else None,
         )
-        if self._inproc and not is_vllm:
+        if self._inproc and kind is None:
             # torch stays out of a controller that does not need it
             from rollweave.engine.loop import EngineLoop
 
             link = in_thread(spec, EngineLoop, model_ready=self._model_ready)
         else:
+            threads, module = slot.degree, self._programs.engine
+            if kind is not None:
+                threads, module = 1, self._programs.server_engine
             log = self._run.logs / f"{engine_id}.log"
             link = in_process(
                 spec,
-                module=self._programs.vllm if is_vllm else self._programs.engine,
+                module=module,
                 log=log,
-                env={**_threads(1 if is_vllm else slot.degree), **host.environment(slot.devices)},
+                env={
+                    **_threads(threads),
+                    **host.environment(slot.devices),
+                },
                 model_ready=self._model_ready,
                 spawn=host.spawn,
             )

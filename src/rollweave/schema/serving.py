@@ -502,16 +502,23 @@ EngineReply = (
 )
 
 
-class VllmSpec(Struct, frozen=True, kw_only=True):
-    """The vLLM server of an engine: the interpreter that has vLLM, more arguments of the
-    server, and its tensor parallelism.
+ServerName = Literal["vllm"]
+"""A kind of inference server that a run can start."""
 
-    The server must be ready within `start_s`, and answer each control call within
-    `control_s`.
+
+class ServerSpec(Struct, frozen=True, kw_only=True):
+    """The inference server of an engine: its kind, the interpreter that has it, more
+    arguments, and its tensor parallelism.
+
+    With `scaled_logprobs`, requests have temperatures other than 0 and 1, at which their
+    log-probs must be. The server must be ready within `start_s`, and answer each control
+    call within `control_s`.
     """
 
+    kind: ServerName
     python: str
     args: tuple[str, ...] = ()
+    scaled_logprobs: bool = False
     degree: int = 1
     start_s: float
     control_s: float
@@ -525,7 +532,8 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     before others are loaded. With `profile`, the engine measures its decode steps
     before it is ready. If `released`, it begins without memory for weights and KV, as
     after `Suspend.release`, and measures nothing. `kv_host` is the address on which it
-    exports KV over TCP. With `vllm`, a vLLM server computes instead of our engine.
+    exports KV over TCP. With `server`, an inference server computes instead of our
+    engine.
     """
 
     id: EngineId
@@ -544,4 +552,4 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     profile: bool = False
     released: bool = False
     kv_host: str = "127.0.0.1"
-    vllm: VllmSpec | None = None
+    server: ServerSpec | None = None

@@ -122,7 +122,7 @@ async def connect(tmp_path: Path, model: Path, vllm_model: Path) -> AsyncIterato
             model=path,
             max_slots=4,
             kv_tokens=512,
-            vllm=vllm_spec() if kind == "vllm" else None,
+            server=vllm_spec() if kind == "vllm" else None,
         )
         model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().call_soon(model_ready.set_result, None)
@@ -134,7 +134,7 @@ async def connect(tmp_path: Path, model: Path, vllm_model: Path) -> AsyncIterato
             module = (
                 "tests.engine.clients.echo_engine"
                 if "fake" in kind
-                else f"rollweave.runtime.entrypoints.{'vllm' if kind == 'vllm' else 'engine'}"
+                else f"rollweave.runtime.entrypoints.{'server_engine' if kind == 'vllm' else 'engine'}"
             )
             link = in_process(
                 spec,

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 from aiohttp import web
 
-from rollweave.engine.vllm.control import ROUTES, Control, ControlError, RefusedError
+from rollweave.engine.servers.control import ControlError, RefusedError
+from rollweave.engine.vllm.control import ROUTES, VllmControl
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -34,7 +35,7 @@ class FakeServer:
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[tuple[FakeServer, Control]]:
+async def server() -> AsyncIterator[tuple[FakeServer, VllmControl]]:
     fake, app = FakeServer(), web.Application()
     for route, method in {**ROUTES, "/metrics": "GET"}.items():
         app.router.add_route(method, route, fake.handle)
@@ -43,13 +44,13 @@ async def server() -> AsyncIterator[tuple[FakeServer, Control]]:
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    control = Control(fake.url, token="secret", limit_s=60.0)
+    control = VllmControl(fake.url, token="secret", limit_s=60.0)
     yield fake, control
     await control.close()
     await runner.cleanup()
 
 
-async def test_an_update_pauses_keeps_and_clears(server: tuple[FakeServer, Control]) -> None:
+async def test_an_update_pauses_keeps_and_clears(server: tuple[FakeServer, VllmControl]) -> None:
     fake, control = server
     await control.connect()
     await control.pause()
@@ -71,7 +72,7 @@ async def test_an_update_pauses_keeps_and_clears(server: tuple[FakeServer, Contr
 
 
 async def test_a_silent_route_is_named_when_its_time_is_over(
-    server: tuple[FakeServer, Control],
+    server: tuple[FakeServer, VllmControl],
 ) -> None:
     fake, _ = server
 
@@ -80,13 +81,13 @@ async def test_a_silent_route_is_named_when_its_time_is_over(
         raise AssertionError
 
     fake.answers["/update_weights"] = hang
-    hasty = Control(fake.url, token="secret", limit_s=0.5)
+    hasty = VllmControl(fake.url, token="secret", limit_s=0.5)
     with pytest.raises(ControlError, match=r"did not answer /update_weights within 0\.5 s"):
         await hasty.update({})
     await hasty.close()
 
 
-async def test_an_error_is_a_refusal_with_the_text(server: tuple[FakeServer, Control]) -> None:
+async def test_an_error_is_a_refusal_with_the_text(server: tuple[FakeServer, VllmControl]) -> None:
     fake, control = server
 
     async def refuse(_: web.Request) -> web.StreamResponse:
@@ -105,9 +106,9 @@ async def test_an_error_is_a_refusal_with_the_text(server: tuple[FakeServer, Con
     ],
 )
 async def test_a_success_without_effect_is_noticed(
-    server: tuple[FakeServer, Control],
+    server: tuple[FakeServer, VllmControl],
     route: str,
-    call: Callable[[Control], Awaitable[None]],
+    call: Callable[[VllmControl], Awaitable[None]],
     rule: str,
 ) -> None:
     fake, control = server
@@ -120,7 +121,7 @@ async def test_a_success_without_effect_is_noticed(
         await call(control)
 
 
-async def test_metrics_are_read_and_may_be_missing(server: tuple[FakeServer, Control]) -> None:
+async def test_metrics_are_read_and_may_be_missing(server: tuple[FakeServer, VllmControl]) -> None:
     fake, control = server
     assert await control.gauges() == {}  # this server has none
     text = (
@@ -137,8 +138,8 @@ async def test_metrics_are_read_and_may_be_missing(server: tuple[FakeServer, Con
     assert await control.gauges() == {"running": 3.0, "kv_share": 0.25}
 
 
-async def test_a_server_that_is_gone_breaks_off(server: tuple[FakeServer, Control]) -> None:
-    control = Control("http://127.0.0.1:9", token="secret", limit_s=5.0)
+async def test_a_server_that_is_gone_breaks_off(server: tuple[FakeServer, VllmControl]) -> None:
+    control = VllmControl("http://127.0.0.1:9", token="secret", limit_s=5.0)
     with pytest.raises(ControlError, match="/resume broke off"):
         await control.resume()
     await control.close()

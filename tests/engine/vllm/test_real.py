@@ -16,7 +16,8 @@ import pytest
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.process import in_process
 from rollweave.engine.embedded import start_engine
-from rollweave.engine.vllm.control import Control, RefusedError
+from rollweave.engine.servers.control import RefusedError
+from rollweave.engine.vllm.control import VllmControl
 from rollweave.engine.vllm.server import VllmServer
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import EngineLostError, WeightsError
@@ -25,7 +26,7 @@ from rollweave.schema.serving import (
     GenerateRequest,
     GenerateResult,
     Sampling,
-    VllmSpec,
+    ServerSpec,
 )
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights.checkpoint import read_shape, read_tensors_of
@@ -86,22 +87,22 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     return Weights(tmp_path_factory.mktemp("weights"))
 
 
-def spec_of(weights: Weights, vllm: VllmSpec) -> EngineSpec:
+def spec_of(weights: Weights, vllm: ServerSpec) -> EngineSpec:
     return EngineSpec(
-        id=EngineId("e0"), model=str(weights.model), max_slots=16, kv_tokens=16384, vllm=vllm
+        id=EngineId("e0"), model=str(weights.model), max_slots=16, kv_tokens=16384, server=vllm
     )
 
 
 @asynccontextmanager
 async def started(
-    weights: Weights, tmp_path: Path, vllm: VllmSpec
+    weights: Weights, tmp_path: Path, vllm: ServerSpec
 ) -> AsyncIterator[tuple[EngineClient, int]]:
     """Start an engine, and yield it with the id of its process."""
     present: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     present.set_result(None)
     link = in_process(
         spec_of(weights, vllm),
-        module="rollweave.runtime.entrypoints.vllm",
+        module="rollweave.runtime.entrypoints.server_engine",
         log=tmp_path / "e0.log",
         env=environment(),
         model_ready=present,
@@ -251,7 +252,7 @@ async def test_ranks_refuse_before_any_of_them_swaps(weights: Weights, tmp_path:
     """The routes, with updates that the engine itself would have refused."""
     vllm = vllm_spec()
     server = VllmServer(spec_of(weights, vllm), read_shape(weights.model), tmp_path)
-    control = Control(server.url, token=server.token, limit_s=60.0)
+    control = VllmControl(server.url, token=server.token, limit_s=60.0)
     try:
         await until(lambda: control.connect())
         good = weights.published(1)
@@ -271,7 +272,7 @@ async def test_ranks_refuse_before_any_of_them_swaps(weights: Weights, tmp_path:
         await control.update({"part": "swap"})
         await control.finish_update("1")
         await control.resume()
-        stranger = Control(server.url, token="guessed", limit_s=60.0)
+        stranger = VllmControl(server.url, token="guessed", limit_s=60.0)
         with pytest.raises(RefusedError, match="status 401"):
             await stranger.pause()
         await stranger.close()

@@ -5,24 +5,26 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollweave.engine.vllm.server import PLUGIN, TOKEN, arguments, environment, first_error
+from rollweave.engine.servers.process import first_error, settings_of
+from rollweave.engine.vllm.server import PLUGIN, TOKEN, arguments, environment
 from rollweave.schema.base import EngineId
-from rollweave.schema.serving import EngineSpec, VllmSpec
+from rollweave.schema.serving import EngineSpec, ServerSpec
 from rollweave.weights.checkpoint import read_shape
 from tests.support.engines import vllm_checkpoint
 
 
 @pytest.fixture
 def spec(tmp_path: Path) -> EngineSpec:
-    vllm = VllmSpec(python="python3", args=("--seed", "4"), start_s=1.0, control_s=1.0)
+    server = ServerSpec(
+        kind="vllm", python="python3", args=("--seed", "4"), start_s=1.0, control_s=1.0
+    )
     return EngineSpec(
-        id=EngineId("e0"), model=str(vllm_checkpoint(tmp_path)), kv_tokens=1024, vllm=vllm
+        id=EngineId("e0"), model=str(vllm_checkpoint(tmp_path)), kv_tokens=1024, server=server
     )
 
 
 def options(spec: EngineSpec) -> list[str]:
-    assert spec.vllm is not None
-    return arguments(spec, spec.vllm, read_shape(Path(spec.model)), port=8000)
+    return arguments(spec, settings_of(spec), read_shape(Path(spec.model)), port=8000)
 
 
 def value(spec: EngineSpec, name: str) -> str:

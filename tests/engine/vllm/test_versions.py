@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from rollweave.engine.clients.responses import ResponseError
-from rollweave.engine.vllm.versions import MAX_SENT, OwnVllm
+from rollweave.engine.servers.versions import MAX_SENT
+from rollweave.engine.vllm.versions import OwnVllm
 from rollweave.schema.serving import GenerateRequest, Sampling, VersionSpan
 
 
@@ -91,4 +92,4 @@ def test_requests_that_never_get_an_answer_do_not_accumulate() -> None:
     dialect = OwnVllm(version=0, stop_ids=())
     for number in range(MAX_SENT + 10):
         dialect.encode(request(str(number)))
-    assert len(dialect._sent) == MAX_SENT
+    assert len(dialect._versions._sent) == MAX_SENT

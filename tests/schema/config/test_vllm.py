@@ -62,9 +62,9 @@ def test_what_vllm_cannot_do_is_refused(overrides: list[str], problem: str) -> N
 
 
 def test_other_log_probs_are_asked_for_only_if_a_temperature_needs_them() -> None:
-    assert not loads(CONFIG, ["eval.temperature=1"]).processes_logprobs
-    assert loads(CONFIG, ["eval.temperature=0.5"]).processes_logprobs
-    assert loads(CONFIG, ["rollout.temperature=0.5"]).processes_logprobs
+    assert not loads(CONFIG, ["eval.temperature=1"]).scales_logprobs
+    assert loads(CONFIG, ["eval.temperature=0.5"]).scales_logprobs
+    assert loads(CONFIG, ["rollout.temperature=0.5"]).scales_logprobs
 
 
 def test_a_model_from_scratch_cannot_change_its_heads() -> None:

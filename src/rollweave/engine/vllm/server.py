@@ -6,23 +6,22 @@ children (`plugin/rollweave_vllm.py`), and leaves no socket, and once it serves 
 memory, however it ends; nothing needs to be installed beside vLLM.
 """
 
-import asyncio
 import contextlib
 import json
 import os
-import re
-import secrets
-import socket
-import subprocess
 from pathlib import Path
 
-from rollweave.io.child import status_text
+from rollweave.engine.servers.process import (
+    HOST,
+    ServerProcess,
+    has_tokenizer,
+    inherited,
+    settings_of,
+)
 from rollweave.sandbox.processes import family
-from rollweave.schema.errors import EngineError
-from rollweave.schema.serving import EngineSpec, VllmSpec
+from rollweave.schema.serving import EngineSpec, ServerSpec
 from rollweave.weights.checkpoint import ModelShape
 
-HOST = "127.0.0.1"
 PLUGIN = Path(__file__).with_name("plugin")
 NAME = "rollweave"
 TOKEN = "ROLLWEAVE_VLLM_TOKEN"
@@ -37,16 +36,6 @@ vLLM's generators of a request with a seed cannot continue one there.
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-LOG = Path("/proc/self/fd/2")
-"""The log of this process, to which the server writes, too."""
-
-LOG_BYTES = 1 << 20
-"""Maximum bytes of a log that are searched for an error."""
-
-ERROR = re.compile(r"^(?:\([^)]*\) )?([A-Z]\w*(?:Error|Exception): .+)$", re.MULTILINE)
-ERROR_CHARS = 500
-"""Maximum number of characters of an error that is reported."""
-
 SHARED_MEMORY = " /dev/shm/"
 """What precedes the names of shared memory and semaphores in a process's memory map."""
 
@@ -58,63 +47,39 @@ fit beside them.
 BLOCK_TOKENS = 32
 """Tokens in a block on a CPU, where vLLM's default would be 128; fewer elsewhere."""
 
-TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
-
-class VllmServer:
+class VllmServer(ServerProcess):
     """The process of a server, which starts at once and has its sockets in `folder`.
     Raises EngineError if it cannot start.
     """
 
     def __init__(self, spec: EngineSpec, shape: ModelShape, folder: Path) -> None:
-        assert spec.vllm is not None, "an engine of another kind"
-        self.token = secrets.token_urlsafe(32)
-        # No process that requests any port gets this one until the server binds it.
-        with socket.socket() as reserved:
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            reserved.bind((HOST, 0))
-            port = int(reserved.getsockname()[1])
-            self.url = f"http://{HOST}:{port}"
-            command = [
-                os.path.expanduser(spec.vllm.python),
+        settings = settings_of(spec)
+        super().__init__(
+            "vLLM",
+            settings.python,
+            lambda port: (
                 "-m",
                 "rollweave_vllm",
                 str(os.getpid()),
-                *arguments(spec, spec.vllm, shape, port=port),
-            ]
-            self._log_bytes = LOG.stat().st_size
-            try:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    env=environment(spec, token=self.token, folder=folder),
-                )
-            except OSError as error:
-                raise EngineError(f"{spec.vllm.python} cannot be run: {error}") from error
+                *arguments(spec, settings, shape, port=port),
+            ),
+            lambda token: environment(spec, token=token, folder=folder),
+        )
 
-    async def ended(self) -> str:
-        """Wait for the end of the process, and return the reason."""
-        status = await asyncio.to_thread(self._process.wait)
-        return f"vLLM ended: {first_error(LOG, self._log_bytes) or status_text(status)}"
-
-    def unlink_shared_memory(self) -> None:
+    def on_ready(self) -> None:
         """Remove the names of the shared memory and semaphores of the server and its
         children. All of them have opened what they share once the server is ready.
         """
         names = {
             line.split(maxsplit=5)[5]
-            for pid in family(self._process.pid)
+            for pid in family(self.pid)
             for line in _maps_of(pid)
             if SHARED_MEMORY in line
         }
         for name in names:
             with contextlib.suppress(OSError):  # such as one with the mark "(deleted)"
                 os.unlink(name)
-
-    def kill(self) -> None:
-        """Kill the server and its children. This does not wait."""
-        if self._process.poll() is None:
-            self._process.kill()
 
 
 def _maps_of(pid: int) -> list[str]:
@@ -124,29 +89,14 @@ def _maps_of(pid: int) -> list[str]:
     return []
 
 
-def first_error(log: Path, start: int) -> str:
-    """Return the first error in a log behind byte `start`, "" if there is none. It is
-    the cause of those that follow, in one process of vLLM after the other.
-    """
-    if not log.is_file():
-        return ""  # it may be a terminal
-    try:
-        with log.open("rb") as file:
-            file.seek(start)
-            found = ERROR.search(file.read(LOG_BYTES).decode(errors="replace"))
-    except OSError:
-        return ""
-    return found[1][:ERROR_CHARS] if found else ""
-
-
 def max_context(spec: EngineSpec, shape: ModelShape) -> int:
     """Return the maximum length of a sequence, which must fit in the cache."""
     return min(shape.context, spec.kv_tokens)
 
 
-def arguments(spec: EngineSpec, vllm: VllmSpec, shape: ModelShape, *, port: int) -> list[str]:
+def arguments(spec: EngineSpec, settings: ServerSpec, shape: ModelShape, *, port: int) -> list[str]:
     """Return the server's arguments. The user's come last, and take precedence."""
-    degree, context = vllm.degree, max_context(spec, shape)
+    degree, context = settings.degree, max_context(spec, shape)
     kv_heads = -(-shape.kv_heads // degree)
     width = ELEMENT_BYTES[spec.dtype]
     kv_tokens = spec.kv_tokens + SPARE_BLOCKS * BLOCK_TOKENS
@@ -166,9 +116,11 @@ def arguments(spec: EngineSpec, vllm: VllmSpec, shape: ModelShape, *, port: int)
         "middleware": "rollweave_vllm.Guard",
     }
     switches = ["enable-scale-out", "enable-prompt-tokens-details", "disable-uvicorn-access-log"]
+    if settings.scaled_logprobs:
+        ours["logprobs-mode"] = "processed_logprobs"  # else they are at temperature 1
     if not spec.prefix_cache:
         switches.append("no-enable-prefix-caching")
-    if not any(Path(spec.model, name).exists() for name in TOKENIZERS):
+    if not has_tokenizer(spec.model):
         switches.append("skip-tokenizer-init")
     if spec.device == "cpu":
         ours |= {"block-size": BLOCK_TOKENS, "max-num-batched-tokens": max(BATCHED_TOKENS, context)}
@@ -178,15 +130,12 @@ def arguments(spec: EngineSpec, vllm: VllmSpec, shape: ModelShape, *, port: int)
     return [
         *(part for name, value in ours.items() for part in (f"--{name}", str(value))),
         *(f"--{name}" for name in switches),
-        *vllm.args,
+        *settings.args,
     ]
 
 
 def environment(spec: EngineSpec, *, token: str, folder: Path) -> dict[str, str]:
-    """Return the server's environment: that of this process without its module path, in
-    which vLLM would find versions of its requirements that are not meant for it.
-    """
-    assert spec.vllm is not None, "an engine of another kind"
+    """Return the server's environment."""
     ours = {
         "PYTHONPATH": str(PLUGIN),
         "VLLM_PLUGINS": NAME,
@@ -197,8 +146,6 @@ def environment(spec: EngineSpec, *, token: str, folder: Path) -> dict[str, str]
     }
     if spec.device == "cpu":
         ours |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
-        if spec.vllm.degree == 1:
+        if settings_of(spec).degree == 1:
             ours["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process is twice as fast
-    left_out = ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV")
-    kept = {name: value for name, value in os.environ.items() if name not in left_out}
-    return kept | ours
+    return inherited() | ours

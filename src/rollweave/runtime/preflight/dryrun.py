@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rollweave.core.membership import first_engines
-from rollweave.engine.vllm.installed import vllm_version
+from rollweave.engine.servers.kinds import kind_of
 from rollweave.envs.rules import named
 from rollweave.io.extras import how_to_install
 from rollweave.io.sockets import bound_socket
@@ -87,7 +87,7 @@ def plan(
     model_checks, layout = examine_model(config, domains, hosts)
     checks += [
         *_cpu(config),
-        *_vllm(config),
+        *_servers(config),
         *_relays(config),
         *_cluster(config, hosts, declared.images),
         *_predictor(config),
@@ -221,15 +221,18 @@ def _sinks(config: RunConfig) -> Iterator[Check]:
             yield ok("run.sinks", name)
 
 
-def _vllm(config: RunConfig) -> Iterator[Check]:
-    """Check the interpreters that have vLLM; those of other hosts are checked there."""
+def _servers(config: RunConfig) -> Iterator[Check]:
+    """Check the interpreters that have the engines' servers; those of other hosts are
+    checked there.
+    """
     if config.sim is not None or config.cluster is not None:
         return
     for number, group in enumerate(config.engines):
-        if group.kind == "vllm":
+        if group.server is not None:
+            kind = kind_of(group.server)
             field = f"engines.{number}.python"
             try:
-                yield ok(field, f"vLLM {vllm_version(group.python)} in {group.python}")
+                yield ok(field, f"{kind.name} {kind.version(group.python)} in {group.python}")
             except ConfigError as error:
                 yield fail(field, str(error))
 

@@ -283,14 +283,14 @@ class RunConfig(Section):
                 f"model.scratch.hidden must be a multiple of {2 * VLLM_HEAD_DIM} with engines of "
                 f"kind vllm, got {scratch.hidden}"
             )
-        if self.processes_logprobs and self.rollout.top_p < 1:
+        if self.scales_logprobs and self.rollout.top_p < 1:
             raise ValueError(
                 "rollout.top_p must be 1 on engines of kind vllm unless all temperatures are 0 "
                 f"or 1, got {self.rollout.top_p}"
             )
 
     @property
-    def processes_logprobs(self) -> bool:
+    def scales_logprobs(self) -> bool:
         """True if vLLM must return log-probs at the request's temperature, since its own
         are at temperature 1.
         """

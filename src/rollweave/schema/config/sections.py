@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from pydantic_core import PydanticCustomError
 
 from rollweave.schema.address import Hosts
+from rollweave.schema.serving import ServerName
 from rollweave.schema.weights import TransportName
 from rollweave.schema.work import Limits
 
@@ -432,6 +433,11 @@ class EngineConfig(Section):
         description="Use fixed tiles, so that results do not depend on the rest of the batch, bit "
         "for bit; slower.",
     )
+
+    @property
+    def server(self) -> ServerName | None:
+        """The kind of the engines' inference servers; None if they have none."""
+        return None if self.kind == "embedded" else self.kind
 
 
 class AllocationConfig(Section):

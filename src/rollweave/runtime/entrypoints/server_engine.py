@@ -1,11 +1,12 @@
-"""The process of one engine of kind vllm: `python -m rollweave.runtime.entrypoints.vllm`,
-started by `engine/clients/process.py`.
+"""The process of one engine with an inference server: `python -m
+rollweave.runtime.entrypoints.server_engine`, started by `engine/clients/process.py`.
 """
 
 import asyncio
 import os
 
-from rollweave.engine.vllm.engine import VllmEngine
+from rollweave.engine.servers.engine import ServerEngine
+from rollweave.engine.servers.kinds import kind_of
 from rollweave.io.parent import Outbox, Parent
 from rollweave.io.wire import decoder_of, encode
 from rollweave.schema.serving import EngineCommand, EngineReply, EngineSpec
@@ -29,7 +30,8 @@ async def _serve(parent: Parent, spec: EngineSpec) -> None:
         loop.call_soon_threadsafe(commands.put_nowait, decode(payload))
 
     parent.listen(receive)
-    await VllmEngine(spec, send).run(commands)
+    assert spec.server is not None, "an engine without a server"
+    await ServerEngine(kind_of(spec.server.kind), spec, send).run(commands)
     outbox.close()
 
 

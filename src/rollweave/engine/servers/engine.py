@@ -1,37 +1,36 @@
-"""An engine whose tokens come from a vLLM server: it takes the commands of an engine's
-loop and translates them to the server's routes.
+"""An engine whose tokens come from an inference server: it takes the commands of an
+engine's loop and translates them to the server's routes, in the way of the server's kind.
 
 Requests go through `engine/clients/http`. All other commands are executed one after the
 other, in their order, except for staging, which maps and verifies the published bytes
-while the server generates. An update is checked on all ranks of the server before any
-of them swaps; a version that is refused there leaves the former one serving. After any
-other failure of a control call, the state of the server is not known: the engine ends
-with `EngineFatal`, and so does the server.
+while the server generates. A version that the server refuses before it has changed
+anything leaves the former one serving. After any other failure of a control call, the
+state of the server is not known: the engine ends with `EngineFatal`, and so does the
+server.
 
-KV cannot be exported or imported, ranks that change later are ignored, since vLLM takes
+KV cannot be exported or imported, ranks that change later are ignored, since servers take
 a priority with the request only, and memory is not given back.
 """
 
 import asyncio
-import contextlib
-import os
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, NoReturn, assert_never
+from typing import Any, NoReturn, Protocol, assert_never
 
 import msgspec
 
 from rollweave.engine.clients.http import HttpEngine, HttpSpec
-from rollweave.engine.vllm.control import Control, RefusedError
-from rollweave.engine.vllm.installed import vllm_version
-from rollweave.engine.vllm.server import VllmServer, max_context
-from rollweave.engine.vllm.versions import OwnVllm
+from rollweave.engine.servers.control import Control, RefusedError
+from rollweave.engine.servers.process import ServerProcess
+from rollweave.engine.servers.published import HeldWeights, published
+from rollweave.engine.servers.versions import OwnDialect
 from rollweave.io.locked_folders import temporary_folder
 from rollweave.schema.errors import ConfigError, EngineError, EngineLostError, WeightsError
 from rollweave.schema.serving import (
     Abort,
     Add,
+    DialectName,
     EngineCommand,
     EngineFatal,
     EngineReply,
@@ -62,7 +61,6 @@ from rollweave.schema.serving import (
 )
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights.checkpoint import ModelShape, read_shape
-from rollweave.weights.memory import READ_CHUNK, PayloadDigest, read_payload
 
 REPLY_S = 10.0
 """Maximum seconds to connect, and for a health check: a server that computes a long
@@ -72,20 +70,51 @@ prompt on a busy CPU answers late.
 END_S = 0.5
 """Maximum seconds from a failed call to the end of the server that caused it."""
 
-KV_ERROR = "vLLM's KV cannot be moved from here"
-
 Controlling = Suspend | Resume | Load | LoadCheckpoint
 
 
-class VllmEngine:
-    """One engine. `reply` is called on the event loop's thread."""
+class ServerKind(Protocol):
+    """What differs between the kinds of servers.
 
-    def __init__(self, spec: EngineSpec, reply: Callable[[EngineReply], None]) -> None:
-        assert spec.vllm is not None, "an engine of another kind"
-        self._spec, self._vllm, self._reply = spec, spec.vllm, reply
+    `name` is its name in errors, `dialect` that of its requests.
+    """
+
+    name: str
+    dialect: DialectName
+
+    def version(self, python: str) -> str:
+        """Return the version of the server that an interpreter has. Raises ConfigError,
+        whose text is the broken rule, if it has none that can be an engine.
+        """
+
+    def start(self, spec: EngineSpec, shape: ModelShape, folder: Path) -> ServerProcess:
+        """Start a server, whose temporary files are in `folder`. Raises EngineError."""
+
+    def max_context(self, spec: EngineSpec, shape: ModelShape) -> int:
+        """Return the maximum length of a sequence, which must fit in the cache."""
+
+    def speak(self, spec: EngineSpec, shape: ModelShape) -> OwnDialect:
+        """Return the dialect of the server."""
+
+    def control(self, spec: EngineSpec, server: ServerProcess) -> Control:
+        """Return the control of the server."""
+
+    def hold(self, manifest: WeightManifest, shape: ModelShape, folder: Path) -> HeldWeights:
+        """Verify a version and keep it for `Control.swap`. Raises WeightsError."""
+
+
+class ServerEngine:
+    """One engine of a kind. `reply` is called on the event loop's thread."""
+
+    def __init__(
+        self, kind: ServerKind, spec: EngineSpec, reply: Callable[[EngineReply], None]
+    ) -> None:
+        assert spec.server is not None, "an engine without a server"
+        self._kind, self._name = kind, kind.name
+        self._spec, self._settings, self._reply = spec, spec.server, reply
         self._tasks: set[asyncio.Task[None]] = set()
         self._in_order: asyncio.Queue[Controlling] = asyncio.Queue()
-        self._staged: _Held | None = None
+        self._staged: HeldWeights | None = None
         self._staging: asyncio.Task[None] | None = None
         self._live: set[str] = set()
         self._suspended = False
@@ -98,15 +127,16 @@ class VllmEngine:
         """
         try:
             shape = read_shape(Path(self._spec.model))
-            await asyncio.to_thread(vllm_version, self._vllm.python)
-            with temporary_folder("rollweave-vllm-") as folder:
-                self._server = VllmServer(self._spec, shape, folder)
+            await asyncio.to_thread(self._kind.version, self._settings.python)
+            with temporary_folder(f"rollweave-{self._settings.kind}-") as folder:
+                self._folder = folder
+                self._server = self._kind.start(self._spec, shape, folder)
                 await self._run(shape, commands)
         except (ConfigError, EngineError, OSError) as error:
             self._reply(EngineFatal(error=str(error)))
 
     async def _run(self, shape: ModelShape, commands: "asyncio.Queue[EngineCommand]") -> None:
-        ended = asyncio.create_task(self._server.ended(), name="vLLM")
+        ended = asyncio.create_task(self._server.ended(), name=self._name)
         serving = asyncio.create_task(self._serve(shape, commands), name="serve")
         try:
             await asyncio.wait([ended, serving], return_when=asyncio.FIRST_COMPLETED)
@@ -132,32 +162,32 @@ class VllmEngine:
         return ended.result() if ended.done() else str(error)
 
     async def _serve(self, shape: ModelShape, commands: "asyncio.Queue[EngineCommand]") -> None:
-        spec, vllm = self._spec, self._vllm
+        spec, settings, kind = self._spec, self._settings, self._kind
         self._shape = shape
-        self._dialect = OwnVllm(
-            version=spec.version, stop_ids=spec.eos_token_ids or shape.eos_token_ids
-        )
+        self._dialect = kind.speak(spec, shape)
         where = HttpSpec(
-            name="vLLM",
+            name=self._name,
             url=self._server.url,
             vocab=shape.vocab,
-            dialect="vllm",
+            dialect=kind.dialect,
             slots=spec.max_slots,
             kv_tokens=spec.kv_tokens,
             token=self._server.token,
         )
-        self._http = HttpEngine(where, start_s=vllm.start_s, reply_s=REPLY_S, spoken=self._dialect)
-        self._control = Control(self._server.url, token=self._server.token, limit_s=vllm.control_s)
+        self._http = HttpEngine(
+            where, start_s=settings.start_s, reply_s=REPLY_S, spoken=self._dialect
+        )
+        self._control = kind.control(spec, self._server)
         try:
             await self._http.ready()
-            await asyncio.to_thread(self._server.unlink_shared_memory)
+            await asyncio.to_thread(self._server.on_ready)
             await self._control.connect()
             self._reply(
                 Ready(
                     version=spec.version,
                     kv_total_tokens=spec.kv_tokens,
                     max_slots=spec.max_slots,
-                    max_context=max_context(spec, shape),
+                    max_context=kind.max_context(spec, shape),
                     stages=True,
                     moves_kv=False,
                 )
@@ -197,7 +227,7 @@ class VllmEngine:
             case Stats():
                 self._spawn(self._sample(), "stats")
             case ExportKv(id=id) | ImportKv(id=id):
-                self._reply(KvRefused(id=id, error=KV_ERROR))
+                self._reply(KvRefused(id=id, error=f"{self._name}'s KV cannot be moved from here"))
             case Rerank() | ReleaseKv():
                 pass
             case Shutdown():
@@ -249,7 +279,7 @@ class VllmEngine:
             match command:
                 case Suspend(release=release):
                     if release:
-                        raise EngineError("vLLM cannot give back its memory")
+                        raise EngineError(f"{self._name} cannot give back its memory")
                     await self._suspend()
                 case Resume():
                     await self._resume()
@@ -280,7 +310,7 @@ class VllmEngine:
         self._drop_staged()
         key = {"version": manifest.version, "weights_id": manifest.weights_id}
         try:
-            self._staged = await asyncio.to_thread(_held, manifest, self._shape)
+            self._staged = await asyncio.to_thread(self._hold, manifest)
         except WeightsError as error:
             self._reply(StageFailed(**key, error=str(error)))
         else:
@@ -298,7 +328,7 @@ class VllmEngine:
         try:
             if self._staged is None or self._staged.manifest != manifest:
                 self._drop_staged()
-                self._staged = await asyncio.to_thread(_held, manifest, self._shape)
+                self._staged = await asyncio.to_thread(self._hold, manifest)
             await self._swap(self._staged)
         except WeightsError as error:
             self._reply(LoadFailed(version=manifest.version, error=str(error)))
@@ -310,8 +340,8 @@ class VllmEngine:
     async def _load_checkpoint(self, command: LoadCheckpoint) -> None:
         started = time.monotonic()
         try:
-            with await asyncio.to_thread(_published, command) as publication:
-                held = await asyncio.to_thread(_held, publication.manifest, self._shape)
+            with await asyncio.to_thread(published, command) as publication:
+                held = await asyncio.to_thread(self._hold, publication.manifest)
                 try:
                     await self._swap(held)
                 finally:
@@ -323,36 +353,32 @@ class VllmEngine:
 
     def _loaded(self, version: int, started: float) -> None:
         load_s = time.monotonic() - started
-        # vLLM does not say how many tokens it computes again
+        # servers do not say how many tokens they compute again
         self._reply(Loaded(version=version, load_s=load_s, recompute_tokens=0))
 
-    async def _swap(self, held: "_Held") -> None:
+    def _hold(self, manifest: WeightManifest) -> HeldWeights:
+        return self._kind.hold(manifest, self._shape, self._folder)
+
+    async def _swap(self, held: HeldWeights) -> None:
         """Make the server serve these weights.
 
-        Raises WeightsError if a rank has refused them, and none has changed.
+        Raises WeightsError if it has refused them, and nothing has changed.
         """
         control, manifest = self._control, held.manifest
         if not self._suspended:
             await control.pause()
-        await control.start_update()
         try:
-            await control.update({"part": "check", **held.layout()})
+            await control.check(held)
         except RefusedError as error:
-            await self._give_up_update()
+            await control.give_up(self._label)
+            if not self._suspended:
+                await control.resume()
             raise WeightsError(f"weights version {manifest.version}: {error}") from error
         self._dialect.changed(manifest.version, manifest.weights_id)
-        await control.update({"part": "swap"})
         self._version, self._label = manifest.version, str(manifest.version)
-        await control.finish_update(self._label)
+        await control.swap(held, self._label)
         if not self._suspended:
             await control.resume()
-
-    async def _give_up_update(self) -> None:
-        """End an update that a rank has refused, and with which nothing has changed."""
-        with contextlib.suppress(RefusedError):  # it has ended on the rank that refused
-            await self._control.finish_update(self._label)
-        if not self._suspended:
-            await self._control.resume()
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
@@ -364,67 +390,3 @@ class VllmEngine:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None and not self._failed.done():
             self._failed.set_exception(task.exception() or EngineError("failed"))
-
-
-class _Held:
-    """A published version, verified, and kept open until the server has it."""
-
-    def __init__(self, manifest: WeightManifest, fd: int) -> None:
-        self.manifest, self._fd = manifest, fd
-
-    def layout(self) -> dict[str, object]:
-        """Return what the plug-in needs in order to read it."""
-        return {
-            "location": f"/proc/{os.getpid()}/fd/{self._fd}",
-            "nbytes": self.manifest.nbytes,
-            "tensors": [
-                (meta.name, meta.dtype, meta.shape, meta.offset) for meta in self.manifest.tensors
-            ],
-        }
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
-def _held(manifest: WeightManifest, shape: ModelShape) -> _Held:
-    """Open a version and verify its bytes and its tensors. Raises WeightsError."""
-    where = f"weights version {manifest.version} at {manifest.location}"
-    shapes = {meta.name: meta.shape for meta in manifest.tensors}
-    if len(shapes) < len(manifest.tensors):
-        raise WeightsError("tensor names must be distinct")
-    shape.check(shapes)
-    try:
-        fd = os.open(manifest.location, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise WeightsError(f"{where}: cannot open, the publisher is gone? ({error})") from error
-    try:
-        buffer = read_payload(f"/proc/self/fd/{fd}", manifest.nbytes, where=where)
-        content = PayloadDigest(manifest.parts)
-        with memoryview(buffer) as view:
-            for start in range(0, len(view), READ_CHUNK):
-                content.update(view[start : start + READ_CHUNK])
-        if content.hexdigest() != manifest.digest:
-            raise WeightsError(
-                f"{where}: digest {content.hexdigest()}, the manifest says {manifest.digest}"
-            )
-    except BaseException:
-        os.close(fd)
-        raise
-    return _Held(manifest, fd)
-
-
-def _published(command: LoadCheckpoint) -> Any:
-    """Publish the weights of a trainer's checkpoint from this process."""
-    import torch  # seconds, and only here
-
-    from rollweave.weights.publication import publish
-    from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
-
-    directory, dtype = Path(command.directory), getattr(torch, command.dtype)
-    tensors = read_trainer_checkpoint(directory, step=command.version, dtype=dtype)
-    return publish(
-        tensors,
-        version=command.version,
-        weights_id=command.weights_id,
-        directory=directory / "published",
-    )

@@ -1,0 +1,3 @@
+"""Engines whose tokens come from an inference server that the run starts: what all kinds
+of servers share. `engine/vllm` and `engine/sglang` have what differs.
+"""

@@ -1,0 +1,76 @@
+"""Published weights on their way into an inference server."""
+
+import mmap
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+from rollweave.schema.errors import WeightsError
+from rollweave.schema.serving import LoadCheckpoint
+from rollweave.schema.weights import WeightManifest
+from rollweave.weights.checkpoint import ModelShape
+from rollweave.weights.memory import READ_CHUNK, PayloadDigest, read_payload
+
+
+class Publication(Protocol):
+    """Weights that this process has published."""
+
+    @property
+    def manifest(self) -> WeightManifest: ...
+
+
+class HeldWeights(Protocol):
+    """A published version, verified, and kept until the server has it."""
+
+    @property
+    def manifest(self) -> WeightManifest: ...
+
+    def close(self) -> None:
+        """Give up the version."""
+
+
+def verified(manifest: WeightManifest, shape: ModelShape) -> tuple[int, mmap.mmap | bytearray]:
+    """Open a version, and verify its bytes and its tensors. Return its descriptor, which
+    the caller closes, and its bytes. Raises WeightsError.
+    """
+    where = f"weights version {manifest.version} at {manifest.location}"
+    shapes = {meta.name: meta.shape for meta in manifest.tensors}
+    if len(shapes) < len(manifest.tensors):
+        raise WeightsError("tensor names must be distinct")
+    shape.check(shapes)
+    try:
+        fd = os.open(manifest.location, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise WeightsError(f"{where}: cannot open, the publisher is gone? ({error})") from error
+    try:
+        buffer = read_payload(f"/proc/self/fd/{fd}", manifest.nbytes, where=where)
+        content = PayloadDigest(manifest.parts)
+        with memoryview(buffer) as view:
+            for start in range(0, len(view), READ_CHUNK):
+                content.update(view[start : start + READ_CHUNK])
+        if content.hexdigest() != manifest.digest:
+            raise WeightsError(
+                f"{where}: digest {content.hexdigest()}, the manifest says {manifest.digest}"
+            )
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, buffer
+
+
+def published(command: LoadCheckpoint) -> AbstractContextManager[Publication]:
+    """Publish the weights of a trainer's checkpoint from this process."""
+    import torch  # seconds, and only here
+
+    from rollweave.weights.publication import publish
+    from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
+
+    directory, dtype = Path(command.directory), getattr(torch, command.dtype)
+    tensors = read_trainer_checkpoint(directory, step=command.version, dtype=dtype)
+    return publish(
+        tensors,
+        version=command.version,
+        weights_id=command.weights_id,
+        directory=directory / "published",
+    )

@@ -1,0 +1,59 @@
+"""The versions of the weights of a server that this process has started.
+
+Invariant: every version that an answer names is one that the server has had since the
+request was sent, in that order.
+"""
+
+from typing import Protocol
+
+from rollweave.engine.clients.dialects import Dialect
+from rollweave.engine.clients.responses import ResponseError
+from rollweave.schema.serving import GenerateRequest, GenerateResult
+
+PER_RANK = 1000
+"""Number of a server's priorities between two ranks that differ by 1: ranks may be
+seconds, and priorities are integers.
+"""
+
+MAX_SENT = 1 << 14
+"""Maximum number of requests that are remembered: many times those in flight."""
+
+
+class OwnDialect(Dialect, Protocol):
+    """The dialect of a server that this process has started with its own settings."""
+
+    def changed(self, version: int, weights_id: int) -> None:
+        """Record that the server gets these weights, while it is paused."""
+
+
+class KnownVersions:
+    """The versions that a server has had, the first of which is `version`."""
+
+    def __init__(self, version: int) -> None:
+        self._versions = [max(0, version)]
+        self._sent: dict[str, int] = {}
+
+    def changed(self, version: int) -> None:
+        """Record that the server gets this version."""
+        self._versions.append(version)
+
+    def sent(self, request: GenerateRequest) -> None:
+        """Record that a request is sent."""
+        self._sent[request.id] = len(self._versions) - 1
+        if len(self._sent) > MAX_SENT:
+            del self._sent[next(iter(self._sent))]
+
+    def checked(self, request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+        """Return the answer to a request. Raises `ResponseError` if the server cannot
+        have had its versions.
+        """
+        left = self._versions[self._sent.pop(request.id, 0) :]
+        for span in result.versions:
+            while left and left[0] != span.version:
+                left = left[1:]
+            if not left:
+                raise ResponseError(
+                    f"its tokens {span.start} to {span.end} are of version {span.version}, which "
+                    "it has not had since the request was sent"
+                )
+        return result
