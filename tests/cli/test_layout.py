@@ -141,7 +141,7 @@ def test_wrong_input_prints_one_line_and_exits_with_2(arguments: list[str], erro
         ([RUN, "--hosts", HOSTS], "--hosts must be left out without --dry-run, got "),
         (
             [str(EXAMPLES / "frozenlake.toml"), "--dry-run", "--fresh", "--hosts", HOSTS],
-            "--hosts: must be left out without [cluster], got 2 hosts",
+            "--hosts: must describe one host without [cluster], got 2",
         ),
     ],
 )

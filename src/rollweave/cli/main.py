@@ -95,7 +95,7 @@ def train(
         typer.Option(
             metavar="FILE",
             help="With --dry-run: a TOML file that describes the hosts of [cluster], so that "
-            "they need not have joined.",
+            "they need not have joined; without that section, the machine of the run.",
         ),
     ] = None,
     resume: Annotated[

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollweave.envs.base import Score
 from rollweave.envs.handlers.answers import (
     boxed_answer,
+    boxed_reward,
     equivalent,
     parse_number,
     parse_numbers,
@@ -179,3 +181,69 @@ def test_close_to_100(answer: str, right: bool) -> None:
 def test_close_to_words() -> None:
     assert within_tolerance(r"\text{Velite}", "velite", tolerance=0.01)
     assert not within_tolerance("velites", "velite", tolerance=0.01)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "right"),
+    [
+        ("25%", "25%", True),
+        (r"25\%", "25 %", True),
+        (r"$25\%$", "1/4", True),
+        (r"25\text{%}", "0.25", True),
+        ("0.25", "25%", True),
+        (r"\frac{1}{4}", "25%", True),
+        ("25", "25%", True),
+        ("25%", "25", True),
+        ("12.5%", r"\frac18", True),
+        ("1,250%", "12.5", True),
+        ("25%", "2500", False),
+        ("25", "1/4", False),
+        ("2.5%", "25%", False),
+        ("25%%", "25", False),
+        ("%", "0", False),
+        ("25 percent", "25", False),
+        (r"\$1,250.50", "1250.5", True),
+        (r"$\$18$", "18", True),
+        ("100% sure", "100%", False),
+        ("sure %", "sure %", True),
+    ],
+)
+def test_percentages_and_amounts(answer: str, expected: str, right: bool) -> None:
+    assert equivalent(answer, expected) is right
+
+
+@given(fractions)
+def test_a_percentage_is_a_hundred_times_the_number(value: Fraction) -> None:
+    text = f"{value * 100}%"
+    assert equivalent(text, str(value))
+    assert equivalent(str(value), text)
+    assert equivalent(str(value * 100), text)
+    assert equivalent(text, str(value * 100))
+    assert equivalent(text, str(value * 10)) == (value == 0)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected", "reward"),
+    [
+        (r"So it is \boxed{1{,}250}.", "1250", 1.0),
+        (r"\boxed{3} at first, but \boxed{\dfrac{7}{2}}", 3.5, 1.0),
+        (r"\boxed{3.50}", 3.5, 1.0),
+        (r"<think>\boxed{4}</think> \boxed{5}", 5, 1.0),
+        (r"<think>maybe \boxed{5}</think> It is 5.", 5, 0.0),
+        (r"<think>maybe \boxed{5}", 5, 0.0),
+        (r"</think>\boxed{5}</think>\boxed{6}", 6, 1.0),
+        ("5", "5", 0.0),
+        ("", "5", 0.0),
+        (r"\boxed{}", "5", 0.0),
+        (r"\boxed{5} \boxed{6", "5", 0.0),
+        (r"\boxed{4 or 5}", "5", 0.0),
+    ],
+)
+def test_a_reward_for_what_is_boxed(said: str, expected: str | float, reward: float) -> None:
+    assert boxed_reward({"answer": expected}, said) == Score(reward=reward, success=reward == 1.0)
+
+
+@pytest.mark.parametrize("record", [{}, {"answer": None}, {"answer": ["5"]}, {"answer": True}])
+def test_a_record_without_an_answer_is_an_error(record: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="a record must have an answer, text or a number, got"):
+        boxed_reward(record, r"\boxed{5}")

@@ -6,7 +6,11 @@ work.
 """
 
 import re
+from collections.abc import Mapping
 from fractions import Fraction
+from typing import Any
+
+from rollweave.envs.base import Score
 
 MAX_CHARS = 1000
 """Maximum characters of an answer; a longer text is no answer."""
@@ -17,12 +21,14 @@ MAX_DECIMALS = 300
 
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _MARKUP = re.compile(
-    r"\$|\\left(?![a-z])|\\right(?![a-z])|\\displaystyle(?![a-z])|\\[,;:! "
+    r"\\?\$|\\left(?![a-z])|\\right(?![a-z])|\\displaystyle(?![a-z])|\\[,;:! "
     r"]|\\(?:quad|qquad)(?![a-z])"
 )
 _UNIT = re.compile(
     r"(?:\\(?:text|mathrm|operatorname)\s*\{[^{}]*\}|\\%|%|[a-zA-Z°][a-zA-Z°/^·*]*[23]?)$"
 )
+_PERCENT = re.compile(r"(?:\\?%|\\text\s*\{\s*\\?%\s*\})\s*$")
+_THOUGHT = re.compile(r".*</think>", re.DOTALL)
 _NAMED = re.compile(r"^[a-zA-Z_(){}, ]+=")
 _APART = re.compile(r"\d\s+\d")
 _GROUPED = re.compile(r"[-+]?\d{1,3}(?:(?:,|\{,\})\d{3})+(?:\.\d*)?")
@@ -85,11 +91,33 @@ def parse_numbers(text: str) -> tuple[Fraction, ...] | None:
 def equivalent(given: str, expected: str) -> bool:
     """Return whether the answer is the expected one: equal numbers, however they are
     written, otherwise equal texts except for markup.
+
+    25% is 25 hundredths. Where only one of both has the sign, it may also be a unit:
+    the answer 25% to a question for a percentage, whose answer is given as 25.
     """
-    value = parse_numbers(expected)
-    if value is not None:
-        return parse_numbers(given) == value
-    return len(given) <= MAX_CHARS and _simple(given) == _simple(expected)
+    (answer, answer_sign), (value, value_sign) = _measured(given), _measured(expected)
+    if value is None:
+        return len(given) <= MAX_CHARS and _simple(given) == _simple(expected)
+    if answer_sign == value_sign or answer is None:
+        return answer == value
+    percent, plain = (answer, value) if answer_sign else (value, answer)
+    return plain in (percent, tuple(number / 100 for number in percent))
+
+
+def boxed_reward(record: Mapping[str, Any], answer: str) -> Score:
+    r"""Return 1 if the last `\boxed{…}` of the agent's answer is `equivalent` to the
+    record's `answer`, else 0: a reward function of the environment `jsonl`.
+
+    What the agent thinks before `</think>` is no answer. Raises ValueError for a record
+    without an answer.
+    """
+    expected = record.get("answer")
+    if isinstance(expected, bool) or not isinstance(expected, str | int | float):
+        raise ValueError(f"a record must have an answer, text or a number, got {expected!r:.80}")
+    said = _THOUGHT.sub("", answer, count=1)
+    given = None if "<think>" in said else boxed_answer(said)
+    right = given is not None and equivalent(given, str(expected))
+    return Score(reward=float(right), success=right)
 
 
 def within_tolerance(given: str, expected: str, *, tolerance: float) -> bool:
@@ -103,6 +131,15 @@ def within_tolerance(given: str, expected: str, *, tolerance: float) -> bool:
     if answer is None and len(given) <= MAX_CHARS:
         answer = parse_number(_UNIT.sub("", given.strip().removesuffix("$").strip()))
     return answer is not None and abs(answer - value) <= Fraction(tolerance) * abs(value)
+
+
+def _measured(text: str) -> tuple[tuple[Fraction, ...] | None, bool]:
+    """Return the numbers of the text, and whether a percent sign follows them."""
+    if len(text) > MAX_CHARS:
+        return None, False
+    bare = text.strip().removesuffix("$").rstrip()
+    number = _PERCENT.sub("", bare)
+    return (parse_numbers(number), True) if number != bare else (parse_numbers(text), False)
 
 
 def _plain(bare: str) -> Fraction | None:

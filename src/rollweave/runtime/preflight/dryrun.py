@@ -86,8 +86,8 @@ def plan(
     )
     model_checks, layout = examine_model(config, domains, hosts)
     checks += [
-        *_cpu(config),
-        *_servers(config),
+        *_cpu(config, hosts),
+        *_servers(config, elsewhere=hosts is not None),
         *_relays(config),
         *_cluster(config, hosts, declared.images),
         *_predictor(config),
@@ -221,11 +221,11 @@ def _sinks(config: RunConfig) -> Iterator[Check]:
             yield ok("run.sinks", name)
 
 
-def _servers(config: RunConfig) -> Iterator[Check]:
+def _servers(config: RunConfig, *, elsewhere: bool) -> Iterator[Check]:
     """Check the interpreters that have the engines' servers; those of other hosts are
     checked there.
     """
-    if config.sim is not None or config.cluster is not None:
+    if config.sim is not None or config.cluster is not None or elsewhere:
         return
     for number, group in enumerate(config.engines):
         if group.server is not None:
@@ -250,8 +250,6 @@ def _cluster(
 ) -> Iterator[Check]:
     cluster = config.cluster
     if cluster is None:
-        if hosts is not None:
-            yield fail("--hosts", f"must be left out without [cluster], got {len(hosts)} hosts")
         return
     where = f" at {cluster.address}" if cluster.address is not None else ""
     text = f"waits for {cluster.hosts or 'all'} hosts of launcher {cluster.launcher}{where}"
@@ -318,8 +316,8 @@ def _target(config: RunConfig) -> Iterator[Check]:
         yield warn("eval.stop_at", text)
 
 
-def _cpu(config: RunConfig) -> Iterator[Check]:
-    if config.cluster is not None:
+def _cpu(config: RunConfig, hosts: Mapping[str, Resources] | None) -> Iterator[Check]:
+    if config.cluster is not None or hosts is not None:
         return
     trainer, degrees = config.trainer, [slot.degree for slot in first_engines(config)]
     threads = sum(degrees) + trainer.ranks

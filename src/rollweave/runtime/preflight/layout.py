@@ -163,19 +163,26 @@ def this_machine(config: RunConfig) -> list[PlannedHost]:
     Raises RuntimeError if a GPU does not work, and `HostError` if GPUs cannot be
     listed.
     """
-    names = hosts_here(config.weights.relays).by_number
     _, available = memory_bytes()
-    devices = _gpus_here(config.model.device)
+    return _one_machine(config, HERE, available, _gpus_here(config.model.device))
+
+
+def _one_machine(
+    config: RunConfig, machine: str, available: int, devices: tuple[Device, ...]
+) -> list[PlannedHost]:
+    """Return the hosts for which a machine with this memory and these GPUs stands."""
+    relays = config.weights.relays
+    names = hosts_here(relays).by_number
     indices = [device.index for device in devices]
     return [
         PlannedHost(
             slot=slot,
-            name=names[slot.number].name,
-            machine=HERE,
+            name=names[slot.number].name if relays else machine,
+            machine=machine,
             memory_bytes=available,
             devices=devices,
         )
-        for slot in one_machine(config.weights.relays, config.pools, indices)
+        for slot in one_machine(relays, config.pools, indices)
     ]
 
 
@@ -210,7 +217,13 @@ def with_device(config: RunConfig, hosts: Sequence[PlannedHost] | None) -> RunCo
 
 
 def described(config: RunConfig, hosts: Mapping[str, Resources]) -> list[PlannedHost]:
-    """Return the hosts that would join with these resources."""
+    """Return the hosts that would join with these resources. A run without a cluster
+    has one, which stands for the machine of the run.
+    """
+    if config.cluster is None:
+        ((name, host),) = hosts.items()
+        devices = () if config.model.device == "cpu" else host.devices
+        return _one_machine(config, name, host.memory_bytes, devices)
     return [
         PlannedHost(
             slot=slot_of(config.pools, number, name, host),

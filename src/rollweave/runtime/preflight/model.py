@@ -303,13 +303,21 @@ def _weights(directory: Path, shape: ModelShape) -> Check:
 def _layout(
     config: RunConfig, shape: ModelShape, hosts: Mapping[str, Resources] | None
 ) -> tuple[Layout | None, list[Check]]:
-    """Lay the run out over `hosts`, or over this machine if it has no cluster."""
+    """Lay the run out over `hosts` if they are given, or over this machine if the run has
+    no cluster.
+    """
     planned: list[PlannedHost] | None = None
     checks: list[Check] = []
     if hosts is not None:
-        planned, checks = described(config, hosts), list(check_pools(config, hosts))
+        if config.cluster is not None:
+            checks = list(check_pools(config, hosts))
+        elif len(hosts) != 1:
+            checks = [
+                fail("--hosts", f"must describe one host without [cluster], got {len(hosts)}")
+            ]
         if failures(checks):
             return None, checks
+        planned = described(config, hosts)
     elif config.cluster is None:
         try:
             planned = this_machine(config)
