@@ -445,6 +445,19 @@ class TestModelPath:
         ((_, detail),) = self.examine(tmp_path, model, chosen)
         assert detail.startswith("transformers is not installed (pip install")
 
+    def test_only_vllm_serves_a_model_that_only_transformers_computes(
+        self, tmp_path: Path, model: Path
+    ) -> None:
+        self.edit(model / "config.json", use_sliding_window=True, sliding_window=8)
+        ((name, detail),) = self.examine(tmp_path, model)
+        assert name == "model"
+        assert detail.startswith("the embedded engine cannot compute the model: ")
+        assert "sliding-window attention is not supported" in detail
+        vllm = 'engines={kind="vllm", python="/nowhere/python"}'
+        assert [name for name, _ in self.examine(tmp_path, model, vllm)] == ["engines.0.python"]
+        refused = self.examine(tmp_path, model, vllm, "model.implementation=native")
+        assert ("model", "sliding-window") in [(n, d.split()[1]) for n, d in refused]
+
     def test_refuses_a_missing_checkpoint(self, tmp_path: Path) -> None:
         ((name, detail),) = self.examine(tmp_path, tmp_path / "nowhere")
         assert name == "model"

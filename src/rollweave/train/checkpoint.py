@@ -3,7 +3,8 @@
 A checkpoint is a directory with `model.safetensors`, `optimizer.safetensors`,
 `rng.safetensors`, `state.json`, `reference.safetensors` if there is a reference,
 `critic.safetensors` and `critic_optimizer.safetensors` if there is a critic,
-`stored.json` if the model's Hugging Face checkpoint has other tensors, and
+`stored.json` if the model's Hugging Face checkpoint has other tensors,
+`constants.safetensors` if some of these do not change, and
 `digests.json`, which is written last and has the size and xxh3-128 of each file. If
 there are several ranks, each writes its shards to a separate file, such as
 `model-00001-of-00002.safetensors` (`train/sharded_checkpoint.py`). Any number of ranks
@@ -30,7 +31,6 @@ from rollweave.io.disk import file_digest
 from rollweave.schema.errors import TrainerError
 from rollweave.train.distributed import ALONE, RankGroup
 from rollweave.train.files import PARTIAL, new_directory
-from rollweave.weights.checkpoint import read_rows_of
 from rollweave.weights.publication import bytes_of
 from rollweave.weights.trainer_checkpoint import (
     DIGESTS,
@@ -44,6 +44,7 @@ from rollweave.weights.trainer_checkpoint import (
     SavedTensors,
     file_of,
     files_of,
+    read_constants,
     read_stored,
     stored_in,
 )
@@ -87,6 +88,8 @@ class Checkpoint:
     reference: Mapping[str, torch.Tensor] | None = None
     stored: StoredTensors | None = None
     """The tensors of the model's Hugging Face checkpoint. Not read again."""
+    constants: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """Those that training does not change. Not read again."""
     critic: Mapping[str, torch.Tensor] | None = None
     critic_optimizer: Mapping[str, torch.Tensor] | None = None
 
@@ -117,6 +120,8 @@ def save(
         (directory / STATE).write_text(json.dumps({"format": FORMAT, "step": checkpoint.step}))
         if checkpoint.stored is not None and not checkpoint.stored.is_identical:
             (directory / STORED).write_bytes(msgspec.json.encode(checkpoint.stored))
+        if checkpoint.constants:
+            _save_tensors(checkpoint.constants, directory / file_of("constants"))
         if export_from is not None:
             export(directory, source=export_from, dtype=export_dtype)
         for file in sorted(file for file in directory.rglob("*") if file.is_file()):
@@ -253,7 +258,7 @@ def export(checkpoint: Path, *, source: Path, dtype: torch.dtype) -> None:
     with SavedTensors(checkpoint / name for name in files) as model:
         stored = stored_in(checkpoint, model)
         sizes = {name: view.size for name, view in stored.views.items()}
-        constants = dict(read_rows_of(source, {name: slice(None) for name in stored.constants}))
+        constants = read_constants(checkpoint)
         _stream_tensors(sizes, read_stored(checkpoint, model), constants, path / MODEL, dtype=dtype)
 
 

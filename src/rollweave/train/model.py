@@ -263,6 +263,10 @@ class Model(nn.Module):
         """The tensors of the model's checkpoint."""
         return StoredTensors.identical({name: p.shape for name, p in self.named_parameters()})
 
+    def constants(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of the checkpoint that training does not change."""
+        return {}
+
     def output_weights(self) -> torch.Tensor:
         """Return the head's weights, [V, H]."""
         return self.lm_head.weight

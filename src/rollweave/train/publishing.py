@@ -9,7 +9,7 @@ and earlier versions stay published.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -40,11 +40,15 @@ class WeightPublisher:
         ranks: RankGroup,
         *,
         stored: StoredTensors | None = None,
+        constants: Mapping[str, torch.Tensor] | None = None,
         dtype: torch.dtype,
         device: torch.device,
         directory: Path,
     ) -> None:
-        """`stored` are the tensors to publish; without it, each parameter is one."""
+        """`stored` are the tensors to publish; without it, each parameter is one. The
+        first rank publishes `constants`, in their own number formats.
+        """
+        self._constants = dict(constants or {})
         self._parameters = dict(model.named_parameters())
         shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         self._views = (stored or StoredTensors.identical(shapes)).views
@@ -61,7 +65,12 @@ class WeightPublisher:
 
         Raises `TrainerError`, on all ranks or none.
         """
-        metas = lay_out((name, self._dtype, view.size) for name, view in self._views.items())
+        metas = lay_out(
+            [
+                *((name, self._dtype, view.size) for name, view in self._views.items()),
+                *((name, value.dtype, value.shape) for name, value in self._constants.items()),
+            ]
+        )
         if not self._owners:
             self._owners = self._find_owners()
             if self._owners[self._ranks.rank] == self._ranks.rank:
@@ -156,7 +165,12 @@ class WeightPublisher:
         if writer is None:
             return "the memory of its host's first rank is gone"
         try:
-            return self._write(writer, self._local_slices(metas))
+            constants = [
+                (meta.offset, self._constants[meta.name])
+                for meta in metas
+                if meta.name in self._constants and self._ranks.is_first
+            ]
+            return self._write(writer, self._local_slices(metas), constants)
         finally:
             if draft is None:
                 writer.close()
@@ -170,11 +184,19 @@ class WeightPublisher:
         except RollweaveError as error:
             return None, str(error)
 
-    def _write(self, writer: PayloadWriter, tensors: Iterable[tuple[int, torch.Tensor]]) -> str:
+    def _write(
+        self,
+        writer: PayloadWriter,
+        tensors: Iterable[tuple[int, torch.Tensor]],
+        constants: Iterable[tuple[int, torch.Tensor]],
+    ) -> str:
         """Write `tensors` at their offsets. Return the error, or ""."""
         try:
             for offset, data in self._staging.download(tensors, self._dtype):
                 writer.write(offset, data)
+            for offset, value in constants:
+                for place, data in self._staging.download([(offset, value)], value.dtype):
+                    writer.write(place, data)
         except (OSError, RuntimeError) as error:
             return (
                 f"{type(error).__name__}: {error}"
@@ -186,6 +208,8 @@ class WeightPublisher:
     def _local_slices(self, metas: tuple[TensorMeta, ...]) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the contiguous slices that only this rank holds, with their offsets."""
         for meta in metas:
+            if meta.name in self._constants:
+                continue
             view = self._views[meta.name]
             parameter = self._parameters[view.parameter]
             ranks = self._ranks
@@ -199,6 +223,8 @@ class WeightPublisher:
                 yield start, tensor
 
     def _slice(self, meta: TensorMeta, *, rank: int) -> tuple[int, int]:
+        if meta.name in self._constants:
+            return meta.offset, meta.offset + (0 if rank else meta.nbytes)
         view = self._views[meta.name]
         shape = self._parameters[view.parameter].shape
         return slice_of(meta, view, shape, rank=rank, world_size=self._ranks.world_size)

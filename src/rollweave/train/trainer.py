@@ -119,6 +119,7 @@ class Trainer:
             self._model,
             self._ranks,
             stored=self._model.stored,
+            constants=self._model.constants(),
             dtype=published,
             device=device,
             directory=run_dir / "weights",
@@ -355,6 +356,7 @@ class Trainer:
             rng=_rng_state(),
             reference=self._named_reference(),
             stored=self._model.stored,
+            constants={name: t.cpu() for name, t in self._model.constants().items()},
             critic=None if self._critic is None else self._critic.tensors(),
             critic_optimizer=None if self._critic is None else self._critic.optimizer_tensors(),
         )

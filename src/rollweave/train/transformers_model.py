@@ -99,6 +99,11 @@ class TransformersModel(nn.Module):
         with self._computing():
             return self._hidden(packed)
 
+    def constants(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of the checkpoint that training does not change."""
+        buffers = dict(self.named_buffers())
+        return {name: buffers[buffer] for name, buffer in self.stored.constants.items()}
+
     def output_weights(self) -> torch.Tensor:
         """Return the head's weights, [V, H]. Raises `TrainerError` for a head that also
         has a bias.

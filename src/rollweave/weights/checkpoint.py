@@ -51,12 +51,16 @@ class ModelShape:
     qk_norm: bool
     inv_freq: tuple[float, ...]
     eos_token_ids: tuple[int, ...]
+    sizes: Mapping[str, tuple[int, ...]] | None = None
+    """The checkpoint's tensors, for an architecture that this package does not compute."""
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Return every parameter's shape by its transformers name.
 
         A tied `lm_head.weight` is not included.
         """
+        if self.sizes is not None:
+            return dict(self.sizes)
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {
             "model.embed_tokens.weight": (self.vocab, self.hidden)
@@ -93,6 +97,9 @@ class ModelShape:
         parameters; a tied `lm_head.weight` is optional.
         """
         expected = self.tensors()
+        if self.sizes is not None:
+            # a checkpoint may have tensors that are never published, such as tied ones
+            expected = {name: size for name, size in expected.items() if name in shapes}
         missing = sorted(set(expected) - set(shapes))
         unknown = sorted(set(shapes) - set(expected) - ({"lm_head.weight"} if self.tied else set()))
         if missing or unknown:
@@ -164,6 +171,48 @@ def has_native_shape(directory: Path) -> bool:
     except ConfigError:
         return not named
     return True
+
+
+def read_any_shape(directory: Path) -> ModelShape:
+    """Read the shape of a checkpoint of any architecture: like `read_shape` where that
+    supports it, else the sizes that config.json names, and the tensors of the files.
+
+    Such a shape serves to plan a run and to verify published weights. Raises ConfigError
+    for missing or truncated files.
+    """
+    if has_native_shape(directory):
+        return read_shape(directory)
+    whole = _read_json(directory / "config.json")
+    text = whole.get("text_config")
+    config = whole | text if isinstance(text, dict) else whole
+    experts = int(config.get("moe_intermediate_size") or 0)
+    try:
+        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        layers, vocab = int(config["num_hidden_layers"]), int(config["vocab_size"])
+    except KeyError as error:
+        raise ConfigError(f"{directory}/config.json must name {error}") from error
+    return ModelShape(
+        vocab=vocab,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or hidden // heads),
+        ffn=max(
+            int(config.get("intermediate_size") or 4 * hidden),
+            experts * int(config.get("num_experts_per_tok") or 1),
+        ),
+        context=int(config.get("max_position_embeddings", 2048)),
+        eps=0.0,
+        tied=False,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        inv_freq=(),
+        eos_token_ids=_eos(directory, config),
+        sizes=read_sizes(directory),
+    )
 
 
 def read_tensors_of(directory: Path) -> Iterator[tuple[str, "torch.Tensor"]]:

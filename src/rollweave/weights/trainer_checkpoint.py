@@ -19,6 +19,7 @@ from typing import Any, Self
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 
 from rollweave.io.disk import file_digest
 from rollweave.schema.errors import WeightsError
@@ -138,6 +139,12 @@ def read_stored(directory: Path, saved: SavedTensors) -> Iterator[tuple[str, tor
         yield stored, view.of(parameter)
 
 
+def read_constants(directory: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of the Hugging Face checkpoint that training does not change."""
+    path = directory / file_of("constants")
+    return dict(load_file(path)) if path.exists() else {}
+
+
 def file_of(part: str, *, rank: int = 0, world_size: int = 1) -> str:
     """Return the name of a rank's file of this part."""
     number = f"-{rank + 1:05d}-of-{world_size:05d}" if world_size > 1 else ""
@@ -162,7 +169,8 @@ def read_trainer_checkpoint(
     try:
         digests: Mapping[str, Any] = json.loads((directory / DIGESTS).read_text())
         files = files_of("model", digests) or [MODEL]
-        for name in (STATE, *([STORED] if STORED in digests else []), *files):
+        others = [name for name in (STORED, file_of("constants")) if name in digests]
+        for name in (STATE, *others, *files):
             size, digest = digests[name]
             if (directory / name).stat().st_size != size or file_digest(directory / name) != digest:
                 raise WeightsError(
@@ -174,6 +182,7 @@ def read_trainer_checkpoint(
                 f"checkpoint {directory} must be of step {step} in format {FORMAT}, got {state}"
             )
         with SavedTensors(directory / name for name in files) as saved:
-            return {name: tensor.to(dtype) for name, tensor in read_stored(directory, saved)}
+            tensors = {name: tensor.to(dtype) for name, tensor in read_stored(directory, saved)}
+        return tensors | read_constants(directory)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise WeightsError(f"checkpoint {directory} is incomplete or invalid: {error}") from error

@@ -60,7 +60,7 @@ from rollweave.schema.serving import (
     Suspended,
 )
 from rollweave.schema.weights import WeightManifest
-from rollweave.weights.checkpoint import ModelShape, read_shape
+from rollweave.weights.checkpoint import ModelShape, read_any_shape
 
 REPLY_S = 10.0
 """Maximum seconds to connect, and for a health check: a server that computes a long
@@ -126,7 +126,7 @@ class ServerEngine:
         `EngineFatal`.
         """
         try:
-            shape = read_shape(Path(self._spec.model))
+            shape = read_any_shape(Path(self._spec.model))
             await asyncio.to_thread(self._kind.version, self._settings.python)
             with temporary_folder(f"rollweave-{self._settings.kind}-") as folder:
                 self._folder = folder

@@ -273,9 +273,7 @@ def gathered_layers(shape: ModelShape) -> int:
     those of one layer, the weights of the next, and those outside of the layers.
     """
     within = sum(
-        _size(dimensions)
-        for name, dimensions in shape.tensors().items()
-        if name.startswith("model.layers.0.")
+        _size(dimensions) for name, dimensions in shape.tensors().items() if ".layers.0." in name
     )
     outside = parameters(shape) - shape.layers * within
     return (3 * within + 2 * outside) * MASTER_BYTES

@@ -39,7 +39,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, HostError, TrainerError, WeightsError
 from rollweave.schema.hosts import Resources
 from rollweave.train.scratch import CHAT_TEMPLATE, build_tokenizer
-from rollweave.weights.checkpoint import ModelShape, read_shape, read_sizes
+from rollweave.weights.checkpoint import ModelShape, read_any_shape, read_shape, read_sizes
 
 NAMED = 5
 """Maximum number of prompts that are named as too long; the others are counted."""
@@ -66,7 +66,9 @@ def examine_model(
         return [fail("model", str(error))], None
     except (ValueError, KeyError, TypeError) as error:
         return [fail("model", _text(error))], None
-    if config.model.implementation == "transformers":
+    if config.model.implementation == "transformers" or (
+        shape is not None and shape.sizes is not None
+    ):
         checks.append(_transformers(config, elsewhere=hosts is not None))
     if shape is None:
         return checks, None
@@ -90,7 +92,7 @@ def check_joined(
         assert config.model.path is not None, "the configuration has one of path and scratch"
         if not Path(config.model.path, "config.json").exists():
             return []  # the engines report what their model lacks
-        shape = read_shape(Path(config.model.path))
+        shape = _shape_of(config)
     planned = described(config, hosts)
     config = with_device(config, planned)
     return list(check_fit(config, lay_out(config, shape, planned)))
@@ -140,10 +142,13 @@ def _model(
     directory = Path(config.model.path)
     if not directory.is_dir():
         raise ConfigError(f"model.path must be a checkpoint directory, got {config.model.path!r}")
-    shape = read_shape(directory)
+    shape = _shape_of(config)
     checks = [
         ok("model.path", f"{directory}: {parameters(shape):,} weights, context {shape.context:,}")
     ]
+    if shape.sizes is not None and any(".experts." in name for name in shape.sizes):
+        text = "vLLM on a CPU gave other log-probs than the trainer for a model with experts"
+        checks.append(warn("model.path", f"{text} (docs/MODELS.md); watch logprob_gap_max"))
     longest = max(task.max_tokens for task in config.tasks)
     if longest > shape.context:
         checks.append(
@@ -171,6 +176,22 @@ def _model(
         *_overlong(codec, domains),
         *_transcripts(codec, domains),
     ]
+
+
+def _shape_of(config: RunConfig) -> ModelShape:
+    """Return the shape of `model.path`. Raises ConfigError for an architecture that the
+    embedded engine, or the chosen implementation, does not compute.
+    """
+    assert config.model.path is not None, "the configuration has one of path and scratch"
+    directory = Path(config.model.path)
+    if config.model.implementation == "native" or config.has_critic:
+        return read_shape(directory)  # a critic is always computed by our code
+    if any(group.kind == "embedded" for group in config.engines):
+        try:
+            return read_shape(directory)
+        except ConfigError as error:
+            raise ConfigError(f"the embedded engine cannot compute the model: {error}") from error
+    return read_any_shape(directory)
 
 
 def _transformers(config: RunConfig, *, elsewhere: bool) -> Check:
