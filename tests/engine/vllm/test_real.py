@@ -1,6 +1,7 @@
 """New weights in a real vLLM server, and what goes wrong with them (`make test-vllm`).
 
-Log-probs are compared with those of the embedded engine from the same weights.
+Log-probs are compared with those of the embedded engine, or of transformers, from the
+same weights.
 """
 
 import asyncio
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.process import in_process
@@ -23,6 +26,7 @@ from rollweave.schema.base import EngineId
 from rollweave.schema.errors import EngineLostError, WeightsError
 from rollweave.schema.serving import (
     EngineSpec,
+    FinishReason,
     GenerateRequest,
     GenerateResult,
     Sampling,
@@ -57,8 +61,11 @@ class Weights:
         path = self._directory / str(number)
         if not path.exists():
             path.mkdir()
-            vllm_checkpoint(path, seed=number, eos_token_id=127)
+            self.write(path, number)
         return path
+
+    def write(self, path: Path, number: int) -> None:
+        vllm_checkpoint(path, seed=number, eos_token_id=127)
 
     def published(self, number: int, *, without: str = "") -> WeightManifest:
         tensors = dict(read_tensors_of(self.checkpoint(number)))
@@ -80,6 +87,47 @@ class Weights:
     def close(self) -> None:
         for publication in self._open:
             publication.close()
+
+
+class ExpertWeights(Weights):
+    """Checkpoints of Qwen3-MoE, with experts of a width that vLLM pads on a CPU. The
+    embedded engine does not compute them: transformers does.
+    """
+
+    def write(self, path: Path, number: int) -> None:
+        torch.manual_seed(number)
+        config = Qwen3MoeConfig(
+            vocab_size=128,
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=32,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=48,
+            max_position_embeddings=512,
+            initializer_range=0.1,
+            eos_token_id=127,
+            dtype="float32",
+        )
+        Qwen3MoeForCausalLM(config).save_pretrained(path)
+
+    async def continued(self, number: int, request: GenerateRequest) -> GenerateResult:
+        model = Qwen3MoeForCausalLM.from_pretrained(self.checkpoint(number), dtype=torch.float32)
+        tokens, logprobs = list(request.tokens), list[float]()
+        while len(logprobs) < request.sampling.max_tokens and 127 not in tokens:
+            with torch.no_grad():
+                row = model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
+            tokens.append(int(row.argmax()))
+            logprobs.append(float(row.max()))
+        return GenerateResult(
+            id=request.id,
+            tokens=tuple(tokens[len(request.tokens) :]),
+            logprobs=tuple(logprobs),
+            versions=(),
+            finish=FinishReason.LENGTH,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +250,16 @@ async def requests_in_flight_continue_under_new_weights(
         second = await weights.continued(2, greedy("second", context, count=400 - before.end))
         assert result.tokens[after.start :] == second.tokens
         assert result.logprobs[after.start :] == pytest.approx(second.logprobs, abs=EXACT)
+
+
+async def test_the_weights_of_experts_are_exact_before_and_after_updates(tmp_path: Path) -> None:
+    weights = ExpertWeights(tmp_path)
+    async with started(weights, tmp_path, vllm_spec()) as (engine, _):
+        await agrees(engine, weights, 0)
+        for number in (1, 2):
+            await engine.load(weights.published(number))
+            await agrees(engine, weights, number)
+    weights.close()
 
 
 async def test_loss_of_the_server_names_the_signal_and_leaves_no_process(

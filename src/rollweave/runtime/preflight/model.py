@@ -146,9 +146,6 @@ def _model(
     checks = [
         ok("model.path", f"{directory}: {parameters(shape):,} weights, context {shape.context:,}")
     ]
-    if shape.sizes is not None and any(".experts." in name for name in shape.sizes):
-        text = "vLLM on a CPU gave other log-probs than the trainer for a model with experts"
-        checks.append(warn("model.path", f"{text} (docs/MODELS.md); watch logprob_gap_max"))
     longest = max(task.max_tokens for task in config.tasks)
     if longest > shape.context:
         checks.append(

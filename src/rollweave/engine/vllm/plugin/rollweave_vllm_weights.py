@@ -86,6 +86,8 @@ class RollweaveTransfer(WeightTransferEngine[Start, Update]):  # type: ignore[mi
             initialize_layerwise_reload,
         )
 
+        if self.device.type == "cpu":
+            _pack_experts_anew(self.model)
         initialize_layerwise_reload(self.model)
         loaded = self.model.load_weights(iter(tensors))
         finalize_layerwise_reload(self.model, self.model_config)
@@ -98,6 +100,17 @@ class RollweaveTransfer(WeightTransferEngine[Start, Update]):  # type: ignore[mi
             missing = sorted({name for name, _ in self.model.named_parameters()} - set(loaded))
             if missing:
                 raise ValueError(f"no weights for {missing[:3]}")
+
+
+def _pack_experts_anew(model: torch.nn.Module) -> None:
+    """Have the next load pack the weights of experts. A CPU computes with packed ones,
+    but vLLM packs them only when it makes the kernel of a layer: it would copy the
+    weights of a later load as they are. There are no graphs that refer to a kernel.
+    """
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _mapped(update: Update) -> Tensors:
